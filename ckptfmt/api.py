@@ -14,6 +14,7 @@ from ckptfmt.adapters.live import list_doubts
 from ckptfmt.adapters.live_trees import find_below
 from ckptfmt.adapters.load_plan import Allow, Patterns, Rename
 from ckptfmt.adapters.placing import load_trees
+from ckptfmt.adapters.unsaved import Unheld, Unsaved
 from ckptfmt.commit.lone import check_no_run, is_run, own_place
 from ckptfmt.commit.waiting import describe_savers, list_held_attempts, wait_for_attempts, wait_for_savers
 from ckptfmt.convert.numbering import nest, take_optimizers
@@ -102,6 +103,12 @@ def save(
     if replace:
         group.run_on_first(lambda: own_place(path))
         store = open_store(path, writable=True)  # which may be another directory now
+    unsaved: list[Unsaved] = []
+
+    def find_unsaved() -> list[str]:
+        unsaved.extend(Unheld(group.writer).find(state, looks_around=True))
+        return [one.text for one in unsaved]
+
     manifest = save_once(
         store,
         group,
@@ -113,8 +120,9 @@ def save(
         check=lambda: check_no_run(store, replace=replace),
         label=functools.partial(Labels.of, metrics, tags),
         replace=replace,
+        unsaved=find_unsaved,
     )
-    for sentence in list_doubts(state, worker=group.writer):
+    for sentence in [*list_doubts(state, worker=group.writer), *map(str, unsaved)]:
         _LOG.warning("%s", sentence)
     if isinstance(agree, str) and group.writer == 0:
         with contextlib.suppress(CkptError):

@@ -660,7 +660,9 @@ class Checkpointer:
         self._checkpoint = None
         self._count.is_streamless = False
         assert self._load_report is not None  # noqa: S101 - what has RNG streams to put back was loaded
-        self._load_report = claim_of_all(self._load_report.with_streams((*drawn, *found)), self._group)
+        # Objects of this launch that no State holds go on from elsewhere, whatever the checkpoint had.
+        found = (*drawn, *found, *self._saves.unsaved)
+        self._load_report = claim_of_all(self._load_report.with_streams(found), self._group)
         assert self.launch is not None  # noqa: S101 - restore() chooses first
         name = checkpoint.store.name
         source = f"launch {checkpoint.manifest.origin.launch} ({name})" if self.launch.resume_from else name

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Protocol
 
+from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.data.workers import distributed_worker
@@ -102,6 +103,11 @@ class ForeignLoader(_Adapter):
         #: Of the loader, from the position that was loaded last; None once it was handed out.
         self._begun: Iterator[Any] | None = None
 
+    @property
+    def loader(self) -> Any:  # noqa: ANN401 - the library's own
+        """The other library's loader."""
+        return self._loader
+
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches, from where it stands."""
         batches, self._begun = iter(self._loader) if self._begun is None else self._begun, None
@@ -133,6 +139,7 @@ class ForeignLoader(_Adapter):
         self._loader.load_state_dict(foreign.state)
         self._loaded = dict(state_dict)
         self._begun = iter(self._loader)
+        settle(self._loader, foreign.state)
 
 
 class ConsumedSamples(_Adapter):
@@ -186,6 +193,48 @@ class ConsumedSamples(_Adapter):
         for name in self._names:
             setattr(self._holder, name, counts[name])
         self._loaded = dict(state_dict)
+
+
+def settle(loader: Any, loaded: object) -> bool:  # noqa: ANN401 - anything
+    """Correct what torchdata's loader of an iterable dataset counts after a load; return whether it is such a loader.
+
+    The loader reaches its position by taking as many batches as were taken before, and counts them once more: a state
+    that is saved later in the epoch would lie too far ahead.
+
+    Args:
+        loader: the loader, whose iterator is made.
+        loaded: the state_dict that was loaded.
+
+    Raises: StateError(READ_BACK) where the loader doesn't stand at the loaded position then.
+    """
+    side: Any = torch_side()
+    is_of_torchdata = type(loader).__module__.partition(".")[0] == "torchdata"
+    if not is_of_torchdata or side is None or not side.is_iterable_dataset(getattr(loader, "dataset", None)):
+        return False
+    iterator: Any = getattr(loader, "_iterator", None)
+    wanted = _batches_taken(loaded)
+    excess = (_batches_taken(loader.state_dict()) or 0) - (wanted or 0)
+    if excess > 0 and hasattr(iterator, "_num_yielded"):
+        iterator._num_yielded -= excess  # noqa: SLF001 - no public way leads to it
+        snapshot = getattr(iterator, "_snapshot", None)
+        if isinstance(snapshot, dict):
+            snapshot[_SNAPSHOT_STEP] -= excess
+    if wanted is None or _batches_taken(loader.state_dict()) != wanted:
+        raise err(Code.READ_BACK, "its count of batches isn't the loaded one", where="loader")
+    return True
+
+
+#: Names in the state_dict of torchdata's loader.
+_SNAPSHOT_STEP: Final = "_snapshot_step"
+
+
+def _batches_taken(state: Any) -> int | None:  # noqa: ANN401 - of torchdata
+    """Return how many batches of the epoch were taken, as torchdata's loader says it."""
+    if not isinstance(state, Mapping):
+        return None
+    if isinstance(snapshot := state.get("_snapshot"), Mapping):  # of worker processes
+        return int(snapshot[_SNAPSHOT_STEP]) + int(state["_steps_since_snapshot"])
+    return state.get("_num_yielded")
 
 
 def may_load(plan: LoadPlan, saved: object, live: object, where: str) -> bool:

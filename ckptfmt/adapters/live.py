@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from types import ModuleType
 from typing import Any, Final, TypeGuard
+
+import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.adapters import jax_side, torch_side
@@ -28,6 +31,7 @@ class Kind(Enum):
     OPTIMIZER = "optimizer"
     STATEFUL = "stateful"
     PIECE = "piece"
+    GENERATOR = "generator"
     TREE = "tree"
 
 
@@ -132,13 +136,14 @@ class _Walker:
 
     def _counts_for_all(self, unit: Unit) -> bool:
         """Tell whether this worker's value is the one that is saved. Raises: StateError(ARGUMENT)."""
-        if unit.scope != GLOBAL or unit.kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.PIECE):
+        if unit.scope != GLOBAL or unit.kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.PIECE, Kind.GENERATOR):
             what = "a value of one worker alone" if unit.scope != GLOBAL else type(unit.value).__qualname__
             raise err(
                 Code.ARGUMENT,
                 f"FirstWorker holds {what}; worker 0's is taken of plain values and of objects with a state_dict",
                 where=place_of(unit.field, unit.name),
-                remedy="Give modules, optimizers and tensor sources as they are, and PerWorker outside of FirstWorker.",
+                remedy="Give modules, optimizers, generators and tensor sources as they are, and PerWorker outside of"
+                " FirstWorker.",
             )
         return self.own_scope == worker_scope(0)
 
@@ -187,10 +192,20 @@ def _kind_of(value: object) -> Kind:
         return Kind.OPTIMIZER
     if is_piece(value):
         return Kind.PIECE
+    if is_generator(value):
+        return Kind.GENERATOR
     stateful = not isinstance(value, type) and all(
         callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
     )
     return Kind.STATEFUL if stateful else Kind.TREE
+
+
+def is_generator(value: object) -> bool:
+    """Return whether a value is a generator of random numbers whose state can be saved."""
+    if type(value) is random.Random or isinstance(value, np.random.RandomState | np.random.Generator):
+        return True
+    side = torch_side()
+    return side is not None and side.is_generator(value)
 
 
 def _is_loader(value: object) -> bool:

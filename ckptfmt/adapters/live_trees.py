@@ -91,6 +91,20 @@ def find_below(tree: object, path: Iterable[object]) -> Any:  # noqa: ANN401 - p
     return tree
 
 
+def attributes_of(value: object) -> dict[str, Any]:
+    """Return the attributes of an object as they are, without code of its class; none of what has no ``__dict__``.
+
+    >>> import types
+    >>> attributes_of(types.SimpleNamespace(a=1)), attributes_of(3)
+    ({'a': 1}, {})
+    """
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if type(found) is dict else {}
+
+
 def check_unique(keys: Iterable[tuple[str, str, str]], what: str) -> None:
     """Check that nothing has the same field, name and scope. Raises: StateError(STATE_NAME)."""
     keys = list(keys)

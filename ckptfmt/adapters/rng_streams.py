@@ -7,13 +7,16 @@ import dataclasses
 import functools
 import random
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from ckptfmt.adapters import torch_side
-from ckptfmt.adapters.live_trees import GLOBAL, Encoder, plain_values, worker_scope
+from ckptfmt.adapters.data_loaders import ForeignLoader
+from ckptfmt.adapters.live import Kind, Unit, is_generator
+from ckptfmt.adapters.live_trees import GLOBAL, Encoder, attributes_of, plain_values, worker_scope
 from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.documents.part import RngStream
 from ckptfmt.documents.tree import dump_tree
@@ -24,6 +27,10 @@ _PYTHON: Final = "python.mt19937"
 _NUMPY_LEGACY: Final = "numpy.legacy"
 #: The state of numpy's MT19937: 624 words of 32 bits and the position among them, in bytes.
 _MT19937_NBYTES: Final = 625 * 4
+#: What the names of RNG streams begin with whose generators objects hold in their attributes.
+HELD: Final = "held/"
+#: How deep attributes of attributes are looked through for generators.
+_HELD_DEPTH: Final = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,6 +115,55 @@ def live_streams(rng: Mapping[str, object] | CapturedRng | None, devices: frozen
     return streams + [_user_stream(f"user/{name}", generator) for name, generator in (rng or {}).items()]
 
 
+def unit_streams(
+    units: Iterable[Unit], rng: Mapping[str, object] | CapturedRng | Literal[False] | None
+) -> list[LiveRngStream]:
+    """Return the generators that stand in a State as values, and those that its objects hold in attributes.
+
+    Args:
+        units: those of the State.
+        rng: as for `live_streams`, or False where a framework takes care of what objects hold. A generator that is
+            among it isn't returned once more.
+    """
+    given = rng.values() if isinstance(rng, Mapping) else ()
+    seen = {id(generator) for generator in given}
+    streams = []
+    for unit in units:
+        place = "/".join(filter(None, (unit.field, unit.name)))
+        found: Iterable[tuple[str, object]] = ()
+        if unit.kind is Kind.GENERATOR:
+            found = [(f"user/{place}", unit.value)]
+        elif rng is not False:
+            found = ((f"{HELD}{place}/{path}", generator) for path, generator in _held_by(unit))
+        for name, generator in found:
+            if id(generator) not in seen:
+                seen.add(id(generator))
+                streams.append(_user_stream(name, generator))
+    return streams
+
+
+def _held_by(unit: Unit) -> Iterator[tuple[str, object]]:
+    """Yield the generators in the attributes of an object, each with its path."""
+    side: Any = torch_side()
+    if unit.kind is Kind.MODULE:
+        yield from side.generators_of(unit.value)
+        return
+    value = unit.value.loader if isinstance(unit.value, ForeignLoader) else unit.value
+    # Our own classes save what they hold, and put it back in their own order.
+    if unit.kind is Kind.STATEFUL and type(value).__module__.partition(".")[0] != "ckptfmt":
+        yield from _generators_in(value, "", 0)
+
+
+def _generators_in(value: object, path: str, depth: int) -> Iterator[tuple[str, object]]:
+    for name, part in list(attributes_of(value).items()):
+        if is_generator(part):
+            yield f"{path}{name}", part
+        elif depth < _HELD_DEPTH and attributes_of(part) and not isinstance(part, type | ModuleType):
+            side: Any = torch_side()
+            if side is None or not (side.is_module(part) or side.is_optimizer(part)):
+                yield from _generators_in(part, f"{path}{name}.", depth + 1)
+
+
 def capture_streams(streams: list[LiveRngStream], *, worker: int) -> tuple[RngStream, ...]:
     """Return the RNG streams as they stand now; an RNG stream always belongs to one worker."""
     scope = worker_scope(worker)
@@ -169,7 +225,8 @@ def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) 
         plan.downgrades += _list_moved(saved_streams, streams, saved_count, plan.worker_count)
 
     def report(code: Code, where: str, detail: str) -> None:
-        if is_reported:
+        # An object may hold another generator here, or none: an older version saved none of these.
+        if is_reported or (where.startswith(f"rng:{HELD}") and not strict):
             plan.downgrades.append(f"{code} at {where}: {detail}")
         else:
             plan.problem(code, where, detail)

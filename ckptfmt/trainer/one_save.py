@@ -18,7 +18,9 @@ from ckptfmt.adapters.data_loaders import UNREAD_SAMPLERS, has_unread_samplers
 from ckptfmt.adapters.live import Kind, Live, Unit, check_source, optimizer_prefix
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, check_unique
 from ckptfmt.adapters.placing import is_named_tensors
-from ckptfmt.adapters.rng_streams import capture_streams, live_streams
+from ckptfmt.adapters.rng_streams import LiveRngStream, capture_streams, live_streams, unit_streams
+from ckptfmt.adapters.unsaved import UNSAVED
+from ckptfmt.adapters.visible import look_at
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import Known, decide, sweep_attempts
 from ckptfmt.commit.waiting import hold_attempt, wait_for_attempts
@@ -92,6 +94,7 @@ def save_once(
     check: Callable[[], None] | None = None,
     label: Callable[[], Labels] | None = None,
     replace: bool = False,
+    unsaved: Callable[[], Sequence[str]] | None = None,
 ) -> Manifest:
     """Save `state` into the checkpoint directory that `store` is rooted at, outside of a run.
 
@@ -100,13 +103,21 @@ def save_once(
         ownership: kept by the caller between saves.
         label: as for `agree_on_save`.
         replace: as for `write_and_commit`.
+        unsaved: as for `agree_on_save`.
 
     Raises: CkptError of any kind; then no checkpoint was committed, unless the code is COMMIT_UNKNOWN, or the store
         failed after the decision.
     Spec: the steps of REQ-CMT-001 to REQ-CMT-009.
     """
     agreed = agree_on_save(
-        group, state, step=step, block_nbytes=block_nbytes, ownership=ownership, check=check, label=label
+        group,
+        state,
+        step=step,
+        block_nbytes=block_nbytes,
+        ownership=ownership,
+        check=check,
+        label=label,
+        unsaved=unsaved,
     )
     return write_and_commit(store, group, agreed, ownership=ownership, deadline_s=deadline_s, replace=replace)
 
@@ -122,6 +133,7 @@ def agree_on_save(
     check: Callable[[], None] | None = None,
     label: Callable[[], Labels] | None = None,
     say: object = None,
+    unsaved: Callable[[], Sequence[str]] | None = None,
 ) -> Agreed:
     """Take what is live here, and agree with the other writers on the attempt and on who writes what.
 
@@ -129,6 +141,7 @@ def agree_on_save(
         launch: of the run; None outside of one.
         label: returns metrics and tags; called on writer 0 alone, whose count, and what it raises stops all writers.
         say: JSON that all writers are told beside.
+        unsaved: returns what `capture` is told of.
 
     Raises: what refuses the save, on all writers alike. Spec: REQ-CMT-001, REQ-CMT-002.
     """
@@ -138,7 +151,8 @@ def agree_on_save(
         if check is not None and group.writer == 0:
             check()
         labels = label() if label is not None and group.writer == 0 else NO_LABELS
-        return dataclasses.replace(_take(state, group, ownership, step=operator.index(step)), labels=labels)
+        snapshot = _take(state, group, ownership, step=operator.index(step), unsaved=unsaved)
+        return dataclasses.replace(snapshot, labels=labels)
 
     snapshot, error = attempt(take)
     mine = {
@@ -197,10 +211,19 @@ def _assign(group: Group, snapshot: Snapshot, ownership: Ownership, fingerprints
         )
 
 
-def _take(state: State, group: Group, ownership: Ownership, *, step: int | None, is_save: bool = True) -> Snapshot:
+def _take(
+    state: State,
+    group: Group,
+    ownership: Ownership,
+    *,
+    step: int | None,
+    is_save: bool = True,
+    unsaved: Callable[[], Sequence[str]] | None = None,
+) -> Snapshot:
     look = None if step is None else functools.partial(ownership.position.look, step=step, is_save=is_save)
+    lacking = () if unsaved is None else unsaved()
     try:
-        snapshot = capture(state, worker=group.writer, worker_count=group.writer_count, look=look)
+        snapshot = capture(state, worker=group.writer, worker_count=group.writer_count, look=look, unsaved=lacking)
         _look_at(snapshot, ownership)
     except CkptError as error:
         if (found := for_saving(error)) is not error:
@@ -289,6 +312,8 @@ def write_and_commit(
 
 #: Leaf of topology that only worker 0 gives: what may differ between machines.
 LOCAL_TOPOLOGY: Final = "local"
+#: Leaf of topology that only worker 0 gives: digests of what is seen of objects of unknown classes.
+SEEN_TOPOLOGY: Final = "objects"
 
 
 def capture(
@@ -297,6 +322,7 @@ def capture(
     worker: int,
     worker_count: int,
     look: Callable[[Sequence[Unit], Sequence[Leaf], Sequence[TensorSource]], Iterable[str]] | None = None,
+    unsaved: Sequence[str] = (),
 ) -> Snapshot:
     """Return everything that this worker gives to a save.
 
@@ -308,6 +334,7 @@ def capture(
         worker: number of this worker, from 0.
         worker_count: how many workers there are.
         look: looks at the objects, values and tensors, and returns the names of `DATA_DOUBTS` that hold.
+        unsaved: what this save doesn't have, and what lowers the claim of a load; that of worker 0 is saved.
 
     Raises: StateError(STATE_UNSUPPORTED, STATE_NAME, PARAMETER_UNNAMED, ARGUMENT); FormatError(LIMIT_EXCEEDED,
         DOC_DEPTH).
@@ -325,11 +352,11 @@ def capture(
         leaves += _capture_unit(unit, encoder, live, number)
         tensors += encoder.sources
     doubts = () if look is None else tuple(look(live.units, leaves, tensors))
-    leaves += _context_leaves(state, live, worker=worker, worker_count=worker_count, doubts=doubts)
+    leaves += _context_leaves(state, live, unsaved, worker=worker, worker_count=worker_count, doubts=doubts)
     aliases = [(tensor.field, alias, tensor.scope) for tensor in tensors for alias in tensor.aliases]
     check_unique([*((tensor.field, tensor.name, tensor.scope) for tensor in tensors), *aliases], "tensors")
     check_unique([(leaf.field, leaf.name, leaf.scope) for leaf in leaves], "values")
-    streams = () if state.rng is False else capture_streams(live_streams(state.rng, live.devices), worker=worker)
+    streams = capture_streams(list_streams(state, live), worker=worker)
     given = {tensor.field for tensor in tensors} | {leaf.field for leaf in leaves} | ({"rng"} if streams else set())
     return Snapshot(
         tensors=tuple(sorted(tensors, key=_key_order)),
@@ -338,6 +365,15 @@ def capture(
         absent=_absent(state, given),
         declared_by={} if side is None else side.declared_by(tensors),
     )
+
+
+def list_streams(state: State, live: Live) -> list[LiveRngStream]:
+    """Return the RNG streams that a save has and a load puts back.
+
+    Raises: StateError(STATE_UNSUPPORTED, STREAM_MISSING) as `ckptfmt.adapters.rng_streams.live_streams`.
+    """
+    own = [] if state.rng is False else live_streams(state.rng, live.devices)
+    return own + unit_streams(live.units, state.rng)
 
 
 def _key_order(of: TensorSource | Leaf) -> tuple[int, bytes, bytes]:
@@ -366,7 +402,9 @@ def _capture_unit(unit: Unit, encoder: Encoder, live: Live, number: int) -> list
     return leaves
 
 
-def _context_leaves(state: State, live: Live, *, worker: int, worker_count: int, doubts: Iterable[str]) -> list[Leaf]:
+def _context_leaves(
+    state: State, live: Live, unsaved: Sequence[str], *, worker: int, worker_count: int, doubts: Iterable[str]
+) -> list[Leaf]:
     values: list[tuple[str, str, Any]] = [("topology", "", topology(worker_count=worker_count))]
     config, is_given = own_config(state.config, worker=worker)
     if config is not None and is_given:
@@ -376,6 +414,10 @@ def _context_leaves(state: State, live: Live, *, worker: int, worker_count: int,
         if has_unread_samplers(state):
             facts[UNREAD_SAMPLERS] = True
         facts |= dict.fromkeys(doubts, True)
+        if unsaved:
+            facts[UNSAVED] = list(unsaved)
+        if objects := look_at(live.units):
+            values.append(("topology", SEEN_TOPOLOGY, objects))
         values.append(("topology", LOCAL_TOPOLOGY, facts))
         values.append(("provenance", "", provenance(state.provenance, state.init_from)))
     return [

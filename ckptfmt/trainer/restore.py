@@ -12,12 +12,14 @@ from typing import Any, Final
 
 from ckptfmt.adapters import jax_side, torch_side
 from ckptfmt.adapters.context import PROCESS_COUNTS, find_differences, local_facts, own_config, topology
-from ckptfmt.adapters.data_loaders import UNREAD, UNREAD_SAMPLERS, may_load
+from ckptfmt.adapters.data_loaders import UNREAD, UNREAD_SAMPLERS, may_load, settle
 from ckptfmt.adapters.live import NO_SCHEDULE, Kind, Live, Unit, may_be_schedule, optimizer_prefix
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, fingerprint, prefix_of
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan, Patterns, Rename, check_allow
 from ckptfmt.adapters.placing import Placer, plan_named_tensors, plan_sink, put_back, take_named_leaf
 from ckptfmt.adapters.rng_streams import capture_streams, live_streams, plan_streams
+from ckptfmt.adapters.unsaved import UNSAVED
+from ckptfmt.adapters.visible import compare
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
@@ -31,7 +33,7 @@ from ckptfmt.read.sharing import Peers, refuse_sharing
 from ckptfmt.read.streaming import ReadReport
 from ckptfmt.state import NO_RNG, NOT_GIVEN, CapturedRng, State, place_of
 from ckptfmt.trainer.data_position import DATA_DOUBTS
-from ckptfmt.trainer.one_save import LOCAL_TOPOLOGY
+from ckptfmt.trainer.one_save import LOCAL_TOPOLOGY, SEEN_TOPOLOGY, list_streams
 
 #: The levels of claims, from the least on.
 CLAIMS: Final = ("S0", "S1", "T1")
@@ -305,7 +307,7 @@ def plan_restore(state: State, plan: LoadPlan, *, strict: bool = False) -> Resto
         *_find_limits(live),
         *_find_lost_schedule(plan),
     )
-    return Restoration(plan, state, stream_actions, tuple(differences), lowered_by)
+    return Restoration(plan, state, live, stream_actions, tuple(differences), lowered_by)
 
 
 def _lacks(plan: LoadPlan, unit: Unit) -> bool:
@@ -327,6 +329,7 @@ class Restoration:
 
     plan: LoadPlan
     state: State
+    live: Live
     stream_actions: list[Callable[[], None]]
     config_differences: tuple[tuple[str, object, object], ...]
     lowered_by: tuple[str, ...]
@@ -381,7 +384,7 @@ class Restoration:
             action()
         for action in self.stream_actions if streams else ():
             action()
-        lowered = (*self.lowered_by, *plan.downgrades)
+        lowered = (*self.lowered_by, *plan.downgrades, *_compare_objects(plan, self.live))
         if plan.is_partial:
             lowered += (f"{_LEFT_OUT}{plan.left_count} tensors and values",)
         if not streams:
@@ -430,6 +433,8 @@ def _plan_unit(plan: LoadPlan, unit: Unit, live: Live, number: int) -> None:
             _plan_stateful(plan, unit)
         case Kind.PIECE:
             plan_sink(plan, unit.value, field=unit.field, where=place_of(unit.field, unit.name))
+        case Kind.GENERATOR:
+            pass  # an RNG stream, put back with the others
         case Kind.TREE:
             _plan_tree(plan, unit)
 
@@ -481,8 +486,9 @@ def _load_stateful(live: Any, value: object, where: str) -> None:  # noqa: ANN40
     except Exception as error:
         error.add_note(f"ckptfmt: raised by the load_state_dict of {where}")
         raise
+    # Asking a loader for its state makes its iterator, which draws random numbers: before the RNG streams are put back.
     found = fingerprint(live.state_dict(), field=where, name="")
-    if found != wanted:
+    if found != wanted and not settle(live, value):
         path = find_difference(parse_tree(wanted[0], where=where), parse_tree(found[0], where=where))
         differing = path or next(name for name, digest in wanted[1].items() if found[1].get(name) != digest)
         raise err(Code.READ_BACK, f"its state_dict differs from the loaded one, first at {differing}", where=where)
@@ -518,9 +524,8 @@ def _plan_tree(plan: LoadPlan, unit: Unit) -> None:
 
 
 def _plan_streams(plan: LoadPlan, state: State, live: Live, *, strict: bool) -> list[Callable[[], None]]:
-    if state.rng is False:
-        return []
-    return plan_streams(plan, live_streams(state.rng, live.devices), strict=strict)
+    streams = list_streams(state, live)
+    return plan_streams(plan, streams, strict=strict) if streams or state.rng is not False else []
 
 
 def _is_left_out(state: State, field: str) -> bool:
@@ -627,6 +632,7 @@ def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
             if saved.pop(doubt, False):
                 lowered.append(reason)
                 plan.reorders = True
+        lowered += [reason for reason in saved.pop(UNSAVED, ()) if isinstance(reason, str)]
         lowered += [f"{path}: saved {before!r}, here {after!r}" for path, before, after in _list_topology(saved, now)]
     return lowered
 
@@ -638,6 +644,13 @@ def _list_topology(saved: dict[str, object], now: object) -> list[tuple[str, obj
     if len(counts) != len(PROCESS_COUNTS) or len(set(counts)) > 1:
         return differences
     return [("processes", *counts[0]), *(one for one in differences if one[0] not in PROCESS_COUNTS)]
+
+
+def _compare_objects(plan: LoadPlan, live: Live) -> list[str]:
+    """Return what the loaded objects of unknown classes have otherwise than at the save."""
+    key = ("topology", SEEN_TOPOLOGY, GLOBAL)
+    is_comparable = plan.worker == 0 and not plan.is_partial and key in plan.checkpoint.leaves
+    return compare(live.units, plan.checkpoint.leaf(*key)) if is_comparable else []
 
 
 #: What a reason of another process begins with.

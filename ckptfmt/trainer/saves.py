@@ -19,6 +19,7 @@ from ckptfmt import limits
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.data_loaders import UNREAD, has_unread_samplers
 from ckptfmt.adapters.live import list_doubts
+from ckptfmt.adapters.unsaved import Unheld
 from ckptfmt.commit.decision import Known, check_vacant, read_register
 from ckptfmt.commit.lone import check_no_run
 from ckptfmt.delta.policy import DeltaOptions
@@ -173,6 +174,7 @@ class Saves:
 
     Attributes:
         state: what is saved.
+        unsaved: what the state lacked when it was checked last, a sentence each.
         reports: what isn't done as asked, a sentence each that begins with its name.
     """
 
@@ -196,6 +198,9 @@ class Saves:
         self._devices: Any = None if side is None else side.Devices(self._report)
         self._has_device_tensors = False
         self._fillings = Fillings()
+        self._unheld = Unheld(group.writer)
+        self._has_looked = False
+        self.unsaved: list[str] = []
         self._trainers_here = 1
         #: Saves that were begun: of so many one is brought home in full, the first among them.
         self._begun_count = 0
@@ -249,8 +254,20 @@ class Saves:
         """
         snapshot = prepare_once(self._group, state, self._ownership, block_nbytes=limits.BLOCK_NBYTES, step=step)
         self._look_for_devices(snapshot)
+        self._unheld.follow(state)
+        self.unsaved = self._find_unsaved(state, saves=False)
         for sentence in list_doubts(state, worker=self._group.writer):
-            self._report(sentence)
+            if not any(report.startswith(sentence.partition(":")[0]) for report in self.reports):
+                self._report(sentence)
+
+    def _find_unsaved(self, state: State, *, saves: bool = True) -> list[str]:
+        """Report what a save of now doesn't have, and return it as loads are to be told."""
+        # Schedulers are made before the first step, or at least before the first save.
+        looks_around, self._has_looked = not (self._begun_count if saves else self._has_looked), True
+        found = self._unheld.find(state, looks_around=looks_around, saves=saves)
+        for unsaved in found:
+            self._report(f"{unsaved}; a resume claims no T1")
+        return [unsaved.text for unsaved in found]
 
     def _look_for_devices(self, snapshot: Snapshot) -> None:
         self._has_device_tensors |= self._devices is not None and self._devices.holds_any(snapshot.tensors)
@@ -371,6 +388,7 @@ class Saves:
                 ownership=self._ownership,
                 check=target.check if background is None or target.launch is None else None,
                 label=label,
+                unsaved=functools.partial(self._find_unsaved, state),
                 say={
                     "failure": self._say_failure(),
                     "committed": self._has_committed(),
@@ -585,6 +603,7 @@ class Saves:
             by the deadline.
         """
         end_s, brought_home = time.monotonic() + deadline_s, None
+        self._unheld.close()
         try:
             self._close_background(deadline_s, quietly=quietly)
             if not quietly:

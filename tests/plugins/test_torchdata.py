@@ -96,3 +96,84 @@ def test_a_loader_of_each_process_is_given_as_its_own(tmp_path):
     records = [attempt.write_part(tmp_path / "c", state(number), writer=number) for number in range(2)]
     attempt.commit(tmp_path / "c", records)
     assert ckptfmt.validate(tmp_path / "c")
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """Twelve numbers, dealt out to the worker processes."""
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        yield from range(worker.id if worker else 0, 12, worker.num_workers if worker else 1)
+
+
+class Counted:
+    """An iterator that says where it stands."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __next__(self):
+        if self.at == 12:
+            raise StopIteration
+        self.at += 1
+        return self.at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class CountedStream(torch.utils.data.IterableDataset[int]):
+    """Numbers of an iterator that says where it stands."""
+
+    def __iter__(self):
+        return Counted()
+
+
+def loader_of(kind, worker_count):
+    datasets = {"stream": Stream, "counted": CountedStream, "shuffled": lambda: list(range(12))}
+    shuffled = {"shuffle": True, "generator": torch.Generator().manual_seed(3)} if kind == "shuffled" else {}
+    return StatefulDataLoader(datasets[kind](), batch_size=2, num_workers=worker_count, **shuffled)
+
+
+def train_on(run, kind, worker_count, last_step):
+    """Train from where the run stands up to a step, each of them saved; return the batches and the claim."""
+    loader = loader_of(kind, worker_count)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = ckptfmt.State(weights=model, optimizer=optimizer, data=loader, config={})
+    seen = []
+    with ckptfmt.Checkpointer(run, state, every=1, saver="inline") as checkpointer:
+        while checkpointer.step < last_step:
+            batches = iter(loader)
+            checkpointer.restore_rng()
+            for batch in batches:
+                with checkpointer.training_step():
+                    model(batch.float().reshape(-1, 1)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen.append(batch.tolist())
+                if checkpointer.step == last_step:
+                    break
+    report = checkpointer.load_report
+    return seen, None if report is None else (report.claim, report.lowered_by)
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("kind", "worker_count"), [("stream", 0), ("stream", 2), ("counted", 0), ("shuffled", 0), ("shuffled", 2)]
+)
+def test_a_loader_that_is_resumed_again_and_again_gives_the_batches_of_one_that_never_stopped(
+    tmp_path, kind, worker_count
+):
+    """A load of an iterable dataset was refused; the generator of a shuffling loader stood elsewhere afterwards."""
+    right, _ = train_on(tmp_path / "right", kind, worker_count, 17)
+    ours, claims = [], []
+    for last_step in (2, 4, 6, 7, 17):
+        seen, claim = train_on(tmp_path / "ours", kind, worker_count, last_step)
+        ours += seen
+        claims.append(claim)
+    assert ours == right
+    assert claims == [None] + [("T1", ())] * 4

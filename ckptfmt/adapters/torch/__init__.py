@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -13,10 +13,12 @@ from ckptfmt.adapters.live_trees import FLATTENED, Encoder
 from ckptfmt.adapters.torch.device_copies import Devices, plan_arrivals
 from ckptfmt.adapters.torch.fingerprints import Fingerprint, fetch, fetch_batch
 from ckptfmt.adapters.torch.guard import Guard
+from ckptfmt.adapters.torch.holders import describe, is_copied, is_scaler, is_schedule, list_unheld
 from ckptfmt.adapters.torch.modules import (
     capture_entries,
     capture_module,
     find_claim_limits,
+    generators_of,
     merge_tied,
     plan_entry,
     plan_module,
@@ -35,6 +37,7 @@ from ckptfmt.adapters.torch.runtime import (
     versions,
     world_size,
 )
+from ckptfmt.adapters.torch.step_watch import StepWatch
 from ckptfmt.adapters.torch.tensors import (
     allocate,
     declared_by,
@@ -65,10 +68,36 @@ def is_module(value: object) -> bool:
     return isinstance(value, torch.nn.Module)
 
 
+def is_optimizer(value: object) -> bool:
+    """Return whether this is an optimizer, with whichever protocol."""
+    return isinstance(value, torch.optim.Optimizer)
+
+
+def is_of_every_optimizer(name: str) -> bool:
+    """Return whether every optimizer of torch has an attribute of this name, which is saved or doesn't change."""
+    return name in _OF_OPTIMIZERS
+
+
+def list_optimizers(values: Iterable[object]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers among some objects."""
+    return [value for value in values if isinstance(value, torch.optim.Optimizer)]
+
+
+def list_parameters(value: object) -> list[torch.Tensor]:
+    """Return the parameters of a module or of an optimizer; of anything else, none."""
+    if isinstance(value, torch.nn.Module):
+        return list(value.parameters())
+    groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else ()
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def is_tensor(value: object) -> bool:
     """Tell whether this is a tensor, of whichever class."""
     return isinstance(value, torch.Tensor)
 
+
+#: Attributes of each optimizer; those that it adds are its own.
+_OF_OPTIMIZERS: Final = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.empty(0))], lr=0.0)))
 
 #: What batches come from, and doesn't say where it stands.
 #: Samplers that draw their order, where they have no generator of their own.
@@ -108,6 +137,11 @@ def has_shuffling_sampler() -> bool:
     """
     referring = gc.get_referrers(*_SHUFFLING)
     return any(type(value) in _SHUFFLING and getattr(value, "generator", None) is None for value in referring)
+
+
+def is_iterable_dataset(value: object) -> bool:
+    """Return whether this is a dataset that only yields its samples, in its own order."""
+    return isinstance(value, torch.utils.data.IterableDataset)
 
 
 def loader_error(value: Any, *, where: str) -> CkptError:  # noqa: ANN401 - one of _LOADERS

@@ -112,6 +112,18 @@ def _all_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
     return list(found.values())
 
 
+def generators_of(module: torch.nn.Module) -> list[tuple[str, torch.Generator]]:
+    """Return the generators that modules hold in attributes of their own, each with its path, wrappers left out."""
+    paths: Paths | None = None
+    found = []
+    for path, part in module.named_modules():
+        for name, value in part.__dict__.items():
+            if type(value) is torch.Generator:
+                paths = paths or Paths(module)
+                found.append((".".join(filter(None, (paths.name_of(path, raw=True), name))), value))
+    return found
+
+
 #: Sums of more processes than this depend on their order.
 _ORDER_MATTERS_FROM: Final = 2
 _EXTRA_STATE: Final = "_extra_state"

@@ -1,0 +1,173 @@
+"""Live objects that hold an optimizer of a State and aren't in the State themselves: schedulers, scalers, and the like.
+
+They are found by asking the garbage collector, which takes some tens of milliseconds: at the first saves of a run only.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ckptfmt.adapters.live_trees import attributes_of
+from ckptfmt.adapters.torch.optimizer_kinds import unwrap_optimizer
+from ckptfmt.state import State
+
+#: How deep the attributes of an object are looked through, and how many objects at most.
+_DEPTH: Final = 6
+_MOST: Final = 20_000
+#: Objects whose attributes say nothing of who holds what.
+_CLOSED: Final = (torch.nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, str, bytes, int, float)
+#: What refers to an object and isn't an object of the program.
+_NO_INSTANCES: Final = (type, types.FrameType, types.CellType, types.ModuleType, types.FunctionType)
+#: Objects of a program that holds everything, such as a trainer: what they change is known to be in State, or isn't.
+_WHOLE: Final = (torch.nn.Module, torch.utils.data.DataLoader, torch.utils.data.Dataset, State)
+
+
+def list_unheld(values: list[object]) -> list[object]:
+    """Return schedulers of the State's optimizers, and gradient scalers, that the State doesn't hold.
+
+    Args:
+        values: the objects of the State.
+    """
+    own = [value for value in values if isinstance(value, torch.optim.Optimizer)]
+    if not own:
+        return []
+    held = _reach(values)
+    holders = _holders_of(own, {id(values), id(own)})
+    return [holder for holder in holders if id(holder) not in held and _is_helper(holder, own, held)]
+
+
+def is_copied(value: Any, copies: Iterable[Mapping[Any, Any]]) -> bool:  # noqa: ANN401 - anything
+    """Return whether one of some mappings is what the object's state_dict returns now."""
+    ask = getattr(type(value), "state_dict", None)
+    copies = [copy for copy in copies if copy]
+    if not copies or not callable(ask):
+        return False
+    state = value.state_dict()
+    return any(_is_equal(copy, state) for copy in copies)
+
+
+def _is_equal(left: Any, right: Any) -> bool:  # noqa: ANN401 - trees
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        is_both = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
+        return is_both and (left is right or (left.device == right.device and torch.equal(left, right)))
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_is_equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_is_equal, left, right))
+    return type(left) is type(right) and bool(left == right)
+
+
+def describe(value: object) -> str:
+    """Return the name of an object's class."""
+    return type(value).__qualname__
+
+
+def is_schedule(value: object) -> bool:
+    """Return whether an object is one of torch's schedulers."""
+    return issubclass(type(value), LRScheduler)
+
+
+def is_scaler(value: object) -> bool:
+    """Return whether an object is one of torch's gradient scalers."""
+    return issubclass(type(value), torch.amp.GradScaler)
+
+
+def _holders_of(own: list[torch.optim.Optimizer], ignored: set[int]) -> list[object]:
+    """Return the objects that hold any of these optimizers in an attribute, and all gradient scalers.
+
+    Args:
+        own: the optimizers.
+        ignored: ids of containers that hold them for this search.
+    """
+    groups = [one.param_groups for one in own]
+    ignored = ignored | {id(groups)} | {id(attributes_of(one)) for one in own}
+    found = _referrers([*own, *groups, torch.amp.GradScaler, *torch.amp.GradScaler.__subclasses__()], ignored)
+    wrappers = [
+        holder
+        for holder in found
+        if issubclass(type(holder), torch.optim.Optimizer) and any(unwrap_optimizer(holder) is one for one in own)
+    ]
+    wrappers = [wrapper for wrapper in wrappers if not any(wrapper is one for one in own)]
+    return found + (_referrers(wrappers, ignored | {id(found)}) if wrappers else [])
+
+
+def _referrers(targets: list[Any], ignored: set[int]) -> list[object]:
+    """Return the instances with one of these objects in an attribute, or in a list, tuple or dict there."""
+    found: list[object] = []
+    containers: list[object] = []
+    wanted = {id(target) for target in targets if not isinstance(target, type)}
+    for referrer in gc.get_referrers(*targets):
+        if id(referrer) in ignored or referrer is targets or issubclass(type(referrer), _NO_INSTANCES):
+            continue
+        if type(referrer) not in (dict, list, tuple):
+            found.append(referrer)
+        elif not (type(referrer) is dict and "__builtins__" in referrer):  # of a module
+            parts = referrer.values() if type(referrer) is dict else referrer
+            is_of_optimizer = any(id(part) in wanted for part in parts)
+            containers += [referrer] if is_of_optimizer else []
+    # The attributes of some objects are a dict of their own to the garbage collector.
+    inner = gc.get_referrers(*containers) if containers else []
+    found += [
+        one
+        for one in inner
+        if one is not containers and type(one) not in (dict, list, tuple) and not issubclass(type(one), _NO_INSTANCES)
+    ]
+    return list({id(one): one for one in found}.values())
+
+
+def _is_helper(holder: Any, own: list[torch.optim.Optimizer], held: frozenset[int]) -> bool:  # noqa: ANN401 - anything
+    """Return whether an object outside of the State has state of its own that decides the next steps."""
+    if is_scaler(holder):
+        return bool(holder.is_enabled())
+    kind = type(holder)
+    if issubclass(kind, (torch.optim.Optimizer, *_CLOSED)) or not callable(getattr(kind, "step", None)):
+        return False
+    attributes = list(attributes_of(holder).values())
+    if issubclass(kind, LRScheduler):
+        return _holds(attributes, own)
+    optimizers = {id(one) for one in own} | {id(one.param_groups) for one in own}
+    is_around = any(id(part) in held and id(part) not in optimizers for part in attributes if attributes_of(part))
+    is_whole = any(isinstance(part, _WHOLE) for part in attributes)
+    counts = any(type(part) in (int, float) for part in attributes)
+    return counts and not is_around and not is_whole and _holds(attributes, own)
+
+
+def _holds(attributes: list[object], own: list[torch.optim.Optimizer]) -> bool:
+    """Return whether one of these values is an optimizer, its groups, or a wrapper or container of it."""
+    wanted = {id(one) for one in own} | {id(one.param_groups) for one in own}
+    parts = list(attributes)
+    parts += [one for part in attributes if isinstance(part, list | tuple) for one in part]
+    parts += [one for part in attributes if type(part) is dict for one in part.values()]
+    return any(
+        id(part) in wanted or (isinstance(part, torch.optim.Optimizer) and id(unwrap_optimizer(part)) in wanted)
+        for part in parts
+    )
+
+
+def _reach(values: Iterable[object]) -> frozenset[int]:
+    """Return the ids of the objects of a State, and of what they hold in attributes and containers."""
+    found: set[int] = set()
+    stack = [(value, 0) for value in values]
+    while stack and len(found) < _MOST:
+        value, depth = stack.pop()
+        if id(value) in found or (depth and isinstance(value, _CLOSED)):
+            continue
+        found.add(id(value))
+        if depth == _DEPTH:
+            continue
+        if isinstance(value, dict):
+            parts: Iterable[object] = list(value.values())
+        elif isinstance(value, list | tuple | set | frozenset):
+            parts = list(value)
+        else:
+            attributes = attributes_of(value)
+            is_optimizer = isinstance(value, torch.optim.Optimizer)
+            parts = [part for name, part in list(attributes.items()) if not (is_optimizer and name == "state")]
+        stack += [(part, depth + 1) for part in parts]
+    return frozenset(found)

@@ -1,0 +1,131 @@
+"""What decides the next steps of a training and isn't in its State: other optimizers, schedulers, gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.live import Kind, walk
+from ckptfmt.state import State
+
+#: How deep in a tree a copy of an object's state is looked for.
+_DEPTH: Final = 2
+#: The member of topology that lists what a save found unsaved.
+UNSAVED: Final = "unsaved"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unsaved:
+    """Something that a save doesn't have, and that lowers the claim of every load.
+
+    Attributes:
+        name: the word by which the log and `Checkpointer.reports` call it.
+        text: what it is, why it counts, and what to do.
+    """
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
+
+
+class Unheld:
+    """Looks for what isn't in a State, as long as this lives: optimizers, schedulers, gradients of an unfinished step.
+
+    It sees what the optimizers of the process do from the moment that it is made.
+
+    Args:
+        worker: number of this worker.
+    """
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self._watch: Any = None
+        self._found: list[Unsaved] = []
+
+    def follow(self, state: State) -> None:
+        """See the steps of the optimizers of a state from now on."""
+        side: Any = torch_side()
+        if side is None or state.rng is False:  # a framework takes care of what is saved
+            return
+        optimizers = side.list_optimizers(unit.value for unit in walk(state, worker=self._worker))
+        if self._watch is None:
+            self._watch = side.StepWatch(optimizers)
+        else:
+            self._watch.follow(optimizers)
+
+    def find(self, state: State, *, looks_around: bool, saves: bool = True) -> list[Unsaved]:
+        """Return what a save of now doesn't have.
+
+        Args:
+            state: the state to save.
+            saves: whether it is saved now; else gradients are of no consequence.
+            looks_around: whether to look through the objects of the process, which takes some tens of milliseconds;
+                else what was found there before is returned.
+        """
+        side: Any = torch_side()
+        if side is None or state.rng is False:
+            return []
+        units = list(walk(state, worker=self._worker))
+        values = [unit.value for unit in units]
+        # A program may keep what state_dict() returns in the State, as long as it does so at every save.
+        copies = [copy for unit in units if unit.kind is Kind.TREE for copy in _mappings_in(unit.value)]
+        if looks_around:
+            unheld = (value for value in side.list_unheld(values) if not side.is_copied(value, copies))
+            self._found = [_of_holder(side, value) for value in unheld]
+        found = list(self._found)
+        if self._watch is not None:
+            self._watch.follow(side.list_optimizers(values))
+            parameters = (tensor for value in values for tensor in side.list_parameters(value))
+            strangers = self._watch.list_strangers(parameters)
+            found += [_of_optimizer(one) for one in strangers if not side.is_copied(one, copies)]
+            found += [PENDING] if saves and self._watch.has_pending_gradients() else []
+        return list(dict.fromkeys(found))
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+
+def _mappings_in(value: object, depth: int = 0) -> list[Mapping[Any, Any]]:
+    """Return the mappings in a tree, itself among them, down to a few levels."""
+    found = [value] if isinstance(value, Mapping) else []
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return found + [one for part in parts if depth < _DEPTH for one in _mappings_in(part, depth + 1)]
+
+
+#: What is told where gradients are there at a save that no step has used yet.
+PENDING: Final = Unsaved(
+    "GRADIENTS_PENDING",
+    "gradients that the next optimizer.step() uses were there at the save, and gradients aren't saved: save where the"
+    " next backward() begins with zero_grad(), not within an accumulation",
+)
+
+
+def _of_holder(side: Any, value: object) -> Unsaved:  # noqa: ANN401 - ckptfmt.adapters.torch
+    kind = side.describe(value)
+    if side.is_scaler(value):
+        text = (
+            f"a {kind} scales the gradients, and no State holds it: give extra={{'scaler': scaler}}, the object itself"
+        )
+        return Unsaved("SCALER_NOT_SAVED", text)
+    does = "changes the options of" if side.is_schedule(value) else "has a step() and holds"
+    text = (
+        f"a {kind} {does} an optimizer in State, and no State holds it: give State(extra={{'scheduler': scheduler}}),"
+        " the object itself"
+    )
+    return Unsaved("SCHEDULER_NOT_SAVED", text)
+
+
+def _of_optimizer(optimizer: Any) -> Unsaved:  # noqa: ANN401 - of torch
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    text = (
+        f"another optimizer ({type(optimizer).__qualname__}, {count} parameters) makes steps in this training, and no"
+        " State holds it: give the object itself, as in State(optimizer={'first': optimizer, 'second': other})"
+    )
+    return Unsaved("OPTIMIZER_NOT_SAVED", text)

@@ -1,0 +1,176 @@
+"""What can be seen of an object of an unknown class: whether its state_dict leaves out something that changes.
+
+A class decides itself what its ``state_dict`` returns. A save takes digests of the numbers, flags and tensors in the
+object's attributes; after a load they are compared with those of the object that was loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.live import Kind, Unit
+from ckptfmt.adapters.live_trees import attributes_of
+from ckptfmt.digest import digest_bytes
+from ckptfmt.state import place_of
+
+#: Whose classes are known to save what decides their next steps.
+_KNOWN: Final = ("torch", "torchdata", "ckptfmt", "numpy", "jax")
+#: The attribute by which a class says that its state_dict is complete.
+EXACT: Final = "ckptfmt_exact"
+#: How deep attributes are looked through, how many values at most, and how many tensors.
+_DEPTH: Final = 6
+_MOST: Final = 4096
+_MOST_TENSORS: Final = 32
+#: How many elements of a tensor are looked at.
+_SAMPLE: Final = 16
+#: A number that is so near to the clock's, in seconds, is a time.
+_CLOCK_S: Final = 10 * 365 * 86400.0
+_FAR: Final = 2.0**53
+_PLAIN: Final = (bool, int, float, complex, type(None), np.generic)
+#: The digest of what has a position that nothing shows.
+_HIDDEN: Final = "hidden"
+
+
+def is_known(value: object) -> bool:
+    """Return whether the class of an object is known to save all that decides its next steps, or says so itself."""
+    kind = type(value)
+    return kind.__module__.partition(".")[0] in _KNOWN or bool(getattr(value, EXACT, False))
+
+
+def look_at(units: Iterable[Unit]) -> dict[str, dict[str, str]]:
+    """Return digests of the attributes of each object of an unknown class, by its place and the attribute's path."""
+    units = list(units)
+    # What is an object of the State itself is saved by itself.
+    others = {id(unit.value) for unit in units}
+    return {
+        place_of(unit.field, unit.name): dict(_Look(others - {id(unit.value)}).of(unit.value))
+        for unit in units
+        if unit.is_given and unit.kind in (Kind.STATEFUL, Kind.OPTIMIZER) and not is_known(unit.value)
+    }
+
+
+def compare(units: Iterable[Unit], saved: object) -> list[str]:
+    """Return a sentence for each loaded object whose attributes aren't as they were at the save.
+
+    Args:
+        units: those of the State, after the load.
+        saved: what `look_at` returned at the save.
+    """
+    if not isinstance(saved, Mapping):
+        return []
+    units = list(units)
+    kinds = {place_of(unit.field, unit.name): type(unit.value).__qualname__ for unit in units}
+    found = []
+    for place, now in look_at(units).items():
+        before = saved.get(place)
+        if not isinstance(before, Mapping):
+            continue
+        paths = [*before, *(path for path in now if path not in before)]
+        differing = [path for path in paths if before.get(path) != now.get(path) or before[path] == _HIDDEN]
+        if differing:
+            more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+            found.append(
+                f"{place}: the state_dict of {kinds[place]} leaves out what changes: its attribute {differing[0]}{more}"
+                f" isn't as it was at the save; add it to state_dict, or set {EXACT} = True in the class if it decides"
+                " no step"
+            )
+    return found
+
+
+class _Look:
+    """One look at one object."""
+
+    def __init__(self, left_out: set[int]) -> None:
+        self._seen = set(left_out)
+        self._count = self._tensor_count = 0
+
+    def of(self, value: object) -> Iterator[tuple[str, str]]:
+        """Yield path and digest of what is seen."""
+        side: Any = torch_side()
+        is_optimizer = side is not None and side.is_optimizer(value)
+        for name, part in list(attributes_of(value).items()):
+            if not (is_optimizer and side.is_of_every_optimizer(name)):
+                yield from self._look(part, name, 1)
+
+    def _look(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - anything
+        self._count += 1
+        if self._count > _MOST or depth > _DEPTH:
+            return
+        if isinstance(value, _PLAIN):
+            text = _number_text(value)
+            if text is not None:
+                yield path, _digest(text)
+            return
+        if isinstance(value, str | bytes | type | types.ModuleType) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        side: Any = torch_side()
+        if isinstance(value, np.ndarray) or (side is not None and side.is_tensor(value)):
+            self._tensor_count += 1
+            if self._tensor_count <= _MOST_TENSORS:
+                yield path, _digest(_tensor_text(value))
+        elif isinstance(value, types.GeneratorType):
+            yield path, _HIDDEN
+        elif side is not None and (side.is_module(value) or side.is_optimizer(value)):
+            return
+        else:
+            yield from self._parts(value, path, depth)
+
+    def _parts(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - anything
+        if isinstance(value, Mapping):
+            items: list[tuple[object, object]] = list(value.items())
+        elif isinstance(value, list | tuple | set | frozenset) or type(value).__name__ == "deque":
+            first = list(itertools.islice(value, _MOST))
+            numbers = [_number_text(one) for one in first if isinstance(one, _PLAIN)]
+            items = [(at, one) for at, one in enumerate(first) if not isinstance(one, _PLAIN)]
+            is_set = isinstance(value, set | frozenset)
+            yield path, _digest(repr((len(value), sorted(map(str, numbers)) if is_set else numbers)))
+        elif isinstance(value, types.FunctionType):
+            items = [
+                (name, cell.cell_contents)
+                for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+                if cell != types.CellType()
+            ]
+        elif isinstance(value, types.MethodType):
+            items = [("__self__", value.__self__)]
+        elif type(value).__module__.partition(".")[0] in ("logging", "threading", "_thread", "pathlib", "torch"):
+            # Of torch only schedulers: what is in other objects of torch isn't the user's to save.
+            side: Any = torch_side()
+            is_schedule = side is not None and side.is_schedule(value)
+            items = [item for item in attributes_of(value).items() if item[0] != "optimizer"] if is_schedule else []
+        else:
+            items = list(attributes_of(value).items())
+        for at, (key, part) in enumerate(items):
+            name = key if isinstance(key, str | int) else at
+            yield from self._look(part, f"{path}.{name}", depth + 1)
+
+
+def _number_text(value: Any) -> str | None:  # noqa: ANN401 - a number or None
+    """Return the same text for equal numbers; None for a time, which every process has its own of."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, bool | int) or (isinstance(value, float) and value.is_integer()):
+        value = int(value)
+    is_time = isinstance(value, int | float) and abs(value) < _FAR and abs(value - time.time()) < _CLOCK_S
+    return None if is_time else value.hex() if isinstance(value, float) else repr(value)
+
+
+def _tensor_text(value: Any) -> str:  # noqa: ANN401 - tensor or array
+    """Return shape and some elements of a tensor or an array."""
+    shape = tuple(value.shape)
+    try:
+        flat = value.detach().reshape(-1) if hasattr(value, "detach") else value.reshape(-1)
+        stride = max(1, len(flat) // _SAMPLE)
+        return repr((shape, flat[::stride][:_SAMPLE].tolist()))
+    except (NotImplementedError, RuntimeError, TypeError):  # of a kind that can't be read like that
+        return repr(shape)
+
+
+def _digest(text: str) -> str:
+    return digest_bytes(text.encode())[:8].hex()
