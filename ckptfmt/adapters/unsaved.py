@@ -71,17 +71,21 @@ class Unheld:
             return []
         units = list(walk(state, worker=self._worker))
         values = [unit.value for unit in units]
-        # A program may keep what state_dict() returns in the State, as long as it does so at every save.
-        copies = [copy for unit in units if unit.kind is Kind.TREE for copy in _mappings_in(unit.value)]
+        trees = [unit.value for unit in units if unit.kind is Kind.TREE and unit.field == "optimizer"]
+
+        def is_copied(value: object) -> bool:
+            # A program may keep what state_dict() returns in the State, as long as it does so at every save.
+            return bool(side.is_copied(value, [copy for tree in trees for copy in _mappings_in(tree)]))
+
         if looks_around:
-            unheld = (value for value in side.list_unheld(values) if not side.is_copied(value, copies))
+            unheld = [value for value in side.list_unheld(values) if not is_copied(value)]
             self._found = [_of_holder(side, value) for value in unheld]
         found = list(self._found)
         if self._watch is not None:
             self._watch.follow(side.list_optimizers(values))
             parameters = (tensor for value in values for tensor in side.list_parameters(value))
             strangers = self._watch.list_strangers(parameters)
-            found += [_of_optimizer(one) for one in strangers if not side.is_copied(one, copies)]
+            found += [_of_optimizer(one) for one in strangers if not is_copied(one)]
             found += [PENDING] if saves and self._watch.has_pending_gradients() else []
         return list(dict.fromkeys(found))
 
