@@ -16,7 +16,7 @@ from ckptfmt.adapters.torch.optimizer_kinds import unwrap_optimizer
 from ckptfmt.adapters.torch.tensors import is_distributed, local_of
 
 #: The number of parameters whose gradients are marked at each step.
-_SAMPLED: Final = 32
+_SAMPLED: Final = 16
 
 #: Place of a parameter: its optimizer's id, its group, and its number in the group.
 _Place: TypeAlias = tuple[int, int, int]
@@ -157,7 +157,7 @@ def list_parts(value: Any) -> list[torch.optim.Optimizer]:  # noqa: ANN401 - any
 def _sample(optimizer: torch.optim.Optimizer) -> Iterator[_Place]:
     """Yield the places of some parameters, spread over all."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    stride = max(1, sum(sizes) // _SAMPLED)
+    stride = max(1, -(-sum(sizes) // _SAMPLED))
     places = ((group, number) for group, size in enumerate(sizes) for number in range(size))
     for count, (group, number) in enumerate(places):
         if count % stride == 0:
