@@ -112,6 +112,12 @@ MUTANTS = {
         patch=replaced(lineage, "_list_places", _list_directories),
         tests=("hostile/test_local.py::test_a_link_in_the_place_of_a_checkpoint_is_passed_over_by_name",),
     ),
+    "unknown_features_for_damage": Mutant(
+        clauses=("REQ-VER-010",),
+        fault="passes over a checkpoint that needs a feature which it doesn't know",
+        patch=rewritten(lineage._choose_by_lineage, "isinstance(found, UnsupportedError)", "False"),
+        tests=("run/test_lineage.py::test_what_a_newer_program_saved_is_refused_and_not_passed_over",),
+    ),
     "links_to_bases_followed": Mutant(
         clauses=("REQ-DEL-020", "REQ-CKP-002"),
         fault="follows a link that lies beside a delta to its base",

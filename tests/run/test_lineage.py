@@ -1,5 +1,6 @@
 """What a run resumes from, and who owns it."""
 
+import json
 import threading
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from ckptfmt.commit.decision import abort, retire
+from ckptfmt.documents.canonical import dump_document
 from ckptfmt.documents.labels import NO_LABELS
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, checkpoint_name
 from ckptfmt.documents.run import RUN_NAME, Launch, ResumeFrom, RunRecord, launch_name
@@ -278,6 +280,23 @@ def test_a_damaged_newest_is_passed_over_and_recorded(home):
     made.passed_over.clear()
     assert made.begin().chosen_by == "lineage"
     assert made.passed_over == []
+
+
+def test_what_a_newer_program_saved_is_refused_and_not_passed_over(home):
+    """REQ-VER-010: it isn't damaged; an older checkpoint is gone on from only if somebody chooses it."""
+    made = RunOfSteps(home.store())
+    made.begin()
+    made.save(1, 2)
+    register = made.place(2).read("manifest.json", limit_nbytes=10_000)
+    signed = json.loads(register)["signed"] | {"features": {"reader": ["nobody.knows"], "writer": []}}
+    made.place(2).replace("manifest.json", dump_document(signed))
+
+    error = error_of(made.begin)
+    assert (error.code, type(error), made.passed_over) == (Code.FEATURE_UNSUPPORTED, UnsupportedError, [])
+    assert error.where.startswith("step-00000002-l0001/")
+    assert [launch.launch for launch in list_launches(made.store)] == [1]
+
+    assert made.begin(choose="step-00000001-l0001").chosen_by == "hand"
 
 
 class RetiringStore(HookedStore):

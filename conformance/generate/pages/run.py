@@ -13,6 +13,7 @@ from conformance.generate.wire import FORMAT_VERSION, json_document
 __all__ = ["OTHER_RUN", "Run", "page", "record", "simple"]
 
 OTHER_RUN = "0" * 32
+NOBODY = f"blake3:{'0' * 64}"
 HEAD = {"format_version": FORMAT_VERSION, "features": {"reader": [], "writer": []}}
 
 
@@ -330,7 +331,14 @@ def _orders(made: Page) -> None:
     made.reject(
         "order-digest-third", "run/valid/simple", None, "MAN-002 OPN-001 VER-004", "STEP_MISMATCH",
         "the checkpoint of step 800 lies under the name of step 900, and is opened with another digest",
-        why=why, path=name, files=simple().save(800, 1, name=name).files, request={"digest": f"blake3:{'0' * 64}"},
+        why=why, path=name, files=simple().save(800, 1, name=name).files, request={"digest": NOBODY},
+    )  # fmt: skip
+    retired = record("tombstone", 800, 1, manifest_digest=NOBODY)
+    _reject(
+        made, "order-retired-first", simple().save(900, 1, register=retired),
+        "MAN-001 MAN-002 VER-004", "CHECKPOINT_RETIRED",
+        "the register of step 900 holds a tombstone of step 800, and the checkpoint is opened by itself",
+        why=why, path=name,
     )  # fmt: skip
     last = checkpoint_name(800, 1)
     garbage = simple()
