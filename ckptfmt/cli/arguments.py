@@ -123,6 +123,9 @@ def _add_gc(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-best", metavar="METRIC:min|max:N", help="the best by a metric stay, too")
     parser.add_argument("--verify", action="store_true", help="read what the run doesn't go on from: is it damaged?")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and change nothing")
+    parser.add_argument(
+        "--force", action="store_true", help="don't read what stays: the last checkpoint that can be loaded may go"
+    )
 
 
 def _add_log(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +149,9 @@ def _add_rm(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     parser.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+", help="its name, its digest or its step")
     parser.add_argument("--dry-run", action="store_true", help="say what would be deleted, and change nothing")
+    parser.add_argument(
+        "--force", action="store_true", help="don't read what stays: the last checkpoint that can be loaded may go"
+    )
 
 
 def _add_tag(parser: argparse.ArgumentParser) -> None:

@@ -54,7 +54,7 @@ def _delete(arguments: argparse.Namespace, found: Run) -> int:
     gone: list[str] = []
     for name in sorted(named, key=lambda name: (named[name].step, named[name].launch), reverse=True):
         try:
-            found.delete(name, dry_run=arguments.dry_run, gone=gone)
+            found.delete(name, dry_run=arguments.dry_run, force=arguments.force, gone=gone)
             gone.append(name)
         except CommitError as error:
             if len(named) == 1:

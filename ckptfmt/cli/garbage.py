@@ -8,11 +8,12 @@ import dataclasses
 from ckptfmt.cli.console import Cell, Console, Progress, bytes_text, clean, count_text, print_json
 from ckptfmt.cli.listing import directory_nbytes
 from ckptfmt.cli.places import open_run_place
+from ckptfmt.documents.run import RunRecord
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_loadable
-from ckptfmt.run.lineage import RunEntry, read_known_run
-from ckptfmt.run.retention import KeepBest, Retention, clean_up
+from ckptfmt.run.lineage import RunEntry, iter_lineage, list_checkpoints, list_launches, read_known_run
+from ckptfmt.run.retention import KeepBest, LastLoadable, Retention, clean_up, find_last_loadable
 from ckptfmt.run.survey import Survey, survey_run
 from ckptfmt.store import Store, open_store
 
@@ -66,16 +67,36 @@ def run(arguments: argparse.Namespace) -> int:
     record = read_known_run(place.store)
     survey = survey_run(place.store, record, retention)
     damages = _find_damages(place.store, survey) if arguments.verify else {}
+    last = None if arguments.force else _find_last(place.store, record, survey)
     items = _list_items(place.store, survey, damages, verified=arguments.verify)
+    if last is not None:
+        names = last.names or {entry.name for entry in survey.going}
+        items = [
+            dataclasses.replace(item, what="needed", reason=f"{last.reason}: --force lets it go")
+            if item.what == "retired" and item.name in names
+            else item
+            for item in items
+        ]
     if not arguments.dry_run:
         store = open_store(arguments.path, writable=True)
-        removed = set(clean_up(store, record, launch=survey.launch, retention=retention))
+        staying = {item.name for item in items if item.what == "needed"}
+        removed = set(clean_up(store, record, launch=survey.launch, retention=retention, staying=staying))
         items = [_as_done(item, removed) for item in items]
     if arguments.json:
         _print_json(arguments, survey, items)
     else:
         _print_text(arguments, survey, items)
-    return 1 if any(item.what in ("damaged", "unreadable") for item in items) else 0
+    return 1 if last is not None or any(item.what in ("damaged", "unreadable") for item in items) else 0
+
+
+def _find_last(store: Store, run: RunRecord, survey: Survey) -> LastLoadable | None:
+    """Return what must stay of what retention would let go, so that one checkpoint can be loaded."""
+    if not survey.going:
+        return None
+    launches, entries = list_launches(store, run), list_checkpoints(store, run)
+    newest = next((entry.manifest for entry in iter_lineage(launches, entries) if entry.manifest is not None), None)
+    with Progress(lambda: None if newest is None else newest.stored_nbytes, quiet=False) as progress:
+        return find_last_loadable(store, launches, entries, survey.going, on_progress=progress.advance)
 
 
 def parse_keep_best(text: str | None) -> KeepBest | None:

@@ -13,7 +13,7 @@ from typing import Final
 from ckptfmt import limits
 from ckptfmt.documents.manifest import part_path
 from ckptfmt.documents.part import Part
-from ckptfmt.errors import CkptError
+from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.read.verified_files import VerifiedFile, stored_files_of
 from ckptfmt.store.protocol import Buffer, Names, RangeReader, Store, join_path
 
@@ -195,8 +195,9 @@ class CachedStore:
                 pass
         except CkptError as error:
             self._seen.report(f"CACHE_DAMAGED: {join_path(self._prefix, file.path)} is read from home: {error}")
-            with contextlib.suppress(CkptError):
-                self._cache.delete(file.path)
+            if not isinstance(error, StoreError):  # which says nothing of what the cache holds
+                with contextlib.suppress(CkptError):
+                    self._cache.delete(file.path)
             return False
         return True
 

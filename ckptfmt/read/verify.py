@@ -110,6 +110,33 @@ def verify_loadable(store: Store, report: Report, *, digest: str | None = None) 
     return checkpoint
 
 
+def find_damage(
+    store: Store, *, digest: str | None = None, on_progress: Callable[[int], None] | None = None
+) -> CkptError | None:
+    """Return the first thing that keeps a checkpoint from being loaded; None where every byte is whole.
+
+    The sizes of all files are compared first: a file that is missing or cut costs no reading.
+
+    Args:
+        store, digest: as for `verify_loadable`.
+        on_progress: called with the number of bytes just checked.
+
+    Raises: StoreError.
+    """
+    report = Report(target=store.name, kind="checkpoint", on_progress=on_progress)
+    with report.collect(), CheckpointFiles(store, digest=digest) as files:
+        files.open_parts(range(len(files.index.parts)))
+        for number in range(len(files.index.parts)):
+            part = files.open_part(number).part
+            for file in part.files:
+                files.check_nbytes(part, file)
+    if not report.violations:
+        checkpoint = verify_loadable(store, report, digest=digest)
+        if checkpoint is not None:
+            checkpoint.close()
+    return next(iter(report.violations), None)
+
+
 def verify_opened(checkpoint: Checkpoint, report: Report) -> None:
     """Check every byte of an open checkpoint, as `verify_loadable` does. Raises: as that."""
     _Verification((), with_bases=True).check_opened(checkpoint, report)

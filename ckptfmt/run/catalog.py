@@ -102,6 +102,8 @@ class Run:
     def __init__(self, path: str | os.PathLike[str] | Store) -> None:
         self._path = path
         self._store = open_store(path, writable=False)
+        #: Digests of checkpoints that `delete` has found to be whole.
+        self._loadable: set[str] = set()
 
     def __repr__(self) -> str:
         return f"Run({self._store.name!r})"
@@ -213,19 +215,26 @@ class Run:
         store, run = self._writable()
         change_labels(store, run, self.find(which).name, lambda record: dataclasses.replace(record, pinned=False))
 
-    def delete(self, which: Which, *, dry_run: bool = False, gone: Iterable[str] = ()) -> None:
+    def delete(self, which: Which, *, dry_run: bool = False, force: bool = False, gone: Iterable[str] = ()) -> None:
         """Delete a committed checkpoint: from a moment on it is none any more, then its files go.
+
+        Before that, every byte of another checkpoint is read, once for each `Run` object: the last checkpoint that can
+        be loaded stays.
 
         Args:
             which: checkpoint.
             dry_run: whether to raise what would be raised, and change nothing.
+            force: whether to delete the checkpoint without looking whether another one can be loaded.
             gone: names of others that count as deleted, for a dry run of several.
 
         Raises: CommitError(CHECKPOINT_NEEDED) for what is pinned, what the run goes on from, what its newest launch
-            resumes from, the last committed one, and what a delta reads from. Spec: REQ-CMT-022, REQ-CMT-026.
+            resumes from, the last committed one, the last that can be loaded, and what a delta reads from.
+        Spec: REQ-CMT-022, REQ-CMT-026, REQ-CMT-052.
         """
         store, run = (self._store, read_known_run(self._store)) if dry_run else self._writable()
-        delete_checkpoint(store, run, self.find(which).name, dry_run=dry_run, gone=gone)
+        delete_checkpoint(
+            store, run, self.find(which).name, dry_run=dry_run, force=force, gone=gone, loadable=self._loadable
+        )
 
     def mirror(
         self,

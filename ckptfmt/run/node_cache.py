@@ -347,7 +347,7 @@ class NodeCache:
         """Remove what nobody needs: what is neither committed at home nor in the hands of a living process.
 
         Args:
-            committed: attempts by the names of checkpoints: what home has.
+            committed: attempts by the names of checkpoints: what home has; empty where home couldn't say.
 
         Spec: REQ-RUN-037.
         """
@@ -356,6 +356,8 @@ class NodeCache:
             with contextlib.suppress(CkptError):
                 if self.is_held(part):
                     names.add(part.name)
+                elif committed.get(part.name) == "":
+                    names.add(part.name)  # nobody knows whether it is needed
                 elif not files.has_part or committed.get(part.name) != part.attempt:
                     self._delete(f"{self._run_id}/", part, files)
                 elif files.settled is None:
@@ -563,13 +565,16 @@ def plan_fetch(
 
 
 def list_committed(home: Store, names: Iterable[str]) -> dict[str, str]:
-    """Return the attempts that are committed, by the names of their checkpoints."""
+    """Return the attempts that are committed, by the names of their checkpoints; "" where that can't be read."""
     found = {}
     for name in names:
-        with contextlib.suppress(CkptError):
+        try:
             register = read_register(home.at(name))
-            if isinstance(register, Manifest):
-                found[name] = register.origin.attempt
+        except CkptError:
+            found[name] = ""
+            continue
+        if isinstance(register, Manifest):
+            found[name] = register.origin.attempt
     return found
 
 

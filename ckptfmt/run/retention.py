@@ -7,7 +7,7 @@ import difflib
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ckptfmt import limits
@@ -17,6 +17,7 @@ from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone, parse_chec
 from ckptfmt.documents.run import LABELS_FOLDER, SAVERS, LabelsRecord, Launch, Pins, RunRecord
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.features import LABELS, REFERENCED
+from ckptfmt.read.verify import find_damage
 from ckptfmt.run.labelling import list_newest_labels
 from ckptfmt.run.lineage import (
     LostLaunch,
@@ -293,6 +294,70 @@ def _iter_beside(
             yield entry
 
 
+class LastLoadable(NamedTuple):
+    """The newest checkpoint of those that would go, where none that would stay can be loaded.
+
+    Attributes:
+        names: that checkpoint, and what it reads from; nothing where none of the run can be loaded.
+        reason: why it stays.
+    """
+
+    names: frozenset[str]
+    reason: str
+
+
+def find_last_loadable(
+    store: Store,
+    launches: Sequence[Launch | LostLaunch],
+    entries: list[RunEntry],
+    going: Sequence[RunEntry],
+    *,
+    loadable: set[str] | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> LastLoadable | None:
+    """Return what must stay so that one checkpoint can be loaded; None where one that stays can be.
+
+    Those that stay are checked in the order in which the run would go on from them, every byte, until one is whole: a
+    deletion can't be taken back, and a flipped bit doesn't show by sizes. Sizes come first, so that a missing or cut
+    file costs no reading.
+
+    Args:
+        going: what is to be retired.
+        loadable: digests of checkpoints that were found to be whole before; what is found now is added.
+        on_progress: called with the number of bytes just checked.
+
+    Raises: StoreError. Spec: REQ-CMT-052.
+    """
+    found: dict[str, CkptError] = {}
+    known = set() if loadable is None else loadable
+    names = {entry.name for entry in going}
+    order = {entry.name: number for number, entry in enumerate(iter_lineage(launches, entries))}
+    at_home = sorted(
+        (entry for entry in entries if is_at_home(entry) and not entry.is_suspect),
+        key=lambda entry: (order.get(entry.name, len(order)), -entry.launch, -entry.step),
+    )
+
+    def can_load(entry: RunEntry) -> bool:
+        assert entry.manifest is not None  # noqa: S101 - it is at home
+        if entry.manifest.digest in known:
+            return True
+        problem = find_damage(store.at(entry.name), digest=entry.manifest.digest, on_progress=on_progress)
+        if problem is None:
+            known.add(entry.manifest.digest)
+        else:
+            found[entry.name] = problem
+        return problem is None
+
+    if any(can_load(entry) for entry in at_home if entry.name not in names):
+        return None
+    others = ", ".join(f"{name}: {problem.code}" for name, problem in list(found.items())[:4])
+    last = next((entry for entry in at_home if entry.name in names and can_load(entry)), None)
+    if last is None:
+        return LastLoadable(frozenset(), f"no checkpoint of the run can be loaded ({others})")
+    reason = f"it is the last checkpoint of the run that can be loaded ({others or 'no other is at home'})"
+    return LastLoadable(frozenset({last.name, *(one.name for one in last.references)}), reason)
+
+
 def clean_up(
     store: Store,
     run: RunRecord,
@@ -300,6 +365,7 @@ def clean_up(
     launch: int,
     retention: Retention = KEEP_ALL,
     known: Known | None = None,
+    staying: Container[str] = (),
     on_problem: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Retire what retention lets go, give up what older launches left unfinished, finish interrupted clean-ups.
@@ -309,6 +375,7 @@ def clean_up(
         launch: the launch that cleans; undecided directories of this one and of newer ones are left alone.
         retention: what stays of what is committed.
         known: what the caller has parsed before.
+        staying: names of checkpoints that stay, whatever retention says.
         on_problem: called with a sentence where nothing can go for want of a metric, and that is worth a line.
 
     Returns: the names of what was retired or given up.
@@ -324,7 +391,7 @@ def clean_up(
         _delete_ended_holds(store, launch)
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run, known=known)
-    going = plan_retention(launches, entries, retention)
+    going = [entry for entry in plan_retention(launches, entries, retention) if entry.name not in staying]
     if on_problem is not None and (number := find_barrier(launches, entries)):
         on_problem(
             f"the record of launch {number} can't be read: nothing of older launches is retired until"
@@ -519,19 +586,29 @@ def _find_labelled(store: Store, going: list[RunEntry]) -> dict[str, Need]:
 
 
 def delete_checkpoint(
-    store: Store, run: RunRecord, name: str, *, dry_run: bool = False, gone: Iterable[str] = ()
+    store: Store,
+    run: RunRecord,
+    name: str,
+    *,
+    dry_run: bool = False,
+    force: bool = False,
+    gone: Iterable[str] = (),
+    loadable: set[str] | None = None,
 ) -> None:
     """Retire a checkpoint that somebody names, unless something needs it.
 
     The run's next checkpoint to go on from stays, and what its newest launch resumes from until that has a checkpoint
-    of its own, the last committed checkpoint, what is pinned, and what others read from.
+    of its own, the last committed checkpoint, what is pinned, and what others read from; and the last checkpoint that
+    can be loaded, unless the caller insists.
 
     Args:
         store: rooted at the run.
         run: what its record says.
         name: of the checkpoint.
         dry_run: whether to raise what would be raised, and change nothing.
+        force: whether to delete the checkpoint without looking whether another one can be loaded.
         gone: names of others that count as deleted, for a dry run of several.
+        loadable: as for `find_last_loadable`.
 
     Raises: CommitError(CHECKPOINT_NEEDED); IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED);
         UnsupportedError(FEATURE_UNSUPPORTED); StoreError.
@@ -546,7 +623,16 @@ def delete_checkpoint(
         assert entry.register is not None  # noqa: S101
         raise (entry.register if isinstance(entry.register, CkptError) else refusal_of(entry.register)).below(name)
     gone = {*gone}
-    need = _find_need(store.name, launches, [one for one in entries if one.name not in gone], entry)
+    left = [one for one in entries if one.name not in gone]
+    need = _find_need(store.name, launches, left, entry)
+    if need is None and not force:
+        last = find_last_loadable(store, launches, left, [entry], loadable=loadable)
+        if last is not None and entry.name in last.names:
+            need = Need(
+                last.reason,
+                f"ckptfmt repair {store.name} --with MIRROR mends the others. To delete it all the same: ckptfmt rm"
+                f" --force {store.name} {entry.name}; in a program, Run(...).delete(..., force=True).",
+            )
     if need is None and dry_run:
         need = _SAVING if entry.manifest.digest in _find_pinned(store, entries) else None
     elif need is None:

@@ -8,13 +8,13 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ckptfmt.commit.waiting import describe_savers, poll, wait_for_savers
 from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import LABELS
-from ckptfmt.group import Group, attempt
+from ckptfmt.group import Group
 from ckptfmt.read.cached import CachedStore
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run
@@ -31,7 +31,15 @@ from ckptfmt.run.node_cache import (
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.writer import as_ckpt_error
 
+T = TypeVar("T")
+
 _LOG: Final = logging.getLogger("ckptfmt")
+#: How long a start waits before it asks the disk of a cache again, in seconds.
+_PAUSES_S: Final = (0.05, 0.5)
+_CACHE_REMEDY: Final = (
+    "Mend the disk, and start again. A start without cache=, or with another directory, goes on without the saves that"
+    " this cache alone has, and these may be retired then."
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,10 +197,8 @@ class _Finish:
         self._cache: NodeCache | None = None
         #: Of each process, what its cache has: name, attempt and writer of each part.
         self._parts: list[list[list[Any]]] = []
-        try:
-            self._cache = NodeCache(options, run_id)
-        except CkptError as error:
-            self._report(f"CACHE_FAILED: {error}")
+        self._options = options
+        self._cache = group.together(lambda: self._open(run_id))
 
     def run(self, wait_s: float) -> list[str]:
         """Finish what can be finished; return the names of checkpoints that the caches have something of.
@@ -200,15 +206,9 @@ class _Finish:
         Args:
             wait_s: how long to wait for living savers of this node, in seconds.
 
-        Raises: what home raises, on all processes.
+        Raises: what home raises, or the disk of a cache, on all processes.
         """
-        table: list[list[Any]] = []
-        names: list[str] = []
-        parts: list[list[Any]] = []
-        if self._cache is not None:
-            self._wait(self._cache, wait_s)
-            table, names, parts = self._look(self._cache)
-        told = self._group.all_gather([table, names, parts])
+        told = self._group.all_gather(self._group.together(lambda: self._look(wait_s)))
         self._parts = [theirs[2] for theirs in told]
         plan = self._group.run_on_first(lambda: plan_finish(self._store, [theirs[0] for theirs in told]))
         if plan:
@@ -247,6 +247,38 @@ class _Finish:
         if self._cache is not None:
             self._cache.tidy(committed)
 
+    def _open(self, run_id: str) -> NodeCache | None:
+        try:
+            return self._ask(lambda: NodeCache(self._options, run_id))
+        except CkptError as error:
+            if isinstance(error, StoreError) and error.code != Code.STORE_UNSUPPORTED:
+                raise
+            self._report(f"CACHE_FAILED: {error}")  # it is no directory, or none that ever held a save
+            return None
+
+    def _ask(self, action: Callable[[], T], *, asks_home: bool = False) -> T:
+        """Return what an action on the cache returns; where the disk of the cache fails, try again.
+
+        An error of the disk says nothing of what the disk holds, which may be the only copy of a save.
+
+        Args:
+            asks_home: whether the action asks home, too. An error of home is raised as it is.
+
+        Raises: StoreError where the last try failed, too. Spec: REQ-RUN-047.
+        """
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                return action()
+            except CkptError as error:
+                failure = error.__cause__ if asks_home or not isinstance(error, StoreError) else error
+                if not isinstance(failure, StoreError) or failure.code == Code.STORE_UNSUPPORTED:
+                    raise
+                if pause_s is None:
+                    detail = f"the cache {self._options.path} can't be read: {failure.detail}"
+                    raise err(failure.code, detail, where=failure.where, remedy=_CACHE_REMEDY) from error
+            time.sleep(pause_s)
+        raise AssertionError  # the last try returns or raises
+
     def _wait(self, cache: NodeCache, wait_s: float) -> None:
         """Wait for the saves in this node's cache that a living saver has in hand.
 
@@ -254,30 +286,36 @@ class _Finish:
         doesn't answer the saver, or the saver gets no processor. The lock in the cache is there as long as the saver.
         """
         held: list[str] = []
-        with contextlib.suppress(CkptError):  # a cache that is gone says so below
-            for turn, _ in enumerate(poll(wait_s)):
-                held = sorted({part.name for part in cache.list_held()})
-                if not held:
-                    return
-                if turn == 0:
-                    _LOG.warning("waiting at most %g s for the saver that has %s in hand", wait_s, ", ".join(held))
+        for turn, _ in enumerate(poll(wait_s)):
+            held = sorted({part.name for part in self._ask(cache.list_held)})
+            if not held:
+                return
+            if turn == 0:
+                _LOG.warning("waiting at most %g s for the saver that has %s in hand", wait_s, ", ".join(held))
         if held:
             self._report(f"CACHE_UNFINISHED: {', '.join(held)}: a living saver has it in hand, after {wait_s:g} s")
 
-    def _look(self, cache: NodeCache) -> tuple[list[list[Any]], list[str], list[list[Any]]]:
+    def _look(self, wait_s: float) -> list[list[Any]]:
+        """Return what the cache has: parts that aren't finished, names of checkpoints, and all parts.
+
+        Raises: StoreError where the disk of the cache fails.
+        """
+        cache = self._cache
+        if cache is None:
+            return [[], [], []]
+        self._wait(cache, wait_s)
         table: list[list[Any]] = []
-        try:
-            for part in cache.list_unfinished():
-                found, error = attempt(functools.partial(cache.read_part, part))
-                if found is None:
-                    self._report(f"CACHE_UNFINISHED: {part.name}: {as_ckpt_error(error or Exception())}")
-                else:
-                    table.append([part.name, part.attempt, part.writer, found[0].origin.writer_count])
-            parts: list[list[Any]] = [[part.name, part.attempt, part.writer] for part in cache.list_parts()]
-            return table, cache.list_names(), parts
-        except CkptError as error:
-            self._report(f"CACHE_FAILED: {error}")
-            return [], [], []
+        for part in self._ask(cache.list_unfinished):
+            try:
+                found = self._ask(functools.partial(cache.read_part, part))[0]
+            except StoreError:
+                raise
+            except Exception as error:  # noqa: BLE001 - what can't be finished is passed over, and named
+                self._report(f"CACHE_UNFINISHED: {part.name}: {as_ckpt_error(error)}")
+            else:
+                table.append([part.name, part.attempt, part.writer, found.origin.writer_count])
+        parts = [[part.name, part.attempt, part.writer] for part in self._ask(cache.list_parts)]
+        return [table, self._ask(cache.list_names), parts]
 
     def _copy(self, rows: list[list[Any]], copy: Callable[[NodeCache, CachedPart, Store], None]) -> None:
         """Copy what this process is to copy: of each row name, attempt, writer and process."""
@@ -290,7 +328,7 @@ class _Finish:
                 with contextlib.suppress(CkptError):  # a cache that is gone says so below
                     held.enter_context(self._cache.hold(part))
                 try:
-                    copy(self._cache, part, self._store.at(name))
+                    self._ask(functools.partial(copy, self._cache, part, self._store.at(name)), asks_home=True)
                 except StoreError:
                     raise
                 except Exception as error:  # noqa: BLE001 - what can't be finished is passed over, and named

@@ -30,6 +30,12 @@ MUTANTS = {
         patch=rewritten(commit.abort, *_NO_SYNC),
         tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-given up]",),
     ),
+    "a_missing_file_counts_as_whole": Mutant(
+        clauses=("REQ-CMT-052",),
+        fault="deletes the last checkpoint that can be loaded, since it doesn't look at the others",
+        patch=replaced(retention, "find_damage", lambda _right, *_, **__: None),
+        tests=("run/test_last_loadable.py::test_gc_keeps_the_last_checkpoint_that_can_be_loaded[missing]",),
+    ),
     "a_lost_record_is_no_barrier": Mutant(
         clauses=("REQ-CMT-051",),
         fault="retires what older launches saved, although a launch record can't be read",

@@ -273,6 +273,16 @@ MUTANTS = {
         patch=rewritten(scrub._Scrubbing._scrub_file, "if at not in wrong", "if at not in wrong or at > 0"),
         tests=("run/test_mirror.py::test_what_no_copy_has_whole_is_reported_and_left_as_it_is",),
     ),
+    "a_failing_cache_disk_counts_as_damage": Mutant(
+        clauses=("REQ-RUN-047",),
+        fault="goes on without what a cache holds where the disk of the cache fails",
+        patch=rewritten(
+            launching._Finish._open,
+            "if isinstance(error, StoreError) and error.code != Code.STORE_UNSUPPORTED:",
+            "if False:",
+        ),
+        tests=("faults/test_cache_disk.py::test_a_cache_disk_that_cannot_be_opened_refuses_the_start",),
+    ),
     "inferred_as_if_by_lineage": Mutant(
         clauses=("REQ-RUN-046",),
         fault="writes a lost launch record anew as if the launch had followed the lineage",
