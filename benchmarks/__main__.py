@@ -22,6 +22,7 @@ from benchmarks.save import measure_save
 from benchmarks.scenes import Sizes
 from benchmarks.stall import measure_stall
 from benchmarks.tensors import MOST, measure_tensors
+from benchmarks.witness import MOST_PARAMETERS, measure_witness
 
 NBYTES = 1_600_000_000
 RANKS = TENSORS = 1024
@@ -37,19 +38,23 @@ MEASURE = {
 #: Of `frameworks`, where one thread trains a state of this size in seconds; and of `s3`, where a server shares the
 #: processors.
 SMALLER_NBYTES = 300_000_000
-PLAN, DELTA, MANY, LIVE = "plan", "delta", "tensors", "goodput"  # those whose size isn't that of a state
+# Those whose size isn't that of a state.
+PLAN, DELTA, MANY, LIVE, WITNESS = "plan", "delta", "tensors", "goodput", "witness"
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure ckptfmt beside its peers.")
-    parser.add_argument("command", choices=[*MEASURE, PLAN, DELTA, MANY, LIVE], help="what to measure")
+    parser.add_argument("command", choices=[*MEASURE, PLAN, DELTA, MANY, LIVE, WITNESS], help="what to measure")
     sizes_text = f"about how large the state is ({NBYTES}; frameworks, s3 {SMALLER_NBYTES})"
     parser.add_argument("--nbytes", type=_count, help=sizes_text)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="stall (cpu), gpu_digest (cuda): of the state")
     parser.add_argument("--ranks", type=_count, default=RANKS, help="plan: how many, a power of two (%(default)s)")
     parser.add_argument("--tensors", type=_count, default=TENSORS, help="plan: how many (%(default)s)")
     parser.add_argument("--most", type=_count, default=MOST, help="tensors: how many at most (%(default)s)")
+    parser.add_argument(
+        "--parameters", type=_count, default=MOST_PARAMETERS, help="witness: how many at most (%(default)s)"
+    )
     parser.add_argument("--minutes", type=_count, default=MINUTES, help="goodput: how long it runs (%(default)s)")
     sizes = Sizes()
     parser.add_argument("--width", type=_count, default=sizes.width, help="delta: of the model (%(default)s)")
@@ -103,6 +108,8 @@ def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
         return measure_goodput(options.minutes, rounds=rounds, place=place, progress=progress)
     if options.command == MANY:
         return measure_tensors(options.most, rounds=rounds, place=place, progress=progress)
+    if options.command == WITNESS:
+        return measure_witness(options.parameters, rounds=rounds, place=place, progress=progress)
     if options.command == DELTA:
         sizes = Sizes(width=options.width, steps=options.steps)
         scratch = options.scratch or options.directory / "training"
@@ -120,6 +127,7 @@ def _repeat(options: argparse.Namespace) -> str:
         PLAN: f"--ranks {options.ranks} --tensors {options.tensors}",
         MANY: f"--most {options.most}",
         LIVE: f"--minutes {options.minutes}",
+        WITNESS: f"--parameters {options.parameters}",
         DELTA: f"--width {options.width} --steps {options.steps} --copies {options.copies}",
     }
     size = sizes.get(options.command, f"--nbytes {options.nbytes}")

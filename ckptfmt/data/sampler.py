@@ -352,10 +352,11 @@ class Sampler:
         part = self._progress.drawn.get(step)
         if part is None:
             return None
-        present = part.uses != HOLE
-        keys = part.samples[present].astype(np.uint64)
-        keys += part.sources[present].astype(np.uint64) << np.uint64(56)
-        return int((mix64(keys) + part.epochs[present]).sum(dtype=np.uint64))
+        keys = part.samples.astype(np.uint64)
+        if self._mixture is not None:
+            keys += part.sources.astype(np.uint64) << np.uint64(56)
+        values = mix64(keys) + part.epochs
+        return int(values.sum(dtype=np.uint64, where=part.uses != HOLE))
 
     def begin_at(self, step: int) -> None:
         """Say that the run has done `step` steps without this sampler, whose first batch comes next.

@@ -31,7 +31,7 @@ from ckptfmt.trainer.repeated_steps import RepeatedSteps
 from ckptfmt.trainer.restore import LoadReport
 
 if TYPE_CHECKING:
-    from ckptfmt.adapters.torch.fingerprints import Fingerprint, Pending
+    from ckptfmt.adapters.torch.fingerprints import Fingerprint
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: The number of steps whose numbers may be on their way from a device; an older one is waited for.
@@ -45,35 +45,32 @@ _GROUPS: Final = 64
 
 @dataclasses.dataclass(slots=True)
 class _Open:
-    """A step whose numbers may still be on their way from a device."""
+    """A step whose numbers may still be on their way from a device.
 
-    record: StepRecord
-    weights: Pending | None
-    observed: dict[str, list[Any]]
+    Attributes:
+        known: the members of the record that are known.
+        pending: the digests and numbers that may be on their way, by member.
+    """
+
+    known: dict[str, Any]
+    pending: dict[str, list[Any]]
 
     def is_ready(self) -> bool:
         """Return whether nothing is on its way any more."""
-        return all(not hasattr(value, "is_ready") or value.is_ready() for value in self._values())
+        return all(type(value) is float or value.is_ready() for values in self.pending.values() for value in values)
 
     def wait(self) -> None:
         """Wait for the device."""
-        for value in self._values():
-            if hasattr(value, "wait"):
-                value.wait()
+        for values in self.pending.values():
+            for value in values:
+                if type(value) is not float:
+                    value.wait()
 
     def close(self) -> StepRecord:
         """Return the whole record."""
-        members: dict[str, Any] = {name: _combine(values) for name, values in self.observed.items()}
-        members["is_several"] = max(map(len, self.observed.values()), default=1) > 1
-        if self.weights is not None:
-            members["weights"] = self.weights.bits()
-        return dataclasses.replace(self.record, **members)
-
-    def _values(self) -> Iterable[Any]:
-        for values in self.observed.values():
-            yield from values
-        if self.weights is not None:
-            yield self.weights
+        members = {name: _combine(values) for name, values in self.pending.items()}
+        is_several = any(len(values) > 1 for values in self.pending.values())
+        return StepRecord(**self.known, **members, is_several=is_several)
 
 
 class Witness:
@@ -192,16 +189,17 @@ class Witness:
             return
         position, samples = _position_of(state, step)
         streams = self._before if self._before is not None else self._digest_streams()
-        record = StepRecord(
-            step=step,
-            position=position,
-            samples=samples,
-            options=_digest_options(self._optimizers),
-            streams=streams,
-            is_before=self._before is not None,
-        )
+        known = {
+            "step": step,
+            "position": position,
+            "samples": samples,
+            "options": _digest_options(self._optimizers),
+            "streams": streams,
+            "is_before": self._before is not None,
+        }
         weights = None if self._fingerprint is None else self._fingerprint.start(step)
-        self._open.append(_Open(record, weights, self._observed))
+        pending = self._observed if weights is None else {**self._observed, "weights": [weights]}
+        self._open.append(_Open(known, pending))
         self._before, self._observed = None, {}
         self._flush(is_last=False)
 
