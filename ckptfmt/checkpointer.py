@@ -651,9 +651,15 @@ class Checkpointer:
 
     def _restore_streams(self, checkpoint: Checkpoint, state: State) -> None:
         group, drawn = self._group, self._count.find_drawn()
+        settled = () if self._load_report is None else self._load_report.settled
         found = group.together(
             lambda: restore_streams(
-                state, checkpoint, worker=group.writer, worker_count=group.writer_count, **self._choices
+                state,
+                checkpoint,
+                worker=group.writer,
+                worker_count=group.writer_count,
+                settled=settled,
+                **self._choices,
             )
         )
         checkpoint.close()

@@ -323,6 +323,8 @@ class LoadPlan:
         self.actions: list[Callable[[], None]] = []
         self.problems: list[Problem] = []
         self.downgrades: list[str] = []
+        #: The RNG streams of generators that objects have set by their own load_state_dict.
+        self.settled: set[str] = set()
         self.notes: list[str] = []
         self.reorders = False
         self.values: dict[str, object] = {}

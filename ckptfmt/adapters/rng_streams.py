@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -25,6 +26,8 @@ from ckptfmt.state import CapturedRng
 
 _PYTHON: Final = "python.mt19937"
 _NUMPY_LEGACY: Final = "numpy.legacy"
+#: The seed of a place of no meaning.
+_NOWHERE: Final = 0x5EED_0F_A_5E77
 #: The state of numpy's MT19937: 624 words of 32 bits and the position among them, in bytes.
 _MT19937_NBYTES: Final = 625 * 4
 #: What the names of RNG streams begin with whose generators objects hold in their attributes.
@@ -240,7 +243,7 @@ def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) 
         where = f"rng:{stream.name} ({scope})"
         if saved.get(stream.name) == stream.kind:
             state = plain_values(plan.checkpoint.stream(stream.name, places[stream.name])[1])
-            actions.append(functools.partial(stream.write, state))
+            actions.append(functools.partial(_put_back, plan, stream, state))
         elif stream.name in saved:
             report(Code.STREAM_MISSING, where, f"saved as {saved[stream.name]}, here {stream.kind}")
         elif not (is_reported and plan.worker >= saved_count):
@@ -251,6 +254,48 @@ def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) 
         if at != GLOBAL and _number(at) >= plan.worker_count:
             report(Code.STREAM_UNEXPECTED, f"rng:{name} ({at})", "this load has no such worker")
     return actions
+
+
+def _put_back(plan: LoadPlan, stream: LiveRngStream, state: object) -> None:
+    """Put an RNG stream back, unless the object that holds the generator has done so by its own load_state_dict."""
+    if stream.name not in plan.settled:
+        stream.write(state)
+
+
+@contextlib.contextmanager
+def settling(plan: LoadPlan, unit: Unit) -> Iterator[None]:
+    """Find out which of its generators an object sets while it loads its state; the plan takes note of these.
+
+    An object that keeps the position of its generator in its own way, such as where an epoch began, must not get the
+    generator's saved position on top. Each generator is moved to a place of no meaning before the load: a generator
+    that is still there was left alone, and goes back to where it was.
+    """
+    held = unit_streams([unit], None)
+    rows = [(stream, stream.read(), _mark(stream)) for stream in held]
+    try:
+        yield
+    finally:
+        for stream, before, mark in rows:
+            if digest_stream(stream) == mark:
+                stream.write(before)
+            else:
+                plan.settled.add(stream.name)
+
+
+def _mark(stream: LiveRngStream) -> int:
+    """Move a generator to a place of no meaning, and return the digest of that place."""
+    state: Any = stream.read()
+    if stream.kind == _PYTHON:
+        state = random.Random(_NOWHERE).getstate()  # noqa: S311 - no secret
+    elif stream.kind == _NUMPY_LEGACY:
+        state = np.random.RandomState(_NOWHERE).get_state(legacy=False)
+    elif stream.kind.startswith("numpy."):
+        state = getattr(np.random, stream.kind.removeprefix("numpy."))(_NOWHERE).state
+    else:
+        side: Any = torch_side()
+        state = {**state, "state": side.seeded_state(state["device"], _NOWHERE)}
+    stream.write(state)
+    return digest_stream(stream)
 
 
 def _list_moved(

@@ -17,7 +17,7 @@ from ckptfmt.adapters.live import NO_SCHEDULE, Kind, Live, Unit, may_be_schedule
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, fingerprint, prefix_of
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan, Patterns, Rename, check_allow
 from ckptfmt.adapters.placing import Placer, plan_named_tensors, plan_sink, put_back, take_named_leaf
-from ckptfmt.adapters.rng_streams import capture_streams, live_streams, plan_streams
+from ckptfmt.adapters.rng_streams import capture_streams, live_streams, plan_streams, settling
 from ckptfmt.adapters.unsaved import UNSAVED
 from ckptfmt.adapters.visible import compare
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
@@ -68,6 +68,7 @@ class LoadReport:
         reads: how much was read for it, by this process.
         renamed: live name and saved name, each with its field, of tensors and values that were saved under another one.
         left_count: how many live tensors and values of this process `only` left as they were.
+        settled: names of RNG streams that objects put back themselves, by their load_state_dict.
         verified_steps: the number of steps that were done twice and are identical. As long as there is none, `claim` is
             expected: deduced from the state, and not measured.
         compared: the members of these steps that were compared, in words.
@@ -86,6 +87,7 @@ class LoadReport:
     reads: ReadReport
     renamed: tuple[tuple[str, str], ...]
     left_count: int
+    settled: tuple[str, ...] = ()
     verified_steps: int = 0
     compared: tuple[str, ...] = ()
     refuted_by: str | None = None
@@ -250,8 +252,12 @@ def restore_streams(
     allow: Iterable[str] = frozenset(),
     strict: bool = False,
     override: Patterns = (),
+    settled: Iterable[str] = (),
 ) -> tuple[str, ...]:
     """Put the RNG streams back: the last thing to do before the first step.
+
+    Args:
+        settled: names of RNG streams that stay as they are, since objects have put them back themselves.
 
     Returns: what lowers the claim now: RNG streams that couldn't be put back, and what of the topology isn't as it was;
         since the load, flags may have been set, or something compiled.
@@ -260,6 +266,7 @@ def restore_streams(
     """
     live = Live.of(state, worker=worker, worker_count=worker_count)
     plan = LoadPlan(checkpoint, worker=worker, worker_count=worker_count, allow=frozenset(allow), override=override)
+    plan.settled |= set(settled)
     actions = _plan_streams(plan, state, live, strict=strict)
     plan.check()
     for action in actions:
@@ -402,6 +409,7 @@ class Restoration:
             reads=reads,
             renamed=plan.list_renamed(),
             left_count=plan.left_count,
+            settled=tuple(sorted(plan.settled)),
         )
 
     def _claim(self, lowered: tuple[str, ...]) -> str:
@@ -454,7 +462,7 @@ def _plan_stateful(plan: LoadPlan, unit: Unit) -> None:
     _compare_cursors(plan, saved, now, where)
     _compare_schedules(plan, unit.value, saved, now, where)
     value = Placer(plan, field=unit.field, scope=at).fresh(saved, name, now)
-    plan.actions.append(functools.partial(_load_stateful, unit.value, value, where))
+    plan.actions.append(functools.partial(_load_stateful, plan, unit, value, where))
 
 
 def _compare_cursors(plan: LoadPlan, saved: object, now: object, where: str) -> None:
@@ -479,10 +487,12 @@ def _compare_schedules(plan: LoadPlan, live: object, saved: object, now: object,
         plan.problem(Code.READ_BACK, where, detail, remedy=remedy)
 
 
-def _load_stateful(live: Any, value: object, where: str) -> None:  # noqa: ANN401 - has the two methods
+def _load_stateful(plan: LoadPlan, unit: Unit, value: object, where: str) -> None:
+    live = unit.value
     wanted = fingerprint(value, field=where, name="")
     try:
-        live.load_state_dict(value)
+        with settling(plan, unit):
+            live.load_state_dict(value)
     except Exception as error:
         error.add_note(f"ckptfmt: raised by the load_state_dict of {where}")
         raise

@@ -68,7 +68,7 @@ class _Open:
 
     def close(self) -> StepRecord:
         """Return the whole record."""
-        members = {name: _combine(values) for name, values in self.pending.items()}
+        members: dict[str, Any] = {name: _combine(values) for name, values in self.pending.items()}
         is_several = any(len(values) > 1 for values in self.pending.values())
         return StepRecord(**self.known, **members, is_several=is_several)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -34,6 +35,7 @@ from ckptfmt.adapters.torch.runtime import (
     is_generator,
     local_facts,
     open_peers,
+    seeded_state,
     versions,
     world_size,
 )
@@ -75,7 +77,7 @@ def is_optimizer(value: object) -> bool:
 
 def is_of_every_optimizer(name: str) -> bool:
     """Return whether every optimizer of torch has an attribute of this name, which is saved or doesn't change."""
-    return name in _OF_OPTIMIZERS
+    return name in _of_optimizers()
 
 
 def list_optimizers(values: Iterable[object]) -> list[torch.optim.Optimizer]:
@@ -96,16 +98,19 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-#: Attributes of each optimizer; those that it adds are its own.
-_OF_OPTIMIZERS: Final = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.empty(0))], lr=0.0)))
+@functools.cache
+def _of_optimizers() -> frozenset[str]:
+    """Return the attributes of each optimizer; those that one adds are its own. To make one imports torch._dynamo."""
+    return frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.empty(0))], lr=0.0)))
 
-#: What batches come from, and doesn't say where it stands.
+
 #: Samplers that draw their order, where they have no generator of their own.
 _SHUFFLING: Final = (
     torch.utils.data.RandomSampler,
     torch.utils.data.SubsetRandomSampler,
     torch.utils.data.WeightedRandomSampler,
 )
+#: Classes that batches come from, and that don't say where they stand.
 _LOADERS: Final = (
     torch.utils.data.DataLoader,
     torch.utils.data.dataloader._BaseDataLoaderIter,  # noqa: SLF001 - torch has no public name for it

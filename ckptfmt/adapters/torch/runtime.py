@@ -141,6 +141,11 @@ def is_generator(value: object) -> bool:
     return type(value) is torch.Generator
 
 
+def seeded_state(device: str, seed: int) -> object:
+    """Return the state of a generator of a type of device, seeded anew."""
+    return torch.Generator(device=device).manual_seed(seed).get_state().numpy()
+
+
 def generator_stream(generator: torch.Generator) -> dict[str, Any]:
     """Return how the caller's generator is read and written; device type and state go together."""
 
