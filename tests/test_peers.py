@@ -382,7 +382,8 @@ def two_that_lost_a_node(tmp_path: pathlib.Path, peers: int, **options: Any) -> 
 
     with threads_as_nodes():
         reports = run_writers(2, body)
-    assert not [sentence for told in reports for sentence in told if "HOME_UNREACHABLE" not in sentence]
+    expected = ("HOME_UNREACHABLE", "DATA_UNCHANGED")  # the data of this training stands still
+    assert not [sentence for told in reports for sentence in told if not any(word in sentence for word in expected)]
     (found, copies), *_ = left
     shutil.rmtree(copies[1])
     return found, copies[0]

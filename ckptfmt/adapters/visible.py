@@ -6,6 +6,7 @@ object's attributes; after a load they are compared with those of the object tha
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import types
@@ -21,11 +22,11 @@ from ckptfmt.digest import digest_bytes
 from ckptfmt.state import place_of
 
 #: Whose classes are known to save what decides their next steps.
-_KNOWN: Final = ("torch", "torchdata", "ckptfmt", "numpy", "jax")
+_KNOWN: Final = ("torch", "torchdata", "ckptfmt", "numpy", "jax", "accelerate", "transformers", "lightning")
 #: The attribute by which a class says that its state_dict is complete.
 EXACT: Final = "ckptfmt_exact"
-#: How deep attributes are looked through, how many values at most, and how many tensors.
-_DEPTH: Final = 6
+#: How deep attributes are looked through, how many values at most, and how many tensors. Deeper lie other objects.
+_DEPTH: Final = 3
 _MOST: Final = 4096
 _MOST_TENSORS: Final = 32
 #: How many elements of a tensor are looked at.
@@ -132,14 +133,8 @@ class _Look:
             items = [(at, one) for at, one in enumerate(first) if not isinstance(one, _PLAIN)]
             is_set = isinstance(value, set | frozenset)
             yield path, _digest(repr((len(value), sorted(map(str, numbers)) if is_set else numbers)))
-        elif isinstance(value, types.FunctionType):
-            items = [
-                (name, cell.cell_contents)
-                for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-                if cell != types.CellType()
-            ]
-        elif isinstance(value, types.MethodType):
-            items = [("__self__", value.__self__)]
+        elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+            items = []  # what a callback belongs to isn't the object's own
         elif type(value).__module__.partition(".")[0] in ("logging", "threading", "_thread", "pathlib", "torch"):
             # Of torch only schedulers: what is in other objects of torch isn't the user's to save.
             side: Any = torch_side()

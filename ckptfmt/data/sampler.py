@@ -184,6 +184,8 @@ class Sampler:
         self._skips: tuple[Skip, ...] = ()
         self._worker, self._micro_batches = worker, micro_batches
         self._loaded: Cursor | None = None
+        #: Whether something was skipped since the sampler was made or a cursor was loaded.
+        self.has_new_skips = False
         self._progress = _Progress()
         self._course = self._try_course(self._skips)
 
@@ -469,6 +471,7 @@ class Sampler:
         self._course = self._try_course((*self._skips, skip))
         self._skips = (*self._skips, skip)
         self._loaded = None
+        self.has_new_skips = True
         if begin < self._position_of(self._progress.steps_fetched):
             self._progress = dataclasses.replace(
                 self._progress, steps_fetched=self.steps_done, fetches=[], serving=None, moved=[]
@@ -512,6 +515,7 @@ class Sampler:
             for ours, theirs in zip(self._sources, cursor.sources, strict=True)
         )
         self._skips = cursor.skips
+        self.has_new_skips = False
         self._course = course
         self._loaded = cursor
         step, position = cursor.commit.step, cursor.commit.global_pos

@@ -151,7 +151,9 @@ def agree_on_save(
         if check is not None and group.writer == 0:
             check()
         labels = label() if label is not None and group.writer == 0 else NO_LABELS
-        snapshot = _take(state, group, ownership, step=operator.index(step), unsaved=unsaved)
+        # Saves to paths are of any states, whose positions have nothing to do with each other.
+        number = None if launch is None else operator.index(step)
+        snapshot = _take(state, group, ownership, step=number, unsaved=unsaved)
         return dataclasses.replace(snapshot, labels=labels)
 
     snapshot, error = attempt(take)

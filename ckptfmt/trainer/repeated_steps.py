@@ -105,8 +105,13 @@ class RepeatedSteps:
                     self._references.setdefault(record.step, (record, steps.header))
         self._final_step = max(self._references, default=0)
 
-    def compare(self, record: StepRecord, header: StepsHeader) -> None:
-        """Compare a step with its earlier record, if there is one."""
+    def compare(self, record: StepRecord, header: StepsHeader, *, has_new_skips: bool) -> None:
+        """Compare a step with its earlier record, if there is one.
+
+        Args:
+            has_new_skips: whether the program has skipped samples since the load: then other samples are meant, and no
+                later step is compared.
+        """
         reference = self._references.pop(record.step, None)
         if reference is None or self._difference is not None:
             return
@@ -120,6 +125,11 @@ class RepeatedSteps:
             is_first=self._first_step is None,
         )
         if not found.compared:
+            return
+        if found.what == "samples" and has_new_skips:
+            self._references.clear()
+            text = "step %d has other samples, since some were skipped: later steps aren't compared"
+            _LOG.log(self._level(logging.INFO), text, record.step)
             return
         if self._first_step is None:
             self._first_step = record.step

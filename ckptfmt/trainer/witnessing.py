@@ -19,6 +19,7 @@ from ckptfmt.adapters.data_loaders import find_samplers
 from ckptfmt.adapters.live import Kind, iter_tensors, may_be_schedule, walk
 from ckptfmt.adapters.live_trees import fingerprint
 from ckptfmt.adapters.rng_streams import LiveRngStream, digest_stream, live_streams
+from ckptfmt.data.sampler import Sampler
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch
 from ckptfmt.documents.witness import STREAM_COUNT, StepRecord, StepsHeader, steps_path, verdict_path
@@ -99,6 +100,7 @@ class Witness:
         self._log: StepLog | None = None
         self._fingerprint: Fingerprint | None = None
         self._optimizers: list[Any] = []
+        self._samplers: list[Sampler] = []
         self._streams: list[LiveRngStream] = []
         self._before: tuple[int, ...] | None = None
         self._observed: dict[str, list[Any]] = {}
@@ -187,7 +189,7 @@ class Witness:
             self._start_log(state)
         if self._header is None:
             return
-        position, samples = _position_of(state, step)
+        position, samples = _position_of(self._samplers, step)
         streams = self._before if self._before is not None else self._digest_streams()
         known = {
             "step": step,
@@ -241,6 +243,7 @@ class Witness:
         folder = node_folder(self._store, self._header.run_id)
         assert folder is not None  # noqa: S101 - begin() looked
         self._fingerprint, self._optimizers = _make_fingerprint(state), _find_optimizers(state)
+        self._samplers = list(find_samplers(state))
         tensors = "" if self._fingerprint is None else self._fingerprint.plan
         self._header = dataclasses.replace(self._header, tensors=tensors)
         try:
@@ -254,6 +257,7 @@ class Witness:
         if self._header is not None and self._log is not None:
             found = _make_fingerprint(state)
             self._optimizers = _find_optimizers(state)
+            self._samplers = list(find_samplers(state))
             self._fingerprint = found if found is not None and found.plan == self._header.tensors else None
 
     def _digest_streams(self) -> tuple[int, ...]:
@@ -280,7 +284,8 @@ class Witness:
                 self._switch_off()
                 return
             if self._repeated is not None:
-                self._repeated.compare(record, self._header)
+                has_new_skips = any(sampler.has_new_skips for sampler in self._samplers)
+                self._repeated.compare(record, self._header, has_new_skips=has_new_skips)
                 if self._repeated.is_decided:
                     self._write()
 
@@ -384,11 +389,11 @@ def _digest_options(optimizers: Iterable[Any]) -> int | None:
     return zlib.crc32(repr(rows).encode()) if rows else None
 
 
-def _position_of(state: State, step: int) -> tuple[int | None, int | None]:
+def _position_of(samplers: Iterable[Sampler], step: int) -> tuple[int | None, int | None]:
     """Return the position of all samplers together behind a step, and the digest of the samples of the step."""
     position: int | None = None
     samples: int | None = None
-    for sampler in find_samplers(state):
+    for sampler in samplers:
         position = (position or 0) + sampler.position
         drawn = sampler.samples_digest(step - 1)
         if drawn is not None:

@@ -91,9 +91,9 @@ def test_launches_rollbacks_and_what_went_wrong_are_told(page_of, run_path):
     page, _ = page_of(run_path)
 
     rows = {row[0]: row[1:] for row in page.rows}
-    assert rows["1"] == ["began from nothing", "10 to 40"]
+    assert rows["1"] == ["began from nothing", "10 to 40", ""]
     resumed = f"resumed from {checkpoint_name(20, 1)}, chosen by hand; 10 steps back from where launch 1 had come to"
-    assert rows["2"] == [resumed, "30 to 50"]
+    assert rows["2"] == [resumed, "30 to 50", ""]
     assert f"{checkpoint_name(40, 1)}: unfinished" in page.text
     assert f"{checkpoint_name(40, 2)}: aborted, given up" in page.text
     assert "5 committed, 1 unfinished, 1 aborted" in page.text
