@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import logging
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.data_loaders import find_samplers
@@ -42,6 +43,22 @@ _MASK: Final = (1 << 64) - 1
 _OPTIONS: Final = ("lr", "momentum", "betas", "weight_decay")
 #: The number of groups of an optimizer that are looked at.
 _GROUPS: Final = 64
+
+
+P = ParamSpec("P")
+
+
+def _harmless(method: Callable[Concatenate[Witness, P], None]) -> Callable[Concatenate[Witness, P], None]:
+    """Return the method, whose exceptions switch the witness off: a training doesn't end because of its witness."""
+
+    @functools.wraps(method)
+    def call(witness: Witness, /, *arguments: P.args, **options: P.kwargs) -> None:
+        try:
+            method(witness, *arguments, **options)
+        except Exception as error:  # noqa: BLE001 - tensors of the program may be of any kind, and refuse anything
+            witness.turn_off(error)
+
+    return call
 
 
 @dataclasses.dataclass(slots=True)
@@ -121,6 +138,7 @@ class Witness:
             return report
         return report.with_witness(self._repeated.record)
 
+    @_harmless
     def begin(self, store: Store, launch: Launch, step: int, report: LoadReport | None, state: State) -> None:
         """Begin to record, once the RNG streams are put back.
 
@@ -153,6 +171,7 @@ class Witness:
             saver = None if resumed is None else parse_checkpoint_name(resumed.name)
             remove_old(store, launch.run_id, launches, spared=None if saver is None else saver[1])
 
+    @_harmless
     def begin_step(self, step: int, state: State) -> None:
         """Look at the RNG streams before a step, and at the state that was saved behind the step before.
 
@@ -179,6 +198,7 @@ class Witness:
         if found is not None:
             self._observed.setdefault("batch", []).append(found)
 
+    @_harmless
     def end_step(self, step: int, state: State) -> None:
         """Record a step, and compare it where an earlier launch has done it.
 
@@ -205,6 +225,7 @@ class Witness:
         self._before, self._observed = None, {}
         self._flush(is_last=False)
 
+    @_harmless
     def note_saved(self, step: int, state: State) -> None:
         """Take note that a step was saved: the next step is to begin from the same state.
 
@@ -215,6 +236,11 @@ class Witness:
         if self.restores_streams_itself and not isinstance(state.rng, CapturedRng):
             self._saved = _Saved(step, self._digest_streams(), _schedules(state))
         self._look_up_tensors(state)
+
+    def turn_off(self, error: Exception) -> None:
+        """Record no more, and report why."""
+        self._report(f"WITNESS_OFF: steps aren't recorded any more: {type(error).__name__}: {error}")
+        self._switch_off()
 
     def answer(self) -> dict[str, Any] | None:
         """Return what this process tells the others at a save; None where no step is compared."""
@@ -229,13 +255,18 @@ class Witness:
 
     def close(self) -> None:
         """Finish the log, say the verdict, and write it. A second call does nothing."""
+        self._finish()
         if self._header is None:
             return
-        self._flush(is_last=True)
         if self._repeated is not None:
             self._repeated.close()
             self._write()
         self._switch_off()
+
+    @_harmless
+    def _finish(self) -> None:
+        """Write and compare what is still on its way."""
+        self._flush(is_last=True)
 
     def _start_log(self, state: State) -> None:
         """Open the log when the first step is over: by then an optimizer has its state, a wrapper its parameters."""
@@ -246,11 +277,7 @@ class Witness:
         self._samplers = list(find_samplers(state))
         tensors = "" if self._fingerprint is None else self._fingerprint.plan
         self._header = dataclasses.replace(self._header, tensors=tensors)
-        try:
-            self._log = StepLog(folder / steps_path(self._header.launch, self._header.writer), self._header)
-        except CkptError as error:
-            self._report(f"WITNESS_OFF: steps aren't recorded, so that a resume can't be verified: {error}")
-            self._switch_off()
+        self._log = StepLog(folder / steps_path(self._header.launch, self._header.writer), self._header)
 
     def _look_up_tensors(self, state: State) -> None:
         """Look up the tensors of the state. Digests of others than at the first step would say nothing."""
@@ -277,12 +304,7 @@ class Witness:
                 return
             self._open.popleft()
             record = first.close()
-            try:
-                self._log.put(record)
-            except CkptError as error:
-                self._report(f"WITNESS_OFF: steps aren't recorded from step {record.step} on: {error}")
-                self._switch_off()
-                return
+            self._log.put(record)
             if self._repeated is not None:
                 has_new_skips = any(sampler.has_new_skips for sampler in self._samplers)
                 self._repeated.compare(record, self._header, has_new_skips=has_new_skips)
@@ -382,11 +404,17 @@ def _find_optimizers(state: State) -> list[Any]:
 def _digest_options(optimizers: Iterable[Any]) -> int | None:
     """Return a digest of the options that schedules change, of all groups; None without an optimizer."""
     rows = [
-        [repr(group.get(name)) for name in _OPTIONS]
+        [_option_text(group.get(name)) for name in _OPTIONS]
         for optimizer in optimizers
         for group in optimizer.param_groups[:_GROUPS]
     ]
     return zlib.crc32(repr(rows).encode()) if rows else None
+
+
+def _option_text(value: Any) -> str:  # noqa: ANN401 - an option of any kind
+    """Return the text of an option; of a tensor on a device, which would have to be waited for, only that it is one."""
+    device = getattr(value, "device", None)
+    return repr(value) if device is None or str(device) == "cpu" else "tensor"
 
 
 def _position_of(samplers: Iterable[Sampler], step: int) -> tuple[int | None, int | None]:

@@ -22,6 +22,7 @@ from torch import nn
 
 import ckptfmt
 from ckptfmt.__main__ import main
+from ckptfmt.adapters.torch import fingerprints
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.witness import verdict_path
 from ckptfmt.run.step_log import KEPT_LAUNCHES, read_steps, read_verdicts
@@ -378,6 +379,18 @@ def test_witness_that_can_not_write_is_off_and_says_so(tmp_path: pathlib.Path) -
     checkpointer = Loop().train(tmp_path, 6)
     assert checkpointer.step == 6
     assert [text.partition(":")[0] for text in checkpointer.reports] == ["WITNESS_OFF"]
+
+
+def test_witness_that_fails_ends_no_training(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("a tensor of a kind that can't be looked at")
+
+    monkeypatch.setattr(fingerprints.Fingerprint, "start", fail)
+    checkpointer = Loop().train(tmp_path, 6)
+    assert checkpointer.step == 6
+    assert checkpointer.reports == (
+        "WITNESS_OFF: steps aren't recorded any more: RuntimeError: a tensor of a kind that can't be looked at",
+    )
 
 
 def test_no_witness_where_none_is_wanted(tmp_path: pathlib.Path) -> None:
