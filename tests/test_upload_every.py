@@ -450,6 +450,8 @@ def test_the_last_at_home_cannot_be_deleted_for_one_in_caches(tmp_path: pathlib.
     home, _ = one_that_died(tmp_path)
     run = ckptfmt.Run(home)
     assert code_of(lambda: run.delete(1)) == Code.CHECKPOINT_NEEDED
+    # Whether another checkpoint can be loaded isn't asked then: the run goes on from this one.
+    assert code_of(lambda: run.delete(1, force=True)) == Code.CHECKPOINT_NEEDED
     run.delete(2)
     assert durabilities(home) == {1: "home", 3: "node"}
 

@@ -333,14 +333,17 @@ def test_layouts_that_do_not_fit_decide_nothing(home):
         assert not any(name.startswith("index") for name in files_of(store))
 
 
-def test_a_leaf_that_differs_is_named_by_its_path(home):
-    """REQ-CMT-014, REQ-CTX-001."""
-    parts = [snapshot(leaves=[leaf("config", {"data": {"rank": rank}}, name="cfg")]) for rank in range(2)]
+@pytest.mark.parametrize(
+    ("field", "remedy"), [("data", "ckptfmt.PerWorker"), ("config", "ckptfmt.FirstWorker(config)")]
+)
+def test_a_leaf_that_differs_is_named_by_its_path(home, field, remedy):
+    """REQ-CMT-014, REQ-CTX-001: a configuration is that of the whole run, and belongs to no process."""
+    parts = [snapshot(leaves=[leaf(field, {"data": {"rank": rank}}, name="cfg")]) for rank in range(2)]
     error = error_of(lambda: save(home.store(), *parts))
     assert error.code == Code.LEAF_DIVERGED
     assert "'cfg'" in error.where
-    assert "/data/rank" in error.detail
-    assert "PerWorker" in error.remedy
+    assert "at /data/rank: 0 and 1" in error.detail
+    assert remedy in error.remedy
 
 
 @pytest.mark.parametrize("path", [f"weights-{ATTEMPT}-00001.safetensors", f"optimizer-{ATTEMPT}-00000.safetensors"])

@@ -119,7 +119,11 @@ MUTANTS = {
     "what_was_resumed_from_retired": Mutant(
         clauses=("REQ-CMT-026",),
         fault="retires what its launch resumed from before that launch has a commit of its own",
-        patch=rewritten(retention.plan_retention, "if not own and launches and", "if own and"),
+        patch=rewritten(
+            retention.plan_retention,
+            "if not own and isinstance(newest, Launch)",
+            "if own and isinstance(newest, Launch)",
+        ),
         tests=("run/test_retention.py::test_what_a_launch_resumes_from_stays_until_it_saved",),
     ),
     "what_lies_beside_retired": Mutant(
@@ -127,8 +131,8 @@ MUTANTS = {
         fault="retires what a rollback left beside the lineage",
         patch=rewritten(
             retention.plan_retention,
-            "for entry in iter_lineage(launches, entries)",
-            "for entry in sorted(entries, key=lambda entry: (-entry.launch, -entry.step))",
+            "not entry.is_record, iter_lineage(launches, entries)",
+            "not entry.is_record, sorted(entries, key=lambda entry: (-entry.launch, -entry.step))",
         ),
         tests=("run/test_retention.py::test_what_a_rollback_left_beside_is_left_alone",),
     ),

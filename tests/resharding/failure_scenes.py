@@ -118,14 +118,15 @@ def _said(action: Callable[[], object]) -> Any:
 def killed_in_mid_save(stage: Stage) -> Any:
     """Steps 0 to 2 are saved; at 4 rank 1 has written its shards, and dies before its part."""
     module, optimizer, checkpointer = _training(stage, 1)
-    with checkpointer:
-        _train(module, optimizer, checkpointer, 2)
-        saved = [weight_bits(module), optimizer_bits(optimizer, module)]
-        if stage.rank == 1:
-            _die_at("parts/")
-        died = _said(lambda: _train(module, optimizer, checkpointer, 4))
-        # Whoever goes on all the same, misses it at the next agreement too.
-        missed = _said(checkpointer.save)
+    checkpointer.restore()
+    _train(module, optimizer, checkpointer, 2)
+    saved = [weight_bits(module), optimizer_bits(optimizer, module)]
+    if stage.rank == 1:
+        _die_at("parts/")
+    # One save that fails ends no training: the next agreement misses the process, and the end tells of the save.
+    _train(module, optimizer, checkpointer, 4)
+    missed = _said(checkpointer.save)
+    died = _said(checkpointer.close)
     return {"saved": saved, "died": died, "missed": missed, "launch": checkpointer.launch.launch}  # type: ignore[union-attr]
 
 
@@ -144,7 +145,8 @@ def resume_after_death(stage: Stage) -> Any:
 def killed_before_the_decision(stage: Stage) -> Any:
     """Rank 0 has everything, and dies before the manifest: nothing was saved, and the others say whom they miss."""
     module, optimizer, checkpointer = _training(stage, 3)
-    with checkpointer:
-        if stage.rank == 0:
-            _die_at("manifest.json")
-        return _said(lambda: _train(module, optimizer, checkpointer, 6))
+    checkpointer.restore()
+    if stage.rank == 0:
+        _die_at("manifest.json")
+    _train(module, optimizer, checkpointer, 6)
+    return _said(checkpointer.close)
