@@ -9,7 +9,7 @@ import random
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from blake3 import blake3
 
@@ -17,6 +17,9 @@ from ckptfmt_conformance import msgpk
 from ckptfmt_conformance.readback import DTYPES, ReadbackError, canonical, entries_of, read_back, rows, unfold
 
 __all__ = ["perturb"]
+
+#: The bytes of each box, by field, name and scope of the tensor, and where the box begins and how large it is.
+_Drawn: TypeAlias = dict[tuple[Any, ...], bytes]
 
 
 def perturb(root: Path, rng: random.Random) -> None:
@@ -26,7 +29,8 @@ def perturb(root: Path, rng: random.Random) -> None:
     signed = manifest["signed"]
     if list(root.rglob("*.pack")):
         raise ReadbackError("it isn't a full checkpoint")
-    parts = [_perturb_part(root, signed, number, rng) for number in range(signed["writer_count"])]
+    drawn: _Drawn = {}
+    parts = [_perturb_part(root, signed, number, rng, drawn) for number in range(signed["writer_count"])]
     place = root / signed["index"]["name"]
     index = _parse(place.read_bytes())
     index["parts"] = {"nbytes": _packed([nbytes for nbytes, _ in parts]), "digest": b"".join(one for _, one in parts)}
@@ -36,36 +40,46 @@ def perturb(root: Path, rng: random.Random) -> None:
     (root / "manifest.json").write_bytes(canonical(manifest).encode())
 
 
-def _perturb_part(root: Path, manifest: Mapping[str, Any], number: int, rng: random.Random) -> tuple[int, bytes]:
-    """Rewrite the shards of a part, and the part; return its size and its digest."""
+def _perturb_part(
+    root: Path, manifest: Mapping[str, Any], number: int, rng: random.Random, drawn: _Drawn
+) -> tuple[int, bytes]:
+    """Rewrite the shards of a part, and the part; return its size and its digest.
+
+    A box that several writers hold has the same bytes in each of their parts (REQ-CMT-012): `drawn` keeps them.
+    """
     place = root / f"parts/{manifest['attempt']}-{number:05d}.msgpack"
     document = _parse(place.read_bytes())
     owners = [row for row in rows(document, "tensors") for _ in range(row["box_count"])]
     boxes = rows(document, "boxes", [owner["ndim"] for owner in owners])
     digests = iter(entries_of(document["digests"]))
     found = [list(itertools.islice(digests, box["digest_count"])) for box in boxes]
+    contents: list[bytes] = []
+    for position, (owner, box) in enumerate(zip(owners, boxes, strict=True)):
+        cuts = zip(box["cut_shape"], owner["global_shape"], strict=True)
+        shape = tuple(cut - 1 if cut else extent for cut, extent in cuts)
+        key = (owner["field"], owner["name"], owner["scope"], box["begin"], shape)
+        if key not in drawn:
+            drawn[key] = _draw(owner["dtype"], math.prod(shape), rng)
+        contents.append(drawn[key])
+        size = manifest["block_nbytes"]
+        if found[position]:  # a writer that doesn't write what it holds may give no digests
+            blocks = (drawn[key][at : at + size] for at in range(0, len(drawn[key]), size))
+            found[position] = [blake3(block).digest() for block in blocks]
     extents = rows(document, "extents")
     positions = itertools.accumulate(step + 1 for step in unfold(row["box"] for row in extents))
     owned = [(position - 1, extent["file"]) for position, extent in zip(positions, extents, strict=True)]
     for file_number, file in enumerate(rows(document, "files")):
-        raw = bytearray((root / file["name"]).read_bytes())
-        at = file["header_nbytes"]
-        for position in (position for position, in_file in owned if in_file == file_number):
-            owner, box = owners[position], boxes[position]
-            shape = [
-                cut - 1 if cut else extent for cut, extent in zip(box["cut_shape"], owner["global_shape"], strict=True)
-            ]
-            nbytes = DTYPES[owner["dtype"]][0] * math.prod(shape)
-            content = rng.randbytes(nbytes)
-            if owner["dtype"] == "bool":
-                content = bytes(byte & 1 for byte in content)
-            size = manifest["block_nbytes"]
-            raw[at : at + nbytes] = content
-            found[position] = [blake3(content[i : i + size]).digest() for i in range(0, nbytes, size)]
-            at += nbytes
-        (root / file["name"]).write_bytes(raw)
+        data = b"".join(contents[position] for position, in_file in owned if in_file == file_number)
+        header = (root / file["name"]).read_bytes()[: file["header_nbytes"]]
+        (root / file["name"]).write_bytes(header + data)
     document["digests"] = b"".join(itertools.chain.from_iterable(found))
     return _write(place, document)
+
+
+def _draw(dtype: str, count: int, rng: random.Random) -> bytes:
+    """Return the bytes of so many elements."""
+    content = rng.randbytes(DTYPES[dtype][0] * count)
+    return bytes(byte & 1 for byte in content) if dtype == "bool" else content
 
 
 def _parse(content: bytes) -> dict[str, Any]:

@@ -1056,14 +1056,16 @@ def test_the_exchange_in_the_readme_is_what_is_said(tmp_path):
 
 
 def members_of(value):
-    """Names of members, at any depth; those of a map of tensors are names of tensors, and of `config` anything."""
+    """Names of members, at any depth; those of a map of tensors are names of tensors, of `leaves` names of leaves with
+    their trees, and of `config` anything.
+    """
     if not isinstance(value, dict):
         return set()
     found = set(value)
     for name, inner in value.items():
         if name == "tensors":
             found |= set().union(*map(members_of, inner.values()))
-        elif name not in ("config", "tree", "value", "state", "commit", "ledger"):
+        elif name not in ("config", "leaves", "tree", "value", "state", "commit", "ledger"):
             found |= members_of(inner)
     return found
 

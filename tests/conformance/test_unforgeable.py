@@ -89,6 +89,18 @@ def test_a_seed_draws_the_same_again_and_another_one_other_bytes_and_boxes() -> 
     assert not {str(one[2:]) for one in asked(7)} & {str(one[2:]) for one in asked(8)}
 
 
+@pytest.mark.parametrize("name", ["index/valid/two-writers", "parts/valid/replicas", "whole/valid/newest"])
+def test_replicas_get_the_same_bytes_in_each_writer(name: str, tmp_path: pathlib.Path) -> None:
+    """A box that two writers hold was given two contents, so that the suite asked for what must be refused."""
+    import random  # noqa: PLC0415 - for this test alone
+
+    (case,) = (case for case in VECTORS if case.id == name)
+    root = case.write_files(tmp_path)
+    perturb(root, random.Random(2))
+    answer = Here(Reference()).call("open", path=root, request={"verify": "all"})
+    assert (answer.outcome, answer.body.get("error")) == ("accepted", None), answer
+
+
 def test_a_checkpoint_with_other_bytes_is_as_sound_as_before(tmp_path: pathlib.Path) -> None:
     import random  # noqa: PLC0415 - for this test alone
 

@@ -266,6 +266,10 @@ OTHER_WORDS = {
     "data_offsets", "packed_document",
     # what programs call generators and their states
     "torch", "generator", "get_state", "mt19937",
+    # what programs call the way back of a state
+    "load_state_dict",
+    # members of the topology "local" of the reference writer, which is a tree and has no schema
+    "unread_samplers", "still_data", "unsaved_shuffle",
     # the kind of a cursor; that of another loader's position, and a member of it
     "ckptfmt", "data_cursor", "foreign_loader", "worker_count",
     # stems of file names

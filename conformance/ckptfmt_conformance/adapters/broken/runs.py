@@ -14,7 +14,6 @@ _iter_lineage = original("ckptfmt.run.lineage:iter_lineage")
 _list_checkpoints = original("ckptfmt.run.lineage:list_checkpoints")
 _find_replacement = original("ckptfmt.run.lineage:_find_replacement")
 _check_place = original("ckptfmt.run.lineage:check_place")
-_read_launch = original("ckptfmt.run.lineage:read_launch")
 
 
 def _choose_or_begin(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -415,10 +414,6 @@ class AnyPlace(Reference):
     replacements = (("ckptfmt.run.lineage:check_place", _check_manifests),)
 
 
-def _read_any(store: Any, number: int, _: object = None) -> Any:  # noqa: ANN401 - of the implementation
-    return _read_launch(store, number)
-
-
 def _check_nothing(*_: object) -> None:
     return None
 
@@ -433,7 +428,7 @@ class AnyRecords(Reference):
         "run/invalid/launch-unrecorded",
     )
     replacements = (
-        ("ckptfmt.run.lineage:read_launch", _read_any),
+        ("ckptfmt.run.lineage:check_run_id", _check_nothing),
         ("ckptfmt.run.lineage:check_records", _check_nothing),
     )
 
