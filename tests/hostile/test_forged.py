@@ -132,16 +132,16 @@ def writer_features(forgery):
         document["features"]["writer"] = ["me.experiment"]
 
 
-def other_origin(key, value):
+def other_origin(**members):
     def edit(forgery):
-        forgery.index[key] = value
+        forgery.index.update(members)
 
     return edit
 
 
-def part_origin(writer, key, value):
+def part_origin(number, /, **members):
     def edit(forgery):
-        forgery.parts[writer][key] = value
+        forgery.parts[number].update(members)
 
     return edit
 
@@ -261,17 +261,19 @@ FORGED = {
     "index names a stream that no part has": (add_stream, Code.DOC_MISMATCH, PARTS[0]),
     "index names a leaf that no part has": (add_leaf, Code.DOC_MISMATCH, PARTS[0]),
     # attempts, writers and steps that don't belong together; REQ-IDX-001, REQ-PRT-001
-    "33 index of another step": (other_origin("step", 4), Code.DOC_MISMATCH, INDEX),
-    "index of another attempt": (other_origin("attempt", "f" * 16), Code.DOC_MISMATCH, INDEX),
-    "index of another nonce": (other_origin("nonce", "f" * 32), Code.DOC_MISMATCH, INDEX),
-    "index of another run": (other_origin("run_id", "f" * 32), Code.DOC_MISMATCH, INDEX),
-    "index of another clock": (other_origin("saved_unix_s", 1), Code.DOC_MISMATCH, INDEX),
-    "index of other blocks": (other_origin("block_nbytes", 8192), Code.DOC_MISMATCH, INDEX),
-    "33 part of another step": (part_origin(1, "step", 4), Code.DOC_MISMATCH, PARTS[1]),
-    "part of another attempt": (part_origin(1, "attempt", "f" * 16), Code.UNSAFE_PATH, PARTS[1]),
-    "part of another writer": (part_origin(1, "writer", 0), Code.UNSAFE_PATH, PARTS[1]),
-    "part of other blocks": (part_origin(0, "block_nbytes", 8192), Code.DOC_MISMATCH, PARTS[0]),
-    "part of another launch": (part_origin(0, "launch", 7), Code.DOC_MISMATCH, PARTS[0]),
+    "33 index of another step": (other_origin(step=4), Code.DOC_MISMATCH, INDEX),
+    "index of another attempt": (other_origin(attempt="f" * 16), Code.DOC_MISMATCH, INDEX),
+    "index of another nonce": (other_origin(nonce="f" * 32), Code.DOC_MISMATCH, INDEX),
+    "index of another run": (other_origin(run_id="f" * 32, launch=1), Code.DOC_MISMATCH, INDEX),
+    "index of a run without a launch": (other_origin(run_id="f" * 32), Code.DOC_SCHEMA, INDEX),
+    "index of another clock": (other_origin(saved_unix_s=1), Code.DOC_MISMATCH, INDEX),
+    "index of other blocks": (other_origin(block_nbytes=8192), Code.DOC_MISMATCH, INDEX),
+    "33 part of another step": (part_origin(1, step=4), Code.DOC_MISMATCH, PARTS[1]),
+    "part of another attempt": (part_origin(1, attempt="f" * 16), Code.UNSAFE_PATH, PARTS[1]),
+    "part of another writer": (part_origin(1, writer=0), Code.UNSAFE_PATH, PARTS[1]),
+    "part of other blocks": (part_origin(0, block_nbytes=8192), Code.DOC_MISMATCH, PARTS[0]),
+    "part of another launch": (part_origin(0, run_id="f" * 32, launch=7), Code.DOC_MISMATCH, PARTS[0]),
+    "part of a launch without a run": (part_origin(0, launch=7), Code.DOC_SCHEMA, PARTS[0]),
     "parts swapped": (swap_parts, Code.DOC_MISMATCH, "parts/"),
     # summaries; REQ-MAN-006
     "a tensor more": (summary("weights", "tensor_count", 99), Code.MANIFEST_SUMMARY, "manifest.json"),
