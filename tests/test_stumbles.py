@@ -1021,7 +1021,8 @@ def test_a_full_disk_is_told_with_what_frees_space_here(saver: Any, options: Any
     """NO_SPACE said "lower keep=" where no `keep=` was given."""
     full = Fault(fail_at=1, operations=frozenset({"create"}), path_end=".safetensors")
     store = FaultStore(MemoryStore(), full, code=Code.NO_SPACE)
-    run = ckptfmt.Checkpointer(store, ckptfmt.State(weights={"w": torch.zeros(2)}), saver=saver, **options)
+    state = ckptfmt.State(weights={"w": torch.zeros(2)})
+    run = ckptfmt.Checkpointer(store, state, saver=saver, failed_saves=0, **options)
     run.restore()
     handle = run.save(step=1)
     assert handle is not None
