@@ -43,7 +43,8 @@ class Run:
         self.weights: dict[str, Any] = {"w": np.zeros(30_000), "v": np.zeros((3, 5), np.int16)}
         if allgather is not None:
             options |= {"writer": (writer, allgather._barrier.parties), "agree": allgather.of(writer)}
-        self.state = ckptfmt.State(weights=self.weights, data={"position": 0}, config={"lr": 0.5})
+        self.data = {"position": 0}
+        self.state = ckptfmt.State(weights=self.weights, data=self.data, config={"lr": 0.5})
         self.checkpointer = Checkpointer(
             store,
             self.state,
@@ -51,7 +52,7 @@ class Run:
         )
 
     def set(self, step: int) -> None:
-        self.checkpointer.step = step
+        self.checkpointer.step = self.data["position"] = step
         for array in self.weights.values():
             array[...] = step
 

@@ -61,12 +61,12 @@ def test_a_program_that_configures_no_logging_sees_a_line_for_each_event(tmp_pat
     assert re.fullmatch(rf"ckptfmt: step 3 COMMITTED: 976\.\d KiB in \d+\.\d\d s \(\S+ [KM]iB/s\): {at}", committed)
     resumed, again = lines_of(run, 0.2, 4, "plain")
     assert resumed == (
-        f"ckptfmt: launch 2 goes on from step 3 of launch 1 ({run / 'step-00000003-l0001'}): claim S1; config:"
-        " lr 0.1 -> 0.2; config, harmless: out 0.1 -> 0.2"
+        f"ckptfmt: launch 2 goes on from step 3 of launch 1 ({run / 'step-00000003-l0001'}): claim S1 expected;"
+        " config: lr 0.1 -> 0.2; config, harmless: out 0.1 -> 0.2"
     )
     assert "step 4 COMMITTED" in again
     resumed, nothing = lines_of(run, 0.2, 4, "plain")
-    assert resumed.endswith("claim T1")
+    assert resumed.endswith("claim T1 expected")
     assert nothing == "ckptfmt: nothing is left to do: 4 of 4 steps are done"
 
 
