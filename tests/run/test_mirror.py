@@ -556,9 +556,11 @@ def test_what_is_retired_while_it_is_copied_is_not_there_half():
 @pytest.mark.parametrize("saver", ["inline", "thread", "process"])
 def test_a_training_keeps_its_mirrors_up_to_date(saver, tmp_path):
     places = [tmp_path / "one", tmp_path / "two"]
-    state = ckptfmt.State(weights={"w": FLOATS}, data={"step": 0})
+    data = {"step": 0}
+    state = ckptfmt.State(weights={"w": FLOATS}, data=data)
     with ckptfmt.Checkpointer(tmp_path / "home", state, saver=saver, keep=2, mirrors=places) as checkpointer:
         for step in (1, 2, 3):
+            data["step"] = step
             handle = checkpointer.save(step=step)
             assert handle is not None
             handle.wait()
