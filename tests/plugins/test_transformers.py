@@ -159,7 +159,7 @@ def test_two_processes(tmp_path):
     assert ckptfmt_main(["validate", str(tmp_path / "ours/out/ckptfmt")]) == 0
     alone = train_here(tmp_path / "ours", stop_at=41, resume=str(tmp_path / "ours/out/ckptfmt/step-00000040-l0002"))
     assert alone.state.global_step == 41
-    assert any("worker_count" in reason for reason in alone.checkpointer.load_report.lowered_by)
+    assert any("processes: saved 2, here 1" in reason for reason in alone.checkpointer.load_report.lowered_by)
 
 
 def test_fsdp2(tmp_path):
