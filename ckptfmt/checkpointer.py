@@ -37,7 +37,7 @@ from ckptfmt.trainer.rehearsal import Rehearsal
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, mark_streams, restore_streams
 from ckptfmt.trainer.saves import SaveOptions, Saves, Target, add_report
 from ckptfmt.trainer.talking import Talk
-from ckptfmt.trainer.unsaved import Unsaved
+from ckptfmt.trainer.uncounted import Unsaved
 from ckptfmt.trainer.witnessing import Witness
 
 if TYPE_CHECKING:
