@@ -42,7 +42,7 @@ def fill(place):
 @pytest.mark.parametrize("saver", ["process", "thread"])
 def test_full_disk_fails_the_save_and_the_next_one_works_when_there_is_room(small_disk, saver):
     run, toy = small_disk / "run", Toy(3 << 20)
-    with Checkpointer(run, toy.state, saver=saver) as checkpointer:
+    with Checkpointer(run, toy.state, saver=saver, failed_saves=0) as checkpointer:
         toy.save(checkpointer).wait("COMMITTED", PATIENCE_S)
         ballast = fill(small_disk / "ballast")
         handle = toy.save(checkpointer)
@@ -71,7 +71,7 @@ def test_disk_that_gets_full_amid_a_save_has_its_room_back(small_disk, shard):
     )
     parts = {name: {"w": np.ones(mib << 17)} for name, mib in sizes.items()}
     state = ckptfmt.State(weights=parts["weights"], optimizer=parts["optimizer"])
-    with Checkpointer(run, state) as checkpointer:
+    with Checkpointer(run, state, failed_saves=0) as checkpointer:
         checkpointer.prepare()
         (small_disk / "ballast").write_bytes(bytes(5 << 20))
         handle = checkpointer.save(step=0)
@@ -94,7 +94,7 @@ def test_every_fsync_that_fails_is_a_save_that_fails(tmp_path, operation):
     run, toy = tmp_path / "run", Toy()
     calls = FaultCalls(run, Fault(fail_at=0), errno_value=errno.EIO)
     store = LocalStore(run, writable=True, calls=calls)
-    with Checkpointer(store, toy.state, saver="thread") as checkpointer:
+    with Checkpointer(store, toy.state, saver="thread", failed_saves=0) as checkpointer:
         checkpointer.prepare()
         for number in itertools.count(1):
             fault = calls.fault = Fault(fail_at=number, operations=frozenset({operation}))
@@ -117,7 +117,8 @@ def test_every_fsync_that_fails_is_a_save_that_fails(tmp_path, operation):
 def test_disk_that_fails_for_good_never_has_a_save_acknowledged(tmp_path):
     run, toy = tmp_path / "run", Toy()
     calls = FaultCalls(run, Fault(fail_at=0), errno_value=errno.EIO)
-    checkpointer = Checkpointer(LocalStore(run, writable=True, calls=calls), toy.state, saver="thread")
+    store = LocalStore(run, writable=True, calls=calls)
+    checkpointer = Checkpointer(store, toy.state, saver="thread", failed_saves=0)
     checkpointer.prepare()
     calls.fault = Fault(fail_at=1, sticky=True, operations=frozenset({"fsync"}))
     for _ in range(5):

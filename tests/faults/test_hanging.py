@@ -92,7 +92,7 @@ def test_saves_are_skipped_and_nothing_piles_up(run):
 
 def test_save_that_waits_for_a_slot_has_a_deadline(run):
     toy = Toy(NBYTES)
-    with Checkpointer(run, toy.state, deadline_s=4) as checkpointer:
+    with Checkpointer(run, toy.state, deadline_s=4, failed_saves=0) as checkpointer:
         with hanging(checkpointer, toy):
             handles = [toy.save(checkpointer) for _ in range(2)]
             for _ in range(2):
