@@ -1022,7 +1022,7 @@ def test_a_full_disk_is_told_with_what_frees_space_here(saver: Any, options: Any
     full = Fault(fail_at=1, operations=frozenset({"create"}), path_end=".safetensors")
     store = FaultStore(MemoryStore(), full, code=Code.NO_SPACE)
     state = ckptfmt.State(weights={"w": torch.zeros(2)})
-    run = ckptfmt.Checkpointer(store, state, saver=saver, failed_saves=0, **options)
+    run = ckptfmt.Checkpointer(store, state, saver=saver, **options)
     run.restore()
     handle = run.save(step=1)
     assert handle is not None
