@@ -187,7 +187,7 @@ class Witness:
 
     def observe(self, *, loss: Any, grad_norm: Any, batch: Any) -> None:  # noqa: ANN401 - numbers and tensors
         """Take numbers of the step that is under way; a value on a device isn't waited for."""
-        if not self._is_on:
+        if self._header is None:  # off, not begun, or of a run that outlives no process: nothing would take them
             return
         side: Any = torch_side()
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
