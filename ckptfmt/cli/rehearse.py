@@ -119,7 +119,7 @@ def plan_kills(steps: int, every: int, count: int, seed: int) -> list[int]:
     Raises: StateError(ARGUMENT) where there is no room for as many.
 
     >>> plan_kills(24, 5, 2, 0)
-    [9, 18]
+    [12, 18]
     """
     places = [range(save + 2, save + every) for save in range(every, steps - every, every)]
     if every < 3 or count < 1 or len(places) < count:  # a save, its commit, and a step that is lost
