@@ -351,7 +351,14 @@ class Checkpointer:
     @step.setter
     def step(self, step: int) -> None:
         self.restore()
-        self._count.tell(step)
+        self._tell(step)
+
+    def _tell(self, step: int) -> int:
+        """Count steps, which the witness records; return how many more they are. Raises: as `StepCount.tell`."""
+        more = self._count.tell(step)
+        if more:
+            self._witness.end_step(self.step, self._count.state, is_single=more == 1)
+        return more
 
     def restore_rng(self) -> None:
         """Put the RNG streams back: now, and not when the first step begins. Every process calls it.
@@ -430,6 +437,7 @@ class Checkpointer:
 
         Losses tell the cause of a difference: a step with the same samples and another loss has a state that isn't in
         `State`. A step that calls it several times, such as once for each micro-batch, shows all of them in order.
+        Numbers belong to the step that is counted next; where several are counted at once they are dropped.
 
         Args:
             loss: a number, or a tensor of one element; one on a device isn't waited for.
@@ -522,8 +530,7 @@ class Checkpointer:
     def _end_step(
         self, step: int, total: int | None = None, *, label: Callable[[], Labels] | None = None
     ) -> SaveHandle | None:
-        more = self._count.tell(step)
-        self._witness.end_step(self.step, self._count.state)
+        more = self._tell(step)
         self._unsaved.note_counted(1 if more else 0)
         if self._rehearsal is not None:
             self._rehearsal.kill(self.step)
@@ -555,7 +562,7 @@ class Checkpointer:
         """
         error: CkptError | None = None
         try:
-            self._count.check_known() if step is None else self._count.tell(step)
+            self._count.check_known() if step is None else self._tell(step)
         except CkptError as caught:
             error = caught
         has_failed = self._handle is not None and self._handle.state == "FAILED"

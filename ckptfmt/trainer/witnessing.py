@@ -199,11 +199,13 @@ class Witness:
             self._observed.setdefault("batch", []).append(found)
 
     @_harmless
-    def end_step(self, step: int, state: State) -> None:
+    def end_step(self, step: int, state: State, *, is_single: bool) -> None:
         """Record a step, and compare it where an earlier launch has done it.
 
         Args:
             step: the number of steps done, this one included.
+            is_single: whether one step was counted. Of several steps counted at once the observed numbers are dropped:
+                another launch may count the same steps in other groups.
         """
         if self._header is not None and self._log is None:
             self._start_log(state)
@@ -220,7 +222,9 @@ class Witness:
             "is_before": self._before is not None,
         }
         weights = None if self._fingerprint is None else self._fingerprint.start(step)
-        pending = self._observed if weights is None else {**self._observed, "weights": [weights]}
+        pending = self._observed if is_single else {}
+        if weights is not None:
+            pending = {**pending, "weights": [weights]}
         self._open.append(_Open(known, pending))
         self._before, self._observed = None, {}
         self._flush(is_last=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import logging
 import pathlib
@@ -398,6 +399,86 @@ def test_no_witness_where_none_is_wanted(tmp_path: pathlib.Path) -> None:
     checkpointer.observe(loss=1.0)
     assert not (tmp_path / "witness").exists()
     assert not Loop().train(MemoryStore(), 6).reports
+
+
+def counted(
+    run: Any, upto: int, *, dies_at: int, says: Callable[[Checkpointer, int], Any], **options: Any
+) -> Checkpointer:
+    """Train with a loop that counts its steps by itself, and shows a loss of each."""
+    loop = Loop()
+    checkpointer = Checkpointer(run, loop.state, saver="inline", **options)
+    with contextlib.suppress(KilledError), checkpointer:
+        batches = iter(loop.loader)
+        checkpointer.restore_rng()
+        for step in range(checkpointer.step, upto):
+            if step == dies_at:
+                raise KilledError
+            loss = loop.model(next(batches)).square().mean()
+            loss.backward()
+            checkpointer.observe(loss=loss)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.scheduler.step()
+            says(checkpointer, step + 1)
+    return checkpointer
+
+
+def save_or_count(checkpointer: Checkpointer, step: int) -> None:
+    if step % 5 == 0:
+        checkpointer.save(step)
+    else:
+        checkpointer.end_step(step)
+
+
+def assign_and_save(checkpointer: Checkpointer, step: int) -> None:
+    checkpointer.step = step
+    if step % 5 == 0:
+        checkpointer.save()
+
+
+@pytest.mark.parametrize("says", [save_or_count, assign_and_save])
+def test_step_that_save_counts_is_recorded_with_its_loss(says: Any, tmp_path: pathlib.Path) -> None:
+    """The loss of a saved step was taken for a part of the next one's, which a resume hasn't seen: a false alarm."""
+    counted(tmp_path, 20, dies_at=13, says=says)
+    report = counted(tmp_path, 16, dies_at=20, says=says).load_report
+    assert report is not None
+    assert (report.evidence, report.verified_steps, "loss" in report.compared) == ("verified", 3, True)
+    run_id = json.loads((tmp_path / "run.json").read_bytes())["signed"]["run_id"]
+    steps = read_steps(open_store(tmp_path, writable=False), run_id, 1, 0)
+    assert steps is not None
+    assert sorted(steps.records) == list(range(1, 14))
+    assert all(record.loss is not None and not record.is_several for record in steps.records.values())
+
+
+def test_losses_of_steps_that_are_counted_together_are_not_compared(tmp_path: pathlib.Path) -> None:
+    """A loop that saves by the clock counts the same steps in other groups each time."""
+
+    def save_at(*steps: int) -> Callable[[Checkpointer, int], Any]:
+        return lambda checkpointer, step: checkpointer.save(step) if step in steps else None
+
+    counted(tmp_path, 20, dies_at=17, says=save_at(8, 16))
+    first = "step-00000008-l0001"
+    report = counted(tmp_path, 17, dies_at=20, says=save_at(12, 16), resume=first).load_report
+    assert report is not None
+    assert (report.evidence, report.verified_steps, "loss" in report.compared) == ("verified", 1, False)
+
+
+def count_kept() -> int:
+    gc.collect()
+    return sum(isinstance(kept, fingerprints.Pending) for kept in gc.get_objects())
+
+
+@pytest.mark.parametrize("store", ["memory", "directory"])
+def test_numbers_are_not_kept_where_no_step_is_recorded(store: str, tmp_path: pathlib.Path) -> None:
+    """A run in memory kept all of them; so did one that hadn't begun."""
+    batch, before = torch.zeros(4), count_kept()
+    run: Any = MemoryStore() if store == "memory" else tmp_path
+    with Checkpointer(run, ckptfmt.State(weights={"w": torch.zeros(4)}, rng=False), saver="inline") as checkpointer:
+        if store == "memory":
+            checkpointer.restore_rng()
+        for _ in range(20):
+            checkpointer.observe(loss=1.0, batch=batch)
+        assert count_kept() <= before
 
 
 def test_logs_of_old_launches_go(tmp_path: pathlib.Path) -> None:
