@@ -19,9 +19,10 @@ from ckptfmt.commit.lone import check_no_run, is_run, own_place
 from ckptfmt.commit.waiting import describe_savers, list_held_attempts, wait_for_attempts, wait_for_savers
 from ckptfmt.convert.numbering import nest, take_optimizers
 from ckptfmt.documents.labels import Labels
-from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
+from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, err
 from ckptfmt.group import DEADLINE_S, EXCHANGE, Agree, make_group
+from ckptfmt.read.files import read_anew
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
@@ -33,14 +34,12 @@ from ckptfmt.store import is_url, open_store, split_path, suggest_path
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveReport
 from ckptfmt.trainer.one_save import Ownership, save_once
-from ckptfmt.trainer.restore import LoadReport, load_once
+from ckptfmt.trainer.restore import LoadReport, load_anew, load_once
 from ckptfmt.trainer.save_attempt import check_block_nbytes
 
 PathOrStore = str | os.PathLike[str] | Store
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: How often a checkpoint outside of a run is opened again that may have been replaced while it was opened.
-_REPLACED_TRIES: Final = 2
 #: What other directories are, by the kind that a conversion finds.
 _KINDS: Final = {
     "dcp": "a directory of torch.distributed.checkpoint",
@@ -225,7 +224,8 @@ def load(
     Raises: IntegrityError where bytes are damaged or missing: the state is partly loaded then, and not fit to go on
         with; StateError where the state doesn't fit: nothing is changed then, but for READ_BACK of an object that
         doesn't hold what its load_state_dict was given; UnsupportedError.
-    Spec: REQ-OPN-001 to REQ-OPN-008.
+    Where a save replaces the checkpoint meanwhile, the load begins anew with the new one.
+    Spec: REQ-OPN-001 to REQ-OPN-008, REQ-OPN-013, REQ-OPN-014.
 
     >>> import ckptfmt, tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -236,25 +236,33 @@ def load(
     if state is None:
         if rename is not None:
             raise err(Code.ARGUMENT, "there is no live name without a state", where="rename=")
-        with open_checkpoint(path, digest=digest, bases=bases, wait_s=wait_s) as checkpoint:
-            return load_trees(checkpoint, framework, only=only)
+
+        def read() -> dict[str, Any]:
+            with open_checkpoint(path, digest=digest, bases=bases, wait_s=wait_s) as checkpoint:
+                return load_trees(checkpoint, framework, only=only)
+
+        return read_anew(read)
     check_state(state)
     store = open_store(path, writable=isinstance(agree, str))
     # Not where a save by the same token meets: its writer 0 removes that when others may be here already.
     group = make_group(writer, agree, store.at("loading"), deadline_s=deadline_s)
     places = _open_bases(bases)
-    with group.together(lambda: _open(path, store, digest=digest, bases=places, wait_s=wait_s)) as checkpoint:
-        if group.writer == 0:
-            _warn_of_pending(checkpoint)
-        try:
-            return load_once(
-                state, checkpoint, group, allow=allow, strict=strict, only=only, rename=rename, share=share
-            )
-        except IntegrityError as error:
-            if checkpoint.store.name == store.name:
-                raise
-            # Of a run: which of its checkpoints is damaged, so that another one can be given.
-            raise error.below(checkpoint.store.name) from None
+
+    def load_into(checkpoint: Checkpoint) -> LoadReport:
+        with checkpoint:
+            if group.writer == 0:
+                _warn_of_pending(checkpoint)
+            try:
+                return load_once(
+                    state, checkpoint, group, allow=allow, strict=strict, only=only, rename=rename, share=share
+                )
+            except IntegrityError as error:
+                if checkpoint.store.name == store.name:
+                    raise
+                # Of a run: which of its checkpoints is damaged, so that another one can be given.
+                raise error.below(checkpoint.store.name) from None
+
+    return load_anew(group, lambda: _open(path, store, digest=digest, bases=places, wait_s=wait_s), load_into)
 
 
 def optimizer_state_dict(path: PathOrStore, *keys: str | int, bases: Iterable[PathOrStore] = ()) -> dict[str, Any]:
@@ -276,13 +284,7 @@ def optimizer_state_dict(path: PathOrStore, *keys: str | int, bases: Iterable[Pa
     Raises: StateError(GROUP_MISMATCH) where the order of the parameters isn't known, because an older ckptfmt saved it,
         or processes with different parameters did; StateError(LEAF_MISSING); what `load` raises.
     """
-    with open_checkpoint(path, bases=bases) as checkpoint:
-        _warn_of_conversion(checkpoint)
-        names = [name for field, name, scope in checkpoint.leaves if field == "optimizer" and scope == "global"]
-        is_whole = "" in names
-        kinds = {f"optimizer:{name.partition('/')[0]}" for name in names if name.startswith(("group/", "state/"))}
-        only = ["optimizer:*"] if is_whole else sorted(kinds)
-        values = load_trees(checkpoint, "torch", only=only).get("optimizer", {}) if only else {}
+    is_whole, values = read_anew(lambda: _read_optimizers(path, bases))
     if is_whole and isinstance(values, dict):
         values = values.get("", values)  # beside it may be what stands under extra/
     found, errors = ({}, []) if is_whole else take_optimizers(values, where="optimizer")
@@ -299,6 +301,17 @@ def optimizer_state_dict(path: PathOrStore, *keys: str | int, bases: Iterable[Pa
         where=place_of("optimizer", "/".join(map(str, keys))),
         remedy=remedy,
     )
+
+
+def _read_optimizers(path: PathOrStore, bases: Iterable[PathOrStore]) -> tuple[bool, dict[str, Any]]:
+    """Return whether the field of optimizers is one value, and its values by name."""
+    with open_checkpoint(path, bases=bases) as checkpoint:
+        _warn_of_conversion(checkpoint)
+        names = [name for field, name, scope in checkpoint.leaves if field == "optimizer" and scope == "global"]
+        is_whole = "" in names
+        kinds = {f"optimizer:{name.partition('/')[0]}" for name in names if name.startswith(("group/", "state/"))}
+        only = ["optimizer:*"] if is_whole else sorted(kinds)
+        return is_whole, load_trees(checkpoint, "torch", only=only).get("optimizer", {}) if only else {}
 
 
 def open_checkpoint(
@@ -318,8 +331,11 @@ def open_checkpoint(
 
     Returns: a `Checkpoint`; ``checkpoint.weights["layers.0.w"][0:128]`` reads those rows and nothing else; of a delta,
         also what its blocks are decoded with: see `load`.
+    A later read raises IntegrityError(CHECKPOINT_RETIRED) where a save has replaced the checkpoint since, or a training
+    has retired it, and its files are gone: open the path again.
+
     Raises: IntegrityError(NOT_COMMITTED and others), FormatError, UnsupportedError, StoreError.
-    Spec: REQ-OPN-001 to REQ-OPN-004, REQ-RUN-019.
+    Spec: REQ-OPN-001 to REQ-OPN-004, REQ-OPN-013, REQ-RUN-019.
     """
     store = open_store(path, writable=False)
     checkpoint = _open(path, store, digest=digest, bases=_open_bases(bases), wait_s=wait_s)
@@ -411,12 +427,17 @@ def _open(
     is_in_run = is_run(store)
     # Before the registers are read: a save that is decided in between is no longer held, and seen there.
     held = wait_for_savers(store, deadline_s=wait_s) if is_in_run else _wait_for_attempts(store, wait_s)
-    try:
+
+    def open_committed() -> Checkpoint:
         if is_in_run:
-            checkpoint = open_head(store, digest=digest, bases=bases)
+            found = open_head(store, digest=digest, bases=bases)
         else:
-            checkpoint = _open_alone(store, digest=digest, bases=bases, check=find_surroundings(path))
-        check_at_home(checkpoint)
+            found = Checkpoint(store, digest=digest, bases=bases, check=find_surroundings(path))
+        check_at_home(found)
+        return found
+
+    try:
+        checkpoint = read_anew(open_committed)
     except IntegrityError as error:
         if error.code == Code.NOT_COMMITTED and not held:
             raise _say_what_is_there(error, path) from None
@@ -476,19 +497,6 @@ def _wait_for_attempts(store: Store, wait_s: float) -> list[str]:
     with contextlib.suppress(CommitError):  # at the deadline
         wait_for_attempts(store, deadline_s=wait_s)
     return list_held_attempts(store)
-
-
-def _open_alone(
-    store: Store, *, digest: str | None, bases: Sequence[Store], check: Callable[[Manifest], None] | None
-) -> Checkpoint:
-    """Open the checkpoint of a directory; the next one, where a save replaces it in the meantime."""
-    for _ in range(_REPLACED_TRIES):
-        try:
-            return Checkpoint(store, digest=digest, bases=bases, check=check)
-        except IntegrityError as error:
-            if error.code != Code.FILE_MISSING:
-                raise
-    return Checkpoint(store, digest=digest, bases=bases, check=check)
 
 
 def _warn_of_pending(checkpoint: Checkpoint) -> None:

@@ -34,7 +34,7 @@ from ckptfmt.trainer.one_save import check_step
 from ckptfmt.trainer.pace import Pace
 from ckptfmt.trainer.peers import PeerOptions
 from ckptfmt.trainer.rehearsal import Rehearsal
-from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, mark_streams, restore_streams
+from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_anew, load_once, mark_streams, restore_streams
 from ckptfmt.trainer.saves import SaveOptions, Saves, Target, add_report
 from ckptfmt.trainer.talking import Talk
 from ckptfmt.trainer.uncounted import Unsaved
@@ -646,8 +646,11 @@ class Checkpointer:
         self._talk.tell_changed(self._load_report)
 
     def _begin_from(self, init: InitFrom, state: State) -> None:
-        checkpoint = self._group.together(lambda: open_checkpoint(init.path, digest=init.digest))
-        self._load_report = init.load(state, checkpoint, self._group, share=self._share)
+        checkpoint, self._load_report = load_anew(
+            self._group,
+            lambda: open_checkpoint(init.path, digest=init.digest),
+            lambda found: (found, init.load(state, found, self._group, share=self._share)),
+        )
         assert self.launch is not None  # noqa: S101 - restore() chooses first
         if init.is_whole:
             self._checkpoint, self._is_whole = checkpoint, True

@@ -118,14 +118,16 @@ class Console:
 
     Args:
         stream: where to; standard output if none is given.
+        holds: whether lines are kept until `release`.
 
     Attributes:
         colour: whether styles are shown: on a terminal that isn't dumb, unless NO_COLOR is set.
         width: columns of the terminal; None in a pipe, where nothing is cut.
     """
 
-    def __init__(self, stream: IO[str] | None = None) -> None:
+    def __init__(self, stream: IO[str] | None = None, *, holds: bool = False) -> None:
         self._stream = sys.stdout if stream is None else stream
+        self._held: list[str] | None = [] if holds else None
         terminal = is_terminal(self._stream)
         self.colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self.width = max(40, shutil.get_terminal_size((100, 24)).columns) if terminal else None
@@ -140,7 +142,17 @@ class Console:
 
     def line(self, *cells: Cell | str) -> None:
         """Print cells one after the other, as one line."""
-        print("".join(self._cell(cell) for cell in cells).rstrip(" "), file=self._stream)
+        text = "".join(self._cell(cell) for cell in cells).rstrip(" ")
+        if self._held is None:
+            print(text, file=self._stream)
+        else:
+            self._held.append(text)
+
+    def release(self) -> None:
+        """Print the lines that were kept, and keep none from now on."""
+        held, self._held = self._held or (), None
+        for text in held:
+            print(text, file=self._stream)
 
     def title(self, text: str) -> None:
         """Print the title of a section, with an empty line before."""

@@ -15,6 +15,7 @@ from ckptfmt.convert.content import LeftOut
 from ckptfmt.convert.converting import Conversion, plan_conversion
 from ckptfmt.convert.hf import parse_nbytes
 from ckptfmt.errors import Code, err
+from ckptfmt.read.files import read_anew
 
 #: How many names are shown for one reason; ``--json`` has them all.
 _SHOWN: Final = 4
@@ -28,6 +29,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.step is not None and not 0 <= arguments.step < 1 << 53:
         raise err(Code.ARGUMENT, f"{arguments.step} is no number of steps", where="--step")
     begin_s = time.perf_counter()
+    conversion = read_anew(lambda: _convert(arguments))
+    elapsed_s = time.perf_counter() - begin_s
+    if arguments.json:
+        _print_json(conversion, elapsed_s)
+    else:
+        _print_text(conversion, elapsed_s)
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> Conversion:
     with plan_conversion(
         arguments.source,
         arguments.target,
@@ -43,12 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise _refusal(conversion)
         with Progress(lambda: conversion.nbytes, quiet=False) as progress:
             conversion.run(progress.advance)
-    elapsed_s = time.perf_counter() - begin_s
-    if arguments.json:
-        _print_json(conversion, elapsed_s)
-    else:
-        _print_text(conversion, elapsed_s)
-    return 0
+    return conversion
 
 
 def _refusal(conversion: Conversion) -> Exception:

@@ -32,6 +32,7 @@ from ckptfmt.cli.places import check_field, checkpoint_path
 from ckptfmt.cli.views import dump_view, value_text
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.read.comparison import Change, Comparison, TensorDifference, ValueDifference, compare
+from ckptfmt.read.files import read_anew
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.state import place_of
 
@@ -55,19 +56,29 @@ def run(arguments: argparse.Namespace) -> int:
     bases, verify, paths = arguments.bases, arguments.verify, (arguments.one, arguments.other)
     if arguments.third is not None:  # a run, and two checkpoints of it
         paths = checkpoint_path(arguments.one, arguments.other), checkpoint_path(arguments.one, arguments.third)
-    begin_s = time.perf_counter()
-    with open_checkpoint(paths[0], bases=bases) as first, open_checkpoint(paths[1], bases=bases) as second:
-        total_nbytes = (first.manifest.nbytes + second.manifest.nbytes) // 2
-        if verify:
-            total_nbytes += first.manifest.stored_nbytes + second.manifest.stored_nbytes
-        with Progress(lambda: total_nbytes, quiet=False) as progress:
-            fields = FIELDS if arguments.field is None else (arguments.field,)
-            found = compare(first, second, fields=fields, verify=verify, on_progress=progress.advance)
-        elapsed_s = time.perf_counter() - begin_s
-        if arguments.json:
-            _print_json(paths, (first, second), found, elapsed_s)
-        else:
-            _print_text(paths, (first, second), found, elapsed_s, shown=None if arguments.all else _SHOWN)
+
+    def show() -> Comparison:
+        begin_s = time.perf_counter()
+        with open_checkpoint(paths[0], bases=bases) as first, open_checkpoint(paths[1], bases=bases) as second:
+            total_nbytes = (first.manifest.nbytes + second.manifest.nbytes) // 2
+            if verify:
+                total_nbytes += first.manifest.stored_nbytes + second.manifest.stored_nbytes
+            with Progress(lambda: total_nbytes, quiet=False) as progress:
+                fields = FIELDS if arguments.field is None else (arguments.field,)
+                with first.while_current(), second.while_current():
+                    found = compare(first, second, fields=fields, verify=verify, on_progress=progress.advance)
+            for side, damages in zip((first, second), found.damages, strict=True):
+                if damages:
+                    side.check_current()
+            elapsed_s = time.perf_counter() - begin_s
+            # Nothing is read from here on: the comparison has opened the parts of all values that differ.
+            if arguments.json:
+                _print_json(paths, (first, second), found, elapsed_s)
+            else:
+                _print_text(paths, (first, second), found, elapsed_s, shown=None if arguments.all else _SHOWN)
+        return found
+
+    found = read_anew(show)
     return 2 if found.is_damaged else 0 if found.is_same else 1
 
 

@@ -38,6 +38,7 @@ from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Reference, parse_checkpoint_name
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import ENCODINGS
+from ckptfmt.read.files import ReplacedError, read_anew
 from ckptfmt.read.in_caches import find_elsewhere
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.labelling import list_newest_labels, read_labels
@@ -71,15 +72,24 @@ def run(arguments: argparse.Namespace) -> int:
         path = checkpoint_path(path, arguments.checkpoint)
     place = open_place(path)
     if place.is_run:
-        return _show_run(place, arguments)
-    view = _open_view(place.store, path, arguments)
+        return read_anew(lambda: _show_run(place, arguments))
+    return read_anew(lambda: _show_checkpoint(place.store, path, arguments))
+
+
+def _show_checkpoint(store: Store, path: str, arguments: argparse.Namespace) -> int:
+    """Show a checkpoint, and return the exit code. Raises: ReplacedError, before anything is printed."""
+    view = _open_view(store, path, arguments)
+    members, console = None, Console(holds=True)
     if arguments.json:
-        print_json(_members(view))
+        members = _members(view)
     else:
-        console = Console()
         if view.shows_everything:
             _print_header(view, console)
         _print_text(view, console)
+    view.check_current()
+    if members is not None:
+        print_json(members)
+    console.release()
     return 2 if view.problems else 0
 
 
@@ -94,7 +104,10 @@ def _open_view(store: Store, path: str, arguments: argparse.Namespace) -> _View:
 
 
 def _show_run(place: Place, arguments: argparse.Namespace) -> int:
-    """Show a run in a few lines, then the checkpoint that it goes on from. Returns: the exit code."""
+    """Show a run in a few lines, then the checkpoint that it goes on from; return the exit code.
+
+    Raises: ReplacedError, before anything is printed.
+    """
     from ckptfmt.cli.log import print_summary, read_history, run_members
 
     history = read_history(place)
@@ -103,16 +116,16 @@ def _show_run(place: Place, arguments: argparse.Namespace) -> int:
     if head is not None:
         try:
             view = _open_view(place.store.at(head.name), f"{place.path.rstrip('/')}/{head.name}", arguments)
-        except StoreError:
+        except (StoreError, ReplacedError):
             raise
         except CkptError as error:
             failure = error.below(head.name)
+    members, console = None, Console(holds=True)
     if arguments.json:
         checkpoint = None if view is None else _members(view)
         problem = None if failure is None else failure.as_json()
-        print_json({**run_members(place, history), "checkpoint": checkpoint, "checkpoint_error": problem})
+        members = {**run_members(place, history), "checkpoint": checkpoint, "checkpoint_error": problem}
     else:
-        console = Console()
         if arguments.tensors is None and arguments.field is None:
             print_summary(console, place, history)
         if view is not None:
@@ -120,6 +133,11 @@ def _show_run(place: Place, arguments: argparse.Namespace) -> int:
         if failure is not None:
             console.line()
             console.line(("unreadable", "red bold"), f"  {clean(str(failure))}")
+    if view is not None:
+        view.check_current()
+    if members is not None:
+        print_json(members)
+    console.release()
     is_damaged = history.problems or failure is not None or (view is not None and view.problems)
     return 2 if is_damaged else 0
 
@@ -178,6 +196,11 @@ class _View:
                 self.problems.append(error)
             return otherwise
 
+    def check_current(self) -> None:
+        """Raise ReplacedError where something couldn't be read, and the checkpoint was replaced meanwhile."""
+        if self.problems:
+            self.checkpoint.check_current()
+
     def tensors(self) -> list[IndexTensor]:
         """Return the tensors that are shown."""
         pattern = self.pattern or "*"
@@ -190,10 +213,18 @@ class _View:
 
     def files(self) -> list[tuple[str, int]]:
         """Return path and size in bytes of every file that is there."""
-        store: Store = self.checkpoint.store
-        paths: list[str] = self.attempt([], store.list, "")
-        sizes = [(path, self.attempt(None, store.nbytes, path)) for path in paths]
+        paths: list[str] = self.attempt([], self.checkpoint.store.list, "")
+        sizes = [(path, self.attempt(None, self._find_nbytes, path)) for path in paths]
         return [(path, nbytes) for path, nbytes in sizes if nbytes is not None]
+
+    def _find_nbytes(self, path: str) -> int | None:
+        """Return the size of a file; None of a file that was deleted since it was listed."""
+        try:
+            return self.checkpoint.store.nbytes(path)
+        except CkptError as error:
+            if error.code != Code.FILE_MISSING:
+                raise
+            return None
 
     def references(self) -> list[tuple[Reference, str | None, str | None]]:
         """Return what the checkpoint reads from, newest first, and where that is, or why it isn't."""

@@ -2,7 +2,7 @@
 
 Everything here is metadata. Blocks are read by `ckptfmt.read.decoding` and `ckptfmt.read.reading`.
 
-Spec: REQ-OPN-001 to REQ-OPN-004, REQ-OPN-011, REQ-DEL-020 to REQ-DEL-024.
+Spec: REQ-OPN-001 to REQ-OPN-004, REQ-OPN-011, REQ-OPN-013, REQ-DEL-020 to REQ-DEL-024.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Self
+from typing import Final, Self, TypeVar
 
 from ckptfmt import limits
 from ckptfmt.box import Box
@@ -31,6 +31,49 @@ from ckptfmt.layout.merge import check_index_tiling, summarise
 from ckptfmt.layout.read_plan import BlockRange
 from ckptfmt.store.protocol import Source, Store, call_each
 
+T = TypeVar("T")
+
+#: How often a read is begun in all, where each time a save replaces the checkpoint meanwhile.
+_READ_TRIES: Final = 10
+
+
+class ReplacedError(IntegrityError):
+    """The register has another document now than the manifest that the reader opened. Spec: REQ-OPN-013."""
+
+
+def replaced(digest: str) -> ReplacedError:
+    """Return the error of a checkpoint, given its digest, that was replaced or retired while it was open."""
+    return ReplacedError(
+        Code.CHECKPOINT_RETIRED,
+        f"the checkpoint {digest} isn't there any more: it was replaced or retired while it was open",
+        where=MANIFEST_NAME,
+        requirement="REQ-OPN-013",
+        remedy="Open the path again: another checkpoint is there now, or none.",
+    )
+
+
+def read_anew(read: Callable[[], T]) -> T:
+    """Return the result of a read that opens the checkpoint itself, begun anew where the checkpoint was replaced.
+
+    Raises: what `read` raises; ReplacedError where the checkpoint was replaced during each try. Spec: REQ-OPN-013.
+    """
+    for _ in range(_READ_TRIES - 1):
+        with contextlib.suppress(ReplacedError):
+            return read()
+    return read()
+
+
+def is_current(store: Store, digest: str) -> bool:
+    """Return whether the register has the manifest of a digest; True where the register can't be read.
+
+    Spec: REQ-OPN-013.
+    """
+    try:
+        register = read_register(store)
+    except CkptError:
+        return True
+    return isinstance(register, Manifest) and register.digest == digest
+
 
 class CheckpointFiles:
     """The files of a committed checkpoint. Only manifest and index are read until more is asked for.
@@ -46,7 +89,7 @@ class CheckpointFiles:
 
     Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED, FILE_MISSING, FILE_NBYTES,
         DOC_DIGEST); FormatError; UnsupportedError; LayoutError (tiling); StoreError.
-    Spec: REQ-OPN-001 to REQ-OPN-004.
+    Spec: REQ-OPN-001 to REQ-OPN-004, REQ-OPN-013.
     """
 
     def __init__(
@@ -60,23 +103,13 @@ class CheckpointFiles:
         title: str | None = None,
     ) -> None:
         self.store = store
-        self.manifest = read_manifest(store)
-        if check is not None:
-            check(self.manifest)
-        if digest is not None and self.manifest.digest != digest:
-            raise err(
-                Code.DOC_DIGEST,
-                f"the manifest is {self.manifest.digest}, not {digest}",
-                where=MANIFEST_NAME,
-                requirement="REQ-OPN-001",
-            )
-        self.index = read_index(store, self.manifest)
+        self._is_base = closure is not None
+        self.manifest, self.index = read_anew(lambda: self._open(digest, check))
         self.tensors: dict[TensorKey, IndexTensor] = {tensor.key: tensor for tensor in self.index.tensors}
         self.leaves: dict[TensorKey, IndexLeaf] = {(one.field, one.name, one.scope): one for one in self.index.leaves}
         self.streams: dict[tuple[str, str], IndexRngStream] = {(one.name, one.scope): one for one in self.index.streams}
         self.title = store.name.rstrip("/").rpartition("/")[2] if title is None else title
         self.closure = closure or Closure(store, self.manifest, bases)
-        self._is_base = closure is not None
         self._aliases = {
             (tensor.field, alias, tensor.scope): tensor for tensor in self.index.tensors for alias in tensor.aliases
         }
@@ -90,6 +123,40 @@ class CheckpointFiles:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _open(self, digest: str | None, check: Callable[[Manifest], None] | None) -> tuple[Manifest, Index]:
+        """Return manifest and index, which belong to each other."""
+        self.manifest = read_manifest(self.store)
+        if check is not None:
+            check(self.manifest)
+        if digest is not None and self.manifest.digest != digest:
+            raise err(
+                Code.DOC_DIGEST,
+                f"the manifest is {self.manifest.digest}, not {digest}",
+                where=MANIFEST_NAME,
+                requirement="REQ-OPN-001",
+            )
+        with self.while_current():
+            return self.manifest, read_index(self.store, self.manifest)
+
+    def check_current(self) -> None:
+        """Raise ReplacedError where the register has another document now than the manifest that was opened.
+
+        To be called once damage was found: the files of a checkpoint that was replaced are deleted. Nothing is asked of
+        a base, whose files stay for as long as a checkpoint needs them. Spec: REQ-OPN-013.
+        """
+        if not self._is_base and not is_current(self.store, self.digest):
+            raise replaced(self.digest)
+
+    @contextlib.contextmanager
+    def while_current(self) -> Iterator[None]:
+        """Raise ReplacedError in the place of damage, where the checkpoint was replaced meanwhile."""
+        try:
+            yield
+        except IntegrityError as error:
+            if not isinstance(error, ReplacedError):
+                self.check_current()
+            raise
 
     def close(self) -> None:
         """Let go of what was read."""
@@ -123,9 +190,10 @@ class CheckpointFiles:
 
     @contextlib.contextmanager
     def _placed(self) -> Iterator[None]:
-        """Say of errors where they are, as `place_of` does."""
+        """Say of errors where they are, as `place_of` does, and of damage whether the checkpoint was replaced."""
         try:
-            yield
+            with self.while_current():
+                yield
         except CkptError as error:
             if not self._is_base:
                 raise

@@ -264,15 +264,17 @@ class Reading:
             wanted.open_sinks()
         failed: Exception | None = None
         try:
-            self._read(self.ranges)
-            if self._bundles:
-                self._decode()
+            with self.library.files.while_current():
+                self._read(self.ranges)
+                if self._bundles:
+                    self._decode()
         except Exception as error:
             if self._rounds is None:
                 raise
             failed = error  # the others wait for what this process reads for them
         if self._rounds is not None:
-            self._rounds.run(self._read, self._take)
+            with self.library.files.while_current():
+                self._rounds.run(self._read, self._take)
         if failed is not None:
             raise failed
         return self._report()

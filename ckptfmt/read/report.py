@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from ckptfmt.errors import CkptError, Code, StoreError
 
@@ -90,6 +90,19 @@ class Report:
     nbytes: int = 0
     on_progress: Callable[[int], None] | None = None
     _known: set[tuple[object, ...]] = dataclasses.field(default_factory=set)
+
+    def begin(self, target: str | None = None) -> Self:
+        """Return an empty report of a checkpoint that `absorb` takes over.
+
+        Args:
+            target: name of the checkpoint; None for the target of this report.
+        """
+        return type(self)(
+            target=self.target if target is None else target,
+            kind="checkpoint",
+            on_progress=self.on_progress,
+            share=self.share,
+        )
 
     def count(self, nbytes: int) -> None:
         """Note that so many bytes were checked."""

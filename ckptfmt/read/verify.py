@@ -46,7 +46,7 @@ from ckptfmt.features import is_of_delta
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.layout.read_plan import BlockRange
 from ckptfmt.read.decoding import Decoder, iter_spans
-from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox
+from ckptfmt.read.files import CheckpointFiles, OpenPart, ReplacedError, StoredBox, is_current, read_anew
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Bundle, Reading, WantedBox
@@ -77,13 +77,29 @@ def verify_checkpoint(
 
     Returns: the checkpoint, where manifest and index are sound.
     Raises: StoreError where the store itself fails; StateError(FLOAT_ENVIRONMENT).
-    Spec: REQ-OPN-009, REQ-DEL-020 to REQ-DEL-024.
+    Spec: REQ-OPN-009, REQ-OPN-013, REQ-DEL-020 to REQ-DEL-024.
     """
-    verification = _Verification(bases, check=check)
-    checkpoint = verification.check(store, report)
-    if checkpoint is not None:
-        verification.check_closure(checkpoint, report)
-    return checkpoint
+    found = report
+
+    def verify() -> Checkpoint | None:
+        nonlocal found
+        found = report.begin()
+        verification = _Verification(bases, check=check)
+        checkpoint = verification.check(store, found)
+        if checkpoint is not None:
+            verification.check_closure(checkpoint, found)
+            if found.violations:
+                checkpoint.check_current()
+        return checkpoint
+
+    try:
+        return read_anew(verify)
+    except ReplacedError as error:
+        found = report.begin()
+        found.add(error)
+        return None
+    finally:
+        report.absorb(found)
 
 
 def verify_loadable(store: Store, report: Report, *, digest: str | None = None) -> Checkpoint | None:
@@ -169,10 +185,7 @@ def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> 
                 check_run_id(run_id, launch.run_id, path)
     names = {name.removesuffix("/") for name in store.list_names("")}
     places = {name: place for name in sorted(names) if (place := parse_checkpoint_name(name)) is not None}
-    found = {
-        name: Report(target=name, kind="checkpoint", on_progress=report.on_progress, share=report.share)
-        for name in places
-    }
+    found = {name: report.begin(name) for name in places}
     try:
         digests: dict[str, str] = {}
         for name, place in places.items():
@@ -184,6 +197,9 @@ def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> 
         # The newest first: what is decoded for its sake of those that it reads from needn't be decoded again.
         for name in sorted(digests, key=places.__getitem__, reverse=True):
             verification.check_in_run(store.at(name), found[name], name)
+            if found[name].violations and not is_current(store.at(name), digests[name]):
+                found[name] = report.begin(name)
+                found[name].warnings.append(f"{name} was retired while it was checked")
     finally:
         for one in found.values():
             report.absorb(one)
@@ -299,7 +315,7 @@ class _Verification:
 
     def _check_member(self, checkpoint: Checkpoint, reference: Reference, report: Report) -> None:
         """Check a checkpoint of the closure by itself."""
-        found = Report(target=reference.name, kind="checkpoint", on_progress=report.on_progress, share=report.share)
+        found = report.begin(reference.name)
         before = len(report.violations)
         try:
             base = None

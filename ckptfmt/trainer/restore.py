@@ -8,7 +8,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 from ckptfmt.adapters import jax_side, torch_side
 from ckptfmt.adapters.context import PROCESS_COUNTS, find_differences, local_facts, own_config, topology
@@ -25,8 +25,9 @@ from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.documents.witness import Verdict, WitnessRecord
-from ckptfmt.errors import Code, err
-from ckptfmt.group import Group
+from ckptfmt.errors import Code, StateError, err
+from ckptfmt.group import Group, attempt
+from ckptfmt.read.files import ReplacedError, read_anew, replaced
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Reading
 from ckptfmt.read.sharing import Peers, refuse_sharing
@@ -34,6 +35,8 @@ from ckptfmt.read.streaming import ReadReport
 from ckptfmt.state import NO_RNG, NOT_GIVEN, CapturedRng, State, place_of
 from ckptfmt.trainer.data_position import DATA_DOUBTS
 from ckptfmt.trainer.one_save import LOCAL_TOPOLOGY, SEEN_TOPOLOGY, list_streams
+
+T = TypeVar("T")
 
 #: The levels of claims, from the least on.
 CLAIMS: Final = ("S0", "S1", "T1")
@@ -161,7 +164,8 @@ def load_once(
         share: whether what several processes want is read by one of them and sent to the others.
 
     Raises: as `ckptfmt.load`; LayoutError(WRITERS_DIVERGED) if the processes load different checkpoints;
-        StateError(PEER_FAILED) where another process refused.
+        StateError(PEER_FAILED) where another process refused; ReplacedError on all processes where the checkpoint was
+        replaced under one of them.
     """
     allow = check_allow(allow)
 
@@ -177,7 +181,7 @@ def load_once(
         )
         return plan_restore(state, load_plan, strict=strict)
 
-    restoration = group.together(plan)
+    restoration = _read_together(group, checkpoint, plan)
     mine = {
         "leftover": sorted(restoration.leftover()),
         "unused": sorted(restoration.unused_renames()),
@@ -186,6 +190,7 @@ def load_once(
     told = group.all_gather({"digest": checkpoint.digest, **mine})
     digests = {theirs["digest"] for theirs in told}
     if len(digests) > 1:
+        _read_together(group, checkpoint, checkpoint.check_current)
         raise err(Code.WRITERS_DIVERGED, f"the processes load {len(digests)} different checkpoints")
     leftovers = [{(kind, tuple(key)) for kind, key in theirs["leftover"]} for theirs in told]
     unused, idle = (
@@ -196,12 +201,72 @@ def load_once(
         restoration.check(frozenset(set.intersection(*leftovers)), unused, idle)
         return restoration.plan_reading()
 
-    reading = group.together(check)
+    reading = _read_together(group, checkpoint, check)
     with contextlib.ExitStack() as stack:
         if share and group.writer_count > 1:
             reading.share(stack.enter_context(_open_peers(group)))
-        report = group.together(lambda: restoration.apply(reading, streams=streams))
+        report = _read_together(group, checkpoint, lambda: restoration.apply(reading, streams=streams))
     return claim_of_all(report, group)
+
+
+def load_anew(group: Group, open_checkpoint: Callable[[], Checkpoint], load: Callable[[Checkpoint], T]) -> T:
+    """Return the result of a load on all processes, begun anew where the checkpoint was replaced meanwhile.
+
+    Args:
+        open_checkpoint: opens the checkpoint that the place has now.
+        load: loads an open checkpoint into the state.
+
+    Raises: as `read_anew`; IntegrityError(CHECKPOINT_RETIRED) where the next checkpoint lacks a tensor of the one
+        before: the state may have that tensor already. Spec: REQ-OPN-013.
+    """
+    begun: frozenset[TensorKey] | None = None
+
+    def read() -> T:
+        nonlocal begun
+        checkpoint = group.together(open_checkpoint)
+        if begun is not None:
+            filled = begun
+            group.together(lambda: _check_filled(checkpoint, filled))
+        begun = frozenset(checkpoint.tensors)
+        return load(checkpoint)
+
+    return read_anew(read)
+
+
+def _check_filled(checkpoint: Checkpoint, filled: frozenset[TensorKey]) -> None:
+    """Raise CHECKPOINT_RETIRED unless a checkpoint has all tensors that an earlier try may have filled."""
+    lacking = sorted(filled - checkpoint.tensors.keys())
+    if lacking:
+        raise err(
+            Code.CHECKPOINT_RETIRED,
+            "another checkpoint took the place of the one that was being loaded, and lacks some of the tensors, first"
+            f" {place_of(lacking[0][0], lacking[0][1])}: the state is partly loaded",
+            where=checkpoint.store.name,
+            requirement="REQ-OPN-013",
+            remedy="Make the state anew, and load again.",
+        )
+
+
+def _read_together(group: Group, checkpoint: Checkpoint, read: Callable[[], T]) -> T:
+    """Return the result of a read that all processes do; raise ReplacedError on all where one process raises it.
+
+    Raises: as `Group.together`. Spec: REQ-OPN-013.
+    """
+
+    def look() -> T:
+        try:
+            return read()
+        except StateError as error:
+            if error.code == Code.PEER_FAILED:  # another process reads for this one (`share`), and couldn't
+                checkpoint.check_current()
+            raise
+
+    result, error = attempt(look)
+    is_replaced = isinstance(error, ReplacedError)
+    told = group.raise_together(None if is_replaced else error, value=is_replaced)
+    if any(told):
+        raise error if error is not None else replaced(checkpoint.digest)
+    return cast("T", result)
 
 
 def was_not_asked(reason: str) -> bool:

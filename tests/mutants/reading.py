@@ -9,6 +9,7 @@ from ckptfmt.codecs import prediction as codec
 from ckptfmt.documents.manifest import part_path
 from ckptfmt.read import decoding, files
 from ckptfmt.run import lineage
+from ckptfmt.trainer import restore
 from tests.mutants.mutant import Mutant, replaced
 
 
@@ -33,6 +34,22 @@ MUTANTS = {
         fault="reads all parts when a checkpoint is opened",
         patch=replaced(files, "read_index", _parts_too),
         tests=("read/test_reader.py::test_a_row_reads_the_blocks_that_have_it_and_no_others",),
+    ),
+    "register_read_once": Mutant(
+        clauses=("REQ-OPN-013",),
+        fault="reports damage without reading the register again",
+        patch=replaced(files, "is_current", lambda _right, _store, _digest: True),
+        tests=(
+            "read/test_replaced.py::test_a_save_that_replaces_at_any_moment_is_no_damage[load]",
+            "read/test_replaced.py::test_a_save_that_replaces_at_any_moment_is_no_damage[validate]",
+            "read/test_replaced.py::test_what_is_open_and_was_replaced_says_so_and_never_mixes",
+        ),
+    ),
+    "tensors_of_two_checkpoints": Mutant(
+        clauses=("REQ-OPN-014",),
+        fault="loads a checkpoint on top of a part of the one that it replaced, whatever that had",
+        patch=replaced(restore, "_check_filled", lambda _right, _checkpoint, _filled: None),
+        tests=("read/test_replaced.py::test_a_state_never_has_tensors_of_two_checkpoints",),
     ),
     "requests_without_a_limit": Mutant(
         clauses=("REQ-OPN-008",),
