@@ -1,7 +1,8 @@
 """What the witness of a launch costs each step: microseconds of the training's thread, and bytes of the step log.
 
-A step trains nothing: it changes the weights by one in-place addition to each tensor that is cheap at any size, so that
-what is left is the loop of a `Checkpointer`. Loops with a witness and without one take turns, in one process.
+A step trains nothing, so that what is left is the loop of a `Checkpointer`. Loops with a witness and without one take
+turns, in one process. A second pair of loops changes all weights in each step, as an optimizer does, and leaves that
+time out: the caches of the processor are cold then, as they are in a training.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _COUNTS: Final = (1_000_000, 100_000_000, 1_000_000_000)
 MOST_PARAMETERS: Final = _COUNTS[-1]
 _ROUNDS: Final = 7
 _STEPS: Final = 300
+#: Bytes that a loop with cold caches changes at most: a step of 10^9 parameters takes half a second.
+_SWEPT_NBYTES: Final = 16_000_000_000
 #: The number of tensors of a model: about that of a transformer of 12 layers.
 _TENSORS: Final = 148
 #: The goal of the issue that asked for the witness, in microseconds of the training's thread.
@@ -40,15 +43,16 @@ def measure_witness(most: int, *, rounds: int | None, place: Workplace, progress
         for number in range(rounds):
             progress.say(f"witness: {count} parameters, round {number + 1}")
             pair = [True, False] if number % 2 else [False, True]
-            seconds = {is_on: _time_steps(model, place, is_on=is_on) for is_on in pair}
-            row = {"with_us": seconds[True] * 1e6, "without_us": seconds[False] * 1e6}
-            row["added_us"] = row["with_us"] - row["without_us"]
+            row: dict[str, float] = {}
+            for sweeps, prefix in ((False, ""), (True, "cold_")):
+                seconds = {is_on: _time_steps(model, place, is_on=is_on, sweeps=sweeps) for is_on in pair}
+                row[f"{prefix}with_us"] = seconds[True] * 1e6
+                row[f"{prefix}without_us"] = seconds[False] * 1e6
+                row[f"{prefix}added_us"] = (seconds[True] - seconds[False]) * 1e6
             found.setdefault(f"{count}_parameters", []).append(row)
         del model
     figures = {
-        f"{name}_of_{key}": summarize([row[name] for row in rows])
-        for key, rows in found.items()
-        for name in ("with_us", "without_us", "added_us")
+        f"{name}_of_{key}": summarize([row[name] for row in rows]) for key, rows in found.items() for name in rows[0]
     }
     return Outcome(
         workload={
@@ -57,16 +61,17 @@ def measure_witness(most: int, *, rounds: int | None, place: Workplace, progress
             "counts": counts,
             "state": f"{_TENSORS} tensors of float32; a Sampler; SGD; loss observed",
         },
-        settings={"ckptfmt": {"saver": "inline", "every": None, "steps": _STEPS}},
+        settings={"ckptfmt": {"saver": "inline", "every": 1_000_000, "steps": _STEPS, "swept_nbytes": _SWEPT_NBYTES}},
         repeats=dict.fromkeys(found, rounds),
         rounds=found,
         figures=figures,
         ratios={},
-        goals={f"added_us_of_{count}_parameters": _GOAL for count in counts},
+        goals={f"{name}_of_{count}_parameters": _GOAL for count in counts for name in ("added_us", "cold_added_us")},
         memory={"log_nbytes": HEADER_NBYTES + STEP_COUNT * RECORD_NBYTES, "record_nbytes": RECORD_NBYTES},
         notes={
             "with_us, without_us": "the median of the steps of a loop that trains nothing, in microseconds",
             "added_us": "the difference of both in one round",
+            "cold_": "each step changes all weights before; the time of that is left out",
             "record_nbytes": "bytes that each step and process writes; the log has room for the newest steps",
         },
     )
@@ -82,8 +87,15 @@ class _Model(torch.nn.Module):
         )
 
 
-def _time_steps(model: _Model, place: Workplace, *, is_on: bool) -> float:
-    """Return the median of the seconds of a step."""
+def _time_steps(model: _Model, place: Workplace, *, is_on: bool, sweeps: bool) -> float:
+    """Return the median of the seconds of a step.
+
+    Args:
+        sweeps: whether each step changes all weights, whose time is left out.
+    """
+    weights = [tensor.data for tensor in model.tensors]
+    nbytes = sum(tensor.nbytes for tensor in weights)
+    steps = max(24, min(_STEPS, _SWEPT_NBYTES // nbytes)) if sweeps else _STEPS
     path: Path = place.fresh("witness")
     sampler = ckptfmt.Sampler(100_000, global_batch=32, worker=(0, 1))
     optimizer = torch.optim.SGD(list(model.tensors)[:1])
@@ -91,16 +103,19 @@ def _time_steps(model: _Model, place: Workplace, *, is_on: bool) -> float:
     batches = iter(sampler)
     loss = torch.zeros(())
     times: list[float] = []
-    checkpointer = ckptfmt.Checkpointer(path, state, every=None, saver="inline", witness=is_on)
+    checkpointer = ckptfmt.Checkpointer(path, state, every=1_000_000, saver="inline", witness=is_on)
     checkpointer.restore_rng()
-    begun = time.perf_counter()
-    for _ in range(_STEPS):
+    for _ in range(steps):
+        left_out = 0.0
+        begun = time.perf_counter()
         with checkpointer.training_step():
             next(batches)
+            if sweeps:
+                changing = time.perf_counter()
+                torch._foreach_add_(weights, 1)
+                left_out = time.perf_counter() - changing
             checkpointer.observe(loss=loss)
-        now = time.perf_counter()
-        times.append(now - begun)
-        begun = now
+        times.append(time.perf_counter() - begun - left_out)
     checkpointer.close()
     remove(path)
     return statistics.median(times)

@@ -30,6 +30,13 @@ _NUMPY_LEGACY: Final = "numpy.legacy"
 _NOWHERE: Final = 0x5EED_0F_A_5E77
 #: The state of numpy's MT19937: 624 words of 32 bits and the position among them, in bytes.
 _MT19937_NBYTES: Final = 625 * 4
+#: The last words of Python's state that go into a digest: the position is the last one of 625.
+_WORDS: Final = 16
+#: The end of the states of numpy and torch that goes into a digest: numpy's position, and the normal numbers that torch
+#: keeps for the next draw.
+_TAIL_NBYTES: Final = 64
+#: The begin of torch's state that goes into a digest: the position and some words.
+_TORCH_HEAD_NBYTES: Final = 128
 #: What the names of RNG streams begin with whose generators objects hold in their attributes.
 HELD: Final = "held/"
 #: How deep attributes of attributes are looked through for generators.
@@ -183,20 +190,43 @@ def capture_streams(streams: list[LiveRngStream], *, worker: int) -> tuple[RngSt
 
 
 def digest_stream(stream: LiveRngStream) -> int:
-    """Return a digest of 32 bits of where an RNG stream stands, in a few microseconds.
+    """Return a digest of 32 bits of where an RNG stream stands."""
+    return make_stream_digest(stream)()
 
-    It tells two positions of one generator apart for a witness, and is no digest of the format. The cached second
-    normal number of numpy's own stream isn't in it: the position behind the next draw is.
+
+def make_stream_digest(stream: LiveRngStream) -> Callable[[], int]:
+    """Return a function that returns a digest of 32 bits of where an RNG stream stands, in a few microseconds.
+
+    The digest tells two positions of one generator apart for a witness, and is no digest of the format. Of a Mersenne
+    twister it has the position and a few of the 624 words: the position changes with each draw, and all words change
+    once it begins anew. The second normal number that numpy's own stream keeps isn't in it.
     """
     if stream.kind == _PYTHON:
-        state: Any = stream.read()
-        _, words, gauss = state
-        return (hash(words) ^ hash(gauss or 0.0)) & 0xFFFFFFFF
+        return functools.partial(_digest_python, stream.read)
     if stream.name == "numpy" and stream.kind == _NUMPY_LEGACY:
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined] # numpy's stubs lack it
         if type(bits) is np.random.MT19937:
-            return zlib.crc32(ctypes.string_at(bits.ctypes.state_address, _MT19937_NBYTES))
-    return _digest_value(stream.read())
+            address = bits.ctypes.state_address + _MT19937_NBYTES - _TAIL_NBYTES
+            return functools.partial(_digest_numpy, bits, (ctypes.c_uint8 * _TAIL_NBYTES).from_address(address))
+    if stream.name == "torch.cpu":
+        return functools.partial(_digest_torch, stream.read)
+    return lambda: _digest_value(stream.read())
+
+
+def _digest_python(read: Callable[[], Any]) -> int:
+    _, words, gauss = read()
+    return hash((words[-_WORDS:], gauss or 0.0)) & 0xFFFFFFFF
+
+
+def _digest_numpy(known: object, tail: Any) -> int:  # noqa: ANN401 - an array of ctypes
+    if np.random.get_bit_generator() is known:  # type: ignore[attr-defined] # numpy's stubs lack it
+        return zlib.crc32(tail)
+    return _digest_value(np.random.get_state(legacy=False))  # noqa: NPY002 - the stream is the process's own
+
+
+def _digest_torch(read: Callable[[], Any]) -> int:
+    content = read()
+    return zlib.crc32(content[-_TAIL_NBYTES:], zlib.crc32(content[:_TORCH_HEAD_NBYTES]))
 
 
 def _digest_value(state: object) -> int:

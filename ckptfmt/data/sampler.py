@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import itertools
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Final
 
-import numpy as np
-
 from ckptfmt import limits
 from ckptfmt.data.course import COUNTS, EMPTY, HOLE, Course, Stretch, add_ledgers, check_order
-from ckptfmt.data.shuffle import mix64, sample_indices
+from ckptfmt.data.shuffle import sample_indices
 from ckptfmt.data.workers import check_worker, count_primed, distributed_worker
 from ckptfmt.documents.cursor import (
     BatchPlan,
@@ -343,10 +342,10 @@ class Sampler:
             self._count()
 
     def samples_digest(self, step: int) -> int | None:
-        """Return a digest of this worker's samples of a step, whatever their order; None where nobody asked for them.
+        """Return a digest of this worker's samples of a step; None where nobody asked for them.
 
-        It is that of the samples that were handed out, by iterating or by `indices`. Digests of several workers add up,
-        modulo 2^64, to the same sum for any number of workers. A witness compares the digests of steps done twice.
+        It is that of the samples that were handed out, by iterating or by `indices`. A witness compares the digests of
+        steps done twice.
 
         Args:
             step: the last step that is done, or a later one; counted over the whole run from 0.
@@ -354,11 +353,8 @@ class Sampler:
         part = self._progress.drawn.get(step)
         if part is None:
             return None
-        keys = part.samples.astype(np.uint64)
-        if self._mixture is not None:
-            keys += part.sources.astype(np.uint64) << np.uint64(56)
-        values = mix64(keys) + part.epochs
-        return int(values.sum(dtype=np.uint64, where=part.uses != HOLE))
+        digest = zlib.crc32(part.uses.data, zlib.crc32(part.samples.data))
+        return digest if self._mixture is None else zlib.crc32(part.sources.data, digest)
 
     def begin_at(self, step: int) -> None:
         """Say that the run has done `step` steps without this sampler, whose first batch comes next.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import struct
 import zlib
 from typing import Any, Final, Literal, Self
@@ -26,16 +27,23 @@ STEP_COUNT: Final = 16384
 RECORD_NBYTES: Final = 128
 #: The number of RNG streams with a digest of their own; the last digest of more is that of all the rest.
 STREAM_COUNT: Final = 12
+#: The number of steps from one full record to the next; that of the first step behind a start or a save is full, too.
+FULL_EVERY: Final = 8
 
 _MAGIC: Final = b"ckptfmt-steps-1\n"
 _RECORD: Final = struct.Struct(f"<QHBB4x7Q{STREAM_COUNT}I")
 _CHECKSUM: Final = struct.Struct("<I")
 #: The members of a record that may be missing, in the order of their bits and of their places.
 _MEMBERS: Final = ("weights", "position", "samples", "batch", "loss", "grad_norm", "options")
+_VALUES: Final = operator.attrgetter(*_MEMBERS)
+_BITS: Final = tuple(1 << place for place in range(len(_MEMBERS)))
+_NO_STREAMS: Final = (0,) * STREAM_COUNT
 #: The bit that says that the digests of RNG streams were taken before the step.
 _BEFORE: Final = 1 << 15
 #: The bit that says that loss and gradient norm are digests of several observed numbers.
 _SEVERAL: Final = 1 << 14
+#: The bit that says that the record is full.
+_FULL: Final = 1 << 13
 
 Verdict = Literal["expected", "verified", "refuted"]
 What = Literal["samples", "rng", "batch", "loss", "grad_norm", "options", "weights"]
@@ -72,9 +80,11 @@ class StepRecord:
         loss: the bits of the observed loss, as a float of 64 bits.
         grad_norm: the bits of the observed norm of the gradients, as a float of 64 bits.
         options: a digest of the learning rates, momenta and weight decays of the optimizers after the step.
-        streams: a digest of each RNG stream of the process.
+        streams: a digest of each RNG stream of the process; none where the record isn't full.
         is_before: whether the digests of the RNG streams were taken before the step, and not after it.
         is_several: whether the program observed several losses or norms in the step: then a digest of all stands there.
+        is_full: whether the RNG streams were read and more tensors looked at than in most steps. The weights of a full
+            record and of another one can't be compared.
     """
 
     step: int
@@ -88,15 +98,17 @@ class StepRecord:
     streams: tuple[int, ...] = ()
     is_before: bool = True
     is_several: bool = False
+    is_full: bool = True
 
     def dump(self) -> bytes:
         """Return the bytes of the record, as many as `RECORD_NBYTES`."""
-        values = [getattr(self, name) for name in _MEMBERS]
-        mask = sum(1 << bit for bit, value in enumerate(values) if value is not None)
+        values = _VALUES(self)
+        mask = sum([bit for bit, value in zip(_BITS, values, strict=True) if value is not None])
         mask |= _BEFORE if self.is_before else 0
         mask |= _SEVERAL if self.is_several else 0
+        mask |= _FULL if self.is_full else 0
         streams = self.streams
-        padding = (0,) * (STREAM_COUNT - len(streams))
+        padding = _NO_STREAMS[len(streams) :]
         numbers = [value or 0 for value in values]
         content = _RECORD.pack(self.step, mask, len(streams), 0, *numbers, *streams, *padding)
         content += _CHECKSUM.pack(zlib.crc32(content))
@@ -113,7 +125,11 @@ class StepRecord:
         values = numbers[: len(_MEMBERS)]
         members: dict[str, Any] = {name: values[bit] if mask >> bit & 1 else None for bit, name in enumerate(_MEMBERS)}
         streams = tuple(numbers[len(_MEMBERS) : len(_MEMBERS) + stream_count])
-        flags = {"is_before": bool(mask & _BEFORE), "is_several": bool(mask & _SEVERAL)}
+        flags = {
+            "is_before": bool(mask & _BEFORE),
+            "is_several": bool(mask & _SEVERAL),
+            "is_full": bool(mask & _FULL),
+        }
         return cls(step=step, streams=streams, **flags, **members)
 
 

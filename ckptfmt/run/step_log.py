@@ -70,8 +70,11 @@ class StepLog:
     def put(self, record: StepRecord) -> None:
         """Write the record of a step. Raises: StoreError."""
         place = HEADER_NBYTES + record.step % STEP_COUNT * RECORD_NBYTES
-        with named_errors(self.path):
-            os.pwrite(self._fd, record.dump(), place)
+        content = record.dump()
+        try:
+            os.pwrite(self._fd, content, place)
+        except OSError as error:
+            raise _named(error, self.path) from error
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
@@ -198,4 +201,8 @@ def named_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise err(Code.STORE_IO, f"{type(error).__name__}: {error.strerror or error}", where=str(path)) from error
+        raise _named(error, path) from error
+
+
+def _named(error: OSError, path: Path) -> CkptError:
+    return err(Code.STORE_IO, f"{type(error).__name__}: {error.strerror or error}", where=str(path))

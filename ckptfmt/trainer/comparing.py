@@ -90,7 +90,7 @@ def compare_steps(
     for name in ("batch", "loss", "grad_norm", "options"):
         if getattr(earlier, name) is not None and getattr(now, name) is not None:
             differs[name] = getattr(earlier, name) != getattr(now, name)
-    if same_tensors and earlier.weights is not None and now.weights is not None:
+    if same_tensors and earlier.is_full == now.is_full and earlier.weights is not None and now.weights is not None:
         differs["weights"] = earlier.weights != now.weights
     compared = tuple(differs)
     what = next((name for name in compared if differs[name]), None)
@@ -133,6 +133,8 @@ def _explain(
         differs = f"its {WORDS[what]} is {number}, and was {before}"
     elif what == "weights" and "loss" not in compared:
         cause = _CAUSES["unobserved"]
+    if what != "samples" and not (earlier.is_full and now.is_full):
+        cause += "; or other random numbers, since RNG streams weren't read in this step"
     return f"{differs}: {cause}"
 
 

@@ -105,6 +105,10 @@ class RepeatedSteps:
                     self._references.setdefault(record.step, (record, steps.header))
         self._final_step = max(self._references, default=0)
 
+    def has(self, step: int) -> bool:
+        """Return whether there is an earlier record of a step, which wasn't compared."""
+        return step in self._references
+
     def compare(self, record: StepRecord, header: StepsHeader, *, has_new_skips: bool) -> None:
         """Compare a step with its earlier record, if there is one.
 
@@ -134,6 +138,7 @@ class RepeatedSteps:
         if self._first_step is None:
             self._first_step = record.step
             self._compared = found.compared
+        if "rng" in found.compared:
             self._stream_count = len(record.streams)
         if found.what is not None:
             # The names of RNG streams are the caller's.
@@ -141,7 +146,8 @@ class RepeatedSteps:
             difference = Difference(step=record.step, writer=self._group.writer, what=found.what, text=text)
             self._refute(difference, level=logging.WARNING)
             return
-        self._compared = tuple(name for name in self._compared if name in found.compared)
+        sparse = set() if earlier.is_full and record.is_full else {"rng", "weights"}
+        self._compared = tuple(name for name in self._compared if name in found.compared or name in sparse)
         self._last_step = record.step
         if self._group.writer_count == 1:
             self._agreed_step = record.step

@@ -19,11 +19,11 @@ from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.data_loaders import find_samplers
 from ckptfmt.adapters.live import Kind, iter_tensors, may_be_schedule, walk
 from ckptfmt.adapters.live_trees import fingerprint
-from ckptfmt.adapters.rng_streams import LiveRngStream, digest_stream, live_streams
+from ckptfmt.adapters.rng_streams import LiveRngStream, live_streams, make_stream_digest
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch
-from ckptfmt.documents.witness import STREAM_COUNT, StepRecord, StepsHeader, steps_path, verdict_path
+from ckptfmt.documents.witness import FULL_EVERY, STREAM_COUNT, StepRecord, StepsHeader, steps_path, verdict_path
 from ckptfmt.errors import CkptError
 from ckptfmt.group import Group
 from ckptfmt.run.step_log import StepLog, bring_home, list_logged_launches, node_folder, remove_old
@@ -39,6 +39,8 @@ _LOG: Final = logging.getLogger("ckptfmt")
 #: The number of steps whose numbers may be on their way from a device; an older one is waited for.
 _DEPTH: Final = 16
 _MASK: Final = (1 << 64) - 1
+_FLOAT: Final = struct.Struct("<d")
+_BITS: Final = struct.Struct("<Q")
 #: The options of a parameter group that schedules change.
 _OPTIONS: Final = ("lr", "momentum", "betas", "weight_decay")
 #: The number of groups of an optimizer that are looked at.
@@ -67,28 +69,31 @@ class _Open:
 
     Attributes:
         known: the members of the record that are known.
-        pending: the digests and numbers that may be on their way, by member.
+        observed: the digests and numbers that may be on their way, by member.
     """
 
     known: dict[str, Any]
-    pending: dict[str, list[Any]]
+    observed: dict[str, list[Any]]
 
     def is_ready(self) -> bool:
         """Return whether nothing is on its way any more."""
-        return all(type(value) is float or value.is_ready() for values in self.pending.values() for value in values)
+        return all(_is_here(value) or value.is_ready() for values in self.observed.values() for value in values)
 
     def wait(self) -> None:
         """Wait for the device."""
-        for values in self.pending.values():
+        for values in self.observed.values():
             for value in values:
-                if type(value) is not float:
+                if not _is_here(value):
                     value.wait()
 
     def close(self) -> StepRecord:
         """Return the whole record."""
-        members: dict[str, Any] = {name: _combine(values) for name, values in self.pending.items()}
-        is_several = any(len(values) > 1 for values in self.pending.values())
-        return StepRecord(**self.known, **members, is_several=is_several)
+        members = self.known
+        for name, values in self.observed.items():
+            members[name] = _combine(values)
+            if len(values) > 1:
+                members["is_several"] = True
+        return StepRecord(**members)
 
 
 class Witness:
@@ -111,6 +116,7 @@ class Witness:
         self.restores_streams_itself = False
         self._group = group
         self._is_on = is_on
+        self._side: Any = None
         self._store: Store | None = None
         self._header: StepsHeader | None = None
         self._repeated: RepeatedSteps | None = None
@@ -119,6 +125,10 @@ class Witness:
         self._optimizers: list[Any] = []
         self._samplers: list[Sampler] = []
         self._streams: list[LiveRngStream] = []
+        self._digests: list[Callable[[], int]] = []
+        #: The number of steps done at the start or at the newest save.
+        self._kept_step = -1
+        #: The digests of the RNG streams before the step that is under way; None in a loop that doesn't begin steps.
         self._before: tuple[int, ...] | None = None
         self._observed: dict[str, list[Any]] = {}
         self._open: collections.deque[_Open] = collections.deque()
@@ -148,10 +158,12 @@ class Witness:
         """
         if not self._is_on or node_folder(store, launch.run_id) is None:
             return
-        self._store = store
+        self._store, self._side = store, torch_side()
         resumed = launch.resume_from
         expected = None if report is None or resumed is None else report.claim
         self._streams = _witnessed_streams(state)
+        self._digests = [make_stream_digest(stream) for stream in self._streams]
+        self._kept_step = step
         self._header = StepsHeader(
             run_id=launch.run_id,
             launch=launch.launch,
@@ -180,7 +192,7 @@ class Witness:
         """
         if self._header is None:
             return
-        self._before = self._digest_streams()
+        self._before = self._digest_streams() if self._is_full(step) else ()
         saved, self._saved = self._saved, None
         if saved is not None and saved.step == step:
             self._compare_saved(saved, state)
@@ -189,10 +201,10 @@ class Witness:
         """Take numbers of the step that is under way; a value on a device isn't waited for."""
         if self._header is None:  # off, not begun, or of a run that outlives no process: nothing would take them
             return
-        side: Any = torch_side()
+        side = self._side
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
             if value is not None:
-                is_tensor = side is not None and side.is_tensor(value)
+                is_tensor = type(value) is not float and side is not None and side.is_tensor(value)
                 self._observed.setdefault(name, []).append(side.fetch(value) if is_tensor else float(value))
         found = side.fetch_batch(batch) if batch is not None and side is not None else None
         if found is not None:
@@ -212,20 +224,24 @@ class Witness:
         if self._header is None:
             return
         position, samples = _position_of(self._samplers, step)
-        streams = self._before if self._before is not None else self._digest_streams()
+        is_full = self._is_full(step - 1)
+        streams, is_before = self._before, self._before is not None
+        if streams is None:
+            streams = self._digest_streams() if is_full else ()
         known = {
             "step": step,
             "position": position,
             "samples": samples,
             "options": _digest_options(self._optimizers),
             "streams": streams,
-            "is_before": self._before is not None,
+            "is_before": is_before,
+            "is_full": is_full,
         }
-        weights = None if self._fingerprint is None else self._fingerprint.start(step)
-        pending = self._observed if is_single else {}
+        observed = self._observed if is_single else {}
+        weights = None if self._fingerprint is None else self._fingerprint.start(step, is_full=is_full)
         if weights is not None:
-            pending = {**pending, "weights": [weights]}
-        self._open.append(_Open(known, pending))
+            observed["weights"] = [weights]
+        self._open.append(_Open(known, observed))
         self._before, self._observed = None, {}
         self._flush(is_last=False)
 
@@ -237,6 +253,7 @@ class Witness:
         """
         if self._header is None:
             return
+        self._kept_step = step
         if self.restores_streams_itself and not isinstance(state.rng, CapturedRng):
             self._saved = _Saved(step, self._digest_streams(), _schedules(state))
         self._look_up_tensors(state)
@@ -291,8 +308,15 @@ class Witness:
             self._samplers = list(find_samplers(state))
             self._fingerprint = found if found is not None and found.plan == self._header.tensors else None
 
+    def _is_full(self, step: int) -> bool:
+        """Return whether the record of the step that begins with so many steps done is full.
+
+        A full record has the RNG streams, and looks at more tensors.
+        """
+        return step % FULL_EVERY == 0 or step == self._kept_step
+
     def _digest_streams(self) -> tuple[int, ...]:
-        digests = [digest_stream(stream) for stream in self._streams]
+        digests = [digest() for digest in self._digests]
         if len(digests) <= STREAM_COUNT:
             return tuple(digests)
         rest = hash(tuple(digests[STREAM_COUNT - 1 :])) & 0xFFFFFFFF
@@ -309,7 +333,7 @@ class Witness:
             self._open.popleft()
             record = first.close()
             self._log.put(record)
-            if self._repeated is not None:
+            if self._repeated is not None and self._repeated.has(record.step):
                 has_new_skips = any(sampler.has_new_skips for sampler in self._samplers)
                 self._repeated.compare(record, self._header, has_new_skips=has_new_skips)
                 if self._repeated.is_decided:
@@ -381,10 +405,14 @@ def _combine(values: list[Any]) -> int:
     return total
 
 
-def _bits(value: Any) -> int:  # noqa: ANN401 - a float, or what is on its way from a device
-    if isinstance(value, float):
-        return int(struct.unpack("<Q", struct.pack("<d", value))[0])
-    return int(value.bits())
+def _is_here(value: Any) -> bool:  # noqa: ANN401 - a number, or what is on its way from a device
+    return type(value) is float or type(value) is int
+
+
+def _bits(value: Any) -> int:  # noqa: ANN401 - a number, or what is on its way from a device
+    if type(value) is float:
+        return int(_BITS.unpack(_FLOAT.pack(value))[0])
+    return value if type(value) is int else int(value.bits())
 
 
 def _witnessed_streams(state: State) -> list[LiveRngStream]:
@@ -407,18 +435,18 @@ def _find_optimizers(state: State) -> list[Any]:
 
 def _digest_options(optimizers: Iterable[Any]) -> int | None:
     """Return a digest of the options that schedules change, of all groups; None without an optimizer."""
-    rows = [
-        [_option_text(group.get(name)) for name in _OPTIONS]
+    values = [
+        _without_waiting(group.get(name))
         for optimizer in optimizers
         for group in optimizer.param_groups[:_GROUPS]
+        for name in _OPTIONS
     ]
-    return zlib.crc32(repr(rows).encode()) if rows else None
+    return zlib.crc32(repr(values).encode()) if values else None
 
 
-def _option_text(value: Any) -> str:  # noqa: ANN401 - an option of any kind
-    """Return the text of an option; of a tensor on a device, which would have to be waited for, only that it is one."""
-    device = getattr(value, "device", None)
-    return repr(value) if device is None or str(device) == "cpu" else "tensor"
+def _without_waiting(value: Any) -> Any:  # noqa: ANN401 - an option of any kind
+    """Return an option; of a tensor on a device, which would have to be waited for, only that it is one."""
+    return value if type(value) is float or getattr(value, "is_cpu", True) else "tensor"
 
 
 def _position_of(samplers: Iterable[Sampler], step: int) -> tuple[int | None, int | None]:

@@ -28,6 +28,7 @@ RECORDS = st.builds(
     streams=st.lists(st.integers(0, 2**32 - 1), max_size=STREAM_COUNT).map(tuple),
     is_before=st.booleans(),
     is_several=st.booleans(),
+    is_full=st.booleans(),
 )
 HEADER = StepsHeader(
     run_id="0" * 32,

@@ -267,7 +267,7 @@ class Many(nn.Module):
 
 
 def train_many(run: Any, change: Callable[[Many], Any] | None) -> None:
-    """Train eight steps from a checkpoint of step 0, which the first launch saves."""
+    """Train twelve steps from a checkpoint of step 0, which the first launch saves."""
     model = Many()
     state = ckptfmt.State(weights=model, rng=False)
     with contextlib.suppress(KilledError), Checkpointer(run, state, every=20, saver="inline") as checkpointer:
@@ -276,7 +276,7 @@ def train_many(run: Any, change: Callable[[Many], Any] | None) -> None:
         for step in checkpointer.steps(20):
             if step == 0 and change is not None:
                 change(model)
-            if step == 8:
+            if step == 12:
                 raise KilledError
 
 
@@ -383,7 +383,7 @@ def test_witness_that_can_not_write_is_off_and_says_so(tmp_path: pathlib.Path) -
 
 
 def test_witness_that_fails_ends_no_training(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a tensor of a kind that can't be looked at")
 
     monkeypatch.setattr(fingerprints.Fingerprint, "start", fail)

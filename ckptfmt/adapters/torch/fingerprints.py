@@ -1,7 +1,8 @@
-"""A digest of chosen elements of a state's tensors, gathered where the tensors live and fetched without waiting."""
+"""A digest of chosen elements of a state's tensors, read where the tensors live and fetched without waiting."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import math
@@ -12,10 +13,14 @@ from typing import Any, Final
 import torch
 
 from ckptfmt.adapters.torch.tensors import _as_integers, is_distributed, is_plain, local_of
+from ckptfmt.documents.witness import FULL_EVERY
 
-#: The number of tensors that one step looks at; with more, each step looks at others, in turn.
-_TENSORS: Final = 12
-#: The number of elements of each of these tensors.
+#: The number of tensors that a step looks at; with more, each step looks at others, in turn. A large step drives the
+#: memory of its tensors out of the caches: then each costs about 5 microseconds.
+_TENSORS: Final = 4
+#: The number of tensors that a step with a full record looks at.
+_FULL_TENSORS: Final = 32
+#: The number of elements of each of these tensors: elements in a row share a line of the caches.
 _ELEMENTS: Final = 8
 #: The number of different choices of elements, at least.
 _ROUNDS: Final = 4
@@ -25,81 +30,112 @@ class Pending:
     """The bits of a digest, or of a number, on their way from a device.
 
     Args:
-        parts: contiguous tensors in the host's memory, which a device fills.
-        event: the event of a device behind the last copy; None where the tensors are filled.
+        parts: contiguous tensors in the host's memory, which devices fill.
+        events: the event of each device behind its last copy; none where the tensors are filled.
         is_number: whether the bits are those of the only element, a float of 64 bits, and no digest.
+        seed: a digest of elements that are on the host already.
     """
 
-    def __init__(self, parts: Sequence[torch.Tensor], event: Any, *, is_number: bool) -> None:  # noqa: ANN401 - CUDA's
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor],
+        events: Sequence[Any],
+        *,
+        is_number: bool,
+        seed: int = 0,
+    ) -> None:
         self._parts = parts
-        self._event = event
+        self._events = events
         self._is_number = is_number
+        self._seed = seed
 
     def is_ready(self) -> bool:
         """Return whether `bits` returns at once."""
-        return self._event is None or bool(self._event.query())
+        return all(event.query() for event in self._events)
 
     def wait(self) -> None:
-        """Wait for the device."""
-        if self._event is not None:
-            self._event.synchronize()
+        """Wait for the devices."""
+        for event in self._events:
+            event.synchronize()
 
     def bits(self) -> int:
-        """Return the 64 bits."""
+        """Return the bits."""
         if self._is_number:
             return int(self._parts[0].view(torch.int64)) % (1 << 64)
-        return digest_of(self._parts)
-
-
-def digest_of(parts: Iterable[torch.Tensor]) -> int:
-    """Return a digest of 64 bits of the bytes of contiguous tensors in the host's memory."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(part.numpy().view("uint8").data)
-    return int.from_bytes(digest.digest(), "little")
+        return _digest((_buffer(part) for part in self._parts), self._seed)
 
 
 def fetch(value: torch.Tensor) -> Pending | float:
     """Return a tensor of one element, perhaps on its way to the host, as a float of 64 bits: all floats are exact."""
-    if value.device.type == "cpu" and is_plain(value):
+    if value.is_cpu and is_plain(value):
         return float(value.item())
     number = local_of(value).reshape(-1)[:1]
     return _fetch([number.to(torch.float64, copy=True)], is_number=True)
 
 
-def fetch_batch(value: object) -> Pending | None:
-    """Return the digest of chosen elements of all tensors of a batch; None where there is no tensor."""
-    views = [view for number, tensor in enumerate(_tensors_in(value)) if (view := _choose(tensor, number)) is not None]
-    return _fetch([torch.cat(group) for group in _grouped(views)]) if views else None
-
-
-def _fetch(parts: list[torch.Tensor], *, is_number: bool = False) -> Pending:
-    """Return what is on its way to the host: a copy that nobody waits for, where it comes from a CUDA device."""
-    if all(part.device.type == "cpu" for part in parts):
-        return Pending(parts, None, is_number=is_number)
-    if any(part.device.type != "cuda" for part in parts):
-        return Pending([part.cpu() for part in parts], None, is_number=is_number)
-    hosts = [torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True) for part in parts]
-    for host, part in zip(hosts, parts, strict=True):
-        host.copy_(part, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(parts[0].device))
-    return Pending(hosts, event, is_number=is_number)
+def fetch_batch(value: object) -> Pending | int | None:
+    """Return a digest of chosen elements of all tensors of a batch; None where there is no tensor."""
+    tensors = list(_tensors_in(value))
+    chosen = _Chosen.of(tensors, seeds=range(len(tensors)))
+    return chosen.fetch() if chosen.views or chosen.groups else None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Round:
-    """The tensors of one choice, and the chosen elements of each, as views."""
+class _Chosen:
+    """The chosen elements of some tensors.
+
+    Elements in the host's memory are read at their address: torch's operations cost three times as much, and an array
+    of numpy would forbid the program to resize the memory. `is_current` says whether the address still holds.
+
+    Attributes:
+        tensors: the tensors.
+        places: the address and the number of elements of each tensor when the views were made.
+        is_plain: whether all tensors are of torch's own class, and none a DTensor.
+        views: the elements in the host's memory, which keep that memory alive.
+        buffers: the same elements by their address.
+        groups: the elements of other devices, by device and dtype: each group is gathered at once.
+    """
 
     tensors: list[torch.Tensor]
-    addresses: list[int]
+    places: list[tuple[int, int]]
+    is_plain: bool
+    views: list[torch.Tensor]
+    buffers: list[ctypes.Array[ctypes.c_uint8]]
     groups: list[list[torch.Tensor]]
+
+    @classmethod
+    def of(cls, tensors: list[torch.Tensor], seeds: Iterable[int]) -> _Chosen:
+        """Choose elements of each tensor."""
+        views: list[torch.Tensor] = []
+        groups: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
+        for tensor, seed in zip(tensors, seeds, strict=True):
+            view = _choose(tensor, seed)
+            if view is not None and view.is_cpu:
+                views.append(view)
+            elif view is not None:
+                groups.setdefault((str(view.device), view.dtype), []).append(view)
+        places = [_place_of(tensor) for tensor in tensors]
+        plain = all(is_plain(tensor) for tensor in tensors)
+        return cls(tensors, places, plain, views, [_buffer(view) for view in views], list(groups.values()))
+
+    def is_current(self) -> bool:
+        """Return whether the memory of each tensor is still where the views show it."""
+        if self.is_plain:
+            return [(tensor.data_ptr(), tensor.numel()) for tensor in self.tensors] == self.places
+        return [_place_of(tensor) for tensor in self.tensors] == self.places
+
+    def fetch(self) -> Pending | int:
+        """Return a digest of the elements as they are now, perhaps still on its way."""
+        digest = _digest(self.buffers)
+        if not self.groups:
+            return digest
+        return _fetch([torch.cat(group) for group in self.groups], is_number=False, seed=digest)
 
 
 class Fingerprint:
     """The chosen elements of a state's tensors; the choice depends on names, shapes and the step's number alone.
 
-    Every tensor is looked at in one of so many steps in a row as there are rounds. A view keeps memory alive that the
+    Every tensor is looked at in turn. A view keeps memory alive that the
     program gave up, and would go on showing it: each step compares the addresses of its tensors first, and makes the
     views anew where one has moved.
 
@@ -117,32 +153,54 @@ class Fingerprint:
         rows = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in self._named]
         self.plan = hashlib.blake2b("\n".join(rows).encode(), digest_size=8).hexdigest()
         self.tensor_count = len(self._named)
-        self._parts = math.ceil(self.tensor_count / _TENSORS)
-        # Every part is looked at with several choices of elements: rounds are a multiple of parts.
-        self._round_count = self._parts * math.ceil(_ROUNDS / max(1, self._parts))
-        self._rounds: dict[int, _Round] = {}
+        self._rounds: dict[tuple[int, int], _Chosen] = {}
 
-    def start(self, step: int) -> Pending | None:
+    def start(self, step: int, *, is_full: bool) -> Pending | int | None:
         """Return the digest after a step, perhaps still on its way; None where there is nothing to look at."""
         if not self._named or _is_capturing():
             return None
-        number = step % self._round_count
-        found = self._rounds.get(number)
-        if found is None or [address_of(tensor) for tensor in found.tensors] != found.addresses:
-            found = self._rounds[number] = self._make(number)
-        return _fetch([torch.cat(group) for group in found.groups])
+        count = _FULL_TENSORS if is_full else _TENSORS
+        parts = math.ceil(self.tensor_count / count)
+        # Every part is looked at with several choices of elements: rounds are a multiple of parts.
+        rounds = parts * math.ceil(_ROUNDS / parts)
+        number = (step // FULL_EVERY if is_full else step) % rounds
+        found = self._rounds.get((count, number))
+        if found is None or not found.is_current():
+            rows = self._named[number % parts :: parts]
+            seeds = [zlib.crc32(f"{name}/{number}".encode()) for name, _ in rows]
+            found = self._rounds[count, number] = _Chosen.of([tensor for _, tensor in rows], seeds)
+        return found.fetch()
 
-    def _make(self, number: int) -> _Round:
-        rows = self._named[number % self._parts :: self._parts]
-        views = [_choose(tensor, zlib.crc32(f"{name}/{number}".encode())) for name, tensor in rows]
-        tensors = [tensor for _, tensor in rows]
-        groups = _grouped(view for view in views if view is not None)
-        return _Round(tensors, [address_of(tensor) for tensor in tensors], groups)
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address and the number of elements of the memory that this process holds of a tensor."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return int(local.data_ptr()), int(local.numel())
 
 
-def address_of(tensor: torch.Tensor) -> int:
-    """Return where the memory of a tensor begins that this process holds."""
-    return int(getattr(tensor, "_local_tensor", tensor).data_ptr())
+def _buffer(view: torch.Tensor) -> ctypes.Array[ctypes.c_uint8]:
+    """Return the bytes of a contiguous tensor in the host's memory, which the tensor must keep alive."""
+    return (ctypes.c_uint8 * view.nbytes).from_address(view.data_ptr())
+
+
+def _digest(buffers: Iterable[ctypes.Array[ctypes.c_uint8]], digest: int = 0) -> int:
+    for buffer in buffers:
+        digest = zlib.crc32(buffer, digest)
+    return digest
+
+
+def _fetch(parts: list[torch.Tensor], *, is_number: bool, seed: int = 0) -> Pending:
+    """Return what is on its way to the host: a copy that nobody waits for, where it comes from a CUDA device."""
+    if any(part.device.type != "cuda" for part in parts):
+        return Pending([part.cpu() for part in parts], (), is_number=is_number, seed=seed)
+    hosts = [torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True) for part in parts]
+    for host, part in zip(hosts, parts, strict=True):
+        host.copy_(part, non_blocking=True)
+    events = []
+    for device in {part.device for part in parts}:
+        events.append(torch.cuda.Event())
+        events[-1].record(torch.cuda.current_stream(device))
+    return Pending(hosts, events, is_number=is_number, seed=seed)
 
 
 def _is_capturing() -> bool:
@@ -157,7 +215,7 @@ def _iter_usable(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[st
 
 
 def _choose(tensor: torch.Tensor, seed: int) -> torch.Tensor | None:
-    """Return a view of a few elements, spread evenly from a place that the seed chooses; None where there is none."""
+    """Return a view of a few elements in a row, from a place that the seed chooses; None where there is none."""
     local = local_of(tensor)
     if local.is_conj() or local.is_neg() or local.data_ptr() == 0 or not local.numel():
         return None
@@ -165,20 +223,10 @@ def _choose(tensor: torch.Tensor, seed: int) -> torch.Tensor | None:
     if integers.is_complex():
         integers = torch.view_as_real(integers).view(torch.int64)
     span = sum((size - 1) * stride for size, stride in zip(integers.shape, integers.stride(), strict=True)) + 1
-    if span != integers.numel():
-        integers = integers[(0,) * (integers.ndim - 1)] if integers.ndim > 1 else integers
-        return integers[:_ELEMENTS] if integers.ndim else integers.reshape(1)
-    count = min(_ELEMENTS, integers.numel())
-    step = integers.numel() // count
-    return integers.as_strided((count,), (step,), integers.storage_offset() + seed % step)
-
-
-def _grouped(views: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the views by device and dtype: each group is gathered at once."""
-    groups: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
-    for view in views:
-        groups.setdefault((str(view.device), view.dtype), []).append(view)
-    return list(groups.values())
+    # A tensor with gaps, or whose elements share memory, is looked at where it begins.
+    count = min(_ELEMENTS, integers.numel()) if span == integers.numel() else 1
+    place = seed % (integers.numel() - count + 1) if count > 1 else 0
+    return integers.as_strided((count,), (1,), integers.storage_offset() + place)
 
 
 def _tensors_in(value: object) -> Iterator[torch.Tensor]:
