@@ -36,6 +36,7 @@ from ckptfmt.trainer.peers import PeerOptions
 from ckptfmt.trainer.rehearsal import Rehearsal
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_anew, load_once, mark_streams, restore_streams
 from ckptfmt.trainer.saves import SaveOptions, Saves, Target, add_report
+from ckptfmt.trainer.short_rehearsal import ShortRehearsal, keep_iterators
 from ckptfmt.trainer.talking import Talk
 from ckptfmt.trainer.uncounted import Unsaved
 from ckptfmt.trainer.witnessing import Witness
@@ -124,6 +125,9 @@ class Checkpointer:
         triggers: `Triggers`, which notice that the training goes wrong, and say what then happens.
         witness: whether to record a few bytes of each step beside the run, and to compare the steps that are done again
             behind a resume: the claim T1 is then verified, or refuted with the first difference and its cause.
+        rehearse: the number of steps that `steps` does twice behind the first save of a launch that begins from
+            nothing: the checkpoint is loaded into the live state, and the witness compares both times. 0 for none.
+            `ckptfmt rehearse` is the rehearsal that kills processes.
 
     Attributes:
         step: training steps done. To assign it says so, as `end_step` does, and saves nothing.
@@ -184,12 +188,13 @@ class Checkpointer:
         stop_deadline_s: float = 30.0,
         triggers: Triggers | None = None,
         witness: bool = True,
+        rehearse: int = 0,
     ) -> None:
         self._rehearsal = Rehearsal.from_environment()
         if self._rehearsal is not None:  # the program's options hold, but for places and the interval of saves
             run, every, mtbf = self._rehearsal.place(run), self._rehearsal.every, None
             mirrors, cache, cache_nbytes, upload_every, peers = (), None, None, 1, 0
-            resume, witness = "auto", True
+            resume, witness, rehearse = "auto", True, 0
         cadence, signals, self._resume = parse_every(every), StopSignals(stop_on, deadline_s=stop_deadline_s), resume
         self._init, self._retention = InitFrom.of(init_from), Retention.of(keep, keep_every, keep_best)
         options = SaveOptions(
@@ -212,7 +217,8 @@ class Checkpointer:
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s, stop_end_s=signals.end_s)
         meters, self.passed_over = make_meters(every, mtbf, self._group, options.cache, ledger=ledger), []
         self._count, self._pace = StepCount(state), Pace(self._group, cadence, meters, signals, triggers)
-        self._witness = Witness(self._group, is_on=witness)
+        self._short_rehearsal = ShortRehearsal(rehearse, every)
+        self._witness = Witness(self._group, is_on=witness, kept_count=rehearse)
         self._saves, self._talk = Saves(self._store, self._group, options, mirrors), Talk(self._group.writer)
         self._unsaved = Unsaved(every, cadence, functools.partial(add_report, self._saves.reports))
         weakref.finalize(self, self._unsaved.end).atexit = False
@@ -411,6 +417,8 @@ class Checkpointer:
                 with self._count.body():
                     yield self.step
                 self._end_step(self.step + 1, total)
+                if self._short_rehearsal.is_due(self.step):
+                    self._go_back()
         finally:
             self._pace.rest()
         self._pace.end()
@@ -604,6 +612,8 @@ class Checkpointer:
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step
             self._witness.note_saved(self.step, self._count.state)
+            if self.launch.resume_from is None:
+                self._short_rehearsal.note_saved(self.step, handle)
             self._pace.meters.note_save(handle)
         self._pace.note_save(next_step=self.step + 1)
         return handle
@@ -618,6 +628,28 @@ class Checkpointer:
             if error.code not in (Code.SLOTS_BUSY, Code.SAVE_PENDING):
                 raise
             _LOG.warning("stopping at step %d without its save: %s", self.step, error)
+
+    def _go_back(self) -> None:
+        """Load the first save of this launch into the live state, so that the steps behind it are done again."""
+        state, first, group = self._count.state, self._short_rehearsal.first, self._group
+        assert self.launch is not None and first is not None  # noqa: S101, PT018 - a save was made
+        obstacle = "witness=False, or a run in memory: no step is recorded"
+        if self._witness.is_recording:
+            obstacle = self._short_rehearsal.find_obstacle(state, timeout_s=self._deadline_s)
+        told = group.agree(None, {"step": self.step, "obstacle": obstacle})
+        obstacles = [theirs["obstacle"] for theirs in told if theirs["obstacle"]]
+        if obstacles:
+            add_report(self._saves.reports, f"NOT_REHEARSED: {obstacles[0]}")
+            return
+        path = self._short_rehearsal.path
+        with group.together(lambda: open_checkpoint(path)) as checkpoint, keep_iterators(state):
+            report = load_once(state, checkpoint, group, **self._choices, share=self._share)
+        report = claim_of_all(report, group)
+        text = "rehearsal: back from step %d to step %d, to do the steps between again: claim %s expected"
+        self._talk.say(text, self.step, first, report.claim)
+        self._count.go_back(first)
+        self._saved_step = first
+        self._witness.go_back(self.launch, first, report.claim)
 
     def _take_launch(self) -> None:
         nodes = None if self._peers is None else self._peers.meet(self._group, self._store)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from ckptfmt import limits
 from ckptfmt.data.course import COUNTS, EMPTY, HOLE, Course, Stretch, add_ledgers, check_order
@@ -67,6 +66,13 @@ class _Fetches:
     first_spare: int | None = None
     spare: int = 0
     mark: object = None
+
+    def begin_at(self, step: int) -> Self:
+        """Begin anew at a step."""
+        self.first_step = self.counted_step = step
+        self.taken = self.counted_taken = self.spare = 0
+        self.first_spare = None
+        return self
 
     @property
     def is_in_hand(self) -> bool:
@@ -255,12 +261,19 @@ class Sampler:
         fetches = _Fetches(first_step=first, primed=count_primed(), counted_step=first, counted_taken=0)
         progress.fetches.append(fetches)
         indices: list[Any] = []
+        step = first
+        piece = 0
         try:
-            for number in itertools.count():
+            while True:
                 if progress is not self._progress:
-                    detail = "load_state_dict or skip was called after this iterator's first batch"
-                    raise err(Code.ARGUMENT, detail, remedy="Restore and skip first, then call iter() on the loader.")
-                step, piece = first + number // count, number % count
+                    if fetches not in self._progress.fetches:
+                        detail = "load_state_dict or skip was called after this iterator's first batch"
+                        raise err(
+                            Code.ARGUMENT, detail, remedy="Restore and skip first, then call iter() on the loader."
+                        )
+                    progress = self._progress
+                    step = self.steps_done
+                    piece = 0
                 if piece == 0:
                     indices = self.indices(step)
                     progress.steps_fetched = max(progress.steps_fetched, step + 1)
@@ -271,8 +284,35 @@ class Sampler:
                 if self.note_fetch is not None:
                     fetches.mark = self.note_fetch()
                 yield indices[piece * len(indices) // count : (piece + 1) * len(indices) // count]
+                piece = (piece + 1) % count
+                step += piece == 0
         finally:
-            progress.fetches.remove(fetches)
+            for known in {id(one): one for one in (progress, self._progress)}.values():
+                if fetches in known.fetches:
+                    known.fetches.remove(fetches)
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether each iterator that is alive has handed out what the steps done took, and no batch ahead of that."""
+        size = self._micro_batches
+        return all(
+            one.primed == 0
+            and one.threads <= {threading.get_ident()}
+            and one.taken == (self.steps_done - one.first_step) * size
+            for one in self._progress.fetches
+        )
+
+    @contextlib.contextmanager
+    def keep_iterators(self) -> Iterator[None]:
+        """Let the iterators that are alive go on from the cursor that is loaded within, instead of refusing them.
+
+        Only where `can_go_back`: what an iterator has handed out ahead can't be taken back.
+        """
+        kept = list(self._progress.fetches)
+        before = self._progress
+        yield
+        if self._progress is not before:
+            self._progress.fetches = [one.begin_at(self.steps_done) for one in kept]
 
     def indices(self, step: int) -> list[Any]:
         """Return this worker's samples of one step, counted over the whole run from 0.

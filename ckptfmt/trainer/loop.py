@@ -134,6 +134,12 @@ class StepCount:
             sampler.begin_at(step)
             sampler.note_fetch = mark_streams
 
+    def go_back(self, step: int) -> None:
+        """Take note that the state is that of an earlier step again, RNG streams included."""
+        self.step = step
+        for sampler in find_samplers(self.state):
+            sampler.begin_at(step)
+
     def find_drawn(self) -> tuple[str, ...]:
         """Return what lowers the claim as the RNG streams are about to be put back; batches aren't watched after it."""
         samplers, mark = list(find_samplers(self.state)), self._mark_streams()

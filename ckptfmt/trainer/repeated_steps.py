@@ -105,6 +105,11 @@ class RepeatedSteps:
                     self._references.setdefault(record.step, (record, steps.header))
         self._final_step = max(self._references, default=0)
 
+    def expect(self, records: Iterable[StepRecord], header: StepsHeader) -> None:
+        """Expect steps that this launch has done to be done again."""
+        self._references = {record.step: (record, header) for record in records}
+        self._final_step = max(self._references, default=0)
+
     def has(self, step: int) -> bool:
         """Return whether there is an earlier record of a step, which wasn't compared."""
         return step in self._references

@@ -105,6 +105,7 @@ class Witness:
     Args:
         group: the processes of the job.
         is_on: whether there is to be a witness.
+        kept_count: the number of newest records that `go_back` needs.
 
     Attributes:
         restores_streams_itself: whether the RNG streams are put back as the first step begins, after everything that a
@@ -112,7 +113,7 @@ class Witness:
             a resume, for certain.
     """
 
-    def __init__(self, group: Group, *, is_on: bool) -> None:
+    def __init__(self, group: Group, *, is_on: bool, kept_count: int = 0) -> None:
         self.restores_streams_itself = False
         self._group = group
         self._is_on = is_on
@@ -132,9 +133,15 @@ class Witness:
         self._before: tuple[int, ...] | None = None
         self._observed: dict[str, list[Any]] = {}
         self._open: collections.deque[_Open] = collections.deque()
+        self._newest: collections.deque[StepRecord] = collections.deque(maxlen=kept_count)
         self._saved: _Saved | None = None
         self._warned: set[str] = set()
         self._own_reports: list[str] = []
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether steps are recorded."""
+        return self._header is not None
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -258,6 +265,20 @@ class Witness:
             self._saved = _Saved(step, self._digest_streams(), _schedules(state))
         self._look_up_tensors(state)
 
+    @_harmless
+    def go_back(self, launch: Launch, step: int, expected: str) -> None:
+        """Compare the next steps with those behind an earlier step of this launch, whose state is put back.
+
+        Args:
+            step: the number of steps done then.
+            expected: the claim of the load.
+        """
+        self._flush(is_last=True)
+        if self._header is not None:
+            self._repeated = RepeatedSteps(self._group, launch, expected)
+            self._repeated.expect([record for record in self._newest if record.step > step], self._header)
+            self._kept_step, self._saved = step, None
+
     def turn_off(self, error: Exception) -> None:
         """Record no more, and report why."""
         self._report(f"WITNESS_OFF: steps aren't recorded any more: {type(error).__name__}: {error}")
@@ -333,6 +354,7 @@ class Witness:
             self._open.popleft()
             record = first.close()
             self._log.put(record)
+            self._newest.append(record)
             if self._repeated is not None and self._repeated.has(record.step):
                 has_new_skips = any(sampler.has_new_skips for sampler in self._samplers)
                 self._repeated.compare(record, self._header, has_new_skips=has_new_skips)

@@ -1,0 +1,82 @@
+"""A rehearsal within one process: steps behind the first save are done twice, and compared by the witness."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Final
+
+from ckptfmt.adapters.data_loaders import ForeignLoader, find_samplers
+from ckptfmt.adapters.live import Kind, walk
+from ckptfmt.data.sampler import Sampler
+from ckptfmt.documents.durability import HOME
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.state import State
+from ckptfmt.trainer.handle import SaveHandle
+
+_COMMAND: Final = "`ckptfmt rehearse` does it in processes of their own"
+
+
+class ShortRehearsal:
+    """The rehearsal of `Checkpointer(rehearse=k)`, which a launch does once, if it begins from nothing.
+
+    Args:
+        steps: the number of steps that are done twice; 0 for no rehearsal.
+        every: the interval of saves.
+
+    Attributes:
+        first: the step of the save that the state goes back to; None before it.
+        path: the path of that checkpoint, once `find_obstacle` has waited for it.
+
+    Raises: StateError(ARGUMENT) where no such number of steps lies between two saves.
+    """
+
+    def __init__(self, steps: int, every: object) -> None:
+        if steps < 0 or (isinstance(every, int) and steps >= every):
+            detail = f"rehearse={steps} with every={every!r}: the steps must lie between two saves"
+            raise err(Code.ARGUMENT, detail, where="rehearse=", remedy="Pass fewer steps than every=, such as 3.")
+        self.first: int | None = None
+        self.path = ""
+        self._steps = steps
+        self._handle: SaveHandle | None = None
+        self._is_over = steps == 0
+
+    def note_saved(self, step: int, handle: SaveHandle) -> None:
+        """Take note of a save: the rehearsal begins behind the first one, and another one ends it."""
+        self._is_over = self._is_over or self.first is not None
+        if not self._is_over:
+            self.first, self._handle = step, handle
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the state goes back now. It does so once."""
+        if self._is_over or self.first is None or step < self.first + self._steps:
+            return False
+        self._is_over = True
+        return True
+
+    def find_obstacle(self, state: State, *, timeout_s: float) -> str:
+        """Return why the state can't go back within this process, after waiting for the save; empty where it can."""
+        assert self._handle is not None  # noqa: S101 - is_due() said so
+        try:
+            report = self._handle.wait(timeout_s=timeout_s)
+        except CkptError as error:
+            return f"the save of step {self.first} failed: {error}"
+        if report is None or report.durability != HOME:
+            return f"the save of step {self.first} isn't at home: it is in caches alone, or was skipped"
+        if not all(sampler.can_go_back for sampler in find_samplers(state)):
+            return f"a batch is fetched ahead, as worker processes of a loader do: {_COMMAND}"
+        if any(_has_iterators(unit.value) for unit in walk(state, worker=0) if unit.kind is Kind.STATEFUL):
+            return f"the loop's iterators of a loader in State.data don't go back: {_COMMAND}"
+        self.path = report.path
+        return ""
+
+
+def keep_iterators(state: State) -> contextlib.ExitStack:
+    """Return a context in which loads of samplers keep the iterators that are alive."""
+    stack = contextlib.ExitStack()
+    for sampler in find_samplers(state):
+        stack.enter_context(sampler.keep_iterators())
+    return stack
+
+
+def _has_iterators(value: Any) -> bool:  # noqa: ANN401 - an object of the program
+    return isinstance(value, ForeignLoader) or (hasattr(value, "__iter__") and not isinstance(value, Sampler))
