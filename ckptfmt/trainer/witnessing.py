@@ -127,8 +127,8 @@ class Witness:
         self._samplers: list[Sampler] = []
         self._streams: list[LiveRngStream] = []
         self._digests: list[Callable[[], int]] = []
-        #: The number of steps done at the start or at the newest save.
-        self._kept_step = -1
+        #: Whether the next record is the first one behind a start or a save.
+        self._is_first = True
         #: The digests of the RNG streams before the step that is under way; None in a loop that doesn't begin steps.
         self._before: tuple[int, ...] | None = None
         self._observed: dict[str, list[Any]] = {}
@@ -170,7 +170,6 @@ class Witness:
         expected = None if report is None or resumed is None else report.claim
         self._streams = _witnessed_streams(state)
         self._digests = [make_stream_digest(stream) for stream in self._streams]
-        self._kept_step = step
         self._header = StepsHeader(
             run_id=launch.run_id,
             launch=launch.launch,
@@ -249,7 +248,9 @@ class Witness:
         if weights is not None:
             observed["weights"] = [weights]
         self._open.append(_Open(known, observed))
-        self._before, self._observed = None, {}
+        self._is_first = False
+        self._before = None
+        self._observed = {}
         self._flush(is_last=False)
 
     @_harmless
@@ -260,7 +261,7 @@ class Witness:
         """
         if self._header is None:
             return
-        self._kept_step = step
+        self._is_first = True
         if self.restores_streams_itself and not isinstance(state.rng, CapturedRng):
             self._saved = _Saved(step, self._digest_streams(), _schedules(state))
         self._look_up_tensors(state)
@@ -277,7 +278,8 @@ class Witness:
         if self._header is not None:
             self._repeated = RepeatedSteps(self._group, launch, expected)
             self._repeated.expect([record for record in self._newest if record.step > step], self._header)
-            self._kept_step, self._saved = step, None
+            self._is_first = True
+            self._saved = None
 
     def turn_off(self, error: Exception) -> None:
         """Record no more, and report why."""
@@ -334,7 +336,7 @@ class Witness:
 
         A full record has the RNG streams, and looks at more tensors.
         """
-        return step % FULL_EVERY == 0 or step == self._kept_step
+        return self._is_first or step % FULL_EVERY == 0
 
     def _digest_streams(self) -> tuple[int, ...]:
         digests = [digest() for digest in self._digests]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import pathlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -156,18 +155,18 @@ def test_steps_must_lie_between_two_saves(count: int, tmp_path: pathlib.Path) ->
 
 
 def test_two_processes_go_back_together(tmp_path: pathlib.Path) -> None:
-    """One of them sees another loss the second time."""
-    gather, seen = Allgather(2), threading.local()
+    """One of them sees another loss the second time. Processes are threads here, whose steps draw no random numbers."""
+    gather = Allgather(2)
+    trainings = [Training(worker=(number, 2)) for number in range(2)]
 
     def train(number: int) -> Checkpointer:
-        seen.losses = 0
-        training = Training(worker=(number, 2))
+        training = trainings[number]
         state, agree = training.state, gather.of(number)
         with Checkpointer(tmp_path, state, every=5, saver="inline", writer=(number, 2), agree=agree, rehearse=3) as one:
             for step in one.steps(11):
                 training.sampler.indices(step)
-                seen.losses += 1
-                one.observe(loss=float(seen.losses if number and step == 6 else 0))
+                training.count += 1
+                one.observe(loss=float(training.count if number and step == 6 else 0))
         return one
 
     checkpointers = run_writers(2, train)
