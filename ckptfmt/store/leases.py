@@ -75,7 +75,8 @@ class _Lease:
     Attributes:
         renewed_s: when the last renewal that succeeded was begun.
         due_s: when the next is due. Both by the clock of this machine.
-        is_ended: whether the hold is over; if a renewal is on its way then, its end removes the object.
+        is_ended: whether the hold is over. The object is removed by the end of the hold or, where a renewal is on its
+            way then or an exception interrupted that end, by the thread that renews.
         is_told: whether it was logged that the lease has run out.
     """
 
@@ -119,14 +120,15 @@ class Leases:
         directory, _, name = key.rpartition("/")
         lease = _Lease(_lease_key(directory, name), renewed_s=0.0, due_s=0.0)
         try:
-            self._put_first(lease)
-            self._add(lease)
-        except BaseException:
-            self._delete(lease)  # the put may have been carried out
-            raise
-        try:
+            try:
+                self._put_first(lease)
+                self._add(lease)
+            except BaseException:
+                self._delete(lease)  # the put may have been carried out
+                raise
             yield
         finally:
+            lease.is_ended = True  # whatever keeps `_end` from being called, such as a KeyboardInterrupt
             self._end(lease)
 
     def list_held(self, directory: str) -> Names:
@@ -216,10 +218,10 @@ class Leases:
 
     def _end(self, lease: _Lease) -> None:
         with self._changed:
-            if lease not in self._leases:
-                return  # this is a forked child's copy of somebody else's lease
-            self._leases.remove(lease)
-            lease.is_ended = True
+            if lease in self._leases:
+                self._leases.remove(lease)
+            elif lease not in self._renewing.values():
+                return  # it was never added; or this is a forked child's copy of somebody else's lease
             idle = None
             if not self._leases:
                 idle, self._thread = self._thread, None
@@ -247,6 +249,9 @@ class Leases:
         this = threading.current_thread()
         with self._changed:
             while self._thread is this:
+                if not self._leases:  # an exception interrupted the beginning or the end of a hold
+                    self._thread = None
+                    break
                 lease = min(self._leases, key=lambda one: one.due_s)
                 pause_s = lease.due_s - self._local_s()
                 if pause_s <= 0:
@@ -263,7 +268,8 @@ class Leases:
         begun_s = self._local_s()
         problem: Exception | None = None
         try:
-            self._objects.put(lease.key)
+            if not lease.is_ended:
+                self._objects.put(lease.key)
         except Exception as error:  # noqa: BLE001 - a thread that ended here would end all holds in silence
             problem = error
         now_s = self._local_s()
@@ -278,6 +284,8 @@ class Leases:
         if is_ended:
             self._delete(lease)
             with self._changed:
+                if lease in self._leases:  # an exception interrupted the end of the hold
+                    self._leases.remove(lease)
                 self._note_renewed()
         elif problem is not None and now_s - lease.renewed_s >= self._term_s and not lease.is_told:
             lease.is_told = True

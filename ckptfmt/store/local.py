@@ -154,14 +154,15 @@ class LocalStore:
     @contextlib.contextmanager
     def hold(self, path: str) -> Iterator[None]:
         """Hold a file while the context is open; see `Store.hold`."""
-        with self._changing(path), self._parent(path, make=True) as (directory, name):
-            hold = Hold(self._calls, directory, name)
+        hold = Hold(self._calls)
         try:
+            with self._changing(path), self._parent(path, make=True) as (directory, name):
+                hold.begin(directory, name)
             yield
         finally:
-            # A name that stays does no harm, as nobody holds the file; while the context's own error must come out.
+            # A name that stays does no harm, as nobody holds the file; the context's own error must come out.
             try:
-                with contextlib.suppress(OSError), self._parent(path) as (directory, _):
+                with contextlib.suppress(OSError, CkptError), self._parent(path) as (directory, _):
                     hold.end(directory)
             finally:
                 hold.release()

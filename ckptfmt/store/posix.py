@@ -93,9 +93,9 @@ class PosixCalls:
             return False
         return True
 
-    def close(self, fd: int) -> None:
-        """Close a descriptor; it is closed even if this raises (Linux)."""
-        os.close(fd)
+    #: Close a descriptor; it is closed even if this raises (Linux). The function is that of the system, since Python
+    #: handles signals before the first line of its own functions: a KeyboardInterrupt would leave a file locked.
+    close = staticmethod(os.close)
 
     def write(self, fd: int, data: memoryview) -> int:
         """Write the beginning of `data` at the file's position and return how many bytes that were."""
@@ -219,34 +219,43 @@ _PAUSE_S: Final = 0.001
 
 
 class Hold:
-    """A file that this process holds until `end`, or until it dies.
+    """A file that this process holds from `begin` until `end` or `release`, or until the process dies.
+
+    The caller of `begin` calls `release` in any case: a KeyboardInterrupt may come right behind the lock.
 
     Args:
         calls: the system calls to use.
-        directory_fd: where the file is.
-        name: of the file; made if it isn't there.
-
-    Raises:
-        OSError: ENXIO if it isn't a regular file.
     """
 
-    def __init__(self, calls: PosixCalls, directory_fd: int, name: str) -> None:
+    def __init__(self, calls: PosixCalls) -> None:
         self._calls = calls
-        self._name = name
+        self._name = ""
         self._fd: int | None = None
+
+    def begin(self, directory_fd: int, name: str) -> None:
+        """Hold a file.
+
+        Args:
+            directory_fd: where the file is.
+            name: of the file; made if it isn't there.
+
+        Raises:
+            OSError: ENXIO if it isn't a regular file.
+        """
+        self._name = name
         for _ in range(_TAKE_TRIES):
             # Exclusively, as everything here is created; and opened by another call, for the lock asks for more.
             with contextlib.suppress(FileExistsError):
-                calls.close(calls.open_new(name, directory_fd))
+                self._calls.close(self._calls.open_new(name, directory_fd))
             with contextlib.suppress(FileNotFoundError):
-                if self._lock(calls.open_lock(name, directory_fd), directory_fd):
+                if self._lock(self._calls.open_lock(name, directory_fd), directory_fd):
                     return
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     def end(self, directory_fd: int) -> None:
         """Let go of the file, and remove it if nobody else holds it."""
         if self._fd is None:
-            return  # the file system has no locks, or this is a forked child's copy of somebody else's hold
+            return  # nothing was held, for the file system has no locks; or a forked child's copy of somebody's hold
         try:
             # Alone, so that nobody can begin to hold a file that is just about to lose its name.
             if _try_lock(self._calls, self._fd) and self._is_named(self._fd, directory_fd):
@@ -321,8 +330,11 @@ def is_held(calls: PosixCalls, directory_fd: int, name: str) -> bool:
             raise
         return False
     finally:
-        with contextlib.suppress(OSError):
+        # Nothing of Python's own is called before: a KeyboardInterrupt there would leave the file locked by who looks.
+        try:  # noqa: SIM105
             calls.close(fd)
+        except OSError:
+            pass
 
 
 def _try_lock(calls: PosixCalls, fd: int) -> bool:

@@ -9,9 +9,10 @@ import signal
 import pytest
 
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.store import LocalStore, MemoryStore
+from ckptfmt.store import LocalStore, MemoryStore, local, posix
 from ckptfmt.store.posix import PosixCalls
 from tests.store.helpers import code_of, no_fd_leak, python
+from tests.store.interrupted import Interrupted
 from tests.stores.faults import Fault, FaultCalls, FaultStore
 from tests.stores.recorder import Recorder
 
@@ -314,6 +315,32 @@ def test_every_failing_call_gives_a_named_error_and_nothing_stays_held(fast_path
 
     assert codes == {"ok", Code.STORE_IO}
     assert fail_at > 4
+
+
+# Interrupts
+
+
+def test_an_interrupt_at_any_moment_leaves_nothing_held(store):
+    """A KeyboardInterrupt behind the lock and before the context left the file locked as long as the process lived."""
+    for moment in itertools.count(1):
+        with Interrupted(moment, (posix, local)) as interrupted, contextlib.suppress(KeyboardInterrupt):
+            hold_briefly(store, f"x/{moment}")
+        if not interrupted.place:
+            break
+        assert not store.is_held(f"x/{moment}"), interrupted.place
+    assert moment > 50
+
+
+def test_an_interrupt_of_who_looks_leaves_nothing_held(store, tmp_path):
+    """A look locks the file for an instant; a KeyboardInterrupt left it locked as long as the process lived."""
+    for moment in itertools.count(1):
+        (tmp_path / f"{moment}").touch()  # of a process that was killed
+        with Interrupted(moment, (posix, local)) as interrupted, contextlib.suppress(KeyboardInterrupt):
+            store.is_held(f"{moment}")
+        if not interrupted.place:
+            break
+        assert not store.is_held(f"{moment}"), interrupted.place
+    assert moment > 15
 
 
 # Stores around stores

@@ -1,5 +1,7 @@
 """Leases: whoever lives holds, whoever is dead or stopped for a term doesn't, and only the store's clock counts."""
 
+import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -11,6 +13,7 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store import MemoryStore, leases
 from ckptfmt.store.leases import FOLDER, TERM_S, Leases
 from tests.store.helpers import code_of
+from tests.store.interrupted import Interrupted
 
 WAIT_S = 60
 
@@ -112,6 +115,22 @@ def test_a_living_process_holds_for_as_long_as_it_wants(objects):
     assert not thread.is_alive()
     assert asker.leases.list_held("run/savers") == []
     assert objects.times_s == {}
+
+
+def test_an_interrupt_at_any_moment_holds_for_a_term_and_no_longer(objects):
+    """A KeyboardInterrupt as a hold ends left a lease that was renewed for as long as the process lived."""
+    for moment in itertools.count(1):
+        holder, asker = Process(objects), Process(objects)
+        interrupted = Interrupted(moment, (leases,))
+        with interrupted, contextlib.suppress(KeyboardInterrupt), holder.leases.hold("savers/a"):
+            pass
+        if not interrupted.place:
+            break
+        for _ in range(6):
+            objects.clock.now_s += TERM_S / 4
+            holder.go_on()
+        assert asker.leases.list_held("savers") == [], interrupted.place
+    assert moment > 30
 
 
 def test_a_dead_process_holds_for_a_term_and_no_longer(objects):
