@@ -1,1 +1,1 @@
-"""What a delta stores of each block, and the processes that encode blocks beside a saver."""
+"""Deltas: the choice of full or delta, the coding of blocks, and the coder processes."""

@@ -1,4 +1,4 @@
-"""What a delta is made against: a committed checkpoint, pinned, and the content of its blocks."""
+"""The base of a delta: a committed checkpoint, protected by pins, and the blocks' contents."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from ckptfmt.write.image import Image
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Base:
-    """A committed checkpoint to make a delta against, of the same image.
+    """A committed checkpoint of the same image, against which a delta is made.
 
     Attributes:
-        reference: its name and digest.
-        manifest: its manifest.
-        part: this writer's part of it.
-        digests: of the blocks of each piece of the image.
-        view: where its snapshot was; it may be another by now. None where it surely is.
-        slot: number of that slot, likewise.
+        reference: name and digest of the checkpoint.
+        manifest: manifest of the checkpoint.
+        part: this writer's part of the checkpoint.
+        digests: digests of the blocks of each piece of the image.
+        view: memory of the slot that held the base's snapshot; its contents may have changed since.
+            None if the slot is being overwritten now.
+        slot: number of that slot; None if the slot is being overwritten now.
     """
 
     reference: Reference
@@ -41,9 +42,10 @@ class Base:
 def pin_base(
     store: Store, origin: Origin, writer: int, base: Base, *, known: Known | None = None
 ) -> tuple[Reference, ...]:
-    """Keep a base from being cleaned away until this save is decided; return what its delta will refer to.
+    """Write pins that keep a base from being deleted before this save is decided.
 
-    Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH) if it is going already; StoreError.
+    Returns: the references of the delta, sorted by digest: the base and all that the base lists.
+    Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH) if the base is being deleted; StoreError.
     Spec: REQ-CMT-035, REQ-CMT-031.
     """
     references = tuple(sorted({base.reference, *base.manifest.references}, key=lambda one: one.digest))
@@ -56,13 +58,14 @@ def pin_base(
 
 
 class BaseContents:
-    """The content of the base's blocks, verified: out of its slot as long as it is there, else from elsewhere.
+    """The verified contents of the base's blocks, read from the base's slot or from a fallback.
 
     Args:
-        image: of the base.
-        digests: of the blocks of each piece.
-        view: where the snapshot was; see `Base`.
-        otherwise: returns the content of a block that isn't there any more, given the number of its piece and its own.
+        image: image of the base.
+        digests: digests of the blocks of each piece.
+        view: memory of the base's slot, as in `Base`.
+        otherwise: returns the content of a block that the slot no longer holds, given the numbers
+            of the piece and of the block.
     """
 
     def __init__(
@@ -79,26 +82,27 @@ class BaseContents:
         self._otherwise = otherwise
 
     def digest(self, number: int, block: int) -> bytes:
-        """Return the digest of a block."""
+        """Return the digest of a block of the base."""
         return digest_at(self._digests[number], block)
 
     def content(self, number: int, block: int) -> memoryview:
-        """Return the content of a block."""
+        """Return the verified content of a block of the base."""
         if self._view is not None:
             begin, end = self._image.span(number, block)
-            # Copied first: the trainer may take the slot at any time, and what was compared must be what is used.
+            # Copied before hashing: the trainer may overwrite the slot at any time, and the bytes
+            # that are verified must be the bytes that are returned.
             content = bytes(self._view[begin:end])
             if digest_bytes(content) == self.digest(number, block):
                 return memoryview(content)
         return self._otherwise(number, block)
 
     def elements(self, number: int, elements: range, width: int) -> memoryview:
-        """Return elements of a piece."""
+        """Return a range of elements of a piece of the base."""
         return join_blocks(lambda block: self.content(number, block), elements, width, self._image.block_nbytes)
 
 
 class BaseFiles:
-    """The content of the base's blocks out of its files, which are opened when the first one is asked for."""
+    """The verified contents of the base's blocks, read from files that the first read opens."""
 
     def __init__(self, store: Store, image: Image, base: Base) -> None:
         self._store = store
@@ -108,7 +112,7 @@ class BaseFiles:
         self._lock = threading.Lock()
 
     def content(self, number: int, block: int) -> memoryview:
-        """Return the content of a block, verified; thread-safe."""
+        """Return the verified content of a block; thread-safe."""
         piece = self._image.pieces[number]
         library = self._open()
         stored = library.files.open_part(self._base.part.writer).find(piece.key, piece.box)
@@ -116,7 +120,7 @@ class BaseFiles:
         return library.read_blocks(stored, [block])[0][0]
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, if a read opened them."""
         if self._library is not None:
             self._library.files.close()
 

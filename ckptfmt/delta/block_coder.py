@@ -1,10 +1,12 @@
-"""What becomes of a block in a delta: what the base has, or what stores it in the fewest bytes.
+"""The coding of a delta's blocks: a reference to the base, or the encoding with the fewest bytes.
 
-That is chosen by measuring, and decoded again before it is believed.
+Encodings are compared by their measured sizes. Encoded bytes are decoded and compared with the
+content before they are used.
 
-Pieces may be predicted from each other, all by one rule. Names and options say what may belong together; a sample of
-the base's and the new elements says whether it does. One rule holds for all parameters of a group of the optimizer, so
-that it is looked for once for each of these.
+Pieces of related tensors form groups, in which one piece is predicted from another: an optimizer's
+moments and the weight, or a weight and its rounded copy. Names and optimizer options suggest a
+group. A sample of old and new elements then shows by which rule the prediction works, if by any.
+All parameters of one optimizer group share a rule, so that the search runs once per such group.
 
 Spec: REQ-DEL-008, REQ-PRE-012.
 """
@@ -36,17 +38,17 @@ from ckptfmt.features import ENCODINGS, NEEDS_BASE
 from ckptfmt.write.image import Image
 from ckptfmt.write.slot_contents import Snapped
 
-#: Where leaves may say that tensors belong together.
+#: Fields with leaves that may show which tensors are related.
 _FIELDS: Final = frozenset({"weights", "optimizer", "data"})
 
 
 class Sides:
-    """The elements of a snapshot in a slot, and of its base, by numbers of pieces.
+    """The elements of a snapshot in a slot, and of its base, addressed by the numbers of pieces.
 
     Args:
-        image: of both.
-        view: of the slot.
-        contents: of the base's blocks.
+        image: image of the snapshot and of the base.
+        view: memory of the snapshot's slot.
+        contents: contents of the base's blocks.
     """
 
     def __init__(self, image: Image, view: memoryview, contents: BaseContents) -> None:
@@ -64,22 +66,22 @@ class Sides:
         return DTYPES[self.dtype(number)].nbytes
 
     def elements_of(self, number: int, block: int) -> range:
-        """Return the elements of a piece that a block has."""
+        """Return the range of a piece's elements that a block holds."""
         piece, width = self.image.pieces[number], self.width(number)
         per_block = self.image.block_nbytes // width
         return range(block * per_block, min((block + 1) * per_block, (piece.end - piece.begin) // width))
 
     def end_of(self, number: int, elements: range) -> int:
-        """Return how much of the slot has to be there for elements of a piece to be, in bytes."""
+        """Return how many bytes of the slot must be filled before elements of a piece are there."""
         return self.image.pieces[number].begin + elements.stop * self.width(number)
 
     def new(self, number: int, elements: range) -> memoryview:
-        """Return elements of a piece of the snapshot."""
+        """Return a range of elements of a piece of the snapshot."""
         begin = self.image.pieces[number].begin + elements.start * self.width(number)
         return self._view[begin : self.end_of(number, elements)]
 
     def base(self, number: int, elements: range) -> memoryview:
-        """Return elements of a piece of the base."""
+        """Return a range of elements of a piece of the base."""
         return self.contents.elements(number, elements, self.width(number))
 
 
@@ -88,8 +90,8 @@ class PlannedGroup:
     """Pieces that are predicted from each other.
 
     Attributes:
-        rule: how.
-        pieces: numbers of the pieces in the image, in the order in which they are decoded.
+        rule: rule of the prediction.
+        pieces: numbers of the pieces in the image, in decoding order.
     """
 
     rule: Rule
@@ -97,33 +99,37 @@ class PlannedGroup:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What each piece is."""
+        """The role of each piece."""
         return roles(self.rule)
 
     @property
     def needs_base(self) -> bool:
-        """Whether predicting begins with the base's blocks."""
+        """Whether a prediction starts from the base's blocks."""
         return self.rule.kind != "cast"
 
     def is_predicted(self, role: str, encoding: str) -> bool:
-        """Return whether the block of a role, encoded so, is decoded against what the group predicts."""
+        """Return whether a block of this role and encoding is decoded against the prediction."""
         return encoding in NEEDS_BASE and role != "master"
 
 
 def find_groups(snapped: Snapped, base_leaves: Sequence[Leaf], contents: BaseContents) -> tuple[PlannedGroup, ...]:
-    """Return the groups of a snapshot against its base; each piece is in one at most.
+    """Return the groups of a snapshot and its base; groups don't overlap.
 
     Args:
-        base_leaves: the leaves of the base.
-        contents: of the base's blocks.
+        base_leaves: leaves of the base's part.
+        contents: contents of the base's blocks.
 
-    Raises: what reading the base's files and waiting for the slot raise.
+    Raises: errors of reading the base's files and of waiting for the slot.
     """
     return _Finder(snapped, base_leaves, contents).find()
 
 
 def dump_rules(groups: Iterable[PlannedGroup]) -> dict[int, bytes]:
-    """Return the bytes of each rule, of which many groups share a few, by its id: equal ones may differ in a zero."""
+    """Return the bytes of each distinct rule object, by the object's `id`.
+
+    Many groups share a few rule objects. The key isn't the rule: equal rules may differ in the sign
+    of a zero, and then have different bytes.
+    """
     rules = {id(group.rule): group.rule for group in groups}
     return {number: rule.dump() for number, rule in rules.items()}
 
@@ -141,7 +147,7 @@ class _Finder:
         self._hints: dict[str, Rule] = {}
 
     def find(self) -> tuple[PlannedGroup, ...]:
-        """Return the groups."""
+        """Return the groups, each with a rule that a sample has confirmed."""
         members, base_members = self._find_members()
         before = {_names_of(one): one.options for one in base_members}
         found: list[PlannedGroup] = []
@@ -154,19 +160,19 @@ class _Finder:
         return tuple(found)
 
     def _find_members(self) -> tuple[Sequence[Members], Sequence[Members]]:
-        """Return what may belong together in the snapshot, and in its base."""
+        """Return the candidates for groups, in the snapshot and in its base."""
         table = self._image.holdings.table
         shapes = dict(zip(table.keys, table.global_shapes, strict=True))
         dtypes = table.dtypes_by_key()
         tensors = {key: (dtypes[key], shapes[key]) for key in self._pieces}
-        parse = functools.cache(parse_tree)  # most leaves are in both as they were
+        parse = functools.cache(parse_tree)  # most leaves are equal in both, and are parsed once
         new, base = (_values_of(leaves, parse) for leaves in self._leaves)
         return find_members(tensors, new), find_members(tensors, base)
 
     def _sort_by_rule(self, members: Iterable[Members]) -> list[list[Members]]:
-        """Return members by what a rule depends on: kind, roles, options and number of steps."""
+        """Group candidates by the facts that determine a rule: kind, roles, options and steps."""
         found: dict[object, list[Members]] = {}
-        said: dict[int, str] = {}  # all parameters of a group of the optimizer have the same options
+        said: dict[int, str] = {}  # by id: all parameters of an optimizer group share one dict
         for one in members:
             if id(one.options) not in said:
                 said[id(one.options)] = repr(sorted(one.options.items(), key=str))
@@ -175,13 +181,16 @@ class _Finder:
         return list(found.values())
 
     def _rows_of(self, members: Members) -> list[tuple[int, ...]]:
-        """Return the pieces of boxes that this writer has of all members, a row for each box, in the order of roles."""
+        """Return a row of pieces for each box that this writer has of all members.
+
+        The pieces of a row are in the order of roles.
+        """
         keys = [members.tensors[role] for role in _roles_of(members)]
         boxes = [box for box in self._pieces[keys[0]] if all(box in self._pieces.get(key, {}) for key in keys)]
         return [tuple(self._pieces[key][box] for key in keys) for box in boxes]
 
     def _steps_of(self, members: Members) -> tuple[float, float] | None:
-        """Return how many steps a parameter had behind it in the base, and has now; None where nothing says so."""
+        """Return the parameter's step counts in the base and in the snapshot; None if unknown."""
         if not isinstance(members.step, tuple):
             return None if members.step is None else (members.step - 1, members.step)
         number = next(iter(self._pieces.get(members.step, {}).values()), None)
@@ -194,7 +203,7 @@ class _Finder:
     def _find_rule(
         self, members: Members, base_options: Mapping[str, object], rows: Sequence[tuple[int, ...]]
     ) -> Rule | None:
-        """Return the rule that a sample of the largest box shows."""
+        """Return the rule that a sample of the largest box confirms, or None."""
         row = max(rows, key=lambda row: self._image.pieces[row[0]].end - self._image.pieces[row[0]].begin)
         piece = self._image.pieces[row[0]]
         per_block = self._image.block_nbytes // max(map(self._sides.width, row))
@@ -210,7 +219,7 @@ class _Finder:
         return find_rule(members.kind, options, samples, base_options=before, hint=hint)
 
     def _sample(self, number: int, elements: range) -> tuple[memoryview, memoryview]:
-        """Return some elements of a piece: the base's, and the new ones."""
+        """Return elements of a piece as a pair: the base's, then the snapshot's."""
         self._snapped.progress.wait(self._sides.end_of(number, elements))
         return self._sides.base(number, elements), self._sides.new(number, elements)
 
@@ -228,25 +237,26 @@ def _names_of(members: Members) -> frozenset[TensorKey]:
 
 
 def _roles_of(members: Members) -> tuple[str, ...]:
-    """Return all roles that a rule of these members may have, in the order of decoding."""
+    """Return all roles that a rule of these members may have, in decoding order."""
     order = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "weight")
     return tuple(sorted(members.tensors, key=lambda role: order.index(role) if role in order else len(order)))
 
 
-#: Smallest block that is encoded, in bytes: of a smaller one the digest of what is stored takes all of the gain.
+#: Smallest block that is encoded, in bytes: below, the digest of the stored bytes costs the gain.
 LEAST_NBYTES: Final = 64
-#: Below this only what says which few elements changed is tried: all else takes longer than it is worth.
+#: Below this size in bytes only `sparse` is tried: the rest takes more time than the gain is worth.
 SMALL_NBYTES: Final = 2048
 _FOR_SMALL: Final = ("raw", "sparse")
-#: Of such a block, if a larger share of its lanes has changed, nothing is tried: biases and gains of norms are a
-#: quarter of a per cent of a state, and took a quarter of the time of all that is encoded.
+#: Largest share of changed lanes at which a small block is encoded. Biases and gains of norms are
+#: a quarter of a per cent of a state, and without this limit took a quarter of the encoding time.
 _MOST_CHANGED: Final = 0.5
 
-#: How much more of its bytes than the last block of a piece another may take, before it is chosen for anew.
+#: Encodings are compared anew where a block's ratio of stored to content bytes exceeds this factor
+#: times the ratio at the last comparison.
 _ALIKE: Final = 1.1
 
 
-#: The columns of verdicts: what becomes of each block, as coders tell it and as a delta keeps it.
+#: The columns of verdicts, in the messages of coder processes and in the memory of a delta.
 VERDICT: Final = np.dtype(
     [
         ("encoding", np.uint8),
@@ -257,20 +267,20 @@ VERDICT: Final = np.dtype(
         ("decode_s", np.float64),
     ]
 )
-#: In the column of encodings: nobody has decided.
+#: Value of the column `encoding` for a block without a verdict.
 UNDECIDED: Final = 255
 
 
 class Verdict(NamedTuple):
-    """What becomes of a block: a row of `VERDICT`.
+    """The decision how a block is stored: a row of `VERDICT`.
 
     Attributes:
-        encoding: number in `ENCODINGS`.
-        predicted: whether its group's prediction stands in the place of the base's content.
-        nbytes: how many bytes it is stored in.
-        digest: of its content.
-        stored_digest: of what it is stored as; zeros where that is the content, or nothing.
-        decode_s: how long decoding it takes, in seconds.
+        encoding: number of the encoding in `ENCODINGS`.
+        predicted: whether decoding starts from the group's prediction instead of the base's block.
+        nbytes: size of the stored bytes.
+        digest: digest of the block's content.
+        stored_digest: digest of the encoded bytes; zeros for a raw or unchanged block.
+        decode_s: decoding time in seconds.
     """
 
     encoding: int
@@ -282,7 +292,7 @@ class Verdict(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """What a changed block is stored as, and how long decoding that takes."""
+    """The encoded bytes of a changed block, and the time that decoding them takes, in seconds."""
 
     encoding: str
     stored: bytes
@@ -291,15 +301,15 @@ class _Encoded(NamedTuple):
 
 
 class BlockCoder:
-    """Encodes blocks of a snapshot against the base's; thread-safe.
+    """Encodes blocks of a snapshot against the base's blocks; thread-safe.
 
     Args:
-        image: of the snapshot, and of the base's.
-        view: of the slot.
-        contents: of the base's blocks.
-        groups: pieces that are predicted from each other.
-        fields: those whose changed blocks are encoded; of others they are stored raw.
-        among: encodings to choose from.
+        image: image of the snapshot and of the base.
+        view: memory of the snapshot's slot.
+        contents: contents of the base's blocks.
+        groups: groups of pieces that are predicted from each other.
+        fields: fields in which changed blocks are encoded; elsewhere they are stored raw.
+        among: candidate encodings.
     """
 
     def __init__(
@@ -317,11 +327,11 @@ class BlockCoder:
         self._fields = fields
         self._groups = {number: group for group in groups for number in group.pieces}
         self._among = among
-        #: For a piece or a role, the encoding that was chosen last, and what share of its bytes a block took.
+        #: By piece or role: the last chosen encoding, and its ratio of stored to content bytes.
         self._chosen: dict[int | str, tuple[str, float]] = {}
 
     def end_of(self, number: int, block: int) -> int:
-        """Return how much of the slot has to be there for a block to be coded, in bytes."""
+        """Return how many bytes of the slot must be filled before a block can be coded."""
         group = self._groups.get(number)
         if group is None:
             return self._image.span(number, block)[1]
@@ -330,12 +340,14 @@ class BlockCoder:
         return max(self._sides.end_of(member, elements) for member in members)
 
     def code(self, number: int, block: int, *, digest: bytes | None = None) -> tuple[Verdict, bytes]:
-        """Return what becomes of a block, and the bytes that store it if it is encoded.
+        """Return the verdict on a block, and the encoded bytes.
+
+        The bytes are empty for a raw or unchanged block.
 
         Args:
-            digest: of its content, if that is known.
+            digest: digest of the block's content, if known.
 
-        Raises: what the contents of the base raise.
+        Raises: errors of `BaseContents.content`.
         """
         content = self._content(number, block)
         digest = digest_bytes(content) if digest is None else digest
@@ -357,7 +369,7 @@ class BlockCoder:
         return verdict, found.stored
 
     def _code_changed(self, number: int, block: int, content: memoryview) -> _Encoded | None:
-        """Return what stores a block in the fewest bytes, having seen that it decodes to the same; None for its own."""
+        """Return the smallest encoding of a changed block, checked by decoding; None for raw."""
         group, is_small = self._groups.get(number), content.nbytes < SMALL_NBYTES
         found = None if group is None or is_small else self._predict(group, number, block, content)
         if found is not None:
@@ -374,7 +386,7 @@ class BlockCoder:
         return _Encoded(encoding, stored, clock.seconds)
 
     def code_as(self, encoding: str, number: int, block: int, *, predicted: bool) -> bytes:
-        """Return what a block is stored as by an encoding that was chosen for it before."""
+        """Return the bytes of a block again, in the encoding of an earlier verdict."""
         content = self._content(number, block)
         if predicted:
             found = self._predict(self._groups[number], number, block, content)
@@ -385,10 +397,10 @@ class BlockCoder:
     def _encode(
         self, like: int | str, content: memoryview, *, dtype: str, base: memoryview, among: Sequence[str]
     ) -> tuple[str, bytes]:
-        """Return a block encoded against another: as the last one like it was, as long as that goes as well.
+        """Return the encoding and bytes of a block, trying the last choice for `like` first.
 
-        Choosing takes several times as long as encoding. Blocks of one piece are much alike, and so are those of one
-        role, whatever their piece.
+        Comparing encodings takes several times as long as encoding. Blocks of one piece resemble
+        each other, and so do blocks of one role in all pieces.
         """
         encoding, share = self._chosen.get(like, ("raw", 1.0))
         if encoding != "raw":
@@ -400,7 +412,7 @@ class BlockCoder:
         return encoding, stored
 
     def _predict(self, group: PlannedGroup, number: int, block: int, content: memoryview) -> _Encoded | None:
-        """Return a block as its group predicts it; None where that doesn't pay."""
+        """Return a block encoded with its group's prediction; None if that doesn't work or pay."""
         place, elements = group.pieces.index(number), self._sides.elements_of(number, block)
         role = group.roles[place]
         given: dict[str, Any] = {
@@ -415,7 +427,8 @@ class BlockCoder:
         clock = _Clock()
         with clock:
             given["predicted"] = prediction.predict_member(group.rule, role, **given)
-        # What a prediction misses is noise, or next to nothing: sorting it takes long and gains nothing.
+        # The residual of a prediction is noise or almost empty: the slow encoding `classes`
+        # gains no bytes there.
         encode = functools.partial(self._encode, role, among=encodings.QUICK)
         dtype = self._sides.dtype(number)
         encoding, stored = prediction.encode_member(group.rule, role, content, dtype=dtype, encode=encode, **given)
@@ -425,7 +438,7 @@ class BlockCoder:
         return _Encoded(encoding, stored, clock.seconds, predicted=group.is_predicted(role, encoding))
 
     def _bases_of(self, group: PlannedGroup, role: str, elements: range) -> dict[str, memoryview]:
-        """Return the base's elements of the members that a role is decoded from."""
+        """Return the base's elements of all members from which a role is decoded."""
         if not group.needs_base:
             return {}
         wanted = prediction.needed_bases(group.rule, role)
@@ -440,7 +453,7 @@ class BlockCoder:
 
 
 def encode_small(content: memoryview, *, dtype: str, base: memoryview) -> tuple[str, bytes]:
-    """Return how a small block is stored, and as what; `("raw", b"")` where nothing pays."""
+    """Return the encoding and bytes of a small block; `("raw", b"")` where encoding doesn't pay."""
     if content.nbytes < LEAST_NBYTES:
         return "raw", b""
     words = LANES[dtype].words
@@ -451,7 +464,7 @@ def encode_small(content: memoryview, *, dtype: str, base: memoryview) -> tuple[
 
 
 class _Clock:
-    """Adds up the time of what whoever decodes has to do as well."""
+    """Accumulates the decoding time that a reader of this delta will spend."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -465,9 +478,9 @@ class _Clock:
 
 
 def _decodes(encoding: str, stored: bytes, content: memoryview, decode: Callable[..., None], clock: _Clock) -> bool:
-    """Return whether what is stored decodes to the content."""
+    """Return whether the stored bytes decode to the content."""
     out = memoryview(bytearray(content.nbytes))
     with clock:
         decode(encoding, memoryview(stored), out, where="delta")
-    # Memoryviews would compare themselves byte by byte, twenty times as slowly.
+    # Memoryviews compare byte by byte, twenty times as slowly as arrays.
     return np.array_equal(np.frombuffer(out, np.uint8), np.frombuffer(content, np.uint8))

@@ -1,4 +1,4 @@
-"""The saves of one saver, one behind the other: each in full, or as a delta of the one before."""
+"""The chain of one saver's saves: each is full, or a delta of the last committed save."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from ckptfmt.write.image import Image
 from ckptfmt.write.slot_contents import SlotContents, Snapped
 from ckptfmt.write.writer import removed_after_error, write_image, write_part_file
 
-#: How many saves are remembered that are written and not known to be committed: failed ones among them.
+#: Most written saves to remember before their commit is known; failed saves are among them.
 _WRITTEN_COUNT: Final = 64
-#: Smallest image for which processes are started to encode it, in bytes: a smaller one is done in less time.
+#: Smallest image for which coder processes start, in bytes: less takes less time to encode.
 _LEAST_NBYTES: Final = 32 << 20
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class _Link:
-    """One save of the chain.
+    """A save of the chain.
 
     Attributes:
-        digests: of the blocks of each piece of the image.
-        read_nbytes: of all blocks, how many bytes a restore reads for each.
-        decoded_nbytes: and how many bytes of content it decodes.
+        digests: digests of the blocks of each piece of the image.
+        read_nbytes: number of bytes for a restore to read, for each block.
+        decoded_nbytes: number of content bytes for a restore to decode, for each block.
     """
 
     snapped: Snapped
@@ -50,21 +50,22 @@ class _Link:
 
 
 class Chain:
-    """What a saver knows of its saves: the last committed one, and what they cost.
+    """A saver's memory of its saves: the last committed save, and the measured costs.
 
     Args:
-        coders: processes that encode what deltas store, if there may be any.
-        known: what the saver has parsed before.
+        coders: processes for encoding blocks, if the saver may use some.
+        known: documents already parsed by the saver.
     """
 
     def __init__(self, coders: Coders | None = None, known: Known | None = None) -> None:
         self._coders = coders
         self._known = known
         self.history = History()
-        self._last: _Link | None = None  # committed
-        #: What is written and not yet known to be committed, by attempt, the oldest first.
+        self._last: _Link | None = None  # the last committed save
+        #: Written saves, not yet known to be committed, by attempt, the oldest first.
         self._written: dict[str, _Link] = {}
-        #: The digests of what lies in each slot, by its number, for as long as that isn't being filled again.
+        #: Image and digests of each slot's contents, by slot number, until the slot is filled
+        #: again.
         self._in_slots: dict[int, tuple[Image, list[bytes]]] = {}
 
     def write(
@@ -77,15 +78,15 @@ class Chain:
         options: DeltaOptions,
         home: Store | None = None,
     ) -> SavePlan:
-        """Write a snapshot's files and its part, as the policy says.
+        """Write a snapshot's files and its part, in full or as a delta.
 
         Args:
-            store: rooted at the checkpoint's directory.
-            home: rooted at that directory where bases are and pins belong, if that is another store: where it doesn't
-                answer, the save is written in full.
+            store: store of the checkpoint's directory.
+            home: store of the same directory where bases are read and pins are written, if another
+                than `store`. If `home` fails, the save is full.
 
-        Returns: what was decided.
-        Raises: StoreError; what waiting for the slot raises.
+        Returns: the decision, with its reason.
+        Raises: StoreError; errors of waiting for the slot.
         """
         begin_s = time.monotonic()
         while len(self._written) >= _WRITTEN_COUNT:
@@ -94,7 +95,7 @@ class Chain:
         held = held if image is snapped.image else None
         plan, base = self._plan(snapped, options)
         if options.mode == "smallest":
-            self._start_coders(snapped.image)  # sooner or later
+            self._start_coders(snapped.image)  # this mode encodes every delta
         if (fields := plan.fields) is not None and base is not None:
             try:
                 references = pin_base(home or store, origin, writer, base, known=self._known)
@@ -103,7 +104,8 @@ class Chain:
                     raise
                 plan = SavePlan(fields=None, reason=f"the base can't be had: {error}")
             else:
-                # Nothing will be read of the bases if the part isn't written, and for its pins they would stay.
+                # Without a part there is no reader of the bases, and forgotten pins would protect
+                # them.
                 with removed_after_error(home or store, [pins_path(origin.attempt, writer)]):
                     delta = Delta(
                         home or store,
@@ -134,11 +136,14 @@ class Chain:
         seconds = time.monotonic() - begin_s
         self.history.note_full(nbytes=int(nbytes.sum()), seconds=seconds, unchanged=self._unchanged(link, nbytes))
         if plan_save(options, self.history, base_reference_count=0).fields:
-            self._start_coders(snapped.image)  # they are there when the next save comes
+            self._start_coders(snapped.image)  # ready for the next save, which may be a delta
         return plan
 
     def commit(self, manifest: Manifest) -> None:
-        """Take note that a save is committed: the next one may be a delta of it. What came before it is forgotten."""
+        """Record that a save is committed: the next save may be a delta of it.
+
+        Earlier saves are forgotten.
+        """
         attempt = manifest.origin.attempt
         if attempt in self._written:
             behind = list(self._written)[list(self._written).index(attempt) + 1 :]
@@ -151,7 +156,7 @@ class Chain:
         if last is None or last.manifest is None or last.snapped.image is not snapped.image:
             return plan_save(options, self.history, base_reference_count=None), None
         origin, is_taken = last.manifest.origin, last.snapped.slot == snapped.slot
-        if origin.launch is None:  # outside of a run, whose checkpoints alone are sure to stay
+        if origin.launch is None:  # outside a run, any base may be deleted
             return plan_save(options, self.history, base_reference_count=None), None
         base = Base(
             reference=Reference(name=checkpoint_name(origin.step, origin.launch), digest=last.manifest.digest),
@@ -166,7 +171,7 @@ class Chain:
     def _write_delta(
         self, delta: Delta, store: Store, origin: Origin, writer: int, *, begin_s: float, mode: str
     ) -> _Link:
-        assert self._last is not None  # noqa: S101 - it is the base
+        assert self._last is not None  # noqa: S101 - the last save is the base
         snapped = delta.snapped
         try:
             part = delta.write(store, origin, writer)
@@ -203,7 +208,7 @@ class Chain:
             self._coders.start()
 
     def _unchanged(self, link: _Link, nbytes: NDArray[np.int64]) -> float:
-        """Return the share of the bytes that are as in the last save."""
+        """Return the share of bytes in blocks equal to those of the last save."""
         last = self._last
         if last is None or last.snapped.image is not link.snapped.image:
             return 0.0
@@ -213,7 +218,7 @@ class Chain:
 
 
 def _content_nbytes(image: Image) -> NDArray[np.int64]:
-    """Return the size of each block of an image in bytes, piece by piece."""
+    """Return the size of each block of an image in bytes, in the order of pieces."""
     sizes = [
         min(image.block_nbytes, piece.end - begin)
         for piece in image.pieces

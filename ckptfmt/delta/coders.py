@@ -1,8 +1,9 @@
-"""The processes that digest and encode blocks for a saver, and the way to them. Without them it does so by itself.
+"""The coder processes, which digest and encode blocks for a saver, and their client.
 
-A saver starts as many as it has processors for: arithmetic on small arrays, by several threads of one Python process,
-takes as long as by one. A coder is ``python -m ckptfmt.delta.coders FD``. It knows slots, and no store: what isn't in a
-slot any more is encoded by the saver.
+Without coder processes the saver encodes by itself. A saver starts one per processor:
+arithmetic on small arrays gains no time from several threads of a Python process.
+A coder is ``python -m ckptfmt.delta.coders FD``. A coder reads slots and no store, so that the
+saver itself encodes blocks if their base is no longer in a slot.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ from ckptfmt.stage.slot import Slot
 from ckptfmt.write.image import Image
 from ckptfmt.write.slot_contents import Snapped
 
-#: A coder makes and drops arrays of a block's size all the time: the C library shall keep their memory.
+#: Coders allocate and free arrays of a block's size all the time: malloc keeps the memory.
 _ENVIRONMENT: Final = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
-#: How long a process may take for a few blocks, in seconds, a thousand times as long as it does. Then the saver does
-#: them itself.
+#: Longest wait for the answer to a few blocks, in seconds: a thousand times the usual time. After
+#: that the saver encodes the blocks by itself.
 _PATIENCE_S: Final = 60.0
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class _Coder:
-    """One process.
+    """A coder process, seen from the saver.
 
     Attributes:
-        slots: those that it has been sent.
-        image: that it has been sent last.
-        results: where it leaves what it stores of a block; None before it has said so.
+        slots: slots sent to the process, by number.
+        image: image sent to the process last.
+        results: shared memory in which the process leaves encoded bytes; None before its first
+            answer.
     """
 
     process: subprocess.Popen[bytes]
@@ -55,27 +57,28 @@ class _Coder:
 
 
 class Coders:
-    """Processes that encode, as many as there are processors, at most eight; none before `start`.
+    """The coder processes of a saver: one per processor, at most eight; none before `start`.
 
-    Deltas come one after the other; blocks of one may come from several threads.
+    Deltas are coded one at a time. Several threads may code blocks of the same delta.
     """
 
     def __init__(self) -> None:
         self._slots: dict[int, Slot] = {}
         self._all: list[_Coder] = []
         self._idle: list[_Coder] = []
-        #: Of threads that wait for one, in the order in which they came: a stream waits for its oldest batch.
+        #: Queues of threads waiting for a process, in order of arrival: a stream waits for its
+        #: oldest batch.
         self._waiting: collections.deque[queue.SimpleQueue[_Coder | None]] = collections.deque()
         self._alive_count = 0
         self._has_started = False
         self._lock = threading.Lock()
 
     def add_slot(self, number: int, slot: Slot) -> None:
-        """Take note of a slot, in the place of the one of this number."""
+        """Register a slot under a number, in place of the previous slot of that number."""
         self._slots[number] = slot
 
     def start(self) -> None:
-        """Start the processes, and don't wait for them. Where none can be started, there will be none."""
+        """Start the processes and return at once. Where starting fails, the saver encodes alone."""
         count = coder_count()
         if self._has_started or count < 2:
             return
@@ -98,14 +101,15 @@ class Coders:
         fields: Collection[str],
         among: Sequence[str],
     ) -> None:
-        """Tell all of the delta whose blocks come now.
+        """Announce a delta to all processes, before the blocks are sent.
 
         Args:
-            snapped: the snapshot.
-            base_slot: number of the slot that has the base.
-            groups: pieces that are predicted from each other.
-            fields: those whose changed blocks are encoded.
-            among: encodings to choose from.
+            snapped: snapshot to encode.
+            base: base of the delta.
+            base_slot: number of the slot of the base.
+            groups: groups of pieces that are predicted from each other.
+            fields: fields in which changed blocks are encoded.
+            among: candidate encodings.
         """
         image, slot = snapped.image, snapped.slot
         self._idle, self._alive_count = [], 0
@@ -128,33 +132,34 @@ class Coders:
                 coder.channel.send(message)
                 is_told = True
             except OSError:
-                continue  # it is gone
+                continue  # the process is gone
             finally:
                 if not is_told:
-                    coder.channel.shut_down()  # half a message may have been sent
+                    coder.channel.shut_down()  # the message may be incomplete
             self._idle.append(coder)
             self._alive_count += 1
 
     def code(self, blocks: Sequence[tuple[int, int]], nbytes: int) -> dict[tuple[int, int], tuple[Any, bytes]]:
-        """Return the verdicts of blocks, and what those store that are encoded. Waits for a process.
+        """Return the verdict and the encoded bytes of blocks, by block. Waits for a free process.
 
         Args:
-            blocks: number of piece and block of each; the caller codes those that aren't in what is returned.
-            nbytes: size of their content, all together: what is stored of them is no more.
+            blocks: numbers of piece and block, for each block. The caller codes the blocks
+                missing in the result.
+            nbytes: size of the blocks' contents in bytes, an upper bound of the encoded size.
         """
         coder, coded = self._take(), None
         if coder is not None:
             try:
                 coded = self._ask(coder, blocks, nbytes)
             finally:
-                # After an error nobody knows what it says next, and to which question.
+                # After an error the next answer may belong to an earlier question.
                 self._lose(coder) if coded is None else self._give_back(coder)
         return coded or {}
 
     def _ask(
         self, coder: _Coder, blocks: Sequence[tuple[int, int]], nbytes: int
     ) -> dict[tuple[int, int], tuple[Any, bytes]] | None:
-        """Return what a process made of blocks; None if it is gone."""
+        """Return a process's answer for blocks; None if the process is gone."""
         message = {"type": "blocks", "blocks": [list(at) for at in blocks], "room_nbytes": nbytes}
         try:
             coder.channel.send(message)
@@ -166,7 +171,7 @@ class Coders:
         told, fd = received
         if fd is not None:
             coder.results = Slot.attach(fd)
-        assert coder.results is not None  # noqa: S101 - the first answer has it
+        assert coder.results is not None  # noqa: S101 - the first answer carries the shared memory
         verdicts = np.frombuffer(told["verdicts"], VERDICT)
         encoded = np.where((verdicts["encoding"] == RAW) | (verdicts["encoding"] == UNDECIDED), 0, verdicts["nbytes"])
         ends = np.cumsum(encoded).tolist()
@@ -175,20 +180,20 @@ class Coders:
         return {at: (verdict, content) for at, verdict, content in rows if verdict["encoding"] != UNDECIDED}
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes and wait until they have exited."""
         for coder in self._all:
             coder.channel.shut_down()
             coder.channel.close()
         for coder in self._all:
             try:
                 coder.process.wait(_PATIENCE_S)
-            except subprocess.TimeoutExpired:  # it is stopped, say
+            except subprocess.TimeoutExpired:  # a suspended process, for example
                 coder.process.kill()
                 coder.process.wait()
         self._all = []
 
     def _take(self) -> _Coder | None:
-        """Return a process that has nothing to do, when there is one; None if there won't be."""
+        """Wait for a free process; return None if all are gone or the wait is too long."""
         with self._lock:
             if self._idle or not self._alive_count:
                 return self._idle.pop() if self._idle else None
@@ -198,10 +203,10 @@ class Coders:
             return place.get(timeout=_PATIENCE_S)
         with self._lock, contextlib.suppress(ValueError):
             self._waiting.remove(place)
-        return None if place.empty() else place.get()  # it came just now
+        return None if place.empty() else place.get()  # a process freed since the timeout
 
     def _give_back(self, coder: _Coder) -> None:
-        """Hand a process to who has waited longest."""
+        """Hand a process to the longest waiting thread, or mark the process as free."""
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().put(coder)
@@ -209,7 +214,7 @@ class Coders:
                 self._idle.append(coder)
 
     def _lose(self, coder: _Coder) -> None:
-        """Have nothing to do with a process any more; with the last one nobody has to wait any more."""
+        """Drop a process. After the last process, wake up all waiting threads."""
         coder.channel.shut_down()
         with self._lock:
             self._alive_count -= 1
@@ -217,7 +222,7 @@ class Coders:
                 self._waiting.popleft().put(None)
 
     def _send_slots(self, coder: _Coder, *numbers: int) -> None:
-        """Send what a coder doesn't have yet."""
+        """Send a process the slots that it lacks."""
         for number in numbers:
             slot = self._slots[number]
             if coder.slots.get(number) is not slot:
@@ -226,7 +231,7 @@ class Coders:
 
 
 def _dump_groups(groups: Sequence[PlannedGroup]) -> list[list[Any]]:
-    """Return each rule, of which there are few, with the pieces of its groups, of which there are many."""
+    """Return each rule once, with the pieces of all groups that use the rule."""
     pieces: dict[int, list[list[int]]] = collections.defaultdict(list)
     for group in groups:
         pieces[id(group.rule)].append(list(group.pieces))
@@ -234,7 +239,10 @@ def _dump_groups(groups: Sequence[PlannedGroup]) -> list[list[Any]]:
 
 
 def coder_count() -> int:
-    """Return how many blocks are encoded at once: what that takes from the training it takes for a shorter time."""
+    """Return how many blocks are encoded at once.
+
+    More processes take more from the training, for a shorter time.
+    """
     return max(1, min(8, len(os.sched_getaffinity(0))))
 
 
@@ -245,7 +253,7 @@ def main(fd: int) -> None:
     """Serve the saver at the other end of the socket `fd` until it is gone."""
     channel = be_helper(fd)
     watch(os.getppid(), channel)
-    with contextlib.suppress(OSError):  # the saver is gone: there is nobody to tell
+    with contextlib.suppress(OSError):  # the saver is gone, and needs no answer
         _serve(channel)
 
 
@@ -262,7 +270,7 @@ def _serve(channel: Channel) -> None:
         elif message["type"] == "image":
             image = Image.from_dict(message["image"])
         elif message["type"] == "delta":
-            assert image is not None  # noqa: S101 - the saver sends it first
+            assert image is not None  # noqa: S101 - the saver sends the image first
             coder = _make_coder(message, image, slots)
         else:
             assert coder is not None  # noqa: S101 - the saver sends image and delta first
@@ -288,15 +296,16 @@ def _refuse(piece: int, block: int) -> memoryview:
 
 
 def _code_all(coder: BlockCoder, blocks: list[list[int]], results: memoryview) -> NDArray[Any]:
-    """Leave what is stored of encoded blocks in `results`, one behind the other, and return the verdict of each block.
+    """Write the encoded bytes of blocks into `results`, end to end, and return all verdicts.
 
-    What wasn't coded, for whatever reason, is left undecided: the saver does it.
+    If the coding of a block fails for any reason, the block stays undecided, and the saver codes
+    it.
     """
     verdicts = np.zeros(len(blocks), VERDICT)
     verdicts["encoding"] = UNDECIDED
     begin = 0
     for row, (piece, block) in enumerate(blocks):
-        with contextlib.suppress(Exception):  # the saver meets it again, and tells of it
+        with contextlib.suppress(Exception):  # the saver meets and reports the same error
             verdict, stored = coder.code(piece, block)
             results[begin : begin + len(stored)] = stored
             verdicts[row] = verdict

@@ -1,8 +1,10 @@
-"""Write a delta: of each block that the base has, that it has it; of each other, what it became.
+"""The writing of a delta: unchanged blocks by reference, changed blocks encoded, in packs.
 
-The snapshot lies in a slot, and the base's mostly in the other one. Blocks are digested, compared and encoded by a few
-threads, in the order of their packs, as the slot is filled; what is stored is decoded and compared before it is
-written. Spec: REQ-DEL-001 to REQ-DEL-012, REQ-CMT-035, REQ-CMT-031.
+The snapshot is in a slot, and the base usually in the other slot. A few threads digest, compare and
+encode blocks, in the order of their packs, while the slot is being filled. Encoded bytes are
+decoded and compared before they are written.
+
+Spec: REQ-DEL-001 to REQ-DEL-012, REQ-CMT-035, REQ-CMT-031.
 """
 
 from __future__ import annotations
@@ -37,27 +39,30 @@ from ckptfmt.write.image import Image
 from ckptfmt.write.slot_contents import Snapped
 from ckptfmt.write.writer import removed_after_error
 
-#: How many bytes of blocks a thread takes at once, and how many blocks at most.
+#: Size of the batch of blocks that a thread takes at once, in bytes and in blocks, at most.
 _BATCH_NBYTES: Final = 4 << 20
 _BATCH_COUNT: Final = 256
-#: Where nothing is encoded, a block that was the same for the base counts for one of so many: mostly it still is, and
-#: there is little to do. What is encoded takes memory until the store has it, and there it would be too much at once.
+#: Where no field is encoded, a block that the base had unchanged counts for this fraction of its
+#: size: most such blocks are still unchanged, and cost little. With encoding, larger batches would
+#: take too much memory, since encoded bytes are held until the store has them.
 _SAME_SHARE: Final = 4
-#: How many batches are begun or wait for the store at least: what is behind them goes on while a slow one takes them.
+#: Least number of batches in progress or waiting for the store: the batches behind a slow one
+#: proceed meanwhile.
 _AHEAD_COUNT: Final = 24
 
 
 class Delta:
-    """The contents of a delta's packs, on their way from a slot.
+    """The contents of a delta's packs, computed from a slot.
 
     Args:
-        store: rooted at the checkpoint's directory, with the base beside it.
-        snapped: the snapshot, of the base's image, in a slot that is being filled.
-        references: what the part will list.
-        fields: those whose changed blocks are encoded; of others they are stored raw.
-        among: encodings to choose from.
-        coders: processes that encode, if there are any.
-        held: digests of the blocks of each piece that the slot had before it was filled this time, if they are known.
+        store: store of the checkpoint's directory; the base is in the same parent directory.
+        snapped: snapshot with the base's image, in a slot that is being filled.
+        base: base of the delta.
+        references: references to list in the part.
+        fields: fields in which changed blocks are encoded; elsewhere they are stored raw.
+        among: candidate encodings.
+        coders: coder processes, if there are any.
+        held: digests of the slot's previous contents, for the blocks of each piece, if known.
     """
 
     def __init__(
@@ -84,9 +89,9 @@ class Delta:
         groups = find_groups(snapped, base.part.leaves, contents) if fields else ()
         self._groups = {number: group for group in groups for number in group.pieces}
         counts = [block_count(piece.end - piece.begin, image.block_nbytes) for piece in image.pieces]
-        #: Of each piece, and of what would be behind the last, the row of its first block.
+        #: The row of each piece's first block; the last entry is the number of blocks.
         self._first = [0, *itertools.accumulate(counts)]
-        #: What became of the blocks of all pieces of the image, in their order.
+        #: The verdict on each block, piece after piece.
         self.verdicts = np.zeros(self._first[-1], VERDICT)
         self.verdicts["encoding"] = UNDECIDED
         self._holders = _find_holders(image, base, self._references, self._first)
@@ -99,25 +104,26 @@ class Delta:
 
     @property
     def decode_s(self) -> float:
-        """How long decoding what was encoded takes, in seconds, by as many threads as encode."""
+        """The time to decode all encoded blocks, in seconds, by as many threads as encode."""
         return float(self.verdicts["decode_s"].sum()) / coder_count()
 
     def close(self) -> None:
-        """Let go of the base's files."""
+        """Close the base's files."""
         self._files.close()
 
     def write(self, store: Store, origin: Origin, writer: int) -> Part:
-        """Write the packs of all shards of the image that have something to store; return the part, not yet written.
+        """Write the packs of all shards with stored bytes, and return the part, not yet written.
 
-        After an error no pack is left.
+        An error removes the packs.
 
-        Raises: StoreError; what waiting for the slot raises; what reading the base's files raises.
+        Raises: StoreError; errors of waiting for the slot and of reading the base's files.
         """
         files: list[PartFile] = []
         blocks = [self._blocks_of(number) for number in range(len(self._image.shards))]
         names = [pack_name(shard.stem, origin.attempt, writer) for shard in self._image.shards]
         with removed_after_error(store, names):
-            # One stream through all packs: the next one is coded while the last of this one is written.
+            # One stream through all packs: the next pack is coded while the previous one is
+            # written.
             with contextlib.closing(self._code_all([at for of_shard in blocks for at in of_shard])) as stream:
                 for name, of_shard in zip(names, blocks, strict=True):
                     files.extend(self._write_pack(store, name, of_shard, itertools.islice(stream, len(of_shard))))
@@ -129,7 +135,7 @@ class Delta:
             return dataclasses.replace(part, files=tuple(files), references=self._references, groups=groups)
 
     def _part_groups(self) -> tuple[PredictionGroup, ...]:
-        """Return the groups of which a block is predicted, as the part lists them."""
+        """Return the groups with a predicted block, in the order and form of the part."""
         rows = self._image.rows
         predicted = set(self._piece_of[self.verdicts["predicted"]].tolist())
         rules = dump_rules(self._groups.values())
@@ -152,8 +158,8 @@ class Delta:
         blocks: Sequence[tuple[int, int]],
         stream: Iterator[bytes | memoryview],
     ) -> list[PartFile]:
-        """Write what blocks are stored as, which `stream` yields; nothing if that is nothing."""
-        # Whether there is anything to store shows only when it is looked at; a file isn't begun before.
+        """Write a pack of the stored bytes from `stream`; write no file if there are none."""
+        # Only coding shows whether there are bytes to store. The file isn't begun before.
         first = next(filter(None, stream), None)
         if first is None:
             return []
@@ -164,8 +170,9 @@ class Delta:
             if drawn:
                 yield from filter(None, drawn.pop())
                 return
-            # Another time, since the store didn't answer. First every block is coded once: two who code the same one
-            # may choose differently, and what was noted last wouldn't be what is written.
+            # A retry, since the store didn't answer. First each block is coded once: two threads
+            # that code one block may choose different encodings, and the verdict that is kept
+            # might not match the bytes that are written.
             nbytes()
             yield from filter(None, self._code_all(blocks))
 
@@ -194,7 +201,10 @@ class Delta:
         return len(PACK_HEADER) + int(self.verdicts["nbytes"][rows].sum())
 
     def _blocks_of(self, shard: int | None) -> list[tuple[int, int]]:
-        """Return number of piece and block, of all that a file of the image has; of what has none, for None."""
+        """Return the numbers of piece and block for all blocks of a shard.
+
+        For None: for all blocks that are digested and not stored.
+        """
         return [
             (number, block)
             for number, piece in enumerate(self._image.pieces)
@@ -203,19 +213,19 @@ class Delta:
         ]
 
     def _code_all(self, blocks: Sequence[tuple[int, int]]) -> Generator[bytes | memoryview]:
-        """Yield what each block is stored as, and note it; a few threads work ahead."""
+        """Yield the stored bytes of each block and keep the verdict; a few threads work ahead."""
         count = coder_count()
         if self._coders is not None:
-            count *= 2  # while one thread takes what came, another one's blocks are coded
+            count *= 2  # while a thread handles an answer, the next batch is coded
         elif not self._encodes:
-            count = max(1, count // 2)  # to digest takes little, and who copies and who writes need processors, too
+            count = max(1, count // 2)  # copying and writing need processors, too
         ahead_count = max(_AHEAD_COUNT, WAITING * count)
         batches = iter_batches(blocks, self._work_of, nbytes=_BATCH_NBYTES, count=_BATCH_COUNT)
         for stored in iter_ahead(self._code_some, batches, count=count, ahead_count=ahead_count):
             yield from stored
 
     def _work_of(self, at: tuple[int, int]) -> int:
-        """Return about how many bytes are to be digested, or to be encoded."""
+        """Return about how many bytes of a block must be digested or encoded."""
         was_same = not self._encodes and self._holders[self._row(*at)] != self._base_number
         return self._nbytes_of(at) // (_SAME_SHARE if was_same else 1)
 
@@ -224,7 +234,10 @@ class Delta:
         return end - begin
 
     def _code_some(self, blocks: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
-        """Return what blocks are stored as, and note it; another process does what takes a while, if one can."""
+        """Return the stored bytes of blocks and keep the verdicts.
+
+        Coder processes, where available, code the blocks with unknown digests.
+        """
         self._wait(max(self._coder.end_of(*at) for at in blocks))
         digests = {at: self._known_digest(*at) for at in blocks}
         coded: dict[tuple[int, int], tuple[Any, bytes]] = {}
@@ -246,7 +259,7 @@ class Delta:
         return bool(self.verdicts["encoding"][self._row(number, block)] != UNDECIDED)
 
     def _note(self, number: int, block: int, verdict: Any, stored: bytes) -> bytes | memoryview:  # noqa: ANN401 - a row
-        """Note what becomes of a block, and return what it is stored as."""
+        """Keep the verdict on a block, and return the block's stored bytes."""
         row = self._row(number, block)
         self.verdicts[row] = verdict
         return self._content(number, block) if self.verdicts["encoding"][row] == RAW else stored
@@ -256,16 +269,18 @@ class Delta:
         return self._view[begin:end]
 
     def _known_digest(self, number: int, block: int) -> bytes | None:
-        """Return the digest of a block that lay in the slot before, which was computed then; None of any other."""
+        """Return the digest of a block that the slot kept from its previous contents, or None."""
         if self._held is None:
             return None
         seen = self.snapped.progress.seen(self._image.pieces[number].begin)
         return digest_at(self._held[number], block) if seen is not None and seen.kept[block] else None
 
     def _code_again(self, number: int, block: int) -> bytes | memoryview:
-        """Return a block as it was stored in a try that the store didn't answer: perhaps that one is there.
+        """Return the stored bytes of a block again, for a retry after the store didn't answer.
 
-        Raises: StoreError(STORE_NO_ANSWER) if it comes out otherwise; then nobody knows what is there.
+        The first try may have written its bytes, and the retry must write the same.
+
+        Raises: StoreError(STORE_NO_ANSWER) if the bytes differ: the file's content is then unknown.
         """
         known = self.verdicts[self._row(number, block)]
         encoding = ENCODINGS[known["encoding"]]
@@ -277,7 +292,7 @@ class Delta:
         return stored
 
     def _digest_rest(self) -> None:
-        """Digest what this writer holds and another one writes."""
+        """Digest the pieces that this writer holds and another writer stores."""
         for number, block in self._blocks_of(None):
             self._wait(self._image.span(number, block)[1])
             digest = self._known_digest(number, block) or digest_bytes(self._content(number, block))
@@ -285,19 +300,20 @@ class Delta:
 
     @functools.cached_property
     def digests(self) -> list[bytes]:
-        """The digests of the blocks of each piece of the image, once all is written."""
+        """The digests of the blocks of each piece of the image, after `write`."""
         column = self.verdicts["digest"]
         return [column[first:last].tobytes() for first, last in itertools.pairwise(self._first)]
 
     @functools.cached_property
     def _piece_of(self) -> NDArray[np.int64]:
-        """Of each block, the number of its piece."""
+        """The number of each block's piece."""
         return np.repeat(np.arange(len(self._image.pieces)), np.diff(self._first))
 
     def _extents(self, files: Sequence[PartFile]) -> Extents:
-        """Return where the blocks of each box are, given the packs that were written: an extent for each run of alike.
+        """Return the location of each box's blocks, given the written packs.
 
-        A box without blocks is the base's.
+        An extent covers a run of blocks that are stored alike. An extent without a file, which
+        names the base, stands for a box without blocks.
         """
         numbers = {file.name.rpartition("-")[0].rpartition("-")[0]: number for number, file in enumerate(files)}
         file_of = np.array([*(numbers.get(shard.stem, -1) for shard in self._image.shards), -1])
@@ -311,7 +327,7 @@ class Delta:
         is_new[1:] = np.any([np.diff(column) != 0 for column in (piece, encoding, reference, predicted)], axis=0)
         first = np.flatnonzero(is_new)
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(blocks["nbytes"])])[first]
-        shard = shard_of[piece[first]]  # pieces lie shard by shard
+        shard = shard_of[piece[first]]  # pieces are sorted by shard
         place = ends - ends[np.searchsorted(shard, shard)] + len(PACK_HEADER)
         file = np.where(encoding[first] == SAME, -1, file_of[shard])
         empty = np.flatnonzero((np.diff(self._first) == 0) & (shard_of >= 0))
@@ -338,19 +354,23 @@ class Delta:
 
 
 def _stored_of(blocks: NDArray[Any]) -> StoredBlocks:
-    """Return the encoded ones of some blocks."""
+    """Return sizes and digests of the encoded blocks."""
     encoded = blocks[~np.isin(blocks["encoding"], (RAW, SAME))]
     return StoredBlocks(nbytes=encoded["nbytes"], digests=encoded["stored_digest"].tobytes())
 
 
 def _find_holders(image: Image, base: Base, references: Sequence[Reference], first: Sequence[int]) -> NDArray[np.int64]:
-    """Return for each block the number of the reference that has it in a file of its own, given each piece's first."""
+    """Return, for each block, the number of the reference that has the block in its own file.
+
+    Args:
+        first: row of each piece's first block, then the number of blocks.
+    """
     numbers = {reference: number for number, reference in enumerate(references)}
     holders = np.array([numbers[one] for one in (base.reference, *base.part.references)], np.int64)
     extents = base.part.holdings.extents
     of_extents = holders[np.where(extents.encoding == SAME, extents.reference, 0)]
     block_counts = np.bincount(extents.box, extents.block_count, minlength=len(base.part.holdings.replica))
     of_boxes = np.split(np.repeat(of_extents, extents.block_count), np.cumsum(block_counts.astype(np.int64)))
-    # What another writer writes has no extents, and nobody asks for its holder.
+    # A box that another writer stores has no extents, and its holder is never used.
     rows = zip(image.rows, np.diff(first).tolist(), strict=True)
     return join_integers([of_boxes[row] if len(of_boxes[row]) else np.zeros(count, np.int64) for row, count in rows])

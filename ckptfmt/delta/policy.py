@@ -1,7 +1,8 @@
-"""Whether a save is written in full or as a delta, from what was measured of the saves before. Pure.
+"""The choice between a full save and a delta, from measurements of earlier saves. Pure.
 
-A delta costs what it takes to find out what changed and to encode that; it saves what isn't written. And it makes the
-way back longer: a chain ends when reading it would take too much longer than reading a full checkpoint.
+A delta costs the time to find and encode the changes. It saves the time to write the unchanged
+bytes. Restores of deltas are slower: a chain ends when a restore would take much longer than
+that of a full checkpoint.
 """
 
 from __future__ import annotations
@@ -15,30 +16,31 @@ from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.errors import CkptError, Code, err
 
 MODES: Final = ("off", "auto", "smallest")
-#: What encoding and decoding are taken to reach before they were measured, in bytes of content a second.
+#: Assumed rates of encoding and decoding before the first measurement, in content bytes per second.
 _ENCODE_RATE: Final = 0.3e9
 _DECODE_RATE: Final = 1e9
-#: Smallest state for which `auto` looks for a gain, in bytes: below, opening and syncing files is what takes time.
+#: Smallest state for which `auto` makes deltas, in bytes: below, most time goes to opening and
+#: syncing files.
 _LEAST_NBYTES: Final = 16 << 20
-#: Least share of blocks that are as they were for which finding them out pays where the store is fast.
+#: Least share of unchanged bytes at which finding them pays on a fast store.
 _UNCHANGED: Final = 0.2
-#: How much faster than a full save a delta has to promise to be.
+#: Largest estimated time of a delta, as a share of the time of a full save.
 _MARGIN: Final = 0.9
-#: Largest share of the full bytes that a delta may store and still pay.
+#: Largest size of a delta that still pays, as a share of the full size.
 _STORED: Final = 0.9
-#: Most saves that are written in full after a delta that didn't pay: at first one, then twice as many each time.
+#: Most saves in full after a delta that didn't pay: one at first, twice as many each time after.
 _PAUSE: Final = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaOptions:
-    """What the caller asks for.
+    """The caller's options for deltas.
 
     Attributes:
-        mode: ``off``; ``auto``, never slower than a full save; ``smallest``, in the fewest bytes.
-        full_every: every so many saves one is full.
-        restore_budget: how much longer than that of a full checkpoint a restore may take, as a factor.
-        fields: those whose changed blocks are encoded.
+        mode: ``off``; ``auto``, never slower than a full save; ``smallest``, the fewest bytes.
+        full_every: period of full saves, in saves.
+        restore_budget: longest restore, as a factor of the time that a full checkpoint takes.
+        fields: fields in which changed blocks are encoded.
     """
 
     mode: str = "off"
@@ -59,7 +61,10 @@ class DeltaOptions:
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any]) -> DeltaOptions:
-        """Return the options that a caller gives: a mode, or a mapping of attributes. Raises: StateError(ARGUMENT)."""
+        """Return the options from a mode or a mapping of attributes.
+
+        Raises: StateError(ARGUMENT).
+        """
         if not isinstance(given, Mapping):
             return cls(mode=given)
         unknown = sorted(map(str, given.keys() - {field.name for field in dataclasses.fields(cls)}))
@@ -78,7 +83,7 @@ class DeltaOptions:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> DeltaOptions:
-        """Return the options that `as_dict` was asked of."""
+        """Return the options from the result of `as_dict`."""
         return cls.of({**value, "restore_budget": float(value["restore_budget"])})
 
 
@@ -88,20 +93,21 @@ def _refused(detail: str) -> CkptError:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class History:
-    """What was measured of the saves so far.
+    """Measurements of the saves so far.
 
     Attributes:
-        nbytes: of what a full save writes.
-        full_s: how long the last full one took to write, in seconds.
-        unchanged: share of the bytes that were as in the save before, at the last one.
-        chain_count: how many deltas were made since the last full one.
-        restore_nbytes: how many bytes a restore of the newest one reads.
-        decoded_nbytes: how many bytes of content it decodes.
-        stored_nbytes: what the last delta stored.
-        encode_rate: how many bytes of content were encoded a second; None before any were.
-        decode_rate: how many were decoded a second, by as many threads.
-        pause_count: how many saves are still to be full, because a delta didn't pay.
-        next_pause: how many they are the next time.
+        nbytes: size of a full save in bytes.
+        full_s: duration of the last full save's writing, in seconds.
+        unchanged: share of bytes in the last save that were equal in the save before.
+        chain_count: number of deltas since the last full save.
+        restore_nbytes: number of bytes that a restore of the newest save reads.
+        decoded_nbytes: number of content bytes that a restore of the newest save decodes.
+        stored_nbytes: number of bytes that the last delta stored.
+        encode_rate: content bytes encoded per second; None before the first measurement.
+        decode_rate: content bytes decoded per second, by as many threads as encode; None before
+            the first measurement.
+        pause_count: number of coming saves that must be full, since a delta didn't pay.
+        next_pause: `pause_count` after the next delta that doesn't pay.
     """
 
     nbytes: int = 0
@@ -117,13 +123,13 @@ class History:
     next_pause: int = 1
 
     def restore_s(self) -> float:
-        """Return how long a restore would take if the next save were like the last, in seconds."""
+        """Return the estimated time of a restore after another save like the last, in seconds."""
         read_nbytes = self.restore_nbytes + self.stored_nbytes
         decode_s = self.decoded_nbytes / (self.decode_rate or _DECODE_RATE)
         return read_nbytes / max(self.nbytes, 1) * self.full_s + decode_s
 
     def note_full(self, *, nbytes: int, seconds: float, unchanged: float) -> None:
-        """Take note of a full save."""
+        """Record the measurements of a full save."""
         self.nbytes, self.full_s, self.unchanged = nbytes, seconds, unchanged
         self.chain_count = self.decoded_nbytes = self.stored_nbytes = 0
         self.restore_nbytes = nbytes
@@ -141,11 +147,11 @@ class History:
         decoded_nbytes: int,
         mode: str,
     ) -> None:
-        """Take note of a delta.
+        """Record the measurements of a delta.
 
         Args:
-            encoded_nbytes: of the content that was encoded, and decoded again.
-            decode_s: how long decoding it took, in seconds, as long as all threads did it.
+            encoded_nbytes: size of the content that was encoded and decoded again, in bytes.
+            decode_s: decoding time in seconds, with all threads at work.
         """
         self.unchanged, self.stored_nbytes = unchanged, stored_nbytes
         self.restore_nbytes, self.decoded_nbytes = restore_nbytes, decoded_nbytes
@@ -163,11 +169,11 @@ class History:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """What a save becomes, and why.
+    """The decision between a full save and a delta.
 
     Attributes:
-        fields: those whose changed blocks are encoded; None for a full save.
-        reason: a sentence for people.
+        fields: fields in which changed blocks are encoded; None for a full save.
+        reason: explanation for people.
     """
 
     fields: frozenset[str] | None
@@ -175,16 +181,17 @@ class SavePlan:
 
 
 def plan_save(options: DeltaOptions, history: History, *, base_reference_count: int | None) -> SavePlan:
-    """Return whether the next save is a delta.
+    """Return the decision whether the next save is a delta.
 
-    A delta refers to all checkpoints that its base refers to, also where only another writer's part does. So the end of
-    a chain is counted in references of the base, which all writers share: they end it in the same save, and the next
-    chain begins with none. If each counted its own deltas, the references would grow without end, and nothing that they
-    name could be retired.
+    A delta refers to all checkpoints to which its base refers, including the references of other
+    writers' parts. The length of a chain is therefore counted in references of the base, which all
+    writers share: all writers end the chain in the same save, and the next chain begins without
+    references. If each writer counted its own deltas, references would accumulate without end, and
+    no referenced checkpoint could be retired.
 
     Args:
-        base_reference_count: how many checkpoints the base refers to: a committed one of the same layout whose digests
-            are known; None where there is none.
+        base_reference_count: number of checkpoints to which the base refers; None without a base.
+            A base is a committed checkpoint of the same layout, with known digests.
     """
     full = _find_reason(options, history, base_reference_count)
     if full:
@@ -204,7 +211,7 @@ def plan_save(options: DeltaOptions, history: History, *, base_reference_count: 
 
 
 def _find_reason(options: DeltaOptions, history: History, base_reference_count: int | None) -> str:
-    """Return why the next save has to be a full one; an empty string where it needn't."""
+    """Return the reason why the next save must be full; an empty string if a delta is allowed."""
     reference_count = base_reference_count or 0
     reasons = {
         "deltas are off": options.mode == "off",
