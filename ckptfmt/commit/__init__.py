@@ -1,1 +1,1 @@
-"""Decide: the parts of an attempt become a checkpoint, or it is given up."""
+"""The commit: an attempt's parts become a checkpoint, or the attempt is given up."""

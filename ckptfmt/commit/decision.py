@@ -1,7 +1,10 @@
-"""Decide: turn the parts of an attempt into a checkpoint, or give it up. Spec: ``spec/70-commit.md``.
+"""The commit of an attempt: merge its parts, create the decision register, or give the attempt up.
 
-The same steps run on a file system and on an object store. Nothing here asks who the other committers are: the store's
-exclusive creation of the decision register decides, once and for all.
+The same steps run on a file system and on an object store. Committers don't talk to each other: the
+store's exclusive creation of the decision register decides which of them wins, and the decision is
+final.
+
+Spec: ``spec/70-commit.md``.
 """
 
 from __future__ import annotations
@@ -40,17 +43,20 @@ from ckptfmt.store.protocol import CALLS_AT_ONCE, Buffer, Store, call_each
 
 Register: TypeAlias = Manifest | Abort | Tombstone
 
-#: Of how many registers it is remembered. A clean-up reads all of a run, one after the other: of fewer than there are
-#: none would be remembered.
+#: Largest number of parsed registers kept in memory. A clean-up reads all registers of a run in
+#: turn, so a smaller least-recently-used cache than the run's number of registers would never have
+#: a hit.
 _COUNT: Final = 4096
-#: With more tables than this all are forgotten: they are a few where writers hold shards, and one each else.
+#: Largest number of tensor tables kept in memory; above this number all are dropped. Writers that
+#: hold shards of the same tensors share a few tables; otherwise each writer has its own table.
 _TABLE_COUNT: Final = 16
-#: The attempt in the name of a file that belongs to one.
+#: The name of a file that belongs to an attempt; the group is the attempt's id.
 _ATTEMPT: Final = re.compile(
     r"(?:parts/|index-|[a-z][a-z_]*-)([0-9a-f]{16})"
     r"(?:\.msgpack|-[0-9]{5,9}(?:\.safetensors|\.pack|\.msgpack|\.failure\.json|\.pins\.json|\.held))"
 )
-#: What a writer says of the attempt, and not of itself, beside every `LayoutError`: it holds for all writers alike.
+#: Codes of a failure record that describe the attempt instead of one writer, and so hold for all
+#: writers. Every `LayoutError` does too.
 _VERDICTS: Final = frozenset(
     {
         Code.FENCED, Code.CHECKPOINT_EXISTS, Code.COMMIT_CONFLICT, Code.CHECKPOINT_ABORTED, Code.CHECKPOINT_RETIRED,
@@ -58,21 +64,25 @@ _VERDICTS: Final = frozenset(
     }
 )  # fmt: skip
 _REPLACE: Final = "Save to another path; on a file system, save(..., replace=True) takes the place of the old one."
-#: What the names of condemnations begin with.
+#: Prefix of the names of condemnation files.
 CONDEMNED: Final = "condemned-"
-#: How often a call without an answer is repeated before the outcome is called unknown.
+#: Number of tries of a store call that gets no answer, before the outcome counts as unknown.
 _TRIES: Final = 3
 
 
 class Known:
-    """What one saver has parsed, which meets the same registers and tables of tensors at every save; for one thread.
+    """A saver's cache of parsed registers and tensor tables, which recur at every save.
 
-    A file is read anew each time, since what it holds is what counts. Only what these very bytes mean isn't found out
-    again: of a register that takes a millisecond, and a chain of thirty deltas asks for it a hundred and fifty times.
+    For use by one thread.
+
+    Each file is still read at each use, since only its current bytes count. The cache maps equal
+    bytes to their parsed object. Parsing a register takes a millisecond, and a chain of thirty
+    deltas parses registers 150 times.
 
     Attributes:
-        tables: the tables of tensors that parts had, for `Part.parse` to take from and to add to.
-        ended: of one run, what was aborted or retired, by name; and `swept`, of these, where nothing else is left.
+        tables: tensor tables of parts, looked up and added to by `Part.parse`.
+        ended: registers of a run's aborted and retired checkpoints, by the checkpoint's name.
+        swept: names of the checkpoints in `ended` of which all files but the register are removed.
     """
 
     def __init__(self) -> None:
@@ -82,8 +92,12 @@ class Known:
         self.swept: set[str] = set()
 
     def parse_register(self, content: bytes) -> Register:
-        """Return what a decision register holds. Raises: as the function of that name, each time."""
-        # Each line is one step, so that threads of `call_each` may meet here.
+        """Return the parsed contents of a decision register.
+
+        Raises: the errors of `manifest.parse_register`.
+        """
+        # Each line makes one atomic change of the dictionary, because threads of `call_each` may
+        # run this at once.
         register = self._registers.pop(content, None) or parse_register(content)
         self._registers[content] = register
         if len(self._registers) > _COUNT:
@@ -91,15 +105,15 @@ class Known:
         return register
 
     def limit_tables(self) -> None:
-        """Forget the tables if they are too many."""
+        """Drop all tables if there are more than `_TABLE_COUNT`."""
         self.tables = self.tables if len(self.tables) <= _TABLE_COUNT else {}
 
 
 def read_register(store: Store, *, known: Known | None = None) -> Register | None:
-    """Return what the decision register of a checkpoint directory holds; None if nothing was decided yet.
+    """Return the contents of a checkpoint directory's register; None while there is no decision.
 
     Args:
-        known: what the caller has parsed before.
+        known: the caller's cache of parsed registers.
 
     Raises: FormatError, IntegrityError, UnsupportedError, StoreError. Spec: REQ-MAN-001.
     """
@@ -112,7 +126,10 @@ def read_register(store: Store, *, known: Known | None = None) -> Register | Non
 
 
 def check_vacant(store: Store) -> None:
-    """Raise if a checkpoint directory is decided already. Raises: CommitError(CHECKPOINT_EXISTS)."""
+    """Raise if a checkpoint directory already has a register.
+
+    Raises: CommitError(CHECKPOINT_EXISTS).
+    """
     register = read_register(store)
     if register is not None:
         told = "Checkpoint already exists" + {Manifest: "", Abort: ", given up"}.get(type(register), ", and is retired")
@@ -128,15 +145,20 @@ def create_once(
     content: bytes | None = None,
     nbytes: int | Callable[[], int] | None = None,
 ) -> None:
-    """Create a file whose name only this caller, or one with the same bytes, uses; repeat a call without an answer.
+    """Create a file, and repeat the call if the store gives no answer.
+
+    The file's name is used by this caller only, or by callers that write the same bytes.
 
     Args:
-        chunks: returns the contents anew for each try; None for `content`.
-        content: the whole contents, where a file that is there already may have been written by an equal caller.
-        nbytes: size in bytes, where a file that is there can only be our own, from a try whose answer was lost; or
-            what returns it, once the contents were drawn.
+        chunks: a function that returns the contents, called once for each try; None if `content` is
+            given.
+        content: the whole contents, for a name that another caller may have created with the same
+            bytes.
+        nbytes: size in bytes, or a function that returns the size after the contents were drawn.
+            Used for a name of this caller only: an existing file of this size comes from a try of
+            this call that got no answer.
 
-    Raises: StoreError; CommitError(COMMIT_CONFLICT) if other contents are there.
+    Raises: StoreError; CommitError(COMMIT_CONFLICT) if the existing file has other contents.
     Spec: REQ-CMT-003, REQ-CMT-006.
     """
     for attempt in range(_TRIES):
@@ -168,18 +190,19 @@ def commit(
     known: Known | None = None,
     replace: bool = False,
 ) -> Manifest:
-    """Wait for the parts of an attempt, and make them a checkpoint.
+    """Wait for the parts of an attempt, and commit them as a checkpoint.
 
     Args:
-        store: rooted at the checkpoint's directory.
-        origin: of the attempt.
-        deadline_s: how long to wait for parts, in seconds.
-        known: what the caller has parsed before.
-        replace: as for `finalize`.
+        store: a store rooted at the checkpoint's directory.
+        origin: the attempt's origin.
+        deadline_s: longest time to wait for parts, in seconds.
+        known: the caller's cache of parsed registers and tables.
+        replace: whether to replace an existing checkpoint outside of a run; see `finalize`.
 
-    Returns: the manifest that is in the register now; it is durable.
-    Raises: CommitError: WRITERS_MISSING, WRITER_FAILED, COMMIT_CONFLICT, COMMIT_UNKNOWN (nothing was deleted);
-        IntegrityError(CHECKPOINT_ABORTED, CHECKPOINT_RETIRED, FILE_MISSING, FILE_NBYTES); LayoutError; StoreError.
+    Returns: the manifest in the register, which is durable.
+    Raises: CommitError: WRITERS_MISSING, WRITER_FAILED, COMMIT_CONFLICT, COMMIT_UNKNOWN, with all
+        files left in place; IntegrityError(CHECKPOINT_ABORTED, CHECKPOINT_RETIRED, FILE_MISSING,
+        FILE_NBYTES); LayoutError; StoreError.
     Spec: REQ-CMT-005 to REQ-CMT-009.
     """
     _wait_for_parts(store, origin, deadline_s)
@@ -196,20 +219,25 @@ def decide(
     replace: bool = False,
     sweeps: bool = True,
 ) -> Manifest:
-    """Commit as writer 0, or wait for it as another; the part of `writer` is written.
+    """Commit an attempt as writer 0, or wait for the decision as another writer.
+
+    Called after the part of `writer` is written.
 
     Args:
-        replace: as for `finalize`.
-        sweeps: whether to remove what other attempts left before this returns; else the caller does (`sweep_attempts`).
+        replace: whether to replace an existing checkpoint outside of a run; see `finalize`.
+        sweeps: whether to remove files of other attempts before returning. If False, the caller
+            does so (`sweep_attempts`).
 
-    Raises: as `commit` and `wait_for_decision`. Spec: REQ-CMT-005 to REQ-CMT-009, REQ-CMT-027, REQ-CMT-042.
+    Raises: the errors of `commit` and `wait_for_decision`.
+    Spec: REQ-CMT-005 to REQ-CMT-009, REQ-CMT-027, REQ-CMT-042.
     """
     if writer != 0:
         return wait_for_decision(store, origin, deadline_s=deadline_s, replace=replace)
-    if origin.writer_count > 1:  # else the only part there is was just written
+    if origin.writer_count > 1:  # a sole writer has just written the only part
         _wait_for_parts(store, origin, deadline_s)
     manifest = finalize(store, origin, known=known, replace=replace)
-    # The save is done. What a killed attempt left takes space, and isn't worth an error.
+    # The save is committed. Leftovers of killed attempts only take space, so a failed sweep isn't
+    # an error.
     with contextlib.suppress(CkptError):
         sweep_attempts(store, origin, known=known) if sweeps else None
     return manifest
@@ -223,15 +251,19 @@ def finalize(
     part_digests: Sequence[str] | None = None,
     replace: bool = False,
 ) -> Manifest:
-    """Make the parts of an attempt, which are all there, a checkpoint. Anyone may, any number of times.
+    """Commit an attempt of which all parts are present.
+
+    Any process may call this, any number of times.
 
     Args:
-        known: what the caller has parsed before.
-        part_digests: of the parts, in writer order, where the caller was told them.
-        replace: whether to take the place of a checkpoint outside of a run. Writer 0 alone may, while it holds the
-            attempt (`hold_attempt`): else a `sweep_attempts` of somebody else could remove the files meanwhile.
+        known: the caller's cache of parsed registers and tables.
+        part_digests: expected digests of the parts, in writer order, if the caller received them
+            from the writers.
+        replace: whether to replace an existing checkpoint outside of a run. Only writer 0 may, and
+            only while holding the attempt (`hold_attempt`): otherwise another saver's
+            `sweep_attempts` could remove the files meanwhile.
 
-    Raises: as `commit`; FormatError(DOC_MISMATCH) for a part of another digest.
+    Raises: the errors of `commit`; FormatError(DOC_MISMATCH) for a part with an unexpected digest.
     Spec: REQ-CMT-005 to REQ-CMT-009.
     """
     known = known or Known()
@@ -264,7 +296,8 @@ def finalize(
         check_base(store, reference, known=known)
     store.sync("parts")
     content = manifest.dump()
-    # Before it decides: a register that no reader accepts could never be replaced by a better one.
+    # Checked before the register is created: a register that no reader accepts could never be
+    # corrected afterwards.
     decided = known.parse_register(content)
     assert isinstance(decided, Manifest)  # noqa: S101 - it was dumped from one
     _decide_anew(store, content) if replace else _decide(store, content)
@@ -273,15 +306,19 @@ def finalize(
 
 
 def check_base(store: Store, reference: Reference, *, known: Known | None = None) -> None:
-    """Raise unless a base is committed and isn't condemned; whoever relies on that has pinned it before.
+    """Raise unless a base checkpoint is committed and not condemned.
+
+    The caller has pinned the base before.
 
     Args:
-        store: of the checkpoint that reads from it.
+        store: the store of the checkpoint that refers to the base.
 
-    Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH). Spec: REQ-CMT-031, REQ-CMT-033, REQ-CMT-047.
+    Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH). Spec: REQ-CMT-031, REQ-CMT-033,
+        REQ-CMT-047.
     """
     base = store.beside(reference.name)
-    # In this order: who retires it removes the condemnation last.
+    # Condemnations are listed before the register is read: a cleaner that retires a checkpoint
+    # removes the condemnation last, after the tombstone is in the register.
     condemned = any(name.startswith(CONDEMNED) for name in base.list_names(""))
     register = read_register(base, known=known)
     if condemned or register is None:
@@ -295,10 +332,12 @@ def check_base(store: Store, reference: Reference, *, known: Known | None = None
 
 
 def abort(store: Store, *, run_id: str | None, launch: int | None, step: int, reason: str) -> bool:
-    """Give up an undecided checkpoint directory, then remove its files; False if it was decided otherwise before.
+    """Give up an undecided checkpoint directory, then remove its files.
 
-    The record comes first: a committer that was only slow would commit onto removed files.
+    The abort record is created before any file is removed: otherwise a slow committer could commit
+    removed files.
 
+    Returns: False if the register already held another decision.
     Raises: StoreError; CommitError(COMMIT_UNKNOWN).
     Spec: REQ-CMT-020, REQ-CMT-021.
     """
@@ -316,7 +355,9 @@ def abort(store: Store, *, run_id: str | None, launch: int | None, step: int, re
 
 
 def retire(store: Store, manifest: Manifest) -> None:
-    """Replace a committed manifest by a tombstone, then remove the files. Again, if a crash came between.
+    """Replace a committed manifest by a tombstone, then remove the files.
+
+    Safe to repeat after a crash.
 
     Raises: StoreError.
     Spec: REQ-CMT-022, REQ-CMT-023.
@@ -329,33 +370,40 @@ def retire(store: Store, manifest: Manifest) -> None:
 
 
 def sweep(store: Store) -> None:
-    """Remove what an interrupted `abort` or `retire` left behind a record that is there already. Spec: REQ-CMT-024."""
+    """Remove files left by an interrupted `abort` or `retire`, behind an existing record.
+
+    Spec: REQ-CMT-024.
+    """
     store.sync("")
     _delete_all_but_register(store)
 
 
 def is_of_attempt(path: str) -> bool:
-    """Tell whether a file in a checkpoint directory has the name of one that belongs to an attempt."""
+    """Return whether a file name in a checkpoint directory is a name of an attempt's file."""
     return _ATTEMPT.fullmatch(path) is not None
 
 
 def sweep_attempts(store: Store, origin: Origin, *, known: Known | None = None) -> None:
-    """Remove what other attempts left in a directory that is committed: none of them can be any more.
+    """Remove files of other attempts from a directory with a committed checkpoint.
 
-    Outside of a run another save may be about to take the checkpoint's place. It holds its attempt from before its
-    first file until it is decided. So the names are listed first, then who holds them is asked, and the register is
-    read last: an attempt that nobody held then either is what the register says, or never will be.
+    No other attempt can commit any more.
+
+    Outside of a run, another save may be about to replace the checkpoint. Such a save holds its
+    attempt from before its first file until the attempt is decided. So names are listed first, then
+    held attempts, and the register is read last: an attempt that isn't held at the second step
+    either is in the register or can never commit.
 
     Args:
-        origin: of the attempt whose save this is: its files stay, those of its other writers among them.
-        known: what the caller has parsed before.
+        origin: the origin of the attempt whose save calls this. Files of this attempt stay, for all
+            its writers.
+        known: the caller's cache of parsed registers.
 
     Spec: REQ-CMT-027, REQ-CMT-044.
     """
     if origin.launch is None:
         paths = [prefix + name for prefix in ("", "parts/") for name in store.list_names(prefix.rstrip("/"))]
         held = list_held_attempts(store, but=origin.attempt)
-    else:  # the directory is the attempts' alone, and savers are held in the run's own
+    else:  # in a run, this directory has the attempts of one step, and no holds
         paths, held = store.list(""), []
     register = read_register(store, known=known)
     if not isinstance(register, Manifest):
@@ -363,7 +411,7 @@ def sweep_attempts(store: Store, origin: Origin, *, known: Known | None = None) 
     committed = register.origin.attempt
     kept = {committed, origin.attempt, *held}
     named = ((path, found[1]) for path in paths if (found := _ATTEMPT.fullmatch(path)) is not None)
-    # Pins have done their work: the manifest says what it reads from.
+    # Pins of the committed attempt aren't needed any more: its manifest lists the references.
     going = [path for path, of in named if of not in kept or (of == committed and path.endswith(PINS_SUFFIX))]
     call_each(store, store.delete, going)
     for prefix in () if held or (store.holds_expire and origin.launch is not None) else ("", "parts"):
@@ -371,19 +419,21 @@ def sweep_attempts(store: Store, origin: Origin, *, known: Known | None = None) 
 
 
 def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float, replace: bool = False) -> Manifest:
-    """Wait until the committer has decided, or a writer says that it failed.
+    """Wait until the committer has decided, or until a writer leaves a failure record.
 
     Args:
-        replace: whether what is decided already is about to be replaced.
+        replace: whether this save replaces an existing checkpoint, whose register is then ignored
+            while waiting.
 
-    Raises: CommitError(WRITER_FAILED, WRITERS_MISSING, COMMIT_CONFLICT); IntegrityError(CHECKPOINT_ABORTED,
-        CHECKPOINT_RETIRED); LayoutError, FencedError where a failure record says so of the attempt.
+    Raises: CommitError(WRITER_FAILED, WRITERS_MISSING, COMMIT_CONFLICT, COMMIT_UNKNOWN);
+        IntegrityError(CHECKPOINT_ABORTED, CHECKPOINT_RETIRED); LayoutError, FencedError if a
+        failure record has such a code.
     Spec: REQ-CMT-009, REQ-CMT-038.
     """
     for _ in poll(deadline_s):
         register = read_register(store)
         if isinstance(register, Manifest) and register.origin.attempt == origin.attempt:
-            # Seen isn't durable: the committer may still be at its last sync, and may fail there.
+            # A visible register isn't durable yet: the committer may still fail in its last sync.
             store.sync("")
             return register
         if register is not None and not replace:
@@ -394,12 +444,13 @@ def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float, replac
         whom = ", ".join(map(str, missing[:16]))
         code, detail = Code.WRITERS_MISSING, f"no part of writers {whom} within {deadline_s:g} s, and no decision"
     else:
-        # Every part is there: the committer, or anyone who finishes its work, may still decide.
+        # All parts are present: the committer, or another process that finishes the attempt, may
+        # commit.
         code, detail = Code.COMMIT_UNKNOWN, f"the committer didn't decide within {deadline_s:g} s"
     raise err(code, detail, where=MANIFEST_NAME, requirement="REQ-CMT-009")
 
 
-# --- waiting --------------------------------------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------
 
 
 def _wait_for_parts(store: Store, origin: Origin, deadline_s: float) -> None:
@@ -430,7 +481,10 @@ def _raise_failures(store: Store, origin: Origin, present: set[str] | None = Non
 
 
 def _error_of_record(record: Mapping[str, Any], path: str) -> CkptError:
-    """Return what a writer fails with that finds a failure record. Spec: REQ-CMT-038."""
+    """Return the error to raise after finding a failure record of another writer.
+
+    Spec: REQ-CMT-038.
+    """
     writer, code, detail, remedy = record["writer"], record["code"], record["detail"], record["remedy"]
     if code in _VERDICTS or (code in Code.__members__ and issubclass(Code[code].error, LayoutError)):
         return err(Code[code], detail, where=record["where"], requirement=record["requirement"], remedy=remedy)
@@ -440,27 +494,34 @@ def _error_of_record(record: Mapping[str, Any], path: str) -> CkptError:
     return err(Code.WRITER_FAILED, told, where=path, requirement="REQ-CMT-004", remedy=remedy)
 
 
-# --- deciding -------------------------------------------------------------------------------------------------------
+# --- deciding -------------------------------------------------------------------------------------
 
 
 def _create_index(store: Store, path: str, content: bytes, digest: bytes) -> tuple[int, bytes]:
-    """Create the index, or find the one of another committer; return its size in bytes and its digest.
+    """Create the index, or accept the equal index of another committer.
 
-    Committers say the same, but may compress it differently: the manifest names the file that is there.
+    Return the file's size in bytes and digest.
+
+    Committers write equal documents but may compress them differently. The manifest refers to the
+    existing file.
 
     Raises: StoreError; CommitError(COMMIT_CONFLICT). Spec: REQ-CMT-006.
     """
     try:
         create_once(store, path, content=content)
     except CkptError as error:
-        if error.code not in (Code.COMMIT_CONFLICT, Code.LIMIT_EXCEEDED):  # other bytes, or more of them
+        # Other bytes, or a longer file.
+        if error.code not in (Code.COMMIT_CONFLICT, Code.LIMIT_EXCEEDED):
             raise
         return _read_equal_index(store, path, content)
     return len(content), digest
 
 
 def _read_equal_index(store: Store, path: str, content: bytes) -> tuple[int, bytes]:
-    """Return size and digest of an index that says what `content` says. Raises: CommitError(COMMIT_CONFLICT)."""
+    """Return size and digest of an existing index with the same document as `content`.
+
+    Raises: CommitError(COMMIT_CONFLICT).
+    """
     found = store.read(path, limit_nbytes=limits.MSGPACK_NBYTES)
     try:
         said, digest, _ = open_packed_document(found, where=path)
@@ -472,7 +533,10 @@ def _read_equal_index(store: Store, path: str, content: bytes) -> tuple[int, byt
 
 
 def _iter_parts(store: Store, origin: Origin, known: dict[bytes, TensorTable]) -> Iterator[PartFileEntry]:
-    """Read and check the parts of an attempt, a few of them at once in memory."""
+    """Read, check and yield the parts of an attempt.
+
+    At most `CALLS_AT_ONCE` parts are in memory.
+    """
     read = functools.partial(store.read, limit_nbytes=limits.MSGPACK_NBYTES)
     for first in range(0, origin.writer_count, CALLS_AT_ONCE):
         writers = range(first, min(first + CALLS_AT_ONCE, origin.writer_count))
@@ -496,7 +560,10 @@ def _check_file(store: Store, path: str, nbytes: int) -> None:
 
 
 def _decide(store: Store, content: bytes) -> None:
-    """Create the decision register, or find out who did. Spec: REQ-CMT-008."""
+    """Create the decision register, or raise the error that fits the existing register.
+
+    Spec: REQ-CMT-008.
+    """
     for _ in range(_TRIES):
         try:
             store.create(MANIFEST_NAME, [content])
@@ -510,7 +577,8 @@ def _decide(store: Store, content: bytes) -> None:
             return
         if found is not None:
             raise refusal_of(parse_register(found))
-        # Not there: the request was lost, or comes late. To repeat it is safe, for only one can win.
+        # The register is absent: the request was lost or is delayed. Repeating it is safe: creation
+        # is exclusive.
     raise err(
         Code.COMMIT_UNKNOWN,
         "the store doesn't say whether the register was created",
@@ -520,7 +588,10 @@ def _decide(store: Store, content: bytes) -> None:
 
 
 def _decide_anew(store: Store, content: bytes) -> None:
-    """Put a manifest into the register, in the place of what it holds, if that isn't of a run. Spec: REQ-CMT-042."""
+    """Put a manifest into the register, replacing a register that belongs to no run.
+
+    Spec: REQ-CMT-042.
+    """
     try:
         _decide(store, content)
     except CkptError as error:
@@ -560,7 +631,7 @@ def _read_back(store: Store) -> bytes | None:
 
 
 def refusal_of(register: Manifest | Abort | Tombstone) -> CkptError:
-    """Return the error of whoever finds that a register was decided otherwise."""
+    """Return the error of a committer that finds another decision in the register."""
     if isinstance(register, Abort):
         return err(
             Code.CHECKPOINT_ABORTED,
@@ -587,11 +658,12 @@ def refusal_of(register: Manifest | Abort | Tombstone) -> CkptError:
 
 def _delete_all_but_register(store: Store) -> None:
     def delete(path: str) -> None:
-        with contextlib.suppress(FormatError):  # not one of ours: a directory entry with a name of another kind
+        with contextlib.suppress(FormatError):  # a directory entry with a name outside the format
             store.delete(path)
 
     call_each(store, delete, [path for path in store.list("") if path != MANIFEST_NAME])
-    for prefix in () if store.holds_expire else ("", "parts"):  # leases are in the run's own directory alone
+    # Leases lie in the run's directory only.
+    for prefix in () if store.holds_expire else ("", "parts"):
         store.delete_leftovers(prefix)
     store.remove_directory("parts")
     store.sync("")

@@ -1,4 +1,4 @@
-"""Checkpoints outside of a run: what may take the place of what, and how one is removed.
+"""Checkpoints outside of a run: the rules for replacing and removing them.
 
 Spec: REQ-CMT-042, REQ-CMT-045.
 """
@@ -17,14 +17,14 @@ from ckptfmt.store import LocalStore, is_url, split_path
 from ckptfmt.store.protocol import Store
 from ckptfmt.store.symlinks import detach_link
 
-#: Where writers meet that know each other by a token: `ckptfmt.group.EXCHANGE`.
+#: Directory in which writers that share a token exchange messages: `ckptfmt.group.EXCHANGE`.
 _MET: Final = "exchange/"
 
 
 def _check_replaceable(store: Store) -> None:
-    """Raise if a directory has the checkpoint of a run.
+    """Raise if a directory has a checkpoint of a run.
 
-    Raises: CommitError(CHECKPOINT_EXISTS); what is wrong with the register. Spec: REQ-CMT-042.
+    Raises: CommitError(CHECKPOINT_EXISTS); the errors of `read_register`. Spec: REQ-CMT-042.
     """
     register = read_register(store)
     if register is not None and (run_id := _run_of(register)) is not None:
@@ -34,12 +34,12 @@ def _check_replaceable(store: Store) -> None:
 
 
 def is_run(store: Store) -> bool:
-    """Tell whether a store is rooted at a run."""
+    """Return whether a store is rooted at a run."""
     return not {RUN_NAME, f"{LAUNCHES}/"}.isdisjoint(store.list_names(""))
 
 
 def refuse_checkpoint(store: Store) -> CkptError:
-    """Return the error where a run is to be, and a checkpoint is. Spec: REQ-RUN-016."""
+    """Return the error for a run's path at which a checkpoint is found. Spec: REQ-RUN-016."""
     detail, remedy = "a checkpoint is here, and no run", "Give the run a directory of its own."
     parent, name = split_path(store.name)
     if parse_checkpoint_name(name) is not None:
@@ -49,10 +49,10 @@ def refuse_checkpoint(store: Store) -> CkptError:
 
 
 def check_no_run(store: Store, *, replace: bool = False) -> None:
-    """Raise where a lone checkpoint can't be saved.
+    """Raise if a checkpoint outside of a run can't be saved in a directory.
 
     Args:
-        replace: whether it may take the place of another one.
+        replace: whether the save may replace an existing checkpoint.
 
     Raises: CommitError(CHECKPOINT_EXISTS). Spec: REQ-RUN-016, REQ-CMT-042.
     """
@@ -68,11 +68,12 @@ def check_no_run(store: Store, *, replace: bool = False) -> None:
 
 
 def own_place(path: str | os.PathLike[str] | Store) -> None:
-    """Make a path that is a symbolic link to a checkpoint, which is to be replaced, a checkpoint by itself.
+    """Replace a symbolic link to a checkpoint by a directory, before a save with `replace`.
 
-    What the link leads to is another checkpoint, and stays as it is. A link to a directory of other files stays too.
+    The checkpoint at the link's target stays as it is. A link to a directory with other files stays
+    a link.
 
-    Raises: as `check_no_run`; StoreError(STORE_UNSUPPORTED).
+    Raises: the errors of `check_no_run`; StoreError(STORE_UNSUPPORTED).
     """
     if isinstance(path, str | os.PathLike) and not is_url(path):
         if os.path.islink(path):  # noqa: PTH114 - a path needn't be text
@@ -85,12 +86,13 @@ def own_place(path: str | os.PathLike[str] | Store) -> None:
 
 
 def check_removable(store: Store, *, is_in_run: bool) -> None:
-    """Raise unless there is something of a checkpoint that belongs to no run.
+    """Raise unless a directory has files of a checkpoint outside of a run.
 
     Args:
-        is_in_run: whether the directory is that of a run.
+        is_in_run: whether the directory belongs to a run.
 
-    Raises: IntegrityError(NOT_COMMITTED); StateError(ARGUMENT); what is wrong with the register. Spec: REQ-CMT-045.
+    Raises: IntegrityError(NOT_COMMITTED); StateError(ARGUMENT); the errors of `read_register`.
+        Spec: REQ-CMT-045.
     """
     register = read_register(store)
     if is_in_run or (register is not None and _run_of(register) is not None):
@@ -103,15 +105,18 @@ def check_removable(store: Store, *, is_in_run: bool) -> None:
 
 
 def remove_alone(store: Store, *, deadline_s: float) -> None:
-    """Remove what a directory has of checkpoints outside of a run, once nobody saves there any more.
+    """Wait for the savers of a checkpoint outside of a run, then remove the files of its attempts.
 
-    The register says first that there is none any more, and goes last. Again, if a crash came between. Where holds are
-    leases, it stays: a save that was stopped for longer than its lease would find the name free, and its files gone.
+    A tombstone or an abort record comes first, and the register is deleted last, so that a call
+    after a crash completes the removal. On a store whose holds are leases the register stays:
+    otherwise a save that was suspended for longer than its lease would find the register's name
+    free, and commit deleted files.
 
     Args:
-        deadline_s: how long to wait for savers, in seconds.
+        deadline_s: longest time to wait for savers, in seconds.
 
-    Raises: as `check_removable`; CommitError(SAVE_PENDING); StoreError. Spec: REQ-CMT-045, REQ-STO-011.
+    Raises: the errors of `check_removable`; CommitError(SAVE_PENDING); StoreError. Spec:
+        REQ-CMT-045, REQ-STO-011.
     """
     wait_for_attempts(store, deadline_s=deadline_s)
     check_removable(store, is_in_run=False)
@@ -130,7 +135,7 @@ def remove_alone(store: Store, *, deadline_s: float) -> None:
 
 
 def _end(store: Store) -> None:
-    """Put a tombstone in the place of a manifest, or an abort record where nothing was decided."""
+    """Replace a manifest by a tombstone, or create an abort record if the register is absent."""
     register = read_register(store)
     if register is None:
         record = Abort(run_id=None, launch=None, step=0, reason="removed")
@@ -139,7 +144,7 @@ def _end(store: Store) -> None:
         except CkptError as error:
             if error.code != Code.COMMIT_CONFLICT:
                 raise
-            register = read_register(store)  # a save without a hold was faster
+            register = read_register(store)  # a save without a hold has committed meanwhile
     if isinstance(register, Manifest):
         origin = register.origin
         tombstone = Tombstone(run_id=None, launch=None, step=origin.step, manifest_digest=register.digest)
@@ -147,7 +152,7 @@ def _end(store: Store) -> None:
 
 
 def _is_ours(path: str) -> bool:
-    """Tell whether a path is that of a file of an attempt, or of an exchange among writers."""
+    """Return whether a path names a file of an attempt, or of a message exchange among writers."""
     return is_of_attempt(path) or path.startswith(_MET)
 
 

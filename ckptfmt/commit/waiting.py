@@ -1,6 +1,7 @@
-"""Saves that other processes still have in their hands: who has some, and when they are decided.
+"""Saves in progress in other processes: list the held attempts, and wait until they are decided.
 
-Of a run their savers hold files in ``savers/``; outside of a run, files beside the register.
+A run's savers hold files in ``savers/``. Outside of a run, savers hold files in the checkpoint's
+directory.
 
 Spec: REQ-RUN-017, REQ-RUN-018, REQ-RUN-019, REQ-CMT-043.
 """
@@ -20,15 +21,15 @@ from ckptfmt.store.protocol import Store
 
 _NAME: Final = re.compile(r"([0-9]{4,})-([0-9]{5,})-[0-9a-f]{16}")
 _ATTEMPT: Final = re.compile(r"[0-9a-f]{16}")
-#: How long a poll sleeps, in seconds: at first, and at most; and at most where each look is a request to a store whose
-#: leases last a minute.
+#: Sleep of a poll in seconds: the first, the longest, and the longest on a store with leases. There
+#: each poll is a request, and a lease lasts a minute.
 _POLL_MIN_S, _POLL_MAX_S, _POLL_LEASES_S = 0.002, 0.1, 1.0
-#: How many writers of a launch are named.
+#: Largest number of a launch's writers that are listed in a message.
 _SHOWN: Final = 8
 
 
 def poll(deadline_s: float, *, pause_max_s: float = _POLL_MAX_S) -> Iterable[None]:
-    """Yield at once, then ever more slowly until the deadline, and a last time after it."""
+    """Yield at once, then at growing intervals until the deadline, and once after the deadline."""
     end = time.monotonic() + deadline_s
     pause = _POLL_MIN_S
     while True:
@@ -45,19 +46,22 @@ def _poll_holds(store: Store, deadline_s: float) -> Iterable[None]:
 
 
 def list_held(store: Store) -> list[str]:
-    """Return the names of the files in ``savers/`` of a run that a living process holds. Raises: StoreError."""
+    """Return the names of the files in ``savers/`` of a run that a living process holds.
+
+    Raises: StoreError.
+    """
     return store.list_held(SAVERS)
 
 
 def wait_for_savers(store: Store, *, deadline_s: float, on_wait: Callable[[list[str]], Any] | None = None) -> list[str]:
-    """Wait for the saves that living savers have in their hands.
+    """Wait until no living saver of a run has a save in progress.
 
     Args:
-        store: rooted at the run.
-        deadline_s: how long at most, in seconds.
-        on_wait: called once, before anything is waited for, with the names of what is held.
+        store: a store rooted at the run.
+        deadline_s: longest wait in seconds.
+        on_wait: called once before the wait begins, with the held names.
 
-    Returns: the names that are still held at the deadline; empty if all is decided.
+    Returns: the names that are still held at the deadline; an empty list if all saves are decided.
     Raises: StoreError. Spec: REQ-RUN-018.
     """
     held: list[str] = []
@@ -71,7 +75,7 @@ def wait_for_savers(store: Store, *, deadline_s: float, on_wait: Callable[[list[
 
 
 def launches_of(names: Iterable[str]) -> set[int]:
-    """Return the launches whose saves they are.
+    """Return the launches to which held names belong.
 
     >>> launches_of(["0003-00000-9f3c41d27ab80e65", "0003-00001-9f3c41d27ab80e65"])
     {3}
@@ -80,7 +84,7 @@ def launches_of(names: Iterable[str]) -> set[int]:
 
 
 def describe_savers(names: Iterable[str]) -> str:
-    """Say whose saves they are.
+    """Return a description of the launches and writers to which held names belong.
 
     >>> describe_savers(["0003-00000-9f3c41d27ab80e65", "0003-00001-9f3c41d27ab80e65"])
     'launch 3 (writers 0, 1)'
@@ -104,13 +108,14 @@ def _writers(writers: list[int]) -> str:
 
 @contextlib.contextmanager
 def hold_attempt(store: Store, origin: Origin, writer: int, *, must: bool) -> Iterator[list[str]]:
-    """Hold an attempt outside of a run while the context is open: it is still to be decided.
+    """Hold an undecided attempt outside of a run while the context is open.
 
-    The context's value are the attempts of others that were held before.
+    The context's value is a list of the other attempts that were held before.
 
     Args:
-        must: whether to raise where a file system has no locks, or holds are leases: what others would delete because
-            nobody holds it must be what nobody commits any more.
+        must: whether to raise if the file system has no locks, or if holds are leases. Other savers
+            delete files of attempts that aren't held, so the hold of an attempt that may still
+            commit has to be reliable.
 
     Raises: StoreError(STORE_UNSUPPORTED). Spec: REQ-CMT-043, REQ-STO-011.
     """
@@ -121,7 +126,8 @@ def hold_attempt(store: Store, origin: Origin, writer: int, *, must: bool) -> It
     earlier = list_held_attempts(store, but=origin.attempt)
     with store.hold(held_path(origin.attempt, writer)):
         if must and origin.attempt not in list_held_attempts(store):
-            # Nobody could tell its files from those that a killed save left.
+            # Other savers couldn't distinguish this attempt's files from leftovers of a killed
+            # save.
             detail = "the file system has no locks, which replace= needs"
             raise err(Code.STORE_UNSUPPORTED, detail, where=store.name, remedy=remedy)
         yield earlier
@@ -131,8 +137,8 @@ def list_held_attempts(store: Store, *, but: str = "") -> list[str]:
     """Return the attempts that a living process holds in a checkpoint directory.
 
     Args:
-        but: an attempt that isn't asked for: who asks has the file locked for an instant, and who ends a hold at that
-            instant leaves the file.
+        but: an attempt to leave out, such as the caller's own. Testing a hold locks the file for an
+            instant, and a holder that ends the hold during this instant leaves the file behind.
 
     Raises: StoreError.
     """
@@ -141,11 +147,12 @@ def list_held_attempts(store: Store, *, but: str = "") -> list[str]:
 
 
 def wait_for_attempts(store: Store, attempts: Iterable[str] | None = None, *, deadline_s: float) -> None:
-    """Wait until attempts are decided that living processes hold in a checkpoint directory.
+    """Wait until no living process holds one of some attempts in a checkpoint directory.
 
     Args:
-        attempts: which ones; None for all, those among them that begin meanwhile.
-        deadline_s: how long at most, in seconds.
+        attempts: the attempts to wait for; None for all, including attempts that begin during the
+            wait.
+        deadline_s: longest wait in seconds.
 
     Raises: CommitError(SAVE_PENDING) at the deadline; StoreError. Spec: REQ-CMT-043.
     """

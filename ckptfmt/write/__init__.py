@@ -1,1 +1,1 @@
-"""What one writer holds: laid out as the image of a slot, copied there, written as shards and a part."""
+"""The write side of a save: image, staging into a slot, shards and part of one writer."""

@@ -1,7 +1,8 @@
-"""Who writes what, and where it goes: the files of one writer as one image, laid out before a byte is copied.
+"""The layout of a writer's files as one image, and the assignment of boxes to writers.
 
-An image is what a snapshot looks like in memory: each shard as it will be on disk, header and all, and behind them what
-is only digested. Names of tensors and boxes are in it, tensors aren't, so that it is kept from save to save.
+Both are planned before a byte is copied. An image is the layout of a snapshot in memory: the shards
+as they will be on disk, with their headers, followed by boxes that are only digested. An image
+refers to tensors by name and box and holds no tensor, so that it can be reused for later saves.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 
-#: Each shard begins at a multiple of this, in bytes: what direct I/O asks of memory and file.
+#: Alignment of each shard's begin, in bytes, as direct I/O requires for memory and file.
 ALIGN_NBYTES: Final = 4096
-#: What the entries of one header may take, so that the rest of it has room.
+#: Largest total size of a header's tensor entries in bytes; the rest of the header needs room, too.
 _ENTRIES_NBYTES: Final = limits.SHARD_HEADER_NBYTES - 4096
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 
@@ -44,10 +45,10 @@ class ImageShard:
     """A file of the image.
 
     Attributes:
-        stem: what its name begins with.
-        header: its first bytes.
-        begin: where it begins in the image, in bytes.
-        nbytes: its size.
+        stem: the first part of the file's name.
+        header: the file's first bytes.
+        begin: offset of the file in the image, in bytes.
+        nbytes: the file's size.
     """
 
     stem: str
@@ -58,10 +59,10 @@ class ImageShard:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A box of a tensor in the image: bytes ``[begin, end)`` of it, in C order, little-endian.
+    """A tensor's box in the image: bytes ``[begin, end)``, in C order, little-endian.
 
     Attributes:
-        shard: number of the file that it belongs to; None for what is only digested.
+        shard: number of the piece's file; None for a box that is only digested.
     """
 
     key: TensorKey
@@ -73,11 +74,11 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a writer gives to a save beside its tensors.
+    """Contents of a part besides tensors.
 
     Attributes:
-        saved_unix_s: when it took the state, by its own clock; 0 if that is before 1970.
-        durability: where its files will be at least when its part is at home.
+        saved_unix_s: time of the snapshot by the writer's clock; 0 for a clock before 1970.
+        durability: weakest durability of the files once the part is at home.
     """
 
     saved_unix_s: int
@@ -89,9 +90,9 @@ class Context:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Context:
-        """Return what a snapshot taken now gives."""
+        """Return the context of a snapshot taken now."""
         return cls(
-            # Information only: a clock that is wrong by decades is no reason not to save.
+            # The time is information only: a clock that is wrong by decades doesn't prevent a save.
             saved_unix_s=min(max(int(time.time()), 0), limits.JSON_INTEGER),
             streams=snapshot.streams,
             leaves=snapshot.leaves,
@@ -102,14 +103,14 @@ class Context:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Image:
-    """The layout of what one writer writes and digests.
+    """The layout of a writer's bytes, both written and only digested.
 
     Attributes:
         block_nbytes: size of a block in bytes.
-        shards: the files, one behind the other.
-        holdings: everything that is held, as the part will say it, without the digests that are still to come.
-        pieces: what is copied into the image, by first byte.
-        rows: of each piece, its number among all boxes of the part.
+        shards: the files, in the order of the image.
+        holdings: all boxes of the writer as the part will list them, without digests.
+        pieces: the boxes that are copied into the image, by first byte.
+        rows: for each piece, the box's number among all boxes of the part.
         nbytes: size of the image.
     """
 
@@ -128,7 +129,7 @@ class Image:
         object.__setattr__(self, "nbytes", max([end, *(piece.end for piece in pieces[-1:])]))
 
     def span(self, number: int, block: int) -> tuple[int, int]:
-        """Return where a block of a piece begins and ends in the image, in bytes."""
+        """Return begin and end of a piece's block in the image, in bytes."""
         piece = self.pieces[number]
         begin = piece.begin + block * self.block_nbytes
         return begin, min(piece.end, begin + self.block_nbytes)
@@ -145,8 +146,8 @@ class Image:
         """Return the part of a save of this image.
 
         Args:
-            digests: of the blocks of each piece, in the order of `pieces`.
-            extents: where boxes are, if that isn't in the image's shards.
+            digests: for each of `pieces`, the concatenated digests of its blocks.
+            extents: the places of the boxes, if not in the image's shards.
         """
         held, of_boxes = self.holdings, [b""] * len(self.holdings.replica)
         for row, found in zip(self.rows, digests, strict=True):
@@ -175,7 +176,7 @@ class Image:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the image as bytes, strings and lists: its columns."""
+        """Return the image's columns as bytes, strings and lists, for `from_dict`."""
         held, extents = self.holdings, self.holdings.extents
         file, byte_begin = np.zeros((2, len(held.replica)), np.int64)
         file[extents.box], byte_begin[extents.box] = extents.file + 1, extents.byte_begin
@@ -198,7 +199,7 @@ class Image:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Image:
-        """Return the image that `as_dict` was asked of. Raises: FormatError."""
+        """Return the image from the columns of `as_dict`. Raises: FormatError."""
         columns = Columns(value, (*BOXES_KEYS, "block_nbytes", "shards", "places"), "image")
         boxes, _ = parse_boxes(columns)
         block_nbytes = parse_counter(columns, "block_nbytes", below=limits.BLOCK_NBYTES_MAX + 1)
@@ -236,13 +237,13 @@ def plan_image(
     block_nbytes: int,
     check_replicas: bool = False,
 ) -> Image:
-    """Return where everything goes that one writer gives to a save.
+    """Return the layout of all bytes that a writer contributes to a save.
 
     Args:
-        snapshot: what it holds.
-        written: which of the pieces it writes; all of them if None.
+        snapshot: the writer's state.
+        written: tensor and box of the pieces that this writer writes; None for all.
         block_nbytes: size of a block in bytes.
-        check_replicas: whether declared replicas that others write are digested here as well.
+        check_replicas: whether to digest declared replicas written by another writer.
 
     Spec: REQ-TEN-004, REQ-TEN-005, REQ-SHD-009, REQ-CMT-012.
     """
@@ -251,7 +252,8 @@ def plan_image(
     pieces = ((key_of(source), box) for source in sources for box in sorted(source.boxes))
     is_written = np.array([written is None or piece in written for piece in pieces], np.bool_)
     replica = np.repeat(np.array([source.replica for source in sources], np.bool_), boxes.box_count)
-    # Somebody else writes it? Whether it is the same must be proved, unless mesh or caller vouch for it.
+    # A box written by another writer is digested here to prove that both copies are equal, unless
+    # the mesh or the caller declares the box a replica.
     digested = is_written | ~replica | check_replicas
     return lay_out(boxes, block_nbytes=block_nbytes, written=is_written, replica=replica, digested=digested)
 
@@ -267,9 +269,9 @@ def lay_out(
     """Return the image of some boxes.
 
     Args:
-        written: of each box, whether a file of the image has it.
-        replica: of each box, whether it is declared a replica.
-        digested: of each box, whether its blocks are digested.
+        written: for each box, whether a file of the image contains it.
+        replica: for each box, whether the box is declared a replica.
+        digested: for each box, whether its blocks are digested.
 
     Spec: REQ-TEN-004, REQ-TEN-005, REQ-SHD-009.
     """
@@ -300,7 +302,7 @@ def sort_sources(snapshot: Snapshot) -> list[TensorSource]:
 
 
 def gather_boxes(sources: Sequence[TensorSource]) -> Boxes:
-    """Return the boxes of tensors, those of each sorted."""
+    """Return the boxes of some tensors, with the boxes of each tensor sorted."""
     boxes = [box for source in sources for box in sorted(source.boxes)]
     return Boxes(
         table=TensorTable.of(sources),
@@ -320,11 +322,12 @@ def _hold(
     byte_begin: Integers,
     key: Strings,
 ) -> Holdings:
-    """Return boxes with their places: each in one extent, or in none.
+    """Return holdings in which each box of a file has one extent, and all other boxes have none.
 
     Args:
-        file: number of the shard of each; -1 for what another writer writes.
-        key: of each box that has a file, in its header; the empty string for the tensor's name.
+        file: for each box, the number of its shard; -1 for a box without a file.
+        key: for each box with a file, its key in the shard's header; an empty string stands for the
+            tensor's name.
     """
     block_count = -(-boxes.box_nbytes() // block_nbytes)
     rows = np.flatnonzero(file >= 0)
@@ -340,7 +343,7 @@ def _hold(
 
 
 def key_of(source: TensorSource) -> TensorKey:
-    """Return what identifies a tensor among all."""
+    """Return a tensor's key: field, name and scope."""
     return source.field, source.name, source.scope
 
 
@@ -353,7 +356,10 @@ def _place_shards(stems: list[str], headers: list[bytes], nbytes: list[int]) -> 
 
 
 def _list_pieces(shards: tuple[ImageShard, ...], held: Holdings) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    """Return the pieces by first byte, and which boxes they are; those that no file has lie behind the files."""
+    """Return the numbers of the copied boxes, and the pieces, both by first byte.
+
+    Boxes without a file follow the files.
+    """
     nbytes, extents = held.box_nbytes(), held.extents
     begin, shard = np.zeros_like(nbytes), np.full_like(nbytes, -1)
     shard[extents.box] = extents.file
@@ -374,12 +380,13 @@ def _list_pieces(shards: tuple[ImageShard, ...], held: Holdings) -> tuple[tuple[
 
 
 def _divide(tensors: TensorTable, owners: Sequence[int], written: Iterable[int]) -> list[tuple[str, list[int]]]:
-    """Return the boxes of each file, with the stem of its name, by stem.
+    """Return stem and boxes of each file, by stem.
 
-    What is too much for one header goes into further files, `weights_aa` and so on beside `weights`.
+    Boxes that exceed the size of one header go into further files, `weights_aa` and so on after
+    `weights`.
 
     Args:
-        owners: of each box, the number of its tensor.
+        owners: for each box, the number of its tensor.
         written: the boxes that go into files.
 
     Spec: REQ-SHD-001, REQ-TEN-007.
@@ -398,7 +405,10 @@ def _divide(tensors: TensorTable, owners: Sequence[int], written: Iterable[int])
 
 
 def _stem(tensors: TensorTable, tensor: int) -> str:
-    """Return in which file a tensor goes: tools that load weights by name find nothing else among them."""
+    """Return the stem of a tensor's file name: the field, with a suffix if opaque or a buffer.
+
+    Tools for loading weights by name then find no other tensors in the file of weights.
+    """
     field = tensors.keys[tensor][0]
     if DTYPES[tensors.dtypes[tensor]].safetensors is None:
         return f"{field}_opaque"
@@ -406,19 +416,21 @@ def _stem(tensors: TensorTable, tensor: int) -> str:
 
 
 def _shard_type(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Return tag and shape of a piece in a shard's header. Spec: REQ-TEN-004."""
+    """Return dtype tag and shape of a piece in a shard's header. Spec: REQ-TEN-004."""
     tag = DTYPES[dtype].safetensors
     return ("U8", (math.prod(shape) * DTYPES[dtype].nbytes,)) if tag is None else (tag, shape)
 
 
 def _shard_keys(names: list[str]) -> list[str]:
-    """Return a key of its own for each name: the name where it is free, else with a number behind. Spec: REQ-SHD-009.
+    """Return a unique key for each name: the name, or the name and a number if the name is taken.
+
+    Spec: REQ-SHD-009.
 
     >>> _shard_keys(["w", "w", "__metadata__", "w#1"])
     ['w', 'w#1', '__metadata__#1', 'w#1#1']
     """
     taken = {"__metadata__"}
-    reached: dict[str, int] = {}  # What was taken stays taken: no need to try it again for the next of this name.
+    reached: dict[str, int] = {}  # last number tried for each name
     keys = []
     for name in names:
         key, number = name, reached.get(name, 0)
@@ -431,24 +443,25 @@ def _shard_keys(names: list[str]) -> list[str]:
     return keys
 
 
-# --- who writes what --------------------------------------------------------------------------------------------------
+# --- who writes what ------------------------------------------------------------------------------
 
-#: Whatever can be put into a set and into order.
+#: Any hashable and orderable type.
 K = TypeVar("K", bound=Any)
 
 
 def assign_writers(holdings: Sequence[Sequence[tuple[K, int]]]) -> tuple[frozenset[K], ...]:
-    """Return for each writer the keys that it writes: each key exactly once, by one of its holders.
+    """Return the keys that each writer writes: each key exactly once, by one of its holders.
 
-    What has one holder is given to it first. The rest goes, largest first, to the holder with the fewest bytes so far;
-    ties go to the lower key, then to the lower writer. The result depends on nothing else, not even on the order
-    within a writer's list.
+    Keys with one holder are assigned first. The other keys follow, largest first, each assigned to
+    the holder with the fewest bytes so far; ties go to the lower key, then to the lower writer. The
+    result doesn't depend on the order within a writer's list.
 
     Args:
-        holdings: for each writer, what it holds: key and number of bytes.
+        holdings: for each writer, key and number of bytes of each piece held.
 
     Units: bytes.
-    Raises: ARGUMENT when a writer lists a key twice; TENSOR_DIVERGED when two writers give a key different sizes.
+    Raises: ARGUMENT when a writer lists a key twice; TENSOR_DIVERGED when two writers give a key
+        different sizes.
     Source: LPT scheduling, R. L. Graham, SIAM J. Appl. Math. 17 (1969), with restricted machines.
 
     >>> [sorted(keys) for keys in assign_writers([[("a", 5), ("b", 3), ("c", 3)], [("a", 5), ("b", 3)]])]
@@ -457,7 +470,7 @@ def assign_writers(holdings: Sequence[Sequence[tuple[K, int]]]) -> tuple[frozens
     holders, nbytes = _invert(holdings)
     load = [0] * len(holdings)
     written: list[list[K]] = [[] for _ in holdings]
-    # The only holder has no choice; the others are balanced around it.
+    # Keys with a single holder have a fixed writer; the remaining keys are balanced around them.
     order = sorted(holders, key=lambda key: (len(holders[key]) > 1, -nbytes[key], key))
     for key in order:
         writer = min(holders[key], key=lambda holder: (load[holder], holder))
@@ -467,7 +480,7 @@ def assign_writers(holdings: Sequence[Sequence[tuple[K, int]]]) -> tuple[frozens
 
 
 def _invert(holdings: Sequence[Sequence[tuple[K, int]]]) -> tuple[dict[K, list[int]], dict[K, int]]:
-    """Return the writers that hold each key, ascending, and each key's bytes."""
+    """Return the holders of each key, ascending, and each key's size in bytes."""
     holders: dict[K, list[int]] = {}
     nbytes: dict[K, int] = {}
     for writer, held in enumerate(holdings):

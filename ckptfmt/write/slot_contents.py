@@ -1,4 +1,4 @@
-"""A snapshot in a slot, as the saver reads it while it is being filled: how far, which bytes, which digests."""
+"""A snapshot in a slot, as the saver reads it during the filling: progress, bytes and digests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from ckptfmt.store.protocol import Buffer
 from ckptfmt.write.image import Context, Image
 from ckptfmt.write.staging import Seen
 
-#: What is handed to the store at once, in bytes: as long as one of its requests.
+#: Size of a chunk handed to the store, in bytes: the length of one store request.
 _CHUNK_NBYTES: Final = 16 << 20
-#: What a thread hashes at once, in bytes.
+#: Size of a span that a thread hashes at once, in bytes.
 _SPAN_NBYTES: Final = 8 << 20
 
 
 class Progress:
-    """How far a slot is filled: a prefix of its image, in bytes. One thread tells, others wait."""
+    """The length of the filled prefix of a slot's image, in bytes.
+
+    One thread updates the length, other threads wait.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -32,35 +35,41 @@ class Progress:
         self._error: CkptError | None = None
 
     def advance(self, nbytes: int, seen: Iterable[Seen] = ()) -> None:
-        """Say that the first `nbytes` bytes are there, and what was found of them."""
+        """Record that the first `nbytes` bytes are filled, and add comparison results."""
         with self._changed:
             self._seen.update((one.begin, one) for one in seen)
             self._nbytes = max(self._nbytes, nbytes)
             self._changed.notify_all()
 
     def complete(self) -> None:
-        """Say that all is there, and is a snapshot of one moment."""
+        """Record that the slot is filled with a consistent snapshot."""
         with self._changed:
             self._complete = True
             self._changed.notify_all()
 
     def abandon(self, error: CkptError) -> None:
-        """Say that the snapshot won't be completed, unless it is already."""
+        """Record that the snapshot won't be completed. Has no effect after `complete`."""
         with self._changed:
             if not self._complete and self._error is None:
                 self._error = error
                 self._changed.notify_all()
 
     def seen(self, begin: int) -> Seen | None:
-        """Return what was found of the piece that begins at a byte, if anybody looked at it; once that is there."""
+        """Return the comparison result of a piece; None if the piece was copied without comparison.
+
+        Valid once the piece is filled.
+
+        Args:
+            begin: the piece's first byte in the image.
+        """
         return self._seen.get(begin)
 
     def wait(self, nbytes: int) -> None:
-        """Wait until the first `nbytes` bytes are there. Raises: the error of `abandon`."""
+        """Wait until the first `nbytes` bytes are filled. Raises: the error of `abandon`."""
         self._wait_for(lambda: self._complete or self._nbytes >= nbytes)
 
     def wait_complete(self) -> None:
-        """Wait until all is there. Raises: the error of `abandon`."""
+        """Wait until the snapshot is complete. Raises: the error of `abandon`."""
         self._wait_for(lambda: self._complete)
 
     def _wait_for(self, is_there: Callable[[], bool]) -> None:
@@ -72,14 +81,14 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapped:
-    """A snapshot in a slot that is being filled.
+    """A snapshot in a slot during the filling.
 
     Attributes:
-        image: its layout.
-        view: of the slot, at least as long as the image.
-        slot: its number.
-        context: what isn't tensors.
-        progress: how far the slot is filled.
+        image: the snapshot's layout.
+        view: the slot's memory, at least as long as the image.
+        slot: the slot's number.
+        context: the part's contents besides tensors.
+        progress: progress of the filling.
     """
 
     image: Image
@@ -89,14 +98,15 @@ class Snapped:
     progress: Progress
 
     def check(self, digests: Sequence[bytes], held: Sequence[bytes] | None = None) -> None:
-        """Compare what is in the slot with what was found of it when it was copied.
+        """Compare the slot's contents with the results found while the slot was filled.
 
-        Of what a device digested it must be the same; of blocks that weren't copied, since the slot had them, what it
-        was when they came there.
+        For a piece that a device digested, the digests must be the device's. A block that was
+        skipped because the slot already held it must have the same digest as before this filling.
 
         Args:
-            digests: of the blocks of each piece, as they are in the slot.
-            held: those before it was filled this time; None to leave them unchecked.
+            digests: for each piece, digests of its blocks in the slot.
+            held: for each piece, digests of its blocks before this filling; None to skip this
+                comparison.
 
         Raises: StateError(STATE_CHANGED). Spec: REQ-CMT-028.
         """
@@ -121,16 +131,18 @@ class Snapped:
 
 
 class SlotContents:
-    """The bytes of a snapshot in a slot; see `ckptfmt.write.writer.Contents`.
+    """The bytes of a snapshot in a slot; implements `ckptfmt.write.writer.Contents`.
 
-    Hashing has threads of its own: it needs more time than writing where storage is fast. It begins when half of the
-    image is there: the training waits for the copies, and they share the memory's bandwidth.
+    Separate threads compute the digests, because hashing takes longer than writing on fast storage.
+    They start when half of the image is filled: until then the training waits for the copies, and
+    hashing would take memory bandwidth from them.
 
     Args:
-        held: digests of what the slot had before it was filled this time, if they are known.
+        held: digests of the slot's contents before this filling, if known.
     """
 
-    #: While the last parts of a shard are sent, and its upload is completed, those of the next one keep the link busy.
+    #: Two shards at once keep the network link busy: parts of the next shard are sent while the
+    #: upload of the previous shard is completed.
     shards_at_once = 2
 
     def __init__(self, snapped: Snapped, held: Sequence[bytes] | None = None) -> None:
@@ -148,7 +160,8 @@ class SlotContents:
         self._digests = [b""] * len(self._spans)
         self._found: list[bytes] | None = None
         self._error: BaseException | None = None
-        self._rest = iter(range(len(self._spans)))  # shared by the threads: one step of it is atomic
+        # Shared by the threads: each step of the iterator is atomic.
+        self._rest = iter(range(len(self._spans)))
         self._threads = [
             threading.Thread(target=self._hash_rest, name="ckptfmt-hash", daemon=True)
             for _ in range(min(_hash_thread_count(), len(self._spans)))
@@ -161,12 +174,12 @@ class SlotContents:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            # Else the threads that hash would wait for what is still to be staged.
+            # Otherwise the hashing threads would wait for bytes that may never be staged.
             self._progress.abandon(err(Code.WRITER_FAILED, "this save has failed"))
         self._join()
 
     def iter_chunks(self, shard: int) -> Iterator[Buffer]:
-        """Yield the bytes of a shard as they come."""
+        """Yield the bytes of a shard as the slot is filled."""
         found = self._image.shards[shard]
         end = found.begin + found.nbytes
         for begin in range(found.begin, end, _CHUNK_NBYTES):
@@ -174,14 +187,17 @@ class SlotContents:
             yield self._view[begin : min(begin + _CHUNK_NBYTES, end)]
 
     def digests(self) -> list[bytes]:
-        """Return the digests of each piece, when the snapshot is complete. Raises: StateError(STATE_CHANGED)."""
+        """Wait until the snapshot is complete, and return the digests of each piece.
+
+        Raises: StateError(STATE_CHANGED).
+        """
         if self._found is None:
             self._found = self._find_digests()
         return self._found
 
     def _find_digests(self) -> list[bytes]:
         self._progress.wait_complete()
-        self._hash_rest()  # writing is done: whoever did it helps
+        self._hash_rest()  # this thread has written all chunks and now helps to hash
         self._join()
         if self._error is not None:
             raise self._error
@@ -193,7 +209,7 @@ class SlotContents:
         return digests
 
     def _join(self) -> None:
-        """Wait until the threads are done; they are when all is hashed, or the snapshot abandoned."""
+        """Wait until the threads end: all spans are hashed, or the snapshot is abandoned."""
         for thread in self._threads:
             thread.join()
 
@@ -209,5 +225,8 @@ class SlotContents:
 
 
 def _hash_thread_count() -> int:
-    """Return how many threads hash: one where cores are few, since each takes one from the training."""
+    """Return the number of hashing threads: one for four cores, from 1 to 4.
+
+    Each thread takes a core from the training.
+    """
     return max(1, min(4, len(os.sched_getaffinity(0)) // 4))

@@ -1,4 +1,4 @@
-"""Protocols of tensors that are written and filled: sources and sinks, free of any framework."""
+"""Protocols for tensors to save (sources) and to load (sinks), independent of any framework."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MemoryOf: TypeAlias = "Callable[[Box], NDArray[np.uint8] | None]"
 
 
 class _Tensor(Protocol):
-    """The description of a tensor, for source and sink alike."""
+    """The description of a tensor, shared by source and sink."""
 
     @property
     def field(self) -> str:
@@ -30,37 +30,37 @@ class _Tensor(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique within field and scope; any string."""
+        """The tensor's name: any string, unique within field and scope."""
         ...
 
     @property
     def dtype(self) -> str:
-        """A name of the format's table of dtypes."""
+        """A name from the format's table of dtypes."""
         ...
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Of the whole tensor, in elements."""
+        """The shape of the whole tensor, in elements."""
         ...
 
     @property
     def scope(self) -> str:
-        """``global``, or ``lw/<i>`` for what belongs to logical worker i alone."""
+        """``global``, or ``lw/<i>`` for a tensor of logical worker i only."""
         ...
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """The pieces held, or wanted, here; disjoint; none where there is nothing of it."""
+        """The disjoint boxes that this process holds or wants; may be empty."""
         ...
 
 
 @runtime_checkable
 class TensorSource(_Tensor, Protocol):
-    """A tensor, or the pieces of it that this writer holds, ready to be written."""
+    """A tensor, or the pieces of a tensor that this writer holds, ready to be written."""
 
     @property
     def replica(self) -> bool:
-        """Whether mesh or caller say that every holder of a piece has the same bytes."""
+        """Whether mesh or caller declare all copies of a piece equal."""
         ...
 
     @property
@@ -79,51 +79,55 @@ class TensorSource(_Tensor, Protocol):
 
 
 class MemorySource(TensorSource, Protocol):
-    """A source in memory: where its elements follow each other, they may be compared before they are copied."""
+    """A source with elements in host memory, which can be compared before a copy."""
 
     def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
-        """Return the elements of `box`, one of `boxes`, in C order, little-endian, to be read; None if they lie apart.
+        """Return the memory of the elements of `box`, one of `boxes`; None if not contiguous.
 
-        They are read while the source is there.
+        The bytes are in C order, little-endian. The caller reads them only while the source exists.
         """
         ...
 
 
 @runtime_checkable
 class TensorSink(_Tensor, Protocol):
-    """A destination for pieces of a tensor, whose dtype and shape must be those of the tensor."""
+    """A destination for pieces of a tensor. Dtype and shape must equal the stored tensor's."""
 
     def copy_from(self, box: Box, content: memoryview) -> None:
-        """Take verified elements: `box` lies within one of `boxes`; C order, little-endian.
+        """Store verified elements of `box`, a part of one of `boxes`; C order, little-endian.
 
-        `content` is valid until this returns. Several threads may call it at once, each with other elements.
+        `content` is valid until this method returns. Several threads may call it at once, each with
+        different elements.
         """
         ...
 
 
 class MemorySink(TensorSink, Protocol):
-    """A destination in memory: where its elements follow each other, they needn't be handed to it range by range."""
+    """A destination with elements in host memory, filled without calls of `copy_from`."""
 
     def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
-        """Return the bytes to fill with the elements of `box`, in C order; None where they lie apart.
+        """Return the memory of the elements of `box`, in C order; None if not contiguous.
 
-        Called once before they are filled; `box` lies within one of `boxes`. They are filled while the sink is there.
+        Called once before the bytes are filled; `box` lies within one of `boxes`. The bytes are
+        filled only while the sink exists.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything that one writer gives to a save.
+    """A writer's contribution to a save.
 
     Attributes:
-        tensors: what it holds.
-        streams: its RNG streams.
-        leaves: its plain values.
-        absent: each field that it has nothing for, with the reason.
-        declared_by: for declared replicas, who declares them, such as a mesh. It speaks for its own holders only: what
-            several declare is written once for each of them, and compared.
-        labels: metrics and tags of the checkpoint, and why it is suspect; of writer 0 alone.
+        tensors: the writer's tensors.
+        streams: the writer's RNG streams.
+        leaves: the writer's plain values.
+        absent: fields for which the writer has no state, each with the reason.
+        declared_by: for each declared replica, the declarer's name, such as a mesh. A declaration
+            covers the declarer's holders only: a replica of several declarers is written once for
+            each declarer, and the copies are compared.
+        labels: metrics and tags of the checkpoint, and the reason if the checkpoint is suspect; set
+            on writer 0 only.
     """
 
     tensors: tuple[TensorSource, ...]

@@ -1,20 +1,25 @@
-"""Copies of a snapshot into a slot, by the host or by devices: only of what the slot doesn't hold already.
+"""Copies of a snapshot into a slot, by the host or by devices.
 
-A slot is filled with the same image again and again, and of a model that is adapted most stays as it was.
+Blocks that the slot already holds are skipped.
 
-Of a tensor of the host, whoever copies a block keeps the checksum of what lies in the slot then; the next time the
-tensor's block is read, and nothing else, to find that it is the same. A block whose first bytes aren't those of the
-last save has changed for certain. Where all blocks of a tensor have, it is copied without more ado: training that
-changes everything at every step pays next to nothing.
+A slot is filled with the same image at every save, and when a model is fine-tuned most of its
+blocks stay unchanged.
 
-Of a tensor of a device, digests of its blocks are computed where it lives. Blocks whose digests are those of the last
-filling needn't cross the bus again. So what a slot holds is always a whole snapshot: whoever reads it needn't know how
-it came there.
+For a tensor in host memory, each copy of a block records the checksum of the block in the slot. The
+next filling computes the checksum of the tensor's block and skips the copy if the two are equal. A
+sample of a block, its first bytes, is compared with the last save's sample first: a block with a
+different sample has certainly changed. If all blocks of a tensor have changed samples, the tensor
+is copied without checksums, so that dense training, which changes every block at every step, pays
+almost no overhead.
 
-The checksums are XXH3's of 128 bits, at the rate at which memory is read. XXH3 isn't cryptographic: given its seed,
-anybody can make two contents with one checksum. The seed is random, drawn for each trainer and kept in its memory; the
-checksums leave the process nowhere. What is stored has BLAKE3's digests, as ever. See
-``spec/decisions/2026-11-22-slot-digests.md``.
+For a tensor on a device, the device computes digests of the tensor's blocks. Blocks with the same
+digests as at the last filling aren't transferred again. A slot therefore always holds a complete
+snapshot, and readers of the slot needn't know which blocks were copied when.
+
+The checksums are XXH3 of 128 bits, computed at memory bandwidth. XXH3 isn't cryptographic: with a
+known seed, two contents with one checksum can be constructed. The seed is random, drawn for each
+trainer and kept in its memory; the checksums never leave the process. Stored bytes have BLAKE3
+digests. See ``spec/decisions/2026-11-22-slot-digests.md``.
 """
 
 from __future__ import annotations
@@ -39,20 +44,22 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.write.image import Image, Piece, key_of
 from ckptfmt.write.snapshot import MemoryOf, Snapshot, TensorSource
 
-#: How many bytes of a block are compared with those of the last save before all of it is read.
+#: Size of a block's sample in bytes: these first bytes are compared before the whole block is read.
 _SAMPLE_NBYTES: Final = 1024
-#: For how many fillings at most a tensor of a device is only copied. Dense training changes every block at every step,
-#: and then digests tell nothing; what is left of looking after it is two of 18 fillings.
+#: Largest number of fillings in a row for which a device's tensor is copied without digests. Dense
+#: training changes every block at every step, and digests save no copy then; only two of 18
+#: fillings compute them.
 _LONGEST_PAUSE: Final = 16
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class DeviceTensor:
-    """What a slot holds of one tensor of a device.
+    """The known contents of a slot for one tensor of a device.
 
     Attributes:
-        held: digests of its blocks, of shape (blocks, 32), before it is filled; None where they aren't known.
-        found: those of what it is being filled with; None where nobody looks.
+        held: digests of the tensor's blocks in the slot before this filling, of shape (blocks, 32);
+            None if unknown.
+        found: digests of the blocks of this filling; None if the tensor is copied without digests.
     """
 
     held: NDArray[np.uint8] | None = None
@@ -65,14 +72,17 @@ class DeviceTensor:
         self.held, self.found = self.found if was_written else None, None
 
     def is_due(self) -> bool:
-        """Tell whether to look at this filling; to be asked once."""
+        """Return whether to compute digests at this filling. Called once for each filling."""
         if self._rest:
             self._rest -= 1
             return False
         return True
 
     def compare(self, digests: bytes) -> NDArray[np.bool_]:
-        """Take the digests of what it is filled with; return for each block whether the slot has it."""
+        """Record the digests of this filling.
+
+        Return a flag for each block: whether the slot already holds the block.
+        """
         self.found = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
         if self.held is None:
             return np.zeros(len(self.found), np.bool_)
@@ -83,21 +93,22 @@ class DeviceTensor:
 
 
 class Filling:
-    """One filling of a slot. Its pieces may be copied by several threads, each piece by one.
+    """One filling of a slot. Several threads may copy its pieces, each piece by one thread.
 
-    The next filling, of another slot, may begin before this one has ended; they share the samples, which only say where
-    it is useless to look.
+    The next filling, of another slot, may begin before this filling has ended. Both share the
+    samples, which only show for which blocks a checksum is useless.
 
     Args:
         block_nbytes: size of the blocks of a piece in bytes.
-        before: by first byte of the piece in the image, the checksums of the blocks that the slot holds, if they are
-            known.
-        on_devices: by first byte, what the slot holds of tensors of devices.
-        samples: by first byte, the checksums of the first bytes of its blocks at the last save, into whichever slot.
-        checksum: of bytes; the same for all fillings that share slots and samples.
+        before: for the first byte of each piece in the image, checksums of the blocks that the slot
+            holds, if known.
+        on_devices: for the first byte of each piece, the known contents of tensors of devices.
+        samples: for the first byte of each piece, checksums of the blocks' samples at the last save
+            into any slot.
+        checksum: the checksum function, the same for all fillings that share slots and samples.
 
     Attributes:
-        found: as `before`, of what the slot holds now.
+        found: like `before`, for the slot's contents after this filling.
     """
 
     def __init__(
@@ -118,15 +129,17 @@ class Filling:
     def copy_changed(
         self, begin: int, content: NDArray[np.uint8], place: NDArray[np.uint8], copy_all: Callable[[], None]
     ) -> bytes:
-        """Copy those blocks of a piece that the slot doesn't have; return a byte for each block, 1 where it has it.
+        """Copy the blocks of a piece that the slot doesn't hold.
+
+        Return a byte for each block: 1 if skipped.
 
         Args:
             begin: first byte of the piece in the image.
-            content: of the piece.
-            place: of the piece in the slot.
-            copy_all: copies all of it, by whatever is fastest.
+            content: the piece's bytes.
+            place: the piece's bytes in the slot.
+            copy_all: a function that copies the whole piece in the fastest way.
 
-        Raises: ValueError if the two aren't of one size.
+        Raises: ValueError if `content` and `place` differ in size.
         """
         if content.nbytes != place.nbytes:
             raise ValueError(f"{content.nbytes} bytes don't fill {place.nbytes}")
@@ -148,19 +161,23 @@ class Filling:
                 continue
             np.copyto(place[first:end], content[first:end])
             kept.append(0)
-            # Of what is there now, whatever was written to the tensor meanwhile.
+            # The checksum of the slot's bytes: the tensor may have been changed during the copy.
             found.append(self._checksum(slot[first:end]))
         self.found[begin] = found
         return bytes(kept)
 
     def watch(self, begin: int) -> DeviceTensor | None:
-        """Return what is known of the device's tensor whose first byte is `begin`; None to copy it unseen."""
+        """Return the known contents for a device's tensor; None to copy without digests.
+
+        Args:
+            begin: the tensor's first byte in the image.
+        """
         tensor = self.on_devices.setdefault(begin, DeviceTensor())
         return tensor if tensor.is_due() else None
 
 
 class Fillings:
-    """What is known of the slots of a trainer."""
+    """The known contents of a trainer's slots."""
 
     def __init__(self) -> None:
         self._image: Image | None = None
@@ -172,10 +189,10 @@ class Fillings:
         """Return the next filling of a slot.
 
         Args:
-            slot: its number.
-            image: what it will hold.
-            was_written: whether what it holds now was written by a save, so that nothing of it was left out, and the
-                saver has compared it with what devices had found.
+            slot: the slot's number.
+            image: the layout of the next contents.
+            was_written: whether a save has written the slot's present contents, which are then
+                complete, and the saver has compared them with the digests of devices.
         """
         if image is not self._image:
             self._image, self._samples, self._fillings = image, {}, {}
@@ -189,25 +206,27 @@ class Fillings:
         return filling
 
 
-# --- the copies -------------------------------------------------------------------------------------------------------
+# --- the copies -----------------------------------------------------------------------------------
 
-#: How much more must be there before it is told, in bytes. Whoever is told wakes up, and takes a core from the copies:
-#: told every 4 MiB, a copy of 1.6 GB on two cores took 1.16 times as long.
+#: Smallest growth of the filled prefix before the saver is notified, in bytes. The notified saver
+#: takes a core from the copies: with a notification every 4 MiB, a copy of 1.6 GB on two cores took
+#: 1.16 times as long.
 _TELL_NBYTES: Final = 64 << 20
 _FIRST_NBYTES: Final = 16 << 20
-#: Smallest piece that is looked at before it is copied, in bytes: a smaller one is copied in less time.
+#: Smallest piece that is compared before a copy, in bytes: a smaller piece is copied in less time.
 _LEAST_LOOKED_AT_NBYTES: Final = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What was found of a piece when it was copied.
+    """The comparison result of a copied piece.
 
     Attributes:
         begin: first byte of the piece in the image.
-        digests: of its blocks, one behind the other, as a device computed them when its copy was asked for; empty where
-            the host looked itself.
-        kept: a byte for each block: 1 where the slot had it from an earlier save, and it wasn't copied again.
+        digests: concatenated digests of the piece's blocks, computed by the device when the copy
+            was requested; empty if the host compared.
+        kept: a byte for each block: 1 if the slot held the block from an earlier save, and the copy
+            was skipped.
     """
 
     begin: int
@@ -216,32 +235,32 @@ class Seen:
 
 
 class Copy(Protocol):
-    """The copy of one tensor's box, or of several neighbours, into bytes ``[begin, end)`` of the image."""
+    """The copy of one box, or of neighbouring boxes, into bytes ``[begin, end)`` of the image."""
 
     @property
     def keys(self) -> Sequence[TensorKey]:
-        """The tensors that it copies."""
+        """The tensors that are copied."""
 
     @property
     def begin(self) -> int:
-        """First byte in the image."""
+        """The first byte in the image."""
 
     @property
     def end(self) -> int:
-        """The byte behind the last."""
+        """The first byte after the copy in the image."""
 
     @property
     def seen(self) -> Sequence[Seen]:
-        """What was found of what it copied, once it is finished."""
+        """The comparison results of the pieces, valid once the copy is finished."""
 
     def start(self) -> None:
-        """Set it going, where a device does it; the values are those of now."""
+        """Start the copy if a device does it. The values at the time of this call are copied."""
 
     def finish(self) -> None:
-        """Do it, or wait until the device has done it."""
+        """Copy, or wait until the device has copied."""
 
     def guard(self) -> None:
-        """Keep later work of the device from overtaking it, without waiting for it."""
+        """Make the device's later work wait for the copy, without blocking the caller."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -249,9 +268,9 @@ class HostCopy:
     """A copy that the calling thread does.
 
     Attributes:
-        source: a `MemorySource`, if it is to be looked at.
-        filling: knows what the slot has, which needn't be copied; None to copy without looking, as what is small is
-            copied in any case.
+        source: the tensor; a `MemorySource` can be compared before the copy.
+        filling: the slot's known contents, for skipping unchanged blocks; None to copy everything.
+            Small pieces are copied in any case.
     """
 
     source: TensorSource
@@ -264,10 +283,10 @@ class HostCopy:
     seen: Sequence[Seen] = ()
 
     def start(self) -> None:
-        """Nothing to set going."""
+        """Do nothing: `finish` does the copy."""
 
     def finish(self) -> None:
-        """Copy."""
+        """Copy the box into the slot, without unchanged blocks."""
         out = self.view[self.begin : self.end]
         looks = self.filling is not None and out.nbytes >= _LEAST_LOOKED_AT_NBYTES
         memory_of: MemoryOf | None = getattr(self.source, "memory_of", None) if looks else None
@@ -281,7 +300,7 @@ class HostCopy:
             self.seen = (Seen(begin=self.begin, digests=b"", kept=kept),)
 
     def guard(self) -> None:
-        """Nothing that could overtake it."""
+        """Do nothing: no device is involved."""
 
 
 def plan_copies(
@@ -293,14 +312,14 @@ def plan_copies(
     devices: Any,  # noqa: ANN401 - torch's side, which this module must not import
     filling: Filling | None = None,
 ) -> tuple[list[Copy], list[Copy]]:
-    """Return the copies that fill `view` with what `image` says: those to be done now, and those of `later`.
+    """Return the copies that fill `view` as planned in `image`: copies to do now, later copies.
 
     Args:
-        snapshot: of the structure that the image was planned for.
-        view: of a slot, as long as the image at least.
-        later: tensors that may be copied beside the training.
-        devices: a ``ckptfmt.adapters.torch.Devices``, or None where torch isn't there.
-        filling: what the slot holds; None to copy everything.
+        snapshot: a snapshot of the structure for which the image was planned.
+        view: the slot's memory, at least as long as the image.
+        later: tensors that may be copied while the training goes on.
+        devices: a ``ckptfmt.adapters.torch.Devices``, or None without torch.
+        filling: the slot's known contents; None to copy everything.
     """
     sources = {key_of(source): source for source in snapshot.tensors}
     pieces = [(sources[piece.key], piece) for piece in image.pieces if piece.end > piece.begin]
@@ -343,11 +362,12 @@ class Staging:
     """The copies of one save.
 
     Args:
-        image: what they fill.
-        copies: by first byte, without overlap.
-        view: of the slot; the headers of the shards are put into it now.
-        tell: called with the number of bytes that the filled prefix has, as it grows, and with what was found of what
-            was filled since; from any thread, in order.
+        image: the layout that the copies fill.
+        copies: all copies by first byte, without overlap.
+        view: the slot's memory; the constructor copies the headers of the shards there.
+        tell: called with the length of the filled prefix in bytes as it grows, and with the
+            comparison results of the pieces finished since the last call; from any thread, in
+            order.
     """
 
     def __init__(
@@ -365,13 +385,13 @@ class Staging:
         self._lock = threading.Lock()
 
     def run(self, copies: Sequence[Copy], *, threads: Executor | None = None, thread_count: int = 1) -> None:
-        """Do some of the copies, which were started, and return when they are done.
+        """Do some of the copies, which were started before, and return when they are finished.
 
         Args:
-            threads: that help; None to do everything in this thread.
-            thread_count: how many do it, this one included.
+            threads: an executor for helping threads; None to use the calling thread only.
+            thread_count: number of copying threads, including the calling thread.
 
-        Raises: what a copy raises; then no other copy is begun.
+        Raises: the error of a copy; no further copy begins then.
         """
         rest = collections.deque(copies)
         taking = threading.Lock()
@@ -387,18 +407,18 @@ class Staging:
                     self._finished(copy)
             except BaseException:
                 with taking:
-                    rest.clear()  # nobody needs the others
+                    rest.clear()  # the save has failed: the remaining copies are useless
                 raise
 
         helpers: list[Future[None]] = []
         try:
             if threads is not None:
-                with contextlib.suppress(RuntimeError):  # no thread can be started: fewer do it
+                with contextlib.suppress(RuntimeError):  # no thread can start: go on with fewer
                     for _ in range(min(thread_count, len(copies)) - 1):
                         helpers.append(threads.submit(work))  # noqa: PERF401 - those that began count, if one can't
             work()
         finally:
-            wait(helpers)  # after an error, too: they fill the slot
+            wait(helpers)  # after an error, too: the helpers write to the slot
         for helper in helpers:
             helper.result()
 
@@ -409,7 +429,8 @@ class Staging:
             while self._front < len(self._done) and self._done[self._front]:
                 self._front += 1
             nbytes = self._begins[self._front]
-            # The first more often, since whoever is told has nothing to do yet, and the last, to leave little for then.
+            # Notifications are more frequent at the beginning, when the saver is idle, and at the
+            # end, so that little work is left for the saver then.
             step_nbytes = min(_TELL_NBYTES, max(_FIRST_NBYTES, min(self._told, self._begins[-1] - nbytes)))
             if nbytes - self._told >= step_nbytes or self._front == len(self._done):
                 self._told = nbytes

@@ -1,4 +1,4 @@
-"""Write what one writer holds: shards, then the part that describes them. Spec: REQ-CMT-003 to REQ-CMT-005."""
+"""Write a writer's files: first the shards, then the part. Spec: REQ-CMT-003 to REQ-CMT-005."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from ckptfmt.store.protocol import Buffer, SizedChunks, Store, call_each
 from ckptfmt.write.image import Context, Image, Piece, gather_boxes, key_of, plan_image, sort_sources
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 
-#: What to do about a limit that a save meets, by the clause that it breaks, and otherwise.
+#: Remedies for a save that exceeds a limit, by the violated clause; `_REMEDY` for all other
+#: clauses.
 _REMEDIES: Final = {
     "REQ-DOC-023": "Save fewer plain values there: a long history or table belongs in a tensor, a numpy array or a log"
     " of its own.",
@@ -35,9 +36,9 @@ _REMEDY: Final = (
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
-    """Raise if two tensors, RNG streams or leaves of a snapshot have one name, or one that a document can't hold.
+    """Raise if names in a snapshot collide, or if a document can't hold a name or shape.
 
-    Raises: StateError(STATE_NAME). Spec: REQ-IDX-003, REQ-IDX-008, REQ-LIM-001.
+    Raises: StateError(STATE_NAME, LIMIT_EXCEEDED). Spec: REQ-IDX-003, REQ-IDX-008, REQ-LIM-001.
     """
     rows = [key_of(source) for source in snapshot.tensors]
     rows += [(source.field, alias, source.scope) for source in snapshot.tensors for alias in source.aliases]
@@ -88,9 +89,10 @@ def _check_shape(source: TensorSource) -> None:
 
 
 def for_saving(error: CkptError) -> CkptError:
-    """Return an error of a limit with a remedy for whoever saves.
+    """Return an error with a remedy for the caller of a save, if the error reports a limit.
 
-    The table's remedy is for whoever reads: it blames the writer of a file, and that is the caller of a save.
+    The default remedy is for readers and blames the writer of the file. In a save, the caller is
+    the writer.
     """
     if error.code not in (Code.LIMIT_EXCEEDED, Code.DOC_DEPTH) or error.remedy != error.code.remedy:
         return error
@@ -99,7 +101,7 @@ def for_saving(error: CkptError) -> CkptError:
 
 
 def structure_of(snapshot: Snapshot) -> Structure:
-    """Return what a writer holds, for the writers to agree on who writes what."""
+    """Return the structure of a writer's state, from which each box's writer is derived."""
     sources = sort_sources(snapshot)
     return Structure(
         **gather_boxes(sources).members(),
@@ -118,15 +120,15 @@ def write_part(
     written: frozenset[tuple[TensorKey, Box]] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Part:
-    """Write the shards of one writer from live tensors and, when they are durable, its part.
+    """Write a writer's shards from live tensors and, when the shards are durable, the part.
 
     Args:
-        store: rooted at the checkpoint's directory.
-        snapshot: what this writer holds.
-        origin: of the attempt; its ``attempt`` was never used before.
-        writer: number of this writer.
-        image: as planned before for the same structure; planned now if None.
-        written: which of the pieces this writer writes; all of them if None.
+        store: a store rooted at the checkpoint's directory.
+        snapshot: the writer's state.
+        origin: the attempt's origin; its ``attempt`` was never used before.
+        writer: the writer's number.
+        image: an image planned before for the same structure; None to plan it now.
+        written: tensor and box of the pieces that this writer writes; None for all.
         on_progress: called with the number of bytes just written.
 
     Raises: StoreError; StateError(STATE_NAME).
@@ -139,27 +141,34 @@ def write_part(
 
 
 class Contents(Protocol):
-    """The bytes of an image, wherever they come from.
+    """The bytes of an image, from live tensors or from a slot.
 
     Attributes:
-        shards_at_once: how many shards may be drawn at once, by as many threads; a remote store takes so many.
+        shards_at_once: largest number of shards that may be read at once, by as many threads. A
+            remote store uses this many uploads.
     """
 
     shards_at_once: int
 
     def iter_chunks(self, shard: int) -> Iterator[Buffer]:
-        """Yield the bytes of a shard, header and all, in order; anew at each call. Waits for what isn't there yet."""
+        """Yield the bytes of a shard in order, including the header; each call starts anew.
+
+        Waits for bytes not yet staged.
+        """
 
     def digests(self) -> list[bytes]:
-        """Return the digests of the blocks of each piece of the image, in its order. Called when all is written."""
+        """Return the digests of the blocks of each piece, in the image's order.
+
+        Called after all shards are written.
+        """
 
 
 def write_image(
     store: Store, image: Image, contents: Contents, origin: Origin, context: Context, *, writer: int
 ) -> Part:
-    """Write the shards of an image and, when they are durable, the part that describes them.
+    """Write the shards of an image and, when the shards are durable, the part.
 
-    Raises: StoreError; what `contents` raises. Then no shard is left.
+    Raises: StoreError; the errors of `contents`. The shards are removed after an error.
     Spec: REQ-CMT-003, REQ-CMT-004, REQ-CMT-005.
     """
     digests = _write_shards(store, image, contents, [shard_name(s.stem, origin.attempt, writer) for s in image.shards])
@@ -169,7 +178,7 @@ def write_image(
 
 
 def write_part_file(store: Store, part: Part) -> None:
-    """Write a part whose files are written, and make it durable behind them. Spec: REQ-CMT-003, REQ-CMT-004."""
+    """Write a part after its files, and make the part durable. Spec: REQ-CMT-003, REQ-CMT-004."""
     content, _ = part.dump()
     if part.files:
         store.sync("")
@@ -178,23 +187,29 @@ def write_part_file(store: Store, part: Part) -> None:
 
 
 def write_failure(store: Store, origin: Origin, writer: int, error: CkptError) -> None:
-    """Tell the committer that this writer failed, so that nobody waits out the deadline. Spec: REQ-CMT-004."""
+    """Write a failure record, so that the other writers fail at once instead of at the deadline.
+
+    Spec: REQ-CMT-004.
+    """
     path = failure_path(origin.attempt, writer)
     content = dump_failure(origin, writer, error)
     create_once(store, path, lambda: [content], content=content)
 
 
 def tell_failure(store: Store, origin: Origin, writer: int, error: CkptError) -> None:
-    """Leave a failure record where others wait for it, as well as that can be done. Spec: REQ-CMT-004."""
-    # Of a writer that failed, others find that one's own record.
+    """Write a failure record if another writer may wait for this writer.
+
+    Ignore errors of the store. Spec: REQ-CMT-004.
+    """
+    # After WRITER_FAILED, the writer that failed first has left its own record.
     if origin.writer_count > 1 and error.code not in (Code.COMMIT_UNKNOWN, Code.WRITER_FAILED):
-        # They find the deadline if the store takes this neither.
+        # If the store rejects the record as well, the other writers fail at the deadline.
         with contextlib.suppress(CkptError):
             write_failure(store, origin, writer, error)
 
 
 def as_ckpt_error(error: BaseException) -> CkptError:
-    """Return an error of the program's own objects, or a bug, as one of ckptfmt's; of a limit as `for_saving`."""
+    """Return an exception as an error of ckptfmt, with the remedy of `for_saving`."""
     if isinstance(error, CkptError):
         return for_saving(error)
     return err(Code.PEER_FAILED, f"{type(error).__qualname__}: {error}")
@@ -202,11 +217,12 @@ def as_ckpt_error(error: BaseException) -> CkptError:
 
 @contextlib.contextmanager
 def removed_after_error(store: Store, paths: Sequence[str]) -> Iterator[None]:
-    """Remove files after an error: what nothing will refer to is never committed, and a full disk would stay full."""
+    """Remove files after an error in the ``with`` block, so that a full disk gets space back."""
     try:
         yield
     except Exception as error:
-        # Where no answer came, what refers to them may be there, or still come.
+        # Without an answer of the store, a document that refers to the files may exist or appear
+        # later.
         unknown = isinstance(error, CkptError) and error.code in (Code.STORE_NO_ANSWER, Code.COMMIT_UNKNOWN)
         for path in () if unknown else paths:
             with contextlib.suppress(CkptError):
@@ -215,7 +231,10 @@ def removed_after_error(store: Store, paths: Sequence[str]) -> Iterator[None]:
 
 
 def _write_shards(store: Store, image: Image, contents: Contents, names: list[str]) -> list[bytes]:
-    """Write all shards, or leave none; return the digests of each piece's blocks."""
+    """Write all shards, or remove them after an error.
+
+    Return the digests of each piece's blocks.
+    """
 
     def write(number: int) -> None:
         nbytes = image.shards[number].nbytes
@@ -231,23 +250,23 @@ def _chunks_of(contents: Contents, shard: int, nbytes: int) -> SizedChunks:
 
 
 class LiveContents:
-    """The bytes of live tensors, copied one box at a time, just when they are written."""
+    """The bytes of live tensors; each box is copied just before the write."""
 
-    shards_at_once = 1  # a caller's objects, by the caller's thread
+    shards_at_once = 1  # the caller's objects are used in the caller's thread only
 
     def __init__(self, snapshot: Snapshot, image: Image, on_progress: Callable[[int], None] | None) -> None:
         self._sources = {key_of(source): source for source in snapshot.tensors}
         self._image = image
         self._on_progress = on_progress
         self._digests: dict[Piece, bytes] = {}
-        self._copied = memoryview(bytearray())  # the memory of the piece that was copied last
+        self._copied = memoryview(bytearray())  # a buffer reused for each piece
 
     def iter_chunks(self, shard: int) -> Iterator[Buffer]:
-        """Yield the header, then the pieces; note their digests as they pass."""
+        """Yield the header, then the pieces, and record the digest of each piece."""
         return in_pages(self._iter_contents(shard))
 
     def digests(self) -> list[bytes]:
-        """Return the digests; of what isn't written here, only now."""
+        """Return the digests of all pieces. Pieces without a file are copied and digested now."""
         for piece in self._image.pieces:
             if piece.shard is None:
                 self._copy(piece)
@@ -260,7 +279,10 @@ class LiveContents:
                 yield from self._iter_piece(piece)
 
     def _iter_piece(self, piece: Piece) -> Iterator[Buffer]:
-        """Yield the bytes of a piece, having noted its digests by the end; each chunk is valid until the next."""
+        """Yield the bytes of a piece and record its digest.
+
+        Each chunk is valid until the next chunk.
+        """
         yield self._copy(piece)
         self._tell(piece.end - piece.begin)
 
@@ -269,7 +291,7 @@ class LiveContents:
             self._on_progress(nbytes)
 
     def _copy(self, piece: Piece) -> memoryview:
-        """Copy a piece to where the one before it was."""
+        """Copy a piece into the reused buffer, record its digest, and return the bytes."""
         nbytes = piece.end - piece.begin
         if nbytes > len(self._copied):
             self._copied = make_memory(nbytes)
