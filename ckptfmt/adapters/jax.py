@@ -56,6 +56,31 @@ def is_array(value: object) -> bool:
     return isinstance(value, jax.Array)
 
 
+class Pending:
+    """A number on its way from a device. Arrays of JAX don't change.
+
+    Args:
+        array: an array of one element.
+    """
+
+    def __init__(self, array: jax.Array) -> None:
+        self._array = array
+        array.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        """Return whether `bits` returns at once."""
+        return bool(self._array.is_ready())
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        self._array.block_until_ready()
+
+    def bits(self) -> int:
+        """Return the bits of the number as a float of 64 bits: all floats are exact."""
+        number = np.asarray(self._array).reshape(-1)[:1].astype(np.float64)
+        return int(number.view(np.uint64)[0])
+
+
 def is_node(value: object) -> bool:
     """Tell whether this is a node of a pytree."""
     return not jax.tree_util.all_leaves([value])

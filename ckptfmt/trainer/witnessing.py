@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
-from ckptfmt.adapters import torch_side
+from ckptfmt.adapters import jax_side, torch_side
 from ckptfmt.adapters.data_loaders import find_samplers
 from ckptfmt.adapters.live import Kind, iter_tensors, may_be_schedule, walk
 from ckptfmt.adapters.live_trees import fingerprint
@@ -210,8 +210,7 @@ class Witness:
         side = self._side
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
             if value is not None:
-                is_tensor = type(value) is not float and side is not None and side.is_tensor(value)
-                self._observed.setdefault(name, []).append(side.fetch(value) if is_tensor else float(value))
+                self._observed.setdefault(name, []).append(_fetch(value, side))
         found = side.fetch_batch(batch) if batch is not None and side is not None else None
         if found is not None:
             self._observed.setdefault("batch", []).append(found)
@@ -418,6 +417,21 @@ class _Saved:
     step: int
     streams: tuple[int, ...]
     schedules: dict[str, object]
+
+
+def _fetch(value: Any, side: Any) -> Any:  # noqa: ANN401 - a number, or what is on its way from a device
+    """Return a number, on its way from a device where it is a tensor of torch or an array of JAX.
+
+    Args:
+        side: `torch_side`.
+    """
+    if type(value) is not float:
+        of_jax: Any = jax_side()
+        if side is not None and side.is_tensor(value):
+            return side.fetch(value)
+        if of_jax is not None and of_jax.is_array(value):
+            return of_jax.Pending(value)
+    return float(value)
 
 
 def _combine(values: list[Any]) -> int:

@@ -78,6 +78,7 @@ with ckptfmt.Checkpointer(run, state, every=5) as checkpointer:
         state.weights, state.optimizer, state.extra["key"], loss = train_step(
             state.weights, state.optimizer, state.extra["key"], batch
         )
+        checkpointer.observe(loss=loss)
         journal.note(
             step + 1,
             ids=list(ids),

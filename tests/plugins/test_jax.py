@@ -25,6 +25,7 @@ jnp: Any = pytest.importorskip("jax.numpy")
 linen: Any = pytest.importorskip("flax.linen")
 nnx: Any = pytest.importorskip("flax.nnx")
 optax: Any = pytest.importorskip("optax")
+Pending: Any = pytest.importorskip("ckptfmt.adapters.jax").Pending
 FrozenDict: Any = pytest.importorskip("flax.core").FrozenDict
 NamedSharding, P = jax.sharding.NamedSharding, jax.sharding.PartitionSpec
 TRAINING = Path(__file__).with_name("jax_training.py")
@@ -318,6 +319,16 @@ def test_pieces_and_arrays_are_sources_of_their_own(tmp_path):
     assert np.asarray(load(tmp_path / "c")["weights"]["w"]).tobytes() == np.asarray(array).tobytes()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_number_on_a_device_has_the_bits_of_a_float(dtype):
+    """The witness compares losses by all their bits, and doesn't wait for a device."""
+    value = random_array((1,), dtype)
+    pending = Pending(value)
+    pending.wait()
+    assert pending.is_ready()
+    assert pending.bits() == int(np.float64(value[0]).view(np.uint64))
+
+
 def test_fewer_devices_lower_the_claim(tmp_path):
     def state_on(count):
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("x",))
@@ -355,6 +366,8 @@ def test_a_killed_training_goes_on_bit_for_bit(killed, tmp_path):
     assert trainings.compare(tmp_path / "right", resumed, last_step=45) == []
     assert len(trainings.read(resumed)[27]) == 2
     assert Path(f"{resumed}.claim").read_text() == "T1 ()"
+    judged, compared, _ = trainings.verdict(tmp_path / "run-killed")
+    assert (judged, compared >= {"samples", "loss"}) == ("verified", True)
     assert ckptfmt.validate(tmp_path / "run-killed")
     with ckptfmt.open(tmp_path / "run-killed") as checkpoint:
         assert checkpoint.weights["params/Dense_0/kernel"].shape == (8, 16)
@@ -369,10 +382,14 @@ def test_a_killed_training_goes_on_bit_for_bit(killed, tmp_path):
     assert all(torch.equal(p, right[n.split(".")[0]][n.split(".")[1]]) for n, p in model.named_parameters())
 
 
-def test_a_resume_that_loses_the_key_is_found_to_differ(killed, tmp_path):
+def test_a_resume_that_loses_the_key_is_found_to_differ(killed, tmp_path, may_be_refuted):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     found = trainings.compare(tmp_path / "right", train(tmp_path, "killed", "--lose-key"), last_step=45)
     assert found[0].startswith("step 26 differs in key")
+    judged, what, told = trainings.verdict(tmp_path / "run-killed")
+    assert (judged, what) == ("refuted", {"loss"})
+    assert "a state that isn't in State" in told
+    may_be_refuted.add(tmp_path / "run-killed")
 
 
 def test_a_run_goes_on_with_the_same_samples_on_fewer_devices(killed, tmp_path):

@@ -136,6 +136,21 @@ def compare(undisturbed: str | Path, resumed: str | Path, *, last_step: int) -> 
     return found
 
 
+def verdict(run: str | Path) -> tuple[str, set[str], str]:
+    """Return the newest verdict of a run's witness, what it compared, and the sentence on what differs, if it does.
+
+    Of a verdict that something differs, what differs stands in the place of what was compared.
+    """
+    from ckptfmt.run.step_log import read_verdicts  # noqa: PLC0415 - not every script has a use for this
+    from ckptfmt.store import open_store  # noqa: PLC0415
+
+    found = read_verdicts(open_store(run, writable=False))
+    newest = found[max(found)]
+    if newest.difference is None:
+        return newest.verdict, set(newest.compared), ""
+    return newest.verdict, {newest.difference.what}, newest.difference.text
+
+
 def run(
     *command: str | Path,
     kill_at: int | None = None,
