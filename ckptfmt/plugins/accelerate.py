@@ -2,7 +2,8 @@
 
     from ckptfmt.plugins.accelerate import CkptfmtAccelerator
 
-    accelerator = CkptfmtAccelerator(run="runs/gpt", saving={"keep": 3})  # and whatever an Accelerator takes
+    # and whatever an Accelerator takes
+    accelerator = CkptfmtAccelerator(run="runs/gpt", saving={"keep": 3}, config=args)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     accelerator.load_state()  # the newest of the run; returns None where there is none
     first, _ = accelerator.position(loader)
@@ -25,6 +26,10 @@ behind `skip_first_batches`, the random numbers: the plug-in remembers the RNG s
 makes the next one with them. It counts a loader's batches apart from updates, which are fewer where gradients are
 accumulated or a scaler skips a step. Call the accelerator's method `skip_first_batches`; accelerate's function of that
 name is unknown to the plug-in.
+
+The witness of a run compares the updates that a resume does again: the loss of the last `accelerator.backward` before
+the update, the norm that `clip_grad_norm_` returned, RNG streams, learning rates and weights. Updates are recorded from
+the first save or load on; a run whose saves are given ``step=`` has no record of them.
 
 Not bit for bit: a data set that itself draws random numbers, since accelerate fetches a batch ahead of the training; a
 loader's position with another number of processes, or where one process fetches for several (``dispatch_batches``);
@@ -66,15 +71,26 @@ class CkptfmtAccelerator(Accelerator):
         run: directory of the run; left out, ``project_dir/checkpoints`` where accelerate is to name checkpoints itself.
         saving: keyword arguments of `ckptfmt.Checkpointer`, such as ``{"keep": 3, "delta": "auto"}``; ``keep`` is
             accelerate's ``total_limit`` by default.
+        config: the program's configuration, as of `ckptfmt.State`. Without it a load claims S1 at most, and the witness
+            refutes nothing.
 
     Attributes:
         checkpointer: the `ckptfmt.Checkpointer` of the run, once something was saved or loaded; it says what a load
             passed over, and how long saves take.
         updates: how many updates were made, over the whole run: the step of a checkpoint. Optimizers that step in turn
             make one update together; any step after a save begins another.
+        counts_steps: whether the newest checkpoint of the run has the number of `updates`: then each update is a step
+            of the run, which its witness records.
     """
 
-    def __init__(self, *args: Any, run: _Path | None = None, saving: _Options | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        run: _Path | None = None,
+        saving: _Options | None = None,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         if self.distributed_type in _REFUSED or (self.distributed_type == DistributedType.FSDP and not self.is_fsdp2):
             raise NotImplementedError(f"{self.distributed_type} of this version: use accelerate.Accelerator")
@@ -84,12 +100,14 @@ class CkptfmtAccelerator(Accelerator):
         self._run = None if run is None else os.path.expanduser(run)
         self._saving = {"keep": naming.total_limit, **(saving or {})}
         self._positions: dict[int, _Position] = {}
-        self._state = ckptfmt.State()
+        self._state = ckptfmt.State(config=config)
         self._saver: ckptfmt.Saver | None = None
         self.checkpointer: ckptfmt.Checkpointer | None = None
         self.updates = 0
         self._hooks: dict[int, Any] = {}
         self._stepped: set[int] = set()  # the optimizers that have made a step of the update that is counted last
+        self._seen: dict[str, Any] = {}  # loss and norm of the gradients since an optimizer's last step
+        self.counts_steps = False
 
     # --- what accelerate's users call ---------------------------------------------------------------------------------
 
@@ -108,7 +126,8 @@ class CkptfmtAccelerator(Accelerator):
         """
         if self._save_model_state_pre_hook:
             raise NotImplementedError("hooks for save_state would write beside the checkpoint: save what they do apart")
-        is_counted, step = self._optimizers or "step" in kwargs, kwargs.pop("step", self.updates)
+        counts_steps = bool(self._optimizers) and "step" not in kwargs
+        is_counted, step = counts_steps or "step" in kwargs, kwargs.pop("step", self.updates)
         self._stepped.clear()
         self._fill(self._state)
         if output_dir is not None and not self.project_configuration.automatic_checkpoint_naming:
@@ -116,7 +135,9 @@ class CkptfmtAccelerator(Accelerator):
             path = os.path.expanduser(output_dir)
             saved: Any = self._saver.save(path, self._state, step=step, replace=True, **kwargs)
         else:
-            saved = (self.checkpointer or self._begin("fresh")).save(step, **kwargs)
+            checkpointer = self.checkpointer or self._begin("fresh")
+            self.counts_steps = counts_steps
+            saved = checkpointer.save(step, **kwargs)
             if saved is None and not is_counted:
                 raise ValueError(f"step {step} is saved already: prepare the optimizer, which counts, or pass step=")
         self.project_configuration.iteration += 1
@@ -205,9 +226,24 @@ class CkptfmtAccelerator(Accelerator):
             self._hooks[id(theirs)] = theirs.register_step_post_hook(self._count)
         return optimizer
 
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Call backward as accelerate does; the witness compares the loss."""
+        super().backward(loss, **kwargs)
+        if loss.numel() == 1:
+            self._seen["loss"] = loss.detach()
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
+        """Clip as accelerate does, and return the norm of the gradients; the witness compares it."""
+        norm = self._seen["grad_norm"] = super().clip_grad_norm_(*args, **kwargs)
+        return norm
+
     def _count(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        seen, self._seen = self._seen, {}
         if not self._stepped or id(optimizer) in self._stepped:
             self._stepped, self.updates = set(), self.updates + 1
+            if self.checkpointer is not None and self.counts_steps:
+                self.checkpointer.observe(**seen)
+                self.checkpointer.step = self.updates
         self._stepped.add(id(optimizer))
 
     # --- ckptfmt ------------------------------------------------------------------------------------------------------
@@ -218,6 +254,7 @@ class CkptfmtAccelerator(Accelerator):
             raise ValueError("no directory: pass one, or CkptfmtAccelerator(run=...)")
         self._close()
         self._fill(self._state)
+        self.counts_steps = False
         self.checkpointer = checkpointer = ckptfmt.Checkpointer(self._run, self._state, resume=resume, **self._saving)
         checkpointer.restore()
         checkpointer.restore_rng()
@@ -246,17 +283,20 @@ class CkptfmtAccelerator(Accelerator):
 class _Counters:
     """What an accelerator counts, as a part of a state."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: CkptfmtAccelerator) -> None:
         self._accelerator, self._ahead = accelerator, 1  # of a save under way: its own
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
-        return {"step": self._accelerator.step, "iteration": self._accelerator.save_iteration + self._ahead}
+        own = self._accelerator
+        counts = {"step": own.step, "iteration": own.save_iteration + self._ahead}
+        return counts | ({"counts_steps": True} if own.counts_steps else {})
 
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the counts."""
         self._accelerator.step, self._ahead = state_dict["step"], 0
         self._accelerator.project_configuration.iteration = state_dict["iteration"]
+        self._accelerator.counts_steps = state_dict.get("counts_steps", False)
 
 
 class _Position:

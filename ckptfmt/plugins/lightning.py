@@ -30,6 +30,9 @@ Not bit for bit:
 - another number of processes, for which no random numbers were saved;
 - data sets that draw random numbers in worker processes.
 
+There is no witness of a training with Lightning: its checkpoints are in no run, so that no launch is known, and no step
+that was done before.
+
 ``save_last="link"`` links a checkpoint that is still being saved: after a crash the link may lead to none, which a load
 refuses by name. `LightningModule.load_from_checkpoint` calls torch.load, and can't read a checkpoint of ckptfmt: make
 the module, and call ``ckptfmt.load(path, ckptfmt.State(weights=module), only="weights:*")``; hyper-parameters are in

@@ -7,6 +7,7 @@
             run.restore_rng()
             for step in range(run.step, total):
                 loss = train_step(next(batches))
+                run.observe(loss=loss)
                 report({"loss": loss}, run.end_step(step + 1))
 
 Ray starts the workers again after a failure (`FailureConfig(max_failures=...)`), and a trainer of the same name and

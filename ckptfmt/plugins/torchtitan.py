@@ -7,6 +7,9 @@ seed checkpoint and several model parts in one process are refused. Each data-pa
 at another number of these ranks a load is refused, or, with ``exclude_from_loading=["dataloader"]``, the loaders begin
 anew.
 
+The witness of each launch compares the steps that a resume does again: RNG streams, learning rates and weights, but not
+the loss, which a checkpoint manager isn't shown. Nor is the configuration of the job: T1 isn't claimed, or refuted.
+
 A training that TorchTitan's own manager has saved goes on in a run, in a folder of its own:
 
     CkptfmtManager.Config(
@@ -137,7 +140,10 @@ class CkptfmtManager(BaseCheckpointManager):
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - as TorchTitan calls it
         is_due = last_step or curr_step % self._config.interval == 0
         is_due = is_due or (curr_step == 1 and self._config.enable_first_step_checkpoint)
-        if self._config.load_only or not is_due or self._run is None:
+        if self._config.load_only or self._run is None:
+            return False
+        self._run.step = curr_step  # the witness records every step
+        if not is_due:
             return False
         self._handle = self._run.save(step=curr_step)
         self.save_future = None if self._handle is None else Future()

@@ -46,6 +46,10 @@ trains with DistributedDataParallel; the tests tell it not to. Not bit for bit, 
 
 On another number of processes the same state is loaded; the Trainer then distributes the samples in another way.
 
+**The witness** of each launch compares the steps that a resume does again: loss and batch of every call of
+``training_step``, the norm of the gradients, RNG streams, learning rates and weights. The verdict is in the log, in
+``trainer.checkpointer.load_report`` and in ``ckptfmt log``.
+
 **Refused by name**: DeepSpeed, FSDP1, FSDP on XLA, ``enable_jit_checkpoint`` (use ``stop_on``),
 ``auto_find_batch_size``, and ``push_to_hub`` but for ``hub_strategy="end"``. Not tried: PEFT, searches for
 hyperparameters, quantised models, devices other than the CPU.
@@ -140,20 +144,29 @@ class CkptfmtTrainer(Trainer):
         # The iterator exists, and the batches of the steps done are skipped.
         self.checkpointer.restore_rng() if checkpoint == self._ckptfmt.place else super()._load_rng_state(checkpoint)
 
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Train a batch as the Trainer does, and show the witness its loss and the batch."""
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        if self.checkpointer is not None:
+            self.checkpointer.observe(loss=loss, batch=inputs)
+        return loss
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ANN401
         self._ckptfmt.save() if self._ckptfmt else super()._save_checkpoint(model, trial)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         is_again, self._ckptfmt.seen = self._ckptfmt.seen == self.state.global_step, self.state.global_step
+        if not is_again:
+            self.checkpointer.observe(grad_norm=grad_norm)
         if is_again and self.checkpointer.stopped:  # in mid-epoch: what comes now isn't part of the checkpoint
             self.control.should_evaluate = self.control.should_save = False
         is_last = self.state.global_step >= self.state.max_steps or float(self.state.epoch or 0).is_integer()
         if is_last and not is_again:  # This is called once more behind on_epoch_end: the step is over then.
             is_to_save, self.control.should_save = self.control.should_save, False
-            super()._maybe_log_save_evaluate(*args, **kwargs)
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
             self.control.should_save |= is_to_save
             return
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
         self.checkpointer.end_step(self.state.global_step)
         self.control.should_training_stop |= self.checkpointer.stopped
 

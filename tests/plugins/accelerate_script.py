@@ -46,6 +46,7 @@ def parse_arguments():
     parser.add_argument("--native", action="store_true", help="without the plug-in")
     parser.add_argument("--forget", action="store_true", help="put no RNG streams back that an iterator began with")
     parser.add_argument("--evaluate", action="store_true")
+    parser.add_argument("--hidden", action="store_true", help="weigh the loss by a count that nothing saves")
     return parser.parse_args()
 
 
@@ -57,7 +58,7 @@ def make_accelerator(options):
     if options.native:
         accelerator = Accelerator(**arguments)
     else:
-        accelerator = CkptfmtAccelerator(run=options.out, saving={"keep": 3}, **arguments)
+        accelerator = CkptfmtAccelerator(run=options.out, saving={"keep": 3}, config={"width": 16}, **arguments)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=9)
     return accelerator
 
@@ -118,10 +119,11 @@ def main():
     accelerator.register_for_checkpointing(count)
     journal = Journal(f"{options.journal}-{accelerator.process_index}")
     done = resume(accelerator, options)
-    for inputs, numbers in batches(accelerator, options, loader, done):
+    for hidden, (inputs, numbers) in enumerate(batches(accelerator, options, loader, done)):
         noise = torch.randn_like(inputs)
         loss = model(inputs / 28 + noise).square().mean() + critic(inputs).square().mean() / 100
-        accelerator.backward(loss)
+        accelerator.backward(loss * (1 + hidden / 100) if options.hidden else loss)
+        accelerator.clip_grad_norm_(model.parameters(), 100.0)
         for each in (optimizer, other):
             each.step()
             each.zero_grad()

@@ -62,6 +62,7 @@ def train_loop(config: dict[str, Any]) -> None:
             loss = (model(batch) - batch).square().mean()
             optimizer.zero_grad()
             loss.backward()
+            run.observe(loss=loss, batch=batch)
             optimizer.step()
             scheduler.step()
             done = step + 1

@@ -47,6 +47,9 @@ def resume_differs(place, right, loader, *options, kill_at, processes=1):
         done = trainings.read(f"{place}/journal-{rank}")
         assert sum(map(len, done.values())) < STEPS + 8, "it has begun anew"
         found += trainings.compare(f"{right}-{rank}", f"{place}/journal-{rank}", last_step=STEPS)
+    if not found:
+        judged, compared, _ = trainings.verdict(place / "run")
+        assert (judged, compared >= {"loss", "gradient norm", "weights"}) == ("verified", True)
     return found
 
 
@@ -87,11 +90,23 @@ def test_two_processes_resume_bit_for_bit(tmp_path, undisturbed):
     assert resume_differs(tmp_path, right, "generator", kill_at=24, processes=2) == []
 
 
-def test_the_comparison_sees_an_order_that_is_not_restored(tmp_path, undisturbed):
+def test_the_comparison_sees_an_order_that_is_not_restored(tmp_path, undisturbed, may_be_refuted):
     found = resume_differs(tmp_path, undisturbed("plain"), "plain", "--forget", kill_at=24)
     assert found
     assert "numbers" in found[0]
     assert "rng" in found[0]
+    assert trainings.verdict(tmp_path / "run")[:2] == ("refuted", {"rng"})
+    may_be_refuted.add(tmp_path / "run")
+
+
+def test_state_that_accelerate_does_not_save_is_found_by_the_loss(tmp_path, undisturbed, may_be_refuted):
+    """With the same random numbers, another loss shows a state outside of what was saved."""
+    assert resume_differs(tmp_path, undisturbed("plain"), "plain", "--hidden", kill_at=24)
+    judged, what, told = trainings.verdict(tmp_path / "run")
+    assert (judged, what) == ("refuted", {"loss"})
+    assert told.startswith("step 22 had the same RNG streams, but its loss is")
+    assert "a state that isn't in State" in told
+    may_be_refuted.add(tmp_path / "run")
 
 
 def test_accelerate_alone_goes_on_with_another_order_and_other_random_numbers(tmp_path, undisturbed):
@@ -169,6 +184,17 @@ def test_a_run_goes_back_to_any_of_its_checkpoints(tmp_path):
     accelerator.save_state()
     accelerator.end_training()
     assert ckptfmt.Run(tmp_path / "run").newest().name == "step-00000006-l0002"
+
+
+def test_numbers_of_the_callers_own_are_not_those_of_updates(tmp_path):
+    """The count of a run's steps doesn't go back: updates that the witness counted would refuse these numbers."""
+    for first in (1, 3):
+        accelerator, model, optimizer, loader = accelerator_with(tmp_path)
+        assert accelerator.load_state() is None or accelerator.updates == 2
+        for step in (first, first + 1):
+            train(accelerator, model, optimizer, loader)
+            assert accelerator.save_state(step=step).step == step
+        accelerator.end_training()
 
 
 def test_a_directory_of_its_own_is_one_checkpoint(tmp_path):

@@ -46,6 +46,8 @@ def test_a_killed_worker_is_started_again_and_goes_on_bit_for_bit(trained):
     assert Path(f"{killed[0]}.claim").read_text() == "T1 ()"
     run = directory / "storage" / "killed" / "ckptfmt"
     assert ckptfmt.validate(run)
+    judged, compared, _ = trainings.verdict(run)
+    assert (judged, compared >= {"samples", "loss", "batch", "weights"}) == ("verified", True)
     assert [one.launch for one in ckptfmt.Run(run).list()][-1] == 2
     newest = ckptfmt.Run(run).newest()
     assert newest is not None
@@ -65,6 +67,8 @@ def test_the_comparison_sees_streams_and_samples_that_are_not_restored(trained):
     )
     assert streams[0] == "step 26 differs in loss, optimizer, rng, weights"
     assert samples[0] == "step 26 differs in ids, loss, numbers, optimizer, weights"
+    judged, what, _ = trainings.verdict(directory / "storage" / "forgetful" / "ckptfmt")
+    assert (judged, what) == ("refuted", {"rng"})
 
 
 def test_the_run_goes_on_with_another_number_of_workers(trained):

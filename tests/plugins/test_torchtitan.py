@@ -47,6 +47,8 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path, killed):
     assert (first[1][0]["data"] == last[1][0]["data"]) is (count == 1)
     run = tmp_path / "run" / "checkpoint"
     assert ckptfmt.validate(run)
+    judged, compared, _ = trainings.verdict(run)
+    assert (judged, compared >= {"learning rates", "weights"}) == ("verified", True)
     names = [name for name in ckptfmt.open(run).weights if name.endswith("attention_norm.weight")]
     weights: Any = ckptfmt.load(run, only=[f"weights:{name}" for name in names], framework="torch")
     model = torch.nn.Module()

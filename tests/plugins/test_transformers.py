@@ -32,7 +32,7 @@ import ckptfmt
 from ckptfmt.__main__ import main as ckptfmt_main
 from ckptfmt.errors import CkptError
 from ckptfmt.plugins.transformers import CkptfmtTrainer
-from tests.plugins.trainings import compare, digest
+from tests.plugins.trainings import compare, digest, verdict
 from tests.plugins.transformers_training import (
     LAST_STEP,
     OfTransformers,
@@ -131,13 +131,15 @@ def undisturbed(tmp_path_factory):
     return directory
 
 
-def test_killed_in_a_step_and_in_a_save(tmp_path, undisturbed):
+def test_killed_in_a_step_and_in_a_save(tmp_path, undisturbed, may_be_refuted):
     """A training that is killed twice, once just after a save began, goes on as if it never was."""
     train(tmp_path, kill_at=23)
     shutil.copytree(tmp_path, tmp_path / "control")
     train(tmp_path, resume=True, die_in_save=35, exitcode=-signal.SIGKILL)
     train(tmp_path, resume=True)
     assert (tmp_path / "claim").read_text() == "T1"
+    judged, compared, _ = verdict(tmp_path / "out/ckptfmt")
+    assert (judged, compared >= {"loss", "gradient norm", "batch", "weights"}) == ("verified", True)
     assert compare(undisturbed / "journal-0", tmp_path / "journal-0", last_step=LAST_STEP) == []
     assert ckptfmt_main(["validate", str(tmp_path / "out/ckptfmt")]) == 0
     # The same without RNG streams does differ, and in the weights from the first step on.
@@ -145,6 +147,19 @@ def test_killed_in_a_step_and_in_a_save(tmp_path, undisturbed):
     differing = compare(undisturbed / "journal-0", tmp_path / "control/journal-0", last_step=LAST_STEP)
     assert any("step 21 differs in" in line and "weights" in line for line in differing)
     assert not any("samples" in line for line in differing)
+    assert verdict(tmp_path / "control/out/ckptfmt")[:2] == ("refuted", {"rng"})
+    may_be_refuted.add(tmp_path / "control/out/ckptfmt")
+
+
+def test_state_that_the_trainer_does_not_save_is_found_by_the_loss(tmp_path, may_be_refuted):
+    """With the same batches and random numbers, another loss shows a state outside of what was saved."""
+    for resume in (False, True):
+        train(tmp_path, kind="Curriculum", kill_at=None if resume else 9, resume=resume, args={"max_steps": 12})
+    judged, what, told = verdict(tmp_path / "out/ckptfmt")
+    assert (judged, what) == ("refuted", {"loss"})
+    assert told.startswith("step 6 had the same RNG streams and batch, but its loss differs: ")
+    assert "a state that isn't in State" in told
+    may_be_refuted.add(tmp_path / "out/ckptfmt")
 
 
 def test_two_processes(tmp_path):
@@ -423,8 +438,9 @@ class Jittered:
         return {"input_ids": ids, "labels": ids}
 
 
-def test_a_collator_that_draws_isnt_bit_for_bit(tmp_path):
+def test_a_collator_that_draws_isnt_bit_for_bit(tmp_path, may_be_refuted):
     """Nor is it with transformers alone, which fetches the first batches before it puts the streams back."""
+    may_be_refuted.add(tmp_path / "Watched/ours/out/ckptfmt")
     for kind in (Watched, OfTransformers):
         here = tmp_path / kind.__name__
         for name, stop_at, resume in (("right", 8, None), ("ours", 6, None), ("ours", 8, True)):

@@ -95,6 +95,17 @@ class Sharded(Watched):
         self.is_fsdp_enabled = True
 
 
+class Curriculum(Watched):
+    """Weighs the loss by the number of batches since the process began, which nothing saves."""
+
+    batch_count = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the weighted loss."""
+        self.batch_count += 1
+        return super().compute_loss(*args, **kwargs) * (1 + self.batch_count / 100)
+
+
 class WithoutStreams(Watched):
     """Doesn't put RNG streams back: the negative control."""
 
@@ -143,7 +154,7 @@ def main(directory: Path, env: dict[str, str], told: dict[str, Any]) -> None:
     """Train as told, in a process of its own."""
     os.environ.update(env)
     torch.set_num_threads(1)
-    kind = {kind.__name__: kind for kind in (Watched, Sharded, WithoutStreams)}[told.pop("kind", "Watched")]
+    kind = {kind.__name__: kind for kind in (Watched, Sharded, Curriculum, WithoutStreams)}[told.pop("kind", "Watched")]
     resume, die_in_save = told.pop("resume", None), told.pop("die_in_save", 0)
     trainer = make_trainer(directory, kind=kind, **told)
     trainer.die_in_save = die_in_save
