@@ -1,9 +1,10 @@
-"""The conformance suite of the checkpoint format ckptfmt: any reader or writer, in any language, can be judged by it.
+"""The conformance suite of the checkpoint format ckptfmt, for readers and writers in any language.
 
-``python -m ckptfmt_conformance run --adapter ...`` runs it; so does ``python -m ckptfmt conformance``, where ckptfmt is
-installed, and ``pytest -p ckptfmt_conformance.plugin --pyargs ckptfmt_conformance --adapter ...``.
+``python -m ckptfmt_conformance run --adapter ...`` runs the suite. Where ckptfmt is installed,
+``python -m ckptfmt conformance`` runs the suite too. Under pytest, use ``pytest -p
+ckptfmt_conformance.plugin --pyargs ckptfmt_conformance --adapter ...``.
 
-Nothing in here imports an implementation, but for the adapters.
+Only the adapters import an implementation of the format. The rest of the package imports none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``python -m ckptfmt_conformance run|list|extract|badge|chaos``: the suite from a shell.
 
-Exit codes of ``run``: 0 all is green · 1 something fails, or an expected failure doesn't · 2 it couldn't be run, or
-nothing was judged · 130 interrupted.
+Exit codes of ``run``: 0 all cases are green · 1 a case fails, or an expected failure passes · 2 the
+suite couldn't be run, or no case was judged · 130 interrupted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXIT_GREEN: Final = 0
 EXIT_RED: Final = 1
 EXIT_FAILED: Final = 2
 EXIT_INTERRUPTED: Final = 130
-#: More at once than this rarely gains: the cases are small.
+#: The largest default number of parallel jobs. More jobs rarely gain time: the cases are small.
 JOBS_MAX: Final = 4
 
 
@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None, *, program: str = "python -m ckptfmt
     """Run one command and return its exit code.
 
     Args:
-        argv: without the program; those of the process if none are given.
-        program: what usage messages call it.
+        argv: the arguments without the program's name; those of the process by default.
+        program: the program's name in usage messages.
     """
     try:
         arguments = _parser(program).parse_args(argv)
@@ -156,7 +156,11 @@ def _run(arguments: argparse.Namespace) -> int:
         chosen += select_cases(drawn, patterns=arguments.filter, kinds=arguments.kind)
 
     def choose(description: Description, cases: Sequence[Case]) -> Sequence[Case]:
-        """Add the trajectories, if they are wanted: to list them, a framework may have to be imported."""
+        """Return `cases` and the trajectories that the selection and the adapter admit.
+
+        Listing trajectories may import a framework. Hence they are added only here, when the
+        adapter's description is known.
+        """
         found = [*cases, *_choose_cells(arguments, description, drawn_by)]
         if not found:
             raise SuiteError("no case fits", remedy="See `list` for the ids and kinds that there are.")
@@ -199,7 +203,8 @@ def _choose_cells(arguments: argparse.Namespace, description: Description, drawn
     if "trajectory" not in (arguments.kind or description.kinds) or arguments.vectors is not None:
         return ()
     found = cells.find_cases(arguments.filter)
-    # Of a command, no trajectory can be asked; where none of them is chosen, no framework is to be imported.
+    # A command can't be asked for witnessed trajectories. Where no trajectory is chosen, no
+    # framework is imported.
     return (*found, *cells.draw_witnessed(drawn_by, arguments.filter)) if found else ()
 
 
@@ -216,9 +221,9 @@ def _write_reports(run: Run, arguments: argparse.Namespace) -> None:
 
 
 def read_xfails(target: Target, path: Path | None) -> Xfails:
-    """Return the list of expected failures that is given, or the one beside the adapter, or none.
+    """Return the list of expected failures in `path`, else the list beside the adapter, else none.
 
-    Raises: SuiteError where the one that is given can't be read.
+    Raises: SuiteError where `path` is given and can't be read.
     """
     if path is not None:
         return Xfails.read(path)

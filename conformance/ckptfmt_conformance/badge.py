@@ -1,7 +1,8 @@
-"""The claim level that a run reached, and a badge that says it.
+"""The claim level that a run reached, and a badge that shows the level.
 
-The levels, each with all below it: S0 the bytes in any layout, S1 the order of samples, S2 the same microbatches per
-logical worker, T1 the same trajectory on the same layout, T2 the same trajectory on any number of workers.
+Each level includes all levels below: S0 the bytes in any layout, S1 the order of samples, S2 the
+same microbatches per logical worker, T1 the same trajectory on the same layout, T2 the same
+trajectory on any number of workers.
 """
 
 from __future__ import annotations
@@ -19,30 +20,32 @@ __all__ = ["LEVELS", "SELF_REPORTED", "badge_svg", "claim_of", "said_claim"]
 
 LEVELS: Final = ("S0", "S1", "S2", "T1", "T2")
 
-#: Features without which a level means nothing: a case that needs no other belongs to the minimum of its level.
+#: Features that belong to a level. The minimum of a level consists of the cases that need no
+#: feature beyond these.
 _NEEDED: Final[dict[str, frozenset[str]]] = {
     "S1": frozenset({"new-layout", "layout:ddp", "layout:fsdp2", "layout:tp"}),
     "T2": frozenset({"layout:elastic", "new-world-size"}),
 }
-#: What stands beside each claim: the suite can't know that anybody but the adapter's authors ran it.
+#: A note beside each claim: the suite can't know whether anybody but the adapter's authors ran it.
 SELF_REPORTED: Final = "self-reported"
 
 _GREEN: Final = "#2e7d32"
 _YELLOW: Final = "#8d6e00"
 _RED: Final = "#b3261e"
 _GREY: Final = "#5f6368"
-#: Widths of characters in a font like Verdana at 11 pixels are near enough to this.
+#: Approximate width of a character, in pixels, of a font like Verdana at 11 pixels.
 _CHARACTER_WIDTH: Final = 6.6
 
 
 def claim_of(run: Run) -> str:
-    """Return the highest level whose cases passed, with those of all levels below it; "" for none.
+    """Return the highest level that is reached together with all levels below; "" for none.
 
-    Each level has a minimum: all of its cases that need no feature beyond the level's own, each of which has to pass.
-    S0 rests on the vectors, and on questions that a seed drew (`seeded`): those that open, read and reshard. A level
-    above it rests on the trajectories that claim it; T1 and T2 also on some that the suite's own process trains and
-    judges (`trajectories.witness`). An optional feature that isn't supported lowers nothing, and is
-    counted beside the claim.
+    Each level has a minimum: all of its cases that need no feature beyond the level's own. Each
+    case of the minimum has to pass. S0 rests on the vectors that are opened, read and resharded,
+    and on the questions that a seed drew (`seeded`). Each level above S0 rests on the trajectories
+    that claim the level. T1 and T2 also need some trajectories that the suite's own process trains
+    and judges (`trajectories.witness`). An optional feature that isn't supported lowers no level,
+    and is counted beside the claim.
     """
     if not run.is_green or run.selection:
         return ""
@@ -63,7 +66,7 @@ def claim_of(run: Run) -> str:
 
 
 def said_claim(run: Run) -> str:
-    """Return the claim with what a reader has to know of it: who reported it, and how to ask the same questions."""
+    """Return the claim with the note that it is self-reported, and with the run's seed."""
     seed = "" if run.seed is None else f"; the same questions: --seed {run.seed}"
     return f"{claim_of(run)}, {SELF_REPORTED}{seed}" if claim_of(run) else ""
 
@@ -77,7 +80,8 @@ def _is_needed(result: Result, level: str) -> bool:
     case = result.case
     if level == "S0" and case.kind not in ("open", "read", "reshard"):
         return False
-    # A case of another version of the format is asked only where it must be refused by that.
+    # A case of a version that the adapter doesn't speak is skipped, unless the case checks that the
+    # adapter refuses the version.
     is_of_another_version = result.status is Status.SKIPPED and "version" in result.message
     return set(case.features) <= _NEEDED.get(level, frozenset()) and not is_of_another_version
 
@@ -91,7 +95,7 @@ def _kinds_that_pass(results: Iterable[Result]) -> set[str]:
 
 
 def badge_text(run: Run) -> tuple[str, str]:
-    """Return the right half of the badge, and its colour."""
+    """Return the text of the right half of the badge, and its colour."""
     counts = run.counts
     red = counts[Status.FAIL] + counts[Status.ERROR] + counts[Status.XPASS]
     if red:
@@ -107,7 +111,7 @@ def badge_text(run: Run) -> tuple[str, str]:
 
 
 def badge_svg(run: Run) -> str:
-    """Return a badge: the version of the format on the left, the claim on the right."""
+    """Return a badge as SVG: the version of the format on the left, the claim on the right."""
     left = f"ckptfmt {'/'.join(run.description.spec)}"
     right, colour = badge_text(run)
     widths = [round(len(text) * _CHARACTER_WIDTH) + 12 for text in (left, right)]

@@ -1,6 +1,7 @@
-"""How adapters are called: by a process for each question, or by one that answers all of them.
+"""Calls of adapters: one process for each question, or one process that answers all questions.
 
-Either way a deadline holds, and what doesn't keep it is killed with all that it started.
+Each call has a deadline. A process that misses the deadline is killed with all processes that it
+started.
 """
 
 from __future__ import annotations
@@ -41,24 +42,25 @@ __all__ = [
 BUILTIN: Final = {
     "reference": "ckptfmt_conformance.adapters.reference:Reference",
 }
-#: What is kept of an output; nothing that is asked needs more.
+#: The largest output that is read, in bytes. No answer needs more.
 OUTPUT_NBYTES: Final = 64 << 20
-#: What is shown of standard error.
+#: How much of the end of standard error a message shows, in bytes.
 TAIL_NBYTES: Final = 1200
-#: How long an adapter may take to start and to say what it is, in seconds: a framework may be imported on the way.
+#: How long an adapter may take to start and to describe itself, in seconds. The adapter may have to
+#: import a framework.
 START_S: Final = 120.0
-#: How long one that serves may take to end by itself, in seconds.
+#: How long an adapter's process may take to exit after its input is closed, in seconds.
 END_S: Final = 5.0
 _NO_CELLS: Final = Answer(outcome="unsupported", body={"feature": "trajectory: it needs a Python class"})
 
 _CLASS: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-#: One of the broken ones, by its short name.
+#: The short name of a broken adapter.
 _BROKEN: Final = re.compile(r"broken/[a-z_]+")
 _REMEDY: Final = "Give `reference`, `package.module:Class`, or a command line; see README.md of the suite."
 
 
 class Caller(Protocol):
-    """One adapter, ready to be asked."""
+    """An adapter that is ready to be asked."""
 
     def call(
         self,
@@ -70,18 +72,22 @@ class Caller(Protocol):
         cell: str | None = None,
         timeout_s: float = START_S,
     ) -> Answer:
-        """Ask one question. It raises nothing: whatever goes wrong is an answer of outcome ``error``."""
+        """Ask one question.
+
+        Return every failure as an answer of outcome ``error``; raise no exception.
+        """
 
     def close(self) -> None:
-        """Let go of what runs."""
+        """End the adapter's process, if one is running."""
 
 
 class Target:
-    """What ``--adapter`` means.
+    """The adapter that ``--adapter`` names.
 
     Attributes:
-        text: as it was given.
-        xfails: where the list of expected failures lies beside it, whether or not it is there; None for nowhere.
+        text: the value of ``--adapter``.
+        xfails: the path of the adapter's list of expected failures, whether or not a file exists
+            there; None where the adapter has no such path.
     """
 
     def __init__(self, text: str, *, class_name: str = "", argv: tuple[str, ...] = (), xfails: Path | None) -> None:
@@ -91,10 +97,11 @@ class Target:
         self._argv = argv
 
     def open(self, *, is_serving: bool = False) -> Caller:
-        """Return a caller of its own; each thread needs one.
+        """Return a new caller. Each thread needs its own caller.
 
         Args:
-            is_serving: of a command, to ask one process all questions.
+            is_serving: whether an adapter that is a command is asked all questions through one
+                process.
         """
         if self._class_name:
             return ClassCaller(self._class_name)
@@ -102,7 +109,10 @@ class Target:
 
 
 def find_target(text: str) -> Target:
-    """Return what a name, a class or a command line means. Raises: SuiteError where it is none of them."""
+    """Return the adapter that a short name, a class or a command line means.
+
+    Raises: SuiteError where the text is none of the three.
+    """
     name = BUILTIN.get(text, text)
     if _BROKEN.fullmatch(text):
         name = f"ckptfmt_conformance.adapters.{text.replace('/', ':')}"
@@ -118,14 +128,18 @@ def find_target(text: str) -> Target:
     found = shutil.which(argv[0]) if argv else None
     if found is None:
         raise SuiteError(f"there is no adapter {text!r}", remedy=_REMEDY)
-    # The script is what an interpreter is told to run, and what a list of expected failures lies beside.
+    # For a command line that runs a script by an interpreter, the list of expected failures lies
+    # beside the script.
     scripts = [Path(word) for word in argv if Path(word).is_file()]
     script = scripts[-1] if scripts else Path(found)
     return Target(text, argv=(found, *argv[1:]), xfails=script.with_name(f"{script.name}.xfails"))
 
 
 def _xfails_of_class(module: str) -> Path | None:
-    """Return the place beside a module. Raises: SuiteError where there is no such module."""
+    """Return the path of the list of expected failures beside a module.
+
+    Raises: SuiteError where there is no such module.
+    """
     try:
         with _search_path():
             found = importlib.util.find_spec(module)
@@ -138,7 +152,7 @@ def _xfails_of_class(module: str) -> Path | None:
 
 @contextlib.contextmanager
 def _search_path() -> Any:  # noqa: ANN401 - a context
-    """Look for modules in the current directory, too, as whoever calls the worker does."""
+    """Search modules in the current directory too, as the worker process does."""
     sys.path.append(str(Path.cwd()))
     try:
         yield
@@ -148,10 +162,12 @@ def _search_path() -> Any:  # noqa: ANN401 - a context
 
 @contextlib.contextmanager
 def open_described(target: Target, *, may_serve: bool = True) -> Iterator[tuple[Caller, Description]]:
-    """Open an adapter and ask what it is; the caller is one of those that `Target.open` gives with `is_serving`.
+    """Open an adapter, ask for its description, and yield a caller and the description.
+
+    For a command that serves, the caller uses one process for all questions.
 
     Args:
-        may_serve: whether a command that serves is asked to.
+        may_serve: whether a command that serves is asked through one process.
 
     Raises: SuiteError as `describe` does.
     """
@@ -164,7 +180,10 @@ def open_described(target: Target, *, may_serve: bool = True) -> Iterator[tuple[
 
 
 def describe(caller: Caller) -> Description:
-    """Ask an adapter what it is. Raises: SuiteError where that isn't an answer: then nothing can be asked of it."""
+    """Return an adapter's description.
+
+    Raises: SuiteError where the adapter gives no valid description. No case can be asked then.
+    """
     answer = caller.call("describe", timeout_s=START_S)
     remedy = "An adapter answers `describe` with a JSON object of name, version, spec, roles, features and kinds."
     if answer.outcome != "accepted":
@@ -222,15 +241,16 @@ class CommandCaller:
 
 
 class ServerCaller:
-    """An adapter that is one process for all questions: begun at the first, and again after it died or was killed.
+    """An adapter that is one process for all questions.
 
-    Whatever a question ends with but an answer costs that question alone: the process is ended, and the next question
-    begins another one.
+    The first question starts the process. After a question that ends without a valid answer, such
+    as by a crash or at the deadline, the process is ended, and the next question starts a new
+    process. So such an end costs only one question.
 
     Args:
-        argv: how it is started.
-        environment: of the process; that of this one if none is given.
-        has_cells: whether it can be asked for trajectories.
+        argv: the command line that starts the process.
+        environment: the environment of the process; that of the current process by default.
+        has_cells: whether the adapter can be asked for trajectories.
     """
 
     def __init__(
@@ -244,12 +264,16 @@ class ServerCaller:
         self._said_nbytes = 0
         self._count = 0
         self._rest = b""
-        # Of one that never began, so that a run doesn't wait for it once per case.
+        # The failure of a process that never became ready. Later questions return it at once, so
+        # that a run doesn't wait for the start once per case.
         self._failure: Answer | None = None
         self._was_ready = False
 
     def close(self) -> None:
-        """Let the process end by itself, at the end of its input; kill what is left of it."""
+        """Close the process's input and wait for its exit, for `END_S` at most.
+
+        Then kill all processes of its session.
+        """
         process, stderr = self._process, self._stderr
         self._process = self._stderr = None
         if process is None or stderr is None:
@@ -302,7 +326,7 @@ class ServerCaller:
         return _with_tail(reply, self._stderr, self._said_nbytes)
 
     def _start(self) -> Answer | None:
-        """Start the process, and wait until it is ready; return what went wrong, None if nothing did."""
+        """Start the process and wait until it is ready. Return the failure; None on success."""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         self._said_nbytes, self._rest = 0, b""
         try:
@@ -333,7 +357,7 @@ class ServerCaller:
         return failure
 
     def _write(self, line: bytes, end_s: float) -> None:
-        """Write a question, for as long as the process takes it. Raises: TimeoutError, OSError."""
+        """Write a question to the process. Raises: TimeoutError, OSError."""
         assert self._process is not None
         assert self._process.stdin is not None
         descriptor = self._process.stdin.fileno()
@@ -343,18 +367,25 @@ class ServerCaller:
             try:
                 line = line[os.write(descriptor, line) :]
             except BrokenPipeError:
-                # What it ended with says more than that its pipe is broken.
+                # The exit code or the signal, which is read later, says more than a broken pipe
+                # does.
                 return
 
     def _read_reply(self, end_s: float) -> Answer:
-        """Return the answer to the last question. Raises: TimeoutError; ValueError where it isn't of the protocol."""
+        """Return the answer to the last question.
+
+        Raises: TimeoutError; ValueError where the answer violates the protocol.
+        """
         reply = parse_reply(self._read_line(end_s), self._count)
         if self._rest:
             raise ValueError("more than one line of output")
         return reply
 
     def _read_line(self, end_s: float) -> bytes:
-        """Return the next line. Raises: TimeoutError; ValueError where it is too long, or the process ended."""
+        """Return the next line of output.
+
+        Raises: TimeoutError; ValueError where the line is too long, or the process ended.
+        """
         assert self._process is not None
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
@@ -380,7 +411,7 @@ class ServerCaller:
         return f"its process ended {f'by signal {-code}' if code < 0 else f'with exit code {code}'}"
 
     def _give_up(self, message: str) -> Answer:
-        """End the process; return an error with the end of what it said."""
+        """End the process. Return an error that holds the end of standard error."""
         assert self._process is not None
         assert self._stderr is not None
         answer = _with_tail(Answer(outcome="error", message=message), self._stderr, self._said_nbytes)
@@ -400,7 +431,8 @@ class ClassCaller(ServerCaller):
     """An adapter that is a Python class, in a process of its own."""
 
     def __init__(self, class_name: str) -> None:
-        # The same modules are found as here, those of the current directory too.
+        # The process searches modules in the same places as this process, and in the current
+        # directory.
         places = [place or str(Path.cwd()) for place in sys.path] + [str(Path.cwd())]
         package = str(Path(__file__).parents[1])
         super().__init__(
@@ -430,7 +462,7 @@ def _run(argv: list[str], stdout: IO[bytes], stderr: IO[bytes], timeout_s: float
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started; it leads a session of its own."""
+    """Kill a process and all processes of its session, of which it is the leader."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -442,7 +474,11 @@ def _read_back(stream: IO[bytes], nbytes: int) -> bytes:
 
 
 def _with_tail(answer: Answer, stderr: IO[bytes], begin: int = 0) -> Answer:
-    """Add to an error what was said last on standard error, from a byte on."""
+    """Return an error extended by the end of standard error; other answers unchanged.
+
+    Args:
+        begin: the first byte of standard error that belongs to the question.
+    """
     if answer.outcome != "error":
         return answer
     end = stderr.seek(0, os.SEEK_END)

@@ -1,4 +1,7 @@
-"""Cases: those of an area are one file, and the contents of their files another; ``vectors/README.md`` has the form."""
+"""Cases of the suite.
+
+Each area has a file of cases and a file of contents; see ``vectors/README.md``.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,13 @@ from ckptfmt_conformance.errors import SuiteError
 
 __all__ = ["KINDS", "PHASES", "Case", "Expectation", "load_cases", "select_cases", "vectors_root"]
 
-#: What an adapter can be asked.
+#: The kinds of questions that an adapter can be asked.
 KINDS: Final = ("open", "read", "reshard", "write", "context", "parse", "trajectory")
-#: When a reader may find what is wrong, in this order.
+#: The phases in which a reader may find a fault, in order.
 PHASES: Final = ("open", "read", "validate")
 
-#: Below the vectors, the folder of the contents, each file called as that of its cases.
+#: The folder of the contents, below the vectors. Each file there has the name of the file of its
+#: cases.
 _CONTENTS: Final = "files"
 _MEMBERS: Final[dict[str, Any]] = {
     "id": str,
@@ -44,13 +48,13 @@ _REMEDY: Final = "Install the wheel again, or generate the vectors anew; a relea
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """What must come of a case.
+    """The expected result of a case.
 
     Attributes:
         outcome: ``accept``, or ``reject``.
-        errors: of a refusal, the codes that will do.
-        phase: of a refusal, the last phase in which it may come; "" if that doesn't matter.
-        members: of what is accepted, what the result must hold.
+        errors: the codes that a refusal may have; empty for ``accept``.
+        phase: the last phase in which a refusal may come; "" if any phase is right.
+        members: the members that the result of an accepted case must hold.
     """
 
     outcome: str
@@ -61,25 +65,25 @@ class Expectation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One question to an implementation, and the answer that is due.
+    """A question to an implementation, and the answer that is due.
 
     Attributes:
         id: area, outcome and name, such as ``manifest/invalid/tiling-gap``.
-        description: what is in it, in one line.
-        requirements: the clauses that it tests.
-        kind: one of `KINDS`.
-        roles: who has to pass it.
-        spec: version of the format that it is written in.
-        features: reader features that it needs.
-        derived_from: the valid case that it was made from.
-        edit: what was done to that.
-        path: what is opened, below the folder that the files are written to; ``.`` for that folder.
-        request: what is asked of it.
-        expect: what must come of it.
-        bug_class: what kind of harm it is that a failure does.
+        description: the content of the case, in one line.
+        requirements: the clauses that the case tests.
+        kind: an entry of `KINDS`.
+        roles: the roles of implementations that have to pass the case.
+        spec: the version of the format in which the case is written.
+        features: the reader features that the case needs.
+        derived_from: the id of the valid case from which the case was made; None for none.
+        edit: the change that was made to that valid case.
+        path: the path to open, below the folder where the files are written; ``.`` for that folder.
+        request: the request that is sent to the adapter; None for none.
+        expect: the expected result.
+        bug_class: the kind of harm that a failure does.
         why: that harm, in one sentence.
-        source: what generated it.
-        files: contents of the files that it is about, by their paths.
+        source: the generator of the case.
+        files: the contents of the files, by their paths.
     """
 
     id: str
@@ -100,10 +104,10 @@ class Case:
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
 
     def write_files(self, folder: Path, change: Callable[[str, bytes], bytes] | None = None) -> Path:
-        """Write the files below a folder, and return what is opened.
+        """Write the files below a folder, and return the path to open.
 
         Args:
-            change: returns what is written of a file in the place of its content, by its path.
+            change: returns the content to write for a path and its content.
         """
         for name, content in self.files.items():
             path = folder / name
@@ -113,7 +117,7 @@ class Case:
 
 
 def vectors_root() -> Path:
-    """Return the folder of the vectors: in the package where it is installed, beside it in a checkout.
+    """Return the folder of the vectors: in the installed package, or beside it in a checkout.
 
     Raises: SuiteError where there are none.
     """
@@ -129,7 +133,7 @@ def vectors_root() -> Path:
 def load_cases(root: Path) -> tuple[Case, ...]:
     """Return all cases below a folder, sorted by id.
 
-    Raises: SuiteError for a case that isn't of the form that README.md gives.
+    Raises: SuiteError for a case that doesn't have the form of the vectors' README.md.
     """
     if not root.is_dir():
         raise SuiteError(f"{root} is no folder", remedy="Give the folder of the vectors with --vectors.")
@@ -141,7 +145,10 @@ def load_cases(root: Path) -> tuple[Case, ...]:
 
 
 def select_cases(cases: Iterable[Case], *, patterns: Sequence[str] = (), kinds: Sequence[str] = ()) -> tuple[Case, ...]:
-    """Return the cases whose id fits one of the patterns, and whose kind is one of these; none given: all."""
+    """Return the cases whose id fits a pattern and whose kind is in `kinds`.
+
+    An empty `patterns` or `kinds` selects all cases.
+    """
     return tuple(
         case
         for case in cases
@@ -214,13 +221,13 @@ def _parse_case(where: str, members: dict[str, Any], contents: Mapping[str, byte
 
 
 def _is_inside(path: str) -> bool:
-    """Return whether a path stays below the folder that it starts from."""
+    """Return whether a path stays below the folder where it starts."""
     place = PurePosixPath(path)
     return not place.is_absolute() and ".." not in place.parts and "\0" not in path
 
 
 def _check_members(where: str, members: object) -> None:
-    """Raise unless a case has the members that it should. Raises: SuiteError."""
+    """Check the members of a case: names, types and kind. Raises: SuiteError."""
     if not isinstance(members, dict):
         raise SuiteError(f"{where} isn't a JSON object", remedy=_REMEDY)
     for name, kind in _MEMBERS.items():
@@ -234,7 +241,7 @@ def _check_members(where: str, members: object) -> None:
 
 
 def _parse_expectation(where: str, members: Mapping[str, Any]) -> Expectation:
-    """Return what is expected. Raises: SuiteError."""
+    """Return the expected result of a case. Raises: SuiteError."""
     outcome, phase = members.get("outcome"), members.get("phase", "")
     codes = members.get("error", [])
     errors = (codes,) if isinstance(codes, str) else tuple(codes)

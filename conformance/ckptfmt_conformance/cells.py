@@ -1,6 +1,7 @@
-"""Trajectories as cases: what `ckptfmt_conformance.trajectories` lists and runs, in the suite's own words.
+"""Trajectories as cases: a bridge from `ckptfmt_conformance.trajectories` to the suite's cases.
 
-That package imports a framework, so it is met only when a trajectory is asked for.
+The package `trajectories` imports a framework. Hence it is imported only when a trajectory is asked
+for.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from ckptfmt_conformance.cases import Case, Expectation, select_cases
 
 __all__ = ["ABSENT", "PREFIX", "WITNESSED", "draw_witnessed", "find_cases", "judge_witnessed", "list_cases", "run_cell"]
 
-#: Stands before the id of a cell.
+#: The prefix of a cell's id.
 PREFIX: Final = "trajectory/"
-#: The case that stands for all of them where they can't be had.
+#: The id of the case that replaces all cells where trajectories aren't available.
 ABSENT: Final = "trajectory/all"
-#: Stands before the id of a cell that the suite's own process trains and judges.
+#: The prefix of the id of a cell that the suite's own process trains and judges.
 WITNESSED: Final = "trajectory/witnessed/"
 _MODULE: Final = "ckptfmt_conformance.trajectories"
-#: How many cells a seed draws to be witnessed.
+#: How many witnessed cells a seed draws.
 _WITNESSED_COUNT: Final = 2
 
 
 def find_cases(patterns: Sequence[str]) -> tuple[Case, ...]:
-    """Return the cells whose id fits one of the patterns; all if there are none.
+    """Return the cells whose id fits a pattern; all cells if `patterns` is empty.
 
-    Cells aren't listed, and no framework is imported, where each pattern begins with letters of other ids.
+    No cell is listed, and no framework is imported, where no pattern can fit the id of a cell.
     """
     begins = [re.split(r"[*?[]", pattern, maxsplit=1)[0] for pattern in patterns]
     if patterns and not any(PREFIX.startswith(begin) or begin.startswith(PREFIX) for begin in begins):
@@ -40,7 +41,7 @@ def find_cases(patterns: Sequence[str]) -> tuple[Case, ...]:
 
 
 def list_cases() -> tuple[Case, ...]:
-    """Return all cells as cases; where there are none, one that stands for them and says why."""
+    """Return all cells as cases; where trajectories aren't available, one case with the reason."""
     try:
         cells = importlib.import_module(_MODULE).list_cells()
     except ImportError as error:
@@ -58,7 +59,10 @@ def list_cases() -> tuple[Case, ...]:
 
 
 def draw_witnessed(seed: int, patterns: Sequence[str] = ()) -> tuple[Case, ...]:
-    """Return cells that a seed draws to be witnessed, as cases; none where trajectories can't be had."""
+    """Return the witnessed cells that a seed draws, as cases.
+
+    Return () where trajectories aren't available.
+    """
     try:
         cells = importlib.import_module(f"{_MODULE}.witness").list_witnessed()
     except ImportError:
@@ -78,7 +82,10 @@ def draw_witnessed(seed: int, patterns: Sequence[str] = ()) -> tuple[Case, ...]:
 
 
 def judge_witnessed(case: Case, ask: Callable[[str, Mapping[str, Any]], None]) -> str | None:
-    """Train a cell in this process, and return how what `ask` saved and loaded differs; None where it doesn't."""
+    """Train a cell in this process while `ask` has the adapter save and load the state.
+
+    Returns: the divergence of the state that came back; None where there is none.
+    """
     module = importlib.import_module(f"{_MODULE}.witness")
     wanted = case.id.removeprefix(WITNESSED)
     (cell,) = (cell for cell in module.list_witnessed() if cell.id == wanted)
@@ -101,9 +108,9 @@ def _case_of(cell: Any) -> Case:  # noqa: ANN401 - a Cell of a module that may b
 
 
 def run_cell(adapter: Any, case_id: str, directory: Path) -> Mapping[str, Any]:  # noqa: ANN401 - a class
-    """Run one cell with an adapter's checkpoints, and return what came of it.
+    """Run one cell with an adapter's checkpoints, and return status, divergence and seconds.
 
-    Raises: ImportError; whatever the adapter raises.
+    Raises: ImportError; any exception of the adapter.
     """
     make = getattr(adapter, "checkpointing", None)
     if make is None:

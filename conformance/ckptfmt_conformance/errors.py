@@ -1,4 +1,4 @@
-"""What keeps the suite itself from running: one sentence, and what to do about it."""
+"""The error that keeps the suite itself from running."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ __all__ = ["SuiteError"]
 
 
 class SuiteError(Exception):
-    """The suite can't run as asked. It is never said of an implementation that fails.
+    """The suite can't run as requested.
+
+    A failure of the judged implementation never raises this error.
 
     Attributes:
-        detail: what is wrong, in one sentence.
-        remedy: what to do about it, in one line.
+        detail: the fault, in one sentence.
+        remedy: the remedy, in one line.
     """
 
     def __init__(self, detail: str, *, remedy: str) -> None:

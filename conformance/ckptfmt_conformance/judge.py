@@ -1,4 +1,7 @@
-"""What an answer is worth: it is compared with what the case expects, and nothing is taken for a pass by default."""
+"""Verdicts: an adapter's answer is compared with the expected result.
+
+No answer passes by default.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ __all__ = ["RED", "Status", "Verdict", "due", "find_reason_to_skip", "judge"]
 
 
 class Status(StrEnum):
-    """How a case went; kept apart everywhere."""
+    """The result of a case. Reports count each status separately."""
 
     PASS = "PASS"
     FAIL = "FAIL"
@@ -28,22 +31,24 @@ class Status(StrEnum):
     XPASS = "XPASS"
 
 
-#: What makes a run red. An expected failure that passes is among them: the list of them is to be mended.
+#: The statuses that make a run red. An expected failure that passes is red too, since the list of
+#: expected failures has to be corrected.
 RED: Final = frozenset({Status.FAIL, Status.ERROR, Status.XPASS})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A status, and why, in one sentence; more lines may follow."""
+    """A status, and its reason: one sentence, which more lines may follow."""
 
     status: Status
     message: str = ""
 
 
 def find_reason_to_skip(case: Case, description: Description) -> str:
-    """Return why an adapter isn't asked at all; "" if it is.
+    """Return why an adapter isn't asked a case; "" if the adapter is asked.
 
-    What an adapter leaves out of its description is its own choice, and seen in every report.
+    An adapter chooses the roles, kinds and versions in its description. Every report shows the
+    cases that are skipped because of them.
     """
     if case.roles and not set(case.roles) & set(description.roles):
         return f"it isn't a {' or '.join(case.roles)}"
@@ -55,7 +60,10 @@ def find_reason_to_skip(case: Case, description: Description) -> str:
 
 
 def due(case: Case, description: Description) -> Expectation:
-    """Return what is expected of an adapter: of one that doesn't speak the case's version, that it refuses by it."""
+    """Return the expected result of a case for an adapter.
+
+    An adapter that doesn't speak the case's version has to refuse with ``VERSION_UNSUPPORTED``.
+    """
     if _speaks(case, description):
         return case.expect
     return Expectation(outcome="reject", errors=("VERSION_UNSUPPORTED",), phase="open")
@@ -68,15 +76,17 @@ def _speaks(case: Case, description: Description) -> bool:
 def judge(  # noqa: PLR0911 - one for each kind of answer
     case: Case, description: Description, answer: Answer, output: Path | None = None
 ) -> Verdict:
-    """Return what an answer is worth.
+    """Return the verdict on an answer.
 
     Args:
-        output: where a checkpoint was to be written.
+        output: the path where the adapter was asked to write a checkpoint; None for other
+            questions.
     """
     if answer.outcome == "error":
         return Verdict(status=Status.ERROR, message=answer.message)
     expect = due(case, description)
-    # The version comes before the features: of another one, what a feature means isn't known.
+    # The version is compared before the features, because a feature may mean another thing in
+    # another version.
     lacking = set(case.features) - set(description.features) if _speaks(case, description) else set()
     if answer.outcome == "unsupported":
         if lacking:
@@ -85,7 +95,7 @@ def judge(  # noqa: PLR0911 - one for each kind of answer
         message = f"it says that it doesn't support {answer.body['feature']}; the case {needs}"
         return Verdict(status=Status.FAIL, message=message)
     if answer.outcome == "rejected":
-        # What lacks a feature has to refuse by this very name, so this is the answer that was due.
+        # A reader that lacks a feature has to refuse with this code, so the refusal is right.
         if lacking and answer.body["error"] == "FEATURE_UNSUPPORTED":
             return Verdict(status=Status.UNSUPPORTED, message=", ".join(sorted(lacking)))
         return _verdict(_compare_refusal(expect, answer.body))
@@ -107,7 +117,7 @@ def _verdict(complaint: str) -> Verdict:
 
 
 def _compare_refusal(expect: Expectation, body: Mapping[str, Any]) -> str:
-    """Return what is wrong with a refusal; "" if nothing is."""
+    """Return the fault of a refusal; "" if the refusal is right."""
     code, phase = body["error"], body.get("phase")
     said = f"refused with {code}" + (f" at {body['where']}" if body.get("where") else "")
     if expect.outcome == "accept":
@@ -117,14 +127,17 @@ def _compare_refusal(expect: Expectation, body: Mapping[str, Any]) -> str:
     if expect.phase:
         if phase not in PHASES:
             return f"{said}, but in no phase: {phase!r} instead of one of {', '.join(PHASES)}"
-        # Sooner is as good: nothing of what is wrong was handed out.
+        # An earlier phase is accepted: the reader has handed out no faulty content.
         if PHASES.index(phase) > PHASES.index(expect.phase):
             return f"{said}, but only in phase {phase}; it must be refused in phase {expect.phase}"
     return ""
 
 
 def _compare_members(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Return the first difference from what is expected; "" if there is none. More than is expected will do."""
+    """Return the first difference from the expected members; "" for none.
+
+    More members are allowed.
+    """
     for name, value in expected.items():
         if name not in found:
             return f"the result has no {name!r}"
@@ -156,7 +169,10 @@ def _compare_tensors(expected: Mapping[str, Any], found: object) -> str:
 
 
 def _compare_leaves(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Return the first difference among the leaves that are expected; others may be there, such as the topology."""
+    """Return the first difference among the expected leaves.
+
+    More leaves, such as the topology, are allowed.
+    """
     for name, value in expected.items():
         if complaint := _difference(f"leaf {name!r}", value, found.get(name)):
             return complaint
@@ -170,7 +186,10 @@ def _difference(what: str, expected: object, found: object) -> str:
 
 
 def _plain(value: object) -> str:
-    """Return a value as canonical text: 1, 1.0 and true are three things, and digests go with or without prefix."""
+    """Return a value as canonical text for comparison.
+
+    The texts of 1, 1.0 and true differ. Digests are equal with and without the prefix ``blake3:``.
+    """
     return json.dumps(value, sort_keys=True).replace('"blake3:', '"')
 
 

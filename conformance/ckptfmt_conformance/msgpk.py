@@ -1,4 +1,7 @@
-"""Just so much msgpack as the format has, for the suite's own reader: one form for each value, and no other."""
+"""The msgpack profile of the format, for the suite's own reader.
+
+Each value has exactly one form.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, Final
 __all__ = ["dump", "parse"]
 
 _DEPTH: Final = 64
-#: First byte, how many bytes of length or value, and what follows.
+#: First byte of a sized value: the width of its length in bytes, and its type.
 _SIZED: Final = {
     0xC4: (1, bytes), 0xC5: (2, bytes), 0xC6: (4, bytes), 0xD9: (1, str), 0xDA: (2, str), 0xDB: (4, str),
     0xDC: (2, list), 0xDD: (4, list), 0xDE: (2, dict), 0xDF: (4, dict),
@@ -21,9 +24,9 @@ _CONSTANTS: Final = {0xC0: None, 0xC2: False, 0xC3: True}
 
 
 def parse(content: bytes) -> Any:  # noqa: ANN401 - any value of the profile
-    r"""Return the value that bytes stand for.
+    r"""Return the value of some msgpack bytes.
 
-    Raises: ValueError for anything but one whole value in its one form.
+    Raises: ValueError unless the bytes are exactly one value in its canonical form.
 
     >>> parse(b"\x82\xa1a\x92\xc0\xc4\x01x\xa1b\x01")
     {'a': [None, b'x'], 'b': 1}
@@ -37,7 +40,7 @@ def parse(content: bytes) -> Any:  # noqa: ANN401 - any value of the profile
 
 
 def dump(value: object) -> bytes:
-    r"""Return the one form of a value.
+    r"""Return the canonical form of a value.
 
     >>> dump([-1, "x", 2**63])
     b'\x93\xff\xa1x\xcf\x80\x00\x00\x00\x00\x00\x00\x00'

@@ -1,4 +1,4 @@
-"""A report as one page of HTML that needs nothing from anywhere."""
+"""A report as one self-contained page of HTML."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ show();
 
 
 def dump_html(run: Run) -> str:
-    """Return the page: claim, counts, and by clause every case with what was said of it; what is red comes first."""
+    """Return the page: the claim, the counts, and all cases by clause with their messages.
+
+    Red cases come first.
+    """
     described = run.description
     name = html.escape(f"{described.name} {described.version}")
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.unix_s))

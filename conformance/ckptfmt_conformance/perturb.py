@@ -1,4 +1,7 @@
-"""Other bytes in the tensors of a full checkpoint, with all digests made to fit: the same document, another answer."""
+"""Replacement of the tensor bytes of a full checkpoint by drawn bytes, with all digests recomputed.
+
+A case with such bytes has the same documents, apart from digests, and another answer.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,16 @@ from ckptfmt_conformance.readback import DTYPES, ReadbackError, canonical, entri
 
 __all__ = ["perturb"]
 
-#: The bytes of each box, by field, name and scope of the tensor, and where the box begins and how large it is.
+#: The bytes of each box. Key: the tensor's field, name and scope, the box's begin and its shape.
 _Drawn: TypeAlias = dict[tuple[Any, ...], bytes]
 
 
 def perturb(root: Path, rng: random.Random) -> None:
-    """Give each tensor of the full checkpoint at `root` bytes that `rng` draws. Raises: ReadbackError."""
-    read_back(root)  # what isn't sound isn't touched
+    """Replace the bytes of each tensor of the full checkpoint at `root` by bytes that `rng` draws.
+
+    Raises: ReadbackError where the checkpoint isn't sound, or isn't full.
+    """
+    read_back(root)  # a checkpoint that isn't sound is left unchanged
     manifest = json.loads((root / "manifest.json").read_bytes())
     signed = manifest["signed"]
     if list(root.rglob("*.pack")):
@@ -43,9 +49,10 @@ def perturb(root: Path, rng: random.Random) -> None:
 def _perturb_part(
     root: Path, manifest: Mapping[str, Any], number: int, rng: random.Random, drawn: _Drawn
 ) -> tuple[int, bytes]:
-    """Rewrite the shards of a part, and the part; return its size and its digest.
+    """Rewrite a part and its shards. Return the part's size in bytes and its digest.
 
-    A box that several writers hold has the same bytes in each of their parts (REQ-CMT-012): `drawn` keeps them.
+    A box that several writers hold has the same bytes in each of their parts (REQ-CMT-012). `drawn`
+    keeps the bytes of each box for that.
     """
     place = root / f"parts/{manifest['attempt']}-{number:05d}.msgpack"
     document = _parse(place.read_bytes())
@@ -62,7 +69,8 @@ def _perturb_part(
             drawn[key] = _draw(owner["dtype"], math.prod(shape), rng)
         contents.append(drawn[key])
         size = manifest["block_nbytes"]
-        if found[position]:  # a writer that doesn't write what it holds may give no digests
+        # a writer may omit the digests of boxes that it holds but doesn't write
+        if found[position]:
             blocks = (drawn[key][at : at + size] for at in range(0, len(drawn[key]), size))
             found[position] = [blake3(block).digest() for block in blocks]
     extents = rows(document, "extents")
@@ -77,7 +85,7 @@ def _perturb_part(
 
 
 def _draw(dtype: str, count: int, rng: random.Random) -> bytes:
-    """Return the bytes of so many elements."""
+    """Return drawn bytes for `count` elements of a dtype."""
     content = rng.randbytes(DTYPES[dtype][0] * count)
     return bytes(byte & 1 for byte in content) if dtype == "bool" else content
 
@@ -88,9 +96,9 @@ def _parse(content: bytes) -> dict[str, Any]:
 
 
 def _write(place: Path, document: Mapping[str, Any]) -> tuple[int, bytes]:
-    """Write a document of tables; return its size, and the digest that names it."""
+    """Write a document of tables. Return its size in bytes, and its digest."""
     content = _dump(document)
-    # Stored blocks are never too short for what they inflate to.
+    # Stored blocks always keep the limit on the ratio of inflated to compressed size (REQ-DOC-028).
     stored = zlib.compress(content, 0)
     digest = blake3(stored).digest()
     raw = _dump({"digest": digest, "nbytes": len(content), "signed": stored})
@@ -125,7 +133,7 @@ def _dump(value: Any) -> bytes:  # noqa: ANN401, PLR0911 - one for each kind of 
 
 
 def _head(count: int, short: int, below: int, long: tuple[int | None, int, int]) -> bytes:
-    """Return how a string or a container of so many begins, in the shortest form."""
+    """Return the first bytes of a string or container of `count` entries, in the shortest form."""
     if count < below:
         return bytes([short | count])
     for tag, width in zip(long, (1, 2, 4), strict=True):

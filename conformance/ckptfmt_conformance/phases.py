@@ -1,9 +1,10 @@
-"""In which phase a fault is found, shown and not believed: a phase is asked what only that phase can know.
+"""Checks of the phase in which a reader finds a fault. The suite verifies the phase by experiment.
 
-Who refuses while it opens has read no file of tensors; who refuses while it reads wasn't asked to check everything. So
-a case is asked without what comes later than the phase that is due: for `open` the files of tensors hold other bytes,
-and neither for `open` nor for `read` is it asked that every byte be verified. Who says that it was sooner is asked once
-more, in the same way, for the phase that it says.
+A reader that refuses in phase `open` has read no file of tensors. A reader that refuses in phase
+`read` wasn't asked to verify all bytes. So the suite withholds the content that only a later phase
+may use: for `open`, the files of tensors hold other bytes; for `open` and `read`, the request
+doesn't ask to verify every byte. A reader that reports an earlier phase than the expected one is
+asked again in the same way for the reported phase.
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ from ckptfmt_conformance.protocol import Answer
 
 __all__ = ["ask_in_phases"]
 
-#: Files with the bytes of tensors end with these.
+#: Suffixes of the files that hold the bytes of tensors.
 _TENSORS: Final = (".safetensors", ".pack")
 _OTHER_BYTES: Final = bytes(byte ^ 0xFF for byte in range(256))
 
-#: Asks about a directory, by a request.
+#: A function that asks about a directory, with a request.
 Ask = Callable[[Path, Mapping[str, Any] | None], Answer]
 
 
 def ask_in_phases(case: Case, expect: Expectation, ask: Ask, judge: Callable[[Answer], Verdict]) -> Verdict:
-    """Ask a case, and what its phase can't have known; return what the answers are worth.
+    """Ask a case with only the content that the expected phase may use. Return the verdict.
 
     Args:
-        expect: what is due; what isn't refused in a phase before the last is asked as it is.
-        ask: asks the case's question about a directory, by a request.
-        judge: says what an answer is worth.
+        expect: the expected result. A case that isn't refused before the last phase is asked
+            unchanged.
+        ask: asks the case's question about a directory, with a request.
+        judge: returns the verdict on an answer.
     """
     if expect.outcome != "reject" or not expect.phase or case.kind == "parse" or "launch" in (case.request or {}):
-        # What is accepted shows all of it; a document by itself has no tensors; and a launch asks which are whole.
+        # An accepted case shows its whole content. A document by itself has no tensors. A launch
+        # asks which checkpoints are whole.
         return judge(_ask_about(case, ask, case.request))
     due = expect.phase
     answer = _ask_until(due, case, ask)
@@ -65,7 +68,7 @@ _WITHOUT: Final = {
 
 
 def _explain(verdict: Verdict, due: str, whole: Verdict) -> Verdict:
-    """Return what a failure is called: where the case passes as it is, it is the phase that is wrong."""
+    """Return the verdict on a failure. Where the unchanged case passes, only the phase is wrong."""
     if whole.status is not Status.PASS:
         return whole
     return Verdict(
@@ -75,7 +78,7 @@ def _explain(verdict: Verdict, due: str, whole: Verdict) -> Verdict:
 
 
 def _ask_until(phase: str, case: Case, ask: Ask) -> Answer:
-    """Ask what shows no more than a phase may know."""
+    """Ask a case with only the content that a phase may use."""
     if phase == PHASES[-1]:
         return _ask_about(case, ask, case.request)
     request = case.request and {name: value for name, value in case.request.items() if name != "verify"}
@@ -85,12 +88,12 @@ def _ask_until(phase: str, case: Case, ask: Ask) -> Answer:
 def _ask_about(
     case: Case, ask: Ask, request: Mapping[str, Any] | None, change: Callable[[str, bytes], bytes] | None = None
 ) -> Answer:
-    """Ask about files that are written for this question alone."""
+    """Ask about files that are written for this question only."""
     with tempfile.TemporaryDirectory(prefix="ckptfmt-conformance-") as folder:
-        # Nothing of anybody else's lies beside what is opened: a reader may look for bases there.
+        # No other files lie beside the opened directory, since a reader may look for bases there.
         return ask(case.write_files(Path(folder) / "input", change), request)
 
 
 def _exchange_tensors(path: str, content: bytes) -> bytes:
-    """Return other bytes of the same number for a file of tensors, and of any other file its content."""
+    """Return other bytes of the same length for a file of tensors; other content unchanged."""
     return content.translate(_OTHER_BYTES) if path.endswith(_TENSORS) else content

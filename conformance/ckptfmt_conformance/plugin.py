@@ -1,7 +1,9 @@
-"""Options for pytest: ``pytest -p ckptfmt_conformance.plugin --pyargs ckptfmt_conformance --adapter ...``.
+"""Options of the suite for pytest.
 
-It is asked for by name, and is no entry point: that would have pytest rewrite every module of ckptfmt in every project
-that has ckptfmt installed.
+Use: ``pytest -p ckptfmt_conformance.plugin --pyargs ckptfmt_conformance --adapter ADAPTER``.
+
+The plugin is named on the command line. It is no entry point, because with an entry point pytest
+would rewrite every module of ckptfmt in every project that has ckptfmt installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The protocol between suite and adapter: what is asked, what may be answered, and what an answer means.
+"""The protocol between the suite and an adapter: questions, answers, and their meaning.
 
-An adapter is a command, in any language, or a Python class. README.md says how to write one. A command says how it
-went by its exit code, or, where it serves, by a number in its answer: 0 accepted, 10 rejected, 11 unsupported.
-Everything else, a crash among it, is an error and never a refusal.
+An adapter is a command, in any language, or a Python class. README.md explains how to write an
+adapter. A command reports the outcome by its exit code. A command that serves reports the same
+number in its answer: 0 accepted, 10 rejected, 11 unsupported. Every other number, and every crash,
+is an error and never a refusal.
 """
 
 from __future__ import annotations
@@ -42,21 +43,22 @@ __all__ = [
 EXIT_ACCEPTED: Final = 0
 EXIT_REJECTED: Final = 10
 EXIT_UNSUPPORTED: Final = 11
-#: What a question ended with that raised anything but an answer.
+#: The code of a question on which the adapter raised an exception that is no answer.
 EXIT_FAILED: Final = 1
-#: What a command exits with that was called wrongly. Python's own 1 and 2 are left alone: they are crashes.
+#: The exit code of a command with wrong arguments. Python's own codes 1 and 2 keep their meaning: a
+#: crash.
 EXIT_USAGE: Final = 2
 
-#: What can be asked of an adapter with a directory; the methods of a class have these names.
+#: The kinds of questions about a directory. The methods of an adapter's class have these names.
 METHODS: Final = ("open", "read", "reshard", "write", "context", "parse")
 
 
 class Rejected(Exception):  # noqa: N818 - an answer, and no error of the adapter's
-    """The implementation refuses what it was given.
+    """A refusal: the implementation refuses the content that it was given.
 
     Args:
-        code: of the table of errors in the specification.
-        where: the place, if it is known.
+        code: a code of the specification's table of errors.
+        where: the place of the fault; None if unknown.
         phase: ``open``, ``read`` or ``validate``.
     """
 
@@ -68,10 +70,10 @@ class Rejected(Exception):  # noqa: N818 - an answer, and no error of the adapte
 
 
 class Unsupported(Exception):  # noqa: N818 - an answer, and no error of the adapter's
-    """The implementation doesn't do this, and says so.
+    """An answer of an implementation that doesn't support a feature.
 
     Args:
-        feature: which feature it lacks.
+        feature: the missing feature.
     """
 
     def __init__(self, feature: str) -> None:
@@ -80,16 +82,19 @@ class Unsupported(Exception):  # noqa: N818 - an answer, and no error of the ada
 
 
 class Adapter(Protocol):
-    """What a class has that is judged. A method that is missing is a kind that it doesn't do.
+    """The methods of an adapter's class.
 
-    For trajectories it has a method ``checkpointing()`` as well; see `ckptfmt_conformance.trajectories`.
+    A class that lacks a method doesn't support that kind of question.
+
+    For trajectories, the class also has a method ``checkpointing()``; see
+    `ckptfmt_conformance.trajectories`.
     """
 
     def describe(self) -> Mapping[str, Any]:
         """Return name, version, spec, roles, features and kinds."""
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Open a checkpoint, check all that the metadata says, read every tensor; return their digests."""
+        """Open a checkpoint, check all metadata, read every tensor, and return the digests."""
 
     def read(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the digest of a box of a tensor."""
@@ -98,22 +103,22 @@ class Adapter(Protocol):
         """Return the digests of several boxes of a tensor, in their order."""
 
     def write(self, path: Path | None, request: Mapping[str, Any], output: Path) -> Mapping[str, Any]:
-        """Save the state that is described as a checkpoint at `output`."""
+        """Save the state that the request describes as a checkpoint at `output`."""
 
     def context(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Return a tree as tagged JSON; or, as the request says, the samples that come next, or a loader's state."""
+        """Return a tree as tagged JSON, the next samples, or a loader's state, as requested."""
 
     def parse(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Parse one document or value that stands alone."""
+        """Parse a single document or value."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What an adapter says of itself.
+    """An adapter's description of itself.
 
     Attributes:
-        spec: versions of the format that it speaks.
-        serve: whether it answers many questions with one process.
+        spec: the versions of the format that the adapter speaks.
+        serve: whether the adapter answers many questions with one process.
     """
 
     name: str
@@ -127,12 +132,13 @@ class Description:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came back.
+    """An adapter's answer.
 
     Attributes:
-        outcome: ``accepted``, ``rejected``, ``unsupported``, or ``error``: what isn't an answer at all.
-        body: what the adapter printed.
-        message: of an error, what happened.
+        outcome: ``accepted``, ``rejected``, ``unsupported``, or ``error`` where no valid answer
+            came.
+        body: the adapter's output.
+        message: the description of an error.
     """
 
     outcome: str
@@ -145,7 +151,9 @@ _NEEDED: Final = {"rejected": "error", "unsupported": "feature"}
 
 
 def parse_answer(exit_code: int, stdout: bytes) -> Answer:
-    """Return what an exit code and an output mean; whatever isn't of the protocol is an error, and never a refusal.
+    """Return the answer that an exit code and an output mean.
+
+    An exit code or an output that violates the protocol is an error, and never a refusal.
 
     >>> parse_answer(10, b'{"error": "TILING_GAP"}').outcome
     'rejected'
@@ -163,9 +171,10 @@ def parse_answer(exit_code: int, stdout: bytes) -> Answer:
 
 
 def parse_reply(line: bytes, number: int) -> Answer:
-    """Return what a line means that one who serves answered to the question of a number.
+    """Return the answer in a line of a serving adapter to the question with a number.
 
-    Raises: ValueError for what isn't of the protocol, after which nothing that it says can be told apart.
+    Raises: ValueError for a line that violates the protocol. Later lines can't be attributed to
+    questions then.
 
     >>> parse_reply(b'{"id": 7, "exit": 10, "answer": {"error": "TILING_GAP"}}', 7).outcome
     'rejected'
@@ -184,9 +193,9 @@ def parse_reply(line: bytes, number: int) -> Answer:
 
 
 def parse_ready(line: bytes) -> None:
-    """See that the first line of one who serves says that it does; another says why it can't, by `message`.
+    """Check that the first line of a serving adapter reports readiness.
 
-    Raises: ValueError.
+    Raises: ValueError with the adapter's `message`, if there is one.
     """
     said = _parse_line(line)
     if said.get("ready") is not True:
@@ -194,7 +203,7 @@ def parse_ready(line: bytes) -> None:
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:
-    """Return the JSON object of a line. Raises: ValueError."""
+    """Return the JSON object in a line. Raises: ValueError."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -205,7 +214,7 @@ def _parse_line(line: bytes) -> dict[str, Any]:
 
 
 def _answer_of(exit_code: int, body: object) -> Answer:
-    """Return what an exit code that is an answer's means, with what was printed."""
+    """Return the answer for a valid exit code and an output."""
     outcome = _OUTCOMES[exit_code]
     if not isinstance(body, dict):
         return Answer(outcome="error", message=f"exit code {exit_code}, but the output isn't one JSON object")
@@ -216,7 +225,10 @@ def _answer_of(exit_code: int, body: object) -> Answer:
 
 
 def parse_description(body: Mapping[str, Any]) -> Description:
-    """Return what an adapter says of itself. Raises: ValueError naming the member that is missing or wrong."""
+    """Return an adapter's description.
+
+    Raises: ValueError that names the missing or wrong member.
+    """
     lists: dict[str, tuple[str, ...]] = {}
     for member in ("spec", "roles", "features", "kinds"):
         values = [body["spec"]] if member == "spec" and isinstance(body.get("spec"), str) else body.get(member)
@@ -239,9 +251,9 @@ def ask(
     request: Mapping[str, Any] | None,
     output: Path | None,
 ) -> tuple[int, Mapping[str, Any]]:
-    """Ask a class, and return exit code and output as a command would give them.
+    """Ask an adapter's class a question. Return exit code and output as a command would give them.
 
-    Raises: whatever the class raises that is no answer.
+    Raises: any exception of the class except `Rejected` and `Unsupported`.
     """
     if kind == "describe":
         return EXIT_ACCEPTED, adapter.describe()
@@ -258,7 +270,9 @@ def ask(
 
 
 def run_as_command(adapter: Any, argv: Sequence[str]) -> int:  # noqa: ANN401 - whatever class its author wrote
-    """Answer as a command does, for a class: print the output, return the exit code. The command serves, too.
+    """Run an adapter's class as a command: print the output, return the exit code.
+
+    The command supports ``serve`` too.
 
     Example: ``sys.exit(run_as_command(MyAdapter(), sys.argv[1:]))``
     """
@@ -279,7 +293,7 @@ def run_as_command(adapter: Any, argv: Sequence[str]) -> int:  # noqa: ANN401 - 
 
 
 def take_output() -> BinaryIO:
-    """Return standard output, for answers alone: whatever else is printed goes to standard error."""
+    """Return standard output for answers only, and redirect all other output to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return answers
@@ -290,11 +304,11 @@ def serve(
     answers: BinaryIO,
     answer: Callable[[Mapping[str, Any]], tuple[int, Mapping[str, Any]]],
 ) -> None:
-    """Answer questions, a line each, until there are no more.
+    """Answer questions, one per line, until the input ends.
 
     Args:
-        answer: returns exit code and output of a question as a command would give them; whatever it raises costs that
-            question alone.
+        answer: returns exit code and output of a question as a command would give them. An
+            exception costs only that question.
     """
     _print_line(answers, '{"ready": true}')
     for line in questions:
@@ -311,7 +325,7 @@ def serve(
 
 
 def ask_line(adapter: Any, question: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:  # noqa: ANN401 - a class
-    """Ask a class the question of a line. Raises: whatever the class raises that is no answer."""
+    """Ask an adapter's class the question of a line. Raises: as `ask` does."""
     path, output = (Path(question[name]) if name in question else None for name in ("input", "output"))
     return ask(adapter, question["kind"], path=path, request=question.get("request"), output=output)
 

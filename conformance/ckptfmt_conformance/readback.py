@@ -1,6 +1,6 @@
-"""The suite's own reader, by which it judges what writers write: full checkpoints, every byte checked.
+"""The suite's own reader of full checkpoints, which verifies every byte that a writer wrote.
 
-It is made from the pages of the specification alone, and knows nothing of any implementation.
+The reader is written from the specification alone, independently of any implementation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["DTYPES", "ReadbackError", "canonical", "entries_of", "read_back", "r
 
 FIELDS: Final = ("weights", "optimizer", "rng", "data", "config", "topology", "provenance")
 ORIGIN: Final = ("run_id", "launch", "nonce", "step", "attempt", "writer_count", "block_nbytes")
-#: Bytes of an element, and the tag in a shard's header; spec/50-shards.md.
+#: Size of an element in bytes, and the tag in a shard's header; spec/50-shards.md.
 DTYPES: Final[dict[str, tuple[int, str]]] = {
     "bool": (1, "BOOL"), "uint8": (1, "U8"), "int8": (1, "I8"), "uint16": (2, "U16"), "int16": (2, "I16"),
     "uint32": (4, "U32"), "int32": (4, "I32"), "uint64": (8, "U64"), "int64": (8, "I64"), "float16": (2, "F16"),
@@ -31,7 +31,7 @@ DTYPES: Final[dict[str, tuple[int, str]]] = {
     "float8_e4m3fnuz": (1, "F8_E4M3FNUZ"), "float8_e5m2fnuz": (1, "F8_E5M2FNUZ"), "complex128": (16, ""),
     "complex32": (4, ""), "float4_e2m1fn_x2": (1, ""),
 }  # fmt: skip
-#: Columns with as many entries per row as the row has dimensions.
+#: Columns with one entry per dimension of each row.
 _FLATTENED: Final = frozenset({"global_shape", "begin", "cut_shape"})
 
 Shape = tuple[int, ...]
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 
 class ReadbackError(Exception):
-    """What was written isn't a checkpoint of the format; the text says where and why."""
+    """The directory isn't a checkpoint of the format. The text names the place and the reason."""
 
 
 def _require(condition: object, message: str) -> None:
@@ -49,7 +49,7 @@ def _require(condition: object, message: str) -> None:
 
 
 def read_contents(root: Path) -> dict[str, tuple[int, Shape, bytes]]:
-    """Return the bytes of each tensor of a full checkpoint, with the bytes of an element and the shape.
+    """Return element size in bytes, shape and content of each tensor of a full checkpoint.
 
     Raises: ReadbackError.
     """
@@ -59,12 +59,14 @@ def read_contents(root: Path) -> dict[str, tuple[int, Shape, bytes]]:
 
 
 def read_back(root: Path, contents: dict[str, tuple[int, Shape, bytes]] | None = None) -> dict[str, Any]:
-    """Return what a full checkpoint holds, as results of adapters say it.
+    """Return the content of a full checkpoint in the form of an adapter's result.
 
     Args:
-        contents: gets the bytes of each tensor, where it is given.
+        contents: receives element size, shape and bytes of each tensor, where it is given.
 
-    Returns: ``step``, ``tensors`` with dtype, shape, digest and first bytes, and ``leaves``, as tagged JSON.
+    Returns: ``step``, ``tensors`` with dtype, shape, digest and first bytes, and ``leaves``, as
+    tagged JSON.
+
     Raises: ReadbackError.
     """
     try:
@@ -117,7 +119,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def canonical(value: object) -> str:
-    """Return the canonical JSON text: members sorted, no white space, only quote and backslash escaped."""
+    """Return the canonical JSON text.
+
+    Members are sorted, white space is omitted, and only quote and backslash are escaped.
+    """
     if isinstance(value, dict):
         return "{" + ",".join(f"{canonical(name)}:{canonical(value[name])}" for name in sorted(value)) + "}"
     if isinstance(value, list):
@@ -133,7 +138,7 @@ def _check_members(where: str, document: Mapping[str, Any], expected: Mapping[st
 
 
 def _check_summaries(manifest: Mapping[str, Any], index: Tables) -> None:
-    """Check that the manifest says of each field what the index has of it."""
+    """Check that the manifest's summary of each field agrees with the index."""
     tables = {table: rows(index, table) for table in ("tensors", "leaves", "streams")}
     for number, field in enumerate(FIELDS):
         own = [row for row in tables["tensors"] if row["field"] == number]
@@ -197,12 +202,12 @@ def _unpack(width: int, planes: bytes) -> list[int]:
 
 
 def unfold(values: Iterable[int]) -> list[int]:
-    """Return the signed integers that even and odd numbers stand for."""
+    """Return the signed integers that even and odd numbers encode."""
     return [-(value + 1) // 2 if value % 2 else value // 2 for value in values]
 
 
 def rows(document: Tables, name: str, ndims: Sequence[int] = ()) -> list[Row]:
-    """Return the rows of a table, positions of scopes and dtypes resolved."""
+    """Return the rows of a table, with positions of scopes and dtypes replaced by their texts."""
     table = {column: entries_of(value) for column, value in document[name].items()}
     for column in _FLATTENED & table.keys():
         counts, flat = table["ndim"] if column == "global_shape" else ndims, iter(table[column])
@@ -219,7 +224,7 @@ def _key_of(row: Row) -> str:
 
 
 def _iter_shardings(index: Tables) -> Iterator[list[tuple[Shape, Shape, int]]]:
-    """Yield for each sharding its boxes: begin, shape, and the part that stores them."""
+    """Yield the boxes of each sharding: begin, shape, and the number of the part with the box."""
     table = {name: iter(entries_of(value)) for name, value in index["shardings"].items()}
     part, writer_count = -1, index["writer_count"]
     for ndim, form, count in zip(table["ndim"], table["form"], table["box_count"], strict=True):
@@ -232,7 +237,7 @@ def _iter_shardings(index: Tables) -> Iterator[list[tuple[Shape, Shape, int]]]:
         else:
             shapes = [list(itertools.islice(table["box_shape"], count)) for _ in range(ndim)]
             steps = [unfold(itertools.islice(table["begin"], count)) for _ in range(ndim)]
-            if ndim:  # in the last dimension, a step leads from the end of the box before
+            if ndim:  # in the last dimension, a step starts at the end of the preceding box
                 steps[-1][1:] = map(int.__add__, steps[-1][1:], shapes[-1])
             begins = [list(itertools.accumulate(step)) for step in steps]
             boxes = list(zip(zip(*begins, strict=True), zip(*shapes, strict=True), strict=True))
@@ -248,7 +253,9 @@ def _iter_shardings(index: Tables) -> Iterator[list[tuple[Shape, Shape, int]]]:
 
 
 class _Part:
-    """A part with the contents of all boxes that it wrote, each block compared with its digest.
+    """A part with the contents of all boxes that its writer wrote.
+
+    Each block is checked by its digest.
 
     Attributes:
         leaves: tagged JSON of each leaf, by its key.
@@ -283,7 +290,7 @@ class _Part:
         return rows(self._document, name)
 
     def content(self, key: str, begin: Shape, shape: Shape) -> bytes:
-        """Return the bytes of a box that this part wrote."""
+        """Return the bytes of a box that this part stores."""
         _require((key, begin, shape) in self._contents, f"part {self._stem} doesn't store {begin} of {key}")
         return self._contents[key, begin, shape]
 
@@ -314,7 +321,7 @@ class _Part:
 
 
 def _parse_header(name: str, raw: bytes, header_nbytes: int) -> dict[str, Any]:
-    """Return what a shard's header says of boxes, by key."""
+    """Return the entries of a shard's header, by key."""
     length = int.from_bytes(raw[:8], "little")
     _require(length + 8 == header_nbytes and header_nbytes % 64 == 0, f"{name}: a header of {length} bytes")
     text = raw[8:header_nbytes].decode()
@@ -326,7 +333,7 @@ def _parse_header(name: str, raw: bytes, header_nbytes: int) -> dict[str, Any]:
 
 
 def _assemble(row: Row, boxes: Sequence[tuple[Shape, Shape, int]], parts: Sequence[_Part]) -> bytes:
-    """Return the bytes of a tensor, put together from its boxes; each byte is in exactly one of them."""
+    """Return the bytes of a tensor from its boxes, which have to cover each byte exactly once."""
     shape, width, key = row["global_shape"], DTYPES[row["dtype"]][0], _key_of(row)
     runs: list[tuple[int, bytes]] = []
     for begin, extents, part in boxes:

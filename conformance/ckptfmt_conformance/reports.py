@@ -1,4 +1,4 @@
-"""What a run says: for eyes, with progress on a terminal; for programs, as JSON; for CI, as JUnit XML."""
+"""Reports of a run: text with progress on a terminal, JSON for programs, JUnit XML for CI."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _COLOURS: Final = {
     Status.UNSUPPORTED: "36",
     Status.SKIPPED: "2",
 }
-#: What XML 1.0 can't hold in any form.
+#: Characters that XML 1.0 can't represent.
 _NO_XML: Final = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-#: How often the line of progress moves, in seconds.
+#: The interval between updates of the progress line, in seconds.
 _EVERY_S: Final = 0.1
 
 
 class Progress:
-    """One line on a terminal that says how far a run is; nothing in a pipe.
+    """A progress line on a terminal. Nothing is printed where the stream is no terminal.
 
     Args:
-        total: how many cases there are.
-        stream: where to; standard error if none is given.
+        total: the number of cases.
+        stream: the output stream; standard error by default.
     """
 
     def __init__(self, total: int, stream: IO[str] | None = None) -> None:
@@ -50,7 +50,7 @@ class Progress:
         self._total, self._done, self._red, self._last_s = total, 0, 0, 0.0
 
     def take(self, result: Result) -> None:
-        """Note a result."""
+        """Count a result, and update the line."""
         self._done += 1
         self._red += result.status in RED
         now_s = time.monotonic()
@@ -61,13 +61,13 @@ class Progress:
             print(f"\r\x1b[K{line[:100]}", end="", file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Take the line away."""
+        """Erase the line."""
         if self._shown:
             print("\r\x1b[K", end="", file=self._stream, flush=True)
 
 
 def clean(text: str) -> str:
-    r"""Return text that shows as it is: what an adapter says can play no tricks with a terminal.
+    r"""Return text with control characters escaped, to protect a terminal from an adapter's text.
 
     >>> clean("a\x1b[31m\n  b")
     'a\\x1b[31m\n  b'
@@ -76,9 +76,10 @@ def clean(text: str) -> str:
 
 
 def group_by_clause(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Return results by the first clause that each case is about, red clauses first, and within each what is red first.
+    """Return results grouped by the first clause of each case.
 
-    Cases about no clause of the specification, such as trajectories, stand under their kind.
+    Clauses with red results come first; in each group, red results come first. Cases without a
+    clause of the specification, such as trajectories, are grouped by their kind.
     """
     groups: dict[str, list[Result]] = {}
     for result in sorted(results, key=lambda result: result.status not in RED):
@@ -87,17 +88,17 @@ def group_by_clause(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def count_text(results: Sequence[Result]) -> str:
-    """Return how many cases of each status there are."""
+    """Return the number of cases of each status, as text."""
     counts = ((status, sum(result.status is status for result in results)) for status in Status)
     return ", ".join(f"{count} {status}" for status, count in counts if count)
 
 
 def text_of(run: Run, *, verbose: bool = False, stream: IO[str] | None = None) -> str:
-    """Return a report for eyes: what is red by clause, what was left out and why, and the count of each status.
+    """Return a report as text: red cases by clause, reasons for omitted cases, counts of statuses.
 
     Args:
-        verbose: say how every case went.
-        stream: where it will go; colours are for terminals.
+        verbose: whether to list every case.
+        stream: the stream for which the text is made. Only a terminal gets colours.
     """
     out = sys.stdout if stream is None else stream
     in_colour = out.isatty() and not os.environ.get("NO_COLOR")
@@ -147,7 +148,7 @@ def _left_out(run: Run) -> list[str]:
 
 
 def dump_json(run: Run) -> str:
-    """Return a report for programs."""
+    """Return a report as JSON."""
     described = run.description
     return json.dumps(
         {
@@ -188,9 +189,9 @@ def _result_members(result: Result) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Run:
-    """Return the run that a report speaks of, as far as badges and pages need it.
+    """Return the run of a JSON report, with the members that badges and pages need.
 
-    Raises: SuiteError for anything but a report of this suite.
+    Raises: SuiteError for a text that isn't a report of this suite.
     """
     try:
         members: Mapping[str, Any] = json.loads(text)
@@ -226,7 +227,7 @@ def _parse_result(members: Mapping[str, Any]) -> Result:
 
 
 def dump_junit(run: Run) -> str:
-    """Return a report as JUnit XML: one suite for each page of cases."""
+    """Return a report as JUnit XML, with one test suite for each folder of case ids."""
     suites: dict[str, list[Result]] = {}
     for result in run.results:
         suites.setdefault(result.case.id.rpartition("/")[0], []).append(result)

@@ -1,4 +1,4 @@
-"""Run cases against an adapter: which are asked, by how many at once, and what came of each."""
+"""Runs of cases against an adapter: selection, parallel calls, and results."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ckptfmt_conformance.xfails import Xfails
 
 __all__ = ["CELL_TIMEOUTS", "TIMEOUT_S", "Result", "Run", "ask_case", "run_cases"]
 
-#: How long an adapter may take for one case, in seconds, if nothing else is said.
+#: The default time limit of a case, in seconds.
 TIMEOUT_S: Final = 30.0
-#: How many times that a trajectory may take: it trains.
+#: The factor by which a trajectory's time limit is longer, because a trajectory trains.
 CELL_TIMEOUTS: Final = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of one case."""
+    """The result of one case."""
 
     case: Case
     status: Status
@@ -43,17 +43,17 @@ class Result:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What came of all of them.
+    """The results of all cases.
 
     Attributes:
-        adapter: as it was given.
-        description: what the adapter says of itself.
-        results: in the order of the cases.
-        selection: what the cases were chosen by; empty if all there are were asked.
+        adapter: the value of ``--adapter``.
+        description: the adapter's description of itself.
+        results: the results in the order of the cases.
+        selection: the options that selected the cases; empty if all cases were asked.
         idle: patterns of expected failures that fit no case.
-        seconds: from the first question to the last answer.
-        unix_s: when it ended, in seconds since 1970.
-        seed: what questions were drawn by that no table can hold; None where none were drawn.
+        seconds: the time from the first question to the last answer.
+        unix_s: the time of the end, in seconds since 1970.
+        seed: the seed by which questions were drawn; None where no question was drawn.
     """
 
     adapter: str
@@ -67,18 +67,21 @@ class Run:
 
     @property
     def counts(self) -> dict[Status, int]:
-        """How many results have each status."""
+        """The number of results of each status."""
         counted = Counter(result.status for result in self.results)
         return {status: counted[status] for status in Status}
 
     @property
     def is_green(self) -> bool:
-        """Whether nothing went wrong, and something went right."""
+        """Whether no result is red, no expected failure is idle, and some case was judged."""
         return not any(result.status in RED for result in self.results) and not self.idle and self.has_answers
 
     @property
     def has_answers(self) -> bool:
-        """Whether any case was judged at all: a run that skips everything shows nothing."""
+        """Whether at least one case was judged.
+
+        A run that skips every case shows no conformance.
+        """
         return any(result.status not in (Status.SKIPPED, Status.UNSUPPORTED) for result in self.results)
 
 
@@ -97,21 +100,23 @@ def run_cases(
     seed: int | None = None,
     drawn_by: int | None = None,
 ) -> Run:
-    """Ask an adapter all cases, and judge what it answers.
+    """Ask an adapter all cases, and return the results.
 
     Args:
-        choose: is told what the adapter says of itself, and returns the cases that are asked in the place of `cases`.
-        jobs: how many are asked at once, each by a process of its own.
-        timeout_s: for each case; a trajectory has `CELL_TIMEOUTS` times as long.
-        xfails: what is expected to fail.
-        selection: what the cases were chosen by.
-        known: ids of all cases that there are, by which idle patterns are found; those of `cases` if none are given.
-        on_result: is told of each result, from whichever thread has it.
-        may_serve: whether a command that serves is asked to; otherwise each case has a process of its own.
-        seed: of the order in which the cases are asked; as they are given if there is none.
+        choose: returns the cases to ask instead of `cases`, given the adapter's description and
+            `cases`.
+        jobs: the number of parallel processes that answer cases.
+        timeout_s: the time limit of each case; a trajectory has `CELL_TIMEOUTS` times as long.
+        xfails: the expected failures.
+        selection: the options that selected the cases, for the report.
+        known: ids of all existing cases, to find idle patterns; the ids of `cases` by default.
+        on_result: called with each result, in the thread that obtained it; calls don't overlap.
+        may_serve: whether a command that serves is asked through one process. Otherwise each case
+            has a process of its own.
+        seed: the seed of the order in which the cases are asked; None for the given order.
         drawn_by: the seed by which `choose` drew questions, for the report.
 
-    Raises: SuiteError where the adapter can't be started, or doesn't say what it is.
+    Raises: SuiteError where the adapter can't be started, or has no valid description.
     """
     listed = xfails or Xfails()
     begin_s = time.monotonic()
@@ -151,7 +156,7 @@ def _shuffled(cases: Sequence[Case], seed: int | None) -> list[tuple[int, Case]]
 
 
 class _Work:
-    """Cases that threads take one by one."""
+    """A queue of cases for several threads."""
 
     def __init__(
         self,
@@ -169,21 +174,21 @@ class _Work:
         self._on_result = on_result
         self._lock = threading.Lock()
         self._queue: SimpleQueue[tuple[int, Case]] = SimpleQueue()
-        # What starts processes of its own and keeps them is for one caller alone.
+        # A trajectory that starts processes of its own and keeps them is left to the first caller.
         self._alone: SimpleQueue[tuple[int, Case]] = SimpleQueue()
         for number, case in cases:
             is_alone = case.kind == "trajectory" and (case.request or {}).get("processes")
             (self._alone if is_alone else self._queue).put((number, case))
 
     def stop(self) -> None:
-        """Leave no case for anybody: at the end there is none, and after an interrupt none is wanted."""
+        """Remove all cases that are left, so that the other threads end."""
         for queue in (self._alone, self._queue):
             with contextlib.suppress(Empty):
                 while True:
                     queue.get_nowait()
 
     def take_with(self, open_caller: Callable[[], Caller]) -> None:
-        """Take cases with a caller of one's own, until none is left."""
+        """Open a caller for this thread, and ask cases until none is left."""
         try:
             with contextlib.closing(open_caller()) as caller:
                 self._take(self._queue, caller)
@@ -192,7 +197,7 @@ class _Work:
             self.stop()
 
     def take(self, caller: Caller) -> None:
-        """Take cases until none is left: first what only one may take."""
+        """Ask cases until none is left. Cases that only the first caller may ask come first."""
         self._take(self._alone, caller)
         self._take(self._queue, caller)
 
@@ -212,7 +217,7 @@ class _Work:
 
 
 def ask_case(caller: Caller, case: Case, description: Description, timeout_s: float = TIMEOUT_S) -> Verdict:
-    """Ask an adapter one case, and judge what it answers."""
+    """Ask an adapter one case, and return the verdict."""
     reason = find_reason_to_skip(case, description)
     if reason:
         return Verdict(status=Status.SKIPPED, message=reason)
@@ -243,10 +248,14 @@ def _scratch() -> Iterator[Path]:
 
 
 def _judge_witnessed(caller: Caller, case: Case, timeout_s: float) -> Verdict:
-    """Train a trajectory in this process, which has none of the adapter's code, and have the adapter save and load."""
+    """Train a trajectory in this process, and have the adapter's process save and load.
+
+    No code of the adapter runs in this process.
+    """
 
     def ask(do: str, request: Mapping[str, Any]) -> None:
-        caller.close()  # what loads is another process than what saved: it has the checkpoint and nothing else
+        # the process that loads isn't the process that saved, so that only the checkpoint is shared
+        caller.close()
         answer = caller.call("witness", request={**request, "do": do}, timeout_s=timeout_s)
         if answer.outcome != "accepted":
             raise RuntimeError(answer.message or f"{do}: {answer.outcome} {answer.body}")
@@ -259,7 +268,7 @@ def _judge_witnessed(caller: Caller, case: Case, timeout_s: float) -> Verdict:
 
 
 def _judge_cell(answer: Answer) -> Verdict:
-    """Return what came of a trajectory, in the words of cases."""
+    """Return the verdict on a trajectory."""
     if answer.outcome == "unsupported":
         return Verdict(status=Status.SKIPPED, message=str(answer.body["feature"]))
     if answer.outcome != "accepted":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["PEERS", "main", "render"]
 
 _PACKAGE: Final = "ckptfmt_conformance.adapters.peers"
-#: Who is asked if nobody else is named.
+#: The peers that are always asked.
 PEERS: Final = (
     f"{_PACKAGE}.torch_save:TorchSave",
     f"{_PACKAGE}.safetensors_file:SafetensorsFile",
@@ -51,10 +51,10 @@ def render(results: Sequence[Result], peers: dict[str, Description], cases: Sequ
     """Return the page.
 
     Args:
-        results: of all peers and cases.
-        peers: what each says of itself, by its name.
-        cases: in the order of the table.
-        date: of the run.
+        results: the results of all peers and cases.
+        peers: each peer's description of itself, by its name.
+        cases: the cases in the order of the table.
+        date: the date of the run.
     """
     by_place = {(result.case, result.peer): result for result in results}
     lines = [_HEAD.format(date=date), "| Library | Version | As it is used here |", "|---|---|---|"]
@@ -72,7 +72,7 @@ def render(results: Sequence[Result], peers: dict[str, Description], cases: Sequ
     for case in cases:
         lines += [f"### {case.id}", "", case.asked, "", f"- PASS: {case.passes}", f"- FAIL: {case.fails}"]
         lines += [f"- Unsupported: {case.unsupported}", "", "| Library | | Seen |", "|---|---|---|"]
-        seen: dict[str, list[str]] = {}  # the same for several of them is said once
+        seen: dict[str, list[str]] = {}  # peers with the same observation share a row
         for name, said in peers.items():
             seen.setdefault(_seen(by_place[case.id, name]), []).append(said.name)
         lines += [f"| {', '.join(names)} | {text} |" for text, names in seen.items()]
@@ -100,7 +100,7 @@ def _version(name: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from the command line; return the exit code: 0 written, 2 couldn't run."""
+    """Run from the command line. Return the exit code: 0 written, 2 couldn't run."""
     parser = argparse.ArgumentParser(prog="python -m ckptfmt_conformance.scoreboard", description=__doc__)
     parser.add_argument(
         "--peer", action="append", default=[], metavar="NAME", help="package.module:Class, besides ours"

@@ -1,8 +1,9 @@
-"""Questions that a seed draws: an adapter can't have their answers in a table.
+"""Questions that a seed draws, whose answers an adapter can't have in a table.
 
-A released case is a file that anybody has, and so is its answer. Here the tensors of such cases get other bytes, with
-digests that fit, and boxes are drawn that no case has; the suite's own reader says what is due. A report names the
-seed, and who draws by it again asks the same.
+A released case is a public file, and so is its answer. For drawn questions, the tensors of such
+cases get other bytes with matching digests, and boxes are drawn that no released case has. The
+suite's own reader computes the expected answers. A report names the seed, and the same seed draws
+the same questions.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from ckptfmt_conformance.readback import ReadbackError, read_back, read_contents
 
 __all__ = ["PREFIX", "SEEDED", "draw_cases"]
 
-#: What ids of drawn cases begin with.
+#: The prefix of the ids of drawn cases.
 PREFIX: Final = "seeded/"
-#: What the drawn cases are called together.
+#: The name of the drawn cases as a group.
 SEEDED: Final = "seeded"
-#: How many checkpoints are asked about, and how many boxes one question has at most.
+#: The number of checkpoints that are asked about, and the largest number of boxes in a question.
 _CHECKPOINTS: Final = 24
 _BOXES: Final = 5
 
@@ -34,7 +35,10 @@ Box = list[list[int]]
 
 
 def draw_cases(cases: Sequence[Case], seed: int) -> tuple[Case, ...]:
-    """Return questions about checkpoints of `cases`, drawn by a seed: an `open`, a `read` and a `reshard` of each."""
+    """Return drawn questions about checkpoints of `cases`.
+
+    Each drawn checkpoint gets an `open`, a `read` and a `reshard`.
+    """
     rng = random.Random(seed)
     spec = max((case.spec for case in cases), key=_version, default="")
     sources = [case for case in cases if case.spec == spec and _is_source(case)]
@@ -56,7 +60,10 @@ def _version(spec: str) -> tuple[int, ...]:
 
 
 def _draw_about(source: Case, rng: random.Random) -> Iterator[Case]:
-    """Yield the questions about one checkpoint; none where it has no elements, or isn't a full one."""
+    """Yield the questions about one checkpoint.
+
+    Yield none for a checkpoint without elements, or with another profile than `full`.
+    """
     with tempfile.TemporaryDirectory(prefix="ckptfmt-conformance-") as folder:
         root = source.write_files(Path(folder))
         try:

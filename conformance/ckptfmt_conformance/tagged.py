@@ -1,7 +1,8 @@
-"""Trees as tagged JSON, in which cases and adapters say what a tree is, in any language.
+"""Trees as tagged JSON, the form of trees in cases and in answers of adapters, for any language.
 
-Null, booleans, strings and integers up to 2^53 - 1 stand as themselves. Everything else is an object named after what
-it is: ``{"float": "3ff0000000000000"}`` has the bits of a float, the highest first. README.md has the table.
+Null, booleans, strings and integers up to 2^53 - 1 represent themselves. Every other value is an
+object named after its type: ``{"float": "3ff0000000000000"}`` has the bits of a float, the highest
+first. README.md has the table.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ from typing import Any, Final
 
 __all__ = ["from_tree"]
 
-#: Tags of trees whose entries are values, and what they are called.
+#: Tags of trees whose entries are values, and the names of these types.
 _SEQUENCES: Final = {"l": "list", "t": "tuple", "s": "set", "z": "frozenset"}
-#: From how many entries on a list is packed; spec/90-limits.md.
+#: The smallest number of entries of a packed list; spec/90-limits.md.
 _COMPACT_ITEMS: Final = 16
-#: Tags of trees whose entries are keys and values in turn.
+#: Tags of trees whose entries are alternately keys and values.
 _MAPPINGS: Final = {"d": "dict", "O": "ordered_dict", "C": "counter"}
 
 
 def from_tree(tree: object) -> Any:  # noqa: ANN401, PLR0911 - any value of JSON, one answer for each form
-    """Return a tree, as msgpack has it, as tagged JSON.
+    """Return a tree in its msgpack form as tagged JSON.
 
-    Raises: ValueError for what is no tree.
+    Raises: ValueError for a value that is no tree.
 
     >>> from_tree(["t", 1, ["f", bytes(8)]])
     {'tuple': [1, {'float': '0000000000000000'}]}
@@ -86,7 +87,10 @@ def _is_to_be_packed(items: list[Any]) -> bool:
 
 
 def _integer_kind(values: list[int]) -> str | None:
-    """Return the first kind that holds all of some integers; None if there is none. Spec: REQ-TRE-011."""
+    """Return the first kind that holds all of the integers; None if there is none.
+
+    Spec: REQ-TRE-011.
+    """
     least, most = min(values), max(values)
     for bits in (8, 16, 32, 64):
         if least >= 0 and most < 1 << bits:
@@ -97,9 +101,10 @@ def _integer_kind(values: list[int]) -> str | None:
 
 
 def _unpacked(kind: str, content: list[Any]) -> list[Any]:
-    """Return packed entries one by one, each as a tree.
+    """Return the entries of a packed list, each as a tree.
 
-    Raises: ValueError where they are fewer than are packed, or of another kind than the first that holds them.
+    Raises: ValueError where the list has too few entries to be packed, or isn't packed as the first
+    kind that holds all entries.
     """
     entries = _entries(kind, content)
     if len(entries) < _COMPACT_ITEMS:

@@ -1,7 +1,7 @@
 """The suite under pytest: one test per case.
 
-``pytest -p ckptfmt_conformance.plugin --pyargs ckptfmt_conformance --adapter ...``, or without the plugin's options
-``CKPTFMT_ADAPTER=... pytest --pyargs ckptfmt_conformance``.
+``pytest -p ckptfmt_conformance.plugin --pyargs ckptfmt_conformance --adapter ...``, or without the
+plugin's options ``CKPTFMT_ADAPTER=... pytest --pyargs ckptfmt_conformance``.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def _cases(config: pytest.Config) -> tuple[Case, ...]:
         description = describe(caller)
     root, kinds = _option(config, "--vectors"), _option(config, "--kind", [])
     cases, patterns = load_cases(Path(root) if root else vectors_root()), _option(config, "--filter", [])
-    # To list trajectories, a framework has to be imported.
+    # Listing trajectories imports a framework.
     if "trajectory" in (kinds or description.kinds) and not root:
         cases += cells.find_cases(patterns)
     return select_cases(cases, patterns=patterns, kinds=kinds)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test of each case."""
+    """Create a test for each case."""
     if "case" in metafunc.fixturenames:
         try:
             cases = _cases(metafunc.config)

@@ -1,7 +1,7 @@
-"""The process that an adapter's class runs in: it serves, as a command may, and runs trajectories besides.
+"""The process in which an adapter's class runs. The process serves questions and runs trajectories.
 
-So a class that crashes, hangs or leaves the interpreter costs one answer and not the run. What it prints goes to
-standard error.
+A class that crashes, hangs or exits the interpreter costs one answer, and the run goes on. Printed
+output of the class goes to standard error.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ __all__ = ["load_class", "main"]
 
 
 def load_class(name: str) -> Any:  # noqa: ANN401 - whatever class its author wrote
-    """Return an instance of ``package.module:Class``. Raises: ImportError, AttributeError, and what it raises."""
+    """Return an instance of ``package.module:Class``.
+
+    Raises: ImportError, AttributeError, and any exception of the class.
+    """
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)()
 
 
 def main(argv: list[str]) -> int:
-    """Answer what comes on standard input, until that ends."""
+    """Answer the questions on standard input until the input ends."""
     with take_output() as answers:
         try:
             adapter = load_class(argv[0])

@@ -1,7 +1,7 @@
-"""Lists of expected failures: one id or pattern per line, ``#`` begins a comment. They are strict.
+"""Strict lists of expected failures: one id or pattern per line, ``#`` begins a comment.
 
-A case on the list has to fail. If it passes, the run is red until it is taken off the list; so a list is never longer
-than what is broken. Unsupported and skipped cases stay what they are.
+A case on the list has to fail. If the case passes, the run is red until the entry is removed; so
+the list never names a case that works. Unsupported and skipped cases keep their status.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["Xfails"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Xfails:
-    """What is expected to fail.
+    """A list of expected failures.
 
     Attributes:
-        patterns: ids, or patterns as of a shell.
+        patterns: ids of cases, or shell-style patterns.
     """
 
     patterns: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Xfails:
-        r"""Return the list that a text holds.
+        r"""Return the list in a text.
 
         >>> Xfails.parse("# known\nmanifest/invalid/*   # all of them\n").patterns
         ('manifest/invalid/*',)
@@ -38,7 +38,7 @@ class Xfails:
 
     @classmethod
     def read(cls, path: Path) -> Xfails:
-        """Return the list in a file. Raises: SuiteError where it can't be read."""
+        """Return the list in a file. Raises: SuiteError where the file can't be read."""
         try:
             return cls.parse(path.read_text("utf-8"))
         except (OSError, ValueError) as error:
@@ -47,11 +47,11 @@ class Xfails:
             ) from error
 
     def expects(self, case_id: str) -> bool:
-        """Say whether a case is on the list."""
+        """Return whether a case is on the list."""
         return any(fnmatch.fnmatchcase(case_id, pattern) for pattern in self.patterns)
 
     def apply(self, case_id: str, verdict: Verdict) -> Verdict:
-        """Return a verdict in the light of the list."""
+        """Return the verdict after the list is applied: XFAIL or XPASS for a case on the list."""
         if not self.expects(case_id):
             return verdict
         if verdict.status in (Status.FAIL, Status.ERROR):
@@ -61,7 +61,10 @@ class Xfails:
         return verdict
 
     def find_idle(self, case_ids: list[str]) -> tuple[str, ...]:
-        """Return the patterns that fit none of all cases that there are: a misspelt one would excuse nothing."""
+        """Return the patterns that fit no existing case.
+
+        A misspelt pattern would excuse no failure.
+        """
         return tuple(
             pattern
             for pattern in self.patterns

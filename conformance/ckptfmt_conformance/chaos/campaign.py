@@ -1,4 +1,4 @@
-"""The campaign: train, break something, wait until training goes on, again and again; then compare every checkpoint."""
+"""The fault campaign: inject faults into training jobs, await recovery, compare all checkpoints."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ from ckptfmt_conformance.errors import SuiteError
 
 __all__ = ["PER_JOB", "Campaign", "Verdict"]
 
-#: Injections into one live job; then its checkpoints are compared, and the next job begins.
+#: The number of injections into one live job before the next job begins.
 PER_JOB: Final = 25
-#: Steps that are new, done after a fault by all nodes, until the job counts as recovered.
+#: The number of new steps of all nodes, after a fault, until the job counts as recovered.
 _NEW_STEPS: Final = 3
 _INSIDE: Final = Path(__file__).with_name("inside")
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Verdict:
-    """What came of one injection.
+    """The result of one injection.
 
     Attributes:
-        index: of the injection in the campaign; with the campaign's seed it says all that was drawn.
-        kind: of the fault.
-        victim: name of the node.
+        index: the injection's number in the campaign, which together with the campaign's seed
+            determines all draws.
+        kind: the kind of the fault.
+        victim: the name of the node.
         recovered: whether training went on by itself; None where the fault didn't strike.
-        seconds: from the fault's begin until all nodes had done new steps; the time that the fault lasts is part of it.
-        steps_lost: steps that were done twice.
-        identical: whether all checkpoints from this injection to the next have the bits of the undisturbed run.
-        message: what is wrong.
+        seconds: the time from the fault's begin until all nodes had done new steps, including the
+            duration of the fault.
+        steps_lost: the number of steps that were done twice.
+        identical: whether all checkpoints from this injection to the next have the bits of the
+            undisturbed run.
+        message: the description of a broken promise; "" for none.
     """
 
     index: int
@@ -54,23 +57,23 @@ class Verdict:
 
     @property
     def is_kept(self) -> bool:
-        """Whether everything came out as promised."""
+        """Whether the job recovered with checkpoints identical to the undisturbed run's."""
         return self.recovered is True and self.identical is True
 
 
 class NotInTimeError(Exception):
-    """Something that was waited for didn't happen."""
+    """A condition wasn't met before its deadline."""
 
 
 class Job:
-    """A live job on a cluster, and the scheduler that starts its agents again: the `Scene` of all faults.
+    """A live job on a cluster, and a scheduler that restarts its agents: the `Scene` of all faults.
 
     Args:
-        cluster: where it runs.
+        cluster: the nodes of the job.
         adapter: the command of the job.
-        directory: its own, empty.
-        pace_s: how long the job rests after each step.
-        timeout_s: how long anything may take.
+        directory: the job's own directory, which has to be empty.
+        pace_s: the pause after each step, in seconds.
+        timeout_s: the time limit of each wait, in seconds.
     """
 
     def __init__(
@@ -84,12 +87,12 @@ class Job:
         self._away_until = [0.0] * len(cluster.nodes)
         self._started_s = [0.0] * len(cluster.nodes)
         self._launch_count = 1
-        #: Of each node its ranks as they were last seen, and since when.
+        #: The ranks of each node as last seen, and the time since when they are the same.
         self._ranks: list[tuple[int, ...]] = []
         self._ranks_s = 0.0
 
     def progress(self) -> list[tuple[int, float, int]]:
-        """Return step, time and number of processes of each step that was done, in the order in which they were."""
+        """Return step, time and number of processes of each finished step, in execution order."""
         try:
             lines = (self._directory / "progress").read_text("utf-8").split("\n")[:-1]
         except FileNotFoundError:
@@ -97,14 +100,14 @@ class Job:
         return [(int(step), float(at_s), int(world)) for step, at_s, world in map(str.split, lines)]
 
     def highest(self) -> int:
-        """Return the highest step that was done."""
+        """Return the highest finished step."""
         return max((step for step, _, _ in self.progress()), default=0)
 
     def is_whole(self) -> bool:
-        """Return whether all nodes trained together at the last step, since the last agent or rank was started.
+        """Return whether all nodes did the last step together, after the last restart.
 
-        A rank whose agent was killed trains on until the other agents notice that; what it does until then is no
-        recovery.
+        A rank whose agent was killed trains on until the other agents notice. Its steps until then
+        are no recovery.
         """
         last = self.progress()[-1:]
         alive = all(node.agent is not None and node.agent.poll() is None for node in self.cluster.nodes)
@@ -116,7 +119,7 @@ class Job:
         return all(ranks) and last[0][1] > self._ranks_s
 
     def tend(self) -> None:
-        """Start each agent that isn't there: what a scheduler does for a job that hasn't finished."""
+        """Start each agent that isn't running, as a scheduler does for an unfinished job."""
         now_s = time.monotonic()
         for index, node in enumerate(self.cluster.nodes):
             is_gone = node.agent is None or node.agent.poll() is not None
@@ -137,7 +140,7 @@ class Job:
         self.cluster.start_agent(node, program, environment, job=f"job{self._launch_count}")
 
     def launch_again(self) -> None:
-        """As `Scene` says."""
+        """Start the job a second time; see `Scene`."""
         earlier = [node.agent for node in self.cluster.nodes if node.agent is not None]
         self._launch_count += 1
         for index, node in enumerate(self.cluster.nodes):
@@ -146,7 +149,7 @@ class Job:
         self.wait_for("the end of the earlier launch", lambda: all(agent.poll() is not None for agent in earlier))
 
     def wait_for(self, what: str, condition: Callable[[], object]) -> None:
-        """Wait for something, and tend the agents. Raises: NotInTimeError."""
+        """Wait for a condition, and tend the agents. Raises: NotInTimeError."""
         deadline_s = time.monotonic() + self._timeout_s
         while not condition():
             if time.monotonic() > deadline_s:
@@ -155,50 +158,50 @@ class Job:
             time.sleep(0.05)
 
     def await_whole(self, after: int) -> None:
-        """Wait until all nodes have trained together beyond a step."""
+        """Wait until all nodes have trained together beyond a step. Raises: NotInTimeError."""
         self.wait_for(f"steps beyond {after}", lambda: self.is_whole() and self.highest() >= after + _NEW_STEPS)
 
     def sleep(self, seconds: float) -> None:
-        """As `Scene` says."""
+        """Wait, and tend the agents; see `Scene`."""
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             self.tend()
             time.sleep(0.05)
 
     def arm(self, name: str, content: str = "") -> None:
-        """As `Scene` says."""
+        """Arm a fault; see `Scene`."""
         whole = self._armed / f".{name}"
         whole.write_text(content, "utf-8")
         whole.rename(self._armed / name)
 
     def disarm(self, name: str) -> None:
-        """As `Scene` says."""
+        """Disarm a fault; see `Scene`."""
         (self._armed / name).unlink(missing_ok=True)
 
     def await_struck(self, name: str) -> None:
-        """As `Scene` says."""
+        """Wait until a process has taken a fault; see `Scene`."""
         try:
             self.wait_for(f"a process that takes {name}", lambda: not (self._armed / name).exists())
         finally:
             self.disarm(name)
 
     def await_start(self) -> None:
-        """As `Scene` says."""
+        """Wait for new ranks of the victim's node; see `Scene`."""
         node = self.cluster.nodes[self.victim]
         before = set(node.ranks())
         self.wait_for("other ranks", lambda: set(node.ranks()) - before)
 
     def await_steps(self, count: int) -> None:
-        """As `Scene` says."""
+        """Wait for more steps; see `Scene`."""
         goal = self.highest() + count
         self.wait_for(f"step {goal}", lambda: self.highest() >= goal)
 
     def keep_away(self, index: int, seconds: float) -> None:
-        """As `Scene` says."""
+        """Start no agent on a node for a time; see `Scene`."""
         self._away_until[index] = time.monotonic() + seconds
 
     def newest(self) -> Path:
-        """As `Scene` says."""
+        """Return the newest checkpoint's directory; see `Scene`."""
         return self.run / str(ask(self._adapter, "newest", self.run, timeout_s=self._timeout_s))
 
     def stop(self) -> None:
@@ -210,7 +213,7 @@ class Job:
 
 
 def ask(adapter: Sequence[str], question: str, run: Path, *, timeout_s: float) -> Any:  # noqa: ANN401 - any JSON
-    """Return what an adapter answers about a run. Raises: SuiteError."""
+    """Return an adapter's answer to a question about a run. Raises: SuiteError."""
     argv = [*adapter, question, str(run)]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s * 4, check=False)
@@ -221,17 +224,17 @@ def ask(adapter: Sequence[str], question: str, run: Path, *, timeout_s: float) -
 
 
 class Campaign:
-    """Injections into jobs, one after the other.
+    """A sequence of injections into jobs.
 
     Args:
         adapter: the command of the job.
-        kinds: to draw from; each comes once before any comes twice.
-        seed: of everything that is drawn.
-        node_count: nodes of each job, one rank each.
-        is_network: whether nodes have networks of their own.
-        directory: for runs and logs.
-        pace_s: how long the job rests after each step.
-        timeout_s: how long anything may take.
+        kinds: the kinds of faults to draw from. Each kind comes once before any kind comes twice.
+        seed: the seed of all draws.
+        node_count: the number of nodes of each job, one rank each.
+        is_network: whether each node has a network of its own.
+        directory: the directory of runs and logs.
+        pace_s: the pause of the job after each step, in seconds.
+        timeout_s: the time limit of each wait, in seconds.
         on_verdict: called with each injection's verdict, before checkpoints are compared.
     """
 
@@ -253,10 +256,10 @@ class Campaign:
         self._pace_s, self._timeout_s, self._on_verdict = pace_s, timeout_s, on_verdict
 
     def run(self, count: int, *, within_s: float = math.inf) -> list[Verdict]:
-        """Inject so many faults, and return what came of each.
+        """Inject `count` faults, and return their verdicts.
 
         Args:
-            within_s: seconds after which no other fault is injected.
+            within_s: the time in seconds after which no more faults are injected.
         """
         end_s = time.monotonic() + within_s
         verdicts: list[Verdict] = []
@@ -287,7 +290,7 @@ class Campaign:
                     verdicts.append(self._inject(job, index))
                     self._on_verdict(verdicts[-1])
                     if not verdicts[-1].recovered or time.monotonic() > end_s:
-                        break  # of a job that is stuck, what comes after would be blamed on others
+                        break  # a stuck job would make later injections fail too
             except NotInTimeError as error:
                 raise SuiteError(
                     f"the job doesn't train: {error}", remedy=f"See the logs in {directory}, or --timeout."
@@ -319,7 +322,7 @@ class Campaign:
         return verdict
 
     def _judge(self, jobs: Sequence[tuple[Path, list[Verdict]]]) -> None:
-        """Compare all checkpoints of all jobs with those of a run that nothing happens to."""
+        """Compare all checkpoints of all jobs with those of an undisturbed run."""
         asked = [(ask(self._adapter, "states", run, timeout_s=self._timeout_s), found) for run, found in jobs]
         last = max((one["step"] for states, _ in asked for one in states.values()), default=1)
         reference = self._directory / "reference"
@@ -339,12 +342,12 @@ class Campaign:
 def judge_job(
     states: Mapping[str, Mapping[str, Any]], expected: Mapping[int, str], verdicts: Sequence[Verdict]
 ) -> None:
-    """Say of each injection whether its checkpoints are those of the undisturbed run.
+    """Set for each injection whether its checkpoints are those of the undisturbed run.
 
     Args:
-        states: of each checkpoint its step, and its digest or problem, by its name.
+        states: each checkpoint's step, and its digest or problem, by the checkpoint's name.
         expected: the digest of each step.
-        verdicts: of one job, in their order.
+        verdicts: the verdicts of one job, in order.
     """
     unreadable = {name: one for name, one in states.items() if "digest" not in one}
     allowed = sum(verdict.kind.damages for verdict in verdicts)
@@ -360,7 +363,7 @@ def judge_job(
     }
     missing = {step: "no checkpoint" for step in range(1, max(there, default=0) + 1) if step not in there}
     if len(unreadable) + len(missing) <= allowed + failed:
-        missing = {}  # a writer that finds out what the storage did gives the checkpoint up
+        missing = {}  # a writer that notices a storage fault abandons the checkpoint
     for step, name in sorted({**wrong, **missing}.items()):
         blamed = [verdict for verdict in verdicts if verdict.first_step <= step] or list(verdicts)
         one = blamed[-1] if blamed[-1].first_step <= step else blamed[0]

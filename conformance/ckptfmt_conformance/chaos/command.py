@@ -29,7 +29,7 @@ _REFERENCE: Final = (sys.executable, "-m", "ckptfmt_conformance.adapters.chaos_j
 
 
 def add_parser(commands: Any) -> None:  # noqa: ANN401 - argparse has no public name for it
-    """Add the command."""
+    """Add the command to a parser."""
     parser = commands.add_parser(
         "chaos",
         help="break a live training job on purpose, again and again",
@@ -96,7 +96,10 @@ def _chaos(arguments: argparse.Namespace) -> int:
 
 
 def _interrupt(*_: object) -> None:
-    """End the campaign: processes, networks and files are taken away on the way out, which nothing interrupts."""
+    """End the campaign by KeyboardInterrupt, and ignore further signals.
+
+    Processes, networks and files are then removed without another interruption.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The kinds of faults: what each does, when, and what is promised of a job that it strikes."""
+"""The kinds of faults: effect, phase, and promise about the job."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ckptfmt_conformance.chaos.nodes import Cluster, Node, signal_all
 
 __all__ = ["KINDS", "Kind", "Scene"]
 
-#: Longer than ckptfmt's own job lets a process group wait for a process that says nothing, in seconds.
+#: A pause longer than the timeout of the process groups of ckptfmt's own job, in seconds.
 LONG_S: Final = 14.0
 
 
 class Scene(Protocol):
-    """A live job, as a fault sees it.
+    """A live job, from the point of view of a fault.
 
     Attributes:
         cluster: the nodes.
-        rng: what the fault draws; seeded for each injection.
-        victim: number of the node that it strikes.
-        run: where the job saves.
+        rng: the random generator of the fault, seeded for each injection.
+        victim: the number of the node that the fault strikes.
+        run: the directory where the job saves.
     """
 
     cluster: Cluster
@@ -34,28 +34,28 @@ class Scene(Protocol):
     run: Path
 
     def sleep(self, seconds: float) -> None:
-        """Wait, and start agents that ended, as a scheduler does."""
+        """Wait, and restart agents that ended, as a scheduler does."""
 
     def arm(self, name: str, content: str = "") -> None:
-        """Arm a fault inside of the job's processes."""
+        """Arm a fault inside the job's processes."""
 
     def disarm(self, name: str) -> None:
-        """Take it back, if it is still there."""
+        """Disarm a fault, if it is still armed."""
 
     def await_struck(self, name: str) -> None:
-        """Wait until a process took a fault that strikes once."""
+        """Wait until a process has taken a fault that strikes once."""
 
     def await_start(self) -> None:
         """Wait until the victim's node has other ranks than at the call."""
 
     def await_steps(self, count: int) -> None:
-        """Wait until so many more steps are done."""
+        """Wait until `count` more steps are done."""
 
     def keep_away(self, index: int, seconds: float) -> None:
-        """Start no agent on a node for so long."""
+        """Start no agent on a node for `seconds`."""
 
     def launch_again(self) -> None:
-        """Start the job a second time on all nodes, and wait until the agents of the first one end by themselves."""
+        """Start the job again on all nodes, and wait until the agents of the first launch exit."""
 
     def newest(self) -> Path:
         """Return the directory of the newest checkpoint."""
@@ -63,15 +63,18 @@ class Scene(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One kind of fault.
+    """A kind of fault.
 
     Attributes:
         name: group and name.
-        phase: what the job does when it strikes: training, starting, saving, or stopped.
-        does: what happens, in a line.
-        inject: does it; returns when it is over.
-        damages: how many checkpoints may be unreadable afterwards; each other one must be readable.
-        fails: how many saves may fail, so that their steps have no checkpoint; the training is told of each.
+        phase: the activity of the job when the fault strikes: training, starting, saving, or
+            stopped.
+        does: the effect, in one line.
+        inject: injects the fault; returns when the fault is over.
+        damages: the number of checkpoints that may be unreadable afterwards. All others must be
+            readable.
+        fails: the number of saves that may fail and leave their step without a checkpoint. Training
+            is informed of each failure.
         needs_network: whether nodes need networks of their own.
     """
 
@@ -85,7 +88,10 @@ class Kind:
 
     @property
     def promise(self) -> str:
-        """What is promised: the same of all kinds, but for what was destroyed on purpose."""
+        """The promise about the job.
+
+        All kinds have the same promise, except for content destroyed by the fault.
+        """
         readable = "all checkpoints" if not self.damages else f"all checkpoints but {self.damages}"
         failing = f"; {self.fails} save may fail, which is told" if self.fails else ""
         return f"goes on by itself; {readable} can be read and have the bits of the undisturbed run{failing}"
@@ -103,7 +109,7 @@ def _send(of: Callable[[Node], Sequence[int]], number: int) -> Callable[[Scene],
 
 
 def _pause(of: Callable[[Node], Sequence[int]], seconds: float) -> Callable[[Scene], None]:
-    """Stop processes for a while. They may have been killed meanwhile, which is what torchrun does."""
+    """Return a fault that stops processes for a while. torchrun may kill them meanwhile."""
 
     def inject(scene: Scene) -> None:
         pids = of(_victim(scene))
@@ -127,7 +133,7 @@ def _lose_node(away_s: float) -> Callable[[Scene], None]:
 
 
 def _lose_power(scene: Scene) -> None:
-    """Nobody is told that the node's connections are gone."""
+    """Kill a node without closing its connections, as a loss of power does."""
     scene.cluster.cut(scene.victim)
     scene.keep_away(scene.victim, 5)
     _victim(scene).kill()
@@ -151,7 +157,7 @@ def _while_starting(inject: Callable[[Scene], None]) -> Callable[[Scene], None]:
 
 
 def _once(name: str) -> Callable[[Scene], None]:
-    """Strike inside of the first process that comes along."""
+    """Return a fault that strikes once, inside the first process that reaches it."""
 
     def inject(scene: Scene) -> None:
         scene.arm(name)
@@ -193,7 +199,7 @@ def _flap(scene: Scene) -> None:
 
 
 def _damage(how: Callable[[Scene, Path], None]) -> Callable[[Scene], None]:
-    """Kill all, and damage the newest checkpoint before anything starts again."""
+    """Return a fault that kills all nodes, and damages the newest checkpoint before the restart."""
 
     def inject(scene: Scene) -> None:
         _kill_all(scene)
@@ -233,7 +239,7 @@ def _delete_whole(_: Scene, directory: Path) -> None:
 
 
 def _put_back(scene: Scene) -> None:
-    """The run becomes what a copy had that was made a while ago."""
+    """Replace the run by a copy that was made some steps ago."""
     _kill_all(scene)
     copy = scene.run.with_name(f"{scene.run.name}.copy")
     shutil.copytree(scene.run, copy)
@@ -244,7 +250,7 @@ def _put_back(scene: Scene) -> None:
 
 
 def _litter(scene: Scene) -> None:
-    """What a crashed writer, or a person, leaves in a run."""
+    """Add files to the run as a crashed writer, or a person, may leave them."""
     _kill_all(scene)
     copy = scene.newest().with_suffix(f".copy{scene.rng.randrange(10**9)}")
     copy.mkdir()
@@ -263,7 +269,8 @@ def _kind(name: str, phase: str, does: str, inject: Callable[[Scene], None], **o
     return Kind(name=name, phase=phase, does=does, inject=inject, **options)  # type: ignore[arg-type]
 
 
-#: Of each a campaign has shown that it strikes, and that ckptfmt's own job goes on as promised.
+#: A campaign has shown for each kind that it strikes, and that ckptfmt's own job recovers as
+#: promised.
 KINDS: Final[tuple[Kind, ...]] = (
     _kind("process/rank-killed", "training", "SIGKILL of a rank", _send(Node.ranks, _KILL)),
     _kind("process/rank-terminated", "training", "SIGTERM of a rank", _send(Node.ranks, _TERM)),

@@ -1,4 +1,4 @@
-"""Nodes on one machine: groups of processes, each in a network namespace of its own where the system allows that."""
+"""Nodes on one machine: groups of processes, each in its own network namespace where possible."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Final, Self
 
 __all__ = ["Cluster", "Node", "network_problem"]
 
-#: The variable by which all processes of a node are known, whoever started them.
+#: The environment variable that marks all processes of a node, including children of children.
 _MARK: Final = "CKPTFMT_CHAOS_NODE"
-#: How long torchrun waits for nodes, and for a node that says nothing: seconds, instead of minutes.
+#: torchrun's timeouts for the rendezvous and for silent nodes: seconds instead of minutes.
 _RENDEZVOUS: Final = (
     "is_host=0,join_timeout=300,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,read_timeout=60"
 )
@@ -30,7 +30,7 @@ def _ip(*words: str, check: bool = True) -> None:
 
 
 def network_problem() -> str:
-    """Return why no network namespaces can be made here; an empty text where they can."""
+    """Return the reason why network namespaces can't be created here; "" where they can."""
     name = f"ck{secrets.token_hex(3)}"
     try:
         _ip("netns", "add", name)
@@ -46,16 +46,16 @@ def network_problem() -> str:
 
 
 class Node:
-    """One node: an agent of torchrun, its ranks, and what those started.
+    """A node: an agent of torchrun, its ranks, and the processes that the ranks started.
 
     Args:
-        name: names the node in logs, caches and the network.
-        mark: known to no other node of this machine.
-        namespace: its network namespace; None shares that of the caller.
-        address: what other nodes reach it by.
+        name: the node's name in logs, caches and the network.
+        mark: a mark that no other node of this machine has.
+        namespace: the node's network namespace; None for the caller's own.
+        address: the address at which other nodes reach this node.
 
     Attributes:
-        agent: its torchrun, if one was started.
+        agent: the node's torchrun process; None where none was started.
     """
 
     def __init__(self, name: str, mark: str, namespace: str | None, address: str) -> None:
@@ -64,7 +64,7 @@ class Node:
         self._mark, self._namespace = mark, namespace
 
     def start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a program on this node, in a session of its own; what it prints is appended to `log`."""
+        """Start a program on this node in a new session. Append its output to `log`."""
         inside = ["ip", "netns", "exec", self._namespace] if self._namespace else []
         interface = {"GLOO_SOCKET_IFNAME": "eth0" if self._namespace else "lo"}
         with log.open("ab") as out:
@@ -78,7 +78,7 @@ class Node:
             )
 
     def pids(self) -> list[int]:
-        """Return all processes of this node."""
+        """Return the ids of all processes of this node."""
         mark = f"{_MARK}={self._mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -89,17 +89,17 @@ class Node:
         return found
 
     def ranks(self) -> list[int]:
-        """Return the processes that the agent started: those that train."""
+        """Return the ids of the ranks: the processes that the agent started."""
         agent = self.agent
         return [pid for pid in self.pids() if agent is not None and _parent_of(pid) == agent.pid]
 
     def helpers(self) -> list[int]:
-        """Return the processes that the ranks started and that aren't ranks: savers, loaders and the like."""
+        """Return the ids of the processes that ranks started, such as savers and loaders."""
         agent = self.agent
         return [pid for pid in self.pids() if agent is None or agent.pid not in (pid, _parent_of(pid))]
 
     def kill(self) -> None:
-        """Kill all processes of this node, also those that they start meanwhile."""
+        """Kill all processes of this node, including processes that are started meanwhile."""
         while pids := self.pids():
             signal_all(pids, signal.SIGKILL)
             if self.agent is not None:
@@ -110,7 +110,7 @@ class Node:
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
-    """Send a signal to processes, some of which may be gone."""
+    """Send a signal to processes, and ignore processes that are gone."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -124,12 +124,12 @@ def _parent_of(pid: int) -> int:
 
 
 class Cluster:
-    """Nodes, the network between them, and a rendezvous store that no node's end takes along. A context manager.
+    """Nodes, their network, and a rendezvous store that outlives each node. A context manager.
 
     Args:
-        count: how many nodes.
+        count: the number of nodes.
         is_network: whether each node has a network namespace of its own.
-        logs: where each node's log goes.
+        logs: the directory of the nodes' logs.
     """
 
     def __init__(self, count: int, *, is_network: bool, logs: Path) -> None:
@@ -146,7 +146,7 @@ class Cluster:
         return Node(f"node{index}", f"{self._token}{index}", namespace, address)
 
     def __enter__(self) -> Self:
-        """Make the network, and start the store."""
+        """Create the network, and start the store."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - torch is for campaigns alone
 
         with contextlib.ExitStack() as stack:
@@ -154,7 +154,8 @@ class Cluster:
                 stack.callback(node.kill)
             if self._is_network:
                 self._make_bridge(stack, f"ck{self._token}")
-                self._make_bridge(stack, f"ck{self._token}x")  # the other side of a partition
+                # the other side of a network partition
+                self._make_bridge(stack, f"ck{self._token}x")
                 _ip("address", "add", f"{self._subnet}.254/24", "dev", f"ck{self._token}")
                 for index, node in enumerate(self.nodes):
                     self._connect(stack, index, node)
@@ -165,7 +166,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all processes of all nodes, and take the network away."""
+        """End all processes of all nodes, and remove the network."""
         self._open.close()
 
     def _make_bridge(self, stack: contextlib.ExitStack, name: str) -> None:
@@ -188,25 +189,29 @@ class Cluster:
         return f"ck{self._token}p{index}"
 
     def cut(self, index: int) -> None:
-        """Take a node's link down: it reaches nobody, and nobody reaches it."""
+        """Take a node's link down, which isolates the node."""
         _ip("link", "set", self._port(index), "down")
 
     def split(self, indices: Iterable[int]) -> None:
-        """Move nodes to a network of their own: they reach each other, and neither the others nor the store."""
+        """Move nodes to a separate network.
+
+        They reach each other, but no other node and not the store.
+        """
         for index in indices:
             _ip("link", "set", self._port(index), "master", f"ck{self._token}x")
 
     def slow(self, index: int) -> None:
-        """Let a node send 256 kbit/s at most."""
+        """Limit a node's sending rate to 256 kbit/s."""
         argv = ["tc", "-n", f"ck{self._token}{index}", "qdisc", "add", "dev", "eth0", "root", "tbf"]
         subprocess.run([*argv, "rate", "256kbit", "burst", "4kb", "latency", "500ms"], check=True)
 
     def mend(self) -> None:
-        """Connect all nodes again, and let them send as fast as they can."""
+        """Reconnect all nodes, and remove limits on their sending rates."""
         for index in range(len(self.nodes)):
             _ip("link", "set", self._port(index), "master", f"ck{self._token}", "up")
             argv = ["tc", "-n", f"ck{self._token}{index}", "qdisc", "del", "dev", "eth0", "root"]
-            subprocess.run(argv, capture_output=True, check=False)  # there may be none
+            # there may be no limit to remove
+            subprocess.run(argv, capture_output=True, check=False)
 
     def start_agent(
         self,
@@ -217,14 +222,16 @@ class Cluster:
         max_restarts: int = 1000,
         job: str = "run",
     ) -> subprocess.Popen[bytes]:
-        """Start a torchrun on a node, which may train with any number of the nodes.
+        """Start a torchrun agent on a node, which trains with any number of nodes.
 
         Args:
-            node: one of this cluster's.
-            program: what each rank runs; begins with ``-m`` or a script, or with ``--no-python``.
-            environment: beside that of this process.
+            node: a node of this cluster.
+            program: the arguments that name the ranks' program: ``-m`` and a module, a script, or
+                ``--no-python`` and a command.
+            environment: variables that are added to this process's environment.
             max_restarts: how often the agent restarts its ranks.
-            job: agents of the same job meet; a job that has ended well takes no agent any more.
+            job: the job's name, by which agents meet. A job that ended successfully accepts no more
+                agents.
         """
         argv = [
             *(sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{len(self.nodes)}", "--nproc-per-node=1"),
@@ -233,7 +240,8 @@ class Cluster:
             *(f"--rdzv-conf={_RENDEZVOUS}", f"--local-addr={node.address}"),
             *program,
         ]
-        # Each round has a store of its own: torchrun would keep the address of a leader that is gone.
+        # Each rendezvous round has a new store, because torchrun would keep the address of a lost
+        # leader.
         environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", **environment}
         node.agent = node.start(argv, environment, self._logs / f"{node.name}.log")
         return node.agent

@@ -1,4 +1,4 @@
-"""What a campaign says: for eyes, by kind; for programs; and as a run of the suite, for CI and as a page."""
+"""Reports of a campaign: a table by kind, JSON, and a run of the suite for JUnit XML and HTML."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["as_run", "dump_json", "sum_of", "text_of"]
 
 
 def as_injections(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """Return what a report for programs says of each injection."""
+    """Return the members of each injection for a JSON report."""
     return [
         {
             "index": one.index,
@@ -40,10 +40,10 @@ def as_injections(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
 
 
 def table_of(injections: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of the kinds, what wasn't kept, and the sums.
+    """Return a table of the kinds, the broken promises, and the sums.
 
     Args:
-        injections: of one campaign or of several, as reports for programs have them.
+        injections: the injections of one or more campaigns, in the form of JSON reports.
     """
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for one in injections:
@@ -66,19 +66,19 @@ def table_of(injections: Sequence[Mapping[str, Any]]) -> str:
 
 
 def text_of(verdicts: Sequence[Verdict], *, seed: int, seconds: float) -> str:
-    """Return a table of one campaign."""
+    """Return the table of one campaign."""
     rate = 60 * len(verdicts) / max(seconds, 1)
     return f"{table_of(as_injections(verdicts))}. Seed {seed}, {seconds:.0f} s, {rate:.1f} injections a minute"
 
 
 def dump_json(verdicts: Sequence[Verdict], *, seed: int, seconds: float, options: Mapping[str, Any]) -> str:
-    """Return a report for programs."""
+    """Return a report as JSON."""
     members = {"suite": __version__, "seed": seed, "seconds": round(seconds, 1), "options": dict(options)}
     return json.dumps({**members, "injections": as_injections(verdicts)}, indent=2, sort_keys=True)
 
 
 def sum_of(reports: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of several campaigns, given their reports for programs."""
+    """Return the table of several campaigns from their JSON reports."""
     seeds = ", ".join(str(one["seed"]) for one in reports)
     seconds = sum(one["seconds"] for one in reports)
     return f"{table_of([one for report in reports for one in report['injections']])}. Seeds {seeds}, {seconds:.0f} s"

@@ -1,17 +1,20 @@
-"""Train on any number of processes and get the same bits: a reference trainer, in torch alone.
+"""Training with the same bits on any number of processes: a reference trainer in torch alone.
 
-Data-parallel training gives other bits on another number of processes for four reasons: gradients are summed in another
-order, the batch of one process has another shape, random numbers go by rank, and averages are taken over what a process
-happens to hold. `Trainer` fixes all four when the run is born, in a `Plan`: a number of logical workers, the shape of
-their microbatches, a random-number stream for each of them and each step, and one binary tree on which everything
-is summed. Processes only share the logical workers out among them: any number from one to `Plan.workers`.
+Data-parallel training gives different bits on different numbers of processes for four reasons.
+Gradients are summed in another order. The batch of a process has another shape. Random numbers
+depend on the rank. Averages are taken over the samples of one process. `Trainer` fixes all four at
+the start of a run, in a `Plan`: a number of logical workers, the shape of their microbatches, a
+random-number stream for each worker and step, and one binary tree for all sums. Processes only
+divide the logical workers among themselves: any number of processes from one to `Plan.workers`.
 
-It's small on purpose, for reading and for small models: each process holds the whole model, and each microbatch ends
-with one sum over all processes. `torch.distributed` copies bytes (send, receive, broadcast) and adds nothing, so that
-neither backend nor algorithm nor bucket has a say in the bits.
+The code is small on purpose, for reading and for small models: each process holds the whole model,
+and each microbatch ends with one sum over all processes. `torch.distributed` copies bytes (send,
+receive, broadcast) and adds no numbers. So backend, algorithm and bucket size don't influence the
+bits.
 
-What it doesn't cover: another kind of processor, another version of torch, another number of threads per process (call
-`pin_arithmetic`), optimizers that mix the elements of a tensor in an order of their own, and tensor parallelism.
+Not covered: another kind of processor, another version of torch, another number of threads per
+process (call `pin_arithmetic`), optimizers that mix the elements of a tensor in their own order,
+and tensor parallelism.
 
 >>> import torch
 >>> def loss_of(model, samples):
@@ -26,8 +29,8 @@ What it doesn't cover: another kind of processor, another version of torch, anot
 >>> [(report.step, report.samples) for report in reports]
 [(1, range(0, 16)), (2, range(16, 32)), (3, range(32, 48))]
 
-To go on later, on any number of processes, save model, optimizer and trainer (`state_dict`, `load_state_dict`), and
-whatever else the program changes at a step, such as a scheduler.
+To continue later, on any number of processes, save model, optimizer and trainer (`state_dict`,
+`load_state_dict`), and any other state changed at a step, such as a scheduler.
 """
 
 from ckptfmt_conformance.elastic.arithmetic import grad_norm, pin_arithmetic

@@ -1,4 +1,4 @@
-"""Arithmetic whose order doesn't follow the number of processes: the norm of a gradient; and one thread for each."""
+"""Arithmetic in an order independent of the number of processes: gradient norm, and one thread."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 
 __all__ = ["BLOCK_ELEMENTS", "grad_norm", "pin_arithmetic"]
 
-#: Elements of a tensor whose squares are summed by one kernel.
+#: The number of elements of a tensor whose squares are summed by one kernel.
 BLOCK_ELEMENTS: Final = 1 << 16
 
 
 def grad_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norm of all gradients together, float32 from sums in float64.
+    """Return the Euclidean norm of all gradients together, as float32 from sums in float64.
 
-    Each tensor's elements are cut into fixed blocks by their flat index; the sums of the blocks are added one after
-    another. Whoever holds only some blocks can compute theirs, and the sum is the same.
+    The elements of each tensor are cut into fixed blocks by their flat index. The sums of the
+    blocks are added one after another. A process with only some blocks can compute the sums of
+    these, and the total is the same.
 
     >>> grad_norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
     tensor(5.)
@@ -30,9 +31,10 @@ def grad_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def pin_arithmetic() -> None:
-    """Use one thread and deterministic kernels in this process; call it first, with any number of processes.
+    """Set one thread and deterministic kernels for this process. Call this function first.
 
-    A launcher sets one thread only where it starts several processes, and sums depend on how many threads share them.
+    The call is needed for one process too: a launcher sets one thread only where several processes
+    start, and sums depend on the number of threads.
     """
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)

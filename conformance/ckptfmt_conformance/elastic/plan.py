@@ -1,4 +1,4 @@
-"""What is fixed when a run is born, whatever the number of processes: `Plan`."""
+"""The fixed shape of a run, independent of the number of processes: `Plan`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Final
 
 __all__ = ["TREE", "Plan", "split_node"]
 
-#: The shape of the tree of sums: see `split_node`.
+#: The version of the shape of the summation tree: see `split_node`.
 TREE: Final = "binary-v1"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The logical shape of a run: who computes what, and from which random numbers.
+    """The logical shape of a run: logical workers, their samples, and their random numbers.
 
     Attributes:
-        workers: number of logical workers, and the greatest number of processes.
-        microbatch: samples that a logical worker takes at a time.
-        accumulate: microbatches of each logical worker in a step.
-        seed: of all random-number streams.
+        workers: the number of logical workers, and the greatest number of processes.
+        microbatch: the number of samples of a logical worker in a microbatch.
+        accumulate: the number of microbatches of each logical worker in a step.
+        seed: the seed of all random-number streams.
 
     Raises: ValueError.
 
@@ -44,11 +44,13 @@ class Plan:
 
     @property
     def global_batch(self) -> int:
-        """Samples in a step, over all logical workers."""
+        """The number of samples in a step, over all logical workers."""
         return self.workers * self.microbatch * self.accumulate
 
     def owned(self, rank: int, world_size: int) -> range:
-        """Return the logical workers of a process: neighbours, so that most sums of the tree need no other process.
+        """Return the logical workers of a process.
+
+        They are neighbours, so most sums of the tree need no other process.
 
         Raises: ValueError for more processes than logical workers.
         """
@@ -57,7 +59,7 @@ class Plan:
         return range(rank * self.workers // world_size, (rank + 1) * self.workers // world_size)
 
     def owner(self, worker: int, world_size: int) -> int:
-        """Return the process that has a logical worker.
+        """Return the rank of the process that owns a logical worker.
 
         >>> plan = Plan(workers=8, microbatch=1)
         >>> [plan.owner(worker, 3) for worker in range(8)]
@@ -66,17 +68,19 @@ class Plan:
         return ((worker + 1) * world_size - 1) // self.workers
 
     def samples(self, *, step: int, micro: int, worker: int) -> range:
-        """Return the positions, in the order of the data, that a logical worker takes at a microbatch.
+        """Return the positions, in the order of the data, of a logical worker's microbatch.
 
-        Microbatch after microbatch takes neighbouring positions, so what was consumed is always a beginning.
+        Successive microbatches take successive positions, so the consumed samples are always a
+        prefix of the data.
         """
         begin = ((step * self.accumulate + micro) * self.workers + worker) * self.microbatch
         return range(begin, begin + self.microbatch)
 
     def stream_seed(self, *, step: int, micro: int, worker: int) -> int:
-        """Return the seed of a logical worker's random numbers at a microbatch, 63 bits.
+        """Return the seed, of 63 bits, of a logical worker's random numbers in a microbatch.
 
-        It follows from the plan alone: there is no stream to save, and none that a new process could lack.
+        The seed follows from the plan alone. So no stream has to be saved, and a new process lacks
+        none.
 
         >>> Plan(workers=2, microbatch=1, seed=7).stream_seed(step=0, micro=0, worker=1)
         7877775670117797738
@@ -85,11 +89,11 @@ class Plan:
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
     def as_tree(self) -> dict[str, int | str]:
-        """Return the plan as a tree to save, with the shape of its sums."""
+        """Return the plan, with the version of its summation tree, as a tree to save."""
         return {**dataclasses.asdict(self), "tree": TREE}
 
     def check_same(self, saved: Mapping[str, object]) -> None:
-        """Check that a saved run has this very plan: with another one it would be another run.
+        """Check that a saved run has the same plan. A different plan would make a different run.
 
         Raises: ValueError.
         """
@@ -103,7 +107,9 @@ class Plan:
 
 
 def split_node(begin: int, end: int) -> int:
-    """Return where a node of the tree is cut in two: its left part is the largest power of two below its size.
+    """Return the split position of a tree node.
+
+    The left part is the largest power of two below the node's size.
 
     >>> split_node(0, 8), split_node(0, 7), split_node(4, 7)
     (4, 4, 6)

@@ -1,4 +1,4 @@
-"""A loss scale of powers of two, decided on the summed gradient: every process takes the same decision."""
+"""A loss scale of powers of two. The decision uses the summed gradient, so all processes agree."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["LossScale"]
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class LossScale:
-    """Scale losses for half precision; halve after an overflow, double after `interval` steps without one.
+    """A loss scale for half precision: halved after an overflow, doubled after enough good steps.
 
-    Powers of two change no bit of a gradient but its exponent, so that scaling can be undone exactly.
+    A power of two changes only the exponent of a gradient, so scaling can be undone exactly.
 
     Attributes:
-        scale: what losses are multiplied by; a power of two.
-        interval: steps without overflow after which it doubles.
-        good: such steps since it last changed.
+        scale: the factor of the losses; a power of two.
+        interval: the number of steps without overflow before the scale doubles.
+        good: the number of steps without overflow since the last change.
 
     >>> scale = LossScale(scale=1024.0, interval=2)
     >>> [scale.update(overflow=overflow) for overflow in (False, False, True)], scale.scale
@@ -30,7 +30,7 @@ class LossScale:
     good: int = 0
 
     def update(self, *, overflow: bool) -> float:
-        """Take note of a step, and return the scale of the next one."""
+        """Count a step, and return the scale of the next step."""
         self.good = 0 if overflow else self.good + 1
         if overflow:
             self.scale = self.scale / 2
@@ -43,5 +43,5 @@ class LossScale:
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""
         self.scale, self.interval, self.good = state["scale"], state["interval"], state["good"]

@@ -1,4 +1,4 @@
-"""The trainer: microbatches of logical workers, summed on the tree, one division, one optimizer step."""
+"""The trainer: microbatches of logical workers, a sum on the tree, one division, one optimizer step."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ckptfmt_conformance.elastic.tree import Reduction, Sums, TreeSum, WindowSum
 
 __all__ = ["LossOf", "StepReport", "Trainer"]
 
-#: Returns the loss of some samples, *summed* over what it's taken of, and how many those are (tokens, rows).
+#: Returns the *summed* loss of some samples, and the number of summands (tokens, rows).
 LossOf: TypeAlias = Callable[[nn.Module, range], tuple[torch.Tensor, int]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What a step did; the same on every process.
+    """The result of a step; the same on every process.
 
     Attributes:
-        step: steps done.
-        samples: positions in the order of the data that all logical workers took.
-        loss: mean over all of them.
-        norm: of the gradient, before it was clipped.
-        skipped: whether the gradient overflowed, and nothing was learnt.
+        step: the number of finished steps.
+        samples: the positions, in the order of the data, of the samples of all logical workers.
+        loss: the mean loss over all samples.
+        norm: the norm of the gradient before clipping.
+        skipped: whether the gradient overflowed and the optimizer's step was skipped.
     """
 
     step: int
@@ -43,29 +43,30 @@ class StepReport:
 
 
 class Trainer:
-    """Train a model so that the bits of every step are the same on any number of processes.
+    """Train a model with the same bits of every step on any number of processes.
 
-    Each process makes the same model, optimizer and trainer, and calls `step` equally often. Before every microbatch of
-    a logical worker Python's and torch's random numbers are seeded by plan, step, microbatch and worker; afterwards
-    the process's own streams are as they were. Other streams, such as numpy's, are for `loss_of` to derive from the
-    positions.
+    Each process makes the same model, optimizer and trainer, and calls `step` equally often. Before
+    every microbatch of a logical worker, Python's and torch's random numbers are seeded by plan,
+    step, microbatch and worker. Afterwards the process's own streams are restored. For other
+    streams, such as numpy's, `loss_of` derives seeds from the positions.
 
-    **Buffers** go by logical workers, too: each begins a microbatch with the same ones. Of floating-point buffers, such
-    as the running statistics of BatchNorm, the mean over the logical workers is kept; whole numbers count up by what
-    all of them add together. Anything else that a forward pass changes would go by processes: keep it in a buffer.
+    **Buffers** belong to logical workers too: each worker begins a microbatch with the same
+    buffers. For floating-point buffers, such as the running statistics of BatchNorm, the mean over
+    the logical workers is kept. Integer buffers grow by the sum of all workers' increments. Any
+    other state changed by a forward pass would depend on the process: keep such state in a buffer.
 
     Args:
-        model: the same on every process, also in its first values.
-        optimizer: any that treats each element alone; with a fixed `foreach` and `fused`.
-        plan: what is fixed for the run.
+        model: the model, with the same initial values on every process.
+        optimizer: any elementwise optimizer, with fixed `foreach` and `fused`.
+        plan: the fixed shape of the run.
         loss_of: the loss of some samples, given as positions in the order of the data.
-        max_norm: what the gradient's norm is clipped to.
+        max_norm: the maximum norm of the clipped gradient; None for no clipping.
         scale: a loss scale, for half precision; saved with the trainer.
-        reduction: how to sum over the logical workers.
+        reduction: the sum over the logical workers; `TreeSum` by default.
 
     Attributes:
-        steps_done: steps done.
-        micro: microbatches done of the step that isn't.
+        steps_done: the number of finished steps.
+        micro: the number of finished microbatches of the unfinished step.
     """
 
     def __init__(
@@ -92,17 +93,23 @@ class Trainer:
 
     @property
     def micro(self) -> int:
-        """Microbatches done of the step that isn't."""
+        """The number of finished microbatches of the unfinished step."""
         return self.window.count
 
     def step(self) -> StepReport:
-        """Finish the step: all of its microbatches, and the optimizer's step; on every process."""
+        """Finish the step: its remaining microbatches and the optimizer's step.
+
+        Call on every process.
+        """
         while (report := self.microbatch()) is None:
             pass
         return report
 
     def microbatch(self) -> StepReport | None:
-        """Do one microbatch of every logical worker; with the last one of a step, return the step's report."""
+        """Do one microbatch of every logical worker.
+
+        Returns: the step's report after its last microbatch; None before.
+        """
         before = [buffer.clone() for buffer in self._model.buffers()]
 
         def leaf(worker: int) -> Sums:
@@ -116,12 +123,13 @@ class Trainer:
         return self._finish() if self.micro == self._plan.accumulate else None
 
     def _compute(self, worker: int, before: list[torch.Tensor]) -> Sums:
-        """Return what a logical worker adds to the sums: gradients, loss and buffers; counts."""
+        """Return a logical worker's summands: gradients, loss and buffers; counts."""
         at = {"step": self.steps_done, "micro": self.micro, "worker": worker}
         with _streams(self._plan.stream_seed(**at)):
             loss, count = self._loss_of(self._model, self._plan.samples(**at))
             scaled = loss * self._scale.scale if self._scale else loss
-            # Not into `.grad`, where it would be added to another logical worker's.
+            # `.grad` would add the gradients of several logical workers in the order of the
+            # process.
             gradients = torch.autograd.grad(scaled, self._parameters, allow_unused=True, materialize_grads=True)
         floats = [gradient.reshape(-1).float() for gradient in gradients] + [loss.detach().reshape(1).float()]
         wholes = [torch.tensor([count], device=loss.device)]
@@ -142,14 +150,15 @@ class Trainer:
 
     @torch.no_grad()
     def _take_buffers(self, sums: Sums, before: list[torch.Tensor]) -> Sums:
-        """Set the buffers from a microbatch's sums, and return the sums that the window still needs."""
+        """Set the buffers from a microbatch's sums. Return the sums that the window needs."""
         floats, wholes = sums
         at_float, at_whole = sum(parameter.numel() for parameter in self._parameters) + 1, 1
         kept = floats[:at_float].clone(), wholes[:at_whole].clone()
         for buffer, old in zip(self._model.buffers(), before, strict=True):
             if buffer.is_floating_point():
                 mean = (floats[at_float : at_float + old.numel()] / self._plan.workers).view_as(old)
-                # What nobody changed stays: a sum of equals, divided by their number, may be another value.
+                # An unchanged buffer is kept: the sum of equal values, divided by their number, may
+                # differ from the value.
                 buffer.copy_(mean if wholes[at_whole] else old)
                 at_float, at_whole = at_float + old.numel(), at_whole + 1
             else:
@@ -159,7 +168,10 @@ class Trainer:
 
     @torch.no_grad()
     def _finish(self) -> StepReport:
-        """Divide once, clip, and let the optimizer step: the same on every process, without a word between them."""
+        """Divide once, clip, and do the optimizer's step.
+
+        The result is the same on every process without communication.
+        """
         floats, wholes = self.window.total()
         self.window.clear()
         count = int(wholes[0].item())
@@ -188,7 +200,7 @@ class Trainer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands: the same on every process, at a step's end and within a step alike."""
+        """Return the state of the run, the same on every process, between and within steps."""
         return {
             "plan": self._plan.as_tree(),
             "steps_done": self.steps_done,
@@ -197,7 +209,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that was saved by any number of processes.
+        """Continue from a state saved by any number of processes.
 
         Raises: ValueError for a run of another plan.
         """
@@ -210,7 +222,7 @@ class Trainer:
 
 @contextmanager
 def _streams(seed: int) -> Iterator[None]:
-    """Seed Python's and torch's random numbers, and leave the process's own streams as they were."""
+    """Seed Python's and torch's random numbers, and restore the process's own streams at the end."""
     python = random.getstate()
     with torch.random.fork_rng():
         random.seed(seed)

@@ -1,7 +1,8 @@
-"""Sums in a fixed order: over the logical workers of all processes, and over the microbatches of a step.
+"""Sums in a fixed order: over the logical workers of all processes, and over a step's microbatches.
 
-Both are the same tree, ``binary-v1``: a node of n leaves is cut after the largest power of two below n, and its value
-is the left part plus the right part. What travels between processes is copied; every addition is done here.
+Both sums use the same tree, ``binary-v1``: a node of n leaves is split after the largest power of
+two below n, and its value is the left part plus the right part. Communication only copies values.
+Every addition is done here.
 """
 
 from __future__ import annotations
@@ -16,35 +17,35 @@ from ckptfmt_conformance.elastic.plan import Plan, split_node
 
 __all__ = ["Leaf", "Reduction", "Sums", "TreeSum", "WindowSum"]
 
-#: What is summed at a time: a vector of fractions and one of whole numbers.
+#: The summands: a vector of fractions and a vector of integers.
 Sums: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-#: Computes what a logical worker has to add; called once for each of a process's own, in their order.
+#: Computes the contribution of a logical worker; called once for each own worker, in order.
 Leaf: TypeAlias = Callable[[int], Sums]
 
 
 class Reduction(Protocol):
-    """A way to sum over all logical workers; every process calls it, and gets the same bits."""
+    """A sum over all logical workers. Every process calls the sum, and gets the same bits."""
 
     def __call__(self, leaf: Leaf, plan: Plan, *, like: Sums) -> Sums:
         """Return the sum of `leaf` over all logical workers; `like` has the shapes and dtypes."""
 
 
 def add(left: Sums, right: Sums) -> Sums:
-    """Return the sum of two nodes; the order counts, if only for the sign of a NaN."""
+    """Return the sum of two nodes. The order of the operands decides the sign of a NaN."""
     return left[0] + right[0], left[1] + right[1]
 
 
 def place() -> tuple[int, int]:
-    """Return this process's rank and the number of processes; without torch.distributed it's the only one."""
+    """Return this process's rank and the number of processes; (0, 1) without torch.distributed."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 class TreeSum:
-    """Sum over the logical workers on the fixed tree, and give the sum to all processes.
+    """A sum over the logical workers on the fixed tree, which all processes receive.
 
-    A node belongs to the process that has its leftmost leaf. All processes walk the tree in the same order, left before
-    right, so that a send always meets its receive; a process skips what it has no part in. It holds as many vectors
-    at a time as the tree is deep.
+    A node belongs to the process that owns its leftmost leaf. All processes walk the tree in the
+    same order, left before right, so each send meets its receive. A process skips nodes without
+    leaves of its own. The number of vectors in memory is at most the depth of the tree.
 
     >>> leaf = lambda worker: (torch.tensor([1.0 * worker]), torch.tensor([1]))
     >>> TreeSum()(leaf, Plan(workers=8, microbatch=1), like=leaf(0))
@@ -64,7 +65,7 @@ class TreeSum:
         return root
 
     def _node(self, begin: int, end: int, leaf: Leaf, plan: Plan, like: Sums) -> Sums | None:
-        """Return the sum of some leaves where this process is to have it."""
+        """Return the sum of leaves `begin` to `end` on the node's owner; None elsewhere."""
         rank, world_size = place()
         owned = plan.owned(rank, world_size)
         if owned.start >= end or owned.stop <= begin:
@@ -81,7 +82,7 @@ class TreeSum:
 
 
 def _hand_over(node: Sums | None, to: int, source: int, like: Sums) -> Sums | None:
-    """Move a node from one process to another; the others have nothing to do."""
+    """Move a node from one process to another. Other processes return without communication."""
     rank = dist.get_rank()
     if rank == source and node is not None:
         for vector in node:
@@ -99,10 +100,11 @@ def empty_like(like: Sums) -> Sums:
 
 
 class WindowSum:
-    """Sum over the microbatches of a step on the same tree, one after another, ready to be saved after each.
+    """A running sum over the microbatches of a step, on the same tree, with a state to save.
 
-    It counts like a binary counter: slot k holds the sum of 2**k microbatches wherever bit k of their number is set.
-    So the sums of a window that isn't complete are a state of the run, the same on every process.
+    The slots work like a binary counter: slot k holds the sum of 2**k microbatches where bit k of
+    the count is set. So the sums of an incomplete window are a state of the run, the same on every
+    process.
 
     >>> window = WindowSum()
     >>> for value in (1.0, 2.0, 4.0):
@@ -125,9 +127,9 @@ class WindowSum:
         self.count += 1
 
     def total(self) -> Sums:
-        """Return the sum of all, and begin a new window.
+        """Return the sum of all microbatches. The window is unchanged.
 
-        Raises: ValueError where there is nothing.
+        Raises: ValueError where the window is empty.
         """
         if not self.slots:
             raise ValueError("there is nothing to sum")
@@ -143,14 +145,14 @@ class WindowSum:
         self.slots = {}
 
     def state_dict(self) -> dict[str, object]:
-        """Return the number of microbatches and the slots that are in use."""
+        """Return the number of microbatches, and the slots in use."""
         slots = {str(slot): list(sums) for slot, sums in sorted(self.slots.items())}
         return {"count": self.count, "slots": slots}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a window that was saved.
+        """Continue with a saved window.
 
-        Raises: ValueError where the slots don't fit the number of microbatches.
+        Raises: ValueError where the slots contradict the number of microbatches.
         """
         count, slots = state["count"], state["slots"]
         loaded = {int(slot): (floats.clone(), wholes.clone()) for slot, (floats, wholes) in slots.items()}

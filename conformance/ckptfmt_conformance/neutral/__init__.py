@@ -1,7 +1,8 @@
-"""The neutral part: what any checkpoint library can be asked, whatever its format.
+"""The neutral part: questions to any checkpoint library, independent of its format.
 
-Save and load give the same bytes; damaged files are refused; a save beside the training holds one moment; a killed one
-leaves what was there; another number of processes loads the same bytes; nothing is executed.
+Loaded bytes equal saved bytes. Damaged files are refused. An asynchronous save holds one moment. A
+killed save leaves earlier checkpoints intact. Another number of processes loads the same bytes. A
+load executes no code.
 
     from ckptfmt_conformance import neutral
     for result in neutral.judge([("my_package.peer:Peer", [case.id for case in neutral.CASES])]):

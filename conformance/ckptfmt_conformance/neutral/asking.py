@@ -1,4 +1,4 @@
-"""Ask a peer to save or load, and tell apart what it does, what it refuses, and what it gets wrong."""
+"""Saves and loads by a peer, with its refusals told apart from its faults."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class VerdictError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a load ended.
+    """The outcome of a load.
 
     Attributes:
-        kind: ``raised``; ``same`` bytes came back; or ``other`` ones.
+        kind: ``raised`` for an error, ``same`` for the saved bytes, ``other`` for different bytes.
         said: the error, or the difference.
     """
 
@@ -44,9 +44,10 @@ def one_line(error: BaseException) -> str:
 
 
 def save_or_stop(peer: Peer, path: Path, state: Mapping[str, object], step: int, *, may_refuse: bool = False) -> None:
-    """Save.
+    """Save a state.
 
-    Raises: VerdictError: UNSUPPORTED where the peer says so, or refuses what it may refuse; FAIL for another error.
+    Raises: VerdictError: UNSUPPORTED where the peer reports a missing feature, or refuses where
+    refusal is allowed; FAIL for another error.
     """
     try:
         peer.save(path, state, step)
@@ -54,7 +55,7 @@ def save_or_stop(peer: Peer, path: Path, state: Mapping[str, object], step: int,
         raise VerdictError(Verdict(Status.UNSUPPORTED, str(error))) from error
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a library may raise anything, and some raise no Exception
+    except BaseException as error:  # some libraries raise exceptions that aren't an Exception
         if may_refuse:
             raise VerdictError(Verdict(Status.UNSUPPORTED, f"refused: {one_line(error)}")) from error
         raise VerdictError(Verdict(Status.FAIL, f"the save raised {one_line(error)}")) from error
@@ -64,7 +65,7 @@ def try_load(peer: Peer, path: Path, state: Mapping[str, object], expected: Expe
     """Load into a state of the same structure, and compare.
 
     Args:
-        state: as it was saved, or a template of it; it isn't changed.
+        state: the saved state, or a template for it. The load doesn't change it.
     """
     try:
         loaded = peer.load(path, template(state))
@@ -77,12 +78,12 @@ def try_load(peer: Peer, path: Path, state: Mapping[str, object], expected: Expe
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return all files of a checkpoint: those in the directory that was made for it."""
+    """Return all files in the directory that was made for a checkpoint."""
     return sorted(Path(at, name) for at, _, names in os.walk(path.parent) for name in names)
 
 
 def put(path: Path, content: bytes, scratch: Path) -> None:
-    """Put other content in a file's place, as a new file: what maps the old one goes on seeing that."""
+    """Replace a file by a new file with other content. A memory map of the old file stays valid."""
     new = scratch / "new"
     new.write_bytes(content)
     new.replace(path)

@@ -1,4 +1,4 @@
-"""Change what is being saved beside the training: the checkpoint must hold the moment of the call."""
+"""Changes to tensors during an asynchronous save: the checkpoint must hold the earlier values."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def _by_data(tensor: torch.Tensor) -> None:
 
 
 def _by_memory(tensor: torch.Tensor) -> None:
-    """Write past everything that torch could notice."""
+    """Write through numpy, which torch can't notice."""
     tensor.numpy().fill(0.5)
 
 
-#: Ways to change a tensor, from the politest on.
+#: Ways to change a tensor, ordered from the most to the least visible to torch.
 _WAYS: tuple[tuple[str, Callable[[torch.Tensor], None]], ...] = (
     ("add_", _by_operator),
     (".data", _by_data),

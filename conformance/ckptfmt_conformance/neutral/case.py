@@ -1,4 +1,4 @@
-"""One neutral case, what it may use, and what it finds."""
+"""A neutral case, its resources, and its result."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ __all__ = ["FULL", "QUICK", "Bench", "Effort", "NeutralCase", "Result", "Status"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is tried.
+    """The amount of testing.
 
     Attributes:
-        flips_per_file: regions of each file in which a bit is flipped.
-        cuts_per_file: places at which each file is cut, and from which on it is zeros.
-        kills: moments at which a process is killed in mid-save, by the clock; as many again by what it does.
-        async_rounds: saves whose tensors are changed.
-        async_nbytes: size of each of them, in bytes.
-        killed_nbytes: size of a save that is killed, in bytes.
-        timeout_s: for one case, in seconds.
+        flips_per_file: the number of regions of each file in which a bit is flipped.
+        cuts_per_file: the number of places where each file is cut, and where zeros begin.
+        kills: the number of kills during a save by the clock, and the number of kills by
+            file-system events.
+        async_rounds: the number of saves during which tensors are changed.
+        async_nbytes: the size of each such save, in bytes.
+        killed_nbytes: the size of a killed save, in bytes.
+        timeout_s: the time limit of a case, in seconds.
     """
 
     flips_per_file: int
@@ -58,12 +59,12 @@ QUICK: Final = Effort(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What a case is given.
+    """The resources of a case.
 
     Attributes:
-        scratch: an empty directory of its own.
-        effort: how much to try.
-        note: take note of what is being tried: told if the process dies of it.
+        scratch: an empty directory of the case's own.
+        effort: the amount of testing.
+        note: records the current trial, which is reported if the process dies.
     """
 
     scratch: Path
@@ -71,18 +72,18 @@ class Bench:
     note: Callable[[str], None]
 
     def place(self, name: str) -> Path:
-        """Return the path of a checkpoint, alone in a new directory, so that all files there are its own."""
+        """Return the path of a checkpoint in a new directory, which no other checkpoint shares."""
         (self.scratch / name).mkdir()
         return self.scratch / name / "checkpoint"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a case found.
+    """The finding of a case.
 
     Attributes:
-        status: how it ended.
-        seen: what was seen, in one line.
+        status: the status of the case.
+        seen: the observation, in one line.
     """
 
     status: Status
@@ -91,14 +92,15 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NeutralCase:
-    """One question that can be put to any checkpoint library.
+    """A question to any checkpoint library.
 
     Attributes:
-        id: its name.
-        asked: what is done.
-        passes, fails, unsupported: what counts as which.
-        judge: ask it.
-        imports: modules that its processes need, and that are slow to import: it is done once, before they are forked.
+        id: the case's name.
+        asked: the procedure.
+        passes, fails, unsupported: the criteria for each status.
+        judge: runs the case.
+        imports: slow modules that the case's processes need. They are imported once, before the
+            processes are forked.
     """
 
     id: str
@@ -112,14 +114,14 @@ class NeutralCase:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One case put to one peer.
+    """The result of one case for one peer.
 
     Attributes:
-        peer: its name, as in ``package.module:Class``.
-        case: its id.
-        status: how it ended.
-        seen: what was seen.
-        remark: what the library's makers say about it, with the place; empty for nothing.
+        peer: the peer's name, as in ``package.module:Class``.
+        case: the case's id.
+        status: the status of the case.
+        seen: the observation, in one line.
+        remark: a statement of the library's makers, with its place; "" for none.
     """
 
     peer: str

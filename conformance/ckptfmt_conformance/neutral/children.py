@@ -1,6 +1,6 @@
-"""Forked processes that answer, or die: a torch that is imported once is shared by all of them.
+"""Forked processes with a return value or a cause of death. All of them share one import of torch.
 
-They are forked from a process that has done nothing but import: without threads, and without a process group.
+The parent process has only imported modules: it has no threads and no process group.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _NAP_S: Final = 0.0005
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a child.
+    """The result of a child process.
 
     Attributes:
-        value: what it returned, as JSON; None if it died.
-        problem: how it died, in one line; empty if it didn't.
+        value: the return value, as JSON; None if the child died.
+        problem: the cause of death, in one line; "" if the child didn't die.
     """
 
     value: Any
@@ -35,7 +35,7 @@ class Answer:
 
 
 class Child:
-    """A forked process, in a process group of its own, that tells lines to the one that forked it."""
+    """A forked process, in its own process group, which sends lines to its parent."""
 
     def __init__(self, work: Callable[[Callable[[str], None]], None]) -> None:
         read_fd, write_fd = os.pipe()
@@ -43,7 +43,7 @@ class Child:
         if self.pid == 0:
             os.close(read_fd)
             _work(work, write_fd)
-        # Here, too: whoever comes first, there is a group to kill.
+        # Parent and child both set the group, since either may run first. A kill needs the group.
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(self.pid, self.pid)
         os.close(write_fd)
@@ -51,11 +51,11 @@ class Child:
         self._heard = b""
 
     def lines(self) -> list[str]:
-        """Return what was told so far, as far as it was read."""
+        """Return the lines that have been read so far."""
         return self._heard.decode().split("\n")[:-1]
 
     def wait_for(self, word: str, timeout_s: float) -> bool:
-        """Wait until a line was told; False if the child ends or the time is up before."""
+        """Wait for a line. Return False if the child ends or the time limit is reached before."""
         end_s = time.monotonic() + timeout_s
         while word not in self.lines():
             if not self._read(end_s - time.monotonic()):
@@ -63,16 +63,19 @@ class Child:
         return True
 
     def kill(self) -> None:
-        """Kill it, with all that it started in its group."""
+        """Kill the process, and all processes of its group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, timeout_s: float) -> int | None:
-        """Read until it ends; return its exit code, negative for a signal; None if it had to be killed for its time."""
+        """Read until the process ends, and return its exit code, negative for a signal.
+
+        Return None if the process was killed at the time limit.
+        """
         try:
             return self._end(time.monotonic() + timeout_s)
         except BaseException:
-            self.kill()  # an interrupt doesn't reach its group
+            self.kill()  # an interrupt doesn't reach the child's process group
             raise
 
     def _end(self, end_s: float) -> int | None:
@@ -91,7 +94,7 @@ class Child:
             time.sleep(_NAP_S)
 
     def _read(self, timeout_s: float) -> bool:
-        """Read what there is; False at the end, or when the time is up."""
+        """Read available output. Return False at its end, or at the time limit."""
         if timeout_s <= 0 or not select.select([self._read_fd], [], [], timeout_s)[0]:
             return False
         content = os.read(self._read_fd, 1 << 16)
@@ -100,7 +103,7 @@ class Child:
 
 
 def _work(work: Callable[[Callable[[str], None]], None], write_fd: int) -> None:
-    """Be the child. It never returns."""
+    """Run the child's work, and exit the process without returning."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -109,7 +112,7 @@ def _work(work: Callable[[Callable[[str], None]], None], write_fd: int) -> None:
     except BaseException:  # noqa: BLE001 - told to whoever reads standard error, whatever it is
         traceback.print_exc()
     finally:
-        os._exit(code)  # without the farewells of whatever was imported
+        os._exit(code)  # without the exit handlers of imported modules
 
 
 def _write(fd: int, content: bytes) -> None:
@@ -118,7 +121,7 @@ def _write(fd: int, content: bytes) -> None:
 
 
 def call(function: Callable[[], object], *, timeout_s: float) -> Answer:
-    """Call a function in a forked process, and return what it returned."""
+    """Call a function in a forked process, and return its result."""
     child = Child(lambda tell: tell(json.dumps(function())))
     code = child.end(timeout_s)
     lines = child.lines()

@@ -1,4 +1,4 @@
-"""Damage a checkpoint that was saved whole: what is loaded then must be refused, or be the same bytes."""
+"""Damage to complete checkpoints: a load must refuse, or return the saved bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _IDS = re.compile(r"[0-9a-f]{8,}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Saved:
-    """A checkpoint, and what is in it."""
+    """A checkpoint and its content."""
 
     peer: Peer
     bench: Bench
@@ -39,7 +39,7 @@ class _Saved:
 
     @classmethod
     def make(cls, peer: Peer, bench: Bench, name: str = "saved", seed: int = 1) -> _Saved:
-        """Save, and see that it loads. Raises: VerdictError."""
+        """Save a state, and return the checkpoint. Raises: VerdictError."""
         keeps = peer.describe().keeps
         state = small_state(seed, keeps)
         step = _STEP + seed
@@ -48,11 +48,15 @@ class _Saved:
         return saved
 
     def load(self) -> Outcome:
-        """Load it, as it is now."""
+        """Load the checkpoint in its current state."""
         return try_load(self.peer, self.path, self.state, self.expected)
 
     def damaged(self, path: Path, content: bytes | None, what: str) -> tuple[str, Outcome]:
-        """Load with other content in one file, or without it; the file is as it was afterwards."""
+        """Load with one file replaced or missing, and restore the file afterwards.
+
+        Args:
+            content: the file's content during the load; None for a missing file.
+        """
         whole = path.read_bytes()
         name = _IDS.sub("#", path.relative_to(self.path.parent).as_posix())
         self.bench.note(f"loading with {name} {what}")
@@ -67,7 +71,7 @@ class _Saved:
 
 
 def _judge(saved: _Saved, tried: Iterator[tuple[str, Outcome]], what: str) -> Verdict:
-    """Judge loads of damaged checkpoints: none may give other bytes."""
+    """Return the verdict on loads of damaged checkpoints. No load may return other bytes."""
     kinds: Counter[str] = Counter()
     first = ""
     for name, outcome in tried:
@@ -85,7 +89,7 @@ def _judge(saved: _Saved, tried: Iterator[tuple[str, Outcome]], what: str) -> Ve
 
 
 def _cuts(nbytes: int, count: int) -> list[int]:
-    """Return places at which a file of so many bytes is cut, its first and last ones among them."""
+    """Return places to cut a file of `nbytes` bytes, including its first and last bytes."""
     inner = [nbytes * part // (count + 1) for part in range(1, count + 1)]
     return sorted({at for at in (0, 1, 8, *inner, nbytes - 8, nbytes - 1) if 0 <= at < nbytes})
 
@@ -133,7 +137,7 @@ def _flipped(peer: Peer, bench: Bench) -> Verdict:
 
 
 def _regions(nbytes: int, count: int, rng: random.Random) -> list[int]:
-    """Return a byte of each region; one more in the first and in the last 64 bytes, where headers and ends are."""
+    """Return a byte of each region, and one of the first and of the last 64 bytes (headers, ends)."""
     if nbytes <= count:
         return list(range(nbytes))
     bounds = [nbytes * part // count for part in range(count + 1)]
@@ -164,7 +168,7 @@ def _swapped(peer: Peer, bench: Bench) -> Verdict:
 
 
 def _by_role(path: Path) -> dict[str, Path]:
-    """Return the files of a checkpoint by their names, those parts of names left out that no two checkpoints share."""
+    """Return the files of a checkpoint by their names without the parts unique to a checkpoint."""
     return {_IDS.sub("#", at.relative_to(path.parent).as_posix()): at for at in files_of(path)}
 
 
@@ -172,7 +176,7 @@ def _by_role(path: Path) -> dict[str, Path]:
 
 
 class _Trap:
-    """An object whose pickle makes a directory when it is loaded."""
+    """An object whose pickle creates a directory when it is loaded."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker

@@ -1,4 +1,4 @@
-"""Save with four processes, load with two and with one: the same bytes, whoever held which piece."""
+"""Save by four processes, loads by two processes and by one: the bytes must be the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["CASES"]
 _STEP: Final = 400
 _COLLECTIVE_S: Final = 60.0
 _GANG_S: Final = 120.0
-#: Shape, dtype, and how it is placed: on a mesh of one dimension (name), or of two.
+#: Shape, dtype and placements: on a mesh of one dimension for one name, of two for two names.
 _LAYOUTS: Final[dict[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]]] = {
     "rows, uneven": ((10, 6), torch.float32, ("rows",)),
     "columns, uneven": ((3, 7), torch.bfloat16, ("columns",)),
@@ -39,7 +39,7 @@ _LAYOUTS: Final[dict[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]]]
 
 
 def _content(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return what the whole of a tensor holds: it follows from its name."""
+    """Return the whole content of a tensor, which is derived from its name."""
     count = 1
     for extent in shape:
         count *= extent
@@ -47,7 +47,7 @@ def _content(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 
 
 def _make(*, right: bool) -> dict[str, object]:
-    """Return this process's shards; with right content, or with zeros."""
+    """Return this process's shards, with the right content or with zeros."""
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import, and only needed here
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - the same
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: PLC0415 - the same
@@ -81,7 +81,7 @@ def _expected() -> Expected:
 
 
 def _whole(loaded: Loaded) -> Loaded:
-    """Return a state with all shards gathered; every process calls it."""
+    """Return a state with all shards gathered. Every process calls this function."""
     tensors = cast("Mapping[str, Any]", loaded.state["tensors"])
     gathered = {name: value.full_tensor() for name, value in tensors.items()}
     return Loaded({"tensors": gathered}, loaded.step)
@@ -99,14 +99,19 @@ def _load(peer: DistributedPeer, path: Path) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Said:
-    """What one process said: ``ok``, ``wrong``, ``unsupported``, ``raised`` or ``died``; and more about it."""
+    """The answer of a process, with details.
+
+    Attributes:
+        kind: ``ok``, ``wrong``, ``unsupported``, ``raised`` or ``died``.
+        more: the details.
+    """
 
     kind: str
     more: str
 
 
 def _gang(bench: Bench, world_size: int, act: Callable[[], str]) -> list[_Said]:
-    """Let so many forked processes meet and act; return what each said."""
+    """Run `act` in `world_size` forked processes of one process group, and return their answers."""
     meeting = bench.scratch / f"meeting-{world_size}"
     children = []
     for rank in range(world_size):
@@ -135,7 +140,7 @@ def _act(meeting: Path, rank: int, world_size: int, act: Callable[[], str]) -> _
         return _Said("unsupported", str(error))
     except BaseException as error:  # noqa: BLE001 - told to the one who judges, whatever it is
         return _Said("raised", one_line(error))
-    dist.barrier()  # nobody leaves while another still asks
+    dist.barrier()  # no process exits while another may still need its data
     return _Said("wrong" if said else "ok", said)
 
 
@@ -171,7 +176,7 @@ CASES = (
         fails="A tensor differs, or a load raises.",
         unsupported="The library doesn't know shards.",
         judge=_resized,
-        # The last is what fully_shard imports when it is called.
+        # The last module is imported by fully_shard when it is called.
         imports=(
             "torch.distributed.device_mesh",
             "torch.distributed.fsdp",

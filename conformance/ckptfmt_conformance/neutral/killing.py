@@ -1,8 +1,8 @@
-"""Kill a process that saves, at many moments, and load what it leaves.
+"""Kills of a saving process at many moments, and loads of the remains.
 
-The moments are spread over the time that a save takes, and over what it does to the directory: Python's audit events
-tell of each file that is opened, renamed or linked there. What is in the page cache outlives a killed process, so that
-this is no test of durability.
+The moments are spread over the duration of a save, and over its file-system events: Python's audit
+events report each file opened, renamed or linked in the directory. The page cache outlives a killed
+process, so this is no test of durability.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _TIMEOUT_S: Final = 60.0
 
 @dataclasses.dataclass(slots=True)
 class _Victim:
-    """A process that makes one save, and is killed in it unless it is let live.
+    """A process that makes one save, and is killed during the save unless it is spared.
 
     Attributes:
-        step: of the save; its state follows from it.
-        done: whether it told that the save had returned.
-        moment: when it was killed, in words.
+        step: the step of the save, which determines its state.
+        done: whether the process reported the end of the save.
+        moment: the moment of the kill, in words.
     """
 
     step: int
@@ -46,7 +46,7 @@ class _Victim:
 
 
 class _Run:
-    """One directory with a row of checkpoints, each saved by a process of its own."""
+    """A directory with a series of checkpoints, each saved by its own process."""
 
     def __init__(self, peer: Peer, bench: Bench) -> None:
         self.victims: list[_Victim] = []
@@ -55,11 +55,11 @@ class _Run:
         self._keeps = peer.describe().keeps
 
     def path(self, step: int) -> Path:
-        """Return where a step is saved."""
+        """Return the path of a step's checkpoint."""
         return self._bench.scratch / f"step-{step:04d}"
 
     def state(self, step: int) -> Mapping[str, object]:
-        """Return what is saved at a step."""
+        """Return the state of a step."""
         return mixed_state(self._bench.effort.killed_nbytes, step)
 
     def save(
@@ -70,13 +70,14 @@ class _Run:
         at_event: int | None = None,
         in_background: bool = False,
     ) -> list[str]:
-        """Save one more step in a process of its own; return what it told.
+        """Save one more step in a new process, and return the lines that the process sent.
 
         Args:
-            moment: at which it is killed, in words.
-            after_s: seconds after the begin at which it is killed.
-            at_event: number of the event in the directory at which it kills itself.
-            in_background: whether it saves beside itself, and dies after the call.
+            moment: the moment of the kill, in words.
+            after_s: the time from the begin to the kill, in seconds; None for no such kill.
+            at_event: the number of the file-system event at which the process kills itself; None
+                for no such kill.
+            in_background: whether the process saves asynchronously, and dies after the call.
         """
         step = len(self.victims) + 1
         self._bench.note(f"saving step {step}, killed {moment}")
@@ -114,7 +115,7 @@ class _Run:
         tell(f"took {time.monotonic() - begin_s} {events[0]}")
 
     def outcomes(self) -> list[list[str]]:
-        """Load every step, and return how that ended. It is called in a process of its own."""
+        """Load every step, and return kind and text of each outcome. Call in a new process."""
         ended = []
         for victim in self.victims:
             state = self.state(victim.step)
@@ -126,7 +127,10 @@ class _Run:
 
 
 def _watch(root: str, at_event: int | None) -> list[int]:
-    """Count, in this process and for good, what happens to files under a directory; die of it at one of them."""
+    """Count file events below a directory, for the life of this process.
+
+    Kill the process at `at_event`.
+    """
     events = [0]
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -141,7 +145,7 @@ def _watch(root: str, at_event: int | None) -> list[int]:
 
 def _killed(peer: Peer, bench: Bench) -> Verdict:
     run = _Run(peer, bench)
-    for _ in range(2):  # the first also pays for what is done once
+    for _ in range(2):  # the first save includes one-time costs
         lines = run.save("never")
         if not run.victims[-1].done:
             said = next((line for line in lines if line.startswith("unsupported ")), "")

@@ -1,4 +1,4 @@
-"""What a checkpoint library must offer to be judged: a `Peer`, and what it may offer besides."""
+"""The interface of a checkpoint library to be judged: a `Peer`, and optional extensions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["AsyncPeer", "Description", "DistributedPeer", "Loaded", "Peer", "Pen
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a peer says of itself.
+    """A peer's description of itself.
 
     Attributes:
-        name: of the library, and of the call.
-        version: of the library.
-        settings: how it is used here, one line.
-        keeps: what it keeps besides tensors: of ``step`` and ``values``.
-        disclaims: cases that its own documentation says it isn't made for: the sentence, and where it stands. Such a
-            case is still run: it counts as UNSUPPORTED where it would have been a FAIL.
-        remarks: by case, what its makers or its source say about it, with the place; shown beside the result, and
-            changes nothing.
+        name: the name of the library, and of the call.
+        version: the version of the library.
+        settings: the settings in use, in one line.
+        keeps: the kept items besides tensors: a subset of ``step`` and ``values``.
+        disclaims: cases excluded by the library's own documentation: the sentence, and its place.
+            Such a case is still run. A FAIL counts as UNSUPPORTED then.
+        remarks: remarks of the library's makers or source on a case, with the place. A remark is
+            shown beside the result, and doesn't change it.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Description:
 
 
 class Loaded(NamedTuple):
-    """What a load gave.
+    """The result of a load.
 
     Attributes:
-        state: as it was saved: ``tensors``, and ``values`` if there were any.
-        step: that was saved with it; None where the library doesn't keep it.
+        state: the saved state: ``tensors``, and ``values`` if there were any.
+        step: the saved step; None where the library doesn't keep steps.
     """
 
     state: Mapping[str, object]
@@ -50,74 +50,77 @@ class Loaded(NamedTuple):
 
 @runtime_checkable
 class Peer(Protocol):
-    """A checkpoint library, as its users use it.
+    """A checkpoint library, called as its users call it.
 
-    A state is a mapping: ``tensors`` from name to tensor, and in some cases ``values``, a mapping of plain values.
-    Making a peer must start no thread and no process: it is made once, and forked before its first use.
+    A state is a mapping: ``tensors`` from name to tensor, and in some cases ``values``, a mapping
+    of plain values. The constructor must start no thread and no process: a peer is made once, and
+    its process is forked before the first use.
     """
 
     def describe(self) -> Description:
-        """Say what it is."""
+        """Return the peer's description."""
 
     def save(self, path: Path, state: Mapping[str, object], step: int) -> None:
-        """Save durably: what is asked for is on disk when this returns.
+        """Save durably: the checkpoint is on disk when the method returns.
 
         Args:
-            path: of the checkpoint, a file or a directory, as the library likes; its parent is there.
-            state: what to save.
-            step: training steps done.
+            path: the checkpoint's path, for a file or a directory; its parent exists.
+            state: the state to save.
+            step: the number of finished training steps.
 
-        Raises: Unsupported; the library's own error for what it refuses.
+        Raises: Unsupported; the library's own error for a refusal.
         """
 
     def load(self, path: Path, state: Mapping[str, object]) -> Loaded:
-        """Load all of a checkpoint.
+        """Load a whole checkpoint.
 
         Args:
-            path: as it was given to `save`.
-            state: the same names, shapes and dtypes with other content: to load into in place, or to compare names and
-                shapes with as ``load_state_dict`` does. Mappings of values have their keys, and None for the rest.
+            path: the path given to `save`.
+            state: the same names, shapes and dtypes with other content, to load into in place, or
+                to compare names and shapes as ``load_state_dict`` does. Mappings of values have
+                their keys; all other values are None.
 
         Raises: the library's own error.
         """
 
 
 class Pending(Protocol):
-    """A save that goes on beside its caller."""
+    """An asynchronous save in progress."""
 
     def wait(self) -> None:
-        """Wait until the checkpoint is durable. Raises: what the save failed with."""
+        """Wait until the checkpoint is durable. Raises: the save's error."""
 
 
 @runtime_checkable
 class AsyncPeer(Peer, Protocol):
-    """A peer that saves beside the training as well."""
+    """A peer with asynchronous saves."""
 
     def save_async(self, path: Path, state: Mapping[str, object], step: int) -> Pending:
-        """Begin a save, and return when the library says that the tensors may be changed."""
+        """Start a save. Return when the library permits changes to the tensors."""
 
 
 @runtime_checkable
 class DistributedPeer(Peer, Protocol):
     """A peer whose checkpoints are written and read by several processes of torch.distributed.
 
-    Every process calls these with its own shards: DTensors, and the parameters of a module under FSDP2.
+    Every process calls the methods with its own shards: DTensors, and the parameters of a module
+    under FSDP2.
     """
 
     def save_distributed(self, path: Path, state: Mapping[str, object], step: int) -> None:
-        """Save what all processes hold as one checkpoint."""
+        """Save the shards of all processes as one checkpoint."""
 
     def load_distributed(self, path: Path, state: Mapping[str, object]) -> Loaded:
-        """Load into the shards that this process holds now, whatever layout they were saved in."""
+        """Load into this process's shards, independent of the saved layout."""
 
 
 def find_peer(name: str) -> Peer:
     """Return a new peer.
 
     Args:
-        name: such as ``package.module:Class``.
+        name: the class's name, such as ``package.module:Class``.
 
-    Raises: ValueError for a name that leads nowhere, or to something else.
+    Raises: ValueError for a name of no class, or of a class without the methods.
     """
     module, _, attribute = name.partition(":")
     try:

@@ -1,4 +1,4 @@
-"""Save and load, and compare every byte."""
+"""Saves and loads, with every byte compared."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _round_trip(
 
 
 def _patterns(dtype: torch.dtype) -> torch.Tensor:
-    """Return all bit patterns of one or two bytes; random ones and the special ones of more."""
+    """Return all bit patterns of one or two bytes; random and special patterns of wider types."""
     width = dtype.itemsize
     if width == 1:
         return from_bits(bytes(range(256)), dtype)
@@ -60,7 +60,10 @@ def _patterns(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _specials(dtype: torch.dtype) -> list[bytes]:
-    """Return -0.0, infinities, subnormal numbers, and quiet and signalling NaNs with payloads, twice each."""
+    """Return -0.0, infinities, subnormal numbers, and quiet and signalling NaNs, twice each.
+
+    The NaNs have payloads.
+    """
     if dtype in {torch.float32, torch.complex64}:
         words = (0x80000000, 0x7F800000, 0xFF800000, 0x00000001, 0x7FC00000, 0x7FC12345, 0xFFC00001, 0x7F800001)
         return [struct.pack("<II", word, word) for word in words]

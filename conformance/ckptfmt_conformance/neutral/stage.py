@@ -1,7 +1,7 @@
-"""The process in which cases are judged: it imports everything once, then forks one child for each case.
+"""The process that judges cases: imports every module once, then forks one child for each case.
 
-Started by `judge`. Its plan comes by standard input; its results go to a descriptor of their own, since a library may
-write what it likes to standard output.
+`judge` starts the process. Its plan comes by standard input. Its results go to a separate
+descriptor, since a library may write to standard output.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ CASES: Final[tuple[NeutralCase, ...]] = (
     *killing.CASES,
     *gang.CASES,
 )
-#: With these a forked process has no threads when it is forked.
+#: Without threads of these libraries, a process has no threads when it is forked.
 _ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-#: How long at most a case's directory is removed again and again.
+#: The time limit for repeated removals of a case's directory, in seconds.
 _LINGER_S: Final = 10.0
 
 
 def find_cases(ids: Sequence[str]) -> list[NeutralCase]:
-    """Return cases by their ids. Raises: ValueError for one that isn't there."""
+    """Return cases by their ids. Raises: ValueError for an unknown id."""
     by_id = {case.id: case for case in CASES}
     unknown = [name for name in ids if name not in by_id]
     if unknown:
@@ -55,13 +55,13 @@ def find_cases(ids: Sequence[str]) -> list[NeutralCase]:
 
 
 def judge(plan: Sequence[tuple[str, Sequence[str]]], *, effort: Effort = FULL) -> Iterator[Result]:
-    """Put cases to peers, in a process of its own that imports torch once; yield results as they come.
+    """Run cases for peers in a new process with one import of torch. Yield each result at once.
 
     Args:
-        plan: of each peer, its name as in ``package.module:Class`` and the ids of cases.
-        effort: how much to try.
+        plan: each peer's name, as in ``package.module:Class``, and the ids of its cases.
+        effort: the amount of testing.
 
-    Raises: ValueError for an unknown case; RuntimeError if that process fails.
+    Raises: ValueError for an unknown case; RuntimeError if the process fails.
     """
     for _, ids in plan:
         find_cases(ids)
@@ -86,7 +86,7 @@ def judge(plan: Sequence[tuple[str, Sequence[str]]], *, effort: Effort = FULL) -
                     said = json.loads(line)
                     yield Result(**{**said, "status": Status(said["status"])})
             except BaseException:
-                process.kill()  # nobody asks for the rest
+                process.kill()  # the caller wants no more results
                 raise
         if process.returncode:
             errors.seek(0)
@@ -98,7 +98,7 @@ def judge(plan: Sequence[tuple[str, Sequence[str]]], *, effort: Effort = FULL) -
 
 
 def main(write_fd: int) -> None:
-    """Judge what the plan on standard input says."""
+    """Judge the plan on standard input."""
     plan, effort = json.load(sys.stdin)
     with os.fdopen(write_fd, "w", encoding="utf-8") as results:
         for name, ids in plan:
@@ -112,7 +112,7 @@ def main(write_fd: int) -> None:
 
 
 def _judge_one(name: str, peer: Peer, case: NeutralCase, effort: Effort) -> Result:
-    """Judge one case in a forked process: a crash is its own, and so is whatever a library keeps in globals."""
+    """Judge one case in a forked process, which isolates crashes and a library's global state."""
     says = peer.describe()
     with _directory() as directory:
         scratch = Path(directory, "scratch")
@@ -135,7 +135,10 @@ def _judge_one(name: str, peer: Peer, case: NeutralCase, effort: Effort) -> Resu
 
 @contextlib.contextmanager
 def _directory() -> Iterator[str]:
-    """Make a directory, and remove it: again, for as long as a saver that outlived its trainer writes to it."""
+    """Create a directory, and remove it at the end.
+
+    The removal is repeated while a saver process that outlived its trainer still writes there.
+    """
     directory = tempfile.mkdtemp(prefix="ckptfmt-neutral-")
     try:
         yield directory
@@ -152,7 +155,7 @@ def _note(path: Path, text: str) -> None:
 
 def _ask(case: NeutralCase, peer: Peer, bench: Bench) -> list[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one that is an error would pass for a refusal
+        warnings.simplefilter("ignore")  # a warning turned into an error would look like a refusal
         try:
             verdict = case.judge(peer, bench)
         except VerdictError as error:

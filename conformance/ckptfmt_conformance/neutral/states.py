@@ -1,4 +1,4 @@
-"""States to save, what must come back, and how what came back differs: by bytes, never by `==`."""
+"""States to save, and comparisons with loaded states: by bytes, never by `==`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Expected", "bits_of", "filled", "from_bits", "mixed_state", "small_s
 
 
 def from_bits(content: bytes, dtype: torch.dtype, shape: tuple[int, ...] = (-1,)) -> torch.Tensor:
-    """Return a tensor of these bytes."""
+    """Return a tensor with the given bytes."""
     flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     return flat.view(dtype).reshape(shape)
 
@@ -31,13 +31,13 @@ def bits_of(tensor: torch.Tensor) -> bytes:
 
 
 def filled(nbytes: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a large tensor whose bytes depend on a seed, quickly."""
+    """Return a large tensor with bytes derived from a seed."""
     words = torch.arange(nbytes // 8, dtype=torch.int64)
     return words.add_(seed << 40).mul_(0x9E3779B97F4A7C1).view(dtype)
 
 
 def small_state(seed: int, keeps: frozenset[str] = frozenset()) -> dict[str, object]:
-    """Return a state of about 60 KiB in which no long stretch of bytes is constant."""
+    """Return a state of about 60 KiB without long constant stretches of bytes."""
     rng = random.Random(seed)
     tensors = {
         "embed.weight": from_bits(rng.randbytes(96 * 64 * 4), torch.float32, (96, 64)),
@@ -53,12 +53,15 @@ def small_state(seed: int, keeps: frozenset[str] = frozenset()) -> dict[str, obj
 
 
 def mixed_state(nbytes: int, seed: int, count: int = 8) -> dict[str, object]:
-    """Return a state of so many bytes in `count` tensors."""
+    """Return a state of `nbytes` bytes in `count` tensors."""
     return {"tensors": {f"layers.{i}.weight": filled(nbytes // count, seed * count + i) for i in range(count)}}
 
 
 def template(state: Mapping[str, object]) -> dict[str, object]:
-    """Return a state of the same names, shapes and dtypes in which no byte is right; what was tied is tied."""
+    """Return a state of the same names, shapes and dtypes with every byte wrong.
+
+    Names that share a tensor share a tensor in the template too.
+    """
     tensors = cast("Mapping[str, torch.Tensor]", state["tensors"])
     made: dict[int, torch.Tensor] = {}
     for tensor in tensors.values():
@@ -82,7 +85,7 @@ def _emptied(value: object) -> object:
 
 
 def _exact(value: object) -> object:
-    """Return something that is equal only for the same types and bits."""
+    """Return a value that equals another such value only for the same types and bits."""
     if isinstance(value, float):
         return ("float", struct.pack("<d", value))
     if isinstance(value, Mapping):
@@ -94,12 +97,14 @@ def _exact(value: object) -> object:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expected:
-    """What must come back: taken when it was saved, so that later changes to the live state don't matter.
+    """The expected content of a load, copied at the save.
+
+    Later changes to the live state don't change the copy.
 
     Attributes:
-        tensors: dtype, shape and bytes of each.
-        values: plain values, or None for none.
-        step: that was saved; None if it isn't looked at.
+        tensors: dtype, shape and bytes of each tensor.
+        values: the plain values; None for none.
+        step: the saved step; None if the step isn't compared.
     """
 
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], bytes]]
@@ -108,14 +113,14 @@ class Expected:
 
     @classmethod
     def of(cls, state: Mapping[str, object], step: int | None) -> Expected:
-        """Take down a state."""
+        """Return a copy of a state's content."""
         tensors = cast("Mapping[str, torch.Tensor]", state["tensors"])
         taken = {name: (tensor.dtype, tuple(tensor.shape), bits_of(tensor)) for name, tensor in tensors.items()}
         values = state.get("values")
         return cls(taken, None if values is None else _exact(values), step)
 
     def difference(self, loaded: Loaded) -> str | None:
-        """Say how what was loaded differs; None if it doesn't."""
+        """Return the first difference of a loaded state; None if there is none."""
         found = loaded.state.get("tensors")
         if not isinstance(found, Mapping):
             return "no tensors came back"

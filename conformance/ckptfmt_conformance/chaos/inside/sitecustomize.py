@@ -1,8 +1,8 @@
-"""Faults inside the processes of a job: Python imports this module at their start, because its folder is on their path.
+"""Faults inside the processes of a job. Python imports this module at start, from its search path.
 
-A fault is armed by a file in the directory that an environment variable names. A fault that strikes once is taken by
-the process that renames its file. Calls on files outside of the run are left alone. Nothing is imported here that
-Python hasn't imported anyway.
+A file in the directory that an environment variable names arms a fault. A process takes a fault
+that strikes once by renaming its file. Calls on files outside of the run are unaffected. This
+module imports only modules that Python has already imported at start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _is_armed(name: str) -> bool:
 
 
 def _take(name: str) -> bool:
-    """Return whether a fault that strikes once is this process's."""
+    """Return whether this process has taken a fault that strikes once."""
     try:
         os.rename(f"{_ARMED}/{name}", f"{_ARMED}/{name}.struck.{os.getpid()}.{time.monotonic_ns()}")
     except OSError:
@@ -43,7 +43,7 @@ def _is_of_run(fd: int) -> bool:
 
 
 def _before_write() -> None:
-    """Do what storage does before it writes anything."""
+    """Apply the armed faults that precede a write."""
     if _is_armed("slow"):
         time.sleep(0.2)
     if _is_armed("full"):
@@ -55,7 +55,7 @@ def _before_write() -> None:
 
 
 def _wrong(data: Any) -> memoryview:
-    """Return data with one bit flipped, aligned as direct writes need it."""
+    """Return a copy of data with one bit flipped, aligned to pages as direct I/O needs."""
     import mmap
 
     view = memoryview(data).cast("B")
@@ -135,7 +135,7 @@ def _patch_clock() -> None:
 
 
 def _hook_optimizers(module: Any) -> None:
-    """Let the steps of all optimizers of this process go wrong when that is armed."""
+    """Register hooks that let the steps of all optimizers of this process go wrong when armed."""
 
     def before(optimizer: Any, *_: Any) -> None:
         if _take("raise"):
@@ -163,7 +163,7 @@ def _flip(tensor: Any) -> None:
 
 
 class _AfterImport:
-    """Calls a function with a module once that is imported."""
+    """An import hook that calls a function with a module after the module's import."""
 
     def __init__(self, name: str, then: Callable[[Any], None]) -> None:
         self._name, self._then = name, then
