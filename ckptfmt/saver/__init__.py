@@ -1,1 +1,1 @@
-"""The saver: beside the training it hashes, writes, commits and lets go."""
+"""The saver: hashes, writes and commits saves, and deletes old ones, while the training goes on."""

@@ -1,6 +1,6 @@
-"""The entry of a launch in the ledger of its run: written behind each commit, and once more at the launch's end.
+"""The ledger entry of a launch in its run: written after each commit and when the launch ends.
 
-Nothing that goes wrong with an entry is an error of a save: it says where time went, and no more. Spec: REQ-RUN-043.
+An error of an entry never fails a save: entries only record where time went. Spec: REQ-RUN-043.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from ckptfmt.store.protocol import Store
 
 
 def put_entry(store: Store, launch: int | None, content: bytes) -> None:
-    """Put the entry of a launch into the run at `store`, in the place of an earlier one; nothing if it is empty.
+    """Write a launch's entry into the run at `store`, in place of an older one; ignore errors.
 
-    A later one stays: a trainer that doesn't wait for its last saves has written its last entry before they commit.
+    A newer entry stays: the last saves may commit after the trainer has written its last
+    entry. Empty content, or no launch, writes no entry.
     """
     if not content or launch is None:
         return
     path = ledger_path(launch)
     with contextlib.suppress(CkptError):
-        with contextlib.suppress(FormatError, IntegrityError):  # none is there, or a damaged one
+        with contextlib.suppress(FormatError, IntegrityError):  # no entry yet, or a damaged entry
             present = LedgerEntry.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
             if present.measured_unix_ms > LedgerEntry.parse(content, where=path).measured_unix_ms:
                 return
@@ -31,7 +32,7 @@ def put_entry(store: Store, launch: int | None, content: bytes) -> None:
 
 
 def end_entry(store: Store, launch: int, ended_unix_ms: int) -> None:
-    """Say in the entry of a launch when that launch ended, unless the entry says it."""
+    """Write the end of a launch into its entry, unless the entry has an end; ignore errors."""
     path = ledger_path(launch)
     with contextlib.suppress(CkptError):
         entry = LedgerEntry.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)

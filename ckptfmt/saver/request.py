@@ -1,4 +1,4 @@
-"""A save as a trainer asks its saver for it, as an object and as plain values of a message; the answer to a commit."""
+"""The request for a save, from trainer to saver: an object, and the plain values of a message."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from ckptfmt.store import Address
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Context
 
-#: What a saver tells the trainer of a manifest.
+#: Attributes of the manifest in the saver's report of a commit.
 OF_MANIFEST: Final = ("digest", "nbytes", "profile", "stored_nbytes", "durability")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """One save, as the trainer asks for it.
+    """A save, as the trainer requests it from the saver.
 
     Attributes:
-        origin: of the attempt.
+        origin: the attempt's origin: run, launch, step and name.
         writer: number of this writer.
-        context: what isn't tensors.
-        deadline_s: how long to wait for the other writers, in seconds.
-        retention: what stays of what is committed.
-        writer_features: of the run.
-        delta: whether it may be a delta.
-        place: of a checkpoint outside of a run: its address (see `ckptfmt.store`), or a store that is rooted there.
-        replace: whether to take the place of a checkpoint that is there.
-        durability: where its files must be for the commit: "home"; "node" where a cache of this node will do.
-        ledger: the entry of the run's ledger as of the begin of the save; empty for none.
+        context: everything in the snapshot except the tensors.
+        deadline_s: longest wait for the other writers, in seconds.
+        retention: rule by which committed checkpoints stay.
+        writer_features: writer features of the run.
+        delta: options of deltas.
+        place: address or store of a checkpoint outside a run (see `ckptfmt.store`); None in a run.
+        replace: whether to replace a checkpoint at that place.
+        durability: least durability of the files at the commit: "home", or "node" or "peers" where
+            caches are enough.
+        ledger: the ledger entry at the begin of the save; empty for none.
     """
 
     origin: Origin
@@ -51,7 +52,7 @@ class SaveRequest:
     ledger: bytes = b""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the request as plain values, the many of a kind in columns."""
+        """Return the request as plain values, with streams and leaves as columns."""
         context = self.context
         return {
             "origin": self.origin.as_dict(),
@@ -73,7 +74,7 @@ class SaveRequest:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> SaveRequest:
-        """Return the request that `as_dict` was asked of."""
+        """Return the request from the result of `as_dict`."""
         context = Context(
             saved_unix_s=value["saved_unix_s"],
             streams=tuple(RngStream(**row) for row in _rows(value["streams"])),

@@ -1,15 +1,16 @@
-"""Save from a slot, beside the training: follow the copies into the slot, hash, write, commit, clean up.
+"""The saver: follows the copies into a slot, hashes, writes, commits and cleans up.
 
-A `Saver` does what messages say. It knows stores and slots, and no framework. It works in a thread of the trainer, or
-in a process of its own, ``python -m ckptfmt.saver.saver FD``, in a session of its own and without standard streams.
-When the trainer is gone, that process finishes the saves whose snapshot is complete, gives up the others, and ends. A
-save goes through these states, and each is reported:
+A `Saver` executes messages of the trainer. It uses stores and slots, and no framework. It runs in a
+thread of the trainer, or in a process ``python -m ckptfmt.saver.saver FD`` with its own session and
+without standard streams. After the trainer's end, the process finishes the saves with a complete
+snapshot, gives up the rest, and exits. A save passes through these states, and reports each:
 
-    STAGED      the snapshot is complete, and the saver has it: a trainer that dies now loses nothing
-    WRITTEN     this writer's files and part are durable, in the cache of this node where there is one; the slot is free
-    COMMITTED   the checkpoint is, for all writers
-    DONE        older checkpoints were cleaned up, and nothing is held in a directory that belongs to no run
-    FAILED      with the error
+    STAGED      the snapshot is complete: the saver finishes the save even if the trainer dies
+    WRITTEN     this writer's files and part are durable, at home or in the node's cache; the slot
+                is free
+    COMMITTED   the checkpoint is committed, for all writers
+    DONE        older checkpoints are deleted, and no hold is left in a directory outside a run
+    FAILED      the save has failed; the report has the error
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ from ckptfmt.write.writer import as_ckpt_error, tell_failure
 
 
 class _Work:
-    """A save in the hands of a saver: where it goes, and what is held meanwhile.
+    """A save in a saver: the request, the place of the checkpoint, and the holds.
 
     Args:
-        run_store: rooted at the run; None outside of one.
-        request: what was asked for.
-        report: called with a state and what there is to say of it.
+        run_store: store of the run; None outside a run.
+        request: request of the trainer.
+        report: called with a state and the members of the report.
 
-    Raises: what opening the place raises.
+    Raises: errors of opening the place.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class _Work:
     ) -> None:
         self.request, self.report = request, report
         self.held = contextlib.ExitStack()
-        #: Saves of others to the same place that were under way when this one began.
+        #: Attempts at the same place, held when this save began.
         self._earlier: list[str] = []
-        #: Why there is no replica, or nothing, once the trainer knows.
+        #: The trainer's answer about the replica on another node: a problem, or an empty string.
         self.replicated: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._run_store = run_store
         origin, place = request.origin, request.place
@@ -87,21 +88,21 @@ class _Work:
         return self.request.place is None
 
     def hold(self) -> None:
-        """Let others see that somebody is at it. Spec: REQ-CMT-043."""
+        """Hold the attempt, as a sign of a save in progress. Spec: REQ-CMT-043."""
         request = self.request
         self._earlier = self.held.enter_context(
             hold_attempt(self.store, request.origin, request.writer, must=request.replace)
         )
 
     def save(self, snapped: Snapped, chain: Chain, known: Known) -> Manifest | None:
-        """Save what is, or will be, in a slot; tell every state behind STAGED that is reached, FAILED included.
-
-        Returns: the manifest, if it is committed.
+        """Write and commit a snapshot from a slot; report WRITTEN, COMMITTED and DONE, or FAILED.
 
         Args:
-            chain: the saves before this one.
-            known: what they have parsed.
+            snapped: the snapshot, in a slot that may still be filling.
+            chain: earlier saves of this saver.
+            known: documents already parsed.
 
+        Returns: the manifest, or None after a failure.
         Spec: REQ-CMT-003 to REQ-CMT-009, REQ-CMT-029, REQ-RUN-004.
         """
         request = self.request
@@ -111,24 +112,25 @@ class _Work:
             plan = chain.write(self.store, request.origin, request.writer, snapped, options=request.delta)
             self.report("WRITTEN", {})
             manifest = self._decide(known)
-        except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
+        except Exception as error:  # noqa: BLE001 - every error is reported to the trainer
             self.fail(error)
             return None
-        # From here on there is a checkpoint, whatever comes.
+        # From here on the checkpoint exists, and later errors don't fail the save.
         self._tell_committed(manifest, plan.reason)
-        if manifest.durability == HOME:  # else it is no base: other writers' files may be in caches
+        if manifest.durability == HOME:  # no base otherwise: files may be in caches
             chain.commit(manifest)
         if request.writer == 0 and self.is_in_run:
-            with contextlib.suppress(CkptError):  # what a killed attempt left takes space, and isn't worth an error
+            with contextlib.suppress(CkptError):  # remains of a killed attempt only take space
                 sweep_attempts(self.store, request.origin, known=known)
         self._end("DONE", self._tidy_up(known))
         return manifest
 
     def write_to_cache(self, cache: NodeCache, uploads: Uploads, snapped: Snapped, chain: Chain) -> str:
-        """Save into the cache what is, or will be, in a slot, and tell WRITTEN; return why so, or as a delta.
+        """Write a snapshot from a slot into the cache, and report WRITTEN.
 
-        Raises: StoreError, IntegrityError, FormatError where the cache takes nothing, or has no room for this; what
-            waiting for the slot raises.
+        Returns: the reason why the save is a full save or a delta, or why it stays in the cache.
+        Raises: StoreError, IntegrityError, FormatError if the cache fails or has no room; errors of
+            waiting for the slot.
         """
         request, nbytes = self.request, snapped.image.nbytes
         while not cache.make_room(nbytes):
@@ -158,10 +160,10 @@ class _Work:
     def bring_home(
         self, cache: NodeCache, uploads: Uploads, known: Known, reason: str, on_commit: Callable[[Manifest], object]
     ) -> None:
-        """Bring home what `write_to_cache` wrote; tell COMMITTED and DONE, or FAILED.
+        """Copy the result of `write_to_cache` home; report COMMITTED and DONE, or FAILED.
 
         Args:
-            on_commit: called with the manifest of what the next save may be a delta of.
+            on_commit: called with the manifest, if the checkpoint can be the base of a delta.
         """
         request = self.request
         assert self._run_store is not None  # noqa: S101 - only saves of a run go through a cache
@@ -177,7 +179,7 @@ class _Work:
                 deadline_s=request.deadline_s,
                 has_replica=request.durability == PEERS and self._has_replica(),
             )
-        except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
+        except Exception as error:  # noqa: BLE001 - every error is reported to the trainer
             self.fail(error)
             return
         if manifest.durability == HOME:
@@ -186,7 +188,7 @@ class _Work:
         self._end("DONE", self._tidy_up(known))
 
     def _has_replica(self) -> bool:
-        """Wait until the trainer says whether another node has the save, no longer than the deadline."""
+        """Wait for the trainer's answer, up to the deadline; return whether a replica exists."""
         with contextlib.suppress(queue.Empty):
             return not self.replicated.get(timeout=self.request.deadline_s)
         return False
@@ -200,7 +202,7 @@ class _Work:
             deadline_s=request.deadline_s,
             known=known,
             replace=request.replace,
-            sweeps=not self.is_in_run,  # there it is part of what is done behind the commit
+            sweeps=not self.is_in_run,  # in a run, the sweep follows the commit
         )
 
     def _tell_committed(self, manifest: Manifest, reason: str) -> None:
@@ -209,7 +211,7 @@ class _Work:
             put_entry(self._run_store, self.request.origin.launch, self.request.ledger)
 
     def fail(self, error: Exception) -> None:
-        """Tell trainer and other writers that the save has failed. Spec: REQ-CMT-004."""
+        """Report the failure of the save to trainer and writers. Spec: REQ-CMT-004."""
         known = as_ckpt_error(error)
         if self.is_in_run and self._run_store is not None:
             known = explain_no_space(known, self._run_store, self.request.retention)
@@ -217,17 +219,20 @@ class _Work:
         self._end("FAILED", known.as_json())
 
     def _end(self, state: str, told: dict[str, Any]) -> None:
-        """Tell how it ended, once nothing is held in its directory: whoever hears it may move or delete that."""
+        """Release the holds, then report the outcome.
+
+        The receiver may move or delete the directory, so that no hold may be left there.
+        """
         with contextlib.suppress(CkptError):
             self.held.close()
         self.report(state, told)
 
     def tell_others(self, error: CkptError) -> None:
-        """Tell the other writers that the save has failed. Spec: REQ-CMT-004."""
+        """Report the failure of the save to all writers. Spec: REQ-CMT-004."""
         tell_failure(self.store, self.request.origin, self.request.writer, error)
 
     def _check(self) -> None:
-        """Raise where nothing may be saved any more; wait for earlier saves to the same place."""
+        """Raise if the save is no longer allowed; wait for earlier saves to the same place."""
         request = self.request
         if self.is_in_run:
             assert self._run_store is not None  # noqa: S101 - see __init__
@@ -236,7 +241,7 @@ class _Work:
             return
         wait_for_attempts(self.store, self._earlier, deadline_s=request.deadline_s)
         if request.replace:
-            # What a killed save left may be as large as this one, and there may be room for one of them only.
+            # The remains of a killed save may be as large as this save, with room for only one.
             sweep_attempts(self.store, request.origin)
         else:
             check_vacant(self.store)
@@ -251,19 +256,19 @@ class _Work:
         retention = self.request.retention
         try:
             removed, problem = tidy_up(self._run_store, run, launch=origin.launch, retention=retention, known=known)
-        except Exception as error:  # noqa: BLE001 - it is the next save's to try again, and this one is committed
+        except Exception as error:  # noqa: BLE001 - committed; the next save tries again
             removed, problem = [], str(as_ckpt_error(error))
         return {"removed": removed, "problem": encodable(problem)}
 
 
 class Saver:
-    """Saves one after the other, as messages come. As long as there are any, a file in the run is held.
+    """Executes the saves of a trainer, in order, and holds a file in the run meanwhile.
 
     Args:
-        store: rooted at the run; None where each request says its place.
+        store: store of the run; None if each request has a place.
         send: called with each message to the trainer, from any thread.
-        cache: through which the saves of a run go home; None for none.
-        rest: called after each save, when nobody waits for that one any more.
+        cache: options of the node's cache, through which saves reach home; None for no cache.
+        rest: called after each save, when the trainer isn't waiting for the save.
 
     Spec: REQ-RUN-017, REQ-RUN-035.
     """
@@ -280,7 +285,7 @@ class Saver:
         self._cache_options = cache
         self._cache: NodeCache | None = None
         self._uploads = None if cache is None else Uploads(self._note, self._break_by)
-        #: What was committed by way of the cache, for the thread that writes to hear of.
+        #: Manifests committed through the cache, for the writing thread.
         self._committed: queue.SimpleQueue[Manifest] = queue.SimpleQueue()
         self._has_adopted = False
         self._send = send
@@ -291,26 +296,26 @@ class Saver:
         self._works: dict[int, _Work] = {}
         self._coders = Coders()
         self._known = Known()
-        self._upload_known = Known()  # of the other thread
+        self._upload_known = Known()  # for the upload thread
         self._chain = Chain(self._coders, self._known)
         self._held = contextlib.ExitStack()
         self._is_held = False
         self._deadline_s = 0.0
-        #: Of the launch whose ledger is kept: its number, and when its trainer was gone.
+        #: Number of the launch with a ledger, and the trainer's end in Unix milliseconds.
         self._launch: int | None = None
         self._ended_unix_ms: int | None = None
-        self._lock = threading.Lock()  # guards what is pending, and what is held
+        self._lock = threading.Lock()  # guards `_pending`, `_works`, `_held` and `_is_held`
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ckptfmt-saver", daemon=True)
         self._thread.start()
 
     def add_slot(self, number: int, slot: Slot) -> None:
-        """Take note of a slot, in the place of the one of this number."""
+        """Register a slot under a number, in place of the previous slot of that number."""
         self._views[number] = slot.view
         self._coders.add_slot(number, slot)
 
     def handle(self, message: dict[str, Any]) -> None:
-        """Do what a message of the trainer says: image, save, staged, complete or abandon."""
+        """Execute a message: image, save, staged, complete, replicated or abandon."""
         kind, number = message["type"], message.get("number", 0)
         if kind == "image":
             self._image = Image.from_dict(message["image"])
@@ -323,25 +328,34 @@ class Saver:
             elif kind == "complete":
                 self._report(number, "STAGED", {})
                 progress.complete()
-            elif kind == "replicated" and (work := self._works.get(number)) is not None:  # else it is over just now
+            elif kind == "replicated" and (work := self._works.get(number)) is not None:
                 work.replicated.put(message["problem"])
             elif kind == "abandon":
                 progress.abandon(err(Code.STATE_CHANGED, message["detail"]))
 
     def lose_trainer(self) -> None:
-        """Give up the saves whose snapshot isn't complete: the trainer is gone. Those in a cache are brought home."""
+        """Give up all saves with an incomplete snapshot, since the trainer has ended.
+
+        Saves in the cache are still brought home.
+        """
         self._ended_unix_ms = time.time_ns() // 1_000_000
         for work in list(self._works.values()):
             work.replicated.put("the trainer is gone")
         self.give_up(err(Code.TRAINER_LOST, "the trainer ended while it copied", requirement="REQ-CMT-029"))
 
     def give_up(self, error: CkptError) -> None:
-        """Give up the saves whose snapshot isn't complete."""
+        """Give up all saves with an incomplete snapshot."""
         for progress in list(self._pending.values()):
             progress.abandon(error)
 
     def finish(self, timeout_s: float | None = None) -> bool:
-        """Do what is still to do, then end; False if that takes longer than `timeout_s` seconds."""
+        """Finish the accepted saves, then end the thread.
+
+        Args:
+            timeout_s: longest wait in seconds; None for no limit.
+
+        Returns: whether the thread has ended.
+        """
         if self._uploads is not None:
             self._uploads.limit(self._deadline_s)
         self._tasks.put(None)
@@ -350,7 +364,7 @@ class Saver:
         return not self._thread.is_alive()
 
     def is_alive(self) -> bool:
-        """Tell whether anybody would do what is asked."""
+        """Return whether the threads of the saver are running."""
         return self._thread.is_alive() and (self._uploads is None or self._uploads.is_alive())
 
     def _begin(self, number: int, slot: int, request: SaveRequest) -> None:
@@ -361,12 +375,12 @@ class Saver:
         )
         try:
             work = _Work(self._store, request, functools.partial(self._report, number))
-        except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
-            self._report(number, "FAILED", as_ckpt_error(error).as_json())  # the others find no store, either
+        except Exception as error:  # noqa: BLE001 - every error is reported to the trainer
+            self._report(number, "FAILED", as_ckpt_error(error).as_json())  # so for all writers
             return
         try:
             self._hold(number, work, progress)
-        except Exception as error:  # noqa: BLE001 - the same
+        except Exception as error:  # noqa: BLE001 - as above
             self._release(number, work)
             work.fail(error)
             return
@@ -391,9 +405,9 @@ class Saver:
     # --- by way of a cache --------------------------------------------------------------------------------------------
 
     def _save_by_cache(self, number: int, work: _Work, snapped: Snapped, uploads: Uploads) -> bool:
-        """Write a save into the cache, and have it brought home behind those before it; it is in hand until then.
+        """Write a save into the cache and queue the upload, which releases the save.
 
-        Returns: False where the cache takes nothing, and all saves before this one are over.
+        Returns: False if the cache failed, after all earlier saves have ended; True otherwise.
         """
         while not self._committed.empty():
             self._chain.commit(self._committed.get())
@@ -405,7 +419,7 @@ class Saver:
             self._note(f"CACHE_FAILED: a save is written to the run's home at once: {error}")
             uploads.wait_idle()
             return False
-        except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
+        except Exception as error:  # noqa: BLE001 - every error is reported to the trainer
             work.report("FAILED", as_ckpt_error(error).as_json())
             uploads.add(functools.partial(self._end_failed, number, work, error))
             return True
@@ -414,7 +428,7 @@ class Saver:
             try:
                 uploads.until_home_answers(lambda: self._hold_run(work.request))
                 work.bring_home(cache, uploads, self._upload_known, reason, self._committed.put)
-            except CkptError as error:  # of a hold, which home doesn't take
+            except CkptError as error:  # home refuses the hold
                 work.fail(error)
             finally:
                 self._release(number, work)
@@ -423,21 +437,27 @@ class Saver:
         return True
 
     def _settle_older(self, request: SaveRequest) -> None:
-        """Take note that what the cache has of earlier saves may go: this one went past it, and is at home."""
+        """Mark earlier saves in the cache as settled: this save is at home, and they needn't be."""
         assert self._cache_options is not None  # noqa: S101 - there are uploads
         with contextlib.suppress(CkptError):  # the cache may be gone
             cache = NodeCache(self._cache_options, request.origin.run_id or "")
             cache.settle_up_to(part_of(request.origin, request.writer))
 
     def _end_failed(self, number: int, work: _Work, error: Exception) -> None:
-        """Tell the other writers of a save that failed before it was in the cache; the trainer knows."""
+        """Report to all writers a save that failed before it was in the cache.
+
+        The trainer has the report already.
+        """
         try:
             work.tell_others(as_ckpt_error(error))
         finally:
             self._release(number, work)
 
     def _open_cache(self, request: SaveRequest, uploads: Uploads) -> NodeCache:
-        """Return the cache, and take over what a saver of this launch and writer left there when it died."""
+        """Return the cache.
+
+        The first call also queues the uploads of a saver of this launch and writer that died.
+        """
         assert self._cache_options is not None  # noqa: S101 - there are uploads
         origin = request.origin
         if self._cache is None:
@@ -450,8 +470,8 @@ class Saver:
         return self._cache
 
     def _adopt(self, cache: NodeCache, part: CachedPart, request: SaveRequest, uploads: Uploads) -> None:
-        """Finish a save of a saver that died. Spec: REQ-RUN-036."""
-        assert self._store is not None  # noqa: S101 - it is a run's
+        """Finish a cached save of a saver that died. Spec: REQ-RUN-036."""
+        assert self._store is not None  # noqa: S101 - only runs have caches
         try:
             with cache.hold(part):
                 origin = cache.read_part(part)[0].origin
@@ -464,7 +484,7 @@ class Saver:
                     known=self._upload_known,
                     deadline_s=request.deadline_s,
                 )
-        except Exception as error:  # noqa: BLE001 - nobody has a handle of it
+        except Exception as error:  # noqa: BLE001 - no handle waits for this save
             self._note(f"CACHE_UNFINISHED: {part.name}, which a saver left when it died: {as_ckpt_error(error)}")
 
     def _note(self, sentence: str) -> None:
@@ -473,19 +493,20 @@ class Saver:
     # --- holds --------------------------------------------------------------------------------------------------------
 
     def _hold(self, number: int, work: _Work, progress: Progress) -> None:
-        """Hold the file by which others know that there is something to wait for."""
+        """Hold the file that shows that saves are in progress."""
         with self._lock:
             self._works[number] = work
-            self._pending[number] = progress  # first: what is held stays so from here on
+            self._pending[number] = progress  # first: keeps an existing hold
         try:
             self._hold_run(work.request) if work.is_in_run else work.hold()
         except StoreError:
             if self._uploads is None:
                 raise
-            # Home doesn't answer: it is held before the first byte goes there, and no launch begins before that.
+            # Home doesn't answer, and no launch can begin there. The upload takes the hold before
+            # it writes its first byte to home.
 
     def _hold_run(self, request: SaveRequest) -> None:
-        """Hold a file in the run, unless one is held. Spec: REQ-RUN-017."""
+        """Hold a file in the run, unless this saver holds one already. Spec: REQ-RUN-017."""
         with self._lock:
             if self._is_held:
                 return
@@ -514,7 +535,7 @@ class Saver:
             while (task := self._tasks.get()) is not None:
                 task()
                 self._rest()
-        except BaseException as error:  # noqa: BLE001 - told to the trainer, whatever it is
+        except BaseException as error:  # noqa: BLE001 - every error is reported to the trainer
             self._break(error)
         finally:
             self._coders.close()
@@ -526,7 +547,11 @@ class Saver:
                 self._held.close()
 
     def _break_by(self, error: BaseException) -> None:
-        """Let the thread that writes end with the error of another: while it reads slots, they mustn't be let go."""
+        """End the writing thread with an error of the upload thread.
+
+        The trainer reuses the slots after the report. The writing thread reads slots, and must end
+        first.
+        """
 
         def task() -> None:
             raise error
@@ -534,7 +559,7 @@ class Saver:
         self._tasks.put(task)
 
     def _break(self, error: BaseException) -> None:
-        """Say that nothing is saved from here any more: what failed isn't a save, or telling of one."""
+        """Report that the saver has stopped, after an error that belongs to no single save."""
         known = as_ckpt_error(error)
         self.give_up(known)
         self._send({"type": "broken", "error": known.as_json()})
@@ -548,7 +573,7 @@ def main(fd: int) -> None:
     channel = be_helper(fd)
 
     def send(message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the trainer is gone: there is nobody to tell
+        with contextlib.suppress(OSError):  # the trainer has ended, and needs no report
             channel.send(message)
 
     first = channel.receive()
@@ -560,32 +585,32 @@ def main(fd: int) -> None:
     saver: Saver | None = None
     problem: CkptError | None = None
     try:
-        # Garbage has time until a save is over; to look for it takes milliseconds, and somebody waits for those.
+        # Garbage is collected between saves only: a collection takes milliseconds of a save.
         gc.disable()
         address = opening["address"]
         store = None if address is None else open_address(address, writable=True)
         cache = None if opening["cache"] is None else CacheOptions.from_dict(opening["cache"])
         saver = Saver(store, send, cache=cache, rest=gc.collect)
         _serve(channel, saver, send)
-    except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
+    except Exception as error:  # noqa: BLE001 - every error is reported to the trainer
         problem = as_ckpt_error(error)
     if saver is not None:
         saver.lose_trainer() if problem is None else saver.give_up(problem)
         saver.finish()
     if problem is not None:
-        # Last: the trainer takes the slots back now.
+        # Last, since the trainer then reuses the slots.
         send({"type": "broken", "error": problem.as_json()})
 
 
 def _be_nice(added: int) -> None:
-    """Add to the niceness of this process, and to that of its session, which is what many kernels go by."""
+    """Add to the niceness of this process and of its session, by which many kernels schedule."""
     niceness = os.nice(added)
-    with contextlib.suppress(OSError):  # no such kernel, or set too often within a moment
+    with contextlib.suppress(OSError):  # no such kernel, or too many changes in a moment
         pathlib.Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def _serve(channel: Channel, saver: Saver, send: Callable[[dict[str, Any]], None]) -> None:
-    """Do what the trainer says, until it is gone."""
+    """Execute the trainer's messages until the trainer is gone."""
     slots: dict[int, Slot] = {}
     while (received := channel.receive()) is not None:
         message, slot_fd = received

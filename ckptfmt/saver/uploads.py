@@ -1,4 +1,7 @@
-"""What brings cached saves home: one thread, in the order of saves, for as long as it takes home to answer."""
+"""The uploads of cached saves to their run's home: one thread, in the order of saves, with retries.
+
+A job is retried as long as home doesn't answer.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from ckptfmt.store.protocol import Store
 
 T = TypeVar("T")
 
-#: What home may say for a while.
+#: Codes of errors of home that may pass, so that a call is repeated.
 PASSING: Final = frozenset({Code.STORE_IO, Code.STORE_NO_ANSWER, Code.STORE_ACCESS})
-#: The pauses between two calls of a home that doesn't answer, in seconds: the first and the longest.
+#: The first and the longest pause between two calls to a home that doesn't answer, in seconds.
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 10.0
 
 
@@ -35,29 +38,31 @@ def bring_home(
     deadline_s: float,
     has_replica: bool = False,
 ) -> Manifest:
-    """Copy a writer's cached save to home, commit it as writer 0 or wait for that, and take note of what is settled.
+    """Copy a writer's cached save to home, commit the save, and mark it as settled in the cache.
 
-    Of a save that may stay in caches the part alone is copied; a later one, whose files are at home, settles it.
+    Writer 0 commits; the rest wait for the commit. If the files may stay in caches, only the part
+    is copied, and the save is settled by a later save with its files at home.
 
     Args:
-        run_store: rooted at the run, at home.
-        origin: of the attempt.
-        deadline_s: how long to wait for the other writers, in seconds.
-        has_replica: as for `NodeCache.upload`.
+        run_store: store of the run, at home.
+        origin: the attempt's origin.
+        deadline_s: longest wait for the other writers, in seconds.
+        has_replica: whether another node's cache certainly has the files.
 
-    Raises: as `NodeCache.upload` and `decide`; FencedError(FENCED); CommitError(CHECKPOINT_EXISTS). Unless it is that
-        home doesn't answer, the save is settled: there is nothing to finish any more.
+    Raises: errors of `NodeCache.upload` and `decide`; FencedError(FENCED);
+        CommitError(CHECKPOINT_EXISTS). After an error the save is settled too, except where home
+        doesn't answer.
     Spec: REQ-RUN-035, REQ-RUN-037, REQ-RUN-004, REQ-CMT-048.
     """
     home, passing = run_store.at(part.name), PASSING
     if part.writer == 0:
-        passing |= {Code.COMMIT_UNKNOWN}  # who commits may ask again
+        passing |= {Code.COMMIT_UNKNOWN}  # a committer may ask again
 
     def check() -> None:
         if part.writer == 0:
             check_not_fenced(run_store, origin.launch or 0)
             register = read_register(home)
-            if not isinstance(register, Manifest) or register.origin != origin:  # else the answer got lost
+            if not isinstance(register, Manifest) or register.origin != origin:  # else an answer was lost
                 check_vacant(home)
 
     try:
@@ -77,36 +82,36 @@ def bring_home(
 
 
 class Uploads:
-    """Jobs, done one after the other by a thread.
+    """A queue of jobs, and the thread that runs them one after the other.
 
     Args:
-        note: called with a sentence when home stops answering, from that thread.
-        on_broken: called with what ended the thread, if that wasn't `end`; nothing is done from here any more.
+        note: called in the thread, with a sentence for the user, when home stops answering.
+        on_broken: called with the exception that ends the thread; the remaining jobs aren't run.
     """
 
     def __init__(self, note: Callable[[str], None], on_broken: Callable[[BaseException], None]) -> None:
         self._note = note
         self._on_broken = on_broken
         self._changed = threading.Condition()
-        # All below changes under its lock.
+        # The lock of `_changed` guards the attributes down to `_end_s`.
         self._jobs: collections.deque[Callable[[], None]] = collections.deque()
         self._is_ending = self._is_busy = self._has_ended = False
         self._done_count = 0
-        #: When to give up a home that doesn't answer; None for as long as there is a trainer.
+        #: Time at which a home that doesn't answer is given up; None while the trainer is alive.
         self._end_s: float | None = None
-        #: Whether home answered the last time.
+        #: Whether home answered the last call.
         self.is_well = True
         self._thread = threading.Thread(target=self._work, name="ckptfmt-upload", daemon=True)
         self._thread.start()
 
     def add(self, job: Callable[[], None]) -> None:
-        """Have a job done behind all others; it tells by itself of what fails."""
+        """Append a job to the queue. A job reports its own errors."""
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()
 
     def wait_for_one(self) -> bool:
-        """Wait until a job is done; False at once where there is none, or nobody to do it."""
+        """Wait until a job is done; return False at once without jobs or without a thread."""
         with self._changed:
             count = self._done_count
             if not self._has_work():
@@ -120,9 +125,11 @@ class Uploads:
             self._changed.wait_for(lambda: not self._has_work())
 
     def until_home_answers(self, call: Callable[[], T], *, passing: Container[Code] = PASSING) -> T:
-        """Return what a call of home returns, repeated as long as home doesn't answer.
+        """Repeat a call to home until home answers, and return the result.
 
-        Raises: what the call raises, if it is something else; once `limit` was called, that home doesn't answer.
+        Raises: any error of the call outside `passing`. After the deadline of `limit`, also errors
+        in
+            `passing`.
         """
         pause_s = _PAUSE_MIN_S
         while True:
@@ -141,21 +148,25 @@ class Uploads:
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     def limit(self, deadline_s: float) -> None:
-        """Give up a home that doesn't answer, from so many seconds on: the trainer is gone, or about to go."""
+        """Set a deadline for a home that doesn't answer, since the trainer has ended or will soon.
+
+        Args:
+            deadline_s: seconds from now. Only the first call counts.
+        """
         with self._changed:
             if self._end_s is None:
                 self._end_s = time.monotonic() + deadline_s
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Do what is still to do, then end the thread."""
+        """Run the remaining jobs, end the thread, and wait for its end."""
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
         self._thread.join()
 
     def is_alive(self) -> bool:
-        """Tell whether anybody would do a job."""
+        """Return whether the thread is running."""
         return self._thread.is_alive()
 
     def _has_work(self) -> bool:
@@ -166,7 +177,7 @@ class Uploads:
             return self._end_s is not None and time.monotonic() >= self._end_s
 
     def _pause(self, pause_s: float) -> None:
-        """Wait, but no longer than until the deadline."""
+        """Wait for some time, but not beyond the deadline; a new deadline ends the wait."""
         with self._changed:
             had = self._end_s is not None
             rest_s = pause_s if self._end_s is None else min(pause_s, max(0.0, self._end_s - time.monotonic()))
@@ -187,7 +198,7 @@ class Uploads:
                     self._is_busy = False
                     self._done_count += 1
                     self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 - told to the trainer, whatever it is
+        except BaseException as error:  # noqa: BLE001 - every error is reported to the trainer
             self._on_broken(error)
         finally:
             with self._changed:
