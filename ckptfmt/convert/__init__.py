@@ -1,5 +1,6 @@
-"""Between ckptfmt's checkpoints and those of others: torch.save, torch.distributed.checkpoint, Hugging Face.
+"""Conversion between checkpoints of ckptfmt, torch.save, torch's DCP and Hugging Face.
 
-A source of any kind becomes a `Content`, which is what a checkpoint holds; from this, a target of any kind is written.
-Tensors pass in chunks: no more than a few are in memory, whatever the size of the checkpoint.
+A source of any kind becomes a `Content`, the contents of a checkpoint; a target of any kind is
+written from a `Content`. Tensors pass in chunks: only a few chunks are in memory, whatever the size
+of the checkpoint.
 """

@@ -1,9 +1,12 @@
-"""What passes through a conversion: tensors that are read when they are written, plain values, and what is left out.
+"""The contents that pass through a conversion: tensors, plain values, and the parts left out.
 
-It is what a checkpoint of ckptfmt holds, so that every kind has one way in and one way out, and not one for each other.
+A `Content` holds the contents of a ckptfmt checkpoint. Each format has one reader that fills a
+`Content` and one writer that takes a `Content`, instead of a converter for each pair of formats.
 
-A pickle of 2 KB can refer to one dict along 2^30 paths, a tensor of one element can be 2^36 elements by a stride of 0,
-and an index can name a file elsewhere. So what is read is bounded by the size of the source, and by its directory.
+Foreign files are hostile input. A pickle of 2 KB can refer to one dict along 2^30 paths, a tensor
+of one element can be 2^36 elements by a stride of 0, and an index can name a file elsewhere. So the
+size of the source bounds the values and tensor bytes read, and only files of the source's
+directory are read.
 """
 
 from __future__ import annotations
@@ -25,34 +28,36 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import iter_chunks
 
-#: What to do about a file that isn't whole.
+#: Remedy for an incomplete file.
 COPY: Final = "Copy it again from where it came from."
 
-#: What to do about a value that can't be converted.
+#: Remedy for an inconvertible value.
 ANEW: Final = (
     "Load the file with the program that wrote it, if you trust the file, and save tensors and plain values alone."
 )
 
-#: Plain values that a source may hold, whatever its size. A scalar counts one, a container eight, text one for each
-#: eight bytes.
+#: Number of plain values allowed to a source of any size. A scalar counts as 1, a container as
+#: 8, a text as 1 for each eight bytes.
 _VALUES: Final = 100_000
-#: More of them for each byte of the pickle: what is stored once and referred to several times.
+#: Additional plain values for each byte of the pickle, since a value stored once may be referred to
+#: several times.
 _VALUES_RATIO: Final = 2
-#: Bytes of tensors that a source may have, whatever its size.
+#: Bytes of tensors allowed to a source of any size.
 _TENSORS_NBYTES: Final = 64 << 20
-#: More of them for each byte of the source: tensors may show the same memory, or repeat it with a stride of 0.
+#: Additional tensor bytes for each byte of the source: tensors may share memory, or repeat it with
+#: a stride of 0.
 _TENSORS_RATIO: Final = 16
 
 
 class Budget:
-    """How much a source may still make of what it stores."""
+    """The number of values or bytes left for the expansion of a source."""
 
     def __init__(self, limit: int, *, what: str, where: str, remedy: str) -> None:
         self.left = limit
         self._said = (f"the file makes more than {limit:,} {what}", where, remedy)
 
     def spend(self, count: int) -> None:
-        """Take so much away. Raises: FormatError(LIMIT_EXCEEDED)."""
+        """Subtract `count` from the budget. Raises: FormatError(LIMIT_EXCEEDED)."""
         self.left -= count
         if self.left < 0:
             detail, where, remedy = self._said
@@ -60,7 +65,7 @@ class Budget:
 
 
 def value_budget(nbytes: int, *, where: str) -> Budget:
-    """Return the budget of the plain values that a pickle of so many bytes may expand to."""
+    """Return the budget of the plain values of a pickle of `nbytes` bytes."""
     return Budget(
         _VALUES + _VALUES_RATIO * nbytes,
         what=f"plain values of {nbytes:,} bytes",
@@ -70,7 +75,7 @@ def value_budget(nbytes: int, *, where: str) -> Budget:
 
 
 def tensor_budget(nbytes: int, *, where: str) -> Budget:
-    """Return the budget of the bytes of tensors that a source of so many bytes may have."""
+    """Return the budget of the tensor bytes of a source of `nbytes` bytes."""
     return Budget(
         _TENSORS_NBYTES + _TENSORS_RATIO * nbytes,
         what=f"bytes of tensors of {nbytes:,} bytes that are stored",
@@ -80,15 +85,15 @@ def tensor_budget(nbytes: int, *, where: str) -> Budget:
 
 
 def member_of(root: Path, name: object, *, named_by: str) -> Path:
-    """Return the path of a file that a source's own document names: a regular file of its directory.
+    """Return the path of a regular file of the source's directory, named by a source's document.
 
-    A symbolic link may lead to another file of the directory, or to the ``blobs`` of the Hugging Face cache of which
-    the directory is a snapshot; files in that cache are such links.
+    A symbolic link may lead to another file of the directory, or to the ``blobs`` of the Hugging
+    Face cache if the directory is a snapshot of the cache: files of a snapshot are such links.
 
     Args:
         root: the source's directory.
-        name: as the document says it.
-        named_by: the document, for messages.
+        name: the file's name as the document gives it.
+        named_by: the document's path, for messages.
 
     Raises: FormatError(UNSAFE_PATH, UNSAFE_FILE); IntegrityError(FILE_MISSING).
     """
@@ -113,7 +118,10 @@ def member_of(root: Path, name: object, *, named_by: str) -> Path:
 
 
 def read_exactly(path: Path | str, begin: int, out: memoryview, where: str) -> None:
-    """Fill memory from a byte of a file on. Raises: IntegrityError(FILE_NBYTES) where the file ends before."""
+    """Fill `out` from byte `begin` of a file on.
+
+    Raises: IntegrityError(FILE_NBYTES) where the file is too short.
+    """
     with Path(path).open("rb", buffering=0) as file:
         while out:
             count = os.preadv(file.fileno(), [out], begin)
@@ -123,25 +131,27 @@ def read_exactly(path: Path | str, begin: int, out: memoryview, where: str) -> N
             out, begin = out[count:], begin + count
 
 
-#: How many bytes of a tensor are in memory at a time, apart from copies of these.
+#: Bytes of a tensor in memory at a time, not counting copies of these bytes.
 CHUNK_NBYTES: Final = 16 << 20
 
 
-#: Fills memory with the bytes of a box, which has elements: C order, little-endian.
+#: A function to fill memory with the bytes of a non-empty box: C order, little-endian.
 Read: TypeAlias = Callable[[Box, memoryview], None]
 
-#: Less than this comes from the heap, in bytes.
+#: Sizes in bytes below this bound are allocated on the heap.
 _SMALL_NBYTES: Final = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Array:
-    """A tensor of a foreign file, before it has a name: one object for each memory, however often it is referred to.
+    """A tensor of a foreign file, before it has a name.
+
+    A memory has one `Array`, however many references the file has.
 
     Attributes:
-        dtype: of the format.
-        shape: in elements.
-        read: fills memory with the bytes of a box.
+        dtype: the tensor's dtype, named as in ckptfmt.
+        shape: sizes in elements.
+        read: the function to fill memory with the bytes of a box.
     """
 
     dtype: str
@@ -151,7 +161,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Refused:
-    """A value of a foreign file that can't be converted: an error, unless the value's field isn't wanted.
+    """A value of a foreign file that can't be converted: an error only if the field is wanted.
 
     Attributes:
         error: the reason, with the value's key.
@@ -164,10 +174,10 @@ class Refused:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Tensor:
-    """A tensor on its way; also a `ckptfmt.write.snapshot.TensorSource`.
+    """A tensor in a conversion; also a `ckptfmt.write.snapshot.TensorSource`.
 
     Attributes:
-        read: fills memory with the bytes of a box.
+        read: the function to fill memory with the bytes of a box.
     """
 
     field: str
@@ -187,7 +197,7 @@ class Tensor:
 
     @property
     def key(self) -> TensorKey:
-        """What identifies it among all."""
+        """The key of the tensor among all tensors of a checkpoint: field, name and scope."""
         return self.field, self.name, self.scope
 
     @property
@@ -201,14 +211,15 @@ class Tensor:
             self.read(box, out)
 
     def iter_chunks(self) -> Iterator[Box]:
-        """Yield boxes of at most `CHUNK_NBYTES` that tile the tensor, in the order of its bytes."""
+        """Yield boxes of at most `CHUNK_NBYTES` that tile the tensor, in the order of bytes."""
         return iter_chunks(self.boxes[0], DTYPES[self.dtype].nbytes, CHUNK_NBYTES)
 
     def iter_content(self, memory: Memory | None = None) -> Iterator[memoryview]:
         """Yield the tensor's bytes in order, a chunk at a time.
 
         Args:
-            memory: to use for each chunk, so that it is gone when the next is asked for; None for new memory each time.
+            memory: the memory for all chunks, so that each chunk is overwritten by the next; None
+                for new memory for each chunk.
         """
         for box in self.iter_chunks():
             out = (memory or Memory()).take(box.element_count * DTYPES[self.dtype].nbytes)
@@ -217,13 +228,16 @@ class Tensor:
 
 
 class Memory:
-    """Memory for one chunk at a time, mapped for it alone: what the C library gets back it may keep for itself."""
+    """Memory for one chunk at a time.
+
+    The memory is mapped, and so returned to the system: the C library may keep freed heap memory.
+    """
 
     def __init__(self) -> None:
         self._held = memoryview(b"")
 
     def take(self, nbytes: int) -> memoryview:
-        """Return so many bytes, which are those that were returned before if that suffices."""
+        """Return `nbytes` bytes of memory: the previous call's memory where large enough."""
         if self._held.nbytes < nbytes:
             private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._held = memoryview(bytearray(nbytes) if nbytes < _SMALL_NBYTES else mmap.mmap(-1, nbytes, private))
@@ -232,11 +246,11 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Something that the target doesn't hold, or not as it was.
+    """A value or property of the source that the target lacks, or holds differently.
 
     Attributes:
         what: field and name.
-        reason: why, the same words for the same reason.
+        reason: the reason, in equal words for equal reasons.
     """
 
     what: str
@@ -244,24 +258,24 @@ class LeftOut:
 
 
 def text_of(key: TensorKey) -> str:
-    """Return field and name of a tensor or value, and the scope if it is one worker's."""
+    """Return field and name of a tensor or value, and the scope if only one worker has it."""
     field, name, scope = key
     return f"{field}:{name}" if scope == GLOBAL else f"{field}:{name} ({scope})"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Content:
-    """Everything that a source holds.
+    """All tensors and values of a source.
 
     Attributes:
-        origin: what the source is, in words, with its article.
-        tensors: by field, name and scope.
+        origin: the kind of source, in words, with its article.
+        tensors: the tensors by field, name and scope.
         leaves: plain values as trees; tensors within are `ckptfmt.documents.tree.TensorRef`.
-        left_out: what of the source has no place in a checkpoint.
-        refused: by field, the first of its values that can't be converted.
-        step: training steps done, where the source says so.
-        step_key: the key under which a foreign source says so.
-        budget: of the bytes of tensors, where the source is foreign.
+        left_out: parts of the source without a place in a checkpoint.
+        refused: the first inconvertible value of each field.
+        step: number of training steps done; None where the source has no such number.
+        step_key: key of the step in a foreign source.
+        budget: budget of tensor bytes; None where the source is a checkpoint of ckptfmt.
     """
 
     origin: str
@@ -274,7 +288,10 @@ class Content:
     budget: Budget | None = None
 
     def add(self, tensor: Tensor) -> None:
-        """Add a tensor. Raises: StateError(STATE_NAME) for a name that is taken; FormatError(LIMIT_EXCEEDED)."""
+        """Add a tensor.
+
+        Raises: StateError(STATE_NAME) for a taken name; FormatError(LIMIT_EXCEEDED).
+        """
         if len(tensor.global_shape) > limits.NDIM or len(tensor.name) > limits.NAME_NBYTES:
             detail = f"a name of {len(tensor.name)} characters, or {len(tensor.global_shape)} dimensions"
             raise err(Code.LIMIT_EXCEEDED, detail, where=tensor.name[:64], requirement="REQ-LIM-001")
@@ -285,21 +302,23 @@ class Content:
         self.tensors[tensor.key] = tensor
 
 
-class Unfit(Exception):  # noqa: N818 - no error: it says what is left out
-    """A value that the target has no form for."""
+class Unfit(Exception):  # noqa: N818 - no error: a signal within `map_tree`
+    """A value for which the target has no form."""
 
 
-#: Types of plain values that almost every conversion leaves as they are, of which long lists are.
+#: Types of plain values left unchanged by almost every conversion; long lists consist
+#: of.
 _SCALARS: Final[frozenset[type]] = frozenset({type(None), bool, float, str})
 
-#: Exactly these types are containers; what derives from them may hold more than its items.
+#: Values of exactly these types are containers. An instance of a derived class may hold more than
+#: items.
 _DICTS: Final = (dict, OrderedDict)
 _ITEMS: Final = (list, tuple, set, frozenset)
 _CONTAINERS: Final = frozenset({*_DICTS, *_ITEMS, deque, Counter})
 
 
 def check_depth(depth: int, name: str) -> None:
-    """Check that a tree may go as deep. Raises: FormatError(DOC_DEPTH)."""
+    """Check that `depth` is within the limit of a tree's depth. Raises: FormatError(DOC_DEPTH)."""
     if depth > limits.MSGPACK_DEPTH:
         detail = f"the value nests deeper than {limits.MSGPACK_DEPTH}"
         raise err(Code.DOC_DEPTH, detail, where=name[:64], requirement="REQ-TRE-007")
@@ -315,16 +334,19 @@ def map_tree(
     kept: frozenset[type] = _SCALARS,
     depth: int = 0,
 ) -> Any:  # noqa: ANN401 - the tree with other leaves
-    """Return a tree of the same containers, with what `leaf` makes of each value that isn't one.
+    """Return a tree of the same containers, with each leaf value replaced by `leaf`'s result.
 
     Args:
-        leaf: is given the value, and its name as arrays in trees are named.
-        name: of the tree.
-        drop: is told name and reason of each entry of a dict that `leaf` raises `Unfit` for, and that is left out.
-        whole: kinds of containers that `leaf` is given as they are.
-        kept: types of values that `leaf` would return as they are: a list of such values alone isn't looked at.
+        leaf: the function to make the new value, given the value and its name. Names follow
+            the same rule as those of arrays in trees.
+        name: the name of the tree.
+        drop: receives name and reason of each entry of a dict for which `leaf` raises `Unfit`; such
+            an entry is left out. None to let `Unfit` pass.
+        whole: types of containers given to `leaf` unchanged.
+        kept: types of values left unchanged by `leaf`: a list of only such values is copied
+            without a call.
 
-    Raises: FormatError(DOC_DEPTH); what `leaf` raises.
+    Raises: FormatError(DOC_DEPTH); exceptions of `leaf`.
     """
     check_depth(depth, name)
 

@@ -1,4 +1,4 @@
-"""One conversion: recognise the source, read what it says of itself, plan the target, list what is left out, stream."""
+"""One conversion: recognise and read the source, plan the target, stream the tensors."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ from ckptfmt.write.image import Context, Piece, plan_image
 from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import LiveContents, check_snapshot, write_image
 
-#: How large a file of a Hugging Face directory may be, if the caller doesn't say.
+#: Size of a file of a Hugging Face directory, if the caller gives none.
 MAX_SHARD_NBYTES = 5 * 10**9
 
-#: What is a checkpoint's own, beside its fields.
+#: The part of a checkpoint without a counterpart in foreign formats.
 _PROOF = (LeftOut("digests", "the target has none: damage to it won't be noticed"),)
 
 _TORCH_FORMATS: Final[dict[str, tuple[Callable[[str, Content], object], str]]] = {
@@ -61,16 +61,19 @@ _TORCH_FORMATS: Final[dict[str, tuple[Callable[[str, Content], object], str]]] =
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A conversion that is planned: all that could be known to be wrong was looked for.
+    """A planned conversion: every error knowable before writing has been raised.
 
     Attributes:
-        source, source_kind, target, target_kind: from where to where.
-        step: training steps done, where source or caller say so.
-        step_key: the key under which a foreign source says so; None where it doesn't, or the caller does.
-        tensor_count: how many tensors are written.
-        nbytes: how many bytes they have.
-        left_out: what the target doesn't hold, or not as it was.
-        write: writes the target, given a path, or a store for a bucket, and what to tell of each piece of bytes.
+        source, source_kind: path or URL of the source, and its kind.
+        target, target_kind: path or URL of the target, and its kind.
+        step: number of training steps done, by the source or the caller; None if neither gives it.
+        step_key: key of the step in a foreign source; None where the source has none, or the caller
+            gives the step.
+        tensor_count: number of tensors written.
+        nbytes: bytes of these tensors.
+        left_out: parts of the source that the target lacks, or holds differently.
+        write: the function to write the target. Arguments: a path, or a store for a
+            bucket, and a function to receive the number of bytes of each piece written.
     """
 
     source: str
@@ -85,8 +88,11 @@ class Conversion:
     write: Callable[[Any, Callable[[int], None]], None]
 
     def run(self, on_progress: Callable[[int], None]) -> None:
-        """Write the target, whole or not at all. Raises: StoreError; what reading the source raises."""
-        if is_url(self.target):  # of a checkpoint, whose manifest comes last
+        """Write the target, whole or not at all.
+
+        Raises: StoreError; errors of reading the source.
+        """
+        if is_url(self.target):  # a checkpoint, whose manifest is written last
             store = open_store(self.target, writable=True)
             check_no_run(store)
             self.write(store, on_progress)
@@ -97,7 +103,7 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """What is written: how many tensors and bytes, what isn't, and how."""
+    """The plan of a target: tensors to write, parts left out, and the function to write."""
 
     tensors: list[Tensor]
     left_out: list[LeftOut]
@@ -117,19 +123,20 @@ def plan_conversion(
     step: int | None = None,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
 ) -> Iterator[Conversion]:
-    """Look at a source and plan the target; the source stays open as long as the context.
+    """Read a source's structure and plan the target; the source stays open until the context ends.
 
     Args:
-        source: path of what is converted, or the URL of a checkpoint of ckptfmt.
-        target: path of what it becomes, or the URL for a checkpoint of ckptfmt; nothing may be there.
-        from_kind, to_kind: one of `KINDS`; None to find out.
-        open_checkpoint: opens a checkpoint of ckptfmt, or the head of a run.
+        source: path of the source, or the URL of a checkpoint of ckptfmt.
+        target: path of the target, or the URL for a checkpoint of ckptfmt; the path must not exist.
+        from_kind, to_kind: kinds of source and target, of `KINDS`; None to recognise them.
+        open_checkpoint: a function to open a checkpoint of ckptfmt, or the head of a run.
         rules: ``KEY=FIELD`` for entries of a torch or DCP source.
-        only: convert this field alone.
-        step: training steps done, whatever the source says.
-        max_shard_nbytes: size of a file of a Hugging Face directory.
+        only: the only field to convert; None for all fields.
+        step: number of training steps done, which replaces the source's number; None for the
+            source's number.
+        max_shard_nbytes: greatest size of a file of a Hugging Face directory.
 
-    Raises: CkptError of any kind, by name.
+    Raises: CkptError of any code.
     """
     source, target = (local_path(path) or path for path in (source, target))
     check_paths(source, target)
@@ -155,7 +162,8 @@ def plan_conversion(
         if from_kind != "ckptfmt":
             opened.enter_context(_foreign_remedies())
         opened.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # torch's: that a dtype is new, and that there is no process group
+        # Torch warns of a new dtype, and of a missing process group.
+        warnings.simplefilter("ignore")
         if from_kind == "ckptfmt":
             content = read_checkpoint(opened.enter_context(open_checkpoint(source)))
         else:
@@ -180,7 +188,8 @@ def plan_conversion(
         )
 
 
-#: What to do about a foreign source, by code or class of the error: the table of codes speaks of our own checkpoints.
+#: Remedies for a foreign source, by code or class of the error: the table of codes has remedies for
+#: checkpoints only.
 _FOREIGN_REMEDIES: Final[dict[object, str]] = {
     FormatError: "Fetch the file again; if the error stays, write it anew with the program that made it.",
     IntegrityError: COPY,
@@ -193,7 +202,7 @@ _FOREIGN_REMEDIES: Final[dict[object, str]] = {
 
 @contextlib.contextmanager
 def _foreign_remedies() -> Iterator[None]:
-    """Give errors of a foreign source a remedy for it, where they have only that of the table of codes."""
+    """Replace the default remedy of a foreign source's error by a suitable remedy."""
     try:
         yield
     except CkptError as error:
@@ -203,7 +212,7 @@ def _foreign_remedies() -> Iterator[None]:
 
 
 def _read_foreign(source: str, kind: str, rules: dict[str, str], step: int | None) -> Content:
-    """Return what a foreign source holds; of `step`, if it is given, whatever the source says."""
+    """Return the contents of a foreign source; `step`, if given, replaces the source's own step."""
     content = _read_source(source, kind, rules, step)
     if step is not None:
         content.step, content.step_key = step, None
@@ -211,9 +220,10 @@ def _read_foreign(source: str, kind: str, rules: dict[str, str], step: int | Non
 
 
 def _check_refused(content: Content, only: str | None) -> None:
-    """Check that no value of a foreign source that is to be converted is one that can't be.
+    """Check that every value to be converted of a foreign source can be converted.
 
-    Raises: StateError(STATE_UNSUPPORTED) for the first of them, with a field to convert in the place of all.
+    Raises: StateError(STATE_UNSUPPORTED) for the first value that can't; the remedy names a field
+        that can be converted alone.
     """
     for field, refused in content.refused.items():
         if only in (None, field):
@@ -298,8 +308,9 @@ def _plan_dcp(content: Content, only: str | None, _max_shard_nbytes: int) -> _Ta
     root, left_out = _fitting(content, only, side, numbered=False)
     flat = side.plan_flat(root)
 
-    # Torch's writer makes an archive of each tensor, half a millisecond each: 28,000 tensors in a megabyte take 15 s. A
-    # file may have as many as it likes; whoever converts what isn't trusted bounds the time by a limit of the process.
+    # Torch's writer makes an archive of each tensor, half a millisecond each: 28,000 tensors in a
+    # megabyte take 15 s. The number of tensors isn't limited here; to convert an untrusted file,
+    # bound the time by a limit of the process.
     def write(path: Path, on_progress: Callable[[int], None]) -> None:
         side.write_directory(path, flat, on_progress=on_progress)
 
@@ -309,7 +320,7 @@ def _plan_dcp(content: Content, only: str | None, _max_shard_nbytes: int) -> _Ta
 def _fitting(
     content: Content, only: str | None, side: ModuleType, *, numbered: bool
 ) -> tuple[dict[str, Any], list[LeftOut]]:
-    """Return a checkpoint as a nested mapping of what torch can hold, and what it can't."""
+    """Return a nested mapping of values for torch, and the parts left out."""
     root, left_out = assemble(content, only, side.fit, numbered=numbered)
     if only is None and content.step is not None:
         root["step"] = content.step
@@ -339,7 +350,7 @@ _SAY: Final = f"Say which kind it is: {', '.join(KINDS)}."
 
 
 def source_kind(path: str) -> str:
-    """Return what kind of checkpoint is at `path`.
+    """Return the kind of the checkpoint at `path`.
 
     Raises: IntegrityError(FILE_MISSING); StateError(ARGUMENT) where none is recognised.
     """
@@ -368,9 +379,10 @@ def source_kind(path: str) -> str:
 
 
 def _file_kind(path: str) -> str:
-    """Return the kind of a file, by its first bytes, and by its name where these say nothing.
+    """Return the kind of a file, by the first bytes, or else by the name.
 
-    Raises: OSError; StateError(ARGUMENT) for a file of another program; IntegrityError(FILE_MISSING, FILE_NBYTES).
+    Raises: OSError; StateError(ARGUMENT) for a file of another program;
+        IntegrityError(FILE_MISSING, FILE_NBYTES).
     """
     head = read_head(path)
     check_format(head, where=path)
@@ -380,9 +392,12 @@ def _file_kind(path: str) -> str:
 
 
 def target_kind(path: str, from_kind: str) -> str:
-    """Return the kind of checkpoint that a name asks for; of another format's source, else one of ckptfmt.
+    """Return the kind of checkpoint implied by the target's name.
 
-    Raises: StateError(ARGUMENT) where the source is one of ckptfmt, and the name asks for nothing.
+    A name without a known suffix is a checkpoint of ckptfmt if the source is of another kind.
+
+    Raises: StateError(ARGUMENT) where the source is a checkpoint of ckptfmt, and the name shows
+        no kind.
     """
     if path.endswith(_TORCH_SUFFIXES):
         return "torch"
@@ -394,12 +409,15 @@ def target_kind(path: str, from_kind: str) -> str:
 
 
 def check_paths(source: str, target: str) -> None:
-    """Check that a target is neither there yet nor within its source. Raises: StoreError; StateError(ARGUMENT)."""
+    """Check that a target doesn't exist and isn't within the source.
+
+    Raises: StoreError; StateError(ARGUMENT).
+    """
     for name, path in (("SOURCE", source), ("TARGET", target)):
         if not path:
             raise empty_path(name)
     if is_url(target):
-        return  # `Conversion.run` looks
+        return  # `Conversion.run` checks whether the target exists
     if os.path.lexists(target):
         raise _exists(target)
     if not is_url(source) and Path(target).resolve().is_relative_to(Path(source).resolve()):
@@ -408,9 +426,11 @@ def check_paths(source: str, target: str) -> None:
 
 @contextlib.contextmanager
 def staged(target: str) -> Iterator[Path]:
-    """Give a place to write to, and move what is there to `target` at the end; after an error, nothing is left.
+    """Yield a scratch path to write to, and rename the result to `target` at the end.
 
-    Raises: StoreError(STORE_EXISTS and others).
+    After an error, nothing is left.
+
+    Raises: StoreError(STORE_EXISTS and other codes).
     """
     path = Path(target)
     scratch = path.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
@@ -458,7 +478,10 @@ def _store_error(error: OSError, where: str) -> CkptError:
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> Content:
-    """Return what a checkpoint holds; its tensors are read, and verified, when they are asked for."""
+    """Return the contents of a checkpoint.
+
+    Each tensor is read and verified when the bytes are requested.
+    """
     content = Content(origin="a checkpoint of ckptfmt", step=checkpoint.step)
     for tensor in checkpoint.tensors.values():
         content.add(
@@ -487,9 +510,10 @@ def _read(checkpoint: Checkpoint, tensor: IndexTensor, box: Box, out: memoryview
 
 
 def snapshot_of(content: Content) -> Snapshot:
-    """Return what a save of all this writes.
+    """Return the snapshot that a save of these contents writes.
 
-    Raises: StateError(STATE_UNSUPPORTED, STATE_NAME) for what a checkpoint can't hold; FormatError(LIMIT_EXCEEDED).
+    Raises: StateError(STATE_UNSUPPORTED, STATE_NAME) for a value or name that a checkpoint can't
+        hold; FormatError(LIMIT_EXCEEDED).
     """
     leaves = [
         Leaf(field=field, name=name, scope=scope, value=dump_tree(tree, where=f"{field}:{name}"))
@@ -507,9 +531,9 @@ def snapshot_of(content: Content) -> Snapshot:
 
 
 def write_checkpoint(store: Store, snapshot: Snapshot, *, step: int, on_progress: Callable[[int], None]) -> Manifest:
-    """Write and commit a checkpoint from the tensors of a conversion, a chunk in memory at a time.
+    """Write and commit a checkpoint of a conversion's tensors, with one chunk in memory at a time.
 
-    Raises: StoreError; what reading the source raises. Spec: REQ-CMT-003 to REQ-CMT-008.
+    Raises: StoreError; errors of reading the source. Spec: REQ-CMT-003 to REQ-CMT-008.
     """
     origin = Origin(
         run_id=None,
@@ -527,7 +551,7 @@ def write_checkpoint(store: Store, snapshot: Snapshot, *, step: int, on_progress
 
 
 class _Streamed(LiveContents):
-    """The bytes of an image of which no tensor is ever whole in memory."""
+    """The bytes of an image, read in chunks: no tensor is ever whole in memory."""
 
     def _iter_piece(self, piece: Piece) -> Iterator[memoryview]:
         source = self._sources[piece.key]
@@ -541,7 +565,7 @@ class _Streamed(LiveContents):
 
 
 def _whole_blocks(chunks: Iterator[memoryview], block_nbytes: int) -> Iterator[memoryview]:
-    """Yield the same bytes, cut at multiples of a block."""
+    """Yield the bytes of `chunks`, cut at multiples of a block."""
     rest = b""
     for chunk in chunks:
         content = memoryview(b"".join((rest, chunk))) if rest else chunk

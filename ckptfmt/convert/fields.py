@@ -1,4 +1,4 @@
-"""Which field each entry of a foreign file goes to, and how a checkpoint's fields become one nested mapping again."""
+"""The field of each entry of a foreign file, and the nested mapping of a checkpoint's fields."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef, iter_references
 from ckptfmt.errors import CkptError, Code, err
 
-#: Where an entry may go; ``extra`` is the part of the field optimizer that is neither weights nor optimizer.
+#: Fields for entries; ``extra`` is the part of the field optimizer that is neither
+#: weights nor optimizer.
 FIELDS_TAKEN: Final = ("weights", "optimizer", "data", "config", "extra")
 
-#: Where it goes if the caller doesn't say, by its key; any other is extra.
+#: Field of an entry by its key, if the caller gives no rule. An entry with any other key is extra.
 _USUAL: Final = {
     **dict.fromkeys(("weights", "model", "module", "state_dict", "model_state_dict", "net"), "weights"),
     **dict.fromkeys(
@@ -27,20 +28,23 @@ _USUAL: Final = {
     "config": "config",
 }
 
-#: Keys at the top of a foreign file under which a training loop, and Lightning, say how many steps were done.
+#: Keys at the top of a foreign file for the number of training steps done: of a plain training
+#: loop, and of Lightning.
 STEP_KEYS: Final = ("step", "global_step")
 
-#: All keys of a file that was made from a checkpoint.
+#: All keys of a file converted from a checkpoint.
 _OWN_KEYS: Final = {"weights", "optimizer", "data", "config", "extra", "step"}
 
-#: Containers that not every target has: `fit` is asked of them.
+#: Containers that some targets lack: `fit` decides about them.
 _HASHED: Final = (set, frozenset, deque, Counter)
 _SCOPED: Final = "it belongs to one worker alone, and the target has no scopes"
 _SPOKEN_OF: Final = ("rng", "topology", "provenance")
 
 
 def parse_rules(texts: Iterable[str]) -> dict[str, str]:
-    """Return the field of each key that a caller gives as ``KEY=FIELD``; a field alone is that of the whole source.
+    """Return the field of each key, given as ``KEY=FIELD``.
+
+    A field without a key is for the whole source.
 
     Raises: StateError(ARGUMENT).
 
@@ -59,18 +63,19 @@ def parse_rules(texts: Iterable[str]) -> dict[str, str]:
     return rules
 
 
-# --- from a foreign file ----------------------------------------------------------------------------------------------
+# --- from a foreign file --------------------------------------------------------------------------
 
 
 def sort_fields(root: Any, rules: Mapping[str, str], content: Content, *, where: str) -> None:  # noqa: ANN401
-    """Give each entry of a nested mapping its field and its names, and add it to `content`.
+    """Add each entry of a nested mapping to `content`, with its field and names.
 
-    A mapping of tensors alone is weights. In any other, the entries' keys decide.
+    A mapping of tensors alone is weights. In any other mapping, the keys of the entries decide.
 
     Args:
-        root: tensors are `Array`, values as trees have them.
-        rules: field by key, above the usual ones; that of ``""`` is for all of it.
-        where: of the source, for messages.
+        root: the mapping; tensors are `Array`, plain values have the types of trees.
+        rules: field by key, which takes precedence over the usual fields; the field of ``""`` is
+            for the whole source.
+        where: the source's path, for messages.
 
     Raises: StateError(ARGUMENT, STATE_NAME); FormatError(DOC_DEPTH).
     """
@@ -95,7 +100,8 @@ def sort_fields(root: Any, rules: Mapping[str, str], content: Content, *, where:
     by_field: dict[str, dict[str, Any]] = {}
     for key, value in root.items():
         if key == "step" == content.step_key and root.keys() <= _OWN_KEYS:
-            continue  # a conversion from a checkpoint wrote it: the step isn't one of its values
+            # A conversion from a checkpoint wrote this entry, and the step isn't part of a field.
+            continue
         field = rules.get(key) or _usual(key, value)
         if field == "extra" and key == "extra" and key not in rules:
             by_field.setdefault("extra", {}).update(value)
@@ -113,7 +119,7 @@ def _usual(key: str, value: object) -> str:
 
 
 def _is_flat(value: Any) -> bool:  # noqa: ANN401 - anything
-    """Tell whether this is what a module's state_dict is: tensors by name, and perhaps extra state."""
+    """Return whether a value is like a module's state_dict: tensors by name, and extra state."""
     return (
         type(value) in (dict, OrderedDict)
         and all(
@@ -129,7 +135,7 @@ def _is_tensor(item: object) -> bool:
 
 
 def find_step(root: Any) -> tuple[int, str] | None:  # noqa: ANN401 - anything
-    """Return how many training steps a foreign file says were done, and the key under which it says so.
+    """Return the number of training steps recorded in a foreign file, and the number's key.
 
     >>> find_step({"model": {}, "global_step": 1200}), find_step({"step": -1}), find_step([])
     ((1200, 'global_step'), None, None)
@@ -144,7 +150,7 @@ def find_step(root: Any) -> tuple[int, str] | None:  # noqa: ANN401 - anything
 
 
 class _Namer:
-    """Gives names to what is found, and adds it."""
+    """Gives names to tensors and values, and adds them to a `Content`."""
 
     def __init__(self, content: Content) -> None:
         self.content = content
@@ -165,7 +171,7 @@ class _Namer:
                 self.add_leaf(field, prefix, value)
 
     def add_weights(self, entries: Mapping[str, Any], prefix: str) -> None:
-        """Add what a module's state_dict holds: tensors under just these names, tied ones once."""
+        """Add a module's state_dict: tensors under exactly these names, tied tensors once."""
         for key, value in entries.items():
             if not isinstance(value, Array):
                 self.add_leaf("weights", f"{prefix}{key}", value)
@@ -176,7 +182,7 @@ class _Namer:
                 self._add_tensor("weights", f"{prefix}{key}", value)
 
     def add_leaf(self, field: str, name: str, value: object, *, tensors_under: str | None = None) -> None:
-        """Add a tree; tensors in it are named by the keys that lead to them."""
+        """Add a tree; tensors in the tree are named by their paths of keys."""
 
         def refer(item: object, path: str) -> object:
             if isinstance(item, Refused):
@@ -207,24 +213,28 @@ class _Namer:
 
 
 def _is_native_optimizer(value: Any) -> bool:  # noqa: ANN401 - anything
-    """Tell whether this is what `assemble` made of an optimizer that ckptfmt saved by the names of its parameters."""
+    """Return whether `assemble` made this value of an optimizer saved by parameter names."""
     return type(value) is dict and bool(value) and all(str(key).startswith(("state/", "group/")) for key in value)
 
 
-# --- to a foreign file ------------------------------------------------------------------------------------------------
+# --- to a foreign file ----------------------------------------------------------------------------
 
 
 def assemble(
     content: Content, only: str | None, fit: Callable[[Any], Any], *, numbered: bool
 ) -> tuple[dict[str, Any], list[LeftOut]]:
-    """Return a checkpoint's fields as one nested mapping, tensors in it as `Tensor`, and what has no place there.
+    """Return a checkpoint's fields as one nested mapping, and the parts left out.
+
+    Tensors in the mapping are `Tensor`.
 
     Args:
-        only: return just this field's own tree.
-        fit: returns the target's form of a value that is neither tensor nor dict, list or tuple, or raises `Unfit`.
-        numbered: whether optimizers become what their load_state_dict takes, where the order of parameters is known.
+        only: the only field to return; None for all fields.
+        fit: a function to return the target's form of a value, neither tensor nor dict,
+            list or tuple, or raises `Unfit`.
+        numbered: whether optimizers become the argument of load_state_dict, where the order of
+            parameters is known.
 
-    Raises: StateError(ARGUMENT) for a field that isn't there, or that is no mapping.
+    Raises: StateError(ARGUMENT) for a field missing in the checkpoint, or no mapping.
     """
     builder = _Builder(content, fit, numbered=numbered)
     root: dict[str, Any] = {}
@@ -245,15 +255,16 @@ def assemble(
 
 
 def nothing_in(field: str) -> CkptError:
-    """Return the error for a field that a caller wants and a source hasn't."""
+    """Return the error for a requested field missing in the source."""
     remedy = f"Give another field; or, of a torch.save file, say which entries belong there: --field KEY={field}."
     return err(Code.ARGUMENT, f"there is nothing in the field {field!r}", where="--only", remedy=remedy)
 
 
 def _why_not(tensor: Tensor, content: Content) -> str:
-    """Return why a tensor doesn't go into a state_dict; nothing if it does.
+    """Return why a tensor doesn't go into a state_dict; an empty text if it does.
 
-    Of what each worker has for itself, such as BatchNorm's statistics, that of worker 0 is taken.
+    Of a tensor with one value per worker, such as BatchNorm's statistics, worker 0's is
+    taken.
     """
     if tensor.storage != "persistent":
         return "a non-persistent buffer is no part of a state_dict"
@@ -263,7 +274,7 @@ def _why_not(tensor: Tensor, content: Content) -> str:
 
 
 class _Builder:
-    """Builds the trees of fields, and takes note of what has no place in them."""
+    """Builds the trees of fields, and collects the parts without a place."""
 
     def __init__(self, content: Content, fit: Callable[[Any], Any], *, numbered: bool) -> None:
         self._numbered = numbered
@@ -281,7 +292,7 @@ class _Builder:
         self.left_out: list[LeftOut] = []
 
     def field(self, field: str) -> dict[str, Any]:
-        """Return the entries of the nested mapping that come from one field."""
+        """Return the entries of the nested mapping for one field."""
         values: dict[str, Any] = {}
         for key, tree in self._content.leaves.items():
             if key[0] == field:
@@ -304,14 +315,14 @@ class _Builder:
         return {**made, "extra": extra} if extra else made
 
     def _with_state_dicts(self, values: dict[str, Any], where: str) -> Any:  # noqa: ANN401 - a tree
-        """Return values with the state_dict of each optimizer in the place of its leaves."""
+        """Return values in which a state_dict replaces the leaves of each optimizer."""
         found, errors = take_optimizers(values, where=where)
         self.left_out += [LeftOut(error.where or where, f"{error.detail}; it stays by names") for error in errors]
         trees = nest(found) if found else {}
         return {**trees, **values} if isinstance(trees, dict) else trees
 
     def _extra(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Take what lies under ``extra/`` out of the values of the field optimizer."""
+        """Remove and return the values under ``extra/`` of the field optimizer."""
         extra: dict[str, Any] = {}
         for name in [name for name in values if name.startswith("extra/")]:
             key, _, rest = name.removeprefix("extra/").partition("/")

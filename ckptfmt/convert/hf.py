@@ -1,4 +1,4 @@
-"""A Hugging Face directory of safetensors files, or one such file: source or target of a conversion. No torch here."""
+"""A Hugging Face directory, or a single safetensors file, as source or target; without torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 _SHARD_OF: Final = re.compile(r".*-\d+-of-\d+\.safetensors")
 _METADATA: Final = "__metadata__"
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-#: Tag and elements in a byte of dtypes that safetensors has, and shards haven't: shapes there count the elements.
+#: Tag, and elements in a byte, of dtypes that safetensors has and shards lack: safetensors' shapes
+#: count elements.
 _PACKED: Final = {"float4_e2m1fn_x2": ("F4", 2)}
 _DTYPE_OF: Final = {
     **{dtype.safetensors: dtype.name for dtype in DTYPES.values() if dtype.safetensors},
@@ -37,7 +38,7 @@ _DTYPE_OF: Final = {
 
 
 def parse_nbytes(text: str) -> int:
-    """Return the number of bytes that a size such as ``5GB`` means. Raises: StateError(ARGUMENT).
+    """Return the number of bytes of a size such as ``5GB``. Raises: StateError(ARGUMENT).
 
     >>> parse_nbytes("5GB"), parse_nbytes("200MiB"), parse_nbytes("1000")
     (5000000000, 209715200, 1000)
@@ -49,14 +50,14 @@ def parse_nbytes(text: str) -> int:
     return nbytes
 
 
-# --- source -----------------------------------------------------------------------------------------------------------
+# --- source ---------------------------------------------------------------------------------------
 
 
 def read_directory(path: str) -> Content:
-    """Return the weights of a directory, or of one file.
+    """Return the weights of a directory, or of one safetensors file.
 
-    Raises: IntegrityError(FILE_MISSING, FILE_NBYTES); FormatError(DOC_SYNTAX, DOC_SCHEMA, UNSAFE_PATH, UNSAFE_FILE,
-        SHARD_HEADER_SYNTAX, SHARD_DTYPE, SHARD_MISMATCH, LIMIT_EXCEEDED).
+    Raises: IntegrityError(FILE_MISSING, FILE_NBYTES); FormatError(DOC_SYNTAX, DOC_SCHEMA,
+        UNSAFE_PATH, UNSAFE_FILE, SHARD_HEADER_SYNTAX, SHARD_DTYPE, SHARD_MISMATCH, LIMIT_EXCEEDED).
     """
     content = Content(origin="a Hugging Face directory")
     root = Path(path)
@@ -73,7 +74,7 @@ def read_directory(path: str) -> Content:
 
 
 def _files_of(root: Path) -> dict[str, set[str] | None]:
-    """Return the files of a directory, each with the names that are wanted of it; None for all."""
+    """Return the files of a directory, each with the names of wanted tensors; None for all."""
     if not os.path.lexists(root / INDEX_NAME):
         present = sorted(entry.name for entry in root.glob("*.safetensors"))
         if WEIGHTS_NAME in present:
@@ -97,7 +98,8 @@ def _weight_map(path: Path) -> dict[str, Any]:
     check_pointer(read_head(path), where=str(path))
     try:
         found = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:  # that an integer has too many digits is a ValueError
+    # json raises ValueError also for an integer of too many digits.
+    except (ValueError, RecursionError) as error:
         raise err(Code.DOC_SYNTAX, str(error)[:200], where=str(path)) from None
     weight_map = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weight_map, dict):
@@ -106,8 +108,8 @@ def _weight_map(path: Path) -> dict[str, Any]:
 
 
 def _read_file(path: Path, wanted: set[str] | None, content: Content) -> None:
-    """Add the tensors of one file; safetensors' own parser has the word on whether it is one."""
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only who reads foreign files needs it
+    """Add the tensors of one file; safetensors' own parser decides whether the file is valid."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - needed for foreign files only
 
     where = str(path)
     head = read_head(path)
@@ -146,7 +148,10 @@ def _read_file(path: Path, wanted: set[str] | None, content: Content) -> None:
 
 
 def _shape_of(key: str, dtype: str, extents: tuple[int, ...], *, where: str) -> tuple[int, ...]:
-    """Return a tensor's shape, of one whose elements share bytes in these. Raises: FormatError(SHARD_DTYPE)."""
+    """Return the shape in whole bytes of a tensor with several elements in a byte.
+
+    Raises: FormatError(SHARD_DTYPE).
+    """
     _, count = _PACKED.get(dtype, ("", 1))
     if count > 1 and (not extents or extents[-1] % count):
         detail = f"the last dimension of {key[:200]!r}, of the shape {extents}, isn't a multiple of {count} elements"
@@ -155,7 +160,7 @@ def _shape_of(key: str, dtype: str, extents: tuple[int, ...], *, where: str) -> 
 
 
 def _entry_of(key: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...]]:
-    """Return a tensor's key, tag and shape as safetensors has them."""
+    """Return a tensor's key, tag and shape in safetensors' terms."""
     if tensor.dtype not in _PACKED:
         return key, DTYPES[tensor.dtype].safetensors or "", tensor.global_shape
     tag, count = _PACKED[tensor.dtype]
@@ -163,22 +168,22 @@ def _entry_of(key: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...]]:
 
 
 def _read(box: Box, out: memoryview, *, path: Path, begin: int, shape: tuple[int, ...], element_nbytes: int) -> None:
-    """Read the bytes of a box, which lie together: it is one of `Tensor.iter_chunks`."""
+    """Read the bytes of a box of `Tensor.iter_chunks`; such a box is contiguous in the file."""
     strides = strides_of(shape, element_nbytes)
     offset = begin + sum(index * stride for index, stride in zip(box.begin, strides, strict=True))
     read_exactly(path, offset, out, str(path))
 
 
-# --- target -----------------------------------------------------------------------------------------------------------
+# --- target ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which tensor goes to which file, and what can't go.
+    """The distribution of tensors to files, and the list of the parts left out.
 
     Attributes:
-        files: by name, the tensors of each, with their names there.
-        left_out: what has no place.
+        files: by file name, the tensors of each file, with their names there.
+        left_out: parts of the source without a place in the target.
     """
 
     files: dict[str, list[tuple[str, Tensor]]]
@@ -186,17 +191,19 @@ class Layout:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is written."""
+        """All tensors to write."""
         return [tensor for rows in self.files.values() for _, tensor in rows]
 
 
 def plan_layout(content: Content, *, max_shard_nbytes: int | None, only: str | None) -> Layout:
-    """Say where everything goes: weights alone, in the order of their names, a new file where the next doesn't fit.
+    """Return the file of each tensor of the weights, in the order of names.
+
+    A new file begins where the next tensor doesn't fit.
 
     Args:
-        max_shard_nbytes: size of a file; None for one file of any size.
+        max_shard_nbytes: greatest size of a file; None for one file of any size.
 
-    Raises: StateError(ARGUMENT) for another field than weights, or where there are none.
+    Raises: StateError(ARGUMENT) for another field than weights, or where there are no weights.
     """
     holds = f"a {'safetensors file' if max_shard_nbytes is None else 'Hugging Face directory'} holds weights only"
     if only not in (None, "weights"):
@@ -229,7 +236,7 @@ def plan_layout(content: Content, *, max_shard_nbytes: int | None, only: str | N
 
 
 def _iter_named(root: dict[str, Any], left_out: list[LeftOut]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a tree of weights; of those that aren't on its first level, the name is the path."""
+    """Yield the tensors of a tree of weights; below the first level, a path is the name."""
     for key, value in root.items():
         if isinstance(value, Tensor):
             yield key, value
@@ -253,7 +260,10 @@ def _why_not(name: str, tensor: Tensor) -> str:
 
 
 def write_directory(store: Store, layout: Layout, *, on_progress: Callable[[int], None]) -> None:
-    """Write the files, each created whole; the index last. Raises: StoreError; what reading the source raises."""
+    """Write the files, each created whole; the index last.
+
+    Raises: StoreError; errors of reading the source.
+    """
     for name, rows in layout.files.items():
         write_file(store, name, rows, on_progress=on_progress)
     if list(layout.files) != [WEIGHTS_NAME]:
@@ -264,7 +274,10 @@ def write_directory(store: Store, layout: Layout, *, on_progress: Callable[[int]
 
 
 def write_file(store: Store, name: str, rows: list[tuple[str, Tensor]], *, on_progress: Callable[[int], None]) -> None:
-    """Write one safetensors file, created whole. Raises: StoreError; what reading the source raises."""
+    """Write one safetensors file, created whole.
+
+    Raises: StoreError; errors of reading the source.
+    """
     header, entries = plan_shard([_entry_of(key, tensor) for key, tensor in rows])
     nbytes = max(entry.byte_end for entry in entries)
     store.create(name, SizedChunks(_iter_file(header, entries, [tensor for _, tensor in rows], on_progress), nbytes))

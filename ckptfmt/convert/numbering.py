@@ -1,7 +1,8 @@
-"""The state_dict of a torch optimizer from what a checkpoint has of it, which goes by the names of parameters.
+"""The state_dict of a torch optimizer, rebuilt from a checkpoint by the names of parameters.
 
-A state_dict numbers parameters as they come in the live groups. The leaf of a group says which group of which optimizer
-it was, and in which order its parameters came. Spec: page 60, names in the reference writer.
+A state_dict numbers parameters in the order of the live groups. The leaf of a group holds the
+position of the group in its optimizer, and the order of its parameters. Spec: page 60, names in the
+reference writer.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ _REMEDY: Final = (
 
 
 def take_optimizers(values: dict[str, Any], *, where: str) -> tuple[dict[tuple[Any, ...], Any], list[CkptError]]:
-    """Take the leaves of torch's optimizers out of a field's, and return their state_dicts.
+    """Remove torch optimizers' leaves from a field's values, and return their state_dicts.
 
     Args:
-        values: trees by the names of leaves; what belongs to a returned state_dict is removed.
-        where: of the field, for messages.
+        values: trees by the names of leaves; the leaves of a returned state_dict are removed.
+        where: the field's name, for messages.
 
-    Returns: state_dicts by the keys that lead to each optimizer in the field; and an error GROUP_MISMATCH for each one
-        whose parameters have no known order, and whose leaves stay.
+    Returns: state_dicts by the path of keys of each optimizer in the field; and an error
+        GROUP_MISMATCH for each optimizer whose parameters have no known order, and whose leaves
+        stay.
     """
     groups: dict[tuple[str, tuple[Any, ...]], dict[str, Any]] = {}
     for name, tree in values.items():
@@ -51,7 +53,9 @@ def take_optimizers(values: dict[str, Any], *, where: str) -> tuple[dict[tuple[A
 
 
 def nest(found: Mapping[tuple[Any, ...], Any]) -> Any:  # noqa: ANN401 - a tree
-    """Return values under the keys that lead to them: dicts, and lists where the keys are all positions.
+    """Return a tree with each value under its keys.
+
+    The containers are dicts, or lists where the keys are all positions.
 
     >>> nest({("d",): 1, ("g", 0): 2, ("g", 1): 3}), nest({(): 1})
     ({'d': 1, 'g': [2, 3]}, 1)
@@ -66,7 +70,7 @@ def nest(found: Mapping[tuple[Any, ...], Any]) -> Any:  # noqa: ANN401 - a tree
 
 
 def _prefix_of(name: str, tree: object) -> str | None:
-    """Return what the names of an optimizer's leaves begin with, if this one is of a group."""
+    """Return the name prefix of an optimizer's leaves, if this leaf is a group; else None."""
     if not (isinstance(tree, dict) and isinstance(tree.get("params"), list) and isinstance(tree.get("options"), dict)):
         return None
     for found in _GROUP.finditer(name):
@@ -77,7 +81,10 @@ def _prefix_of(name: str, tree: object) -> str | None:
 
 
 def _state_dict(values: Mapping[str, Any], prefix: str, groups: list[dict[str, Any]], *, where: str) -> dict[str, Any]:
-    """Return what `torch.optim.Optimizer.load_state_dict` takes. Raises: StateError(GROUP_MISMATCH)."""
+    """Return the argument of `torch.optim.Optimizer.load_state_dict`.
+
+    Raises: StateError(GROUP_MISMATCH).
+    """
     if any(type(group.get("number")) is not int for group in groups):
         raise _unknown("a ckptfmt saved it that sorted their names", where)
     groups.sort(key=lambda group: group["number"])

@@ -1,13 +1,14 @@
 """Files of torch.save before torch 1.6, read without torch.
 
-Two forms came before the zip archive. From torch 0.1.11 on, a file is five pickles one behind the other: a magic
-number, the protocol's version, facts of the machine, the object, and the keys of its storages. The storages' elements
-follow in the order of the keys, each behind its count. Before that, a file was a tar archive with the members
-``storages``, ``tensors`` and ``pickle``.
+Two forms came before the zip archive. From torch 0.1.11 on, a file is a sequence of five pickles: a
+magic number, the protocol's version, the machine's properties, the object, and the keys of its
+storages. The storages' elements follow in the order of the keys, each after its count. Before torch
+0.1.11, a file was a tar archive with the members ``storages``, ``tensors`` and ``pickle``.
 
-Counts and elements are little-endian in both forms, whatever the facts of the machine say: torch swaps them when it
-writes. The first versions didn't, and wrote all of them in the machine's order. Which of the two a file has is seen at
-each count, whose value the pickle says too.
+Counts and elements are little-endian in both forms, whatever the machine's properties say: torch
+swaps bytes when it writes. The first versions didn't swap, and wrote counts and elements in the
+machine's byte order. The pickle holds each count too, so the byte order of a file follows from the
+comparison of the two.
 
 Source: `torch.serialization`, ``_legacy_save`` and ``_legacy_load``.
 """
@@ -33,9 +34,10 @@ from ckptfmt.errors import Code, err
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _PROTOCOL: Final = 1001
 _COUNT_NBYTES: Final = 8
-#: Most bytes of the line of an operation, which is a name: without a line feed, the rest of the file would be one.
+#: Greatest length in bytes of an operation's line, which is a name: without a line feed, a line has
+#: no end.
 _LINE_NBYTES: Final = 4096
-#: Sizes of the elements of storages that only quantised tensors have, which aren't converted.
+#: Element sizes of the storages of quantised tensors, which aren't converted.
 _QUANTIZED: Final = {
     "torch.QInt8Storage": 1,
     "torch.QUInt8Storage": 1,
@@ -44,15 +46,18 @@ _QUANTIZED: Final = {
     "torch.QUInt2x4Storage": 1,
 }
 _MEMBERS: Final = ("storages", "tensors", "pickle")
-#: Most members of a tar archive: four are expected.
+#: Greatest number of members read of a tar archive: four are expected.
 _MEMBER_COUNT: Final = 64
 
 
 class Mapped(mmap.mmap):
-    """A file in memory that pickles are read from, one behind the other."""
+    """A memory-mapped file from which consecutive pickles are read."""
 
     def readline(self) -> bytes:
-        """Return the bytes up to the next line feed. Raises: ValueError where the line is too long."""
+        """Return the bytes up to the next line feed.
+
+        Raises: ValueError where the line is too long.
+        """
         begin = self.tell()
         end = self.find(b"\n", begin, begin + _LINE_NBYTES)
         if end < 0:
@@ -60,7 +65,7 @@ class Mapped(mmap.mmap):
         return self.read(end + 1 - begin)
 
     def take(self, nbytes: int) -> bytes:
-        """Return so many bytes. Raises: ValueError where the file ends before."""
+        """Return the next `nbytes` bytes. Raises: ValueError where the file is shorter."""
         content = self.read(nbytes)
         if len(content) < nbytes:
             raise ValueError("the file ends before its last storage")
@@ -74,7 +79,9 @@ def _open(path: str) -> Iterator[Mapped]:
 
 
 class OldFile:
-    """A file of torch 0.1.11 to 1.5: pickles, then storages. It is a `ckptfmt.convert.torch_archive.TorchFile`.
+    """A file of torch 0.1.11 to 1.5: pickles, then storages.
+
+    The class is a `ckptfmt.convert.torch_archive.TorchFile`.
 
     Raises: StateError(ARGUMENT, STATE_UNSUPPORTED); IntegrityError(FILE_NBYTES).
     """
@@ -85,15 +92,18 @@ class OldFile:
         self.pickle_nbytes = 0
         self._storages: dict[str, StoredBytes] = {}
 
-    def root(self) -> Any:  # noqa: ANN401 - what the pickle holds
-        """Return what the object's pickle holds, and find its storages. Raises: as `parse_pickle`."""
+    def root(self) -> Any:  # noqa: ANN401 - the value of a pickle
+        """Return the value of the object's pickle, and locate its storages.
+
+        Raises: as `parse_pickle`.
+        """
         with _open(self.path) as file:
             magic, protocol, _machine = (parse_pickle(file, where=self.where) for _ in range(3))
             if (magic, protocol) != (_MAGIC, _PROTOCOL):
                 detail = f"the file is of version {str(protocol)[:20]} of torch.save's old form, which isn't known"
                 raise err(Code.STATE_UNSUPPORTED, detail, where=self.where, remedy="Save it anew with a newer torch.")
             begin = file.tell()
-            #: Class and count by key, as the first reference to each storage says them.
+            # Class and count by key, from the first reference to each storage.
             said: dict[str, tuple[str, object]] = {}
 
             def note(made: Made) -> Made:
@@ -112,7 +122,7 @@ class OldFile:
         return found
 
     def _take(self, file: Mapped, key: str, kind: str, count: object) -> StoredBytes:
-        """Return the place of the storage at the file's position, and move behind it."""
+        """Return the place of the storage at the file's position, and move to the storage's end."""
         dtype = None if kind in _QUANTIZED else dtype_of_storage(kind, self.where)
         element_nbytes = DTYPES[dtype].nbytes if dtype else _QUANTIZED.get(kind, 1)
         raw = file.take(_COUNT_NBYTES)
@@ -121,7 +131,7 @@ class OldFile:
         return _skip(file, size_of(count) * element_nbytes, dtype, key, big=int.from_bytes(raw, "little") != count)
 
     def find_storage(self, made: object, where: str) -> StoredBytes:
-        """Return the place of a storage, or of the part of one that old versions called a view.
+        """Return the place of a storage, or of a storage's part, which old versions called a view.
 
         Raises: IntegrityError(FILE_NBYTES); StateError(STATE_UNSUPPORTED).
         """
@@ -142,7 +152,10 @@ class OldFile:
 
 
 def _skip(file: Mapped, nbytes: int, dtype: str | None, key: str, *, big: bool) -> StoredBytes:
-    """Return the storage of so many bytes at the file's position, and move behind it. Raises: ValueError."""
+    """Return the storage of `nbytes` bytes at the file's position, and move to its end.
+
+    Raises: ValueError.
+    """
     begin = file.tell()
     if begin + nbytes > len(file):
         raise ValueError("the file ends before its last storage")
@@ -151,9 +164,9 @@ def _skip(file: Mapped, nbytes: int, dtype: str | None, key: str, *, big: bool) 
 
 
 class TarFile:
-    """A tar archive of torch before 0.1.11. It is a `ckptfmt.convert.torch_archive.TorchFile`.
+    """A tar archive of torch before 0.1.11: a `ckptfmt.convert.torch_archive.TorchFile`.
 
-    Tensors and storages have numbers there; the pickle refers to a tensor by its number.
+    Tensors and storages have numbers in the archive; the pickle refers to a tensor by its number.
 
     Raises: StateError(ARGUMENT, STATE_UNSUPPORTED); IntegrityError(FILE_NBYTES).
     """
@@ -174,8 +187,11 @@ class TarFile:
             raise err(Code.ARGUMENT, detail, where=self.where, remedy="Unpack it, and convert the file that is in it.")
         self.pickle_nbytes = self._members["pickle"][1]
 
-    def root(self) -> Any:  # noqa: ANN401 - what the pickle holds
-        """Return what the object's pickle holds, its tensors as torch writes them today. Raises: as `parse_pickle`."""
+    def root(self) -> Any:  # noqa: ANN401 - the value of a pickle
+        """Return the value of the object's pickle, with tensors in torch's current form.
+
+        Raises: as `parse_pickle`.
+        """
         with _open(self.path) as file:
             self._read_storages(file)
             self._read_tensors(file)
@@ -222,7 +238,7 @@ class TarFile:
             self._tensors[str(key)] = Made("torch._utils._rebuild_tensor", args)
 
     def _persistent(self, made: Made) -> Made:
-        """Return the tensor that a number stands for; a class, which is a tuple with its source, as it is."""
+        """Return the tensor of a number; or unchanged a class, which is a tuple with its source."""
         return made if type(made.args[0]) is tuple else self._tensors[str(made.args[0])]
 
     def find_storage(self, made: object, where: str) -> StoredBytes:

@@ -1,21 +1,27 @@
-"""Pickles read as data: an interpreter that makes plain values and inert records, and calls nothing.
+"""Pickles read as data: an interpreter that makes plain values and inert records.
 
-A pickle is a program. REDUCE calls a function, BUILD sets attributes or calls ``__setstate__``, APPENDS calls
-``extend``; whatever real class or function an unpickler lets in, a program can call or change. (BUILD with slot state
-on a class is ``setattr`` on that class, for the whole process.) `pickle.Unpickler` can't be told to do less: its
-``find_class`` decides only which objects the program gets. It also allocates what an operand says, such as the
-memo of LONG_BINPUT, not what the file holds.
+The interpreter calls no code named by a pickle.
 
-Here no name is resolved. GLOBAL makes a `Named`, which can't be changed; REDUCE and NEWOBJ make a `Made`, a record of
-a name and its arguments; BUILD, SETITEMS and ADDITEMS are defined for `Made` alone, APPENDS for lists and `Made`. So
-all that a pickle can change are lists and records that were made for it. Nothing is hashed either: dicts and sets are
-records of their items, so that no choice of keys makes a table slow. The caller decides which records have a meaning;
-a record of any other name, such as ``os.system``, is as inert as text.
+A pickle is a program. REDUCE calls a function, BUILD sets attributes or calls ``__setstate__``,
+APPENDS calls ``extend``: a program can call or change any real class or function that an unpickler
+gives it. (BUILD with slot state on a class is ``setattr`` on that class, for the whole process.)
+`pickle.Unpickler` offers no safe subset: its ``find_class`` decides only which objects the program
+gets. `pickle.Unpickler` also allocates as much as an operand requests, such as the memo of
+LONG_BINPUT, whatever the size of the file.
 
-Each operation takes a byte at least, and makes one object of less than 100 bytes, or text that the pickle holds: memory
-and time are bounded by the size of the pickle. Operations that torch doesn't write are refused by name.
+This interpreter resolves no name. GLOBAL makes a `Named`, which is immutable; REDUCE and NEWOBJ
+make a `Made`, a record of a name and its arguments; BUILD, SETITEMS and ADDITEMS are defined for
+`Made` alone, APPENDS for lists and `Made`. So a pickle can change only the lists and records that
+were made for it. No value is hashed either: dicts and sets are records of their items, so that no
+choice of keys makes a hash table slow. The caller decides which records have a meaning; a record of
+any other name, such as ``os.system``, is as inert as text.
 
-`pickletools` of the standard library takes a pickle apart: it knows the operands, and makes nothing but these.
+Each operation takes at least one byte, and makes one object of less than 100 bytes, or text that
+the pickle holds: memory and time are bounded by the size of the pickle. Operations that torch
+doesn't write are refused by name.
+
+`pickletools` of the standard library splits a pickle into operations and operands, and makes no
+other objects.
 """
 
 from __future__ import annotations
@@ -28,27 +34,29 @@ from typing import Any, Final, Protocol, TypeAlias, cast
 from ckptfmt.convert.content import COPY
 from ckptfmt.errors import CkptError, Code, err
 
-#: Kinds of records that operations make by themselves, or that SETITEMS may fill.
+#: Kinds of records made by operations without a name in the pickle, or filled by SETITEMS.
 DICT: Final = "builtins.dict"
 SET: Final = "builtins.set"
 FROZENSET: Final = "builtins.frozenset"
 ORDERED_DICT: Final = "collections.OrderedDict"
 COUNTER: Final = "collections.Counter"
 _MAPPINGS: Final = (DICT, ORDERED_DICT, COUNTER)
-#: What a persistent id stands for: ``args`` holds the id.
+#: Kind of the record of a persistent id; ``args`` holds the id.
 PERSISTENT: Final = "a persistent id"
 
-#: What the call of another record gives: ``args`` holds that record and the arguments.
+#: Kind of the record of a call whose function is itself a record; ``args`` holds the inner record
+#: and the arguments.
 CALLED: Final = "a call of an object"
 
-#: Most characters of a name, and most names of a pickle: two texts that are stored once make a name each time.
+#: Limits on a name's characters and a pickle's names: two texts stored once can be joined to a name
+#: many times.
 _NAME_LENGTH: Final = 1000
 _NAME_COUNT: Final = 10_000
 _BYTEARRAY: Final = "builtins.bytearray"
-#: Text of Python 2, which is bytes, in another encoding than UTF-8: no value that a reader could tell apart from bytes.
+#: Text of Python 2 in another encoding than UTF-8: a reader can't distinguish such text from bytes.
 UNDECODED: Final = "a text of Python 2 that isn't UTF-8"
 _LAST_PROTOCOL: Final = 5
-#: How modules were called by Python 2, as protocol 2 writes them to this day.
+#: Python 2's names of modules, which protocol 2 still writes.
 _RENAMED: Final = {"__builtin__": "builtins"}
 
 
@@ -61,13 +69,13 @@ class Named:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Made:
-    """A record of an object that a pickle wants to be made.
+    """A record of an object requested by a pickle.
 
     Attributes:
-        kind: name of what makes it.
-        args: what that is to be called with.
-        state: what BUILD gave.
-        items: what was added, keys and values of a mapping in turn.
+        kind: name of the object's class or of the function called.
+        args: the arguments of the class or function.
+        state: the argument of BUILD.
+        items: items added, or keys and values of a mapping alternately.
     """
 
     kind: str
@@ -82,17 +90,20 @@ def parse_pickle(
     where: str,
     permitted: Collection[str] | None = None,
     persistent: Callable[[Made], Made] = lambda made: made,
-) -> Any:  # noqa: ANN401 - what it holds
-    """Return what a pickle holds: None, bool, int, float, str, bytes, list, tuple, `Named` and `Made`.
+) -> Any:  # noqa: ANN401 - the value of a pickle
+    """Return the value of a pickle.
+
+    The value consists of None, bool, int, float, str, bytes, list, tuple, `Named` and `Made`.
 
     Args:
-        content: the pickle's bytes, or a file that is read from its position to behind STOP.
+        content: the pickle's bytes, or a file that is read from its position to the end of STOP.
         where: the pickle's name, for messages.
-        permitted: full names that may occur; None for any, which the caller looks at.
-        persistent: is called with the record of each persistent id, in their order, and returns what takes its place.
+        permitted: permitted full names; None for all names, for the caller to check.
+        persistent: a function called with the record of each persistent id, in order, which
+            returns the replacement.
 
-    Raises: StateError(STATE_UNSUPPORTED) for another name, or an operation that torch doesn't write;
-        IntegrityError(FILE_NBYTES) for a pickle that isn't whole.
+    Raises: StateError(STATE_UNSUPPORTED) for a name without permission, or an operation that
+        torch doesn't write; IntegrityError(FILE_NBYTES) for an incomplete pickle.
 
     >>> import pickle
     >>> parse_pickle(pickle.dumps([1, ("x", None)]), permitted=(), where="a")
@@ -109,13 +120,13 @@ def _damaged(where: str, detail: str) -> CkptError:
 
 
 class PickleFile(Protocol):
-    """A file that a pickle is read from. `ckptfmt.convert.old_files.Mapped` is one."""
+    """A file with a pickle, such as `ckptfmt.convert.old_files.Mapped`."""
 
     def read(self, nbytes: int, /) -> bytes:
-        """Return at most so many bytes, and no more than the file has."""
+        """Return at most `nbytes` bytes, and no more than the file has."""
 
     def readline(self) -> bytes:
-        """Return the bytes up to the next line feed, which is among them."""
+        """Return the bytes up to and with the next line feed."""
 
     def tell(self) -> int:
         """Return the position."""
@@ -140,8 +151,8 @@ class _Machine:
         self.persistent = persistent
         self._named: dict[str, Named] = {}
 
-    def run(self) -> Any:  # noqa: ANN401 - what the pickle holds
-        """Do all operations up to STOP, and return what is on the stack then."""
+    def run(self) -> Any:  # noqa: ANN401 - the value of a pickle
+        """Execute all operations up to STOP, and return the top of the stack."""
         for operation, operand, _ in pickletools.genops(cast(Any, self._content)):
             do = _OPERATIONS.get(operation.name)
             if do is None:
@@ -152,7 +163,7 @@ class _Machine:
         return self.stack.pop()
 
     def refuse(self, what: str) -> CkptError:
-        """Return the error for what isn't let in."""
+        """Return the error for a forbidden name or operation."""
         return err(
             Code.STATE_UNSUPPORTED,
             f"the file holds something that isn't safe to load: {what[:300]}",
@@ -162,7 +173,7 @@ class _Machine:
         )
 
     def named(self, module: object, name: object) -> Named:
-        """Return a name. Raises: StateError(STATE_UNSUPPORTED)."""
+        """Return the `Named` of a module and a name. Raises: StateError(STATE_UNSUPPORTED)."""
         if type(module) is not str or type(name) is not str:
             raise TypeError("a name that isn't text")
         if len(module) + len(name) > _NAME_LENGTH or len(self._named) > _NAME_COUNT:
@@ -173,19 +184,19 @@ class _Machine:
         return self._named.setdefault(full, Named(full))
 
     def push(self, value: object) -> None:
-        """Put a value on the stack, which may be another one than before the value was made: see `cut`."""
+        """Push a value on the current stack, which `cut` may have replaced in the meantime."""
         self.stack.append(value)
 
     def cut(self) -> list[Any]:
-        """Return what is on the stack above the last mark, and take it away."""
+        """Remove and return the values above the last mark."""
         items, self.stack = self.stack, self.marks.pop()
         return items
 
     def filled(self, *, but: Collection[str]) -> list[Any]:
-        """Return the items of the record on top of the stack, to be added to. Raises: TypeError.
+        """Return the items of the record on top of the stack, to be extended. Raises: TypeError.
 
         Args:
-            but: kinds of records that take no such items.
+            but: kinds of records without such items.
         """
         target = self.stack[-1]
         if type(target) is not Made or target.kind in but:
@@ -195,7 +206,7 @@ class _Machine:
         return target.items
 
 
-# --- operations -------------------------------------------------------------------------------------------------------
+# --- operations -----------------------------------------------------------------------------------
 
 
 def _protocol(machine: _Machine, operand: int) -> None:
@@ -208,7 +219,10 @@ def _push(machine: _Machine, operand: object) -> None:
 
 
 def _push_text(machine: _Machine, operand: str) -> None:
-    """Push a text of Python 2, which `pickletools` decodes as Latin-1. Python 2 had UTF-8 there, or plain bytes."""
+    """Push a text of Python 2, which `pickletools` decodes as Latin-1.
+
+    Python 2 wrote UTF-8 or plain bytes.
+    """
     try:
         machine.push(operand.encode("latin-1").decode())
     except UnicodeDecodeError:
@@ -240,7 +254,8 @@ def _tuple_of(count: int) -> _Operation:
 def _extend(machine: _Machine, items: list[Any]) -> None:
     target = machine.stack[-1]
     if type(target) is not list:
-        target = machine.filled(but=(*_MAPPINGS, SET, FROZENSET))  # an object of a class derived from list
+        # The target is an object of a class derived from list.
+        target = machine.filled(but=(*_MAPPINGS, SET, FROZENSET))
     target += items
 
 
@@ -276,7 +291,8 @@ def _make(machine: _Machine, _operand: None) -> None:
         raise TypeError(f"arguments that are a {type(args).__name__}")
     if type(maker) is Named:
         machine.push(Made(maker.name, args))
-    elif type(maker) is Made:  # such as a method, which is the result of a getattr, or a class by its persistent id
+    # A method is the result of a getattr; a class may be given by its persistent id.
+    elif type(maker) is Made:
         machine.push(Made(CALLED, (maker, args)))
     else:
         raise TypeError(f"a call of a {type(maker).__name__}")
@@ -293,7 +309,7 @@ _Operation: TypeAlias = Callable[[_Machine, Any], None]
 
 _OPERATIONS: Final[dict[str, _Operation]] = {
     "PROTO": _protocol,
-    "FRAME": lambda _machine, _operand: None,  # where it ends says nothing to who holds the whole pickle
+    "FRAME": lambda _machine, _operand: None,  # a frame's end matters only to a reader of a stream
     "MARK": _mark,
     "NONE": _constant(None),
     "NEWTRUE": _constant(value=True),

@@ -1,6 +1,7 @@
-"""Files of other programs, recognised by their first bytes or by the names in their archive, and refused by name.
+"""Files of other programs, recognised by first bytes or names in the archive, and refused.
 
-A file is recognised before any reader tries it: a reader of another format would say only that its own is damaged.
+A file is recognised before any reader parses it: a reader of another format would only report a
+damaged file.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from ckptfmt.errors import CkptError, Code, err
 
 #: First bytes of a zip archive.
 ZIP: Final = b"PK\x03\x04"
-#: The number with which torch.save began its files before torch 1.6, in a pickle of any binary protocol.
+#: The magic number of torch.save's files before torch 1.6, in a pickle of any binary protocol.
 OLD_MAGIC: Final = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 
 _HEAD_NBYTES: Final = 512
-#: Where a tar archive says that it is one.
+#: The place of the magic text in a tar archive.
 _TAR_AT: Final = slice(257, 262)
 _LFS_SIZE: Final = re.compile(rb"^size (\d{1,19})$", re.MULTILINE)
 _SAVE: Final = 'In Python: ckptfmt.save("imported", ckptfmt.State(weights={}, rng=False), step=0).'
@@ -55,19 +56,20 @@ _FORMATS: Final[tuple[tuple[tuple[bytes, ...], str, str], ...]] = (
     ),
 )
 
-#: An archive of torch.jit has code beside its pickle, one of torch 1.0 a description in its place.
+#: Records of an archive of torch.jit: code in addition to the pickle; of torch 1.0, a description
+#: instead of the pickle.
 _SCRIPT: Final = re.compile(r"(?:^|/)(?:constants\.pkl|model\.json|bytecode\.pkl|code/.*\.py)$")
 _EXPORT: Final = re.compile(r"(?:^|/)(?:serialized_exported_program\.json|archive_format)$")
 
 
 def read_head(path: str | Path) -> bytes:
-    """Return a file's first bytes, as many as it takes to recognise it. Raises: OSError."""
+    """Return a file's first bytes, enough to recognise its format. Raises: OSError."""
     with Path(path).open("rb") as file:
         return file.read(_HEAD_NBYTES)
 
 
 def is_old(head: bytes) -> bool:
-    """Return whether a file is one of torch.save before torch 1.6."""
+    """Return whether a file is a torch.save file from before torch 1.6."""
     return head[:1] == b"\x80" and OLD_MAGIC in head[:32]
 
 
@@ -77,17 +79,20 @@ def is_tar(head: bytes) -> bool:
 
 
 def is_safetensors(head: bytes) -> bool:
-    """Return whether a file may be a safetensors file: the length of a header, and a JSON object."""
+    """Return whether a file may be safetensors: a header's length, then a JSON object."""
     return len(head) > 8 and head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") < 1 << 32
 
 
 def is_torch(head: bytes) -> bool:
-    """Return whether a file may be one of torch.save, in any of its forms."""
+    """Return whether a file may be a torch.save file, in any of its forms."""
     return head.startswith(ZIP) or is_old(head) or is_tar(head)
 
 
 def check_pointer(head: bytes, *, where: str) -> None:
-    """Check that a file is its content, and no pointer of git-LFS to it. Raises: IntegrityError(FILE_MISSING)."""
+    """Check that a file is no pointer of git-LFS to missing contents.
+
+    Raises: IntegrityError(FILE_MISSING).
+    """
     if head.startswith(b"version https://git-lfs.github.com/spec/"):
         size = _LFS_SIZE.search(head)
         content = f"content of {int(size[1]):,} bytes" if size else "content"
@@ -96,7 +101,7 @@ def check_pointer(head: bytes, *, where: str) -> None:
 
 
 def check_format(head: bytes, *, where: str) -> None:
-    """Check that a file's first bytes are of no format that isn't converted.
+    """Check that a file's first bytes are of no known inconvertible format.
 
     Raises: StateError(ARGUMENT); IntegrityError(FILE_MISSING, FILE_NBYTES).
     """
@@ -109,7 +114,7 @@ def check_format(head: bytes, *, where: str) -> None:
 
 
 def unknown_format(head: bytes, *, where: str) -> CkptError:
-    """Return the error for a file whose first bytes are of no format that is converted."""
+    """Return the error for a file whose first bytes are of no convertible format."""
     if is_safetensors(head):
         return _other("a safetensors file", "Convert it with --from safetensors.", where)
     if head[:1] == b"\x80":
@@ -123,7 +128,10 @@ def unknown_format(head: bytes, *, where: str) -> CkptError:
 
 
 def check_records(names: Iterable[str], *, where: str) -> None:
-    """Check that the records of an archive are of no format that isn't converted. Raises: StateError(ARGUMENT)."""
+    """Check that an archive's records are of no known inconvertible format.
+
+    Raises: StateError(ARGUMENT).
+    """
     names = list(names)
     if any(map(_SCRIPT.search, names)):
         raise _other("a program of TorchScript", _TRUST.format('torch.jit.load("PATH").state_dict()'), where)
@@ -140,7 +148,7 @@ def check_records(names: Iterable[str], *, where: str) -> None:
 
 
 def unknown_archive(names: list[str], *, where: str) -> CkptError:
-    """Return the error for an archive that isn't one of torch.save."""
+    """Return the error for an archive other than a torch.save file."""
     found = ", ".join(name[:100] for name in names[:3]) or "nothing"
     detail = f"the file is an archive, but not of torch.save, which has one data.pkl: it holds {found}"
     return err(Code.ARGUMENT, detail[:500], where=where, remedy="Give a file that torch.save made; or unpack it first.")

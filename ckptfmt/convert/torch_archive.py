@@ -1,9 +1,9 @@
-"""Files of torch.save, read without torch: the archive, and the tensors in it.
+"""Files of torch.save, read without torch: the archive, and the tensors in the archive.
 
-The archive is a zip file that stores its records as they are: ``data.pkl``, a pickle in which a tensor is a storage's
-key with offset, shape and strides, and a record with the elements of each storage. See
-`ckptfmt.convert.pickles` for why no unpickler is used, neither Python's nor torch's. `ckptfmt.convert.old_files` has
-the two forms that came before the archive.
+The archive is a zip file of uncompressed records. The record ``data.pkl`` is a pickle in which a
+tensor is a storage's key with offset, shape and strides. Each storage has a record with its
+elements. `ckptfmt.convert.pickles` explains why no unpickler is used, neither Python's nor torch's.
+`ckptfmt.convert.old_files` reads the two older forms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptfmt.convert.recognition import check_records, unknown_archive
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 
-#: The format's dtype by the name under which a pickle refers to it.
+#: The format's dtype by the dtype's name in a pickle.
 DTYPE_NAMES: Final = {f"torch.{name}": name for name in DTYPES}
 #: The dtype of each class of storages and of tensors, by the first word of the class's name.
 _CLASSES: Final = {
@@ -49,7 +49,7 @@ _MODULES: Final = ("torch", "torch.cuda")
 _STORAGES: Final = {f"{at}.{name}Storage": dtype for at in _MODULES for name, dtype in _CLASSES.items()}
 _UNTYPED: Final = "torch.storage.UntypedStorage"
 
-#: Tensors that aren't their elements alone, by the function that makes them.
+#: Tensors of more than dense elements, by the function in the pickle.
 _OTHER_TENSORS: Final = {
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
     "torch._utils._rebuild_sparse_csr_tensor": "a sparse tensor",
@@ -67,9 +67,9 @@ _TENSOR_V2: Final = "torch._utils._rebuild_tensor_v2"
 _TENSOR_V3: Final = "torch._utils._rebuild_tensor_v3"
 _WITH_ATTRIBUTES: Final = "torch._tensor._rebuild_from_type_v2"
 _PLAIN_TENSORS: Final = ("torch.Tensor", "torch.nn.parameter.Parameter")
-#: Before torch 0.4: objects of a class whose state is storage, offset, shape and strides.
+#: Tensors before torch 0.4: objects of a class whose state is storage, offset, shape and strides.
 _OLD_TENSORS: Final = ("torch.Tensor", *(f"{at}.{name}Tensor" for at in _MODULES for name in _CLASSES))
-#: Before torch 0.4: objects around a tensor, which their state may hold.
+#: Parameters before torch 0.4: objects around a tensor, which the state of the object may hold.
 _OLD_PARAMETERS: Final = ("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable")
 TENSORS: Final = frozenset(
     {
@@ -84,7 +84,7 @@ TENSORS: Final = frozenset(
 
 @contextlib.contextmanager
 def damaged(where: str) -> Iterator[None]:
-    """Turn what a damaged archive raises in foreign code, which may be anything, into a named error.
+    """Turn an exception of foreign code about a damaged archive, of any type, into a `CkptError`.
 
     Raises: IntegrityError(FILE_NBYTES).
     """
@@ -97,7 +97,7 @@ def damaged(where: str) -> Iterator[None]:
         raise err(Code.FILE_NBYTES, detail, where=where, remedy=COPY) from error
 
 
-# --- the archive ------------------------------------------------------------------------------------------------------
+# --- the archive ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +105,11 @@ class StoredBytes:
     """The place of a storage's elements in a file.
 
     Attributes:
-        dtype: the dtype that the storage's class says; None for a storage of bytes, and for a dtype that is unknown.
+        dtype: the dtype that the storage's class implies; None for a storage of bytes, and for an
+            unknown dtype.
         record: the storage's key.
-        begin, nbytes: first byte in the file, and size.
-        big_endian: whether each element's first byte is its highest.
+        begin, nbytes: the first byte in the file, and the size.
+        big_endian: whether the elements are big-endian.
     """
 
     dtype: str | None
@@ -119,33 +120,36 @@ class StoredBytes:
 
 
 class TorchFile(Protocol):
-    """A file of torch.save: a pickle, and the storages of its tensors.
+    """A file of torch.save: a pickle, and the storages of the pickle's tensors.
 
     Attributes:
-        path: of the file.
+        path: the file's path.
         where: the file's name for messages.
-        pickle_nbytes: size of the pickle; known once `root` has returned.
+        pickle_nbytes: size of the pickle; known after `root` has returned.
     """
 
     path: str
     where: str
     pickle_nbytes: int
 
-    def root(self) -> Any:  # noqa: ANN401 - what the pickle holds
-        """Return what the pickle holds. Raises: as `parse_pickle`."""
+    def root(self) -> Any:  # noqa: ANN401 - the value of a pickle
+        """Return the value of the pickle. Raises: as `parse_pickle`."""
 
     def find_storage(self, made: object, where: str) -> StoredBytes:
-        """Return the place of a storage. Raises: IntegrityError(FILE_NBYTES); StateError(STATE_UNSUPPORTED)."""
+        """Return the place of a storage.
+
+        Raises: IntegrityError(FILE_NBYTES); StateError(STATE_UNSUPPORTED).
+        """
 
 
 class Archive:
-    """A zip file of torch.save, which may be a piece of a larger file. It is a `TorchFile`.
+    """A zip file of torch.save, which may be a part of a larger file. The class is a `TorchFile`.
 
     Args:
-        path: of the file.
-        begin: its first byte there.
-        nbytes: its size; None for the rest of the file.
-        where: the name for messages, if not the path.
+        path: the file's path.
+        begin: first byte of the archive in the file.
+        nbytes: the archive's size; None for the rest of the file.
+        where: the name for messages; None for the path.
 
     Raises: StateError(ARGUMENT, STATE_UNSUPPORTED); IntegrityError(FILE_NBYTES).
     """
@@ -198,8 +202,8 @@ class Archive:
             raise err(Code.FILE_NBYTES, f"the file ends in {name[:200]!r}", where=self.where, remedy=COPY)
         self._records[name] = (begin + at, record.file_size)
 
-    def root(self) -> Any:  # noqa: ANN401 - what the pickle holds
-        """Return what the pickle holds. Raises: as `parse_pickle`."""
+    def root(self) -> Any:  # noqa: ANN401 - the value of a pickle
+        """Return the value of the pickle. Raises: as `parse_pickle`."""
         return parse_pickle(self._read("data.pkl"), where=self.where)
 
     def _read(self, name: str, limit_nbytes: int | None = None) -> bytes:
@@ -209,7 +213,10 @@ class Archive:
             return file.read(nbytes if limit_nbytes is None else min(nbytes, limit_nbytes))
 
     def find_storage(self, made: object, where: str) -> StoredBytes:
-        """Return the place of a storage. Raises: IntegrityError(FILE_NBYTES); StateError(STATE_UNSUPPORTED)."""
+        """Return the place of a storage.
+
+        Raises: IntegrityError(FILE_NBYTES); StateError(STATE_UNSUPPORTED).
+        """
         kind, key, *_ = storage_id(made)
         record = f"{self._prefix}data/{key}"
         if record not in self._records:
@@ -220,9 +227,10 @@ class Archive:
 
 
 def storage_id(made: object) -> tuple[str, str, object, object]:
-    """Return class, key, count of elements and view of a storage's persistent id. Raises: TypeError.
+    """Return class, key, element count and view of a storage's persistent id. Raises: TypeError.
 
-    The view is the key of a part of the storage, with its first element and count; None for the whole storage.
+    The view is a tuple of key, first element and count of a part of the storage; None for the whole
+    storage.
     """
     if type(made) is not Made or made.kind != PERSISTENT or type(made.args[0]) is not tuple:
         raise TypeError("no persistent id where one belongs")
@@ -233,7 +241,10 @@ def storage_id(made: object) -> tuple[str, str, object, object]:
 
 
 def dtype_of_storage(kind: str, where: str) -> str | None:
-    """Return the dtype of a class of storages; None for bytes. Raises: StateError(STATE_UNSUPPORTED)."""
+    """Return the dtype of a class of storages; None for bytes.
+
+    Raises: StateError(STATE_UNSUPPORTED).
+    """
     if kind != _UNTYPED and kind not in _STORAGES:
         detail = f"the tensor's storage is of the unknown kind {kind[:200]}"
         raise err(Code.STATE_UNSUPPORTED, detail, where=where, remedy=_DENSE)
@@ -241,7 +252,10 @@ def dtype_of_storage(kind: str, where: str) -> str | None:
 
 
 def tensor_of(file: TorchFile, made: object, *, where: str) -> StoredTensor:
-    """Return a tensor that a file's pickle describes. Raises: IntegrityError; StateError(STATE_UNSUPPORTED)."""
+    """Return a tensor from the record in a file's pickle.
+
+    Raises: IntegrityError; StateError(STATE_UNSUPPORTED).
+    """
     if type(made) is not Made or made.kind not in TENSORS:
         raise err(Code.STATE_UNSUPPORTED, "the value isn't a tensor", where=where)
     if made.items is not None:
@@ -253,7 +267,8 @@ def tensor_of(file: TorchFile, made: object, *, where: str) -> StoredTensor:
         attributes = inner.attributes or (made.args[3] if len(made.args) > 3 else None)
         return dataclasses.replace(inner, requires_grad=made.args[1] is True, attributes=attributes)
     if made.kind in _OLD_PARAMETERS:
-        # Of torch 0.1: the tensor, its gradient, hooks, and the two flags; afterwards without the first two.
+        # In torch 0.1, the state is tensor, gradient, hooks and two flags; later, only hooks and
+        # flags.
         state: tuple[Any, ...] = only(made.state, tuple) if made.state is not None else (False,)
         data, requires_grad = (state[0], state[3]) if len(state) == 5 else (made.args[0], state[0])
         return dataclasses.replace(tensor_of(file, data, where=where), requires_grad=requires_grad is True)
@@ -297,7 +312,7 @@ def _plain_tensor(file: TorchFile, made: Made, where: str) -> StoredTensor:
 
 
 def begin_of(record: zipfile.ZipInfo, file: Any) -> int:  # noqa: ANN401 - a file, or a piece of one
-    """Return the first byte of a record's contents: behind its own header, whose length only that header says."""
+    """Return the first byte of a record's contents, which follow a header of variable size."""
     if record.header_offset < 0:
         raise ValueError("a record that begins before the file")
     file.seek(record.header_offset)
@@ -306,21 +321,24 @@ def begin_of(record: zipfile.ZipInfo, file: Any) -> int:  # noqa: ANN401 - a fil
 
 
 def only(value: Any, kind: type) -> Any:  # noqa: ANN401 - of just this type
-    """Return a value that is of just this type. Raises: TypeError."""
+    """Return `value` if its type is exactly `kind`. Raises: TypeError."""
     if type(value) is not kind:
         raise TypeError(f"a {type(value).__name__} where a {kind.__name__} belongs")
     return value
 
 
 def size_of(value: object) -> int:
-    """Return a size or an offset. Raises: ValueError."""
+    """Return `value` if it is a valid size or offset. Raises: ValueError."""
     if type(value) is not int or not 0 <= value <= limits.ELEMENTS:
         raise ValueError("a size out of range")
     return value
 
 
 def shape_of(value: object) -> tuple[int, ...]:
-    """Return sizes that a pickle gives as a tuple, or as a torch.Size. Raises: TypeError, ValueError."""
+    """Return the sizes of a tuple or torch.Size of a pickle.
+
+    Raises: TypeError, ValueError.
+    """
     if type(value) is Made and value.kind == "torch.Size":
         (value,) = value.args
     sizes = only(value, tuple)
@@ -330,7 +348,7 @@ def shape_of(value: object) -> tuple[int, ...]:
 
 
 def _flags(value: object) -> dict[object, object]:
-    """Return the bits that a tensor has beside its elements, by name."""
+    """Return the flags of a tensor, such as ``conj``, by name."""
     if value is None:
         return {}
     items = only(value, Made).items or []
@@ -340,7 +358,7 @@ def _flags(value: object) -> dict[object, object]:
 
 
 class _Window(io.RawIOBase):
-    """A piece of a file, as a file."""
+    """A part of a file, as a file object."""
 
     def __init__(self, path: str, begin: int, nbytes: int) -> None:
         self._file = Path(path).open("rb", buffering=0)  # noqa: SIM115 - closed by close()
@@ -348,11 +366,11 @@ class _Window(io.RawIOBase):
         self._begin, self._at = begin, 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
@@ -365,7 +383,7 @@ class _Window(io.RawIOBase):
         return self._at
 
     def readinto(self, out: Any) -> int:  # noqa: ANN401 - a buffer
-        """Read up to the piece's end."""
+        """Read into `out`, up to the end of the part."""
         view = memoryview(out).cast("B")[: max(0, self.nbytes - self._at)]
         self._file.seek(self._begin + self._at)
         count = self._file.readinto(view) or 0
@@ -378,9 +396,10 @@ class _Window(io.RawIOBase):
         super().close()
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
-#: Dtypes whose highest bit is a sign, with an integer of that size; of complex ones, that of a part.
+#: Dtypes with a sign bit, with the unsigned integer of their size; for a complex dtype, of the size
+#: of a part.
 _SIGNED: Final = {
     "float16": "<u2",
     "bfloat16": "<u2",
@@ -397,14 +416,16 @@ class StoredTensor:
     """A tensor as a file holds it: a view of a storage.
 
     Attributes:
-        path: of the file.
-        where: for messages.
-        record: of its storage.
-        begin: first byte of its first element in the file.
-        shape, strides: in elements.
-        conj, neg: what is to be done to the elements: complex conjugates, negatives.
-        big_endian: whether each element's first byte is its highest.
-        requires_grad, attributes: what it is beside its elements.
+        path: the file's path.
+        where: the tensor's name for messages.
+        record: the key or record of the tensor's storage.
+        begin: the first byte of the first element in the file.
+        shape, strides: sizes and strides in elements.
+        conj, neg: whether the elements are stored as their complex conjugates, or as their
+            negatives.
+        big_endian: whether the elements are big-endian.
+        requires_grad: whether the tensor requires gradients.
+        attributes: Python attributes of the tensor; None for no attributes.
     """
 
     path: str
@@ -422,19 +443,19 @@ class StoredTensor:
 
     @property
     def memory(self) -> tuple[object, ...] | None:
-        """What is equal only for two tensors that are the same elements of the same memory; None for no elements."""
+        """A key, equal for tensors of the same elements in memory; None for no elements."""
         if 0 in self.shape:
             return None
         return self.record, self.begin, self.dtype, self.shape, self.strides, self.conj, self.neg
 
     @property
     def end(self) -> int:
-        """The first byte behind its last element in the file."""
+        """The end of the last element in the file, in bytes."""
         reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return self.begin + (reach + 1) * DTYPES[self.dtype].nbytes
 
     def check(self, storage_end: int) -> None:
-        """Check that a tensor lies within its storage, and can be read.
+        """Check that a tensor lies within the storage, and has flags suitable for the dtype.
 
         Raises: IntegrityError(FILE_NBYTES); StateError(STATE_UNSUPPORTED).
         """
@@ -450,7 +471,7 @@ class StoredTensor:
     def read(self, box: Box, out: memoryview) -> None:
         """Fill memory with the bytes of a box. Raises: IntegrityError(FILE_NBYTES)."""
         if box.shape == self.shape and self._is_dense():
-            # At once: for many small tensors, to map each takes several times as long.
+            # One read: for many small tensors, a mapping of each takes several times as long.
             read_exactly(self.path, self.begin, out, self.where)
         else:
             self._gather(box, out)
@@ -461,7 +482,7 @@ class StoredTensor:
             self._resolve(np.frombuffer(out, np.uint8))
 
     def _is_dense(self) -> bool:
-        """Tell whether its elements lie one behind the other, in C order."""
+        """Return whether the elements are contiguous, in C order."""
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size > 1 and stride != step:
@@ -480,7 +501,7 @@ class StoredTensor:
         made[...] = view[(*box.relative_to(Box.whole(self.shape)), ...)]
 
     def _resolve(self, content: NDArray[np.uint8]) -> None:
-        """Do to the elements what is to be done to them, in place: a sign is one bit, of a NaN too."""
+        """Negate or conjugate the elements in place. The sign is one bit, also of a NaN."""
         if self.dtype not in _SIGNED:
             integers = content.view(self.dtype)
             np.negative(integers, out=integers)

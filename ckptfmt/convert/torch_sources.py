@@ -1,8 +1,9 @@
-"""Files of torch.save, and directories of torch.distributed.checkpoint, as trees; read without torch.
+"""Files of torch.save and directories of torch's distributed checkpoints, read without torch.
 
-Tensors in the trees are `Array`, torch's own values are as trees have them. The ``.metadata`` of a directory is a
-pickle that says which tensors there are, in which chunks, and where each is stored: as a torch.save file in a larger
-file. Both pickles are read as `ckptfmt.convert.pickles` says: as data, paths as text.
+Tensors in the trees are `Array`; torch's own values have the types of `ckptfmt.documents.tree`. The
+``.metadata`` of a directory is a pickle with the list of the tensors, their chunks, and the place
+of each chunk: a torch.save file within a larger file. Both kinds of pickle are read by
+`ckptfmt.convert.pickles`: as data, with paths as text.
 """
 
 from __future__ import annotations
@@ -72,24 +73,24 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, StateError, err
 from ckptfmt.layout.tiling import check_tiling
 
-#: What is left as it is, by type; and that of these which takes a word.
+#: Types of values unchanged in a tree; and the types among them of one machine word.
 _SCALARS: Final[frozenset[type]] = frozenset({type(None), bool, float, int, str, bytes})
 _SIMPLE: Final[frozenset[type]] = frozenset({type(None), bool, float})
-#: Integers that may be keys: others of them can be chosen to have one hash.
+#: Bound of integers as keys: larger integers can be chosen to have one hash.
 _KEY_INTEGER: Final = 1 << 63
-#: How many keys and members of sets may be made of several values, and of how many at most.
+#: Greatest number of compound keys and set members, and of the values in each.
 _COMPOUND_KEYS: Final = 4096
 _COMPOUND_LENGTH: Final = 16
-#: Most values of a file that are left out for what they are: each takes some hundred bytes.
+#: Greatest number of refused values of a file: each takes some hundred bytes.
 _REFUSED_COUNT: Final = 100_000
 _DEVICE: Final = re.compile(r"[a-z_]{1,32}")
 
 
 def read_file(path: str, content: Content) -> object:
-    """Return what a torch.save file holds as a tree, its tensors as `Array`; nothing in it is called.
+    """Return the contents of a torch.save file as a tree, tensors as `Array`, without calling code.
 
-    Raises: IntegrityError(FILE_NBYTES) for a file that isn't whole; StateError(ARGUMENT, STATE_UNSUPPORTED);
-        FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
+    Raises: IntegrityError(FILE_NBYTES) for an incomplete file; StateError(ARGUMENT,
+        STATE_UNSUPPORTED); FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
     """
     with damaged(path):
         file = _open_file(path)
@@ -99,7 +100,10 @@ def read_file(path: str, content: Content) -> object:
 
 
 def _open_file(path: str) -> TorchFile:
-    """Return a torch.save file of whichever form. Raises: StateError(ARGUMENT); IntegrityError(FILE_NBYTES)."""
+    """Return a torch.save file of any form.
+
+    Raises: StateError(ARGUMENT); IntegrityError(FILE_NBYTES).
+    """
     head = read_head(path)
     check_format(head, where=path)
     if is_old(head):
@@ -112,12 +116,12 @@ def _open_file(path: str) -> TorchFile:
 
 
 class Trees:
-    """Turns what a pickle holds into trees: tensors as `Array`, one for each memory, and torch's values as trees do.
+    """Turns the value of a pickle into a tree, with one `Array` for each memory of tensors.
 
     Args:
         file: the pickle's file.
-        content: is told what has no place.
-        budget: of values.
+        content: the contents, whose list `left_out` receives the parts without a place.
+        budget: budget of plain values.
     """
 
     def __init__(self, file: TorchFile, content: Content, budget: Budget) -> None:
@@ -130,9 +134,10 @@ class Trees:
         self._refused = 0
 
     def whole(self, root: object) -> object:
-        """Return the tree of a whole pickle, with a `Refused` for each value that can't be converted.
+        """Return the tree of a whole pickle, with a `Refused` for each inconvertible value.
 
-        Raises: StateError(STATE_UNSUPPORTED); FormatError(LIMIT_EXCEEDED); IntegrityError(FILE_NBYTES).
+        Raises: StateError(STATE_UNSUPPORTED); FormatError(LIMIT_EXCEEDED);
+            IntegrityError(FILE_NBYTES).
         """
         tree = self._value(root, "", 0)
         self._content.left_out += _lost_of_tensors(self._seen)
@@ -166,7 +171,10 @@ class Trees:
             return self._refuse(error, is_tensor=item.kind in TENSORS, where=name)
 
     def _refuse(self, error: CkptError, *, is_tensor: bool = False, where: str = "") -> Refused:
-        """Return what stands for a value that can't be converted. Raises: the error, where there are very many."""
+        """Return a placeholder of an inconvertible value.
+
+        Raises: `error`, after too many placeholders.
+        """
         self._refused += 1
         if self._refused > _REFUSED_COUNT:
             raise error
@@ -189,7 +197,7 @@ class Trees:
         return self._arrays[key]
 
     def dict_of(self, made: Made, name: str, depth: int) -> Any:  # noqa: ANN401 - dict or OrderedDict
-        """Return a mapping, with what it has beside its items told as left out."""
+        """Return a mapping, and list the mapping's attributes as left out."""
         found: dict[Any, Any] = OrderedDict() if made.kind == ORDERED_DICT else {}
         items = [*_pairs_of(made), *(made.items or ())] if made.args else made.items or []
         for key, item in zip(items[::2], items[1::2], strict=True):
@@ -215,10 +223,10 @@ class Trees:
         return frozenset(members) if made.kind == FROZENSET else set(members)
 
     def _key(self, item: Any) -> Any:  # noqa: ANN401 - of a pickle, and of a tree
-        """Return the key of a mapping, or the member of a set: only what can't be chosen to make a table slow.
+        """Return a mapping's key or a set's member, if its type can't make a hash table slow.
 
-        The hash of text differs in each process. That of numbers, and of what is made of numbers, is known: of those
-        that can be equal for many, only few are let in.
+        The hash of text differs in each process. The hash of numbers, and of tuples of numbers, is
+        known: keys of types for which many values can have one hash are limited in number.
         """
         kind = type(item)
         if kind in _SCALARS and (kind is not int or -_KEY_INTEGER <= item < _KEY_INTEGER):
@@ -241,7 +249,7 @@ class Trees:
         )
 
     def bytes_of(self, made: Made) -> bytes:
-        """Return bytes, which protocol 2 writes as text."""
+        """Return bytes, which protocol 2 writes as a text."""
         text, encoding = made.args
         if encoding != "latin1":
             raise _without_form(made, "")
@@ -270,15 +278,15 @@ class Trees:
         return DeviceName(":".join([kind, *(str(size_of(number)) for number in index)]))
 
 
-#: What makes a container of a record, given its name and depth.
+#: Functions to turn a record into a container, given its name and depth.
 _CONTAINERS: Final[dict[str, Callable[[Trees, Made, str, int], Any]]] = {
     DICT: Trees.dict_of,
     ORDERED_DICT: Trees.dict_of,
     COUNTER: Trees.counter_of,
 }
-#: Records of calls whose first argument says what is made.
+#: Records of calls with the object's class as first argument.
 _MAKERS: Final = (CALLED, PERSISTENT, "copyreg._reconstructor", "copy_reg._reconstructor", "copyreg.__newobj__")
-#: What makes a value of a record.
+#: Functions to turn a record into a value.
 _VALUES: Final[dict[str, Callable[[Trees, Made], Any]]] = {
     SET: Trees.set_of,
     FROZENSET: Trees.set_of,
@@ -291,7 +299,7 @@ _VALUES: Final[dict[str, Callable[[Trees, Made], Any]]] = {
 
 
 def _pairs_of(made: Made) -> Iterable[Any]:
-    """Yield keys and values in turn of a dict that is made of a list of pairs, as Python 2 writes it."""
+    """Yield alternately keys and values of a dict made of pairs, the form of Python 2."""
     (pairs,) = made.args
     for pair in only(pairs, list):
         if type(pair) not in (list, tuple) or len(pair) != 2:
@@ -300,23 +308,23 @@ def _pairs_of(made: Made) -> Iterable[Any]:
 
 
 def _size(item: object) -> int:
-    """Return how many words of eight bytes a scalar takes beyond the first."""
+    """Return the number of words of eight bytes of a scalar beyond the first."""
     if type(item) is str or type(item) is bytes:
         return len(item) // 8
     return item.bit_length() // 64 if type(item) is int else 0
 
 
 def _below(name: str, key: object) -> str:
-    """Return the name of what lies under `key`; beyond what a name may have, one that no tensor can have."""
+    """Return the name of the value under `key`, cut to a length just above a name's limit."""
     return child_name(name, key)[: limits.NAME_NBYTES + 1]
 
 
 def _without_form(item: Named | Made, name: str) -> CkptError:
-    """Return the error for an object that is neither a tensor nor a plain value, named by its class."""
+    """Return the error for an object of a class other than tensors and plain values."""
     found: Any = item
     while type(found) is Made and found.args and found.kind in _MAKERS:
         found = found.args[0]
-        if type(found) is tuple and len(found) > 1:  # a class by its persistent id, with its source
+        if type(found) is tuple and len(found) > 1:  # a class and its source, by a persistent id
             found = found[1]
     kind = found.name if type(found) is Named else found.kind if type(found) is Made else type(found).__name__
     return err(
@@ -328,7 +336,7 @@ def _without_form(item: Named | Made, name: str) -> CkptError:
 
 
 def _lost_of_tensors(tensors: list[tuple[str, StoredTensor]]) -> Iterable[LeftOut]:
-    """Yield what tensors are beside their elements: parts of another's memory, attributes, and who wants gradients."""
+    """Yield the lost properties of tensors: partly shared memory, attributes, requires_grad."""
     spans = []
     for name, tensor in tensors:
         if tensor.requires_grad:
@@ -354,7 +362,7 @@ _CLASSES: Final = (
     *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
     *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
 )
-#: Names that it may refer to.
+#: Names to which the metadata may refer.
 _PERMITTED: Final = frozenset(
     {
         *(f"{_METADATA}.{name}" for name in _CLASSES),
@@ -370,10 +378,11 @@ _PERMITTED: Final = frozenset(
 
 
 def read_directory(path: str, content: Content) -> object:
-    """Return what a directory holds as a tree, its tensors as `Array`; nothing in it is called.
+    """Return the contents of a directory as a tree, tensors as `Array`, without calling code.
 
-    Raises: IntegrityError(FILE_MISSING, FILE_NBYTES); StateError(STATE_UNSUPPORTED); LayoutError(TILING_GAP,
-        TILING_OVERLAP, BOX_BOUNDS); FormatError(UNSAFE_PATH, UNSAFE_FILE, LIMIT_EXCEEDED, DOC_DEPTH).
+    Raises: IntegrityError(FILE_MISSING, FILE_NBYTES); StateError(STATE_UNSUPPORTED);
+        LayoutError(TILING_GAP, TILING_OVERLAP, BOX_BOUNDS); FormatError(UNSAFE_PATH, UNSAFE_FILE,
+        LIMIT_EXCEEDED, DOC_DEPTH).
     """
     with damaged(str(Path(path) / METADATA_NAME)):
         return _Directory(Path(path), content).tree()
@@ -381,7 +390,7 @@ def read_directory(path: str, content: Content) -> object:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Stored:
-    """Where an item lies: a torch.save file within a file."""
+    """The place of an item: a torch.save file within a file."""
 
     path: Path
     begin: int
@@ -389,7 +398,10 @@ class _Stored:
     where: str
 
     def archive(self) -> Archive:
-        """Open it. Raises: IntegrityError(FILE_NBYTES); StateError(STATE_UNSUPPORTED)."""
+        """Open the torch.save file.
+
+        Raises: IntegrityError(FILE_NBYTES); StateError(STATE_UNSUPPORTED).
+        """
         with damaged(self.where):
             return Archive(str(self.path), self.begin, self.nbytes, where=self.where)
 
@@ -409,11 +421,11 @@ class _Directory:
         self._items = self._places(self._metadata.get("storage_data"))
         stored_nbytes = len(pickled) + sum(self._sizes.values())
         self._content.budget = tensor_budget(stored_nbytes, where=self._where)
-        #: What is stored once and named several times is read as often.
+        # Bytes stored once and named several times are read several times.
         self._reading = value_budget(stored_nbytes, where=self._where)
 
     def tree(self) -> object:
-        """Return all of it."""
+        """Return the whole tree."""
         flat: dict[str, Any] = {}
         for name, described in self._pairs(self._metadata.get("state_dict_metadata")):
             if type(name) is not str:
@@ -432,10 +444,10 @@ class _Directory:
         by_name = {name: where for name, where in self._pairs(paths) if type(name) is str}
         return self._nested(flat, by_name) if by_name.keys() == flat.keys() else flat
 
-    # --- what the metadata says ---------------------------------------------------------------------------------------
+    # --- metadata ---------------------------------------------------------------------------------
 
     def _state(self, made: object, kind: str) -> dict[str, Any]:
-        """Return the attributes of a record, by name."""
+        """Return the attributes of a record by name."""
         full = kind if "." in kind else f"{_METADATA}.{kind}"
         if type(made) is not Made or made.kind != full:
             detail = f"the file isn't the metadata of a distributed checkpoint: no {kind} where one belongs"
@@ -451,7 +463,10 @@ class _Directory:
         return list(zip(items[::2], items[1::2], strict=True))
 
     def _places(self, stored: object) -> dict[tuple[str, str], _Stored]:
-        """Return where each item lies, by name and offsets as text: the hash of numbers can be chosen."""
+        """Return the place of each item by name and offsets.
+
+        Offsets are text: the hash of numbers can be chosen.
+        """
         places = {}
         for index, info in self._pairs(stored):
             key, of = self._state(index, "MetadataIndex"), self._state(info, _STORAGE_INFO)
@@ -484,7 +499,7 @@ class _Directory:
         self._reading.spend(stored.nbytes)
         return stored
 
-    # --- tensors and values -------------------------------------------------------------------------------------------
+    # --- tensors and values -----------------------------------------------------------------------
 
     def _value(self, name: str) -> object:
         stored = self._item(name, None)
@@ -510,7 +525,10 @@ class _Directory:
         return Array(dtype, shape, functools.partial(_read, chunks))
 
     def _dtype(self, properties: object, where: str) -> str:
-        """Return the dtype of a tensor: first of a tuple, as its class writes itself, or an attribute."""
+        """Return the dtype of a tensor.
+
+        TensorProperties is pickled as a tuple whose first item is the dtype, or with an attribute.
+        """
         if type(properties) is not Made or properties.kind != f"{_METADATA}.TensorProperties":
             raise TypeError("a tensor without properties")
         state = properties.state
@@ -519,10 +537,10 @@ class _Directory:
             raise err(Code.STATE_UNSUPPORTED, "the format lacks the tensor's dtype", where=where)
         return DTYPE_NAMES[named.name]
 
-    # --- nesting ------------------------------------------------------------------------------------------------------
+    # --- nesting ----------------------------------------------------------------------------------
 
     def _nested(self, flat: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:
-        """Return the nested mapping whose flat form torch wrote: each name's path of keys and positions in lists."""
+        """Return the nested mapping before torch's flattening, by the path of each name."""
         root: dict[str, Any] = {}
         for name, value in flat.items():
             path = paths[name]
@@ -539,7 +557,7 @@ class _Directory:
         return root
 
     def _take(self, at: Any, key: object) -> object:  # noqa: ANN401 - dict or list
-        """Return what is under a key, None if nothing is; a list is made long enough for it."""
+        """Return the value under a key, or None; extend a list to hold the position."""
         if type(at) is dict and type(key) is str:
             self._budget.spend(1 + len(key) // 8)
             return at.get(key)
@@ -552,14 +570,17 @@ class _Directory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A stored piece of a tensor."""
+    """A stored chunk of a tensor."""
 
     box: Box
     stored: _Stored
     dtype: str
 
     def tensor(self) -> StoredTensor:
-        """Return it as it is stored. Raises: IntegrityError(FILE_NBYTES); LayoutError(SHAPE_MISMATCH)."""
+        """Return the chunk as a tensor.
+
+        Raises: IntegrityError(FILE_NBYTES); LayoutError(SHAPE_MISMATCH).
+        """
         archive = self.stored.archive()
         with damaged(self.stored.where):
             found = tensor_of(archive, archive.root(), where=self.stored.where)
@@ -570,7 +591,7 @@ class _Chunk:
 
 
 def _read(chunks: list[_Chunk], box: Box, out: memoryview) -> None:
-    """Fill memory with the bytes of a box, from the chunks that have some of them."""
+    """Fill `out` with the bytes of a box, from the intersecting chunks."""
     for chunk in chunks:
         common = chunk.box.intersect(box)
         if common is None:
@@ -586,5 +607,5 @@ def _read(chunks: list[_Chunk], box: Box, out: memoryview) -> None:
 
 
 def _within(box: Box, chunk: Box) -> Box:
-    """Return a box by its place in the chunk that it lies in."""
+    """Return a box relative to the containing chunk."""
     return Box(tuple(at - begin for at, begin in zip(box.begin, chunk.begin, strict=True)), box.shape)

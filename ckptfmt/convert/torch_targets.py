@@ -1,8 +1,8 @@
 """A torch.save file, or a directory of torch.distributed.checkpoint, as the target of a conversion.
 
-A file is written in two passes: first torch saves placeholders, for which it leaves room in the file, then each
-tensor's bytes are put there, a chunk at a time. A directory is written by torch's own writer, in one process,
-which is given a chunk at a time. So no tensor is ever whole in memory.
+A file is written in two passes: first torch saves placeholders, for which torch leaves room in the
+file, then each tensor's bytes are written there in chunks. A directory is written by torch's own
+writer, in one process, which receives one chunk at a time. So no tensor is ever whole in memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import io
 import logging
 import mmap
 import os
-import pickle  # for writing alone
+import pickle  # only to write
 import struct
 import types
 import zipfile
@@ -39,14 +39,15 @@ from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, ite
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
-#: What torch's careful unpickler makes again.
+#: Types of values restored by torch.load(weights_only=True).
 _PLAIN: Final = frozenset({type(None), bool, float, str, bytes, complex, bytearray})
-#: It reads integers of so many bits, a sign among them.
+#: Greatest number of bits, including the sign, of an integer that torch.load(weights_only=True)
+#: reads.
 _INT_BITS: Final = 255 * 8
 
 
 def fit(value: Any) -> Any:  # noqa: ANN401 - a leaf of a tree
-    """Return torch's form of a plain value, if ``torch.load(weights_only=True)`` gives it back.
+    """Return torch's form of a plain value, if ``torch.load(weights_only=True)`` restores it.
 
     Raises: Unfit.
     """
@@ -76,14 +77,14 @@ def check_dtype(name: str) -> None:
 
 
 def iter_tensors(root: object) -> list[Tensor]:
-    """Return the tensors of a tree in its order, as often as they occur."""
+    """Return the tensors of a tree in the tree's order, as often as they occur."""
     return [value for value in iter_values(root) if isinstance(value, Tensor)]
 
 
 def write_file(root: dict[str, Any], path: Path, *, on_progress: Callable[[int], None]) -> None:
-    """Write a torch.save file that isn't there yet; tied tensors share their storage.
+    """Write a new torch.save file; tied tensors share their storage.
 
-    Raises: OSError; StateError(STATE_UNSUPPORTED); what reading the source raises.
+    Raises: OSError; StateError(STATE_UNSUPPORTED); errors of reading the source.
     """
     tensors = [tensor for tensor in {id(tensor): tensor for tensor in iter_tensors(root)}.values() if tensor.nbytes]
     places = _find_places(path, zip(tensors, _save_placeholders(root, tensors, path), strict=True))
@@ -103,9 +104,10 @@ def write_file(root: dict[str, Any], path: Path, *, on_progress: Callable[[int],
 
 
 def _save_placeholders(root: dict[str, Any], tensors: list[Tensor], path: Path) -> list[str]:
-    """Let torch save a tree without the bytes of its tensors, and return the key of each tensor's storage.
+    """Save a tree by torch, without tensor bytes, and return the key of each tensor's storage.
 
-    The placeholders lie in memory that is never touched: read-only, so that the system sets none aside for it.
+    The memory of the placeholders is mapped read-only and never touched: the system
+    allocates no pages.
     """
     held = mmap.mmap(-1, max(1, sum(map(_step, tensors))), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
     made: dict[int, torch.Tensor] = {}
@@ -125,7 +127,7 @@ def _save_placeholders(root: dict[str, Any], tensors: list[Tensor], path: Path) 
     keys: list[str] = []
 
     class Pickler(pickle.Pickler):
-        """Torch derives its own from it, whose `persistent_id` gives storages their keys."""
+        """The base of torch's own pickler, whose `persistent_id` gives storages their keys."""
 
         def dump(self, obj: object, /) -> None:
             super().dump(obj)
@@ -140,14 +142,14 @@ def _save_placeholders(root: dict[str, Any], tensors: list[Tensor], path: Path) 
 
 
 def _step(tensor: Tensor) -> int:
-    """Return how far the next placeholder is away, so that each begins where any dtype may."""
+    """Return the distance to the next placeholder in bytes, with alignment for every dtype."""
     return -(-tensor.nbytes // 64) * 64
 
 
 def _find_places(path: Path, keys: Iterable[tuple[Tensor, str]]) -> list[tuple[Tensor, tuple[str, int]]]:
-    """Return each tensor with its record in the archive and the record's first byte in the file, in its order.
+    """Return each tensor with its record and the record's first byte, in the file's order.
 
-    Raises: StateError(STATE_UNSUPPORTED) if torch didn't leave the room that a tensor takes.
+    Raises: StateError(STATE_UNSUPPORTED) if torch left no room of the tensor's size.
     """
     by_key = {key: tensor for tensor, key in keys}
     places = []
@@ -165,7 +167,7 @@ def _find_places(path: Path, keys: Iterable[tuple[Tensor, str]]) -> list[tuple[T
 
 
 def _mend_checksums(fd: int, path: Path, checksums: dict[str, int]) -> None:
-    """Put the checksums of the tensors where torch left zeros: it doesn't look at them, other tools do.
+    """Write the checksums of the tensors in the place of torch's zeros, for tools other than torch.
 
     Source: APPNOTE.TXT of PKWARE, 4.3.9 (data descriptor) and 4.3.12 (central directory).
     """
@@ -191,12 +193,12 @@ def _write_exactly(fd: int, content: memoryview, at: int) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flat:
-    """What a directory will hold.
+    """The contents of a directory, flattened.
 
     Attributes:
-        state_dict: nested, its tensors on the meta device.
-        tensors: by the flattened name.
-        left_out: what comes back otherwise.
+        state_dict: the nested mapping, with tensors on the meta device.
+        tensors: tensors by their flattened names.
+        left_out: values restored differently by torch.
     """
 
     state_dict: dict[str, Any]
@@ -205,7 +207,7 @@ class Flat:
 
 
 def plan_flat(root: dict[str, Any]) -> Flat:
-    """Flatten a mapping as torch does, and say what of it comes back otherwise.
+    """Flatten a mapping as torch does, and list the values that torch restores differently.
 
     Raises: StateError(STATE_NAME) where two paths become one name.
     """
@@ -223,7 +225,7 @@ def plan_flat(root: dict[str, Any]) -> Flat:
         return meta
 
     metas = map_tree(root, placeholder)
-    # Torch pickles a tuple as it is, with whatever tensors are in it.
+    # Torch pickles a tuple unchanged, including the tensors.
     lists = _tuples_of_tensors_as_lists(metas)
     try:
         flat, paths = _nested_dict.flatten_state_dict(lists)
@@ -252,7 +254,7 @@ def _has_tensors(value: object) -> bool:
 
 
 def _differences(before: Any, after: Any, path: str) -> list[LeftOut]:  # noqa: ANN401 - trees
-    """Return where a tree isn't the same any more: torch knows dicts with strings as keys, and lists."""
+    """Return the differences of two trees: torch keeps dicts with strings as keys, and lists."""
     if isinstance(before, torch.Tensor) or before is after:
         return []
     found = []
@@ -274,9 +276,9 @@ def _differences(before: Any, after: Any, path: str) -> list[LeftOut]:  # noqa: 
 
 
 def write_directory(path: Path, flat: Flat, *, on_progress: Callable[[int], None]) -> None:
-    """Write a directory with torch's own writer, which is given a chunk of a tensor at a time.
+    """Write a directory with torch's own writer, which receives one chunk of a tensor at a time.
 
-    Raises: OSError; what reading the source raises.
+    Raises: OSError; errors of reading the source.
     """
     planner = _StreamingPlanner(flat.tensors, on_progress)
     writer = FileSystemWriter(path, per_thread_copy_ahead=0, overwrite=False)
@@ -292,7 +294,7 @@ def write_directory(path: Path, flat: Flat, *, on_progress: Callable[[int], None
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Cuts tensors into chunks, and reads each just when it is written."""
+    """A planner that cuts tensors into chunks, each read when torch writes the chunk."""
 
     def __init__(self, tensors: dict[str, Tensor], on_progress: Callable[[int], None]) -> None:
         super().__init__()
@@ -301,7 +303,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         self._memory = Memory()
 
     def create_local_plan(self) -> SavePlan:
-        """Return torch's plan with several items for each large tensor."""
+        """Return torch's plan, with several items for each large tensor."""
         plan = super().create_local_plan()
         self.plan = dataclasses.replace(plan, items=[piece for item in plan.items for piece in self._cut(item)])
         return self.plan
@@ -321,7 +323,10 @@ class _StreamingPlanner(DefaultSavePlanner):
         return pieces
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the elements of a chunk, until the next is asked for: torch's writer keeps all that it is given."""
+        """Return the elements of a chunk, valid until the next call.
+
+        Torch's writer keeps every tensor that it receives, so all chunks share one memory.
+        """
         if write_item.type is WriteItemType.BYTE_IO or write_item.tensor_data is None:
             return super().resolve_data(write_item)
         tensor, chunk = self._tensors[write_item.index.fqn], write_item.tensor_data.chunk
