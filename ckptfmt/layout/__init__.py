@@ -1,1 +1,1 @@
-"""Boxes of tensors: who holds what, what tiles what, which bytes to read. Pure."""
+"""Pure functions on boxes of tensors: merge of parts, tiling check, placements, read plans."""

@@ -1,6 +1,7 @@
-"""Merge the parts of an attempt into its index. A pure function of the parts. Spec: REQ-CMT-010 to REQ-CMT-018.
+"""Merge the parts of an attempt into its index. Pure. Spec: REQ-CMT-010 to REQ-CMT-018.
 
-The boxes of all parts are columns: brought together by tensor with one sort, then merged tensor by tensor.
+The boxes of all parts are columns. One sort brings the boxes of each tensor together; then each
+tensor is merged.
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ from ckptfmt.layout.tiling import check_sharding
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartFileEntry:
-    """A part as it was read: its contents, its digest, the size of its file in bytes."""
+    """A parsed part with its file's digest and size in bytes."""
 
     part: Part
     digest: bytes
     nbytes: int
 
 
-#: How many characters of a value a message has.
+#: Largest number of a value's characters in a message.
 _SHOWN: Final = 60
 
 
 def merge_parts(entries: Sequence[PartFileEntry]) -> Index:
-    """Return the index of an attempt, given all of its parts in writer order.
+    """Return the index of an attempt from all of its parts, in writer order.
 
-    Raises: LayoutError: WRITERS_DIVERGED where the parts aren't of one attempt; TENSOR_DIVERGED, REPLICA_DIVERGED,
-        HELD_NOT_WRITTEN, LEAF_DIVERGED, TILING_GAP, TILING_OVERLAP, BOX_BOUNDS; each names tensor or value and writers.
+    Raises: LayoutError: WRITERS_DIVERGED if the parts belong to different attempts;
+        TENSOR_DIVERGED, REPLICA_DIVERGED, HELD_NOT_WRITTEN, LEAF_DIVERGED, TILING_GAP,
+        TILING_OVERLAP, BOX_BOUNDS. Each error names the tensor or value and the writers.
     Spec: REQ-CMT-010 to REQ-CMT-018, REQ-IDX-004, REQ-IDX-005.
     """
     parts = [entry.part for entry in entries]
@@ -83,7 +85,7 @@ def summarise(index: Index) -> dict[str, FieldSummary]:
 
 
 def merge_deltas(parts: Sequence[Part]) -> tuple[tuple[str, ...], tuple[Reference, ...]]:
-    """Return the reader features and the references of a checkpoint: all that one of its parts has.
+    """Return the union of the parts' reader features, and the union of the parts' references.
 
     Raises: FormatError(LIMIT_EXCEEDED, REFERENCE_CLOSURE). Spec: REQ-DEL-001, REQ-DEL-021.
     """
@@ -97,7 +99,10 @@ def merge_deltas(parts: Sequence[Part]) -> tuple[tuple[str, ...], tuple[Referenc
 
 
 def add_stored(fields: dict[str, FieldSummary], parts: Sequence[Part]) -> dict[str, FieldSummary]:
-    """Return the summaries of a delta: with what its own files store of each field. Spec: REQ-MAN-006."""
+    """Return a delta's summaries with the number of bytes stored in the delta's own files.
+
+    Spec: REQ-MAN-006.
+    """
     stored: Counter[str] = Counter()
     for part in parts:
         held = part.holdings
@@ -113,13 +118,13 @@ def add_stored(fields: dict[str, FieldSummary], parts: Sequence[Part]) -> dict[s
 
 
 def check_index_tiling(index: Index) -> None:
-    """Raise unless the boxes of every tensor tile it exactly.
+    """Raise unless the boxes of every tensor tile the tensor exactly.
 
     Raises: LayoutError(TILING_GAP, TILING_OVERLAP, BOX_BOUNDS). Spec: REQ-IDX-004.
     """
     checked: set[tuple[tuple[int, ...], Sharding]] = set()
     for tensor in index.tensors:
-        # Of tensors that are cut alike, the first speaks for all.
+        # Tensors with equal shape and sharding are checked once.
         if (tensor.global_shape, tensor.sharding) not in checked:
             checked.add((tensor.global_shape, tensor.sharding))
             check_sharding(tensor.sharding, tensor.global_shape, where=title_of(tensor.key))
@@ -143,7 +148,7 @@ def _check_origins(parts: Sequence[Part]) -> Origin:
 
 def _merge_tensors(parts: Sequence[Part], block_nbytes: int) -> tuple[IndexTensor, ...]:
     held = [part.holdings for part in parts]
-    # Most parts have one table of tensors, the very same object: it is looked at once.
+    # Most parts share one table object, so each distinct table is processed once.
     tables: dict[int, tuple[int, TensorTable]] = {}
     for part, holdings in zip(parts, held, strict=True):
         tables.setdefault(id(holdings.table), (part.writer, holdings.table))
@@ -161,7 +166,7 @@ def _list_tensors(table: TensorTable, shardings: Iterable[Sharding]) -> list[Ind
 
 
 def _unite_tables(tables: Sequence[tuple[int, TensorTable]]) -> TensorTable:
-    """Return what the tables of some writers say of all tensors, sorted."""
+    """Return the union of the tables of some writers, sorted by key."""
     table = tables[0][1]
     if len(tables) == 1 and sorted(table.keys, key=sort_key) == list(table.keys):
         return table
@@ -183,7 +188,10 @@ def _unite_tables(tables: Sequence[tuple[int, TensorTable]]) -> TensorTable:
 
 
 def _find_divergence(first_writer: int, first: IndexTensor, writer: int, tensor: IndexTensor) -> Exception | None:
-    """Return the error of two writers that don't say the same of a tensor. Spec: REQ-CMT-011."""
+    """Return the error if two writers describe a tensor differently; else None.
+
+    Spec: REQ-CMT-011.
+    """
     for what in ("dtype", "global_shape", "storage"):
         one, other = getattr(first, what), getattr(tensor, what)
         if one != other:
@@ -197,7 +205,12 @@ def _find_divergence(first_writer: int, first: IndexTensor, writer: int, tensor:
 
 
 def _check_names(tensors: Sequence[IndexTensor]) -> None:
-    """Raise if a name or alias belongs to two tensors, as one writer may not know of another. Spec: REQ-IDX-008."""
+    """Raise if two tensors share a name or alias.
+
+    One writer can't see a conflict with another writer's names.
+
+    Spec: REQ-IDX-008.
+    """
     owners: dict[TensorKey, IndexTensor] = {tensor.key: tensor for tensor in tensors}
     for tensor in tensors:
         for alias in tensor.aliases:
@@ -239,11 +252,11 @@ def _merge_leaves(parts: Sequence[Part]) -> tuple[IndexLeaf, ...]:
 
 
 def leaf_diverged(key: TensorKey, one: tuple[int, bytes], other: tuple[int, bytes]) -> CkptError:
-    """Return the error of a leaf that two writers give differently, with both values.
+    """Return the error for a leaf with different values on two writers, including both values.
 
     Args:
         key: field, name and scope of the leaf.
-        one, other: number of a writer, and the bytes of its tree.
+        one, other: a writer's number, and the bytes of this writer's tree.
     """
     title = title_of(key)
     (first, left), (second, right) = ((writer, parse_tree(value, where=title)) for writer, value in (one, other))
@@ -267,7 +280,7 @@ def leaf_diverged(key: TensorKey, one: tuple[int, bytes], other: tuple[int, byte
 
 
 def _shown(tree: object, keys: Sequence[str]) -> str:
-    """Return the value below some keys of a tree, for a message."""
+    """Return the text of the value below some keys of a tree, shortened for a message."""
     for key in keys:
         if isinstance(tree, dict):
             tree = next((value for name, value in tree.items() if str(name) == key), tree)
@@ -285,7 +298,7 @@ def _diverged(title: str, one: int, other: int, path: str | None) -> Exception:
 
 
 def _absent_fields(parts: Sequence[Part], index: Index) -> dict[str, str]:
-    """Return the fields that every writer says it has nothing for, with the first writer's reason."""
+    """Return the fields that every writer declares absent, with the first writer's reason."""
     present = {tensor.field for tensor in index.tensors} | {leaf.field for leaf in index.leaves}
     if index.streams:
         present.add("rng")
@@ -296,7 +309,7 @@ def _absent_fields(parts: Sequence[Part], index: Index) -> dict[str, str]:
     }
 
 
-# --- one tensor -------------------------------------------------------------------------------------------------------
+# --- one tensor -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -304,14 +317,14 @@ class HeldBoxes:
     """The boxes that writers hold of one tensor, in the order of the writers.
 
     Attributes:
-        begin: first index of each box: (n, ndim).
-        box_shape: extents of each box: (n, ndim).
-        writer: who holds it.
-        replica: whether its holder declares that it is a replica.
-        written: whether its holder wrote it.
-        digest_begin: number of its first digest, among those of its holder.
-        digest_count: number of its digests.
-        digests: of each writer.
+        begin: first index of each box, of shape (n, ndim).
+        box_shape: extents of each box, of shape (n, ndim).
+        writer: number of each box's holder.
+        replica: whether the holder declares the box a replica.
+        written: whether the holder wrote the box.
+        digest_begin: number of the box's first digest among its holder's digests.
+        digest_count: number of the box's digests.
+        digests: concatenated digests of each writer.
     """
 
     begin: Integers
@@ -324,7 +337,7 @@ class HeldBoxes:
     digests: Sequence[bytes]
 
     def take(self, rows: NDArray[np.intp]) -> HeldBoxes:
-        """Return some of the rows, in another order."""
+        """Return some rows in a given order."""
         columns = (field.name for field in dataclasses.fields(self) if field.name != "digests")
         return HeldBoxes(digests=self.digests, **{name: getattr(self, name)[rows] for name in columns})
 
@@ -340,15 +353,15 @@ class HeldBoxes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Gathered:
-    """The boxes that writers hold of all tensors, by tensor, each tensor's in the order of the writers.
+    """The boxes that writers hold of all tensors, sorted by tensor, then by writer.
 
     Attributes:
         ndim: number of dimensions of each tensor.
-        end: of each tensor, the row behind its last.
-        begin, box_shape: of all boxes in the order of their writers, flattened.
-        place: of each row, where its numbers begin in those.
+        end: for each tensor, the number of the row after its last row.
+        begin, box_shape: flattened columns of all boxes, in the order of the writers.
+        place: for each row, offset of the row's numbers in the flattened columns.
         columns: the other columns of `HeldBoxes`.
-        digests: of each writer.
+        digests: concatenated digests of each writer.
     """
 
     ndim: Integers
@@ -367,9 +380,9 @@ class _Gathered:
         return HeldBoxes(begin=self.begin[place], box_shape=self.box_shape[place], digests=self.digests, **own)
 
     def merge_alone(self) -> dict[int, Sharding]:
-        """Return the shardings of tensors of which one box is held, with elements, by who wrote it: most have no other.
+        """Return, by tensor number, the shardings of tensors with one box, written by its holder.
 
-        Equal ones are one object.
+        Most tensors are of this kind. Empty boxes are left out. Equal shardings are one object.
         """
         alone = np.flatnonzero(np.diff(self.end, prepend=0) == 1)
         alone = alone[self.columns["written"][self.end[alone] - 1]]
@@ -392,14 +405,16 @@ class _Gathered:
 def merge_all_boxes(
     held: Sequence[Holdings], numbers: Sequence[Integers], tensors: TensorTable, block_nbytes: int
 ) -> list[Sharding]:
-    """Return the sharding of each tensor, after comparing all copies of a box that have digests. Equal ones are one.
+    """Compare all copies of each box by their digests, and return the sharding of each tensor.
+
+    Equal shardings are one object.
 
     Args:
-        held: what each writer holds.
-        numbers: for each writer, the number of the tensor of each of its rows.
-        tensors: of all writers.
+        held: holdings of each writer.
+        numbers: for each writer, the tensor numbers of its table's rows.
+        tensors: the united table of all writers.
 
-    Raises: as `merge_boxes`.
+    Raises: the errors of `merge_boxes`.
     """
     gathered = _gather(held, numbers, tensors.ndim)
     alone = gathered.merge_alone()
@@ -416,7 +431,8 @@ def merge_all_boxes(
 
 def _gather(held: Sequence[Holdings], numbers: Sequence[Integers], ndim: Integers) -> _Gathered:
     tensor = join_integers([np.repeat(of, holdings.box_count) for of, holdings in zip(numbers, held, strict=True)])
-    # Numbers of two bytes are sorted by counting, ten times as fast; parts come in order, and equal rows stay in it.
+    # NumPy sorts 16-bit integers by radix sort, ten times as fast. The stable sort keeps the order
+    # of writers.
     order = np.argsort(tensor.astype(np.uint16) if len(ndim) <= 1 << 16 else tensor, kind="stable")
     rank = ndim[tensor]
     return _Gathered(
@@ -437,7 +453,7 @@ def _gather(held: Sequence[Holdings], numbers: Sequence[Integers], ndim: Integer
 
 
 def merge_boxes(held: HeldBoxes, global_shape: tuple[int, ...], block_nbytes: int, *, where: str) -> Sharding:
-    """Return the sharding of a tensor, after comparing all copies of a box that have digests.
+    """Compare all copies of each box by their digests, and return the sharding of the tensor.
 
     Args:
         where: the tensor's name, for messages.
@@ -463,9 +479,9 @@ def merge_boxes(held: HeldBoxes, global_shape: tuple[int, ...], block_nbytes: in
 
 
 def _sort(held: HeldBoxes, global_shape: tuple[int, ...]) -> tuple[HeldBoxes, NDArray[np.intp]]:
-    """Return the rows sorted by box, holders of one box by writer, and the first row of each box."""
+    """Return the rows sorted by box and writer, and the number of each distinct box's first row."""
     ndim = len(global_shape)
-    # Most often, where boxes begin in C order sorts them already; whether it did is looked at, not believed.
+    # The offset of a box's first element usually sorts the boxes; the result is checked before use.
     strides = [math.prod(global_shape[dim + 1 :]) for dim in range(ndim)]
     place = held.begin @ np.array(strides, np.int64) if 0 not in global_shape else np.zeros(len(held.writer), np.int64)
     found = held.take(np.argsort(place, kind="stable"))
@@ -491,7 +507,7 @@ def _check_listed_once(held: HeldBoxes, first: NDArray[np.intp], where: str) -> 
 
 
 def _check_replicas(held: HeldBoxes, first: NDArray[np.intp], block_nbytes: int, where: str) -> None:
-    """Raise for the first box that its holders don't agree about, or that none of them wrote."""
+    """Raise for the first box with different copies, or without a writer."""
     holders = np.diff(first, append=len(held.writer))
     known = np.add.reduceat((held.digest_count > 0).astype(np.int64), first)
     wrong = (holders > 1) & ~np.logical_and.reduceat(held.replica, first) & (known != 0) & (known != holders)
@@ -509,7 +525,7 @@ def _check_replicas(held: HeldBoxes, first: NDArray[np.intp], block_nbytes: int,
 
 
 def _find_different(held: HeldBoxes, rows: range) -> tuple[int, int] | None:
-    """Return the first two rows that have digests, and different ones."""
+    """Return the first two rows with different digests; rows without digests are ignored."""
     known = [row for row in rows if held.digest_count[row]]
     digests = held.digests_of(known[0]) if known else b""
     return next(((known[0], row) for row in known[1:] if held.digests_of(row) != digests), None)

@@ -1,18 +1,23 @@
-"""From a mesh and placements to boxes: which piece of a tensor each rank holds, and where in its local tensor.
+"""Boxes from a device mesh and placements: the pieces of a tensor on each rank, global and local.
 
-The rules are those by which torch.distributed.tensor makes local tensors, stated on intervals instead of tensors. A
-dimension is the list of intervals of the global tensor that the local one holds, in local order; at first it is all.
+The rules are the rules by which torch.distributed.tensor makes local tensors, stated on intervals
+instead of tensors. Each dimension is a list of intervals of the global tensor, in local order; at
+first a list of one interval, the whole dimension.
 
-* `Shard` cuts the list into as many chunks as the mesh dimension has ranks, of ``ceil(count / ranks)`` elements each;
-  the last may be short, those behind it are empty (the rule of ``torch.chunk``). Rank i takes chunk i.
-* `StridedShard` cuts the list into ``split_factor`` chunks, each of these into as many as there are ranks, and rank i
-  takes the i-th chunk of every one, put together.
+* `Shard` cuts the list into as many chunks as the mesh dimension has ranks, of ``ceil(count /
+ranks)`` elements each.
+  The last non-empty chunk may be shorter, and further chunks are empty (the rule of ``torch.chunk``). Rank i takes
+  chunk i.
+* `StridedShard` cuts the list into ``split_factor`` chunks, and each chunk into as many subchunks
+as there are ranks.
+  Rank i takes the i-th subchunk of every chunk, concatenated.
 * `Replicate` takes everything.
 
-Placements are applied in the order of the mesh dimensions. FSDP2 does otherwise: it cuts plainly what tensor
-parallelism left of a parameter, then declares the result as ``(StridedShard(0, tp), Shard(0))``. Both readings agree
-when the dimension divides evenly and differ in some uneven cases (16 rows on 4 by 3 ranks: the last row is on rank
-(3, 2) or, by the mesh's order, (3, 0)), so `local_boxes` asks the local shape which one it was.
+Placements are applied in the order of the mesh dimensions, except for FSDP2: FSDP2 applies a plain
+`Shard` to the result of tensor parallelism, then declares the placements as ``(StridedShard(0, tp),
+Shard(0))``. Both readings agree if the dimension divides evenly. They differ in some uneven cases:
+with 16 rows on 4 by 3 ranks, the last row is on rank (3, 2) or, by the mesh's order, on rank (3,
+0). `local_boxes` therefore uses the local shape to choose the reading.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from ckptfmt.errors import Code, err
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank along the mesh dimension holds the same."""
+    """Every rank along the mesh dimension holds the same pieces."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StridedShard:
-    """The tensor's dimension `dim` is cut along the mesh dimension, after a cut into `split_factor` chunks."""
+    """The tensor's dimension `dim` is cut into `split_factor` chunks, then along the mesh dimension."""
 
     dim: int
     split_factor: int
@@ -48,13 +53,14 @@ class StridedShard:
 
 Placement: TypeAlias = Replicate | Shard | StridedShard
 
-#: Half-open intervals of one dimension of the global tensor, in local order; none is empty, no two could be one.
+#: Non-empty half-open intervals of one dimension of the global tensor, in local order. Adjacent
+#: intervals are merged.
 _Intervals: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LocalPiece:
-    """A piece of a tensor on a rank: its box in the global tensor, and where it lies in the rank's local tensor."""
+    """A rank's piece of a tensor: the box in the global tensor, and in the rank's local tensor."""
 
     box: Box
     local_box: Box
@@ -68,20 +74,22 @@ def boxes_of(
     *,
     fsdp2: bool = False,
 ) -> tuple[LocalPiece, ...]:
-    """Return the pieces that the rank at `coordinate` of a mesh holds, in C order of the local tensor.
+    """Return the pieces held by the rank at `coordinate` of a mesh, in C order of the local tensor.
 
-    A contiguous shard is one piece; an empty one, or one of a tensor without elements, is none.
+    A contiguous shard is one piece. An empty shard, or a shard of a tensor without elements, has no
+    pieces.
 
     Args:
-        global_shape: of the tensor, in elements.
-        mesh_shape: ranks along each mesh dimension.
-        coordinate: of the rank in the mesh.
-        placements: one for each mesh dimension.
-        fsdp2: read a strided shard whose factor is the number of shards to its right as a plain one that came after
-            them, as FSDP2 makes its local tensors.
+        global_shape: the tensor's shape, in elements.
+        mesh_shape: number of ranks along each mesh dimension.
+        coordinate: the rank's coordinate in the mesh.
+        placements: the placement of each mesh dimension.
+        fsdp2: whether to read a strided shard whose factor is the number of shards to its right as
+            a plain shard applied after them, as FSDP2 makes its local tensors.
 
     Raises: ARGUMENT when mesh, coordinate, placements and shape don't fit together.
-    Source: ``Shard`` and ``_StridedShard._split_tensor`` of torch.distributed.tensor.placement_types, torch 2.13.
+    Source: ``Shard`` and ``_StridedShard._split_tensor`` of
+        torch.distributed.tensor.placement_types, torch 2.13.
 
     >>> placements = (StridedShard(0, split_factor=2), Shard(0))
     >>> [str(piece.box.begin) for piece in boxes_of((8, 3), (2, 2), (0, 1), placements)]
@@ -104,13 +112,14 @@ def local_boxes(
     placements: tuple[Placement, ...],
     local_shape: tuple[int, ...],
 ) -> tuple[LocalPiece, ...]:
-    """Return the pieces of a live local tensor, by whichever reading of strided shards has its shape.
+    """Return the pieces of a local tensor, by the reading of placements that fits its shape.
 
     Args:
-        global_shape, mesh_shape, coordinate, placements: as for `boxes_of`.
-        local_shape: of the tensor that the rank really holds.
+        global_shape, mesh_shape, coordinate, placements: see `boxes_of`.
+        local_shape: shape of the tensor on the rank.
 
-    Raises: STATE_UNSUPPORTED when no reading has this shape, or both have it with different pieces; ARGUMENT.
+    Raises: STATE_UNSUPPORTED when no reading has this shape, or both have this shape with different
+        pieces; ARGUMENT.
     """
     both = (boxes_of(global_shape, mesh_shape, coordinate, placements, fsdp2=fsdp2) for fsdp2 in (False, True))
     readings = {pieces for pieces in both if _fits(pieces, local_shape)}
@@ -124,7 +133,7 @@ def local_boxes(
 
 
 def is_replica(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> bool:
-    """Tell whether the mesh declares that several ranks hold the same pieces.
+    """Return whether the mesh declares that several ranks hold the same pieces.
 
     >>> is_replica((2, 3), (Replicate(), Shard(0))), is_replica((1, 3), (Replicate(), Shard(0)))
     (True, False)
@@ -137,7 +146,7 @@ def is_replica(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -
 def _steps(
     mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], *, fsdp2: bool
 ) -> list[tuple[int, Shard | StridedShard]]:
-    """Return the cuts, in the order in which they are made, with the mesh dimension of each."""
+    """Return the cuts in the order of their application, each with its mesh dimension."""
     cuts = [(i, placement) for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     if not fsdp2:
         return cuts
@@ -165,7 +174,7 @@ def _shard(intervals: _Intervals, placement: Shard | StridedShard, rank_count: i
 
 
 def _chunk(intervals: _Intervals, chunk_count: int, chunk: int) -> _Intervals:
-    """Return one chunk of what the intervals hold, by the rule of torch.chunk."""
+    """Return one chunk of the intervals, by the rule of torch.chunk."""
     count = sum(end - begin for begin, end in intervals)
     extent = -(-count // chunk_count)
     low, high = extent * chunk, extent * (chunk + 1)

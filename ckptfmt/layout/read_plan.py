@@ -1,12 +1,18 @@
-"""Which bytes to read for which elements. Pure. Spec: REQ-OPN-005, REQ-OPN-006, REQ-OPN-008.
+"""Plan reads: from wanted elements to byte ranges of files. Pure.
+
+Spec: REQ-OPN-005, REQ-OPN-006, REQ-OPN-008.
 
 From wanted boxes to requests in four steps:
 
-1. `iter_stored_boxes`: which stored boxes have something of a wanted box (a part stores each of its boxes as one).
-2. `find_blocks`: which blocks of a stored box have something that is wanted; a column slice of long rows skips blocks.
-3. `plan_requests`: ranges of blocks, wherever they come from, made into few requests that are as long as allowed; each
-   block is in one request, whoever wants it.
-4. `cut_range`: which boxes the bytes of such a range are, once they are there.
+1. `iter_stored_boxes`: find the stored boxes that overlap a wanted box. A part stores each of its
+boxes as a unit.
+2. `find_blocks`: find the blocks of a stored box that contain a wanted element; a column slice of
+long rows skips
+   blocks.
+3. `plan_requests`: combine ranges of blocks, from any number of boxes, into few and long requests.
+Each block is in one
+   request, even if several readers want the block.
+4. `cut_range`: cut the bytes of a range into boxes after the read.
 """
 
 from __future__ import annotations
@@ -23,14 +29,14 @@ from ckptfmt.documents.sharding import Sharding
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockRange:
-    """Blocks of one stored box that follow each other, in a file as in the box; or one encoded block.
+    """Consecutive blocks of one stored box, consecutive in the file as well; or one encoded block.
 
     Attributes:
-        path: of the file.
+        path: the file's path.
         byte_begin: first byte in the file.
-        nbytes: how many bytes.
-        box: number of the box, of the caller's.
-        box_byte_begin: first byte of its content in the box; a block begins here.
+        nbytes: size in bytes.
+        box: the caller's number of the box.
+        box_byte_begin: first byte of the range in the box; a block begins here.
     """
 
     path: str
@@ -41,13 +47,13 @@ class BlockRange:
 
     @property
     def byte_end(self) -> int:
-        """The first byte behind it, in the file."""
+        """The first byte after the range, in the file."""
         return self.byte_begin + self.nbytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """A range of a file to read at once, and the ranges in it, in the order of the file."""
+    """A range of a file to read at once, and the block ranges in it, in the order of the file."""
 
     path: str
     byte_begin: int
@@ -56,9 +62,10 @@ class Request:
 
 
 def iter_stored_boxes(sharding: Sharding, wanted: Box) -> Iterator[tuple[Box, int, Box]]:
-    """Yield what to read so that `wanted` is filled exactly: a stored box, the number of its part, what to read of it.
+    """Yield the reads that fill `wanted` exactly: stored box, number of the part, box to read.
 
-    One by one: an index may claim millions of boxes which no part stores, and the first of them is refused.
+    The result is lazy: an index may claim millions of boxes that no part stores, and the first such
+    box is an error.
     """
     for stored, part in sharding.iter_common(wanted):
         common = stored.intersect(wanted)
@@ -67,24 +74,24 @@ def iter_stored_boxes(sharding: Sharding, wanted: Box) -> Iterator[tuple[Box, in
 
 
 def strides_of(shape: tuple[int, ...], element_nbytes: int) -> tuple[int, ...]:
-    """Return the distance in bytes from element to element along each dimension, in C order."""
+    """Return the distance in bytes between elements along each dimension, in C order."""
     return tuple(math.prod(shape[axis + 1 :]) * element_nbytes for axis in range(len(shape)))
 
 
 def find_blocks(
     stored: Box, wanted: Iterable[Box], element_nbytes: int, block_nbytes: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return the blocks of a stored box that have an element of any box of `wanted`, as ranges ``[begin, end)``.
+    """Return the blocks of a stored box with an element of `wanted`, as ranges ``[begin, end)``.
 
     Args:
-        wanted: none of them empty, each within `stored`.
+        wanted: non-empty boxes within `stored`.
 
     >>> stored = Box((0, 0), (4, 100))
     >>> find_blocks(stored, [Box((0, 0), (4, 5))], 1, 10)  # of each row the first five bytes
     ((0, 1), (10, 11), (20, 21), (30, 31))
     """
     wanted = list(wanted)
-    if stored in wanted:  # the same layout, most often
+    if stored in wanted:  # the usual case: the layout is the same
         return ((0, -(-stored.element_count * element_nbytes // block_nbytes)),)
     found = [_blocks_of(stored, box, element_nbytes, block_nbytes) for box in wanted]
     blocks = np.concatenate([np.empty((0, 2), np.int64), *found])
@@ -101,12 +108,12 @@ def find_blocks(
 def _blocks_of(
     stored: Box, wanted: Box, element_nbytes: int, block_nbytes: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Return the blocks that have an element of one box: rows of first block and first block behind."""
+    """Return the blocks with an element of one box, as rows of first block and end block."""
     strides = strides_of(stored.shape, element_nbytes)
     offsets = [begin - base for begin, base in zip(wanted.begin, stored.begin, strict=True)]
     starts = np.array([sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))], np.int64)
-    # From the innermost dimension out. Where the next stretch begins less than a block behind the last one's end, no
-    # block lies between them: they count as one stretch. So there are never more stretches than blocks.
+    # From the innermost dimension outwards. Two stretches with a gap of less than a block have no
+    # unwanted block between them and are merged. So there are never more stretches than blocks.
     span = element_nbytes
     outer: list[tuple[int, int]] = []
     for extent, stride in zip(reversed(wanted.shape), reversed(strides), strict=True):
@@ -122,13 +129,14 @@ def _blocks_of(
 def plan_requests(
     ranges: Iterable[BlockRange], *, block_nbytes: int, request_nbytes: int, gap_nbytes: int
 ) -> tuple[Request, ...]:
-    """Return the requests that read `ranges`, file after file, each from its begin to its end.
+    """Return the requests that read `ranges`, by file and offset.
 
     Args:
-        ranges: disjoint; each begins at a block's begin and ends at a block's end.
-        block_nbytes: a range is only cut between blocks, so that whoever has a request can check all of it.
-        request_nbytes: longest request, but for a single block.
-        gap_nbytes: how many bytes that nobody wants are read at most, so as to save a request.
+        ranges: disjoint ranges; each begins and ends at a block boundary.
+        block_nbytes: size of a block in bytes. A range is cut only between blocks, so that each
+            request can be verified by itself.
+        request_nbytes: largest size of a request with more than one block.
+        gap_nbytes: largest number of unwanted bytes that are read to save a request.
     """
     requests: list[list[BlockRange]] = []
     step = max(1, request_nbytes // block_nbytes) * block_nbytes
@@ -162,12 +170,13 @@ def _split(blocks: BlockRange, step: int) -> Iterator[BlockRange]:
 
 
 def cut_range(stored: Box, byte_begin: int, byte_end: int, element_nbytes: int) -> tuple[tuple[int, Box], ...]:
-    """Return the boxes that ``[byte_begin, byte_end)`` of a stored box are, in order, each with its first byte.
+    """Return the boxes in bytes ``[byte_begin, byte_end)`` of a stored box, each with its first byte.
 
-    They are at most ``2 * ndim - 1``: whole rows in the middle, and what is left of each dimension before and behind.
+    The result is in order and has at most ``2 * ndim - 1`` boxes: whole rows in the middle, and for
+    each dimension a rest before and after.
 
     Args:
-        byte_begin, byte_end: at elements' begins, within the box.
+        byte_begin, byte_end: offsets of elements within the box.
 
     >>> cut_range(Box((5, 0), (3, 4)), 2, 9, 1)
     ((2, Box(begin=(5, 2), shape=(1, 2))), (4, Box(begin=(6, 0), shape=(1, 4))), (8, Box(begin=(7, 0), shape=(1, 1))))
@@ -176,7 +185,7 @@ def cut_range(stored: Box, byte_begin: int, byte_end: int, element_nbytes: int) 
     found: list[tuple[int, Box]] = []
     at, end = byte_begin // element_nbytes, byte_end // element_nbytes
     while at < end:
-        # The outermost dimension of which whole rows begin here and end in time.
+        # The outermost dimension with a whole row that begins here and fits.
         axis = next(axis for axis in range(len(counts)) if at % counts[axis] == 0 and at + counts[axis] <= end)
         index = [at // counts[inner + 1] % stored.shape[inner] for inner in range(len(stored.shape))]
         shape = [1] * axis + list(stored.shape[axis:])
@@ -191,10 +200,10 @@ def cut_range(stored: Box, byte_begin: int, byte_end: int, element_nbytes: int) 
 
 
 def find_stretch(outer: Box, inner: Box) -> int | None:
-    """Return which element of `outer`, in C order, `inner` begins with, if its elements follow each other there.
+    """Return the offset of `inner` in `outer` in elements; None if `inner` isn't contiguous.
 
     Args:
-        inner: not empty, within `outer`.
+        inner: a non-empty box within `outer`.
 
     >>> find_stretch(Box((0, 0), (9, 4)), Box((2, 0), (3, 4))), find_stretch(Box((0, 0), (9, 4)), Box((2, 1), (3, 2)))
     (8, None)
@@ -213,7 +222,9 @@ def find_stretch(outer: Box, inner: Box) -> int | None:
 
 
 def iter_chunks(wanted: Box, element_nbytes: int, chunk_nbytes: int) -> Iterator[Box]:
-    """Yield boxes that tile `wanted`, in C order, each of at most `chunk_nbytes` where elements are that small.
+    """Yield boxes that tile `wanted`, in C order.
+
+    Each has at most `chunk_nbytes`, or is one element.
 
     >>> [chunk.shape for chunk in iter_chunks(Box((0, 0), (5, 4)), 1, 8)]
     [(2, 4), (2, 4), (1, 4)]

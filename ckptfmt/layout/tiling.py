@@ -1,13 +1,14 @@
-"""Whether boxes tile a tensor exactly, by sums of signed corners.
+"""Check that boxes tile a tensor exactly, by sums of signed corners.
 
-Give each box the sign ``+1`` at the corner where it begins and a change of sign for every coordinate that is an end.
-The sum of all boxes' corners says where the number of boxes above an element changes; boxes tile a tensor if and only
-if that sum is the corners of the whole tensor. The first corner (in C order) at which the two differ is the first
-element that is in no box, or in more than one: nothing smaller has a wrong count, so what changes there is the count
-itself.
+Each box has the sign ``+1`` at the corner where it begins, and the sign changes for every
+coordinate that is an end. The sum of all boxes' corners marks the places where the number of boxes
+above an element changes. Boxes tile a tensor if and only if this sum equals the corners of the
+whole tensor. The first corner (in C order) at which the two differ is the first element in no box
+or in more than one box: all smaller elements have the right count, so the change at this corner is
+the wrong count itself.
 
-Of boxes cut in d dimensions there are ``boxes * 2**d`` corners. None is ever made: sums of random products say where
-they differ, at the cost of sorting ``boxes * d`` integers.
+Boxes cut in d dimensions have ``boxes * 2**d`` corners. The corners aren't computed one by one:
+sums of random products find the first difference, at the cost of sorting ``boxes * d`` integers.
 """
 
 from __future__ import annotations
@@ -21,27 +22,30 @@ from ckptfmt import limits
 from ckptfmt.documents.sharding import Sharding
 from ckptfmt.errors import Code, err
 
-#: n boxes by ndim dimensions, in elements, of any integer dtype.
+#: An array of shape (n, ndim), in elements, of any integer dtype.
 Rows: TypeAlias = NDArray[Any]
 _Ints: TypeAlias = NDArray[np.int64]
 
 _REQUIREMENT: Final = "REQ-IDX-004"
 
-#: A prime below 2^31: products of two remainders fit into 63 bits, and sums of 2^32 of them, too.
+#: A prime below 2^31. A product of two remainders fits into 62 bits, a sum of 2^32 remainders into
+#: 63.
 _PRIME: Final = (1 << 31) - 1
-#: How often sums are drawn: eight dimensions err once in 2^28 in each, and so once in 2^84.
+#: Number of random draws. A draw misses a difference in eight dimensions with probability 2^-28,
+#: all three with 2^-84.
 _DRAWS: Final = 3
 
 
 def check_sharding(sharding: Sharding, global_shape: tuple[int, ...], *, where: str) -> None:
     """Check that the boxes of a sharding tile ``[0, global_shape)``.
 
-    Of a grid, it is enough that the intervals of each dimension add up to its extent.
+    For a grid, the extents of each dimension only have to add up to the tensor's extent.
 
-    Raises: as `check_tiling`. Spec: REQ-IDX-004, REQ-LIM-001.
+    Raises: the errors of `check_tiling`. Spec: REQ-IDX-004, REQ-LIM-001.
     """
     if sharding.extents is None:
-        # Tensors without elements may share boxes, and have each its own shape: the boxes are gone through once.
+        # Tensors without elements may share a sharding and differ in shape. A comparison with the
+        # sharding's end avoids a check of all boxes for each of them.
         if 0 in global_shape and all(end <= extent for end, extent in zip(sharding.end, global_shape, strict=False)):
             return
         rows = (len(sharding), len(global_shape))
@@ -55,7 +59,8 @@ def check_sharding(sharding: Sharding, global_shape: tuple[int, ...], *, where: 
             raise err(Code.BOX_BOUNDS, detail, where=where, requirement=_REQUIREMENT)
     short = [dim for dim, extent in enumerate(global_shape) if sums[dim] < extent]
     if short:
-        # In C order, the first element outside lies behind the end of the last dimension that ends too early.
+        # In C order, the first uncovered element lies at the end of the last dimension with too
+        # small a sum.
         point = tuple(sums[dim] if dim == short[-1] else 0 for dim in range(len(global_shape)))
         detail = f"element {point} is in no box of the {len(sharding)}"
         raise err(Code.TILING_GAP, detail, where=where, requirement=_REQUIREMENT)
@@ -71,21 +76,22 @@ def _check_cuts(box_count: int, split_ndim: int, where: str) -> None:
 
 
 def check_tiling(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *, where: str) -> None:
-    """Check that boxes tile ``[0, global_shape)``: every element is in exactly one.
+    """Check that boxes tile ``[0, global_shape)``: every element is in exactly one box.
 
-    Empty boxes are ignored, so that a tensor without elements is tiled by nothing.
+    Empty boxes are ignored, so a tensor without elements needs no box.
 
     Args:
-        global_shape: of the tensor, in elements.
+        global_shape: the tensor's shape, in elements.
         begin: first index of each box.
         box_shape: extent of each box.
         where: the tensor's name or place in a document, for the error.
 
     Shapes: `begin` and `box_shape` are (n, ndim), of any integer dtype.
-    Raises: BOX_BOUNDS, TILING_GAP, TILING_OVERLAP; LIMIT_EXCEEDED when the tensor is too large, or cut in more than
-        `limits.SPLIT_NDIM` dimensions; ARGUMENT when the arrays don't fit the tensor.
+    Raises: BOX_BOUNDS, TILING_GAP, TILING_OVERLAP; LIMIT_EXCEEDED when the tensor is too large, or
+        cut in more than `limits.SPLIT_NDIM` dimensions; ARGUMENT when the arrays don't fit the
+        tensor.
     Spec: REQ-IDX-004, REQ-LIM-001.
-    Source: summed-area tables, F. C. Crow, SIGGRAPH 1984, read backwards.
+    Source: summed-area tables, F. C. Crow, SIGGRAPH 1984, in reverse.
 
     >>> check_tiling((4, 6), np.array([[0, 0], [0, 2]]), np.array([[4, 2], [4, 4]]), where="w")
     >>> check_tiling((4, 6), np.array([[0, 0], [0, 2]]), np.array([[4, 2], [3, 4]]), where="w")
@@ -109,10 +115,11 @@ def check_tiling(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *,
 
 
 def check_bounds(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *, where: str) -> None:
-    """Check that each box lies within the tensor; empty ones too.
+    """Check that each box, even an empty box, lies within the tensor.
 
     Shapes: `begin` and `box_shape` are (n, ndim), of any integer dtype, in elements.
-    Raises: BOX_BOUNDS; LIMIT_EXCEEDED when the tensor is too large; ARGUMENT when the arrays don't fit the tensor.
+    Raises: BOX_BOUNDS; LIMIT_EXCEEDED when the tensor is too large; ARGUMENT when the arrays don't
+        fit the tensor.
     Spec: REQ-IDX-004, REQ-LIM-001.
 
     >>> check_bounds((4,), np.array([[3]]), np.array([[2]]), where="w")
@@ -129,7 +136,7 @@ def check_bounds(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *,
     for j, extent in enumerate(global_shape):
         low, count = begin[:, j], box_shape[:, j]
         outside = (low < 0) | (count < 0) | (low > extent) | (count > extent)
-        # The sum is taken only of what is known to be small, and in int64: the array's own type may wrap around.
+        # Only small values are added, and in int64: a sum in the array's own dtype may overflow.
         outside |= np.where(outside, 0, low).astype(np.int64) + np.where(outside, 0, count).astype(np.int64) > extent
         if outside.any():
             row = int(outside.argmax())
@@ -141,15 +148,17 @@ def check_bounds(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *,
 
 
 def _first_wrong(shape: tuple[int, ...], begin: _Ints, end: _Ints) -> _Ints | None:
-    """Return the first point of `shape` that isn't in exactly one box; None when there is none.
+    """Return the first point of `shape` in no box or in several; None if there is no such point.
 
-    Found by a random factor for each coordinate: a box adds the product of ``factor(begin) - factor(end)`` over all
-    dimensions, in which each corner is one term. Sums that differ are proof that corners do. Corners that differ give
-    sums that differ, but for one time in 2^84: d / p for each of `_DRAWS` draws, which nobody knows beforehand.
+    Each coordinate has a random factor. A box contributes the product of ``factor(begin) -
+    factor(end)`` over all dimensions, in which each corner is one term. Different sums prove that
+    the corners differ. Different corners give different sums except with probability 2^-84: d / p
+    for each of `_DRAWS` draws, which can't be predicted.
     """
     if not shape:
         return None if len(begin) == 1 else np.zeros(0, np.int64)
-    # The whole is one box more, of the other sign: then all corners together are none, or it is no tiling.
+    # The whole tensor is added as a box of the opposite sign: then all corners of a tiling cancel
+    # out.
     begin = np.concatenate([begin, np.zeros((1, len(shape)), np.int64)])
     end = np.concatenate([end, np.array([shape], np.int64)])
     sign = np.ones(len(begin), np.int64)
@@ -160,7 +169,8 @@ def _first_wrong(shape: tuple[int, ...], begin: _Ints, end: _Ints) -> _Ints | No
         while coordinate is None:
             if dim == 0:
                 return None
-            coordinate = _first_unequal(begin[:, dim:], end[:, dim:], sign)  # it is there: the sum before says so
+            # Draw again: a difference exists
+            coordinate = _first_unequal(begin[:, dim:], end[:, dim:], sign)
         wrong[dim] = coordinate
         begins = begin[:, dim] == coordinate
         rows = np.flatnonzero(begins | (end[:, dim] == coordinate))
@@ -170,10 +180,11 @@ def _first_wrong(shape: tuple[int, ...], begin: _Ints, end: _Ints) -> _Ints | No
 
 
 def _first_unequal(begin: _Ints, end: _Ints, sign: _Ints) -> int | None:
-    """Return the smallest first coordinate of signed boxes' corners that don't cancel out; None if all do."""
+    """Return the smallest first coordinate with corners that don't cancel out; None if all do."""
     places, rank = np.unique(np.concatenate([begin[:, 0], end[:, 0]]), return_inverse=True)
     rank = rank.reshape(2, -1)
-    random = np.random.default_rng()  # seeded by the operating system: who writes a checkpoint can't know what comes
+    # Seeded by the operating system: unpredictable for the writer of a checkpoint
+    random = np.random.default_rng()
     unequal = np.zeros(len(places), np.bool_)
     products = [sign % _PRIME for _ in range(_DRAWS)]
     for dim in range(1, begin.shape[1]):
@@ -191,7 +202,7 @@ def _first_unequal(begin: _Ints, end: _Ints, sign: _Ints) -> int | None:
 
 
 def _ranks(values: _Ints) -> tuple[_Ints, int]:
-    """Return each value's rank among the different values, and how many there are."""
+    """Return each value's rank among the distinct values, and the number of distinct values."""
     different, rank = np.unique(values, return_inverse=True)
     return rank.reshape(-1).astype(np.int64), len(different)
 
