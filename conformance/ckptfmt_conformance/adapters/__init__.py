@@ -1,1 +1,1 @@
-"""Adapters that come with the suite: the reference, broken ones that it must convict, and peers of other formats."""
+"""Adapters that come with the suite: the reference, broken adapters to convict, and peers."""

@@ -1,9 +1,11 @@
-"""ckptfmt's own training job for campaigns of faults: ``python -m ckptfmt_conformance.adapters.chaos_job``.
+"""ckptfmt's own training job for fault campaigns.
 
-It trains a small model with `ckptfmt_conformance.elastic`, whose bits are the same on any number of processes, saves
-each step, and knows nothing of faults. What it does about them is what the page on elastic runs recommends: a time-out
-for collective calls, `stop_on`, `check_replicas`, an end for a launch that was taken over, and no step on numbers
-that aren't finite.
+Use: ``python -m ckptfmt_conformance.adapters.chaos_job``.
+
+The job trains a small model with `ckptfmt_conformance.elastic`, whose bits are the same on any
+number of processes, and saves each step. The job doesn't know of faults. Its precautions are
+recommended by the page on elastic runs: a time-out for collective calls, `stop_on`,
+`check_replicas`, the end of a launch after a takeover, and a check for finite weights.
 """
 
 from __future__ import annotations
@@ -25,16 +27,17 @@ import blake3
 import ckptfmt
 from ckptfmt.errors import CkptError, FencedError
 
-#: Seconds after which a process that says nothing is taken for lost.
+#: The time after which a silent process counts as lost, in seconds.
 _SILENCE_S = 10
-#: Seconds from SIGTERM, by which torchrun says that other processes were lost, too, until nobody is waited for.
+#: The time limit of the orderly stop after SIGTERM, in seconds. torchrun also sends SIGTERM after
+#: the loss of other processes, and a wait for these would be in vain.
 _STOP_S = 5
 
 
 def train(run: Path, *, steps: int, progress: Path | None, pace_s: float) -> bool:
-    """Train from wherever the run stands until `steps` are done, as one process of a job or alone.
+    """Train from the run's current step until `steps` are done, as one process of a job or alone.
 
-    Returns: False if a signal stopped it before.
+    Returns: False if a signal stopped the training before.
     """
     import torch  # noqa: PLC0415 - to look at a run takes no torch
     import torch.distributed as dist  # noqa: PLC0415
@@ -42,7 +45,8 @@ def train(run: Path, *, steps: int, progress: Path | None, pace_s: float) -> boo
 
     from ckptfmt_conformance.elastic import Plan, Trainer  # noqa: PLC0415
 
-    torch.set_num_threads(1)  # sums depend on how many threads share them; `pin_arithmetic` imports the compiler
+    # sums depend on the number of threads; `pin_arithmetic` would import the compiler
+    torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", "0"))
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=dt.timedelta(seconds=_SILENCE_S))
@@ -83,13 +87,16 @@ def train(run: Path, *, steps: int, progress: Path | None, pace_s: float) -> boo
 
 
 def _leave_out_compiler() -> None:
-    """Keep torch's compiler from being imported at the first call of an optimizer: half of what a restart computes."""
+    """Replace torch's compiler by a stub.
+
+    The first call of an optimizer would import the compiler, which takes half of a restart's time.
+    """
     nothing: Any = types.SimpleNamespace(disable=lambda function, *_, **__: function, graph_break=lambda: None)
-    sys.modules.setdefault("torch._dynamo", nothing)  # it has all that optimizers call
+    sys.modules.setdefault("torch._dynamo", nothing)  # the stub has all names that optimizers call
 
 
 def read_states(run: Path) -> dict[str, dict[str, str | int]]:
-    """Return of each committed checkpoint its step, and the digest of all of its bits, or why it can't be read."""
+    """Return the step of each committed checkpoint, and the digest of its bits or a problem."""
     found: dict[str, dict[str, str | int]] = {}
     for one in ckptfmt.Run(run).list():
         if one.state == "unreadable":
@@ -104,7 +111,10 @@ def read_states(run: Path) -> dict[str, dict[str, str | int]]:
 
 
 def _digest_of(path: Path) -> str:
-    """Return the digest of weights, optimizer, position in the data and trainer: what any number of processes share."""
+    """Return the digest of the state shared by all world sizes.
+
+    The state consists of weights, optimizer, position in the data, and trainer.
+    """
     report = ckptfmt.validate(path)
     if report.violations:
         raise report.violations[0]
@@ -145,9 +155,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             progress=arguments.progress,
             pace_s=arguments.pace,
         )
-        return 0 if is_done else 128 + signal.SIGTERM  # with 0, torchrun would take the job for done
+        # with exit code 0, torchrun would count the job as finished
+        return 0 if is_done else 128 + signal.SIGTERM
     except FencedError as error:
-        print(error, file=sys.stderr)  # a newer launch has the run: end, and let nobody start this one again
+        # a newer launch owns the run: exit with 0, so that no scheduler restarts this launch
+        print(error, file=sys.stderr)
     return 0
 
 

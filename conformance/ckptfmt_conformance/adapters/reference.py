@@ -1,6 +1,6 @@
-"""The adapter of the reference implementation: with `chaos_job` the one module that imports ckptfmt.
+"""The adapter of the reference implementation. Only this module and `chaos_job` import ckptfmt.
 
-It is an example, too: everything that it does, it does by what ckptfmt has for everybody who opens, loads and saves.
+The adapter is an example too: it opens, loads and saves by ckptfmt's public functions.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class Reference:
     """The reference implementation.
 
     Attributes:
-        replacements: what is put in the place of functions of the implementation while it is asked, by their places
-            ``module:name``. Empty here; broken adapters take checks away with it.
+        replacements: replacements of the implementation's functions during a question, with their
+            places ``module:name``. Empty here; broken adapters disable checks by replacements.
     """
 
     replacements: tuple[tuple[str, object], ...] = ()
 
     def describe(self) -> Mapping[str, Any]:
-        """Say what this is."""
+        """Return the adapter's description."""
         return {
             "name": "ckptfmt",
             "version": ckptfmt.__version__,
@@ -97,9 +97,10 @@ class Reference:
         }
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Open a checkpoint, check all that its metadata says, and read every tensor; with ``verify``, every byte.
+        """Open a checkpoint, check all metadata, and read every tensor.
 
-        With ``launch``, a run is asked what its next launch resumes from.
+        With ``verify``, check every byte. With ``launch``, return the checkpoint from which a run's
+        next launch resumes.
         """
         asked = request or {}
         with self._broken_as_said():
@@ -120,7 +121,7 @@ class Reference:
         return {"blake3": self.reshard(path, {**request, "boxes": [request["box"]]})["digests"][0]}
 
     def reshard(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the digests of boxes in their order."""
+        """Return the digests of boxes, in order."""
         with self._broken_as_said(), _phase("open"), self._open(path, request) as checkpoint:
             field, name, scope = _parse_key(request["tensor"])
             with _phase("read"):
@@ -128,11 +129,12 @@ class Reference:
                 return {"digests": [self.digest_of(checkpoint, field, name, scope, box) for box in boxes]}
 
     def write(self, path: Path | None, request: Mapping[str, Any], output: Path) -> Mapping[str, Any]:
-        """Save the state that is described."""
+        """Save the state that the request describes."""
         del path
         fields: dict[str, Any] = {}
         for key, tensor in request["tensors"].items():
-            # Names of tensors in a tree are made of its keys: where a name has a slash, a mapping is in a mapping.
+            # The names of a tree's tensors are made from its keys. A slash in a name separates
+            # nested mappings.
             *outer, last = [piece.replace("~1", "/").replace("~0", "~") for piece in key.split("/")]
             mapping = fields
             for piece in outer:
@@ -144,7 +146,7 @@ class Reference:
         return {"digest": report.digest}
 
     def context(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Return a tree as tagged JSON; or the samples that come next, or what another library's loader is given."""
+        """Return a tree as tagged JSON, the next samples, or another library's loader state."""
         with self._broken_as_said(), _phase("open"):
             match request or {}:
                 case {"samples": asked}:
@@ -155,7 +157,7 @@ class Reference:
             return {"tree": self.tree_of((path / "tree.msgpack").read_bytes())}
 
     def parse(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Parse one document, or one value, by itself; return the value."""
+        """Parse one document or value, and return the value."""
         form, name = request["form"], request["file"]
         if form not in _FORMS:
             raise Unsupported(f"parse-{form}")
@@ -164,13 +166,13 @@ class Reference:
         return {"value": value} if form in _VALUES else {}
 
     def checkpointing(self) -> Checkpointing:
-        """Return what trajectories save and load by."""
+        """Return the object by which trajectories save and load."""
         return Checkpointing()
 
-    # What broken adapters do otherwise.
+    # Methods that broken adapters override.
 
     def digests(self, checkpoint: Checkpoint, key: tuple[str, str, str]) -> dict[str, Any]:
-        """Return what is said of a tensor."""
+        """Return dtype, shape, digest and first bytes of a tensor."""
         tensor = checkpoint.tensors[key]
         content = self.content(checkpoint, key, Box.whole(tensor.global_shape))
         return {
@@ -193,11 +195,11 @@ class Reference:
         return b"".join(bytes(content) for _, content in checkpoint.iter_content(tensor, box))
 
     def tree_of(self, content: bytes) -> Any:  # noqa: ANN401 - any value of JSON
-        """Return what is said of a tree."""
+        """Return a tree as tagged JSON."""
         return tagged(parse_tree(content, where="tree.msgpack"))
 
     def samples(self, content: bytes, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Go on from a cursor as a worker, and return the samples of its next steps."""
+        """Continue from a cursor as a worker, and return the samples of the next steps."""
         worker = asked["worker"], asked["worker_count"]
         sampler = Sampler.from_state_dict(parse_tree(content, where="tree.msgpack"), worker=worker)
         found: dict[str, Any] = {}
@@ -213,7 +215,7 @@ class Reference:
         return {"steps": [[*_rows(sampler, step, name)] for step in steps], **found}
 
     def launch(self, path: Path) -> dict[str, Any]:
-        """Begin a launch on a copy of a run, and return what it resumes from."""
+        """Begin a launch on a copy of a run, and return the launch's resumed checkpoint."""
         passed_over: list[str] = []
         with tempfile.TemporaryDirectory() as folder:
             store = LocalStore(shutil.copytree(path, Path(folder, "run")), writable=True)
@@ -225,7 +227,7 @@ class Reference:
         return {"resume_from": name, "chosen_by": begun.chosen_by, "passed_over": passed_over}
 
     def validate(self, path: Path, request: Mapping[str, Any]) -> None:
-        """Check every byte; raise the first violation."""
+        """Check every byte. Raises: the first violation."""
         with _phase("validate"):
             report = ckptfmt.validate(path, bases=_bases_of(path, request))
             if report.violations:
@@ -243,7 +245,7 @@ class Reference:
 
     @contextlib.contextmanager
     def _broken_as_said(self) -> Iterator[None]:
-        """Put the replacements in their places for as long as something is asked."""
+        """Apply the replacements for the duration of a question."""
         with contextlib.ExitStack() as stack:
             for place, replacement in self.replacements:
                 module, _, name = place.partition(":")
@@ -252,22 +254,22 @@ class Reference:
 
 
 class Checkpointing:
-    """How trajectories save and load: `ckptfmt.save` and `ckptfmt.load` of a `ckptfmt.State`.
+    """The saves and loads of trajectories: `ckptfmt.save` and `ckptfmt.load` of a `ckptfmt.State`.
 
     Attributes:
-        phases: what a `ckptfmt.Checkpointer` tells of a save, in that order.
-        refusals: what `ckptfmt.load` raises where it refuses something.
+        phases: the phases of a save that a `ckptfmt.Checkpointer` reports, in order.
+        refusals: the exceptions by which `ckptfmt.load` refuses.
     """
 
     phases = (*STATES, "DONE")
     refusals = (CkptError,)
 
     def save(self, path: str, state: Mapping[str, object], step: int) -> None:
-        """Save a state as a checkpoint of its own."""
+        """Save a state as a separate checkpoint."""
         ckptfmt.save(path, _state_of(state), step=step)
 
     def load(self, path: str, state: Mapping[str, object]) -> None:
-        """Load it into live objects, in place."""
+        """Load a checkpoint into live objects, in place."""
         ckptfmt.load(path, _state_of(state))
 
     def sampler(self, plan: Any, worker: tuple[int, int]) -> ckptfmt.Sampler:  # noqa: ANN401 - a plan of the suite's
@@ -279,23 +281,23 @@ class Checkpointing:
         return ckptfmt.Sampler(count, source=source, **common)
 
     def foreign_loader(self, loader: Any) -> ForeignLoader:  # noqa: ANN401 - any
-        """Return the loader as the library keeps it."""
+        """Return the loader in the library's wrapper."""
         return ForeignLoader(loader, lib="stand-in")
 
     def consumed_samples(self, holder: object, name: str) -> ConsumedSamples:
-        """Return the count as the library keeps it."""
+        """Return the count in the library's wrapper."""
         return ConsumedSamples(holder, names=(name,), lib="stand-in")
 
     def open_run(self, path: str, state: Mapping[str, object], *, delta: bool) -> Run:
-        """Resume a run, or begin it, and save beside the training from now on."""
+        """Resume or begin a run with asynchronous saves."""
         return Run(path, state, delta={"mode": "smallest", "full_every": 2} if delta else "off")
 
 
 class Run:
-    """A run that a trajectory's trainer goes on with: a `ckptfmt.Checkpointer`, whose steps are counted by the suite.
+    """A run continued by a trajectory's trainer: a `ckptfmt.Checkpointer` with explicit steps.
 
     Attributes:
-        step: training steps done by what was resumed from.
+        step: the number of finished training steps in the resumed checkpoint.
     """
 
     def __init__(
@@ -311,24 +313,24 @@ class Run:
         self.step = self._checkpointer.step
 
     def save(self, step: int) -> Save:
-        """Begin a save."""
+        """Start a save."""
         handle = self._checkpointer.save(step=step)
         assert handle is not None
         return Save(handle)
 
     def close(self) -> None:
-        """Wait for all saves, and let go of the saver."""
+        """Wait for all saves, and end the saver."""
         self._checkpointer.close()
 
 
 class Save:
-    """A save that goes on beside the training."""
+    """An asynchronous save."""
 
     def __init__(self, handle: SaveHandle) -> None:
         self._handle = handle
 
     def phase(self) -> str:
-        """Return how far it is. Raises: what it failed with."""
+        """Return the reached phase. Raises: the save's error."""
         if self._handle.error is not None:
             raise self._handle.error
         state = self._handle.state
@@ -336,14 +338,18 @@ class Save:
 
 
 def _rows(sampler: Sampler, step: int, name: str) -> Iterator[list[Any]]:
-    """Yield source, epoch, sample and weight of what a worker is given; `name` is that of the only source."""
+    """Yield source, epoch, sample and weight of a worker's samples.
+
+    Args:
+        name: the name of the source, if there is only one.
+    """
     for taken, epoch, weight in zip(sampler.indices(step), sampler.epochs(step), sampler.weights(step), strict=True):
         source, sample = taken if isinstance(taken, tuple) else (name, taken)
         yield [source, epoch, sample, weight]
 
 
 def _loader(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the field `data` into another library's loader, and return what that was given."""
+    """Load the field `data` into another library's loader, and return the loader's state."""
     saved = next(checkpoint.leaf(*key) for key in checkpoint.leaves if key[0] == "data")
     worker, count = asked["worker"], asked["worker_count"]
     loader, counts = _Loader(), SimpleNamespace()
@@ -351,11 +357,11 @@ def _loader(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> dict[str, Any]:
     if saved["per"] == "run":
         vars(counts).update(dict.fromkeys(saved["state"]))
         data = ConsumedSamples(counts, names=tuple(saved["state"]), lib=saved["lib"], worker_count=count)
-    # The interpreter's own random numbers aren't in the case, and stay as they are.
+    # The case has no random numbers of the interpreter. These stay unchanged.
     allow = frozenset({"streams", *(["loader"] if asked["allow"] else [])})
     plan = LoadPlan(checkpoint, worker=worker, worker_count=count, allow=allow)
     restoration = plan_restore(State(data=data), plan)
-    # What this one of several workers leaves may be another's.
+    # With several workers, values left by this worker may belong to another worker.
     restoration.check(restoration.leftover() if count == 1 else frozenset())
     report = restoration.apply(restoration.plan_reading())
     return {
@@ -365,29 +371,29 @@ def _loader(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Loader:
-    """Another library's loader: it keeps what it is given.
+    """A stand-in for another library's loader, which keeps the state that it receives.
 
     Attributes:
-        given: None until then.
+        given: the received state; None before.
     """
 
     given: object = None
 
     def __iter__(self) -> Iterator[object]:
-        """Begin, as a loader does that is put back; there is nothing to load."""
+        """Return an empty iterator, as there is no data."""
         return iter(())
 
     def state_dict(self) -> object:
-        """Return what was given."""
+        """Return the received state."""
         return self.given
 
     def load_state_dict(self, state: object) -> None:
-        """Take it."""
+        """Keep a state."""
         self.given = state
 
 
 def _state_of(state: Mapping[str, Any]) -> ckptfmt.State:
-    """Return what a trajectory's state is here: its fields by their names, and everything else as an extra."""
+    """Return a trajectory's state as a `ckptfmt.State`: fields by name, other values as extra."""
     own: dict[str, Any] = {name: _value_of(value) for name, value in state.items()}
     fields: dict[str, Any] = {
         name: own.pop(name) for name in ("weights", "optimizer", "data", "config", "rng") if name in own
@@ -396,20 +402,20 @@ def _state_of(state: Mapping[str, Any]) -> ckptfmt.State:
 
 
 def _value_of(value: object) -> object:
-    """Return a value as ckptfmt takes it: what each process has for itself is marked as such."""
+    """Return a value in ckptfmt's form: a value of each process is marked as `PerWorker`."""
     if type(value).__name__ == "PerRank":
         return ckptfmt.PerWorker(value.value)  # type: ignore[attr-defined]
     return value
 
 
 def original(place: str) -> Any:  # noqa: ANN401 - a function or a class
-    """Return what the implementation has at ``module:name``."""
+    """Return the implementation's object at ``module:name``."""
     module, _, name = place.partition(":")
     return getattr(_owner(module, name), name.rpartition(".")[2])
 
 
 def _owner(module: str, name: str) -> Any:  # noqa: ANN401 - a module or a class
-    """Return what has a name, such as a module, or a class for ``Class.method``."""
+    """Return the owner of a name: a module, or a class for ``Class.method``."""
     owner: Any = importlib.import_module(module)
     for piece in name.split(".")[:-1]:
         owner = getattr(owner, piece)
@@ -418,18 +424,19 @@ def _owner(module: str, name: str) -> Any:  # noqa: ANN401 - a module or a class
 
 @contextlib.contextmanager
 def _phase(name: str) -> Iterator[None]:
-    """Answer with a refusal where the implementation raises one of its own errors."""
+    """Raise a refusal where the implementation raises one of its own errors."""
     try:
         yield
     except CkptError as error:
         if error.code == "STATE_UNSUPPORTED":
             raise Unsupported(error.detail) from error
-        # That a file of tensors isn't there is found by `read` at the latest; ckptfmt says so when it opens.
+        # Readers find a missing file of tensors in `read` at the latest. ckptfmt reports it at the
+        # opening.
         raise Rejected(error.code, error.where, "read" if error.code == "FILES_IN_CACHES" else name) from error
 
 
 def _check_metadata(checkpoint: Checkpoint) -> None:
-    """Check everything that can be wrong before a byte of a tensor is read."""
+    """Check all metadata, before any byte of a tensor is read."""
     for reference in checkpoint.manifest.references:
         checkpoint.closure.open(reference)
     for number in range(len(checkpoint.index.parts)):
@@ -491,7 +498,7 @@ def _items(name: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def _members(name: str) -> Callable[[Any], dict[str, Any]]:
-    """Return what a set is: its members have an order in a checkpoint, that of their bytes there."""
+    """Return a function for a set, whose members are sorted by their bytes, as in a checkpoint."""
     return lambda value: {name: [tagged(item) for item in sorted(value, key=lambda item: dump_tree(item, where=""))]}
 
 
@@ -531,7 +538,7 @@ def _strings(content: bytes, where: str) -> list[str]:
     return found
 
 
-#: What one document or value is parsed by that stands alone, given its bytes and the name of its file.
+#: The parser of each form of single document or value, given its bytes and its file's name.
 _FORMS: dict[str, Callable[[bytes, str], Any]] = {
     "run": lambda content, where: RunRecord.parse(content, where=where),
     "launch": lambda content, where: Launch.parse(content, where=where),
@@ -551,7 +558,7 @@ _FORMS: dict[str, Callable[[bytes, str], Any]] = {
     "strings": lambda content, where: tagged(_strings(content, where)),
     "packed_document": lambda content, where: open_packed_document(content, where=where),
 }
-#: Of these the value is asked for, too.
+#: The forms whose value is part of the answer.
 _VALUES = ("tree", "msgpack", "packed", "strings")
 
 

@@ -1,4 +1,4 @@
-"""The trainer: microbatches of logical workers, a sum on the tree, one division, one optimizer step."""
+"""The trainer: microbatches of logical workers, one sum on the tree, one division, one update."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ class Trainer:
 
 @contextmanager
 def _streams(seed: int) -> Iterator[None]:
-    """Seed Python's and torch's random numbers, and restore the process's own streams at the end."""
+    """Seed Python's and torch's random numbers; restore the process's streams at the end."""
     python = random.getstate()
     with torch.random.fork_rng():
         random.seed(seed)

@@ -137,7 +137,10 @@ def _flipped(peer: Peer, bench: Bench) -> Verdict:
 
 
 def _regions(nbytes: int, count: int, rng: random.Random) -> list[int]:
-    """Return a byte of each region, and one of the first and of the last 64 bytes (headers, ends)."""
+    """Return a byte of each region, and a byte each of the first and the last 64 bytes.
+
+    Headers and ends of files are there.
+    """
     if nbytes <= count:
         return list(range(nbytes))
     bounds = [nbytes * part // count for part in range(count + 1)]

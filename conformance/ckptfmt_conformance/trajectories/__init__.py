@@ -1,17 +1,18 @@
-"""Trajectories: is a run that was interrupted the same run, in every bit of all of its state, at every step?
+"""Trajectories: an interrupted run must have the same bits of all state, at every step.
 
-A cell trains a small model twice: once without interruption, and once saved, thrown away, made anew from another seed,
-loaded, and gone on with. What is compared is the raw bytes of everything a step changes. What saves and loads is a
-`Checkpointing`, made by an adapter:
+A cell trains a small model twice. The first run isn't interrupted. The second run is saved,
+discarded, made anew from another seed, loaded, and continued. The cell compares the raw bytes of
+all state that a step changes. The adapter provides a `Checkpointing` for saves and loads:
 
     for cell in list_cells():
         result = run_cell(cell, checkpointing, directory)
 
-What also is a `Sampling` is judged by the format's order of samples, and what is a `ForeignLoading` by other loaders.
-One that saves beside the training may be an `AsyncCheckpointing` as well; then trainers are killed while it saves.
+A checkpointing with the methods of `Sampling` is also judged by the format's order of samples, and
+one with those of `ForeignLoading` by foreign loaders. For an `AsyncCheckpointing`, which saves
+asynchronously, trainers are also killed during a save.
 
-Cells of tier ``T-N`` are negative controls: after the load something is taken away or damaged, and the cell passes
-where that is seen, named, and changes what is learnt.
+Cells of tier ``T-N`` are negative controls: after the load, some state is dropped or damaged. Such
+a cell passes if the comparison finds and names the damage, and the damage changes the training.
 """
 
 from __future__ import annotations
@@ -38,18 +39,22 @@ __all__ = [
 
 
 def run_cell(cell: Cell, checkpointing: Checkpointing, directory: str | Path) -> CellResult:
-    """Run a cell, and say how it went; it never raises for what an implementation does.
+    """Run a cell, and return its result.
 
-    Cells of several processes share eight that the first of them starts. They end with the program, or by `close_gang`.
-    Trainers that are killed have processes of their own. A script must call it under ``if __name__ == "__main__"``,
-    since those processes import it, too.
+    Failures of the implementation are results, and no exceptions.
+
+    Cells of several processes share eight processes, which the first such cell starts. They end
+    with the program, or by `close_gang`. Killed trainers have processes of their own. A script must
+    call this function under ``if __name__ == "__main__"``, since the new processes import the
+    script.
 
     Args:
-        cell: one of `list_cells`.
-        checkpointing: what is judged; for cells with processes of their own, of a class that those can import.
-        directory: where checkpoints may be written, in a directory of their own.
+        cell: a cell of `list_cells`.
+        checkpointing: the judged implementation. For cells with several processes, its class must
+            be importable there.
+        directory: the parent of a new directory for checkpoints.
 
-    Returns: a `CellResult`; the state of the program's random-number streams is as it was.
+    Returns: a `CellResult`. The program's random-number streams are restored.
     """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)

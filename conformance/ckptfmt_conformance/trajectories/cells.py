@@ -1,4 +1,4 @@
-"""The list of cells: what is trained, in which layout, where it is interrupted."""
+"""The list of cells: models, layouts, and points of interruption."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ckptfmt_conformance.trajectories.recipes import EPOCH_STEPS, OVERFLOW_STEP,
 
 __all__ = ["WORLD_SIZES", "list_cells"]
 
-#: World sizes of which each goes to each.
+#: The world sizes of the pairs: each size is resumed by each size.
 WORLD_SIZES: Final = (1, 2, 3, 4, 5, 8)
 
-#: Where a run is interrupted, by name: after so many steps, and so many microbatches of the next one.
+#: Interruptions by name: positions of finished steps, and finished microbatches of the next step.
 INTERRUPTIONS: Final[dict[str, tuple[Position, ...]]] = {
     "boundary": ((7, 0),),
     "fresh": ((0, 0),),
@@ -47,7 +47,7 @@ _WORDS: Final = {
 
 
 def list_cells() -> list[Cell]:
-    """Return all cells: those of T-0, and the negative controls, T-N.
+    """Return all cells: those of tier T-0, and the negative controls of tier T-N.
 
     >>> cells = list_cells()
     >>> len({cell.id for cell in cells}) == len(cells)
@@ -124,7 +124,7 @@ def _iter_plain() -> Iterator[Cell]:
     yield _make("gpt", Recipe(model="gpt"), "last")
 
 
-#: When a trainer is killed, by name; and in words.
+#: The moments when a trainer is killed, by name, with a text for the description.
 KILLS: Final[dict[str, tuple[Kill, str]]] = {
     "before": (Kill(phase=None), "before a save"),
     "staging": (Kill(phase="STAGING"), "while its state is being copied"),
@@ -135,13 +135,13 @@ KILLS: Final[dict[str, tuple[Kill, str]]] = {
     "retention": (Kill(phase="COMMITTED", midway=True, together=True), "while older checkpoints are let go"),
     "torn": (Kill(phase="STAGED", midway=True, together=True), "while its state is being written"),
 }
-#: Those of a save of everything, and of one of what changed.
+#: The kills of a full save, and the kills of a delta save.
 FULL_KILLS: Final = ("before", "staging", "staged", "writing", "written", "committed", "retention")
 DELTA_KILLS: Final = ("staged", "torn", "written", "committed", "retention")
 
 
 def _iter_killed() -> Iterator[Cell]:
-    """Yield trainers that are killed while they save beside the training."""
+    """Yield cells whose trainers are killed during an asynchronous save."""
     kinds = (
         ("full", Recipe(averaged=True), FULL_KILLS, (), ""),
         ("delta", Recipe(), DELTA_KILLS, ("deltas",), " what changed"),
@@ -161,7 +161,7 @@ def _iter_killed() -> Iterator[Cell]:
 
 
 def _iter_spread() -> Iterator[Cell]:
-    """Yield the cells of several processes that stay as many."""
+    """Yield the cells of several processes with a constant world size."""
     ddp = Recipe(layout="ddp", world_size=2, optimizer="adamw-loop")
     for interruption in ("boundary", "fresh", "epoch", "window"):
         recipe = dataclasses.replace(ddp, accumulate=2) if interruption == "window" else ddp
@@ -178,7 +178,7 @@ def _iter_spread() -> Iterator[Cell]:
         yield _make("gpt", tp, interruption)
 
 
-#: What the cells of the reference trainer train.
+#: The recipes of the reference trainer's cells.
 ELASTIC: Final[dict[str, Recipe]] = {
     "gpt": Recipe(layout="elastic", world_size=None, model="gpt", optimizer="adamw-loop"),
     "mlp": Recipe(layout="elastic", world_size=None, model="mlp", optimizer="sgd", averaged=True),
@@ -205,7 +205,7 @@ def _make_elastic(name: str, key: str, worlds: tuple[int, ...], cuts: tuple[Posi
 
 
 def _iter_pairs() -> Iterator[Cell]:
-    """Yield each world size to each."""
+    """Yield a cell for each pair of world sizes."""
     keys = ("gpt", "mlp", "gpt", "moe", "cnn")
     for number, (before, after) in enumerate(itertools.product(WORLD_SIZES, WORLD_SIZES)):
         key = keys[number % len(keys)]
@@ -213,13 +213,13 @@ def _iter_pairs() -> Iterator[Cell]:
 
 
 def _iter_chains() -> Iterator[Cell]:
-    """Yield longer chains of world sizes."""
+    """Yield cells with longer chains of world sizes."""
     five = ((2, 0), (5, 0), (6, 0), (9, 0))
     yield _make_elastic("chains/8-3-1-4-8", "gpt", (8, 3, 1, 4, 8), five)
     yield _make_elastic("chains/6-7-2-5-1", "moe", (6, 7, 2, 5, 1), five)
     yield _make_elastic("chains/1-8-5-7-3", "mlp", (1, 8, 5, 7, 3), five)
     each = tuple((step, 0) for step in range(STEPS))
-    for world_size in (6, 7):  # to and from each of the others, which the pairs leave out
+    for world_size in (6, 7):  # the pairs omit these world sizes
         there_and_back = itertools.chain.from_iterable((world_size, other) for other in WORLD_SIZES)
         yield _make_elastic(f"chains/{world_size}-and-all", "gpt", (*there_and_back, world_size), each)
     yield _make_elastic("chains/6-6-7-7-6", "mlp", (6, 6, 7, 7, 6), five)
@@ -233,7 +233,7 @@ def _iter_chains() -> Iterator[Cell]:
 
 
 def _iter_refusals() -> Iterator[Cell]:
-    """Yield what must be refused: a run whose plan is another one."""
+    """Yield cells of a run with another plan, which must be refused."""
     recipe = ELASTIC["gpt"]
     for workers in (4, 16):
         yield Cell(
@@ -248,7 +248,7 @@ def _iter_refusals() -> Iterator[Cell]:
         )
 
 
-#: From which layout on how many processes into which.
+#: Layout and world size of the save, layout and world size of the load.
 LAYOUTS: Final = (
     ("ddp", 2, "ddp", 3), ("fsdp2", 5, "fsdp2", 2), ("fsdp2", 4, "ddp", 2), ("ddp", 2, "fsdp2", 3),
     ("tp", 2, "fsdp2", 3), ("fsdp2", 3, "tp", 2), ("tp", 2, "plain", 1), ("plain", 1, "fsdp2", 4),
@@ -256,7 +256,7 @@ LAYOUTS: Final = (
 
 
 def _iter_layouts() -> Iterator[Cell]:
-    """Yield what is loaded into another layout: all bytes, and the order of the samples."""
+    """Yield cells with loads into another layout: all bytes, and the order of the samples."""
     for claim, (layout, before, other, after) in itertools.product(("S0", "S1"), LAYOUTS):
         recipe = Recipe(model="gpt", optimizer="adamw-loop", layout=layout, world_size=before)
         target = dataclasses.replace(recipe, layout=other, world_size=after)
@@ -274,7 +274,7 @@ def _iter_layouts() -> Iterator[Cell]:
 
 
 def _iter_controls() -> Iterator[Cell]:
-    """Yield the negative controls: each passes by turning red."""
+    """Yield the negative controls, which pass by turning red."""
     for name, control in CONTROLS.items():
         yield Cell(
             id=f"control/{name}",

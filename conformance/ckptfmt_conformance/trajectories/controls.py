@@ -1,4 +1,7 @@
-"""Negative controls: what is lost or damaged after a load, on purpose. A suite that stays green doesn't see it."""
+"""Negative controls: state dropped or damaged after a load.
+
+A suite must turn red for each control.
+"""
 
 from __future__ import annotations
 
@@ -28,24 +31,24 @@ Undo = Callable[[], object]
 
 
 class Keep(Protocol):
-    """Remembers what a part of a job is before a load, and returns what puts that back."""
+    """Remembers the state of a part of a job before a load. Returns a function to restore it."""
 
     def __call__(self, job: Any) -> Undo:  # noqa: ANN401 - a job of either kind
-        """Remember."""
+        """Remember the state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """One thing that goes wrong.
+    """A fault injected after a load.
 
     Attributes:
-        recipe, cut: a run in which it matters, and where.
-        drop: for what isn't restored: it stays as it is in a job that has done nothing.
-        damage: for what comes back, but not as it was.
-        named: what the report must name.
-        learns: whether the weights must differ soon; else it's a counter that nothing reads.
-        worlds: for T2, the numbers of processes.
-        loaders: worker processes of a loader, before and after.
+        recipe, cut: a run where the fault matters, and the position of the fault.
+        drop: for state that isn't restored: the state of a new job is kept.
+        damage: for state restored wrongly.
+        named: the part of the report that names the fault.
+        learns: whether the weights must differ soon; False for a counter without influence.
+        worlds: the numbers of processes, for T2.
+        loaders: the numbers of a loader's worker processes, before and after.
     """
 
     recipe: Recipe
@@ -58,7 +61,7 @@ class Control:
     loaders: tuple[int, ...] = ()
 
     def before(self, job: Runnable) -> Undo:
-        """Prepare, before the load; the result is to be called after it."""
+        """Prepare the fault before the load. Return a function to call after the load."""
         if self.drop is not None:
             return self.drop(job)
         damage = self.damage
@@ -126,7 +129,7 @@ def _masters_from_weights(job: Any) -> Undo:  # noqa: ANN401 - the same
 
 
 def _moments_as_weights(job: Any) -> Undo:  # noqa: ANN401 - the same
-    """Do what `Optimizer.load_state_dict` does: cast the state to the weight's dtype."""
+    """Cast the state to the weight's dtype, as `Optimizer.load_state_dict` does."""
     return lambda: job.optimizer.load_state_dict(job.optimizer.state_dict())
 
 
@@ -145,7 +148,10 @@ def _keep_rate(job: Any) -> Undo:  # noqa: ANN401 - the same
 
 
 def _flip(tensors_of: Callable[[Any], Mapping[str, torch.Tensor]], ending: str = "") -> Callable[[Any], None]:
-    """Flip the last bit of every number of one tensor: one alone may belong to a unit that is dropped just then."""
+    """Flip the last bit of every number of one tensor.
+
+    A single number may belong to a unit that dropout removes in the next step.
+    """
 
     @torch.no_grad()
     def damage(job: Any) -> None:  # noqa: ANN401 - the same
@@ -203,7 +209,7 @@ def _keep_augment(job: Any) -> Undo:  # noqa: ANN401 - the same
 
 
 def _one_for_all(job: Any) -> None:  # noqa: ANN401 - the same
-    """Give every process the torch stream of the first one."""
+    """Copy the torch stream of the first process to all processes."""
     del job
     state = torch.get_rng_state()
     dist.broadcast(state, src=0)
@@ -212,7 +218,10 @@ def _one_for_all(job: Any) -> None:  # noqa: ANN401 - the same
 
 @torch.no_grad()
 def _statistics_of_first(job: Any) -> None:  # noqa: ANN401 - the same
-    """Give every process the statistics of the first one, as a checkpoint does that only the first one writes."""
+    """Copy the statistics of the first process to all processes.
+
+    A checkpoint written by the first process only has this effect.
+    """
     for buffer in job.core.buffers():
         dist.broadcast(buffer, src=0)
 
@@ -289,12 +298,15 @@ def _stream_controls() -> dict[str, Control]:
 
 
 def _other_plan(**changes: Any) -> Callable[[Any], None]:  # noqa: ANN401 - of a `DataPlan`
-    """Make the samplers anew of another plan, so that their cursor is whole, and that of another run."""
+    """Return a fault that remakes the samplers from another plan.
+
+    Their cursor is complete, but belongs to another run.
+    """
     return lambda job: job.reading.use(dataclasses.replace(job.reading.plan, **changes), job.position[0])
 
 
 def _fetched(job: Any) -> None:  # noqa: ANN401 - a job of either kind
-    """Go on after what was fetched ahead: as if it had been consumed."""
+    """Continue after the prefetched batches, as if they had been consumed."""
     job.reading.advance(READ_AHEAD + PREFETCH)
 
 
@@ -390,7 +402,7 @@ CONTROLS: Final[Mapping[str, Control]] = {
         recipe=_ELASTIC, worlds=(2, 3), cut=(7, 1), named="the trainer's own state",
         drop=lambda job: lambda: [slot[0].zero_() for slot in job.trainer.window.slots.values()],
     ),
-    # Nothing is lost or damaged here: it's summed as is usual, and that alone must give other bits.
+    # No state is lost or damaged here. The usual order of summation alone must give other bits.
     "elastic.ring/damage": Control(recipe=_RING, worlds=(3, 4), named="nothing was restored yet"),
     "elastic.exp_avg/drop": Control(
         recipe=_ELASTIC, worlds=(1, 2), drop=_zero_moment("exp_avg"), named="optimizer's exp_avg"

@@ -1,4 +1,4 @@
-"""The data of the cells: a cursor over shuffled epochs, and batches that every random-number stream has a part in."""
+"""The data of the cells: a cursor over shuffled epochs, and batches that use all random streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def order_of(samples: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 class Cursor:
-    """Where the run stands in its data: what its microbatches have consumed, over all processes.
+    """The position of the run in its data: the samples consumed by all processes.
 
     >>> cursor = Cursor(5, seed=0)
     >>> len(cursor.take(4)), len(cursor.take(4)), cursor.state_dict()
@@ -40,29 +40,29 @@ class Cursor:
 
     @property
     def epoch(self) -> int:
-        """Epochs done."""
+        """The number of finished epochs."""
         return self.consumed // self.samples
 
     def take(self, count: int) -> list[int]:
-        """Return the next samples; one epoch follows the other."""
+        """Return the next `count` samples, across ends of epochs."""
         begin, self.consumed = self.consumed, self.consumed + count
         places = (divmod(at, self.samples) for at in range(begin, self.consumed))
         return [order_of(self.samples, self.seed, epoch)[position] for epoch, position in places]
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position, free of rank and world size."""
+        """Return the position, independent of rank and world size."""
         epoch, position = divmod(self.consumed, self.samples)
         return {"epoch": epoch, "position": position, "samples": self.samples, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position."""
+        """Go to a saved position."""
         self.samples, self.seed = state["samples"], state["seed"]
         self.consumed = state["epoch"] * state["samples"] + state["position"]
 
 
 @functools.lru_cache(maxsize=4)
 def _table(language: bool) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: FBT001 - a key of the cache
-    """Return inputs and targets of all samples there are; the same in every process."""
+    """Return inputs and targets of all samples; the same in every process."""
     draw = torch.Generator().manual_seed(2026)
     if language:
         text = torch.randint(VOCABULARY, (256, TOKENS), generator=draw)
@@ -72,23 +72,23 @@ def _table(language: bool) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: FBT001
 
 
 def rows_of(model: str, samples: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets of samples, as they are."""
+    """Return inputs and targets of samples, without augmentation."""
     inputs, targets = _table(is_language_model(model))
     chosen = torch.tensor([sample % len(inputs) for sample in samples])
     return inputs[chosen], targets[chosen].flatten()
 
 
 def make_batch(model: str, samples: Sequence[int], augment: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets, augmented: Python's, numpy's and the program's own stream each have a part in it.
+    """Return inputs and targets, augmented by Python's, numpy's and the program's random streams.
 
-    Torch's is left to the models. So whichever of the four doesn't come back, the next step is another one.
+    The models use torch's stream. So the loss of any of the four streams changes the next step.
     """
     inputs, targets = rows_of(model, samples)
     return augmented(model, inputs, augment), targets
 
 
 def augmented(model: str, inputs: torch.Tensor, augment: torch.Generator) -> torch.Tensor:
-    """Return inputs that each stream but torch's has a part in."""
+    """Return inputs augmented by all random streams except torch's."""
     noise = np.random.random(inputs.shape)  # noqa: NPY002 - the global stream is one to restore
     if is_language_model(model):
         shift = random.randrange(1, VOCABULARY)

@@ -1,4 +1,4 @@
-"""The cells that read by a loader: the data cursor in full, and foreign loaders."""
+"""The cells with loaders: the complete data cursor, and foreign loaders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptfmt_conformance.trajectories.recipes import Recipe
 
 __all__ = ["iter_data_cells"]
 
-#: What is read, in words, and after how many steps it's interrupted, by name.
+#: By name: the data in words, and the steps of interruption by name.
 PLANS: Final[dict[str, tuple[str, dict[str, int]]]] = {
     "shuffled": ("one shuffled source", {"middle": 7, "epoch": 5, "epochs": 10}),
     "carry": ("one source whose epochs end within a step", {"middle": 7, "before": 4, "epoch": 5}),
@@ -38,12 +38,12 @@ _WORDS: Final = {
     "between": "as more is left out",
     "often": "three times",
 }
-#: Numbers of worker processes, of which each goes to the next.
+#: Numbers of worker processes before and after the interruption.
 _LOADERS: Final = ((5, 0), (0, 2), (2, 5))
 
 
 def iter_data_cells() -> Iterator[Cell]:
-    """Yield them all."""
+    """Yield all cells with loaders."""
     yield from _iter_single()
     yield from _iter_elastic()
     yield from _iter_foreign()
@@ -113,7 +113,8 @@ def _iter_foreign() -> Iterator[Cell]:
             cuts=((7, 0),),
             description=f"{words}, on two processes before and after",
         )
-        # With fewer processes each finds a position of its own, and what another one had is lost without a trace.
+        # With another world size, each process would find only its own position. Positions of
+        # missing processes would be lost silently.
         for before, after in ((2, 3), (3, 2)):
             yield Cell(
                 id=f"t1/foreign/refused/{short}-{before}-to-{after}",

@@ -1,4 +1,4 @@
-"""What the cells of one process are trained on: the processor, or what the environment names."""
+"""The device of the cells with one process: the CPU, or the environment's choice."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ import torch
 
 __all__ = ["DEVICE"]
 
-#: Set CKPTFMT_CONFORMANCE_DEVICE=cuda for the cells ``t1/plain/*``. Those of several processes need the processor.
+#: Set CKPTFMT_CONFORMANCE_DEVICE=cuda for the cells ``t1/plain/*``. Cells of several processes need
+#: the CPU.
 DEVICE: Final = torch.device(os.environ.get("CKPTFMT_CONFORMANCE_DEVICE", "cpu"))

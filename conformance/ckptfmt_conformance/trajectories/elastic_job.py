@@ -1,4 +1,4 @@
-"""A training job on the reference trainer: the same state on all processes, on any number of them."""
+"""A training job on the reference trainer, with the same state on any number of processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ __all__ = ["ElasticJob"]
 
 
 class ElasticJob:
-    """Model, optimizer, schedule and trainer of a recipe; from other first values for another seed."""
+    """Model, optimizer, schedule and trainer of a recipe.
+
+    The seed determines the initial values.
+    """
 
     def __init__(self, recipe: Recipe, seed: int) -> None:
         self.recipe = recipe
@@ -47,7 +50,7 @@ class ElasticJob:
 
     @property
     def position(self) -> Position:
-        """Steps done, and microbatches of the one that isn't."""
+        """The number of finished steps, and of finished microbatches in the unfinished step."""
         return self.trainer.steps_done, self.trainer.micro
 
     def _loss_of(self, model: nn.Module, samples: range) -> tuple[torch.Tensor, int]:
@@ -68,10 +71,10 @@ class ElasticJob:
         return loss, len(targets)
 
     def advance(self) -> None:
-        """Do one microbatch, and the step where it's the last one."""
+        """Do one microbatch, and finish the step if the microbatch is its last."""
         report = self.trainer.microbatch()
         if report is None:
-            self.samples, self.loss = (0, 0), 0.0  # they belong to whole steps
+            self.samples, self.loss = (0, 0), 0.0  # samples and loss belong to whole steps
             return
         self.scheduler.step()
         for module in self.core.modules():
@@ -84,7 +87,7 @@ class ElasticJob:
         self.samples = report.samples.start, report.samples.stop
 
     def state(self) -> dict[str, object]:
-        """Return what is handed to the checkpointing."""
+        """Return the state for the checkpointing."""
         state: dict[str, object] = {
             "weights": self.core,
             "optimizer": self.optimizer,
@@ -97,7 +100,10 @@ class ElasticJob:
         return state | ({"averaged": self.averaged} if self.averaged is not None else {})
 
     def facts(self) -> Facts:
-        """Return all state; the streams of the process belong to nobody here, as each microbatch seeds its own."""
+        """Return all state for the comparison.
+
+        The process's random streams are omitted, since each microbatch seeds its own streams.
+        """
         facts = model_facts(self.core) | optimizer_facts(self.core, self.optimizer)
         facts |= facts_of("scheduler", self.scheduler.state_dict()) | facts_of("trainer", self.trainer.state_dict())
         facts |= facts_of("progress", self.progress.state_dict())

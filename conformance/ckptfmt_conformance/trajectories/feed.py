@@ -1,4 +1,4 @@
-"""What stands between a sampler and a training step: a DataLoader with worker processes, and a queue behind it."""
+"""The path from a sampler to a training step: a DataLoader with worker processes, and a queue."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from ckptfmt_conformance.trajectories.protocol import Sampler
 
 __all__ = ["PREFETCH", "READ_AHEAD", "Feed", "Fetched", "Loader"]
 
-#: Batches that each worker process fetches ahead.
+#: The number of batches that each worker process prefetches.
 PREFETCH: Final = 2
-#: Batches that the trainer itself holds ready: so that what was fetched is ahead without worker processes, too.
+#: The number of batches in the trainer's own queue, so that batches are prefetched without worker
+#: processes too.
 READ_AHEAD: Final = 2
 
 #: A batch: source and sample of each row; inputs and targets.
@@ -35,43 +36,44 @@ class _Rows:
         self._model = model
 
     def __getitem__(self, key: int | tuple[str, int]) -> tuple[tuple[str, int], torch.Tensor, torch.Tensor]:
-        """Return source, sample and row of what a sampler asks for."""
+        """Return source, sample and row for a key of the sampler."""
         source, sample = (self._first, key) if isinstance(key, int) else key
         inputs, targets = rows_of(self._model, [self._places[source] + sample])
         return (source, sample), inputs[0], targets
 
 
 def _collate(rows: list[tuple[tuple[str, int], torch.Tensor, torch.Tensor]]) -> Fetched:
-    if not rows:  # a step may have none where others have some
+    if not rows:  # a process may have no rows in a step
         return [], torch.empty(0), torch.empty(0)
     keys, inputs, targets = zip(*rows, strict=True)
     return list(keys), torch.stack(inputs), torch.cat(targets)
 
 
 class _Counted:
-    """Counts the batches that are asked for."""
+    """A batch sampler that counts its batches."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self.count = 0
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Yield what the sampler yields."""
+        """Yield the sampler's batches."""
         for batch in self._sampler:
             self.count += 1
             yield batch
 
 
 class Loader(DataLoader[Any]):
-    """A loader that fetches ahead, and leaves the process's random-number streams alone.
+    """A loader that prefetches batches, and doesn't use the process's random-number streams.
 
-    Each iterator of a DataLoader draws a seed for its workers: from torch's own stream, unless it's given another. A
-    run that resumes makes one more iterator than one that doesn't, and would go on with other dropout.
+    Each iterator of a DataLoader draws a seed for its workers, by default from torch's own stream.
+    A resumed run makes one more iterator than an uninterrupted run, and would continue with another
+    dropout.
 
     Args:
         dataset: a map-style data set.
         batches: a batch sampler.
-        processes: worker processes; 0 for none.
+        processes: the number of worker processes; 0 for none.
         collate: makes a batch of samples.
     """
 
@@ -87,27 +89,27 @@ class Loader(DataLoader[Any]):
             )
 
     def __iter__(self) -> Any:  # noqa: ANN401 - torch has two kinds, and a type of neither
-        """Begin to fetch."""
+        """Start to prefetch, and return the iterator."""
         with _many_processes():
             return super().__iter__()
 
 
 @contextlib.contextmanager
 def _many_processes() -> Iterator[None]:
-    """Have nothing said of there being more worker processes than cores: they have little to do."""
+    """Suppress the warning about more worker processes than cores. The workers have little work."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         yield
 
 
 class Feed:
-    """The batches of a sampler, fetched ahead.
+    """The batches of a sampler, prefetched.
 
     Args:
-        sampler: whose batches, from where it stands at the first `take`.
-        plan: what the sampler was made of.
-        model: whose inputs the rows are.
-        processes: worker processes of the loader; 0 for none.
+        sampler: the source of batches. The first `take` starts at its current position.
+        plan: the sampler's plan.
+        model: the name of the model whose inputs the rows are.
+        processes: the number of worker processes of the loader; 0 for none.
     """
 
     def __init__(self, sampler: Sampler, plan: DataPlan, model: str, processes: int) -> None:
@@ -119,11 +121,11 @@ class Feed:
 
     @property
     def ahead(self) -> int:
-        """Batches that were asked of the sampler, and not taken."""
+        """The number of batches drawn from the sampler and not yet taken."""
         return self._asked.count - self._taken
 
     def take(self) -> Fetched:
-        """Return the next batch, and have all queues full again."""
+        """Return the next batch, and refill all queues."""
         if self._batches is None:
             self._batches = iter(self._loader)
         while len(self._ready) <= READ_AHEAD:
@@ -132,7 +134,7 @@ class Feed:
         return self._ready.popleft()
 
     def restart(self) -> None:
-        """Let go of what was fetched and of the worker processes: the order has changed."""
+        """Discard prefetched batches and worker processes, after a change of the order."""
         self._batches = None
         self._ready.clear()
         self._taken = self._asked.count

@@ -1,7 +1,7 @@
-"""Loaders that keep their place by means of their own: they go on with as many workers as saved, and no other number.
+"""Foreign loaders, which restore their own position only with the number of workers at the save.
 
-What is loaded here stands in for a library's: `StatefulLoader` for torchdata's StatefulDataLoader, a count of consumed
-samples for what Megatron keeps in its arguments.
+The loaders here stand for those of libraries: `StatefulLoader` for torchdata's StatefulDataLoader,
+a count of consumed samples for the count in Megatron's arguments.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from ckptfmt_conformance.trajectories.recipes import Recipe
 
 __all__ = ["COUNT", "FEATURE", "LOADER", "ForeignJob", "StatefulLoader", "is_foreign", "play_foreign_refusal"]
 
-#: What an implementation needs for these.
+#: The feature that an implementation needs for foreign loaders.
 FEATURE: Final = "foreign-loaders"
-#: What `Recipe.data` is for a loader of each worker, and for a count of the whole run.
+#: Values of `Recipe.data`: a loader of each worker, or a count of the whole run.
 LOADER, COUNT = "foreign-loader", "foreign-count"
-#: Samples of a worker's epoch; its last batch is a short one.
+#: The number of samples in a worker's epoch; the last batch is a short batch.
 SAMPLES: Final = 22
 _NAME: Final = "consumed_train_samples"
 
 
 def is_foreign(recipe: Recipe) -> bool:
-    """Return whether a recipe reads by a foreign loader."""
+    """Return whether a recipe reads from a foreign loader."""
     return recipe.data in (LOADER, COUNT)
 
 
@@ -50,12 +50,12 @@ class _Numbers:
     """A data set whose samples are their numbers."""
 
     def __getitem__(self, number: int) -> int:
-        """Return it."""
+        """Return the number."""
         return number
 
 
 class _Batches:
-    """Batches of an epoch, shuffled by a generator, from some batch on."""
+    """Batches of an epoch from a given batch on, shuffled by a generator."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -63,7 +63,7 @@ class _Batches:
         self.first = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Begin an epoch."""
+        """Yield the batches of an epoch."""
         self.began = self.generator.get_state()
         order = torch.randperm(SAMPLES, generator=self.generator)
         for begin in range(self.first * MICROBATCH, SAMPLES, MICROBATCH):
@@ -71,11 +71,12 @@ class _Batches:
 
 
 class StatefulLoader:
-    """A DataLoader with a position of its own: the generator as the epoch began, and the batches handed out since.
+    """A DataLoader with its own position: the generator at the epoch's start, and a batch count.
 
     Args:
-        seed: of its order, which is this worker's own.
-        processes: worker processes; a position holds for as many only, as torchdata's does.
+        seed: the seed of this worker's own order.
+        processes: the number of worker processes. As in torchdata, a position is valid only for the
+            same number.
     """
 
     def __init__(self, seed: int, processes: int) -> None:
@@ -85,7 +86,7 @@ class StatefulLoader:
         self._handed = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield what is left of an epoch."""
+        """Yield the remaining batches of an epoch."""
         for batch in self._loader:
             self._handed += 1
             yield batch
@@ -96,7 +97,10 @@ class StatefulLoader:
         return {"began": self._batches.began, "handed_out": self._handed, "num_workers": self._processes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position. Raises: ValueError for one of another number of worker processes."""
+        """Go to a saved position.
+
+        Raises: ValueError for a position of another number of worker processes.
+        """
         if state["num_workers"] != self._processes:
             raise ValueError(f"a position of {state['num_workers']} worker processes, and there are {self._processes}")
         self._batches.generator.set_state(torch.as_tensor(state["began"]))
@@ -104,7 +108,7 @@ class StatefulLoader:
 
 
 class ForeignJob(TrainingJob):
-    """A job that reads by a foreign loader, or in an order that follows from a count."""
+    """A job that reads from a foreign loader, or in an order derived from a count."""
 
     def __init__(self, recipe: Recipe, seed: int, checkpointing: Checkpointing, processes: int) -> None:
         super().__init__(recipe, seed)
@@ -114,7 +118,8 @@ class ForeignJob(TrainingJob):
         if recipe.data == COUNT:
             self.loader: Any = checkpointing.consumed_samples(self.arguments, _NAME)
         else:
-            # Who resumes makes it of another seed: its order has to come back, too.
+            # A resumed job makes the loader with another seed, because the load has to restore its
+            # order too.
             self.loader = checkpointing.foreign_loader(StatefulLoader(100 * seed + self.rank, processes))
         self._batches: Iterator[list[int]] | None = None
 
@@ -143,17 +148,17 @@ class ForeignJob(TrainingJob):
             self._batches = None
 
     def state(self) -> dict[str, object]:
-        """Return what is handed to the checkpointing; the order of a loader is its worker's own."""
+        """Return the state for the checkpointing. A loader's order belongs to its worker."""
         return super().state() | {"data": self.loader if self.recipe.data == COUNT else PerRank(self.loader)}
 
     def facts(self) -> Facts:
-        """Return all state, that of the loader in the place of the suite's own cursor."""
+        """Return all state, with the loader's state instead of the suite's own cursor."""
         facts = {name: fact for name, fact in super().facts().items() if not name.startswith("cursor/")}
         return facts | facts_of("cursor", self.loader.state_dict())
 
 
 def play_foreign_refusal(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int) -> CellResult:
-    """Run a cell that must be loaded by as many workers as saved it, and must not by another number of them."""
+    """Run a cell with loads by the same number of workers, and by another, which must refuse."""
     assert cell.target is not None
     before, after = cell.worlds
     path = str(directory / "cut-0")
@@ -173,7 +178,13 @@ def play_foreign_refusal(cell: Cell, checkpointing: Checkpointing, directory: Pa
 
 
 def _state_of(job: ForeignJob, *, whole: bool = True) -> dict[str, object]:
-    """Return the state without the accumulation window, which holds for one number of processes as well."""
+    """Return the state without the accumulation window.
+
+    The window depends on the number of processes too.
+
+    Args:
+        whole: whether to include the loader's position.
+    """
     left_out = ("window",) if whole else ("window", "data")
     return {name: value for name, value in job.state().items() if name not in left_out}
 
@@ -192,11 +203,11 @@ def _load_same(job: ForeignJob, cell: Cell, checkpointing: Checkpointing, path: 
 
 
 def _load_other(job: ForeignJob, checkpointing: Checkpointing, path: str) -> str | None:
-    # So it's the loader, and nothing else, that can't be gone on with.
+    # Without the loader, the load succeeds. So only the loader causes the refusal.
     checkpointing.load(path, _state_of(job, whole=False))
-    assert isinstance(checkpointing, ForeignLoading)  # else there is no job
+    assert isinstance(checkpointing, ForeignLoading)  # the constructor of the job has checked this
     try:
         checkpointing.load(path, _state_of(ForeignJob(job.recipe, 1003, checkpointing, 0)))
-    except checkpointing.refusals:  # anything else is a crash, and no refusal
+    except checkpointing.refusals:  # any other exception is a crash
         return None
     return f"the loader's position was loaded by {job.world_size} workers, which didn't save it"

@@ -1,7 +1,7 @@
-"""A gang of processes that stays: cells of several processes are played on it one after another.
+"""A permanent group of processes, which play cells of several processes one after another.
 
-A start of torch takes seconds, and meeting in a new number takes milliseconds. So the processes are started once, each
-forked from a server that has imported torch; those that a cell doesn't need wait.
+A start of torch takes seconds, and a new process group takes milliseconds. So each process starts
+only once, forked from a server that has imported torch. Processes beyond a cell's number wait.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from ckptfmt_conformance.trajectories.protocol import ERROR, FAIL, PASS, Cell, C
 __all__ = ["GANG_SIZE", "Gang", "close_gang", "play_in_gang", "shared_gang", "start_process"]
 
 GANG_SIZE: Final = 8
-#: How long a cell may take on all of them, in seconds.
+#: The time limit of a cell on all processes, in seconds.
 CELL_S: Final = 120.0
-#: And how long the others have once one of them has failed.
+#: The time limit of all other processes after a failure, in seconds.
 GRACE_S: Final = 2.0
 _PRELOADED: Final = [
     "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.optim.swa_utils", "numpy.random",
-    "torch._inductor.config",  # half a second at the first word about deterministic algorithms
+    # setting deterministic algorithms imports this module, which takes half a second
+    "torch._inductor.config",
     "ckptfmt_conformance.trajectories.play",
 ]  # fmt: skip
 
 
 class Gang:
-    """Processes that run functions, all of them the same one at a time.
+    """A group of processes that run the same function at a time.
 
     Args:
-        size: number of processes.
+        size: the number of processes.
     """
 
     def __init__(self, size: int = GANG_SIZE) -> None:
@@ -48,18 +49,20 @@ class Gang:
         return len(self._members)
 
     def run(self, function: Callable[..., Any], *arguments: object, timeout_s: float = CELL_S) -> list[Any]:
-        """Run ``function(rank, *arguments)`` on every process, and return what each of them returned.
+        """Run ``function(rank, *arguments)`` on every process, and return the results by rank.
 
-        Once one has raised or died, the others have a few seconds left: they may wait for it.
+        After the first failure of a process, the other processes have `GRACE_S` left, since they
+        may wait for the failed process.
 
-        Raises: RuntimeError with the first traceback, or the ranks that didn't answer; the gang is closed then.
+        Raises: RuntimeError with the first traceback, or with the silent ranks. The gang is closed
+        then.
         """
         waiting: dict[Connection, int] = {}
         answers: dict[int, Any] = {}
         failure: str | None = None
         end_s = time.monotonic() + timeout_s
         for rank, (_, connection) in enumerate(self._members):
-            with contextlib.suppress(OSError):  # of one that died: it says so below, where it's read from
+            with contextlib.suppress(OSError):  # the read below reports a dead process
                 connection.send((function, arguments))
             waiting[connection] = rank
         while waiting and (left_s := end_s - time.monotonic()) > 0:
@@ -94,7 +97,10 @@ def _receive(connection: Connection, rank: int) -> tuple[str | None, Any]:
 
 
 def start_process(target: Callable[..., None], *arguments: object) -> tuple[Any, Connection]:
-    """Start a process that calls ``target(*arguments, connection)``; return it, and the other end of the connection."""
+    """Start a process that calls ``target(*arguments, connection)``.
+
+    Returns: the process, and the other end of the connection.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     ours, theirs = context.Pipe()
@@ -107,7 +113,7 @@ def start_process(target: Callable[..., None], *arguments: object) -> tuple[Any,
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Set what the server of the forks takes over as it starts: one thread, and no word on what DDP didn't find."""
+    """Set the environment of the fork server: one thread, and no messages below errors."""
     before = dict(os.environ)
     os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
     try:
@@ -118,7 +124,7 @@ def _environment() -> Iterator[None]:
 
 
 def _member(rank: int, connection: Connection) -> None:
-    """Run what comes until nothing more can come."""
+    """Run functions from the connection until its end."""
     while True:
         try:
             function, arguments = connection.recv()
@@ -134,7 +140,10 @@ _shared: list[Gang] = []
 
 
 def shared_gang() -> Gang:
-    """Return the gang that all cells of this process share; started at the first call, ended with the program."""
+    """Return the gang of this process, which the first call starts.
+
+    The program's exit ends the gang.
+    """
     if not _shared or not len(_shared[0]):
         _shared[:] = [Gang()]
         atexit.register(close_gang)
@@ -148,7 +157,7 @@ def close_gang() -> None:
 
 
 def play_in_gang(cell: Cell, checkpointing: Checkpointing, directory: Path) -> CellResult:
-    """Run a cell of several processes, and return the worst of what they say."""
+    """Run a cell of several processes, and return the worst result."""
     try:
         results = shared_gang().run(_play_member, cell, checkpointing, str(directory))
     except RuntimeError as error:
@@ -159,12 +168,16 @@ def play_in_gang(cell: Cell, checkpointing: Checkpointing, directory: Path) -> C
 def _play_member(rank: int, cell: Cell, checkpointing: Checkpointing, directory: str) -> CellResult:
     result = play(cell, checkpointing, Path(directory), rank)
     if result.status == ERROR:
-        raise RuntimeError(f"rank {rank}: {result.divergence}")  # after which the others may be anywhere: all end
+        # after an error, the processes may be in different places, so all processes end
+        raise RuntimeError(f"rank {rank}: {result.divergence}")
     return result
 
 
 def _join(cell: Cell, results: list[CellResult]) -> CellResult:
-    """Return what the cell's processes say together; a control has to turn red on one of them only."""
+    """Return the common result of the cell's processes.
+
+    A control must turn red on some process only.
+    """
     taking_part = list(enumerate(results[: cell.processes]))
     if cell.control:
         for rank, result in taking_part:

@@ -1,4 +1,4 @@
-"""A world of torch.distributed that lives for one leg of a cell: processes stay, and meet anew in another number."""
+"""A process group of torch.distributed for one leg of a cell. The processes outlive the group."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ import torch.distributed as dist
 
 __all__ = ["DEADLINE_S", "world"]
 
-#: How long one process waits for the others, in seconds.
+#: The time limit of each wait for other processes, in seconds.
 DEADLINE_S: Final = 30.0
 
 
 @contextlib.contextmanager
 def world(rank: int, world_size: int, meeting: Path, *, wrapped: bool = False) -> Iterator[None]:
-    """Be one process of a world. What was made in it must be let go by the end of it.
+    """Join a process group for the duration of the context.
+
+    Objects of the group must be released in it.
 
     Args:
-        meeting: a file that doesn't exist yet, the same for all processes and for no other world.
-        wrapped: whether models are wrapped by DDP or FSDP2 in it. Those hold on to the process group, in cycles; if one
-            is freed after the group was destroyed, the last hold on the group's threads goes with it, and the process
-            may wait forever: for a thread that waits for the interpreter's lock.
+        meeting: a new file path, the same for all processes of the group, and different for each
+            group.
+        wrapped: whether DDP or FSDP2 wraps models in the group. Such models refer to the process
+            group in reference cycles. If a model is freed after the group's destruction, the last
+            reference to the group's threads goes with it. The process may then deadlock with a
+            thread that waits for the interpreter's lock.
     """
     timeout = dt.timedelta(seconds=DEADLINE_S)
     dist.init_process_group(
@@ -33,7 +37,7 @@ def world(rank: int, world_size: int, meeting: Path, *, wrapped: bool = False) -
     )  # fmt: skip
     try:
         yield
-        dist.barrier()  # nobody leaves while another still waits for what he sent
+        dist.barrier()  # no process leaves while another still waits for its data
         if wrapped:
             gc.collect()
     finally:

@@ -1,4 +1,4 @@
-"""A training job as a user would write it, with a ledger: plain, or spread by DDP, FSDP2 or tensor parallelism."""
+"""A training job as users write it, with its state exposed: plain, DDP, FSDP2, tensor parallel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from ckptfmt_conformance.trajectories.recipes import EPOCH_STEPS, OVERFLOW_STEP,
 __all__ = ["Job", "Progress", "Runnable", "TrainingJob", "Window", "model_facts", "optimizer_facts", "seed_streams"]
 
 MICROBATCH = 4
-#: No powers of two: so the scale has a part in how gradients are rounded, and who loses it learns something else.
+#: The factors are no powers of two. So the scale influences the rounding of gradients, and a lost
+#: scale changes the training.
 SCALER: Final[dict[str, Any]] = {
     "init_scale": 1000.0,
     "growth_factor": 1.7,
@@ -39,20 +40,20 @@ SCALER: Final[dict[str, Any]] = {
 
 
 class Runnable(Protocol):
-    """What a cell needs of a job."""
+    """The interface of a job for cells."""
 
     @property
     def position(self) -> Position:
-        """Steps done, and microbatches of the one that isn't."""
+        """The number of finished steps, and of finished microbatches in the unfinished step."""
 
     def advance(self) -> None:
-        """Do one microbatch, and the step where it's the last one."""
+        """Do one microbatch, and finish the step if the microbatch is its last."""
 
     def facts(self) -> Facts:
-        """Return all state."""
+        """Return all state for the comparison."""
 
     def state(self) -> dict[str, object]:
-        """Return what is handed to the checkpointing."""
+        """Return the state for the checkpointing."""
 
 
 class Progress:
@@ -66,15 +67,15 @@ class Progress:
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
+        """Restore the counters."""
         vars(self).update(state)
 
 
 class Window:
-    """The accumulation window: how many microbatches are in the gradients, and the gradients.
+    """The accumulation window: the number of accumulated microbatches, and the gradients.
 
     Args:
-        model: whose gradients they are.
+        model: the model of the gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,7 +89,7 @@ class Window:
         return {"micro": self.micro, "gradients": gradients if self.micro else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on within the window."""
+        """Restore the window."""
         self.micro = state["micro"]
         for name, parameter in self._model.named_parameters():
             gradient = state["gradients"].get(name)
@@ -96,7 +97,7 @@ class Window:
 
 
 class TrainingJob:
-    """Model, optimizer and everything else of a recipe; from other first values for another seed.
+    """Model, optimizer and all other state of a recipe. The seed determines the initial values.
 
     Attributes:
         core: the model without a wrapper.
@@ -106,7 +107,7 @@ class TrainingJob:
         self.recipe = recipe
         self.rank, self.world_size = place()
         self.replicas = 1 if recipe.layout == "tp" else self.world_size
-        torch.manual_seed(seed)  # the same first weights on every process
+        torch.manual_seed(seed)  # the same initial weights on every process
         precision = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
         self.core = make_model(recipe.model).to(DEVICE, precision)
         self.model = spread(self.core, recipe)
@@ -125,16 +126,16 @@ class TrainingJob:
 
     @property
     def step_samples(self) -> int:
-        """Samples in a step, over all processes."""
+        """The number of samples in a step, over all processes."""
         return self.replicas * self.recipe.accumulate * MICROBATCH
 
     @property
     def position(self) -> Position:
-        """Steps done, and microbatches of the one that isn't."""
+        """The number of finished steps, and of finished microbatches in the unfinished step."""
         return self.progress.step, self.window.micro
 
     def advance(self) -> None:
-        """Do one microbatch, and the step where it's the last one."""
+        """Do one microbatch, and finish the step if the microbatch is its last."""
         taken = self.cursor.take(self.replicas * MICROBATCH)
         first = self.rank * MICROBATCH if self.replicas > 1 else 0
         self.samples = taken[first : first + MICROBATCH]
@@ -153,7 +154,7 @@ class TrainingJob:
             self._finish()
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss, to which the averaged model adds a lesson the more the longer the run is."""
+        """Return the loss. The averaged model adds a term whose weight grows with the step."""
         inputs = inputs if inputs.dtype == torch.int64 else inputs.to(next(self.core.parameters()).dtype)
         half = self.recipe.precision == "fp16"
         with torch.autocast(DEVICE.type, dtype=torch.float16, enabled=half):
@@ -185,7 +186,7 @@ class TrainingJob:
         self.progress.step += 1
 
     def state(self) -> dict[str, object]:
-        """Return what is handed to the checkpointing."""
+        """Return the state for the checkpointing."""
         state: dict[str, object] = {
             "weights": self.model,
             "optimizer": self.optimizer,
@@ -193,7 +194,7 @@ class TrainingJob:
             "config": {"model": self.recipe.model, "optimizer": self.recipe.optimizer},
             "rng": {"augment": self.augment},
             "scheduler": self.scheduler,
-            # Before they're summed, each process has gradients of its own.
+            # Each process has its own gradients until they are summed.
             "window": PerRank(self.window) if self.recipe.layout == "ddp" else self.window,
             "progress": self.progress,
         }
@@ -204,7 +205,7 @@ class TrainingJob:
         return state
 
     def facts(self) -> Facts:
-        """Return all state, read from the live objects by the suite's own means."""
+        """Return all state for the comparison, read from the live objects by the suite's code."""
         facts = model_facts(self.core) | optimizer_facts(self.core, self.optimizer)
         facts |= facts_of("scheduler", self.scheduler.state_dict())
         facts |= facts_of("cursor", self.cursor.state_dict())
@@ -218,17 +219,22 @@ class TrainingJob:
         return facts
 
 
-#: What makes a job of a recipe and a seed.
+#: Makes a job from a recipe and a seed.
 Job = TrainingJob
 
 
 def spread(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """Return the model in the layout of a recipe; FSDP2 and tensor parallelism change it in place."""
+    """Return the model in the layout of a recipe.
+
+    FSDP2 and tensor parallelism change the model in place.
+    """
     if recipe.layout == "ddp":
-        # From three processes on, buckets that are rebuilt after the first step sum in another order; a search for
-        # unused parameters keeps them as they were made. And statistics stay each process's own.
+        # With three or more processes, DDP rebuilds its buckets after the first step and then sums
+        # in another order. The search for unused parameters prevents the rebuild. Statistics stay
+        # separate for each process.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of the argument, whose follower is too new
+            # of the argument; its replacement is too new
+            warnings.simplefilter("ignore", FutureWarning)
             return DistributedDataParallel(
                 model, broadcast_buffers=False, find_unused_parameters=dist.get_world_size() > 2
             )
@@ -254,7 +260,7 @@ def spread(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 
 def seed_streams(seed: int, *generators: torch.Generator) -> None:
-    """Seed Python's, numpy's and torch's streams, and some generators."""
+    """Seed Python's, numpy's and torch's streams, and the given generators."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the global stream is one of those to restore
     torch.manual_seed(seed)
@@ -274,7 +280,7 @@ def stream_facts() -> Facts:
 
 
 def model_facts(model: nn.Module) -> Facts:
-    """Return parameters, all buffers, extra state, and which weights are tied."""
+    """Return parameters, all buffers, extra state, and the ties between weights."""
     facts: Facts = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         facts |= facts_of(f"parameter/{name}", parameter)

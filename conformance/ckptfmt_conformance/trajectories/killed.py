@@ -1,9 +1,10 @@
-"""A trainer that saves beside its training is killed by SIGKILL at a phase of a save: what does the next one find?
+"""Cells with a trainer killed by SIGKILL at a phase of an asynchronous save.
 
-The first process trains and saves, looks how far its save is, and kills itself there. A few saves before that one go
-all the way, so that there is something to lose. A second process resumes from whatever is left, goes on to the end and
-saves once more. It may find nothing older than what the first one was promised, and from there on every byte of its
-state must be that of the uninterrupted run.
+The first process trains and saves, polls the phase of its save, and kills itself at the wanted
+phase. A few earlier saves are completed, so that there are checkpoints to lose. A second process
+resumes from the remains, trains to the end, and saves once more. It must not resume from a step
+before the last promised save, and from there on every byte of its state must equal the
+uninterrupted run's.
 """
 
 from __future__ import annotations
@@ -43,41 +44,42 @@ from ckptfmt_conformance.trajectories.vacuity import find_vacuity
 
 __all__ = ["FEATURE", "play_killed"]
 
-#: What an implementation needs that these cells are played with.
+#: The feature that an implementation needs for these cells.
 FEATURE: Final = "async-saves"
-#: The first save at which a trainer may be killed; then every other one, if the moment was missed.
+#: The number of the first save at which a trainer may be killed. If the moment was missed, every
+#: second save follows.
 _FIRST_DOOMED: Final = 4
-#: So many saves go on beside a step; of the others every phase is watched.
+#: The number of saves that run during a step. For all later saves, every phase is polled.
 _BESIDE: Final = 2
-#: How many trainers are tried, since a phase may be over before anybody has seen it.
+#: The number of trainers to try, since a phase may end before a poll sees it.
 _TRAINERS: Final = 4
-#: How often is looked how far a save is, and how long one may take, in seconds.
+#: The interval of the polls, and the time limit of a save, in seconds.
 _NAP_S: Final = 0.00005
 _SAVE_S: Final = 30.0
-#: How long a process may take, in seconds.
+#: The time limit of a process, in seconds.
 _PROCESS_S: Final = 90.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Death:
-    """What a killed trainer knew.
+    """The knowledge of a killed trainer.
 
     Attributes:
-        step: training steps done.
-        reached: by the steps that were saved, the phase that was seen last.
+        step: the number of finished training steps.
+        reached: the last observed phase of each save, by its step.
     """
 
     step: int
     reached: dict[int, str]
 
     def explain(self) -> str:
-        """Return in words when it was."""
+        """Return the moment of the kill, in words."""
         phase = self.reached.get(self.step)
         when = f"as the save of step {self.step} was {phase}" if phase else f"before the save of step {self.step}"
         return f"killed {when}"
 
     def find_loss(self, kill: Kill, step: int) -> str | None:
-        """Return what was promised and isn't kept where `step` is resumed from; None where all is well."""
+        """Return the broken promise of a resume at `step`; None where every promise is kept."""
         promise = PHASES.index("COMMITTED" if kill.together else "STAGED")
         kept = max((saved for saved, phase in self.reached.items() if PHASES.index(phase) >= promise), default=0)
         if step < kept:
@@ -86,10 +88,10 @@ class _Death:
 
 
 def play_killed(cell: Cell, checkpointing: Checkpointing, directory: Path) -> CellResult:
-    """Run a cell whose trainer is killed.
+    """Run a cell with a killed trainer.
 
     Args:
-        directory: for its runs; empty.
+        directory: an empty directory for the runs.
     """
     begin_s = time.monotonic()
     try:
@@ -118,9 +120,9 @@ def _play(cell: Cell, checkpointing: Checkpointing, directory: Path) -> CellResu
 
 
 def _ask(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - what the function returns
-    """Call a function in a process of its own, and return what it returned, or the death that it told of.
+    """Call a function in a new process. Return its return value, or the death that it reported.
 
-    Raises: Unsupported; RuntimeError for whatever else went wrong.
+    Raises: Unsupported; RuntimeError for any other failure.
     """
     process, connection = start_process(_answer, function, *arguments)
     try:
@@ -161,15 +163,15 @@ def _answer(function: Callable[..., Any], *arguments: Any) -> None:  # noqa: ANN
 
 
 def _train(connection: Connection, cell: Cell, checkpointing: AsyncCheckpointing, directory: str) -> None:
-    """Train and save until the moment comes; return if it doesn't."""
+    """Train and save until the moment of the kill. Return if the moment doesn't come."""
     _Victim(connection, cell, checkpointing, directory).train()
 
 
 class _Victim:
-    """A trainer that kills itself at a moment of one of its saves.
+    """A trainer that kills itself at a moment of a save.
 
-    Some saves go on beside a step, which changes all that is being saved. Of the others, where it matters, the phases
-    are watched: half of how long a phase of the last one took is the middle of it.
+    The first saves run during a step, which changes all saved tensors. For later saves, the phases
+    are polled. Half of a phase's last duration gives the middle of the phase.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class _Victim:
         self._delay_s = 0.0
 
     def train(self) -> None:
-        """Train until the moment comes, or there is no step left to lose."""
+        """Train until the moment of the kill, or until the last step."""
         number = 0
         while self._job.position[0] < STEPS - 1:
             self._job.advance()
@@ -204,7 +206,7 @@ class _Victim:
         self._run.close()
 
     def _follow(self, step: int, save: AsyncSave, *, is_doomed: bool) -> None:
-        """Wait until a save is over, unless its moment comes."""
+        """Wait until a save ends, and kill the process at the wanted moment."""
         wanted = self._kill.phase
         seen_s: dict[str, float] = {}
         end_s = time.monotonic() + _SAVE_S
@@ -233,16 +235,19 @@ class _Victim:
 
 
 def _find_descendants(root: int) -> list[int]:
-    """Return the processes that a process started, and those that they did. Raises: Unsupported without ``/proc``."""
+    """Return the ids of all direct and indirect child processes.
+
+    Raises: Unsupported without ``/proc``.
+    """
     children = defaultdict(list)
     for place in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # of one that has just ended
+        with contextlib.suppress(OSError):  # the process may have ended
             parent = int(place.read_text().rpartition(")")[2].split()[1])
             children[parent].append(int(place.parent.name))
     if not children:
         raise Unsupported(f"{FEATURE}: the system doesn't tell which processes a trainer started")
     found = list(children[root])
-    for pid in found:  # which grows meanwhile
+    for pid in found:  # the list grows during the loop
         found += children[pid]
     return found
 
@@ -250,7 +255,7 @@ def _find_descendants(root: int) -> list[int]:
 def _go_on(
     connection: Connection, cell: Cell, checkpointing: AsyncCheckpointing, directory: str, death: _Death
 ) -> CellResult:
-    """Resume, compare what came back with what was promised, and go on to the end."""
+    """Resume, compare the restored state with the promises, and train to the end."""
     del connection
     assert cell.kill is not None
     reference = reference_of(cell.recipe)
@@ -280,7 +285,7 @@ def _go_on(
 def _find_vacuity(
     cell: Cell, comparison: Comparison, begin: Position, reference: dict[Position, Facts], fresh: Facts
 ) -> str | None:
-    """Return why it would prove nothing to go on from there."""
+    """Return the reason why resuming there would prove nothing; None where it would be a proof."""
     if comparison.has_same_weights(begin, fresh):
         return "the cell proves nothing: the job to load into has the weights already"
     vacuous = find_vacuity(dataclasses.replace(cell, cuts=(begin,)), reference)
@@ -288,7 +293,7 @@ def _find_vacuity(
 
 
 def _save_last(run: AsyncRun, final: str) -> None:
-    """Save at the end: the run must be one that can be gone on with. Raises: what that raises."""
+    """Save at the end, which checks that the run can be continued. Raises: the save's errors."""
     save = run.save(STEPS)
     end_s = time.monotonic() + _SAVE_S
     while (phase := save.phase()) != final:

@@ -1,6 +1,7 @@
-"""From one layout into another: every byte of weights and optimizer (S0), and the order of the samples (S1).
+"""Loads into another layout: every byte of weights and optimizer (S0), the order of samples (S1).
 
-Another layout sums in another order, so the run that goes on isn't the same in its last bits; what it goes on from is.
+Another layout sums in another order, so the last bits of the continued run differ. The loaded state
+doesn't differ.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["play_layouts"]
 
 
 def play_layouts(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int) -> CellResult:
-    """Run a cell that is saved in one layout and loaded into another."""
+    """Run a cell with a save in one layout and a load into another."""
     before, after = cell.worlds
     said: str | None = None
     if rank < before:
@@ -50,12 +51,18 @@ def _load(cell: Cell, checkpointing: Checkpointing, directory: Path) -> str | No
 
 
 def _state_of(job: TrainingJob) -> dict[str, object]:
-    """Return the state without the accumulation window, which is empty, and of another form in each layout."""
+    """Return the state without the accumulation window.
+
+    The window is empty here, and its form depends on the layout.
+    """
     return {name: value for name, value in job.state().items() if name != "window"}
 
 
 def _whole_facts(job: TrainingJob) -> Facts:
-    """Return weights, optimizer and counters as wholes, whichever process holds which part; all of them call it."""
+    """Return weights, optimizer and counters as whole tensors.
+
+    Every process calls this function.
+    """
     facts = facts_of("progress", job.progress.state_dict()) | facts_of("cursor", job.cursor.state_dict())
     names = {id(parameter): name for name, parameter in job.core.named_parameters()}
     facts |= facts_of("scheduler", job.scheduler.state_dict())
@@ -83,7 +90,7 @@ def _compare_bytes(job: TrainingJob, cell: Cell, directory: Path) -> str | None:
 
 
 def _compare_samples(job: TrainingJob) -> str | None:
-    """Take three steps, and hold what all processes took against the order of the data."""
+    """Take three steps, and compare the samples of all processes with the order of the data."""
     begin: int = job.cursor.consumed
     taken: list[int] = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The ledger of a run: all of its state after every step, by raw bytes; and the first place where two runs part."""
+"""The state of a run after every step, by raw bytes, and the first divergence of two runs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 
 __all__ = ["Comparison", "Divergence", "Facts", "Position", "bytes_of", "differ", "facts_of", "ulps_between"]
 
-#: Steps done, and microbatches done of the step that isn't.
+#: The number of finished steps, and of finished microbatches in the unfinished step.
 Position: TypeAlias = tuple[int, int]
-#: Everything that can be compared, by ``<category>/<name>``: copies of tensors, and exact texts of plain values.
+#: All compared values, by ``<category>/<name>``: copies of tensors, and exact texts of plain
+#: values.
 Facts: TypeAlias = dict[str, "torch.Tensor | str"]
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def facts_of(prefix: str, tree: object) -> Facts:
-    """Return the leaves of a tree as facts. A DTensor counts by what this process holds of it.
+    """Return the leaves of a tree as facts. For a DTensor, the fact is this process's part.
 
     >>> facts_of("scheduler", {"last_epoch": 3, "lr": [0.5]})
     {'scheduler/last_epoch': '3', 'scheduler/lr/0': '0x1.0000000000000p-1'}
@@ -48,7 +49,7 @@ def _text(value: object) -> str:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor: -0.0 isn't 0.0, and a NaN equals itself."""
+    """Return the bytes of a tensor. By bytes, -0.0 differs from 0.0, and a NaN equals itself."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -61,7 +62,9 @@ def differ(left: torch.Tensor | str | None, right: torch.Tensor | str | None) ->
 
 
 def ulps_between(expected: torch.Tensor, found: torch.Tensor) -> int | None:
-    """Return how many representable values two numbers of the same dtype are apart; None for NaN and whole numbers.
+    """Return the distance of two numbers of a dtype in representable values.
+
+    Return None for NaN and integers.
 
     >>> ulps_between(torch.tensor(0.0), torch.tensor(-1e-45))
     2
@@ -79,14 +82,14 @@ def ulps_between(expected: torch.Tensor, found: torch.Tensor) -> int | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first place where a run parts from the uninterrupted one.
+    """The first place where a run differs from the uninterrupted run.
 
     Attributes:
-        position: steps and microbatches done.
-        loads: how often the run had been restored.
-        at_load: whether this is the state that a load left, before any other step.
-        names: of all facts that differ there, the most telling first.
-        detail: the first of them, element and values.
+        position: the finished steps and microbatches.
+        loads: the number of preceding loads.
+        at_load: whether the state is a load's result, before any further step.
+        names: the names of all differing facts, the most informative first.
+        detail: the first fact's element and values.
     """
 
     position: Position
@@ -96,7 +99,7 @@ class Divergence:
     detail: str
 
     def explain(self) -> str:
-        """Return the whole in a sentence: step, tensor, index, ULPs, and what was most likely not restored."""
+        """Return one sentence with step, tensor, index, ULPs, and the probable cause."""
         step, micro = self.position
         when = f"step {step}" + (f", microbatch {micro}" if micro else "")
         since = "right after load" if self.at_load else "after load" if self.loads else "before any load"
@@ -127,7 +130,7 @@ _KINDS = {
 
 
 def describe(name: str) -> str:
-    """Return in words what a fact belongs to.
+    """Return the owner of a fact, in words.
 
     >>> describe("moment/exp_avg/layers.0.weight")
     "the optimizer's exp_avg"
@@ -151,16 +154,17 @@ def describe(name: str) -> str:
 
 
 class Comparison:
-    """Compare a run with the uninterrupted one, position by position, and keep the first divergence.
+    """The comparison of a run with the uninterrupted run, position by position.
 
     Args:
         reference: the facts of the uninterrupted run at each position.
 
     Attributes:
         first: the first divergence.
-        differences: for each fact that differs anywhere, how it differs at each position, in a word.
-        learnt_at: where weights or loss first differ: what shows that the difference matters.
-        compared: facts compared.
+        differences: the kind of difference at each position, for each fact that differs anywhere.
+        learnt_at: the first position where weights or loss differ, as evidence of the difference's
+            effect.
+        compared: the number of compared facts.
     """
 
     def __init__(self, reference: Mapping[Position, Facts]) -> None:
@@ -174,7 +178,7 @@ class Comparison:
     def look(self, position: Position, facts: Facts, *, loads: int, at_load: bool) -> None:
         """Compare the state at a position."""
         expected = self._reference[position]
-        ignored = ("sample/", "loss/") if at_load else ()  # of a step that this process didn't do
+        ignored = ("sample/", "loss/") if at_load else ()  # values of a step from another process
         names = [name for name in expected.keys() | facts.keys() if not name.startswith(ignored)]
         self.compared += len(names)
         found = sorted((n for n in names if differ(expected.get(n), facts.get(n))), key=_how_telling)
@@ -190,7 +194,7 @@ class Comparison:
             self.learnt_at = position
 
     def explain(self) -> str | None:
-        """Return the first divergence in a sentence, and below it a table of what differs by fact and step."""
+        """Return the first divergence in a sentence, followed by a table by fact and step."""
         if self.first is None:
             return None
         begin = self.first.position
@@ -204,13 +208,13 @@ class Comparison:
         return "\n".join([self.first.explain(), _LEGEND, *lines])
 
     def has_same_weights(self, position: Position, facts: Facts) -> bool:
-        """Return whether any weight is what it's to be already."""
+        """Return whether any weight already has its expected value."""
         expected = self._reference[position]
         matrices = [name for name, fact in facts.items() if name.startswith("parameter/") and "norm" not in name]
         return not all(differ(expected.get(name), facts[name]) for name in matrices if name.endswith("weight"))
 
 
-#: How many facts the table of a divergence has.
+#: The number of facts in the table of a divergence.
 _ROWS = 24
 _LEGEND = "the greatest difference relative to the larger of two elements, by tensor or value and step; . the same:"
 _ORDER = ("alias", "parameter", "buffer", "extra_state", "moment", "group", "scheduler", "scaler", "ema", "window")
@@ -222,7 +226,7 @@ def _how_telling(name: str) -> tuple[int, str]:
 
 
 def _distance(expected: torch.Tensor | str | None, found: torch.Tensor | str | None) -> str:
-    """Return how far two facts are apart: the greatest relative difference of two elements, where that is a number.
+    """Return the greatest relative difference of two elements, or a word where no number applies.
 
     >>> _distance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])), _distance("3", "4"), _distance("3", None)
     ('5e-01', 'differs', 'missing')

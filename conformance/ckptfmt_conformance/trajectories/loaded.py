@@ -1,4 +1,4 @@
-"""Cells that read by a loader: their uninterrupted run, held against the oracle; and what they must exercise."""
+"""Cells with a loader: comparison of the uninterrupted run with the oracle, and coverage checks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ __all__ = ["find_data_vacuity", "find_idle_loader", "run_uninterrupted"]
 
 
 def run_uninterrupted(recipe: Recipe, checkpointing: Checkpointing) -> tuple[dict[Position, Facts], str | None]:
-    """Return all state at each position of the run without interruption, and where it isn't what the oracle says.
+    """Return the state at each position of the uninterrupted run, and its divergence, if any.
 
-    It has no worker processes, so that whoever has some is compared with one that has none.
+    The divergence is the first difference from the oracle. The run has no worker processes, so
+    cells with worker processes are compared with a run without any.
     """
     plan = plan_for(recipe)
     due = steps_of(plan, STEPS)
@@ -34,7 +35,7 @@ def run_uninterrupted(recipe: Recipe, checkpointing: Checkpointing) -> tuple[dic
 
 
 def _find_wrong(seen: Seen, cursor: Mapping[str, Any], due: list[list[Drawn]], batch: int) -> str | None:
-    """Return what is wrong with the last of some steps: its samples and weights, the place, or the ledger."""
+    """Return the fault of the last step: samples and weights, the position, or the ledger."""
     done, ledger = len(due), cursor["ledger"]
     expected = [(drawn.source, drawn.sample, drawn.weight) for drawn in due[-1] if drawn.weight is not None]
     if seen != expected:
@@ -51,7 +52,7 @@ def _find_wrong(seen: Seen, cursor: Mapping[str, Any], due: list[list[Drawn]], b
 
 
 def find_data_vacuity(cell: Cell) -> str | None:
-    """Return what of a plan makes no difference after the first interruption; None where all is well."""
+    """Return the part of a plan without effect after the first interruption; None for none."""
     plan = plan_for(cell.recipe)
     due, begin = steps_of(plan, STEPS), cell.cuts[0][0]
     simpler = {
@@ -71,6 +72,6 @@ def find_data_vacuity(cell: Cell) -> str | None:
 
 
 def find_idle_loader(ahead: int, processes: int) -> str | None:
-    """Return that a loader hasn't fetched ahead as far as it may; None where it has."""
+    """Return a message if a loader hasn't prefetched as many batches as allowed; None otherwise."""
     full = processes * PREFETCH + READ_AHEAD
     return None if ahead >= full else f"{ahead} batches are fetched ahead at the interruption, should be {full}"

@@ -1,4 +1,4 @@
-"""Training jobs that read by torch's DataLoader over an implementation's sampler: in one process, and elastic."""
+"""Training jobs with torch's DataLoader over an implementation's sampler: plain and elastic."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ckptfmt_conformance.trajectories.recipes import Recipe
 
 __all__ = ["BATCH", "FEATURE", "LoadedElasticJob", "LoadedJob", "Seen", "make_loaded", "plan_for"]
 
-#: What an implementation needs for these.
+#: The feature that an implementation needs for these jobs.
 FEATURE = "sampler"
-#: Positions in a step of one process, and in one of the elastic trainer.
+#: The number of positions in a step of one process, and in a step of the elastic trainer.
 BATCH, ELASTIC_BATCH = 6, 16
 
 #: Source, sample and weight of each row of a step.
@@ -33,17 +33,17 @@ Seen = list[tuple[str, int, int]]
 
 
 def plan_for(recipe: Recipe) -> DataPlan:
-    """Return what a recipe reads."""
+    """Return the data plan of a recipe."""
     return plan_of(recipe.data, ELASTIC_BATCH if recipe.layout == "elastic" else BATCH)
 
 
 def make_loaded(
     recipe: Recipe, seed: int, checkpointing: Checkpointing, processes: int
 ) -> LoadedJob | LoadedElasticJob:
-    """Return a job that has done nothing yet.
+    """Return a job before its first step.
 
     Args:
-        processes: worker processes of its loaders.
+        processes: the number of worker processes of its loaders.
 
     Raises: Unsupported.
     """
@@ -55,9 +55,9 @@ def make_loaded(
 
 
 class _Reading:
-    """Samplers that stand at the same step, and a feed for each.
+    """Samplers at the same step, with a feed for each. The data cursor of a job.
 
-    It is the data cursor of a job: that of any of its samplers, as they are all the same.
+    All samplers have the same cursor, so the cursor of the first is the job's.
     """
 
     def __init__(self, recipe: Recipe, sampling: Sampling, workers: Sequence[tuple[int, int]], processes: int) -> None:
@@ -67,18 +67,18 @@ class _Reading:
         self.use(self.plan)
 
     def use(self, plan: DataPlan, done: int = 0) -> None:
-        """Begin with new samplers, of which some steps are done."""
+        """Make new samplers of a plan, with `done` finished steps."""
         self.samplers: list[Sampler] = [self._sampling.sampler(plan, worker) for worker in self._workers]
         self.advance(done)
         self.feeds = [Feed(sampler, plan, self._model, self._processes) for sampler in self.samplers]
 
     @property
     def ahead(self) -> int:
-        """Batches that were asked of each sampler, and not trained with."""
+        """The number of batches drawn from each sampler and not yet trained with."""
         return min(feed.ahead for feed in self.feeds)
 
     def say(self, step: int) -> None:
-        """Tell the samplers what is to be left out from a step on, as far as it's known by then."""
+        """Pass to the samplers the skips that become known at a step."""
         skips = [skip for skip in self.plan.skips if skip.said == step]
         for sampler in self.samplers:
             for skip in skips:
@@ -88,7 +88,7 @@ class _Reading:
                 feed.restart()
 
     def advance(self, steps: int = 1) -> None:
-        """Tell the samplers that steps are done."""
+        """Mark steps as done in all samplers."""
         for sampler in self.samplers:
             sampler.advance(steps)
 
@@ -103,7 +103,7 @@ class _Reading:
 
 
 class LoadedJob(TrainingJob):
-    """A job of one process that reads by a loader."""
+    """A job of one process that reads from a loader."""
 
     def __init__(self, recipe: Recipe, seed: int, sampling: Sampling, processes: int) -> None:
         super().__init__(recipe, seed)
@@ -126,17 +126,17 @@ class LoadedJob(TrainingJob):
         self.reading.advance()
 
     def state(self) -> dict[str, object]:
-        """Return what is handed to the checkpointing."""
+        """Return the state for the checkpointing."""
         return super().state() | {"data": self.reading.samplers[0]}
 
     def facts(self) -> Facts:
-        """Return all state, that of the sampler in the place of the suite's own cursor."""
+        """Return all state, with the sampler's state instead of the suite's own cursor."""
         facts = {name: fact for name, fact in super().facts().items() if not name.startswith("cursor/")}
         return facts | facts_of("cursor", self.reading.state_dict()) | {"sample/ids": repr(self.seen)}
 
 
 class LoadedElasticJob(ElasticJob):
-    """A job on the reference trainer, each of whose logical workers reads by a loader of its own."""
+    """A job on the reference trainer, with a loader for each logical worker."""
 
     def __init__(self, recipe: Recipe, seed: int, sampling: Sampling, processes: int) -> None:
         super().__init__(recipe, seed)
@@ -150,7 +150,7 @@ class LoadedElasticJob(ElasticJob):
         keys, inputs, targets = self.reading.feeds[own].take()
         weights = self.reading.samplers[own].weights(self.trainer.steps_done)
         self.seen += [(*key, weight) for key, weight in zip(keys, weights, strict=True)]
-        if not keys:  # all that it had is left out; its gradients are zeros
+        if not keys:  # all of the worker's samples are skipped, so its gradients are zeros
             inputs, targets = rows_of(self.recipe.model, [0])
             weights = [0]
         each = len(targets) // len(weights)
@@ -169,9 +169,9 @@ class LoadedElasticJob(ElasticJob):
             self.seen = [one for own in of_all for one in own]
 
     def state(self) -> dict[str, object]:
-        """Return what is handed to the checkpointing."""
+        """Return the state for the checkpointing."""
         return super().state() | {"data": self.reading, "trainer": self.trainer}
 
     def facts(self) -> Facts:
-        """Return all state."""
+        """Return all state for the comparison."""
         return super().facts() | facts_of("cursor", self.reading.state_dict()) | {"sample/ids": repr(self.seen)}

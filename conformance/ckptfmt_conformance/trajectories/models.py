@@ -1,4 +1,4 @@
-"""Models small enough for milliseconds, each with state of a kind that resumes have lost: see the classes."""
+"""Small models, each with a kind of state that is easily lost in a resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCABULARY, CONTEXT, WIDTH, TOKENS = 24, 6, 16, 7
 
 
 class MLP(nn.Module):
-    """BatchNorm's running statistics and dropout."""
+    """A perceptron with BatchNorm's running statistics and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,28 +32,31 @@ class MLP(nn.Module):
 
 
 class Curriculum(nn.Module):
-    """Noise that grows with each batch seen: a plain number, which only `get_extra_state` gives away."""
+    """Noise that grows with each batch.
+
+    The count of batches is a plain number, visible only by `get_extra_state`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x with some of its values dropped."""
+        """Return x with some values dropped."""
         self.seen += self.training
         return functional.dropout(x, min(0.3, 0.01 * self.seen), self.training)
 
     def get_extra_state(self) -> dict[str, int]:
-        """Return what isn't a tensor."""
+        """Return the count of batches."""
         return {"seen": self.seen}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Take it back."""
+        """Restore the count of batches."""
         self.seen = state["seen"]
 
 
 class CNN(nn.Module):
-    """Convolutions, BatchNorm in two dimensions, and extra state where there is a curriculum."""
+    """Convolutions, BatchNorm in two dimensions, and extra state if a curriculum is given."""
 
     def __init__(self, curriculum: nn.Module | None = None) -> None:
         super().__init__()
@@ -92,7 +95,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tied weights, and a table of angles that is no state at all: a buffer that isn't persistent and never changes."""
+    """A transformer with tied weights, and a constant table of angles.
+
+    The table is a non-persistent buffer, and no state.
+    """
 
     angles: torch.Tensor
 
@@ -109,7 +115,7 @@ class GPT(nn.Module):
         self.head.weight = self.token.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits, (batch * context, vocabulary), of the token after each."""
+        """Return the logits, (batch * context, vocabulary), of each token's successor."""
         embedded = self.token(tokens)
         x = self.dropout(embedded + self.angles.to(embedded.dtype))
         logits: torch.Tensor = self.head(self.norm(self.block(x)).flatten(0, 1))
@@ -117,9 +123,10 @@ class GPT(nn.Module):
 
 
 class Experts(nn.Module):
-    """A router with noise, a bias that evens out the load, and counts that live until the step's end.
+    """A router with noise, a bias for balanced load, and counts until the step's end.
 
-    The bias is a persistent buffer. The counts aren't persistent, but inside an accumulation window they are state.
+    The bias is a persistent buffer. The counts aren't persistent, but inside an accumulation window
+    they are state.
     """
 
     bias: torch.Tensor
@@ -133,7 +140,7 @@ class Experts(nn.Module):
         self.register_buffer("counts", torch.zeros(experts, dtype=torch.int64), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what each token's expert makes of it."""
+        """Return the output of each token's expert."""
         scores = self.router(x)
         noisy = scores.detach() + self.bias + 0.3 * torch.randn_like(scores)
         chosen = functional.one_hot(noisy.argmax(-1), len(self.bias))
@@ -144,14 +151,17 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Move the bias towards the experts that had less than their share."""
+        """Move the bias towards experts with less than their share."""
         share = self.counts.sum() / len(self.counts)
         self.bias += 0.05 * torch.sign(share - self.counts)
         self.counts.zero_()
 
 
 def make_cnn() -> CNN:
-    """Return a CNN with extra state: a plain number, which the reference trainer can't sum over logical workers."""
+    """Return a CNN with extra state.
+
+    The extra state is a plain number, which the reference trainer can't sum over logical workers.
+    """
     return CNN(Curriculum())
 
 
@@ -164,11 +174,11 @@ MODELS: dict[str, Any] = {"mlp": MLP, "cnn": make_cnn, "cnn-bare": CNN, "gpt": G
 
 
 def make_model(name: str) -> nn.Module:
-    """Return a model, its first values from torch's stream."""
+    """Return a model with initial values from torch's stream."""
     model: nn.Module = MODELS[name]()
     return model
 
 
 def is_language_model(name: str) -> bool:
-    """Return whether a model takes tokens; the others take features."""
+    """Return whether a model takes tokens. All other models take features."""
     return name in ("gpt", "moe")

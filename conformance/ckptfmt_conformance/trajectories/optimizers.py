@@ -1,4 +1,7 @@
-"""The optimizers and schedules of the cells, and one that torch lacks: weights in bfloat16, masters in float32."""
+"""The optimizers and schedules of the cells, and an AdamW with float32 masters of bfloat16 weights.
+
+torch has no such optimizer.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,11 @@ LR = 0.01
 
 
 class MasterAdamW(Optimizer):
-    """AdamW on float32 copies of bfloat16 weights, with a first moment in bfloat16 and a second in float32.
+    """AdamW on float32 copies of bfloat16 weights, with moments in bfloat16 and float32.
 
-    All dtypes of its state differ from those of the weights or among each other, and `Optimizer.load_state_dict` would
-    cast each to the weight's: a state that comes back that way is another one.
+    The dtypes of its state differ from the weights' dtype and among each other.
+    `Optimizer.load_state_dict` would cast all of them to the weight's dtype, and so change the
+    state.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor] | Iterable[dict[str, Any]], lr: float = LR) -> None:
@@ -34,7 +38,7 @@ class MasterAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step each weight alone."""
+        """Update each weight separately."""
         if closure is not None:
             raise ValueError("there is no closure here")
         for group in self.param_groups:
@@ -75,7 +79,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 def make_optimizer(name: str, model: nn.Module) -> Optimizer:
-    """Return an optimizer with two groups: biases and norms aren't decayed as matrices are."""
+    """Return an optimizer with two groups: matrices with weight decay; biases and norms without."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.dim() > 1]},

@@ -1,6 +1,7 @@
-"""What each step of a plan has, played through draw by draw: an oracle that no implementation has a part in.
+"""The samples of each step of a plan, computed draw by draw: an oracle without implementations.
 
-Written from spec/60-context.md alone, in plain Python, as slow as it is simple.
+The oracle is written from spec/60-context.md alone, in plain Python, and prefers simplicity to
+speed.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _WORD = 1 << 64
 
 
 class Drawn(NamedTuple):
-    """What is at a position.
+    """The content of a position.
 
     Attributes:
-        source: name of the source.
-        sample: number of the sample in it.
-        weight: what its loss counts; None where the position has no sample.
-        epoch: of the source.
+        source: the name of the source.
+        sample: the number of the sample in the source.
+        weight: the weight of its loss; None where the position has no sample.
+        epoch: the epoch of the source.
     """
 
     source: str
@@ -73,7 +74,7 @@ def order_of_epoch(n: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 class _Source:
-    """One source, drawn from sample by sample; what is in `removed` by then isn't drawn any more."""
+    """A source, drawn sample by sample. Samples in `removed` at the time of a draw are left out."""
 
     def __init__(self, name: str, n: int, plan: DataPlan) -> None:
         self.removed: set[int] = set()
@@ -103,7 +104,7 @@ class _Source:
 
 
 def steps_of(plan: DataPlan, count: int) -> list[list[Drawn]]:
-    """Return what the first steps of a plan have, position by position.
+    """Return the content of the first steps of a plan, position by position.
 
     >>> from ckptfmt_conformance.trajectories.plans import DataPlan
     >>> (step,) = steps_of(DataPlan(sources=(("data", 10),), batch=4, seed=0), 1)
@@ -150,7 +151,7 @@ def _members(skip: Skip) -> set[int]:
 
 
 def _after_skips(drawn: Drawn, position: int, plan: DataPlan) -> Drawn:
-    """Return what is left of a draw by the skips that have begun."""
+    """Return a draw after the skips that apply to its position."""
     policies = set()
     for skip in plan.skips:
         if skip.positions is not None:
@@ -166,7 +167,7 @@ def _after_skips(drawn: Drawn, position: int, plan: DataPlan) -> Drawn:
 
 
 def ledger_of(steps: list[list[Drawn]]) -> tuple[int, str]:
-    """Return count and digest, ``mix64-add4-v1``, of what was consumed and counts.
+    """Return count and digest, ``mix64-add4-v1``, of the consumed samples with a weight above 0.
 
     >>> ledger_of([])
     (0, '0000000000000000000000000000000000000000000000000000000000000000')

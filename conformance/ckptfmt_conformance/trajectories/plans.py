@@ -1,4 +1,4 @@
-"""What a run reads, and in which order: sources, mixture, tail and skips, by name."""
+"""Data plans by name: sources, mixture, tail and skips."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["PLANS", "DataPlan", "Skip", "plan_of"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
-    """What the program leaves out.
+    """A skip by the program.
 
     Attributes:
-        said: the step before which the program says so, not knowing it any sooner.
+        said: the step before which the program announces the skip, as the earliest time.
         policy: ``hole``, ``mask`` or ``shift``.
-        source: of the samples or the shard.
-        samples, shard, positions: one of these: samples; a name, and begin and end of the samples that are its own; or
-            begin and end of positions.
+        source: the source of the samples or the shard.
+        samples, shard, positions: exactly one is given: sample numbers; a shard's name with begin
+            and end of its samples; or begin and end of positions.
     """
 
     said: int
@@ -29,7 +29,7 @@ class Skip:
     positions: tuple[int, int] | None = None
 
     def arguments(self, batch: int) -> dict[str, Any]:
-        """Return what a sampler's `skip` is called with.
+        """Return the arguments of a sampler's `skip`.
 
         >>> Skip(said=2, policy="hole", source="data", samples=(3,)).arguments(6)
         {'policy': 'hole', 'source': 'data', 'from_pos': 12, 'samples': (3,)}
@@ -42,15 +42,16 @@ class Skip:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlan:
-    """What a sampler is made of, and what the program tells it later.
+    """The parameters of a sampler, and the later skips by the program.
 
     Attributes:
         sources: names, and numbers of samples.
-        batch: positions in a step, over all workers.
-        seed: of the order.
+        batch: the number of positions in a step, over all workers.
+        seed: the seed of the order.
         tail: ``carry``, ``drop`` or ``pad_masked``.
-        stages: of the mixture of several sources: the position from which on each holds, and the count of each source.
-        skips: what the program leaves out.
+        stages: the stages of a mixture of several sources: the first position of each, and the
+            count of each source.
+        skips: the skips by the program.
     """
 
     sources: tuple[tuple[str, int], ...]
@@ -62,24 +63,24 @@ class DataPlan:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """The sources by name, in their order."""
+        """The numbers of samples by source, in order."""
         return dict(self.sources)
 
     @property
     def mixture(self) -> dict[int, dict[str, int]] | None:
-        """The counts by source, by the position from which on they hold; None for a single source."""
+        """The counts by source, by the first position of each stage; None for a single source."""
         names = [name for name, _ in self.sources]
         stages = {begin: dict(zip(names, counts, strict=True)) for begin, counts in self.stages}
         return stages or None
 
 
 def _single(batch: int, missing: int = 0, *, tail: str = "carry", skips: tuple[Skip, ...] = ()) -> DataPlan:
-    """Return one source of five steps, or some samples fewer."""
+    """Return a plan of one source of five steps, less `missing` samples."""
     return DataPlan(sources=(("data", 5 * batch - missing),), batch=batch, tail=tail, skips=skips)
 
 
 def _mixed(batch: int, skips: tuple[Skip, ...] = ()) -> DataPlan:
-    """Return three sources, two of which wrap, whose weights change after six steps and after ten."""
+    """Return a plan of three sources, two of which wrap. Weights change after six and ten steps."""
     block = 2 * batch
     first = (block - batch // 2 - batch // 3, batch // 2, batch // 3)
     second = (batch // 3, (block - batch // 3) // 2, block - batch // 3 - (block - batch // 3) // 2)
@@ -91,14 +92,14 @@ def _mixed(batch: int, skips: tuple[Skip, ...] = ()) -> DataPlan:
 
 
 def _shifted(batch: int) -> DataPlan:
-    """Return the mixture with stages that switch within a step: steps are one position shorter than stages take."""
+    """Return the mixture with switches of stages within a step, by steps one position shorter."""
     plan = _mixed(batch)
     sooner = tuple((begin - 2 * batch if begin else 0, counts) for begin, counts in plan.stages)
     return dataclasses.replace(plan, batch=batch - 1, stages=sooner)
 
 
 def _quarantine(batch: int) -> tuple[Skip, ...]:
-    """Return samples, a shard and positions, all said before the seventh step."""
+    """Return skips of samples, a shard and positions, all announced before the seventh step."""
     return (
         Skip(said=0, policy="hole", source="data", samples=(3, 11, 17)),
         Skip(said=2, policy="shift", source="data", shard=("00004.tar", 2 * batch, 2 * batch + 5)),
@@ -107,7 +108,7 @@ def _quarantine(batch: int) -> tuple[Skip, ...]:
 
 
 def _late(batch: int) -> tuple[Skip, ...]:
-    """Return a sample said at the beginning, and samples, a shard and positions said before the eighth step."""
+    """Return an early skip of a sample, and skips of all kinds before the eighth step."""
     return (
         Skip(said=0, policy="mask", source="data", samples=(1,)),
         Skip(said=7, policy="hole", source="data", samples=tuple(range(5, 5 * batch - 6, 7))),
@@ -117,7 +118,10 @@ def _late(batch: int) -> tuple[Skip, ...]:
 
 
 def _of_epochs(batch: int) -> tuple[Skip, ...]:
-    """Return what a tail allows that ends epochs with a step: what moves others up begins and ends with a step, too."""
+    """Return skips valid for a tail whose epochs end with a step.
+
+    There, a skip that shifts samples also begins and ends with a step.
+    """
     return (
         Skip(said=2, policy="shift", source="data", shard=("00001.tar", 4, 7)),
         Skip(said=6, policy="hole", source="data", samples=(2, 9, 20)),
@@ -126,7 +130,7 @@ def _of_epochs(batch: int) -> tuple[Skip, ...]:
 
 
 def _of_mixture(batch: int) -> tuple[Skip, ...]:
-    """Return skips of each source, said before, at and after the switch of the weights."""
+    """Return skips of each source, announced before, at and after the switch of the weights."""
     return (
         Skip(said=0, policy="hole", source="code", samples=(0, 4)),
         Skip(said=4, policy="shift", source="web", shard=("web-1", 1, 3)),
@@ -137,7 +141,7 @@ def _of_mixture(batch: int) -> tuple[Skip, ...]:
     )
 
 
-#: By name, the plan of so many positions in a step.
+#: Plans by name, as functions of the number of positions in a step.
 PLANS: Final[Mapping[str, Callable[[int], DataPlan]]] = {
     "shuffled": _single,
     "carry": lambda batch: _single(batch, 4),
@@ -154,7 +158,7 @@ PLANS: Final[Mapping[str, Callable[[int], DataPlan]]] = {
 
 
 def plan_of(name: str, batch: int) -> DataPlan:
-    """Return a plan.
+    """Return the plan with a name.
 
     >>> plan_of("mixed", 6).mixture[36]
     {'books': 2, 'code': 5, 'web': 5}

@@ -1,4 +1,4 @@
-"""Run a cell in this process, or as one of several: uninterrupted, interrupted, and compared at every position."""
+"""Runs of a cell: uninterrupted, interrupted, and compared at every position."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from ckptfmt_conformance.trajectories.vacuity import find_vacuity
 
 __all__ = ["RED_WITHIN", "make_job", "own_streams", "play", "reference_of"]
 
-#: Steps within which a control must have changed what is learnt.
+#: The number of steps within which a control must change weights or loss.
 RED_WITHIN = 4
 
 
 def make_job(recipe: Recipe, seed: int) -> Runnable:
-    """Return a job that has done nothing yet."""
+    """Return a job before its first step."""
     return ElasticJob(recipe, seed) if recipe.layout == "elastic" else TrainingJob(recipe, seed)
 
 
 def reference_of(recipe: Recipe) -> dict[Position, Facts]:
-    """Return all state of the uninterrupted run at each position; by this process's rank, where it is one of several.
+    """Return all state of the uninterrupted run at each position, for this process's rank.
 
-    For the reference trainer it's the run of one process alone.
+    For the reference trainer, the run is that of a single process.
     """
     return _reference(recipe, place())
 
@@ -64,7 +64,7 @@ def _reference(recipe: Recipe, at: tuple[int, int]) -> dict[Position, Facts]:
 
 
 def _run_through(job: Runnable) -> dict[Position, Facts]:
-    """Return all state at each position of a job that has done nothing yet."""
+    """Return all state at each position of a new job."""
     reference = {job.position: job.facts()}
     while job.position < (STEPS, 0):
         job.advance()
@@ -74,7 +74,10 @@ def _run_through(job: Runnable) -> dict[Position, Facts]:
 
 @functools.lru_cache(maxsize=8)
 def shared_reference(recipe: Recipe, rank: int, directory: Path) -> Mapping[Position, Facts]:
-    """Return the reference trainer's uninterrupted run on one process; the first process computes it for all."""
+    """Return the reference trainer's uninterrupted run on one process.
+
+    The first process computes the run for all processes.
+    """
     name = hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
     path = directory / f"reference-{name}.pt"
     if rank == 0 and not path.exists():
@@ -89,7 +92,7 @@ def _hand_out(found: object, path: Path) -> None:
 
 
 def _take_over(path: Path) -> Any:  # noqa: ANN401 - what is handed out
-    """Return what the first process hands out."""
+    """Return the value that the first process writes to a file, when the file exists."""
     end_s = time.monotonic() + DEADLINE_S
     while not path.exists():
         if time.monotonic() > end_s:
@@ -100,7 +103,7 @@ def _take_over(path: Path) -> Any:  # noqa: ANN401 - what is handed out
 
 @contextlib.contextmanager
 def own_streams() -> Iterator[None]:
-    """Compute on one thread, deterministically, and leave the program's streams and settings as they were."""
+    """Compute deterministically on one thread; restore the program's streams and settings."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - restored below
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
@@ -119,8 +122,9 @@ def play(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int | 
     """Run a cell.
 
     Args:
-        directory: for its checkpoints; empty, and the same on all processes.
-        rank: number of this process, where the cell needs several; all of them call it.
+        directory: an empty directory for checkpoints, the same on all processes.
+        rank: the rank of this process, if the cell needs several processes. Every process calls
+            this function.
     """
     begin_s = time.monotonic()
     legs = _Legs(cell, checkpointing, directory)
@@ -147,14 +151,14 @@ def play(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int | 
 
 
 def _player_of(cell: Cell) -> Callable[[Cell, Checkpointing, Path, int], CellResult]:
-    """Return what plays a cell that is loaded into something else."""
+    """Return the function that plays a cell with another target recipe."""
     if is_foreign(cell.recipe):
         return play_foreign_refusal
     return play_refusal if cell.recipe.layout == "elastic" else play_layouts
 
 
 class _Legs:
-    """The legs of a cell: from the beginning to the first cut, from cut to cut, and to the end."""
+    """The legs of a cell: from the begin to the first cut, between cuts, and to the end."""
 
     def __init__(self, cell: Cell, checkpointing: Checkpointing, directory: Path) -> None:
         self._cell = cell
@@ -166,14 +170,14 @@ class _Legs:
         self._wrong: str | None = None
 
     def run_same_world(self) -> CellResult:
-        """Run all legs in the world that this process is in."""
+        """Run all legs in the current process group."""
         self._prepare(self._reference())
         for number in range(0 if self._wrong else len(self._cell.cuts) + 1):
             self._run_leg(number)
         return self._judge()
 
     def run_worlds(self, rank: int) -> CellResult:
-        """Run each leg in a world of its own, as far as this process has a part in it."""
+        """Run each leg in a new process group, if this process is a member."""
         if rank >= max(self._cell.worlds):
             return CellResult(status=PASS)
         self._prepare(self._shared_reference(rank))
@@ -184,7 +188,7 @@ class _Legs:
         return self._judge()
 
     def _reference(self) -> Mapping[Position, Facts]:
-        """Return the uninterrupted run, and keep in mind what's wrong with that one already."""
+        """Return the uninterrupted run, and store its own fault, if any."""
         recipe = self._cell.recipe
         if is_foreign(recipe):
             return _run_through(self._make(0))
@@ -196,7 +200,8 @@ class _Legs:
     def _shared_reference(self, rank: int) -> Mapping[Position, Facts]:
         if not self._cell.recipe.data:
             return shared_reference(self._cell.recipe, rank, self._directory.parent)
-        path = self._directory / "reference.pt"  # not for other cells: an implementation has a part in it
+        # not shared with other cells, since the run depends on the implementation
+        path = self._directory / "reference.pt"
         if rank == 0:
             found = self._reference()
             _hand_out((found, self._wrong), path)
@@ -211,7 +216,7 @@ class _Legs:
             self._vacuous = self._vacuous or find_data_vacuity(self._cell)
 
     def _make(self, number: int) -> Runnable:
-        """Return the job of a leg, which has done nothing yet."""
+        """Return the job of a leg, before its first step."""
         recipe, seed = self._cell.recipe, 1 if number == 0 else 1000 + number
         processes = self._cell.loaders[number] if self._cell.loaders else 0
         if is_foreign(recipe):
@@ -239,7 +244,7 @@ class _Legs:
             comparison.look(job.position, job.facts(), loads=number, at_load=number > 0)
 
     def _restore(self, job: Runnable, number: int) -> None:
-        """Load into a job that was made of another seed, by a process whose streams are elsewhere."""
+        """Load into a job made from another seed, while the process's streams have other states."""
         seed_streams(2000 + number)
         comparison = self._comparison
         assert comparison is not None

@@ -1,4 +1,4 @@
-"""What a cell needs of an implementation: `Checkpointing`; and what it says in the end: `CellResult`."""
+"""The interface of an implementation, `Checkpointing`, and the result of a cell, `CellResult`."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ UNSUPPORTED: Final = "UNSUPPORTED"
 SKIPPED: Final = "SKIPPED"
 ERROR: Final = "ERROR"
 
-#: How far a save is that goes on beside the training: the state is being copied; it is copied, and survives the
-#: trainer; all of it is written; it is what a new process resumes from, whatever dies; older ones were let go as well.
+#: The phases of an asynchronous save. STAGING: the state is being copied. STAGED: the copy is
+#: complete, and survives the trainer. WRITTEN: all files are written. COMMITTED: a new process
+#: resumes from the save, even if all processes die. DONE: older checkpoints are released too.
 PHASES: Final = ("STAGING", "STAGED", "WRITTEN", "COMMITTED", "DONE")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PerRank:
-    """A value that differs between the processes: each must get its own back."""
+    """A value that differs between processes: a load must restore each process's own value."""
 
     value: object
 
@@ -52,86 +53,99 @@ class PerRank:
 class Checkpointing(Protocol):
     """An implementation under test; an object of a class that other processes can import.
 
-    `state` maps names to live objects: ``weights``, a module; ``optimizer``; ``data``, the data cursor, or a foreign
-    loader; ``config``, a plain tree, which is only for information; ``rng``, a mapping of the program's own
-    ``torch.Generator``; and everything else by its own name. All but these are objects with ``state_dict`` and
-    ``load_state_dict``, or such an object in a `PerRank`. The streams of Python's `random`, of numpy and of torch
-    belong to a process's state, too: they aren't in the mapping, and have to come back.
+    `state` maps names to live objects: ``weights``, a module; ``optimizer``; ``data``, the data
+    cursor, or a foreign loader; ``config``, a plain tree for information only; ``rng``, a mapping
+    of the program's own ``torch.Generator``; and all further objects by their own names. All except
+    ``config`` and ``rng`` are objects with ``state_dict`` and ``load_state_dict``, or such an
+    object in a `PerRank`. The streams of Python's `random`, of numpy and of torch belong to a
+    process's state too: they aren't in the mapping, and must be restored.
 
-    In a cell of several processes, torch.distributed is initialised and all of them call it.
+    In a cell of several processes, torch.distributed is initialised, and every process calls the
+    methods.
     """
 
     def save(self, path: str, state: Mapping[str, object], step: int) -> None:
-        """Save, and return when a `load` by any process would find it."""
+        """Save, and return as soon as a `load` by any process would find the checkpoint."""
 
     def load(self, path: str, state: Mapping[str, object]) -> None:
-        """Load into the live objects, which may have been made of another seed, and have done no step."""
+        """Load into the live objects.
+
+        They may have been made from another seed, and have done no step.
+        """
 
 
 class AsyncSave(Protocol):
-    """A save that goes on beside the training."""
+    """An asynchronous save."""
 
     def phase(self) -> str:
-        """Return which of `PHASES` it has reached, without waiting. Raises: what it failed with."""
+        """Return the reached phase of `PHASES`, without waiting. Raises: the save's error."""
 
 
 class AsyncRun(Protocol):
-    """A run that one trainer goes on with.
+    """A run continued by one trainer.
 
     Attributes:
-        step: training steps done by what was resumed from; 0 where there was nothing.
+        step: the number of finished training steps in the resumed checkpoint; 0 without a
+            checkpoint.
     """
 
     step: int
 
     def save(self, step: int) -> AsyncSave:
-        """Begin a save of the state as it is now; the training goes on as soon as this returns."""
+        """Start a save of the current state.
+
+        The training continues as soon as the method returns.
+        """
 
     def close(self) -> None:
-        """Wait until nothing is done for any save any more."""
+        """Wait until no work for any save is left."""
 
 
 @runtime_checkable
 class AsyncCheckpointing(Protocol):
-    """What an implementation has besides that saves beside the training. Without it, those cells are UNSUPPORTED.
+    """The interface of asynchronous saves. Without it, their cells are UNSUPPORTED.
 
     Attributes:
-        phases: those of `PHASES` that its saves tell, in that order. To tell ``STAGED`` is a promise: a trainer that is
-            killed from then on loses nothing of that save. To tell ``COMMITTED`` is one as well: nor if everything is
-            killed that it started.
+        phases: the phases of `PHASES` that the saves report, in order. The report of ``STAGED`` is
+            a promise: the save survives a later kill of the trainer. The report of ``COMMITTED``
+            promises the same for a kill of the trainer and all processes that it started.
     """
 
     phases: tuple[str, ...]
 
     def open_run(self, path: str, state: Mapping[str, object], *, delta: bool) -> AsyncRun:
-        """Resume from the newest that is committed, if there is any: load it into the live objects.
+        """Resume from the newest committed checkpoint, if any: load it into the live objects.
 
-        Saves of a process that was killed may still go on as this is called: what they had promised is waited for. Of
-        a run that is gone on with the newest two checkpoints stay.
+        Saves of a killed process may still be in progress at the call. The call waits for promised
+        saves. A continued run keeps its newest two checkpoints.
 
         Args:
-            path: of the run, a directory that may not be there yet.
-            state: as for `Checkpointing`.
-            delta: whether every other save is to hold only what changed.
+            path: the run's directory, which may not exist yet.
+            state: the state, as for `Checkpointing`.
+            delta: whether every second save holds only changed blocks.
 
-        Raises: Unsupported for a `delta` that there isn't.
+        Raises: Unsupported for an unsupported `delta`.
         """
 
 
 class Sampler(Protocol):
-    """The format's own order of samples, spec/60-context.md, as a `batch_sampler` for torch's DataLoader."""
+    """The format's own order of samples as a `batch_sampler` for torch's DataLoader.
+
+    Spec: spec/60-context.md.
+    """
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Yield this worker's samples of each step that isn't done, without end; ahead of the training, that is.
+        """Yield this worker's samples of each unfinished step, without end, ahead of the training.
 
-        They are numbers; with several sources, pairs of the source's name and a number.
+        A sample is a number. With several sources, a sample is a pair of the source's name and a
+        number.
         """
 
     def weights(self, step: int) -> list[int]:
         """Return the weight, 0 or 1, of each of a step's samples."""
 
     def advance(self, steps: int = 1) -> None:
-        """Take note that the training has done so many more steps: these are consumed."""
+        """Count `steps` more finished training steps, whose samples are then consumed."""
 
     def skip(
         self,
@@ -143,65 +157,77 @@ class Sampler(Protocol):
         source: str | None = None,
         from_pos: int | None = None,
     ) -> None:
-        """Leave something out from a position on that no step has consumed; iterators are made anew after it.
+        """Add a skip from an unconsumed position on. Iterators are made anew afterwards.
 
-        See `plans.Skip` for what it is.
+        See `plans.Skip` for the arguments.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the data cursor as the specification has it, the same on every worker."""
+        """Return the data cursor in the specification's form, the same on every worker."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Go to where a cursor stands; its skips are those of the cursor."""
+        """Go to a cursor, and take over its skips."""
 
 
 @runtime_checkable
 class Sampling(Protocol):
-    """What an implementation has besides that has the format's order. Without it, those cells are UNSUPPORTED."""
+    """The interface of the format's order of samples. Without it, those cells are UNSUPPORTED."""
 
     def sampler(self, plan: DataPlan, worker: tuple[int, int]) -> Sampler:
-        """Return a sampler of a plan, without its skips, for a worker: its number, and how many there are.
+        """Return a sampler of a plan, without the plan's skips, for a worker.
 
-        With a mixture, the seed is that of the order and of the blocks.
+        With a mixture, the seed applies to the order and to the blocks.
+
+        Args:
+            worker: the worker's number, and the number of workers.
         """
 
 
 class Loading(Protocol):
-    """A loader, or some numbers, that say where they stand in the data by means of their own."""
+    """A loader, or a set of numbers, with its own form of position in the data."""
 
     def state_dict(self) -> Any:  # noqa: ANN401 - its own
         """Return the position."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:  # noqa: ANN401 - its own
-        """Go to a position."""
+        """Go to a saved position."""
 
 
 @runtime_checkable
 class ForeignLoading(Protocol):
-    """What an implementation has besides that saves other libraries' positions, each for one number of workers only.
+    """The interface of other libraries' positions. Without it, those cells are UNSUPPORTED.
+
+    Each position is valid for one number of workers only.
 
     Attributes:
-        refusals: what `load` raises where it refuses something; whatever else it raises is a crash.
+        refusals: the exceptions by which `load` refuses. Any other exception is a crash.
     """
 
     refusals: tuple[type[Exception], ...]
 
     def foreign_loader(self, loader: Loading) -> Any:  # noqa: ANN401 - a Loading that can be iterated over
-        """Return what stands in the field ``data`` for a loader of this worker alone; it is iterated over instead."""
+        """Return the value of the field ``data`` for this worker's own loader.
+
+        Iterate over the result.
+        """
 
     def consumed_samples(self, holder: object, name: str) -> Loading:
-        """Return what stands in the field ``data`` for a count of the whole run, an attribute of an object."""
+        """Return the value of the field ``data`` for a count of the whole run.
+
+        Args:
+            holder, name: an object, and the name of its attribute with the count.
+        """
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """When a trainer is killed by SIGKILL, and with whom.
+    """The moment and the extent of a trainer's kill by SIGKILL.
 
     Attributes:
-        phase: that a save has reached then; None for before it's begun.
-        midway: whether it's in the middle of that phase rather than at its beginning.
-        together: whether all processes that the trainer started are killed with it.
-        delta: whether that save holds only what changed.
+        phase: the phase of the save at the kill; None for a kill before the save.
+        midway: whether the kill is in the middle of the phase instead of at its begin.
+        together: whether all processes started by the trainer are killed too.
+        delta: whether the save holds only changed blocks.
     """
 
     phase: str | None
@@ -212,20 +238,25 @@ class Kill:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One case: what is trained, where it is interrupted, and what is claimed of it.
+    """A case: the training, the interruptions, and the claim.
 
     Attributes:
-        id: such as ``t1/plain/mlp/sgd/boundary``.
-        tier: ``T-0``: on any machine, at every commit; ``T-N``: a negative control, which must turn red.
+        id: the cell's name, such as ``t1/plain/mlp/sgd/boundary``.
+        tier: ``T-0`` for any machine at every commit; ``T-N`` for a negative control, which must
+            turn red.
         claim: ``T1``, ``T2``, ``S0`` or ``S1``.
-        features: what an implementation has to be able to.
-        cuts: where the run is interrupted: saved, thrown away, made anew and loaded.
-        worlds: for T2, the number of processes before the first cut, between the cuts, and after the last.
-        target: for S0 and S1, what is loaded into, in another layout; for T2, what must refuse to be loaded into.
-        loaders: of a run that reads by a DataLoader, its worker processes on each leg; left out, there are none.
-        kill: how the run is interrupted that saves beside the training, where it isn't by the trainer itself.
-        control: the negative control that is applied after the load, ``<item>/<how>``.
-        description: in one line.
+        features: the features that an implementation needs.
+        cuts: the positions of interruptions: the run is saved, discarded, made anew and loaded.
+        worlds: for T2, the number of processes before the first cut, between the cuts, and after
+            the last.
+        target: for S0 and S1, the recipe of the load, in another layout; for T2, the recipe that
+            must refuse the load.
+        loaders: for a run with a DataLoader, the number of worker processes on each leg; empty for
+            none.
+        kill: the kill that interrupts a run with asynchronous saves; None if the trainer interrupts
+            itself.
+        control: the negative control applied after the load, ``<item>/<how>``.
+        description: the description, in one line.
     """
 
     id: str
@@ -243,9 +274,9 @@ class Cell:
 
     @property
     def processes(self) -> int:
-        """The most processes at a time; 0 where the calling process is enough."""
+        """The largest number of simultaneous processes; 0 if the calling process is enough."""
         if self.kill:
-            return 1  # of its own, to be killed
+            return 1  # a new process, to be killed
         if self.worlds:
             return max(self.worlds)
         return 0 if self.recipe.layout == "plain" else self.recipe.world_size or 0
@@ -253,13 +284,15 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult:
-    """How a cell went.
+    """The result of a cell.
 
     Attributes:
-        status: ``PASS``, ``FAIL``, ``UNSUPPORTED``, ``SKIPPED`` or ``ERROR``. A negative control passes by turning red.
-        divergence: the first divergence, or what else was wrong, in a sentence; of a control, how it was found out;
-            of a trainer that was killed, what was resumed from. More lines say by tensor and step what differs.
-        seconds: how long it took.
+        status: ``PASS``, ``FAIL``, ``UNSUPPORTED``, ``SKIPPED`` or ``ERROR``. A negative control
+            passes by turning red.
+        divergence: the first divergence or another fault, in a sentence; for a control, the
+            divergence that revealed the damage; for a killed trainer, the resumed step. More lines
+            list the differences by tensor and step.
+        seconds: the duration, in seconds.
     """
 
     status: str

@@ -1,4 +1,4 @@
-"""What a cell trains, and in which layout: `Recipe`."""
+"""The model, training and layout of a cell: `Recipe`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from ckptfmt_conformance.trajectories.ledger import Position
 
 __all__ = ["EPOCH_STEPS", "OVERFLOW_STEP", "STEPS", "Recipe"]
 
-#: Steps of each run. It goes through its data more than twice.
+#: The number of steps of each run, which reads its data more than twice.
 STEPS: Final = 12
 EPOCH_STEPS: Final = 5
-#: The step, counted from 0, whose gradients overflow where losses are scaled.
+#: The step, counted from 0, whose gradients overflow if losses are scaled.
 OVERFLOW_STEP: Final = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What is trained.
+    """The training of a cell.
 
     Attributes:
         model: a name of `MODELS`.
         optimizer: a name of `OPTIMIZERS`.
         schedule: a name of `SCHEDULES`.
-        precision: ``fp32``; ``bf16``, weights in bfloat16; or ``fp16``, autocast with a loss scaler.
+        precision: ``fp32``; ``bf16``, weights in bfloat16; or ``fp16``, autocast with a loss
+            scaler.
         layout: ``plain``, ``ddp``, ``fsdp2``, ``tp``; or ``elastic``, the reference trainer.
-        world_size: processes; None where they change from leg to leg.
-        accumulate: microbatches in a step.
-        averaged: whether averaged weights are kept, which then teach.
-        workers: logical workers of the reference trainer.
-        data: what is read, and by which loader: a name of `PLANS`, or of `FOREIGN`; "" for the suite's own few lines.
-        ring: sum naively, process by process and around a ring: the control of ``elastic``.
+        world_size: the number of processes; None if the number changes from leg to leg.
+        accumulate: the number of microbatches in a step.
+        averaged: whether averaged weights are kept, which also contribute to the loss.
+        workers: the number of logical workers of the reference trainer.
+        data: the data plan and its loader: a name of `PLANS`, or of `FOREIGN`; "" for the suite's
+            own cursor.
+        ring: whether to sum naively, process by process around a ring: the control of ``elastic``.
     """
 
     model: str = "mlp"
@@ -47,6 +49,6 @@ class Recipe:
     ring: bool = False
 
     def positions(self) -> list[Position]:
-        """Return all positions of a run, from before its first step on."""
+        """Return all positions of a run, from the begin to the end."""
         inner = [(step, micro) for step in range(STEPS) for micro in range(self.accumulate)]
         return [*inner, (STEPS, 0)]

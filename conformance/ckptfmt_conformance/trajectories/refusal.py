@@ -1,7 +1,7 @@
-"""What must be refused: a run of the reference trainer can't be gone on with by another number of logical workers.
+"""Cells that check a refusal: a run can't be continued with another number of logical workers.
 
-It would take other samples in a step and sum them on another tree, so that it would be another run, and nothing in it
-would look wrong.
+The continued run would take other samples in a step and sum on another tree. It would be another
+run without any visible fault.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["play_refusal"]
 
 
 def play_refusal(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int) -> CellResult:
-    """Run a cell that is saved by a job, can be loaded into its like, and must not be into one of another plan."""
+    """Run a cell whose checkpoint must load into a job of the same plan only."""
     before, after = cell.worlds
     path = str(directory / "cut-0")
     said: str | None = None
@@ -34,7 +34,7 @@ def play_refusal(cell: Cell, checkpointing: Checkpointing, directory: Path, rank
 
 
 def _load_both(cell: Cell, checkpointing: Checkpointing, path: str) -> str | None:
-    """Load into a job of the same plan and into one of another, and return what is wrong with that."""
+    """Load into a job of the same plan and into a job of another plan. Return the fault, if any."""
     assert cell.target is not None
     same, other = ElasticJob(cell.recipe, seed=1001), ElasticJob(cell.target, seed=1002)
     checkpointing.load(path, same.state())

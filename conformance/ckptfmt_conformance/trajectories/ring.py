@@ -1,4 +1,4 @@
-"""The control of the reference trainer: each process sums its own, then a ring sums the processes, as is usual."""
+"""The control of the reference trainer: the usual sum within each process, then around a ring."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ __all__ = ["NaiveRing"]
 
 
 class NaiveRing:
-    """Sum in an order that follows the number of processes: right, quick, and other bits for each number."""
+    """A sum in an order that depends on the number of processes.
+
+    The sum is correct and fast, but its bits differ for each number.
+    """
 
     def __call__(self, leaf: Leaf, plan: Plan, *, like: Sums) -> Sums:  # noqa: ARG002 - of `Reduction`
         """Return the sum of `leaf` over all logical workers, on every process."""
@@ -25,7 +28,10 @@ class NaiveRing:
 
 
 def _ring(vector: torch.Tensor) -> torch.Tensor:
-    """Reduce and scatter around the ring, then gather around it: each part's sum begins at another process."""
+    """Reduce and scatter around the ring, then gather.
+
+    Each part's sum begins at another process.
+    """
     rank, world_size = place()
     parts = list(torch.tensor_split(vector.clone(), world_size))
     for turn in range(2 * (world_size - 1)):
@@ -39,7 +45,7 @@ def _ring(vector: torch.Tensor) -> torch.Tensor:
 
 
 def _pass_on(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-    """Send a part to the next process, and return the one before's."""
+    """Send a part to the next process, and return the part of the preceding process."""
     rank, world_size = place()
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     sending = dist.isend(sent.clone(), dst=after)

@@ -1,4 +1,4 @@
-"""What a cell must exercise for its being green to mean something."""
+"""Checks of a cell's coverage, without which a green result would mean little."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["find_vacuity"]
 
 
 def find_vacuity(cell: Cell, reference: Mapping[Position, Facts]) -> str | None:
-    """Return what a cell doesn't exercise though it seems to; None where all is well.
+    """Return the part that a cell fails to exercise; None if the cell exercises all.
 
     Args:
         reference: the facts of the uninterrupted run.
@@ -31,7 +31,7 @@ def find_vacuity(cell: Cell, reference: Mapping[Position, Facts]) -> str | None:
 
 
 def _moves(reference: Mapping[Position, Facts], begin: Position, prefix: str, ending: str = "") -> bool:
-    """Return whether some fact of a kind changes between an interruption and the end."""
+    """Return whether any fact of a kind changes between an interruption and the end."""
     first, last = reference[begin], reference[STEPS, 0]
     names = [name for name in last if name.startswith(prefix) and name.endswith(ending)]
     return any(differ(first.get(name), last[name]) for name in names)
@@ -61,7 +61,7 @@ def _check_rate(recipe: Recipe, reference: Mapping[Position, Facts], begin: Posi
 def _check_epochs(recipe: Recipe, reference: Mapping[Position, Facts], begin: Position) -> bool:
     del begin
     last = reference[STEPS, 0]
-    # What reads by a loader has a check of its own.
+    # Runs with a loader have a separate check.
     return recipe.layout == "elastic" or bool(recipe.data) or last["cursor/epoch"] == "2"
 
 

@@ -1,8 +1,9 @@
-"""Trajectories that the suite's own process trains and judges, while the adapter's process saves and loads alone.
+"""Witnessed trajectories: the suite's process trains and judges, the adapter's saves and loads.
 
-Elsewhere a trajectory is trained and compared in the process that the adapter's code runs in, which could say anything.
-Here the adapter's process gets the values of a state, and saves them; another process of its, which knows neither the
-values nor the seed that they come from, loads them and hands them back. Training and comparison are the suite's.
+For all other trajectories, the process with the adapter's code trains and compares, and could
+report anything. Here, the adapter's process gets the values of a state, and saves them. A second
+process of the adapter, without knowledge of the values and of their seed, loads the checkpoint and
+returns the values. The suite trains and compares.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from ckptfmt_conformance.trajectories.recipes import STEPS
 
 __all__ = ["answer_witness", "judge_witnessed", "list_witnessed"]
 
-#: Asks the adapter's process for a save or a load; raises `RuntimeError` with what went wrong.
+#: Asks the adapter's process for a save or a load; raises `RuntimeError` with the failure.
 Ask = Callable[[str, Mapping[str, Any]], None]
 
 
 def list_witnessed() -> list[Cell]:
-    """Return the cells that can be witnessed: of one process, one cut at a step's end, and no optional feature."""
+    """Return the cells that can be witnessed.
+
+    Such a cell has one process, one cut at a step's end, and no optional feature.
+    """
     return [cell for cell in list_cells() if cell.claim == "T1" and cell.id.endswith("/boundary") and _is_plain(cell)]
 
 
@@ -39,7 +43,10 @@ def _is_plain(cell: Cell) -> bool:
 
 
 def judge_witnessed(cell: Cell, ask: Ask) -> str | None:
-    """Train a cell here, have it saved and loaded elsewhere, and return the first difference; None for none."""
+    """Train a cell in this process, with save and load by the adapter's processes.
+
+    Returns: the first difference; None for none.
+    """
     seed, ((step, _),) = secrets.randbelow(1 << 31), cell.cuts
     with own_streams(), tempfile.TemporaryDirectory(prefix="ckptfmt-conformance-") as folder:
         given, returned, path = (Path(folder) / name for name in ("given.pt", "returned.pt", "checkpoint"))
@@ -48,7 +55,7 @@ def judge_witnessed(cell: Cell, ask: Ask) -> str | None:
             job.advance()
         _dump(job, given)
         ask("save", {"cell": cell.id, "values": str(given), "path": str(path), "step": step})
-        given.unlink()  # from here on, the checkpoint alone has the values
+        given.unlink()  # from here on, only the checkpoint has the values
         facts = {}
         while job.position < (STEPS, 0):
             job.advance()
@@ -69,9 +76,11 @@ def judge_witnessed(cell: Cell, ask: Ask) -> str | None:
 
 
 def answer_witness(checkpointing: Any, request: Mapping[str, Any]) -> None:  # noqa: ANN401 - a Checkpointing
-    """Save the values that are given, or load and hand them back: what the adapter's process does.
+    """Save the given values, or load and return the values.
 
-    Raises: whatever the implementation raises.
+    The adapter's process calls this function.
+
+    Raises: any exception of the implementation.
     """
     (cell,) = (one for one in list_witnessed() if one.id == request["cell"])
     job = TrainingJob(cell.recipe, secrets.randbelow(1 << 31))
@@ -107,7 +116,7 @@ def _values_of(value: Any) -> dict[str, Any]:  # noqa: ANN401 - has state_dict
 
 
 def _take(job: TrainingJob, path: Path) -> None:
-    """Give a job the values that were written."""
+    """Restore a job from written values."""
     values = torch.load(path, weights_only=True)
     state: dict[str, Any] = job.state()
     for name, value in state.items():

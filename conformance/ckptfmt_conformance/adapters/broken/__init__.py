@@ -1,7 +1,8 @@
-"""Adapters with one known fault each, in one module per area; `broken/lost_tuples` is the class `LostTuples`.
+"""Adapters with one known fault each, one module per area. `broken/lost_tuples` is `LostTuples`.
 
-The docstring of a class says what is wrong, `breaks` which clauses that breaks, and `convicted_by` which cases must not
-pass with it. A fault is in the implementation only while the adapter that has it is asked.
+The docstring of a class describes the fault, `breaks` lists the violated clauses, and
+`convicted_by` lists the cases that must not pass. A fault is active only during a question to its
+adapter.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def find_all() -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> type[Reference]:
-    """Return a broken adapter by its name, so that `ckptfmt_conformance.adapters.broken:NAME` is its class."""
+    """Return a broken adapter's class by name, for `ckptfmt_conformance.adapters.broken:NAME`."""
     found: type[Reference] | None = None if name.startswith("_") else find_all().get(name)
     if found is None:
         raise AttributeError(f"there is no broken adapter {name!r}")

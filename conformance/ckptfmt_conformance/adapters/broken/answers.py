@@ -1,4 +1,4 @@
-"""How it answers: everything alike, in a wrong phase, or not at all."""
+"""Faults of answers: the same answer to all questions, a wrong phase, or no answer."""
 
 from __future__ import annotations
 
@@ -13,58 +13,58 @@ from ckptfmt_conformance.protocol import Rejected, Unsupported
 
 
 class Accepting(Reference):
-    """It accepts everything, and reads nothing."""
+    """It accepts every input without reading."""
 
     convicted_by = ("manifest/valid/small", "parts/valid/two-writers", "index/invalid/tiling-gap")
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Accept it."""
+        """Accept the checkpoint."""
         del path, request
         return {"tensors": {}}
 
     def parse(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Accept it."""
+        """Accept the document."""
         del path, request
         return {}
 
 
 class Refusing(Reference):
-    """It refuses everything."""
+    """It refuses every input."""
 
     breaks = ("REQ-VER-006",)
     convicted_by = ("manifest/valid/small", "parts/valid/two-writers", "index/invalid/tiling-gap")
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Refuse it."""
+        """Refuse the checkpoint."""
         del path, request
         raise Rejected("DOC_SYNTAX", None, "open")
 
     def parse(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Refuse it."""
+        """Refuse the document."""
         del path, request
         raise Rejected("DOC_SYNTAX", None, "open")
 
 
 class Pleading(Reference):
-    """It says of everything that it doesn't support that."""
+    """It answers every question with "unsupported"."""
 
     breaks = ("REQ-VER-006",)
     convicted_by = ("manifest/valid/small", "index/invalid/tiling-gap")
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Say no more."""
+        """Raise Unsupported."""
         del path, request
         raise Unsupported("reading")
 
 
 class Crashing(Reference):
-    """It dies of what it should refuse, with an error that isn't its own."""
+    """It raises a foreign exception instead of a refusal."""
 
     breaks = ("REQ-ERR-001",)
     convicted_by = ("documents/invalid/empty", "index/invalid/tiling-gap")
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Open it, or crash."""
+        """Open the checkpoint, or raise a foreign exception."""
         try:
             return super().open(path, request)
         except Rejected as answer:
@@ -72,12 +72,12 @@ class Crashing(Reference):
 
 
 class Dying(Reference):
-    """Its process ends at what it should refuse; to a shell that looks like a refusal."""
+    """It exits the process instead of a refusal, which a shell can't tell from a refusal."""
 
     convicted_by = ("documents/invalid/empty", "index/invalid/tiling-gap")
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Open it, or leave."""
+        """Open the checkpoint, or exit."""
         try:
             return super().open(path, request)
         except Rejected:
@@ -85,12 +85,12 @@ class Dying(Reference):
 
 
 class Hanging(Reference):
-    """It never comes back from what it should refuse."""
+    """It never returns where a refusal is due."""
 
     convicted_by = ("documents/invalid/empty",)
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Open it, or wait."""
+        """Open the checkpoint, or sleep."""
         try:
             return super().open(path, request)
         except Rejected:
@@ -99,13 +99,13 @@ class Hanging(Reference):
 
 
 class Late(Reference):
-    """It finds everything, but only once it has handed out what it read."""
+    """It finds every fault, but only after handing out the content."""
 
     breaks = ("REQ-ERR-002",)
     convicted_by = ("documents/invalid/empty", "index/invalid/tiling-gap", "parts/invalid/block-digest")
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Open it, or say too late what is wrong."""
+        """Open the checkpoint, or refuse in a late phase."""
         try:
             return super().open(path, request)
         except Rejected as answer:
@@ -113,13 +113,13 @@ class Late(Reference):
 
 
 class WrongCode(Reference):
-    """It says of all that is wrong that the document is damaged."""
+    """It reports every fault as a damaged document."""
 
     breaks = ("REQ-VER-004", "REQ-ERR-001")
     convicted_by = ("documents/invalid/empty", "index/invalid/tiling-gap", "parts/invalid/block-digest")
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Open it, or say the same as ever."""
+        """Open the checkpoint, or refuse with a constant code."""
         try:
             return super().open(path, request)
         except Rejected as answer:
@@ -127,7 +127,7 @@ class WrongCode(Reference):
 
 
 class Eager(Reference):
-    """It reads every byte while it opens, and says so."""
+    """It reads every byte during opening, and reports the phase `open`."""
 
     breaks = ("REQ-OPN-002",)
     convicted_by = (
@@ -137,7 +137,7 @@ class Eager(Reference):
     )
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Read and check all there is, and call that opening."""
+        """Validate before opening, and report the phase `open`."""
         try:
             self.validate(path, request or {})
             return super().open(path, request)
@@ -146,7 +146,7 @@ class Eager(Reference):
 
 
 class EarlyClaims(Reference):
-    """It says of everything that it refuses that it found it while it opened."""
+    """It reports the phase `open` for every refusal."""
 
     convicted_by = (
         "parts/invalid/block-digest",
@@ -156,7 +156,7 @@ class EarlyClaims(Reference):
     )
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Open it, or claim that opening found what is wrong."""
+        """Open the checkpoint, or refuse with the phase `open`."""
         try:
             return super().open(path, request)
         except Rejected as answer:

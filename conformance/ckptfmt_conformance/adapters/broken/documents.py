@@ -1,4 +1,4 @@
-"""JSON documents, versions and features, and how much a document may become."""
+"""Faults with JSON documents, versions, features, and limits on inflated sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _weight: Any = original("ckptfmt.documents.msgpk:Weight")
 
 def _parse_any_form(content: bytes, **members: Any) -> Any:  # noqa: ANN401 - whatever it returns
     with contextlib.suppress(ValueError, RecursionError):
-        # Only where nothing else is wrong: that would be another fault.
+        # Only for documents without another fault.
         value = json.loads(content.decode(), object_pairs_hook=_refuse_twice, parse_int=_refuse_zeros)
         content = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     return _parse_document(content, **members)
@@ -38,7 +38,7 @@ def _refuse_zeros(text: str) -> int:
 
 
 class LaxJson(Reference):
-    """It takes JSON in any form: white space, other escapes and another order of members change nothing for it."""
+    """It accepts JSON in any form: with white space, other escapes, or unsorted members."""
 
     convicted_by = ("documents/invalid/spaces", "documents/invalid/line-feed", "documents/invalid/unsorted")
     replacements = (("ckptfmt.documents.manifest:parse_document", _parse_any_form),)
@@ -50,7 +50,10 @@ def _loads(text: str, **members: Any) -> Any:  # noqa: ANN401 - any value of JSO
 
 
 class TwiceInJson(Reference):
-    """Of a member that stands twice in JSON, it takes the last: another reader takes the first."""
+    """It takes the last value of a duplicate member in JSON.
+
+    Another reader takes the first value.
+    """
 
     convicted_by = ("documents/invalid/duplicate-member", "documents/invalid/duplicate-inside")
     replacements = (
@@ -66,7 +69,7 @@ def _normalizing(is_normalized: Callable[[str, str], bool]) -> tuple[tuple[str, 
 
 
 class AnyForm(Reference):
-    """It takes strings of JSON documents in any form of Unicode."""
+    """It accepts strings of JSON documents in any Unicode normalization form."""
 
     breaks = ("REQ-DOC-006",)
     convicted_by = (
@@ -81,7 +84,7 @@ class AnyForm(Reference):
 
 
 class CompatibleForm(Reference):
-    """It wants strings in normal form KC, in which a ligature is its letters."""
+    """It requires strings in normalization form KC, which replaces a ligature by its letters."""
 
     breaks = ("REQ-DOC-006",)
     convicted_by = ("documents/valid/string-normal-form",)
@@ -89,7 +92,7 @@ class CompatibleForm(Reference):
 
 
 class NoMarks(Reference):
-    """It takes every mark behind a letter for a letter that isn't composed, and every other letter for composed."""
+    """It refuses every combining mark as not composed, and accepts every other character."""
 
     breaks = ("REQ-DOC-006",)
     convicted_by = (
@@ -101,18 +104,18 @@ class NoMarks(Reference):
     replacements = _normalizing(lambda _, text: not any(map(unicodedata.combining, text)))
 
 
-#: To which newer marks are no marks.
+#: An old version of Unicode, without newer combining marks.
 _OLD = unicodedata.ucd_3_2_0
 
 
 def _is_normalized_by_old(form: Any, text: str) -> bool:  # noqa: ANN401 - of the implementation
-    """Say it of one stretch of known code points after the other."""
+    """Return whether each stretch of code points known to the old version is normalized."""
     stretches = itertools.groupby(text, key=lambda one: _OLD.category(one) == "Cn")
     return all(is_new or unicodedata.is_normalized(form, "".join(some)) for is_new, some in stretches)
 
 
 class OldUnicode(Reference):
-    """It normalises by an old version of Unicode, to which newer marks are no marks."""
+    """It normalizes by an old version of Unicode, which lacks newer combining marks."""
 
     breaks = ("REQ-DOC-006",)
     convicted_by = ("documents/invalid/string-marks",)
@@ -140,7 +143,7 @@ def _number(text: str) -> float | None:
 
 
 class VersionAsFraction(Reference):
-    """It reads the version of the format as a decimal fraction, so that 0.10 is 0.1."""
+    """It reads the format version as a decimal fraction, so that 0.10 equals 0.1."""
 
     breaks = ("REQ-VER-001",)
     convicted_by = (
@@ -165,7 +168,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 class VersionAsNumbers(Reference):
-    """It reads the version of the format as two numbers, however they are written."""
+    """It reads the format version as two numbers in any notation."""
 
     breaks = ("REQ-VER-001",)
     convicted_by = (
@@ -183,7 +186,7 @@ def _check_older(signed: dict[str, Any], where: str) -> None:
 
 
 class OlderVersions(Reference):
-    """It takes a document of an earlier version for one of its own."""
+    """It reads a document of an earlier version by the rules of its own version."""
 
     breaks = ("REQ-DOC-010",)
     convicted_by = (
@@ -202,7 +205,7 @@ def _check_features_only(signed: dict[str, Any], where: str) -> None:
 
 
 class IgnoredVersion(Reference):
-    """It doesn't look at the version of the format: a later one is read by the rules of this one."""
+    """It ignores the format version, and reads a later version by the rules of its own version."""
 
     convicted_by = (
         "documents/invalid/version",
@@ -220,7 +223,7 @@ def _check_version_only(signed: dict[str, Any], where: str) -> None:
 
 
 class IgnoredFeatures(Reference):
-    """It doesn't look at reader features: what it doesn't know, it reads as if it did."""
+    """It ignores reader features, and reads a document with unknown features."""
 
     convicted_by = ("parts/invalid/feature-unknown", "index/invalid/feature-unknown")
     replacements = _checking_versions(_check_version_only)
@@ -231,7 +234,7 @@ def _weigh_nothing(_: int) -> Any:  # noqa: ANN401 - of the implementation
 
 
 class UnweighedTables(Reference):
-    """It doesn't weigh what a document becomes against what is stored of it."""
+    """It doesn't limit the size of a parsed document in proportion to the stored size."""
 
     breaks = ("REQ-DOC-029", "REQ-DOC-030")
     convicted_by = (
@@ -247,7 +250,7 @@ def _weigh_alike(_: int) -> Any:  # noqa: ANN401 - of the implementation
 
 
 class FixedWeights(Reference):
-    """It has one limit of extents and trees, however much is stored of a document."""
+    """It has a fixed limit of extents and trees, independent of a document's stored size."""
 
     breaks = ("REQ-LIM-002", "REQ-DOC-029", "REQ-DOC-030")
     convicted_by = (

@@ -1,4 +1,4 @@
-"""How blocks are encoded."""
+"""Faults in the decoding of blocks."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _decode = original("ckptfmt.codecs.encodings:decode")
 _lanes = original("ckptfmt.codecs.encodings:LANES")
 _SCATTERED: Any = original("ckptfmt.codecs.lanes:_SCATTERED")
 _take_set = original("ckptfmt.codecs.lanes:take_set")
-#: What a zstd frame begins with.
+#: The first bytes of a zstd frame.
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class _Zstandard:
-    """Takes the checksum from a frame before it is read."""
+    """A zstandard module that removes the checksum from a frame before decompression."""
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the implementation
         return getattr(zstandard, name)
 
     def ZstdDecompressor(self) -> Any:  # noqa: ANN401, N802 - of the implementation
-        """Return itself."""
+        """Return this object."""
         return self
 
     def decompress(self, frame: Any, **options: Any) -> Any:  # noqa: ANN401 - of the implementation
-        """Return the content."""
+        """Return the content of a frame."""
         content = bytes(frame)
         if content[4] & 4:
             content = content[:4] + bytes([content[4] & ~4]) + content[5:-4]
@@ -59,7 +59,7 @@ def _take_plain(source: Any, nbytes: int) -> Any:  # noqa: ANN401 - of the imple
 
 
 class _Watched:
-    """A source whose bytes are looked at."""
+    """A source with another function to take bytes."""
 
     def __init__(self, source: Any, take: Any) -> None:  # noqa: ANN401 - of the implementation
         self.take = take
@@ -68,7 +68,7 @@ class _Watched:
 
 
 class PlainFrames(Reference):
-    """It refuses frames with a checksum, and frames that state a dictionary id of 0."""
+    """It refuses frames with a checksum, and frames with a dictionary id of 0."""
 
     breaks = ("REQ-ENC-024",)
     convicted_by = (
@@ -87,7 +87,7 @@ def _take_inflated(reading: Any, blocks: Any, content: memoryview) -> None:  # n
 
 
 class SniffedFrames(Reference):
-    """It decompresses whatever begins like a zstd frame, a raw block too."""
+    """It decompresses every block that begins like a zstd frame, including raw blocks."""
 
     breaks = ("REQ-ENC-003",)
     convicted_by = ("encodings/valid/raw-like-a-frame",)
@@ -100,12 +100,12 @@ _QUIET = 1 << 22
 def _decode_as_floats(encoding: str, stored: memoryview, out: memoryview, **members: Any) -> None:  # noqa: ANN401 - of the implementation
     _decode(encoding, stored, out, **members)
     if encoding != "raw" and members["dtype"] == "float32":
-        # By bits: whether a float that is copied becomes quiet depends on the machine.
+        # The change is made on integers: the machine decides whether a copied float becomes quiet.
         np.frombuffer(out, np.uint32)[np.isnan(np.frombuffer(out, np.float32))] |= np.uint32(_QUIET)
 
 
 class QuietNans(Reference):
-    """It decodes into floats, and moves these as floats: a NaN that signals becomes one that is quiet."""
+    """It decodes into floats, and copies them as floats: a signalling NaN becomes quiet."""
 
     breaks = ("REQ-ENC-022",)
     convicted_by = ("encodings/valid/bits",)
@@ -117,9 +117,9 @@ def _as_it_is(words: Any, lane: Any) -> Any:  # noqa: ANN401 - of the implementa
 
 
 class StepsOfBits(Reference):
-    """It counts steps of floats from bit pattern to bit pattern, as those of integers.
+    """It computes differences of floats from their bit patterns, as for integers.
 
-    Below zero they go the other way.
+    Below zero, the order of bit patterns is reversed.
     """
 
     breaks = ("REQ-ENC-015",)
@@ -127,12 +127,12 @@ class StepsOfBits(Reference):
     replacements = (("ckptfmt.codecs.lanes:_ordered", _as_it_is),)
 
 
-#: That of complex128 would be wider than any integer of numpy.
+#: A lane of complex128 would be wider than any integer of numpy.
 _wide = {name: dataclasses.replace(_lanes[name], nbytes=2 * _lanes[name].nbytes) for name in ("complex32", "complex64")}
 
 
 class WholeComplex(Reference):
-    """It takes a complex element for one lane."""
+    """It treats a complex element as one lane."""
 
     breaks = ("REQ-ENC-013",)
     convicted_by = ("encodings/valid/difference-dtypes", "encodings/valid/xor-dtypes")
@@ -155,7 +155,7 @@ def _take_tight(source: Any, count: int) -> Any:  # noqa: ANN401 - of the implem
 
 
 class TightPlanes(Reference):
-    """It refuses a zero among the bytes that a plane lists."""
+    """It refuses a zero among the listed bytes of a plane."""
 
     breaks = ("REQ-ENC-012",)
     convicted_by = ("encodings/valid/sparse-plane-zero",)

@@ -1,4 +1,4 @@
-"""Blocks that are predicted from others."""
+"""Faults in predicted blocks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def _take_base(step: Any, role: str, bases: Any, news: Any) -> Any:  # noqa: ANN
 
 
 class BaseNotPrediction(Reference):
-    """It decodes a predicted block against the base's, as it does outside of groups."""
+    """It decodes a predicted block against the base's block, as outside of groups."""
 
     breaks = ("REQ-PRE-016",)
     convicted_by = ("prediction/valid/adam", "prediction/valid/sgd")
     replacements = (("ckptfmt.codecs.optimizer_steps:Step.predict", _take_base),)
 
 
-#: Of those that are predicted here; what is wide is the master.
+#: The element size of the narrow tensors in these cases; the wide tensor is the master.
 _NARROW = 2
 
 
@@ -47,7 +47,10 @@ def _join_one(
 
 
 class BlockByBlock(Reference):
-    """It predicts a block from the blocks of the same number: of wider elements, these hold others."""
+    """It predicts a block from blocks of the same number.
+
+    Blocks of wider dtypes with the same number hold other elements.
+    """
 
     breaks = ("REQ-DEL-011",)
     convicted_by = ("prediction/valid/cast-of-two-blocks",)
@@ -59,14 +62,14 @@ def _all_bases(rule: Any, _: str) -> Any:  # noqa: ANN401 - of the implementatio
 
 
 class AllBases(Reference):
-    """It wants all members of a group from the base, also those that a prediction doesn't use."""
+    """It requires all members of a group in the base, including members unused by a prediction."""
 
     breaks = ("REQ-DEL-025",)
     convicted_by = ("prediction/valid/adam-base-without-copy",)
     replacements = (("ckptfmt.codecs.prediction:needed_bases", _all_bases),)
 
 
-#: The gradient behind each first moment that was decoded last.
+#: The gradient of each first moment in the last decoding.
 _gradients: dict[bytes, Any] = {}
 
 
@@ -85,7 +88,10 @@ def _kept_gradient(step: Any, bases: Any, news: Any) -> Any:  # noqa: ANN401 - o
 
 
 class StoredGradient(Reference):
-    """It predicts later members from the gradient that is stored, also where that doesn't lead to the first moment."""
+    """It predicts later members from the stored gradient, even where another gradient is due.
+
+    The stored gradient doesn't always lead to the first moment.
+    """
 
     breaks = ("REQ-PRE-009",)
     convicted_by = ("prediction/valid/adam-corrected",)
@@ -101,7 +107,7 @@ def _as_predicted(predicted: Any, base: Any) -> Any:  # noqa: ANN401 - of the im
 
 
 class AnyNan(Reference):
-    """It predicts whatever NaN the machine makes."""
+    """It predicts the NaN that the machine produces, without normalization."""
 
     breaks = ("REQ-PRE-005",)
     convicted_by = ("prediction/valid/adam-nan", "prediction/valid/adam-nan-gradient")
@@ -122,7 +128,7 @@ def _round_bits(values: Any, precision: str) -> Any:  # noqa: ANN401 - of the im
 
 
 class RoundedNans(Reference):
-    """It rounds a NaN to 16 bits as it rounds numbers: one of them becomes an infinity, another a zero."""
+    """It rounds a NaN to 16 bits like a number, which gives an infinity or a zero."""
 
     breaks = ("REQ-PRE-004",)
     convicted_by = ("prediction/valid/cast-bfloat16", "prediction/valid/cast-float16")
@@ -135,7 +141,7 @@ def _fuse(factor: Any, values: Any, addend: Any, *, separate: bool) -> Any:  # n
 
 
 class FusedSums(Reference):
-    """It fuses every product with the sum that it goes into, as a compiler may: one rounding where there are two."""
+    """It fuses every product with its sum, as a compiler may: one rounding instead of two."""
 
     breaks = ("REQ-PRE-002",)
     convicted_by = ("prediction/valid/adam-separate",)
@@ -151,7 +157,7 @@ def _from_the_old_one(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN
 
 
 class NearEnd(Reference):
-    """It mixes the first moment from the old one on, also where the gradient has the larger share."""
+    """It computes the first moment from the old moment, even for a large share of the gradient."""
 
     breaks = ("REQ-PRE-011",)
     convicted_by = ("prediction/valid/adam-large-gain-uneven",)
@@ -166,7 +172,7 @@ def _moment_closed(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401
 
 
 class ClosedInterval(Reference):
-    """It mixes the first moment from the old one on also where the gain is exactly 0.5."""
+    """It computes the first moment from the old moment for a gain of exactly 0.5 too."""
 
     breaks = ("REQ-PRE-011",)
     convicted_by = (
@@ -190,7 +196,7 @@ def _moment_rounded(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN40
 
 
 class RoundedGain(Reference):
-    """It compares the gain with 0.5 in binary32, also where scalars stay in binary64."""
+    """It compares the gain with 0.5 in binary32, even where scalars stay in binary64."""
 
     breaks = ("REQ-PRE-011",)
     convicted_by = ("prediction/valid/adam-gain-nearly-half-double",)
@@ -204,7 +210,7 @@ def _moment_unrounded(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN
 
 
 class UnroundedGain(Reference):
-    """It compares the gain with 0.5 before it is rounded to binary32."""
+    """It compares the gain with 0.5 before the gain is rounded to binary32."""
 
     breaks = ("REQ-PRE-011",)
     convicted_by = ("prediction/valid/adam-gain-nearly-half",)
@@ -216,7 +222,7 @@ def _predict_no_decay(step: Any, role: str, bases: Any, news: Any) -> Any:  # no
 
 
 class UnmovedMoment(Reference):
-    """It predicts that the first moment stays: its decay, which needs no gradient, is left out."""
+    """It predicts an unchanged first moment, without the decay, which needs no gradient."""
 
     breaks = ("REQ-PRE-017",)
     convicted_by = ("prediction/valid/adam-decayed", "prediction/valid/adam-float32")
@@ -230,7 +236,7 @@ def _predict_decayed(step: Any, role: str, bases: Any, news: Any) -> Any:  # noq
 
 
 class ZeroBeforeDecay(Reference):
-    """It predicts a first moment from a gradient of 0 to which the weight decay is then added."""
+    """It adds the weight decay to a zero gradient when it predicts a first moment."""
 
     breaks = ("REQ-PRE-017",)
     convicted_by = ("prediction/valid/adam-decayed-l2",)

@@ -1,4 +1,4 @@
-"""What is read where, in which order, from which bases, and what of it is checked."""
+"""Faults in reading: places, order, bases, and omitted checks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _read_any_part(checkpoint: Any, number: int) -> Any:  # noqa: ANN401 - of th
 
 
 class AnotherAttempt(Reference):
-    """It takes a part for its attempt's without asking: what a crashed attempt left is mixed in."""
+    """It doesn't check a part's attempt, and mixes in parts of a crashed attempt."""
 
     convicted_by = ("parts/invalid/origin-attempt", "parts/invalid/origin-nonce", "parts/invalid/origin-step")
     replacements = (("ckptfmt.read.files:CheckpointFiles.read_part", _read_any_part),)
 
 
 class CountedParts(Reference):
-    """It counts the files in `parts/` to see whether all are there: what another attempt left is one too many."""
+    """It counts the files in `parts/`, and refuses files left by another attempt."""
 
     breaks = ("REQ-CKP-005",)
     convicted_by = ("opening/valid/left-behind",)
@@ -49,13 +49,13 @@ class CountedParts(Reference):
 
 
 class JoinedBoxes(Reference):
-    """It puts the boxes that a tensor was saved in behind each other, as if each had whole rows."""
+    """It concatenates the saved boxes of a tensor, as if each box had whole rows."""
 
     breaks = ("REQ-OPN-005",)
     convicted_by = ("index/valid/quarters", "opening/valid/two-columns")
 
     def content(self, checkpoint: Checkpoint, key: tuple[str, str, str], box: Box) -> bytes:
-        """Return what each saved box has of a box, one behind the other."""
+        """Return the pieces of a box from each saved box, concatenated."""
         sharding = checkpoint.tensors[key].sharding
         pieces = (saved.intersect(box) for saved, _ in sharding)
         return b"".join(
@@ -64,7 +64,7 @@ class JoinedBoxes(Reference):
 
 
 class SwappedBounds(Reference):
-    """It takes the first dimension of a box for the last one."""
+    """It swaps the first and the last dimension of a box."""
 
     breaks = ("REQ-OPN-005",)
     convicted_by = ("opening/valid/read-a-column", "opening/valid/read-inside-one-box")
@@ -75,7 +75,7 @@ class SwappedBounds(Reference):
 
 
 class ColumnOrder(Reference):
-    """It lets the first dimension of a box run fastest."""
+    """It returns elements in column-major order."""
 
     breaks = ("REQ-TEN-001",)
     convicted_by = ("manifest/valid/small", "opening/valid/read-across-boxes")
@@ -90,13 +90,13 @@ class ColumnOrder(Reference):
 
 
 class OneExtent(Reference):
-    """It relies on each box of a safetensors file having one extent, as writers make it, and reads no other."""
+    """It reads only the first extent of a box in a safetensors file, as writers write no other."""
 
     breaks = ("REQ-PRT-006", "REQ-OPN-005")
     convicted_by = ("parts/valid/two-extents",)
 
     def content(self, checkpoint: Checkpoint, key: tuple[str, str, str], box: Box) -> bytes:
-        """Return the first extent's bytes, and zeros for those of the others."""
+        """Return the first extent's bytes, followed by zeros for all further extents."""
         content = super().content(checkpoint, key, box)
         for number in range(len(checkpoint.index.parts)):
             for held in checkpoint.open_part(number).iter_boxes():
@@ -111,7 +111,7 @@ def _order(self: Any) -> Any:  # noqa: ANN401 - of the implementation
 
 
 class BlocksAsStored(Reference):
-    """It takes the blocks of a box in the order in which a file has them."""
+    """It takes the blocks of a box in the order of the file."""
 
     breaks = ("REQ-PRT-006",)
     convicted_by = ("deltas/valid/blocks-backwards",)
@@ -123,7 +123,7 @@ def _find_nothing(*_: object, **__: object) -> Iterator[Exception]:
 
 
 class UncheckedBlocks(Reference):
-    """It doesn't compare blocks with their digests: damage is handed on as if it had been saved."""
+    """It doesn't compare blocks with their digests, and returns damaged content."""
 
     convicted_by = ("parts/invalid/block-digest",)
     replacements = (("ckptfmt.read.files:StoredBox.iter_damages", _find_nothing),)
@@ -134,16 +134,16 @@ def _place_unchecked(reading: Any, blocks: Any, content: memoryview) -> None:  #
 
 
 class CheckingOnDemand(Reference):
-    """Its reading checks no block unless it is asked to verify everything, and says that reading found the damage."""
+    """It checks blocks only on a request to verify everything, and reports the phase `read`."""
 
     breaks = ("REQ-OPN-006",)
     convicted_by = ("parts/invalid/block-digest", "shards/invalid/bit-in-first-byte")
 
-    # A check of everything has a method of its own for this.
+    # A full check uses a separate method.
     replacements = (("ckptfmt.read.reading:Reading._take", _place_unchecked),)
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Open it; what a check of everything finds, call found by reading."""
+        """Open the checkpoint, and report the phase `read` for faults found by validation."""
         try:
             return super().open(path, request)
         except Rejected as answer:
@@ -159,7 +159,7 @@ def _hash(self: Any) -> int:  # noqa: ANN401 - of the implementation
 
 
 class DigestsAlone(Reference):
-    """It compares references by their digests, and not by their names."""
+    """It compares references by their digests, and ignores their names."""
 
     breaks = ("REQ-DEL-026",)
     convicted_by = ("deltas/invalid/reference-renamed",)
@@ -179,7 +179,10 @@ def _open_any(store: Any, reference: Any, closure: Any) -> Any:  # noqa: ANN401 
 
 
 class ReplacedBase(Reference):
-    """It takes whatever lies where a base should be: a delta on another base is another state."""
+    """It accepts any checkpoint in the place of a base.
+
+    A delta on another base is another state.
+    """
 
     convicted_by = ("deltas/invalid/base-made-again", "deltas/invalid/of-itself")
     replacements = (
@@ -193,7 +196,7 @@ def _bases_beside(checkpoint: Checkpoint, path: Path) -> list[str]:
 
 
 class WholeBases(Reference):
-    """It refuses to read from a base unless all of that is whole, and nothing else beside it."""
+    """It refuses a base with any damage or any extra file, even outside the needed bytes."""
 
     breaks = ("REQ-DEL-007", "REQ-OPN-009")
     convicted_by = (
@@ -205,7 +208,7 @@ class WholeBases(Reference):
     )
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Open it, once its bases are checked."""
+        """Open the checkpoint, and validate its bases."""
         answer = super().open(path, request)
         with self._open(path, request or {}) as checkpoint:
             names = _bases_beside(checkpoint, path)
@@ -223,7 +226,7 @@ def _check_nothing(*_: object) -> None:
 
 
 class OwnBytesOnly(Reference):
-    """It validates a delta without what it reads from, beyond what its blocks need."""
+    """It validates a delta without those bytes of its bases that its blocks don't need."""
 
     breaks = ("REQ-OPN-009",)
     convicted_by = (

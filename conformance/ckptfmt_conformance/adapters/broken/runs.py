@@ -1,4 +1,4 @@
-"""What a run goes on from: its launches, its lineage, and the checkpoints that it passes over."""
+"""Faults in resuming a run: launches, lineage, and checkpoints passed over."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _choose_or_begin(*arguments: Any) -> Any:  # noqa: ANN401 - of the implement
 
 
 class Afresh(Reference):
-    """It begins a run anew if nothing that it could go on from is whole."""
+    """It begins a run anew where no candidate is whole."""
 
     breaks = ("REQ-RUN-010",)
     convicted_by = (
@@ -43,7 +43,7 @@ def _choose_nothing(*_: Any) -> Any:  # noqa: ANN401 - of the implementation
 
 
 class AlwaysAfresh(Reference):
-    """It begins each launch anew, whatever the run has."""
+    """It begins each launch anew, even with checkpoints in the run."""
 
     breaks = ("REQ-RUN-006",)
     convicted_by = (
@@ -57,13 +57,13 @@ class AlwaysAfresh(Reference):
 
 
 class NeedsOne(Reference):
-    """It begins no launch on a run that has no checkpoint yet."""
+    """It refuses a launch on a run without checkpoints."""
 
     breaks = ("REQ-RUN-006",)
     convicted_by = ("run/valid/launch-first", "run/valid/launch-second")
 
     def launch(self, path: Any) -> dict[str, Any]:  # noqa: ANN401 - a path
-        """Refuse to begin from nothing."""
+        """Refuse to begin without a checkpoint."""
         found = super().launch(path)
         if found["resume_from"] is None:
             raise Rejected("NO_VALID_CHECKPOINT", str(path), "open")
@@ -73,11 +73,11 @@ class NeedsOne(Reference):
 def _open_nothing(_: object, entry: Any, *_others: object) -> Any:  # noqa: ANN401 - of the implementation
     if isinstance(entry.register, CkptError):
         return entry.register
-    return entry  # The entry has the manifest, as an open checkpoint has.
+    return entry  # The entry has a manifest, like an open checkpoint.
 
 
 class RegistersOnly(Reference):
-    """It begins a launch from a checkpoint whose register it has read, and nothing else of it."""
+    """It begins a launch from a checkpoint after reading only the checkpoint's register."""
 
     breaks = ("REQ-RUN-010", "REQ-RUN-012")
     convicted_by = (
@@ -95,7 +95,7 @@ def _verify_all(store: Any, report: Any, **_: Any) -> Any:  # noqa: ANN401 - of 
 
 
 class WholeClosure(Reference):
-    """It passes over a delta for damage in a base that the delta doesn't read."""
+    """It passes over a delta because of damage in unused content of a base."""
 
     breaks = ("REQ-RUN-012",)
     convicted_by = ("run/valid/launch-base-not-needed",)
@@ -126,7 +126,7 @@ def _iter_committed(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementa
 
 
 class OpensTheNext(Reference):
-    """It opens the first candidate of a run that it can read, and says nothing of those that it passed over."""
+    """It opens a run's first readable candidate, without a report on unreadable candidates."""
 
     breaks = ("REQ-RUN-020", "REQ-RUN-003", "REQ-MAN-002")
     convicted_by = (
@@ -150,13 +150,13 @@ def _register(path: Any) -> bytes:  # noqa: ANN401 - a path
 
 
 class FallbackForNothing(Reference):
-    """It says that it passed over something where nothing was damaged: what was given up, and what was retired."""
+    """It reports a fallback for abandoned or retired checkpoints, though none is damaged."""
 
     breaks = ("REQ-RUN-007",)
     convicted_by = ("run/valid/launch-aborted", "run/valid/launch-resume-from-retired", "run/valid/launch-unfinished")
 
     def launch(self, path: Any) -> dict[str, Any]:  # noqa: ANN401 - a path
-        """Count what isn't committed as passed over."""
+        """Count uncommitted checkpoints as passed over."""
         found = super().launch(path)
         names = sorted((one.name for one in path.glob("step-*")), reverse=True)
         passed = [one for one in names if b'"manifest"' not in _register(path / one)]
@@ -172,7 +172,7 @@ def _list_readable(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementat
 
 
 class StrictRun(Reference):
-    """It refuses a run in which any register can't be read, also one that nothing goes on from."""
+    """It refuses a run with any unreadable register, even outside the lineage."""
 
     breaks = ("REQ-RUN-007", "REQ-RUN-021")
     convicted_by = (
@@ -201,7 +201,7 @@ def _is_retired(entry: Any) -> bool:  # noqa: ANN401 - of the implementation
 
 
 class RetiredCandidates(Reference):
-    """It takes a retired checkpoint on the lineage for a damaged one."""
+    """It treats a retired checkpoint of the lineage as damaged."""
 
     breaks = ("REQ-RUN-006", "REQ-RUN-007")
     convicted_by = ("run/invalid/all-retired", "run/valid/launch-resume-from-retired")
@@ -216,7 +216,7 @@ def _iter_greatest(_: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - o
 
 
 class GreatestStep(Reference):
-    """It goes on from the greatest step of all, whatever was rolled back."""
+    """It resumes from the greatest step of all, even after a rollback."""
 
     breaks = ("REQ-RUN-006",)
     convicted_by = (
@@ -234,7 +234,7 @@ class GreatestStep(Reference):
 
 
 class _Text(int):
-    """A number that is ordered by its digits, as they stand in a name."""
+    """A number ordered by its decimal digits as text."""
 
     def __lt__(self, other: int) -> bool:
         return str(int(self)) < str(int(other))
@@ -250,7 +250,7 @@ class _Text(int):
 
 
 class _Backwards(_Text):
-    """The same, the greatest first."""
+    """The same order reversed."""
 
     def __lt__(self, other: int) -> bool:
         return _Text.__gt__(self, other)
@@ -264,7 +264,7 @@ def _iter_by_text(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN4
 
 
 class StepsAsText(Reference):
-    """It compares steps and launches as text: with one more digit, the greater number is the smaller."""
+    """It compares steps and launches as text, so that a number with more digits may come first."""
 
     breaks = ("REQ-RUN-009",)
     convicted_by = ("run/valid/numbers", "run/valid/launch-of-five-digits")
@@ -279,7 +279,7 @@ def _iter_newest(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN40
 
 
 class NewestLaunchOnly(Reference):
-    """It looks at the newest launch and at what its record names, and no further down."""
+    """It considers only the newest launch and the checkpoint named in that launch's record."""
 
     breaks = ("REQ-RUN-006",)
     convicted_by = (
@@ -298,7 +298,7 @@ class NewestLaunchOnly(Reference):
 
 
 def _iter_all(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - of the implementation
-    """Make each record name the last checkpoint of the launch that it names one of."""
+    """Yield the lineage after each record names the last checkpoint of its named launch."""
     last = {one.launch: one for one in entries}
     moved = []
     for launch in launches:
@@ -317,7 +317,7 @@ def _iter_all(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 -
 
 
 class UnboundedLineage(Reference):
-    """It takes all checkpoints of a launch on the lineage, those beyond the step that was gone on from as well."""
+    """It includes all checkpoints of a launch on the lineage, even beyond the resumed step."""
 
     breaks = ("REQ-RUN-006", "REQ-RUN-021")
     convicted_by = (
@@ -337,7 +337,7 @@ def _is_never(*_: object) -> bool:
 
 
 class NeverOvertaken(Reference):
-    """It follows every launch record, also that of a launch that was overtaken by a clean-up."""
+    """It follows every launch record, even of a launch overtaken by a clean-up."""
 
     breaks = ("REQ-RUN-006",)
     convicted_by = ("run/valid/overtaken",)
@@ -351,7 +351,7 @@ def _is_overtaken(launch: Any, entries: list[Any]) -> bool:  # noqa: ANN401 - of
 
 
 class LightlyOvertaken(Reference):
-    """It takes a launch for overtaken of which nothing is committed, if the checkpoint that it names isn't either."""
+    """It treats a launch without commits as overtaken if its named checkpoint isn't committed."""
 
     breaks = ("REQ-RUN-006",)
     convicted_by = (
@@ -371,7 +371,7 @@ def _find_nothing(*_: object) -> None:
 
 
 class ForgottenLoss(Reference):
-    """It goes on below a checkpoint that a launch record names and that isn't there, as if that had been retired."""
+    """It treats a missing checkpoint, named by a launch record, as retired, and resumes below."""
 
     breaks = ("REQ-RUN-022",)
     convicted_by = (
@@ -388,7 +388,7 @@ def _find_absence(resume: Any, register: Any) -> Any:  # noqa: ANN401 - of the i
 
 
 class NameCounts(Reference):
-    """It goes by the name in a launch record, and doesn't compare the digest."""
+    """It resumes by the name in a launch record, without a comparison of the digest."""
 
     breaks = ("REQ-RUN-022",)
     convicted_by = ("run/invalid/resume-from-digest", "run/valid/launch-resume-from-digest")
@@ -401,7 +401,7 @@ def _check_manifests(register: Any, *others: Any) -> None:  # noqa: ANN401 - of 
 
 
 class AnyPlace(Reference):
-    """It doesn't look whether the register of an aborted or retired checkpoint is that of its directory."""
+    """It doesn't compare the register of an aborted or retired checkpoint with its directory."""
 
     breaks = ("REQ-RUN-003", "REQ-MAN-002")
     convicted_by = (
@@ -419,7 +419,7 @@ def _check_nothing(*_: object) -> None:
 
 
 class AnyRecords(Reference):
-    """It doesn't look whether launch records are those of the run, nor whether each launch has one."""
+    """It doesn't check the run of launch records, nor the presence of a record for each launch."""
 
     breaks = ("REQ-RUN-003", "REQ-RUN-015")
     convicted_by = (
@@ -434,7 +434,7 @@ class AnyRecords(Reference):
 
 
 class HalfInARun(Reference):
-    """It takes a document that names its launch and no run, or its run and no launch."""
+    """It accepts a document with a launch and no run, or with a run and no launch."""
 
     breaks = ("REQ-MAN-008",)
     convicted_by = (
@@ -451,7 +451,7 @@ class HalfInARun(Reference):
 
 
 class UnmergedParts(Reference):
-    """It takes a checkpoint for whole whose index isn't the one that follows from the parts."""
+    """It accepts a checkpoint whose index doesn't follow from the parts."""
 
     breaks = ("REQ-CKP-008", "REQ-IDX-001")
     convicted_by = (
@@ -470,7 +470,7 @@ class UnmergedParts(Reference):
 
 
 class UnreadValues(Reference):
-    """It takes a checkpoint for whole whose leaves and streams it hasn't looked at."""
+    """It accepts a checkpoint without a check of leaves and streams."""
 
     breaks = ("REQ-CKP-008", "REQ-OPN-009")
     convicted_by = (
@@ -490,7 +490,7 @@ def _agrees_always(*_: object) -> bool:
 
 
 class UncomparedHeaders(Reference):
-    """It takes a checkpoint for whole if the headers of its shards have their digests, whatever they say."""
+    """It checks only the digests of shard headers, and not their content."""
 
     breaks = ("REQ-CKP-008", "REQ-SHD-010")
     convicted_by = ("whole/invalid/header-of-another-dtype", "whole/valid/launch-header-of-another-dtype")
@@ -498,11 +498,11 @@ class UncomparedHeaders(Reference):
 
 
 class _NoError(CkptError):
-    """What no error is."""
+    """An exception class for no actual error."""
 
 
 class UnknownIsDamaged(Reference):
-    """It passes over a candidate whose version or features it doesn't know, as if that were damaged."""
+    """It passes over a candidate with an unknown version or feature, as if damaged."""
 
     breaks = ("REQ-VER-010",)
     convicted_by = (
@@ -518,7 +518,7 @@ def _find_no_surroundings(_: object) -> None:
 
 
 class NamelessCheckpoints(Reference):
-    """It opens a checkpoint by itself without a look at its name and at its run."""
+    """It opens a single checkpoint without a check of its name and its run."""
 
     breaks = ("REQ-MAN-002", "REQ-RUN-003")
     convicted_by = (

@@ -1,4 +1,4 @@
-"""How a run goes on in its data: orders of samples, cursors, and positions of other loaders."""
+"""Faults in resuming the data: orders of samples, cursors, and positions of foreign loaders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _first_epoch(n: int, seed: int, _: int) -> Any:  # noqa: ANN401 - of the imp
 
 
 class OneOrder(Reference):
-    """It shuffles once: every epoch has the order of the first."""
+    """It shuffles once: every epoch has the order of the first epoch."""
 
     breaks = ("REQ-CUR-007",)
     convicted_by = (
@@ -47,7 +47,7 @@ def _seed_of_the_order(seed: int, _: str) -> int:
 
 
 class OneSeed(Reference):
-    """It shuffles all sources of a mixture by one seed: those of one length come in one order."""
+    """It shuffles all sources of a mixture by one seed, so equal lengths get equal orders."""
 
     breaks = ("REQ-CUR-013",)
     convicted_by = (
@@ -64,7 +64,7 @@ def _list_sources(block: int, seed: int, number: int, counts: tuple[int, ...]) -
 
 
 class ListedBlocks(Reference):
-    """It gives a block its sources one after the other, as a mixture lists them."""
+    """It orders the sources in a block as listed by the mixture, without a shuffle."""
 
     breaks = ("REQ-CUR-012",)
     convicted_by = (
@@ -77,9 +77,9 @@ class ListedBlocks(Reference):
 
 
 class DealtInTurn(Reference):
-    """It deals a step's samples out to the workers in turn.
+    """It deals a step's samples to the workers in turn.
 
-    On another number, each worker has others than it should.
+    With another number of workers, each worker gets wrong samples.
     """
 
     convicted_by = (
@@ -89,7 +89,7 @@ class DealtInTurn(Reference):
     )
 
     def samples(self, content: bytes, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return every so manieth sample of each step."""
+        """Return every n-th sample of each step, for n workers."""
         found = super().samples(content, {**asked, "worker": 0, "worker_count": 1})
         steps = [step[asked["worker"] :: asked["worker_count"]] for step in found["steps"]]
         return {**found, "steps": steps}
@@ -106,7 +106,7 @@ def _count_no_more(_: Any, steps: int = 1) -> None:  # noqa: ANN401 - of the imp
 
 
 class FetchedIsDone(Reference):
-    """It counts what was fetched as consumed: after a save, the samples that were fetched ahead are left out."""
+    """It counts prefetched samples as consumed, so a resumed run omits them."""
 
     breaks = ("REQ-CUR-005", "REQ-CUR-008")
     convicted_by = (
@@ -130,7 +130,7 @@ def _draws_that_count(walk: Any, begin: int, end: int) -> Iterator[Any]:  # noqa
 
 
 class CountedPadding(Reference):
-    """It lets the samples count that only fill a batch: they are seen twice as often as the others."""
+    """It counts padding samples, which train twice then."""
 
     breaks = ("REQ-CUR-016",)
     convicted_by = (
@@ -151,7 +151,7 @@ def _stretch_filled(course: Any, begin: int, end: int) -> Any:  # noqa: ANN401 -
 
 
 class FilledHoles(Reference):
-    """It fills a batch at the end of an epoch whatever skips say of these positions."""
+    """It pads a batch at the end of an epoch, despite skips at the padded positions."""
 
     breaks = ("REQ-CUR-016", "REQ-CUR-018")
     convicted_by = (
@@ -182,7 +182,7 @@ def _kept(walk: Any, draw: int) -> int:  # noqa: ANN401 - of the implementation
 
 
 class FilledAsBegun(Reference):
-    """It fills a batch with the samples that the epoch began with, removed since or not."""
+    """It pads a batch with the epoch's original first samples, including samples removed since."""
 
     breaks = ("REQ-CUR-018",)
     convicted_by = ("context/valid/samples-fill-shift", "context/valid/samples-fill-shift-2-of-3")
@@ -195,7 +195,7 @@ def _begin_at_once(course: Any, *sources: Any, skips: Any = (), **members: Any) 
 
 
 class EarlySkips(Reference):
-    """It leaves out what a skip names from now on, wherever the skip begins."""
+    """It applies skips at once, before their first position."""
 
     breaks = ("REQ-CUR-018",)
     convicted_by = (
@@ -213,7 +213,7 @@ def _check_plainly(cursor: Any, where: str) -> None:  # noqa: ANN401 - of the im
 
 
 class PlainPositions(Reference):
-    """It holds every cursor to the sum of whole epochs, also where a shift left positions out."""
+    """It compares every cursor with a sum of whole epochs, even after a shift of positions."""
 
     breaks = ("REQ-CUR-004",)
     convicted_by = (
@@ -236,7 +236,7 @@ def _check_unmixed_count(cursor: Any, where: str) -> None:  # noqa: ANN401 - of 
 
 
 class UncountedMixtures(Reference):
-    """It compares the ledger's count with the position where there is no mixture, and nowhere else."""
+    """It compares the ledger's count with the position only without a mixture."""
 
     breaks = ("REQ-CUR-004",)
     convicted_by = ("context/invalid/cursor-mixture-ledger-count",)
@@ -244,7 +244,7 @@ class UncountedMixtures(Reference):
 
 
 class UncheckedSample(Reference):
-    """It doesn't compare the sample that a cursor's check names: an order that is another one goes unseen."""
+    """It doesn't compare the sample in a cursor's check, so another order isn't noticed."""
 
     breaks = ("REQ-CUR-006",)
     convicted_by = (
@@ -257,7 +257,7 @@ class UncheckedSample(Reference):
 
 
 class UncheckedStand(Reference):
-    """It doesn't look whether the sources stand where a cursor says they do."""
+    """It doesn't compare the positions of the sources with a cursor."""
 
     breaks = ("REQ-CUR-014",)
     convicted_by = (
@@ -279,7 +279,7 @@ def _may_always(*_: object) -> bool:
 
 
 class DealtLoader(Reference):
-    """It deals other loaders' positions out to whoever asks, on any number of workers."""
+    """It loads foreign loaders' positions on any number of workers."""
 
     breaks = ("REQ-CUR-023",)
     convicted_by = (
@@ -299,7 +299,7 @@ class DealtLoader(Reference):
 
 
 class _LoaderMap(_cursor_map):  # type: ignore[misc]
-    """A map whose names are looked at otherwise, where it is a loader's."""
+    """A map with another way to read names, for the maps of a loader."""
 
     __slots__ = ()
 
@@ -309,7 +309,7 @@ class _LoaderMap(_cursor_map):  # type: ignore[misc]
 
 
 class AnyLibrary(Reference):
-    """It makes a string of whatever another loader's library and version are."""
+    """It converts the library and version of a foreign loader to strings, whatever their types."""
 
     breaks = ("REQ-CUR-022",)
     convicted_by = (
@@ -328,7 +328,7 @@ def _parse_named(tree: Any, **members: Any) -> Any:  # noqa: ANN401 - of the imp
 
 
 class NamedLibraries(Reference):
-    """It takes another loader's library and version only as a document would name them."""
+    """It refuses an empty or unprintable library or version of a foreign loader."""
 
     breaks = ("REQ-CUR-022",)
     convicted_by = ("context/valid/loader-named", "context/valid/loader-nameless")

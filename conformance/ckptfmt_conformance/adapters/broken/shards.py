@@ -1,4 +1,4 @@
-"""Files of tensors, their headers, and the elements in them."""
+"""Faults with files of tensors, their headers, and their elements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _read_header(store: Any, file: Any) -> Any:  # noqa: ANN401 - of the impleme
 
 
 class UncheckedHeader(Reference):
-    """It doesn't compare the header of a shard with its digest: other tools see other tensors."""
+    """It doesn't compare a shard's header with its digest, so other tools see other tensors."""
 
     convicted_by = ("shards/invalid/bit-in-header", "shards/invalid/bit-in-padding")
     replacements = (("ckptfmt.read.files:read_header", _read_header),)
@@ -30,7 +30,7 @@ def _check_nothing(*_: object) -> None:
 
 
 class TrustedHeaders(Reference):
-    """It checks the bytes of a shard's header, and not that it says what the part says."""
+    """It checks the bytes of a shard's header, but not the agreement with the part."""
 
     breaks = ("REQ-SHD-010",)
     convicted_by = (
@@ -41,25 +41,25 @@ class TrustedHeaders(Reference):
 
 
 class IgnoredLength(Reference):
-    """It doesn't compare the size of a file with what its part says: what was appended goes unseen."""
+    """It doesn't compare the size of a file with the part, so appended bytes aren't noticed."""
 
     convicted_by = ("shards/invalid/a-byte-long",)
     replacements = (("ckptfmt.read.files:check_nbytes", _check_nothing),)
 
 
 class _Json:
-    """Reads integers as Python does."""
+    """A json module that reads integers as Python does."""
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the implementation
         return getattr(_json, name)
 
     def loads(self, text: str, **options: Any) -> Any:  # noqa: ANN401 - of the implementation
-        """Read a text."""
+        """Return the value of a text."""
         return _json.loads(text, **options | {"parse_int": int})
 
 
 class LaxNumbers(Reference):
-    """It takes any number in a shard's header that is an integer by its value."""
+    """It accepts any notation of an integer in a shard's header."""
 
     breaks = ("REQ-SHD-004",)
     convicted_by = (
@@ -83,7 +83,7 @@ def _parse_listed(text: bytes, where: str) -> Any:  # noqa: ANN401 - of the impl
 
 
 class OnlyListedJson(Reference):
-    """It takes true, false and null in a shard's header for JSON that can't be parsed."""
+    """It refuses true, false and null in a shard's header as a JSON syntax error."""
 
     breaks = ("REQ-SHD-011",)
     convicted_by = (
@@ -96,7 +96,7 @@ class OnlyListedJson(Reference):
     replacements = (("ckptfmt.documents.shard:_parse_header", _parse_listed),)
 
 
-#: Bytes of a number, of the dtypes with more than one; a complex element is two numbers.
+#: Number sizes in bytes, for dtypes with more than one byte. A complex element has two numbers.
 _WIDTHS = {
     **dict.fromkeys(("uint16", "int16", "float16", "bfloat16", "complex32"), 2),
     **dict.fromkeys(("uint32", "int32", "float32", "complex64"), 4),
@@ -105,7 +105,7 @@ _WIDTHS = {
 
 
 class BigEndian(Reference):
-    """It takes elements to begin with their highest byte."""
+    """It reads elements with the highest byte first."""
 
     breaks = ("REQ-TEN-002",)
     convicted_by = (
@@ -117,24 +117,24 @@ class BigEndian(Reference):
     )
 
     def content(self, checkpoint: Checkpoint, key: tuple[str, str, str], box: Box) -> bytes:
-        """Return the bytes of a box, those of each number turned round."""
+        """Return the bytes of a box, with each number's bytes reversed."""
         content = super().content(checkpoint, key, box)
         width = _WIDTHS.get(checkpoint.tensors[key].dtype, 1)
         return np.frombuffer(content, f"u{width}").byteswap().tobytes()
 
 
-#: Bytes of each of the two numbers of a complex element.
+#: Sizes in bytes of each of the two numbers of a complex element.
 _COMPLEX_WIDTHS = {"complex32": 2, "complex64": 4, "complex128": 8}
 
 
 class ImaginaryFirst(Reference):
-    """It takes the imaginary part of a complex element for the real one."""
+    """It swaps the real and the imaginary part of a complex element."""
 
     breaks = ("REQ-TEN-002",)
     convicted_by = ("shards/valid/dtypes",)
 
     def content(self, checkpoint: Checkpoint, key: tuple[str, str, str], box: Box) -> bytes:
-        """Return the bytes of a box, both parts exchanged."""
+        """Return the bytes of a box, with both parts swapped."""
         content = super().content(checkpoint, key, box)
         width = _COMPLEX_WIDTHS.get(checkpoint.tensors[key].dtype)
         if width is None:
@@ -143,13 +143,13 @@ class ImaginaryFirst(Reference):
 
 
 class LostSign(Reference):
-    """It loses the sign of zero, wherever a tensor or a tree has a float."""
+    """It loses the sign of zero in tensors and trees."""
 
     breaks = ("REQ-OPN-007",)
     convicted_by = ("trees/valid/floats", "trees/valid/complex", "shards/valid/bits")
 
     def content(self, checkpoint: Checkpoint, key: tuple[str, str, str], box: Box) -> bytes:
-        """Return the bytes of a box, 0.0 for -0.0."""
+        """Return the bytes of a box, with 0.0 for -0.0."""
         content = super().content(checkpoint, key, box)
         dtype = checkpoint.tensors[key].dtype
         if dtype not in ("float32", "float64"):
@@ -159,18 +159,18 @@ class LostSign(Reference):
         return values.tobytes()
 
     def tree_of(self, content: bytes) -> object:
-        """Return what is said of a tree, 0.0 for -0.0."""
+        """Return a tree as tagged JSON, with 0.0 for -0.0."""
         return json.loads(json.dumps(super().tree_of(content)).replace(f'"{"80" + "00" * 7}"', f'"{"00" * 8}"'))
 
 
 class Widened(Reference):
-    """It makes floats of 32 bits of those of 16: whoever loads has other bytes, and another dtype, than were saved."""
+    """It converts floats of 16 bits to 32 bits, which changes bytes and dtype."""
 
     breaks = ("REQ-OPN-007",)
     convicted_by = ("shards/valid/dtypes",)
 
     def digests(self, checkpoint: Checkpoint, key: tuple[str, str, str]) -> dict[str, Any]:
-        """Return what is said of a tensor, once it is widened."""
+        """Return the description of a tensor after the conversion."""
         tensor = checkpoint.tensors[key]
         if tensor.dtype not in ("bfloat16", "float16"):
             return super().digests(checkpoint, key)
@@ -186,7 +186,7 @@ class Widened(Reference):
 
 
 class Miswriting(Reference):
-    """It writes other bytes than it is given once there are more than a few, and signs them all the same."""
+    """It writes wrong bytes for larger tensors, with matching digests."""
 
     convicted_by = ("opening/valid/write-odd-shapes",)
 

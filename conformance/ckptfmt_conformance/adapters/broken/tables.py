@@ -1,4 +1,4 @@
-"""The tables of index and parts: their form, order, names and limits."""
+"""Faults with the tables of index and parts: form, order, names and limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _strings = original("ckptfmt.documents.packed:Columns.strings")
 
 
 class ColumnsEverywhere(Reference):
-    """It says of each member of an index or part that isn't of its type that a column is of the wrong form."""
+    """It reports every member of a wrong type in an index or part as a malformed column."""
 
     breaks = ("REQ-IDX-014",)
     convicted_by = (
@@ -45,7 +45,7 @@ _COLUMNS = ("COLUMN_FORM", "MANIFEST_FIELDS", "SCOPE_FORM", "UNSAFE_PATH")
 
 
 class SchemaAlone(Reference):
-    """It refuses all that is wrong in an index or part as a validator of JSON Schema does: with one code."""
+    """It refuses every fault of an index or part with one code, as a JSON Schema validator does."""
 
     breaks = ("REQ-IDX-014",)
     convicted_by = (
@@ -76,7 +76,7 @@ def _check_late(signed: Any, where: str) -> Any:  # noqa: ANN401 - of the implem
 
 
 class MembersFirst(Reference):
-    """It checks the members of an index or part before the version, and the origin before the profile."""
+    """It checks members before the version, and the origin before the profile."""
 
     breaks = ("REQ-IDX-014", "REQ-DOC-010")
     convicted_by = (
@@ -95,7 +95,7 @@ def _parse_late(columns: Any) -> Any:  # noqa: ANN401 - of the implementation
 
 
 class TablesFirst(Reference):
-    """It checks the tables of an index or part before the members that all documents have."""
+    """It checks the tables of an index or part before the members common to all documents."""
 
     breaks = ("REQ-IDX-014",)
     convicted_by = (
@@ -116,7 +116,7 @@ def _place_any(rows: Any, nbytes: Any, files: Any) -> Any:  # noqa: ANN401 - of 
 
 
 class AnyOrder(Reference):
-    """It takes the rows of a table in whatever order they are."""
+    """It accepts the rows of a table in any order."""
 
     breaks = ("REQ-IDX-003",)
     convicted_by = ("parts/invalid/no-bytes-unsorted",)
@@ -129,7 +129,7 @@ def _check_others(columns: Any, name: str, rows: Any, **members: Any) -> None:  
 
 
 class AnyGroups(Reference):
-    """It takes the groups of a part in whatever order they are."""
+    """It accepts the groups of a part in any order."""
 
     breaks = ("REQ-IDX-003",)
     convicted_by = ("prediction/invalid/groups-unsorted",)
@@ -145,7 +145,7 @@ def _place_apart(rows: Any, nbytes: Any, files: Any) -> Any:  # noqa: ANN401 - o
 
 
 class OnePlaceEach(Reference):
-    """It takes two extents that begin at one byte for two that overlap, though neither has bytes."""
+    """It treats two empty extents at one byte as overlapping."""
 
     breaks = ("REQ-IDX-003",)
     convicted_by = ("parts/valid/no-bytes",)
@@ -160,7 +160,7 @@ def _parse_for_bounds(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 -
 
 
 class BoundsForForm(Reference):
-    """It says of an extent that is spelled out in full that the box leaves its tensor."""
+    """It reports a redundant full shape of a box as a box outside its tensor."""
 
     breaks = ("REQ-PRT-013",)
     convicted_by = (
@@ -175,7 +175,7 @@ def _check_nothing(*_: object, **__: object) -> None:
 
 
 class AcceptedGap(Reference):
-    """It doesn't look whether boxes tile their tensor: what no box has is whatever was in memory."""
+    """It doesn't check that boxes tile their tensor, and returns uninitialized memory in gaps."""
 
     convicted_by = ("index/invalid/tiling-gap", "index/invalid/tiling-gap-inside", "index/invalid/tiling-overlap")
     replacements = (
@@ -185,7 +185,7 @@ class AcceptedGap(Reference):
 
 
 class AnyCorners(Reference):
-    """It doesn't count the corners of a tensor's boxes."""
+    """It doesn't limit the number of corners of a tensor's boxes."""
 
     breaks = ("REQ-LIM-001",)
     convicted_by = ("index/invalid/corners-beyond",)
@@ -193,7 +193,7 @@ class AnyCorners(Reference):
 
 
 class FewCuts(Reference):
-    """It cuts a tensor in no more than seven dimensions."""
+    """It refuses tensors cut in more than seven dimensions."""
 
     breaks = ("REQ-LIM-002",)
     convicted_by = ("index/valid/cut-in-8",)
@@ -201,7 +201,7 @@ class FewCuts(Reference):
 
 
 class ManyCuts(Reference):
-    """It doesn't count in how many dimensions a tensor is cut."""
+    """It doesn't limit the number of cut dimensions of a tensor."""
 
     breaks = ("REQ-LIM-001",)
     convicted_by = ("index/invalid/cut-in-9",)
@@ -217,7 +217,7 @@ def _short_strings(columns: Any, key: str, **members: Any) -> Any:  # noqa: ANN4
 
 
 class ShortNames(Reference):
-    """It takes names of at most 255 bytes, as a file system does."""
+    """It refuses names of more than 255 bytes, as a file system does."""
 
     breaks = ("REQ-LIM-002",)
     convicted_by = ("index/valid/name-of-4096",)
@@ -225,26 +225,26 @@ class ShortNames(Reference):
 
 
 class NormalNames(Reference):
-    """It keeps the names of tensors in normal form C."""
+    """It normalizes the names of tensors to form C."""
 
     breaks = ("REQ-IDX-011",)
     convicted_by = ("index/valid/names-of-two-forms", "index/valid/unicode-order")
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Open it, and give tensors other names."""
+        """Open the checkpoint, and rename its tensors."""
         answer = super().open(path, request)
         tensors = {unicodedata.normalize("NFC", name): one for name, one in answer["tensors"].items()}
         return {**answer, "tensors": tensors}
 
 
 class TidiedNames(Reference):
-    """It takes the name of a tensor for a path, and tidies it up."""
+    """It treats the name of a tensor as a path, and normalizes the path."""
 
     breaks = ("REQ-IDX-011",)
     convicted_by = ("index/valid/stray-paths",)
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Open it, and give tensors other names."""
+        """Open the checkpoint, and rename its tensors."""
         answer = super().open(path, request)
         return {**answer, "tensors": {posixpath.normpath(name): one for name, one in answer["tensors"].items()}}
 
@@ -254,7 +254,7 @@ def _find_by_name(self: Any, field: str, name: str, scope: str = "global") -> An
 
 
 class NamesOnly(Reference):
-    """It finds a tensor by its name, and not by an alias."""
+    """It finds a tensor by its name, but not by an alias."""
 
     breaks = ("REQ-IDX-013",)
     convicted_by = (

@@ -1,4 +1,4 @@
-"""Trees, and the lists and sets in them."""
+"""Faults with trees, and with lists and sets in trees."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _pack_items = original("ckptfmt.documents.packed:pack_items")
 
 
 class LostTuples(Reference):
-    """It makes a list of every tuple: what was hashed or compared by type no longer is."""
+    """It converts every tuple to a list, which breaks hashes and comparisons by type."""
 
     convicted_by = ("trees/valid/sequences", "trees/valid/deep")
 
     def tree_of(self, content: bytes) -> object:
-        """Return what is said of a tree, lists for tuples."""
+        """Return a tree as tagged JSON, with lists for tuples."""
         return json.loads(json.dumps(super().tree_of(content)).replace('{"tuple":', '{"list":'))
 
 
@@ -35,12 +35,12 @@ def _round(members: dict[str, object]) -> dict[str, object]:
 
 
 class RoundedIntegers(Reference):
-    """It reads integers as doubles, as many a JSON parser does."""
+    """It reads integers as doubles, as many JSON parsers do."""
 
     convicted_by = ("trees/valid/big-integers", "trees/valid/scalars")
 
     def tree_of(self, content: bytes) -> object:
-        """Return what is said of a tree, its large integers rounded."""
+        """Return a tree as tagged JSON, with large integers rounded."""
         return json.loads(json.dumps(super().tree_of(content)), object_hook=_round)
 
 
@@ -53,7 +53,7 @@ def _is_any(_: object) -> bool:
 
 
 class AnyMembers(Reference):
-    """It takes anything for a member of a set, as a language does whose sets compare identities."""
+    """It accepts any member of a set, as a language with comparison by identity does."""
 
     breaks = ("REQ-TRE-009",)
     convicted_by = (
@@ -69,7 +69,7 @@ class AnyMembers(Reference):
 
 
 class KeysInSets(Reference):
-    """It takes nothing into a set that couldn't be the key of a dict."""
+    """It refuses members of a set that couldn't be keys of a dict."""
 
     breaks = ("REQ-TRE-009",)
     convicted_by = ("trees/valid/set-members",)
@@ -81,7 +81,7 @@ def _typed(member: Any) -> Any:  # noqa: ANN401 - of the implementation
 
 
 class TypedMembers(Reference):
-    """It takes two members of a set for different ones if their types differ, whatever their values are."""
+    """It treats equal members of a set as different if their types differ."""
 
     breaks = ("REQ-TRE-005",)
     convicted_by = (
@@ -100,7 +100,7 @@ def _without_bound(maxlen: Any, values: list[Any]) -> deque[Any]:  # noqa: ANN40
 
 
 class LongerDeques(Reference):
-    """It takes any integer for the length of a deque, as a language does whose queues have no such number."""
+    """It accepts any integer as the length of a deque."""
 
     breaks = ("REQ-TRE-001",)
     convicted_by = (
@@ -116,7 +116,7 @@ def _write_apart(_: object) -> None:
 
 
 class NeverPacks(Reference):
-    """It writes each entry of a list by itself, however many there are."""
+    """It never packs lists, and writes each entry separately."""
 
     breaks = ("REQ-TRE-010",)
     convicted_by = (
@@ -137,7 +137,7 @@ def _pack_widest(values: Any) -> Any:  # noqa: ANN401 - of the implementation
 
 
 class PacksWidest(Reference):
-    """It writes integers of packed lists in eight bytes each, whatever they are."""
+    """It writes the integers of packed lists in eight bytes each, for any values."""
 
     breaks = ("REQ-TRE-011",)
     convicted_by = (
@@ -150,7 +150,7 @@ class PacksWidest(Reference):
 
 
 class PackedEarly(Reference):
-    """It wants lists packed from fifteen entries on."""
+    """It requires packed lists from fifteen entries on."""
 
     breaks = ("REQ-TRE-010",)
     convicted_by = (
@@ -161,16 +161,16 @@ class PackedEarly(Reference):
 
 
 class _AsItIs:
-    """What packing a list would give, which is always what stands there."""
+    """An object that equals any packed list."""
 
     def __ne__(self, other: object) -> bool:
-        """Say that it is no other."""
+        """Return False for any object."""
         return False
 
     __hash__ = None  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> bool:
-        """Say that it is the same."""
+        """Return True for any object."""
         return True
 
 
@@ -183,7 +183,7 @@ def _take_any(items: list[Any], where: Any) -> Any:  # noqa: ANN401 - of the imp
 
 
 class PackedAtWill(Reference):
-    """It takes a list packed or not, in whatever dtype its numbers are."""
+    """It accepts lists packed or not, with numbers of any dtype."""
 
     breaks = ("REQ-TRE-010", "REQ-TRE-011")
     convicted_by = (
@@ -206,7 +206,7 @@ class PackedAtWill(Reference):
 
 
 class OneByOne(Reference):
-    """It knows lists only entry by entry."""
+    """It doesn't support packed lists."""
 
     breaks = ("REQ-TRE-010",)
     convicted_by = ("trees/valid/packed",)
@@ -231,7 +231,7 @@ def _unpack_tuple(items: list[Any], where: Any) -> tuple[Any, ...]:  # noqa: ANN
 
 
 class CutLists(Reference):
-    """It reads of a packed list what it can, and leaves out what is cut."""
+    """It reads the readable part of a packed list, and omits the rest."""
 
     breaks = ("REQ-TRE-011",)
     convicted_by = (
@@ -247,7 +247,7 @@ def _decode_deque(items: list[Any], where: Any) -> deque[Any]:  # noqa: ANN401 -
 
 
 class LongDeques(Reference):
-    """It lets a packed deque have more entries than its `maxlen`, and forgets the first."""
+    """It accepts a packed deque with more entries than `maxlen`, and drops the first entries."""
 
     breaks = ("REQ-TRE-001",)
     convicted_by = ("trees/invalid/packed-deque-too-long",)

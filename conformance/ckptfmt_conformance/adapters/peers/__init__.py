@@ -1,1 +1,1 @@
-"""Other checkpoint libraries, at their best settings, and ckptfmt among them, for the neutral part of the suite."""
+"""Peers of the neutral part: ckptfmt and other checkpoint libraries, with their best settings."""

@@ -1,4 +1,4 @@
-"""ckptfmt, put to the same questions as the others."""
+"""The peer for ckptfmt, for comparison with other libraries."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Ckptfmt"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A save of a run; the checkpointer lives as long as it."""
+    """A save of a run, with the checkpointer that performs the save."""
 
     handle: SaveHandle
     checkpointer: ckptfmt.Checkpointer
 
     def wait(self) -> None:
-        """Wait until it is committed, and let the saver go."""
+        """Wait until the checkpoint is committed, and close the checkpointer."""
         try:
             self.handle.wait()
         finally:
@@ -30,10 +30,10 @@ class _Waiting:
 
 
 class Ckptfmt:
-    """`ckptfmt.save` and `ckptfmt.load` in place; a `Checkpointer` for what is saved beside the training."""
+    """ckptfmt's peer: `ckptfmt.save`, `ckptfmt.load`, and a `Checkpointer` for asynchronous saves."""
 
     def describe(self) -> Description:
-        """Say what it is."""
+        """Return the peer's description."""
         return Description(
             name="ckptfmt",
             version=ckptfmt.__version__,
@@ -45,12 +45,12 @@ class Ckptfmt:
         ckptfmt.save(path, _state(state), step=step)
 
     def load(self, path: Path, state: Mapping[str, object]) -> Loaded:
-        """Load in place, a checkpoint or the newest of a run."""
+        """Load in place a checkpoint, or the newest checkpoint of a run."""
         report = ckptfmt.load(path, _state(state))
         return Loaded(state, report.step)
 
     def save_async(self, path: Path, state: Mapping[str, object], step: int) -> _Waiting:
-        """Begin a save in a run of its own."""
+        """Start a save in a separate run."""
         checkpointer = ckptfmt.Checkpointer(path, _state(state))
         checkpointer.restore()
         handle = checkpointer.save(step=step)

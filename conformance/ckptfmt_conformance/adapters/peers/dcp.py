@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint`, as its documentation recommends it."""
+"""The peer for `torch.distributed.checkpoint`, used as its documentation recommends."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class _Waiting:
 
 
 class Dcp:
-    """One directory; the loads are in place."""
+    """The peer for `torch.distributed.checkpoint`: one directory, with loads in place."""
 
     def describe(self) -> Description:
-        """Say what it is."""
+        """Return the peer's description."""
         return Description(
             name="torch.distributed.checkpoint",
             version=torch.__version__,
@@ -62,14 +62,14 @@ class Dcp:
         save({**state, "step": step}, storage_writer=FileSystemWriter(path, sync_files=True))
 
     def load(self, path: Path, state: Mapping[str, object]) -> Loaded:
-        """Load in place; what isn't tensors is set in the mapping."""
+        """Load in place. Values other than tensors are set in the mapping."""
         live: dict[str, Any] = {**state, "step": -1}
         load(live, storage_reader=FileSystemReader(path))
         step = live.pop("step")
         return Loaded(live, step)
 
     def save_async(self, path: Path, state: Mapping[str, object], step: int) -> _Waiting:
-        """Stage, and let a thread write."""
+        """Copy the state, and write in a thread."""
         _meet_alone()
         stager = DefaultStager(
             StagingOptions(
@@ -92,7 +92,7 @@ class Dcp:
 
 
 def _meet_alone() -> None:
-    """Give async_save the process group that it asks for: this process alone."""
+    """Initialize the process group that async_save needs, with only this process."""
     if not dist.is_initialized():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, though not said to be

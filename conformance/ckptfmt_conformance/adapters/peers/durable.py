@@ -1,4 +1,4 @@
-"""What users of libraries without it add around a save: fsync, and a rename from a temporary name."""
+"""Durable replacement of a file, as added by users of libraries without durable saves."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["replace_durably"]
 
 
 def replace_durably(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name, make it durable, and give it its name at once.
+    """Write a file under a temporary name, make it durable, and rename it atomically.
 
     Args:
-        path: of the file.
-        write: writes it, to the path that it is given.
+        path: the path of the file.
+        write: writes the file to the given path.
     """
     temporary = path.with_name(path.name + ".tmp")
     write(temporary)

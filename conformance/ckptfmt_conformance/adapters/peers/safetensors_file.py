@@ -1,4 +1,4 @@
-"""`safetensors.torch.save_file` and `load_file`, as careful users call them."""
+"""The peer for `safetensors.torch.save_file` and `load_file`, as careful users call them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NO_CHECKSUM = (
 
 
 class SafetensorsFile:
-    """One file, written under a temporary name; the step is text in its metadata."""
+    """One file, written under a temporary name, with the step as text in the metadata."""
 
     def describe(self) -> Description:
-        """Say what it is."""
+        """Return the peer's description."""
         return Description(
             name="safetensors",
             version=safetensors.__version__,
@@ -40,7 +40,7 @@ class SafetensorsFile:
         if "values" in state:
             raise Unsupported("it keeps tensors, and texts as metadata: no values")
         tensors = cast("Mapping[str, torch.Tensor]", state["tensors"])
-        # What save_file asks for in its error, for a tensor whose elements lie apart.
+        # save_file refuses non-contiguous tensors, and its error recommends this copy.
         contiguous = {
             name: tensor if tensor.is_contiguous() else tensor.contiguous() for name, tensor in tensors.items()
         }

@@ -1,4 +1,4 @@
-"""`torch.save` and `torch.load`, as careful users call them."""
+"""The peer for `torch.save` and `torch.load`, as careful users call them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TorchSave:
     """One file, written under a temporary name; loaded with ``weights_only=True``."""
 
     def describe(self) -> Description:
-        """Say what it is."""
+        """Return the peer's description."""
         return Description(
             name="torch.save",
             version=torch.__version__,
@@ -36,7 +36,7 @@ class TorchSave:
         replace_durably(path, lambda temporary: torch.save({"state": dict(state), "step": step}, temporary))
 
     def load(self, path: Path, state: Mapping[str, object]) -> Loaded:
-        """Load it whole; what is missing is an error, as in ``load_state_dict``."""
+        """Load the whole file. A missing key is an error, as in ``load_state_dict``."""
         loaded = torch.load(path, weights_only=True)
         if loaded["state"].keys() != state.keys():
             raise KeyError(f"keys {sorted(loaded['state'])} for {sorted(state)}")
