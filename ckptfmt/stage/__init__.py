@@ -1,1 +1,1 @@
-"""Staging: memory that a trainer fills and the process that writes reads, and how much of it there may be."""
+"""Staging memory: slots shared by trainer and saver, and helper processes with their channels."""

@@ -1,4 +1,4 @@
-"""Processes that help a trainer: this very interpreter, in a session of its own, with a channel and nothing else."""
+"""Helper processes of a trainer: the same interpreter, in its own session, behind a channel."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LIMIT_ITEMS: Final = 1 << 28
 
 
 class Channel:
-    """One end of a pair of connected sockets; maps of plain values go through it, whole and in order.
+    """An end of a pair of connected sockets. Messages are maps of plain values, whole, in order.
 
-    Any thread may send; one at a time may receive. A process that is forked from one that has a channel hasn't got it:
-    else the other end would not learn that this one is gone.
+    Any thread may send; one thread at a time may receive. A forked child loses the channel:
+    otherwise the peer wouldn't see the end of this process.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -38,40 +38,45 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
-        """Return one end, and the socket of the other for the process that will have it."""
+        """Return an end of a new pair, and the socket of the peer's end."""
         ours, theirs = socket.socketpair()
         return cls(ours), theirs
 
     def limit_waits(self, timeout_s: float) -> None:
-        """Let `send` and `receive` raise OSError when nothing moves for so long, in seconds; then the talk is over."""
+        """Let `send` and `receive` raise OSError after so many seconds without progress.
+
+        After such an error the channel is unusable.
+        """
         self._socket.settimeout(timeout_s)
 
     def send(self, message: dict[str, Any], *, fd: int | None = None) -> None:
-        """Send a message, and with it a copy of a descriptor. Raises: OSError if the other end is gone."""
+        """Send a message, with a copy of a descriptor. Raises: OSError if the peer is gone."""
         content = dump_msgpack(message)
         head = _LENGTH.pack(len(content))
         with self._sending:
-            # The descriptor travels with the first byte; the rest of the head may need another call.
+            # The descriptor travels with the first byte; the rest of the head may need another
+            # call.
             sent = socket.send_fds(self._socket, [head], [] if fd is None else [fd])
             self._socket.sendall(head[sent:])
             self._socket.sendall(content)
 
     def receive(self) -> tuple[dict[str, Any], int | None] | None:
-        """Wait for the next message; None when the other end is gone, or can't be understood any more.
+        """Wait for the next message; return None if the peer is gone or the stream is broken.
 
-        The descriptor is the caller's to close.
+        The caller closes the received descriptor.
         """
         fds: list[int] = []
         try:
             head, fds, flags, _ = socket.recv_fds(self._socket, _LENGTH.size, 1)
-            if flags & socket.MSG_CTRUNC:  # a descriptor came, for which this process has no number left
+            if flags & socket.MSG_CTRUNC:  # a descriptor came, but this process has too many
                 return None
             head += self._receive_exactly(_LENGTH.size - len(head)) if head else b""
             if not head:
                 return None
             content = self._receive_exactly(*_LENGTH.unpack(head))
         except (ConnectionError, EOFError):
-            # It came with half a message, which nobody will get; and open, it would keep the memory behind it.
+            # The message is incomplete and is dropped. Its descriptor would keep the memory behind
+            # it.
             for fd in fds:
                 os.close(fd)
             return None
@@ -89,18 +94,18 @@ class Channel:
         return bytes(content)
 
     def shut_down(self) -> None:
-        """End the talk: the other end, and a thread that waits here, learn of it at once."""
+        """Shut the connection down, which wakes up the peer and a thread that waits here."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # it is gone already
+            return  # the connection is closed already
 
     def close(self) -> None:
         """Close the descriptor."""
         self._socket.close()
 
     def close_in_fork(self) -> None:
-        """Close a descriptor that a fork brought here, without a word to the other end."""
+        """Close the inherited descriptor in a forked child; the connection stays up."""
         fd = self._socket.detach()
         if fd >= 0:
             os.close(fd)
@@ -111,7 +116,10 @@ _LIVE: Final[weakref.WeakSet[Channel]] = weakref.WeakSet()
 
 @functools.cache
 def _watch_forks() -> None:
-    """See to forks from now on; not at import, since most programs that import this package have no channel."""
+    """Close channels in forked children from now on.
+
+    This isn't done at import, since most programs that import this package have no channel.
+    """
     os.register_at_fork(after_in_child=_close_all)
 
 
@@ -123,13 +131,17 @@ def _close_all() -> None:
 def start_helper(
     module: str, *, environment: Mapping[str, str] | None = None
 ) -> tuple[subprocess.Popen[bytes], Channel]:
-    """Start ``python -m MODULE FD``, with null standard streams, and one end of a channel as FD; return the other.
+    """Start ``python -m MODULE FD``, where FD is an end of a new channel.
+
+    Returns: the process, and this process's end of the channel.
+
+    The standard streams of the process are null.
 
     Args:
-        module: what it runs.
-        environment: variables that it has beside those of this process.
+        module: name of the module to run.
+        environment: variables to add to the environment of this process.
 
-    Raises: OSError if it can't be started.
+    Raises: OSError if the process can't be started.
     """
     channel, theirs = Channel.pair()
     try:
@@ -152,28 +164,35 @@ def start_helper(
 
 
 def _import_path() -> str:
-    """Return what this process imports from: it may have other ways to extend that than the environment."""
+    """Return the import path of this process, which may differ from its environment."""
     return os.pathsep.join(str(pathlib.Path(place).resolve()) for place in sys.path)
 
 
 def be_helper(fd: int) -> Channel:
-    """Make this process what `start_helper` started, and return its end of the channel."""
-    # Whoever stops the training with a signal to all of its processes means the training.
+    """Set up a process that `start_helper` started, and return its end of the channel."""
+    # A signal to all processes of a training is meant for the trainer.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # What was imported stays; to look at it again and again takes a collection 10 ms, in the middle of a save.
+    # Imported objects stay alive. Without the freeze, each collection would scan them, which takes
+    # 10 ms in the middle of a save.
     gc.freeze()
     threading.excepthook = _end_process
     return Channel(socket.socket(fileno=fd))
 
 
 def _end_process(_: threading.ExceptHookArgs) -> None:
-    """End this process: a thread died of what nobody expected, and others may wait for it. The other end notices."""
+    """End this process after an unexpected error in a thread, since other threads may wait for it.
+
+    The peer sees the end of the channel.
+    """
     os._exit(1)
 
 
 def watch(pid: int, channel: Channel) -> None:
-    """End the talk when a process dies, from now on: one that it forked may hold its end of the socket for long."""
+    """Shut the channel down when a process ends, from now on.
+
+    The end of the channel alone isn't enough: a child of that process may keep the socket open.
+    """
     threading.Thread(target=_watch, args=(pid, channel), daemon=True).start()
 
 
@@ -181,10 +200,10 @@ def _watch(pid: int, channel: Channel) -> None:
     try:
         other = os.pidfd_open(pid)
     except ProcessLookupError:
-        channel.shut_down()  # it is gone already
+        channel.shut_down()  # the process has ended already
         return
     except OSError:
-        return  # no such call, or no descriptor left: then the end of the channel has to say it
+        return  # no such call or no descriptor: the end of the channel must do
     watched = select.poll()
     watched.register(other, select.POLLIN)
     watched.poll()

@@ -1,8 +1,9 @@
-"""Slots: shared memory that one process fills and another one writes to storage; and how much of it there may be.
+"""Slots: shared memory that the trainer fills and the saver reads; and how many slots fit.
 
-A slot is a memfd: it has no name that a crash could leave behind, it lives until the last descriptor and the last
-mapping of it are gone, and the size limit of ``/dev/shm`` doesn't concern it. It is mapped through libc, since
-Python's `mmap` keeps a second descriptor of its own. Linux only; elsewhere a slot is refused.
+A slot is a memfd. A memfd has no name that a crash could leave behind, lives until its last
+descriptor and its last mapping are gone, and isn't limited by the size of ``/dev/shm``. The mapping
+goes through libc, since Python's `mmap` keeps a second descriptor. Linux only: on other systems,
+`Slot.make` raises an error.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Final, TypeAlias
 
 from ckptfmt.errors import CkptError, Code, err
 
-# By number: a Python that was built against an old glibc, as conda's may be, lacks the names and the calls.
+# By number: a Python built against an old glibc, as in conda, lacks the names and the calls.
 _MFD_CLOEXEC: Final = 0x1
 _MFD_ALLOW_SEALING: Final = 0x2
 _MFD_NOEXEC_SEAL: Final = 0x8
@@ -39,18 +40,19 @@ _MADV_POPULATE_WRITE: Final = 23
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _Mapping: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
 
-#: What is touched at once: short enough for a progress bar, long enough that calls cost nothing.
+#: Size of a piece that is touched at once: short enough for a progress bar, long enough to make
+#: the calls' own time negligible.
 _PIECE_NBYTES: Final = 64 * 2**20
 
 
 class MemoryCalls:
-    """The system calls behind a `Slot`: the seam for fault injectors. Methods raise OSError. Without state."""
+    """The system calls behind a `Slot`; fault injectors replace them. No state. Raise OSError."""
 
     def make_memory(self) -> int:
-        """Return a new, empty, sealable memory file; it isn't inherited by what this process executes."""
+        """Return a new, empty, sealable memory file, which executed programs don't inherit."""
         flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING
         try:
-            # Hardened machines (vm.memfd_noexec=2) refuse memory that might be executed.
+            # Hardened machines (vm.memfd_noexec=2) refuse memory files without this seal.
             return self._memfd_create(flags | _MFD_NOEXEC_SEAL)
         except OSError as error:
             if error.errno != errno.EINVAL:
@@ -63,16 +65,22 @@ class MemoryCalls:
         return _checked(_libc().memfd_create(b"ckptfmt-slot", flags))
 
     def seal_size(self, fd: int, nbytes: int) -> None:
-        """Give a memory file its size, for ever: nobody can cut it under a reader, who would die by SIGBUS."""
+        """Set the size of a memory file and seal the size.
+
+        A file that shrinks under a reader would end the reader by SIGBUS.
+        """
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
 
     def has_sealed_size(self, fd: int) -> bool:
-        """Say whether nobody can shrink the file; EINVAL for what isn't a memory file."""
+        """Return whether the file can't shrink. Raises: OSError(EINVAL) without a memory file."""
         return bool(fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK)
 
     def map(self, fd: int, nbytes: int, *, writable: bool) -> int:
-        """Map the file's beginning, shared; return the address. Neither forked processes nor core dumps have it."""
+        """Map the beginning of a file, shared, and return the address.
+
+        Forked children and core dumps don't contain the mapping.
+        """
         protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         address: int = _libc().mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
         if address == _MAP_FAILED:
@@ -86,35 +94,38 @@ class MemoryCalls:
         return address
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Take a mapping away: who reads or writes there from now on dies by SIGSEGV."""
+        """Remove a mapping: later accesses to the addresses end the process by SIGSEGV."""
         _checked(_libc().munmap(address, nbytes))
 
     def populate(self, address: int, nbytes: int, *, writable: bool) -> None:
-        """Give each page its memory, without changing it; EINVAL before Linux 5.14."""
+        """Allocate each page without changing it. Raises: OSError(EINVAL) before Linux 5.14."""
         _checked(_libc().madvise(address, nbytes, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ))
 
     def allocate(self, fd: int, byte_begin: int, nbytes: int) -> None:
-        """Give a part of a memory file its memory, without mapping or changing it."""
+        """Allocate memory for a part of a memory file, without mapping or changing it."""
         os.posix_fallocate(fd, byte_begin, nbytes)
 
 
 class Slot:
-    """Shared memory of a fixed size: made and filled by one process, attached to and read by another.
+    """Shared memory of a fixed size, made and filled in one process, attached and read in another.
 
-    The memory is read and written through `view`, or through `address` by whoever keeps a `view` meanwhile. A view,
-    and whatever was made of it (slices, arrays, tensors), owns the mapping: after `close` it stays valid, and the
-    mapping goes with the last of them. So nothing that Python can hold ever points into memory that is gone.
+    The memory is accessed through `view`, or through `address` while the caller keeps a `view`. A
+    view,
+    and any slice, array or tensor made from it, owns the mapping: after `close` the view stays
+    valid, and the mapping goes with the last view. So no Python object points into unmapped memory.
 
-    A process forked from this one has nothing of a slot: the mapping isn't passed on, the descriptor is closed, and
-    each use of the slot is refused. A view that was made before the fork must not be read there (SIGSEGV).
+    A forked child has no part of a slot: the mapping isn't inherited, the descriptor is closed, and
+    each use of the slot raises an error. A view made before the fork must not be read in the child
+    (SIGSEGV).
 
-    A slot that is dropped is closed. Made by `Slot.make` and `Slot.attach` only.
+    A slot without references closes itself. Slots are made by `Slot.make` and `Slot.attach` only.
     """
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool, calls: MemoryCalls) -> None:
         address = calls.map(fd, nbytes, writable=writable)
         self._mapping: _Mapping | None = (ctypes.c_ubyte * nbytes).from_address(address)
-        # `atexit` off: at exit other threads may still use the memory, and the system takes it back anyway.
+        # `atexit` off: at exit other threads may still use the memory, and the system frees it
+        # anyway.
         weakref.finalize(self._mapping, _unmap, calls, address, nbytes, os.getpid()).atexit = False
         self._close_fd = weakref.finalize(self, _close, fd)
         self._close_fd.atexit = False
@@ -127,14 +138,16 @@ class Slot:
 
     @classmethod
     def make(cls, nbytes: int, *, calls: MemoryCalls | None = None) -> Slot:
-        """Return a slot for an image of `nbytes` bytes: writable, all zeros, without memory until it is touched.
+        """Return a slot for an image: writable, all zeros, without allocated memory until touched.
 
         Args:
-            nbytes: rounded up to whole pages, and to one page at least; `Slot.nbytes` says what came of it.
-            calls: the system calls to use, such as those of a fault injector.
+            nbytes: size of the image in bytes; `Slot.nbytes` is rounded up to whole pages, at least
+                one.
+            calls: system calls to use, for example those of a fault injector.
 
         Raises:
-            CkptError: ``SLOT_MEMORY`` if the system refuses it, ``ARGUMENT`` for a negative size.
+            CkptError: ``SLOT_MEMORY`` if the system refuses the slot, ``ARGUMENT`` for a negative
+            size.
         """
         calls = MemoryCalls() if calls is None else calls
         nbytes = slot_nbytes(nbytes)
@@ -144,14 +157,14 @@ class Slot:
 
     @classmethod
     def attach(cls, fd: int, *, calls: MemoryCalls | None = None) -> Slot:
-        """Return the slot behind a descriptor that another process sent; it can be read only.
+        """Return the read-only slot behind a descriptor from another process.
 
         Args:
-            fd: taken over: closed with the slot, and also if this raises.
-            calls: the system calls to use, such as those of a fault injector.
+            fd: descriptor, owned by the slot from now on: closed with the slot, and after an error.
+            calls: system calls to use, for example those of a fault injector.
 
         Raises:
-            CkptError: ``SLOT_MEMORY`` if it isn't a slot's descriptor, or can't be mapped.
+            CkptError: ``SLOT_MEMORY`` if `fd` isn't a slot's descriptor, or can't be mapped.
         """
         calls = MemoryCalls() if calls is None else calls
         with _no_fork(), _named_errors(None), _closed_if_failed(fd):
@@ -172,29 +185,31 @@ class Slot:
 
     @property
     def address(self) -> int:
-        """Where the memory begins. Keep a `view` for as long as something uses the address."""
+        """The address of the memory. Keep a `view` as long as the address is in use."""
         return ctypes.addressof(self._open_mapping())
 
     @property
     def fd(self) -> int:
-        """The descriptor, to be sent to another process; it stays this slot's."""
+        """The descriptor, for sending to another process; owned by the slot."""
         if not self._close_fd.alive:
             raise err(Code.SLOT_MEMORY, "the slot's descriptor is closed", remedy="")
         return self._fd
 
     def touch(self, on_progress: Callable[[int], None] | None = None) -> None:
-        """Give each page its memory now, in this process's page table, so that no copy waits for it later.
+        """Allocate all pages now, in this process's page table, so that no copy waits for them.
 
-        Contents stay, and other threads run meanwhile. Beyond the limit of a cgroup the system kills rather than
-        refuses: ask `plan_slots` first. Needs the descriptor.
+        The contents don't change, and other threads run meanwhile. Beyond a cgroup's limit the
+        system
+        kills processes and raises no error: call `plan_slots` first. Needs the open descriptor.
 
         Args:
             on_progress: called after each piece (64 MiB) with the number of bytes touched so far.
 
         Raises:
-            CkptError: ``SLOT_MEMORY`` where memory runs out, or if the slot or its descriptor is closed.
+            CkptError: ``SLOT_MEMORY`` if memory runs out, or if the slot or its descriptor is
+            closed.
         """
-        mapping = self._open_mapping()  # held: should another thread close the slot, this fails but doesn't crash
+        mapping = self._open_mapping()  # held: closing must not crash
         view, address = memoryview(mapping).cast("B"), ctypes.addressof(mapping)
         for byte_begin in range(0, self.nbytes, _PIECE_NBYTES):
             byte_end = min(byte_begin + _PIECE_NBYTES, self.nbytes)
@@ -209,18 +224,19 @@ class Slot:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # First the memory, since the system can refuse that by an error; a touch it refuses by SIGBUS. Then one
-            # byte of each page is read, not written, lest a byte be lost that somebody else writes meanwhile.
+            # First allocate: the system can refuse that with an error, but refuses a touch with
+            # SIGBUS. Then touch each page by reading a byte. A write could undo a write of another
+            # thread.
             self._calls.allocate(fd, byte_begin, piece.nbytes)
             piece[:: mmap.PAGESIZE].tobytes()
 
     def close(self) -> None:
-        """Close the descriptor and give up the mapping, which goes with the last view of it. Idempotent."""
+        """Close the descriptor and drop the mapping, which goes with the last view. Idempotent."""
         self.close_fd()
-        self._mapping = None  # last: giving memory back takes a while, and forks needn't wait for it
+        self._mapping = None  # last: freeing memory is slow, and forks needn't wait
 
     def close_fd(self) -> None:
-        """Close the descriptor only; memory and views stay. Idempotent."""
+        """Close the descriptor only; the memory and the views stay. Idempotent."""
         self._close_fd()
 
     def _open_mapping(self) -> _Mapping:
@@ -231,7 +247,7 @@ class Slot:
 
 
 def slot_nbytes(image_nbytes: int) -> int:
-    """Return how much memory a slot for an image takes: whole pages, and one page at least.
+    """Return the size of a slot for an image in bytes: whole pages, at least one.
 
     Raises:
         CkptError: ``ARGUMENT`` for a negative size.
@@ -266,7 +282,7 @@ def _closed_if_failed(fd: int) -> Iterator[int]:
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    """Return libc with prototypes of its own: a pointer would be cut to an int without them."""
+    """Return libc with prototypes, without which ctypes would cut pointers to C integers."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [
@@ -296,9 +312,11 @@ def _os_error() -> OSError:
 # Forks
 
 _LIVE: Final[weakref.WeakSet[Slot]] = weakref.WeakSet()
-#: The open descriptors of slots. Those of `_LIVE` aren't enough: a fork may come between a slot's end and its close.
+#: The open descriptors of slots. `_LIVE` isn't enough: a fork may come after a slot's end and
+#: before the descriptor is closed.
 _DESCRIPTORS: Final[set[int]] = set()
-#: Held while a slot is half made or a descriptor half closed, and by forks: else a child would keep what isn't listed.
+#: Held while a slot is made or a descriptor is closed, and during forks: otherwise a child could
+#: inherit an unlisted descriptor.
 _GATE: Final = threading.RLock()
 
 
@@ -311,12 +329,15 @@ def _no_fork() -> Iterator[None]:
 
 @functools.cache
 def _watch_forks() -> None:
-    """See to forks from now on; not at import, since most programs that import this package make no slot."""
+    """Handle forks from now on.
+
+    This isn't done at import, since most programs that import this package make no slot.
+    """
     os.register_at_fork(before=_GATE.acquire, after_in_parent=_GATE.release, after_in_child=_forget_all)
 
 
 def _forget_all() -> None:
-    """Let a forked process keep nothing of its parent's slots: else their memory would live as long as it does."""
+    """Drop all slots of the parent in a forked child, so that the child keeps no memory alive."""
     for slot in list(_LIVE):
         slot.close()
     for fd in list(_DESCRIPTORS):
@@ -331,29 +352,33 @@ def _close(fd: int) -> None:
 
 
 def _unmap(calls: MemoryCalls, address: int, nbytes: int, pid: int) -> None:
-    # A forked process hasn't got the mapping, and may have something else at the address by now.
+    # A forked child lacks the mapping, and may have mapped other memory at the address.
     if os.getpid() == pid:
         calls.unmap(address, nbytes)
 
 
 # How much memory slots may take
 #
-# A process that goes beyond a cgroup's limit isn't refused memory, it is killed; hence the sums are done before.
+# Beyond a cgroup's limit a process is killed instead of refused memory, so that sizes are checked
+# before the allocation.
 # Source: Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; proc_meminfo(5).
 
-#: The process that writes takes some 100 MiB of its own, and page tables take 0.2 % of a slot in each of two processes.
+#: Free memory for the saver process, about 100 MiB, and for page tables, which take 0.2 % of a slot
+#: in each of two processes.
 _MARGIN_NBYTES: Final = 256 * 2**20
-#: "Available" is the kernel's estimate, and the trainer and its data loaders go on allocating: 5 % stay.
+#: Share of memory to keep free, as a divisor (5 %): "available" is an estimate of the kernel, and
+#: the trainer and its data loaders go on allocating.
 _MARGIN_DIVISOR: Final = 20
-#: What the system says where memory, processes, threads or descriptors are short.
+#: Error numbers of the system for a shortage of memory, processes, threads or descriptors.
 _SHORT: Final = frozenset({errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE})
-#: A limit of version 1 from which on it means "none": the kernel says the greatest multiple of a page.
+#: Least value that means "no limit" in version 1, where the kernel shows the largest multiple of a
+#: page.
 _NO_LIMIT_NBYTES: Final = 2**62
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Names:
-    """What the files of one version of cgroups are called."""
+    """The names of the files of one version of cgroups."""
 
     mounts: tuple[str, ...]
     limits: tuple[str, ...]
@@ -367,7 +392,7 @@ _VERSION_1: Final = _Names(
     used="memory.usage_in_bytes",
     reclaimable=frozenset({"total_inactive_file", "total_active_file"}),
 )
-# memory.high kills nobody, but a process beyond it is made to sleep: a training would all but stand still.
+# memory.high kills no process, but slows a process beyond it down: a training would nearly stop.
 _VERSION_2: Final = _Names(
     mounts=("sys/fs/cgroup", "sys/fs/cgroup/unified"),
     limits=("memory.max", "memory.high"),
@@ -377,14 +402,15 @@ _VERSION_2: Final = _Names(
 
 
 def available_nbytes(root: str | os.PathLike[str] = "/") -> int:
-    """Return how many bytes may be allocated now without swapping and without being killed.
+    """Return how many bytes can be allocated now without swapping and without being killed.
 
-    It is the least of the kernel's ``MemAvailable`` and, at each level from this process's cgroup up (version 2,
-    version 1, or both), the limit less what is used, where file cache that can be dropped doesn't count as used.
-    What can't be read doesn't bound; a system that says nothing at all has 0.
+    The result is the least of the kernel's ``MemAvailable`` and, for each cgroup from this
+    process's own up to the root (version 2, version 1 or both), the limit less the used memory.
+    File cache that can be dropped doesn't count as used. An unreadable limit is no limit; a system
+    without any readable number has 0.
 
     Args:
-        root: what lies above ``proc`` and ``sys``.
+        root: directory above ``proc`` and ``sys``.
     """
     base = pathlib.Path(root)
     rooms = [kib * 1024 for kib in _iter_table(base / "proc/meminfo", frozenset({"MemAvailable:"}))]
@@ -393,13 +419,14 @@ def available_nbytes(root: str | os.PathLike[str] = "/") -> int:
 
 
 def plan_slots(image_nbytes: int, wanted: int, available_nbytes: int, shared_by: int) -> int:
-    """Return how many slots to make, from `wanted` down to 0, so that each trainer's margin stays free.
+    """Return how many slots to make, at most `wanted`, so that each trainer's margin stays free.
 
     Args:
-        image_nbytes: bytes of this trainer's image.
-        wanted: how many slots there should be.
-        available_nbytes: what the function of that name said, before any trainer of this machine made a slot.
-        shared_by: how many trainers of this machine ask at once; each gets an equal share.
+        image_nbytes: size of this trainer's image in bytes.
+        wanted: number of slots to make if memory suffices.
+        available_nbytes: result of `available_nbytes` before the first slot of any trainer of this
+            machine.
+        shared_by: number of trainers of this machine that plan at once, with equal shares.
 
     Raises:
         CkptError: ``ARGUMENT`` for a negative number, or no trainer.
@@ -415,12 +442,12 @@ def plan_slots(image_nbytes: int, wanted: int, available_nbytes: int, shared_by:
 
 
 def margin_nbytes(share_nbytes: int) -> int:
-    """Return what of one trainer's share stays free: 5 %, and 256 MiB at least."""
+    """Return how many bytes of a trainer's share stay free: 5 %, and at least 256 MiB."""
     return max(_MARGIN_NBYTES, share_nbytes // _MARGIN_DIVISOR)
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Tell whether an error says that memory, threads or descriptors are short."""
+    """Return whether an error means a shortage of memory, threads or descriptors."""
     known = isinstance(error, CkptError) and error.code == Code.SLOT_MEMORY
     known |= isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORT)
     known |= isinstance(error, RuntimeError) and "can't start new thread" in str(error)
@@ -428,10 +455,10 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def _iter_levels(base: pathlib.Path) -> Iterator[tuple[pathlib.Path, _Names]]:
-    """Yield the directory of each cgroup that this process is in, from its own up, with the names of its files.
+    """Yield the directory and file names of each cgroup of this process, from its own up.
 
-    A container often sees the path that its host knows, and only its own cgroup, as the root: levels that aren't
-    there are passed over, and the root is always among them.
+    A container often sees the path of its host, but only its own cgroup, as the root. Missing
+    levels are skipped by the caller, and the root is always included.
     """
     for line in _read_text(base / "proc/self/cgroup").splitlines():
         _, _, controllers_and_path = line.partition(":")
@@ -440,7 +467,7 @@ def _iter_levels(base: pathlib.Path) -> Iterator[tuple[pathlib.Path, _Names]]:
             continue
         names = _VERSION_1 if controllers else _VERSION_2
         parts = [part for part in path.split("/") if part]
-        if ".." in parts:  # this process was put outside of what it sees
+        if ".." in parts:  # the process is outside of the visible hierarchy
             parts = []
         for mount in names.mounts:
             for depth in range(len(parts), -1, -1):
@@ -448,7 +475,7 @@ def _iter_levels(base: pathlib.Path) -> Iterator[tuple[pathlib.Path, _Names]]:
 
 
 def _iter_rooms(level: pathlib.Path, names: _Names) -> Iterator[int]:
-    """Yield what is left below each limit of a cgroup."""
+    """Yield the free bytes below each limit of a cgroup."""
     limits = [_count(_read_text(level / name)) for name in names.limits]
     used_nbytes = _count(_read_text(level / names.used)) or 0
     cache_nbytes = sum(_iter_table(level / "memory.stat", names.reclaimable))
@@ -458,7 +485,7 @@ def _iter_rooms(level: pathlib.Path, names: _Names) -> Iterator[int]:
 
 
 def _iter_table(path: pathlib.Path, keys: frozenset[str]) -> Iterator[int]:
-    """Yield the numbers beside `keys` in a file that has one key and its number on each line."""
+    """Yield the numbers of `keys` in a file with a key and a number on each line."""
     for line in _read_text(path).splitlines():
         words = line.split()
         number = _count(words[1]) if len(words) >= 2 and words[0] in keys else None
@@ -467,13 +494,13 @@ def _iter_table(path: pathlib.Path, keys: frozenset[str]) -> Iterator[int]:
 
 
 def _count(text: str) -> int | None:
-    """Return the number that is the whole text; None for anything else, such as "max"."""
+    """Return the number in a text; None for any text that isn't a number, such as "max"."""
     digits = text.strip()
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 20 else None
 
 
 def _read_text(path: pathlib.Path) -> str:
-    """Return what is in a file, or nothing if it can't be read."""
+    """Return the text of a file; an empty text if the file can't be read."""
     with contextlib.suppress(OSError, ValueError):
-        return os.fsdecode(path.read_bytes())  # a cgroup's name may be any bytes
+        return os.fsdecode(path.read_bytes())  # the name of a cgroup may be any bytes
     return ""
