@@ -5,12 +5,10 @@ instead of tensors. Each dimension is a list of intervals of the global tensor, 
 first a list of one interval, the whole dimension.
 
 * `Shard` cuts the list into as many chunks as the mesh dimension has ranks, of ``ceil(count /
-ranks)`` elements each.
-  The last non-empty chunk may be shorter, and further chunks are empty (the rule of ``torch.chunk``). Rank i takes
-  chunk i.
+  ranks)`` elements each. The last non-empty chunk may be shorter, and further chunks are empty (the
+  rule of ``torch.chunk``). Rank i takes chunk i.
 * `StridedShard` cuts the list into ``split_factor`` chunks, and each chunk into as many subchunks
-as there are ranks.
-  Rank i takes the i-th subchunk of every chunk, concatenated.
+  as there are ranks. Rank i takes the i-th subchunk of every chunk, concatenated.
 * `Replicate` takes everything.
 
 Placements are applied in the order of the mesh dimensions, except for FSDP2: FSDP2 applies a plain
@@ -45,7 +43,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StridedShard:
-    """The tensor's dimension `dim` is cut into `split_factor` chunks, then along the mesh dimension."""
+    """The tensor's dimension `dim` is cut into `split_factor` chunks, then along the mesh."""
 
     dim: int
     split_factor: int

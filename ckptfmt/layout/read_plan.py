@@ -5,13 +5,11 @@ Spec: REQ-OPN-005, REQ-OPN-006, REQ-OPN-008.
 From wanted boxes to requests in four steps:
 
 1. `iter_stored_boxes`: find the stored boxes that overlap a wanted box. A part stores each of its
-boxes as a unit.
+   boxes as a unit.
 2. `find_blocks`: find the blocks of a stored box that contain a wanted element; a column slice of
-long rows skips
-   blocks.
+   long rows skips blocks.
 3. `plan_requests`: combine ranges of blocks, from any number of boxes, into few and long requests.
-Each block is in one
-   request, even if several readers want the block.
+   Each block is in one request, even if several readers want the block.
 4. `cut_range`: cut the bytes of a range into boxes after the read.
 """
 
@@ -170,7 +168,7 @@ def _split(blocks: BlockRange, step: int) -> Iterator[BlockRange]:
 
 
 def cut_range(stored: Box, byte_begin: int, byte_end: int, element_nbytes: int) -> tuple[tuple[int, Box], ...]:
-    """Return the boxes in bytes ``[byte_begin, byte_end)`` of a stored box, each with its first byte.
+    """Return the boxes in bytes ``[byte_begin, byte_end)`` of a stored box, with first bytes.
 
     The result is in order and has at most ``2 * ndim - 1`` boxes: whole rows in the middle, and for
     each dimension a rest before and after.

@@ -169,7 +169,7 @@ def _first_wrong(shape: tuple[int, ...], begin: _Ints, end: _Ints) -> _Ints | No
         while coordinate is None:
             if dim == 0:
                 return None
-            # Draw again: a difference exists
+            # Draw again: a difference exists.
             coordinate = _first_unequal(begin[:, dim:], end[:, dim:], sign)
         wrong[dim] = coordinate
         begins = begin[:, dim] == coordinate
@@ -183,7 +183,7 @@ def _first_unequal(begin: _Ints, end: _Ints, sign: _Ints) -> int | None:
     """Return the smallest first coordinate with corners that don't cancel out; None if all do."""
     places, rank = np.unique(np.concatenate([begin[:, 0], end[:, 0]]), return_inverse=True)
     rank = rank.reshape(2, -1)
-    # Seeded by the operating system: unpredictable for the writer of a checkpoint
+    # Seeded by the operating system: unpredictable for the writer of a checkpoint.
     random = np.random.default_rng()
     unequal = np.zeros(len(places), np.bool_)
     products = [sign % _PRIME for _ in range(_DRAWS)]
