@@ -1,1 +1,4 @@
-"""Documents: bytes in, frozen objects out. Pure: no file, clock, network or torch."""
+"""Documents of the format: bytes to frozen objects and back.
+
+Pure: no file, clock, network or torch.
+"""

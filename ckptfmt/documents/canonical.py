@@ -1,4 +1,4 @@
-"""JSON documents: a digest around the canonical bytes of what it covers, and the check against a schema.
+"""JSON documents: canonical bytes, digest, and validation against a JSON Schema.
 
 Spec: REQ-DOC-001 to REQ-DOC-011.
 """
@@ -21,7 +21,8 @@ from ckptfmt.features import READER_FEATURES
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
 
-# Possessive: a backtracking one remembers every byte of a long string, a hundred bytes of memory for each.
+# Possessive quantifiers: backtracking would use a hundred bytes of memory for each byte of a long
+# string.
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
 _FEATURES: Final = 64
@@ -39,21 +40,25 @@ def dump_canonical(value: object) -> bytes:
 
 
 def dump_document(signed: dict[str, Any]) -> bytes:
-    """Return the file of a JSON document: its digest, and what the digest covers. Spec: REQ-DOC-001, REQ-DOC-009."""
+    """Return the file of a JSON document, from the members under its digest.
+
+    Spec: REQ-DOC-001, REQ-DOC-009.
+    """
     return dump_canonical({"digest": digest_text(digest_bytes(dump_canonical(signed))), "signed": signed})
 
 
 def parse_document(
     content: bytes, *, where: str, types: tuple[str, ...], limit_nbytes: int = limits.JSON_NBYTES
 ) -> tuple[dict[str, Any], str]:
-    """Return what a JSON document's digest covers, and that digest.
+    """Return the members under a JSON document's digest, and the digest.
 
-    The checks run in the order of the specification, so that damage is called damage and not a wrong version.
+    The checks run in the order of the specification, so that a damaged file is reported as damaged,
+    not as a document of another version.
 
     Args:
         where: name of the file, for messages.
-        types: the values of ``type`` that are expected here.
-        limit_nbytes: largest file accepted.
+        types: the allowed values of ``type``.
+        limit_nbytes: largest size of an accepted file.
 
     Raises: FormatError, IntegrityError (DOC_DIGEST), UnsupportedError.
     Spec: REQ-DOC-001 to REQ-DOC-011.
@@ -89,9 +94,10 @@ def parse_document(
 
 
 def check_version(signed: dict[str, Any], where: str) -> None:
-    """Raise unless this reader knows the document's version and every reader feature. Spec: REQ-DOC-010, REQ-VER-002.
+    """Raise unless this reader supports the document's version and all of its reader features.
 
     Raises: UnsupportedError(VERSION_UNSUPPORTED, FEATURE_UNSUPPORTED); FormatError(DOC_SCHEMA).
+    Spec: REQ-DOC-010, REQ-VER-002.
     """
     version = signed.get("format_version")
     if not isinstance(version, str):
@@ -112,7 +118,8 @@ def check_version(signed: dict[str, Any], where: str) -> None:
     if not isinstance(features, dict) or set(features) != {"reader", "writer"}:
         raise _features_error("features hasn't exactly the members reader and writer", where)
     for needed in features.values():
-        # Before the schema, whose check that items are unique takes quadratic time if they aren't strings.
+        # Checked before the schema: the schema's check for unique items takes quadratic time on
+        # items other than strings.
         if not isinstance(needed, list) or len(needed) > _FEATURES or not all(map(_is_feature, needed)):
             raise _features_error("features aren't two short lists of names", where)
         if len(set(needed)) != len(needed):
@@ -137,7 +144,7 @@ def _features_error(detail: str, where: str) -> CkptError:
 
 
 def check_string(text: str, where: str) -> None:
-    """Raise unless a string of a JSON document is normalised, short, and free of control characters.
+    """Raise unless a document's string is normalised, short, and without control characters.
 
     Raises: FormatError(DOC_STRING). Spec: REQ-DOC-006.
     """
@@ -147,7 +154,7 @@ def check_string(text: str, where: str) -> None:
 
 
 def _find_problem(text: str) -> str | None:
-    """Return what is wrong with a string of a JSON document, if anything is."""
+    """Return the first problem of a JSON document's string in words; None for a valid string."""
     found = _FORBIDDEN.search(text)
     if found:
         return f"character U+{ord(found.group()):04X} isn't allowed"
@@ -157,7 +164,7 @@ def _find_problem(text: str) -> str | None:
 
 
 def fit_string(text: str, length: int) -> str:
-    r"""Return a text as a string that `check_string` takes, cut between words if it is too long.
+    r"""Return a text as a string for `check_string`, escaped and cut between words if necessary.
 
     >>> fit_string("disk\x00full", 20), fit_string("writers 0 and 1 differ", 14)
     ('disk\\x00full', 'writers 0...')
@@ -167,12 +174,12 @@ def fit_string(text: str, length: int) -> str:
     if len(text) <= length:
         return text
     kept = text[: length - 3]
-    # Of a text without spaces, such as a long name, as much as there is room for.
+    # A text without spaces, such as a long name, is cut at the limit.
     return (kept[: kept.rfind(" ")] if " " in kept[length // 2 :] else kept) + "..."
 
 
 def _parse_json(content: bytes, where: str) -> dict[str, Any]:
-    """Return the one JSON object of `content`, with everything checked that needs no schema."""
+    """Return the single JSON object of `content`, after all checks that need no schema."""
     if nests_deeper(content, limits.JSON_DEPTH):
         raise err(Code.DOC_DEPTH, f"nests deeper than {limits.JSON_DEPTH}", where=where, requirement="REQ-DOC-007")
 
@@ -180,7 +187,7 @@ def _parse_json(content: bytes, where: str) -> dict[str, Any]:
         raise err(Code.DOC_NUMBER, f"{text[:32]!r} isn't an allowed number", where=where, requirement="REQ-DOC-005")
 
     def parse_integer(text: str) -> int:
-        # 17 characters hold every allowed integer; int() on a long one takes quadratic time.
+        # Every allowed integer has at most 17 characters; int() takes quadratic time on long texts.
         if len(text) > 17 or text == "-0" or abs(int(text)) > limits.JSON_INTEGER:
             raise_number(text)
         return int(text)
@@ -217,9 +224,9 @@ def _parse_json(content: bytes, where: str) -> dict[str, Any]:
 
 
 def nests_deeper(content: bytes, depth: int) -> bool:
-    """Say whether the brackets of a JSON text nest deeper than `depth`; those within strings don't count.
+    """Return whether the brackets of a JSON text, outside of strings, nest deeper than `depth`.
 
-    To be asked before `json.loads`, whose RecursionError is no contract. Spec: REQ-DOC-007.
+    Called before `json.loads`, whose RecursionError isn't reliable. Spec: REQ-DOC-007.
 
     >>> nests_deeper(b'{"[[": []}', 2), nests_deeper(b'{"": [[]]}', 2)
     (False, True)
@@ -233,9 +240,9 @@ def nests_deeper(content: bytes, depth: int) -> bool:
 
 
 def _check_strings(value: object, where: str, *keys: str) -> None:
-    """Check every string in a value; `keys` lead to it.
+    """Check every string in the value at the path `keys`.
 
-    The place is made into text for an error alone: keys are long, and what stands below them may be many strings.
+    The path becomes text only for an error: keys are long, and a value may contain many strings.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -255,11 +262,11 @@ def _check_string(text: str, where: str, keys: tuple[str, ...]) -> None:
         raise err(Code.DOC_STRING, problem, where=place, requirement="REQ-DOC-006")
 
 
-# --- the JSON Schemas of spec/schema ----------------------------------------------------------------------------------
+# --- the JSON Schemas of spec/schema --------------------------------------------------------------
 
 
 def schema_text(name: str) -> str:
-    """Return the text of ``<name>.schema.json``: from the wheel, or from the source tree beside the package."""
+    """Return the text of ``<name>.schema.json``, from the wheel or from the source tree."""
     shipped = resources.files("ckptfmt") / "_schema" / f"{name}.schema.json"
     if shipped.is_file():
         return shipped.read_text("utf-8")
@@ -268,14 +275,15 @@ def schema_text(name: str) -> str:
 
 @functools.cache
 def _validator(name: str) -> Draft202012Validator:
-    # Imported here: a tenth of a second that a program which only saves to a path needn't pay at import.
+    # Imported here because the import takes a tenth of a second, which a program that only saves to
+    # a path needn't spend.
     from jsonschema import Draft202012Validator  # noqa: PLC0415
     from jsonschema.validators import extend  # noqa: PLC0415
 
     whole = Draft202012Validator.VALIDATORS["items"]
 
     def check_items(validator: Any, items: Any, instance: Any, schema: Any) -> Any:  # noqa: ANN401 - as jsonschema has it
-        """Look at the items of an array that isn't too long; of others, a wrong item more makes no difference."""
+        """Check an array's items. A too long array is a violation anyway, without this check."""
         is_long = isinstance(instance, list) and len(instance) > schema.get("maxItems", len(instance))
         return () if is_long else whole(validator, items, instance, schema)
 
@@ -285,10 +293,11 @@ def _validator(name: str) -> Draft202012Validator:
 
 
 def _inline(schema: Any, definitions: dict[str, Any]) -> Any:  # noqa: ANN401 - any JSON
-    """Return the schema of a JSON document with its definitions in the place of references to them.
+    """Return a JSON Schema with each reference replaced by its definition.
 
-    All of them are in ``defs.schema.json``, beside none stands anything, and none leads back to itself. To look them up
-    takes longer than all else that is checked of a manifest: 1.6 ms in place of 0.6.
+    All definitions are in ``defs.schema.json``, a reference has no sibling members, and no
+    definition is recursive. Without references, the check of a manifest takes 0.6 ms instead of 1.6
+    ms.
     """
     if isinstance(schema, list):
         return [_inline(item, definitions) for item in schema]
@@ -300,12 +309,14 @@ def _inline(schema: Any, definitions: dict[str, Any]) -> Any:  # noqa: ANN401 - 
 
 
 def check_schema(name: str, value: object, *, where: str) -> None:
-    """Raise unless `value` fits the schema `name`; the first violation in document order is the one reported.
+    """Raise unless `value` fits the schema `name`.
 
-    Strings have passed `check_string` before, so that a pattern's ``$`` can't match before a newline, and numbers are
-    integers, so that ``1.0`` can't pass as one.
+    The error reports the first violation in document order.
 
-    Raises: FormatError(DOC_SCHEMA), with the JSON pointer and the clause that the schema names.
+    `check_string` has passed all strings before, so a pattern's ``$`` can't match before a newline.
+    Numbers are integers, so ``1.0`` can't pass as an integer.
+
+    Raises: FormatError(DOC_SCHEMA), with the JSON pointer and the clause from the schema.
     """
     violations = sorted(_validator(name).iter_errors(value), key=lambda violation: [str(p) for p in violation.path])
     if not violations:

@@ -1,6 +1,7 @@
-"""The data cursor: where a run stands in its data, free of rank, world size and worker.
+"""The data cursor: a run's position in its data, independent of rank, world size and worker.
 
-A cursor is a plain tree, kept in the field `data`; integers may need 64 bits, which trees hold.
+A cursor is a plain tree, stored in the field `data`. Its integers may need 64 bits, which trees
+support.
 
     {"kind": "ckptfmt.data_cursor", "v": 1,
      "plan":    {"unit": "sample", "global_batch": 64, "assign": "contig-v1", "tail": "carry"},
@@ -10,18 +11,22 @@ A cursor is a plain tree, kept in the field `data`; integers may need 64 bits, w
      "skips":   [],
      "ledger":  {"alg": "mix64-add4-v1", "count": 76800, "set_digest": "<64 hex>"}}
 
-What each says:
+The members:
 
-* `commit` counts what finished steps consumed, never what was fetched: the next step begins at `global_pos`.
-* `assign` contig-v1: a step covers the positions ``[p, p + global_batch)``; worker i of w takes
-  ``[p + i * global_batch div w, p + (i + 1) * global_batch div w)`` of them.
-* `tail`: what a batch does that reaches the end of an epoch. ``carry`` goes on with the next epoch; ``drop`` leaves the
-  rest of the epoch out; ``pad_masked`` fills the batch with samples of weight zero.
-* `vector_check` is a position and the sample there, by which a reader proves that it computes the same order.
-* `skips` are what is left out, each from a position on (`ckptfmt.documents.cursor_map`).
-* `ledger` is the multiset digest of all samples consumed (`ckptfmt.data.course`), the order left out.
+* `commit` counts the positions consumed by finished steps, not the fetched positions: the next step
+  begins at `global_pos`.
+* `assign` contig-v1: a step covers the positions ``[p, p + global_batch)``. Worker i of w takes
+  ``[p + i * global_batch div w, p + (i + 1) * global_batch div w)``.
+* `tail`: the rule for a batch that reaches the end of an epoch. ``carry`` continues with the next
+  epoch; ``drop`` leaves out the rest of the epoch; ``pad_masked`` fills the batch with samples of
+  weight zero.
+* `vector_check` is a position and the sample there. A reader uses them to prove that it computes
+  the same order.
+* `skips` are exclusions from the data, each from a position on (`ckptfmt.documents.cursor_map`).
+* `ledger` is the multiset digest of all consumed samples (`ckptfmt.data.course`), independent of
+  their order.
 
-With a mixture of sources, the epochs are those of the sources, each of which has its own position:
+In a mixture of sources, each source has its own epochs and its own position:
 
     {...
      "commit":  {"step": 1200, "global_pos": 76800},
@@ -32,15 +37,16 @@ With a mixture of sources, the epochs are those of the sources, each of which ha
                  "stages": [{"from_pos": 0, "counts": {"books": 717, "code": 307}}]},
      ...}
 
-Another library's position in its data is opaque, and true for one number of workers alone:
+The position of another library's data loader is opaque and valid for one number of workers only:
 
     {"kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0", "per": "worker",
      "worker_count": 8, "state": {...}}
 
-`state` is whatever the library gave, and nothing but the library knows what it means. With `per` ``worker``, each
-worker saves its own, under its own scope; with ``run`` all save the same, and it counts over all of them.
+`state` is the library's own value, and only the library can interpret it. With `per` ``worker``,
+each worker saves its own state under its own scope; with ``run``, all workers save the same state,
+which counts over all of them.
 
-The clauses, REQ-CUR-001 and on, are those of ``spec/60-context.md``.
+The clauses, from REQ-CUR-001 on, are in ``spec/60-context.md``.
 """
 
 from __future__ import annotations
@@ -78,7 +84,7 @@ _SET_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """How positions become batches. `global_batch` is in samples."""
+    """The division of positions into batches. `global_batch` is in samples."""
 
     global_batch: int
     unit: Literal["sample"] = "sample"
@@ -86,7 +92,7 @@ class BatchPlan:
     tail: Tail = "carry"
 
     def epoch_positions(self, count: int) -> int:
-        """Return how many positions an epoch of `count` samples has.
+        """Return the number of positions in an epoch of `count` samples.
 
         >>> [BatchPlan(global_batch=4, tail=tail).epoch_positions(10) for tail in ("carry", "drop", "pad_masked")]
         [10, 8, 12]
@@ -99,9 +105,10 @@ class BatchPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """What finished steps have consumed: `global_pos` positions, of which `epoch` whole epochs.
+    """The data consumed by finished steps: `global_pos` positions, or `epoch` epochs and a rest.
 
-    With a mixture there is no epoch: both are None, and each source has its own position.
+    A mixture has no common epoch: both `epoch` and `pos_in_epoch` are None, and each source has its
+    own position.
     """
 
     step: int
@@ -112,7 +119,7 @@ class Commit:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VectorCheck:
-    """The sample `id` at the position `pos`, of the `source` in a mixture, by which an order is recognised."""
+    """The sample `id` at the position `pos`, as a check of an order; in a mixture, of `source`."""
 
     pos: int
     id: int
@@ -121,7 +128,7 @@ class VectorCheck:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Which sample stands at which position."""
+    """The order of samples: an algorithm, its seed, and one known sample as a check."""
 
     seed: int
     vector_check: VectorCheck
@@ -130,9 +137,11 @@ class Order:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A data set of `n` samples; `fingerprint` says by its owner's means that it is the same one, or is None.
+    """A data set of `n` samples.
 
-    In a mixture, `pos` counts what the source has given to the positions before `global_pos`.
+    `fingerprint` identifies the contents by the owner's own method, or is None.
+
+    In a mixture, `pos` counts the source's samples at the positions before `global_pos`.
     """
 
     id: str
@@ -143,7 +152,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """From the position `from_pos` on, each block has so many positions of each source."""
+    """The number of positions of each source in a block, from the position `from_pos` on."""
 
     from_pos: int
     counts: Mapping[str, int]
@@ -151,7 +160,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """How sources share blocks of `block` positions: by integer counts, so that nothing drifts."""
+    """The shares of sources in each block of `block` positions, exact because they are counts."""
 
     block: int
     seed: int
@@ -161,7 +170,7 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """The multiset digest of `count` consumed samples: 64 hex digits."""
+    """The multiset digest of `count` consumed samples, as 64 hex digits."""
 
     count: int
     set_digest: str
@@ -185,7 +194,8 @@ def dump_cursor(cursor: Cursor) -> dict[str, Any]:
     """Return the tree of a cursor.
 
     Raises: CURSOR_FORM when its members contradict each other.
-    Spec: REQ-CUR-001 to REQ-CUR-005, REQ-CUR-009 to REQ-CUR-011, REQ-CUR-015, REQ-CUR-017, REQ-CUR-019.
+    Spec: REQ-CUR-001 to REQ-CUR-005, REQ-CUR-009 to REQ-CUR-011, REQ-CUR-015, REQ-CUR-017,
+        REQ-CUR-019.
     """
     tree: dict[str, Any] = {
         "kind": KIND,
@@ -206,20 +216,21 @@ def dump_cursor(cursor: Cursor) -> dict[str, Any]:
 
 
 def _given(record: Any, *optional: str) -> dict[str, Any]:  # noqa: ANN401 - any of the records above
-    """Return the members of a record, without those of `optional` that are None."""
+    """Return the members of a record, without members of `optional` that are None."""
     members = dataclasses.asdict(record)
     return {name: value for name, value in members.items() if value is not None or name not in optional}
 
 
 def parse_cursor(tree: object, *, where: str = "cursor") -> Cursor:
-    """Return the cursor that a tree says.
+    """Return the cursor of a tree.
 
     Args:
-        tree: of exact dicts, lists, str, int and None.
+        tree: a value of exact dicts, lists, str, int and None.
         where: the tree's place, for errors.
 
     Raises: CURSOR_FORM, VERSION_UNSUPPORTED, FEATURE_UNSUPPORTED.
-    Spec: REQ-CUR-001 to REQ-CUR-004, REQ-CUR-009 to REQ-CUR-011, REQ-CUR-015, REQ-CUR-017, REQ-CUR-019.
+    Spec: REQ-CUR-001 to REQ-CUR-004, REQ-CUR-009 to REQ-CUR-011, REQ-CUR-015, REQ-CUR-017,
+        REQ-CUR-019.
     """
     top = CursorMap.of(tree, where)
     _check_header(top)
@@ -308,7 +319,10 @@ def _parse_sources(top: CursorMap, *, is_mixed: bool) -> tuple[Source, ...]:
 
 
 def parse_mixture(mixture: CursorMap, lengths: Mapping[str, int]) -> Mixture:
-    """Return the mixture of a cursor, of sources with these numbers of samples.
+    """Return the mixture of a cursor.
+
+    Args:
+        lengths: number of samples of each source, by id.
 
     Raises: CURSOR_FORM.
     Spec: REQ-CUR-002, REQ-CUR-011.
@@ -346,11 +360,11 @@ def _parse_ledger(ledger: CursorMap) -> Ledger:
     return Ledger(count=ledger.integer("count", _POSITION), set_digest=set_digest)
 
 
-# --- what the members say of each other -------------------------------------------------------------------------------
+# --- consistency of the members -------------------------------------------------------------------
 
 
 def check_cursor(cursor: Cursor, where: str = "cursor") -> None:
-    """Refuse a cursor whose members contradict each other, as far as this is known without computing the order.
+    """Raise if members of a cursor contradict each other. The order isn't computed for this.
 
     Raises: CURSOR_FORM.
     Spec: REQ-CUR-004, REQ-CUR-010, REQ-CUR-015, REQ-CUR-019, REQ-CUR-021.
@@ -368,7 +382,10 @@ def check_cursor(cursor: Cursor, where: str = "cursor") -> None:
 def check_rules(
     plan: BatchPlan, sources: tuple[Source, ...], mixture: Mixture | None, skips: tuple[Skip, ...], where: str
 ) -> None:
-    """Refuse what no order can be made of. Raises: CURSOR_FORM. Spec: REQ-CUR-015, REQ-CUR-019."""
+    """Raise if no order can follow from plan, sources, mixture and skips.
+
+    Raises: CURSOR_FORM. Spec: REQ-CUR-015, REQ-CUR-019.
+    """
     if mixture is not None and plan.tail != "carry":
         detail = f"a mixture has no epochs that a batch could end with: {plan.tail!r}"
         refuse(detail, f"{where}/plan/tail", "REQ-CUR-015")
@@ -381,7 +398,7 @@ def check_rules(
         if removed > limits.SKIPPED:
             refuse(f"{removed} samples of {source.id!r} are removed", f"{where}/skips", "REQ-CUR-019")
         if plan.epoch_positions(source.n - removed) < 1:
-            # Without a skip, it is the batch that is too large.
+            # Without a skip, the batch is too large.
             place, clause = (f"{where}/skips", "REQ-CUR-019") if removed else (f"{where}/plan", "REQ-CUR-015")
             refuse(f"an epoch of {source.id!r} has no batch left", place, clause)
     if plan.tail == "carry":
@@ -407,7 +424,7 @@ def _check_sample(cursor: Cursor, where: str) -> None:
 def _check_epoch(cursor: Cursor, where: str) -> None:
     commit = cursor.commit
     if any(skip.policy == "shift" for skip in cursor.skips):
-        return  # only who computes the order knows how long each epoch was (REQ-CUR-014)
+        return  # the lengths of epochs follow only from the order (REQ-CUR-014)
     length = cursor.plan.epoch_positions(cursor.sources[0].n)
     if (commit.epoch, commit.pos_in_epoch) != divmod(commit.global_pos, length):
         detail = f"position {commit.global_pos} of {length} in an epoch is not {commit.pos_in_epoch} in {commit.epoch}"
@@ -422,7 +439,7 @@ def _check_count(cursor: Cursor, where: str) -> None:
         refuse(detail, f"{where}/ledger/count", "REQ-CUR-004" if all_count else "REQ-CUR-021")
 
 
-# --- another library's position ---------------------------------------------------------------------------------------
+# --- another library's position -------------------------------------------------------------------
 
 _LOADER_KIND: Final = "ckptfmt.foreign_loader"
 _LOADER_VERSION: Final = 1
@@ -432,7 +449,10 @@ Per: TypeAlias = Literal["worker", "run"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """A loader's state, saved by `worker_count` workers: of each of them (`per` ``worker``), or of all at once."""
+    """A data loader's state, saved by `worker_count` workers.
+
+    With `per` ``worker``, each worker saves its own state; with ``run``, all save the same state.
+    """
 
     lib: str
     version: str
@@ -442,7 +462,7 @@ class Foreign:
 
 
 def is_foreign(tree: object) -> bool:
-    """Tell whether a value says that it is another library's position."""
+    """Return whether a value is the position of another library's data loader."""
     return type(tree) is dict and tree.get("kind") == _LOADER_KIND
 
 
@@ -455,7 +475,7 @@ def dump_foreign(foreign: Foreign) -> dict[str, Any]:
 
 
 def parse_foreign(tree: object, *, where: str = "loader") -> Foreign:
-    """Return what a tree says.
+    """Return the data loader's position from a tree.
 
     Raises: CURSOR_FORM, VERSION_UNSUPPORTED.
     Spec: REQ-CUR-022.

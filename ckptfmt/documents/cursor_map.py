@@ -1,14 +1,14 @@
-"""The maps of a cursor's tree: getters that check types exactly and say where what is wrong stands; and the skips.
+"""Typed access to the maps of a cursor's tree, with places for errors; and the skips of a cursor.
 
-A skip leaves samples, a shard or positions out of a run, each from a position on:
+A skip excludes samples, a shard or positions from a run, each from a position on:
 
     {"scope": "sample", "policy": "shift", "from_pos": 41024, "reason": "corrupt", "source": "books", "ids": [10422]}
     {"scope": "shard", "policy": "mask", "from_pos": 0, "reason": "licence", "source": "code", "shard": "00017.tar",
      "range": [0, 18000]}
     {"scope": "pos", "policy": "hole", "reason": "loss spike", "range": [70400, 70464]}
 
-It says nothing of the positions before the one that it begins at: so what a run has done already stays true, as long as
-entries are only added, and only such as begin where nothing was consumed yet (REQ-CUR-020).
+A skip has no effect on positions before its first position. So the record of finished steps stays
+true if entries are only added, and only for positions that aren't consumed yet (REQ-CUR-020).
 
 Spec: REQ-CUR-002, REQ-CUR-017, REQ-CUR-019.
 """
@@ -25,35 +25,38 @@ from ckptfmt.errors import Code, err
 
 W = TypeVar("W", bound=str)
 
-#: Integers with more bits than this aren't printed.
+#: Largest number of bits of an integer in a message.
 _SHOWN_BITS: Final = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CursorMap:
-    """A map of the tree, with its place; its getters check types exactly: True is no integer here."""
+    """A map of the tree, and its place. The getters check exact types: True is no integer."""
 
     members: dict[object, object]
     where: str
-    #: Which clause says what members it has.
+    #: The clause that defines the map's members.
     clause: str = "REQ-CUR-002"
 
     @classmethod
     def of(cls, value: object, where: str, clause: str = "REQ-CUR-002") -> CursorMap:
-        """Return the map that a value is. Raises: CURSOR_FORM."""
+        """Return a value as a map. Raises: CURSOR_FORM if the value is of another type."""
         if type(value) is not dict:
             refuse(f"a {type(value).__name__} where a map belongs", where, clause)
         return cls(value, where, clause)
 
     def check_names(self, *names: str) -> None:
-        """Refuse other members than these. Raises: CURSOR_FORM."""
+        """Raise unless the map has exactly the members `names`. Raises: CURSOR_FORM."""
         if missing := [name for name in names if name not in self.members]:
             refuse(f"without {missing[0]!r}", self.where, self.clause)
         if unknown := [name for name in self.members if name not in names]:
             refuse(f"the unknown member {show_value(unknown[0])}", self.where, self.clause)
 
     def known(self, name: str, *known: W) -> W:
-        """Return one of the words that this reader knows. Raises: CURSOR_FORM, FEATURE_UNSUPPORTED."""
+        """Return a member with one of the words that this reader supports.
+
+        Raises: CURSOR_FORM, FEATURE_UNSUPPORTED.
+        """
         value = self.text(name)
         for word in known:
             if word == value:
@@ -62,18 +65,18 @@ class CursorMap:
         raise err(Code.FEATURE_UNSUPPORTED, detail, where=f"{self.where}/{name}", requirement="REQ-CUR-003")
 
     def inner(self, name: str) -> CursorMap:
-        """Return a map in this one. Raises: CURSOR_FORM."""
+        """Return a member that is a map. Raises: CURSOR_FORM."""
         return CursorMap.of(self.members.get(name), f"{self.where}/{name}", self.clause)
 
     def items(self, name: str) -> list[object]:
-        """Return a list. Raises: CURSOR_FORM."""
+        """Return a member that is a list. Raises: CURSOR_FORM."""
         value = self.members.get(name)
         if type(value) is not list:
             refuse(f"a {type(value).__name__} where a list belongs", f"{self.where}/{name}", self.clause)
         return value
 
     def maps(self, name: str) -> list[CursorMap]:
-        """Return a list of maps, each with its place. Raises: CURSOR_FORM."""
+        """Return a member that is a list of maps, each with its place. Raises: CURSOR_FORM."""
         return [
             CursorMap.of(value, f"{self.where}/{name}/{i}", self.clause) for i, value in enumerate(self.items(name))
         ]
@@ -87,11 +90,14 @@ class CursorMap:
         return value
 
     def integer(self, name: str, most: int, *, least: int = 0) -> int:
-        """Return an integer in a range. Raises: CURSOR_FORM."""
+        """Return an integer from `least` to `most`. Raises: CURSOR_FORM."""
         return _integer(self.members.get(name), f"{self.where}/{name}", most, least, self.clause)
 
     def integers(self, name: str, most: int, *, count: int | None = None) -> tuple[int, ...]:
-        """Return a list of integers, of `count` of them where that is given. Raises: CURSOR_FORM."""
+        """Return a list of integers from 0 to `most`; of length `count` unless `count` is None.
+
+        Raises: CURSOR_FORM.
+        """
         values = self.items(name)
         if count is not None and len(values) != count:
             refuse(f"{len(values)} integers where {count} belong", f"{self.where}/{name}", self.clause)
@@ -106,19 +112,20 @@ def refuse(detail: str, where: str, requirement: str) -> NoReturn:
 
 
 def show_value(value: object) -> str:
-    """Return a value as messages show it.
+    """Return the text of a value for a message.
 
     >>> show_value("a"), show_value(1 << 20_000)
     ("'a'", 'a value of the type int')
     """
     if type(value) in (str, int, bool, type(None)) and not (type(value) is int and value.bit_length() > _SHOWN_BITS):
         return f"{value!r:.80}"
-    # What a list or a map holds can be any number, and Python refuses to print long ones.
+    # Lists and maps aren't printed: Python refuses to print the very long integers that they may
+    # contain.
     return f"a value of the type {type(value).__name__}"
 
 
 def check_ascending(values: Sequence[int], where: str, requirement: str) -> None:
-    """Refuse integers of which one isn't greater than the one before. Raises: CURSOR_FORM."""
+    """Raise unless integers increase strictly. Raises: CURSOR_FORM."""
     for before, after in itertools.pairwise(values):
         if before >= after:
             refuse(f"{after} comes after {before}; they ascend", where, requirement)
@@ -130,7 +137,7 @@ def _integer(value: object, where: str, most: int, least: int, clause: str) -> i
     return value
 
 
-# --- skips ------------------------------------------------------------------------------------------------------------
+# --- skips ----------------------------------------------------------------------------------------
 
 Policy: TypeAlias = Literal["hole", "shift", "mask"]
 
@@ -141,7 +148,7 @@ _POSITION: Final = limits.DIM << 64
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _SourceSkip:
-    """What samples of a source have in common that are skipped from the position `from_pos` on."""
+    """The common members of skips of a source's samples, from the position `from_pos` on."""
 
     policy: Policy
     from_pos: int
@@ -150,7 +157,7 @@ class _SourceSkip:
 
     @property
     def begin(self) -> int:
-        """The first position that it may change."""
+        """The first position that the skip may change."""
         return self.from_pos
 
 
@@ -168,7 +175,7 @@ class SampleSkip(_SourceSkip):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSkip(_SourceSkip):
-    """The samples ``[range[0], range[1])`` of a source, which are those of the shard `shard`, from `from_pos` on."""
+    """The samples ``[range[0], range[1])`` of a source, the shard `shard`, from `from_pos` on."""
 
     shard: str
     range: tuple[int, int]
@@ -181,7 +188,7 @@ class ShardSkip(_SourceSkip):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PosSkip:
-    """What the positions ``[range[0], range[1])`` would have."""
+    """The samples at the positions ``[range[0], range[1])``."""
 
     policy: Policy
     reason: str
@@ -190,7 +197,7 @@ class PosSkip:
 
     @property
     def begin(self) -> int:
-        """The first position that it may change."""
+        """The first position that the skip may change."""
         return self.range[0]
 
 
@@ -202,7 +209,7 @@ def parse_skips(top: CursorMap, lengths: dict[str, int]) -> tuple[Skip, ...]:
 
     Args:
         top: the cursor.
-        lengths: number of samples of each source, by its id.
+        lengths: number of samples of each source, by id.
 
     Raises: CURSOR_FORM, FEATURE_UNSUPPORTED.
     """
@@ -216,7 +223,9 @@ def dump_skip(skip: Skip) -> dict[str, Any]:
 
 
 def count_removed(skips: Iterable[Skip], source: str) -> int:
-    """Return how many samples of a source its skips of the policy ``shift`` remove; each counts once.
+    """Return the number of a source's samples removed by skips of the policy ``shift``.
+
+    A sample in several skips counts once.
 
     >>> one = SampleSkip(policy="shift", from_pos=0, reason="", source="a", ids=(1, 5))
     >>> two = ShardSkip(policy="shift", from_pos=8, reason="", source="a", shard="x", range=(4, 8))

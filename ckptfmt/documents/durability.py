@@ -1,4 +1,7 @@
-"""Where the files of a checkpoint were when it was committed: at home, or in caches of nodes. Spec: REQ-MAN-012."""
+"""Durability levels: the location of a checkpoint's files at its commit, home or node caches.
+
+Spec: REQ-MAN-012.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,18 @@ from typing import Any, Final
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import CACHES
 
-#: In a cache of the node that wrote it: it survives the processes.
+#: The files are in a cache of the writing node, and survive the processes.
 NODE: Final = "node"
-#: In the cache of another node as well: it survives the loss of a node.
+#: The files are in the cache of another node as well, and survive the loss of a node.
 PEERS: Final = "peers"
-#: At home: it survives the loss of all nodes. No document says so.
+#: The files are at home, and survive the loss of all nodes. Documents leave out this level.
 HOME: Final = "home"
-#: From the weakest to the strongest.
+#: All levels, from the weakest to the strongest.
 LEVELS: Final = (NODE, PEERS, HOME)
 
 
 def weakest(levels: Iterable[str]) -> str:
-    """Return what holds for all of them.
+    """Return the weakest of some levels; the strongest level if there are none.
 
     >>> weakest(["home", "node", "peers"]), weakest([])
     ('node', 'home')
@@ -28,7 +31,9 @@ def weakest(levels: Iterable[str]) -> str:
 
 
 def asks_for_home(durability: object) -> bool:
-    """Return whether a caller asks that the files of a save go home; None leaves that open.
+    """Return whether a caller asks for a save to home.
+
+    False for None, which leaves the choice open.
 
     Raises: StateError(ARGUMENT).
     """
@@ -39,17 +44,17 @@ def asks_for_home(durability: object) -> bool:
 
 
 def durability_members(durability: str) -> dict[str, Any]:
-    """Return the members of a document: none where all files are at home."""
+    """Return the members of a document; empty if all files are at home."""
     return {} if durability == HOME else {"durability": durability}
 
 
 def parse_durability(members: Mapping[str, Any], features: Iterable[str], run_id: object, where: str) -> str:
-    """Return the durability that a manifest or part says, which has one behind a feature.
+    """Return the durability of a manifest or part, a member behind the feature ``caches``.
 
     Args:
-        members: what the document has, its other members among them.
+        members: all members of the document.
         features: the reader features that the document lists.
-        run_id: of the document; only checkpoints of runs go through caches.
+        run_id: the document's run; None outside of a run, where caches aren't used.
 
     Raises: FormatError(DOC_SCHEMA). Spec: REQ-MAN-012.
     """

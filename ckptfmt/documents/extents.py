@@ -1,4 +1,4 @@
-"""Where blocks are stored, as columns: extents, encoded blocks, references and groups of a part.
+"""Places of blocks as columns: extents, encoded blocks, references, prediction groups.
 
 Spec: REQ-PRT-006, REQ-PRT-007, REQ-DEL-001 to REQ-DEL-012.
 """
@@ -37,13 +37,14 @@ GROUP_KEYS: Final = ("kind", "rule", "reference", "member_count", "box")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionGroup:
-    """Boxes of one shape whose blocks are predicted from each other's.
+    """Boxes of one shape whose blocks are predicted from each other's blocks.
 
     Attributes:
-        kind: of `GROUP_KINDS`.
-        rule: how, as a tree; see ``spec/56-prediction.md``.
-        reference: number of the reference whose blocks the prediction begins with; None where it needs none.
-        boxes: numbers of the boxes in the part, in the order in which they are decoded.
+        kind: one of `GROUP_KINDS`.
+        rule: the prediction's parameters as a tree; see ``spec/56-prediction.md``.
+        reference: number of the reference whose blocks start the prediction; None if the kind needs
+            no base.
+        boxes: numbers of the boxes in the part, in the order of decoding.
     """
 
     kind: str
@@ -54,18 +55,20 @@ class PredictionGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredBlocks:
-    """The encoded blocks of a part, in the order of its extents: all that are neither raw nor the base's.
+    """The encoded blocks of a part, in the order of its extents.
+
+    Raw blocks, and blocks equal to the base, aren't included.
 
     Attributes:
-        nbytes: how many bytes each is stored in.
-        digests: 32 bytes for each: of what is stored.
+        nbytes: stored size of each block in bytes.
+        digests: 32 bytes for each block: the digest of the stored bytes.
     """
 
     nbytes: Integers
     digests: bytes
 
     def columns(self) -> dict[str, object]:
-        """Return the table as a part has it."""
+        """Return the table for a part."""
         return {"nbytes": dump_packed(self.nbytes), "digest": self.digests}
 
 
@@ -80,7 +83,7 @@ def delta_features(encodings: Sequence[str], groups: Sequence[PredictionGroup], 
 
 
 def dump_references(references: Sequence[Reference]) -> list[dict[str, object]]:
-    """Return references as a part has them: digests as bytes."""
+    """Return references in the form of a part: digests as bytes."""
     return [{"name": one.name, "digest": bytes.fromhex(one.digest.removeprefix(PREFIX))} for one in references]
 
 
@@ -102,7 +105,10 @@ def parse_references(columns: Columns) -> tuple[Reference, ...]:
 
 
 def parse_encodings(columns: Columns) -> tuple[str, ...]:
-    """Return the encodings that a part lists: of the registry, in its order. Raises: FormatError. Spec: REQ-DEL-003."""
+    """Return the encodings that a part lists, in the order of the registry.
+
+    Raises: FormatError. Spec: REQ-DEL-003.
+    """
     names = columns.texts("encodings")
     known = {name: number for number, name in enumerate(ENCODINGS)}
     numbers = [known.get(name, -1) for name in names]
@@ -113,7 +119,7 @@ def parse_encodings(columns: Columns) -> tuple[str, ...]:
 
 
 def dump_groups(groups: Sequence[PredictionGroup]) -> dict[str, object]:
-    """Return the table of groups as a part has it."""
+    """Return the table of groups for a part."""
     boxes = np.array([box for group in groups for box in group.boxes], np.int64)
     return {
         "kind": dump_strings([group.kind for group in groups]),
@@ -130,8 +136,8 @@ def parse_groups(
     """Return the groups of a part.
 
     Args:
-        box_nbytes: size of each box of the part.
-        element_nbytes: size of an element of each box.
+        box_nbytes: size of each box of the part in bytes.
+        element_nbytes: size of an element of each box in bytes.
         references: number of references of the part.
 
     Raises: FormatError(COLUMN_FORM, COLUMN_ORDER). Spec: REQ-DEL-009, REQ-DEL-010.
@@ -162,7 +168,7 @@ def parse_groups(
 
 
 def _check_members(table: Columns, boxes: NDArray[np.int64], member_count: Sequence[int], elements: Integers) -> None:
-    """Raise unless all members of each group have as many elements. Spec: REQ-DEL-009."""
+    """Raise unless all members of a group have the same number of elements. Spec: REQ-DEL-009."""
     if any(count < 2 for count in member_count):
         raise table.broken("member_count", "a group of fewer than two boxes", "REQ-DEL-009")
     first = np.cumsum(member_count) - member_count
@@ -171,7 +177,7 @@ def _check_members(table: Columns, boxes: NDArray[np.int64], member_count: Seque
 
 
 def check_encodings_used(used: Collection[str], encodings: Sequence[str], where: str) -> None:
-    """Raise unless a part lists exactly the encodings that occur in it. Spec: REQ-DEL-003."""
+    """Raise unless a part lists exactly the encodings of its extents. Spec: REQ-DEL-003."""
     if set(used) != set(encodings):
         raise err(
             Code.COLUMN_ORDER,
@@ -181,13 +187,13 @@ def check_encodings_used(used: Collection[str], encodings: Sequence[str], where:
         )
 
 
-# --- extents ----------------------------------------------------------------------------------------------------------
+# --- extents --------------------------------------------------------------------------------------
 
 _EXTENT_KEYS: Final = ("box", "block_begin", "block_count", "file", "gap_nbytes", "encoding", "key")
 _DELTA_KEYS: Final = (*_EXTENT_KEYS, "reference", "predicted")
-#: In the column of encodings, the number of blocks that are stored as they are.
+#: The number of the encoding ``raw``: blocks stored unchanged.
 RAW: Final = ENCODINGS.index("raw")
-#: In the column of encodings, the number of blocks that are the base's.
+#: The number of the encoding ``same``: blocks equal to the base's blocks.
 SAME: Final = ENCODINGS.index("same")
 _GRADIENT = ENCODINGS.index("gradient")
 _PLAIN: Final = [ENCODINGS.index(name) for name in sorted(PLAIN)]
@@ -196,16 +202,17 @@ _NEEDS_BASE: Final = [ENCODINGS.index(name) for name in sorted(NEEDS_BASE)]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Extent:
-    """Where a run of a box's blocks is stored: a row of `Extents`, for code that goes from extent to extent.
+    """The place of a run of a box's blocks: a row of `Extents` as an object.
 
     Attributes:
         block_begin: first block.
         block_count: number of blocks.
-        file: number of the file in the part; None for blocks that are the base's.
+        file: number of the file in the part; None for blocks equal to the base.
         byte_begin: first byte, from the start of the file.
-        encoding: of `ckptfmt.features.ENCODINGS`.
-        reference: number of the reference whose blocks are the base; None where there is none, or where a group says.
-        predicted: whether the group's prediction stands in the place of the base's content.
+        encoding: one of `ckptfmt.features.ENCODINGS`.
+        reference: number of the reference with the base; None without a base, or if a group defines
+            the base.
+        predicted: whether the group's prediction replaces the base's content.
     """
 
     block_begin: int
@@ -220,25 +227,25 @@ class Extent:
 
     @property
     def key(self) -> str:
-        """The key of the box in the file's header; the empty string for the tensor's name."""
+        """The key of the box in the file's header; an empty string stands for the tensor's name."""
         return self._extents.key[self._row]
 
     @property
     def is_encoded(self) -> bool:
-        """Whether its blocks are neither raw nor the base's."""
+        """Whether the blocks are neither raw nor equal to the base."""
         return self.encoding not in PLAIN
 
     def stored_begin(self, block: int) -> int:
-        """Return where an encoded block begins in the file, in bytes."""
+        """Return the offset of an encoded block in the file, in bytes."""
         ends, first = self._extents.stored_ends, self._extents.stored_row[self._row]
         return self.byte_begin + int(ends[first + block - self.block_begin] - ends[first])
 
     def stored_nbytes(self, block: int) -> int:
-        """Return how many bytes an encoded block is stored in."""
+        """Return the stored size of an encoded block in bytes."""
         return int(self._extents.stored.nbytes[self._extents.stored_row[self._row] + block - self.block_begin])
 
     def stored_digest(self, block: int) -> bytes:
-        """Return the digest of what an encoded block is stored as."""
+        """Return the digest of an encoded block's stored bytes."""
         row = int(self._extents.stored_row[self._row]) + block - self.block_begin
         return digest_at(self._extents.stored.digests, row)
 
@@ -248,11 +255,11 @@ class Extents:
     """The columns of extents, sorted by box and block.
 
     Attributes:
-        file: number of the file; -1 for blocks that are the base's.
-        key: of the box in the file's header; the empty string for the tensor's name.
+        file: number of the file; -1 for blocks equal to the base.
+        key: the box's key in the file's header; an empty string stands for the tensor's name.
         encoding: number in `ENCODINGS`.
         reference: number of the reference, plus 1; 0 for none.
-        stored_row: for encoded blocks, which row of the stored blocks is the first one's.
+        stored_row: for encoded blocks, the first block's row in `stored`.
         stored: the encoded blocks.
     """
 
@@ -272,7 +279,7 @@ class Extents:
     def of_raw(
         cls, *, box: Integers, block_count: Integers, file: Integers, byte_begin: Integers, key: Strings
     ) -> Extents:
-        """Return the extents of boxes that are stored as they are, each in one."""
+        """Return the extents of boxes that are stored unchanged, each in one extent."""
         none = np.zeros(len(box), np.int64)
         return cls(
             box=box,
@@ -310,25 +317,28 @@ class Extents:
 
     @functools.cached_property
     def _first(self) -> NDArray[np.intp]:
-        """Of each box up to the last that has extents, the number of its first, and the number of all extents."""
+        """The number of each box's first extent, then the number of extents.
+
+        The entries end with the last box that has extents.
+        """
         return np.searchsorted(self.box, np.arange(int(self.box.max(initial=-1)) + 2))
 
     @functools.cached_property
     def stored_ends(self) -> Integers:
-        """Where the bytes of encoded blocks would end if all were stored one behind the other; first a 0."""
+        """A 0, then the running sum of the encoded blocks' stored sizes."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.stored.nbytes)])
 
     @property
     def is_encoded(self) -> NDArray[np.bool_]:
-        """Of each row, whether its blocks are neither raw nor the base's."""
+        """For each row, whether the blocks are neither raw nor equal to the base."""
         return ~np.isin(self.encoding, _PLAIN)
 
     def order(self) -> NDArray[np.intp] | None:
-        """Return what sorts the rows by box, then by block; None where they are sorted."""
+        """Return the order that sorts the rows by box and block; None if they are sorted."""
         return None if (np.diff(self.box) > 0).all() else np.lexsort((self.block_begin, self.box))
 
     def take(self, order: NDArray[np.intp] | None) -> Extents:
-        """Return the rows in another order."""
+        """Return the rows in a given order."""
         if order is None:
             return self
         names = (name.name for name in dataclasses.fields(self) if name.name not in {"key", "stored"})
@@ -336,14 +346,14 @@ class Extents:
         return Extents(key=self.key.take(order), stored=self.stored, **columns)
 
     def stored_in(self, order: NDArray[np.intp]) -> StoredBlocks:
-        """Return the encoded blocks in another order of the extents."""
+        """Return the encoded blocks for a given order of the extents."""
         encoded = order[self.is_encoded[order]]
         rows = spread(self.stored_row[encoded], self.block_count[encoded])
         digests = np.frombuffer(self.stored.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
         return StoredBlocks(nbytes=self.stored.nbytes[rows], digests=digests[rows].tobytes())
 
     def stored_nbytes(self, box_nbytes: Integers, block_nbytes: int) -> Integers:
-        """Return how many bytes each extent stores."""
+        """Return the stored size of each extent in bytes."""
         first = self.block_begin * block_nbytes
         content = np.minimum(box_nbytes[self.box], first + self.block_count * block_nbytes) - first
         ends = self.stored_ends
@@ -354,13 +364,13 @@ class Extents:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Files:
-    """What extents need to know of the files of their part.
+    """Properties of a part's files that the checks of extents use.
 
     Attributes:
-        nbytes: size of each in bytes.
-        header_nbytes: size of the header of each in bytes.
-        is_pack: of each, whether it is a pack.
-        table: where they stand, for messages.
+        nbytes: size of each file in bytes.
+        header_nbytes: size of each file's header in bytes.
+        is_pack: for each file, whether it is a pack.
+        table: the part's table of files, for messages.
     """
 
     nbytes: Integers
@@ -378,10 +388,12 @@ def parse_extents(
     encodings: Sequence[str],
     reference_count: int | None,
 ) -> Extents:
-    """Return the extents in the order of their bytes; `byte_begin` is still how far each is from the one before.
+    """Return the extents in the order of their bytes.
+
+    `byte_begin` still holds the gap to the previous extent; see `place_extents`.
 
     Args:
-        owner: of each box of the part, the number of its tensor.
+        owner: for each box of the part, the number of its tensor.
     """
     is_delta, references = reference_count is not None, reference_count or 0
     table = columns.columns("extents", _DELTA_KEYS if is_delta else _EXTENT_KEYS)
@@ -420,20 +432,23 @@ def parse_extents(
 
 
 def _parse_stored(columns: Columns, count: int) -> StoredBlocks:
-    """Return the table of `count` encoded blocks. Raises: FormatError(COLUMN_FORM). Spec: REQ-DEL-005."""
+    """Return the table of `count` encoded blocks.
+
+    Raises: FormatError(COLUMN_FORM). Spec: REQ-DEL-005.
+    """
     table = columns.columns("stored", ("nbytes", "digest"))
     nbytes = table.packed("nbytes", count=count, below=limits.BLOCK_NBYTES_MAX)
     return StoredBlocks(nbytes=nbytes, digests=table.digests("digest", count=count))
 
 
 def count_stored(encoding: Integers, block_count: Integers) -> Integers:
-    """Return how many blocks of each extent have a row among the stored blocks: all that are encoded."""
+    """Return the number of encoded blocks of each extent: its rows in the stored blocks."""
     found: Integers = np.where(np.isin(encoding, _PLAIN), 0, block_count)
     return found
 
 
 def _check_encoded(found: Extents, files: Files, encodings: Sequence[str], table: Columns) -> None:
-    """Raise unless each extent lies where its encoding allows, with the base that it needs.
+    """Raise unless each extent has a place and a base that fit its encoding.
 
     Spec: REQ-DEL-003, REQ-DEL-004, REQ-DEL-006.
     """
@@ -453,7 +468,10 @@ def _check_encoded(found: Extents, files: Files, encodings: Sequence[str], table
 
 
 def check_smaller(rows: Extents, box_nbytes: Integers, block_nbytes: int, columns: Columns) -> None:
-    """Raise unless each encoded block is stored in fewer bytes than it has. Spec: REQ-DEL-005."""
+    """Raise unless each encoded block's stored size is smaller than its content.
+
+    Spec: REQ-DEL-005.
+    """
     encoded = np.flatnonzero(rows.is_encoded)
     blocks = rows.block_count[encoded]
     number = spread(rows.block_begin[encoded], blocks)
@@ -464,7 +482,9 @@ def check_smaller(rows: Extents, box_nbytes: Integers, block_nbytes: int, column
 
 
 def place_extents(rows: Extents, nbytes: Integers, files: Files) -> Integers:
-    """Return the first byte of each extent in its file; header and extents tile it exactly.
+    """Return the first byte of each extent in its file.
+
+    Raise unless header and extents tile each file exactly.
 
     Raises: FormatError(FILE_COVERAGE, COLUMN_ORDER). Spec: REQ-PRT-007.
     """
@@ -482,7 +502,8 @@ def place_extents(rows: Extents, nbytes: Integers, files: Files) -> Integers:
             where=files.table.place("nbytes"),
             requirement="REQ-PRT-007",
         )
-    before = files.header_nbytes - (np.cumsum(stored) - stored)  # of each: what it has more than the sum so far
+    # For each file, its header's size minus the stored bytes of earlier files.
+    before = files.header_nbytes - (np.cumsum(stored) - stored)
     begins: Integers = np.where(rows.file < len(files.nbytes), ends - nbytes + np.append(before, 0)[rows.file], 0)
     empty = nbytes == 0
     boxes, blocks = np.diff(rows.box), np.diff(rows.block_begin)

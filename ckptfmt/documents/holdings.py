@@ -1,4 +1,4 @@
-"""What a writer holds, as columns: boxes of tensors, where they are stored, digests.
+"""The holdings of a writer, as columns: boxes of tensors, their places in files, and digests.
 
 Spec: REQ-PRT-002 to REQ-PRT-007.
 """
@@ -29,11 +29,11 @@ _BOX_KEYS: Final = ("begin", "cut_shape", "replica", "digest_count")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Boxes:
-    """Boxes of tensors: a row for each, those of one tensor behind those of the one before.
+    """Boxes of tensors, one row for each, grouped by tensor.
 
     Attributes:
-        table: what the tensors are, sorted by key.
-        box_count: how many boxes of each tensor there are.
+        table: the tensors, sorted by key.
+        box_count: number of boxes of each tensor.
         begin: first index of each box, flattened.
         box_shape: extents of each box, flattened.
     """
@@ -45,7 +45,7 @@ class Boxes:
 
     @functools.cached_property
     def owner(self) -> Integers:
-        """Of each box, the number of its tensor."""
+        """For each box, the number of its tensor."""
         return np.repeat(np.arange(len(self.box_count)), self.box_count)
 
     @functools.cached_property
@@ -54,7 +54,7 @@ class Boxes:
 
     @functools.cached_property
     def _dim_begin(self) -> Integers:
-        """Of each box, where its numbers begin in the flattened columns."""
+        """For each box, the offset of its numbers in the flattened columns."""
         ndim = self.table.ndim[self.owner]
         return np.cumsum(ndim) - ndim
 
@@ -85,18 +85,24 @@ class Boxes:
         return nbytes
 
     def members(self) -> dict[str, Any]:
-        """Return the columns by their names."""
+        """Return the columns by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(Boxes)}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the boxes by themselves, as columns, for `parse_boxes`."""
+        """Return the boxes as columns of a document of their own, for `parse_boxes`."""
         members = dump_table(self.table)
         members["tensors"]["box_count"] = dump_packed(self.box_count)
         return {**members, "boxes": {"begin": dump_packed(self.begin), "box_shape": dump_packed(self.box_shape)}}
 
 
 def parse_boxes(columns: Columns, *more: str) -> tuple[Boxes, Columns]:
-    """Return the boxes of `Boxes.as_dict`, and the columns of their tensors, with `more`. Raises: FormatError."""
+    """Return the boxes from the columns of `Boxes.as_dict`, and the columns of the tensors.
+
+    Args:
+        more: names of further columns of the tensors.
+
+    Raises: FormatError.
+    """
     table, rows = parse_table(columns, "box_count", *more)
     box_count = rows.packed("box_count", count=len(table.keys), below=limits.BOXES + 1)
     number_count = int((box_count * table.ndim).sum())
@@ -119,11 +125,11 @@ class Holdings(Boxes):
     """The tensors of a part, with their boxes.
 
     Attributes:
-        replica: of each box, whether mesh or caller declare it a replica.
-        digest_count: number of digests of each box: one for each block; none for a declared replica that another
-            writer writes.
-        digests: of all boxes, one behind the other.
-        extents: where boxes are stored; a box that another writer writes has none.
+        replica: for each box, whether mesh or caller declare the box a replica.
+        digest_count: number of digests of each box: one for each block; none for a declared replica
+            of another writer.
+        digests: concatenated digests of all boxes.
+        extents: places of the boxes; a box of another writer has none.
     """
 
     replica: NDArray[np.bool_]
@@ -133,7 +139,7 @@ class Holdings(Boxes):
 
     @functools.cached_property
     def written(self) -> NDArray[np.bool_]:
-        """Of each box, whether it has extents."""
+        """For each box, whether it has extents."""
         return np.bincount(self.extents.box, minlength=len(self.replica)) > 0
 
     @functools.cached_property
@@ -148,16 +154,17 @@ class Holdings(Boxes):
     def box_columns(
         self, block_nbytes: int, header_nbytes: Sequence[int], encodings: Sequence[str], *, is_delta: bool
     ) -> dict[str, object]:
-        """Return the tables of boxes and extents, and the digests, as a part has them.
+        """Return the tables of boxes and extents, and the digests, for a part.
 
         Args:
             block_nbytes: size of a block in bytes.
-            header_nbytes: size of the header of each file in bytes.
-            encodings: those that the part lists.
-            is_delta: whether it has the columns and the table of a delta.
+            header_nbytes: size of each file's header in bytes.
+            encodings: the encodings that the part lists.
+            is_delta: whether the part has the columns and the table of a delta.
 
-        Raises: LayoutError(BOX_BOUNDS) for a box that leaves its tensor; FormatError(FILE_COVERAGE) for extents that
-            overlap. Spec: REQ-PRT-004, REQ-PRT-007.
+        Raises: LayoutError(BOX_BOUNDS) for a box that leaves its tensor; FormatError(FILE_COVERAGE)
+            for overlapping extents.
+        Spec: REQ-PRT-004, REQ-PRT-007.
         """
         shapes = _of_boxes(self.table.extents, self.table.ndim, self.box_count)
         if (self.begin < 0).any() or (self.begin + self.box_shape > shapes).any():
@@ -167,7 +174,7 @@ class Holdings(Boxes):
         return {
             "boxes": {
                 "begin": dump_packed(self.begin),
-                # What isn't cut is 0, and what is, is small: both go well into few bytes.
+                # 0 for an uncut dimension; other values are small. Both compress well.
                 "cut_shape": dump_packed(np.where(self.box_shape == shapes, 0, self.box_shape + 1)),
                 "replica": dump_packed(self.replica),
                 "digest_count": dump_packed(self.digest_count),
@@ -178,7 +185,7 @@ class Holdings(Boxes):
         }
 
     def encodings(self) -> tuple[str, ...]:
-        """Return the encodings that occur, in their order; of a part without extents, raw."""
+        """Return the extents' encodings in the registry's order; raw if there are no extents."""
         numbers = np.unique(self.extents.encoding).tolist()
         return tuple(ENCODINGS[number] for number in numbers) or ("raw",)
 
@@ -187,7 +194,7 @@ class Holdings(Boxes):
     ) -> tuple[dict[str, object], dict[str, object]]:
         found = self.extents
         nbytes = found.stored_nbytes(self.box_nbytes(), block_nbytes)
-        nowhere = len(header_nbytes)  # what isn't stored stands behind all files
+        nowhere = len(header_nbytes)  # blocks without a file get a number after all files
         files = np.where(found.file < 0, nowhere, found.file)
         order = np.lexsort((found.block_begin, found.box, nbytes > 0, found.byte_begin, files))
         box, file, begin = found.box[order], files[order], found.byte_begin[order]
@@ -221,22 +228,25 @@ def parse_holdings(
     encodings: Sequence[str] = ("raw",),
     reference_count: int | None = None,
 ) -> Holdings:
-    """Return what a part says of boxes, extents and digests.
+    """Return boxes, extents and digests of a part.
 
     Args:
         columns: the part.
-        table: its tensors.
-        box_count: how many boxes of each tensor it holds.
+        table: the part's tensors.
+        box_count: number of boxes of each tensor.
         block_nbytes: size of a block in bytes.
-        encodings: those that the part lists.
-        reference_count: how many references it has; None for a part that is no delta's.
+        files: the part's files.
+        encodings: the encodings that the part lists.
+        reference_count: number of the part's references; None for a part of a full checkpoint.
 
-    Raises: FormatError(COLUMN_FORM, COLUMN_ORDER, EXTENT_COVERAGE, FILE_COVERAGE); LayoutError(BOX_BOUNDS).
+    Raises: FormatError(COLUMN_FORM, COLUMN_ORDER, EXTENT_COVERAGE, FILE_COVERAGE);
+        LayoutError(BOX_BOUNDS).
     Spec: REQ-IDX-002, REQ-IDX-003, REQ-PRT-004 to REQ-PRT-007, REQ-DEL-003 to REQ-DEL-007.
     """
     boxes = columns.columns("boxes", _BOX_KEYS)
     count = int(box_count.sum())
-    # Before the boxes: those of scalars have no numbers, so that nothing else would bound how many are built.
+    # Parsed before the boxes, to bound their number: boxes of scalars have no entries in the other
+    # columns.
     replica = boxes.packed("replica", count=count, below=2).astype(np.bool_)
     shapes = _of_boxes(table.extents, table.ndim, box_count)
     begin = boxes.packed("begin", count=len(shapes), below=limits.DIM + 1)
@@ -265,7 +275,7 @@ def parse_holdings(
         extents=rows.take(order),
     )
     _check_blocks(held, blocks, boxes)
-    # What is written has a digest for each block, so that its size is far from where an int64 ends.
+    # Written boxes have a digest for each block, so their sizes can't overflow an int64.
     check_smaller(rows, elements * element_nbytes, block_nbytes, columns)
     begins = place_extents(rows, rows.stored_nbytes(elements * element_nbytes, block_nbytes), files)
     return dataclasses.replace(held, extents=dataclasses.replace(rows, byte_begin=begins).take(order))
@@ -302,7 +312,7 @@ def _name_of(held: Holdings, box: int) -> str:
 
 
 def _of_boxes(flattened: Integers, ndim: Integers, box_count: Integers) -> Integers:
-    """Return what tensors have for each dimension, for each dimension of each of their boxes."""
+    """Return a flattened column of tensors, repeated for each box of the tensors."""
     if len(box_count) == 0 or (int(box_count.min()) == 1 == int(box_count.max())):
         return flattened
     first = np.cumsum(ndim) - ndim
@@ -311,7 +321,7 @@ def _of_boxes(flattened: Integers, ndim: Integers, box_count: Integers) -> Integ
 
 
 def _products(flattened: Integers, ndim: Integers) -> Integers:
-    """Return the product of the entries of each box; 1 of none."""
+    """Return the product of the entries of each box; 1 for a box without dimensions."""
     products = np.ones(len(ndim), np.int64)
     offsets = np.cumsum(ndim) - ndim
     for dim in range(int(ndim.max(initial=0))):
@@ -320,33 +330,40 @@ def _products(flattened: Integers, ndim: Integers) -> Integers:
     return products
 
 
-# --- what writers tell each other before a save -----------------------------------------------------------------------
+# --- the structure that writers exchange before a save --------------------------------------------
 
-#: What messages call it.
+#: The document's name in messages.
 _STRUCTURE: Final = "holdings"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Structure(Boxes):
-    """What writers tell each other before a save: the tensors that one holds pieces of, and which pieces.
+    """The structure of a writer's state, without values, exchanged among writers before a save.
 
     Attributes:
-        declared_by: who declares each tensor's pieces to be replicas; "" for nobody.
-        replica: of each tensor, whether its pieces are declared replicas.
+        declared_by: for each tensor, the declarer of its pieces as replicas; an empty string for
+            none.
+        replica: for each tensor, whether its pieces are declared replicas.
     """
 
     declared_by: Sequence[str]
     replica: Sequence[bool]
 
     def dump(self) -> tuple[bytes, bytes]:
-        """Return the structure as bytes, and their digest: equal structures of one program have the same."""
+        """Return the structure as bytes, and their digest.
+
+        Equal structures give equal bytes in one program.
+        """
         signed = self.as_dict()
         signed["tensors"] |= {"declared_by": dump_strings(self.declared_by), "replica": dump_packed(self.replica)}
         return dump_packed_document(signed)
 
     @classmethod
     def parse(cls, content: bytes) -> Structure:
-        """Return the structure of `dump`. Raises: FormatError; IntegrityError(DOC_DIGEST)."""
+        """Return the structure from the bytes of `dump`.
+
+        Raises: FormatError; IntegrityError(DOC_DIGEST).
+        """
         signed, _, _ = parse_packed_document(content, where=_STRUCTURE)
         boxes, rows = parse_boxes(Columns(signed, BOXES_KEYS, _STRUCTURE), "declared_by", "replica")
         count = len(boxes.box_count)
@@ -357,7 +374,7 @@ class Structure(Boxes):
         )
 
     def iter_pieces(self) -> Iterator[tuple[TensorKey, Box, str, int]]:
-        """Yield key, box, who declares it a replica, and size in bytes of each piece."""
+        """Yield key, box, declarer (see `declared_by`), and size in bytes of each piece."""
         declared = self.declared_by[:]
         boxes = zip(self.owner.tolist(), self.list_boxes(), self.box_nbytes().tolist(), strict=True)
         for row, box, nbytes in boxes:

@@ -1,6 +1,8 @@
-"""The index: every tensor, RNG stream and leaf, and the part that has it. Spec: REQ-IDX-001 to REQ-IDX-012.
+"""The index: all tensors, RNG streams and leaves of a checkpoint, each with its part.
 
-What it says is a pure function of the parts, so that any two committers say the same.
+The index is a pure function of the parts, so all committers of an attempt create the same index.
+
+Spec: REQ-IDX-001 to REQ-IDX-012.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ckptfmt.errors import Code, err
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartEntry:
-    """Size and digest of a part; its name follows from attempt and writer."""
+    """Size and digest of a part. The part's name follows from attempt and writer."""
 
     nbytes: int
     digest: bytes
@@ -34,7 +36,7 @@ class PartEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IndexTensor:
-    """A tensor: what it is called, what it is, where its pieces are."""
+    """A tensor: key, dtype and shape, and the places of its pieces."""
 
     field: str
     name: str
@@ -47,7 +49,7 @@ class IndexTensor:
 
     @property
     def key(self) -> TensorKey:
-        """What the tensor is called."""
+        """The tensor's field, name and scope."""
         return self.field, self.name, self.scope
 
     @property
@@ -58,7 +60,7 @@ class IndexTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IndexRngStream:
-    """An RNG stream, and the part that has its state."""
+    """An RNG stream, and the number of the part with its state."""
 
     name: str
     scope: str
@@ -68,7 +70,7 @@ class IndexRngStream:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IndexLeaf:
-    """A plain value, and the part that has it."""
+    """A plain value's key, and the number of the part with the value."""
 
     field: str
     name: str
@@ -78,7 +80,7 @@ class IndexLeaf:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     origin: Origin
     saved_unix_s: int
@@ -133,7 +135,7 @@ class Index:
 
     @classmethod
     def parse(cls, content: bytes, *, where: str, digest: bytes | None = None) -> Index:
-        """Return the index of a file; what it says of the tensors' tiling isn't checked here.
+        """Return the index of a file. The tiling of tensors isn't checked here.
 
         Raises: FormatError, IntegrityError(DOC_DIGEST), UnsupportedError.
         Spec: REQ-IDX-002, REQ-IDX-003, REQ-IDX-006.
@@ -192,7 +194,10 @@ def _parse_tensors(columns: Columns, scopes: list[str], part_count: int) -> tupl
 
 
 def _check_first_uses(columns: Columns, numbers: Integers, count: int) -> None:
-    """Raise unless each sharding is used, first in the order in which they stand. Spec: REQ-IDX-009."""
+    """Raise unless every sharding is used, and shardings stand in the order of their first use.
+
+    Spec: REQ-IDX-009.
+    """
     used, first = np.unique(numbers, return_index=True)
     if len(used) != count or (np.diff(first) < 0).any():
         detail = "shardings aren't those that tensors have, in the order in which they first have them"

@@ -1,4 +1,7 @@
-"""Labels of a checkpoint: metrics, tags, and why it is suspect. Spec: REQ-MAN-010, REQ-MAN-011, REQ-MAN-013."""
+"""Labels of a checkpoint: metrics, tags, and the reason if the checkpoint is suspect.
+
+Spec: REQ-MAN-010, REQ-MAN-011, REQ-MAN-013.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,16 @@ _REASON_LENGTH: Final = 1000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """Metrics and tags of a checkpoint, and why it is suspect; false if there is none of these.
+    """Metrics and tags of a checkpoint, and the reason if it is suspect.
+
+    False if all three are empty.
 
     Attributes:
-        metrics: each number as decimal text, since the documents have no fractions.
-        tags: sorted.
-        suspect: why nobody should go on from the checkpoint unless somebody chose it; empty if nothing was wrong.
-            Only the manifest says so: no record of labels adds it or takes it back.
+        metrics: each number as decimal text, since JSON documents of the format have no fractions.
+        tags: the tags, sorted.
+        suspect: the reason not to resume from the checkpoint without an explicit choice; empty if
+            there is none. Only the manifest has this member; a record of labels can't add or remove
+            it.
     """
 
     metrics: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -38,21 +44,21 @@ class Labels:
         return bool(self.metrics or self.tags or self.suspect)
 
     def members(self) -> dict[str, Any]:
-        """Return the members of a record of labels, which has metrics and tags, and no feature."""
+        """Return the members of a record of labels: metrics and tags, without features."""
         return {"metrics": dict(self.metrics), "tags": list(self.tags)}
 
     @property
     def features(self) -> list[str]:
-        """The features behind which a manifest or part has these."""
+        """The reader features that a manifest or part needs for these labels."""
         return [LABELS] * bool(self.metrics or self.tags) + [SUSPECT] * bool(self.suspect)
 
     def featured_members(self) -> dict[str, Any]:
-        """Return the members of a manifest or part, which has what `features` says."""
+        """Return the members of a manifest or part with the features `features`."""
         found = self.members() if LABELS in self.features else {}
         return {**found, **({"suspect": self.suspect} if self.suspect else {})}
 
     def number(self, metric: str) -> float | None:
-        """Return the value of a metric, or None where the checkpoint doesn't have it."""
+        """Return the value of a metric; None if the checkpoint doesn't have the metric."""
         return float(self.metrics[metric]) if metric in self.metrics else None
 
     def numbers(self) -> dict[str, float]:
@@ -63,9 +69,10 @@ class Labels:
     def of(
         cls, metrics: Mapping[str, SupportsFloat] | None = None, tags: Iterable[str] = (), suspect: str | None = None
     ) -> Labels:
-        """Return the labels that a caller gives.
+        """Return labels from a caller's values.
 
-        Raises: StateError(ARGUMENT) for a value that isn't a finite number, and for what exceeds a limit.
+        Raises: StateError(ARGUMENT) for a metric that isn't a finite number, and for an exceeded
+            limit.
         """
         if not isinstance(metrics, Mapping | None):
             raise err(Code.ARGUMENT, f"a {type(metrics).__name__} isn't a mapping of numbers", where="metrics=")
@@ -79,15 +86,15 @@ class Labels:
         return cls(metrics=numbers, tags=names, suspect=reason)
 
 
-#: Of a checkpoint that nobody gave any.
+#: The labels of a checkpoint without labels.
 NO_LABELS: Final = Labels()
 
 
 def parse_labels(members: Mapping[str, Any], features: Iterable[str], where: str) -> Labels:
-    """Return the labels of a manifest or part, which has them behind features.
+    """Return the labels of a manifest or part, which are members behind features.
 
     Args:
-        members: what the document has, its other members among them.
+        members: all members of the document.
         features: the reader features that the document lists.
 
     Raises: FormatError(DOC_SCHEMA). Spec: REQ-MAN-010, REQ-MAN-011, REQ-MAN-013.
@@ -111,7 +118,10 @@ def parse_labels(members: Mapping[str, Any], features: Iterable[str], where: str
 
 
 def check_labels(metrics: object, tags: object, where: str) -> Labels:
-    """Return labels as they stand in a document. Raises: FormatError(DOC_SCHEMA). Spec: REQ-MAN-011."""
+    """Return labels from members of a document.
+
+    Raises: FormatError(DOC_SCHEMA). Spec: REQ-MAN-011.
+    """
     if not isinstance(metrics, dict) or len(metrics) > limits.METRICS or not all(map(_is_name, metrics)):
         raise _broken(f"metrics aren't a map of at most {limits.METRICS} names", where, "REQ-MAN-011")
     if not all(map(_is_number, metrics.values())):
@@ -147,7 +157,7 @@ def _is_text(text: object, length: int) -> bool:
 
 
 def check_name(name: object, where: str) -> str:
-    """Return the name of a metric, or a tag, that a caller gives. Raises: StateError(ARGUMENT)."""
+    """Return a caller's tag or name of a metric, after a check. Raises: StateError(ARGUMENT)."""
     return _check_text(name, where, _NAME_LENGTH)
 
 

@@ -1,4 +1,7 @@
-"""Ledger entries: where the time of one launch of a run went, as its process 0 measured it. Spec: REQ-RUN-043."""
+"""Ledger entries: the use of time in one launch of a run, as measured by its process 0.
+
+Spec: REQ-RUN-043.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from ckptfmt.documents.canonical import dump_document, parse_document
 from ckptfmt.documents.run import launch_name, parse_launch_name
 from ckptfmt.errors import Code, err
 
-#: The directory of a run that holds the entries.
+#: The directory of a run with the entries.
 LEDGER: Final = "ledger"
 
 
@@ -25,15 +28,16 @@ def ledger_path(launch: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchTimes:
-    """Where the time of a launch went until it was measured, in milliseconds; no two of these overlap.
+    """The use of a launch's time until the measurement, in milliseconds. The parts don't overlap.
 
     Attributes:
-        initialising: from the start of the process until the first step began, less waiting and restoring.
-        waiting: for saves of earlier launches that were not committed yet.
-        restoring: choosing, verifying and loading what the launch resumed from.
-        training: since the first step began, less blocked and lost.
-        blocked: the training stood still for saves.
-        lost: by how much longer the steps beside saves took than other steps.
+        initialising: time from the start of the process to the first step, without waiting and
+            restoring.
+        waiting: time spent waiting for uncommitted saves of earlier launches.
+        restoring: time spent choosing, verifying and loading the checkpoint to resume from.
+        training: time since the first step began, without blocked and lost time.
+        blocked: time in which the training stood still for saves.
+        lost: additional time of steps during saves, compared with other steps.
     """
 
     initialising: int = 0
@@ -45,26 +49,27 @@ class LaunchTimes:
 
     @property
     def in_training(self) -> int:
-        """Since the first step began."""
+        """Time since the first step began, in milliseconds."""
         return self.training + self.blocked + self.lost
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
-    """What is recorded of the time of one launch; each later measurement takes the place of the one before.
+    """The record of one launch's time. Each measurement replaces the previous one.
 
     Attributes:
-        run_id: of the run.
+        run_id: the run's id.
         launch: number of the launch.
-        started_unix_ms: when process 0 was started, in milliseconds since 1970.
-        measured_unix_ms: until when the times were measured.
-        ended_unix_ms: when process 0 was gone, or had closed the run; None where nobody saw it.
-        first_step: steps done when the first step of the launch began.
-        step: steps done when the times were measured.
-        save_count: saves that were begun, that one among them at whose begin it was measured.
-        commit_count: saves of which it is known how long they took to be committed.
-        committing_ms: how long these took, in all.
-        times: where the time went.
+        started_unix_ms: start of process 0, in milliseconds since 1970.
+        measured_unix_ms: time of the measurement, in milliseconds since 1970.
+        ended_unix_ms: end of process 0, or time at which it closed the run, in milliseconds since
+            1970; None if unknown.
+        first_step: number of steps done when the launch's first step began.
+        step: number of steps done at the measurement.
+        save_count: number of saves begun, including a save that begins at the measurement.
+        commit_count: number of saves with a known duration from begin to commit.
+        committing_ms: sum of these durations.
+        times: the use of the time.
     """
 
     run_id: str
@@ -81,7 +86,7 @@ class LedgerEntry:
 
     @property
     def path(self) -> str:
-        """Where it lies in the run."""
+        """The entry's path in the run."""
         return ledger_path(self.launch)
 
     def dump(self) -> bytes:
@@ -101,8 +106,8 @@ class LedgerEntry:
     def parse(cls, content: bytes, *, where: str) -> LedgerEntry:
         """Return the entry of a file.
 
-        Raises: FormatError (RUN_MISMATCH where the number isn't that of the file's name), IntegrityError,
-            UnsupportedError.
+        Raises: FormatError (RUN_MISMATCH if the number differs from the file's name),
+            IntegrityError, UnsupportedError.
         """
         signed, _ = parse_document(content, where=where, types=("ledger",))
         if parse_launch_name(where.rpartition("/")[2]) != signed["launch"]:

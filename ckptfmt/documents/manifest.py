@@ -1,4 +1,7 @@
-"""The decision register: ``manifest.json`` holds a manifest, an abort record or a tombstone. Spec: REQ-MAN-001 ff."""
+"""The decision register ``manifest.json``: a manifest, an abort record or a tombstone.
+
+Spec: REQ-MAN-001 and following.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from ckptfmt.errors import Code, err
 from ckptfmt.features import DELTAS, is_of_delta
 
 MANIFEST_NAME: Final = "manifest.json"
-#: What the names of pins end in.
+#: Suffix of the names of pins.
 PINS_SUFFIX: Final = ".pins.json"
-#: How the names of files end that are held while a save outside of a run is under way.
+#: Suffix of the names of files that savers outside of a run hold during a save.
 HELD_SUFFIX: Final = ".held"
-#: The seven fields, in the order in which index and parts number them.
+#: The seven fields, in the order of their numbers in index and parts.
 FIELDS: Final = ("weights", "optimizer", "rng", "data", "config", "topology", "provenance")
 
 _HELD_NAME: Final = re.compile(r"saver-([0-9a-f]{16})-[0-9]{5,9}\.held")
@@ -70,12 +73,12 @@ def pins_path(attempt: str, writer: int) -> str:
 
 
 def held_path(attempt: str, writer: int) -> str:
-    """Return the path of the file that a writer's saver holds outside of a run, relative to the checkpoint."""
+    """Return the path of a held file outside of a run, relative to the checkpoint."""
     return f"saver-{attempt}-{writer:05d}{HELD_SUFFIX}"
 
 
 def parse_held_path(path: str) -> str | None:
-    """Return the attempt of a path that `held_path` gave; None for any other path.
+    """Return the attempt of a path from `held_path`; None for any other path.
 
     >>> parse_held_path(held_path("9f3c41d27ab80e65", 7)), parse_held_path("saver-9.held")
     ('9f3c41d27ab80e65', None)
@@ -96,14 +99,14 @@ def pack_name(stem: str, attempt: str, writer: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """A committed checkpoint that another one reads from: the name of its directory, the digest of its manifest."""
+    """A committed checkpoint, as the base of another: directory name and manifest digest."""
 
     name: str
     digest: str
 
 
 def check_references(references: Sequence[Reference], where: str) -> None:
-    """Raise unless references are of the run's names, sorted by their digests, each once.
+    """Raise unless references name checkpoints of a run, sorted by digest without duplicates.
 
     Raises: FormatError(UNSAFE_PATH, COLUMN_ORDER). Spec: REQ-DEL-002.
     """
@@ -123,14 +126,14 @@ def check_references(references: Sequence[Reference], where: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What all documents of one attempt share.
+    """The common members of all documents of one attempt.
 
     Attributes:
-        run_id: of the run; None for a checkpoint outside of a run.
+        run_id: the run's id; None for a checkpoint outside of a run.
         launch: number of the launch; None outside of a run.
-        nonce: of the launch, or of this one save.
-        step: training steps done.
-        attempt: id of the attempt.
+        nonce: the launch's nonce; outside of a run, the nonce of this save.
+        step: number of training steps done.
+        attempt: the attempt's id.
         writer_count: number of writers.
         block_nbytes: size of a block in bytes.
     """
@@ -144,12 +147,12 @@ class Origin:
     block_nbytes: int = limits.BLOCK_NBYTES
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the members as they stand in every document."""
+        """Return the members for a document."""
         return dataclasses.asdict(self)
 
 
 def check_membership(run_id: str | None, launch: int | None, where: str) -> None:
-    """Raise unless a document names both run and launch, or neither. Raises: FormatError(DOC_SCHEMA).
+    """Raise unless a document has both run and launch, or neither. Raises: FormatError(DOC_SCHEMA).
 
     Spec: REQ-MAN-008.
     """
@@ -164,12 +167,13 @@ def check_membership(run_id: str | None, launch: int | None, where: str) -> None
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSummary:
-    """What the manifest says of one field.
+    """The manifest's summary of one field.
 
     Attributes:
-        nbytes: of its tensors, each counted once.
-        stored_nbytes: of what this checkpoint itself stores of them; given exactly in a delta.
-        reason: why the field is absent; None where it is present.
+        nbytes: total size of the field's tensors in bytes, each counted once.
+        stored_nbytes: number of these bytes that the checkpoint's own files store; set in a delta
+            only.
+        reason: the reason for the field's absence; None for a present field.
     """
 
     tensor_count: int = 0
@@ -198,15 +202,17 @@ class Manifest:
 
     Attributes:
         origin: run, launch, step and attempt.
-        saved_unix_s: when writer 0 took the state, in seconds since 1970, by its own clock; information only.
-        features: the reader features that it needs.
-        labels: its metrics and tags, as they were given with the save, and why it is suspect.
-        durability: where its files were at least when it was committed: "home", "peers" or "node".
-        references: all checkpoints that it reads from, and those that they read from; none if it is full.
-        fields: a summary for each of the seven.
-        index_nbytes: size of the index file.
-        index_digest: digest of what the index signs.
-        digest: the manifest's own digest, the name of the checkpoint; empty on a manifest that isn't dumped yet.
+        saved_unix_s: time of writer 0's snapshot by its own clock, in seconds since 1970;
+            information only.
+        features: the reader features that the checkpoint needs.
+        labels: metrics and tags given with the save, and the reason if the checkpoint is suspect.
+        durability: weakest durability of the files at the commit: "home", "peers" or "node".
+        references: all checkpoints that this checkpoint reads from, directly or indirectly; empty
+            for a full checkpoint.
+        fields: a summary of each of the seven fields.
+        index_nbytes: size of the index file in bytes.
+        index_digest: digest in the envelope of the index.
+        digest: the manifest's own digest, which identifies the checkpoint; empty before `dump`.
     """
 
     origin: Origin
@@ -232,7 +238,7 @@ class Manifest:
 
     @property
     def stored_nbytes(self) -> int:
-        """Size of what this checkpoint itself stores of them, in bytes."""
+        """Number of the tensors' bytes that the checkpoint's own files store."""
         stored = (
             field.nbytes if field.stored_nbytes is None else field.stored_nbytes for field in self.fields.values()
         )
@@ -312,7 +318,10 @@ class Manifest:
 def _check_profile(
     signed: dict[str, Any], references: Sequence[Reference], fields: dict[str, FieldSummary], where: str
 ) -> None:
-    """Raise unless features, references and summaries are those of the profile. Spec: REQ-MAN-005, REQ-DEL-001."""
+    """Raise unless features, references and summaries fit the profile.
+
+    Spec: REQ-MAN-005, REQ-DEL-001.
+    """
     features = signed["features"]["reader"]
     is_delta = signed["profile"] == "delta"
     stored = [field.stored_nbytes is not None for field in fields.values() if field.reason is None]
@@ -335,7 +344,10 @@ def _check_profile(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """An attempt that was given up before its files were removed: a committer that was only slow finds this."""
+    """The record of an attempt that was given up.
+
+    It exists before files are removed, so a slow committer finds it.
+    """
 
     run_id: str | None
     launch: int | None
@@ -349,7 +361,7 @@ class Abort:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tombstone:
-    """A checkpoint that was retired before its files were removed."""
+    """The record of a retired checkpoint. It exists before files are removed."""
 
     run_id: str | None
     launch: int | None
@@ -362,7 +374,7 @@ class Tombstone:
 
 
 def parse_register(content: bytes, *, where: str = MANIFEST_NAME) -> Manifest | Abort | Tombstone:
-    """Return what a decision register holds.
+    """Return the contents of a decision register.
 
     Raises: FormatError, IntegrityError, UnsupportedError. Spec: REQ-MAN-001.
     """

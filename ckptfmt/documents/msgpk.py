@@ -1,7 +1,9 @@
-"""msgpack documents: a strict profile, canonical, compressed, under a digest. Spec: REQ-DOC-020 to REQ-DOC-030.
+"""msgpack documents: a strict, canonical profile, compressed, under a digest.
 
-Everything is counted before anything is built: ten megabytes of empty arrays would become hundreds of megabytes of
-Python objects otherwise.
+All values are counted before any object is built: otherwise ten megabytes of empty arrays would
+become hundreds of megabytes of Python objects.
+
+Spec: REQ-DOC-020 to REQ-DOC-030.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from ckptfmt import limits
 from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import CkptError, Code, err
 
-# What a first byte says: bytes of value behind it, children (-1: no container), bytes of a length behind it, and
-# how many children each of that length is (0: it counts bytes).
+# The meaning of a first byte: number of value bytes that follow, number of children (-1: no
+# container), size of a length field that follows, and number of children per unit of this length
+# (0: the length counts bytes).
 _Form = tuple[int, int, int, int]
 _LENGTHS: Final[dict[int, _Form]] = {
     **dict.fromkeys((0xC0, 0xC2, 0xC3), (0, -1, 0, 0)),  # nil, false, true
@@ -39,18 +42,20 @@ def _form_of(first: int) -> _Form | None:
     return (first & 0x1F, -1, 0, 0) if first < 0xC0 else _LENGTHS.get(first)
 
 
-#: Values without anything behind their first byte, so that many are found at once: integers, nil, booleans.
+#: One-byte values (integers, nil, booleans), of which the pattern finds many at once.
 _ONE_BYTE_VALUES: Final = re.compile(rb"[\x00-\x7f\xc0\xc2\xc3\xe0-\xff]+")
 _FORMS: Final = tuple(map(_form_of, range(256)))
 _ENVELOPE_KEYS: Final = {"digest", "nbytes", "signed"}
-#: How hard zlib tries. Columns gain little from more, and the index is compressed while all writers wait for it.
+#: The zlib level. A higher level gains little for columns, and all writers wait while the index is
+#: compressed.
 _ZLIB_LEVEL: Final = 4
-#: What is tried, level and strategy: Huffman codes alone take an eighth of the content at least, no compression all.
+#: Tried compressions, as level and strategy. Huffman codes alone keep an eighth of the size at
+#: least, level 0 all.
 _COMPRESSIONS: Final = ((_ZLIB_LEVEL, zlib.Z_DEFAULT_STRATEGY), (_ZLIB_LEVEL, zlib.Z_HUFFMAN_ONLY), (0, 0))
 
 
 def dump_msgpack(value: object) -> bytes:
-    """Return the canonical msgpack of `value`: shortest forms, maps sorted by the UTF-8 bytes of their keys.
+    """Return the canonical msgpack of a value: shortest forms, maps sorted by UTF-8 keys.
 
     >>> dump_msgpack({"b": 1, "a": [None, b"x"]}).hex()
     '82a16192c0c40178a16201'
@@ -60,7 +65,7 @@ def dump_msgpack(value: object) -> bytes:
 
 
 def dump_mapless(value: object) -> bytes:
-    """Return the canonical msgpack of a value without maps, or with sorted ones: there is nothing to sort in it.
+    """Return the canonical msgpack of a value whose maps, if any, are sorted.
 
     >>> dump_mapless(["d", "lr", None]).hex()
     '93a164a26c72c0'
@@ -79,12 +84,12 @@ def _sort_maps(value: object) -> object:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """What the objects of a document cost whoever reads it, which what is stored has to be worth.
+    """The cost of a document's objects for a reader, limited by the document's stored size.
 
     Attributes:
-        rows: of its tables together.
-        extents: of its tensors, boxes and shardings together.
-        tree_nbytes: of its trees together.
+        rows: number of rows of all tables.
+        extents: number of extents of all tensors, boxes and shardings.
+        tree_nbytes: size of all trees in bytes.
     """
 
     rows: int = 0
@@ -93,7 +98,10 @@ class Weight:
 
     @classmethod
     def most(cls, stored_nbytes: int) -> Weight:
-        """Return what a document may have of which so many bytes are stored. Spec: REQ-DOC-029, REQ-DOC-030."""
+        """Return the largest weight of a document with a given stored size.
+
+        Spec: REQ-DOC-029, REQ-DOC-030.
+        """
         return cls(
             rows=stored_nbytes // limits.ROW_NBYTES,
             extents=stored_nbytes * limits.EXTENT_RATIO,
@@ -101,7 +109,7 @@ class Weight:
         )
 
     def fits(self, most: Weight) -> bool:
-        """Tell whether none of it is more than in `most`."""
+        """Return whether no member exceeds the same member of `most`."""
         return self.rows <= most.rows and self.extents <= most.extents and self.tree_nbytes <= most.tree_nbytes
 
 
@@ -109,7 +117,7 @@ _NO_WEIGHT: Final = Weight()
 
 
 def dump_packed_document(signed: dict[str, Any], weight: Weight = _NO_WEIGHT) -> tuple[bytes, bytes]:
-    """Return the file of a msgpack document and the digest that its envelope holds.
+    """Return the file of a msgpack document and the digest in its envelope.
 
     Spec: REQ-DOC-025, REQ-DOC-027 to REQ-DOC-030.
     """
@@ -120,7 +128,7 @@ def dump_packed_document(signed: dict[str, Any], weight: Weight = _NO_WEIGHT) ->
 
 
 def _deflate(content: bytes, weight: Weight) -> bytes:
-    """Return a zlib stream of a content that a reader takes: one that is very regular is compressed less."""
+    """Return a zlib stream within a reader's limits: very regular content is compressed less."""
     stored = b""
     for level, strategy in _COMPRESSIONS:
         stream = zlib.compressobj(level, strategy=strategy)
@@ -131,19 +139,20 @@ def _deflate(content: bytes, weight: Weight) -> bytes:
 
 
 def most_inflated_nbytes(stored_nbytes: int) -> int:
-    """Return how many bytes a `signed` of so many may inflate to. Spec: REQ-DOC-028."""
+    """Return the largest inflated size of a `signed` of a given stored size. Spec: REQ-DOC-028."""
     most = max(limits.INFLATED_NBYTES, limits.INFLATED_RATIO * stored_nbytes)
     return min(most, limits.MSGPACK_NBYTES)
 
 
 def open_packed_document(content: bytes, *, where: str, digest: bytes | None = None) -> tuple[bytes, bytes, int]:
-    """Return what is signed, inflated and not yet parsed, the digest that names the document, and the stored size.
+    """Return the inflated, unparsed content, the digest in the envelope, and the stored size.
 
     Args:
         where: name of the file, for messages.
-        digest: the digest that another document gives for this one, where one does.
+        digest: the digest of this document from another document, if there is one.
 
-    Raises: FormatError(DOC_SCHEMA, DOC_COMPRESSION, LIMIT_EXCEEDED and those of msgpack); IntegrityError(DOC_DIGEST).
+    Raises: FormatError(DOC_SCHEMA, DOC_COMPRESSION, LIMIT_EXCEEDED and the codes of msgpack);
+        IntegrityError(DOC_DIGEST).
     Spec: REQ-DOC-025, REQ-DOC-027, REQ-DOC-028.
     """
     envelope = parse_msgpack(content, where=where, limit_items=16)
@@ -171,11 +180,11 @@ def open_packed_document(content: bytes, *, where: str, digest: bytes | None = N
 def parse_packed_document(
     content: bytes, *, where: str, digest: bytes | None = None
 ) -> tuple[dict[str, Any], bytes, int]:
-    """Return what a msgpack document's digest covers, that digest, and how many bytes are stored of it.
+    """Return the members under a msgpack document's digest, the digest, and the stored size.
 
     Args:
         where: name of the file, for messages.
-        digest: the digest that another document gives for this one, where one does.
+        digest: the digest of this document from another document, if there is one.
 
     Raises: FormatError; IntegrityError(DOC_DIGEST).
     Spec: REQ-DOC-020 to REQ-DOC-028.
@@ -193,7 +202,10 @@ def parse_packed_document(
 
 
 def _inflate(stored: bytes, nbytes: int, where: str) -> bytes:
-    """Return the `nbytes` bytes of a zlib stream, which has no more and nothing behind it."""
+    """Return the `nbytes` bytes of a zlib stream.
+
+    Raise if the stream is longer or followed by other bytes.
+    """
     if nbytes > most_inflated_nbytes(len(stored)):
         raise err(
             Code.LIMIT_EXCEEDED,
@@ -203,7 +215,8 @@ def _inflate(stored: bytes, nbytes: int, where: str) -> bytes:
         )
     stream = zlib.decompressobj()
     try:
-        # One byte more than there may be: 0 would be no limit, and a stream needs room to show that it ends.
+        # The limit is one byte larger than the content: 0 would mean no limit, and zlib needs room
+        # to find the stream's end.
         inflated = stream.decompress(stored, nbytes + 1)
     except zlib.error as error:
         raise err(Code.DOC_COMPRESSION, f"no zlib stream: {error}", where=where, requirement="REQ-DOC-027") from None
@@ -218,9 +231,10 @@ def _inflate(stored: bytes, nbytes: int, where: str) -> bytes:
 
 
 def parse_msgpack(content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None) -> Any:  # noqa: ANN401 - any value of the profile
-    """Return the one value of `content`, after every length, count and depth has been checked.
+    """Return the single value of `content`, after checks of all lengths, counts and depths.
 
-    Raises: FormatError(MSGPACK_SYNTAX, MSGPACK_TYPE, DOC_DEPTH, LIMIT_EXCEEDED, DOC_DUPLICATE_KEY, DOC_NOT_CANONICAL).
+    Raises: FormatError(MSGPACK_SYNTAX, MSGPACK_TYPE, DOC_DEPTH, LIMIT_EXCEEDED, DOC_DUPLICATE_KEY,
+        DOC_NOT_CANONICAL).
     """
     check_msgpack(content, where=where, limit_items=limit_items, limit_containers=limit_containers)
 
@@ -230,7 +244,7 @@ def parse_msgpack(content: bytes, *, where: str, limit_items: int, limit_contain
         members = dict(pairs)
         if len(members) != len(pairs):
             raise err(Code.DOC_DUPLICATE_KEY, "a map has one key twice", where=where, requirement="REQ-DOC-020")
-        if list(members) != sorted(members):  # by code points, which is by UTF-8 bytes
+        if list(members) != sorted(members):  # code points have the order of UTF-8 bytes
             raise err(Code.DOC_NOT_CANONICAL, "the keys of a map aren't sorted", where=where, requirement="REQ-DOC-022")
         return members
 
@@ -247,15 +261,19 @@ def parse_msgpack(content: bytes, *, where: str, limit_items: int, limit_contain
         )
     except UnicodeDecodeError:
         raise err(Code.DOC_ENCODING, "a string isn't UTF-8", where=where, requirement="REQ-DOC-020") from None
-    if dump_mapless(value) != content:  # and maps stay in the order in which they are
+    if dump_mapless(value) != content:  # maps keep their order
         raise err(Code.DOC_NOT_CANONICAL, "not in canonical form", where=where, requirement="REQ-DOC-022")
     return value
 
 
 def check_msgpack(content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None) -> None:
-    """Walk the values of `content` without building any. Spec: REQ-DOC-020, REQ-DOC-021, REQ-DOC-023."""
+    """Check the values of `content` without building objects.
+
+    Spec: REQ-DOC-020, REQ-DOC-021, REQ-DOC-023.
+    """
     at = items = containers = 0
-    left, open_counts = 1, list[int]()  # how many values the innermost container still has, and those around it
+    # Values left in the innermost container, and in those around it.
+    left, open_counts = 1, list[int]()
     while left or open_counts:
         if not left:
             left = open_counts.pop()
@@ -274,7 +292,7 @@ def check_msgpack(content: bytes, *, where: str, limit_items: int, limit_contain
         at, children = _step(content, at, where)
         if children < 0:
             continue
-        # Each value still to come takes a byte at least: a greater count is a lie.
+        # Each remaining value takes at least one byte, so a greater count is wrong.
         if children > len(content) - at:
             raise err(
                 Code.MSGPACK_SYNTAX, "a container is longer than the file", where=where, requirement="REQ-DOC-023"
@@ -299,7 +317,10 @@ def _too_many(most: int, what: str, where: str) -> CkptError:
 
 
 def _step(content: bytes, at: int, where: str) -> tuple[int, int]:
-    """Return where the value at `at` ends (a container: its first child), and its number of children; -1 for none."""
+    """Return the end of the value at `at`, and its number of children; -1 if it isn't a container.
+
+    The end of a container is the begin of its first child.
+    """
     if at >= len(content):
         raise err(Code.MSGPACK_SYNTAX, "ends within a value", where=where, requirement="REQ-DOC-021")
     form = _FORMS[content[at]]

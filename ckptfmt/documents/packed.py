@@ -1,4 +1,4 @@
-"""Packed arrays and columns: the tables of index and parts, and the long lists in trees.
+"""Packed arrays and columns: the tables of index and parts, and long lists in trees.
 
 Spec: REQ-DOC-024, REQ-DOC-026, REQ-IDX-002, REQ-TRE-010, REQ-TRE-011.
 """
@@ -23,9 +23,10 @@ _WIDTHS: Final = (1, 2, 4, 8)
 
 
 def dump_packed(values: ArrayLike) -> list[object]:
-    r"""Return non-negative integers as ``[width, bytes]``, in the smallest width that holds them all.
+    r"""Return non-negative integers as ``[width, bytes]``, in the smallest sufficient width.
 
-    The bytes lie in planes, the lowest byte of every integer first: what changes little stands together, for zlib.
+    The bytes are stored in planes, the lowest byte of every integer first, which zlib compresses
+    well.
 
     >>> dump_packed([1, 2, 300])
     [2, b'\x01\x02,\x00\x00\x01']
@@ -41,7 +42,7 @@ def parse_packed(value: object, where: str, *, count: int | None = None) -> Inte
     """Return the integers of a packed array.
 
     Args:
-        count: how many there are, where that is known: another number is refused before an array is made.
+        count: the expected number of integers, if known; checked before an array is allocated.
 
     Raises: FormatError(PACKED_FORM, COLUMN_FORM). Spec: REQ-DOC-024.
     """
@@ -53,7 +54,8 @@ def parse_packed(value: object, where: str, *, count: int | None = None) -> Inte
                 detail = f"{len(content) // width} entries where {count} are expected"
                 raise err(Code.COLUMN_FORM, detail, where=where, requirement="REQ-IDX-002")
             planes = np.frombuffer(content, np.uint8).reshape(width, -1)
-            # The upper half of the planes says that no smaller width would do, the last one that the sign is free.
+            # A non-zero upper half of the planes shows that no smaller width fits; the last plane
+            # shows that int64 fits.
             if width == 1 or (planes[width // 2 :].any() and (width < 8 or int(planes[-1].max()) < 0x80)):
                 integers = np.ascontiguousarray(planes.T).view(f"<u{width}") if width > 1 else planes
                 return integers.reshape(-1).astype(np.int64)
@@ -65,12 +67,12 @@ def _width(greatest: int) -> int:
 
 
 def join_integers(arrays: Sequence[Integers]) -> Integers:
-    """Return arrays one behind the other; of none, one without entries."""
+    """Return the concatenation of some arrays; an empty array for no arrays."""
     return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
 
 def fold(steps: Integers) -> Integers:
-    """Return integers of both signs as non-negative ones: 2s for s, 2s - 1 for -s.
+    """Return integers of both signs as non-negative integers: 2s for s, 2s - 1 for -s.
 
     >>> fold(np.array([0, -1, 1, -2])).tolist()
     [0, 1, 2, 3]
@@ -80,18 +82,18 @@ def fold(steps: Integers) -> Integers:
 
 
 def unfold(folded: Integers) -> Integers:
-    """Return the integers that were folded."""
+    """Return the integers from the result of `fold`."""
     steps: Integers = (folded >> 1) ^ -(folded & 1)
     return steps
 
 
 def total_of(counts: Integers) -> int:
-    """Return a sum that may be larger than an int64, in a file that lies."""
+    """Return the sum of counts. A malformed file may have a sum that overflows an int64."""
     return int(counts.sum()) if int(counts.max(initial=0)) < 1 << 32 else sum(counts.tolist())
 
 
 def spread(first: Integers, counts: Integers) -> Integers:
-    """Return for each row as many integers as it counts, from its first on.
+    """Return for each row `counts` consecutive integers that begin with `first`.
 
     >>> spread(np.array([5, 0]), np.array([2, 3])).tolist()
     [5, 6, 0, 1, 2]
@@ -106,11 +108,15 @@ def make_integers(values: Any) -> Integers:  # noqa: ANN401 - any iterable of in
 
 
 class Strings(Sequence[str]):
-    """A column of strings, as it is stored: one text that has all of them. Cut only where one is asked for.
+    """A column of strings in its stored form, a single text.
+
+    A string is cut out only when requested.
 
     Args:
-        ends: where each string ends, in bytes; it begins where the one before ends, if `begins` aren't given.
-        content: the text, in UTF-8; it is cut between characters.
+        ends: end of each string in bytes. Without `begins`, each string begins at the end of the
+            previous string.
+        content: the text in UTF-8; all cuts lie between characters.
+        begins: begin of each string in bytes, if the strings aren't consecutive.
     """
 
     __slots__ = ("_begins", "_content", "_ends")
@@ -138,22 +144,22 @@ class Strings(Sequence[str]):
         return self._content[self._begins[at] : self._ends[at]].decode()
 
     def take(self, rows: NDArray[np.intp]) -> Strings:
-        """Return some of the strings, in another order; none of them is cut for it."""
+        """Return some of the strings in a given order, without cutting them out."""
         return Strings(self._ends[rows], self._content, self._begins[rows])
 
     def rows_with_text(self) -> list[int]:
-        """Return the numbers of those that aren't empty."""
+        """Return the numbers of the non-empty strings."""
         found: list[int] = np.flatnonzero(self._ends > self._begins).tolist()
         return found
 
     def tolist(self) -> list[str]:
-        """Return all of them."""
+        """Return all strings."""
         bounds = zip(self._begins.tolist(), self._ends.tolist(), strict=True)
         return [self._content[begin:end].decode() for begin, end in bounds]
 
 
 def dump_strings(strings: Sequence[str]) -> list[object]:
-    r"""Return strings as ``[lengths, text]``: a packed array of their lengths in UTF-8, and all of them in one.
+    r"""Return strings as ``[lengths, text]``: packed lengths in UTF-8, and the concatenation.
 
     >>> dump_strings(["layers.0.w", "é"])
     [[1, b'\n\x02'], 'layers.0.wé']
@@ -164,7 +170,7 @@ def dump_strings(strings: Sequence[str]) -> list[object]:
 
 
 class Budget:
-    """How many rows and extents the tables of a document may still have, for the bytes that are stored of it.
+    """The number of rows and extents left for a document's tables, from its stored size.
 
     Spec: REQ-DOC-029.
     """
@@ -175,7 +181,7 @@ class Budget:
         self._rows, self._extents = most.rows, most.extents
 
     def take(self, where: str, *, rows: int = 0, extents: int = 0) -> None:
-        """Count what is about to be made. Raises: FormatError(LIMIT_EXCEEDED)."""
+        """Subtract rows and extents before they are built. Raises: FormatError(LIMIT_EXCEEDED)."""
         self._rows -= rows
         self._extents -= extents
         if self._rows < 0 or self._extents < 0:
@@ -184,13 +190,13 @@ class Budget:
 
 
 class Columns:
-    """Typed access to one map of columns; every complaint names the place.
+    """Typed access to one map of columns. Errors name the place in the file.
 
     Args:
-        value: what stands there.
-        keys: exactly the keys that the map has.
+        value: the value found in the document.
+        keys: the exact keys of the map.
         where: file and JSON pointer of the map, for messages.
-        budget: what the tables of the document may still have; None if nothing bounds it.
+        budget: the rest of the document's budget; None for no limit.
     """
 
     __slots__ = ("_budget", "_value", "_where")
@@ -212,21 +218,27 @@ class Columns:
         """Return the place of a member, for messages."""
         return f"{self._where}/{key}" if "#" in self._where else f"{self._where}#/{key}"
 
-    def any(self, key: str) -> Any:  # noqa: ANN401 - whatever stands there
-        """Return a member as it stands."""
+    def any(self, key: str) -> Any:  # noqa: ANN401 - any value
+        """Return a member unchanged."""
         return self._value[key]
 
     def columns(self, key: str, keys: tuple[str, ...]) -> Columns:
-        """Return a member that is a map of columns itself."""
+        """Return a member that is a map of columns."""
         return Columns(self._value[key], keys, self.place(key), budget=self._budget)
 
     def take(self, key: str, *, rows: int = 0, extents: int = 0) -> None:
-        """Count rows and extents, before anything is made of them. Raises: FormatError(LIMIT_EXCEEDED)."""
+        """Subtract rows and extents from the budget before they are built.
+
+        Raises: FormatError(LIMIT_EXCEEDED).
+        """
         if self._budget is not None:
             self._budget.take(self.place(key), rows=rows, extents=extents)
 
     def packed(self, key: str, *, count: int | None = None, below: int = limits.ELEMENTS + 1) -> Integers:
-        """Return a packed column of `count` entries, each less than `below`; without a count, its rows are counted."""
+        """Return a packed column of `count` entries, each less than `below`.
+
+        Without `count`, the entries are subtracted from the budget as rows.
+        """
         if count is None:
             self.take(key, rows=_entry_count(self._value[key]))
         array = parse_packed(self._value[key], self.place(key), count=count)
@@ -235,7 +247,9 @@ class Columns:
         return array
 
     def strings(self, key: str, *, count: int | None = None, limit_nbytes: int = limits.NAME_NBYTES) -> Strings:
-        """Return a column of `count` strings, each of at most `limit_nbytes` bytes; without a count, rows are counted.
+        """Return a column of `count` strings, each of at most `limit_nbytes` bytes.
+
+        Without `count`, the strings are subtracted from the budget as rows.
 
         Spec: REQ-DOC-026, REQ-DOC-029.
         """
@@ -273,30 +287,33 @@ class Columns:
         return value
 
     def digests(self, key: str, *, count: int) -> bytes:
-        """Return a column of `count` digests, one after the other."""
+        """Return a column of `count` concatenated digests."""
         value = self._value[key]
         if not isinstance(value, bytes) or len(value) != count * DIGEST_NBYTES:
             raise self.broken(key, f"not {count} digests")
         return value
 
     def broken(self, key: str, detail: str, requirement: str = "REQ-IDX-002") -> CkptError:
-        """Return the error for a column that doesn't fit."""
+        """Return the error for a malformed column."""
         return err(Code.COLUMN_FORM, detail, where=self.place(key), requirement=requirement)
 
     def check_increasing(self, key: str, rows: Sequence[Any]) -> None:
-        """Raise unless `rows`, the rows of this table by which it is sorted, increase strictly. Spec: REQ-IDX-003."""
+        """Raise unless `rows`, the sort keys of this table's rows, increase strictly.
+
+        Spec: REQ-IDX-003.
+        """
         if any(a >= b for a, b in itertools.pairwise(rows)):
             raise self.unsorted(key)
 
     def unsorted(
         self, key: str, detail: str = "rows aren't sorted and unique", requirement: str = "REQ-IDX-003"
     ) -> CkptError:
-        """Return the error for rows that aren't in their one order."""
+        """Return the error for rows that aren't in the required order."""
         return err(Code.COLUMN_ORDER, detail, where=self.place(key), requirement=requirement)
 
 
 def _entry_count(value: object) -> int:
-    """Return how many entries a packed array has; 0 of what isn't one, which is refused when it is parsed."""
+    """Return the number of entries of a packed array; 0 for values that the parser rejects."""
     match value:
         case [int() as width, bytes() as content] if width in _WIDTHS:
             return len(content) // width
@@ -304,14 +321,14 @@ def _entry_count(value: object) -> int:
 
 
 def _cuts_characters(nbytes: Integers, content: bytes) -> bool:
-    """Say whether no string begins within a character: with a byte of the form 10xxxxxx."""
+    """Return whether no string begins within a character: with a byte of the form 10xxxxxx."""
     begins = (np.cumsum(nbytes) - nbytes)[nbytes > 0]
     return not ((np.frombuffer(content, np.uint8)[begins] & 0xC0) == 0x80).any()
 
 
-# --- lists of numbers or strings in a tree ----------------------------------------------------------------------------
+# --- lists of numbers or strings in a tree --------------------------------------------------------
 
-#: How numbers lie in the bytes of a list of numbers.
+#: NumPy formats of the numbers in a packed list.
 _NUMBERS: Final = {
     "bool": "?",
     "float64": "<f8",
@@ -322,7 +339,7 @@ _BITS: Final = (8, 16, 32, 64)
 
 
 def pack_items(values: Collection[Any]) -> list[object] | None:
-    r"""Return the entries of a list of numbers or strings as their kind and bytes; None where they stand one by one.
+    r"""Return kind and bytes of a list of numbers or strings; None if the list isn't packed.
 
     >>> pack_items([True, False] * 8)
     ['bool', b'\x01\x00\x01\x00\x01\x00\x01\x00\x01\x00\x01\x00\x01\x00\x01\x00']
@@ -335,13 +352,13 @@ def pack_items(values: Collection[Any]) -> list[object] | None:
         try:
             return ["str", *dump_strings(list(values))]
         except UnicodeEncodeError:
-            return None  # refused by name, one by one
+            return None  # an error for the single string names its place
     name = _number_kind(kind, values)
     return None if name is None else [name, np.array(list(values), _NUMBERS[name]).tobytes()]
 
 
 def _number_kind(kind: type, values: Collection[Any]) -> str | None:
-    """Return the name of the dtype that holds values of one type in the fewest bytes, the unsigned one if it can."""
+    """Return the name of the smallest dtype for values of one type, unsigned if possible."""
     if kind is bool:
         return "bool"
     if kind is float:
@@ -355,9 +372,9 @@ def _number_kind(kind: type, values: Collection[Any]) -> str | None:
 
 
 def unpack_items(items: list[Any], *, where: str) -> list[Any]:
-    """Return the entries of which `pack_items` made these.
+    """Return the entries from the result of `pack_items`.
 
-    Raises: ValueError, TypeError, KeyError or FormatError for anything that it doesn't make.
+    Raises: ValueError, TypeError, KeyError or FormatError for items that `pack_items` can't return.
     """
     kind, content = items[0], items[1:]
     if kind == "str":

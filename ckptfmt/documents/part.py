@@ -1,4 +1,4 @@
-"""A part: what one writer contributed to an attempt. Spec: REQ-PRT-001 to REQ-PRT-010."""
+"""A part: one writer's contribution to an attempt. Spec: REQ-PRT-001 to REQ-PRT-010."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import CACHES, LABELS, OF_ANY_PROFILE, SUSPECT, is_of_delta
 
-#: The kinds of files, each with what its names end in.
+#: The kinds of files, each with the suffix of its names.
 FILE_KINDS: Final = {"safetensors": ".safetensors", "pack": ".pack"}
 
-#: What a pack begins with: its name, for people and for tools that guess kinds of files.
+#: The first bytes of a pack: a name for people and for tools that guess kinds of files.
 PACK_HEADER: Final = b"ckptfmt pack 0.10\n".ljust(64, b"\0")
 
-#: Longest text of a failure record, in characters, as of a reason.
+#: Longest text of a failure record in characters, equal to the longest reason.
 _TEXT_LENGTH: Final = 1000
 _FILE_NAME: Final = re.compile(r"[a-z][a-z_]{0,40}-([0-9a-f]{16})-([0-9]{5,9})(\.safetensors|\.pack)")
 
@@ -69,21 +69,25 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """What one writer contributed.
+    """One writer's contribution to an attempt.
 
     Attributes:
-        origin: what all documents of the attempt share.
+        origin: the common members of the attempt's documents.
         writer: number of the writer.
-        saved_unix_s: when it took the state, by its own clock; information only.
-        files: what it wrote.
-        holdings: the tensors that it holds pieces of, written or not.
-        streams: its RNG streams.
-        leaves: its plain values.
-        absent: fields that it has nothing for, each with a reason.
-        references: the checkpoints that it reads from, and those that they read from; none if it is full.
-        groups: boxes whose blocks are predicted from each other's.
-        labels: metrics and tags of the checkpoint, and why it is suspect; of writer 0 alone.
-        durability: where its files are at least when it is created at home: "home", "peers" or "node".
+        saved_unix_s: time of the writer's snapshot by its own clock, in seconds since 1970;
+            information only.
+        files: the files that the writer wrote.
+        holdings: the tensors of which the writer holds pieces, written or not.
+        streams: the writer's RNG streams.
+        leaves: the writer's plain values.
+        absent: fields for which the writer has no state, each with a reason.
+        references: all checkpoints that the part reads from, directly or indirectly; empty for a
+            full checkpoint.
+        groups: groups of boxes whose blocks are predicted from each other's blocks.
+        labels: metrics and tags of the checkpoint, and the reason if it is suspect; for writer 0
+            only.
+        durability: weakest durability of the files once the part is at home: "home", "peers" or
+            "node".
     """
 
     origin: Origin
@@ -114,7 +118,7 @@ class Part:
 
     @property
     def features(self) -> list[str]:
-        """The reader features that it needs."""
+        """The reader features that the part needs."""
         needed = extents.delta_features(self.holdings.encodings(), self.groups, self.references)
         return sorted([*needed, *self.labels.features, *[CACHES] * (self.durability != HOME)])
 
@@ -174,9 +178,9 @@ class Part:
 
         Args:
             where: name of the file, for messages.
-            digest: the digest that another document gives for this one, where one does.
-            known: tables of tensors that other parts had, of this attempt or of one before; what is new is added. Most
-                have the same table, which then is parsed once.
+            digest: the digest of this document from another document, if there is one.
+            known: a cache of tensor tables from other parts, to which new tables are added. Most
+                parts share one table, which is then parsed once.
 
         Raises: FormatError, IntegrityError(DOC_DIGEST), UnsupportedError.
         Spec: REQ-PRT-001 to REQ-PRT-010.
@@ -187,7 +191,10 @@ class Part:
 
 
 def dump_failure(origin: Origin, writer: int, error: CkptError) -> bytes:
-    """Return the record by which a writer says that it failed. Spec: REQ-CMT-004."""
+    """Return a failure record, with which a writer reports its error to the other writers.
+
+    Spec: REQ-CMT-004.
+    """
     return dump_document(
         {
             "type": "failure",
@@ -205,12 +212,13 @@ def dump_failure(origin: Origin, writer: int, error: CkptError) -> bytes:
 
 
 def parse_failure(content: bytes, *, where: str) -> dict[str, Any]:
-    """Return what a failure record says.
+    """Return the members of a failure record.
 
     Args:
-        where: its path in the checkpoint's directory.
+        where: the record's path in the checkpoint's directory.
 
-    Raises: FormatError (DOC_MISMATCH where it is that of another attempt or writer), IntegrityError, UnsupportedError.
+    Raises: FormatError (DOC_MISMATCH for a record of another attempt or writer), IntegrityError,
+        UnsupportedError.
     Spec: REQ-CMT-050.
     """
     signed, _ = parse_document(content, where=where, types=("failure",))
@@ -220,7 +228,7 @@ def parse_failure(content: bytes, *, where: str) -> dict[str, Any]:
     return signed
 
 
-# --- parse ------------------------------------------------------------------------------------------------------------
+# --- parse ----------------------------------------------------------------------------------------
 
 _PART_KEYS: Final = (
     "type", "format_version", "features", *tables.ORIGIN_KEYS, "writer", "saved_unix_s", "references", "encodings",
@@ -289,7 +297,7 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
 
 
 def _tree_nbytes(streams: Sequence[RngStream], leaves: Sequence[Leaf], groups: Sequence[PredictionGroup]) -> int:
-    """Return how many bytes all trees of a part have."""
+    """Return the size of all trees of a part in bytes."""
     trees = itertools.chain(
         (stream.state for stream in streams), (leaf.value for leaf in leaves), (group.rule for group in groups)
     )
@@ -297,7 +305,10 @@ def _tree_nbytes(streams: Sequence[RngStream], leaves: Sequence[Leaf], groups: S
 
 
 def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tuple[PredictionGroup, ...]:
-    """Return the groups; the features are those that groups, encodings and references need. Spec: REQ-DEL-001."""
+    """Return the groups. Raise unless the features fit groups, encodings and references.
+
+    Spec: REQ-DEL-001.
+    """
     table = columns.columns("groups", extents.GROUP_KEYS)
     groups = extents.parse_groups(
         table,
@@ -319,7 +330,7 @@ def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tup
 
 
 def _check_predicted(table: Columns, held: Holdings, groups: Sequence[PredictionGroup]) -> None:
-    """Raise unless groups have what they predict from. Spec: REQ-DEL-006, REQ-DEL-009, REQ-DEL-010."""
+    """Raise unless each prediction has its base. Spec: REQ-DEL-006, REQ-DEL-009, REQ-DEL-010."""
     members = [box for group in groups for box in group.boxes]
     predicted = held.extents.box[held.extents.predicted]
     if np.setdiff1d(predicted, members).size:

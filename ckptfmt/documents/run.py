@@ -1,4 +1,4 @@
-"""run.json, the launch records, the labels of checkpoints, and the pins of a save.
+"""Documents of a run: ``run.json``, launch records, records of labels, and pins of a save.
 
 Spec: REQ-RUN-001 to REQ-RUN-007, REQ-RUN-023 to REQ-RUN-025, REQ-CMT-035, REQ-CMT-037.
 """
@@ -27,10 +27,10 @@ from ckptfmt.errors import Code, err
 
 RUN_NAME: Final = "run.json"
 LAUNCHES: Final = "launches"
-#: Where savers hold a file each, as long as they have a save in their hands.
+#: The directory in which each saver holds a file during a save.
 SAVERS: Final = "savers"
 
-#: Where it is recorded what is said of checkpoints after their commits.
+#: The directory of records of labels, written after commits.
 LABELS_FOLDER: Final = "labels"
 
 _LABELS_NAME: Final = re.compile(r"(step-[0-9]+-l[0-9]+)-([0-9]{4,})\.json")
@@ -47,7 +47,7 @@ def launch_name(launch: int) -> str:
 
 
 def parse_launch_name(name: str) -> int | None:
-    """Return the number of a launch record's file, or None for any other file.
+    """Return the launch number of a launch record's file name, or None for any other name.
 
     >>> parse_launch_name("0003.json"), parse_launch_name("00003.json")
     (3, None)
@@ -59,7 +59,7 @@ def parse_launch_name(name: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The identity of a run, and the features that clean-up and compaction must understand."""
+    """The identity of a run, and the features that clean-up and compaction must support."""
 
     run_id: str
     writer_features: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class RunRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeFrom:
-    """A committed checkpoint of the run: the directory's name, and the manifest's digest, which is what counts."""
+    """A committed checkpoint of the run: the directory's name, and the decisive manifest digest."""
 
     name: str
     digest: str
@@ -95,11 +95,11 @@ class Launch:
     """One start of a job on a run.
 
     Attributes:
-        run_id: of the run that it belongs to.
-        launch: its number.
-        nonce: random, so that two launches can't be taken for each other.
-        chosen_by: ``lineage``, ``fallback`` (a newer checkpoint was passed over) or ``hand``.
-        resume_from: what it resumes from; None for a fresh start.
+        run_id: the run's id.
+        launch: number of the launch.
+        nonce: a random text that distinguishes launches with equal numbers.
+        chosen_by: ``lineage``, ``fallback`` (a newer checkpoint was skipped) or ``hand``.
+        resume_from: the checkpoint to resume from; None for a fresh start.
     """
 
     run_id: str
@@ -128,8 +128,8 @@ class Launch:
     def parse(cls, content: bytes, *, where: str) -> Launch:
         """Return the launch of a record.
 
-        Raises: FormatError (RUN_MISMATCH where the number isn't that of the file's name), IntegrityError,
-            UnsupportedError.
+        Raises: FormatError (RUN_MISMATCH if the number differs from the file's name),
+            IntegrityError, UnsupportedError.
         """
         signed, _ = parse_document(content, where=where, types=("launch",))
         if parse_launch_name(where.rpartition("/")[2]) != signed["launch"]:
@@ -159,7 +159,7 @@ def labels_name(checkpoint: str, number: int) -> str:
 
 
 def parse_labels_name(name: str) -> tuple[str, int] | None:
-    """Return checkpoint and number of a record of labels, or None for any other file.
+    """Return checkpoint and number from the file name of a record of labels; else None.
 
     >>> parse_labels_name("step-00001200-l0003-0002.json"), parse_labels_name("step-00001200-l0003-2.json")
     (('step-00001200-l0003', 2), None)
@@ -176,14 +176,16 @@ def parse_labels_name(name: str) -> tuple[str, int] | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LabelsRecord:
-    """What is said of a checkpoint after its commit; the one with the greatest number counts alone.
+    """Labels given to a checkpoint after its commit.
+
+    Only the record with the greatest number counts.
 
     Attributes:
-        run_id: of the run that it belongs to.
-        checkpoint: name of the directory.
-        number: its own, of those of the checkpoint.
-        pinned: whether the checkpoint is to stay until somebody unpins it.
-        labels: all metrics and tags, in the place of those of the manifest.
+        run_id: the run's id.
+        checkpoint: name of the checkpoint's directory.
+        number: number of the record among the checkpoint's records.
+        pinned: whether the checkpoint stays until it is unpinned.
+        labels: all metrics and tags, replacing those of the manifest.
     """
 
     run_id: str
@@ -194,7 +196,7 @@ class LabelsRecord:
 
     @property
     def path(self) -> str:
-        """Where it lies in the run."""
+        """The record's path in the run."""
         return f"{LABELS_FOLDER}/{labels_name(self.checkpoint, self.number)}"
 
     def dump(self) -> bytes:
@@ -216,7 +218,8 @@ class LabelsRecord:
     def parse(cls, content: bytes, *, where: str) -> LabelsRecord:
         """Return the record of a file.
 
-        Raises: FormatError (RUN_MISMATCH where it is that of another file), IntegrityError, UnsupportedError.
+        Raises: FormatError (RUN_MISMATCH if checkpoint or number differ from the file's name),
+            IntegrityError, UnsupportedError.
         """
         signed, _ = parse_document(content, where=where, types=("labels",))
         checkpoint, number = signed["checkpoint"], signed["number"]
@@ -231,12 +234,12 @@ class LabelsRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
-    """The references of a writer whose part is still to be written.
+    """The references of a writer whose part isn't written yet.
 
     Attributes:
-        attempt: which it belongs to.
+        attempt: the attempt's id.
         writer: number of the writer.
-        references: what its part may refer to.
+        references: the checkpoints to which the part may refer.
     """
 
     attempt: str
@@ -258,7 +261,7 @@ class Pins:
         """Return the pins of a file.
 
         Args:
-            where: its path in the checkpoint's directory.
+            where: the file's path in the checkpoint's directory.
 
         Raises: FormatError, IntegrityError, UnsupportedError.
         """
@@ -271,7 +274,7 @@ class Pins:
 
 
 def check_record(name: str, launch: int, numbers: Collection[int | None]) -> None:
-    """Raise unless the launch of a checkpoint directory is among those that have a record.
+    """Raise unless a checkpoint directory's launch has a record.
 
     Raises: IntegrityError(FILE_MISSING). Spec: REQ-RUN-015.
     """
@@ -286,7 +289,7 @@ def check_record(name: str, launch: int, numbers: Collection[int | None]) -> Non
 
 
 def check_place(register: Manifest | Abort | Tombstone, step_and_launch: tuple[int, int], run_id: str | None) -> None:
-    """Raise unless a register is that of its directory's step, launch and run.
+    """Raise unless a register has the step and launch of its directory, and the id of the run.
 
     Raises: FormatError(STEP_MISMATCH, RUN_MISMATCH). Spec: REQ-MAN-002, REQ-RUN-003.
     """
@@ -302,6 +305,9 @@ def check_place(register: Manifest | Abort | Tombstone, step_and_launch: tuple[i
 
 
 def check_run_id(run_id: str | None, said: str | None, where: str) -> None:
-    """Raise unless a record or register is of the run. Raises: FormatError(RUN_MISMATCH). Spec: REQ-RUN-003."""
+    """Raise unless a record or register belongs to the run.
+
+    Raises: FormatError(RUN_MISMATCH). Spec: REQ-RUN-003.
+    """
     if run_id is not None and said != run_id:
         raise err(Code.RUN_MISMATCH, f"it belongs to run {said}", where=where, requirement="REQ-RUN-003")

@@ -1,6 +1,6 @@
-"""The header of a shard: safetensors, in a strict profile. Spec: REQ-SHD-001 to REQ-SHD-010.
+"""The header of a shard, a strict profile of safetensors. Spec: REQ-SHD-001 to REQ-SHD-010.
 
-Any safetensors reader opens a shard; not every safetensors file is a shard.
+Any safetensors reader opens a shard, but not every safetensors file is a shard.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
 _PREFIX_NBYTES: Final = 8
-#: The header, a box, its shape.
+#: Nesting depth: header, box, shape.
 _DEPTH: Final = 3
-#: Boxes of fewer bytes come first, as neighbours.
+#: Smaller boxes are placed together, before larger boxes of the same element size.
 _SMALL_NBYTES: Final = 1 << 20
 _METADATA_KEY: Final = "__metadata__"
 _METADATA: Final = {"format": "pt"}
-#: Most bytes of an entry beside its key and its shape: two offsets of 20 digits, a dtype, a number behind the key.
+#: Largest size of an entry in bytes, without key and shape: two offsets of 20 digits, a dtype, a
+#: suffix of the key.
 _ENTRY_NBYTES: Final = 128
-#: Most bytes of an extent of a shape: as many digits as 2^60 has, and a comma.
+#: Largest size of an extent of a shape in bytes: the digits of 2^60, and a comma.
 _EXTENT_NBYTES: Final = 20
 _ENTRY_KEYS: Final = {"dtype", "shape", "data_offsets"}
 _ELEMENT_NBYTES: Final = {dtype.safetensors: dtype.nbytes for dtype in DTYPES.values() if dtype.safetensors}
-#: Also of F4, which safetensors has and a shard hasn't: files for others may have it.
+#: Includes F4, a safetensors dtype for exported files only; shards have no F4.
 _ELEMENT_NBITS: Final = {**{tag: 8 * nbytes for tag, nbytes in _ELEMENT_NBYTES.items()}, "F4": 4}
 
 
@@ -37,11 +38,11 @@ class ShardEntry:
     """One box in a shard.
 
     Attributes:
-        key: its key in the header; any string, never parsed.
-        tag: dtype as safetensors writes it.
-        shape: of the box, in elements.
+        key: the box's key in the header; any string, never parsed.
+        tag: the dtype's name in safetensors.
+        shape: the box's shape, in elements.
         byte_begin: first byte, from the start of the file.
-        byte_end: the byte behind the last.
+        byte_end: first byte after the box.
     """
 
     key: str
@@ -52,12 +53,12 @@ class ShardEntry:
 
 
 def plan_shard(boxes: list[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[ShardEntry]]:
-    """Return the header of a shard with these boxes, and where each of them goes, in the order given.
+    """Return the header of a shard, and the entries of some boxes in the given order.
 
     Args:
-        boxes: (key, safetensors tag, shape) of each. Those of wider elements are laid out first, so that each is
-            aligned to its own element; among equal widths, small boxes come before large ones; else they keep their
-            order.
+        boxes: (key, safetensors tag, shape) of each box. Boxes with wider elements are placed
+            first, so that each box is aligned to its element size. Among equal widths, small boxes
+            come before large boxes. Otherwise boxes keep their order.
 
     Units: bytes from the start of the file.
     Spec: REQ-SHD-002, REQ-SHD-003.
@@ -90,10 +91,10 @@ def plan_shard(boxes: list[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, li
 
 
 def most_entry_nbytes(name: str, ndim: int) -> int:
-    """Return how many bytes of a header the entry of a box takes at most.
+    """Return the largest size of a box's entry in a header, in bytes.
 
     Args:
-        name: of the tensor; its key may have a number behind it.
+        name: name of the tensor; the key may add a number.
         ndim: number of dimensions of the box.
     """
     return len(json.dumps(name, ensure_ascii=False).encode()) + _ENTRY_NBYTES + _EXTENT_NBYTES * max(1, ndim)
@@ -116,12 +117,12 @@ def parse_shard_header(content: bytes, *, file_nbytes: int, where: str) -> dict[
     """Return the boxes of a shard by key.
 
     Args:
-        content: the file's first bytes, header included; bytes behind the header are ignored.
-        file_nbytes: real size of the file.
+        content: the file's first bytes, including the header; bytes after the header are ignored.
+        file_nbytes: actual size of the file.
         where: name of the file, for messages.
 
-    Raises: FormatError(SHARD_HEADER_NBYTES, SHARD_HEADER_SYNTAX, SHARD_HEADER_SCHEMA, SHARD_DTYPE, SHARD_SHAPE,
-        SHARD_OFFSETS, DOC_DUPLICATE_KEY).
+    Raises: FormatError(SHARD_HEADER_NBYTES, SHARD_HEADER_SYNTAX, SHARD_HEADER_SCHEMA, SHARD_DTYPE,
+        SHARD_SHAPE, SHARD_OFFSETS, DOC_DUPLICATE_KEY).
     Spec: REQ-SHD-001 to REQ-SHD-008.
     """
     text = _header_text(content, file_nbytes, where)
@@ -194,7 +195,7 @@ def _parse_header(text: bytes, where: str) -> dict[str, Any]:
             parse_constant=lambda number: syntax_error(f"{number} isn't a number"),
             parse_int=parse_integer,
         )
-        # A lone surrogate can be escaped in JSON, and is no Unicode text.
+        # JSON escapes can contain lone surrogates, which aren't Unicode text.
         json.dumps([*header, header.get(_METADATA_KEY)], ensure_ascii=False).encode()
     except (UnicodeError, json.JSONDecodeError) as error:
         raise err(Code.SHARD_HEADER_SYNTAX, str(error)[:200], where=where, requirement="REQ-SHD-004") from None

@@ -1,6 +1,6 @@
-"""Shardings: into which boxes a tensor is cut, which part stores each, and their columns in an index.
+"""Shardings: the boxes into which a tensor is cut, and the part that stores each box.
 
-A million boxes are columns of integers here, never a million objects; a box becomes one when somebody asks for it.
+A million boxes are columns of integers, not a million objects. A `Box` is made only on request.
 
 Spec: REQ-IDX-003, REQ-IDX-009, REQ-IDX-012.
 """
@@ -19,22 +19,23 @@ from ckptfmt.box import Box
 from ckptfmt.documents.packed import Columns, Integers, dump_packed, fold, join_integers, unfold
 from ckptfmt.errors import CkptError, Code, err
 
-#: How many boxes are made at once for who goes through all of them.
+#: Number of boxes that an iteration makes at once.
 _AT_ONCE: Final = 1 << 14
 
-#: Up to how many boxes of a grid are made one by one.
+#: Largest number of a grid's boxes that are made without arrays.
 _FEW: Final = 64
 
 
 class Sharding(Sequence[tuple[Box, int]]):
-    """The pieces of a tensor and, for each, the number of the part that stores it; sorted by begin, then by shape.
+    """The pieces of a tensor, each with the number of its part, sorted by begin, then by shape.
 
-    Two shardings are equal if they have the same pieces in the same parts. What can be a grid is one, always.
+    Two shardings are equal if they have the same pieces in the same parts. Boxes that form a grid
+    are always stored as a grid.
 
     Attributes:
-        ndim: number of dimensions; 0 where there are no boxes.
-        extents: of a grid, for each dimension, how long the intervals are into which it is cut; None of other boxes.
-        part: one for each box.
+        ndim: number of dimensions; 0 for a sharding without boxes.
+        extents: for a grid, the lengths of the intervals of each dimension; None for other boxes.
+        part: the part of each box.
 
     >>> Sharding.of([(Box((2,), (3,)), 1), (Box((0,), (2,)), 0)])
     Sharding(2 boxes, grid of (2,))
@@ -68,14 +69,14 @@ class Sharding(Sequence[tuple[Box, int]]):
         """Return the grid of all products of the intervals, in C order.
 
         Args:
-            extents: for each dimension, how long its intervals are; none is empty.
-            part: one for each box.
+            extents: for each dimension, the lengths of its intervals, all positive.
+            part: the part of each box.
         """
         return cls(tuple(extents), None, None, part)
 
     @classmethod
     def boxes(cls, begin: Integers, box_shape: Integers, part: Integers) -> Self:
-        """Return the sharding of boxes that are sorted: a grid, if they are one.
+        """Return the sharding of sorted boxes, as a grid if they form a grid.
 
         Shapes: `begin` and `box_shape` are (n, ndim), `part` is (n,).
         """
@@ -95,20 +96,20 @@ class Sharding(Sequence[tuple[Box, int]]):
 
     @property
     def begin(self) -> Integers:
-        """First index of each box: (n, ndim)."""
+        """First index of each box, of shape (n, ndim)."""
         if self._begin is None:
             return self._spread([edges[:-1] for edges in self._cuts()])
         return self._begin
 
     @property
     def box_shape(self) -> Integers:
-        """Extents of each box: (n, ndim)."""
+        """Extents of each box, of shape (n, ndim)."""
         if self._box_shape is None:
             return self._spread(self.extents or ())
         return self._box_shape
 
     def _cuts(self) -> tuple[Integers, ...]:
-        """Return where the intervals of each dimension begin, and where the last one ends."""
+        """Return each dimension's cuts: begins of the intervals, and the end of the last one."""
         if self._edges is None:
             self._edges = tuple(map(_edges_of, self.extents or ()))
         return self._edges
@@ -144,12 +145,12 @@ class Sharding(Sequence[tuple[Box, int]]):
                 yield from self._make(np.arange(at, min(at + _AT_ONCE, len(self))))
 
     def iter_rows(self, rows: Integers) -> Iterator[tuple[Box, int]]:
-        """Yield some of the pieces, by their numbers."""
+        """Yield the pieces with the given numbers."""
         for at in range(0, len(rows), _AT_ONCE):
             yield from self._make(rows[at : at + _AT_ONCE])
 
     def _make(self, rows: Integers) -> list[tuple[Box, int]]:
-        """Return some of the pieces, by their numbers; of a grid, no more than these is spread out."""
+        """Return the pieces with the given numbers, without expanding the rest of a grid."""
         if self._is_whole():
             return [self._only()] * len(rows)
         if self.extents is None:
@@ -161,7 +162,7 @@ class Sharding(Sequence[tuple[Box, int]]):
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The first index that no box has, empty ones included, in each dimension."""
+        """The end of the boxes in each dimension, including empty boxes."""
         if self._end is None:
             if self.extents is not None:
                 self._end = tuple(int(edges[-1]) for edges in self._cuts())
@@ -170,9 +171,10 @@ class Sharding(Sequence[tuple[Box, int]]):
         return self._end
 
     def iter_common(self, wanted: Box) -> Iterator[tuple[Box, int]]:
-        """Yield the pieces that have an element in common with `wanted`, in their order.
+        """Yield the pieces that have an element in common with `wanted`, in order.
 
-        Of a grid, two searches in each dimension find them; of other boxes, one pass over those that have elements.
+        For a grid, two binary searches in each dimension find them; for other boxes, one pass over
+        all non-empty boxes.
         """
         if not len(self) or 0 in wanted.shape:
             return
@@ -190,7 +192,7 @@ class Sharding(Sequence[tuple[Box, int]]):
             yield from self.iter_rows(rows if isinstance(full, slice) else full[rows])
 
     def part_of(self, box: Box) -> int | None:
-        """Return the part that stores a box; None where no piece is this box."""
+        """Return the part of a box; None if no piece equals the box."""
         if self.extents is not None or not len(self):
             return next((part for held, part in self.iter_common(box) if held == box), None)
         low, high = 0, len(self)
@@ -200,18 +202,21 @@ class Sharding(Sequence[tuple[Box, int]]):
         return int(self.part[low]) if low < high else None
 
     def _find_full(self) -> Integers | slice:
-        """Return which boxes have elements: as a rule all, of tensors that have some."""
+        """Return the rows of the non-empty boxes, usually all."""
         if self._full is None:
             rows = np.flatnonzero(self.box_shape.all(axis=1))
             self._full = slice(None) if len(rows) == len(self) else rows
         return self._full
 
     def _is_whole(self) -> bool:
-        """Tell whether the tensor isn't cut: of a million tensors most aren't, and arrays of one entry are slow."""
+        """Return whether the tensor is uncut.
+
+        Most tensors are, and arrays of one entry are slow.
+        """
         return self.extents is not None and len(self.part) == 1
 
     def _only(self) -> tuple[Box, int]:
-        """Return the piece of a tensor that isn't cut: one object for all tensors that have this sharding."""
+        """Return the piece of an uncut tensor: one object for all tensors with this sharding."""
         if self._whole is None:
             self._whole = Box.whole(tuple(int(extents[0]) for extents in self.extents or ())), int(self.part[0])
         return self._whole
@@ -227,7 +232,8 @@ class Sharding(Sequence[tuple[Box, int]]):
         if count <= _FEW:
             yield from self._make_few(low, high)
             return
-        # Chunk by chunk: there may be ten million, and the first may be one that no part stores.
+        # In chunks: there may be ten million boxes, and already the first box may be an error for
+        # the caller.
         grid_shape = tuple(len(edges) - 1 for edges in cuts)
         for at in range(0, count, _AT_ONCE):
             places = np.unravel_index(np.arange(at, min(at + _AT_ONCE, count)), shape)
@@ -235,7 +241,10 @@ class Sharding(Sequence[tuple[Box, int]]):
             yield from self._make(np.ravel_multi_index(shifted, grid_shape))
 
     def _make_few(self, low: list[int], high: list[int]) -> Iterator[tuple[Box, int]]:
-        """Yield the pieces of a range of a grid, without arrays: for one piece, they take three times as long."""
+        """Yield the pieces of a range of a grid.
+
+        For one piece, arrays would take three times as long.
+        """
         found: list[list[tuple[int, int, int]]] = []
         stride = len(self)
         for edges, first, end in zip(self._cuts(), low, high, strict=True):
@@ -249,7 +258,7 @@ class Sharding(Sequence[tuple[Box, int]]):
     def _content(self) -> tuple[Integers, ...]:
         if self.extents is not None:
             return (self.part, *self.extents)
-        assert self._begin is not None  # noqa: S101 - one of the two is there
+        assert self._begin is not None  # noqa: S101 - a sharding has extents or boxes
         assert self._box_shape is not None  # noqa: S101
         return (self.part, self._begin, self._box_shape)
 
@@ -260,7 +269,7 @@ class Sharding(Sequence[tuple[Box, int]]):
             return True
         if hash(self) != hash(other) or (self.extents is None) != (other.extents is None):
             return False
-        # Most have a box or a few: to compare arrays of that size as such takes ten times as long.
+        # Most shardings have few boxes: NumPy's comparison of small arrays takes ten times as long.
         pairs = zip(self._content(), other._content(), strict=True)
         return self.ndim == other.ndim and all(own.tobytes() == theirs.tobytes() for own, theirs in pairs)
 
@@ -275,7 +284,7 @@ class Sharding(Sequence[tuple[Box, int]]):
 
 
 def rows_increase(columns: Iterable[Integers]) -> bool:
-    """Say whether the rows of some columns increase strictly: by the first column, then by the second, and so on."""
+    """Return whether the rows of some columns increase strictly in lexicographic order."""
     tied: Any = None
     for column in columns:
         step = np.diff(column)
@@ -298,14 +307,14 @@ def _pieces(begin: Integers, box_shape: Integers, part: Integers) -> list[tuple[
 
 
 def _find_extents(begin: Integers, box_shape: Integers) -> tuple[Integers, ...] | None:
-    """Return the intervals of each dimension of which sorted boxes are the product; None if they are none of any."""
+    """Return the intervals of each dimension if sorted boxes form a grid; else None."""
     count, ndim = begin.shape
     if not count or not box_shape.all():
         return None
-    if count == 1:  # a tensor that isn't cut, as most are that belong to one worker alone
+    if count == 1:  # an uncut tensor, as most tensors of a single worker are
         return None if begin.any() else tuple(box_shape.reshape(ndim, 1))
     extents: list[Integers] = []
-    run = count  # how many boxes there are for one interval of all dimensions so far
+    run = count  # number of boxes for one interval of all dimensions so far
     for dim in range(ndim):
         low = begin[:run, dim]
         intervals = 1 + int(np.count_nonzero(low[1:] != low[:-1]))
@@ -326,7 +335,7 @@ def _find_extents(begin: Integers, box_shape: Integers) -> tuple[Integers, ...] 
     return tuple(np.ascontiguousarray(found) for found in extents)
 
 
-# --- the columns of an index ------------------------------------------------------------------------------------------
+# --- the columns of an index ----------------------------------------------------------------------
 
 _KEYS: Final = ("ndim", "form", "box_count", "grid_shape", "extent", "begin", "box_shape", "part")
 _BOXES: Final = 0
@@ -334,7 +343,7 @@ _GRID: Final = 1
 
 
 def sharding_columns(shardings: Sequence[Sharding], part_count: int) -> dict[str, object]:
-    """Return the columns of shardings that are different from each other."""
+    """Return the columns of distinct shardings."""
     axes = [extents for sharding in shardings for extents in sharding.extents or ()]
     boxes = [sharding for sharding in shardings if sharding.extents is None]
     parts = join_integers([sharding.part for sharding in shardings])
@@ -346,7 +355,7 @@ def sharding_columns(shardings: Sequence[Sharding], part_count: int) -> dict[str
         "extent": dump_packed(join_integers(axes)),
         "begin": dump_packed(fold(join_integers([_steps(one.begin, one.box_shape) for one in boxes]))),
         "box_shape": dump_packed(join_integers([one.box_shape.T.reshape(-1) for one in boxes])),
-        # Where boxes come in the order of their writers, which is usual, every entry is 0.
+        # Usually boxes have the order of their writers, and every entry is 0.
         "part": dump_packed((np.diff(parts, prepend=-1) - 1) % part_count),
     }
 
@@ -362,7 +371,8 @@ def parse_shardings(columns: Columns, part_count: int) -> list[Sharding]:
     forms = table.packed("form", count=len(ndim), below=_GRID + 1)
     counts = table.packed("box_count", count=len(ndim), below=limits.BOXES + 1)
     total = int(counts.sum())
-    # Before there is anything that has as many entries as there are boxes: compressed, they may be few bytes.
+    # Checked before any array with an entry for each box is allocated: such arrays may compress to
+    # a few bytes.
     if total > limits.BOXES:
         raise err(Code.LIMIT_EXCEEDED, f"{total} boxes", where=table.place("box_count"), requirement="REQ-LIM-001")
     parts = _parse_parts(table, total, part_count)
@@ -382,7 +392,7 @@ def parse_shardings(columns: Columns, part_count: int) -> list[Sharding]:
 
 
 def _parse_parts(table: Columns, count: int, part_count: int) -> Integers:
-    """Return the part of each box; in place, since there may be ten million."""
+    """Return the part of each box. Computed in place, because there may be ten million boxes."""
     parts = table.packed("part", count=count, below=part_count)
     parts += 1
     np.cumsum(parts, out=parts)
@@ -392,7 +402,7 @@ def _parse_parts(table: Columns, count: int, part_count: int) -> Integers:
 
 
 def _iter_grids(table: Columns, ndim: list[int], counts: list[int]) -> Iterator[list[Integers]]:
-    """Yield the intervals of each dimension of each grid; all are checked before the first."""
+    """Check all grids, then yield the intervals of each dimension of each grid."""
     table.take("grid_shape", extents=sum(ndim))
     lengths = table.packed("grid_shape", count=sum(ndim), below=limits.BOXES + 1)
     extents = table.packed("extent", count=int(lengths.sum()), below=limits.DIM + 1)
@@ -413,16 +423,17 @@ def _check_box_count(table: Columns, grid: list[Integers], count: int) -> None:
     product = 1
     for axis in grid:
         product *= len(axis)
-        if product > count:  # of many dimensions, the product may be a number of many digits
+        if product > count:  # for many dimensions, the product may be a huge integer
             break
     if product != count:
         raise table.broken("box_count", f"{count} boxes where the intervals make {product} or more")
-    if any(axis.sum(dtype=np.float64) > limits.DIM for axis in grid):  # exact as far as it matters, and never wraps
+    # Exact up to the limit, and without overflow.
+    if any(axis.sum(dtype=np.float64) > limits.DIM for axis in grid):
         raise table.broken("extent", f"intervals of more than {limits.DIM} elements in one dimension")
 
 
 def _iter_boxes(table: Columns, ndim: list[int], counts: list[int]) -> Iterator[tuple[Integers, Integers]]:
-    """Yield begin and shape of the boxes of each sharding that isn't a grid; all are checked before the first."""
+    """Check all other shardings, then yield begin and shape of the boxes of each."""
     sizes = [rank * count for rank, count in zip(ndim, counts, strict=True)]
     table.take("begin", extents=sum(sizes))
     steps = unfold(table.packed("begin", count=sum(sizes), below=2 * limits.DIM + 1))
@@ -444,15 +455,18 @@ def _iter_boxes(table: Columns, ndim: list[int], counts: list[int]) -> Iterator[
 
 def _unlike(table: Columns, rank: int, count: int) -> CkptError:
     if count:
-        # Of no dimensions, two boxes would be equal, and a single one is a grid.
+        # Without dimensions, two boxes would be equal, and a single box is a grid.
         return table.unsorted("begin", "boxes of no dimensions", "REQ-IDX-012")
     return table.broken("ndim", f"{rank} dimensions of no boxes")
 
 
 def _steps(begin: Integers, box_shape: Integers) -> Integers:
-    """Return where boxes begin as steps, one dimension after the other. Shapes: (n, ndim) to (n * ndim,).
+    """Return the begins of boxes as differences, dimension by dimension.
 
-    They count from where the box before begins, or in the last dimension from where that ends: most are small.
+    Shapes: (n, ndim) to (n * ndim,).
+
+    A difference is taken from the previous box's begin, or in the last dimension from its end, so
+    most are small.
     """
     steps = np.diff(begin, axis=0, prepend=0)
     steps[1:, -1:] -= box_shape[:-1, -1:]
@@ -461,7 +475,7 @@ def _steps(begin: Integers, box_shape: Integers) -> Integers:
 
 
 def _begins(steps: Integers, box_shape: Integers) -> Integers:
-    """Return where boxes begin. Shapes: (n, ndim) to (n, ndim)."""
+    """Return the begins of boxes from differences. Shapes: (n, ndim) to (n, ndim)."""
     steps = steps.copy()
     steps[1:, -1:] += box_shape[:-1, -1:]
     begin: Integers = np.cumsum(steps, axis=0)

@@ -1,4 +1,7 @@
-"""What index and parts have in common: tensors, aliases, RNG streams, scopes. Spec: REQ-IDX-002 to REQ-IDX-007."""
+"""Tables shared by index and parts: tensors, aliases, RNG streams, scopes.
+
+Spec: REQ-IDX-002 to REQ-IDX-007.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,29 @@ from ckptfmt.documents.packed import Columns, Integers, dump_packed, dump_string
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, err
 
-#: How a tensor belongs to its module; non-persistent ones have files of their own.
+#: Storage kinds of a tensor in its module; non-persistent tensors have separate files.
 STORAGE: Final = ("persistent", "non-persistent")
 ORIGIN_KEYS: Final = tuple(field.name for field in dataclasses.fields(Origin))
 
-#: Longest reason why a field is absent, in characters, as the schema of manifests has it.
+#: Longest reason for a field's absence in characters, as in the schema of manifests.
 _REASON_LENGTH: Final = 1000
 _SCOPE: Final = re.compile(r"global|lw/(0|[1-9][0-9]{0,8})")
 
 _FIELD_NUMBERS: Final = {field: number for number, field in enumerate(FIELDS)}
 
-#: field, name, scope: what a tensor is called, whoever holds which piece of it.
+#: Field, name and scope, which identify a tensor independently of its holders.
 TensorKey = tuple[str, str, str]
 
 
 def sort_key(key: TensorKey) -> tuple[int, bytes, bytes]:
-    """Return by what tensors, RNG streams and leaves are sorted. Spec: REQ-IDX-003."""
+    """Return the sort key of tensors, RNG streams and leaves. Spec: REQ-IDX-003."""
     field, name, scope = key
-    # A name that isn't Unicode text is refused by name, and not where names are sorted.
+    # Names that aren't Unicode text pass here; a later check reports them with their place.
     return _FIELD_NUMBERS[field], name.encode(errors="surrogatepass"), scope.encode()
 
 
 def title_of(key: TensorKey) -> str:
-    """Return how messages call a tensor, or what else has such a key.
+    """Return the title of a tensor, leaf or RNG stream for messages.
 
     >>> title_of(("rng", "cpu", "lw/3"))
     "rng 'cpu' (lw/3)"
@@ -50,18 +53,18 @@ def title_of(key: TensorKey) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TensorTable:
-    """What tensors are called and what they are: the rows of a table, and what is computed with as columns.
+    """Keys and properties of tensors: rows as tuples, and numeric columns as arrays.
 
     Attributes:
-        keys: field, name and scope of each.
-        dtypes: name of the dtype of each.
-        global_shapes: extents of each.
-        storages: as in `STORAGE`.
-        aliases: other names of each, sorted.
-        ndim: number of dimensions of each.
+        keys: field, name and scope of each tensor.
+        dtypes: dtype name of each tensor.
+        global_shapes: shape of each tensor.
+        storages: storage kind of each tensor, from `STORAGE`.
+        aliases: other names of each tensor, sorted.
+        ndim: number of dimensions of each tensor.
         extents: `global_shapes`, flattened.
-        element_nbytes: size of an element of each, in bytes.
-        scope_numbers: which scopes occur, by their numbers in the document.
+        element_nbytes: element size of each tensor, in bytes.
+        scope_numbers: numbers of the occurring scopes in the document.
     """
 
     keys: tuple[TensorKey, ...]
@@ -76,7 +79,7 @@ class TensorTable:
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> TensorTable:
-        """Return the table of rows that have field, name, scope, dtype, global shape, storage and aliases."""
+        """Return the table of objects with the attributes that `members` lists."""
         return cls(
             keys=tuple((tensor.field, tensor.name, tensor.scope) for tensor in tensors),
             dtypes=tuple(tensor.dtype for tensor in tensors),
@@ -89,7 +92,7 @@ class TensorTable:
         )
 
     def members(self, row: int) -> dict[str, Any]:
-        """Return what the table says of one tensor, by the names of which `of` makes a table."""
+        """Return field, name, scope, dtype, global_shape, storage and aliases of one row."""
         field, name, scope = self.keys[row]
         return {
             "field": field,
@@ -123,7 +126,7 @@ def block_count(nbytes: int, block_nbytes: int) -> int:
 def document_head(
     kind: str, origin: Origin, *, saved_unix_s: int, scopes: list[str], dtypes: list[str]
 ) -> dict[str, object]:
-    """Return the members that stand alike at the head of index and parts."""
+    """Return the common first members of index and parts."""
     return {
         "type": kind,
         "format_version": limits.FORMAT_VERSION,
@@ -136,7 +139,7 @@ def document_head(
 
 
 def tensor_columns(table: TensorTable, scopes: list[str], dtypes: list[str]) -> dict[str, object]:
-    """Return the columns that describe tensors alike in index and parts."""
+    """Return the common columns of tensors in index and parts."""
     scope_numbers = {scope: number for number, scope in enumerate(scopes)}
     dtype_numbers = {dtype: number for number, dtype in enumerate(dtypes)}
     return {
@@ -151,20 +154,26 @@ def tensor_columns(table: TensorTable, scopes: list[str], dtypes: list[str]) -> 
 
 
 def alias_columns(table: TensorTable) -> dict[str, object]:
-    """Return the columns of the other names of tensors."""
+    """Return the columns of the tensors' aliases."""
     pairs = [(number, alias) for number, aliases in enumerate(table.aliases) for alias in aliases]
     return {"tensor": dump_packed([number for number, _ in pairs]), "name": dump_strings([alias for _, alias in pairs])}
 
 
 def dump_table(table: TensorTable) -> dict[str, Any]:
-    """Return a table by itself, with the scopes and dtypes that its columns count, for `parse_table`."""
+    """Return a table as columns, including scopes and dtypes, for `parse_table`."""
     scopes, dtypes = collect_scopes(table), sorted(set(table.dtypes))
     tensors = tensor_columns(table, scopes, dtypes)
     return {"scopes": scopes, "dtypes": dtypes, "tensors": tensors, "aliases": alias_columns(table)}
 
 
 def parse_table(columns: Columns, *more: str) -> tuple[TensorTable, Columns]:
-    """Return the table of `dump_table`, and its columns, which may be `more`. Raises: as `parse_tensor_table`."""
+    """Return the table from the columns of `dump_table`, and the columns of its tensors.
+
+    Args:
+        more: names of further columns of the tensors.
+
+    Raises: the errors of `parse_tensor_table`.
+    """
     rows = columns.columns("tensors", (*TENSOR_KEYS, *more))
     aliases = columns.columns("aliases", ("tensor", "name"))
     return parse_tensor_table(rows, aliases, check_scopes(columns), columns), rows
@@ -176,12 +185,12 @@ TENSOR_KEYS: Final = ("field", "name", "scope", "dtype", "ndim", "global_shape",
 
 
 def parse_tensor_table(table: Columns, aliases: Columns, scopes: list[str], dtypes: Columns) -> TensorTable:
-    """Return the rows of a table of tensors, with their other names.
+    """Return a table of tensors and their aliases.
 
     Args:
-        table: of the tensors.
-        aliases: table of their other names.
-        scopes: of the document.
+        table: columns of the tensors.
+        aliases: columns of the aliases.
+        scopes: scopes of the document.
         dtypes: the document, for its member `dtypes`.
 
     Raises: FormatError(COLUMN_FORM, COLUMN_ORDER, LIMIT_EXCEEDED).
@@ -221,7 +230,7 @@ def parse_tensor_table(table: Columns, aliases: Columns, scopes: list[str], dtyp
 
 
 def stream_columns(streams: Sequence[Any], scopes: list[str]) -> dict[str, object]:
-    """Return the columns that describe RNG streams alike in index and parts."""
+    """Return the common columns of RNG streams in index and parts."""
     return {
         "name": dump_strings([stream.name for stream in streams]),
         "scope": dump_packed([scopes.index(stream.scope) for stream in streams]),
@@ -230,7 +239,10 @@ def stream_columns(streams: Sequence[Any], scopes: list[str]) -> dict[str, objec
 
 
 def parse_stream_rows(table: Columns, scopes: list[str]) -> list[dict[str, str]]:
-    """Return name, scope and kind of each row, as members. Raises: FormatError(COLUMN_FORM, COLUMN_ORDER)."""
+    """Return name, scope and kind of each row, as members.
+
+    Raises: FormatError(COLUMN_FORM, COLUMN_ORDER).
+    """
     names = table.strings("name").tolist()
     scope = table.packed("scope", count=len(names), below=len(scopes)).tolist()
     kinds = table.strings("kind", count=len(names)).tolist()
@@ -241,7 +253,7 @@ def parse_stream_rows(table: Columns, scopes: list[str]) -> list[dict[str, str]]
 
 
 def leaf_columns(leaves: Sequence[Any], scopes: list[str]) -> dict[str, object]:
-    """Return the columns that describe plain values alike in index and parts."""
+    """Return the common columns of plain values in index and parts."""
     return {
         "field": dump_packed([FIELDS.index(leaf.field) for leaf in leaves]),
         "name": dump_strings([leaf.name for leaf in leaves]),
@@ -250,7 +262,10 @@ def leaf_columns(leaves: Sequence[Any], scopes: list[str]) -> dict[str, object]:
 
 
 def parse_leaf_rows(table: Columns, scopes: list[str]) -> list[dict[str, str]]:
-    """Return field, name and scope of each row, as members. Raises: FormatError(COLUMN_FORM, COLUMN_ORDER)."""
+    """Return field, name and scope of each row, as members.
+
+    Raises: FormatError(COLUMN_FORM, COLUMN_ORDER).
+    """
     names = table.strings("name").tolist()
     fields = table.packed("field", count=len(names), below=len(FIELDS)).tolist()
     scope = table.packed("scope", count=len(names), below=len(scopes)).tolist()
@@ -260,7 +275,7 @@ def parse_leaf_rows(table: Columns, scopes: list[str]) -> list[dict[str, str]]:
 
 
 def _parse_aliases(columns: Columns, tensor_count: int) -> tuple[tuple[str, ...], ...]:
-    """Return the other names of each tensor."""
+    """Return the aliases of each tensor."""
     names = columns.strings("name").tolist()
     owners = columns.packed("tensor", count=len(names), below=tensor_count).tolist()
     columns.check_increasing("name", [(owner, name.encode()) for owner, name in zip(owners, names, strict=True)])
@@ -271,12 +286,15 @@ def _parse_aliases(columns: Columns, tensor_count: int) -> tuple[tuple[str, ...]
 
 
 def collect_scopes(table: TensorTable, *others: Sequence[Any]) -> list[str]:
-    """Return the scopes that tensors or rows of other tables have, sorted."""
+    """Return the scopes of tensors and of rows of other tables, sorted."""
     return sorted({scope for _, _, scope in table.keys} | {row.scope for rows in others for row in rows})
 
 
 def check_scopes(columns: Columns) -> list[str]:
-    """Return the scopes of a document. Raises: FormatError(SCOPE_FORM, COLUMN_ORDER). Spec: REQ-IDX-006."""
+    """Return the scopes of a document.
+
+    Raises: FormatError(SCOPE_FORM, COLUMN_ORDER). Spec: REQ-IDX-006.
+    """
     scopes = columns.texts("scopes")
     columns.check_increasing("scopes", scopes)
     for scope in scopes:
@@ -286,7 +304,10 @@ def check_scopes(columns: Columns) -> list[str]:
 
 
 def check_scopes_used(columns: Columns, table: TensorTable, rows: Iterable[Any]) -> None:
-    """Raise unless every scope of a document occurs in it. Raises: FormatError(COLUMN_ORDER). Spec: REQ-IDX-007."""
+    """Raise unless every scope of a document is used.
+
+    Raises: FormatError(COLUMN_ORDER). Spec: REQ-IDX-007.
+    """
     scopes = columns.any("scopes")
     if len(table.scope_numbers) != len(scopes):
         used = {scopes[number] for number in table.scope_numbers} | {row.scope for row in rows}
@@ -295,7 +316,10 @@ def check_scopes_used(columns: Columns, table: TensorTable, rows: Iterable[Any])
 
 
 def _parse_dtypes(columns: Columns) -> list[str]:
-    """Return the dtypes of a document. Raises: FormatError(COLUMN_FORM, COLUMN_ORDER). Spec: REQ-TEN-003."""
+    """Return the dtypes of a document.
+
+    Raises: FormatError(COLUMN_FORM, COLUMN_ORDER). Spec: REQ-TEN-003.
+    """
     dtypes = columns.texts("dtypes")
     columns.check_increasing("dtypes", dtypes)
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
@@ -329,7 +353,10 @@ def parse_origin(columns: Columns) -> Origin:
 
 
 def parse_absent(columns: Columns) -> dict[str, str]:
-    """Return the absent fields and their reasons. Raises: FormatError(MANIFEST_FIELDS). Spec: REQ-MAN-003."""
+    """Return the absent fields and their reasons.
+
+    Raises: FormatError(MANIFEST_FIELDS). Spec: REQ-MAN-003.
+    """
     absent = columns.any("absent")
     if not isinstance(absent, dict) or not all(map(_is_absence, absent, absent.values())):
         raise err(
@@ -342,7 +369,7 @@ def parse_absent(columns: Columns) -> dict[str, str]:
 
 
 def _is_absence(field: str, reason: object) -> bool:
-    """Say whether a manifest can repeat what a part says of a field. Spec: REQ-MAN-003, REQ-PRT-009."""
+    """Return whether a field's name and reason fit a manifest. Spec: REQ-MAN-003, REQ-PRT-009."""
     if field not in FIELDS or not isinstance(reason, str) or not 1 <= len(reason) <= _REASON_LENGTH:
         return False
     try:

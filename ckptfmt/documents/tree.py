@@ -1,7 +1,8 @@
-"""Trees: the plain values of a checkpoint, kept exactly. Spec: REQ-TRE-001 to REQ-TRE-006.
+"""Trees: the exact plain values of a checkpoint. Spec: REQ-TRE-001 to REQ-TRE-006.
 
-A tree is one msgpack value of the documents' profile. Scalars stand as themselves; everything that msgpack would
-blur (tuple or list, float bits, key order, integers beyond 64 bits, arrays) is an array whose first entry is a tag.
+A tree is one msgpack value of the documents' profile. Simple scalars are stored directly.
+Distinctions that msgpack would lose (tuple or list, float bits, key order, integers beyond 64 bits,
+arrays) are kept by an array whose first entry is a tag.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ckptfmt.errors import Code, FormatError, err
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor of the same field and scope, by its name in the index; `kind` is ``torch`` or ``numpy``."""
+    """A tensor of the same field and scope, by name; `kind` is ``torch`` or ``numpy``."""
 
     name: str
     kind: str
@@ -33,7 +34,10 @@ class TensorRef:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InlineArray:
-    """A small array within a tree: C order, little-endian. `scalar` tells a numpy scalar from an array of rank 0."""
+    """A small array within a tree, in C order, little-endian.
+
+    `scalar` marks a NumPy scalar, not an array of rank 0.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,7 +54,7 @@ class DtypeName:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceName:
-    """A device as a value, as torch prints it."""
+    """A device as a value, in torch's text form."""
 
     name: str
 
@@ -64,29 +68,29 @@ class Size:
 
 T = TypeVar("T")
 
-#: How many characters of a key are shown in messages.
+#: Largest number of a key's characters in messages.
 _KEY_LENGTH: Final = 64
 _INT64_MIN: Final = -(1 << 63)
 _UINT64_MAX: Final = (1 << 64) - 1
-#: Types whose values stand as themselves, whichever they are.
+#: Types whose values are always stored without a tag.
 _UNCHANGED: Final[frozenset[type]] = frozenset({type(None), bool, bytes})
 
-#: Types whose values stand in a tree as they are in a program, and hold no other values.
+#: Types of plain values that contain no other values.
 PLAIN: Final[frozenset[type]] = frozenset({type(None), bool, int, float, complex, str, bytes})
 
-#: Types of keys of which any two are equal as values if, and only if, they are equal as trees.
+#: Types of keys for which equality as values and equality as trees are the same.
 _PLAIN_KEYS: Final[frozenset[type]] = frozenset({str, bytes, int, type(None)})
 
-#: Types whose hashes Python makes with a secret.
+#: Types with unpredictable hashes: Python randomises them, or there is one value only.
 _SECRET_HASHES: Final[frozenset[type]] = frozenset({str, bytes, type(None)})
 
-#: What is said of the columns of packed entries, and means of a tree that it holds the wrong things.
+#: Codes of malformed packed entries; in a tree they become TREE_TAG.
 _FORM_CODES: Final = (Code.COLUMN_FORM, Code.PACKED_FORM, Code.LIMIT_EXCEEDED)
 
-#: What msgpack makes of arrays and maps: everything else stands as itself.
+#: Types that msgpack returns for arrays and maps; values of other types need no decoding.
 _CONTAINERS: Final[frozenset[type]] = frozenset({list, dict})
 
-#: Where a value lies: the place of what holds it, and its key there. Only messages need it as text.
+#: The place of a value: its container's place, and its key there. Only messages need the text.
 _Where: TypeAlias = "str | tuple[_Where, object]"
 
 
@@ -94,19 +98,21 @@ def dump_tree(value: object, *, where: str) -> bytes:
     """Return the bytes of a tree.
 
     Args:
-        value: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, OrderedDict, Counter,
-            deque, or one of this module's classes; exactly these types, no subclass.
+        value: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset,
+            OrderedDict, Counter, deque, or an object of this module's classes; exactly these types,
+            no subclass.
         where: name of the value, for messages.
 
-    Raises: StateError(STATE_UNSUPPORTED) naming the first value that has no form; FormatError(LIMIT_EXCEEDED,
-        DOC_DEPTH).
+    Raises: StateError(STATE_UNSUPPORTED) naming the first unsupported value;
+        FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
     Spec: REQ-TRE-001, REQ-TRE-003.
 
     >>> parse_tree(dump_tree((1, {"lr": -0.0}), where="x"), where="x")
     (1, {'lr': -0.0})
     """
     content = dump_mapless(_encode(value, where, 0))
-    # What is refused at reading must not be written. A value takes a byte at least; types and depth are those above.
+    # A tree that a reader would reject must not be written. A value takes at least one byte, so
+    # short trees need no count. Types and depth are checked above.
     if len(content) > limits.TREE_ITEMS:
         check_msgpack(content, where=where, limit_items=limits.TREE_ITEMS)
     if len(content) > limits.TREE_NBYTES:
@@ -120,7 +126,7 @@ def dump_tree(value: object, *, where: str) -> bytes:
 
 
 def parse_tree(content: bytes, *, where: str) -> Any:  # noqa: ANN401 - any value of the closed set
-    """Return the value that `content` holds.
+    """Return the value of a tree's bytes.
 
     Raises: FormatError(TREE_TAG and the codes of a msgpack document).
     Spec: REQ-TRE-001, REQ-TRE-002.
@@ -131,8 +137,8 @@ def parse_tree(content: bytes, *, where: str) -> Any:  # noqa: ANN401 - any valu
 
 
 def is_near_limit(content: bytes) -> bool:
-    """Tell whether a tree that was dumped has more than half of the bytes, or of the values, that it may have."""
-    if len(content) <= limits.TREE_ITEMS // 2:  # a value takes a byte at least
+    """Return whether a dumped tree uses more than half of the allowed bytes or values."""
+    if len(content) <= limits.TREE_ITEMS // 2:  # a value takes at least one byte
         return len(content) > limits.TREE_NBYTES // 2
     try:
         check_msgpack(content, where="", limit_items=limits.TREE_ITEMS // 2)
@@ -142,7 +148,7 @@ def is_near_limit(content: bytes) -> bool:
 
 
 def find_difference(left: object, right: object, path: str = "") -> str | None:
-    """Return the path of the first value that differs between two trees, or None.
+    """Return the path of the first difference between two trees, or None.
 
     >>> find_difference({"a": [1, 2]}, {"a": [1, 3]})
     '/a/1'
@@ -160,7 +166,7 @@ def find_difference(left: object, right: object, path: str = "") -> str | None:
 
 
 def iter_values(value: object) -> Iterator[object]:
-    """Yield every value of a tree that isn't a container, keys of dicts left out."""
+    """Yield every value of a tree except containers and keys of dicts."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -175,7 +181,10 @@ def iter_values(value: object) -> Iterator[object]:
 
 
 def iter_references(value: object) -> Iterator[TensorRef]:
-    """Yield every reference to a tensor in a tree. Plain values cost a look at their types, and no step in Python."""
+    """Yield every reference to a tensor in a tree.
+
+    Plain values cost no Python step, only a check of types.
+    """
     waiting: list[object] = [value]
     while waiting:
         value = waiting.pop()
@@ -192,7 +201,7 @@ def iter_references(value: object) -> Iterator[TensorRef]:
 
 
 def _below(where: str, key: object) -> str:
-    """Return the place of what `key` leads to, for messages."""
+    """Return the place of the value with a key in a container, for messages."""
     try:
         text = str(key)[:_KEY_LENGTH]
     except ValueError:  # Python refuses to print an integer of more than 4,300 digits.
@@ -200,7 +209,7 @@ def _below(where: str, key: object) -> str:
     return f"{where}/{text}"
 
 
-# --- encode ---------------------------------------------------------------------------------------------------------
+# --- encode ---------------------------------------------------------------------------------------
 
 
 def _encode(value: Any, where: _Where, depth: int) -> object:  # noqa: ANN401 - any value
@@ -224,12 +233,12 @@ def _encode(value: Any, where: _Where, depth: int) -> object:  # noqa: ANN401 - 
 
 
 def _place(where: _Where) -> str:
-    """Return a place as messages show it."""
+    """Return the text of a place for messages."""
     return where if isinstance(where, str) else _below(_place(where[0]), where[1])
 
 
 def _check_depth(depth: int, where: _Where) -> None:
-    """Check that an array of msgpack may stand at this depth. Spec: REQ-DOC-023."""
+    """Check that a msgpack array is allowed at this depth. Spec: REQ-DOC-023."""
     if depth > limits.MSGPACK_DEPTH:
         raise err(
             Code.DOC_DEPTH,
@@ -255,7 +264,10 @@ def _check_text(text: str, where: _Where) -> str:
 
 
 def _are_unchanged(values: Collection[Any]) -> bool:
-    """Tell whether all values stand as themselves, without a look at each in Python: states hold long lists of ints."""
+    """Return whether all values are stored without a tag.
+
+    Long lists of integers are checked fast.
+    """
     kinds = set(map(type, values))
     if kinds == {int}:
         return bool(min(values) >= _INT64_MIN and max(values) <= _UINT64_MAX)
@@ -301,7 +313,8 @@ def _encode_set(tag: str) -> _Encoder:
         _check_hashes(value, where)
         members = sorted((_encode(item, (where, item), depth) for item in value), key=dump_mapless)
         if any(a == b for a, b in itertools.pairwise(members)):
-            # Not a number is unequal to itself: Python's sets can hold the same bits twice, a checkpoint can't.
+            # NaN is unequal to itself: a Python set can contain the same bits twice, a checkpoint
+            # can't.
             raise err(
                 Code.STATE_UNSUPPORTED, "a set with one value twice", where=_place(where), requirement="REQ-TRE-005"
             )
@@ -312,7 +325,7 @@ def _encode_set(tag: str) -> _Encoder:
 
 def _encode_pairs(tag: str) -> _Encoder:
     def encode(value: Any, where: _Where, depth: int) -> object:  # noqa: ANN401 - a dict
-        _check_hashes(value, where)  # what a reader may refuse isn't written
+        _check_hashes(value, where)  # a dict that a reader may reject isn't written
         flat: list[object] = [tag]
         for key, item in value.items():
             if type(key) is not str and not _is_key(key):
@@ -331,14 +344,14 @@ def _encode_pairs(tag: str) -> _Encoder:
 
 
 def _is_key(value: object) -> bool:
-    """Say whether a value may be the key of a dict: a plain scalar, or a tuple or frozenset of such."""
+    """Return whether a value may be a key: a plain scalar, or a tuple or frozenset of keys."""
     if type(value) in (tuple, frozenset):
         return all(map(_is_key, value))  # type: ignore[call-overload]
     return value is None or type(value) in (bool, int, float, complex, str, bytes)
 
 
 def _is_member(value: object) -> bool:
-    """Return whether a value may be a member of a set: a scalar, or a tuple or frozenset of such."""
+    """Return whether a value may be in a set: a scalar, or a tuple or frozenset of such values."""
     if type(value) in (tuple, frozenset):
         return all(map(_is_member, value))  # type: ignore[call-overload]
     is_scalar = isinstance(value, DtypeName | DeviceName | Size) or (isinstance(value, InlineArray) and value.scalar)
@@ -357,11 +370,11 @@ def _encode_size(value: Size, where: _Where, depth: int) -> object:
     return ["S", list(value.shape)]
 
 
-#: Value, place, and at which depth the array of msgpack stands that is to be returned.
+#: A function of a value, its place, and the depth of the returned msgpack array.
 _Encoder: TypeAlias = "Callable[[Any, _Where, int], object]"
 
 _ENCODERS: Final[dict[type, _Encoder]] = {
-    int: lambda value, _where, _depth: ["i", _big_int(value)],  # those that msgpack has no form for
+    int: lambda value, _where, _depth: ["i", _big_int(value)],  # integers beyond 64 bits
     float: lambda value, _where, _depth: ["f", struct.pack("<d", value)],
     complex: lambda value, _where, _depth: ["c", struct.pack("<dd", value.real, value.imag)],
     list: _encode_items("l", "L"),
@@ -381,14 +394,14 @@ _ENCODERS: Final[dict[type, _Encoder]] = {
 
 
 def _one_by_one(items: list[Any], where: _Where) -> list[Any]:
-    """Return the entries of a list that stand one by one, as they may."""
+    """Return the entries of an unpacked list. Raises: ValueError if the list has to be packed."""
     values = _decode_items(items, where)
     if len(values) >= limits.COMPACT_ITEMS and pack_items(values) is not None:
         raise ValueError
     return values
 
 
-# --- decode ---------------------------------------------------------------------------------------------------------
+# --- decode ---------------------------------------------------------------------------------------
 
 
 def _decode(value: object, where: _Where) -> Any:  # noqa: ANN401 - any value of the closed set
@@ -420,7 +433,7 @@ def _decode_pairs(items: list[object], where: _Where) -> list[tuple[Any, Any]]:
     if len(items) % 2:
         raise ValueError
     keys, values = items[::2], items[1::2]
-    if set(map(type, keys)) <= _PLAIN_KEYS:  # as most are: equal as trees is equal as values
+    if set(map(type, keys)) <= _PLAIN_KEYS:  # usual: keys are equal as values if equal as trees
         are_unique = len(set(keys)) == len(keys)
     else:
         trees, keys = keys, _decode_items(keys, where)
@@ -440,7 +453,8 @@ def _decode_set(items: list[object], where: _Where) -> list[Any]:
     if any(a >= b for a, b in itertools.pairwise(encoded)):
         raise ValueError
     decoded = _decode_items(items, where)
-    # The members of a frozenset were looked at when it was decoded: in each other, they would be at each level again.
+    # A frozenset's members were checked when it was decoded. Another check at each level would take
+    # quadratic time.
     if not all(type(item) is frozenset or _is_member(item) for item in decoded):
         raise ValueError
     values = list(map(_comparable, decoded))
@@ -451,7 +465,10 @@ def _decode_set(items: list[object], where: _Where) -> list[Any]:
 
 
 def _comparable(member: Any) -> Any:  # noqa: ANN401 - any member of a set
-    """Return what stands for a member where the members of a set are compared as values. Spec: REQ-TRE-005."""
+    """Return a value that stands for a set's member when members are compared as values.
+
+    Spec: REQ-TRE-005.
+    """
     match member:
         case tuple() | frozenset():
             return type(member)(map(_comparable, member))
@@ -459,13 +476,15 @@ def _comparable(member: Any) -> Any:  # noqa: ANN401 - any member of a set
             return member.shape
         case InlineArray(dtype="complex32"):
             return complex(*np.frombuffer(member.content, "<f2").tolist())
-        case InlineArray(dtype=dtype) if dtype != "float4_e2m1fn_x2":  # which packs two numbers in an element
+        case InlineArray(dtype=dtype) if dtype != "float4_e2m1fn_x2":  # two numbers in one element
             return np.frombuffer(member.content, numpy_dtype(dtype))[0]
     return member
 
 
 def _check_hashes(values: Collection[Any], where: _Where) -> None:
-    """Refuse what a dict or a set takes quadratic time for: Python's hashes of numbers, and of tuples, are no secret.
+    """Raise if too many keys or members have equal hashes: dict and set would be quadratic.
+
+    Python's hashes of numbers, and of tuples of numbers, are predictable.
 
     Raises: FormatError(LIMIT_EXCEEDED). Spec: REQ-TRE-007.
     """
@@ -490,7 +509,10 @@ def _decode_big_int(items: list[object], _where: _Where) -> int:
 
 
 def _unpack(items: list[object], where: _Where) -> list[Any]:
-    """Return packed entries. Raises: ValueError where they aren't of the form; LIMIT_EXCEEDED is no limit of a tree."""
+    """Return packed entries.
+
+    Raises: ValueError for malformed entries, and for exceeded limits of columns.
+    """
     try:
         return unpack_items(items, where=_place(where))
     except FormatError as error:

@@ -1,4 +1,4 @@
-"""The witness of a launch: one record of each step, and the verdict on the steps that were done twice.
+"""The witness of a launch: a record of each step, and the verdict on repeated steps.
 
 Spec: REQ-RUN-060 to REQ-RUN-062.
 """
@@ -17,17 +17,19 @@ from ckptfmt.documents.canonical import dump_document, parse_document
 from ckptfmt.documents.run import launch_name, parse_launch_name
 from ckptfmt.errors import Code, err
 
-#: The directory of a run that holds step logs and verdicts.
+#: The directory of a run with step logs and verdicts.
 WITNESS: Final = "witness"
 #: The size of a step log's header, in bytes.
 HEADER_NBYTES: Final = 8192
-#: The number of steps that a step log holds; the record of a later step takes the place of the oldest.
+#: The number of steps in a step log; a further step's record replaces the oldest record.
 STEP_COUNT: Final = 16384
 #: The size of the record of one step, in bytes.
 RECORD_NBYTES: Final = 128
-#: The number of RNG streams with a digest of their own; the last digest of more is that of all the rest.
+#: The largest number of RNG digests. With more streams, the last digest covers all remaining
+#: streams.
 STREAM_COUNT: Final = 12
-#: The number of steps from one full record to the next; that of the first step behind a start or a save is full, too.
+#: The number of steps from one full record to the next. The first step after a start or a save has
+#: a full record, too.
 FULL_EVERY: Final = 8
 
 _MAGIC: Final = b"ckptfmt-steps-1\n"
@@ -38,11 +40,11 @@ _MEMBERS: Final = ("weights", "position", "samples", "batch", "loss", "grad_norm
 _VALUES: Final = operator.attrgetter(*_MEMBERS)
 _BITS: Final = tuple(1 << place for place in range(len(_MEMBERS)))
 _NO_STREAMS: Final = (0,) * STREAM_COUNT
-#: The bit that says that the digests of RNG streams were taken before the step.
+#: Flag: the digests of RNG streams were taken before the step.
 _BEFORE: Final = 1 << 15
-#: The bit that says that loss and gradient norm are digests of several observed numbers.
+#: Flag: loss and gradient norm are digests of several observed numbers.
 _SEVERAL: Final = 1 << 14
-#: The bit that says that the record is full.
+#: Flag: the record is full.
 _FULL: Final = 1 << 13
 
 Verdict = Literal["expected", "verified", "refuted"]
@@ -69,22 +71,25 @@ def verdict_path(launch: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """The record of one step of one process. A member that was not looked at is None.
+    """The record of one step of one process. Unobserved members are None.
 
     Attributes:
-        step: the number of training steps done, this one included.
+        step: the number of training steps done, including this step.
         weights: a digest of chosen elements of the state's tensors after the step.
         position: the position in the data after the step, of all samplers together.
-        samples: a digest of the samples of this process in this step, whatever their order.
-        batch: a digest of what the program observed as the step's batch.
+        samples: a digest of the samples of this process in this step, independent of their order.
+        batch: a digest of the step's batch as observed by the program.
         loss: the bits of the observed loss, as a float of 64 bits.
         grad_norm: the bits of the observed norm of the gradients, as a float of 64 bits.
-        options: a digest of the learning rates, momenta and weight decays of the optimizers after the step.
-        streams: a digest of each RNG stream of the process; none where the record isn't full.
-        is_before: whether the digests of the RNG streams were taken before the step, and not after it.
-        is_several: whether the program observed several losses or norms in the step: then a digest of all stands there.
-        is_full: whether the RNG streams were read and more tensors looked at than in most steps. The weights of a full
-            record and of another one can't be compared.
+        options: a digest of the learning rates, momenta and weight decays of the optimizers after
+            the step.
+        streams: a digest of each RNG stream of the process; empty in a record that isn't full.
+        is_before: whether the digests of the RNG streams were taken before the step, not after.
+        is_several: whether the program observed several losses or norms in the step. The member is
+            then a digest of all.
+        is_full: whether the RNG streams were read and more tensors were sampled than in most steps.
+            The weights of a full record can't be compared with the weights of a record that isn't
+            full.
     """
 
     step: int
@@ -101,7 +106,7 @@ class StepRecord:
     is_full: bool = True
 
     def dump(self) -> bytes:
-        """Return the bytes of the record, as many as `RECORD_NBYTES`."""
+        """Return the bytes of the record, `RECORD_NBYTES` in all."""
         values = _VALUES(self)
         mask = sum([bit for bit, value in zip(_BITS, values, strict=True) if value is not None])
         mask |= _BEFORE if self.is_before else 0
@@ -116,7 +121,7 @@ class StepRecord:
 
     @classmethod
     def parse(cls, content: bytes) -> Self | None:
-        """Return the record, or None where there is none or its checksum differs: a write that was cut off."""
+        """Return the record; None for an empty record, or for a wrong checksum."""
         body = content[: _RECORD.size]
         (checksum,) = _CHECKSUM.unpack_from(content, _RECORD.size)
         step, mask, stream_count, _, *numbers = _RECORD.unpack(body)
@@ -146,7 +151,7 @@ class StepsHeader:
         resumed: the digest of the manifest that the launch resumed from; None for a fresh start.
         expected: the claim of the load, ``T1``, ``S1`` or ``S0``; None for a fresh start.
         streams: the names of the RNG streams, in the order of their digests.
-        tensors: a digest of the names, shapes and dtypes of the tensors that the weights' digest looks at.
+        tensors: a digest of the names, shapes and dtypes of the sampled tensors.
     """
 
     run_id: str
@@ -160,16 +165,16 @@ class StepsHeader:
     tensors: str
 
     def dump(self) -> bytes:
-        """Return the bytes of the header, as many as `HEADER_NBYTES`."""
+        """Return the bytes of the header, `HEADER_NBYTES` in all."""
         content = _MAGIC + json.dumps(dataclasses.asdict(self), ensure_ascii=False).encode() + b"\n"
-        if len(content) > HEADER_NBYTES:  # names of streams are the caller's, and may be long
+        if len(content) > HEADER_NBYTES:  # the caller's names of streams may be long
             count = len(self.streams)
             return dataclasses.replace(self, streams=tuple(f"stream {number}" for number in range(count))).dump()
         return content.ljust(HEADER_NBYTES, b"\0")
 
     @classmethod
     def parse(cls, content: bytes) -> Self | None:
-        """Return the header, or None for bytes that are no header."""
+        """Return the header, or None for other bytes."""
         if not content.startswith(_MAGIC):
             return None
         try:
@@ -185,9 +190,9 @@ class Difference:
     """The first difference between a step and the same step of an earlier launch.
 
     Attributes:
-        step: the number of the step, as of `StepRecord`.
-        writer: the number of the process that saw the difference.
-        what: the member that differs first, in the order in which causes are told apart.
+        step: the number of the step, as in `StepRecord`.
+        writer: the number of the process that found the difference.
+        what: the first member that differs, in the order of likely causes.
         text: the sentence for people.
     """
 
@@ -205,11 +210,11 @@ class WitnessRecord:
         run_id: the id of the run.
         launch: the number of the launch.
         expected: the claim of the load: ``T1``, ``S1`` or ``S0``.
-        verdict: ``expected`` (no step was done twice), ``verified`` or ``refuted``.
-        first_step: the first step that was compared; None where there is none.
-        last_step: the last step that was compared without a difference; None where there is none.
-        compared: the members that were compared, in words.
-        difference: the first difference; None where there is none.
+        verdict: ``expected`` (no step was repeated), ``verified`` or ``refuted``.
+        first_step: the first compared step; None if no step was compared.
+        last_step: the last compared step without a difference; None if there is no such step.
+        compared: the compared members, in words.
+        difference: the first difference; None for equal steps.
     """
 
     run_id: str
@@ -223,7 +228,7 @@ class WitnessRecord:
 
     @property
     def step_count(self) -> int:
-        """The number of steps that were done twice and are identical."""
+        """The number of repeated steps that are identical."""
         return 0 if self.first_step is None or self.last_step is None else self.last_step - self.first_step + 1
 
     @property
@@ -252,8 +257,8 @@ class WitnessRecord:
     def parse(cls, content: bytes, *, where: str) -> Self:
         """Return the verdict of a file.
 
-        Raises: FormatError (RUN_MISMATCH where the number is not that of the file's name), IntegrityError,
-            UnsupportedError.
+        Raises: FormatError (RUN_MISMATCH if the number differs from the file's name),
+            IntegrityError, UnsupportedError.
         """
         signed, _ = parse_document(content, where=where, types=("witness",))
         if parse_launch_name(where.rpartition("/")[2]) != signed["launch"]:

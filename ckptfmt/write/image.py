@@ -443,7 +443,7 @@ def _shard_keys(names: list[str]) -> list[str]:
     return keys
 
 
-# --- who writes what ------------------------------------------------------------------------------
+# --- the assignment of writers --------------------------------------------------------------------
 
 #: Any hashable and orderable type.
 K = TypeVar("K", bound=Any)
