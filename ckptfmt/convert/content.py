@@ -5,8 +5,8 @@ A `Content` holds the contents of a ckptfmt checkpoint. Each format has one read
 
 Foreign files are hostile input. A pickle of 2 KB can refer to one dict along 2^30 paths, a tensor
 of one element can be 2^36 elements by a stride of 0, and an index can name a file elsewhere. So the
-size of the source bounds the values and tensor bytes read, and only files of the source's
-directory are read.
+size of the source bounds the values and tensor bytes read, and only files of the source's directory
+are read.
 """
 
 from __future__ import annotations

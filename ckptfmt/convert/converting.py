@@ -396,8 +396,8 @@ def target_kind(path: str, from_kind: str) -> str:
 
     A name without a known suffix is a checkpoint of ckptfmt if the source is of another kind.
 
-    Raises: StateError(ARGUMENT) where the source is a checkpoint of ckptfmt, and the name shows
-        no kind.
+    Raises: StateError(ARGUMENT) where the source is a checkpoint of ckptfmt, and the name shows no
+        kind.
     """
     if path.endswith(_TORCH_SUFFIXES):
         return "torch"

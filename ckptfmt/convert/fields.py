@@ -263,8 +263,7 @@ def nothing_in(field: str) -> CkptError:
 def _why_not(tensor: Tensor, content: Content) -> str:
     """Return why a tensor doesn't go into a state_dict; an empty text if it does.
 
-    Of a tensor with one value per worker, such as BatchNorm's statistics, worker 0's is
-    taken.
+    Of a tensor with one value per worker, such as BatchNorm's statistics, worker 0's is taken.
     """
     if tensor.storage != "persistent":
         return "a non-persistent buffer is no part of a state_dict"

@@ -102,8 +102,8 @@ def parse_pickle(
         persistent: a function called with the record of each persistent id, in order, which
             returns the replacement.
 
-    Raises: StateError(STATE_UNSUPPORTED) for a name without permission, or an operation that
-        torch doesn't write; IntegrityError(FILE_NBYTES) for an incomplete pickle.
+    Raises: StateError(STATE_UNSUPPORTED) for a name without permission, or an operation that torch
+        doesn't write; IntegrityError(FILE_NBYTES) for an incomplete pickle.
 
     >>> import pickle
     >>> parse_pickle(pickle.dumps([1, ("x", None)]), permitted=(), where="a")

@@ -106,8 +106,8 @@ def write_file(root: dict[str, Any], path: Path, *, on_progress: Callable[[int],
 def _save_placeholders(root: dict[str, Any], tensors: list[Tensor], path: Path) -> list[str]:
     """Save a tree by torch, without tensor bytes, and return the key of each tensor's storage.
 
-    The memory of the placeholders is mapped read-only and never touched: the system
-    allocates no pages.
+    The memory of the placeholders is mapped read-only and never touched: the system allocates no
+    pages.
     """
     held = mmap.mmap(-1, max(1, sum(map(_step, tensors))), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
     made: dict[int, torch.Tensor] = {}

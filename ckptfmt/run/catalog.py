@@ -1,4 +1,4 @@
-"""The checkpoints of a run, for who looks for one, labels it, pins it or deletes it."""
+"""The checkpoints of a run: list, find, label, pin, delete, mirror and repair."""
 
 from __future__ import annotations
 
@@ -42,22 +42,25 @@ _STATES: Final = ((Manifest, "committed"), (Abort, "aborted"), (Tombstone, "reti
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunCheckpoint:
-    """A checkpoint directory of a run, as far as its register and the records of the run say.
+    """A checkpoint directory of a run, described by its register and the records of the run.
 
     Attributes:
-        name: of the directory.
-        step, launch: of the name.
-        state: "committed"; "saving" where it isn't decided and a living saver has a save of its launch in hand;
-            "unfinished" where it isn't decided otherwise; "aborted", "retired" or "unreadable".
-        digest: of the manifest, which names the checkpoint; None where there is none.
-        saved_unix_s: when writer 0 took the state, in seconds since 1970; None where there is no manifest.
-        nbytes: of all tensors.
-        stored_nbytes: of what the checkpoint's own files have of them.
-        metrics, tags: as they were said last.
-        suspect: why it is suspect, so that the run doesn't go on from it unless somebody chooses it; None if it isn't.
-        pinned: whether it stays until somebody unpins it.
-        durability: where its files were at least when it was committed: "home", or "node" or "peers", in caches of
-            nodes; None where there is no manifest.
+        name: the directory's name.
+        step, launch: the step and the launch in the name.
+        state: "committed", "aborted", "retired" or "unreadable", by the register. Without a
+            decision: "saving" where a living saver of the launch is writing a save, else
+            "unfinished".
+        digest: digest of the manifest, which names the checkpoint; None without a manifest.
+        saved_unix_s: time when writer 0 took the state, in seconds since 1970; None without a
+            manifest.
+        nbytes: size of all tensors in bytes.
+        stored_nbytes: bytes of the tensors in the checkpoint's own files.
+        metrics, tags: metrics and tags, as recorded last.
+        suspect: why the checkpoint is suspect: the run doesn't go on from a suspect checkpoint
+            unless a person chooses it. None if the checkpoint isn't suspect.
+        pinned: whether the checkpoint is pinned, and stays until unpinned.
+        durability: the least durable place of the files at the commit: "home", or "node" or "peers"
+            for caches of nodes; None without a manifest.
     """
 
     name: str
@@ -75,20 +78,22 @@ class RunCheckpoint:
     durability: str | None = None
 
 
-#: Which checkpoint: what a listing gave, its name, its digest, or its step.
+#: A reference to a checkpoint: an entry of a listing, a name, a digest, or a step.
 Which: TypeAlias = RunCheckpoint | str | int
 
 
 class Run:
     """The checkpoints of a run: list them, find the best, label them, pin them, delete them.
 
-    Registers and records are read, never a tensor: "committed" is what a manifest says, and `validate` checks
-    that its bytes are as they were saved. Any process may do all of this beside a training.
+    Only registers and records are read, never a tensor. So "committed" refers to the manifest
+    there; `validate` compares the tensors' bytes with their digests. Any process may call every
+    method while a training saves.
 
     Args:
-        path: directory of the run; or a store rooted there.
+        path: the run's directory, or a store rooted there.
 
-    Raises: IntegrityError(NOT_COMMITTED) from calls that look for a checkpoint which isn't there; StoreError.
+    Raises: IntegrityError(NOT_COMMITTED) from calls for a checkpoint that doesn't exist;
+        StoreError.
 
     >>> import ckptfmt, tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -102,7 +107,7 @@ class Run:
     def __init__(self, path: str | os.PathLike[str] | Store) -> None:
         self._path = path
         self._store = open_store(path, writable=False)
-        #: Digests of checkpoints that `delete` has found to be whole.
+        # Digests of checkpoints found loadable by `delete`.
         self._loadable: set[str] = set()
 
     def __repr__(self) -> str:
@@ -110,35 +115,45 @@ class Run:
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """Names of what living savers hold: a newer checkpoint may be committed at any moment if there are any."""
+        """Names of the living savers: while there are any, a newer checkpoint may be committed."""
         return tuple(list_held(self._store))
 
     def list(self) -> tuple[RunCheckpoint, ...]:
-        """Return all checkpoint directories by step, then launch: those that aren't committed, too."""
-        # Before the registers: a save that is decided in between is seen there.
+        """Return all checkpoint directories by step, then launch, in whatever state."""
+        # Savers are listed before the registers: a save decided in between is seen there.
         held = launches_of(list_held(self._store))
         return tuple(describe_entry(entry, held) for entry in self._entries())
 
     def newest(self) -> RunCheckpoint:
-        """Return the checkpoint that the run goes on from, as far as its records say. Raises: as `ckptfmt.open`."""
+        """Return the checkpoint from which the run goes on, by the run's records.
+
+        Raises: as `ckptfmt.open`.
+        """
         return describe_entry(find_head_entry(self._store))
 
     def goodput(self) -> Goodput:
-        """Return where the time of the run went, over all launches: `times_s`, in seconds by name, and `goodput`.
+        """Return the use of the run's time over all launches.
 
-        Launches with `Checkpointer(..., ledger=True)` have recorded it. Of others, `doubts` says what isn't known.
+        The result has `times_s`, in seconds by name, and `goodput`.
 
-        Raises: IntegrityError(FILE_MISSING) where no run is; what is wrong with a launch record.
+        Launches of `Checkpointer(..., ledger=True)` have recorded their times. Gaps of other
+        launches are in `doubts`.
+
+        Raises: IntegrityError(FILE_MISSING) without a run; errors of a damaged launch record.
         """
         return read_goodput(self._store)
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> RunCheckpoint:
-        """Return the committed checkpoint that is best by a metric and isn't suspect; of equals the newest.
+        """Return the committed checkpoint with the best value of a metric; of equals the newest.
+
+        Suspect checkpoints don't count.
 
         Args:
-            mode: "min" where less is better, "max" where more is.
+            metric: the metric's name.
+            mode: "min" where less is better, "max" where more is better.
 
-        Raises: IntegrityError(NOT_COMMITTED) where none has the metric; StateError(ARGUMENT).
+        Raises: IntegrityError(NOT_COMMITTED) where no checkpoint has the metric;
+            StateError(ARGUMENT).
         """
         if mode not in ("min", "max"):
             raise err(Code.ARGUMENT, f"{mode!r}: min or max", where="mode=")
@@ -156,9 +171,9 @@ class Run:
         return describe_entry(found[0])
 
     def open(self, which: Which | None = None) -> Checkpoint:
-        """Open a checkpoint, or the newest, for reading, as `ckptfmt.open` does.
+        """Open a checkpoint, or by default the newest, for reading, as `ckptfmt.open` does.
 
-        Returns: the checkpoint; its `pending` says what savers had in hand just before.
+        Returns: the checkpoint; `pending` has the names of the savers at work just before.
         """
         held = tuple(list_held(self._store))
         if which is None:
@@ -171,20 +186,20 @@ class Run:
         return checkpoint
 
     def set_metrics(self, which: Which, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Give a committed checkpoint metrics that were known only after its save; those that it has are replaced.
+        """Set metrics of a committed checkpoint; metrics of the same names are replaced.
 
         Raises: StateError(ARGUMENT) as `ckptfmt.save`; as `pin`.
         """
         self.add_labels(which, metrics=metrics)
 
     def tag(self, which: Which, *tags: str) -> None:
-        """Give a committed checkpoint tags, beside those that it has. Raises: as `set_metrics`."""
+        """Add tags to a committed checkpoint. Raises: as `set_metrics`."""
         self.add_labels(which, tags=tags)
 
     def add_labels(
         self, which: Which, *, metrics: Mapping[str, SupportsFloat] | None = None, tags: Iterable[str] = ()
     ) -> None:
-        """Do what `set_metrics` and `tag` do, in one step; without metrics and tags, nothing is recorded.
+        """Set metrics and add tags in one step; without metrics and tags, no record is written.
 
         Raises: as `set_metrics`.
         """
@@ -196,39 +211,43 @@ class Run:
             )
 
     def untag(self, which: Which, *tags: str) -> None:
-        """Take tags away; what it doesn't have isn't missed. Raises: as `set_metrics`."""
+        """Remove tags; missing tags are ignored. Raises: as `set_metrics`."""
         gone = {check_name(tag, "tags=") for tag in tags}
         if gone:
             self._change(which, lambda known: dataclasses.replace(known, tags=_without(known.tags, gone)))
 
     def pin(self, which: Which) -> None:
-        """Keep a committed checkpoint, whatever retention says, until somebody unpins it.
+        """Pin a committed checkpoint: retention rules don't apply until the checkpoint is unpinned.
 
-        Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_RETIRED and others); CommitError(CHECKPOINT_CONDEMNED);
-            StateError(ARGUMENT) for a run begun by a version without pins. Spec: REQ-CMT-041.
+        Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_RETIRED and others);
+            CommitError(CHECKPOINT_CONDEMNED); StateError(ARGUMENT) for a run begun by a version
+            without pins. Spec: REQ-CMT-041.
         """
         store, run = self._writable()
         pin_checkpoint(store, run, self.find(which).name)
 
     def unpin(self, which: Which) -> None:
-        """Leave a checkpoint to retention again. Raises: as `set_metrics`."""
+        """Remove the pin, so that the retention rules apply again. Raises: as `set_metrics`."""
         store, run = self._writable()
         change_labels(store, run, self.find(which).name, lambda record: dataclasses.replace(record, pinned=False))
 
     def delete(self, which: Which, *, dry_run: bool = False, force: bool = False, gone: Iterable[str] = ()) -> None:
-        """Delete a committed checkpoint: from a moment on it is none any more, then its files go.
+        """Delete a committed checkpoint: retire the checkpoint in one step, then remove the files.
 
-        Before that, every byte of another checkpoint is read, once for each `Run` object: the last checkpoint that can
-        be loaded stays.
+        First, every byte of another checkpoint is read, once for each `Run` object: the last
+        checkpoint that can be loaded stays.
 
         Args:
-            which: checkpoint.
-            dry_run: whether to raise what would be raised, and change nothing.
-            force: whether to delete the checkpoint without looking whether another one can be loaded.
-            gone: names of others that count as deleted, for a dry run of several.
+            which: the checkpoint.
+            dry_run: whether to raise the errors of a deletion without a change.
+            force: whether to delete the checkpoint without a check that another checkpoint can be
+                loaded.
+            gone: names of checkpoints regarded as deleted, for a dry run of several
+                deletions.
 
-        Raises: CommitError(CHECKPOINT_NEEDED) for what is pinned, what the run goes on from, what its newest launch
-            resumes from, the last committed one, the last that can be loaded, and what a delta reads from.
+        Raises: CommitError(CHECKPOINT_NEEDED) for a pinned checkpoint, the checkpoint from which
+            the run goes on or its newest launch resumes, the last committed checkpoint, the last
+            loadable checkpoint, and a base of a delta.
         Spec: REQ-CMT-022, REQ-CMT-026, REQ-CMT-052.
         """
         store, run = (self._store, read_known_run(self._store)) if dry_run else self._writable()
@@ -243,19 +262,22 @@ class Run:
         retire: bool = False,
         on_progress: Callable[[int], None] | None = None,
     ) -> MirrorReport:
-        """Copy what another place lacks of the run, every byte compared with a digest, so that it can go on there.
+        """Copy missing parts of the run to a mirror, from which the run can go on.
 
-        It may be interrupted, and is done again to go on. A training may save into the run meanwhile.
+        Every byte is compared with a digest. A second call continues after an interruption. A
+        training may save into the run during the copy.
 
         Args:
-            mirror: directory of the copy, made if it isn't there; or a store rooted there.
-            retire: whether what the run has retired is retired there, too; else the copy keeps what it has.
+            mirror: directory of the copy, made if missing; or a store rooted there.
+            retire: whether to retire the run's retired checkpoints at the mirror, too; else
+                the mirror keeps them.
             on_progress: called with the number of bytes just copied.
 
-        Raises: CommitError(HOMES_DIVERGED) where the run went on in the copy; as `mirror_run`. Spec: REQ-RUN-027 to
-            REQ-RUN-031.
+        Raises: CommitError(HOMES_DIVERGED) where the run went on in the copy; as `mirror_run`.
+            Spec: REQ-RUN-027 to REQ-RUN-031.
         """
-        read_known_run(self._store)  # first: to open a store for writing makes its directory
+        # Before the store is opened for writing, which makes the directory.
+        read_known_run(self._store)
         return mirror_run(self._store, open_store(mirror, writable=True), retire=retire, on_progress=on_progress)
 
     def scrub(
@@ -265,18 +287,20 @@ class Run:
         dry_run: bool = False,
         on_progress: Callable[[int], None] | None = None,
     ) -> ScrubReport:
-        """Compare every byte of this run and of its copies, and rewrite what is damaged in one from another.
+        """Compare every byte of this run and its copies, and rewrite damaged files from whole ones.
 
         Args:
-            others: mirrors of the run, or the run of which this is the mirror.
-            dry_run: whether to change nothing.
+            others: mirrors of the run, or the run of which this is a mirror.
+            dry_run: whether to change no file.
             on_progress: called with the number of bytes just compared.
 
-        Returns: the damages, and whether each was mended; `whole` says whether all copies are whole now.
+        Returns: the damages, each with whether the file was rewritten; `whole` is True if all
+            copies are whole now.
         Raises: as `scrub_run`. Spec: REQ-RUN-033, REQ-RUN-034.
         """
         paths = (self._path, *others)
-        for path in paths:  # first: to open a store for writing makes its directory
+        # Before the stores are opened for writing, which makes the directories.
+        for path in paths:
             if not is_run(open_store(path, writable=False)):
                 raise err(Code.FILE_MISSING, "no run is here", where=open_store(path, writable=False).name)
         return scrub_run(
@@ -289,10 +313,11 @@ class Run:
         *,
         on_progress: Callable[[int], None] | None = None,
     ) -> PromoteReport:
-        """Make this copy the home of its run: begin a launch here, which names what the run goes on from.
+        """Make this copy the home of its run by a launch that names the checkpoint to go on from.
 
         Args:
-            home: the old one, if it can be reached: nobody saves there any more then, and its last saves are copied.
+            home: the old home, if reachable. The old home is fenced off: no
+                training saves there any more, and the last saves are copied.
             on_progress: called with the number of bytes just copied or checked.
 
         Raises: IntegrityError(NOT_COMMITTED, NO_VALID_CHECKPOINT); as `mirror`. Spec: REQ-RUN-032.
@@ -302,7 +327,8 @@ class Run:
         return promote(store, old, on_progress=on_progress)
 
     def _writable(self) -> tuple[Store, RunRecord]:
-        run = read_known_run(self._store)  # first: to open a store for writing makes its directory
+        # Before the store is opened for writing, which makes the directory.
+        run = read_known_run(self._store)
         check_writer_features(run)
         return open_store(self._path, writable=True), run
 
@@ -318,12 +344,14 @@ class Run:
         return list_checkpoints(self._store, read_known_run(self._store))
 
     def find(self, which: Which) -> RunCheckpoint:
-        """Return the one checkpoint that is meant; of a step in several launches, the one on the lineage.
+        """Return the checkpoint that `which` names.
+
+        If several launches saved the step, the checkpoint on the lineage is returned.
 
         Args:
-            which: a checkpoint of a listing, a name, a digest, or a step.
+            which: an entry of a listing, a name, a digest, or a step.
 
-        Raises: IntegrityError(NOT_COMMITTED); StateError(ARGUMENT) for what is none of these.
+        Raises: IntegrityError(NOT_COMMITTED); StateError(ARGUMENT) for an argument of another type.
         """
         wanted = which.name if isinstance(which, RunCheckpoint) else _check_wanted(which)
         entries = list_checkpoints(self._store, read_known_run(self._store))
@@ -348,14 +376,14 @@ class Run:
 
 
 def _suggest(wanted: str, entries: Iterable[RunEntry]) -> str:
-    """Return the remedy where no checkpoint is meant, or several are: the name that comes nearest, if one does."""
+    """Return the remedy where no checkpoint or several match, with the most similar name."""
     near = difflib.get_close_matches(wanted, [entry.name for entry in entries], n=1)
     meant = f"Did you mean {near[0]}? " if near else "Give a name, a digest or a step; "
     return f"{meant}`ckptfmt log` lists the checkpoints of a run."
 
 
 def _check_wanted(which: object) -> str | int:
-    """Return a name, a digest or a step that a caller gives. Raises: StateError(ARGUMENT)."""
+    """Return a name, a digest or a step given by a caller. Raises: StateError(ARGUMENT)."""
     if isinstance(which, str):
         return which
     remedy = "Give a name, a digest or a step."
@@ -373,20 +401,20 @@ def _without(tags: Iterable[str], gone: Iterable[str]) -> tuple[str, ...]:
 
 
 def state_of(entry: RunEntry, held: Iterable[int] = ()) -> str:
-    """Return what a directory is, in a word.
+    """Return the state of a checkpoint directory in a word, as in `RunCheckpoint.state`.
 
     Args:
-        held: launches of which living savers have saves in hand.
+        held: launches of living savers.
     """
     undecided = "saving" if entry.launch in held else "unfinished"
     return next((state for kind, state in _STATES if isinstance(entry.register, kind)), undecided)
 
 
 def describe_entry(entry: RunEntry, held: Iterable[int] = ()) -> RunCheckpoint:
-    """Return what a listing says of a directory.
+    """Return the description of a directory for a listing.
 
     Args:
-        held: as for `state_of`.
+        held: launches of living savers.
     """
     found = RunCheckpoint(
         name=entry.name,

@@ -1,4 +1,6 @@
-"""Make a full checkpoint of a delta, block by block, in constant memory: the same parts, with raw shards for packs.
+"""Make a full checkpoint of a delta in constant memory.
+
+The full checkpoint has the same parts, with raw shards instead of packs.
 
 Spec: REQ-CKP-006, REQ-CKP-007, REQ-CMT-003 to REQ-CMT-008, REQ-RUN-004, REQ-RUN-008.
 """
@@ -24,25 +26,26 @@ from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Context, Image, lay_out
 from ckptfmt.write.writer import write_image
 
-#: How many bytes of small blocks are decoded at a time.
+#: Bytes of small blocks decoded at a time.
 _CHUNK_NBYTES: Final = 1 << 20
-#: How long to wait for what others have in their hands, in seconds.
+#: Time to wait for the saves of living savers, in seconds.
 _DEADLINE_S: Final = 20.0
 
 
 def compact_checkpoint(
     checkpoint: Checkpoint, store: Store, *, on_progress: Callable[[int], None] | None = None
 ) -> Manifest:
-    """Write a full checkpoint outside of a run, with what another one holds.
+    """Write a full checkpoint, outside of a run, with the contents of another checkpoint.
 
-    What is interrupted leaves files that are no checkpoint; the next call in the same place removes them.
+    An interrupted call leaves files without a manifest; the next call in the same place removes
+    them.
 
     Args:
-        checkpoint: which to make full.
-        store: rooted where it goes.
+        checkpoint: the checkpoint to read.
+        store: the store to write, rooted at the new checkpoint.
         on_progress: called with the number of bytes just written.
 
-    Raises: CommitError(CHECKPOINT_EXISTS); StoreError; what reading raises.
+    Raises: CommitError(CHECKPOINT_EXISTS); StoreError; errors of reading.
     Spec: REQ-CKP-007.
     """
     check_vacant(store)
@@ -56,19 +59,23 @@ def compact_checkpoint(
 def compact_run(
     store: Store, *, deadline_s: float = _DEADLINE_S, on_progress: Callable[[int], None] | None = None
 ) -> tuple[str, Manifest, bool]:
-    """Make the head of a run full, as the first commit of a new launch, from where the run then goes on.
+    """Write a full checkpoint of a run's head, as the first commit of a new launch.
 
-    The new launch resumes by hand from the delta that it makes full: lineage leads through it, and a killed one leaves
-    the run where it was. Whoever is still training is fenced off, as by any newer launch.
+    The run then goes on from the full checkpoint.
+
+    The new launch resumes by hand from the delta: the lineage leads through this launch, and after
+    a kill the run goes on as before. A running training is fenced off, as by any newer launch.
 
     Args:
-        store: rooted at the run, to be written.
-        deadline_s: how long to wait for saves that others have in their hands, in seconds.
+        store: the store to write, rooted at the run.
+        deadline_s: time to wait for the saves of living savers, in seconds.
         on_progress: called with the number of bytes just checked, or written.
 
-    Returns: the name of the full checkpoint, its manifest, and whether it was made now: a head may be full already.
-    Raises: IntegrityError(NOT_COMMITTED and those of a head that isn't whole); UnsupportedError(FEATURE_UNSUPPORTED);
-        FencedError; CommitError(SAVE_PENDING and others); StoreError.
+    Returns: the name of the full checkpoint, its manifest, and whether the call wrote it: a head
+        may be full already.
+    Raises: IntegrityError(NOT_COMMITTED, and codes of a damaged head);
+        UnsupportedError(FEATURE_UNSUPPORTED); FencedError; CommitError(SAVE_PENDING and others);
+        StoreError.
     Spec: REQ-RUN-002, REQ-RUN-004, REQ-RUN-006, REQ-RUN-008, REQ-RUN-018, REQ-VER-003.
     """
     if held := wait_for_savers(store, deadline_s=deadline_s):
@@ -89,10 +96,10 @@ def compact_run(
 
 
 def _write(checkpoint: Checkpoint, store: Store, origin: Origin, on_progress: Callable[[int], None] | None) -> Manifest:
-    """Write every part anew, and commit them.
+    """Write every part again, and commit them.
 
-    What an error leaves isn't removed: once all parts are there, anyone may still commit them. Whoever does it again
-    removes it, after the commit; in a run the next clean-up does.
+    After an error the files stay: once all parts are there, any process may still commit them. The
+    next call removes the files after its commit; in a run, the next clean-up does.
     """
     for number in range(origin.writer_count):
         opened = checkpoint.open_part(number)
@@ -116,13 +123,16 @@ def _write(checkpoint: Checkpoint, store: Store, origin: Origin, on_progress: Ca
     return decide(store, origin, writer=0, deadline_s=_DEADLINE_S)
 
 
-# --- one part -------------------------------------------------------------------------------------------------------
+# --- one part -------------------------------------------------------------------------------------
 
 
 class _Decoded:
-    """The bytes of a part's image, decoded when they are written; see `ckptfmt.write.writer.Contents`."""
+    """The bytes of a part's image, decoded when written.
 
-    shards_at_once = 1  # one stream of decoded blocks, in their order
+    The class is a `ckptfmt.write.writer.Contents`.
+    """
+
+    shards_at_once = 1  # one stream of decoded blocks, in order
 
     def __init__(self, opened: OpenPart, image: Image, on_progress: Callable[[int], None] | None) -> None:
         self._opened = opened
@@ -140,11 +150,11 @@ class _Decoded:
                     self._on_progress(content.nbytes)
 
     def digests(self) -> list[bytes]:
-        """Return the digests: those that the part has, for all its contents were compared with them."""
+        """Return the part's own digests: all contents were compared with the digests."""
         return [self._opened.part.holdings.digests_of(row) for row in self._image.rows]
 
     def _iter_blocks(self, shard: int) -> Iterator[tuple[StoredBox, range]]:
-        """Yield the blocks of a shard in their order, a few small ones of one box together."""
+        """Yield the blocks of a shard in order, several small blocks of a box together."""
         step = max(1, _CHUNK_NBYTES // self._image.block_nbytes)
         for row, piece in zip(self._image.rows, self._image.pieces, strict=True):
             count = block_count(piece.end - piece.begin, self._image.block_nbytes)

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint after its commit: pins, and metrics and tags in the place of those of the manifest.
+"""Records about a committed checkpoint: pins, and metrics and tags instead of the manifest's.
 
 Spec: REQ-RUN-023 to REQ-RUN-026, REQ-CMT-041.
 """
@@ -21,14 +21,17 @@ from ckptfmt.read.files import CheckpointFiles
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.store.protocol import Store
 
-#: How many records of others a change may find in its way, one after the other.
+#: Number of repetitions of a change whose record number was taken by another process.
 _TRIES = 1000
-#: How long to wait for a cleaner that is about to retire what is to be pinned, in seconds.
+#: Time to wait for a cleaner about to retire a checkpoint to be pinned, in seconds.
 _CLEANER_S = 10.0
 
 
 def list_newest_labels(store: Store) -> dict[str, int]:
-    """Return the greatest number of the records of each checkpoint of a run that has any. Spec: REQ-RUN-025."""
+    """Return the greatest record number of each checkpoint of a run with records.
+
+    Spec: REQ-RUN-025.
+    """
     found: dict[str, int] = {}
     for name in store.list_names(LABELS_FOLDER):
         parsed = parse_labels_name(name)
@@ -38,12 +41,13 @@ def list_newest_labels(store: Store) -> dict[str, int]:
 
 
 def read_labels(store: Store, checkpoint: str, number: int, run_id: str | None) -> LabelsRecord | CkptError:
-    """Return a record of labels, or why it can't be read: also where its permissions forbid that.
+    """Return a record of labels, or the error of an unreadable record, also without permission.
 
     Raises: StoreError, except STORE_ACCESS. Spec: REQ-RUN-023, REQ-RUN-026.
     """
     path = f"{LABELS_FOLDER}/{labels_name(checkpoint, number)}"
-    # An answer may be damaged on its way, and the next record is made without what can't be read of this one.
+    # A network answer may be damaged, and the next record omits the contents of a record that can't
+    # be read.
     for is_last in (False, True) if store.is_remote else (True,):
         try:
             record = LabelsRecord.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
@@ -61,21 +65,24 @@ def read_labels(store: Store, checkpoint: str, number: int, run_id: str | None) 
 def change_labels(
     store: Store, run: RunRecord, checkpoint: str, change: Callable[[LabelsRecord], LabelsRecord]
 ) -> LabelsRecord:
-    """Record something of a committed checkpoint, on top of what is recorded.
+    """Write a new record about a committed checkpoint, based on the newest record.
 
     Args:
         store: rooted at the run.
-        change: returns what is to hold, given what holds; it may be called again, where somebody else was faster.
+        change: returns the new record, given the current record; may be called again after a race
+            with another process.
 
-    Returns: what holds now.
-    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED); FormatError(LIMIT_EXCEEDED) where
-        the largest number is taken; CommitError(COMMIT_CONFLICT) where others were faster each time; StoreError.
+    Returns: the record now in force.
+    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED);
+        FormatError(LIMIT_EXCEEDED) where the largest number is taken; CommitError(COMMIT_CONFLICT)
+        where other processes were faster each time; StoreError.
     Spec: REQ-RUN-024, REQ-RUN-025.
     """
     manifest = _read_manifest(store, checkpoint)
     number = 0
     for _ in range(_TRIES):
-        # A name that couldn't be created is that of a record, even if a listing doesn't show it yet.
+        # A name that can't be created belongs to a record, even if a listing doesn't show the
+        # record yet.
         number = max(number, list_newest_labels(store).get(checkpoint, 0))
         known = _read_newest(store, run, manifest, checkpoint, number)
         if number == limits.JSON_INTEGER:
@@ -87,7 +94,8 @@ def change_labels(
         except CkptError as error:
             if error.code == Code.COMMIT_CONFLICT:
                 number += 1
-                continue  # Somebody took the number: the change is made to what that one says.
+                # Another process took the number: the change is applied to that process's record.
+                continue
             raise
         store.sync(LABELS_FOLDER)
         return made
@@ -101,10 +109,10 @@ def change_labels(
 
 
 def _read_newest(store: Store, run: RunRecord, manifest: Manifest, checkpoint: str, number: int) -> LabelsRecord:
-    """Return what a record says; where it can't be read, a pin with what the last one before it said, if any can.
+    """Return a record; if unreadable, a pin with the labels of the last readable record before.
 
     Args:
-        number: of the record; 0 where there is none.
+        number: number of the record; 0 where there is no record.
 
     Raises: StoreError, except STORE_ACCESS. Spec: REQ-RUN-024, REQ-RUN-026.
     """
@@ -116,18 +124,19 @@ def _read_newest(store: Store, run: RunRecord, manifest: Manifest, checkpoint: s
     for candidate in (*([number] if number else []), *sorted(older, reverse=True)):
         record = read_labels(store, checkpoint, candidate, run.run_id)
         if isinstance(record, LabelsRecord):
-            # What can't be read counts as a pin until somebody takes that back.
+            # An unreadable record counts as a pin until the checkpoint is unpinned.
             return dataclasses.replace(record, number=number, pinned=record.pinned or candidate != number)
     pinned = number > 0
     return LabelsRecord(run_id=run.run_id, checkpoint=checkpoint, number=number, pinned=pinned, labels=manifest.labels)
 
 
 def pin_checkpoint(store: Store, run: RunRecord, checkpoint: str) -> LabelsRecord:
-    """Pin a checkpoint: no cleaner retires it until somebody unpins it.
+    """Pin a checkpoint: no cleaner retires a pinned checkpoint.
 
-    Raises: as `change_labels`; StateError(ARGUMENT) for a run without the writer feature; IntegrityError(
-        FILES_IN_CACHES) for one whose files aren't at home; CommitError(
-        CHECKPOINT_CONDEMNED) where a cleaner is about to retire it, or died before it did. Spec: REQ-CMT-041.
+    Raises: as `change_labels`; StateError(ARGUMENT) for a run without the writer feature;
+        IntegrityError(FILES_IN_CACHES) for a checkpoint with files in caches only;
+        CommitError(CHECKPOINT_CONDEMNED) where a cleaner is about to retire the checkpoint, or died
+        before the tombstone. Spec: REQ-CMT-041.
     """
     if LABELS not in run.writer_features:
         raise err(
@@ -139,27 +148,30 @@ def pin_checkpoint(store: Store, run: RunRecord, checkpoint: str) -> LabelsRecor
         )
     if _read_manifest(store, checkpoint).durability != HOME:
         with CheckpointFiles(store.at(checkpoint)) as files:
-            check_at_home(files)  # else the pin would promise what may go with its node
+            # Files in a node's cache may vanish with the node, in spite of the pin.
+            check_at_home(files)
     made = change_labels(store, run, checkpoint, lambda known: dataclasses.replace(known, pinned=True))
     wait_for_cleaners(store, checkpoint, requirement="REQ-CMT-041")
     return made
 
 
 def wait_for_cleaners(store: Store, checkpoint: str, *, requirement: str) -> None:
-    """Return when a checkpoint is committed and no cleaner is about to retire it any more.
+    """Wait until a checkpoint is committed and safe from cleaners.
 
     Args:
         store: rooted at the run.
-        requirement: what asks for it.
+        requirement: number of the requirement, for errors.
 
-    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED); CommitError(CHECKPOINT_CONDEMNED)
-        where a cleaner takes long, or died before it retired the checkpoint; StoreError.
+    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED);
+        CommitError(CHECKPOINT_CONDEMNED) where a cleaner takes too long, or died before the
+        tombstone; StoreError.
     Spec: REQ-CMT-041, REQ-RUN-013.
     """
     place = store.at(checkpoint)
     condemned: list[str] = []
     for _ in poll(_CLEANER_S):
-        # In this order: a cleaner removes its condemnation behind the tombstone, or when it has seen who needs it.
+        # In this order: a cleaner removes a condemnation after the tombstone, or after it has
+        # found a reader.
         condemned = sorted(name for name in place.list_names("") if name.startswith(CONDEMNED))
         _read_manifest(store, checkpoint)
         if not condemned:
@@ -186,7 +198,8 @@ def _refuse_number(path: str) -> CkptError:
 def _read_manifest(store: Store, checkpoint: str) -> Manifest:
     """Return the manifest of a committed checkpoint.
 
-    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED); what is wrong with its register.
+    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED); errors of a
+        damaged register.
     """
     place = store.at(checkpoint)
     register = read_register(place)

@@ -1,4 +1,7 @@
-"""Which checkpoint a run goes on from, and who owns the run. Spec: REQ-RUN-001 to REQ-RUN-007."""
+"""The checkpoint from which a run goes on, and the launch that owns the run.
+
+Spec: REQ-RUN-001 to REQ-RUN-007.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ from ckptfmt.run.labelling import list_newest_labels, read_labels, wait_for_clea
 from ckptfmt.store import open_store, split_path
 from ckptfmt.store.protocol import Store, call_each
 
-#: The remedy where nothing but suspect checkpoints is left.
+#: The remedy where all remaining checkpoints are suspect.
 _SUSPECT: Final = "Begin one launch with resume= and the name of one that you trust, or 'fresh'; later ones follow it."
 
 
@@ -54,11 +57,12 @@ class RunEntry:
     """One checkpoint directory of a run.
 
     Attributes:
-        name: of the directory.
-        step: of its name.
-        launch: of its name.
-        register: what its register holds; None if undecided; the error if it can't be read.
-        record: of a committed one, the newest record of what was said of it since; the error if it can't be read.
+        name: the directory's name.
+        step: the step in the name.
+        launch: the launch in the name.
+        register: the document in the register; None if undecided; the error if unreadable.
+        record: the newest record about a committed checkpoint; None without a record; the error if
+            unreadable.
     """
 
     name: str
@@ -69,7 +73,10 @@ class RunEntry:
 
     @property
     def labels(self) -> Labels:
-        """Metrics and tags: as they were said last, else as they were saved; and suspect. Spec: REQ-RUN-025."""
+        """Metrics and tags of the newest record, else of the manifest; `suspect` of the manifest.
+
+        Spec: REQ-RUN-025.
+        """
         saved = NO_LABELS if self.manifest is None else self.manifest.labels
         if isinstance(self.record, LabelsRecord):
             return dataclasses.replace(self.record.labels, suspect=saved.suspect)
@@ -77,17 +84,23 @@ class RunEntry:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it was saved because something was wrong: nothing goes on from it by lineage. Spec: REQ-RUN-042."""
+        """Whether the save recorded a fault: no launch resumes by lineage from such a checkpoint.
+
+        Spec: REQ-RUN-042.
+        """
         return self.manifest is not None and bool(self.manifest.labels.suspect)
 
     @property
     def is_record(self) -> bool:
-        """Whether this stands for a launch record that can't be read, in the place of what that record names."""
+        """Whether the entry stands for an unreadable launch record, instead of a checkpoint."""
         return self.name.startswith(f"{LAUNCHES}/")
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it stays until somebody unpins it; a record that can't be read may say so. Spec: REQ-CMT-040."""
+        """Whether the checkpoint is pinned; an unreadable record counts as a pin.
+
+        Spec: REQ-CMT-040.
+        """
         return isinstance(self.record, CkptError) or (self.record is not None and self.record.pinned)
 
     @property
@@ -97,17 +110,19 @@ class RunEntry:
 
     @property
     def references(self) -> tuple[Reference, ...]:
-        """What the checkpoint reads from, if it is committed."""
+        """The bases of a committed checkpoint."""
         return () if self.manifest is None else self.manifest.references
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LostLaunch:
-    """A launch whose record can't be read: its number is known by the file's name, and nothing else. Spec: REQ-RUN-045.
+    """A launch with an unreadable record: only the number in the file's name is known.
+
+    Spec: REQ-RUN-045.
 
     Attributes:
-        launch: its number.
-        error: what is wrong with the record.
+        launch: the launch's number.
+        error: the error of the record.
     """
 
     launch: int
@@ -119,7 +134,7 @@ class LostLaunch:
         return f"{LAUNCHES}/{launch_name(self.launch)}"
 
     def as_error(self) -> CkptError:
-        """Return what is wrong, what can't be known therefore, and what to do about it."""
+        """Return the error of the record, with the consequence and a remedy."""
         return err(
             self.error.code,
             f"{self.error.detail}; what launch {self.launch} went on from can't be known",
@@ -131,7 +146,10 @@ class LostLaunch:
 
 
 def read_run(store: Store) -> RunRecord | None:
-    """Return the record of a run, or None where there is none. Raises: FormatError, IntegrityError."""
+    """Return the record of a run, or None where there is none.
+
+    Raises: FormatError, IntegrityError.
+    """
     try:
         return RunRecord.parse(store.read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES))
     except CkptError as error:
@@ -141,12 +159,15 @@ def read_run(store: Store) -> RunRecord | None:
 
 
 def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> RunRecord:
-    """Return the record of a run to write into, made if there is none; who comes second takes the first one's.
+    """Return the record of a run to write into, made if missing.
+
+    If two processes make a record, the first record counts.
 
     Args:
-        writer_features: of a run that is made now.
+        writer_features: writer features of a new run.
 
-    Raises: UnsupportedError(FEATURE_UNSUPPORTED and others); StoreError; FormatError. Spec: REQ-RUN-001, REQ-VER-003.
+    Raises: UnsupportedError(FEATURE_UNSUPPORTED and others); StoreError; FormatError. Spec:
+        REQ-RUN-001, REQ-VER-003.
     """
     run = read_run(store) or _refuse_other_contents(store)
     if run is not None:
@@ -162,7 +183,7 @@ def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> RunRecord:
     run = read_run(store)
     if run is None:
         raise err(Code.STORE_IO, "the run's record was just created, and isn't there", where=RUN_NAME)
-    check_writer_features(run)  # perhaps somebody else's
+    check_writer_features(run)  # another process may have made the record
     return run
 
 
@@ -173,7 +194,7 @@ def check_writer_features(
     doing: str = "writing into this run",
     undone: str = "nothing was written",
 ) -> None:
-    """Raise if a run has a feature that its writers must know, and this one doesn't.
+    """Raise if a run has a writer feature unknown to this version.
 
     Raises: UnsupportedError(FEATURE_UNSUPPORTED). Spec: REQ-VER-003.
     """
@@ -188,7 +209,7 @@ def check_writer_features(
 
 
 def _refuse_other_contents(store: Store) -> RunRecord | None:
-    """Raise if a new run can't begin here; return the run that somebody has made in the meantime."""
+    """Raise if a new run can't begin here; return a run just made by another process."""
     names = set(store.list_names(""))
     if MANIFEST_NAME in names:
         raise refuse_checkpoint(store)
@@ -198,7 +219,10 @@ def _refuse_other_contents(store: Store) -> RunRecord | None:
 
 
 def read_known_run(store: Store) -> RunRecord:
-    """Return the record of a run that is there. Raises: IntegrityError(FILE_MISSING). Spec: REQ-RUN-015."""
+    """Return the record of an existing run.
+
+    Raises: IntegrityError(FILE_MISSING). Spec: REQ-RUN-015.
+    """
     run = read_run(store)
     if run is None:
         names = set(store.list_names(""))
@@ -220,10 +244,11 @@ def read_known_run(store: Store) -> RunRecord:
 
 
 def list_launches(store: Store, run: RunRecord | None = None) -> list[Launch | LostLaunch]:
-    """Return the launches of a run, oldest first; one whose record is damaged is among them, by its number alone.
+    """Return the launches of a run, oldest first, with a `LostLaunch` for each damaged record.
 
-    Raises: FormatError(RUN_MISMATCH) where a record is another run's: the files of two runs are mixed; StoreError;
-        UnsupportedError of a record that a newer version wrote. Spec: REQ-RUN-003, REQ-RUN-045.
+    Raises: FormatError(RUN_MISMATCH) where a record belongs to another run: the files of two runs
+        are mixed; StoreError; UnsupportedError of a record by a newer version. Spec: REQ-RUN-003,
+        REQ-RUN-045.
     """
 
     def read(number: int, *, is_doubted: bool = False) -> Launch | LostLaunch:
@@ -232,7 +257,7 @@ def list_launches(store: Store, run: RunRecord | None = None) -> list[Launch | L
         except (StoreError, UnsupportedError):
             raise
         except CkptError as error:
-            if store.is_remote and not is_doubted:  # the answer may have been damaged on its way
+            if store.is_remote and not is_doubted:  # the network answer may have been damaged
                 return read(number, is_doubted=True)
             return LostLaunch(launch=number, error=error)
         check_run_id(None if run is None else run.run_id, launch.run_id, f"{LAUNCHES}/{launch_name(number)}")
@@ -242,7 +267,7 @@ def list_launches(store: Store, run: RunRecord | None = None) -> list[Launch | L
 
 
 def list_launch_numbers(store: Store) -> list[int]:
-    """Return the numbers of a run's launches, ascending, as numbers."""
+    """Return the numbers of a run's launches in ascending numerical order."""
     numbers = (parse_launch_name(name) for name in store.list_names(LAUNCHES))
     return sorted(number for number in numbers if number is not None)
 
@@ -260,13 +285,19 @@ def list_checkpoints(
 ) -> list[RunEntry]:
     """Return every checkpoint directory of a run by step, then launch, compared as numbers.
 
-    A register that can't be read becomes an entry with its error: nobody decides for it. What is retired while this
-    looks is only seen together with the newer checkpoint for whose sake it went: none counts as undecided that was read
-    before those of smaller steps, and if one was retired, what came since is read, too. What is decided is read once.
+    An unreadable register becomes an entry with the error: the state stays unknown.
+
+    A checkpoint may be retired during the call, which happens only after a newer commit. Two rules
+    keep the result consistent. Registers are read in ascending order, so that an undecided
+    directory was read before directories of greater steps. If a tombstone was found, the
+    directories are listed again, and new and undecided directories are read again. A decided
+    register is read once.
 
     Args:
-        known: what the caller has parsed of this run before; what was aborted or retired by then isn't read again.
-        with_labels: whether to read the records of labels, too. What to resume from doesn't depend on them.
+        known: documents of this run parsed before; a directory known as aborted
+            or retired isn't read again.
+        with_labels: whether to read the records of labels, too. The choice of a checkpoint to
+            resume from doesn't depend on them.
 
     Spec: REQ-RUN-014, REQ-RUN-026.
     """
@@ -275,11 +306,12 @@ def list_checkpoints(
         newest = list_newest_labels(store) if with_labels else {}
         read = functools.partial(_read_entry, store, run_id=run.run_id if run else None, known=known, newest=newest)
         undecided = [place for place in places if place not in entries or entries[place].register is None]
-        pairs = zip(undecided, call_each(store, read, undecided), strict=True)  # of a remote store, several at once
+        # A remote store is asked for several registers at once.
+        pairs = zip(undecided, call_each(store, read, undecided), strict=True)
         found = {place: read(place) if store.is_remote and entry.register is None else entry for place, entry in pairs}
         entries |= found
         is_retired, listed = any(isinstance(entry.register, Tombstone) for entry in found.values()), places
-        if is_retired or is_unsure:  # an answer may be lost on its way, and look like a listing of less
+        if is_retired or is_unsure:  # a damaged network answer may look like a shorter listing
             places, is_unsure = sorted({*places, *_list_places(store)}), False
         if places == listed:
             return [entries[place] for place in listed]
@@ -288,19 +320,21 @@ def list_checkpoints(
 def iter_lineage(
     launches: Sequence[Launch | LostLaunch], entries: list[RunEntry], *, with_suspect: bool = False
 ) -> Iterator[RunEntry]:
-    """Yield the checkpoints that the newest launch may resume from, best first.
+    """Yield the checkpoints from which the newest launch may resume, best first.
 
-    The newest launch's own commits come first, greatest step first; then what it resumed from, and the older commits of
-    the launch that saved that; and so on down. A rollback thereby stays rolled back. Entries whose register can't be
-    read are yielded too: whoever resumes must know what it passes over. What is suspect isn't, unless a launch on the
-    way resumed from it: somebody chose it by hand.
+    The newest launch's own commits come first, greatest step first. Then comes the checkpoint that
+    it resumed from, and the older commits of the same launch as this checkpoint; and so on to the
+    first launch. So a rollback stays rolled back. Entries with an unreadable register are yielded
+    too: a caller must report each candidate passed over. A suspect checkpoint is left out, unless a
+    launch on the way resumed from it, by a person's choice.
 
-    Where the record of a launch on the way can't be read, an entry with that error stands in the place of what the
-    record names (`RunEntry.is_record`). Behind it come the candidates of the launches before, of steps up to the
-    smallest one of that launch: a launch that finds nothing whole before them passes the record over, and says so.
+    Where the record of a launch on the way can't be read, an entry with the error stands for the
+    checkpoint named there (`RunEntry.is_record`). After this entry come the candidates of the
+    launches before, of steps up to the smallest step of the lost launch: a caller that finds no
+    valid checkpoint before them passes the record over, and reports this.
 
     Args:
-        with_suspect: whether to yield, in their places, those too that are passed over because they are suspect.
+        with_suspect: whether to yield suspect checkpoints, too, in their places.
 
     Spec: REQ-RUN-006, REQ-RUN-042, REQ-RUN-045.
     """
@@ -320,7 +354,7 @@ def iter_lineage(
         record = by_number.get(number)
         if isinstance(record, LostLaunch):
             if not any(entry.launch < number and was_committed(entry) for entry in entries):
-                return  # there was nothing that the launch could have gone on from
+                return  # the launch had no checkpoint from which to go on
             yield RunEntry(name=record.path, step=0, launch=number, register=record.as_error())
             named = None
             bound = min((entry.step for entry in entries if entry.launch == number), default=None)
@@ -338,12 +372,11 @@ def iter_lineage(
 
 
 def infer_launch(store: Store, run: RunRecord, number: int) -> Launch | None:
-    """Return the record that takes the place of one that is damaged or gone; None where nothing can be said.
+    """Return a replacement of a damaged or missing launch record; None if too little is known.
 
-    What the launch resumed from can't be known. The record names the candidate that comes behind the launch's own, and
-    that somebody chose it, so that nothing that older launches left counts as late or as passed over.
-
-    Raises: StoreError. Spec: REQ-RUN-046.
+    The checkpoint resumed from is unknown. The new record names the candidate after the launch's
+    own commits, as chosen by hand: no checkpoint of an older launch counts as late or as passed
+    over.
     """
     known = {launch.launch: launch for launch in list_launches(store, run) if launch.launch < number}
     lost = LostLaunch(launch=number, error=err(Code.FILE_MISSING, "it is inferred"))
@@ -355,7 +388,7 @@ def infer_launch(store: Store, run: RunRecord, number: int) -> Launch | None:
     older = [entry for entry in found if entry.launch < number and entry.manifest is not None]
     resume = ResumeFrom(name=older[0].name, digest=_digest_of(older[0])) if older else None
     if resume is None and any(entry.is_record for entry in found):
-        # All that older launches saved is retired. A tombstone has the digest of the manifest.
+        # All checkpoints of older launches are retired. A tombstone has the digest of the manifest.
         first = min((entry.step for entry in entries if entry.launch == number), default=limits.JSON_INTEGER)
         retired = [
             entry
@@ -371,7 +404,7 @@ def infer_launch(store: Store, run: RunRecord, number: int) -> Launch | None:
 
 
 def _digest_of(entry: RunEntry) -> str:
-    """Return the digest of the manifest of a checkpoint that is committed or retired."""
+    """Return the manifest's digest of a committed or retired checkpoint."""
     if isinstance(entry.register, Tombstone):
         return entry.register.manifest_digest
     assert entry.manifest is not None  # noqa: S101 - see above
@@ -379,14 +412,14 @@ def _digest_of(entry: RunEntry) -> str:
 
 
 def was_committed(entry: RunEntry) -> bool:
-    """Return whether a checkpoint directory is committed or retired, or may be, since its register can't be read."""
+    """Return whether a checkpoint is committed or retired; an unreadable register counts."""
     return isinstance(entry.register, Manifest | Tombstone | CkptError)
 
 
 def _find_newest(
     launches: Iterable[Launch | LostLaunch], entries: list[RunEntry], *, before: int | None = None
 ) -> int | None:
-    """Return the number of the newest launch that isn't overtaken, of those before a launch."""
+    """Return the newest launch, below `before` if given, that isn't overtaken; or None."""
     numbers = (
         launch.launch
         for launch in launches
@@ -398,9 +431,10 @@ def _find_newest(
 def _find_replacement(
     resume: ResumeFrom, register: Manifest | Abort | Tombstone | CkptError | None
 ) -> CkptError | None:
-    """Return what is wrong where a register doesn't hold what a launch record names; None where it is as it was.
+    """Return the error of a register unlike the checkpoint in a launch record; None if equal.
 
-    A tombstone is no problem: the checkpoint was retired. An unreadable register is a candidate by itself.
+    A tombstone is no error: the checkpoint was retired. An unreadable register is a candidate by
+    itself.
     """
     match register:
         case None:
@@ -415,11 +449,11 @@ def _find_replacement(
 
 
 def is_overtaken(launch: Launch | LostLaunch, entries: list[RunEntry]) -> bool:
-    """Say whether a launch never saved, and what it was to resume from is gone.
+    """Return whether a launch never saved, and the checkpoint to resume from is retired.
 
-    Only a clean-up that didn't see its record yet retires that; the lineage which the clean-up went by goes on. What
-    was chosen by hand stays chosen. A register that can't be read may be that of a commit, so it counts as one.
-    A launch whose record can't be read isn't overtaken, as far as anybody knows.
+    Only a clean-up before the launch's record retires such a checkpoint; the lineage of before goes
+    on. A choice by hand stays in force. An unreadable register may belong to a commit, so it counts
+    as a commit. A launch with an unreadable record doesn't count as overtaken.
     """
     if isinstance(launch, LostLaunch) or launch.resume_from is None or launch.chosen_by == "hand":
         return False
@@ -449,18 +483,19 @@ def begin_launch(
     on_passed_over: Callable[[str], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[Launch, Checkpoint | None]:
-    """Choose what to resume from, check it wholly, and take the next launch number with that choice.
+    """Choose a checkpoint to resume from, verify every byte, and create the next launch's record.
 
     Args:
         choose: name or manifest digest of a checkpoint, chosen by hand; None to follow the lineage.
-        fresh: start from nothing, by hand.
-        on_passed_over: called with a sentence for each newer checkpoint that isn't valid.
+        fresh: whether to start without a checkpoint, by hand.
+        on_passed_over: called with a sentence for each newer invalid checkpoint.
         on_progress: called with the number of bytes just checked.
 
-    Returns: the launch; and the checkpoint that the launch resumes from, open, with the documents that were verified,
-        for the caller to load and close. None instead of a checkpoint after a fresh start.
-    Raises: IntegrityError(NO_VALID_CHECKPOINT, NOT_COMMITTED, CHECKPOINT_RETIRED); CommitError(CHECKPOINT_CONDEMNED)
-        where a cleaner may retire what was chosen by hand; StoreError; FormatError.
+    Returns: the launch; and the checkpoint to resume from, open, with the verified documents for
+        the caller to load and close. None instead of a checkpoint after a fresh start.
+    Raises: IntegrityError(NO_VALID_CHECKPOINT, NOT_COMMITTED, CHECKPOINT_RETIRED);
+        CommitError(CHECKPOINT_CONDEMNED) where a cleaner may retire the checkpoint chosen by hand;
+        StoreError; FormatError.
     Spec: REQ-RUN-002, REQ-RUN-006, REQ-RUN-007, REQ-RUN-012, REQ-RUN-013.
     """
     while True:
@@ -478,7 +513,8 @@ def begin_launch(
         taken = {launch.launch for launch in launches} | {entry.launch for entry in entries}
         number = max(taken, default=0) + 1
         if choose is not None and resume is not None:
-            # What is chosen by hand stays chosen: a record that names what is retired leaves the run without a head.
+            # A choice by hand stays in force: a record naming a retired checkpoint would leave
+            # the run without a head.
             wait_for_cleaners(store, resume.name, requirement="REQ-RUN-013")
         launch = Launch(
             run_id=run.run_id, launch=number, nonce=secrets.token_hex(16), chosen_by=chosen_by, resume_from=resume
@@ -487,19 +523,23 @@ def begin_launch(
             create_once(store, f"{LAUNCHES}/{launch_name(number)}", content=launch.dump())
         except CkptError as error:
             if error.code == Code.COMMIT_CONFLICT:
-                continue  # Somebody took the number; what to resume from may have changed with it.
+                # Another launch took the number; the checkpoint to resume from may have changed,
+                # too.
+                continue
             raise
         store.sync(LAUNCHES)
         if choose is not None and resume is not None:
-            # A clean-up that condemned it since may have looked for launches before this record was there.
+            # A clean-up with a newer condemnation may have listed the launches before
+            # this record existed.
             wait_for_cleaners(store, resume.name, requirement="REQ-RUN-013")
         if resume is None or _is_committed(store, resume.name):
             return launch, checkpoint
-        # A clean-up that didn't see the record in time retired what it names; the next number names another.
+        # A clean-up missed the record and retired the checkpoint; the next record
+        # names another checkpoint.
 
 
 def open_head(store: Store, *, digest: str | None = None, bases: Sequence[Store] = ()) -> Checkpoint:
-    """Open the checkpoint that a run goes on from; the next one, where a training retires it in the meantime.
+    """Open the checkpoint from which a run goes on, or its successor after a retirement.
 
     Raises: as `find_head` and `Checkpoint`. Spec: REQ-RUN-020.
     """
@@ -508,13 +548,14 @@ def open_head(store: Store, *, digest: str | None = None, bases: Sequence[Store]
         try:
             return Checkpoint(place, digest=digest, bases=bases)
         except CkptError:
-            # It was committed a moment ago: whoever retired it has committed a newer one before.
+            # The checkpoint was committed a moment ago: before the retirement, a newer one was
+            # committed.
             if not isinstance(read_register(place), Tombstone):
                 raise
 
 
 def find_head(store: Store) -> tuple[str, Manifest]:
-    """Return name and manifest of the checkpoint that a run goes on from, as far as its records say.
+    """Return name and manifest of the checkpoint from which a run goes on, by the run's records.
 
     Raises: as `find_head_entry`.
     """
@@ -524,9 +565,9 @@ def find_head(store: Store) -> tuple[str, Manifest]:
 
 
 def find_head_entry(store: Store, *, with_labels: bool = True) -> RunEntry:
-    """Return the committed checkpoint that a run goes on from, as far as its records say.
+    """Return the committed checkpoint from which a run goes on, by the run's records.
 
-    Raises: IntegrityError(NOT_COMMITTED, FILE_MISSING), or what is wrong with its register.
+    Raises: IntegrityError(NOT_COMMITTED, FILE_MISSING); the error of a damaged register.
     Spec: REQ-RUN-006, REQ-RUN-015.
     """
     run = read_known_run(store)
@@ -554,13 +595,16 @@ def find_head_entry(store: Store, *, with_labels: bool = True) -> RunEntry:
 
 
 def _named_by_newest(launches: Sequence[Launch | LostLaunch]) -> ResumeFrom | None:
-    """Return what the newest launch resumed from; None where it resumed from nothing, or its record can't be read."""
+    """Return the checkpoint that the newest launch resumed from.
+
+    The result is None after a fresh start, and for a lost record.
+    """
     newest = launches[-1] if launches else None
     return newest.resume_from if isinstance(newest, Launch) else None
 
 
 def find_surroundings(path: object) -> Callable[[Manifest], None] | None:
-    """Return the check of a manifest against its directory's name and run; None where a path isn't inside of a run.
+    """Return a check of a manifest against its directory's name and run; None outside of a run.
 
     The check raises FormatError(STEP_MISMATCH, RUN_MISMATCH). Spec: REQ-MAN-002, REQ-RUN-003.
     """
@@ -577,19 +621,19 @@ def find_surroundings(path: object) -> Callable[[Manifest], None] | None:
             return None
         run_id = run.run_id
     except CkptError:
-        pass  # `validate` on the run says so; the name says step and launch all the same.
+        pass  # `validate` on the run reports the error; the name has step and launch all the same
     return functools.partial(check_place, step_and_launch=step_and_launch, run_id=run_id)
 
 
 def check_records(store: Store, entries: list[RunEntry]) -> None:
-    """Raise if a checkpoint is of a launch that has no record: what the run goes on from can't be known then.
+    """Raise if a checkpoint's launch has no record: then the lineage is unknown.
 
     Raises: IntegrityError(FILE_MISSING); StoreError(STORE_NO_ANSWER). Spec: REQ-RUN-015.
     """
     if not entries and store.is_remote and RUN_NAME not in store.list_names(""):
-        # obstore takes an error in the body of a listing's answer for a listing of nothing.
+        # obstore reads an error in the body of a listing's answer as an empty listing.
         raise err(Code.STORE_NO_ANSWER, "the store lists nothing where the run is", where=store.name)
-    # After the entries: a launch creates its record before its first directory.
+    # The entries were listed before: a launch creates the record before the first directory.
     numbers = set(list_launch_numbers(store))
     for entry in entries:
         check_record(entry.name, entry.launch, numbers)
@@ -625,9 +669,12 @@ def _choose_by_lineage(
     *,
     doubted: frozenset[str] = frozenset(),
 ) -> tuple[Checkpoint | None, str]:
-    """Return the best valid candidate, open, and how it was chosen; `doubted` weren't valid at a first reading.
+    """Return the best valid candidate, open, and the way of the choice.
 
-    Raises: IntegrityError(NO_VALID_CHECKPOINT); StoreError; FormatError. Spec: REQ-RUN-006, REQ-RUN-007.
+    A candidate in `doubted` has failed a first reading.
+
+    Raises: IntegrityError(NO_VALID_CHECKPOINT); StoreError; FormatError. Spec: REQ-RUN-006,
+        REQ-RUN-007.
     """
 
     def choose_again(doubted: frozenset[str] = frozenset()) -> tuple[Checkpoint | None, str]:
@@ -648,10 +695,12 @@ def _choose_by_lineage(
             break
         if isinstance(found, UnsupportedError):
             raise found.below(entry.name)
-        if not entry.is_record and _is_retired(store, run, entry):  # while we looked: there is a newer one now
+        # A candidate retired meanwhile has a newer successor.
+        if not entry.is_record and _is_retired(store, run, entry):
             return choose_again()
         if store.is_remote and entry.name not in doubted:
-            # An answer may be damaged on its way: the run doesn't go back for what another reading doesn't find.
+            # A network answer may be damaged: a candidate is passed over only after a second
+            # reading fails.
             return choose_again(doubted | {entry.name})
         passed_over[entry.name] = f"{entry.name} isn't valid: {found}"
     if on_passed_over is not None:
@@ -669,16 +718,16 @@ def _choose_by_lineage(
 
 
 def _tell_lost(launches: Iterable[Launch | LostLaunch], *, but: Container[str]) -> Iterator[str]:
-    """Yield a sentence for each launch record that can't be read, except those of some paths."""
+    """Yield a sentence for each unreadable launch record, except for the paths in `but`."""
     for launch in launches:
         if isinstance(launch, LostLaunch) and launch.path not in but:
             yield f"{launch.path} can't be read: {launch.as_error()}"
 
 
 def _open_valid(store: Store, entry: RunEntry, on_progress: Callable[[int], None] | None) -> Checkpoint | CkptError:
-    """Verify every byte of a candidate that a load may need; return the open checkpoint, or the first problem.
+    """Return a candidate, open, after a check of every byte for a load; or the first error.
 
-    Damage comes before what this reader doesn't know: only a candidate that isn't damaged can be refused for that.
+    Damage comes before unknown features: only an undamaged candidate is refused for a feature.
     """
     if isinstance(entry.register, CkptError):
         return entry.register
@@ -694,7 +743,7 @@ def _open_valid(store: Store, entry: RunEntry, on_progress: Callable[[int], None
 
 
 def _name_in_run(manifest: Manifest) -> ResumeFrom:
-    """Return how a launch record names a checkpoint of the run, given its manifest."""
+    """Return the reference of a launch record to a checkpoint of the run, given the manifest."""
     origin = manifest.origin
     assert origin.launch is not None  # noqa: S101 - the manifest was compared with the directory's name
     return ResumeFrom(name=checkpoint_name(origin.step, origin.launch), digest=manifest.digest)
@@ -705,14 +754,18 @@ def _is_committed(store: Store, name: str) -> bool:
 
 
 def _is_retired(store: Store, run: RunRecord, entry: RunEntry) -> bool:
-    """Return whether a candidate's register holds its tombstone by now; that of another run or step is damage."""
+    """Return whether a candidate is retired by now.
+
+    A tombstone of another run or step counts as damage.
+    """
     return isinstance(_read_entry(store, (entry.step, entry.launch), run.run_id).register, Tombstone)
 
 
 def _list_places(store: Store) -> list[tuple[int, int]]:
     """Return step and launch of each checkpoint directory, ascending.
 
-    A symbolic link or a file of such a name is among them: its register can't be read. Spec: REQ-RUN-008, REQ-CKP-002.
+    Symbolic links and files of such names are included, as unreadable. Spec: REQ-RUN-008,
+    REQ-CKP-002.
     """
     places = {parse_checkpoint_name(name.removesuffix("/")) for name in store.list_names("")}
     return sorted(place for place in places if place is not None)
@@ -725,10 +778,11 @@ def _read_entry(
     known: Known | None = None,
     newest: Mapping[str, int] | None = None,
 ) -> RunEntry:
-    """Return what a directory is.
+    """Return the entry of a checkpoint directory.
 
     Args:
-        newest: numbers of the newest records of labels; None not to look at these.
+        newest: numbers of the newest records of labels by checkpoint; None to skip records of
+            labels.
     """
     name = checkpoint_name(*place)
     known = known or Known()

@@ -1,4 +1,7 @@
-"""Copy a run to another store, its mirror, and let it go on there. Spec: REQ-RUN-027 to REQ-RUN-032."""
+"""Copy a run to another store, its mirror, and let the run go on there.
+
+Spec: REQ-RUN-027 to REQ-RUN-032.
+"""
 
 from __future__ import annotations
 
@@ -55,29 +58,31 @@ from ckptfmt.run.retention import retire_as_elsewhere
 from ckptfmt.store import check_apart
 from ckptfmt.store.protocol import Store
 
-#: How long to wait for saves that others have in their hands before a home is left, in seconds.
+#: Time to wait for the saves of living savers before the old home is left, in seconds.
 _DEADLINE_S: Final = 20.0
-#: The longest pause between two copies that fail, in seconds.
+#: The longest pause between two failing copies, in seconds.
 _PAUSE_MAX_S: Final = 300.0
-#: What a store may say for a while.
+#: Codes of passing store errors.
 _PASSING: Final = frozenset({Code.STORE_IO, Code.STORE_NO_ANSWER, Code.NO_SPACE})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorReport:
-    """What one copy of a run to its mirror did.
+    """The result of one copy of a run to its mirror.
 
     Attributes:
         home, mirror: names of the stores.
-        head: name of the checkpoint that the run goes on from at home, with its files there; None where there is none.
-        current: whether the mirror has that one.
-        copied: names of the checkpoints that were committed at the mirror.
-        launches: numbers of the launches whose records were created there.
-        retired: names of the checkpoints that were retired there.
-        in_caches: names of the checkpoints that aren't copied, since their files are in caches of nodes.
-        problems: why a checkpoint of the home can't be copied, each as an error.
-        nbytes: how many bytes were compared with a digest and written.
-        stopped: whether it was stopped before its end.
+        head: name of the checkpoint from which the run goes on, of checkpoints with files at home;
+            None without such a checkpoint.
+        current: whether the mirror has the head.
+        copied: names of the checkpoints committed at the mirror.
+        launches: numbers of the launches with records created at the mirror.
+        retired: names of the checkpoints retired at the mirror.
+        in_caches: names of uncopied checkpoints with files in caches of
+            nodes.
+        problems: the errors of checkpoints of the home, which aren't copied.
+        nbytes: number of bytes compared with a digest and written.
+        stopped: whether the copy was stopped before the end.
     """
 
     home: str
@@ -99,15 +104,15 @@ class MirrorReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PromoteReport:
-    """What a run goes on from at what was its mirror.
+    """The launch and the checkpoint with which a run goes on at its former mirror.
 
     Attributes:
         mirror: name of the store, which is the home now.
-        launch: number of the launch that was begun there.
-        name, digest: of the checkpoint that this launch resumes from.
-        passed_over: newer checkpoints that aren't whole there, each in a sentence.
-        fenced: number of the launch that was begun at the old home; None where that wasn't given.
-        unfinished: savers that had a save in hand when the old home was left.
+        launch: number of the launch begun there.
+        name, digest: name and digest of the checkpoint from which this launch resumes.
+        passed_over: a sentence for each newer checkpoint that isn't valid there.
+        fenced: number of the launch begun at the old home; None without the old home.
+        unfinished: savers with an unfinished save when the old home was left.
     """
 
     mirror: str
@@ -127,21 +132,23 @@ def mirror_run(
     on_progress: Callable[[int], None] | None = None,
     stop: threading.Event | None = None,
 ) -> MirrorReport:
-    """Copy what the mirror of a run lacks: launch records, checkpoints with all that they read from, labels.
+    """Copy missing launch records, checkpoints with their bases, and labels to a run's mirror.
 
-    Whenever it ends, also by a kill, a reader of the mirror finds the run as it was at an earlier moment; the next call
-    goes on.
+    After any interruption, also by a kill, a reader of the mirror finds the run in the state of an
+    earlier moment. The next call continues.
 
     Args:
-        home: rooted at the run; it is only read.
-        mirror: rooted where the copy is.
-        retire: whether what was retired at home is retired at the mirror; else the mirror keeps what it has.
-        on_progress: called with the number of bytes just compared and written, by several threads, one at a time.
-        stop: ends the work soon, once it is set.
+        home: rooted at the run; only read.
+        mirror: rooted at the copy.
+        retire: whether to retire at the mirror the checkpoints retired at home; else the mirror
+            keeps them.
+        on_progress: called with the number of bytes just compared and written, by several threads,
+            but never at the same time.
+        stop: an event to end the copy soon.
 
-    Raises: CommitError(HOMES_DIVERGED, CHECKPOINT_EXISTS); FormatError(RUN_MISMATCH); IntegrityError(FILE_MISSING);
-        UnsupportedError(FEATURE_UNSUPPORTED); StoreError; StateError(ARGUMENT) where one is within the other.
-    Spec: REQ-RUN-027 to REQ-RUN-031.
+    Raises: CommitError(HOMES_DIVERGED, CHECKPOINT_EXISTS); FormatError(RUN_MISMATCH);
+        IntegrityError(FILE_MISSING); UnsupportedError(FEATURE_UNSUPPORTED); StoreError;
+        StateError(ARGUMENT) where the stores are nested.
     """
     check_apart([home, mirror])
     return _Mirroring(home, mirror, on_progress, stop or threading.Event()).run(retire=retire)
@@ -157,14 +164,15 @@ def follow_run(
     on_failure: Callable[[StoreError, float], None],
     retire: bool = False,
 ) -> None:
-    """Do what `mirror_run` does, again and again, until `stop` is set.
+    """Copy a run by `mirror_run` repeatedly, until `stop` is set.
 
     Args:
-        every_s: pause between the end of one copy and the next, in seconds.
-        on_report: called with what each copy did.
-        on_failure: called with what a store says that may pass, and the pause until the next try, in seconds.
+        every_s: pause between copies, in seconds.
+        on_report: called with the report of each copy.
+        on_failure: called with each passing store error, and with the pause until the next
+            try, in seconds.
 
-    Raises: as `mirror_run`, except what a store says that may pass.
+    Raises: as `mirror_run`, except passing store errors.
     """
     failure_count = 0
     while not stop.is_set():
@@ -187,22 +195,23 @@ def promote(
     deadline_s: float = _DEADLINE_S,
     on_progress: Callable[[int], None] | None = None,
 ) -> PromoteReport:
-    """Make a mirror the home of its run: begin a launch there, which says what the run goes on from.
+    """Make a mirror the home of its run by a launch that names the checkpoint to go on from.
 
     Args:
-        mirror: to be written.
-        home: the old one, to be written, if it can still be reached: a launch is begun there first, so that nobody
-            saves into it any more, and what it has is copied.
-        deadline_s: how long to wait for saves that are in hand at the old home, in seconds.
+        mirror: the mirror, to be written.
+        home: the old home, to be written, if still reachable. A launch is begun there
+            first, to stop saves there, and the checkpoints are copied.
+        deadline_s: time to wait for unfinished saves at the old home, in seconds.
         on_progress: called with the number of bytes just copied, or checked.
 
-    Raises: IntegrityError(NOT_COMMITTED, NO_VALID_CHECKPOINT) where there is nothing to go on from; as `mirror_run`.
+    Raises: IntegrityError(NOT_COMMITTED, NO_VALID_CHECKPOINT) without a checkpoint to go on from;
+        as `mirror_run`.
     Spec: REQ-RUN-032.
     """
     fenced: int | None = None
     unfinished: tuple[str, ...] = ()
     if home is not None:
-        mirror_run(home, mirror, on_progress=on_progress)  # while the training may still go on
+        mirror_run(home, mirror, on_progress=on_progress)  # a training may still save meanwhile
     run = read_known_run(mirror)
     check_writer_features(run)
     if next(iter_lineage(*_look(mirror, run)), None) is None:
@@ -227,7 +236,7 @@ def promote(
 
 
 def _begin(store: Store, run: RunRecord, **options: Callable[..., None] | None) -> Launch:
-    """Begin a launch that saves nothing, and return it. Raises: as `begin_launch`."""
+    """Begin a launch without saves, and return the launch. Raises: as `begin_launch`."""
     launch, checkpoint = begin_launch(
         store, run, on_passed_over=options.get("on_passed_over"), on_progress=options.get("on_progress")
     )
@@ -237,7 +246,7 @@ def _begin(store: Store, run: RunRecord, **options: Callable[..., None] | None) 
 
 
 def _look(store: Store, run: RunRecord) -> tuple[list[Launch | LostLaunch], list[RunEntry]]:
-    """Return launches and checkpoint directories of one moment: no launch began between the two."""
+    """Return launches and directories of one moment: no launch began between the listings."""
     while True:
         launches = list_launches(store, run)
         entries = list_checkpoints(store, run, with_labels=False)
@@ -250,10 +259,10 @@ def check_same_history(
     other: tuple[Iterable[Launch | LostLaunch], Iterable[RunEntry]],
     names: tuple[str, str],
 ) -> None:
-    """Raise if the other one of two copies of a run has a launch or a checkpoint that the first one doesn't have.
+    """Raise if copy `other` of a run has launches or checkpoints missing in copy `home`.
 
     Args:
-        names: of the two stores.
+        names: names of the two stores.
 
     Raises: CommitError(HOMES_DIVERGED); FormatError(RUN_MISMATCH). Spec: REQ-RUN-030.
     """
@@ -262,7 +271,8 @@ def check_same_history(
     for launch in other[0]:
         found = launches.get(launch.launch)
         if isinstance(launch, LostLaunch) or isinstance(found, LostLaunch):
-            continue  # nobody knows: `scrub_run` mends the record where the nonces of checkpoints allow it
+            # Unknown: `scrub_run` repairs the record if the nonces of checkpoints allow a repair.
+            continue
         if found != launch:
             path = f"{LAUNCHES}/{launch_name(launch.launch)}"
             raise _diverged(path, "isn't" if found is None else "is another one", names)
@@ -275,7 +285,7 @@ def check_same_history(
 
 
 def _digest_of(register: object) -> str | None:
-    """Return the digest of the manifest that a register holds, or held before it was retired."""
+    """Return the manifest's digest from a register, also from a tombstone; else None."""
     if isinstance(register, Manifest):
         return register.digest
     return register.manifest_digest if isinstance(register, Tombstone) else None
@@ -287,7 +297,7 @@ def _diverged(path: str, how: str, names: tuple[str, str]) -> CkptError:
 
 
 class _Mirroring:
-    """One copy of a run: what it has seen, and what it has done."""
+    """The state of one copy of a run: the listings of both stores, and the work done."""
 
     def __init__(
         self, home: Store, mirror: Store, on_progress: Callable[[int], None] | None, stop: threading.Event
@@ -307,7 +317,7 @@ class _Mirroring:
         self._problems: list[CkptError] = []
 
     def run(self, *, retire: bool) -> MirrorReport:
-        """Do it. Raises: as `mirror_run`."""
+        """Copy the run. Raises: as `mirror_run`."""
         run = read_known_run(self._home)
         check_writer_features(run, doing="copying this run", undone="nothing was copied")
         found, entries = _look(self._home, run)
@@ -345,9 +355,10 @@ class _Mirroring:
         )
 
     def _fill_in(self, launches: Iterable[Launch | LostLaunch], there: Iterable[Launch | LostLaunch]) -> list[Launch]:
-        """Return the launches of the home; of one whose record can't be read there, the record of the mirror.
+        """Return the launches of the home; for an unreadable record, the record of the mirror.
 
-        Raises: what is wrong with a record that the mirror doesn't have: newer records may not come before it.
+        Raises: the error of a record missing at the mirror, too: newer records can't be created
+            before.
         """
         theirs = {launch.launch: launch for launch in there if isinstance(launch, Launch)}
         filled: list[Launch] = []
@@ -364,7 +375,7 @@ class _Mirroring:
     def _meet(
         self, run: RunRecord, launches: list[Launch | LostLaunch], entries: list[RunEntry]
     ) -> tuple[bool, list[Launch | LostLaunch]]:
-        """Find out what the mirror has; return whether it has no record of the run yet, and its launches."""
+        """List the mirror; return whether ``run.json`` is missing there, and its launches."""
         record = read_run(self._mirror)
         if record is None and MANIFEST_NAME in self._mirror.list_names(""):
             raise refuse_checkpoint(self._mirror)
@@ -377,11 +388,11 @@ class _Mirroring:
         return record is None, there
 
     def _find_head(self, lineage: list[RunEntry]) -> RunEntry | None:
-        """Return what the run goes on from at home, of what isn't known to be in caches of nodes."""
+        """Return the lineage's best checkpoint, without checkpoints in caches of nodes."""
         return next((one for one in lineage if one.manifest is not None and one.name not in self._in_caches), None)
 
     def _has(self, entry: RunEntry) -> bool:
-        """Return whether the mirror has the checkpoint, committed."""
+        """Return whether the checkpoint is committed at the mirror."""
         found = self._there.get(entry.name)
         return entry.name in self._copied or (
             found is not None and found.manifest is not None and found.manifest.digest == _digest_of(entry.register)
@@ -391,13 +402,17 @@ class _Mirroring:
         if self._stop.is_set():
             raise StoppedError
 
-    # --- in this order -----------------------------------------------------------------------------------------------
+    # --- steps of a copy, in order ----------------------------------------------------------------
 
     def _bring_launches(self, launches: list[Launch], known: set[int]) -> None:
-        """Create the records that the mirror lacks, the oldest first, each behind what it names. Spec: REQ-RUN-029."""
+        """Create the mirror's missing launch records, oldest first.
+
+        Each record follows the checkpoint named there. Spec: REQ-RUN-029.
+        """
         entries = list(self._entries.values())
         for launch in launches:
-            # What was overtaken names what is retired at home, and perhaps isn't at the mirror.
+            # An overtaken launch names a checkpoint retired at home, which the mirror
+            # may lack.
             if launch.launch in known or is_overtaken(launch, entries):
                 continue
             self._check_stop()
@@ -412,17 +427,21 @@ class _Mirroring:
             self._launches.append(launch.launch)
 
     def _bring_named(self, resume: ResumeFrom) -> None:
-        """See to it that the mirror has what a launch record names: the checkpoint, or its tombstone."""
+        """Copy the checkpoint or tombstone of a launch record, unless present at the mirror."""
         entry = self._entries.get(resume.name)
         if entry is None or _digest_of(entry.register) != resume.digest:
-            return  # it is lost at home, and a reader of the mirror is told so, as one of the home is
+            # Lost at home: a reader of the mirror gets the same error as a reader of the home.
+            return
         if entry.manifest is not None and not self._bring(entry):
             entry = self._look_again(entry)
         if isinstance(entry.register, Tombstone):
             self._bury(entry)
 
     def _bring_checkpoints(self, lineage: list[RunEntry], *, is_new: bool) -> None:
-        """Copy what is committed at home: first what the run goes on from, and then, behind it, ``run.json``."""
+        """Copy the committed checkpoints: first the lineage, then the rest.
+
+        At a new mirror, ``run.json`` follows the lineage's first checkpoint.
+        """
         found = [entry for entry in lineage if entry.manifest is not None]
         beside = [entry for entry in self._entries.values() if entry.manifest is not None and entry not in found]
         for entry in found:
@@ -433,16 +452,17 @@ class _Mirroring:
         for entry in beside:
             self._check_stop()
             self._bring(entry)
-        if is_new and not lineage:  # there is nothing yet to go on from, at home neither
+        if is_new and not lineage:  # the home has no checkpoint to go on from either
             self._create_run()
         for entry in self._entries.values():
             there = self._there.get(entry.name)
             if isinstance(entry.register, Tombstone) and there is not None and there.register is None:
-                self._bury(entry)  # it was retired while it was copied
+                self._bury(entry)  # it was retired during the copy
 
     def _create_run(self) -> None:
         content = self._home.read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES)
-        RunRecord.parse(content)  # what was damaged on its way here would stay at the mirror for ever
+        # Contents damaged on the way here would stay at the mirror for ever.
+        RunRecord.parse(content)
         self._create_record(RUN_NAME, content)
         self._mirror.sync("")
 
@@ -455,7 +475,7 @@ class _Mirroring:
             raise _diverged(path, "is another one", (self._home.name, self._mirror.name)) from error
 
     def _bring_labels(self, run: RunRecord) -> None:
-        """Create the records of labels that the mirror lacks, of what it has."""
+        """Create missing records of labels for the checkpoints at the mirror."""
         known = set(self._mirror.list_names(LABELS_FOLDER))
         created = False
         for name in self._home.list_names(LABELS_FOLDER):
@@ -482,10 +502,10 @@ class _Mirroring:
     def _retire(
         self, run: RunRecord, launches: list[Launch], entries: list[RunEntry], *, everything: bool
     ) -> list[str]:
-        """Retire what the home has retired.
+        """Retire checkpoints at the mirror, following the home.
 
-        Where nobody asked for it, this is only what an overtaken launch names: at the mirror that launch would else
-        still be the one that the run goes on from.
+        Unless `everything` is set, only checkpoints named by overtaken launches are retired: at the
+        mirror, such a launch would otherwise still own the run.
 
         Spec: REQ-RUN-031.
         """
@@ -497,10 +517,10 @@ class _Mirroring:
         }
         return retire_as_elsewhere(self._mirror, run, going) if going else []
 
-    # --- one checkpoint ----------------------------------------------------------------------------------------------
+    # --- one checkpoint ---------------------------------------------------------------------------
 
     def _bring(self, entry: RunEntry) -> bool:
-        """Copy a checkpoint behind all that it reads from; return whether the mirror has it."""
+        """Copy a checkpoint after its bases; return whether the mirror has the checkpoint."""
         if self._has(entry):
             return True
         if entry.name not in self._tried:
@@ -514,7 +534,8 @@ class _Mirroring:
         if manifest is None or (there is not None and isinstance(there.register, Tombstone)):
             return False  # the mirror has retired it
         try:
-            # What it reads from has smaller steps, and is listed wholly.
+            # Bases have smaller steps, and the manifest lists bases
+            # completely.
             for one in sorted(manifest.references, key=lambda one: parse_checkpoint_name(one.name) or ()):
                 base = self._entries.get(one.name)
                 if base is None or _digest_of(base.register) != one.digest or not self._bring(base):
@@ -526,14 +547,15 @@ class _Mirroring:
                 raise
             if error.code == Code.FILES_IN_CACHES:
                 self._in_caches.append(entry.name)
-            elif not isinstance(self._look_again(entry).register, Tombstone):  # else it was retired meanwhile
+            # A checkpoint retired meanwhile is no problem.
+            elif not isinstance(self._look_again(entry).register, Tombstone):
                 self._problems.append(without_frames(error.below(entry.name)))
             return False
         self._copied.append(entry.name)
         return True
 
     def _look_again(self, entry: RunEntry) -> RunEntry:
-        """Return what a checkpoint directory of the home holds by now."""
+        """Return the entry of a directory of the home after a second reading of the register."""
         place = self._home.at(entry.name)
         try:
             register = parse_register(place.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES))
@@ -544,7 +566,10 @@ class _Mirroring:
         return dataclasses.replace(entry, register=register)
 
     def _copy(self, name: str, manifest: Manifest) -> None:
-        """Copy one checkpoint, its register last. Raises: what is wrong with it at home; StoreError."""
+        """Copy one checkpoint, the register last.
+
+        Raises: errors of the files at home; StoreError.
+        """
         home, mirror = self._home.at(name), self._mirror.at(name)
         present = set(mirror.list(""))
         with CheckpointFiles(home, digest=manifest.digest) as files:
@@ -560,10 +585,10 @@ class _Mirroring:
         create_once(mirror, MANIFEST_NAME, content=content)
         mirror.sync("")
         for prefix in ("", "parts"):
-            mirror.delete_leftovers(prefix)  # of a killed process that copied
+            mirror.delete_leftovers(prefix)  # of a killed process
 
     def _copy_files(self, home: Store, mirror: Store, present: set[str], files: Iterable[VerifiedFile]) -> None:
-        """Copy files, several at a time; after an error those under way end soon, and it is raised."""
+        """Copy files, several at a time; an error stops the other copies, and is raised."""
         failed = threading.Event()
 
         def copy_file(file: VerifiedFile) -> None:
@@ -589,7 +614,7 @@ class _Mirroring:
             yield chunk
 
     def _bury(self, entry: RunEntry) -> None:
-        """Give a checkpoint that is retired at home its tombstone at the mirror, unless that has it."""
+        """Copy a tombstone of the home to the mirror, unless the mirror has a register."""
         there = self._there.get(entry.name)
         if there is not None and there.register is not None:
             return
@@ -601,7 +626,7 @@ class _Mirroring:
 
 
 def _iter_files(files: CheckpointFiles) -> Iterator[VerifiedFile]:
-    """Yield the files of a checkpoint but for its register; one part is in memory at a time."""
+    """Yield the files of a checkpoint except the register, with one part in memory at a time."""
     for number, part in enumerate(part_files(files)):
         yield from stored_files(OpenPart(files, files.read_part(number)))
         yield part

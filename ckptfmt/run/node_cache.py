@@ -1,8 +1,9 @@
-"""The cache of one node: files of saves that home is still to get, and of checkpoints that home has.
+"""The cache of one node: files of saves on the way to the home, and of checkpoints at the home.
 
-Below ``<cache>/<run id>/`` lie shards, packs and parts under the paths that they have at home. A part is what a next
-process needs to finish a save. It is *settled*, by a file beside it, once its attempt is decided for this writer; until
-then its files stay. Whoever is at work on it holds a file, which ends with its process.
+Shards, packs and parts lie below ``<cache>/<run id>/`` under their paths at the home. A part allows
+another process to finish a save. A part is *settled*, by a file next to it, once the attempt is
+decided for this writer; until then the files of the save stay. A process at work on a save holds a
+file, which is released when the process ends.
 
 Spec: REQ-RUN-035 to REQ-RUN-037.
 """
@@ -48,18 +49,19 @@ _PATH: Final = re.compile(
     r"([0-9a-f]{32})/(step-[0-9]{8,}-l[0-9]{4,})/"
     r"(?:parts/|[a-z][a-z_]{0,40}-)([0-9a-f]{16})-([0-9]{5,9})(\.[a-z.]{1,20})"
 )
-#: Without a limit, one of so many bytes of the file system stays free.
+#: Without a limit, 1 / `_FREE_SHARE` of the file system stays free.
 _FREE_SHARE: Final = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """What a caller chooses.
+    """The caller's options of a cache.
 
     Attributes:
-        path: of the directory.
-        limit_nbytes: how many bytes it may hold; None to leave a tenth of the disk free.
-        upload_every: of how many saves one is brought home with its files.
+        path: path of the directory.
+        limit_nbytes: greatest size of the cache in bytes; None to leave a tenth of the disk free.
+        upload_every: interval of saves copied to the home with their files, in saves; 1 for every
+            save.
     """
 
     path: str
@@ -70,7 +72,7 @@ class CacheOptions:
     def of(
         cls, path: str | os.PathLike[str] | None, limit_nbytes: int | None, upload_every: int = 1
     ) -> CacheOptions | None:
-        """Return what a caller chose; None for no cache. Raises: StateError(ARGUMENT)."""
+        """Return the options of a caller; None for no cache. Raises: StateError(ARGUMENT)."""
         if type(upload_every) is not int or upload_every < 1:
             detail = f"upload_every={upload_every!r} isn't a positive number"
             remedy = "1 brings every save home, 10 every tenth."
@@ -93,18 +95,18 @@ class CacheOptions:
         return cls(path=path, limit_nbytes=limit_nbytes, upload_every=upload_every)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the choice as plain values."""
+        """Return the options as plain values."""
         return {"path": os.fsencode(self.path), "limit_nbytes": self.limit_nbytes}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> CacheOptions:
-        """Return the choice that `as_dict` was asked of."""
+        """Return the options from the plain values of `as_dict`."""
         return cls(path=os.fsdecode(value["path"]), limit_nbytes=value["limit_nbytes"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class CachedPart:
-    """What one writer's save of one step is called: the checkpoint's name, the attempt and the writer."""
+    """The identity of one writer's save of one step: checkpoint name, attempt and writer."""
 
     name: str
     attempt: str
@@ -112,7 +114,7 @@ class CachedPart:
 
     @property
     def launch(self) -> int | None:
-        """The launch that saved it."""
+        """The launch of the save."""
         parsed = parse_checkpoint_name(self.name)
         return None if parsed is None else parsed[1]
 
@@ -123,7 +125,7 @@ class CachedPart:
 
     @property
     def settled_path(self) -> str:
-        """The path of the note that its attempt is decided for this writer."""
+        """The path of the file which marks the attempt as decided for this writer."""
         return self.path.removesuffix(_PART_SUFFIX) + _SETTLED_SUFFIX
 
 
@@ -138,13 +140,13 @@ class _Found:
 
 
 class NodeCache:
-    """The files of one run in the cache of this node; the cache may hold other runs as well.
+    """The files of one run in the cache of this node; the cache may hold several runs.
 
     Any call may raise a StoreError: the directory may be full, or be deleted at any time.
 
     Args:
-        options: where, and how large.
-        run_id: of the run.
+        options: path and limit of the cache.
+        run_id: id of the run.
 
     Raises: StoreError.
     """
@@ -162,27 +164,27 @@ class NodeCache:
         self.store: Final[Store] = self._root.at(run_id)
 
     def at(self, name: str) -> Store:
-        """Return the store that is rooted where a checkpoint's files are."""
+        """Return the store of a checkpoint's files."""
         return self.store.at(name)
 
     def hold(self, part: CachedPart) -> contextlib.AbstractContextManager[None]:
-        """Say, while the context is open, that a process is at work on a save. Spec: REQ-RUN-036."""
+        """Mark a save as being worked on while the context is open. Spec: REQ-RUN-036."""
         return self.at(part.name).hold(held_path(part.attempt, part.writer))
 
     def is_held(self, part: CachedPart) -> bool:
-        """Return whether a living process is at work on a save."""
+        """Return whether a living process works on a save."""
         return self.at(part.name).is_held(held_path(part.attempt, part.writer))
 
     def list_names(self) -> list[str]:
-        """Return the names of the checkpoints that there is something of. Raises: StoreError."""
+        """Return the names of the checkpoints with files in the cache. Raises: StoreError."""
         return [name[:-1] for name in self.store.list_names("") if name.endswith("/")]
 
     def list_unfinished(self) -> list[CachedPart]:
-        """Return the saves that were written here completely, aren't settled, and are in nobody's hands; by step."""
+        """Return the complete, unsettled saves in the cache held by no process, by step."""
         return [part for part in self._list_unsettled() if not self.is_held(part)]
 
     def list_held(self) -> list[CachedPart]:
-        """Return the saves that were written here completely, aren't settled, and are in somebody's hands; by step."""
+        """Return the complete, unsettled saves in the cache held by a process, by step."""
         return [part for part in self._list_unsettled() if self.is_held(part)]
 
     def _list_unsettled(self) -> list[CachedPart]:
@@ -190,12 +192,15 @@ class NodeCache:
         return sorted(found, key=_order)
 
     def is_unfinished(self, part: CachedPart) -> bool:
-        """Return whether a save was written here completely, and isn't settled. Raises: StoreError."""
+        """Return whether a save is complete here, and not settled. Raises: StoreError."""
         names = {f"parts/{name}" for name in self.at(part.name).list_names("parts")}
         return part.path in names and part.settled_path not in names
 
     def read_part(self, part: CachedPart) -> tuple[Part, bytes]:
-        """Return a cached part, and its bytes. Raises: IntegrityError; FormatError. Spec: REQ-RUN-035."""
+        """Return a cached part, parsed and as bytes.
+
+        Raises: IntegrityError; FormatError. Spec: REQ-RUN-035.
+        """
         with _as_damage():
             content = self.at(part.name).read(part.path, limit_nbytes=limits.MSGPACK_NBYTES)
         return self._parse(part, content), content
@@ -209,15 +214,16 @@ class NodeCache:
         return found
 
     def list_parts(self) -> list[CachedPart]:
-        """Return the saves that were written here completely, settled or not; by step. Raises: StoreError."""
+        """Return the complete saves in the cache, settled or not, by step. Raises: StoreError."""
         return sorted((part for part, files in self._scan().items() if files.has_part), key=_order)
 
     def upload(self, part: CachedPart, home: Store, *, has_replica: bool = False) -> None:
-        """Copy a save to home: its files, unless they may stay here, then the part.
+        """Copy a save to the home: its files, unless they may stay here, then the part.
 
         Args:
             home: rooted at the checkpoint's directory.
-            has_replica: whether another node's cache has them for sure; else a save of durability "peers" goes home.
+            has_replica: whether another node's cache surely has the files; without a replica, the
+                files of a save of durability "peers" are copied, too.
 
         Raises: as `upload_files`. Spec: REQ-RUN-035, REQ-CMT-005, REQ-CMT-048.
         """
@@ -230,17 +236,19 @@ class NodeCache:
     def upload_files(
         self, part: CachedPart, home: Store, found: Part | None = None, *, deadline_s: float = math.inf
     ) -> None:
-        """Copy the files of a save to home, each byte compared with its digest.
+        """Copy the files of a save to the home, each byte compared with a digest.
 
-        What is there already stays as it is. Where home is full, what was copied now is removed again; after other
-        errors it stays, for the next try, or until somebody commits in this directory or gives it up.
+        An existing file at the home stays unchanged. Where the home is full, the files created by
+        this call are removed again. After any other error the files stay, for the next try, or
+        until a commit or an abort in this directory.
 
         Args:
             home: rooted at the checkpoint's directory.
-            found: the cached part, where it was read already.
-            deadline_s: how long this may take, in seconds.
+            found: the cached part; None to read it.
+            deadline_s: time limit of the call, in seconds.
 
-        Raises: IntegrityError, FormatError of what the cache has; StoreError of home; CommitError(SAVE_PENDING).
+        Raises: IntegrityError, FormatError of files in the cache; StoreError of the home;
+            CommitError(SAVE_PENDING).
         Spec: REQ-RUN-035.
         """
         files = stored_files_of(found or self.read_part(part)[0])
@@ -264,14 +272,15 @@ class NodeCache:
             home.sync("")
 
     def take(self, part: CachedPart, source: Source) -> None:
-        """Copy another node's save to this cache, each byte compared with its digest, and the part last.
+        """Copy another node's save to this cache, each byte compared with a digest, the part last.
 
-        It is held meanwhile. What fails leaves nothing here.
+        The save is held during the copy. After an error, no file of the save stays here.
 
         Args:
-            source: where its files are.
+            source: source of the files.
 
-        Raises: StoreError; IntegrityError, FormatError of what the source has; what the source raises.
+        Raises: StoreError; IntegrityError, FormatError of files in the source; errors of the
+            source.
         Spec: REQ-RUN-039, REQ-RUN-040.
         """
         content = source.read(part.path, limit_nbytes=limits.MSGPACK_NBYTES)
@@ -287,8 +296,9 @@ class NodeCache:
             raise err(Code.NO_SPACE, detail, where=self.store.name, remedy="Raise cache_nbytes=, or free space.")
         with self.hold(part):
             try:
-                for file in files:  # one after the other: so few chunks are held at a time
-                    with contextlib.closing(file.iter_chunks(source)) as chunks:  # ends the threads that ask for more
+                for file in files:  # in sequence, to hold few chunks at a time
+                    # The closing ends the read-ahead threads.
+                    with contextlib.closing(file.iter_chunks(source)) as chunks:
                         place.create(file.path, SizedChunks(chunks, file.nbytes))
                 place.sync("")
                 place.create(part.path, [content])
@@ -298,15 +308,16 @@ class NodeCache:
                 raise
 
     def settle(self, part: CachedPart) -> None:
-        """Take note that a save is decided for its writer: its files may go. Spec: REQ-RUN-037."""
-        with contextlib.suppress(CkptError):  # then the next launch finds out
+        """Mark a save as decided for its writer, so that the files may go. Spec: REQ-RUN-037."""
+        with contextlib.suppress(CkptError):  # without the mark, the next launch finds the decision
             self.at(part.name).create(part.settled_path, [str(time.time_ns()).encode()])
 
     def settle_up_to(self, part: CachedPart) -> None:
-        """Take note that a save is committed at home, and with it that others here needn't get there any more.
+        """Settle a save committed at the home, and the older saves superseded by the commit.
 
-        These are what is here of the same launch or an older one and of the same step or an older one, and what nobody
-        is at work on: replicas of other nodes' saves. Each writer brings its saves home in their order.
+        The older saves are of the same or an older launch, and of the same or an older step, and no
+        process works on them: replicas of other nodes' saves. Each writer copies its own saves to
+        the home in their order.
 
         Spec: REQ-RUN-037.
         """
@@ -318,13 +329,13 @@ class NodeCache:
                     self.settle(found)
 
     def drop(self, part: CachedPart) -> None:
-        """Remove what the cache has of a save, as far as that can be done."""
+        """Remove the files of a save from the cache, as far as possible."""
         for found, files in self._scan_safely().items():
             if found == part:
                 self._delete(f"{self._run_id}/", part, files)
 
     def make_room(self, nbytes: int) -> bool:
-        """Let go of settled saves, of all runs, the oldest first, until there is room; say whether there is.
+        """Delete settled saves of all runs, oldest first, until there is room; return the success.
 
         Raises: StoreError. Spec: REQ-RUN-037.
         """
@@ -344,10 +355,11 @@ class NodeCache:
         return self._fits(nbytes, used_nbytes)
 
     def tidy(self, committed: Mapping[str, str]) -> None:
-        """Remove what nobody needs: what is neither committed at home nor in the hands of a living process.
+        """Remove saves neither committed at the home nor held by a living process.
 
         Args:
-            committed: attempts by the names of checkpoints: what home has; empty where home couldn't say.
+            committed: committed attempts at the home by the names of checkpoints; an empty text
+                where the home's register can't be read.
 
         Spec: REQ-RUN-037.
         """
@@ -357,7 +369,7 @@ class NodeCache:
                 if self.is_held(part):
                     names.add(part.name)
                 elif committed.get(part.name) == "":
-                    names.add(part.name)  # nobody knows whether it is needed
+                    names.add(part.name)  # unknown whether the files are needed
                 elif not files.has_part or committed.get(part.name) != part.attempt:
                     self._delete(f"{self._run_id}/", part, files)
                 elif files.settled is None:
@@ -368,13 +380,13 @@ class NodeCache:
                     self.store.delete_leftovers(prefix)
                 self.store.remove_directory(name)
 
-    # --- files --------------------------------------------------------------------------------------------------------
+    # --- files ------------------------------------------------------------------------------------
 
     def _list_runs(self) -> list[str]:
         return [name[:-1] for name in self._root.list_names("") if _RUN_ID.fullmatch(name[:-1])]
 
     def _scan(self, run_id: str | None = None) -> dict[CachedPart, _Found]:
-        """Return the files of all saves of a run; this one if None."""
+        """Return the files of all saves of a run; None for this run."""
         found: dict[CachedPart, _Found] = {}
         for path in self._root.list(run_id or self._run_id):
             named = _PATH.fullmatch(path)
@@ -383,7 +395,7 @@ class NodeCache:
             part = CachedPart(named[2], named[3], int(named[4]))
             files = found.setdefault(part, _Found())
             below = path.partition("/")[2].partition("/")[2]
-            with contextlib.suppress(CkptError):  # it was deleted just now
+            with contextlib.suppress(CkptError):  # the file was just deleted
                 files.nbytes += self._root.nbytes(path)
                 if below == part.settled_path:
                     files.settled = self._root.read(path, limit_nbytes=64).decode(errors="replace")
@@ -397,7 +409,10 @@ class NodeCache:
         return {}
 
     def _delete(self, prefix: str, part: CachedPart, files: _Found) -> None:
-        """Delete the files of a save; the note that it is settled goes last, so that nobody finishes what is left."""
+        """Delete the files of a save.
+
+        The mark of a settled save goes last, to keep any process from finishing the rest.
+        """
         last = (part.path, part.settled_path)
         for path in sorted(files.paths, key=lambda path: (path in last, path == part.settled_path)):
             with contextlib.suppress(CkptError):
@@ -420,7 +435,7 @@ def _order(part: CachedPart) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _as_damage() -> Iterator[None]:
-    """Raise errors of the cache as damage of what it holds: nobody waits for a disk to answer again."""
+    """Raise errors of the cache's store as damage: no caller waits for a disk to answer again."""
     try:
         yield
     except StoreError as error:
@@ -440,20 +455,20 @@ def _iter_cached(
                 raise err(Code.SAVE_PENDING, "the file isn't at home by the deadline", where=file.path)
             yield chunk
 
-
-# --- a launch behind one that died ------------------------------------------------------------------------------------
+    # --- a launch after a dead launch -------------------------------------------------------------
 
 
 def plan_finish(home: Store, tables: Iterable[Iterable[Sequence[Any]]]) -> list[list[Any]]:
-    """Return which unfinished saves of the newest launch can become checkpoints, and which process copies each part.
+    """Return the newest launch's saves that can be finished, by part and process.
 
     Args:
         home: rooted at the run.
-        tables: of each process, name, attempt, writer and number of writers of what its cache has unfinished.
+        tables: for each process, rows of name, attempt, writer and number of writers of the
+            unfinished saves in its cache.
 
-    Returns: name, attempt, writer, number of writers and process of each part that isn't at home; by step. With -1 for
-        writer and process, an attempt of which home has all parts.
-    Raises: StoreError; what is wrong with a register. Spec: REQ-RUN-036.
+    Returns: rows of name, attempt, writer, number of writers and process for each part missing at
+        the home, by step. Writer and process are -1 for an attempt with all parts at the home.
+    Raises: StoreError; errors of a damaged register. Spec: REQ-RUN-036.
     """
     newest = max(list_launch_numbers(home), default=None)
     holders: dict[tuple[str, str, int], dict[int, list[int]]] = {}
@@ -467,7 +482,7 @@ def plan_finish(home: Store, tables: Iterable[Iterable[Sequence[Any]]]) -> list[
             continue
         there = {writer for writer in range(writer_count) if _is_there(place, attempt, writer)}
         if there | set(writers) < set(range(writer_count)):
-            continue  # a node is gone with its cache: nobody can finish it
+            continue  # a node is gone with its cache: no process can finish the save
         for writer in sorted(set(writers) - there):
             processes = writers[writer]
             process = writer if writer in processes else processes[writer % len(processes)]
@@ -492,7 +507,9 @@ def _is_there(place: Store, attempt: str, writer: int) -> bool:
 
 
 def commit_finished(home: Store, plan: Iterable[Sequence[Any]]) -> list[str]:
-    """Commit the attempts of a plan of which home has all parts by now, by step; return why others weren't.
+    """Commit the attempts of a plan with all parts at the home, by step.
+
+    Returns: the errors of uncommitted attempts, as texts.
 
     Raises: StoreError. Spec: REQ-RUN-036, REQ-CMT-008.
     """
@@ -510,13 +527,14 @@ def commit_finished(home: Store, plan: Iterable[Sequence[Any]]) -> list[str]:
 
 
 def list_in_caches(home: Store, by_hand: str | None = None) -> list[str]:
-    """Return the checkpoints that a launch may have to bring home before it chooses, the one that it prefers first.
+    """Return the checkpoints to copy home before a launch's choice, the preferred one first.
 
     Args:
         home: rooted at the run.
-        by_hand: name or digest of the one that is chosen by hand; None for the candidates of the lineage.
+        by_hand: name or digest of the checkpoint chosen by hand; None for the candidates of the
+            lineage.
 
-    Returns: names of committed checkpoints with a durability: those that come before the first one without.
+    Returns: names of committed checkpoints in caches, up to the first candidate at the home.
     Raises: StoreError; FormatError. Spec: REQ-RUN-041.
     """
     entries, found = list_checkpoints(home, with_labels=False), []
@@ -533,15 +551,15 @@ def list_in_caches(home: Store, by_hand: str | None = None) -> list[str]:
 def plan_fetch(
     home: Store, name: str, tables: Sequence[Iterable[Sequence[Any]]], tried: Iterable[tuple[int, int]]
 ) -> list[list[Any]] | None:
-    """Return who copies which files of a committed checkpoint to home; None if all are there.
+    """Return a process for each part of a checkpoint to copy files home; None if all are there.
 
     Args:
         home: rooted at the run.
-        tables: of each process, name, attempt and writer of what its cache has.
-        tried: writers, each with a process that couldn't copy its files.
+        tables: for each process, rows of name, attempt and writer of the parts in its cache.
+        tried: pairs of a writer and a process, for failed copies.
 
-    Returns: name, attempt, writer and process of each part whose files aren't at home; nothing if nobody has those of
-        one of them.
+    Returns: rows of name, attempt, writer and process for each part with files missing at the home;
+        an empty list if no process has some part's files.
     Raises: StoreError. Spec: REQ-RUN-041.
     """
     try:
@@ -550,7 +568,7 @@ def plan_fetch(
     except CkptError as error:
         if not is_violation(error):
             raise
-        return []  # whoever chooses says what is wrong with it
+        return []  # the caller finds the error on opening the checkpoint
     if not elsewhere:
         return None
     plan = []
@@ -565,7 +583,7 @@ def plan_fetch(
 
 
 def list_committed(home: Store, names: Iterable[str]) -> dict[str, str]:
-    """Return the attempts that are committed, by the names of their checkpoints; "" where that can't be read."""
+    """Return the committed attempts by checkpoint name; "" for an unreadable register."""
     found = {}
     for name in names:
         try:
@@ -579,6 +597,6 @@ def list_committed(home: Store, names: Iterable[str]) -> dict[str, str]:
 
 
 def part_of(origin: Origin, writer: int) -> CachedPart:
-    """Return what a writer's save is called. The origin is that of an attempt of a run."""
+    """Return the identity of a writer's save in an attempt of a run."""
     assert origin.launch is not None  # noqa: S101 - see above
     return CachedPart(checkpoint_name(origin.step, origin.launch), origin.attempt, writer)

@@ -1,4 +1,7 @@
-"""Which checkpoints of a run to keep, and how to let the others go. Spec: REQ-CMT-020 to REQ-CMT-026."""
+"""The rules for the checkpoints that a run keeps, and the retirement of the rest.
+
+Spec: REQ-CMT-020 to REQ-CMT-026.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,12 @@ from ckptfmt.run.lineage import (
 )
 from ckptfmt.store.protocol import CALLS_AT_ONCE, Store, call_each
 
-#: A metric, ``min`` or ``max``, and how many of the best by it are kept.
+#: A metric, ``min`` or ``max``, and the number of best checkpoints to keep.
 KeepBest: TypeAlias = tuple[str, str, int]
 
 
 class Need(NamedTuple):
-    """Something that needs a checkpoint, and how a person may delete the checkpoint all the same."""
+    """The reason why a checkpoint is needed, and the remedy for a deletion by a person."""
 
     reason: str
     remedy: str
@@ -46,12 +49,13 @@ class Need(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Retention:
-    """Which committed checkpoints of a run stay.
+    """The rules by which committed checkpoints of a run stay.
 
     Attributes:
-        keep: how many of the newest stay; None for all.
-        keep_every: checkpoints of steps divisible by this stay as well.
-        keep_best: metric, ``min`` or ``max``, and how many of those that are best by it stay as well.
+        keep: number of newest checkpoints to keep; None for all.
+        keep_every: checkpoints at multiples of this step stay as well.
+        keep_best: metric, ``min`` or ``max``, and the number of best checkpoints to keep as
+            well.
     """
 
     keep: int | None = None
@@ -60,7 +64,7 @@ class Retention:
 
     @classmethod
     def of(cls, keep: int | None, keep_every: int | None, keep_best: KeepBest | None) -> Retention:
-        """Return what a caller chose. Raises: StateError(ARGUMENT)."""
+        """Return the rules of a caller. Raises: StateError(ARGUMENT)."""
         for name, count in (("keep", keep), ("keep_every", keep_every)):
             if count is not None and (type(count) is not int or count < 1):
                 remedy = f"Pass a whole number from 1 on, such as {_COUNTS[name]}."
@@ -70,23 +74,23 @@ class Retention:
         return cls(keep, keep_every, keep_best)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the choice as plain values."""
+        """Return the rules as plain values."""
         return {**dataclasses.asdict(self), "keep_best": self.keep_best and list(self.keep_best)}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Retention:
-        """Return the choice that `as_dict` was asked of."""
+        """Return the rules from the plain values of `as_dict`."""
         return cls(**{**value, "keep_best": value["keep_best"] and tuple(value["keep_best"])})
 
 
-#: For each count an example, and what leaving it out means.
+#: An example of each number, and the meaning of a missing number.
 _COUNTS: Final = {
     "keep": "keep=3 for the newest three; without it all stay",
     "keep_every": "keep_every=1000 for those of steps that it divides; without it none stays for its step",
 }
-#: From how many checkpoints on a training says that they stay for want of a metric.
+#: Number of checkpoints without the metric from which on a training reports.
 _MANY: Final = 16
-#: What lets nothing go that is committed.
+#: The rules under which all committed checkpoints stay.
 KEEP_ALL: Final = Retention()
 _ALL: Final = "To delete the whole run, delete its directory."
 _SAVING: Final = Need(
@@ -95,7 +99,10 @@ _SAVING: Final = Need(
 
 
 def _check_keep_best(keep_best: object, keep: int | None) -> None:
-    """Raise unless it is a metric, ``min`` or ``max``, and a number. Raises: StateError(ARGUMENT)."""
+    """Raise unless the value is a metric, ``min`` or ``max``, and a number.
+
+    Raises: StateError(ARGUMENT).
+    """
     match keep_best:
         case (str(), "min" | "max", int(count)) if count > 0 and type(count) is int:
             if keep is None:
@@ -107,11 +114,11 @@ def _check_keep_best(keep_best: object, keep: int | None) -> None:
 
 
 def explain_no_space(error: CkptError, run: Store, retention: Retention) -> CkptError:
-    """Return the error of a save to a full store with what frees space in its run; any other error as it is.
+    """Return the error of a save to a full store with the run's remedy; other errors unchanged.
 
     Args:
         run: rooted at the run.
-        retention: which checkpoints of the run stay.
+        retention: the run's rules.
     """
     if error.code != Code.NO_SPACE or error.remedy != Code.NO_SPACE.remedy:
         return error
@@ -140,24 +147,27 @@ def plan_retention(
 ) -> list[RunEntry]:
     """Return the committed checkpoints that may go, oldest first. Pure.
 
-    Those on the way that led to the newest launch are counted, and may go. Beside it, what a fenced launch committed
-    late may go, too, once the newest launch has a commit of its own: no launch passed over it, and none goes on from
-    it. What a launch passed over, since it was damaged, goes where it would have gone undamaged: once as many as are
-    kept have greater steps. What a rollback left beside the lineage is somebody's to look at. What the newest launch
-    resumes from stays until that launch has a commit of its own.
+    The checkpoints on the lineage of the newest launch are counted, and may go. Off the lineage:
 
-    What may be in caches only isn't counted, and goes once a newer one is at home, whatever `retention` says. What is
-    suspect isn't counted either, and goes as what a launch passed over does.
+    - A late commit of a fenced launch may go, once the newest launch has committed: no launch
+      passed the checkpoint over, and none goes on from there.
+    - A damaged checkpoint, passed over by a launch, goes once as many as are kept have greater
+      steps, like an undamaged checkpoint.
+    - The checkpoints left by a rollback stay, for a person to decide.
 
-    What is pinned stays. As long as none has the metric by which the best stay, all stay: perhaps it is misspelt, or is
-    measured later.
+    The checkpoint that the newest launch resumes from stays until the launch's first commit.
 
-    Where the way that led to the newest launch passes a launch whose record can't be read, nothing of older launches
-    goes: nobody knows what that launch went on from, and what it had given up.
+    A checkpoint with files in caches only isn't counted, and goes once a newer checkpoint is at
+    home, whatever `retention` says. A suspect checkpoint isn't counted either, and goes like a
+    damaged one.
 
-    Spec: REQ-CMT-026, REQ-CMT-040, REQ-CMT-049, REQ-CMT-051.
+    A pinned checkpoint stays. While no checkpoint has the metric of `keep_best`, all stay: perhaps
+    the metric's name is misspelt, or the metric is measured later.
+
+    Where the lineage passes a launch with an unreadable record, no checkpoint of an older launch
+    goes: the choice of this launch is unknown.
     """
-    # What comes behind a record that can't be read isn't known to be on the way, and counts for nothing.
+    # Entries after an unreadable record may not be on the lineage, and aren't counted.
     known = itertools.takewhile(lambda entry: not entry.is_record, iter_lineage(launches, entries))
     lineage = [entry for entry in known if entry.manifest is not None]
     at_home = [entry for entry in lineage if is_at_home(entry)]
@@ -169,10 +179,10 @@ def plan_retention(
     behind = [entry for entry in _iter_behind(entries, lineage, at_home, own) if entry.name not in protected]
     ended = _list_ended(launches, entries, retention, at_home, has_own=bool(own), protected=protected)
     going = {entry.name for entry in (*behind, *ended)}
-    # What stays reads from these, wherever it lies: beside the lineage, too.
+    # Bases of checkpoints that stay, also of checkpoints off the lineage.
     going -= {one.name for entry in entries if entry.name not in going for one in entry.references}
     first = find_barrier(launches, entries)
-    # What reads comes behind what it reads from, which is of its launch and of a smaller step.
+    # A delta comes after its bases, which are of the same launch and of smaller steps.
     return sorted(
         (entry for entry in (*behind, *ended) if entry.name in going and entry.launch >= first),
         key=lambda entry: (entry.step, entry.launch),
@@ -180,15 +190,15 @@ def plan_retention(
 
 
 def find_barrier(launches: Sequence[Launch | LostLaunch], entries: list[RunEntry]) -> int:
-    """Return the newest launch on the lineage whose record can't be read; 0 where there is none.
+    """Return the newest launch on the lineage with an unreadable record; 0 if there is none.
 
-    Nothing of older launches may go by retention. Spec: REQ-CMT-051.
+    No checkpoint of an older launch may go by retention. Spec: REQ-CMT-051.
     """
     return max((entry.launch for entry in iter_lineage(launches, entries) if entry.is_record), default=0)
 
 
 def is_at_home(entry: RunEntry) -> bool:
-    """Return whether a checkpoint is committed, and was at home then, with all of its files."""
+    """Return whether a checkpoint is committed, and had all files at home at the commit."""
     return entry.manifest is not None and entry.manifest.durability == HOME
 
 
@@ -201,7 +211,7 @@ def _list_ended(
     has_own: bool,
     protected: set[str],
 ) -> list[RunEntry]:
-    """Return the checkpoints at home that retention lets go; `at_home` are those of the lineage, best first."""
+    """Return the checkpoints at home that may go; `at_home` has the lineage's, best first."""
     keep, keep_every = retention.keep, retention.keep_every
     if keep is None:
         return []
@@ -238,10 +248,10 @@ def _list_ended(
 def _iter_behind(
     entries: list[RunEntry], lineage: list[RunEntry], at_home: list[RunEntry], own: list[RunEntry]
 ) -> Iterator[RunEntry]:
-    """Yield the checkpoints whose files may be in caches only, and for which nobody will look there any more.
+    """Yield the checkpoints with files in caches only, no longer wanted by any process.
 
-    On the lineage these are the ones behind the first that is at home; beside it, those of older launches, once the
-    newest launch has a commit at home.
+    On the lineage, all after the first checkpoint at home are yielded. Off the lineage, all of
+    older launches are yielded, once the newest launch has a commit at home.
 
     Spec: REQ-CMT-049.
     """
@@ -255,10 +265,10 @@ def _iter_behind(
 
 
 def sort_by_metric(entries: Iterable[RunEntry], metric: str, mode: str) -> list[RunEntry]:
-    """Return the checkpoints that have a metric, the best first; of equals the newer is better.
+    """Return the checkpoints with a metric, the best first; of equals the newer first.
 
     Args:
-        mode: ``min`` where less is better, ``max`` where more is.
+        mode: ``min`` where less is better, ``max`` where more is better.
     """
     sign = 1 if mode == "min" else -1
     known = [(value, entry) for entry in entries if (value := entry.labels.number(metric)) is not None]
@@ -269,13 +279,14 @@ def sort_by_metric(entries: Iterable[RunEntry], metric: str, mode: str) -> list[
 def _iter_beside(
     found: Sequence[Launch | LostLaunch], entries: list[RunEntry], lineage: list[RunEntry], *, chosen_by: str
 ) -> Iterator[RunEntry]:
-    """Yield the checkpoints beside the lineage that the next launch would have come to before what it took.
+    """Yield the checkpoints off the lineage ranking before the next launch's choice.
 
-    If that launch followed the lineage, it didn't see them: they were committed late. If it fell back, it passed over
-    them as damaged, or they were committed late. Nobody gave them up by hand; and nobody resumed from them since.
+    If the next launch followed the lineage, the checkpoints were committed late. If it fell back,
+    it passed them over as damaged, or they were committed late. Checkpoints given up by hand aren't
+    among them, nor checkpoints from which a launch resumed.
 
     Args:
-        chosen_by: how that launch chose: ``lineage`` or ``fallback``.
+        chosen_by: the way of the next launch's choice: ``lineage`` or ``fallback``.
 
     Spec: REQ-CMT-026.
     """
@@ -288,18 +299,19 @@ def _iter_beside(
             continue
         between = [launch for launch in launches if entry.launch < launch.launch <= successor.launch]
         if len(between) < successor.launch - entry.launch:
-            continue  # a record is lost, which may have been that of a rollback
+            continue  # a record is lost, perhaps the record of a rollback
         chosen = None if successor.resume_from is None else parse_checkpoint_name(successor.resume_from.name)
         if chosen is None or chosen[::-1] < (entry.launch, entry.step):
             yield entry
 
 
 class LastLoadable(NamedTuple):
-    """The newest checkpoint of those that would go, where none that would stay can be loaded.
+    """The newest loadable checkpoint to be retired, where no remaining checkpoint is loadable.
 
     Attributes:
-        names: that checkpoint, and what it reads from; nothing where none of the run can be loaded.
-        reason: why it stays.
+        names: names of the checkpoint and of its bases; empty where no checkpoint of the run can
+            be loaded.
+        reason: why the checkpoint stays.
     """
 
     names: frozenset[str]
@@ -315,15 +327,15 @@ def find_last_loadable(
     loadable: set[str] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> LastLoadable | None:
-    """Return what must stay so that one checkpoint can be loaded; None where one that stays can be.
+    """Return the last loadable checkpoint if among `going`; None if a loadable checkpoint stays.
 
-    Those that stay are checked in the order in which the run would go on from them, every byte, until one is whole: a
-    deletion can't be taken back, and a flipped bit doesn't show by sizes. Sizes come first, so that a missing or cut
-    file costs no reading.
+    The remaining checkpoints are verified in the order of resumption, every byte, until one is
+    whole: a deletion is final, and sizes don't show a flipped bit. The sizes are checked first: a
+    missing or truncated file costs no reading.
 
     Args:
-        going: what is to be retired.
-        loadable: digests of checkpoints that were found to be whole before; what is found now is added.
+        going: the checkpoints to be retired.
+        loadable: digests of checkpoints found to be whole before; the call adds to the set.
         on_progress: called with the number of bytes just checked.
 
     Raises: StoreError. Spec: REQ-CMT-052.
@@ -368,24 +380,28 @@ def clean_up(
     staying: Container[str] = (),
     on_problem: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """Retire what retention lets go, give up what older launches left unfinished, finish interrupted clean-ups.
+    """Retire checkpoints, abort unfinished saves of older launches, finish interrupted clean-ups.
 
     Args:
         store: rooted at the run.
-        launch: the launch that cleans; undecided directories of this one and of newer ones are left alone.
-        retention: what stays of what is committed.
-        known: what the caller has parsed before.
-        staying: names of checkpoints that stay, whatever retention says.
-        on_problem: called with a sentence where nothing can go for want of a metric, and that is worth a line.
+        launch: the launch that cleans; undecided directories of this and newer launches are
+            left alone.
+        retention: the rules for committed checkpoints.
+        known: documents parsed before.
+        staying: names of checkpoints to keep in any case.
+        on_problem: called with a sentence where no checkpoint can go for lack of a metric, now and
+            then.
 
-    Returns: the names of what was retired or given up.
-    Raises: UnsupportedError(FEATURE_UNSUPPORTED) if the run has a feature that this cleaner doesn't know: then nothing
-        is removed; FencedError(FENCED) if a newer launch has taken over: it does the cleaning; StoreError.
+    Returns: the names of the directories retired or aborted.
+    Raises: UnsupportedError(FEATURE_UNSUPPORTED), before any removal, if the run has a feature
+        unknown to this cleaner; FencedError(FENCED) if a newer launch has taken over and does the
+        cleaning; StoreError.
     Spec: REQ-CMT-020 to REQ-CMT-026, REQ-RUN-004.
     """
     check_writer_features(run, "REQ-CMT-025", doing="cleaning up", undone="nothing was removed")
     check_not_fenced(store, launch)
-    for folder in ("", SAVERS) if store.holds_expire else (SAVERS,):  # leases, and what tried out the server
+    # The leftovers are leases, and probes of the server.
+    for folder in ("", SAVERS) if store.holds_expire else (SAVERS,):
         store.delete_leftovers(folder)
     if not store.holds_expire:
         _delete_ended_holds(store, launch)
@@ -415,7 +431,7 @@ def clean_up(
 
 
 def _finish_clean_ups(store: Store, entries: list[RunEntry], known: Known) -> None:
-    """Sweep what was aborted or retired; of what had nothing left over once, that isn't asked again."""
+    """Sweep aborted and retired directories; a directory once found clean isn't listed again."""
     ended = [entry.name for entry in entries if isinstance(entry.register, Abort | Tombstone)]
     ended = [name for name in ended if name not in known.swept]
     for name, file_count in zip(ended, _count_files(store, ended), strict=True):
@@ -426,10 +442,11 @@ def _finish_clean_ups(store: Store, entries: list[RunEntry], known: Known) -> No
 
 
 def _count_files(store: Store, names: list[str]) -> list[int]:
-    """Return how many files each directory of a run has.
+    """Return the number of files in each directory of a run.
 
-    Of many directories a remote store is asked by one listing of the whole run: a retired checkpoint has one file, and
-    a run has more of these than files of checkpoints that stay.
+    A remote store with many directories is asked by one listing of the whole run: a retired
+    checkpoint has one file, and a run has more retired checkpoints than files of checkpoints that
+    stay.
     """
     if store.is_remote and len(names) > CALLS_AT_ONCE:
         counts = Counter(path.partition("/")[0] for path in store.list(""))
@@ -438,16 +455,17 @@ def _count_files(store: Store, names: list[str]) -> list[int]:
 
 
 def list_abandoned(launches: Sequence[Launch | LostLaunch], entries: list[RunEntry], launch: int) -> list[RunEntry]:
-    """Return the directories without a decision that nobody will decide any more: those of older launches.
+    """Return the undecided directories of older launches, which no process will decide any more.
 
     Args:
         launch: the launch that cleans.
 
     Spec: REQ-CMT-021.
     """
-    # What a record names was committed once: if its register is gone, that is damage, and no unfinished save.
+    # A checkpoint named in a record was committed: a missing register there is damage, and no
+    # unfinished save.
     named = {past.resume_from.name for past in launches if isinstance(past, Launch) and past.resume_from is not None}
-    # A record that can't be read may name any directory of an older launch.
+    # An unreadable record may name any directory of an older launch.
     lost = max((past.launch for past in launches if isinstance(past, LostLaunch)), default=0)
     return [
         entry
@@ -457,7 +475,10 @@ def list_abandoned(launches: Sequence[Launch | LostLaunch], entries: list[RunEnt
 
 
 def _delete_ended_holds(store: Store, launch: int) -> None:
-    """Remove the files of `SAVERS` that killed savers of older launches leave; theirs alone have these names."""
+    """Remove the files of killed savers of older launches from `SAVERS`.
+
+    Only savers use names of this form.
+    """
     for name in store.list_names(SAVERS):
         number = name.partition("-")[0]
         if number.isdecimal() and int(number) < launch and not store.is_held(f"{SAVERS}/{name}"):
@@ -472,12 +493,12 @@ def find_missing_metric(
     *,
     is_due: Callable[[int, str | None], bool] = lambda *_: True,
 ) -> str | None:
-    """Return a sentence where checkpoints stay only because none has the metric by which the best stay.
+    """Return a sentence if checkpoints stay only for lack of `keep_best`'s metric; else None.
 
     Args:
         metric: the metric of `keep_best`.
-        is_due: called with the number of checkpoints that stay for that reason, and with a metric of a similar name,
-            if there is one; returns whether there is something to say.
+        is_due: called with the number of such checkpoints, and with a metric
+            of a similar name, or None; returns whether to report.
     """
     lineage = [entry for entry in iter_lineage(launches, entries) if entry.manifest is not None]
     has_metric = any(entry.labels.number(metric) is not None for entry in lineage)
@@ -495,10 +516,11 @@ def find_missing_metric(
 
 
 def _is_worth_a_line(count: int, near: str | None) -> bool:
-    """Return whether a training says that checkpoints stay for want of a metric.
+    """Return whether a training reports checkpoints kept for lack of a metric.
 
-    A metric that is measured once an epoch comes later than the first saves: the line comes when many stay, and again
-    when twice as many do. Where checkpoints have a metric of a similar name, the metric was probably misspelt.
+    A metric measured once an epoch comes later than the first saves: the report comes when many
+    checkpoints stay, and again at each doubling. If checkpoints have a metric of a similar name,
+    the name was probably misspelt.
 
     >>> [count for count in range(100) if _is_worth_a_line(count, None)], _is_worth_a_line(1, "loss")
     ([16, 32, 64], True)
@@ -509,18 +531,20 @@ def _is_worth_a_line(count: int, near: str | None) -> bool:
 def _retire_unread(
     store: Store, run: RunRecord, launches: Sequence[Launch | LostLaunch], going: list[RunEntry], known: Known | None
 ) -> tuple[list[str], dict[str, Need]]:
-    """Retire checkpoints that nobody pins, that nothing reads from, and nothing that is still being saved will.
+    """Retire the checkpoints that aren't pinned and have no readers, including saves in progress.
 
-    They are condemned first, and looked for afterwards: who pins one after that sees that it is condemned, and who
-    pinned it before is seen here. So it is with a launch that begins from one, and with who records a metric.
+    The checkpoints are condemned first, and readers are looked for afterwards. A process that pins
+    a checkpoint later sees the condemnation; a pin before is seen here. The same holds for a launch
+    beginning from a checkpoint, and for a process recording a metric.
 
     Args:
-        launches: those that were known when the choice was made.
+        launches: the launches known when the choice was made.
 
-    Returns: the names of those that were retired; of the others, by digest, what needs them.
+    Returns: the names of the retired checkpoints; and the needs of the rest, by digest.
     Spec: REQ-CMT-026, REQ-CMT-032, REQ-CMT-033.
     """
-    name = CONDEMNED + secrets.token_hex(8)  # of its own: who withdraws takes nobody else's away
+    # A unique name: a withdrawal removes only this process's condemnation.
+    name = CONDEMNED + secrets.token_hex(8)
     staying = list(going)
     try:
         for entry in going:
@@ -531,16 +555,19 @@ def _retire_unread(
     finally:
         for entry in staying:
             store.at(entry.name).delete(name)
-    # What reads goes before what it reads from: whatever ends this in between, what is left is whole.
+    # A delta goes before its bases, and an interruption leaves only whole checkpoints.
     return _retire(store, [entry for entry in reversed(going) if entry not in staying]), read
 
 
 def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known | None) -> dict[str, Need]:
-    """Return, by digest, what others than those that go read from, or will, and what was labelled."""
+    """Return, by digest, the need of checkpoints in `going` with readers or labels.
+
+    Readers are checkpoints outside of `going`, and unfinished saves.
+    """
     labelled = _find_labelled(store, going)
     if REFERENCED not in run.writer_features:
         return labelled
-    # In this order: a save that is decided meanwhile has its pins until its manifest is there.
+    # In this order: a save decided meanwhile keeps its pins until the manifest exists.
     pinned = _find_pinned(store, list_checkpoints(store, run, known=known))
     entries = list_checkpoints(store, run, known=known)
     if any(isinstance(entry.register, CkptError) for entry in entries):
@@ -559,7 +586,10 @@ def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known
 
 
 def _find_begun_from(store: Store, run: RunRecord, launches: Sequence[Launch | LostLaunch]) -> dict[str, Need]:
-    """Return, by digest, what launches resume from that aren't among those given. Spec: REQ-CMT-026."""
+    """Return, by digest, the checkpoints from which launches outside of `launches` resume.
+
+    Spec: REQ-CMT-026.
+    """
     known = {launch.launch for launch in launches}
     new = [read_launch(store, number, run) for number in list_launch_numbers(store) if number not in known]
     return {
@@ -572,7 +602,7 @@ def _find_begun_from(store: Store, run: RunRecord, launches: Sequence[Launch | L
 
 
 def _find_labelled(store: Store, going: list[RunEntry]) -> dict[str, Need]:
-    """Return, by digest, those of which something was recorded since the choice: a pin, or that they are the best.
+    """Return, by digest, the checkpoints with a new record since the choice, such as a pin.
 
     Spec: REQ-CMT-040.
     """
@@ -595,23 +625,24 @@ def delete_checkpoint(
     gone: Iterable[str] = (),
     loadable: set[str] | None = None,
 ) -> None:
-    """Retire a checkpoint that somebody names, unless something needs it.
+    """Retire a checkpoint chosen by a person, unless the checkpoint is needed.
 
-    The run's next checkpoint to go on from stays, and what its newest launch resumes from until that has a checkpoint
-    of its own, the last committed checkpoint, what is pinned, and what others read from; and the last checkpoint that
-    can be loaded, unless the caller insists.
+    Needed are: the checkpoint from which the run goes on, the checkpoint from which the newest
+    launch resumes until its first commit, the last committed checkpoint, pinned checkpoints, and
+    bases of checkpoints; also the last loadable checkpoint, unless `force` is set.
 
     Args:
         store: rooted at the run.
-        run: what its record says.
-        name: of the checkpoint.
-        dry_run: whether to raise what would be raised, and change nothing.
-        force: whether to delete the checkpoint without looking whether another one can be loaded.
-        gone: names of others that count as deleted, for a dry run of several.
-        loadable: as for `find_last_loadable`.
+        run: the run's record.
+        name: the checkpoint's name.
+        dry_run: whether to raise the errors of a deletion without a change.
+        force: whether to delete the checkpoint without a check that another checkpoint can be
+            loaded.
+        gone: names of checkpoints regarded as deleted, for a dry run of several deletions.
+        loadable: digests of checkpoints found to be whole before, as in `find_last_loadable`.
 
-    Raises: CommitError(CHECKPOINT_NEEDED); IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED);
-        UnsupportedError(FEATURE_UNSUPPORTED); StoreError.
+    Raises: CommitError(CHECKPOINT_NEEDED); IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED,
+        CHECKPOINT_RETIRED); UnsupportedError(FEATURE_UNSUPPORTED); StoreError.
     Spec: REQ-CMT-022 to REQ-CMT-026, REQ-CMT-032, REQ-CMT-040.
     """
     check_writer_features(run, "REQ-CMT-025", doing="deleting", undone="nothing was removed")
@@ -642,11 +673,11 @@ def delete_checkpoint(
 
 
 def retire_as_elsewhere(store: Store, run: RunRecord, names: Iterable[str]) -> list[str]:
-    """Retire, in a copy of a run, what the run retired; but for what is pinned here, and what others here read from.
+    """Retire the run's retired checkpoints in a copy, except pinned ones and needed bases.
 
-    Whether the run still needs it was asked there, by whoever retired it.
+    The process that retired a checkpoint in the run has checked there that the run doesn't need it.
 
-    Returns: the names of what was retired.
+    Returns: the names of the retired checkpoints.
     Raises: StoreError. Spec: REQ-RUN-031, REQ-CMT-034, REQ-CMT-040.
     """
     launches, entries = list_launches(store, run), list_checkpoints(store, run)
@@ -661,7 +692,7 @@ def retire_as_elsewhere(store: Store, run: RunRecord, names: Iterable[str]) -> l
 def _find_need(
     run: str, launches: Sequence[Launch | LostLaunch], entries: list[RunEntry], entry: RunEntry
 ) -> Need | None:
-    """Return what needs a committed checkpoint, if anything does; `run` is its path."""
+    """Return the need of a committed checkpoint, or None; `run` is the run's path."""
     lineage = [one for one in iter_lineage(launches, entries) if one.manifest is not None]
     at_home = [one for one in lineage if is_at_home(one)]
     if entry.name in {one.name for one in (*lineage[:1], *at_home[:1])}:
@@ -689,7 +720,10 @@ def _find_need(
 
 
 def _find_beginning(run: str, launch: Launch | LostLaunch, entry: RunEntry) -> Need | None:
-    """Return that a launch without a checkpoint of its own resumes from a checkpoint, or may."""
+    """Return the need of a checkpoint for a launch without saves, or None.
+
+    The launch resumes from the checkpoint, or may do so if the launch record is unreadable.
+    """
     if isinstance(launch, LostLaunch):
         if entry.launch >= launch.launch:
             return None
@@ -701,7 +735,7 @@ def _find_beginning(run: str, launch: Launch | LostLaunch, entry: RunEntry) -> N
 
 
 def _need_of_readers(run: str, readers: list[str]) -> Need:
-    """Return that deltas read from a checkpoint."""
+    """Return the need of a checkpoint from which deltas read."""
     reason = f"{readers[0]} reads from it"
     if len(readers) > 1:
         reason = f"{readers[0]} and {len(readers) - 1} more read from it, up to {readers[-1]}"
@@ -713,7 +747,7 @@ def _need_of_readers(run: str, readers: list[str]) -> Need:
 
 
 def _after_a_save(launch: int) -> str:
-    """Return the remedy where a launch may still go back to what it resumed from."""
+    """Return the remedy where a launch may still return to the checkpoint resumed from."""
     return f"Delete it once launch {launch}, or a later one, has committed a checkpoint of its own. {_ALL}"
 
 
@@ -726,7 +760,10 @@ def _retire(store: Store, going: list[RunEntry]) -> list[str]:
 
 
 def _find_pinned(store: Store, entries: list[RunEntry]) -> set[str]:
-    """Return the digests of what saves that aren't decided yet will read from. Spec: REQ-CMT-035."""
+    """Return the digests of the bases of undecided saves.
+
+    Spec: REQ-CMT-035.
+    """
     found: set[str] = set()
     for entry in entries:
         place = store.at(entry.name)
@@ -736,7 +773,7 @@ def _find_pinned(store: Store, entries: list[RunEntry]) -> set[str]:
                 try:
                     content = place.read(path, limit_nbytes=limits.JSON_NBYTES)
                 except IntegrityError:
-                    continue  # it was decided meanwhile, and swept
+                    continue  # the save was decided meanwhile, and the files were removed
                 found.update(one.digest for one in Pins.parse(content, where=path).references)
     return found
 
@@ -749,9 +786,10 @@ def tidy_up(
     retention: Retention,
     known: Known | None = None,
 ) -> tuple[list[str], str]:
-    """Clean up behind a committed save: what fails is said, and is no failure of the save.
+    """Clean up after a committed save; an error is returned as a text, without failing the save.
 
-    Returns: the names of what was retired or given up; what went wrong, or an empty string.
+    Returns: the names of the directories retired or aborted; a text about problems, or an empty
+        text.
     """
     problems: list[str] = []
     try:

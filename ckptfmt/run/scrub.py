@@ -1,4 +1,4 @@
-"""Read all copies of a run or checkpoint, and rewrite what is damaged in one from another.
+"""Read all copies of a run or checkpoint, and rewrite damaged files of one copy from another.
 
 Spec: REQ-RUN-033, REQ-RUN-034.
 """
@@ -50,21 +50,23 @@ from ckptfmt.run.lineage import (
 from ckptfmt.store import check_apart
 from ckptfmt.store.protocol import Store
 
-#: The largest record of which each bit is tried, in bytes: a few tenths of a second.
+#: Greatest size in bytes of a record of which each bit is tried, which takes a few tenths of a
+#: second.
 _CORRECTED_NBYTES: Final = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """A file of one copy that isn't as it was saved.
+    """A damaged or missing file of one copy.
 
     Attributes:
         copy: name of the store.
-        path: of the file, in the run.
-        error: what is wrong with it.
-        repaired_from: name of the store from which it was rewritten, or could be; of a record that no copy has whole,
-            what it was written anew from; None where neither is possible.
-        repaired: whether it was rewritten.
+        path: path of the file in the run.
+        error: the error of the file.
+        repaired_from: name of the store from which the file was rewritten, or could be. For a
+            record without a whole copy, the source of the new contents in words. None if the file
+            can't be repaired.
+        repaired: whether the file was rewritten.
     """
 
     copy: str
@@ -74,7 +76,7 @@ class Damage:
     repaired: bool
 
     def as_json(self) -> dict[str, object]:
-        """Return the members for programs."""
+        """Return the damage as a JSON-ready mapping."""
         return {
             "copy": self.copy,
             "path": self.path,
@@ -86,14 +88,14 @@ class Damage:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScrubReport:
-    """What a scrub read, found and rewrote.
+    """The result of a scrub.
 
     Attributes:
         copies: names of the stores.
-        checkpoints: names of the checkpoints that were read, each in all copies that have it.
-        in_caches: names of those among them of which files are in caches of nodes, and in no copy.
-        nbytes: how many bytes were read and compared.
-        damages: what was wrong, by copy and path.
+        checkpoints: names of the checkpoints read, each in all copies.
+        in_caches: names of checkpoints with files in caches of nodes, and in no copy.
+        nbytes: number of bytes read and compared.
+        damages: the damages, by copy and path.
     """
 
     copies: tuple[str, ...]
@@ -122,16 +124,18 @@ class ScrubReport:
 def scrub_run(
     copies: Sequence[Store], *, dry_run: bool = False, on_progress: Callable[[int], None] | None = None
 ) -> ScrubReport:
-    """Compare every byte of all copies of a run, and rewrite each file that is damaged or missing from a whole one.
+    """Compare every byte of all copies of a run, and rewrite damaged or missing files.
 
     Args:
-        copies: each rooted at the run, or at a mirror of it; to be written unless `dry_run` is set.
-        dry_run: whether to change nothing.
-        on_progress: called with the number of bytes just compared, by several threads, one at a time.
+        copies: the stores, each rooted at the run, or at a mirror; written unless `dry_run` is set.
+        dry_run: whether to change no file.
+        on_progress: called with the number of bytes just compared, by several threads, but never at
+            the same time.
 
-    Raises: CommitError(HOMES_DIVERGED) where copies hold different things under one name; FormatError(RUN_MISMATCH);
-        IntegrityError(FILE_MISSING) where none has the run's record; UnsupportedError(FEATURE_UNSUPPORTED); StoreError;
-        StateError(ARGUMENT) where one is within another.
+    Raises: CommitError(HOMES_DIVERGED) where copies hold different things under the same name;
+        FormatError(RUN_MISMATCH); IntegrityError(FILE_MISSING) where no copy has the run's record;
+        UnsupportedError(FEATURE_UNSUPPORTED); StoreError; StateError(ARGUMENT) where a store is
+        within another.
     Spec: REQ-RUN-033, REQ-RUN-034.
     """
     check_apart(copies)
@@ -141,39 +145,44 @@ def scrub_run(
 def scrub_checkpoint(
     copies: Sequence[Store], *, dry_run: bool = False, on_progress: Callable[[int], None] | None = None
 ) -> ScrubReport:
-    """Do for copies of one checkpoint, whether it belongs to a run or not, what `scrub_run` does for those of a run.
+    """Compare and repair all copies of one checkpoint, as `scrub_run` does for a run.
 
     Args:
-        copies: each rooted at the checkpoint, or at a copy of it.
-        dry_run, on_progress: as for `scrub_run`.
+        copies: the stores, each rooted at the checkpoint, or at a copy.
+        dry_run: whether to change no file.
+        on_progress: called with the number of bytes just compared, as in `scrub_run`.
 
-    Raises: CommitError(HOMES_DIVERGED) where they are different checkpoints; IntegrityError(NOT_COMMITTED) where none
-        has a manifest that can be read; StoreError. Spec: REQ-RUN-033, REQ-RUN-034.
+    Raises: CommitError(HOMES_DIVERGED) where the checkpoints differ; IntegrityError(NOT_COMMITTED)
+        where no copy has a readable manifest; StoreError. Spec: REQ-RUN-033, REQ-RUN-034.
     """
     return _Scrubbing(copies, on_progress, dry_run=dry_run).run_alone()
 
 
 class _Scrubbing:
-    """One scrub: the copies are called by their numbers. A checkpoint of no run has the name ""."""
+    """One scrub.
+
+    Copies are referred to by their numbers; a checkpoint outside of a run has the name "".
+    """
 
     def __init__(self, copies: Sequence[Store], on_progress: Callable[[int], None] | None, *, dry_run: bool) -> None:
         self._copies = copies
         self._on_progress = on_progress
         self._dry_run = dry_run
         self._failed = threading.Event()
-        self._lock = threading.Lock()  # guards the count of bytes, the list of damages, and calls of on_progress
+        # Guards the count of bytes, the list of damages, and calls of on_progress.
+        self._lock = threading.Lock()
         self._nbytes = 0
         self._damages: list[Damage] = []
         self._checkpoints: list[str] = []
         self._in_caches: set[str] = set()
-        #: By its path, what a record was written anew from that no copy had whole.
+        # Source of the new contents, in words, of each record without a whole copy; by path.
         self._anew: dict[str, str] = {}
 
     def run(self) -> ScrubReport:
-        """Do it. Raises: as `scrub_run`."""
+        """Scrub the run. Raises: as `scrub_run`."""
         run = self._scrub_identity()
         check_writer_features(run, doing="repairing this run", undone="nothing was changed")
-        # Once for each copy, as records of launches aren't needed for it: they may be what is damaged.
+        # Launch records aren't needed for these listings: such a record may be damaged.
         entries = [
             {entry.name: entry for entry in list_checkpoints(store, run, with_labels=False)} for store in self._copies
         ]
@@ -183,7 +192,7 @@ class _Scrubbing:
         return self._report()
 
     def run_alone(self) -> ScrubReport:
-        """Do it for one checkpoint. Raises: as `scrub_checkpoint`."""
+        """Scrub one checkpoint. Raises: as `scrub_checkpoint`."""
         entries = [RunEntry(name="", step=0, launch=0, register=_read_any(store)) for store in self._copies]
         if not any(entry.manifest for entry in entries):
             detail = f"no copy has a {MANIFEST_NAME} that can be read"
@@ -204,17 +213,17 @@ class _Scrubbing:
         )
 
     def _place(self, at: int, name: str) -> Store:
-        """Return a copy, rooted at a checkpoint of it."""
+        """Return the store of a checkpoint in a copy."""
         return self._copies[at].at(name) if name else self._copies[at]
 
-    # --- records ------------------------------------------------------------------------------------------------------
+    # --- records ----------------------------------------------------------------------------------
 
     def _scrub_identity(self) -> RunRecord:
-        """Mend ``run.json``, and return what it says."""
+        """Repair ``run.json``, and return the run's record."""
         found = self._read_records(RUN_NAME, RunRecord.parse)
         runs = {RunRecord.parse(content) for content in found if isinstance(content, bytes)}
         if not runs:
-            return read_known_run(self._copies[0])  # it raises
+            return read_known_run(self._copies[0])  # which raises
         if len({run.run_id for run in runs}) > 1:
             detail = f"copies of different runs: {', '.join(sorted(run.run_id for run in runs))}"
             raise err(Code.RUN_MISMATCH, detail, where=RUN_NAME, requirement="REQ-RUN-030")
@@ -222,7 +231,7 @@ class _Scrubbing:
         return runs.pop()
 
     def _scrub_records(self, run: RunRecord, entries: list[dict[str, RunEntry]]) -> None:
-        """Mend launch records and records of labels."""
+        """Repair launch records and records of labels."""
 
         def parse(kind: type[Launch | LabelsRecord], path: str, content: bytes) -> None:
             found = kind.parse(content, where=path)
@@ -232,7 +241,8 @@ class _Scrubbing:
 
         for folder, kind in ((LAUNCHES, Launch), (LABELS_FOLDER, LabelsRecord)):
             names = {name for store in self._copies for name in store.list_names(folder)}
-            if folder == LAUNCHES:  # without the record of its launch no checkpoint of a run is chosen
+            # No checkpoint of a run is chosen without the record of its launch.
+            if folder == LAUNCHES:
                 names |= {
                     launch_name(one.launch) for own in entries for one in own.values() if one.manifest is not None
                 }
@@ -244,18 +254,22 @@ class _Scrubbing:
                 found = self._read_records(path, functools.partial(parse, kind, path))
                 contents = {content for content in found if isinstance(content, bytes)}
                 if number is None:
-                    # Two people may have said different things of a checkpoint, each at another copy.
+                    # Two people may have recorded different labels of a checkpoint, each at another
+                    # copy.
                     if len(contents) == 1:
                         self._mend_records(path, found, missing=())
                     continue
-                # A copy may do without a record whose launch saved nothing in it.
+                # A copy needs no record of a launch without a checkpoint there.
                 needed = [at for at, own in enumerate(entries) if any(entry.launch == number for entry in own.values())]
                 self._check_nonces(path, number, contents, entries)
                 found += [] if contents else self._write_anew(run, number, needed)
                 self._mend_records(path, found, missing=needed)
 
     def _check_nonces(self, path: str, number: int, contents: set[bytes], entries: list[dict[str, RunEntry]]) -> None:
-        """Raise unless all copies mean one launch: a record must not come from a run that went on elsewhere."""
+        """Raise unless all copies have the same launch.
+
+        A record must not come from a run continued elsewhere.
+        """
         nonces = {Launch.parse(content, where=path).nonce for content in contents}
         if nonces:
             for found in entries:
@@ -267,10 +281,11 @@ class _Scrubbing:
             raise err(Code.HOMES_DIVERGED, detail, where=path, requirement="REQ-RUN-030")
 
     def _write_anew(self, run: RunRecord, number: int, needed: Sequence[int]) -> list[bytes | CkptError]:
-        """Return the record of a launch, for a donor, as far as a copy's checkpoints and older records say what it was.
+        """Return the record of a launch, inferred from a copy's checkpoints and older records.
 
-        The nonce is that of the launch's checkpoints. What the launch resumed from stands nowhere else: the record
-        names the candidate behind the launch's own, as if somebody had chosen it. Spec: REQ-RUN-046.
+        The nonce is copied from the launch's checkpoints. The checkpoint resumed from is recorded
+        in no second place: the new record names the candidate after the launch's own, as chosen by
+        hand. Spec: REQ-RUN-046.
         """
         for store in (self._copies[at] for at in needed or range(len(self._copies))):
             if number not in list_launch_numbers(store) and not needed:
@@ -282,9 +297,10 @@ class _Scrubbing:
         return []
 
     def _read_records(self, path: str, parse: Callable[[bytes], object]) -> list[bytes | CkptError]:
-        """Return the contents of a record in each copy, or what is wrong with it.
+        """Return the contents of a record in each copy, or the error of the record.
 
-        Where no copy has it whole, and in one a single bit is another, what it was before comes behind the copies'.
+        If no copy is whole, and a single bit differs in one, the corrected contents follow the
+        contents of the copies.
         """
         found: list[bytes | CkptError] = []
         damaged = b""
@@ -307,7 +323,7 @@ class _Scrubbing:
         return found
 
     def _mend_records(self, path: str, found: list[bytes | CkptError], missing: Sequence[int]) -> None:
-        """Rewrite a record, in one step, where it is damaged, or isn't there and is among the copies that need it."""
+        """Rewrite a record in one step in the copies where it is damaged, or missing but needed."""
         donor = next((at for at, content in enumerate(found) if isinstance(content, bytes)), None)
         for at, error in enumerate(found[: len(self._copies)]):
             if isinstance(error, bytes) or (error.code == Code.FILE_MISSING and at not in missing):
@@ -319,10 +335,10 @@ class _Scrubbing:
                 self._copies[at].sync(path.rpartition("/")[0])
             self._note(at, path, error, donor)
 
-    # --- checkpoints --------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
     def _scrub_checkpoint(self, name: str, entries: list[RunEntry | None]) -> None:
-        """Mend one checkpoint in the copies that have it: its register last, so that what has one is whole."""
+        """Repair one checkpoint in its copies, the register last, after all files are whole."""
         manifests = {at: entry.manifest for at, entry in enumerate(entries) if entry is not None and entry.manifest}
         if len({manifest.digest for manifest in manifests.values()}) > 1:
             detail = "the copies have different checkpoints of this name"
@@ -335,7 +351,7 @@ class _Scrubbing:
         self._checkpoints.append(name or self._copies[0].name)
         donor, manifest = next(iter(manifests.items()))
         before = len(self._damages)
-        # Without its index it may be what is left of one that was retired: nobody brings that back.
+        # Without an index, the files may be the rest of a retired checkpoint, which isn't restored.
         index = index_name(manifest.origin.attempt)
         candidates = [at for at in lost if index in self._copies[at].list_names(name)]
         self._scrub_contents(name, manifest, sorted({*manifests, *candidates}))
@@ -349,7 +365,10 @@ class _Scrubbing:
             self._note(at, _path(name, MANIFEST_NAME), _below(error, name), donor if can_mend else None)
 
     def _find_lost(self, at: int, entry: RunEntry | None, manifests: dict[int, Manifest]) -> CkptError | None:
-        """Return what is wrong with a register that can't be read, or is gone from among the files of a checkpoint."""
+        """Return the error of an unreadable or missing register; None for any other register.
+
+        A register is missing if the files of a committed checkpoint are in the directory.
+        """
         if entry is None:
             return None
         if isinstance(entry.register, CkptError):
@@ -364,13 +383,14 @@ class _Scrubbing:
     def _write_register(self, place: Store, content: bytes, error: CkptError) -> None:
         assert isinstance(parse_register(content), Manifest)  # noqa: S101 - it was read before
         if error.code == Code.FILE_MISSING:
-            create_once(place, MANIFEST_NAME, content=content)  # somebody may decide it meanwhile
+            # Another process may decide meanwhile.
+            create_once(place, MANIFEST_NAME, content=content)
         else:
             place.replace(MANIFEST_NAME, content)
         place.sync("")
 
     def _scrub_contents(self, name: str, manifest: Manifest, members: list[int]) -> None:
-        """Mend the index, then the parts that it names, then what these name."""
+        """Repair the index, then the parts named there, then the files named in the parts."""
         self._scrub_files(name, manifest, [index_file(manifest)], members)
         opened = list(self._iter_opened(name, manifest, members))
         if not opened:
@@ -385,7 +405,7 @@ class _Scrubbing:
             files.close()
 
     def _iter_opened(self, name: str, manifest: Manifest, members: list[int]) -> Iterator[CheckpointFiles]:
-        """Yield the checkpoint in each copy in which it can be opened."""
+        """Yield the opened checkpoint of each copy with a readable index."""
         for at in members:
             try:
                 yield CheckpointFiles(self._place(at, name), digest=manifest.digest)
@@ -394,7 +414,7 @@ class _Scrubbing:
                     raise
 
     def _iter_parts(self, opened: list[CheckpointFiles], number: int) -> Iterator[OpenPart]:
-        """Yield a part from each copy in which it can be read."""
+        """Yield a part from each copy in which the part is readable."""
         for files in opened:
             try:
                 yield OpenPart(files, files.read_part(number))
@@ -411,10 +431,11 @@ class _Scrubbing:
         *,
         is_at_home: bool = True,
     ) -> None:
-        """Mend some files, several at a time.
+        """Repair files, several at a time.
 
         Args:
-            is_at_home: whether the files must be somewhere; else all copies may be without them.
+            is_at_home: whether at least one copy must have the files; False for files in caches of
+                nodes.
         """
         work = functools.partial(self._scrub_file, name, manifest, members=members, is_at_home=is_at_home)
         for_each_file(work, files, self._failed)
@@ -422,7 +443,7 @@ class _Scrubbing:
     def _scrub_file(
         self, name: str, manifest: Manifest, file: VerifiedFile, *, members: list[int], is_at_home: bool
     ) -> None:
-        """Read a file in all copies, and rewrite it where it is damaged."""
+        """Read a file in all copies, and rewrite damaged copies."""
         wrong = {at: error for at in members if (error := self._find_damage(name, file, at)) is not None}
         donor = next((at for at in members if at not in wrong), None)
         if donor is None and not is_at_home and all(error.code == Code.FILE_MISSING for error in wrong.values()):
@@ -433,7 +454,7 @@ class _Scrubbing:
             place = self._place(at, name)
             register = self._read_register(place)
             if register is not None and register != manifest:
-                continue  # it was retired while it was read
+                continue  # retired while it was read
             repaired_from = donor
             if donor is not None and not self._dry_run:
                 try:
@@ -441,7 +462,8 @@ class _Scrubbing:
                 except CkptError as failure:
                     if not is_violation(failure):
                         raise
-                    repaired_from = None  # what was whole a moment ago isn't any more, or the name is a directory's
+                    # The donor has changed since, or a directory has the file's name.
+                    repaired_from = None
             self._note(at, _path(name, file.path), _below(error, name), repaired_from)
 
     def _read_register(self, place: Store) -> object:
@@ -454,7 +476,8 @@ class _Scrubbing:
 
     def _find_damage(self, name: str, file: VerifiedFile, at: int) -> CkptError | None:
         store = self._copies[at]
-        # An answer may be damaged on its way: nothing is written anew for what another reading doesn't find.
+        # A network answer may be damaged: a file is rewritten only if a second reading finds the
+        # damage, too.
         for _ in range(2 if store.is_remote else 1):
             try:
                 for chunk in file.iter_chunks(self._place(at, name)):
@@ -470,11 +493,11 @@ class _Scrubbing:
         return found
 
     def _rewrite(self, file: VerifiedFile, donor: Store, place: Store, *, is_missing: bool) -> None:
-        """Write a file anew, from a copy in which each byte was compared just now, and is again.
+        """Write a file from a copy in which each byte was just compared, and is compared again.
 
-        A document is replaced in one step: an index that is gone would make a damaged register look like a retired one.
-        On an object store the deletion of another file may come late, and remove what was written in its place: the
-        next scrub finds it missing.
+        A document is replaced in one step: with a missing index, a damaged register would look like
+        a retired one. Other files are deleted and created. On an object store the deletion may take
+        effect late, and remove the new file: the next scrub finds the loss.
 
         Spec: REQ-RUN-033.
         """
@@ -487,7 +510,7 @@ class _Scrubbing:
         create_verified(place, file, functools.partial(file.iter_chunks, donor))
         place.sync(file.path.rpartition("/")[0])
 
-    # --- what is told -------------------------------------------------------------------------------------------------
+    # --- report -----------------------------------------------------------------------------------
 
     def _note(self, at: int, path: str, error: CkptError, donor: int | None) -> None:
         damage = Damage(
@@ -511,9 +534,9 @@ class _Scrubbing:
 
 
 def _correct_bit(content: bytes, parse: Callable[[bytes], object]) -> bytes | None:
-    """Return what a record was before one of its bits became another; None where it is no such damage.
+    """Return a record's contents before the change of one bit; None for any other damage.
 
-    The record's own digest says that it is right.
+    The record's own digest proves the correction.
     """
     for at in range(len(content) if len(content) <= _CORRECTED_NBYTES else 0):
         for bit in range(8):
@@ -526,7 +549,7 @@ def _correct_bit(content: bytes, parse: Callable[[bytes], object]) -> bytes | No
 
 
 def _read_any(place: Store) -> Manifest | Abort | Tombstone | CkptError | None:
-    """Return what a register holds, or what is wrong with it. Raises: StoreError."""
+    """Return the document in a register, or the error of the register. Raises: StoreError."""
     try:
         return read_register(place)
     except StoreError:

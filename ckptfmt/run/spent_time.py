@@ -1,4 +1,7 @@
-"""Where the time of a run went, as the entries of its ledger say, and its other records. Spec: REQ-RUN-044."""
+"""The use of a run's time, from the entries of the ledger and further records.
+
+Spec: REQ-RUN-044.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ from ckptfmt.store.protocol import Store, call_each
 
 
 def read_goodput(store: Store, found: Iterable[RunEntry] | None = None) -> Goodput:
-    """Return where the time of a run went, as far as its records say.
+    """Return the use of a run's time, as far as recorded.
 
     Args:
         store: rooted at the run.
-        found: the run's checkpoints, where they were read already.
+        found: the run's checkpoints; None to list them.
 
-    Raises: IntegrityError(FILE_MISSING) where no run is; what is wrong with a launch record; StoreError.
+    Raises: IntegrityError(FILE_MISSING) without a run; errors of a damaged launch record;
+        StoreError.
     """
     run = read_known_run(store)
     found_launches = list_launches(store, run)
@@ -31,7 +35,8 @@ def read_goodput(store: Store, found: Iterable[RunEntry] | None = None) -> Goodp
     numbers = {launch.launch for launch in launches}
     known = {number: _of_entry(entry) for number, entry in entries.items() if number in numbers}
     untimed: set[int] = set()
-    if any(launch.launch not in known for launch in launches):  # it never trained, or wrote no ledger
+    # A launch without an entry never trained, or kept no ledger.
+    if any(launch.launch not in known for launch in launches):
         found = list_checkpoints(store, run, with_labels=False) if found is None else tuple(found)
         for launch in launches:
             if launch.launch not in known:
@@ -52,7 +57,10 @@ def read_goodput(store: Store, found: Iterable[RunEntry] | None = None) -> Goodp
 
 
 def read_entries(store: Store, run: RunRecord) -> tuple[dict[int, LedgerEntry], list[str]]:
-    """Return the entries of a run by launch, and a sentence for each one that can't be read. Raises: StoreError."""
+    """Return the ledger entries of a run by launch, and a sentence for each unreadable entry.
+
+    Raises: StoreError.
+    """
     names = store.list_names(LEDGER)
     numbers = sorted(number for number in map(parse_launch_name, names) if number is not None)
     read = call_each(store, functools.partial(_read_entry, store, run), numbers)
@@ -92,7 +100,7 @@ def _of_entry(entry: LedgerEntry) -> KnownLaunch:
 
 
 def _of_saves(saves: Iterable[RunEntry]) -> KnownLaunch | None:
-    """Return what the manifests of a launch without an entry say; None where none is left that says when."""
+    """Return a launch's times from its manifests; None if no manifest has a time."""
     taken = sorted((one.step, one.manifest.saved_unix_s) for one in saves if one.manifest is not None)
     taken = [(step, at_s) for step, at_s in taken if at_s > 0]
     if not taken:

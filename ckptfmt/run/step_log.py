@@ -1,7 +1,8 @@
-"""The step logs of a run's processes: written in place as the training goes, so that SIGKILL takes none of it.
+"""The step logs of a run's processes, written in place at each step: SIGKILL loses no record.
 
-A run in a directory has them beside its checkpoints. Of a run in an object store each node keeps its own, in a
-directory of this user among the temporary files, and `StepLog.close` copies a log to the run. Spec: REQ-RUN-061.
+A run in a directory has the logs next to its checkpoints. For a run in an object store, each node
+keeps its own logs in a directory of this user among the temporary files, and `bring_home` copies a
+log to the run. Spec: REQ-RUN-061.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.protocol import Store, call_each
 
-#: The size of a step log at most, in bytes.
+#: Greatest size of a step log, in bytes.
 NBYTES: Final = HEADER_NBYTES + STEP_COUNT * RECORD_NBYTES
-#: The number of launches whose step logs stay, the newest ones.
+#: Number of newest launches that keep their step logs.
 KEPT_LAUNCHES: Final = 8
 
 
 def node_folder(store: Store, run_id: str) -> Path | None:
-    """Return the directory of this machine below which the step logs of a run are written; None where there is none.
+    """Return the directory of this machine for the step logs of a run; None where there is none.
 
-    A store in memory has none: nothing of its run outlives the process.
+    A store in memory has no such directory: no file of such a run outlives the process.
     """
     if isinstance(store, LocalStore):
         return Path(store.name)
@@ -56,7 +57,7 @@ class StepLog:
         path: the file, which must not exist.
         header: the first record.
 
-    Raises: StoreError(STORE_IO, NO_SPACE and others as the system names them).
+    Raises: StoreError(STORE_IO).
     """
 
     def __init__(self, path: Path, header: StepsHeader) -> None:
@@ -97,7 +98,7 @@ class Steps:
 
     @classmethod
     def parse(cls, content: bytes) -> Self | None:
-        """Return the records; None for bytes that are no step log."""
+        """Return the records; None for other bytes than a step log."""
         header = StepsHeader.parse(content[:HEADER_NBYTES])
         if header is None:
             return None
@@ -107,7 +108,7 @@ class Steps:
 
 
 def read_steps(store: Store, run_id: str, launch: int, writer: int) -> Steps | None:
-    """Return the step log of one process of a launch, from this node or from the run; None where there is none."""
+    """Return the step log of one process of a launch, of this node or of the run, or None."""
     path = steps_path(launch, writer)
     folder = node_folder(store, run_id)
     content = b""
@@ -122,7 +123,7 @@ def read_steps(store: Store, run_id: str, launch: int, writer: int) -> Steps | N
 
 
 def list_logged_launches(store: Store, run_id: str) -> list[int]:
-    """Return the numbers of the launches that have step logs on this node or in the run, ascending."""
+    """Return the numbers of the launches with step logs on this node or in the run, ascending."""
     names: set[str] = set()
     with contextlib.suppress(CkptError):
         names |= set(store.list_names(WITNESS))
@@ -134,7 +135,9 @@ def list_logged_launches(store: Store, run_id: str) -> list[int]:
 
 
 def read_verdicts(store: Store) -> dict[int, WitnessRecord]:
-    """Return the verdicts on the launches of a run, by the number of the launch. A damaged verdict is none.
+    """Return the verdicts on the launches of a run, by the number of the launch.
+
+    Damaged verdicts are left out.
 
     Spec: REQ-RUN-062.
     """
@@ -153,7 +156,7 @@ def read_verdicts(store: Store) -> dict[int, WitnessRecord]:
 
 
 def bring_home(store: Store, log: StepLog, launch: int, writer: int) -> None:
-    """Copy a step log of this node to the run in an object store; nothing where the run has it already.
+    """Copy a step log of this node to the run, if the run is in an object store.
 
     Raises: StoreError.
     """
@@ -165,11 +168,14 @@ def bring_home(store: Store, log: StepLog, launch: int, writer: int) -> None:
 
 
 def remove_old(store: Store, run_id: str, launches: Sequence[int], *, spared: int | None) -> None:
-    """Remove the step logs of all but the newest launches; on process 0 only. A failure leaves them.
+    """Remove the step logs of all but the newest launches; on process 0 only.
+
+    A failed removal is ignored.
 
     Args:
-        launches: the launches that have step logs, ascending.
-        spared: the launch whose logs stay however old they are, since another process may be about to read them.
+        launches: the launches with step logs, ascending.
+        spared: the launch whose logs stay at any age, since another process may be about to read
+            them.
     """
     for launch in [number for number in launches[:-KEPT_LAUNCHES] if number != spared]:
         prefix = f"{WITNESS}/{launch:04d}"
@@ -182,7 +188,7 @@ def remove_old(store: Store, run_id: str, launches: Sequence[int], *, spared: in
 
 
 def _make_folder(path: Path) -> None:
-    """Make a directory. One among the temporary files belongs to this user alone, or isn't used.
+    """Make a directory. The directory among the temporary files must belong to this user.
 
     Raises: OSError.
     """
@@ -197,7 +203,7 @@ def _make_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """Let a system's error name the file. Raises: StoreError(STORE_IO)."""
+    """Turn a system's error into a StoreError that names the file. Raises: StoreError(STORE_IO)."""
     try:
         yield
     except OSError as error:

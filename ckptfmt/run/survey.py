@@ -1,4 +1,4 @@
-"""What a clean-up of a run would do, and what it leaves to a person, as far as registers and records say."""
+"""The effect of a clean-up of a run, and the directories left to a person."""
 
 from __future__ import annotations
 
@@ -23,21 +23,25 @@ from ckptfmt.store.protocol import Store
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What of a run may go, and what stays for a reason that a person may know better.
+    """The checkpoints of a run for a clean-up to remove, and those left to a person.
 
     Attributes:
-        launch: the newest one; 0 of a run without any.
-        going: committed checkpoints that retention would retire, oldest first.
-        abandoned: directories without a decision that older launches left.
-        remains: names of directories with files beside an abort record or a tombstone: a clean-up was interrupted.
-        unfinished: directories without a decision of the newest launch, which no living saver has in hand. Only the
-            next launch gives them up, or finishes them from a node's cache (REQ-CMT-021).
-        in_hand: those of launches of which living savers have saves in hand.
-        beside: committed checkpoints that the run doesn't go on from, with why. Retention leaves them alone.
-        unreadable: directories whose register can't be read, with the error. As long as there is one in a run with
-            deltas, nothing is retired: nobody knows what it reads from (REQ-CMT-034).
-        lost: launches whose record can't be read. Nothing of older launches is retired, or given up, before a repair.
-        problem: why retention lets nothing go for want of a metric, or an empty string.
+        launch: the newest launch; 0 of a run without launches.
+        going: committed checkpoints to be retired by retention, oldest first.
+        abandoned: undecided directories of older launches.
+        remains: names of directories with files next to an abort record or a tombstone: a clean-up
+            was interrupted.
+        unfinished: undecided directories of the newest launch, without a living saver. Only the
+            next launch aborts them, or finishes them from a node's cache (REQ-CMT-021).
+        in_hand: undecided directories of launches with living savers.
+        beside: committed checkpoints off the lineage, each with the reason. Retention leaves them
+            alone.
+        unreadable: directories with an unreadable register, with the error. In a run with deltas,
+            such a directory stops all retirement: the bases are unknown
+            (REQ-CMT-034).
+        lost: launches with an unreadable record. No checkpoint of an older launch is retired or
+            aborted before a repair.
+        problem: why retention lets no checkpoint go for lack of a metric, or an empty text.
     """
 
     launch: int
@@ -53,17 +57,18 @@ class Survey:
 
 
 def survey_run(store: Store, run: RunRecord, retention: Retention) -> Survey:
-    """Return what a clean-up would do now, and what it would leave.
+    """Return the effect of a clean-up at this moment.
 
     Args:
         store: rooted at the run.
-        retention: what stays of what is committed.
+        retention: the rules for committed checkpoints.
 
-    Raises: UnsupportedError(FEATURE_UNSUPPORTED) where the run has a feature that this cleaner doesn't know;
-        StoreError. Spec: REQ-CMT-020 to REQ-CMT-026.
+    Raises: UnsupportedError(FEATURE_UNSUPPORTED) where the run has a feature unknown to this
+        cleaner; StoreError. Spec: REQ-CMT-020 to REQ-CMT-026.
     """
     check_writer_features(run, "REQ-CMT-025", doing="cleaning up", undone="nothing was looked at")
-    held = launches_of(list_held(store))  # before the registers: a save that is decided in between is seen there
+    # Before the registers, where a save decided in between is seen.
+    held = launches_of(list_held(store))
     launches, entries = list_launches(store, run), list_checkpoints(store, run)
     launch = launches[-1].launch if launches else 0
     going = plan_retention(launches, entries, retention)
@@ -91,7 +96,7 @@ def survey_run(store: Store, run: RunRecord, retention: Retention) -> Survey:
 
 
 def iter_beside(launches: Sequence[Launch | LostLaunch], entries: list[RunEntry]) -> Iterator[tuple[RunEntry, str]]:
-    """Yield the committed checkpoints that the run doesn't go on from, and why."""
+    """Yield the committed checkpoints off the lineage, each with the reason."""
     lineage = {entry.name for entry in iter_lineage(launches, entries)}
     beside = {entry.name: entry for entry in entries if entry.manifest is not None and entry.name not in lineage}
     before: set[str] = set()
@@ -101,7 +106,7 @@ def iter_beside(launches: Sequence[Launch | LostLaunch], entries: list[RunEntry]
         for name in sorted((before - after) & beside.keys()):
             entry = beside.pop(name)
             yield entry, _suspect_text(entry) or _turn_text(launch, entry)
-        # Of what this launch saved all counts, until the next launch has chosen.
+        # All checkpoints of this launch count, until the next launch has chosen.
         before = after | {entry.name for entry in entries if entry.launch == launch.launch}
     for entry in beside.values():
         yield entry, _suspect_text(entry) or "no launch went on from it"
@@ -112,7 +117,7 @@ def _suspect_text(entry: RunEntry) -> str:
 
 
 def _turn_text(launch: Launch | LostLaunch, entry: RunEntry) -> str:
-    """Return how a launch left what the run would have gone on from."""
+    """Return how a launch left the checkpoint from which the run would have gone on."""
     if isinstance(launch, LostLaunch):
         return f"launch {launch.launch} didn't save it, and its record can't be read"
     instead = "nothing" if launch.resume_from is None else launch.resume_from.name
