@@ -182,7 +182,7 @@ def _run(arguments: argparse.Namespace) -> int:
             may_serve=not arguments.no_serve,
             seed=arguments.seed,
             drawn_by=drawn_by,
-            on_result=lambda result: progress[0].take(result),  # noqa: PLW0108 - it is made later
+            on_result=lambda result: progress[0].take(result),  # noqa: PLW0108 - the list is filled later
         )
     finally:
         for line in progress:

@@ -1,4 +1,4 @@
-"""The claim level that a run reached, and a badge that shows the level.
+"""The claim level of a run, and a badge with the level.
 
 Each level includes all levels below: S0 the bytes in any layout, S1 the order of samples, S2 the
 same microbatches per logical worker, T1 the same trajectory on the same layout, T2 the same
@@ -66,7 +66,7 @@ def claim_of(run: Run) -> str:
 
 
 def said_claim(run: Run) -> str:
-    """Return the claim with the note that it is self-reported, and with the run's seed."""
+    """Return the claim with a note on self-reporting, and with the run's seed."""
     seed = "" if run.seed is None else f"; the same questions: --seed {run.seed}"
     return f"{claim_of(run)}, {SELF_REPORTED}{seed}" if claim_of(run) else ""
 
@@ -95,7 +95,7 @@ def _kinds_that_pass(results: Iterable[Result]) -> set[str]:
 
 
 def badge_text(run: Run) -> tuple[str, str]:
-    """Return the text of the right half of the badge, and its colour."""
+    """Return the text of the right half of the badge, and the colour."""
     counts = run.counts
     red = counts[Status.FAIL] + counts[Status.ERROR] + counts[Status.XPASS]
     if red:

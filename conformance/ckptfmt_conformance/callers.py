@@ -1,4 +1,4 @@
-"""Calls of adapters: one process for each question, or one process that answers all questions.
+"""Calls of adapters: a process for each question, or a process for all questions.
 
 Each call has a deadline. A process that misses the deadline is killed with all processes that it
 started.
@@ -42,7 +42,7 @@ __all__ = [
 BUILTIN: Final = {
     "reference": "ckptfmt_conformance.adapters.reference:Reference",
 }
-#: The largest output that is read, in bytes. No answer needs more.
+#: The limit on the size of an output, in bytes. No answer needs more.
 OUTPUT_NBYTES: Final = 64 << 20
 #: How much of the end of standard error a message shows, in bytes.
 TAIL_NBYTES: Final = 1200
@@ -60,7 +60,7 @@ _REMEDY: Final = "Give `reference`, `package.module:Class`, or a command line; s
 
 
 class Caller(Protocol):
-    """An adapter that is ready to be asked."""
+    """An open adapter."""
 
     def call(
         self,
@@ -78,7 +78,7 @@ class Caller(Protocol):
         """
 
     def close(self) -> None:
-        """End the adapter's process, if one is running."""
+        """End the adapter's process, if there is a process."""
 
 
 class Target:
@@ -109,7 +109,7 @@ class Target:
 
 
 def find_target(text: str) -> Target:
-    """Return the adapter that a short name, a class or a command line means.
+    """Return the adapter of a short name, a class or a command line.
 
     Raises: SuiteError where the text is none of the three.
     """
@@ -128,7 +128,7 @@ def find_target(text: str) -> Target:
     found = shutil.which(argv[0]) if argv else None
     if found is None:
         raise SuiteError(f"there is no adapter {text!r}", remedy=_REMEDY)
-    # For a command line that runs a script by an interpreter, the list of expected failures lies
+    # If a command line runs a script by an interpreter, the list of expected failures lies
     # beside the script.
     scripts = [Path(word) for word in argv if Path(word).is_file()]
     script = scripts[-1] if scripts else Path(found)
@@ -164,10 +164,10 @@ def _search_path() -> Any:  # noqa: ANN401 - a context
 def open_described(target: Target, *, may_serve: bool = True) -> Iterator[tuple[Caller, Description]]:
     """Open an adapter, ask for its description, and yield a caller and the description.
 
-    For a command that serves, the caller uses one process for all questions.
+    For a serving command, the caller uses a single process for all questions.
 
     Args:
-        may_serve: whether a command that serves is asked through one process.
+        may_serve: whether a serving command is asked through a single process.
 
     Raises: SuiteError as `describe` does.
     """
@@ -195,7 +195,7 @@ def describe(caller: Caller) -> Description:
 
 
 class CommandCaller:
-    """An adapter that is a command: one process for each question."""
+    """A command as an adapter: a process for each question."""
 
     def __init__(self, argv: tuple[str, ...]) -> None:
         self._argv = argv
@@ -241,15 +241,15 @@ class CommandCaller:
 
 
 class ServerCaller:
-    """An adapter that is one process for all questions.
+    """A serving command as an adapter: a process for all questions.
 
     The first question starts the process. After a question that ends without a valid answer, such
     as by a crash or at the deadline, the process is ended, and the next question starts a new
     process. So such an end costs only one question.
 
     Args:
-        argv: the command line that starts the process.
-        environment: the environment of the process; that of the current process by default.
+        argv: the command line of the process.
+        environment: the environment of the process; the current process's by default.
         has_cells: whether the adapter can be asked for trajectories.
     """
 
@@ -264,15 +264,15 @@ class ServerCaller:
         self._said_nbytes = 0
         self._count = 0
         self._rest = b""
-        # The failure of a process that never became ready. Later questions return it at once, so
+        # The failure of the first start. Later questions return the failure at once, so
         # that a run doesn't wait for the start once per case.
         self._failure: Answer | None = None
         self._was_ready = False
 
     def close(self) -> None:
-        """Close the process's input and wait for its exit, for `END_S` at most.
+        """Close the process's input and wait for the exit, for `END_S` at most.
 
-        Then kill all processes of its session.
+        Then kill all processes of the session.
         """
         process, stderr = self._process, self._stderr
         self._process = self._stderr = None
@@ -326,8 +326,8 @@ class ServerCaller:
         return _with_tail(reply, self._stderr, self._said_nbytes)
 
     def _start(self) -> Answer | None:
-        """Start the process and wait until it is ready. Return the failure; None on success."""
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
+        """Start the process and wait for readiness. Return the failure; None on success."""
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - the file lives as long as the process
         self._said_nbytes, self._rest = 0, b""
         try:
             self._process = subprocess.Popen(
@@ -411,7 +411,7 @@ class ServerCaller:
         return f"its process ended {f'by signal {-code}' if code < 0 else f'with exit code {code}'}"
 
     def _give_up(self, message: str) -> Answer:
-        """End the process. Return an error that holds the end of standard error."""
+        """End the process. Return an error with the end of standard error."""
         assert self._process is not None
         assert self._stderr is not None
         answer = _with_tail(Answer(outcome="error", message=message), self._stderr, self._said_nbytes)
@@ -428,7 +428,7 @@ class ServerCaller:
 
 
 class ClassCaller(ServerCaller):
-    """An adapter that is a Python class, in a process of its own."""
+    """A Python class as an adapter, in a separate process."""
 
     def __init__(self, class_name: str) -> None:
         # The process searches modules in the same places as this process, and in the current
@@ -451,7 +451,7 @@ def _wait_for(descriptor: int, end_s: float, *, is_writing: bool = False) -> Non
 
 
 def _run(argv: list[str], stdout: IO[bytes], stderr: IO[bytes], timeout_s: float) -> int | None:
-    """Run a command and return its exit code; None at the deadline. Raises: OSError."""
+    """Run a command and return the exit code; None at the deadline. Raises: OSError."""
     process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True)
     try:
         return process.wait(timeout_s)
@@ -462,7 +462,7 @@ def _run(argv: list[str], stdout: IO[bytes], stderr: IO[bytes], timeout_s: float
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all processes of its session, of which it is the leader."""
+    """Kill the leader of a session, and all processes of the session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -474,10 +474,10 @@ def _read_back(stream: IO[bytes], nbytes: int) -> bytes:
 
 
 def _with_tail(answer: Answer, stderr: IO[bytes], begin: int = 0) -> Answer:
-    """Return an error extended by the end of standard error; other answers unchanged.
+    """Return an error extended by the end of standard error; any other answer unchanged.
 
     Args:
-        begin: the first byte of standard error that belongs to the question.
+        begin: the first byte of standard error from the question.
     """
     if answer.outcome != "error":
         return answer

@@ -17,7 +17,7 @@ from ckptfmt_conformance.errors import SuiteError
 
 __all__ = ["KINDS", "PHASES", "Case", "Expectation", "load_cases", "select_cases", "vectors_root"]
 
-#: The kinds of questions that an adapter can be asked.
+#: The kinds of questions to an adapter.
 KINDS: Final = ("open", "read", "reshard", "write", "context", "parse", "trajectory")
 #: The phases in which a reader may find a fault, in order.
 PHASES: Final = ("open", "read", "validate")
@@ -52,9 +52,9 @@ class Expectation:
 
     Attributes:
         outcome: ``accept``, or ``reject``.
-        errors: the codes that a refusal may have; empty for ``accept``.
+        errors: the permitted codes of a refusal; empty for ``accept``.
         phase: the last phase in which a refusal may come; "" if any phase is right.
-        members: the members that the result of an accepted case must hold.
+        members: the required members of an accepted case's result.
     """
 
     outcome: str
@@ -65,23 +65,23 @@ class Expectation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A question to an implementation, and the answer that is due.
+    """A question to an implementation, and the expected answer.
 
     Attributes:
         id: area, outcome and name, such as ``manifest/invalid/tiling-gap``.
-        description: the content of the case, in one line.
-        requirements: the clauses that the case tests.
+        description: the content of the case, in a line.
+        requirements: the tested clauses.
         kind: an entry of `KINDS`.
         roles: the roles of implementations that have to pass the case.
         spec: the version of the format in which the case is written.
-        features: the reader features that the case needs.
+        features: the required reader features.
         derived_from: the id of the valid case from which the case was made; None for none.
-        edit: the change that was made to that valid case.
-        path: the path to open, below the folder where the files are written; ``.`` for that folder.
-        request: the request that is sent to the adapter; None for none.
+        edit: the change to the valid case.
+        path: the path to open, below the folder of the written files; ``.`` for the folder.
+        request: the request to the adapter; None for none.
         expect: the expected result.
-        bug_class: the kind of harm that a failure does.
-        why: that harm, in one sentence.
+        bug_class: the kind of harm from a failure.
+        why: the harm, in a sentence.
         source: the generator of the case.
         files: the contents of the files, by their paths.
     """
@@ -107,7 +107,7 @@ class Case:
         """Write the files below a folder, and return the path to open.
 
         Args:
-            change: returns the content to write for a path and its content.
+            change: returns the content to write, given a path and the case's content.
         """
         for name, content in self.files.items():
             path = folder / name
@@ -117,7 +117,7 @@ class Case:
 
 
 def vectors_root() -> Path:
-    """Return the folder of the vectors: in the installed package, or beside it in a checkout.
+    """Return the folder of the vectors: in the installed package, or beside the package.
 
     Raises: SuiteError where there are none.
     """
@@ -133,7 +133,7 @@ def vectors_root() -> Path:
 def load_cases(root: Path) -> tuple[Case, ...]:
     """Return all cases below a folder, sorted by id.
 
-    Raises: SuiteError for a case that doesn't have the form of the vectors' README.md.
+    Raises: SuiteError for a case without the form of the vectors' README.md.
     """
     if not root.is_dir():
         raise SuiteError(f"{root} is no folder", remedy="Give the folder of the vectors with --vectors.")
@@ -158,7 +158,7 @@ def select_cases(cases: Iterable[Case], *, patterns: Sequence[str] = (), kinds: 
 
 
 def _load_area(path: Path) -> list[Case]:
-    """Return the cases of one area. Raises: SuiteError."""
+    """Return the cases of an area. Raises: SuiteError."""
     cases = _read_json(path, list)
     contents = _read_contents(path.parent / _CONTENTS / path.name) if cases else {}
     found: dict[str, Case] = {}

@@ -20,9 +20,9 @@ __all__ = ["ABSENT", "PREFIX", "WITNESSED", "draw_witnessed", "find_cases", "jud
 
 #: The prefix of a cell's id.
 PREFIX: Final = "trajectory/"
-#: The id of the case that replaces all cells where trajectories aren't available.
+#: The id of the substitute for all cells where trajectories aren't available.
 ABSENT: Final = "trajectory/all"
-#: The prefix of the id of a cell that the suite's own process trains and judges.
+#: The prefix of the id of a cell trained and judged by the suite's own process.
 WITNESSED: Final = "trajectory/witnessed/"
 _MODULE: Final = "ckptfmt_conformance.trajectories"
 #: How many witnessed cells a seed draws.
@@ -59,7 +59,7 @@ def list_cases() -> tuple[Case, ...]:
 
 
 def draw_witnessed(seed: int, patterns: Sequence[str] = ()) -> tuple[Case, ...]:
-    """Return the witnessed cells that a seed draws, as cases.
+    """Return drawn witnessed cells, as cases.
 
     Return () where trajectories aren't available.
     """
@@ -84,7 +84,7 @@ def draw_witnessed(seed: int, patterns: Sequence[str] = ()) -> tuple[Case, ...]:
 def judge_witnessed(case: Case, ask: Callable[[str, Mapping[str, Any]], None]) -> str | None:
     """Train a cell in this process while `ask` has the adapter save and load the state.
 
-    Returns: the divergence of the state that came back; None where there is none.
+    Returns: the divergence of the restored state; None where there is none.
     """
     module = importlib.import_module(f"{_MODULE}.witness")
     wanted = case.id.removeprefix(WITNESSED)
@@ -108,7 +108,7 @@ def _case_of(cell: Any) -> Case:  # noqa: ANN401 - a Cell of a module that may b
 
 
 def run_cell(adapter: Any, case_id: str, directory: Path) -> Mapping[str, Any]:  # noqa: ANN401 - a class
-    """Run one cell with an adapter's checkpoints, and return status, divergence and seconds.
+    """Run a cell with an adapter's checkpoints, and return status, divergence and seconds.
 
     Raises: ImportError; any exception of the adapter.
     """

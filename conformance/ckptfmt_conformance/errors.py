@@ -1,4 +1,4 @@
-"""The error that keeps the suite itself from running."""
+"""The error of a suite that can't run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class SuiteError(Exception):
     A failure of the judged implementation never raises this error.
 
     Attributes:
-        detail: the fault, in one sentence.
-        remedy: the remedy, in one line.
+        detail: the fault, in a sentence.
+        remedy: the remedy, in a line.
     """
 
     def __init__(self, detail: str, *, remedy: str) -> None:

@@ -38,7 +38,7 @@ RED: Final = frozenset({Status.FAIL, Status.ERROR, Status.XPASS})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A status, and its reason: one sentence, which more lines may follow."""
+    """A status, and the reason: a sentence, which more lines may follow."""
 
     status: Status
     message: str = ""
@@ -62,7 +62,7 @@ def find_reason_to_skip(case: Case, description: Description) -> str:
 def due(case: Case, description: Description) -> Expectation:
     """Return the expected result of a case for an adapter.
 
-    An adapter that doesn't speak the case's version has to refuse with ``VERSION_UNSUPPORTED``.
+    An adapter without the case's version has to refuse with ``VERSION_UNSUPPORTED``.
     """
     if _speaks(case, description):
         return case.expect
@@ -73,7 +73,7 @@ def _speaks(case: Case, description: Description) -> bool:
     return not case.spec or case.spec in description.spec
 
 
-def judge(  # noqa: PLR0911 - one for each kind of answer
+def judge(  # noqa: PLR0911 - a return for each kind of answer
     case: Case, description: Description, answer: Answer, output: Path | None = None
 ) -> Verdict:
     """Return the verdict on an answer.
@@ -95,7 +95,7 @@ def judge(  # noqa: PLR0911 - one for each kind of answer
         message = f"it says that it doesn't support {answer.body['feature']}; the case {needs}"
         return Verdict(status=Status.FAIL, message=message)
     if answer.outcome == "rejected":
-        # A reader that lacks a feature has to refuse with this code, so the refusal is right.
+        # A reader without a feature has to refuse with this code, so the refusal is right.
         if lacking and answer.body["error"] == "FEATURE_UNSUPPORTED":
             return Verdict(status=Status.UNSUPPORTED, message=", ".join(sorted(lacking)))
         return _verdict(_compare_refusal(expect, answer.body))

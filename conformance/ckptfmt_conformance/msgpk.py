@@ -12,7 +12,7 @@ from typing import Any, Final
 __all__ = ["dump", "parse"]
 
 _DEPTH: Final = 64
-#: First byte of a sized value: the width of its length in bytes, and its type.
+#: First byte of a sized value: the width of the length in bytes, and the type.
 _SIZED: Final = {
     0xC4: (1, bytes), 0xC5: (2, bytes), 0xC6: (4, bytes), 0xD9: (1, str), 0xDA: (2, str), 0xDB: (4, str),
     0xDC: (2, list), 0xDD: (4, list), 0xDE: (2, dict), 0xDF: (4, dict),
@@ -26,7 +26,7 @@ _CONSTANTS: Final = {0xC0: None, 0xC2: False, 0xC3: True}
 def parse(content: bytes) -> Any:  # noqa: ANN401 - any value of the profile
     r"""Return the value of some msgpack bytes.
 
-    Raises: ValueError unless the bytes are exactly one value in its canonical form.
+    Raises: ValueError unless the bytes are exactly one value in canonical form.
 
     >>> parse(b"\x82\xa1a\x92\xc0\xc4\x01x\xa1b\x01")
     {'a': [None, b'x'], 'b': 1}

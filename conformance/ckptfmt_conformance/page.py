@@ -1,4 +1,4 @@
-"""A report as one self-contained page of HTML."""
+"""A report as a self-contained page of HTML."""
 
 from __future__ import annotations
 

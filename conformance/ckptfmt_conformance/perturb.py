@@ -21,16 +21,16 @@ from ckptfmt_conformance.readback import DTYPES, ReadbackError, canonical, entri
 
 __all__ = ["perturb"]
 
-#: The bytes of each box. Key: the tensor's field, name and scope, the box's begin and its shape.
+#: The bytes of each box. Key: the tensor's field, name and scope, the box's begin and shape.
 _Drawn: TypeAlias = dict[tuple[Any, ...], bytes]
 
 
 def perturb(root: Path, rng: random.Random) -> None:
-    """Replace the bytes of each tensor of the full checkpoint at `root` by bytes that `rng` draws.
+    """Replace the bytes of each tensor of the full checkpoint at `root` by bytes drawn from `rng`.
 
     Raises: ReadbackError where the checkpoint isn't sound, or isn't full.
     """
-    read_back(root)  # a checkpoint that isn't sound is left unchanged
+    read_back(root)  # an unsound checkpoint is left unchanged
     manifest = json.loads((root / "manifest.json").read_bytes())
     signed = manifest["signed"]
     if list(root.rglob("*.pack")):
@@ -49,10 +49,10 @@ def perturb(root: Path, rng: random.Random) -> None:
 def _perturb_part(
     root: Path, manifest: Mapping[str, Any], number: int, rng: random.Random, drawn: _Drawn
 ) -> tuple[int, bytes]:
-    """Rewrite a part and its shards. Return the part's size in bytes and its digest.
+    """Rewrite a part and its shards. Return the part's size in bytes and digest.
 
-    A box that several writers hold has the same bytes in each of their parts (REQ-CMT-012). `drawn`
-    keeps the bytes of each box for that.
+    A box of several writers has the same bytes in each writer's part (REQ-CMT-012). `drawn`
+    keeps the bytes of each box.
     """
     place = root / f"parts/{manifest['attempt']}-{number:05d}.msgpack"
     document = _parse(place.read_bytes())
@@ -69,7 +69,7 @@ def _perturb_part(
             drawn[key] = _draw(owner["dtype"], math.prod(shape), rng)
         contents.append(drawn[key])
         size = manifest["block_nbytes"]
-        # a writer may omit the digests of boxes that it holds but doesn't write
+        # a writer may omit the digests of boxes written by another writer
         if found[position]:
             blocks = (drawn[key][at : at + size] for at in range(0, len(drawn[key]), size))
             found[position] = [blake3(block).digest() for block in blocks]
@@ -96,7 +96,7 @@ def _parse(content: bytes) -> dict[str, Any]:
 
 
 def _write(place: Path, document: Mapping[str, Any]) -> tuple[int, bytes]:
-    """Write a document of tables. Return its size in bytes, and its digest."""
+    """Write a document of tables. Return size in bytes and digest."""
     content = _dump(document)
     # Stored blocks always keep the limit on the ratio of inflated to compressed size (REQ-DOC-028).
     stored = zlib.compress(content, 0)
@@ -112,7 +112,7 @@ def _packed(values: list[int]) -> list[Any]:
     return [width, b"".join(bytes(value >> 8 * plane & 255 for value in values) for plane in range(width))]
 
 
-def _dump(value: Any) -> bytes:  # noqa: ANN401, PLR0911 - one for each kind of value
+def _dump(value: Any) -> bytes:  # noqa: ANN401, PLR0911 - a return for each kind of value
     """Return the canonical msgpack of a value of the profile."""
     if value is None:
         return b"\xc0"

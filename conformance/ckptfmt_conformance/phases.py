@@ -20,25 +20,25 @@ from ckptfmt_conformance.protocol import Answer
 
 __all__ = ["ask_in_phases"]
 
-#: Suffixes of the files that hold the bytes of tensors.
+#: Suffixes of the files with the bytes of tensors.
 _TENSORS: Final = (".safetensors", ".pack")
 _OTHER_BYTES: Final = bytes(byte ^ 0xFF for byte in range(256))
 
-#: A function that asks about a directory, with a request.
+#: Asks about a directory, with a request.
 Ask = Callable[[Path, Mapping[str, Any] | None], Answer]
 
 
 def ask_in_phases(case: Case, expect: Expectation, ask: Ask, judge: Callable[[Answer], Verdict]) -> Verdict:
-    """Ask a case with only the content that the expected phase may use. Return the verdict.
+    """Ask a case with only the expected phase's content. Return the verdict.
 
     Args:
-        expect: the expected result. A case that isn't refused before the last phase is asked
-            unchanged.
+        expect: the expected result. A case without an expected refusal before the last phase
+            is asked unchanged.
         ask: asks the case's question about a directory, with a request.
         judge: returns the verdict on an answer.
     """
     if expect.outcome != "reject" or not expect.phase or case.kind == "parse" or "launch" in (case.request or {}):
-        # An accepted case shows its whole content. A document by itself has no tensors. A launch
+        # An accepted case shows the whole content. A single document has no tensors. A launch
         # asks which checkpoints are whole.
         return judge(_ask_about(case, ask, case.request))
     due = expect.phase
@@ -78,7 +78,7 @@ def _explain(verdict: Verdict, due: str, whole: Verdict) -> Verdict:
 
 
 def _ask_until(phase: str, case: Case, ask: Ask) -> Answer:
-    """Ask a case with only the content that a phase may use."""
+    """Ask a case with only a phase's content."""
     if phase == PHASES[-1]:
         return _ask_about(case, ask, case.request)
     request = case.request and {name: value for name, value in case.request.items() if name != "verify"}
@@ -88,9 +88,9 @@ def _ask_until(phase: str, case: Case, ask: Ask) -> Answer:
 def _ask_about(
     case: Case, ask: Ask, request: Mapping[str, Any] | None, change: Callable[[str, bytes], bytes] | None = None
 ) -> Answer:
-    """Ask about files that are written for this question only."""
+    """Ask about files written for this question only."""
     with tempfile.TemporaryDirectory(prefix="ckptfmt-conformance-") as folder:
-        # No other files lie beside the opened directory, since a reader may look for bases there.
+        # The opened directory has no siblings, since a reader may look for bases there.
         return ask(case.write_files(Path(folder) / "input", change), request)
 
 

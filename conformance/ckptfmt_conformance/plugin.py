@@ -2,8 +2,8 @@
 
 Use: ``pytest -p ckptfmt_conformance.plugin --pyargs ckptfmt_conformance --adapter ADAPTER``.
 
-The plugin is named on the command line. It is no entry point, because with an entry point pytest
-would rewrite every module of ckptfmt in every project that has ckptfmt installed.
+The plugin is named on the command line, and isn't an entry point: with an entry point, pytest
+would rewrite every module of ckptfmt in every project with ckptfmt installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The protocol between the suite and an adapter: questions, answers, and their meaning.
 
 An adapter is a command, in any language, or a Python class. README.md explains how to write an
-adapter. A command reports the outcome by its exit code. A command that serves reports the same
-number in its answer: 0 accepted, 10 rejected, 11 unsupported. Every other number, and every crash,
+adapter. A command reports the outcome by an exit code. A serving command reports the same
+number in the answer: 0 accepted, 10 rejected, 11 unsupported. Every other number, and every crash,
 is an error and never a refusal.
 """
 
@@ -43,7 +43,7 @@ __all__ = [
 EXIT_ACCEPTED: Final = 0
 EXIT_REJECTED: Final = 10
 EXIT_UNSUPPORTED: Final = 11
-#: The code of a question on which the adapter raised an exception that is no answer.
+#: The code of a question on which the adapter raised an exception without an answer.
 EXIT_FAILED: Final = 1
 #: The exit code of a command with wrong arguments. Python's own codes 1 and 2 keep their meaning: a
 #: crash.
@@ -54,7 +54,7 @@ METHODS: Final = ("open", "read", "reshard", "write", "context", "parse")
 
 
 class Rejected(Exception):  # noqa: N818 - an answer, and no error of the adapter's
-    """A refusal: the implementation refuses the content that it was given.
+    """A refusal: the implementation refuses the given content.
 
     Args:
         code: a code of the specification's table of errors.
@@ -70,7 +70,7 @@ class Rejected(Exception):  # noqa: N818 - an answer, and no error of the adapte
 
 
 class Unsupported(Exception):  # noqa: N818 - an answer, and no error of the adapter's
-    """An answer of an implementation that doesn't support a feature.
+    """An answer of an implementation without support for a feature.
 
     Args:
         feature: the missing feature.
@@ -103,7 +103,7 @@ class Adapter(Protocol):
         """Return the digests of several boxes of a tensor, in their order."""
 
     def write(self, path: Path | None, request: Mapping[str, Any], output: Path) -> Mapping[str, Any]:
-        """Save the state that the request describes as a checkpoint at `output`."""
+        """Save the requested state as a checkpoint at `output`."""
 
     def context(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Return a tree as tagged JSON, the next samples, or a loader's state, as requested."""
@@ -117,8 +117,8 @@ class Description:
     """An adapter's description of itself.
 
     Attributes:
-        spec: the versions of the format that the adapter speaks.
-        serve: whether the adapter answers many questions with one process.
+        spec: the supported versions of the format.
+        serve: whether the adapter answers many questions with a single process.
     """
 
     name: str
@@ -151,9 +151,9 @@ _NEEDED: Final = {"rejected": "error", "unsupported": "feature"}
 
 
 def parse_answer(exit_code: int, stdout: bytes) -> Answer:
-    """Return the answer that an exit code and an output mean.
+    """Return the answer of an exit code and an output.
 
-    An exit code or an output that violates the protocol is an error, and never a refusal.
+    A violation of the protocol is an error, and never a refusal.
 
     >>> parse_answer(10, b'{"error": "TILING_GAP"}').outcome
     'rejected'
@@ -173,7 +173,7 @@ def parse_answer(exit_code: int, stdout: bytes) -> Answer:
 def parse_reply(line: bytes, number: int) -> Answer:
     """Return the answer in a line of a serving adapter to the question with a number.
 
-    Raises: ValueError for a line that violates the protocol. Later lines can't be attributed to
+    Raises: ValueError for a violation of the protocol. Later lines can't be attributed to
     questions then.
 
     >>> parse_reply(b'{"id": 7, "exit": 10, "answer": {"error": "TILING_GAP"}}', 7).outcome
@@ -209,7 +209,7 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"a line of its output isn't JSON: {error}: {line[:80]!r}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"a line of its output isn't one JSON object: {line[:80]!r}")  # noqa: TRY004 - what it said
+        raise ValueError(f"a line of its output isn't one JSON object: {line[:80]!r}")  # noqa: TRY004 - the output is wrong, not a type
     return value
 
 
@@ -227,7 +227,7 @@ def _answer_of(exit_code: int, body: object) -> Answer:
 def parse_description(body: Mapping[str, Any]) -> Description:
     """Return an adapter's description.
 
-    Raises: ValueError that names the missing or wrong member.
+    Raises: ValueError with the name of the missing or wrong member.
     """
     lists: dict[str, tuple[str, ...]] = {}
     for member in ("spec", "roles", "features", "kinds"):
@@ -237,14 +237,14 @@ def parse_description(body: Mapping[str, Any]) -> Description:
         lists[member] = tuple(values)
     for member in ("name", "version"):
         if not isinstance(body.get(member), str):
-            raise ValueError(f"{member!r} isn't a string")  # noqa: TRY004 - it is what an adapter said
+            raise ValueError(f"{member!r} isn't a string")  # noqa: TRY004 - the answer is wrong, not a type
     if not isinstance(body.get("serve", False), bool):
-        raise ValueError("'serve' is neither true nor false")  # noqa: TRY004 - it is what an adapter said
+        raise ValueError("'serve' is neither true nor false")  # noqa: TRY004 - the answer is wrong, not a type
     return Description(name=body["name"], version=body["version"], serve=body.get("serve", False), **lists)
 
 
 def ask(
-    adapter: Any,  # noqa: ANN401 - whatever class its author wrote
+    adapter: Any,  # noqa: ANN401 - any class
     kind: str,
     *,
     path: Path | None,
@@ -269,7 +269,7 @@ def ask(
     return EXIT_ACCEPTED, body
 
 
-def run_as_command(adapter: Any, argv: Sequence[str]) -> int:  # noqa: ANN401 - whatever class its author wrote
+def run_as_command(adapter: Any, argv: Sequence[str]) -> int:  # noqa: ANN401 - any class
     """Run an adapter's class as a command: print the output, return the exit code.
 
     The command supports ``serve`` too.
@@ -293,7 +293,7 @@ def run_as_command(adapter: Any, argv: Sequence[str]) -> int:  # noqa: ANN401 - 
 
 
 def take_output() -> BinaryIO:
-    """Return standard output for answers only, and redirect all other output to standard error."""
+    """Return standard output for answers only, and redirect prints to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return answers
@@ -304,7 +304,7 @@ def serve(
     answers: BinaryIO,
     answer: Callable[[Mapping[str, Any]], tuple[int, Mapping[str, Any]]],
 ) -> None:
-    """Answer questions, one per line, until the input ends.
+    """Answer questions, a line each, until the input ends.
 
     Args:
         answer: returns exit code and output of a question as a command would give them. An
@@ -317,7 +317,7 @@ def serve(
             exit_code, body = answer(question)
             reply = {"id": question["id"], "exit": exit_code, "answer": body}
             text = json.dumps(reply, sort_keys=True)
-        except Exception as error:  # noqa: BLE001 - a crash is no answer, and the next question may have one
+        except Exception as error:  # noqa: BLE001 - a crash costs only this question
             traceback.print_exc()
             message = f"{type(error).__name__}: {error}"
             text = json.dumps({"id": question["id"], "exit": EXIT_FAILED, "message": message})

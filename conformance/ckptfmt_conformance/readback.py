@@ -1,4 +1,4 @@
-"""The suite's own reader of full checkpoints, which verifies every byte that a writer wrote.
+"""The suite's own reader of full checkpoints, which verifies every written byte.
 
 The reader is written from the specification alone, independently of any implementation.
 """
@@ -62,7 +62,7 @@ def read_back(root: Path, contents: dict[str, tuple[int, Shape, bytes]] | None =
     """Return the content of a full checkpoint in the form of an adapter's result.
 
     Args:
-        contents: receives element size, shape and bytes of each tensor, where it is given.
+        contents: receives element size, shape and bytes of each tensor, if not None.
 
     Returns: ``step``, ``tensors`` with dtype, shape, digest and first bytes, and ``leaves``, as
     tagged JSON.
@@ -155,7 +155,7 @@ def _check_summaries(manifest: Mapping[str, Any], index: Tables) -> None:
         _require(said == found, f"manifest.json: of {field} it says {said}, and the index has {found}")
 
 
-# --- documents of tables ----------------------------------------------------------------------------------------------
+# --- documents of tables --------------------------------------------------------------------------
 
 
 def _read_exactly(path: Path, nbytes: int) -> bytes:
@@ -202,7 +202,7 @@ def _unpack(width: int, planes: bytes) -> list[int]:
 
 
 def unfold(values: Iterable[int]) -> list[int]:
-    """Return the signed integers that even and odd numbers encode."""
+    """Return the signed integers encoded by even and odd numbers."""
     return [-(value + 1) // 2 if value % 2 else value // 2 for value in values]
 
 
@@ -249,16 +249,16 @@ def _iter_shardings(index: Tables) -> Iterator[list[tuple[Shape, Shape, int]]]:
         yield owned
 
 
-# --- parts and shards -------------------------------------------------------------------------------------------------
+# --- parts and shards -----------------------------------------------------------------------------
 
 
 class _Part:
-    """A part with the contents of all boxes that its writer wrote.
+    """A part with the contents of all boxes from the part's writer.
 
-    Each block is checked by its digest.
+    Each block is checked by digest.
 
     Attributes:
-        leaves: tagged JSON of each leaf, by its key.
+        leaves: tagged JSON of each leaf, by key.
     """
 
     def __init__(self, root: Path, number: int, entry: Row, manifest: Mapping[str, Any]) -> None:
@@ -290,7 +290,7 @@ class _Part:
         return rows(self._document, name)
 
     def content(self, key: str, begin: Shape, shape: Shape) -> bytes:
-        """Return the bytes of a box that this part stores."""
+        """Return the bytes of a stored box."""
         _require((key, begin, shape) in self._contents, f"part {self._stem} doesn't store {begin} of {key}")
         return self._contents[key, begin, shape]
 
@@ -333,7 +333,7 @@ def _parse_header(name: str, raw: bytes, header_nbytes: int) -> dict[str, Any]:
 
 
 def _assemble(row: Row, boxes: Sequence[tuple[Shape, Shape, int]], parts: Sequence[_Part]) -> bytes:
-    """Return the bytes of a tensor from its boxes, which have to cover each byte exactly once."""
+    """Return the bytes of a tensor from boxes, which have to cover each byte exactly once."""
     shape, width, key = row["global_shape"], DTYPES[row["dtype"]][0], _key_of(row)
     runs: list[tuple[int, bytes]] = []
     for begin, extents, part in boxes:

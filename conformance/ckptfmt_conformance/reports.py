@@ -37,7 +37,7 @@ _EVERY_S: Final = 0.1
 
 
 class Progress:
-    """A progress line on a terminal. Nothing is printed where the stream is no terminal.
+    """A progress line on a terminal. On any other stream, the line is not printed.
 
     Args:
         total: the number of cases.
@@ -189,9 +189,9 @@ def _result_members(result: Result) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Run:
-    """Return the run of a JSON report, with the members that badges and pages need.
+    """Return the run of a JSON report, with the members for badges and pages.
 
-    Raises: SuiteError for a text that isn't a report of this suite.
+    Raises: SuiteError for a text other than a report of this suite.
     """
     try:
         members: Mapping[str, Any] = json.loads(text)
@@ -227,7 +227,7 @@ def _parse_result(members: Mapping[str, Any]) -> Result:
 
 
 def dump_junit(run: Run) -> str:
-    """Return a report as JUnit XML, with one test suite for each folder of case ids."""
+    """Return a report as JUnit XML, with a test suite for each folder of case ids."""
     suites: dict[str, list[Result]] = {}
     for result in run.results:
         suites.setdefault(result.case.id.rpartition("/")[0], []).append(result)

@@ -33,7 +33,7 @@ CELL_TIMEOUTS: Final = 10
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The result of one case."""
+    """The result of a case."""
 
     case: Case
     status: Status
@@ -49,8 +49,8 @@ class Run:
         adapter: the value of ``--adapter``.
         description: the adapter's description of itself.
         results: the results in the order of the cases.
-        selection: the options that selected the cases; empty if all cases were asked.
-        idle: patterns of expected failures that fit no case.
+        selection: the options of the selection; empty if all cases were asked.
+        idle: patterns of expected failures without a fitting case.
         seconds: the time from the first question to the last answer.
         unix_s: the time of the end, in seconds since 1970.
         seed: the seed by which questions were drawn; None where no question was drawn.
@@ -78,9 +78,9 @@ class Run:
 
     @property
     def has_answers(self) -> bool:
-        """Whether at least one case was judged.
+        """Whether any case was judged.
 
-        A run that skips every case shows no conformance.
+        A run of skipped cases shows no conformance.
         """
         return any(result.status not in (Status.SKIPPED, Status.UNSUPPORTED) for result in self.results)
 
@@ -105,14 +105,14 @@ def run_cases(
     Args:
         choose: returns the cases to ask instead of `cases`, given the adapter's description and
             `cases`.
-        jobs: the number of parallel processes that answer cases.
+        jobs: the number of cases asked in parallel, each by a separate process.
         timeout_s: the time limit of each case; a trajectory has `CELL_TIMEOUTS` times as long.
         xfails: the expected failures.
-        selection: the options that selected the cases, for the report.
+        selection: the options of the selection, for the report.
         known: ids of all existing cases, to find idle patterns; the ids of `cases` by default.
-        on_result: called with each result, in the thread that obtained it; calls don't overlap.
-        may_serve: whether a command that serves is asked through one process. Otherwise each case
-            has a process of its own.
+        on_result: called with each result, in the thread of the case; calls don't overlap.
+        may_serve: whether a serving command is asked through a single process. Otherwise each case
+            has a separate process.
         seed: the seed of the order in which the cases are asked; None for the given order.
         drawn_by: the seed by which `choose` drew questions, for the report.
 
@@ -174,14 +174,14 @@ class _Work:
         self._on_result = on_result
         self._lock = threading.Lock()
         self._queue: SimpleQueue[tuple[int, Case]] = SimpleQueue()
-        # A trajectory that starts processes of its own and keeps them is left to the first caller.
+        # A trajectory with permanent processes is left to the first caller.
         self._alone: SimpleQueue[tuple[int, Case]] = SimpleQueue()
         for number, case in cases:
             is_alone = case.kind == "trajectory" and (case.request or {}).get("processes")
             (self._alone if is_alone else self._queue).put((number, case))
 
     def stop(self) -> None:
-        """Remove all cases that are left, so that the other threads end."""
+        """Remove all remaining cases, which ends all threads."""
         for queue in (self._alone, self._queue):
             with contextlib.suppress(Empty):
                 while True:
@@ -192,12 +192,12 @@ class _Work:
         try:
             with contextlib.closing(open_caller()) as caller:
                 self._take(self._queue, caller)
-        except BaseException as error:  # noqa: BLE001 - it is raised again where somebody sees it
+        except BaseException as error:  # noqa: BLE001 - the main thread raises the exception again
             self.crash = error
             self.stop()
 
     def take(self, caller: Caller) -> None:
-        """Ask cases until none is left. Cases that only the first caller may ask come first."""
+        """Ask cases until none is left. Cases for the first caller only come first."""
         self._take(self._alone, caller)
         self._take(self._queue, caller)
 
@@ -217,7 +217,7 @@ class _Work:
 
 
 def ask_case(caller: Caller, case: Case, description: Description, timeout_s: float = TIMEOUT_S) -> Verdict:
-    """Ask an adapter one case, and return the verdict."""
+    """Ask an adapter a case, and return the verdict."""
     reason = find_reason_to_skip(case, description)
     if reason:
         return Verdict(status=Status.SKIPPED, message=reason)
@@ -254,7 +254,7 @@ def _judge_witnessed(caller: Caller, case: Case, timeout_s: float) -> Verdict:
     """
 
     def ask(do: str, request: Mapping[str, Any]) -> None:
-        # the process that loads isn't the process that saved, so that only the checkpoint is shared
+        # save and load run in different processes, which share only the checkpoint
         caller.close()
         answer = caller.call("witness", request={**request, "do": do}, timeout_s=timeout_s)
         if answer.outcome != "accepted":
@@ -262,7 +262,7 @@ def _judge_witnessed(caller: Caller, case: Case, timeout_s: float) -> Verdict:
 
     try:
         divergence = judge_witnessed(case, ask)
-    except Exception as error:  # noqa: BLE001 - whatever comes back, it's an error of this case
+    except Exception as error:  # noqa: BLE001 - any exception is an error of this case
         return Verdict(status=Status.ERROR, message=f"{type(error).__name__}: {str(error)[:1000]}")
     return Verdict(status=Status.FAIL if divergence else Status.PASS, message=divergence or "")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["PEERS", "main", "render"]
 
 _PACKAGE: Final = "ckptfmt_conformance.adapters.peers"
-#: The peers that are always asked.
+#: The default peers.
 PEERS: Final = (
     f"{_PACKAGE}.torch_save:TorchSave",
     f"{_PACKAGE}.safetensors_file:SafetensorsFile",
@@ -52,7 +52,7 @@ def render(results: Sequence[Result], peers: dict[str, Description], cases: Sequ
 
     Args:
         results: the results of all peers and cases.
-        peers: each peer's description of itself, by its name.
+        peers: each peer's own description, by name.
         cases: the cases in the order of the table.
         date: the date of the run.
     """
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(names: Sequence[str], *, is_quick: bool) -> tuple[str, dict[str, object]]:
-    from ckptfmt_conformance import neutral  # noqa: PLC0415 - it imports torch
+    from ckptfmt_conformance import neutral  # noqa: PLC0415 - the module imports torch
 
     peers = {name: neutral.find_peer(name).describe() for name in names}
     plan = [(name, [case.id for case in neutral.CASES]) for name in peers]

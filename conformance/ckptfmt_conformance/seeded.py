@@ -1,9 +1,8 @@
-"""Questions that a seed draws, whose answers an adapter can't have in a table.
+"""Questions drawn by a seed. An adapter can't have the answers in a table.
 
-A released case is a public file, and so is its answer. For drawn questions, the tensors of such
-cases get other bytes with matching digests, and boxes are drawn that no released case has. The
-suite's own reader computes the expected answers. A report names the seed, and the same seed draws
-the same questions.
+A released case is a public file with its answer. For drawn questions, the tensors of released
+cases get other bytes with matching digests, and new boxes are drawn. The suite's own reader
+computes the expected answers. A report names the seed, and the same seed draws the same questions.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["PREFIX", "SEEDED", "draw_cases"]
 PREFIX: Final = "seeded/"
 #: The name of the drawn cases as a group.
 SEEDED: Final = "seeded"
-#: The number of checkpoints that are asked about, and the largest number of boxes in a question.
+#: The number of drawn checkpoints, and the largest number of boxes in a question.
 _CHECKPOINTS: Final = 24
 _BOXES: Final = 5
 
@@ -60,7 +59,7 @@ def _version(spec: str) -> tuple[int, ...]:
 
 
 def _draw_about(source: Case, rng: random.Random) -> Iterator[Case]:
-    """Yield the questions about one checkpoint.
+    """Yield the questions about a checkpoint.
 
     Yield none for a checkpoint without elements, or with another profile than `full`.
     """

@@ -11,18 +11,18 @@ from typing import Any, Final
 
 __all__ = ["from_tree"]
 
-#: Tags of trees whose entries are values, and the names of these types.
+#: Tags of trees with values as entries, and the names of the types.
 _SEQUENCES: Final = {"l": "list", "t": "tuple", "s": "set", "z": "frozenset"}
 #: The smallest number of entries of a packed list; spec/90-limits.md.
 _COMPACT_ITEMS: Final = 16
-#: Tags of trees whose entries are alternately keys and values.
+#: Tags of trees with keys and values alternately as entries, and the names of the types.
 _MAPPINGS: Final = {"d": "dict", "O": "ordered_dict", "C": "counter"}
 
 
-def from_tree(tree: object) -> Any:  # noqa: ANN401, PLR0911 - any value of JSON, one answer for each form
-    """Return a tree in its msgpack form as tagged JSON.
+def from_tree(tree: object) -> Any:  # noqa: ANN401, PLR0911 - any value of JSON, a return for each form
+    """Return a tree in msgpack form as tagged JSON.
 
-    Raises: ValueError for a value that is no tree.
+    Raises: ValueError for a value other than a tree.
 
     >>> from_tree(["t", 1, ["f", bytes(8)]])
     {'tuple': [1, {'float': '0000000000000000'}]}
@@ -54,8 +54,8 @@ def from_tree(tree: object) -> Any:  # noqa: ANN401, PLR0911 - any value of JSON
     return _from_atom(tag, items)
 
 
-def _from_atom(tag: str, items: list[Any]) -> dict[str, Any]:  # noqa: PLR0911 - one answer for each form
-    """Return the tagged JSON of a form whose entries are no trees."""
+def _from_atom(tag: str, items: list[Any]) -> dict[str, Any]:  # noqa: PLR0911 - a return for each form
+    """Return the tagged JSON of a form without trees as entries."""
     match tag, items:
         case "f", [bytes(bits)]:
             return {"float": bits[::-1].hex()}
@@ -87,7 +87,7 @@ def _is_to_be_packed(items: list[Any]) -> bool:
 
 
 def _integer_kind(values: list[int]) -> str | None:
-    """Return the first kind that holds all of the integers; None if there is none.
+    """Return the first kind for all of the integers; None if there is none.
 
     Spec: REQ-TRE-011.
     """

@@ -25,7 +25,7 @@ from ckptfmt_conformance.runner import TIMEOUT_S, ask_case
 from ckptfmt_conformance.xfails import Xfails
 
 
-def _option(config: pytest.Config, name: str, default: Any = None) -> Any:  # noqa: ANN401 - as options are
+def _option(config: pytest.Config, name: str, default: Any = None) -> Any:  # noqa: ANN401 - any option
     return config.getoption(name, default=default) or default
 
 

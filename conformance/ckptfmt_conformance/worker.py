@@ -18,7 +18,7 @@ from ckptfmt_conformance.protocol import EXIT_ACCEPTED, EXIT_FAILED, ask_line, s
 __all__ = ["load_class", "main"]
 
 
-def load_class(name: str) -> Any:  # noqa: ANN401 - whatever class its author wrote
+def load_class(name: str) -> Any:  # noqa: ANN401 - any class
     """Return an instance of ``package.module:Class``.
 
     Raises: ImportError, AttributeError, and any exception of the class.
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     with take_output() as answers:
         try:
             adapter = load_class(argv[0])
-        except Exception as error:  # noqa: BLE001 - whatever an import does wrong, the suite is to say it
+        except Exception as error:  # noqa: BLE001 - the suite reports any exception of an import
             message = f"{argv[0]} can't be made: {type(error).__name__}: {error}"
             answers.write(json.dumps({"ready": False, "message": message}).encode() + b"\n")
             return EXIT_FAILED
@@ -42,13 +42,13 @@ def main(argv: list[str]) -> int:
 
 def _answer(adapter: Any, question: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:  # noqa: ANN401 - a class
     if question["kind"] == "witness":
-        from ckptfmt_conformance.trajectories.witness import answer_witness  # noqa: PLC0415 - it imports a framework
+        from ckptfmt_conformance.trajectories.witness import answer_witness  # noqa: PLC0415 - the module imports a framework
 
         answer_witness(adapter.checkpointing(), question["request"])
         return EXIT_ACCEPTED, {}
     if question["kind"] != "trajectory":
         return ask_line(adapter, question)
-    from ckptfmt_conformance.cells import run_cell  # noqa: PLC0415 - it imports a framework
+    from ckptfmt_conformance.cells import run_cell  # noqa: PLC0415 - the module imports a framework
 
     return EXIT_ACCEPTED, run_cell(adapter, question["cell"], Path(question["output"]))
 

@@ -1,4 +1,4 @@
-"""Strict lists of expected failures: one id or pattern per line, ``#`` begins a comment.
+"""Strict lists of expected failures: an id or pattern per line, ``#`` begins a comment.
 
 A case on the list has to fail. If the case passes, the run is red until the entry is removed; so
 the list never names a case that works. Unsupported and skipped cases keep their status.
@@ -61,7 +61,7 @@ class Xfails:
         return verdict
 
     def find_idle(self, case_ids: list[str]) -> tuple[str, ...]:
-        """Return the patterns that fit no existing case.
+        """Return the patterns without an existing case.
 
         A misspelt pattern would excuse no failure.
         """

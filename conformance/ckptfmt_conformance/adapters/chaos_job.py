@@ -3,7 +3,7 @@
 Use: ``python -m ckptfmt_conformance.adapters.chaos_job``.
 
 The job trains a small model with `ckptfmt_conformance.elastic`, whose bits are the same on any
-number of processes, and saves each step. The job doesn't know of faults. Its precautions are
+number of processes, and saves each step. The job doesn't know of faults. The precautions are
 recommended by the page on elastic runs: a time-out for collective calls, `stop_on`,
 `check_replicas`, the end of a launch after a takeover, and a check for finite weights.
 """
@@ -35,11 +35,11 @@ _STOP_S = 5
 
 
 def train(run: Path, *, steps: int, progress: Path | None, pace_s: float) -> bool:
-    """Train from the run's current step until `steps` are done, as one process of a job or alone.
+    """Train from the run's current step until `steps` are done, as a process of a job or alone.
 
     Returns: False if a signal stopped the training before.
     """
-    import torch  # noqa: PLC0415 - to look at a run takes no torch
+    import torch  # noqa: PLC0415 - reading a run needs no torch
     import torch.distributed as dist  # noqa: PLC0415
     from torch import nn  # noqa: PLC0415
 
@@ -92,11 +92,12 @@ def _leave_out_compiler() -> None:
     The first call of an optimizer would import the compiler, which takes half of a restart's time.
     """
     nothing: Any = types.SimpleNamespace(disable=lambda function, *_, **__: function, graph_break=lambda: None)
-    sys.modules.setdefault("torch._dynamo", nothing)  # the stub has all names that optimizers call
+    # The stub has all functions called by optimizers.
+    sys.modules.setdefault("torch._dynamo", nothing)
 
 
 def read_states(run: Path) -> dict[str, dict[str, str | int]]:
-    """Return the step of each committed checkpoint, and the digest of its bits or a problem."""
+    """Return the step of each committed checkpoint, and the digest of the bits or a problem."""
     found: dict[str, dict[str, str | int]] = {}
     for one in ckptfmt.Run(run).list():
         if one.state == "unreadable":
@@ -130,7 +131,7 @@ def _digest_of(path: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Run a command and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ckptfmt_conformance.adapters.chaos_job")
     commands = parser.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train")

@@ -1,6 +1,6 @@
 """The adapter of the reference implementation. Only this module and `chaos_job` import ckptfmt.
 
-The adapter is an example too: it opens, loads and saves by ckptfmt's public functions.
+The adapter is an example too: opening, loading and saving use ckptfmt's public functions.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Reference:
             return found
 
     def read(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the digest of one box."""
+        """Return the digest of a box."""
         return {"blake3": self.reshard(path, {**request, "boxes": [request["box"]]})["digests"][0]}
 
     def reshard(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -129,7 +129,7 @@ class Reference:
                 return {"digests": [self.digest_of(checkpoint, field, name, scope, box) for box in boxes]}
 
     def write(self, path: Path | None, request: Mapping[str, Any], output: Path) -> Mapping[str, Any]:
-        """Save the state that the request describes."""
+        """Save the requested state."""
         del path
         fields: dict[str, Any] = {}
         for key, tensor in request["tensors"].items():
@@ -157,7 +157,7 @@ class Reference:
             return {"tree": self.tree_of((path / "tree.msgpack").read_bytes())}
 
     def parse(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Parse one document or value, and return the value."""
+        """Parse a document or value, and return the value."""
         form, name = request["form"], request["file"]
         if form not in _FORMS:
             raise Unsupported(f"parse-{form}")
@@ -169,7 +169,7 @@ class Reference:
         """Return the object by which trajectories save and load."""
         return Checkpointing()
 
-    # Methods that broken adapters override.
+    # Methods overridden by broken adapters.
 
     def digests(self, checkpoint: Checkpoint, key: tuple[str, str, str]) -> dict[str, Any]:
         """Return dtype, shape, digest and first bytes of a tensor."""
@@ -257,7 +257,7 @@ class Checkpointing:
     """The saves and loads of trajectories: `ckptfmt.save` and `ckptfmt.load` of a `ckptfmt.State`.
 
     Attributes:
-        phases: the phases of a save that a `ckptfmt.Checkpointer` reports, in order.
+        phases: the phases of a save reported by a `ckptfmt.Checkpointer`, in order.
         refusals: the exceptions by which `ckptfmt.load` refuses.
     """
 
@@ -280,7 +280,7 @@ class Checkpointing:
         ((source, count),) = plan.sources
         return ckptfmt.Sampler(count, source=source, **common)
 
-    def foreign_loader(self, loader: Any) -> ForeignLoader:  # noqa: ANN401 - any
+    def foreign_loader(self, loader: Any) -> ForeignLoader:  # noqa: ANN401 - any type
         """Return the loader in the library's wrapper."""
         return ForeignLoader(loader, lib="stand-in")
 
@@ -341,7 +341,7 @@ def _rows(sampler: Sampler, step: int, name: str) -> Iterator[list[Any]]:
     """Yield source, epoch, sample and weight of a worker's samples.
 
     Args:
-        name: the name of the source, if there is only one.
+        name: the name of a single source.
     """
     for taken, epoch, weight in zip(sampler.indices(step), sampler.epochs(step), sampler.weights(step), strict=True):
         source, sample = taken if isinstance(taken, tuple) else (name, taken)
@@ -357,7 +357,7 @@ def _loader(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> dict[str, Any]:
     if saved["per"] == "run":
         vars(counts).update(dict.fromkeys(saved["state"]))
         data = ConsumedSamples(counts, names=tuple(saved["state"]), lib=saved["lib"], worker_count=count)
-    # The case has no random numbers of the interpreter. These stay unchanged.
+    # The case has no random numbers of the interpreter, which stay unchanged.
     allow = frozenset({"streams", *(["loader"] if asked["allow"] else [])})
     plan = LoadPlan(checkpoint, worker=worker, worker_count=count, allow=allow)
     restoration = plan_restore(State(data=data), plan)
@@ -371,7 +371,7 @@ def _loader(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Loader:
-    """A stand-in for another library's loader, which keeps the state that it receives.
+    """A stand-in for another library's loader, which keeps the received state.
 
     Attributes:
         given: the received state; None before.
@@ -424,7 +424,7 @@ def _owner(module: str, name: str) -> Any:  # noqa: ANN401 - a module or a class
 
 @contextlib.contextmanager
 def _phase(name: str) -> Iterator[None]:
-    """Raise a refusal where the implementation raises one of its own errors."""
+    """Raise a refusal where the implementation raises a CkptError."""
     try:
         yield
     except CkptError as error:
@@ -498,7 +498,7 @@ def _items(name: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def _members(name: str) -> Callable[[Any], dict[str, Any]]:
-    """Return a function for a set, whose members are sorted by their bytes, as in a checkpoint."""
+    """Return a function for a set, with members sorted by their bytes, as in a checkpoint."""
     return lambda value: {name: [tagged(item) for item in sorted(value, key=lambda item: dump_tree(item, where=""))]}
 
 
@@ -558,7 +558,7 @@ _FORMS: dict[str, Callable[[bytes, str], Any]] = {
     "strings": lambda content, where: tagged(_strings(content, where)),
     "packed_document": lambda content, where: open_packed_document(content, where=where),
 }
-#: The forms whose value is part of the answer.
+#: The forms with a value in the answer.
 _VALUES = ("tree", "msgpack", "packed", "strings")
 
 

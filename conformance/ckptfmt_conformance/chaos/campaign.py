@@ -20,7 +20,7 @@ from ckptfmt_conformance.errors import SuiteError
 
 __all__ = ["PER_JOB", "Campaign", "Verdict"]
 
-#: The number of injections into one live job before the next job begins.
+#: The number of injections into a live job before the next job begins.
 PER_JOB: Final = 25
 #: The number of new steps of all nodes, after a fault, until the job counts as recovered.
 _NEW_STEPS: Final = 3
@@ -29,7 +29,7 @@ _INSIDE: Final = Path(__file__).with_name("inside")
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Verdict:
-    """The result of one injection.
+    """The result of an injection.
 
     Attributes:
         index: the injection's number in the campaign, which together with the campaign's seed
@@ -39,7 +39,7 @@ class Verdict:
         recovered: whether training went on by itself; None where the fault didn't strike.
         seconds: the time from the fault's begin until all nodes had done new steps, including the
             duration of the fault.
-        steps_lost: the number of steps that were done twice.
+        steps_lost: the number of repeated steps.
         identical: whether all checkpoints from this injection to the next have the bits of the
             undisturbed run.
         message: the description of a broken promise; "" for none.
@@ -62,11 +62,11 @@ class Verdict:
 
 
 class NotInTimeError(Exception):
-    """A condition wasn't met before its deadline."""
+    """A condition wasn't met before the deadline."""
 
 
 class Job:
-    """A live job on a cluster, and a scheduler that restarts its agents: the `Scene` of all faults.
+    """A live job on a cluster, and a scheduler for the agents: the `Scene` of all faults.
 
     Args:
         cluster: the nodes of the job.
@@ -106,8 +106,8 @@ class Job:
     def is_whole(self) -> bool:
         """Return whether all nodes did the last step together, after the last restart.
 
-        A rank whose agent was killed trains on until the other agents notice. Its steps until then
-        are no recovery.
+        A rank of a killed agent trains on until all agents notice the loss. The rank's
+        steps until then are no recovery.
         """
         last = self.progress()[-1:]
         alive = all(node.agent is not None and node.agent.poll() is None for node in self.cluster.nodes)
@@ -119,7 +119,7 @@ class Job:
         return all(ranks) and last[0][1] > self._ranks_s
 
     def tend(self) -> None:
-        """Start each agent that isn't running, as a scheduler does for an unfinished job."""
+        """Restart ended agents, as a scheduler does for an unfinished job."""
         now_s = time.monotonic()
         for index, node in enumerate(self.cluster.nodes):
             is_gone = node.agent is None or node.agent.poll() is not None
@@ -205,7 +205,7 @@ class Job:
         return self.run / str(ask(self._adapter, "newest", self.run, timeout_s=self._timeout_s))
 
     def stop(self) -> None:
-        """Stop the job, and end all of its processes."""
+        """Stop the job, and end all processes of the job."""
         for name in list(self._armed.iterdir()):
             name.unlink()
         for node in self.cluster.nodes:
@@ -230,8 +230,8 @@ class Campaign:
         adapter: the command of the job.
         kinds: the kinds of faults to draw from. Each kind comes once before any kind comes twice.
         seed: the seed of all draws.
-        node_count: the number of nodes of each job, one rank each.
-        is_network: whether each node has a network of its own.
+        node_count: the number of nodes of each job, with a rank each.
+        is_network: whether each node has a separate network.
         directory: the directory of runs and logs.
         pace_s: the pause of the job after each step, in seconds.
         timeout_s: the time limit of each wait, in seconds.
@@ -322,7 +322,7 @@ class Campaign:
         return verdict
 
     def _judge(self, jobs: Sequence[tuple[Path, list[Verdict]]]) -> None:
-        """Compare all checkpoints of all jobs with those of an undisturbed run."""
+        """Compare all checkpoints of all jobs with an undisturbed run's."""
         asked = [(ask(self._adapter, "states", run, timeout_s=self._timeout_s), found) for run, found in jobs]
         last = max((one["step"] for states, _ in asked for one in states.values()), default=1)
         reference = self._directory / "reference"
@@ -342,12 +342,12 @@ class Campaign:
 def judge_job(
     states: Mapping[str, Mapping[str, Any]], expected: Mapping[int, str], verdicts: Sequence[Verdict]
 ) -> None:
-    """Set for each injection whether its checkpoints are those of the undisturbed run.
+    """Set for each injection whether its checkpoints equal the undisturbed run's.
 
     Args:
-        states: each checkpoint's step, and its digest or problem, by the checkpoint's name.
+        states: the step of each checkpoint, and the digest or a problem, by name.
         expected: the digest of each step.
-        verdicts: the verdicts of one job, in order.
+        verdicts: the verdicts of a job, in order.
     """
     unreadable = {name: one for name, one in states.items() if "digest" not in one}
     allowed = sum(verdict.kind.damages for verdict in verdicts)
@@ -363,7 +363,7 @@ def judge_job(
     }
     missing = {step: "no checkpoint" for step in range(1, max(there, default=0) + 1) if step not in there}
     if len(unreadable) + len(missing) <= allowed + failed:
-        missing = {}  # a writer that notices a storage fault abandons the checkpoint
+        missing = {}  # on a noticed storage fault, a writer abandons the checkpoint
     for step, name in sorted({**wrong, **missing}.items()):
         blamed = [verdict for verdict in verdicts if verdict.first_step <= step] or list(verdicts)
         one = blamed[-1] if blamed[-1].first_step <= step else blamed[0]

@@ -24,7 +24,7 @@ class Scene(Protocol):
     Attributes:
         cluster: the nodes.
         rng: the random generator of the fault, seeded for each injection.
-        victim: the number of the node that the fault strikes.
+        victim: the number of the fault's node.
         run: the directory where the job saves.
     """
 
@@ -34,19 +34,19 @@ class Scene(Protocol):
     run: Path
 
     def sleep(self, seconds: float) -> None:
-        """Wait, and restart agents that ended, as a scheduler does."""
+        """Wait, and restart ended agents, as a scheduler does."""
 
     def arm(self, name: str, content: str = "") -> None:
         """Arm a fault inside the job's processes."""
 
     def disarm(self, name: str) -> None:
-        """Disarm a fault, if it is still armed."""
+        """Disarm an armed fault."""
 
     def await_struck(self, name: str) -> None:
         """Wait until a process has taken a fault that strikes once."""
 
     def await_start(self) -> None:
-        """Wait until the victim's node has other ranks than at the call."""
+        """Wait until the victim's node has new ranks."""
 
     def await_steps(self, count: int) -> None:
         """Wait until `count` more steps are done."""
@@ -69,11 +69,11 @@ class Kind:
         name: group and name.
         phase: the activity of the job when the fault strikes: training, starting, saving, or
             stopped.
-        does: the effect, in one line.
+        does: the effect, in a line.
         inject: injects the fault; returns when the fault is over.
-        damages: the number of checkpoints that may be unreadable afterwards. All others must be
+        damages: the permitted number of unreadable checkpoints afterwards. All the rest must be
             readable.
-        fails: the number of saves that may fail and leave their step without a checkpoint. Training
+        fails: the permitted number of failed saves, with steps without a checkpoint. Training
             is informed of each failure.
         needs_network: whether nodes need networks of their own.
     """
@@ -239,7 +239,7 @@ def _delete_whole(_: Scene, directory: Path) -> None:
 
 
 def _put_back(scene: Scene) -> None:
-    """Replace the run by a copy that was made some steps ago."""
+    """Replace the run by a copy from some steps ago."""
     _kill_all(scene)
     copy = scene.run.with_name(f"{scene.run.name}.copy")
     shutil.copytree(scene.run, copy)

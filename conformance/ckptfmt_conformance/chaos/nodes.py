@@ -1,4 +1,4 @@
-"""Nodes on one machine: groups of processes, each in its own network namespace where possible."""
+"""Nodes on one machine: groups of processes, each in a network namespace where possible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Final, Self
 
 __all__ = ["Cluster", "Node", "network_problem"]
 
-#: The environment variable that marks all processes of a node, including children of children.
+#: The environment variable with the mark of a node's processes, including children of children.
 _MARK: Final = "CKPTFMT_CHAOS_NODE"
 #: torchrun's timeouts for the rendezvous and for silent nodes: seconds instead of minutes.
 _RENDEZVOUS: Final = (
@@ -46,13 +46,13 @@ def network_problem() -> str:
 
 
 class Node:
-    """A node: an agent of torchrun, its ranks, and the processes that the ranks started.
+    """A node: an agent of torchrun, its ranks, and the child processes of the ranks.
 
     Args:
         name: the node's name in logs, caches and the network.
-        mark: a mark that no other node of this machine has.
+        mark: a mark unique on this machine.
         namespace: the node's network namespace; None for the caller's own.
-        address: the address at which other nodes reach this node.
+        address: the node's address for the cluster.
 
     Attributes:
         agent: the node's torchrun process; None where none was started.
@@ -64,7 +64,7 @@ class Node:
         self._mark, self._namespace = mark, namespace
 
     def start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a program on this node in a new session. Append its output to `log`."""
+        """Start a program on this node in a new session, with output to the end of `log`."""
         inside = ["ip", "netns", "exec", self._namespace] if self._namespace else []
         interface = {"GLOO_SOCKET_IFNAME": "eth0" if self._namespace else "lo"}
         with log.open("ab") as out:
@@ -89,17 +89,17 @@ class Node:
         return found
 
     def ranks(self) -> list[int]:
-        """Return the ids of the ranks: the processes that the agent started."""
+        """Return the ids of the ranks: the child processes of the agent."""
         agent = self.agent
         return [pid for pid in self.pids() if agent is not None and _parent_of(pid) == agent.pid]
 
     def helpers(self) -> list[int]:
-        """Return the ids of the processes that ranks started, such as savers and loaders."""
+        """Return the ids of the child processes of ranks, such as savers and loaders."""
         agent = self.agent
         return [pid for pid in self.pids() if agent is None or agent.pid not in (pid, _parent_of(pid))]
 
     def kill(self) -> None:
-        """Kill all processes of this node, including processes that are started meanwhile."""
+        """Kill all processes of this node, including newly started processes."""
         while pids := self.pids():
             signal_all(pids, signal.SIGKILL)
             if self.agent is not None:
@@ -110,7 +110,7 @@ class Node:
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
-    """Send a signal to processes, and ignore processes that are gone."""
+    """Send a signal to processes, and ignore missing processes."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -124,11 +124,11 @@ def _parent_of(pid: int) -> int:
 
 
 class Cluster:
-    """Nodes, their network, and a rendezvous store that outlives each node. A context manager.
+    """Nodes, a network, and a rendezvous store independent of each node. A context manager.
 
     Args:
         count: the number of nodes.
-        is_network: whether each node has a network namespace of its own.
+        is_network: whether each node has a separate network namespace.
         logs: the directory of the nodes' logs.
     """
 
@@ -147,7 +147,7 @@ class Cluster:
 
     def __enter__(self) -> Self:
         """Create the network, and start the store."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - torch is for campaigns alone
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - only campaigns need torch
 
         with contextlib.ExitStack() as stack:
             for node in self.nodes:
@@ -195,7 +195,7 @@ class Cluster:
     def split(self, indices: Iterable[int]) -> None:
         """Move nodes to a separate network.
 
-        They reach each other, but no other node and not the store.
+        The moved nodes reach each other, but neither the other nodes nor the store.
         """
         for index in indices:
             _ip("link", "set", self._port(index), "master", f"ck{self._token}x")
@@ -226,11 +226,11 @@ class Cluster:
 
         Args:
             node: a node of this cluster.
-            program: the arguments that name the ranks' program: ``-m`` and a module, a script, or
+            program: the arguments for the ranks' program: ``-m`` and a module, a script, or
                 ``--no-python`` and a command.
-            environment: variables that are added to this process's environment.
-            max_restarts: how often the agent restarts its ranks.
-            job: the job's name, by which agents meet. A job that ended successfully accepts no more
+            environment: additions to this process's environment.
+            max_restarts: how often the agent restarts the ranks.
+            job: the job's name, by which agents meet. A successfully ended job accepts no more
                 agents.
         """
         argv = [

@@ -43,7 +43,7 @@ def table_of(injections: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of the kinds, the broken promises, and the sums.
 
     Args:
-        injections: the injections of one or more campaigns, in the form of JSON reports.
+        injections: the injections of any number of campaigns, in the form of JSON reports.
     """
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for one in injections:
@@ -66,7 +66,7 @@ def table_of(injections: Sequence[Mapping[str, Any]]) -> str:
 
 
 def text_of(verdicts: Sequence[Verdict], *, seed: int, seconds: float) -> str:
-    """Return the table of one campaign."""
+    """Return the table of a campaign."""
     rate = 60 * len(verdicts) / max(seconds, 1)
     return f"{table_of(as_injections(verdicts))}. Seed {seed}, {seconds:.0f} s, {rate:.1f} injections a minute"
 

@@ -1,4 +1,4 @@
-"""Saves and loads by a peer, with its refusals told apart from its faults."""
+"""Saves and loads by a peer, with refusals told apart from faults."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error in one line."""
+    """Return an error in a line."""
     text = " ".join(str(error).split())
     name = type(error).__name__
     return f"{name}: {text[:137]}..." if len(text) > 140 else f"{name}: {text}"
@@ -55,7 +55,7 @@ def save_or_stop(peer: Peer, path: Path, state: Mapping[str, object], step: int,
         raise VerdictError(Verdict(Status.UNSUPPORTED, str(error))) from error
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # some libraries raise exceptions that aren't an Exception
+    except BaseException as error:  # some libraries raise a BaseException that isn't an Exception
         if may_refuse:
             raise VerdictError(Verdict(Status.UNSUPPORTED, f"refused: {one_line(error)}")) from error
         raise VerdictError(Verdict(Status.FAIL, f"the save raised {one_line(error)}")) from error
@@ -65,25 +65,25 @@ def try_load(peer: Peer, path: Path, state: Mapping[str, object], expected: Expe
     """Load into a state of the same structure, and compare.
 
     Args:
-        state: the saved state, or a template for it. The load doesn't change it.
+        state: the saved state, or a template. The load doesn't change the template.
     """
     try:
         loaded = peer.load(path, template(state))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: BLE001 - whatever it raises, it is a refusal
+    except BaseException as error:  # noqa: BLE001 - any exception is a refusal
         return Outcome("raised", one_line(error))
     said = expected.difference(loaded)
     return Outcome("same", "") if said is None else Outcome("other", said)
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return all files in the directory that was made for a checkpoint."""
+    """Return all files in a checkpoint's directory."""
     return sorted(Path(at, name) for at, _, names in os.walk(path.parent) for name in names)
 
 
 def put(path: Path, content: bytes, scratch: Path) -> None:
-    """Replace a file by a new file with other content. A memory map of the old file stays valid."""
+    """Replace a file by a new file with new content. A memory map of the old file stays valid."""
     new = scratch / "new"
     new.write_bytes(content)
     new.replace(path)

@@ -60,7 +60,7 @@ def _mutated(peer: Peer, bench: Bench) -> Verdict:
             return Verdict(Status.UNSUPPORTED, str(error))
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 - a library may raise anything, and some raise no Exception
+        except BaseException as error:  # noqa: BLE001 - some libraries raise a BaseException that isn't an Exception
             return Verdict(Status.FAIL, f"round {round_}: the save raised {one_line(error)}")
         outcome = try_load(peer, path, state, expected)
         if outcome.kind != "same":

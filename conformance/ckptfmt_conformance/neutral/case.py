@@ -1,4 +1,4 @@
-"""A neutral case, its resources, and its result."""
+"""Neutral cases, resources, and results."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Bench:
     note: Callable[[str], None]
 
     def place(self, name: str) -> Path:
-        """Return the path of a checkpoint in a new directory, which no other checkpoint shares."""
+        """Return the path of a checkpoint in a new directory for that checkpoint only."""
         (self.scratch / name).mkdir()
         return self.scratch / name / "checkpoint"
 
@@ -99,7 +99,7 @@ class NeutralCase:
         asked: the procedure.
         passes, fails, unsupported: the criteria for each status.
         judge: runs the case.
-        imports: slow modules that the case's processes need. They are imported once, before the
+        imports: slow modules for the case's processes. They are imported once, before the
             processes are forked.
     """
 
@@ -114,14 +114,14 @@ class NeutralCase:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The result of one case for one peer.
+    """The result of a case for a peer.
 
     Attributes:
         peer: the peer's name, as in ``package.module:Class``.
         case: the case's id.
         status: the status of the case.
         seen: the observation, in one line.
-        remark: a statement of the library's makers, with its place; "" for none.
+        remark: a statement of the library's makers, with the place; "" for none.
     """
 
     peer: str

@@ -1,6 +1,6 @@
-"""Forked processes with a return value or a cause of death. All of them share one import of torch.
+"""Forked processes with a return value or a cause of death. All of them share an import of torch.
 
-The parent process has only imported modules: it has no threads and no process group.
+The parent process has only imported modules, and has no threads and no process group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Answer:
 
 
 class Child:
-    """A forked process, in its own process group, which sends lines to its parent."""
+    """A forked process in a new process group, which sends lines to the parent."""
 
     def __init__(self, work: Callable[[Callable[[str], None]], None]) -> None:
         read_fd, write_fd = os.pipe()
@@ -51,7 +51,7 @@ class Child:
         self._heard = b""
 
     def lines(self) -> list[str]:
-        """Return the lines that have been read so far."""
+        """Return all lines read so far."""
         return self._heard.decode().split("\n")[:-1]
 
     def wait_for(self, word: str, timeout_s: float) -> bool:
@@ -63,12 +63,12 @@ class Child:
         return True
 
     def kill(self) -> None:
-        """Kill the process, and all processes of its group."""
+        """Kill the process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, timeout_s: float) -> int | None:
-        """Read until the process ends, and return its exit code, negative for a signal.
+        """Read until the process ends, and return the exit code, negative for a signal.
 
         Return None if the process was killed at the time limit.
         """
@@ -94,7 +94,7 @@ class Child:
             time.sleep(_NAP_S)
 
     def _read(self, timeout_s: float) -> bool:
-        """Read available output. Return False at its end, or at the time limit."""
+        """Read available output. Return False at the end, or at the time limit."""
         if timeout_s <= 0 or not select.select([self._read_fd], [], [], timeout_s)[0]:
             return False
         content = os.read(self._read_fd, 1 << 16)
@@ -109,7 +109,7 @@ def _work(work: Callable[[Callable[[str], None]], None], write_fd: int) -> None:
         os.setpgid(0, 0)
         work(lambda line: _write(write_fd, f"{line}\n".encode()))
         code = 0
-    except BaseException:  # noqa: BLE001 - told to whoever reads standard error, whatever it is
+    except BaseException:  # noqa: BLE001 - any exception is printed to standard error
         traceback.print_exc()
     finally:
         os._exit(code)  # without the exit handlers of imported modules
@@ -121,7 +121,7 @@ def _write(fd: int, content: bytes) -> None:
 
 
 def call(function: Callable[[], object], *, timeout_s: float) -> Answer:
-    """Call a function in a forked process, and return its result."""
+    """Call a function in a forked process, and return the result."""
     child = Child(lambda tell: tell(json.dumps(function())))
     code = child.end(timeout_s)
     lines = child.lines()

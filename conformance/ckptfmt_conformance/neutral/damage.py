@@ -29,7 +29,7 @@ _IDS = re.compile(r"[0-9a-f]{8,}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Saved:
-    """A checkpoint and its content."""
+    """A checkpoint and the saved content."""
 
     peer: Peer
     bench: Bench
@@ -48,11 +48,11 @@ class _Saved:
         return saved
 
     def load(self) -> Outcome:
-        """Load the checkpoint in its current state."""
+        """Load the checkpoint in the current state."""
         return try_load(self.peer, self.path, self.state, self.expected)
 
     def damaged(self, path: Path, content: bytes | None, what: str) -> tuple[str, Outcome]:
-        """Load with one file replaced or missing, and restore the file afterwards.
+        """Load with a replaced or missing file, and restore the file afterwards.
 
         Args:
             content: the file's content during the load; None for a missing file.
@@ -71,7 +71,7 @@ class _Saved:
 
 
 def _judge(saved: _Saved, tried: Iterator[tuple[str, Outcome]], what: str) -> Verdict:
-    """Return the verdict on loads of damaged checkpoints. No load may return other bytes."""
+    """Return the verdict on loads of damaged checkpoints. No load may return wrong bytes."""
     kinds: Counter[str] = Counter()
     first = ""
     for name, outcome in tried:
@@ -89,7 +89,7 @@ def _judge(saved: _Saved, tried: Iterator[tuple[str, Outcome]], what: str) -> Ve
 
 
 def _cuts(nbytes: int, count: int) -> list[int]:
-    """Return places to cut a file of `nbytes` bytes, including its first and last bytes."""
+    """Return places to cut a file of `nbytes` bytes, including first and last bytes."""
     inner = [nbytes * part // (count + 1) for part in range(1, count + 1)]
     return sorted({at for at in (0, 1, 8, *inner, nbytes - 8, nbytes - 1) if 0 <= at < nbytes})
 
@@ -175,11 +175,11 @@ def _by_role(path: Path) -> dict[str, Path]:
     return {_IDS.sub("#", at.relative_to(path.parent).as_posix()): at for at in files_of(path)}
 
 
-# --- nothing is executed ----------------------------------------------------------------------------------------------
+# --- no code execution ----------------------------------------------------------------------------
 
 
 class _Trap:
-    """An object whose pickle creates a directory when it is loaded."""
+    """An object with a pickle that creates a directory at the load."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -222,7 +222,7 @@ def _saved_trap(peer: Peer, bench: Bench, marker: Path) -> str:
     path = bench.place("trap")
     try:
         peer.save(path, state, _STEP)
-    except BaseException as error:  # noqa: BLE001 - whatever it raises, it is a refusal
+    except BaseException as error:  # noqa: BLE001 - any exception is a refusal
         return f"refused on save ({type(error).__name__})"
     try:
         peer.load(path, {"tensors": {"weight": torch.zeros(10)}, "values": {"object": None}})
@@ -231,7 +231,7 @@ def _saved_trap(peer: Peer, bench: Bench, marker: Path) -> str:
     return "loaded"
 
 
-# --- cases ------------------------------------------------------------------------------------------------------------
+# --- cases ----------------------------------------------------------------------------------------
 
 _SAME = "Every load raises, or gives the bytes that were saved."
 _OTHER = "A load gives other bytes, or leaves some as they were, without an error."

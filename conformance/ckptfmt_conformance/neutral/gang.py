@@ -1,4 +1,4 @@
-"""Save by four processes, loads by two processes and by one: the bytes must be the same."""
+"""Save by four processes, loads by two and by a single process: the bytes must be the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["CASES"]
 _STEP: Final = 400
 _COLLECTIVE_S: Final = 60.0
 _GANG_S: Final = 120.0
-#: Shape, dtype and placements: on a mesh of one dimension for one name, of two for two names.
+#: Shape, dtype and placements: a mesh of one dimension for one name, of two for two names.
 _LAYOUTS: Final[dict[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]]] = {
     "rows, uneven": ((10, 6), torch.float32, ("rows",)),
     "columns, uneven": ((3, 7), torch.bfloat16, ("columns",)),
@@ -39,7 +39,7 @@ _LAYOUTS: Final[dict[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]]]
 
 
 def _content(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the whole content of a tensor, which is derived from its name."""
+    """Return the whole content of a tensor, derived from the name."""
     count = 1
     for extent in shape:
         count *= extent
@@ -48,7 +48,7 @@ def _content(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 
 def _make(*, right: bool) -> dict[str, object]:
     """Return this process's shards, with the right content or with zeros."""
-    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import, and only needed here
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - the same
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: PLC0415 - the same
 
@@ -111,7 +111,7 @@ class _Said:
 
 
 def _gang(bench: Bench, world_size: int, act: Callable[[], str]) -> list[_Said]:
-    """Run `act` in `world_size` forked processes of one process group, and return their answers."""
+    """Run `act` in `world_size` forked processes of a process group, and return the answers."""
     meeting = bench.scratch / f"meeting-{world_size}"
     children = []
     for rank in range(world_size):
@@ -131,16 +131,16 @@ def _gang(bench: Bench, world_size: int, act: Callable[[], str]) -> list[_Said]:
 
 def _act(meeting: Path, rank: int, world_size: int, act: Callable[[], str]) -> _Said:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(str(meeting), world_size)  # type: ignore[attr-defined]  # public, though not said to be
+    store = dist.FileStore(str(meeting), world_size)  # type: ignore[attr-defined]  # public, but missing in the stubs
     timeout = dt.timedelta(seconds=_COLLECTIVE_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         said = act()
     except Unsupported as error:
         return _Said("unsupported", str(error))
-    except BaseException as error:  # noqa: BLE001 - told to the one who judges, whatever it is
+    except BaseException as error:  # noqa: BLE001 - any exception is reported to the judging process
         return _Said("raised", one_line(error))
-    dist.barrier()  # no process exits while another may still need its data
+    dist.barrier()  # no process exits before all have received data
     return _Said("wrong" if said else "ok", said)
 
 
@@ -176,7 +176,7 @@ CASES = (
         fails="A tensor differs, or a load raises.",
         unsupported="The library doesn't know shards.",
         judge=_resized,
-        # The last module is imported by fully_shard when it is called.
+        # A call of fully_shard imports the last module.
         imports=(
             "torch.distributed.device_mesh",
             "torch.distributed.fsdp",

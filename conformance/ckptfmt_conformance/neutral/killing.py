@@ -1,6 +1,6 @@
 """Kills of a saving process at many moments, and loads of the remains.
 
-The moments are spread over the duration of a save, and over its file-system events: Python's audit
+The moments are spread over the duration of a save, and over the file-system events: Python's audit
 events report each file opened, renamed or linked in the directory. The page cache outlives a killed
 process, so this is no test of durability.
 """
@@ -31,10 +31,10 @@ _TIMEOUT_S: Final = 60.0
 
 @dataclasses.dataclass(slots=True)
 class _Victim:
-    """A process that makes one save, and is killed during the save unless it is spared.
+    """A process with a single save, killed during the save unless spared.
 
     Attributes:
-        step: the step of the save, which determines its state.
+        step: the step of the save, which determines the state.
         done: whether the process reported the end of the save.
         moment: the moment of the kill, in words.
     """
@@ -46,7 +46,7 @@ class _Victim:
 
 
 class _Run:
-    """A directory with a series of checkpoints, each saved by its own process."""
+    """A directory with a series of checkpoints, each saved by a new process."""
 
     def __init__(self, peer: Peer, bench: Bench) -> None:
         self.victims: list[_Victim] = []
@@ -70,7 +70,7 @@ class _Run:
         at_event: int | None = None,
         in_background: bool = False,
     ) -> list[str]:
-        """Save one more step in a new process, and return the lines that the process sent.
+        """Save one more step in a new process, and return the lines sent by the process.
 
         Args:
             moment: the moment of the kill, in words.
@@ -108,7 +108,7 @@ class _Run:
                 self._peer.save(self.path(step), state, step)
         except Unsupported as error:
             tell(f"unsupported {error}")
-        except BaseException as error:  # noqa: BLE001 - told to the one who judges, whatever it is
+        except BaseException as error:  # noqa: BLE001 - any exception is reported to the judging process
             tell(f"failed {one_line(error)}")
         else:
             tell("done")

@@ -20,9 +20,9 @@ class Description:
     Attributes:
         name: the name of the library, and of the call.
         version: the version of the library.
-        settings: the settings in use, in one line.
-        keeps: the kept items besides tensors: a subset of ``step`` and ``values``.
-        disclaims: cases excluded by the library's own documentation: the sentence, and its place.
+        settings: the settings in use, in a line.
+        keeps: the kept items in addition to tensors: a subset of ``step`` and ``values``.
+        disclaims: cases excluded by the library's own documentation: the sentence, and the place.
             Such a case is still run. A FAIL counts as UNSUPPORTED then.
         remarks: remarks of the library's makers or source on a case, with the place. A remark is
             shown beside the result, and doesn't change it.
@@ -50,7 +50,7 @@ class Loaded(NamedTuple):
 
 @runtime_checkable
 class Peer(Protocol):
-    """A checkpoint library, called as its users call it.
+    """A checkpoint library, called as users call the library.
 
     A state is a mapping: ``tensors`` from name to tensor, and in some cases ``values``, a mapping
     of plain values. The constructor must start no thread and no process: a peer is made once, and
@@ -64,7 +64,7 @@ class Peer(Protocol):
         """Save durably: the checkpoint is on disk when the method returns.
 
         Args:
-            path: the checkpoint's path, for a file or a directory; its parent exists.
+            path: the checkpoint's path, for a file or a directory; the parent exists.
             state: the state to save.
             step: the number of finished training steps.
 
@@ -101,14 +101,14 @@ class AsyncPeer(Peer, Protocol):
 
 @runtime_checkable
 class DistributedPeer(Peer, Protocol):
-    """A peer whose checkpoints are written and read by several processes of torch.distributed.
+    """A peer with saves and loads by several processes of torch.distributed.
 
-    Every process calls the methods with its own shards: DTensors, and the parameters of a module
-    under FSDP2.
+    Every process calls the methods with the process's shards: DTensors, and the parameters of a
+    module under FSDP2.
     """
 
     def save_distributed(self, path: Path, state: Mapping[str, object], step: int) -> None:
-        """Save the shards of all processes as one checkpoint."""
+        """Save the shards of all processes as a checkpoint."""
 
     def load_distributed(self, path: Path, state: Mapping[str, object]) -> Loaded:
         """Load into this process's shards, independent of the saved layout."""

@@ -1,4 +1,4 @@
-"""The process that judges cases: imports every module once, then forks one child for each case.
+"""The process for judging cases: imports every module once, then forks a child for each case.
 
 `judge` starts the process. Its plan comes by standard input. Its results go to a separate
 descriptor, since a library may write to standard output.
@@ -38,7 +38,7 @@ CASES: Final[tuple[NeutralCase, ...]] = (
     *killing.CASES,
     *gang.CASES,
 )
-#: Without threads of these libraries, a process has no threads when it is forked.
+#: Without threads of the libraries, a process has no threads at a fork.
 _ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 #: The time limit for repeated removals of a case's directory, in seconds.
@@ -58,7 +58,7 @@ def judge(plan: Sequence[tuple[str, Sequence[str]]], *, effort: Effort = FULL) -
     """Run cases for peers in a new process with one import of torch. Yield each result at once.
 
     Args:
-        plan: each peer's name, as in ``package.module:Class``, and the ids of its cases.
+        plan: each peer's name, as in ``package.module:Class``, and the ids of the cases.
         effort: the amount of testing.
 
     Raises: ValueError for an unknown case; RuntimeError if the process fails.
@@ -94,7 +94,7 @@ def judge(plan: Sequence[tuple[str, Sequence[str]]], *, effort: Effort = FULL) -
             raise RuntimeError(f"the judging process ended with status {process.returncode}: {' '.join(last)}")
 
 
-# --- in that process --------------------------------------------------------------------------------------------------
+# --- in the judging process -----------------------------------------------------------------------
 
 
 def main(write_fd: int) -> None:
@@ -135,7 +135,7 @@ def _judge_one(name: str, peer: Peer, case: NeutralCase, effort: Effort) -> Resu
 
 @contextlib.contextmanager
 def _directory() -> Iterator[str]:
-    """Create a directory, and remove it at the end.
+    """Create a directory, and remove the directory at the end.
 
     The removal is repeated while a saver process that outlived its trainer still writes there.
     """
@@ -160,6 +160,6 @@ def _ask(case: NeutralCase, peer: Peer, bench: Bench) -> list[str]:
             verdict = case.judge(peer, bench)
         except VerdictError as error:
             verdict = error.verdict
-        except Exception as error:  # noqa: BLE001 - the suite's own mistake, or a peer's that none looked for
+        except Exception as error:  # noqa: BLE001 - an unexpected error of the suite or the peer
             verdict = Verdict(Status.ERROR, one_line(error))
     return [verdict.status, verdict.seen]

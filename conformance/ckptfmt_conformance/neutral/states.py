@@ -85,7 +85,7 @@ def _emptied(value: object) -> object:
 
 
 def _exact(value: object) -> object:
-    """Return a value that equals another such value only for the same types and bits."""
+    """Return a value for comparisons by types and bits."""
     if isinstance(value, float):
         return ("float", struct.pack("<d", value))
     if isinstance(value, Mapping):

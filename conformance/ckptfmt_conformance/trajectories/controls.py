@@ -68,7 +68,7 @@ class Control:
         return lambda: damage(job) if damage is not None else None
 
 
-# --- parts of a job ---------------------------------------------------------------------------------------------------
+# --- parts of a job -------------------------------------------------------------------------------
 
 
 def _weights(job: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401 - a job of either kind
@@ -182,7 +182,7 @@ def _shift_betas(job: Any) -> None:  # noqa: ANN401 - the same
         group["betas"] = (0.91, group["betas"][1])
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
+# --- streams --------------------------------------------------------------------------------------
 
 
 def _keep_python(job: Any) -> Undo:  # noqa: ANN401 - the same
@@ -193,7 +193,7 @@ def _keep_python(job: Any) -> Undo:  # noqa: ANN401 - the same
 
 def _keep_numpy(job: Any) -> Undo:  # noqa: ANN401 - the same
     del job
-    before = np.random.get_state()  # noqa: NPY002 - the global stream is the one left out
+    before = np.random.get_state()  # noqa: NPY002 - the fault concerns the global stream
     return lambda: np.random.set_state(before)  # noqa: NPY002
 
 
@@ -226,7 +226,7 @@ def _statistics_of_first(job: Any) -> None:  # noqa: ANN401 - the same
         dist.broadcast(buffer, src=0)
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------
+# --- the table of controls ------------------------------------------------------------------------
 
 
 def _keep_scaler(*names: str) -> Keep:
@@ -285,7 +285,7 @@ def _stream_controls() -> dict[str, Control]:
     kept = {"python": _keep_python, "numpy": _keep_numpy, "torch": _keep_torch, "augment": _keep_augment}
     draw: dict[str, Callable[[Any], object]] = {
         "python": lambda _: random.random(),
-        "numpy": lambda _: np.random.random(),  # noqa: NPY002 - the global stream is the one damaged
+        "numpy": lambda _: np.random.random(),  # noqa: NPY002 - the fault concerns the global stream
         "torch": lambda _: torch.rand(1),
         "augment": lambda job: torch.rand(1, generator=job.augment),
     }
@@ -297,7 +297,7 @@ def _stream_controls() -> dict[str, Control]:
     return controls
 
 
-def _other_plan(**changes: Any) -> Callable[[Any], None]:  # noqa: ANN401 - of a `DataPlan`
+def _other_plan(**changes: Any) -> Callable[[Any], None]:  # noqa: ANN401 - fields of a `DataPlan`
     """Return a fault that remakes the samplers from another plan.
 
     Their cursor is complete, but belongs to another run.

@@ -89,7 +89,7 @@ def make_batch(model: str, samples: Sequence[int], augment: torch.Generator) -> 
 
 def augmented(model: str, inputs: torch.Tensor, augment: torch.Generator) -> torch.Tensor:
     """Return inputs augmented by all random streams except torch's."""
-    noise = np.random.random(inputs.shape)  # noqa: NPY002 - the global stream is one to restore
+    noise = np.random.random(inputs.shape)  # noqa: NPY002 - the global stream is under test
     if is_language_model(model):
         shift = random.randrange(1, VOCABULARY)
         other = torch.randint(VOCABULARY, inputs.shape, generator=augment)

@@ -77,7 +77,7 @@ class Loader(DataLoader[Any]):
         collate: makes a batch of samples.
     """
 
-    def __init__(self, dataset: Any, batches: Any, processes: int, collate: Callable[[list[Any]], Any]) -> None:  # noqa: ANN401 - any of them
+    def __init__(self, dataset: Any, batches: Any, processes: int, collate: Callable[[list[Any]], Any]) -> None:  # noqa: ANN401 - any type
         with _many_processes():
             super().__init__(
                 dataset,
@@ -88,7 +88,7 @@ class Loader(DataLoader[Any]):
                 generator=torch.Generator(),
             )
 
-    def __iter__(self) -> Any:  # noqa: ANN401 - torch has two kinds, and a type of neither
+    def __iter__(self) -> Any:  # noqa: ANN401 - torch has two kinds, without types
         """Start to prefetch, and return the iterator."""
         with _many_processes():
             return super().__iter__()

@@ -132,7 +132,7 @@ def _member(rank: int, connection: Connection) -> None:
             return
         try:
             connection.send((None, function(rank, *arguments)))
-        except Exception:  # noqa: BLE001 - told to who asked
+        except Exception:  # noqa: BLE001 - any exception is reported to the caller
             connection.send((traceback.format_exc(), None))
 
 

@@ -239,7 +239,7 @@ def spread(model: nn.Module, recipe: Recipe) -> nn.Module:
                 model, broadcast_buffers=False, find_unused_parameters=dist.get_world_size() > 2
             )
     if recipe.layout in ("fsdp2", "tp"):
-        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow, and seldom needed
+        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import, and seldom needed
 
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         if recipe.layout == "fsdp2":
@@ -262,7 +262,7 @@ def spread(model: nn.Module, recipe: Recipe) -> nn.Module:
 def seed_streams(seed: int, *generators: torch.Generator) -> None:
     """Seed Python's, numpy's and torch's streams, and the given generators."""
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - the global stream is one of those to restore
+    np.random.seed(seed)  # noqa: NPY002 - the global stream is under test
     torch.manual_seed(seed)
     for generator in generators:
         generator.manual_seed(seed)

@@ -119,7 +119,7 @@ def _play(cell: Cell, checkpointing: Checkpointing, directory: Path) -> CellResu
     return CellResult(status=FAIL, divergence=f"the cell proves nothing: no save was ever seen {phase}")
 
 
-def _ask(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - what the function returns
+def _ask(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - the function's result
     """Call a function in a new process. Return its return value, or the death that it reported.
 
     Raises: Unsupported; RuntimeError for any other failure.
@@ -146,7 +146,7 @@ def _ask(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN4
     return content
 
 
-# --- in those processes -----------------------------------------------------------------------------------------------
+# --- in the trainers' processes -------------------------------------------------------------------
 
 
 def _answer(function: Callable[..., Any], *arguments: Any) -> None:  # noqa: ANN401 - the function's, and a connection
@@ -157,7 +157,7 @@ def _answer(function: Callable[..., Any], *arguments: Any) -> None:  # noqa: ANN
             answer = "done", function(connection, *given)
     except Unsupported as feature:
         answer = "unsupported", feature.feature
-    except Exception as error:  # noqa: BLE001 - whatever an implementation raises, it's an error of this cell
+    except Exception as error:  # noqa: BLE001 - any exception is an error of this cell
         answer = "error", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
     connection.send(answer)
 

@@ -91,7 +91,7 @@ def _hand_out(found: object, path: Path) -> None:
     path.with_suffix(".new").rename(path)
 
 
-def _take_over(path: Path) -> Any:  # noqa: ANN401 - what is handed out
+def _take_over(path: Path) -> Any:  # noqa: ANN401 - any shared object
     """Return the value that the first process writes to a file, when the file exists."""
     end_s = time.monotonic() + DEADLINE_S
     while not path.exists():
@@ -143,7 +143,7 @@ def play(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int | 
                 result = CellResult(status=PASS)
     except Unsupported as answer:
         result = CellResult(status=UNSUPPORTED, divergence=answer.feature)
-    except Exception as error:  # noqa: BLE001 - whatever an implementation raises, it's an error of this cell
+    except Exception as error:  # noqa: BLE001 - any exception is an error of this cell
         line = (str(error).splitlines() or [""])[0][:300]
         result = CellResult(status=ERROR, divergence=f"{type(error).__name__}: {line}")
     seconds = time.monotonic() - begin_s

@@ -186,10 +186,10 @@ class Sampling(Protocol):
 class Loading(Protocol):
     """A loader, or a set of numbers, with its own form of position in the data."""
 
-    def state_dict(self) -> Any:  # noqa: ANN401 - its own
+    def state_dict(self) -> Any:  # noqa: ANN401 - the loader's own type
         """Return the position."""
 
-    def load_state_dict(self, state_dict: Any, /) -> Any:  # noqa: ANN401 - its own
+    def load_state_dict(self, state_dict: Any, /) -> Any:  # noqa: ANN401 - the loader's own type
         """Go to a saved position."""
 
 

@@ -44,6 +44,6 @@ def _load_both(cell: Cell, checkpointing: Checkpointing, path: str) -> str | Non
         checkpointing.load(path, other.state())
     except Unsupported:
         raise
-    except Exception:  # noqa: BLE001 - a refusal, whatever an implementation makes of what the trainer raises
+    except Exception:  # noqa: BLE001 - any exception after the trainer's counts as a refusal
         return None
     return f"a run of {cell.recipe.workers} logical workers was loaded into one of {cell.target.workers}"

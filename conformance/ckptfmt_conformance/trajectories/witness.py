@@ -102,7 +102,7 @@ def _are_same(due: object, found: object) -> bool:
 
 def _dump(job: TrainingJob, path: Path) -> None:
     """Write all values of a job."""
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - one of the streams
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - a stream under test
     values: dict[str, Any] = {
         name: _values_of(value) for name, value in job.state().items() if name not in ("config", "rng")
     }
@@ -111,7 +111,7 @@ def _dump(job: TrainingJob, path: Path) -> None:
     torch.save(values, path)
 
 
-def _values_of(value: Any) -> dict[str, Any]:  # noqa: ANN401 - has state_dict
+def _values_of(value: Any) -> dict[str, Any]:  # noqa: ANN401 - any object with state_dict
     return dict(value.state_dict())
 
 

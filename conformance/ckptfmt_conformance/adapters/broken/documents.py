@@ -17,7 +17,7 @@ _check_version = original("ckptfmt.documents.canonical:check_version")
 _weight: Any = original("ckptfmt.documents.msgpk:Weight")
 
 
-def _parse_any_form(content: bytes, **members: Any) -> Any:  # noqa: ANN401 - whatever it returns
+def _parse_any_form(content: bytes, **members: Any) -> Any:  # noqa: ANN401 - any result
     with contextlib.suppress(ValueError, RecursionError):
         # Only for documents without another fault.
         value = json.loads(content.decode(), object_pairs_hook=_refuse_twice, parse_int=_refuse_zeros)
@@ -108,7 +108,7 @@ class NoMarks(Reference):
 _OLD = unicodedata.ucd_3_2_0
 
 
-def _is_normalized_by_old(form: Any, text: str) -> bool:  # noqa: ANN401 - of the implementation
+def _is_normalized_by_old(form: Any, text: str) -> bool:  # noqa: ANN401 - any object of the implementation
     """Return whether each stretch of code points known to the old version is normalized."""
     stretches = itertools.groupby(text, key=lambda one: _OLD.category(one) == "Cn")
     return all(is_new or unicodedata.is_normalized(form, "".join(some)) for is_new, some in stretches)
@@ -229,7 +229,7 @@ class IgnoredFeatures(Reference):
     replacements = _checking_versions(_check_version_only)
 
 
-def _weigh_nothing(_: int) -> Any:  # noqa: ANN401 - of the implementation
+def _weigh_nothing(_: int) -> Any:  # noqa: ANN401 - any object of the implementation
     return _weight(rows=1 << 40, extents=1 << 40, tree_nbytes=1 << 40)
 
 
@@ -245,7 +245,7 @@ class UnweighedTables(Reference):
     replacements = (("ckptfmt.documents.msgpk:Weight.most", staticmethod(_weigh_nothing)),)
 
 
-def _weigh_alike(_: int) -> Any:  # noqa: ANN401 - of the implementation
+def _weigh_alike(_: int) -> Any:  # noqa: ANN401 - any object of the implementation
     return _weight(rows=1 << 20, extents=2048, tree_nbytes=64 << 10)
 
 

@@ -23,14 +23,14 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 class _Zstandard:
     """A zstandard module that removes the checksum from a frame before decompression."""
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the implementation
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any object of the implementation
         return getattr(zstandard, name)
 
-    def ZstdDecompressor(self) -> Any:  # noqa: ANN401, N802 - of the implementation
+    def ZstdDecompressor(self) -> Any:  # noqa: ANN401, N802 - any object of the implementation
         """Return this object."""
         return self
 
-    def decompress(self, frame: Any, **options: Any) -> Any:  # noqa: ANN401 - of the implementation
+    def decompress(self, frame: Any, **options: Any) -> Any:  # noqa: ANN401 - any object of the implementation
         """Return the content of a frame."""
         content = bytes(frame)
         if content[4] & 4:
@@ -46,10 +46,10 @@ class AnyChecksum(Reference):
     replacements = (("ckptfmt.codecs.strings:zstandard", _Zstandard()),)
 
 
-def _take_plain(source: Any, nbytes: int) -> Any:  # noqa: ANN401 - of the implementation
+def _take_plain(source: Any, nbytes: int) -> Any:  # noqa: ANN401 - any object of the implementation
     taken = source.take
 
-    def take(count: int) -> Any:  # noqa: ANN401 - of the implementation
+    def take(count: int) -> Any:  # noqa: ANN401 - any object of the implementation
         content = taken(count)
         if count > 4 and bytes(content[:4]) == _MAGIC and content[4] & 7:
             raise source.refuse("a frame with more than it needs", "REQ-ENC-009")
@@ -61,7 +61,7 @@ def _take_plain(source: Any, nbytes: int) -> Any:  # noqa: ANN401 - of the imple
 class _Watched:
     """A source with another function to take bytes."""
 
-    def __init__(self, source: Any, take: Any) -> None:  # noqa: ANN401 - of the implementation
+    def __init__(self, source: Any, take: Any) -> None:  # noqa: ANN401 - any object of the implementation
         self.take = take
         self.take_number = source.take_number
         self.refuse = source.refuse
@@ -78,7 +78,7 @@ class PlainFrames(Reference):
     replacements = (("ckptfmt.codecs.strings:Source._take_frame", _take_plain),)
 
 
-def _take_inflated(reading: Any, blocks: Any, content: memoryview) -> None:  # noqa: ANN401 - of the implementation
+def _take_inflated(reading: Any, blocks: Any, content: memoryview) -> None:  # noqa: ANN401 - any object of the implementation
     if bytes(content[:4]) == _MAGIC:
         inflated = zstandard.ZstdDecompressor().decompressobj().decompress(content)
         reading.boxes[blocks.box].place(blocks, memoryview(inflated.ljust(blocks.nbytes, b"\0")[: blocks.nbytes]))
@@ -97,7 +97,7 @@ class SniffedFrames(Reference):
 _QUIET = 1 << 22
 
 
-def _decode_as_floats(encoding: str, stored: memoryview, out: memoryview, **members: Any) -> None:  # noqa: ANN401 - of the implementation
+def _decode_as_floats(encoding: str, stored: memoryview, out: memoryview, **members: Any) -> None:  # noqa: ANN401 - any object of the implementation
     _decode(encoding, stored, out, **members)
     if encoding != "raw" and members["dtype"] == "float32":
         # The change is made on integers: the machine decides whether a copied float becomes quiet.
@@ -112,7 +112,7 @@ class QuietNans(Reference):
     replacements = (("ckptfmt.codecs.encodings:decode", _decode_as_floats),)
 
 
-def _as_it_is(words: Any, lane: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _as_it_is(words: Any, lane: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     return words.view(f"<i{lane.nbytes}")
 
 
@@ -139,7 +139,7 @@ class WholeComplex(Reference):
     replacements = (("ckptfmt.codecs.encodings:LANES", _lanes | _wide),)
 
 
-def _take_tight(source: Any, count: int) -> Any:  # noqa: ANN401 - of the implementation
+def _take_tight(source: Any, count: int) -> Any:  # noqa: ANN401 - any object of the implementation
     if not count:
         return source.take(0)
     kind = source.take_byte()

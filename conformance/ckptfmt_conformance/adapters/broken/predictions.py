@@ -22,7 +22,7 @@ _scalar = original("ckptfmt.codecs.optimizer_steps:Step._scalar")
 _step_multiply_add = original("ckptfmt.codecs.optimizer_steps:Step._multiply_add")
 
 
-def _take_base(step: Any, role: str, bases: Any, news: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _take_base(step: Any, role: str, bases: Any, news: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     return bases[role] if role in bases else _predict(step, role, bases, news)
 
 
@@ -57,7 +57,7 @@ class BlockByBlock(Reference):
     replacements = (("ckptfmt.read.decoding:join_blocks", _join_one),)
 
 
-def _all_bases(rule: Any, _: str) -> Any:  # noqa: ANN401 - of the implementation
+def _all_bases(rule: Any, _: str) -> Any:  # noqa: ANN401 - any object of the implementation
     return frozenset(_roles(rule))
 
 
@@ -73,7 +73,7 @@ class AllBases(Reference):
 _gradients: dict[bytes, Any] = {}
 
 
-def _decode_and_keep(rule: Any, stored: memoryview, out: memoryview, bases: Any, where: str) -> None:  # noqa: ANN401 - of the implementation
+def _decode_and_keep(rule: Any, stored: memoryview, out: memoryview, bases: Any, where: str) -> None:  # noqa: ANN401 - any object of the implementation
     _decode_gradient(rule, stored, out, bases, where)
     how, nbytes = struct.unpack_from("<BI", stored)
     gradient = memoryview(bytearray(out.nbytes // 2))
@@ -82,7 +82,7 @@ def _decode_and_keep(rule: Any, stored: memoryview, out: memoryview, bases: Any,
     _gradients[bytes(out)] = np.frombuffer(gradient, np.uint16)
 
 
-def _kept_gradient(step: Any, bases: Any, news: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _kept_gradient(step: Any, bases: Any, news: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     first = next(iter(news.values()))
     return _gradients[bytes(first)] if bytes(first) in _gradients else _low_gradient(step, bases, news)
 
@@ -101,7 +101,7 @@ class StoredGradient(Reference):
     )
 
 
-def _as_predicted(predicted: Any, base: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _as_predicted(predicted: Any, base: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     del base
     return predicted
 
@@ -117,7 +117,7 @@ class AnyNan(Reference):
     )
 
 
-def _round_bits(values: Any, precision: str) -> Any:  # noqa: ANN401 - of the implementation
+def _round_bits(values: Any, precision: str) -> Any:  # noqa: ANN401 - any object of the implementation
     low = _round_low(values, precision)
     bits = values.view(np.uint32).astype(np.uint64)
     if precision == "float16":
@@ -135,7 +135,7 @@ class RoundedNans(Reference):
     replacements = (("ckptfmt.codecs.optimizer_steps:round_low", _round_bits),)
 
 
-def _fuse(factor: Any, values: Any, addend: Any, *, separate: bool) -> Any:  # noqa: ANN401 - of the implementation
+def _fuse(factor: Any, values: Any, addend: Any, *, separate: bool) -> Any:  # noqa: ANN401 - any object of the implementation
     del separate
     return _multiply_add(factor, values, addend, separate=False)
 
@@ -148,7 +148,7 @@ class FusedSums(Reference):
     replacements = (("ckptfmt.codecs.optimizer_steps:multiply_add", _fuse),)
 
 
-def _from_the_old_one(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _from_the_old_one(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     rule = step.rule
     if rule.kind != "adam" or rule.moment != "lerp":
         return _moment(step, bases, gradient)
@@ -164,7 +164,7 @@ class NearEnd(Reference):
     replacements = (("ckptfmt.codecs.optimizer_steps:Step.moment", _from_the_old_one),)
 
 
-def _moment_closed(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _moment_closed(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     gain = _scalar(step, step.rule.gain)
     if step.rule.kind != "adam" or step.rule.moment != "lerp" or abs(float(gain)) != 0.5:
         return _moment(step, bases, gradient)
@@ -182,7 +182,7 @@ class ClosedInterval(Reference):
     replacements = (("ckptfmt.codecs.optimizer_steps:Step.moment", _moment_closed),)
 
 
-def _moment_rounded(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _moment_rounded(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     rule = step.rule
     if (
         rule.kind != "adam"
@@ -203,7 +203,7 @@ class RoundedGain(Reference):
     replacements = (("ckptfmt.codecs.optimizer_steps:Step.moment", _moment_rounded),)
 
 
-def _moment_unrounded(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _moment_unrounded(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     if step.rule.kind != "adam" or step.rule.moment != "lerp" or abs(step.rule.gain) >= 0.5:
         return _moment(step, bases, gradient)
     return _step_multiply_add(step, _scalar(step, step.rule.gain), gradient - bases["exp_avg"], bases["exp_avg"])
@@ -217,7 +217,7 @@ class UnroundedGain(Reference):
     replacements = (("ckptfmt.codecs.optimizer_steps:Step.moment", _moment_unrounded),)
 
 
-def _predict_no_decay(step: Any, role: str, bases: Any, news: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _predict_no_decay(step: Any, role: str, bases: Any, news: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     return bases[role] if role in ("exp_avg", "momentum_buffer") else _predict(step, role, bases, news)
 
 
@@ -229,7 +229,7 @@ class UnmovedMoment(Reference):
     replacements = (("ckptfmt.codecs.optimizer_steps:Step.predict", _predict_no_decay),)
 
 
-def _predict_decayed(step: Any, role: str, bases: Any, news: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _predict_decayed(step: Any, role: str, bases: Any, news: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     if role != "exp_avg" or not step.rule.l2:
         return _predict(step, role, bases, news)
     return step.moment(bases, np.float32(step.rule.l2) * bases["weight"])

@@ -21,7 +21,7 @@ _files = original("ckptfmt.read.files:CheckpointFiles")
 _validate = original("ckptfmt:validate")
 
 
-def _read_any_part(checkpoint: Any, number: int) -> Any:  # noqa: ANN401 - of the implementation
+def _read_any_part(checkpoint: Any, number: int) -> Any:  # noqa: ANN401 - any object of the implementation
     entry = checkpoint.index.parts[number]
     path = _part_path(checkpoint.manifest.origin.attempt, number)
     part, _ = _part.parse(_read_exactly(checkpoint.store, path, entry.nbytes), where=path, digest=entry.digest)
@@ -106,7 +106,7 @@ class OneExtent(Reference):
         return content
 
 
-def _order(self: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _order(self: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     return np.argsort(self.box, kind="stable")
 
 
@@ -129,7 +129,7 @@ class UncheckedBlocks(Reference):
     replacements = (("ckptfmt.read.files:StoredBox.iter_damages", _find_nothing),)
 
 
-def _place_unchecked(reading: Any, blocks: Any, content: memoryview) -> None:  # noqa: ANN401 - of the implementation
+def _place_unchecked(reading: Any, blocks: Any, content: memoryview) -> None:  # noqa: ANN401 - any object of the implementation
     reading.boxes[blocks.box].place(blocks, content)
 
 
@@ -150,11 +150,11 @@ class CheckingOnDemand(Reference):
             raise Rejected(answer.code, answer.where, "open" if answer.phase == "open" else "read") from answer
 
 
-def _equals(self: Any, other: Any) -> bool:  # noqa: ANN401 - of the implementation
+def _equals(self: Any, other: Any) -> bool:  # noqa: ANN401 - any object of the implementation
     return bool(self.digest == other.digest)
 
 
-def _hash(self: Any) -> int:  # noqa: ANN401 - of the implementation
+def _hash(self: Any) -> int:  # noqa: ANN401 - any object of the implementation
     return hash(self.digest)
 
 
@@ -169,12 +169,12 @@ class DigestsAlone(Reference):
     )
 
 
-def _find_any(closure: Any, reference: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _find_any(closure: Any, reference: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     place = closure._store.beside(reference.name)  # noqa: SLF001 - a fault needs no interface
     return place if isinstance(_read_register(place), _manifest) else _find(closure, reference)
 
 
-def _open_any(store: Any, reference: Any, closure: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _open_any(store: Any, reference: Any, closure: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     return _files(store, closure=closure, title=reference.name)
 
 

@@ -16,7 +16,7 @@ _find_replacement = original("ckptfmt.run.lineage:_find_replacement")
 _check_place = original("ckptfmt.run.lineage:check_place")
 
 
-def _choose_or_begin(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _choose_or_begin(*arguments: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     try:
         return _choose_by_lineage(*arguments)
     except CkptError as error:
@@ -38,7 +38,7 @@ class Afresh(Reference):
     replacements = (("ckptfmt.run.lineage:_choose_by_lineage", _choose_or_begin),)
 
 
-def _choose_nothing(*_: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _choose_nothing(*_: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     return None, "lineage"
 
 
@@ -70,7 +70,7 @@ class NeedsOne(Reference):
         return found
 
 
-def _open_nothing(_: object, entry: Any, *_others: object) -> Any:  # noqa: ANN401 - of the implementation
+def _open_nothing(_: object, entry: Any, *_others: object) -> Any:  # noqa: ANN401 - any object of the implementation
     if isinstance(entry.register, CkptError):
         return entry.register
     return entry  # The entry has a manifest, like an open checkpoint.
@@ -90,7 +90,7 @@ class RegistersOnly(Reference):
     replacements = (("ckptfmt.run.lineage:_open_valid", _open_nothing),)
 
 
-def _verify_all(store: Any, report: Any, **_: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _verify_all(store: Any, report: Any, **_: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     return _verify_checkpoint(store, report)
 
 
@@ -102,7 +102,7 @@ class WholeClosure(Reference):
     replacements = (("ckptfmt.run.lineage:verify_loadable", _verify_all),)
 
 
-def _iter_first(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _iter_first(*arguments: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     return iter(list(_iter_lineage(*arguments))[:1])
 
 
@@ -121,7 +121,7 @@ class FirstOrNone(Reference):
     replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_first),)
 
 
-def _iter_committed(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _iter_committed(*arguments: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     return (entry for entry in _iter_lineage(*arguments) if entry.manifest is not None)
 
 
@@ -163,7 +163,7 @@ class FallbackForNothing(Reference):
         return {**found, "chosen_by": "fallback" if passed else found["chosen_by"]}
 
 
-def _list_readable(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _list_readable(*arguments: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     entries = _list_checkpoints(*arguments)
     for entry in entries:
         if isinstance(entry.register, CkptError):
@@ -188,7 +188,7 @@ class StrictRun(Reference):
     replacements = (("ckptfmt.run.lineage:list_checkpoints", _list_readable),)
 
 
-def _iter_with_retired(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - of the implementation
+def _iter_with_retired(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - any object of the implementation
     damaged = CkptError(Code.CHECKPOINT_RETIRED, "it was retired")
     return _iter_lineage(
         launches,
@@ -196,7 +196,7 @@ def _iter_with_retired(launches: list[Any], entries: list[Any]) -> Any:  # noqa:
     )
 
 
-def _is_retired(entry: Any) -> bool:  # noqa: ANN401 - of the implementation
+def _is_retired(entry: Any) -> bool:  # noqa: ANN401 - any object of the implementation
     return hasattr(entry.register, "manifest_digest")
 
 
@@ -211,7 +211,7 @@ class RetiredCandidates(Reference):
     )
 
 
-def _iter_greatest(_: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - of the implementation
+def _iter_greatest(_: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - any object of the implementation
     return iter(sorted((one for one in entries if one.manifest is not None), key=lambda one: (-one.step, -one.launch)))
 
 
@@ -256,7 +256,7 @@ class _Backwards(_Text):
         return _Text.__gt__(self, other)
 
 
-def _iter_by_text(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - of the implementation
+def _iter_by_text(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - any object of the implementation
     return _iter_lineage(
         [dataclasses.replace(one, launch=_Text(one.launch)) for one in launches],
         [dataclasses.replace(one, step=_Text(one.step), launch=_Text(one.launch)) for one in entries],
@@ -271,7 +271,7 @@ class StepsAsText(Reference):
     replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_by_text),)
 
 
-def _iter_newest(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - of the implementation
+def _iter_newest(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - any object of the implementation
     found = list(_iter_lineage(launches, entries))
     newest = max((one.launch for one in launches), default=0)
     named = [one.resume_from.name for one in launches if one.launch == newest and one.resume_from is not None]
@@ -297,7 +297,7 @@ class NewestLaunchOnly(Reference):
     replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_newest),)
 
 
-def _iter_all(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - of the implementation
+def _iter_all(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - any object of the implementation
     """Yield the lineage after each record names the last checkpoint of its named launch."""
     last = {one.launch: one for one in entries}
     moved = []
@@ -344,7 +344,7 @@ class NeverOvertaken(Reference):
     replacements = (("ckptfmt.run.lineage:is_overtaken", _is_never),)
 
 
-def _is_overtaken(launch: Any, entries: list[Any]) -> bool:  # noqa: ANN401 - of the implementation
+def _is_overtaken(launch: Any, entries: list[Any]) -> bool:  # noqa: ANN401 - any object of the implementation
     committed = {entry.name: entry.launch for entry in entries if entry.manifest is not None}
     named = launch.resume_from
     return named is not None and named.name not in committed and launch.launch not in committed.values()
@@ -382,7 +382,7 @@ class ForgottenLoss(Reference):
     replacements = (("ckptfmt.run.lineage:_find_replacement", _find_nothing),)
 
 
-def _find_absence(resume: Any, register: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _find_absence(resume: Any, register: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     found = _find_replacement(resume, register)
     return None if found is not None and found.code == "DOC_DIGEST" else found
 
@@ -395,7 +395,7 @@ class NameCounts(Reference):
     replacements = (("ckptfmt.run.lineage:_find_replacement", _find_absence),)
 
 
-def _check_manifests(register: Any, *others: Any) -> None:  # noqa: ANN401 - of the implementation
+def _check_manifests(register: Any, *others: Any) -> None:  # noqa: ANN401 - any object of the implementation
     if hasattr(register, "origin"):
         _check_place(register, *others)
 

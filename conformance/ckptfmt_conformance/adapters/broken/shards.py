@@ -14,7 +14,7 @@ _json: Any = original("ckptfmt.documents.shard:json")
 _parse_header = original("ckptfmt.documents.shard:_parse_header")
 
 
-def _read_header(store: Any, file: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _read_header(store: Any, file: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     return store.read_range(file.name, 0, file.header_nbytes)
 
 
@@ -50,10 +50,10 @@ class IgnoredLength(Reference):
 class _Json:
     """A json module that reads integers as Python does."""
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the implementation
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any object of the implementation
         return getattr(_json, name)
 
-    def loads(self, text: str, **options: Any) -> Any:  # noqa: ANN401 - of the implementation
+    def loads(self, text: str, **options: Any) -> Any:  # noqa: ANN401 - any object of the implementation
         """Return the value of a text."""
         return _json.loads(text, **options | {"parse_int": int})
 
@@ -69,13 +69,13 @@ class LaxNumbers(Reference):
     replacements = (("ckptfmt.documents.shard:json", _Json()),)
 
 
-def _has_other(value: Any) -> bool:  # noqa: ANN401 - of the implementation
+def _has_other(value: Any) -> bool:  # noqa: ANN401 - any object of the implementation
     if isinstance(value, dict | list):
         return any(map(_has_other, value.values() if isinstance(value, dict) else value))
     return value is None or isinstance(value, bool)
 
 
-def _parse_listed(text: bytes, where: str) -> Any:  # noqa: ANN401 - of the implementation
+def _parse_listed(text: bytes, where: str) -> Any:  # noqa: ANN401 - any object of the implementation
     header = _parse_header(text, where)
     if _has_other(header):
         raise CkptError(Code.SHARD_HEADER_SYNTAX, "a value of another kind", where=where)

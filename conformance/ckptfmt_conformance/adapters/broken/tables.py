@@ -32,7 +32,7 @@ class ColumnsEverywhere(Reference):
         "parts/invalid/saved-unix-s-text",
     )
 
-    def open(self, path: Any, request: Any) -> Any:  # noqa: ANN401 - of the implementation
+    def open(self, path: Any, request: Any) -> Any:  # noqa: ANN401 - any object of the implementation
         """Refuse with the code of columns."""
         try:
             return super().open(path, request)
@@ -57,7 +57,7 @@ class SchemaAlone(Reference):
         "parts/invalid/scope-form",
     )
 
-    def open(self, path: Any, request: Any) -> Any:  # noqa: ANN401 - of the implementation
+    def open(self, path: Any, request: Any) -> Any:  # noqa: ANN401 - any object of the implementation
         """Refuse with the code of documents."""
         try:
             return super().open(path, request)
@@ -67,7 +67,7 @@ class SchemaAlone(Reference):
             ) from answer
 
 
-def _check_late(signed: Any, where: str) -> Any:  # noqa: ANN401 - of the implementation
+def _check_late(signed: Any, where: str) -> Any:  # noqa: ANN401 - any object of the implementation
     columns = _columns(signed, tuple(signed), where)
     if "aliases" not in signed:
         raise CkptError(Code.DOC_SCHEMA, "no aliases")
@@ -89,7 +89,7 @@ class MembersFirst(Reference):
     )
 
 
-def _parse_late(columns: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _parse_late(columns: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     _check_scopes(columns)
     return _parse_origin(columns)
 
@@ -106,7 +106,7 @@ class TablesFirst(Reference):
     replacements = (("ckptfmt.documents.tables:parse_origin", _parse_late),)
 
 
-def _place_any(rows: Any, nbytes: Any, files: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _place_any(rows: Any, nbytes: Any, files: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     try:
         return _place_extents(rows, nbytes, files)
     except CkptError as error:
@@ -123,7 +123,7 @@ class AnyOrder(Reference):
     replacements = (("ckptfmt.documents.holdings:place_extents", _place_any),)
 
 
-def _check_others(columns: Any, name: str, rows: Any, **members: Any) -> None:  # noqa: ANN401 - of the implementation
+def _check_others(columns: Any, name: str, rows: Any, **members: Any) -> None:  # noqa: ANN401 - any object of the implementation
     if not columns.place("").endswith("#/groups/"):
         _check_increasing(columns, name, rows, **members)
 
@@ -136,7 +136,7 @@ class AnyGroups(Reference):
     replacements = (("ckptfmt.documents.packed:Columns.check_increasing", _check_others),)
 
 
-def _place_apart(rows: Any, nbytes: Any, files: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _place_apart(rows: Any, nbytes: Any, files: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     begins = _place_extents(rows, nbytes, files)
     places = list(zip(rows.file.tolist(), begins.tolist(), strict=True))
     if len(set(places)) != len(places):
@@ -152,7 +152,7 @@ class OnePlaceEach(Reference):
     replacements = (("ckptfmt.documents.holdings:place_extents", _place_apart),)
 
 
-def _parse_for_bounds(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _parse_for_bounds(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     try:
         return _parse_holdings(*arguments, **options)
     except CkptError as error:
@@ -211,7 +211,7 @@ class ManyCuts(Reference):
 _MOST_NBYTES = 255
 
 
-def _short_strings(columns: Any, key: str, **members: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _short_strings(columns: Any, key: str, **members: Any) -> Any:  # noqa: ANN401 - any object of the implementation
     most = min(_MOST_NBYTES, members.pop("limit_nbytes", _MOST_NBYTES))
     return _strings(columns, key, limit_nbytes=most, **members)
 
@@ -231,7 +231,7 @@ class NormalNames(Reference):
     convicted_by = ("index/valid/names-of-two-forms", "index/valid/unicode-order")
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Open the checkpoint, and rename its tensors."""
+        """Open the checkpoint, and rename all tensors."""
         answer = super().open(path, request)
         tensors = {unicodedata.normalize("NFC", name): one for name, one in answer["tensors"].items()}
         return {**answer, "tensors": tensors}
@@ -249,7 +249,7 @@ class TidiedNames(Reference):
         return {**answer, "tensors": {posixpath.normpath(name): one for name, one in answer["tensors"].items()}}
 
 
-def _find_by_name(self: Any, field: str, name: str, scope: str = "global") -> Any:  # noqa: ANN401 - of the implementation
+def _find_by_name(self: Any, field: str, name: str, scope: str = "global") -> Any:  # noqa: ANN401 - any object of the implementation
     return self.tensors.get((field, name, scope))
 
 

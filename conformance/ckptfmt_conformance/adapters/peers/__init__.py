@@ -1,1 +1,1 @@
-"""Peers of the neutral part: ckptfmt and other checkpoint libraries, with their best settings."""
+"""Peers of the neutral part: ckptfmt and other checkpoint libraries, with the best settings."""

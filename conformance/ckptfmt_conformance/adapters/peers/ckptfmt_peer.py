@@ -1,4 +1,4 @@
-"""The peer for ckptfmt, for comparison with other libraries."""
+"""The peer for ckptfmt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import ckptfmt
-import ckptfmt.adapters.torch  # here, once, and not at the first save in each process that is forked
+import ckptfmt.adapters.torch  # once, for all forked processes
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt_conformance.neutral.peer import Description, Loaded
 
@@ -30,7 +30,7 @@ class _Waiting:
 
 
 class Ckptfmt:
-    """ckptfmt's peer: `ckptfmt.save`, `ckptfmt.load`, and a `Checkpointer` for asynchronous saves."""
+    """`ckptfmt.save` and `ckptfmt.load` in place; a `Checkpointer` for asynchronous saves."""
 
     def describe(self) -> Description:
         """Return the peer's description."""
@@ -41,7 +41,7 @@ class Ckptfmt:
         )
 
     def save(self, path: Path, state: Mapping[str, object], step: int) -> None:
-        """Save one directory."""
+        """Save a directory."""
         ckptfmt.save(path, _state(state), step=step)
 
     def load(self, path: Path, state: Mapping[str, object]) -> Loaded:

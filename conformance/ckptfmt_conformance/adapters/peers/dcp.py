@@ -1,4 +1,4 @@
-"""The peer for `torch.distributed.checkpoint`, used as its documentation recommends."""
+"""The peer for `torch.distributed.checkpoint`, used as the documentation recommends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Waiting:
 
 
 class Dcp:
-    """The peer for `torch.distributed.checkpoint`: one directory, with loads in place."""
+    """The peer for `torch.distributed.checkpoint`: a directory, with loads in place."""
 
     def describe(self) -> Description:
         """Return the peer's description."""
@@ -58,7 +58,7 @@ class Dcp:
         )
 
     def save(self, path: Path, state: Mapping[str, object], step: int) -> None:
-        """Save one directory."""
+        """Save a directory."""
         save({**state, "step": step}, storage_writer=FileSystemWriter(path, sync_files=True))
 
     def load(self, path: Path, state: Mapping[str, object]) -> Loaded:
@@ -92,8 +92,8 @@ class Dcp:
 
 
 def _meet_alone() -> None:
-    """Initialize the process group that async_save needs, with only this process."""
+    """Initialize the process group for async_save, with only this process."""
     if not dist.is_initialized():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.HashStore()  # type: ignore[attr-defined]  # public, though not said to be
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but missing in the stubs
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)

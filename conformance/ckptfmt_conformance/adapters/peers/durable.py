@@ -10,7 +10,7 @@ __all__ = ["replace_durably"]
 
 
 def replace_durably(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name, make it durable, and rename it atomically.
+    """Write a file under a temporary name, sync, and rename atomically.
 
     Args:
         path: the path of the file.

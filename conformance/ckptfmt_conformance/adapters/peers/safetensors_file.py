@@ -22,7 +22,7 @@ _NO_CHECKSUM = (
 
 
 class SafetensorsFile:
-    """One file, written under a temporary name, with the step as text in the metadata."""
+    """A file, written under a temporary name, with the step as text in the metadata."""
 
     def describe(self) -> Description:
         """Return the peer's description."""
@@ -36,11 +36,11 @@ class SafetensorsFile:
         )
 
     def save(self, path: Path, state: Mapping[str, object], step: int) -> None:
-        """Save one file."""
+        """Save a file."""
         if "values" in state:
             raise Unsupported("it keeps tensors, and texts as metadata: no values")
         tensors = cast("Mapping[str, torch.Tensor]", state["tensors"])
-        # save_file refuses non-contiguous tensors, and its error recommends this copy.
+        # save_file refuses non-contiguous tensors, and the error recommends this copy.
         contiguous = {
             name: tensor if tensor.is_contiguous() else tensor.contiguous() for name, tensor in tensors.items()
         }

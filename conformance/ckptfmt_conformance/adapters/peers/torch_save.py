@@ -19,7 +19,7 @@ _NO_CRC = (
 
 
 class TorchSave:
-    """One file, written under a temporary name; loaded with ``weights_only=True``."""
+    """A file, written under a temporary name; loaded with ``weights_only=True``."""
 
     def describe(self) -> Description:
         """Return the peer's description."""
@@ -32,7 +32,7 @@ class TorchSave:
         )
 
     def save(self, path: Path, state: Mapping[str, object], step: int) -> None:
-        """Save one file."""
+        """Save a file."""
         replace_durably(path, lambda temporary: torch.save({"state": dict(state), "step": step}, temporary))
 
     def load(self, path: Path, state: Mapping[str, object]) -> Loaded:

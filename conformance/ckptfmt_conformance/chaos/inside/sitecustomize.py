@@ -1,4 +1,4 @@
-"""Faults inside the processes of a job. Python imports this module at start, from its search path.
+"""Faults inside the processes of a job. Python imports this module at start, from the search path.
 
 A file in the directory that an environment variable names arms a fault. A process takes a fault
 that strikes once by renaming its file. Calls on files outside of the run are unaffected. This
@@ -43,7 +43,7 @@ def _is_of_run(fd: int) -> bool:
 
 
 def _before_write() -> None:
-    """Apply the armed faults that precede a write."""
+    """Apply the armed faults due before a write."""
     if _is_armed("slow"):
         time.sleep(0.2)
     if _is_armed("full"):
@@ -55,7 +55,7 @@ def _before_write() -> None:
 
 
 def _wrong(data: Any) -> memoryview:
-    """Return a copy of data with one bit flipped, aligned to pages as direct I/O needs."""
+    """Return a copy of data with a flipped bit, aligned to pages as direct I/O needs."""
     import mmap
 
     view = memoryview(data).cast("B")
@@ -135,7 +135,7 @@ def _patch_clock() -> None:
 
 
 def _hook_optimizers(module: Any) -> None:
-    """Register hooks that let the steps of all optimizers of this process go wrong when armed."""
+    """Register hooks for armed faults in the steps of all optimizers of this process."""
 
     def before(optimizer: Any, *_: Any) -> None:
         if _take("raise"):
