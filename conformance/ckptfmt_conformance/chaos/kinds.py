@@ -40,7 +40,7 @@ class Scene(Protocol):
         """Arm a fault inside the job's processes."""
 
     def disarm(self, name: str) -> None:
-        """Disarm an armed fault."""
+        """Disarm a fault that is still armed."""
 
     def await_struck(self, name: str) -> None:
         """Wait until a process has taken a fault that strikes once."""

@@ -113,7 +113,7 @@ def start_process(target: Callable[..., None], *arguments: object) -> tuple[Any,
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Set the environment of the fork server: one thread, and no messages below errors."""
+    """Set the environment of the fork server: one thread, and no warnings of DDP."""
     before = dict(os.environ)
     os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
     try:

@@ -298,7 +298,7 @@ class NewestLaunchOnly(Reference):
 
 
 def _iter_all(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - any object of the implementation
-    """Yield the lineage after each record names the last checkpoint of its named launch."""
+    """Return the lineage with another checkpoint in the newest record: the named launch's last."""
     last = {one.launch: one for one in entries}
     moved = []
     for launch in launches:
