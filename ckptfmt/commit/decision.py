@@ -394,7 +394,7 @@ def sweep_attempts(store: Store, origin: Origin, *, known: Known | None = None) 
     either is in the register or can never commit.
 
     Args:
-        origin: the origin of the attempt whose save calls this. Files of this attempt stay, for all
+        origin: the calling save's origin. Files of this attempt stay, for all
             its writers.
         known: the caller's cache of parsed registers.
 
@@ -466,7 +466,7 @@ def _wait_for_parts(store: Store, origin: Origin, deadline_s: float) -> None:
 
 
 def _list_missing(origin: Origin, present: set[str]) -> list[int]:
-    """Return the writers whose part isn't among the names in ``parts/``."""
+    """Return the writers without a part among the names in ``parts/``."""
     writers = range(origin.writer_count)
     return [writer for writer in writers if part_path(origin.attempt, writer)[len("parts/") :] not in present]
 

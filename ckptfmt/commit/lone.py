@@ -108,7 +108,7 @@ def remove_alone(store: Store, *, deadline_s: float) -> None:
     """Wait for the savers of a checkpoint outside of a run, then remove the files of its attempts.
 
     A tombstone or an abort record comes first, and the register is deleted last, so that a call
-    after a crash completes the removal. On a store whose holds are leases the register stays:
+    after a crash completes the removal. On a store with leases the register stays:
     otherwise a save that was suspended for longer than its lease would find the register's name
     free, and commit deleted files.
 

@@ -24,7 +24,7 @@ _ATTEMPT: Final = re.compile(r"[0-9a-f]{16}")
 #: Sleep of a poll in seconds: the first, the longest, and the longest on a store with leases. There
 #: each poll is a request, and a lease lasts a minute.
 _POLL_MIN_S, _POLL_MAX_S, _POLL_LEASES_S = 0.002, 0.1, 1.0
-#: Largest number of a launch's writers that are listed in a message.
+#: Largest number of a launch's writers listed in a message.
 _SHOWN: Final = 8
 
 
@@ -61,7 +61,7 @@ def wait_for_savers(store: Store, *, deadline_s: float, on_wait: Callable[[list[
         deadline_s: longest wait in seconds.
         on_wait: called once before the wait begins, with the held names.
 
-    Returns: the names that are still held at the deadline; an empty list if all saves are decided.
+    Returns: the names still held at the deadline; an empty list if all saves are decided.
     Raises: StoreError. Spec: REQ-RUN-018.
     """
     held: list[str] = []
@@ -110,11 +110,11 @@ def _writers(writers: list[int]) -> str:
 def hold_attempt(store: Store, origin: Origin, writer: int, *, must: bool) -> Iterator[list[str]]:
     """Hold an undecided attempt outside of a run while the context is open.
 
-    The context's value is a list of the other attempts that were held before.
+    The context's value is a list of the other attempts held before.
 
     Args:
         must: whether to raise if the file system has no locks, or if holds are leases. Other savers
-            delete files of attempts that aren't held, so the hold of an attempt that may still
+            delete files of attempts without a hold, so the hold of an attempt that may still
             commit has to be reliable.
 
     Raises: StoreError(STORE_UNSUPPORTED). Spec: REQ-CMT-043, REQ-STO-011.
@@ -147,7 +147,7 @@ def list_held_attempts(store: Store, *, but: str = "") -> list[str]:
 
 
 def wait_for_attempts(store: Store, attempts: Iterable[str] | None = None, *, deadline_s: float) -> None:
-    """Wait until no living process holds one of some attempts in a checkpoint directory.
+    """Wait until no living process holds an attempt of `attempts` in a checkpoint directory.
 
     Args:
         attempts: the attempts to wait for; None for all, including attempts that begin during the

@@ -8,7 +8,7 @@ A skip excludes samples, a shard or positions from a run, each from a position o
     {"scope": "pos", "policy": "hole", "reason": "loss spike", "range": [70400, 70464]}
 
 A skip has no effect on positions before its first position. So the record of finished steps stays
-true if entries are only added, and only for positions that aren't consumed yet (REQ-CUR-020).
+true if entries are only added, and only for positions not consumed yet (REQ-CUR-020).
 
 Spec: REQ-CUR-002, REQ-CUR-017, REQ-CUR-019.
 """
@@ -31,7 +31,7 @@ _SHOWN_BITS: Final = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CursorMap:
-    """A map of the tree, and its place. The getters check exact types: True is no integer."""
+    """A map of the tree, and the map's place. The getters check exact types: True is no integer."""
 
     members: dict[object, object]
     where: str
@@ -53,7 +53,7 @@ class CursorMap:
             refuse(f"the unknown member {show_value(unknown[0])}", self.where, self.clause)
 
     def known(self, name: str, *known: W) -> W:
-        """Return a member with one of the words that this reader supports.
+        """Return a member with a word from `known`, the words of this reader.
 
         Raises: CURSOR_FORM, FEATURE_UNSUPPORTED.
         """
@@ -65,18 +65,18 @@ class CursorMap:
         raise err(Code.FEATURE_UNSUPPORTED, detail, where=f"{self.where}/{name}", requirement="REQ-CUR-003")
 
     def inner(self, name: str) -> CursorMap:
-        """Return a member that is a map. Raises: CURSOR_FORM."""
+        """Return a member, a map. Raises: CURSOR_FORM."""
         return CursorMap.of(self.members.get(name), f"{self.where}/{name}", self.clause)
 
     def items(self, name: str) -> list[object]:
-        """Return a member that is a list. Raises: CURSOR_FORM."""
+        """Return a member, a list. Raises: CURSOR_FORM."""
         value = self.members.get(name)
         if type(value) is not list:
             refuse(f"a {type(value).__name__} where a list belongs", f"{self.where}/{name}", self.clause)
         return value
 
     def maps(self, name: str) -> list[CursorMap]:
-        """Return a member that is a list of maps, each with its place. Raises: CURSOR_FORM."""
+        """Return a member, a list of maps, each with its place. Raises: CURSOR_FORM."""
         return [
             CursorMap.of(value, f"{self.where}/{name}/{i}", self.clause) for i, value in enumerate(self.items(name))
         ]

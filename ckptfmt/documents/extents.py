@@ -37,12 +37,12 @@ GROUP_KEYS: Final = ("kind", "rule", "reference", "member_count", "box")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionGroup:
-    """Boxes of one shape whose blocks are predicted from each other's blocks.
+    """Boxes of one shape with blocks predicted from each other's blocks.
 
     Attributes:
         kind: one of `GROUP_KINDS`.
         rule: the prediction's parameters as a tree; see ``spec/56-prediction.md``.
-        reference: number of the reference whose blocks start the prediction; None if the kind needs
+        reference: number of the reference at the start of the prediction; None if the kind needs
             no base.
         boxes: numbers of the boxes in the part, in the order of decoding.
     """

@@ -1,4 +1,4 @@
-"""A part: one writer's contribution to an attempt. Spec: REQ-PRT-001 to REQ-PRT-010."""
+"""A part: a writer's contribution to an attempt. Spec: REQ-PRT-001 to REQ-PRT-010."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import CACHES, LABELS, OF_ANY_PROFILE, SUSPECT, is_of_delta
 
-#: The kinds of files, each with the suffix of its names.
+#: The kinds of files, each with the suffix of the names.
 FILE_KINDS: Final = {"safetensors": ".safetensors", "pack": ".pack"}
 
 #: The first bytes of a pack: a name for people and for tools that guess kinds of files.
@@ -38,7 +38,7 @@ _FILE_NAME: Final = re.compile(r"[a-z][a-z_]{0,40}-([0-9a-f]{16})-([0-9]{5,9})(\
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartFile:
-    """A file of a part: kind, size in bytes, size and digest of its header."""
+    """A file of a part: kind, size in bytes, size and digest of the header."""
 
     name: str
     kind: str
@@ -69,23 +69,21 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """One writer's contribution to an attempt.
+    """A writer's contribution to an attempt.
 
     Attributes:
         origin: the common members of the attempt's documents.
         writer: number of the writer.
         saved_unix_s: time of the writer's snapshot by its own clock, in seconds since 1970;
             information only.
-        files: the files that the writer wrote.
+        files: the writer's files.
         holdings: the tensors of which the writer holds pieces, written or not.
         streams: the writer's RNG streams.
         leaves: the writer's plain values.
         absent: fields for which the writer has no state, each with a reason.
-        references: all checkpoints that the part reads from, directly or indirectly; empty for a
-            full checkpoint.
-        groups: groups of boxes whose blocks are predicted from each other's blocks.
-        labels: metrics and tags of the checkpoint, and the reason if it is suspect; for writer 0
-            only.
+        references: all direct and indirect bases of the part; empty for a full checkpoint.
+        groups: groups of boxes with blocks predicted from each other's blocks.
+        labels: metrics and tags of the checkpoint, and the reason if suspect; for writer 0 only.
         durability: weakest durability of the files once the part is at home: "home", "peers" or
             "node".
     """
@@ -104,7 +102,7 @@ class Part:
     durability: str = HOME
 
     def dump(self) -> tuple[bytes, bytes]:
-        """Return the bytes of the part's file, and the digest that names them."""
+        """Return the bytes of the part's file, and the digest."""
         return dump_packed_document(self._signed(), self._weigh())
 
     def _weigh(self) -> Weight:
@@ -118,7 +116,7 @@ class Part:
 
     @property
     def features(self) -> list[str]:
-        """The reader features that the part needs."""
+        """The part's reader features."""
         needed = extents.delta_features(self.holdings.encodings(), self.groups, self.references)
         return sorted([*needed, *self.labels.features, *[CACHES] * (self.durability != HOME)])
 
@@ -174,11 +172,11 @@ class Part:
         digest: bytes | None = None,
         known: dict[bytes, TensorTable] | None = None,
     ) -> tuple[Part, bytes]:
-        """Return the part of a file, and the digest that names it.
+        """Return the part of a file, and the part's digest.
 
         Args:
             where: name of the file, for messages.
-            digest: the digest of this document from another document, if there is one.
+            digest: the expected digest from another document; None to skip the check.
             known: a cache of tensor tables from other parts, to which new tables are added. Most
                 parts share one table, which is then parsed once.
 
@@ -191,7 +189,7 @@ class Part:
 
 
 def dump_failure(origin: Origin, writer: int, error: CkptError) -> bytes:
-    """Return a failure record, with which a writer reports its error to the other writers.
+    """Return a failure record: a writer's error for the rest of the writers.
 
     Spec: REQ-CMT-004.
     """
@@ -330,7 +328,7 @@ def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tup
 
 
 def _check_predicted(table: Columns, held: Holdings, groups: Sequence[PredictionGroup]) -> None:
-    """Raise unless each prediction has its base. Spec: REQ-DEL-006, REQ-DEL-009, REQ-DEL-010."""
+    """Raise unless each prediction has a base. Spec: REQ-DEL-006, REQ-DEL-009, REQ-DEL-010."""
     members = [box for group in groups for box in group.boxes]
     predicted = held.extents.box[held.extents.predicted]
     if np.setdiff1d(predicted, members).size:

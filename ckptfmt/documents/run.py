@@ -234,7 +234,7 @@ class LabelsRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
-    """The references of a writer whose part isn't written yet.
+    """The references of a writer before its part is written.
 
     Attributes:
         attempt: the attempt's id.

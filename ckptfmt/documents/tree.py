@@ -2,7 +2,7 @@
 
 A tree is one msgpack value of the documents' profile. Simple scalars are stored directly.
 Distinctions that msgpack would lose (tuple or list, float bits, key order, integers beyond 64 bits,
-arrays) are kept by an array whose first entry is a tag.
+arrays) are kept by an array with a tag as its first entry.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ T = TypeVar("T")
 _KEY_LENGTH: Final = 64
 _INT64_MIN: Final = -(1 << 63)
 _UINT64_MAX: Final = (1 << 64) - 1
-#: Types whose values are always stored without a tag.
+#: Types with values always stored without a tag.
 _UNCHANGED: Final[frozenset[type]] = frozenset({type(None), bool, bytes})
 
 #: Types of plain values that contain no other values.
@@ -81,13 +81,13 @@ PLAIN: Final[frozenset[type]] = frozenset({type(None), bool, int, float, complex
 #: Types of keys for which equality as values and equality as trees are the same.
 _PLAIN_KEYS: Final[frozenset[type]] = frozenset({str, bytes, int, type(None)})
 
-#: Types with unpredictable hashes: Python randomises them, or there is one value only.
+#: Types with unpredictable hashes: Python randomises them, or there is a single value.
 _SECRET_HASHES: Final[frozenset[type]] = frozenset({str, bytes, type(None)})
 
 #: Codes of malformed packed entries; in a tree they become TREE_TAG.
 _FORM_CODES: Final = (Code.COLUMN_FORM, Code.PACKED_FORM, Code.LIMIT_EXCEEDED)
 
-#: Types that msgpack returns for arrays and maps; values of other types need no decoding.
+#: msgpack's types for arrays and maps; values of other types need no decoding.
 _CONTAINERS: Final[frozenset[type]] = frozenset({list, dict})
 
 #: The place of a value: its container's place, and its key there. Only messages need the text.

@@ -160,7 +160,7 @@ def _merge_tensors(parts: Sequence[Part], block_nbytes: int) -> tuple[IndexTenso
 
 
 def _list_tensors(table: TensorTable, shardings: Iterable[Sharding]) -> list[IndexTensor]:
-    """Return the rows of a table, each with its sharding."""
+    """Return the rows of a table with their shardings."""
     rows = zip(range(len(table.keys)), shardings, strict=True)
     return [IndexTensor(**table.members(row), sharding=sharding) for row, sharding in rows]
 
@@ -314,7 +314,7 @@ def _absent_fields(parts: Sequence[Part], index: Index) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeldBoxes:
-    """The boxes that writers hold of one tensor, in the order of the writers.
+    """The boxes of one tensor held by writers, in the order of the writers.
 
     Attributes:
         begin: first index of each box, of shape (n, ndim).
@@ -353,7 +353,7 @@ class HeldBoxes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Gathered:
-    """The boxes that writers hold of all tensors, sorted by tensor, then by writer.
+    """The boxes of all tensors held by writers, sorted by tensor, then by writer.
 
     Attributes:
         ndim: number of dimensions of each tensor.
@@ -373,7 +373,7 @@ class _Gathered:
     digests: Sequence[bytes]
 
     def of(self, tensor: int) -> HeldBoxes:
-        """Return the rows of one tensor."""
+        """Return the rows of a tensor."""
         rows = slice(int(self.end[tensor - 1]) if tensor else 0, int(self.end[tensor]))
         place = self.place[rows, None] + np.arange(self.ndim[tensor])
         own = {name: column[rows] for name, column in self.columns.items()}

@@ -62,8 +62,8 @@ class Request:
 def iter_stored_boxes(sharding: Sharding, wanted: Box) -> Iterator[tuple[Box, int, Box]]:
     """Yield the reads that fill `wanted` exactly: stored box, number of the part, box to read.
 
-    The result is lazy: an index may claim millions of boxes that no part stores, and the first such
-    box is an error.
+    The result is lazy: an index may claim millions of boxes absent from all parts, and the first
+    such box is an error.
     """
     for stored, part in sharding.iter_common(wanted):
         common = stored.intersect(wanted)
@@ -106,7 +106,7 @@ def find_blocks(
 def _blocks_of(
     stored: Box, wanted: Box, element_nbytes: int, block_nbytes: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Return the blocks with an element of one box, as rows of first block and end block."""
+    """Return the blocks with an element of a box, as rows of first block and end block."""
     strides = strides_of(stored.shape, element_nbytes)
     offsets = [begin - base for begin, base in zip(wanted.begin, stored.begin, strict=True)]
     starts = np.array([sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))], np.int64)
@@ -134,7 +134,7 @@ def plan_requests(
         block_nbytes: size of a block in bytes. A range is cut only between blocks, so that each
             request can be verified by itself.
         request_nbytes: largest size of a request with more than one block.
-        gap_nbytes: largest number of unwanted bytes that are read to save a request.
+        gap_nbytes: largest number of unwanted bytes read to save a request.
     """
     requests: list[list[BlockRange]] = []
     step = max(1, request_nbytes // block_nbytes) * block_nbytes

@@ -74,7 +74,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """Contents of a part besides tensors.
+    """Contents of a part except tensors.
 
     Attributes:
         saved_unix_s: time of the snapshot by the writer's clock; 0 for a clock before 1970.

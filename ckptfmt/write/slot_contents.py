@@ -48,7 +48,7 @@ class Progress:
             self._changed.notify_all()
 
     def abandon(self, error: CkptError) -> None:
-        """Record that the snapshot won't be completed. Has no effect after `complete`."""
+        """Record a snapshot as incomplete for good. Has no effect after `complete`."""
         with self._changed:
             if not self._complete and self._error is None:
                 self._error = error
@@ -87,7 +87,7 @@ class Snapped:
         image: the snapshot's layout.
         view: the slot's memory, at least as long as the image.
         slot: the slot's number.
-        context: the part's contents besides tensors.
+        context: the part's contents except tensors.
         progress: progress of the filling.
     """
 
@@ -100,7 +100,7 @@ class Snapped:
     def check(self, digests: Sequence[bytes], held: Sequence[bytes] | None = None) -> None:
         """Compare the slot's contents with the results found while the slot was filled.
 
-        For a piece that a device digested, the digests must be the device's. A block that was
+        For a piece digested by a device, the digests must be the device's. A block that was
         skipped because the slot already held it must have the same digest as before this filling.
 
         Args:
