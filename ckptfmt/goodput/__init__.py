@@ -1,1 +1,1 @@
-"""How often to save, and what failures and saves cost a run: formulas, and a simulator that checks them. Pure."""
+"""The interval of saves, and the cost of failures and saves: formulas and a simulator. Pure."""

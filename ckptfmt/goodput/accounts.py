@@ -1,8 +1,8 @@
-"""Where the time of a run went, over all launches, from what is known of each of them. Pure.
+"""The time of a run, over all launches, by use: training, saving, restoring and lost work. Pure.
 
-Of a launch that resumed from step S of another one, all that the other one trained behind S was thrown away. The times
-of a launch are known up to its last entry in the ledger; what came behind that entry was thrown away, too, unless a
-later save was committed.
+If a launch resumed from step S of an earlier launch, all training of the earlier launch after S was
+thrown away. The times of a launch are known up to the last entry in the ledger. The time after the
+last entry was thrown away as well, unless a later save was committed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from ckptfmt.documents.ledger import LaunchTimes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownLaunch:
-    """What is known of the time of a launch.
+    """The known times of a launch.
 
     Attributes:
-        is_measured: whether a ledger entry says it; else only its training is known, from when its saves were taken.
-        started_s, measured_s: between these moments `times` are known; in seconds since 1970.
-        ended_s: when it ended; None where nobody saw it.
-        first_step, step: steps done when training began, and when it was measured.
-        save_count, commit_count, committing_ms: as in a ledger entry.
-        times: as in a ledger entry.
+        is_measured: whether the launch has a ledger entry; otherwise only the time from the first
+            to the last save is known, and counts as training.
+        started_s, measured_s: begin and end of the time covered by `times`, in seconds since 1970.
+        ended_s: end of the launch, in seconds since 1970; None if unknown.
+        first_step, step: number of steps done when training began, and at `measured_s`.
+        save_count, commit_count, committing_ms: the same members as in a ledger entry.
+        times: the same times as in a ledger entry.
     """
 
     is_measured: bool
@@ -41,16 +42,16 @@ class KnownLaunch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What saves and failures cost a run, on average: the inputs of `ckptfmt interval` and `ckptfmt simulate`.
+    """The average costs of saves and failures: the inputs of `ckptfmt interval` and `simulate`.
+
+    An attribute is None if the records of the run don't show the cost.
 
     Attributes:
-        lost_s: seconds of training that a save cost.
-        commit_s: from the begin of a save until it was committed, in seconds.
-        restore_s: from the end of a launch until its successor trained, in seconds.
-        mtbf_s: time between restarts, in seconds.
-        interval_s: from save to save while the run trained, in seconds.
-
-    Each is None where the run doesn't show it.
+        lost_s: training time lost to a save, in seconds.
+        commit_s: time from begin to commit of a save, in seconds.
+        restore_s: time from the end of a launch to the training of the next launch, in seconds.
+        mtbf_s: mean time between restarts, in seconds.
+        interval_s: time from save to save during training, in seconds.
     """
 
     lost_s: float | None
@@ -62,22 +63,23 @@ class Costs:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Goodput:
-    """Where the time of a run went, in seconds.
+    """The time of a run by use, in seconds.
 
     Attributes:
-        training_s: training that counts.
-        blocked_s: saves for which the training stood still, of training that counts.
-        lost_s: by how much saves slowed down the steps beside them, of training that counts.
-        redone_s: training that was thrown away, with its saves.
-        initialising_s: from the start of process 0 until the first step, less waiting and restoring.
-        restoring_s: choosing, verifying and loading.
-        waiting_s: for saves of earlier launches.
-        down_s: between launches, launches that ended before their first step included.
-        unknown_s: training that was thrown away, or between launches: no record tells which.
-        launch_count, save_count: how many there were.
-        unmeasured_count: how many of the launches trained and have no entry in a ledger.
-        costs: what a save and a restart cost on average.
-        doubts: what isn't known, a sentence each.
+        training_s: kept training: training that no failure threw away.
+        blocked_s: time for which saves stopped kept training.
+        lost_s: slowdown of kept training by saves in the background.
+        redone_s: training thrown away, including saves.
+        initialising_s: from the start of process 0 to the first step, less waiting and restoring.
+        restoring_s: choosing, verifying and loading a checkpoint.
+        waiting_s: waiting for saves of earlier launches.
+        down_s: time between launches, including launches without any step.
+        unknown_s: training thrown away, or time between launches; the records don't
+            distinguish the two.
+        launch_count, save_count: number of launches and of saves.
+        unmeasured_count: number of launches with training, but without a ledger entry.
+        costs: average costs of a save and of a restart.
+        doubts: facts missing in the records, a sentence each.
     """
 
     training_s: float = 0.0
@@ -97,27 +99,27 @@ class Goodput:
 
     @property
     def elapsed_s(self) -> float:
-        """All of it: from the first moment that is known to the last one."""
+        """The time from the first known moment of the run to the last."""
         return sum(self.times_s.values())
 
     @property
     def times_s(self) -> dict[str, float]:
-        """Where the time went, in seconds, by name."""
+        """The time of the run by use, in seconds."""
         names = ("training", "blocked", "lost", "redone", "initialising", "restoring", "waiting", "down", "unknown")
         return {name: getattr(self, f"{name}_s") for name in names}
 
     @property
     def goodput(self) -> float | None:
-        """The share of the time that was training that counts; None where the time of a launch isn't known.
+        """The share of kept training in the time; None if a launch's times are unknown.
 
-        Of a launch without a ledger the time from its first save to its last one is known, all of which counts as
-        training: a share of it says nothing.
+        Of a launch without a ledger, only the time between the first and the last save is known,
+        and all of this time counts as training. A share would mean little.
         """
         is_known = not self.unmeasured_count and (self.training_s > 0 or self.unknown_s == 0)
         return self.training_s / self.elapsed_s if is_known and self.elapsed_s > 0 else None
 
     def as_json(self) -> dict[str, object]:
-        """Return what it says as JSON."""
+        """Return the account as JSON members."""
         return {
             "goodput": self.goodput,
             "elapsed_s": self.elapsed_s,
@@ -135,18 +137,20 @@ def account(
     known: Mapping[int, KnownLaunch],
     untimed: Collection[int] = (),
 ) -> Goodput:
-    """Return where the time of a run went.
+    """Return the time of a run by use.
 
     Args:
-        resumed: of each launch, step and launch of what it resumed from; None for a fresh start.
-        known: what is known of the launches' times; those that ended before their first step aren't among them.
-        untimed: launches that trained, and of which no time is known.
+        resumed: step and launch from which each launch resumed; None for a fresh start.
+        known: known times of the launches; a launch without any step has none.
+        untimed: launches with training, but without known times.
     """
     return _Account(resumed, known, untimed).add_all()
 
 
 def kept_steps(resumed: Mapping[int, tuple[int, int] | None]) -> dict[int, float]:
-    """Return up to which step each launch's training counts; launches off the way to the newest one are left out.
+    """Return the step up to which each launch's training counts.
+
+    Launches from which the newest launch doesn't descend are left out.
 
     >>> kept_steps({1: None, 2: (8, 1), 3: (4, 1)})
     {3: inf, 1: 4}
@@ -163,7 +167,7 @@ def kept_steps(resumed: Mapping[int, tuple[int, int] | None]) -> dict[int, float
 
 
 class _Account:
-    """The sums, while launch after launch is added to them."""
+    """The sums of a run's times, to which launches are added in order."""
 
     def __init__(
         self,
@@ -174,10 +178,11 @@ class _Account:
         self._resumed, self._known, self._untimed = resumed, known, untimed
         self._kept = kept_steps(resumed)
         self._sums = Goodput(launch_count=len(resumed))
-        #: Until when everything is accounted for, and whether the launch before is known to have ended then.
+        #: End of the accounted time, and whether the last launch is known to have ended then.
         self._until_s: float | None = None
         self._has_ended = False
-        #: Training behind the last entry of the launch before that counts, in seconds: it lies before the next one.
+        #: Kept training after the last ledger entry of the previous launch, in seconds: a part of
+        #: the gap before the next launch.
         self._extra_s = 0.0
         self._restores: list[float] = []
 
@@ -189,7 +194,7 @@ class _Account:
                 continue
             one = self._known[number]
             late_s, gap_s = self._add_gap(one, has_untimed=any(other in self._untimed for other in passed))
-            # A launch that was lost before it trained makes the gap that of two failures.
+            # With a launch lost before its first step, this is the gap of two failures.
             self._add(number, one, late_s, None if passed else gap_s)
             passed.clear()
         self._sums.unmeasured_count = len(self._list_unmeasured())
@@ -198,7 +203,10 @@ class _Account:
         return self._sums
 
     def _add_gap(self, one: KnownLaunch, *, has_untimed: bool) -> tuple[float, float | None]:
-        """Account for the time before a launch; return by how much it overlaps the one before, and the gap if known."""
+        """Account for the time before a launch.
+
+        Returns: the overlap with the previous launch in seconds, and the gap in seconds if known.
+        """
         if self._until_s is None:
             return 0.0, None
         gap_s = one.started_s - self._until_s
@@ -216,8 +224,8 @@ class _Account:
         """Account for a launch.
 
         Args:
-            late_s: so much of its first seconds belongs to the launch before, in whose process it began.
-            gap_s: how long nothing ran before it, in seconds; None where that isn't known.
+            late_s: overlap with the previous launch, in the same process, in seconds.
+            gap_s: time without any launch before this launch, in seconds; None if unknown.
         """
         sums, times = self._sums, one.times
         initialising_s = max(0.0, times.initialising / 1000 - late_s)
@@ -227,14 +235,14 @@ class _Account:
         if gap_s is not None:
             self._restores.append(gap_s + initialising_s + (times.waiting + times.restoring) / 1000)
         kept_step, steps = self._kept.get(number, one.first_step), one.step - one.first_step
-        # Of a launch of which one save alone is left no steps are known: the share is 1 or 0.
+        # With a single remaining save, no number of steps is known: the share is 1 or 0.
         share = 1.0 if kept_step >= one.step else max(0.0, (kept_step - one.first_step) / max(1, steps))
         sums.training_s += share * times.training / 1000
         sums.blocked_s += share * times.blocked / 1000
         sums.lost_s += share * times.lost / 1000
         sums.redone_s += (1 - share) * times.in_training / 1000
         sums.save_count += one.save_count
-        # Of a save that was committed behind the last entry the steps are known, and their time isn't.
+        # For a save committed after the last entry, the steps are known, but not their time.
         behind = max(0.0, kept_step - one.step) if math.isfinite(kept_step) else 0.0
         self._extra_s = behind * times.in_training / 1000 / steps if steps else 0.0
         self._until_s, self._has_ended = max(self._until_s or -math.inf, one.measured_s), one.ended_s is not None
@@ -262,12 +270,12 @@ class _Account:
         )
 
     def _list_unmeasured(self) -> list[int]:
-        """Return the launches that trained and have no entry in a ledger."""
+        """Return the launches with training, but without a ledger entry."""
         unmeasured = [number for number, one in self._known.items() if not one.is_measured]
         return sorted({*unmeasured, *self._untimed})
 
     def _doubts(self) -> list[str]:
-        """Return what the records don't say."""
+        """Return sentences about facts missing in the records."""
         unmeasured = self._list_unmeasured()
         doubts = []
         if unmeasured:

@@ -1,7 +1,8 @@
-"""Decide the interval of saves from what a run measures of itself: costs of saves, and failures. Pure.
+"""The automatic interval of saves, from the run's own measurements of saves and failures. Pure.
 
-The decision is that of `ckptfmt.goodput.interval` for the levels of the run: those of which each save goes to, and
-home where that gets fewer. The time to restore isn't asked for: it doesn't change the best interval.
+The decision follows `ckptfmt.goodput.interval`, for the levels of the run: the levels for each
+save, and home, which may get fewer. Restore times are ignored, since they don't change the best
+interval.
 """
 
 from __future__ import annotations
@@ -21,35 +22,39 @@ from ckptfmt.goodput.interval import (
     young_interval_s,
 )
 
-#: Mean time between failures of one accelerator where nothing is known, in seconds: 16,384 of them were interrupted 419
-#: times in 54 days. Source: Grattafiori et al., The Llama 3 herd of models, 2024, section 3.3.4.
+#: Assumed mean time between failures of an accelerator, in seconds: 16,384 accelerators had 419
+#: interruptions in 54 days.
+#: Source: Grattafiori et al., The Llama 3 herd of models, 2024, section 3.3.4.
 DEVICE_MTBF_S: Final = 16384 * 54 * 86400 / 419
-#: By how much a failure counts less for each later one: the last seven decide.
+#: Factor of a failure's weight after each later failure: about the last seven failures count.
 _FORGET: Final = 0.85
-#: For how many failures the expectation of the beginning counts.
+#: Weight of the expected mean time between failures, as a number of failures.
 _PRIOR: Final = 0.5
-#: How many saves are remembered.
+#: Number of saves in the medians.
 _SAVES: Final = 9
-#: The interval before the first save is measured, in seconds; three times as long after each save that isn't.
+#: The interval before the first measured save, in seconds; tripled after each unmeasured save.
 _FIRST_S: Final = 60.0
-#: No interval is longer than an hour, or than this many times what a save costs, if that is longer.
+#: Upper bound of intervals: an hour, or this many times a save's cost, whichever is longer.
 _LONGEST_S: Final = 3600.0
 _LONGEST_OF_LOST: Final = 200
-#: What a save costs at least, in seconds: less can't be measured.
+#: Least cost of a save, in seconds: a smaller cost can't be measured.
 _LEAST_LOST_S: Final = 1e-3
-#: An interval is kept as long as the best one is within this factor of it.
+#: An interval stays until the estimate of the best interval has changed by this factor.
 _KEPT: Final = 1.1
 
 
 class LevelMeter:
-    """One level, as far as it is known: the cost of saves that go there and no farther, and how often it has to help.
+    """The measurements of a level: the cost of saves, and the rate of failures that need the level.
+
+    A save counts for its farthest level only.
 
     Args:
-        every: of so many saves one goes there.
-        mtbf_s: mean time between failures which nothing nearer survives, as long as there were none, in seconds.
+        every: n, if every n-th save reaches this level.
+        mtbf_s: expected mean time between failures for which no nearer level is enough, in seconds.
+            The expectation counts less with each failure.
 
     Attributes:
-        failures: how many of these there were, none of them forgotten.
+        failures: number of such failures since the begin.
     """
 
     def __init__(self, every: int, mtbf_s: float) -> None:
@@ -61,35 +66,35 @@ class LevelMeter:
 
     @property
     def is_measured(self) -> bool:
-        """Whether a save was committed that went to this level and no farther."""
+        """Whether a save of this level, and no farther level, has been committed."""
         return bool(self._lost_s)
 
     @property
     def lost_s(self) -> float:
-        """Seconds of training that such a save costs: the median of the last ones."""
+        """The training time lost to such a save, in seconds: the median of the last saves."""
         return max(_LEAST_LOST_S, _median(self._lost_s)) if self._lost_s else 0.0
 
     @property
     def commit_s(self) -> float:
-        """How long such a save takes until it is committed, in seconds: the median of the last ones."""
+        """The time from begin to commit of such a save, in seconds: the median of the last."""
         return _median(self._commit_s) if self._commit_s else 0.0
 
     @property
     def mtbf_s(self) -> float:
-        """The mean time between failures as seen so far, later failures counting more."""
+        """The mean time between failures in seconds, with more weight on later failures."""
         return min(max(SHORTEST_S, (self._time_s + self._since_s) / self._weight), LIMIT_S)
 
     def note_save(self, lost_s: float, commit_s: float) -> None:
-        """Take note of a committed save that went to this level and no farther."""
+        """Record a committed save of this level."""
         self._lost_s.append(lost_s)
         self._commit_s.append(commit_s)
 
     def note_time(self, seconds: float) -> None:
-        """Take note that there was no failure for so long."""
+        """Record a time without a failure, in seconds."""
         self._since_s += seconds
 
     def note_failure(self) -> None:
-        """Take note of a failure."""
+        """Record a failure."""
         self.failures += 1
         self._time_s = _FORGET * self._time_s + self._since_s
         self._weight = _FORGET * self._weight + 1
@@ -97,55 +102,57 @@ class LevelMeter:
 
 
 class AutoInterval:
-    """The interval of a run, while it goes; a `ckptfmt.goodput.simulator.Pilot`.
+    """The interval of a run in progress; a `ckptfmt.goodput.simulator.Pilot`.
 
     Args:
-        mtbf_s: mean time between failures that is expected before there were any, in seconds. Each level is expected
-            to have to help as often as any other.
-        every: for each level, nearest first, of how many saves one goes there.
+        mtbf_s: expected mean time between failures, in seconds, before the first failure. Failures
+            are expected to need each level equally often.
+        every: for each level, nearest first: n, if every n-th save reaches the level.
 
     Attributes:
-        meters: what is known of each level.
+        meters: the measurements of each level.
     """
 
     def __init__(self, *, mtbf_s: float, every: Sequence[int] = (1,)) -> None:
         self.meters = [LevelMeter(min(one, MOST_EVERY), min(mtbf_s * len(every), LIMIT_S)) for one in every]
         self._unmeasured = 0
-        #: The interval that was chosen, and about what it was at that time: Young's, or the shortest one.
+        #: The chosen interval, and the estimate at the time of the choice: Young's interval, or the
+        #: shortest.
         self._chosen_s = self._about_s = 0.0
 
     @property
     def failures(self) -> int:
-        """How many failures there were, none of them forgotten."""
+        """The number of failures since the begin."""
         return sum(meter.failures for meter in self.meters)
 
     def note_time(self, seconds: float) -> None:
-        """Take note that the launch has trained for so long since it was last told."""
+        """Record the training time since the previous call, in seconds."""
         for meter in self.meters:
             meter.note_time(seconds)
 
     def note_failure(self, level: int = 0) -> None:
-        """Take note that the launch has failed, and that nothing nearer than a level helped."""
+        """Record a failure, given the nearest level with a usable save."""
         self.meters[level].note_failure()
 
     def note_begun(self) -> None:
-        """Take note that a save has begun."""
+        """Record that a save has begun."""
         self._unmeasured += 1
 
     def note_save(self, lost_s: float, commit_s: float, level: int = 0) -> None:
-        """Take note of a committed save.
+        """Record a committed save.
 
         Args:
-            lost_s: seconds of training that it cost.
-            commit_s: seconds until it was committed there.
-            level: the farthest one that it went to.
+            lost_s: training time lost to the save, in seconds.
+            commit_s: time from begin to commit, in seconds.
+            level: number of the farthest level of the save.
         """
         self.meters[level].note_save(lost_s, commit_s)
 
     def levels(self) -> list[Level]:
-        """Return the levels as the model takes them; none before a save is measured.
+        """Return the levels for the model; no levels before the first measured save.
 
-        A level of which no save is measured costs what the nearest farther one does, else what the one before does.
+        A level without a measured save gets the cost of the nearest farther level, otherwise of the
+        last measured level.
         """
         measured = [meter for meter in self.meters if meter.is_measured]
         found: list[Level] = []
@@ -159,7 +166,7 @@ class AutoInterval:
         return found
 
     def interval_s(self) -> float:
-        """Return the seconds from one save to the next."""
+        """Return the time from one save to the next, in seconds."""
         levels = self.levels()
         if not levels:
             return _FIRST_S * 3.0 ** min(self._unmeasured, 2)

@@ -1,21 +1,25 @@
-"""The expected waste of a run by the interval of its saves, and the best interval. Pure.
+"""The expected waste of a run as a function of the interval of saves, and the best interval. Pure.
 
-The model. A save costs `Level.lost_s` of training. It is committed `Level.commit_s` after it began, beside the
-training, so that a failure throws the run back to the last *committed* save. After a failure the training goes on
-`Level.restore_s` later. Failures come at random, at a constant rate.
+The model. A save costs `Level.lost_s` of training. The save is committed `Level.commit_s` after its
+begin, while the training goes on, so that a failure throws the run back to the last *committed*
+save. Training resumes `Level.restore_s` after a failure. Failures are random, at a constant rate.
 
-With one level, the interval P from save to save, training w = P - lost in it, and the rate r = 1 / MTBF, saves are
-committed at kP + commit - lost after the training began. The expected number of them before a failure is
-exp(-r (P + commit - lost)) / (1 - exp(-r P)), the training gets so far with probability exp(-r restore), and each save
-is worth w of training. So goodput = r w exp(-r (restore + P + commit - lost)) / (1 - exp(-r P)). This is exact, as
-restores may fail, too. With commit = lost, a synchronous save, it is Daly's formula. Neither commit nor restore moves
-its maximum; the first terms of its series give Young's interval, sqrt(2 lost MTBF).
+With one level, let P be the interval from save to save, w = P - lost the training in an interval,
+and r = 1 / MTBF the rate. Saves are committed at kP + commit - lost after the training began. The
+expected number of commits before a failure is exp(-r (P + commit - lost)) / (1 - exp(-r P)). The
+restore succeeds with probability exp(-r restore), and each save is worth w of training. So
+goodput = r w exp(-r (restore + P + commit - lost)) / (1 - exp(-r P)). The formula is exact,
+including failures during restores. With commit = lost, a synchronous save, the formula is Daly's.
+Neither commit nor restore moves the maximum. The first terms of the series give Young's interval,
+sqrt(2 lost MTBF).
 
-With several levels, each failure is of the class of the nearest level that survives it. Goodput is the product of one
-such factor for each class. That is exact to the first order in the rates; `ckptfmt.goodput.simulator` shows the rest.
+With several levels, the class of a failure is the nearest level that survives it. Goodput is the
+product of one such factor for each class. The product is exact to the first order in the rates;
+`ckptfmt.goodput.simulator` shows the deviation.
 
-Source: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17 (9), 1974. J. T. Daly, A
-higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (3), 2006.
+Source: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17 (9),
+1974. J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,
+FGCS 22 (3), 2006.
 """
 
 from __future__ import annotations
@@ -27,30 +31,33 @@ from typing import Final
 
 from ckptfmt.errors import Code, err
 
-#: No time is longer, in seconds: 300,000 years.
+#: Longest allowed time, in seconds: 300,000 years.
 LIMIT_S: Final = 1e13
 _LEVELS: Final = 8
-#: Of so many saves at most one goes to a level.
+#: Largest `Level.every`.
 MOST_EVERY: Final = 1_000_000
-#: How often `choose_every` has a level saved to that no failure needs, in seconds.
+#: Time between saves to a level without failures, as picked by `choose_every`, in seconds.
 _UNNEEDED_S: Final = 3600.0
-#: No interval is shorter, in seconds.
+#: Shortest interval, in seconds.
 SHORTEST_S: Final = 1e-3
-#: Steps of a search that narrows its range by 0.618 each: from 1e13 to 1e-9 of itself.
+#: Number of search steps. Each narrows the range by 0.618: all together by more than 1e22.
 _STEPS: Final = 120
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A place that saves go to, nearest first: a cache of the node, peers, home.
+    """A place for saves, nearest first: the node's cache, peers, or home.
 
     Attributes:
-        name: what it is called.
-        lost_s: seconds of training that a save to it costs, beyond what the same save to nearer levels costs.
-        commit_s: seconds from the begin of a save until this level has all of it.
-        restore_s: seconds from a failure until training goes on from here: noticing, restarting, loading.
-        mtbf_s: mean time between failures for which this is the nearest level that survives; infinite for none.
-        every: of so many saves one goes here, the first of a launch among them.
+        name: name of the level.
+        lost_s: training time lost to a save to this level, beyond the loss to the same save to
+            nearer levels, in seconds.
+        commit_s: time from the begin of a save until the level has all of the save, in seconds.
+        restore_s: time from a failure until training resumes from this level, in seconds: noticing,
+            restarting, loading.
+        mtbf_s: mean time between failures for which this is the nearest level that survives, in
+            seconds; infinite if there are no such failures.
+        every: n, if every n-th save reaches this level, beginning with the first of a launch.
 
     Raises: StateError(ARGUMENT).
     """
@@ -77,12 +84,12 @@ class Level:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Waste:
-    """Where the time of a run goes, each as a share of it.
+    """The wasted shares of a run's time.
 
     Attributes:
-        saving: training seconds lost to saves, of training that was kept.
-        redone: training that a failure threw away, with its saves.
-        restoring: from failures until training went on.
+        saving: training time lost to saves, in kept training.
+        redone: training thrown away by failures, including saves.
+        restoring: time from failures until training resumed.
     """
 
     saving: float
@@ -91,17 +98,17 @@ class Waste:
 
     @property
     def total(self) -> float:
-        """The share of the time that isn't training that counts."""
+        """The share of time without kept training."""
         return self.saving + self.redone + self.restoring
 
     @property
     def of_saves(self) -> float:
-        """The share that the choice of the interval decides: all but restoring."""
+        """The share that depends on the interval: all waste except restoring."""
         return self.saving + self.redone
 
 
 def check_levels(levels: Sequence[Level]) -> None:
-    """Refuse levels that no run can have. Raises: StateError(ARGUMENT)."""
+    """Check that a run can have these levels. Raises: StateError(ARGUMENT)."""
     if not 1 <= len(levels) <= _LEVELS:
         raise err(Code.ARGUMENT, f"there are {len(levels)} levels, and not 1 to {_LEVELS}", where="levels")
     if levels[0].every != 1:
@@ -112,18 +119,18 @@ def check_levels(levels: Sequence[Level]) -> None:
 
 
 def lost_per_save_s(levels: Iterable[Level]) -> float:
-    """Return the seconds of training that a save costs on average."""
+    """Return the average training time lost to a save, in seconds."""
     return sum(level.lost_s / level.every for level in levels)
 
 
 def shortest_interval_s(levels: Sequence[Level]) -> float:
-    """Return the shortest interval at which saves don't wait for each other, at any level."""
+    """Return the shortest interval at which no save waits for an earlier save, at any level."""
     commits = (level.commit_s / level.every for level in levels)
     return max(SHORTEST_S, lost_per_save_s(levels) * (1 + 1e-6), *commits)
 
 
 def check_interval(interval_s: float, levels: Sequence[Level]) -> None:
-    """Refuse an interval at which saves wait for each other. Raises: StateError(ARGUMENT)."""
+    """Check that saves at this interval don't wait for each other. Raises: StateError(ARGUMENT)."""
     shortest_s = shortest_interval_s(levels)
     if not shortest_s * (1 - 1e-9) <= interval_s <= LIMIT_S:
         raise err(
@@ -136,11 +143,11 @@ def check_interval(interval_s: float, levels: Sequence[Level]) -> None:
 
 
 def expected_waste(interval_s: float, levels: Sequence[Level]) -> Waste:
-    """Return the expected waste of a long run. The module says which model this is.
+    """Return the expected waste of a long run, by the model in the module's docstring.
 
     Args:
-        interval_s: from the begin of a save to that of the next one, in seconds.
-        levels: where saves go, nearest first.
+        interval_s: time from the begin of a save to the begin of the next, in seconds.
+        levels: levels of the run, nearest first.
 
     Raises: StateError(ARGUMENT).
 
@@ -164,7 +171,9 @@ def expected_waste(interval_s: float, levels: Sequence[Level]) -> Waste:
 
 
 def young_interval_s(levels: Sequence[Level]) -> float:
-    """Return Young's interval, for several levels: the first-order optimum, without regard to the shortest interval.
+    """Return Young's interval in seconds, extended to several levels: the first-order optimum.
+
+    The shortest interval is not respected.
 
     >>> young_interval_s([Level(name="home", lost_s=0.5, commit_s=20, restore_s=120, mtbf_s=3600)])
     60.0
@@ -174,19 +183,19 @@ def young_interval_s(levels: Sequence[Level]) -> float:
 
 
 def best_interval_s(levels: Sequence[Level], *, shortest_s: float = 0.0) -> float:
-    """Return the interval of the least expected waste.
+    """Return the interval of the least expected waste, in seconds.
 
-    The logarithm of goodput is a sum of concave functions of the interval, so that a golden-section search finds its
-    maximum.
+    The logarithm of goodput is a sum of concave functions of the interval, so that a golden-section
+    search finds the maximum.
 
     Args:
-        levels: where saves go, nearest first.
-        shortest_s: none shorter than this is taken; nor one at which saves wait for each other.
+        levels: levels of the run, nearest first.
+        shortest_s: lower bound of the interval, in seconds; the bound by commits holds as well.
     """
     check_levels(levels)
     low_s = max(shortest_s, shortest_interval_s(levels))
     longest_s = max(level.mtbf_s for level in levels if level.mtbf_s != math.inf)
-    # No optimum is longer than the mean time between the rarest failures and what a save costs.
+    # No optimum exceeds the mean time between the rarest failures plus the cost of a save.
     low, high = math.log(low_s), math.log(min(LIMIT_S, low_s + longest_s + lost_per_save_s(levels)))
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(_STEPS):
@@ -199,7 +208,10 @@ def best_interval_s(levels: Sequence[Level], *, shortest_s: float = 0.0) -> floa
 
 
 def _log_goodput(interval_s: float, levels: Sequence[Level]) -> float:
-    """Return the logarithm of goodput, up to what doesn't depend on the interval; it doesn't underflow."""
+    """Return the logarithm of goodput without terms that don't depend on the interval.
+
+    The logarithm doesn't underflow.
+    """
     told = math.log1p(-min(1 - 1e-12, lost_per_save_s(levels) / interval_s))
     for level in levels:
         period = interval_s * level.every / level.mtbf_s
@@ -208,10 +220,10 @@ def _log_goodput(interval_s: float, levels: Sequence[Level]) -> float:
 
 
 def choose_every(levels: Sequence[Level]) -> list[Level]:
-    """Return the levels with the best `Level.every`: how many saves go to the farther ones.
+    """Return the levels with the best `Level.every`: how many saves the farther levels get.
 
-    From several intervals on, the interval and the multiples of it at which farther levels get a save are improved in
-    turn; the best end counts.
+    From several starting intervals, the interval and the factors `every` are improved in turn. The
+    best result is returned.
     """
     once = [dataclasses.replace(level, every=1) for level in levels]
     lost_s = lost_per_save_s(once)

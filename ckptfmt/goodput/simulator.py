@@ -1,14 +1,15 @@
-"""Play runs that fail, save and restore, event by event, and measure their goodput. Pure: chance comes from a seed.
+"""The simulation of runs that fail, save and restore, event by event, to measure goodput. Pure.
 
-A run trains, saves at its interval to one or several levels, and commits there while it trains. A failure ends the
-training at once. It destroys what the levels hold that don't survive it, and saves in flight. The run restores the
-newest checkpoint that is left, from the nearest level that has it; a failure meanwhile makes it begin again. The
-interval may be fixed, or be decided as the run goes by whoever measures it (`Pilot`).
+Random numbers come from a seed. A run trains, saves at its interval to one or several levels, and
+commits there while training. A failure stops the training at once, and destroys the saves in flight
+and the contents of the levels that don't survive it. The run restores the newest remaining
+checkpoint, from the nearest level that has it. A failure during a restore starts the restore again.
+The interval is fixed, or decided during the run by a `Pilot`, from the run's measurements.
 
-Failures of nodes are drawn node by node: the job has `Scenario.nodes` of them, and who fails is replaced. A failed node
-takes its cache along; the second level, if it isn't the last one, holds a replica at a partner. Where the partner was
-replaced since the last commit at that level, or is among those that are still being replaced, only the last level has
-the checkpoint.
+Failures of nodes are drawn for each of the `Scenario.nodes` nodes of the job. A failed node is
+replaced, and its cache is lost. The second level, if it isn't the last, holds a replica on a
+partner node. If the partner was replaced after the last commit at that level, or is still being
+replaced, only the last level has the checkpoint.
 """
 
 from __future__ import annotations
@@ -24,39 +25,40 @@ import numpy.typing as npt
 from ckptfmt.errors import Code, err
 from ckptfmt.goodput.interval import Level, check_interval, check_levels, lost_per_save_s, shortest_interval_s
 
-#: How many failures a simulation may have in all: about a minute.
+#: Most failures in a simulation, all runs together: about a minute.
 FAILURES: Final = 3_000_000
-#: How many saves it may have that can't be passed over: those around failures.
+#: Most saves in a simulation close to failures, where none can be skipped.
 SAVES: Final = 50_000_000
 _RUNS: Final = 100_000
 NODES: Final = 10_000_000
 _LONGEST_S: Final = 1e10
-#: The class of a node's failure, which the state of its partner decides.
+#: The level of a node's failure, for which the state of the partner decides the actual level.
 NODE: Final = -1
-#: The two-sided 95 % quantile of Student's t by degrees of freedom; beyond, that of the normal distribution.
+#: Two-sided 95 % quantiles of Student's t by degrees of freedom; then steps down to the normal
+#: distribution's.
 _T95: Final = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 _T95_BEYOND: Final = ((30, 2.131), (60, 2.042), (120, 2.0), (math.inf, 1.98))
 
 
 class Pilot(Protocol):
-    """A decider of the interval as a run goes, by what the run could measure itself; it knows of as many levels."""
+    """A decider of the interval during a run, from the run's own measurements of all levels."""
 
     def interval_s(self) -> float:
-        """Return the seconds from one save to the next."""
+        """Return the time from one save to the next, in seconds."""
 
     def note_save(self, lost_s: float, commit_s: float, level: int) -> None:
-        """Take note of a committed save, with the farthest level that it went to."""
+        """Record a committed save and the farthest level of the save."""
 
     def note_time(self, seconds: float) -> None:
-        """Take note that the launch has trained for so long since it was last told."""
+        """Record the training time since the previous call, in seconds."""
 
     def note_failure(self, level: int) -> None:
-        """Take note that the launch has failed, and that something was lost at all levels nearer than this one."""
+        """Record a failure after which all levels nearer than `level` had lost data."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One failure: when, and the number of the nearest level that survives it, or `NODE` for the loss of a node."""
+    """A failure: its time, and the nearest level that survives it, or `NODE` for a lost node."""
 
     at_s: float
     level: int
@@ -65,17 +67,19 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What is simulated.
+    """A scenario to simulate.
 
     Attributes:
-        levels: where saves go, nearest first, with their costs and the rates of failures.
-        duration_s: how long each run lasts, in seconds.
-        nodes: how many nodes a run has.
-        node_mtbf_s: mean time between failures of one node; infinite where all failures are in `levels`.
-        shape: of the Weibull distribution of times between failures: 1 for a constant rate; below 1 failures come in
-            clusters, as they were seen to (Schroeder and Gibson, DSN 2006: 0.7 to 0.8).
+        levels: levels of the run, nearest first, with costs and rates of failures.
+        duration_s: duration of each run in seconds.
+        nodes: number of nodes of a run.
+        node_mtbf_s: mean time between failures of one node, in seconds; infinite if `levels` has
+            all failures.
+        shape: shape of the Weibull distribution of times between failures: 1 for a constant rate.
+            Below 1, failures come in clusters, as in observed systems (0.7 to 0.8).
 
     Raises: StateError(ARGUMENT).
+    Source: B. Schroeder and G. Gibson, DSN 2006, for the observed shapes.
     """
 
     levels: tuple[Level, ...]
@@ -96,7 +100,7 @@ class Scenario:
         check_levels(self.levels_with_nodes())
 
     def levels_with_nodes(self) -> tuple[Level, ...]:
-        """Return the levels with the failures of nodes among their own, as the formulas take them."""
+        """Return the levels for the formulas, with the failures of nodes added to a level's own."""
         if self.node_mtbf_s == math.inf:
             return self.levels
         place = min(1, len(self.levels) - 1)
@@ -106,20 +110,20 @@ class Scenario:
         return tuple(levels)
 
     def expected_failures(self) -> float:
-        """Return how many failures a run has on average."""
+        """Return the mean number of failures of a run."""
         return sum(self.duration_s / level.mtbf_s for level in self.levels_with_nodes())
 
 
 @dataclasses.dataclass(slots=True)
 class Spent:
-    """Where the seconds of one run went; they add up to its duration.
+    """The seconds of a run by use, which add up to the duration.
 
     Attributes:
-        training_s: training that counts.
-        saving_s: training seconds lost to saves, of training that counts.
-        redone_s: training that was thrown away, with its saves.
-        restoring_s: from failures until training went on.
-        failures, saves: how many there were.
+        training_s: kept training.
+        saving_s: training time lost to saves, in kept training.
+        redone_s: training thrown away, including saves.
+        restoring_s: time from failures until training resumed.
+        failures, saves: number of failures and of saves.
     """
 
     training_s: float = 0.0
@@ -131,20 +135,21 @@ class Spent:
 
     @property
     def goodput(self) -> float:
-        """The share of the time that was training that counts."""
+        """The share of kept training in the time."""
         return self.training_s / (self.training_s + self.saving_s + self.redone_s + self.restoring_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a simulation showed.
+    """The outcome of a simulation.
 
     Attributes:
         goodput: mean over all runs.
-        half_width: of its 95 % confidence interval, by Student's t; infinite for a single run.
+        half_width: half width of the 95 % confidence interval of `goodput`, by Student's t;
+            infinite for a single run.
         saving, redone, restoring: mean shares of the time.
-        failures, saves: in all runs.
-        runs: each of them.
+        failures, saves: number of failures and of saves in all runs.
+        runs: times of each run.
     """
 
     goodput: float
@@ -161,14 +166,16 @@ def simulate(
     scenario: Scenario, interval: float | Sequence[Pilot], *, runs: int = 32, seed: int = 0,
     trace: Sequence[Failure] | None = None,
 ) -> Outcome:  # fmt: skip
-    """Play a scenario several times.
+    """Simulate a scenario several times, and return the outcome.
 
     Args:
-        scenario: what is simulated.
-        interval: seconds from the begin of a save to that of the next one; or a pilot for each run.
-        runs: how many times, each with failures of its own.
-        seed: equal seeds give equal outcomes.
-        trace: failures to play in the place of drawn ones, in any order; then one run is enough.
+        scenario: scenario to simulate.
+        interval: time from the begin of a save to the begin of the next, in seconds; or a pilot for
+            each run.
+        runs: number of runs, each with different random failures.
+        seed: seed of the random numbers; equal seeds give equal outcomes.
+        trace: failures to use instead of random failures, in any order; a single run is then
+            enough.
 
     Raises: StateError(ARGUMENT).
     """
@@ -188,7 +195,7 @@ def simulate(
 
 
 def _check_work(scenario: Scenario, interval: float | Sequence[Pilot], failures: float, runs: int) -> None:
-    """Refuse what would take longer than a minute or so. Raises: StateError(ARGUMENT)."""
+    """Check that the simulation takes a minute or so at most. Raises: StateError(ARGUMENT)."""
     saves = 0.0
     if isinstance(interval, float | int):
         behind = _saves_before_failure(scenario.levels, interval)
@@ -204,13 +211,13 @@ def _check_work(scenario: Scenario, interval: float | Sequence[Pilot], failures:
 
 
 def _saves_before_failure(levels: Sequence[Level], interval_s: float) -> int:
-    """Return how many saves before a failure may still be uncommitted somewhere; the others can be passed over."""
+    """Return how many saves before a failure may lack a commit, and can't be skipped."""
     longest_s = max(level.commit_s for level in levels) + sum(level.lost_s for level in levels)
     return math.ceil(longest_s / interval_s) + 2
 
 
 def draw_failures(scenario: Scenario, rng: np.random.Generator) -> list[Failure]:
-    """Return the failures of one run, in their order."""
+    """Return the random failures of a run, in order of time."""
     failures: list[Failure] = []
     for number, level in enumerate(scenario.levels):
         failures += [
@@ -226,7 +233,7 @@ def draw_failures(scenario: Scenario, rng: np.random.Generator) -> list[Failure]
 
 
 def _draw_times(mtbf_s: float, scenario: Scenario, rng: np.random.Generator) -> npt.NDArray[np.float64]:
-    """Return times of failures in a run's duration: sums of Weibull times of the given mean."""
+    """Return random times of failures in a run: sums of Weibull times with the given mean."""
     if mtbf_s == math.inf:
         return np.empty(0)
     scale, times, last_s = mtbf_s / math.gamma(1 + 1 / scenario.shape), [], 0.0
@@ -250,7 +257,7 @@ def _checked_trace(scenario: Scenario, trace: Sequence[Failure]) -> list[Failure
 
 @dataclasses.dataclass(slots=True)
 class _Saved:
-    """A save that a level has or gets: when it is committed there, what was trained by then, lost seconds included."""
+    """A save at a level: the time of the commit, and the training and lost time up to the save."""
 
     at_s: float
     trained_s: float
@@ -258,23 +265,24 @@ class _Saved:
 
 
 class _Play:
-    """One run, while it is played."""
+    """The state of a simulated run."""
 
     def __init__(self, scenario: Scenario, interval_s: float, pilot: Pilot | None) -> None:
         self._scenario, self._levels = scenario, scenario.levels
         self._interval_s, self._pilot = interval_s, pilot
         self._spent = Spent()
-        #: For each level its newest committed save, and those behind it that aren't committed yet.
+        #: For each level: the newest committed save, then the saves without a commit yet.
         self._held: list[list[_Saved]] = [[] for _ in self._levels]
-        self._trained_s = self._saving_s = 0.0  # of the training as it stands
-        #: Nodes that were replaced since the last commit at the level of partners, and when the last one was.
+        self._trained_s = self._saving_s = 0.0  # of the current training
+        #: Nodes replaced since the last commit at the partners' level, and the time of the last
+        #: replacement.
         self._replaced: set[int] = set()
         self._replaced_s = -math.inf
         self._mean_lost_s = lost_per_save_s(self._levels)
         self._left = _saves_before_failure(self._levels, interval_s) if pilot is None else 0
 
     def play(self, failures: Sequence[Failure]) -> Spent:
-        """Return where the time went."""
+        """Simulate the run with these failures, and return the time by use."""
         spent, now_s, restore_s = self._spent, 0.0, 0.0
         for failure in failures:
             self._go_on(now_s, restore_s, failure.at_s)
@@ -286,14 +294,14 @@ class _Play:
         return spent
 
     def _go_on(self, begin_s: float, restore_s: float, end_s: float) -> None:
-        """Restore and train until something happens."""
+        """Restore and train up to the next failure or the end of the run."""
         ready_s = min(begin_s + restore_s, end_s)
         self._spent.restoring_s += ready_s - begin_s
         if ready_s < end_s:
             self._train(ready_s, end_s)
 
     def _train(self, now_s: float, end_s: float) -> None:
-        """Train, and save, from one moment to another."""
+        """Train and save from one moment to another."""
         number = 0
         while now_s < end_s:
             if self._pilot is not None:
@@ -314,21 +322,21 @@ class _Play:
                     self._pilot.note_save(lost_s, self._levels[farthest].commit_s, farthest)
 
     def _save(self, save_s: float, number: int) -> float:
-        """Begin a save, and return the seconds of training that it costs."""
+        """Begin a save, and return the training time lost to it, in seconds."""
         lost_s = 0.0
         for level, held in zip(self._levels, self._held, strict=True):
             if number % level.every == 0:
                 lost_s += level.lost_s
-                while len(held) > 1 and held[1].at_s <= save_s:  # of those that are committed, the newest is enough
+                while len(held) > 1 and held[1].at_s <= save_s:  # only the newest committed save is needed
                     del held[0]
                 held.append(_Saved(save_s + level.commit_s, self._trained_s, self._saving_s))
         self._spent.saves += 1
         return lost_s
 
     def _jump(self, now_s: float, end_s: float, number: int) -> tuple[float, int]:
-        """Pass over saves that are committed everywhere long before a failure: of each level only the last one counts.
+        """Skip saves that are committed at all levels long before a failure.
 
-        No simulation takes longer for having more of them.
+        Only the last of them at each level matters. More saves don't slow the simulation down.
         """
         count = int((end_s - now_s) / self._interval_s) - self._left
         if count <= 0:
@@ -346,11 +354,14 @@ class _Play:
         return now_s + count * work_s + lost_s, number + count
 
     def _lost_s(self, first: int, end: int) -> float:
-        """Return what the saves from one number to before another one cost, in seconds of training."""
+        """Return the training time lost to the saves from `first` up to `end`, in seconds."""
         return sum(level.lost_s * (-(-end // level.every) - -(-first // level.every)) for level in self._levels)
 
     def _fail(self, failure: Failure) -> Level:
-        """Lose what a failure takes, go back to the newest save that is left, and return the level that has it."""
+        """Drop the data destroyed by a failure, and go back to the newest remaining save.
+
+        Returns: the level with that save.
+        """
         for held in self._held:
             while held and held[-1].at_s > failure.at_s:
                 held.pop()
@@ -362,14 +373,14 @@ class _Play:
         left = [(-held[-1].trained_s, place) for place, held in enumerate(self._held) if held]
         place = min(left)[1] if left else len(self._levels) - 1
         saved = self._held[place][-1] if left else _Saved(failure.at_s, 0.0, 0.0)
-        if self._pilot is not None:  # all that a run can tell: whether something newer was lost
+        if self._pilot is not None:  # a run knows only whether newer data was lost
             self._pilot.note_failure(nearest if lost_s > saved.trained_s else 0)
         self._spent.redone_s += (self._trained_s - saved.trained_s) + (self._saving_s - saved.saving_s)
         self._trained_s, self._saving_s = saved.trained_s, saved.saving_s
         return self._levels[place]
 
     def _level_of_node(self, failure: Failure) -> int:
-        """Return the nearest level that survives the loss of a node now."""
+        """Return the nearest level that survives the loss of a node at this time."""
         last = len(self._levels) - 1
         if last < 2:
             return last  # there are no partners
