@@ -44,7 +44,7 @@ _MAPPINGS: Final = (DICT, ORDERED_DICT, COUNTER)
 #: Kind of the record of a persistent id; ``args`` holds the id.
 PERSISTENT: Final = "a persistent id"
 
-#: Kind of the record of a call whose function is itself a record; ``args`` holds the inner record
+#: Kind of the record of a call with a record as its function; ``args`` holds the inner record
 #: and the arguments.
 CALLED: Final = "a call of an object"
 

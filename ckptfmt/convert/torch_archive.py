@@ -67,7 +67,7 @@ _TENSOR_V2: Final = "torch._utils._rebuild_tensor_v2"
 _TENSOR_V3: Final = "torch._utils._rebuild_tensor_v3"
 _WITH_ATTRIBUTES: Final = "torch._tensor._rebuild_from_type_v2"
 _PLAIN_TENSORS: Final = ("torch.Tensor", "torch.nn.parameter.Parameter")
-#: Tensors before torch 0.4: objects of a class whose state is storage, offset, shape and strides.
+#: Tensors before torch 0.4: objects with a state of storage, offset, shape and strides.
 _OLD_TENSORS: Final = ("torch.Tensor", *(f"{at}.{name}Tensor" for at in _MODULES for name in _CLASSES))
 #: Parameters before torch 0.4: objects around a tensor, which the state of the object may hold.
 _OLD_PARAMETERS: Final = ("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable")

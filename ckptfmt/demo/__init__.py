@@ -1,12 +1,12 @@
-"""The demo: a real training run, killed in the middle, resumed, and compared bit by bit with one left in peace.
+"""The demo: a real training run, killed in the middle, resumed, and compared bit by bit.
 
-It is resumed twice, on as many processes as before and on one more; neither may change a bit.
+The resumed run is compared with an undisturbed run. It is resumed twice, on as many processes as
+before and on one process more; neither resumption may change a bit.
 
-    ckptfmt demo
-    ckptfmt demo --store s3
+    ckptfmt demo ckptfmt demo --store s3
 
-Start reading at `ckptfmt.demo.train`, the training script, which is what a user writes; `ckptfmt.demo.story` starts it
-several times and compares what it did.
+Start reading at `ckptfmt.demo.train`, the training script, as a user writes it.
+`ckptfmt.demo.story` starts the script several times and compares the results.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from ckptfmt.store import is_url, open_store
 
 __all__ = ["main"]
 
-#: Exit codes: all held; something differs; the demo couldn't run; interrupted.
+#: Exit codes: all comparisons hold; a comparison fails; the demo couldn't run; interrupted.
 _HOLDS, _DIFFERS, _FAILED, _INTERRUPTED = 0, 1, 2, 130
-#: What `--store` takes instead of a URL: start a server.
+#: Value of `--store` that isn't a URL: start a server.
 _SERVER = "s3"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo and return its exit code: 0 only if all comparisons hold.
+    """Run the demo and return the exit code: 0 only if all comparisons hold.
 
-    Raises: StateError(STATE_UNSUPPORTED) where torch, or the conformance suite with its trainer, isn't installed.
+    Raises: StateError(STATE_UNSUPPORTED) where torch, or the conformance suite with its trainer,
+        isn't installed.
     """
-    from ckptfmt.demo.servers import ServerError  # a program of its own, too
+    # Imported late, since the module is also a program.
+    from ckptfmt.demo.servers import ServerError
 
     arguments = _parse_arguments(argv)
     for module in ("torch", "ckptfmt_conformance"):
@@ -87,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _make_directory(wanted: Path | None) -> Path:
-    """Return a directory that holds nothing yet. Raises: FileExistsError."""
+    """Return an empty directory. Raises: FileExistsError."""
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix="ckptfmt-demo-"))
     wanted.mkdir(parents=True, exist_ok=True)
@@ -98,7 +100,9 @@ def _make_directory(wanted: Path | None) -> Path:
 
 @contextmanager
 def _home(store: str | None) -> Iterator[Home | None]:
-    """Return where the runs lie: nowhere special, below a URL, or in a bucket of a server that is started for them.
+    """Yield the home of the runs.
+
+    The home is below a URL, or in a bucket of a new server; None for the demo's directory.
 
     Raises: ServerError; FileExistsError; CkptError.
     """
@@ -110,7 +114,7 @@ def _home(store: str | None) -> Iterator[Home | None]:
         kind = choose_kind()
         print(f"  starting {KINDS[kind]}", file=sys.stderr, flush=True)
         with Server(kind) as server:
-            os.environ.update(server.endpoint.environment)  # the trainings inherit it
+            os.environ.update(server.endpoint.environment)  # inherited by the trainings
             url = f"s3://{server.endpoint.make_bucket()}"
             yield Home(url, f"{url} of {KINDS[kind]}, started for the demo")
     else:
@@ -121,7 +125,7 @@ def _home(store: str | None) -> Iterator[Home | None]:
 
 @contextmanager
 def _ended_as_by_ctrl_c(number: signal.Signals) -> Iterator[None]:
-    """Take a signal as Ctrl-C is taken, so that no process is left behind."""
+    """Turn a signal into KeyboardInterrupt, so that no process is left behind."""
 
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt

@@ -1,7 +1,8 @@
-"""The journal of a launch: for each step the digests of all state, the samples and the loss; and how two are compared.
+"""The journal of a launch, and the comparison of two journals.
 
-One file per process, one JSON line per step, written as the step ends. A process that is killed leaves a file that
-ends anywhere; what it had written whole counts.
+For each step, the journal has the digests of all state, the samples and the loss. There is one file
+per process, with one JSON line per step, written at the end of the step. The last line of a killed
+process may be incomplete; complete lines count.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a process says of itself once it has restored.
+    """The description of a process after the restore.
 
     Attributes:
-        pid: its process id.
-        rank, world_size: its place in the job.
+        pid: the process id.
+        rank, world_size: place of the process in the job.
         launch: number of the launch.
         resumed_from: name of the checkpoint; None after a fresh start.
-        claim: the claim level that the load reports; None after a fresh start.
-        lowered_by: what the load says lowers the claim.
-        parameter_count: numbers that the model learns, tied ones counted once.
-        sample_count: samples in the data set.
-        text: what the text is, in words.
+        claim: the claim level reported by the load; None after a fresh start.
+        lowered_by: reasons reported by the load for a lower claim.
+        parameter_count: number of trained values, tied ones counted once.
+        sample_count: number of samples in the data set.
+        text: description of the text, in words.
     """
 
     pid: int
@@ -47,10 +48,11 @@ class Entry:
     """The state of one process after a step.
 
     Attributes:
-        step: training steps done.
-        digests: by ``<category>/<name>``.
-        samples: ids of those that this process took in this step; None where the launch began, and did no step yet.
-        loss: of this step, by `float.hex`; None as `samples`.
+        step: number of training steps done.
+        digests: digests by ``<category>/<name>``.
+        samples: ids of the samples taken by this process in this step; None at the start of a
+            launch, before a step.
+        loss: loss of this step, by `float.hex`; None at the start of a launch.
     """
 
     step: int
@@ -59,7 +61,7 @@ class Entry:
     loss: str | None
 
     def facts(self) -> dict[str, str]:
-        """Return all that can be compared, by name."""
+        """Return all comparable facts by name."""
         facts = dict(self.digests)
         if self.samples is not None:
             facts["sample/ids"] = " ".join(map(str, self.samples))
@@ -70,26 +72,26 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Journal:
-    """What one process of one launch wrote."""
+    """The records written by one process of one launch."""
 
     header: Header | None
     entries: tuple[Entry, ...]
 
     @property
     def last_step(self) -> int:
-        """The last step written; 0 where there is none."""
+        """The last step written; 0 without a step."""
         return self.entries[-1].step if self.entries else 0
 
 
 class JournalWriter:
-    """Write the journal of one process, a line at a time."""
+    """The open journal of one process, written line by line."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("x", encoding="utf-8")
 
     def write(self, record: Header | Entry) -> None:
-        """Write one line and hand it to the system, where it outlives a kill."""
+        """Write one line and flush it to the system, where it survives a kill."""
         self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
         self._file.flush()
 
@@ -99,17 +101,18 @@ class JournalWriter:
 
 
 def journal_path(directory: Path, name: str, rank: int) -> Path:
-    """Return the path of a launch's journal of one process."""
+    """Return the path of one process's journal of a launch."""
     return directory / f"{name}-rank{rank}.jsonl"
 
 
 def read_journal(path: Path) -> Journal:
-    """Return what a process wrote, so far or before it died; nothing where there is no file yet."""
+    """Return the records of a process so far; an empty journal without a file."""
     try:
         content = path.read_text("utf-8")
     except FileNotFoundError:
         content = ""
-    whole = content[: content.rfind("\n") + 1]  # a killed process may leave the beginning of a line
+    # The last line of a killed process may be incomplete.
+    whole = content[: content.rfind("\n") + 1]
     records: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
     header = Header(**records[0] | {"lowered_by": tuple(records[0]["lowered_by"])}) if records else None
     return Journal(header=header, entries=tuple(_parse_entry(record) for record in records[1:]))
@@ -121,9 +124,9 @@ def _parse_entry(record: dict[str, Any]) -> Entry:
 
 
 def read_progress(path: Path) -> tuple[int | None, int]:
-    """Return the pid of the process that writes a journal, and the last step that it wrote.
+    """Return the pid of the process that writes a journal, and the last step written.
 
-    The pid is None until the process has said it, and the step 0 where it wrote none.
+    The pid is None before the first record, and the step is 0 before the first step.
     """
     try:
         *lines, _ = path.read_bytes().split(b"\n")
@@ -134,7 +137,10 @@ def read_progress(path: Path) -> tuple[int | None, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One fact that isn't the same. `expected` or `found` is None where that side has no such fact."""
+    """One fact that differs.
+
+    `expected` or `found` is None where the fact is missing on that side.
+    """
 
     step: int
     rank: int
@@ -150,13 +156,13 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What comparing two runs found.
+    """The result of a comparison of two runs.
 
     Attributes:
-        steps: training steps of the run; each was compared on each process.
-        names: of all facts, with how often each was compared.
-        repeated: step and rank of what was done more than once, and compared each time.
-        differences: in order of step.
+        steps: training steps of the run; each step was compared on each process.
+        names: names of all facts, each with the number of comparisons.
+        repeated: step and rank of each repeated step; every repetition was compared.
+        differences: differences in the order of steps.
     """
 
     steps: int
@@ -166,20 +172,20 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """Whether nothing differs, and something was compared."""
+        """Whether there were comparisons, and no difference."""
         return not self.differences and bool(self.names)
 
     @property
     def compared(self) -> int:
-        """How many facts were compared."""
+        """The number of compared facts."""
         return sum(self.names.values())
 
     def names_of(self, category: str) -> list[str]:
-        """Return the facts of a category, without its name."""
+        """Return the names of the facts of a category, without the category."""
         return sorted(name.partition("/")[2] for name in self.names if name.partition("/")[0] == category)
 
     def identical_steps(self, category: str | None = None) -> int:
-        """Return after how many steps all facts, or those of a category, are identical on all processes."""
+        """Return the number of steps with identical facts, or facts of a category, everywhere."""
         differ = {
             difference.step
             for difference in self.differences
@@ -188,10 +194,10 @@ class Comparison:
         return self.steps - len(differ - {0})
 
     def explain(self) -> str:
-        """Return the first divergence in a sentence: where, what, and what was most likely not restored.
+        """Return the first divergence in a sentence, with the state that was probably not restored.
 
-        State that differs where a launch begins was not restored. If all state is the same and the step after it isn't,
-        what decides the step lies outside of the state.
+        State that differs at the start of a launch was not restored. If the state is equal and the
+        next step differs, the cause lies outside of the state.
         """
         if not self.differences:
             return "no divergence"
@@ -204,7 +210,7 @@ class Comparison:
         return f"first divergence after {place}: {', '.join(names[:3])}{more}; {_guess(names)}"
 
 
-#: The category of a whole entry that is missing, or too many.
+#: The category of a whole entry, missing or superfluous.
 _ENTRY = "entry"
 
 
@@ -234,12 +240,13 @@ def _describe(name: str) -> str:
 def compare(
     reference: Sequence[Iterable[Entry]], candidate: Sequence[Iterable[Entry]], *, first: int = 0, steps: int
 ) -> Comparison:
-    """Compare the entries of a run with those of an uninterrupted one, process by process.
+    """Compare the entries of a run with the entries of an uninterrupted run, process by process.
 
     Args:
         reference: entries of each process, each step once.
-        candidate: the same; a step that was done again after a resume stands there once for each time.
-        first: the step from which on `candidate` must have all entries.
+        candidate: entries of each process; a step repeated after a resume has an entry for each
+            time.
+        first: the first step of which `candidate` must have an entry.
         steps: the last step.
     """
     if len(reference) != len(candidate):
@@ -266,13 +273,13 @@ def compare(
 def compare_worlds(
     reference: Sequence[Sequence[Entry]], candidate: Sequence[Sequence[Entry]], *, first: int = 0, steps: int
 ) -> Comparison:
-    """Compare the entries of a run with those of an uninterrupted one on another number of processes.
+    """Compare a run with an uninterrupted run on another number of processes.
 
-    Of the samples each process took a part: they are compared over all processes, in the order of the ranks. A
-    RNG stream belongs to one process, and is compared where both runs have that process. All else is the same
-    on every process, and compared on each.
+    Each process takes a part of the samples: samples are compared over all processes, in the order
+    of the ranks. An RNG stream belongs to one process, and is compared where both runs have the
+    process. Any other fact is equal on all processes, and compared on each.
 
-    Args and Returns: as of `compare`.
+    Args and Returns: as in `compare`.
     """
     both, count = min(len(reference), len(candidate)), len(candidate)
     ours, theirs = join_samples(reference), join_samples(candidate)
@@ -285,7 +292,7 @@ def compare_worlds(
 
 
 def _shared(entries: Sequence[Entry], samples: Mapping[int, tuple[int, ...]], *, streams: bool) -> list[Entry]:
-    """Return the entries of a process with the samples of all, and with its RNG streams or without."""
+    """Return a process's entries with the samples of all, with or without RNG streams."""
     return [
         dataclasses.replace(
             entry,
@@ -297,7 +304,7 @@ def _shared(entries: Sequence[Entry], samples: Mapping[int, tuple[int, ...]], *,
 
 
 def _compare_presence(due: set[int], expected: set[int], found: set[int], rank: int) -> Iterator[Difference]:
-    """Yield the steps that one side lacks, or that neither should have."""
+    """Yield the steps that are missing on one side, or superfluous."""
     for step in sorted(due | expected | found):
         if not (step in due and step in expected and step in found):
             sides = ["present" if step in side else None for side in (expected, found)]
@@ -306,7 +313,8 @@ def _compare_presence(due: set[int], expected: set[int], found: set[int], rank: 
 
 def _compare_entries(expected: Entry, found: Entry, rank: int, names: Counter[str]) -> list[Difference]:
     ours, theirs = expected.facts(), found.facts()
-    if found.samples is None or expected.samples is None:  # where a launch began: state, and no step yet
+    # At the start of a launch, there is state, and no step yet.
+    if found.samples is None or expected.samples is None:
         for facts in (ours, theirs):
             facts.pop("sample/ids", None)
             facts.pop("loss/bits", None)
@@ -319,7 +327,10 @@ def _compare_entries(expected: Entry, found: Entry, rank: int, names: Counter[st
 
 
 def join_samples(processes: Sequence[Iterable[Entry]]) -> dict[int, tuple[int, ...]]:
-    """Return the samples of each step in the order of the ranks: the order of the data, if it is the same run."""
+    """Return the samples of each step in the order of the ranks.
+
+    This is the order of the data, if the run is the same.
+    """
     samples: dict[int, tuple[int, ...]] = {}
     for entries in processes:
         for step, taken in sorted((entry.step, entry.samples) for entry in entries if entry.samples is not None):
@@ -328,11 +339,11 @@ def join_samples(processes: Sequence[Iterable[Entry]]) -> dict[int, tuple[int, .
 
 
 def check_history(history: Mapping[int, Sequence[int]], *, sample_count: int, global_batch: int, steps: int) -> str:
-    """Check by counting alone, whatever the order, that no sample was skipped or repeated.
+    """Check by counting, in any order, that no sample was skipped or repeated.
 
-    Epoch follows epoch, and each takes every sample once: so no two samples may differ by more than one time.
+    Each epoch takes every sample once: so the counts of two samples may differ by one at most.
 
-    Returns: what is wrong, in a sentence; an empty text if nothing is.
+    Returns: the error in a sentence, or an empty text.
     """
     if sorted(history) != list(range(1, steps + 1)):
         return f"the history has {len(history)} steps, not {steps}"

@@ -1,8 +1,9 @@
-"""The demo's judge: the digest of everything that a training step changes, each by its own name, and its controls.
+"""The demo's judge: a digest of each piece of state, and negative controls.
 
-`digest_state` reads the live objects itself and uses nothing of what ckptfmt saves or restores them with.
-A comparison that can't fail proves nothing. So whatever the demo claims to restore can be left out by name
-(`leave_out`); it then has, after the restore, the value that a fresh start gives it, and the comparison must find it.
+`digest_state` reads the live objects without any of ckptfmt's code for saving and restoring. A
+comparison that can't fail proves nothing. So each restored piece of state can be left out by name
+(`leave_out`): after the restore, it has the value of a fresh start, and the comparison must find
+the difference.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ from ckptfmt_conformance.elastic import Trainer
 def digest_state(
     model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, sampler: Sampler, trainer: Trainer
 ) -> dict[str, str]:
-    """Return 128 bits of BLAKE3, in hex, for each parameter, moment, step, buffer, RNG stream and the rest.
+    """Return the digests, 128 bits of BLAKE3 in hex, of each piece of state.
 
-    Names are ``<category>/<name>``. Tensors are digested by their bytes: -0.0 isn't 0.0, and a NaN equals itself.
+    The pieces are parameters, moments, steps, buffers, RNG streams and the rest.
+
+    Names are ``<category>/<name>``. Tensors are digested by their bytes: -0.0 differs from 0.0, and
+    a NaN equals itself.
     """
     digests = {f"parameter/{name}": _digest_tensor(tensor) for name, tensor in model.named_parameters()}
     digests |= {f"buffer/{name}": _digest_tensor(tensor) for name, tensor in model.named_buffers()}
@@ -62,7 +66,7 @@ def _digest_tensor(tensor: torch.Tensor) -> str:
 
 
 def _digest_tree(tree: object) -> str:
-    """Digest plain values; JSON writes a float with all digits that tell it from every other one."""
+    """Return the digest of plain values; JSON writes a float with all distinguishing digits."""
     text = json.dumps(tree, sort_keys=True, default=lambda array: array.tolist())
     return digest_bytes(text.encode())[:16].hex()
 
@@ -76,10 +80,10 @@ def leave_out(
     sampler: Sampler,
     trainer: Trainer,
 ) -> Callable[[], object]:
-    """Remember what `item` is before the restore.
+    """Copy the value of a piece of state before the restore.
 
-    Returns: a function that puts that value back; to be called after the restore.
-    Raises: ValueError for an item that isn't in `ITEMS`.
+    Returns: a function that sets the piece to this value, to be called after the restore.
+    Raises: ValueError for an item outside of `ITEMS`.
     """
     if item not in ITEMS:
         raise ValueError(f"{item!r} is none of {', '.join(ITEMS)}")
@@ -87,7 +91,7 @@ def leave_out(
         return lambda: _reset_moments(optimizer, item.removeprefix("optimizer."))
 
     def put_cursor_back(before: dict[str, Any]) -> None:
-        # With the steps done, which the checkpointer counts as well: it would refuse a cursor that disagrees.
+        # With the number of steps done: the checkpointer would refuse a cursor with another number.
         before["commit"]["step"] = sampler.steps_done
         sampler.load_state_dict(before)
 
@@ -110,6 +114,6 @@ def leave_out(
 
 
 def _reset_moments(optimizer: Optimizer, key: str) -> None:
-    """A fresh AdamW begins with zeros: in the moments, and in the steps done."""
+    """Set a moment, or the step count, of all parameters to zero, as in a new AdamW."""
     for state in optimizer.state.values():
         state[key].zero_()

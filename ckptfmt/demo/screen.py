@@ -1,4 +1,4 @@
-"""What the demo shows: how far it is, and at last what was trained, what happened, what was compared, what holds."""
+"""The demo's output: progress, and a last screen with events, comparisons and the verdict."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LABEL_WIDTH = 13
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What an RNG stream can show.
+    """The characters and styles for an output stream.
 
     Attributes:
-        save, kill, begin, resume, line: of the time line.
-        rule: between the parts.
+        save, kill, begin, resume, line: characters of the time line.
+        rule: character of the rule between the parts.
         colour: whether styles are shown.
     """
 
@@ -38,7 +38,7 @@ class Look:
 
     @classmethod
     def of(cls, stream: TextIO) -> Look:
-        """Return what `stream` can show: boxes where its encoding has them, colour on a terminal."""
+        """Return the look for `stream`: box characters if encodable, colour on a terminal."""
         colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         boxes = {"save": "●", "kill": "✗", "begin": "├", "resume": "╰", "line": "─", "rule": "─"}
         try:
@@ -48,7 +48,7 @@ class Look:
         return cls(**boxes, colour=colour)
 
     def style(self, text: str, code: str) -> str:
-        """Return text in a style, by its number in ECMA-48; plain where there is no colour."""
+        """Return text in a style, by the style's number in ECMA-48; plain without colour."""
         return f"\x1b[{code}m{text}\x1b[0m" if self.colour else text
 
     def verdict(self, *, good: bool, text: str) -> str:
@@ -96,7 +96,7 @@ def _iter_time_line(outcome: Outcome, look: Look) -> Iterator[str]:
 
 
 def _fits(step: int, steps: int) -> bool:
-    """Whether a step's number has room before that of the last one."""
+    """Return whether a step's number has room before the number of the last step."""
     return step == steps or (steps - step) * _STRIP_WIDTH // steps > len(str(step))
 
 
@@ -130,13 +130,13 @@ def _iter_comparison(outcome: Outcome, look: Look) -> Iterator[str]:
 
 
 def _claim(level: str) -> str:
-    """Return what the load itself claims of the run that goes on from it."""
+    """Return the load's own claim about the run that goes on from the checkpoint."""
     meaning = {"T1": "the same trajectory, bit by bit", "S1": "the same samples, each once"}
     return f"The load claims {level}, {meaning.get(level, 'the same state')}"
 
 
 def _list_rows(same: Comparison) -> list[tuple[str, tuple[str, ...], str]]:
-    """Return what is compared: as a person calls it, its categories in the journal, and which facts these are."""
+    """Return the rows of the comparison: label, categories, and a description of the facts."""
     names = same.names_of
     return [
         ("parameters", ("parameter",), f"{len(names('parameter'))} tensors"),
@@ -205,7 +205,7 @@ def _iter_next(outcome: Outcome) -> Iterator[str]:
 
 
 def as_json(outcome: Outcome, *, seconds: float) -> dict[str, object]:
-    """Return what the last screen says as a JSON-ready mapping."""
+    """Return the contents of the last screen as a JSON-ready mapping."""
     same, resized = outcome.same, outcome.resized
     return {
         "holds": outcome.holds,
@@ -245,11 +245,11 @@ _BAR_WIDTH = 20
 
 
 class Progress:
-    """Show the phases of the demo on standard error.
+    """The display of the demo's phases on standard error.
 
     Args:
-        phase_count: how many there are.
-        stream: where to show them.
+        phase_count: number of phases.
+        stream: the output stream; None for standard error.
     """
 
     def __init__(self, phase_count: int, stream: TextIO | None = None) -> None:
@@ -261,7 +261,7 @@ class Progress:
         self._begin_s = time.monotonic()
 
     def phase(self, text: str, steps: int) -> Callable[[int], None]:
-        """Begin a phase of so many steps; return what is to be called with the steps done."""
+        """Begin a phase of `steps` steps; return a function that shows the steps done."""
         self.end()
         self._number += 1
         self._text = f"{self._number}/{self._phase_count} {text}"
@@ -279,7 +279,7 @@ class Progress:
         return show
 
     def end(self) -> None:
-        """End the phase, if there is one."""
+        """End the current phase, if any."""
         if self._live and self._text:
             print(f"\r\x1b[K  {self._text}  {time.monotonic() - self._begin_s:.0f} s", file=self._stream, flush=True)
         self._text = ""

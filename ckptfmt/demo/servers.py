@@ -1,4 +1,6 @@
-"""S3 servers for the demo, for tests and benchmarks: moto, and Ceph's gateway. Each ends with whoever started it.
+"""S3 servers for the demo, tests and benchmarks: moto, and Ceph's gateway.
+
+Each ends with the process that started it.
 
 By hand: ``python -m ckptfmt.demo.servers moto`` or ``python -m ckptfmt.demo.servers ceph``.
 """
@@ -27,42 +29,43 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Self
 
-#: Each kind of server, and what to call it.
+#: Each kind of server, with its description.
 KINDS: Final = {"moto": "moto's S3 server", "ceph": "Ceph's S3 gateway"}
-#: The programs of Ceph that are started, and how to get them.
+#: The programs of Ceph that are started, and the command that installs them.
 CEPH_PROGRAMS: Final = ("monmaptool", "ceph-mon", "ceph-osd", "ceph", "radosgw", "radosgw-admin")
 CEPH_REMEDY: Final = "On Debian: apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ceph-common"
-#: How long a server may take until it answers: generous, since other work may leave it a tenth of a processor.
+#: Time limit for the start of a server, in seconds: other work may leave the server a tenth of a
+#: processor.
 START_S: Final = 240
-#: How often a monitor is asked before its refusal counts.
+#: Number of tries of a request to a monitor before a refusal counts.
 _ASK_COUNT: Final = 10
 _USER: Final = {"access_key_id": "test", "secret_access_key": "testsecret", "region": "us-east-1"}
 
 
 class ServerError(Exception):
-    """A server didn't start; the message says why and what to do."""
+    """A server didn't start; the message has the reason and a remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """Where an S3 server answers; all servers here know the same user."""
+    """The address of an S3 server; all servers here have the same user."""
 
     url: str
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `obstore.store.S3Store` takes besides the bucket."""
+        """The arguments of `obstore.store.S3Store` other than the bucket."""
         return {**_USER, "endpoint": self.url, "client_options": {"allow_http": True}}
 
     @property
     def environment(self) -> dict[str, str]:
-        """The same as environment variables."""
+        """The address and the user as environment variables."""
         user = {f"AWS_{name.upper()}": value for name, value in _USER.items()}
         return {**user, "AWS_ENDPOINT_URL": self.url, "AWS_ALLOW_HTTP": "true"}
 
     def client(self) -> Any:  # noqa: ANN401 - boto3 makes its classes as it runs
-        """Return a client of boto3, for what obstore hasn't: buckets, multipart uploads that nobody completed."""
-        import boto3  # half a second, which who is given a bucket doesn't pay
+        """Return a client of boto3, for buckets and multipart uploads, which obstore lacks."""
+        import boto3  # takes half a second, which a user with a bucket needn't spend
         from botocore.config import Config
 
         return boto3.client(
@@ -82,7 +85,10 @@ class Endpoint:
 
 
 class Server:
-    """A server in a process of its own, which ends when its standard input does: with this process at the latest."""
+    """A server in a separate process.
+
+    The process ends when its standard input ends: with this process at the latest.
+    """
 
     def __init__(self, kind: str) -> None:
         self._process = subprocess.Popen(
@@ -93,7 +99,7 @@ class Server:
             start_new_session=True,
         )
         output = self._process.stdout
-        line = output.readline() if output else ""  # it comes when the server answers
+        line = output.readline() if output else ""  # printed when the server answers
         if not line:
             self.close()
             raise ServerError(f"the server {kind} didn't start; what it said stands on standard error")
@@ -114,9 +120,9 @@ class Server:
 
 
 def choose_kind() -> str:
-    """Return the kind of server that can be started here: Ceph if its programs are installed, else moto.
+    """Return the available kind of server: Ceph if its programs are installed, else moto.
 
-    Raises: ServerError if neither is.
+    Raises: ServerError if neither is installed.
     """
     needed = ["boto3", "moto", "flask", "flask_cors"]
     if importlib.util.find_spec("boto3") and all(map(shutil.which, CEPH_PROGRAMS)):
@@ -128,7 +134,7 @@ def choose_kind() -> str:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens on now."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -137,7 +143,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def run_moto(port: int) -> Iterator[Endpoint]:
     """Run moto in threads of this process."""
-    from moto.moto_server import werkzeug_app as moto  # only this process needs it
+    from moto.moto_server import werkzeug_app as moto  # needed in this process only
     from werkzeug.serving import make_server
 
     class Handler(moto.MotoRequestHandler):
@@ -158,11 +164,12 @@ def run_moto(port: int) -> Iterator[Endpoint]:
 
 
 def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """Carry out one request at a time: moto looks whether a key is taken and then writes, with no lock around both."""
+    """Serve one request at a time: moto checks for a key and then writes, without a lock."""
     lock = threading.Lock()
 
     def serve(environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
-        # The body is read before the lock is taken: a client that sends half of it holds up nobody.
+        # The body is read before the lock is taken: a client that sends half a body blocks no other
+        # client.
         nbytes = int(environ.get("CONTENT_LENGTH") or 0)
         body = environ["wsgi.input"].read(nbytes)
         if len(body) < nbytes:
@@ -176,7 +183,7 @@ def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterabl
 
 
 class Ceph:
-    """One monitor, one OSD and the RADOS gateway, in a directory of their own."""
+    """One monitor, one OSD and the RADOS gateway, in a directory for them."""
 
     def __init__(self, directory: pathlib.Path, port: int) -> None:
         self.endpoint: Final = Endpoint(f"http://127.0.0.1:{port}")
@@ -219,13 +226,14 @@ class Ceph:
             try:
                 process.wait(timeout=20)
             except subprocess.TimeoutExpired:
-                process.kill()  # nothing in it shall outlive the tests
+                process.kill()  # no process may outlive the tests
                 process.wait()
         self._processes = []
 
     @property
     def _common(self) -> tuple[str | pathlib.Path, ...]:
-        # Started by root, each process would become the user `ceph`, who may not write here.
+        # Started by root, each process would switch to the user `ceph`, without permission to write
+        # here.
         who = ("--setuser", "root", "--setgroup", "root") if os.geteuid() == 0 else ()
         return ("-c", self._configuration, *who)
 
@@ -273,7 +281,10 @@ rgw_gc_processor_max_time = 60
             raise self._error(f"`{' '.join(map(str, command))}` ended with {code}")
 
     def _ask(self, *command: str) -> None:
-        """Ask the monitor; again after a refusal: on a busy machine one that has just begun answers with EPERM."""
+        """Send a command to the monitor, with retries.
+
+        On a busy machine, a new monitor answers with EPERM.
+        """
         for left in reversed(range(_ASK_COUNT)):
             try:
                 self._call("ceph", "-c", self._configuration, *command)
@@ -285,7 +296,8 @@ rgw_gc_processor_max_time = 60
                 return
 
     def _launch(self, *command: str | pathlib.Path) -> None:
-        # In the foreground, a child of this process. Ctrl-C at the terminal is for this process alone.
+        # In the foreground, as a child of this process. Ctrl-C at the terminal is for this process
+        # alone.
         with self._log.open("ab") as log:
             process = subprocess.Popen([*command, "-f"], stdout=log, stderr=log, start_new_session=True)
         self._processes.append(process)
@@ -311,7 +323,7 @@ rgw_gc_processor_max_time = 60
 
 @contextlib.contextmanager
 def run_ceph(port: int) -> Iterator[Endpoint]:
-    """Run Ceph below a directory of its own, which is removed afterwards. Raises: ServerError."""
+    """Run Ceph in a temporary directory. Raises: ServerError."""
     with tempfile.TemporaryDirectory(prefix="ckptfmt-ceph-") as directory:
         ceph = Ceph(pathlib.Path(directory), port or free_port())
         try:
@@ -330,13 +342,14 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if options.until_eof:
-        # Ctrl-C at the terminal goes to all processes in front; whoever started this one decides.
+        # Ctrl-C at the terminal goes to all foreground processes; the parent process decides when
+        # to end the server.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     run = run_moto if options.kind == "moto" else run_ceph
     try:
         with run(options.port) as endpoint:
             if options.until_eof:
-                print(json.dumps({"url": endpoint.url}), flush=True)  # a command talks on standard output
+                print(json.dumps({"url": endpoint.url}), flush=True)  # for the parent process
                 sys.stdin.read()
                 return 0
             names = "\n".join(f"export {name}={value}" for name, value in endpoint.environment.items())

@@ -1,10 +1,10 @@
-"""What the demo trains, how long, and when it saves: the same for every process of every launch."""
+"""The settings of the demo's training, equal on every process of every launch."""
 
 from __future__ import annotations
 
 import dataclasses
 
-#: What `--leave-out` can leave out of a restore.
+#: Pieces of state that `--leave-out` can leave out of a restore.
 ITEMS = (
     "python",
     "numpy",
@@ -18,7 +18,7 @@ ITEMS = (
     "trainer",
 )
 
-#: Fewer steps have no room for saves, a kill between two of them, and a resume.
+#: The least number of steps with room for saves, a kill between two of them, and a resume.
 STEPS_MIN = 8
 
 
@@ -27,15 +27,16 @@ class Settings:
     """The config of the demo's run.
 
     Attributes:
-        steps: training steps in all.
-        every: steps from one save to the next.
+        steps: total number of training steps.
+        every: number of steps from one save to the next.
         global_batch: samples per step, over all processes.
-        workers: logical workers, which share a batch evenly; any number of processes up to theirs share them out.
-        chunk_nbytes: bytes of text in one sample; the window that is trained on lies anywhere inside.
-        text_nbytes: bytes of text in all, so few that the run goes through it more than once.
+        workers: logical workers, which share a batch evenly; up to this number of processes share
+            the workers.
+        chunk_nbytes: bytes of text in one sample; the training window lies anywhere inside.
+        text_nbytes: total bytes of text, so few that the run reads the text more than once.
         context: tokens in a window.
-        dropout, masked: the rate of dropout, and the part of the input bytes that noise replaces, at most; each step
-            draws both.
+        dropout, masked: greatest rate of dropout, and greatest part of the input bytes replaced by
+            noise; each step draws both.
     """
 
     steps: int

@@ -1,4 +1,4 @@
-"""The demo's story: a run undisturbed, the same run killed and resumed, and once more at another world size."""
+"""The demo's story: an undisturbed run, a killed and resumed run, and another world size."""
 
 from __future__ import annotations
 
@@ -32,29 +32,33 @@ from ckptfmt.demo.journal import (
 from ckptfmt.demo.settings import Settings
 from ckptfmt.documents.manifest import checkpoint_name
 
-#: How often the journals are looked at, and how long they may stay as they are, in seconds.
+#: Interval between two readings of the journals, and the greatest time without progress, in
+#: seconds.
 _POLL_S = 0.02
 _STALL_S = 300.0
-#: How long torchrun gets to end its processes before they are killed, in seconds.
+#: Time for torchrun to end its processes before they are killed, in seconds.
 _GRACE_S = 20.0
 
-#: How a line of torchrun's own log begins, when it reports an error.
+#: Start of a line in torchrun's own log that reports an error.
 _TORCHRUN_ERROR = re.compile(r"E[0-9]{4} ")
 
 
 class JobError(Exception):
-    """A job that didn't do what the demo needs it to. The text says what its output says."""
+    """A job that failed, stalled or went on against the demo's plan.
+
+    The text has the end of the job's output.
+    """
 
 
 class Job:
     """One launch of the training under torchrun; a context manager that ends all its processes.
 
     Args:
-        directory: of the demo; journals and logs lie under it.
+        directory: the demo's directory, for journals and logs.
         run: directory of the checkpoints, or its URL.
-        name: of this launch.
-        world_size: how many processes.
-        options: more for the training script.
+        name: name of the launch.
+        world_size: number of processes.
+        options: further arguments of the training script.
     """
 
     def __init__(self, directory: Path, *, run: str, name: str, world_size: int, options: Sequence[str]) -> None:
@@ -67,7 +71,7 @@ class Job:
         script = ["-m", "ckptfmt.demo.train", "--checkpoints", run]
         command = [sys.executable, *launcher, *script, "--journals", str(journals), "--name", name, *options]
         with self._log.open("wb") as log:
-            # In a session of its own, so that Ctrl-C reaches the demo, which then ends the job in good order.
+            # In a separate session: Ctrl-C reaches only the demo, which then ends the job in order.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -84,22 +88,22 @@ class Job:
         self.end()
 
     def journals(self) -> list[Journal]:
-        """Return what the processes wrote."""
+        """Return the journals of the processes."""
         return [read_journal(path) for path in self._journal_paths]
 
     def wait(self, on_step: Callable[[int], None]) -> None:
-        """Wait until the job has ended well; call `on_step` with the steps done as they are done.
+        """Wait until the job has ended successfully; call `on_step` with the steps done so far.
 
-        Raises: JobError if it fails, or stands still.
+        Raises: JobError if the job fails, or stalls.
         """
         self._watch(on_step)
         if self._process.poll() != 0:
             raise self._failure(f"ended with exit code {self._process.poll()}")
 
     def kill_after(self, step: int, rank: int, on_step: Callable[[int], None]) -> None:
-        """Send SIGKILL to one process once all have done `step` steps, and wait until the job has failed of it.
+        """Send SIGKILL to one process after `step` steps of all, and wait until the job has failed.
 
-        Raises: JobError if there was nothing to kill, or the job went on all the same.
+        Raises: JobError if the job ended before, or didn't fail.
         """
         self._watch(on_step, until=step)
         pid, _ = read_progress(self._journal_paths[rank])
@@ -111,7 +115,7 @@ class Job:
             raise self._failure("ended well, although one of its processes was killed")
 
     def end(self) -> None:
-        """End the job if it is still running: first torchrun, which ends its processes; then whoever is left."""
+        """End a running job: first torchrun with its processes, then any remaining process."""
         if self._process.poll() is not None:
             return
         self._process.terminate()
@@ -141,7 +145,7 @@ class Job:
 
     def _failure(self, what: str) -> JobError:
         lines = self._log.read_text("utf-8", errors="replace").splitlines() if self._log.exists() else []
-        # After the processes' own last words torchrun repeats at length that they failed.
+        # After the last output of the processes, torchrun reports their failure at length.
         own = list(itertools.takewhile(lambda line: not _TORCHRUN_ERROR.match(line), lines)) or lines
         said = "".join(f"\n    {line}" for line in own[-15:])
         return JobError(f"the launch {self.name!r} {what}; its output, {self._log}, says:{said}")
@@ -159,13 +163,14 @@ RUN = "run"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Home:
-    """Where the runs lie, if that isn't the demo's directory: a URL, and in words."""
+    """The home of the runs outside of the demo's directory: a URL, and its description in words."""
 
     url: str
     words: str
 
 
-#: Shows that a phase of so many steps begins; returns what is to be called with the steps done.
+#: A function that shows the start of a phase of some steps; returns a function that receives the
+#: number of steps done.
 ShowPhase: TypeAlias = Callable[[str, int], Callable[[int], None]]
 
 
@@ -174,9 +179,9 @@ class Strip:
     """One launch on the time line.
 
     Attributes:
-        first, last: steps done when it began and ended.
-        saves: steps at which it saved.
-        killed: whether it ended by SIGKILL.
+        first, last: number of steps done at the start and at the end.
+        saves: steps with a save.
+        killed: whether the launch ended by SIGKILL.
     """
 
     name: str
@@ -189,17 +194,19 @@ class Strip:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Resized:
-    """What resuming at another world size showed.
+    """The result of a resumption at another world size.
 
     Attributes:
-        world_size: how many processes.
-        step: the step it resumed from.
-        same: its steps against those of the undisturbed run, on each process.
-        new_stream_count: RNG streams of processes that the run didn't have.
-        stream_count: RNG streams of all its processes.
-        samples_wrong: what is wrong with the samples of the whole history; empty if nothing is.
-        sample_count: how many samples the whole history took.
-        claim: the claim level that the load reports, and what lowers it.
+        world_size: number of processes.
+        step: the step of the resumption.
+        same: the comparison with the steps of the undisturbed run, on each process.
+        new_stream_count: number of RNG streams of additional processes.
+        stream_count: number of RNG streams of all processes.
+        samples_wrong: the error in the samples of the whole history; an empty text without an
+            error.
+        sample_count: number of samples in the whole history.
+        claim: the claim level reported by the load.
+        lowered_by: reasons reported by the load for a lower claim.
     """
 
     world_size: int
@@ -214,21 +221,22 @@ class Resized:
 
     @property
     def holds(self) -> bool:
-        """Whether every bit is that of the undisturbed run, and no sample was skipped or repeated."""
+        """Whether every bit equals the undisturbed run's, and no sample was skipped or repeated."""
         return self.same.identical and not self.samples_wrong
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """All that the last screen says.
+    """The contents of the last screen.
 
     Attributes:
-        same: the killed and resumed run against the undisturbed one.
-        claim: the claim level that the load after the kill reports.
-        resized: None where the run after the kill already differs.
-        violations: what checking every byte of the run left behind found.
-        checked_nbytes: how many bytes that were.
-        home: where the runs lay while they went on, in words; None for `directory`.
+        same: the comparison of the killed and resumed run with the undisturbed run.
+        claim: the claim level reported by the load after the kill.
+        resized: the resumption at another world size; None where the run after the kill already
+            differs.
+        violations: violations found by a validation of the finished run.
+        checked_nbytes: number of bytes validated.
+        home: place of the runs during the demo, in words; None for `directory`.
     """
 
     directory: Path
@@ -246,22 +254,22 @@ class Outcome:
 
     @property
     def sample_count(self) -> int:
-        """How many samples the steps take, over all processes."""
+        """The number of samples taken by all steps, over all processes."""
         return self.settings.steps * self.settings.global_batch
 
     @property
     def run(self) -> Path:
-        """The run that is left behind."""
+        """The directory of the finished run."""
         return self.directory / RUN
 
     @property
     def last_checkpoint(self) -> Path:
-        """The checkpoint of the last launch's last step."""
+        """The directory of the last launch's last checkpoint."""
         return self.run / checkpoint_name(self.settings.steps, len(self.strips) - 1)
 
     @property
     def holds(self) -> bool:
-        """Whether all that the demo claims was found to be so."""
+        """Whether all claims of the demo hold."""
         return self.same.identical and self.resized is not None and self.resized.holds and not self.violations
 
 
@@ -274,13 +282,13 @@ def tell(
     show_phase: ShowPhase,
     home: Home | None = None,
 ) -> Outcome:
-    """Run all launches one after the other and compare them.
+    """Run all launches one after the other and compare the results.
 
     Args:
-        directory: an empty one, for all that the demo writes.
-        options: the training script's, from which it makes the same settings.
-        without: what to leave out when the killed run is restored; the comparison must then fail.
-        home: where the runs lie; the one that is left behind is copied from there. None for `directory`.
+        directory: an empty directory, for all files of the demo.
+        options: arguments of the training script, which yield the same settings.
+        without: state to leave out when the killed run is restored; the comparison must then fail.
+        home: the home of the runs; the finished run is copied from there. None for `directory`.
 
     Raises: JobError; CkptError.
     """
@@ -359,7 +367,7 @@ def _compare_resized(
 
 
 def _last_times(processes: list[list[Entry]]) -> list[list[Entry]]:
-    """Return each step once, as it was done the last time: what was done before a kill and after its save is void."""
+    """Return each step once, as done last: steps between the last save and a kill are void."""
     latest = [{entry.step: entry for entry in entries if entry.samples is not None} for entries in processes]
     return [list(entries.values()) for entries in latest]
 

@@ -1,4 +1,4 @@
-"""What the demo trains: the text, a small GPT, and the loss of some positions of the data, whoever takes them."""
+"""The demo's task: a text, a small GPT, and the loss of some positions of the data."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ckptfmt.digest import digest_bytes, digest_text
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """A text and where it is from.
+    """A text and its origin.
 
     Attributes:
         content: the bytes; each is a token.
-        file_count: how many source files they come from.
+        file_count: number of source files.
         chunk_nbytes: bytes in one sample.
     """
 
@@ -34,7 +34,7 @@ class Text:
     chunk_nbytes: int
 
     def __len__(self) -> int:
-        """Return how many samples the text has."""
+        """Return the number of samples."""
         return len(self.content) // self.chunk_nbytes
 
     def chunk(self, sample: int) -> bytes:
@@ -42,14 +42,14 @@ class Text:
         return self.content[sample * self.chunk_nbytes : (sample + 1) * self.chunk_nbytes]
 
     def fingerprint(self) -> str:
-        """Return the digest of the whole text: another text is another data set."""
+        """Return the digest of the whole text: another text counts as another data set."""
         return digest_text(digest_bytes(self.content))
 
 
 def read_text(*, text_nbytes: int, chunk_nbytes: int) -> Text:
-    """Return the first `text_nbytes` bytes of the standard library's modules, in the order of their names.
+    """Return the first `text_nbytes` bytes of the standard library's modules, ordered by name.
 
-    Raises: FileNotFoundError where the library has no sources, as in a zipped one.
+    Raises: FileNotFoundError where the library has no sources, as in a zip archive.
     """
     library = Path(sysconfig.get_path("stdlib"))
     content, file_count = bytearray(), 0
@@ -66,11 +66,11 @@ def read_text(*, text_nbytes: int, chunk_nbytes: int) -> Text:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Augmentation:
-    """What a step draws once, for all of its samples.
+    """The random numbers that a step draws once, for all samples.
 
     Attributes:
-        begin: where in its chunk each window begins.
-        masked: part of the input bytes that noise replaces.
+        begin: position of each window in its chunk.
+        masked: part of the input bytes replaced by noise.
         dropout: rate of dropout.
     """
 
@@ -80,11 +80,11 @@ class Augmentation:
 
 
 def draw_augmentation(settings: Settings) -> Augmentation:
-    """Draw from this process's own RNG streams, one number from each; what process 0 draws goes for all.
+    """Draw one number from each RNG stream of this process, and return process 0's numbers.
 
-    The trainer gives each logical worker random numbers that follow from the plan, and no RNG stream to lose. These
-    three numbers come from the RNG streams that a process has and a checkpoint restores: a run that loses one of these
-    streams learns otherwise.
+    The trainer gives each logical worker random numbers that follow from the plan, without an RNG
+    stream to lose. These three numbers come from RNG streams that a process has and a checkpoint
+    restores: a run with a lost stream learns differently.
     """
     begin = random.randrange(settings.chunk_nbytes - settings.context)
     masked = np.random.uniform(0.0, settings.masked)  # noqa: NPY002 - the global RNG stream is one to restore
@@ -96,16 +96,17 @@ def draw_augmentation(settings: Settings) -> Augmentation:
 
 
 class Task:
-    """The next bytes of a text, as a loss.
+    """The prediction of the next byte of a text, as a loss.
 
     Args:
-        model: the one that the trainer trains.
-        text: what it learns.
-        sampler: yields all samples of each step; the trainer says by their positions which of them are whose.
-        settings: of the run.
+        model: the trainer's model.
+        text: the training text.
+        sampler: an iterable of all samples of each step; the trainer assigns them to workers by
+            position.
+        settings: settings of the run.
 
     Attributes:
-        taken: samples of this step that this process took, in the order of the data.
+        taken: samples taken by this process in this step, in the order of the data.
     """
 
     def __init__(self, model: TinyGPT, text: Text, sampler: Sampler, settings: Settings) -> None:
@@ -118,14 +119,14 @@ class Task:
         self.taken: list[int] = []
 
     def begin_step(self) -> None:
-        """Take the samples of the next step, and draw what goes for all of them; on every process."""
+        """Take the samples of the next step, and draw the random numbers; on every process."""
         self._samples = next(self._steps)
         self._augmentation = draw_augmentation(self._settings)
         self._model.set_dropout(self._augmentation.dropout)
         self.taken = []
 
     def loss_of(self, _: nn.Module, positions: range) -> tuple[torch.Tensor, int]:
-        """Return the loss of some positions of this step, summed over their tokens, and how many tokens those are."""
+        """Return the loss of some positions of this step, summed over tokens, and their number."""
         samples = [self._samples[position % len(self._samples)] for position in positions]
         self.taken += samples
         tokens, targets = make_batch(self._text, samples, self._augmentation, self._settings)
@@ -139,8 +140,8 @@ def make_batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and targets, (batch, context), of some samples, with noise.
 
-    The trainer seeds Python's RNG stream and torch's for each logical worker at each step. What numpy draws
-    is derived from Python's; torch's is left to the dropout.
+    The trainer seeds Python's RNG stream and torch's for each logical worker at each step. numpy's
+    numbers are derived from Python's stream; torch's stream is left to the dropout.
     """
     chunks = b"".join(text.chunk(sample) for sample in samples)
     rows = np.frombuffer(chunks, dtype=np.uint8).reshape(len(samples), settings.chunk_nbytes)
@@ -182,10 +183,10 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """Predict the next byte.
+    """A small GPT that predicts the next byte.
 
-    The logits start from how often each byte was seen so far. Those counts are a persistent buffer: no gradient
-    reaches them, each step moves them, and who loses them trains something else.
+    The logits start from the frequency of each byte so far. These counts are a persistent buffer:
+    without a gradient, changed by each step, and necessary for the same training.
     """
 
     byte_counts: torch.Tensor
@@ -220,7 +221,7 @@ class TinyGPT(nn.Module):
         self.byte_counts += torch.bincount(tokens.flatten(), minlength=BYTES)
 
     def set_dropout(self, rate: float) -> None:
-        """Drop this part of the activations from now on."""
+        """Set the rate of dropout of all layers."""
         for module in self.modules():
             if isinstance(module, nn.Dropout):
                 module.p = rate

@@ -1,9 +1,10 @@
-"""The training script of the demo: what a user writes, and a journal.
+"""The training script of the demo: a user's script, plus a journal.
 
     torchrun --nproc-per-node 2 -m ckptfmt.demo.train --checkpoints DIR --journals DIR --name first
 
-What ckptfmt asks of it is a `State`, a `Checkpointer`, and its `steps` as the loop. It begins a run and resumes one by
-the same code. It trains with `ckptfmt_conformance.elastic`, whose bits are the same on any number of processes.
+For ckptfmt, the script has a `State`, a `Checkpointer`, and its `steps` as the loop. The same code
+begins a run and resumes a run. The trainer is `ckptfmt_conformance.elastic`, with the same bits on
+any number of processes.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from ckptfmt_conformance.elastic import Plan, Trainer, pin_arithmetic
 def train(
     settings: Settings, run: str, journals: Path, name: str, *, resume: str = "auto", without: str | None = None
 ) -> None:
-    """Train until the last step, from wherever the run stands.
+    """Train until the last step, from the run's newest checkpoint on.
 
     Args:
         run: directory of the checkpoints, or its URL.
         journals: directory of the journals.
-        name: of this launch's journals.
-        resume: as for `Checkpointer`.
-        without: what to leave out of the restore, as a negative control.
+        name: name of this launch, for its journals.
+        resume: as in `Checkpointer`.
+        without: state to leave out of the restore, as a negative control.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     text = read_text(text_nbytes=settings.text_nbytes, chunk_nbytes=settings.chunk_nbytes)
@@ -48,13 +49,14 @@ def train(
     model = TinyGPT(settings)
     optimizer = AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, foreach=False)
     scheduler = make_scheduler(optimizer, settings)
-    # Every process knows the samples of the whole step, and the trainer which of them are its own.
+    # Every process knows the samples of the whole step; the trainer knows the positions of this
+    # process.
     sampler = Sampler(
         text, global_batch=settings.global_batch, seed=settings.seed, worker=(0, 1), fingerprint=text.fingerprint()
     )
     task = Task(model, text, sampler, settings)
     trainer = Trainer(model, optimizer, make_plan(settings), task.loss_of)
-    seed_streams(settings.seed + 1 + rank)  # of its own on every process
+    seed_streams(settings.seed + 1 + rank)  # a different seed on every process
 
     extra = {"scheduler": scheduler, "trainer": trainer}
     state = State(weights=model, optimizer=optimizer, data=sampler, config=settings, extra=extra)
@@ -65,7 +67,8 @@ def train(
     )
     journal = JournalWriter(journal_path(journals, name, rank))
     with Checkpointer(run, state, every=settings.every, keep=4, resume=resume) as checkpointer:
-        checkpointer.restore_rng()  # before the first step, since what the load claims goes into the journal
+        # Before the first step, since the journal records the load's claim.
+        checkpointer.restore_rng()
         journal.write(describe(checkpointer, model, text, rank, world_size))
         samples, loss = None, None
         for step in checkpointer.steps(settings.steps):
@@ -83,13 +86,13 @@ def train(
 
 
 def make_plan(settings: Settings) -> Plan:
-    """Return who computes what, whatever the number of processes."""
+    """Return the assignment of computations to workers, for any number of processes."""
     microbatch = settings.global_batch // settings.workers
     return Plan(workers=settings.workers, microbatch=microbatch, seed=settings.seed)
 
 
 def make_scheduler(optimizer: AdamW, settings: Settings) -> SequentialLR:
-    """Return a linear warm-up followed by a cosine down to nearly nothing."""
+    """Return a linear warm-up followed by a cosine down to nearly zero."""
     warm_up = LinearLR(optimizer, start_factor=0.1, total_iters=settings.warmup_steps)
     cosine = CosineAnnealingLR(optimizer, T_max=settings.steps - settings.warmup_steps, eta_min=settings.lr / 20)
     return SequentialLR(optimizer, [warm_up, cosine], milestones=[settings.warmup_steps])
@@ -103,7 +106,7 @@ def seed_streams(seed: int) -> None:
 
 
 def describe(checkpointer: Checkpointer, model: nn.Module, text: Text, rank: int, world_size: int) -> Header:
-    """Return what the journal begins with."""
+    """Return the journal's header."""
     launch, report = checkpointer.launch, checkpointer.load_report
     resume = launch.resume_from if launch else None
     return Header(
