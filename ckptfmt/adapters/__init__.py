@@ -1,6 +1,7 @@
-"""From live objects to what is written, and back: numpy and plain values here, torch and JAX in modules of their own.
+"""Convert between live objects and saved data: numpy and plain values here, torch and JAX apart.
 
-Nothing here imports torch or JAX before the program does: as long as one isn't loaded, no object can be one of its own.
+No module here imports torch or JAX before the program does: until then the program can't hold
+objects of that library.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from ckptfmt.errors import Code, err
 
 __all__ = ["OLDEST_TORCH", "check_torch", "jax_side", "torch_side"]
 
-#: The oldest torch on which everything holds; `pyproject.toml` and README say the same, and a test compares.
+#: The oldest supported version of torch. `pyproject.toml` and README name the same version, and a
+#: test compares them.
 OLDEST_TORCH: Final = (2, 7)
-#: Torch's side, found by name: nothing here depends on it.
+#: The module for torch, imported by name so that this package doesn't depend on torch.
 _TORCH: Final = "ckptfmt.adapters.torch"
-#: JAX's, likewise.
+#: The module for JAX, imported by name for the same reason.
 _JAX: Final = "ckptfmt.adapters.jax"
 
 
@@ -41,7 +43,7 @@ def jax_side() -> ModuleType | None:
 
 
 def check_torch(torch: ModuleType) -> None:
-    """Check that torch is new enough, before anything of it is used. Raises: StateError(ARGUMENT)."""
+    """Check that the version of torch is supported. Raises: StateError(ARGUMENT)."""
     version = str(getattr(torch, "__version__", ""))
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is not None and (int(found[1]), int(found[2])) < OLDEST_TORCH:

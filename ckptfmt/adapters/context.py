@@ -1,4 +1,4 @@
-"""What surrounds a run: configuration, topology, provenance. Compared on load, never put back."""
+"""Describe a run's configuration, topology and provenance, which a load only compares."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ckptfmt.adapters import torch_side
 from ckptfmt.errors import Code, err
 from ckptfmt.state import INIT_FROM, FirstWorker, PerWorker
 
-#: Stands in a difference for a value that isn't on this side.
+#: The placeholder in a difference for a value that is absent on this side.
 ABSENT: Final = "<absent>"
 
-#: Variables that choose kernels, reductions or thread counts.
+#: Environment variables that select kernels, reductions or thread counts.
 _ENVIRONMENT: Final = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA",
     "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE",
@@ -35,16 +35,16 @@ _ENVIRONMENT: Final = (
 _COMMIT_VARIABLES: Final = ("CKPTFMT_GIT_COMMIT", "GITHUB_SHA")
 
 
-#: The members of the topology that say how many processes there are: the same number in most runs.
+#: The members of the topology that count processes. The numbers are equal in most runs.
 PROCESS_COUNTS: Final = ("worker_count", "logical_workers", "world_size")
 
 
 def own_config(config: object, *, worker: int) -> tuple[Any, bool]:
-    """Return the configuration of a State as a tree, and whether this worker gives it to a save and compares it.
+    """Return the configuration of a State as a tree, and whether this worker saves and compares it.
 
-    Of a `FirstWorker` worker 0 alone does.
+    Worker 0 alone saves and compares the configuration of a `FirstWorker`.
 
-    Raises: as `plain_config`.
+    Raises: the errors of `plain_config`.
     """
     is_given = worker == 0 or not isinstance(config, FirstWorker)
     value = config.value if isinstance(config, FirstWorker) else config
@@ -54,10 +54,11 @@ def own_config(config: object, *, worker: int) -> tuple[Any, bool]:
 def plain_config(value: Any, *, where: str, depth: int = 0) -> Any:  # noqa: ANN401 - whatever the caller configures by
     """Return a configuration as a tree.
 
-    Namespaces, dataclass instances and mappings become dicts, paths strings, enum members their names. What is left as
-    it is and has no form, `dump_tree` refuses by name.
+    Namespaces, dataclass instances and mappings become dicts, paths become strings, and enum
+    members become their names. Values of other types stay unchanged; `dump_tree` rejects
+    unsupported types by name.
 
-    Raises: FormatError(DOC_DEPTH); StateError(STATE_UNSUPPORTED) for tensors of torch.
+    Raises: FormatError(DOC_DEPTH); StateError(STATE_UNSUPPORTED) for torch tensors.
     """
     if depth > limits.MSGPACK_DEPTH:
         raise err(Code.DOC_DEPTH, "the value nests too deeply, or contains itself", where=where, remedy="Flatten it.")
@@ -101,7 +102,8 @@ def find_differences(saved: object, live: object) -> list[tuple[str, object, obj
     ([('a', '<absent>', 1)], [('a/b', '<absent>', 1)])
     """
     left, right = dict(_flatten(saved, "")), dict(_flatten(live, ""))
-    for side, other in ((left, right), (right, left)):  # what is empty here differs by what is in it there
+    # an empty container differs only by the other side's items
+    for side, other in ((left, right), (right, left)):
         empty = [path for path, value in side.items() if isinstance(value, dict | list | tuple) and path not in other]
         for path in empty:
             if any(name.startswith(f"{path}/") for name in other):
@@ -132,7 +134,10 @@ def _same(left: object, right: object) -> bool:
 
 
 def topology(*, worker_count: int) -> dict[str, object]:
-    """Return what must be equal on all workers: their number, and the settings and versions that decide bits."""
+    """Return the facts that must be equal on all workers.
+
+    These are the number of workers, and the settings and versions that determine bits.
+    """
     side = torch_side()
     world_size = None if side is None else side.world_size()
     return {
@@ -149,7 +154,7 @@ def topology(*, worker_count: int) -> dict[str, object]:
 
 
 def local_facts(*, devices: frozenset[str], meshes: list[Any], jax_facts: Mapping[str, object]) -> dict[str, object]:
-    """Return what is true of one worker's machine: devices, threads, environment, and the meshes that it is in."""
+    """Return facts about a single worker's machine: devices, threads, environment and meshes."""
     side = torch_side()
     return {
         "byte_order": sys.byteorder,
@@ -162,11 +167,13 @@ def local_facts(*, devices: frozenset[str], meshes: list[Any], jax_facts: Mappin
 
 
 def provenance(given: Mapping[str, object] | None, init_from: Mapping[str, object] | None) -> dict[str, object]:
-    """Return where the run comes from, as far as program and environment say; the caller's word stands above.
+    """Return the origin of the run, as far as the program and the environment reveal it.
+
+    Values from the caller override detected values.
 
     Args:
-        given: what the caller says.
-        init_from: the checkpoint that the run began from, if it did.
+        given: the caller's values.
+        init_from: the checkpoint that initialized the run, if any.
     """
     commit = next((os.environ[name] for name in _COMMIT_VARIABLES if os.environ.get(name)), None)
     return {

@@ -1,14 +1,16 @@
-"""JAX's side: arrays and pytrees, what `ckptfmt.adapters` calls once the program has loaded jax.
+"""Save and load JAX arrays and pytrees; `ckptfmt.adapters` imports this module once jax is loaded.
 
-Of an array each shard is saved once, from the device that has its first replica. An array whose shards are all in this
-process is one whole tensor in the checkpoint; of any other, each shard is a piece at its offsets.
+Each shard of an array is saved once, from the device that holds the shard's first replica. An array
+whose shards are all in this process is a single whole tensor in the checkpoint. For any other
+array, each shard is a piece at its offsets.
 
-Arrays can't be changed, and nor can most nodes of a pytree: a load makes a new tree of the classes, shardings and
-dtypes of the live one, which takes its place in the `State`.
+Arrays are immutable, and so are most nodes of a pytree. A load therefore creates a new tree with
+the classes, shardings and dtypes of the live tree. The new tree replaces the live tree in the
+`State`.
 
-A dict, list or tuple is saved as itself. Any other node that is registered with JAX (a NamedTuple of Optax, a
-FrozenDict, a dataclass of Flax, an nnx.State) is saved as a dict of its children by JAX's own keys, so that a name is
-what `jax.tree_util.keystr` shows: ``0/mu/Dense_0/kernel``.
+A dict, list or tuple is saved as itself. Any other node registered with JAX (a NamedTuple of Optax,
+a FrozenDict, a dataclass of Flax, an nnx.State) is saved as a dict of its children, under JAX's own
+keys. Names are those of `jax.tree_util.keystr`: ``0/mu/Dense_0/kernel``.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.state import place_of
 
-#: What typed keys are saved as: numbers under this name, and how they are used.
+#: The saved form of a typed key: its numbers under `_KEY_DATA`, and its kind.
 _KEY_DATA: Final = "key_data"
 _KEY_KIND: Final = "jax.random.key"
-#: Nodes of a pytree that are saved as what they are.
+#: Node types that are saved as themselves.
 _PLAIN_NODES: Final = (type(None), dict, list, tuple, OrderedDict)
-#: The dtypes that a weak type can have: those of Python's numbers.
+#: Python's number type for each kind of dtype that can be weakly typed.
 _WEAK: Final[dict[str, type]] = {"i": int, "f": float, "c": complex}
-#: Settings that decide bits.
+#: Settings that determine bits of results.
 _SETTINGS: Final = (
     "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_numpy_dtype_promotion",
     "jax_threefry_partitionable",
@@ -52,15 +54,17 @@ _SETTINGS: Final = (
 
 
 def is_array(value: object) -> bool:
-    """Tell whether this is an array of JAX, a typed key or a tracer among them."""
+    """Return whether a value is a JAX array. Typed keys and tracers are arrays."""
     return isinstance(value, jax.Array)
 
 
 class Pending:
-    """A number on its way from a device. Arrays of JAX don't change.
+    """A number in transfer from a device to the host.
+
+    The transfer needs no copy on the device, since JAX arrays are immutable.
 
     Args:
-        array: an array of one element.
+        array: an array of a single element.
     """
 
     def __init__(self, array: jax.Array) -> None:
@@ -68,34 +72,35 @@ class Pending:
         array.copy_to_host_async()
 
     def is_ready(self) -> bool:
-        """Return whether `bits` returns at once."""
+        """Return whether `bits` returns without waiting."""
         return bool(self._array.is_ready())
 
     def wait(self) -> None:
-        """Wait for the device."""
+        """Wait until the device has computed the number."""
         self._array.block_until_ready()
 
     def bits(self) -> int:
-        """Return the bits of the number as a float of 64 bits: all floats are exact."""
+        """Return the bits of the number as a 64-bit float, which represents all floats exactly."""
         number = np.asarray(self._array).reshape(-1)[:1].astype(np.float64)
         return int(number.view(np.uint64)[0])
 
 
 def is_node(value: object) -> bool:
-    """Tell whether this is a node of a pytree."""
+    """Return whether a value is a node of a pytree."""
     return not jax.tree_util.all_leaves([value])
 
 
 def children_of(value: object) -> list[tuple[object, object]]:
-    """Return keys and children of a node, one level of it."""
+    """Return the keys and the direct children of a node."""
     found, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda child: child is not value)
     return [(_plain_key(path[0]), child) for path, child in found]
 
 
 def has_arrays(value: object) -> bool:
-    """Tell whether a tree is JAX's: it has arrays of JAX, or `jax.ShapeDtypeStruct`, or nodes that are saved as dicts.
+    """Return whether a tree must be loaded as a pytree.
 
-    Such a node, an EmptyState of Optax, may hold no array, and must be made again by its class.
+    Such a tree has JAX arrays, `jax.ShapeDtypeStruct` objects, or nodes that are saved as dicts. A
+    node without arrays, such as an EmptyState of Optax, counts too: only its class can recreate it.
     """
     leaves = jax.tree_util.tree_leaves(value, is_leaf=_is_own_node)
     return any(is_array(leaf) or _is_abstract(leaf) or _is_own_node(leaf) for leaf in leaves)
@@ -114,7 +119,7 @@ def _is_key(value: Any) -> bool:  # noqa: ANN401 - array or its shape
 
 
 def _plain_key(key: Any) -> object:  # noqa: ANN401 - any of JAX's classes of keys
-    """Return what a key of a path stands for."""
+    """Return the plain key that an entry of a JAX path represents."""
     tree = jax.tree_util
     if isinstance(key, tree.DictKey | tree.FlattenedIndexKey):
         return key.key
@@ -128,10 +133,10 @@ def _plain_key(key: Any) -> object:  # noqa: ANN401 - any of JAX's classes of ke
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardSource:
-    """An array to be written; see `ckptfmt.write.snapshot.MemorySource`.
+    """A source that reads a JAX array; see `ckptfmt.write.snapshot.MemorySource`.
 
     Attributes:
-        shards: the arrays of single devices that this process writes, each with its box.
+        shards: the single-device arrays that this process writes, each with its box.
     """
 
     field: str
@@ -153,22 +158,30 @@ class ShardSource:
                 np.frombuffer(out, held.dtype).reshape(box.shape)[own.relative_to(box)] = held
 
     def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
-        """Return the bytes of the elements of `box`, to be read; None where several shards have them."""
+        """Return the bytes of the elements of `box`, read-only.
+
+        Returns: None if the box spans several shards, or if the bytes aren't contiguous.
+        """
         held = next((_on_host(shard) for own, shard in self.shards if own == box), None)
         return None if held is None or not held.flags.c_contiguous else held.reshape(-1).view(np.uint8)
 
 
 def _on_host(shard: jax.Array) -> NDArray[Any]:
-    """Return the elements of an array of one device, of the host's own memory where they lie there.
+    """Return the elements of a single-device array, without a copy where they are in host memory.
 
-    They are integers of the same size, where there are such: copied as these, no bit of a NaN can be lost.
+    The result is viewed as unsigned integers of the same size if such a type exists. Copies of
+    integers preserve all bits of a NaN.
     """
     held: NDArray[Any] = np.asarray(shard)
     return held.view(f"u{held.itemsize}") if held.itemsize in (1, 2, 4, 8) else held
 
 
 def source_of(array: jax.Array, *, field: str, name: str, scope: str) -> ShardSource:
-    """Return the source of an array. Raises: StateError(STATE_UNSUPPORTED), also for one that was donated."""
+    """Return the source of an array.
+
+    Raises: StateError(STATE_UNSUPPORTED) for tracers, typed keys, donated arrays and unknown
+        dtypes.
+    """
     where = place_of(field, name)
     if isinstance(array, jax.core.Tracer):
         raise _unsupported("a tracer has no elements", where, "Save outside of jit, grad and vmap.")
@@ -192,7 +205,10 @@ def source_of(array: jax.Array, *, field: str, name: str, scope: str) -> ShardSo
 
 
 def encode(encoder: Encoder, value: jax.Array, name: str) -> object:
-    """Return the tree of an array; where none may be, the array as it is. Raises: StateError(STATE_UNSUPPORTED)."""
+    """Return the tree of an array, or the array itself if the encoder allows no references.
+
+    Raises: StateError(STATE_UNSUPPORTED).
+    """
     if encoder.inline:
         return value
     if isinstance(value, jax.core.Tracer) or not _is_key(value):
@@ -209,7 +225,7 @@ def _kind_of_key(key: jax.Array) -> str:
 
 
 def _box_of(index: Iterable[Any], shape: tuple[int, ...]) -> Box:
-    """Return the box that JAX's slices cut out of an array of this shape."""
+    """Return the box that a tuple of JAX's slices selects in an array of this shape."""
     spans = [slice(*cut.indices(extent)) for cut, extent in zip(index, shape, strict=True)]
     return Box(tuple(span.start for span in spans), tuple(span.stop - span.start for span in spans))
 
@@ -218,11 +234,12 @@ def _box_of(index: Iterable[Any], shape: tuple[int, ...]) -> Box:
 
 
 def plan_tree(plan: LoadPlan, unit: Unit) -> None:
-    """Plan to make a tree like that of a unit, which takes its place once everything is read.
+    """Plan to build a new tree for a unit. The new tree replaces the live tree after all reads.
 
-    Arrays go by their names, whatever tree they were saved in; other values stand at their place in the saved tree.
+    Arrays are found by name, in any saved tree. Other values are found at their path in the saved
+    tree.
 
-    Problems: TENSOR_MISSING, LEAF_MISSING, LEAF_UNEXPECTED, and those of a tensor that doesn't fit.
+    Problems: TENSOR_MISSING, LEAF_MISSING, LEAF_UNEXPECTED, and the problems of `may_fill`.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(unit.value)
     tree = _TreePlan(plan, unit)
@@ -232,18 +249,19 @@ def plan_tree(plan: LoadPlan, unit: Unit) -> None:
 
 
 class _TreePlan:
-    """The load of one tree, leaf by leaf."""
+    """The plan to load a single tree, leaf by leaf."""
 
     def __init__(self, plan: LoadPlan, unit: Unit) -> None:
         self._plan = plan
         self._unit = unit
         name = plan.renaming.saved_name(unit.name)
-        #: Name, scope and value of what was saved in this place; `MISSING` where that has tensors only.
+        #: Name, scope and value of the saved leaf; the value is `MISSING` if only tensors were
+        #: saved.
         self._name, self._scope, self._saved = plan.leaf(unit.field, [name], unit.scope)
         self._met: set[tuple[object, ...]] = set()
 
     def plan_leaf(self, path: tuple[object, ...], live: Any) -> Callable[[], object]:  # noqa: ANN401 - any leaf
-        """Return what makes, or gives back, the value for a leaf once everything is read."""
+        """Return a function that returns the leaf's value. The function runs after all reads."""
         self._met.add(path)
         name = join_name((*self._unit.path, *path))
         is_array_like = is_array(live) or _is_abstract(live)
@@ -260,7 +278,11 @@ class _TreePlan:
         return lambda: live
 
     def _find(self, name: str, shape: tuple[int, ...]) -> IndexTensor | None:
-        """Return the saved tensor of a live one, None if it isn't to be loaded, or isn't there."""
+        """Return the saved tensor for a live array.
+
+        Returns: None if the array isn't chosen, or wasn't saved. A missing tensor becomes a
+            problem.
+        """
         chosen = self._plan.choose(self._unit.field, [name])
         saved = self._plan.tensor(self._unit.field, chosen, self._unit.scope) if chosen else None
         if chosen and saved is None:
@@ -296,7 +318,10 @@ class _TreePlan:
         return lambda: placed
 
     def refuse_leftover(self) -> None:
-        """Make problems of saved values that have no place here; of tensors the load finds that by itself."""
+        """Add a problem for each saved value without a leaf in the live tree.
+
+        Saved tensors are skipped: the load checks all tensors itself.
+        """
         for path, value in _iter_paths(self._saved, self._met):
             name = join_name((self._name, *path)) if self._name else join_name(path)
             if value is not None and not isinstance(value, TensorRef) and self._plan.only.fits(self._unit.field, name):
@@ -306,7 +331,7 @@ class _TreePlan:
 
 
 def _find_at(tree: object, path: tuple[object, ...]) -> Any:  # noqa: ANN401 - any value of a tree
-    """Return what a saved tree has at a path, or `MISSING`."""
+    """Return the value at a path in a saved tree, or `MISSING`."""
     for key in path:
         tree = (_items(tree) or {}).get(key, MISSING)
     return tree
@@ -315,7 +340,7 @@ def _find_at(tree: object, path: tuple[object, ...]) -> Any:  # noqa: ANN401 - a
 def _iter_paths(
     tree: object, met: set[tuple[object, ...]], path: tuple[object, ...] = ()
 ) -> Iterator[tuple[tuple[object, ...], object]]:
-    """Yield path and value of what a saved tree has beside the paths that were met."""
+    """Yield path and value of each part of a saved tree outside the paths in `met`."""
     if tree is MISSING or path in met:
         return
     items = _items(tree)
@@ -327,14 +352,17 @@ def _iter_paths(
 
 
 def _items(tree: object) -> dict[object, object] | None:
-    """Return what a container of a saved tree holds, by key; None for anything else."""
+    """Return the items of a list, tuple or dict in a saved tree, by key; None for other values."""
     if isinstance(tree, list | tuple):
         return dict(enumerate(tree))
     return tree if isinstance(tree, dict) else None
 
 
 def _plan_array(plan: LoadPlan, live: Any, saved: IndexTensor, name: str) -> Callable[[], jax.Array]:  # noqa: ANN401
-    """Plan to read what this process's devices need of an array, and return what makes it."""
+    """Plan to read the parts of an array that this process's devices need.
+
+    Returns: a function that creates the array after all reads.
+    """
     where = place_of(saved.field, name)
     dtype = np.dtype(live.dtype)
     if not may_fill(plan, saved, shape=live.shape, dtype=lambda: dtype_name(dtype, where=where), where=where):
@@ -371,12 +399,18 @@ def _read_cut(arrays: Mapping[Box, NDArray[Any]], shape: tuple[int, ...], cut: t
 
 
 def _weak_zero(dtype: np.dtype[Any]) -> jax.Array:
-    """Return a zero of Python as an array: its type is weak, so that others decide the dtype of a result."""
+    """Return a Python zero as a weakly typed array.
+
+    In an operation with a weakly typed array, the other operand determines the result's dtype.
+    """
     return jnp.asarray(_WEAK.get(dtype.kind, bool)())
 
 
 def _weaken(array: jax.Array, sharding: Any) -> jax.Array:  # noqa: ANN401 - of JAX, or None
-    """Return an array with a weak type, on the same devices: one that is written into keeps its own type."""
+    """Return an array with a weak type, on the same devices.
+
+    A functional write into a weakly typed array keeps the weak type.
+    """
 
     def write(held: jax.Array) -> jax.Array:
         return jnp.broadcast_to(_weak_zero(np.dtype(held.dtype)), held.shape).at[...].set(held)
@@ -400,7 +434,10 @@ def _sink(saved: IndexTensor, array: NDArray[Any]) -> ArraySink:
 
 
 def local_facts(units: Iterable[Unit]) -> dict[str, object]:
-    """Return the versions, settings, devices and meshes of the arrays of JAX in a state; nothing if there are none."""
+    """Return the versions, settings, devices and meshes of the JAX arrays in a state.
+
+    Returns: an empty dict if the state has no JAX array.
+    """
     arrays = [leaf for unit in units for leaf in jax.tree_util.tree_leaves(unit.value)]
     arrays = [leaf for leaf in arrays if is_array(leaf) and not isinstance(leaf, jax.core.Tracer)]
     if not arrays:

@@ -1,4 +1,4 @@
-"""From live values to trees, and how they are called: plain values as they are, tensors as references to sources."""
+"""Encode live values as trees: plain values unchanged, tensors as references to sources."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.state import place_of
 from ckptfmt.write.snapshot import TensorSource
 
-#: The scope of what is the same on all workers, or in pieces on them.
+#: The scope of values that are equal on all workers, and of tensors that the workers hold in
+#: pieces.
 GLOBAL = "global"
 
 
 def worker_scope(worker: int) -> str:
-    """Return the scope of what belongs to one worker alone."""
+    """Return the scope of values that belong to a single worker."""
     return f"lw/{worker}"
 
 
 def key_text(key: object) -> str:
-    """Return how a key of a mapping stands in a name: ``~`` and ``/`` escaped as in a JSON pointer.
+    """Return a mapping's key as text for a name: ``~`` and ``/`` escaped as in a JSON pointer.
 
     >>> key_text("a/b~c"), key_text(3)
     ('a~1b~0c', '3')
@@ -44,7 +45,10 @@ def key_text(key: object) -> str:
 
 
 def child_name(name: str, key: object) -> str:
-    """Return the name of what lies under `key` of what is called `name`; of a whole field, that is empty."""
+    """Return the name of the value under `key` in a container.
+
+    The container is called `name`; the name of a whole field is empty.
+    """
     return f"{name}/{key_text(key)}" if name else key_text(key)
 
 
@@ -60,7 +64,7 @@ def too_deep(where: str) -> CkptError:
 
 
 def join_name(path: Iterable[object]) -> str:
-    """Return the name of what lies at `path`, a sequence of keys.
+    """Return the name of the value at `path`, a sequence of keys.
 
     >>> join_name(["extra", "ema", "layers.0.weight"])
     'extra/ema/layers.0.weight'
@@ -69,7 +73,7 @@ def join_name(path: Iterable[object]) -> str:
 
 
 def prefix_of(path: Iterable[object]) -> str:
-    """Return what stands before the names of everything beneath `path`.
+    """Return the prefix of all names beneath `path`.
 
     >>> prefix_of([]), prefix_of(["gen"])
     ('', 'gen/')
@@ -79,7 +83,7 @@ def prefix_of(path: Iterable[object]) -> str:
 
 
 def find_below(tree: object, path: Iterable[object]) -> Any:  # noqa: ANN401 - part of a tree
-    """Return what keys and positions lead to in a tree; None where nothing is.
+    """Return the value at a path of keys and positions in a tree, or None if there is none.
 
     >>> find_below({"optimizers": [1, 2]}, ["optimizers", 1]), find_below([1], ["a"]), find_below({}, [])
     (2, None, {})
@@ -92,7 +96,9 @@ def find_below(tree: object, path: Iterable[object]) -> Any:  # noqa: ANN401 - p
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """Return the attributes of an object as they are, without code of its class; none of what has no ``__dict__``.
+    """Return the ``__dict__`` of an object, or an empty dict if the object has none.
+
+    No code of the object's class runs.
 
     >>> import types
     >>> attributes_of(types.SimpleNamespace(a=1)), attributes_of(3)
@@ -106,7 +112,14 @@ def attributes_of(value: object) -> dict[str, Any]:
 
 
 def check_unique(keys: Iterable[tuple[str, str, str]], what: str) -> None:
-    """Check that nothing has the same field, name and scope. Raises: StateError(STATE_NAME)."""
+    """Check that no combination of field, name and scope occurs twice.
+
+    Args:
+        keys: fields, names and scopes.
+        what: a plural noun for the error message.
+
+    Raises: StateError(STATE_NAME).
+    """
     keys = list(keys)
     if len(set(keys)) < len(keys):
         raise _name_error(next(key for key, count in Counter(keys).items() if count > 1), what)
@@ -119,24 +132,25 @@ def _name_error(key: tuple[str, str, str], what: str) -> CkptError:
     )
 
 
-#: Marks the tree of a tensor that is made of several: a dict from this to its class, and from attributes to the parts.
-#: In the place of the class's name may be a dict from ``kind`` to that, with the rest of what makes the tensor anew.
+#: The key that marks the tree of a composite tensor: a dict from this key to the name of the
+#: tensor's class, and from attribute names to the inner tensors. The name of the class may be a
+#: dict with the name under ``kind`` and further data that rebuild the tensor.
 FLATTENED: Final = "ckptfmt.flattened"
 
 
 def flattened_kind(tree: Mapping[Any, Any]) -> str:
-    """Return the name of the class of a tensor that is made of several, given its tree."""
+    """Return the class name of a composite tensor, given its tree."""
     made = tree[FLATTENED]
     return str(made.get("kind")) if isinstance(made, dict) else str(made)
 
 
 class Encoder:
-    """Turns live values into trees, and collects the tensors in them.
+    """An encoder of live values as trees, which collects the tensors in them.
 
     Args:
-        field: field of the leaves and tensors.
-        scope: their scope.
-        inline: put numpy arrays into the tree itself; torch tensors have no form then.
+        field: the field of the leaves and tensors.
+        scope: the scope of the leaves and tensors.
+        inline: whether numpy arrays become part of the tree. Torch tensors can't be encoded then.
     """
 
     def __init__(self, *, field: str, scope: str, inline: bool = False) -> None:
@@ -151,23 +165,25 @@ class Encoder:
         """Return the leaf of a value.
 
         Args:
-            name: of the leaf.
-            value: live; tensors in it become sources.
-            tensors_under: what their names begin with, if not with the leaf's.
+            name: the leaf's name.
+            value: the live value. Its tensors become sources.
+            tensors_under: the prefix of the tensors' names. Default: the leaf's name.
 
         Raises: StateError(STATE_UNSUPPORTED); FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
         """
         return self.leaf_of(name, self.encode(value, name if tensors_under is None else tensors_under))
 
     def leaf_of(self, name: str, tree: object) -> Leaf:
-        """Return the leaf of what `encode` returned."""
+        """Return the leaf of a tree that `encode` returned."""
         content = dump_tree(tree, where=place_of(self.field, name))
         return Leaf(field=self.field, name=name, scope=self.scope, value=content)
 
     def encode(self, value: object, name: str) -> object:
-        """Return the tree of a value; what has no form stays as it is, for `dump_tree` to name.
+        """Return the tree of a value.
 
-        The tree may share containers of plain values with the value: it is good until that changes.
+        A value of an unsupported type stays in the tree unchanged, and `dump_tree` reports its
+        place. The tree may share containers of plain values with the live value, so it is valid
+        only until the value changes.
         """
         kind = type(value)
         if kind in PLAIN:
@@ -184,7 +200,8 @@ class Encoder:
             self.sources.append(ArraySource.of(value, field=self.field, name=name, scope=self.scope))
             return TensorRef(name, "numpy")
         is_of_jax = of_jax is not None and of_jax.is_array(value)
-        side = of_jax if is_of_jax else self._side or torch_side()  # a value's own code may have loaded torch since
+        # the code of a value may import torch
+        side = of_jax if is_of_jax else self._side or torch_side()
         return value if side is None else side.encode(self, value, name)
 
     def _encode_container(self, encode: Callable[[Encoder, Any, str], object], value: object, name: str) -> object:
@@ -198,14 +215,17 @@ class Encoder:
 
 
 def fingerprint(value: object, *, field: str, name: str) -> tuple[bytes, dict[str, bytes]]:
-    """Return the tree of a value and a digest of each tensor in it: equal exactly if all bits are."""
+    """Return the encoded tree of a value, and a digest of each tensor in the value.
+
+    Two fingerprints are equal if and only if all bits of the values are equal.
+    """
     encoder = Encoder(field=field, scope="global")
     leaf = encoder.leaf(name, value)
     return leaf.value, {source.name: source_digest(source) for source in encoder.sources}
 
 
 def plain_values(tree: Any) -> Any:  # noqa: ANN401 - any tree without tensors
-    """Return the live values of a tree that refers to no tensor."""
+    """Return the live values of a tree without references to tensors."""
     if isinstance(tree, InlineArray):
         return array_of(tree)
     if type(tree) in (list, tuple):
@@ -216,7 +236,7 @@ def plain_values(tree: Any) -> Any:  # noqa: ANN401 - any tree without tensors
 
 
 def source_digest(source: TensorSource) -> bytes:
-    """Return the digest of kind and contents of what is held of a tensor."""
+    """Return a digest of a source's dtype, global shape and local elements."""
     content = bytearray(repr((source.dtype, source.global_shape)).encode())
     for box in source.boxes:
         piece = bytearray(box.element_count * DTYPES[source.dtype].nbytes)
@@ -260,7 +280,7 @@ def _encode_node(encoder: Encoder, value: Any, name: str) -> object:  # noqa: AN
     return {key: encoder.encode(child, child_name(name, key)) for key, child in side.children_of(value)}
 
 
-#: Exactly these types; what derives from them may hold more than its items.
+#: Functions by exact type. An instance of a subclass may hold more than its items.
 _CONTAINERS: Final[dict[type, Callable[[Encoder, Any, str], object]]] = {
     list: _encode_list,
     tuple: _encode_list,

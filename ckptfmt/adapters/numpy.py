@@ -1,4 +1,4 @@
-"""Numpy arrays as sources, sinks and values of trees."""
+"""Use numpy arrays as sources, as sinks and as values of trees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
 def dtype_name(dtype: np.dtype[Any], *, where: str) -> str:
-    """Return the format's name of a numpy dtype, of either byte order. Raises: StateError(STATE_UNSUPPORTED)."""
+    """Return the format's name of a numpy dtype of any byte order.
+
+    Raises: StateError(STATE_UNSUPPORTED).
+    """
     name = _find_name(dtype)
     if name is None:
         raise err(Code.STATE_UNSUPPORTED, f"the format has no dtype like numpy's {dtype}", where=where)
@@ -27,12 +30,12 @@ def dtype_name(dtype: np.dtype[Any], *, where: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _find_name(dtype: np.dtype[Any]) -> str | None:
-    """Return a dtype's name: numpy makes it anew each time that it is asked for."""
+    """Return a dtype's name from a cache: numpy builds the string at each access."""
     return dtype.name if not dtype.hasobject and dtype.name in DTYPES else None
 
 
 def saved_dtype(array: Array, *, where: str) -> str:
-    """Return the format's name of the dtype of an array that can be saved as it is.
+    """Return the format's name of an array's dtype.
 
     Raises: StateError(STATE_UNSUPPORTED) for subclasses and for dtypes that the format lacks.
     """
@@ -48,7 +51,7 @@ def saved_dtype(array: Array, *, where: str) -> str:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ArraySource:
-    """A numpy array to be written; see `ckptfmt.write.snapshot.MemorySource`."""
+    """A source that reads a numpy array; see `ckptfmt.write.snapshot.MemorySource`."""
 
     field: str
     name: str
@@ -75,7 +78,7 @@ class ArraySource:
         )
 
     def copy_into(self, box: Box, out: memoryview) -> None:
-        """Copy the elements of `box` into `out`; other threads of Python run meanwhile."""
+        """Copy the elements of `box` into `out`. The copy releases the GIL."""
         if not box.element_count:
             return
         memory = self.memory_of(box)
@@ -86,7 +89,11 @@ class ArraySource:
             np.copyto(np.frombuffer(out, view.dtype.newbyteorder("<")).reshape(view.shape), view)
 
     def memory_of(self, box: Box) -> Array | None:
-        """Return the bytes of the elements of `box`, if they follow each other in memory as the format has them."""
+        """Return the bytes of the elements of `box` as a view.
+
+        Returns: None if the elements aren't contiguous in memory, or not in the format's byte
+        order.
+        """
         view = _view(self.array, box)
         if not view.flags.c_contiguous or view.dtype != view.dtype.newbyteorder("<"):
             return None
@@ -95,7 +102,10 @@ class ArraySource:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ArraySink:
-    """A numpy array to be filled; see `ckptfmt.write.snapshot.TensorSink`. Another dtype of the array converts."""
+    """A sink that fills a numpy array; see `ckptfmt.write.snapshot.TensorSink`.
+
+    If the array has another dtype than the saved tensor, the elements are converted.
+    """
 
     field: str
     name: str
@@ -106,23 +116,26 @@ class ArraySink:
     boxes: tuple[Box, ...]
 
     def copy_from(self, box: Box, content: memoryview) -> None:
-        """Take the elements of `box`."""
+        """Copy `content` into the elements of `box`."""
         incoming = np.frombuffer(content, dtype=numpy_dtype(self.dtype)).reshape(box.shape)
-        with np.errstate(over="ignore", invalid="ignore"):  # a conversion was asked for, with what it rounds to
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller asked for this rounding
             if not np.can_cast(incoming.dtype, self.array.dtype, "unsafe"):
-                incoming = incoming.astype(np.float32)  # exact: this is between kinds of float8
+                incoming = incoming.astype(np.float32)  # exact for conversions between float8 types
             np.copyto(_view(self.array, box), incoming, casting="unsafe")
 
 
 def inline_array(value: Array | np.generic, *, where: str) -> InlineArray:
-    """Return an array, or a numpy scalar, as a value of a tree. Raises: StateError(STATE_UNSUPPORTED)."""
+    """Return an array or a numpy scalar as a value of a tree.
+
+    Raises: StateError(STATE_UNSUPPORTED).
+    """
     scalar = isinstance(value, np.generic)
     array = np.asarray(value)
     return InlineArray(saved_dtype(array, where=where), array.shape, bytes(_content(array)), scalar)
 
 
 def array_of(value: InlineArray) -> Array | np.generic:
-    """Return the array, or the numpy scalar, that a tree holds.
+    """Return the array or numpy scalar that a value of a tree represents.
 
     >>> array_of(inline_array(np.float32(2), where="x"))
     np.float32(2.0)
@@ -132,7 +145,8 @@ def array_of(value: InlineArray) -> Array | np.generic:
 
 
 def _view(array: Array, box: Box) -> Array:
-    index: tuple[Any, ...] = (*box.relative_to(Box.whole(array.shape)), ...)  # the dots keep an array of rank 0 one
+    # the ellipsis keeps a 0-d array an array
+    index: tuple[Any, ...] = (*box.relative_to(Box.whole(array.shape)), ...)
     view: Array = array[index]
     return view
 

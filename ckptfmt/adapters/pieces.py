@@ -1,4 +1,4 @@
-"""Live tensors and arrays as sources and sinks of global tensors, for libraries that hold their own pieces."""
+"""Wrap live tensors and arrays as sources and sinks, for libraries that hold their own pieces."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ def source_of(
     global_shape: tuple[int, ...] | None = None,
     scope: str = GLOBAL,
 ) -> TensorSource:
-    """Return a source for `State`, or for a library's own save, of a tensor that is here as a whole or in pieces.
+    """Return the source of a tensor that this process holds as a whole or in pieces.
+
+    The source is for `State`, or for the save of another library.
 
     Args:
-        name: of the tensor; unique within field and scope.
-        pieces: a torch tensor (a DTensor among them), a numpy array or an array of JAX, which is the whole tensor; or a
-            mapping from the offsets at which a piece begins in the global tensor, a tuple, to the piece.
-        field: one of ``weights``, ``optimizer`` and ``data``.
-        global_shape: of the whole tensor, in elements; needed where `pieces` is a mapping.
-        scope: ``global``, or ``lw/<i>`` for what belongs to process i alone.
+        name: the tensor's name, unique within field and scope.
+        pieces: the whole tensor: a torch tensor (DTensor included), a numpy array or a JAX array.
+            Or a mapping from offsets to pieces; the offsets are a tuple, the piece's begin in the
+            global tensor.
+        field: ``weights``, ``optimizer`` or ``data``.
+        global_shape: the shape of the whole tensor, in elements. Required if `pieces` is a mapping.
+        scope: ``global``, or ``lw/<i>`` for a tensor of process i only.
 
     Raises: StateError(STATE_UNSUPPORTED, ARGUMENT); LayoutError(BOX_BOUNDS, TILING_OVERLAP).
 
@@ -70,11 +73,16 @@ def sink_of(
     """Return a sink for `Checkpoint.read_into` that fills live tensors or arrays in place.
 
     Args:
-        pieces: as for `source_of`, but for arrays of JAX, which can't be filled: `ckptfmt.load` makes new ones.
-        dtype: that was saved, where it isn't that of the pieces: then elements are converted.
+        name: the tensor's name.
+        pieces: the destination, as for `source_of`. JAX arrays can't be filled: `ckptfmt.load`
+            creates new arrays.
+        dtype: the saved dtype, if it differs from the destination's. Elements are converted then.
+        field: the tensor's field.
+        global_shape: the shape of the whole tensor, in elements. Required if `pieces` is a mapping.
+        scope: the tensor's scope.
 
     Raises: StateError(STATE_UNSUPPORTED, META_DESTINATION, ARGUMENT); LayoutError(BOX_BOUNDS,
-        TILING_OVERLAP).
+    TILING_OVERLAP).
     """
     where = place_of(field, name)
     if not isinstance(pieces, Mapping):
@@ -90,7 +98,7 @@ def sink_of(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pieces:
-    """Several whole tensors, each at its box of a global one: a source or a sink, as they are."""
+    """A source or a sink of several local tensors, each at its box of a global tensor."""
 
     field: str
     name: str
@@ -109,25 +117,28 @@ class Pieces:
         held.copy_into(local, out)
 
     def copy_from(self, box: Box, content: memoryview) -> None:
-        """Take the elements of `box`."""
+        """Copy `content` into the elements of `box`."""
         held, local = self._find(box)
         held.copy_from(local, content)
 
     def memory_of(self, box: Box) -> Array | None:
-        """Return the bytes of the elements of `box`, if they follow each other in memory."""
+        """Return the bytes of the elements of `box` as a view.
+
+        Returns: None if the elements aren't contiguous in memory.
+        """
         held, local = self._find(box)
         memory_of = getattr(held, "memory_of", None)
         return None if memory_of is None else memory_of(local)
 
     def _find(self, box: Box) -> tuple[Any, Box]:
-        """Return the tensor that has a box, and where in it."""
+        """Return the local tensor that contains a box, and the box relative to that tensor."""
         around = next(own for own in self.boxes if own.contains(box))
         begin = tuple(at - own for at, own in zip(box.begin, around.begin, strict=True))
         return self.held[around], Box(begin, box.shape)
 
 
 def _of_shape(whole: Tensor, global_shape: tuple[int, ...] | None, where: str) -> Tensor:
-    """Return a whole tensor if its shape is the one that was said, if one was."""
+    """Return a whole tensor, after a check of its shape if the caller gave one."""
     if global_shape is not None and tuple(global_shape) != whole.global_shape:
         detail = f"the tensor has the shape {whole.global_shape}, and global_shape={tuple(global_shape)}"
         remedy = "Give a piece with the offsets at which it begins: {(0, 0): tensor}."

@@ -1,4 +1,4 @@
-"""What decides the next steps of a training and isn't in its State: other optimizers, schedulers, gradients."""
+"""Detect training state outside the State: other optimizers, schedulers, pending gradients."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.live import Kind, walk
 from ckptfmt.state import State
 
-#: How deep in a tree a copy of an object's state is looked for.
+#: The maximum depth in a tree at which copies of an object's state are searched.
 _DEPTH: Final = 2
-#: The member of topology that lists what a save found unsaved.
+#: The member of topology that lists the unsaved state found by a save.
 UNSAVED: Final = "unsaved"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unsaved:
-    """Something that a save doesn't have, and that lowers the claim of every load.
+    """A part of the training state that a save omits. Each lowers the claim of every load.
 
     Attributes:
-        name: the word by which the log and `Checkpointer.reports` call it.
-        text: what it is, why it counts, and what to do.
+        name: the word for this case in the log and in `Checkpointer.reports`.
+        text: a description, the consequence and the remedy.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Unsaved:
 
 
 class Unheld:
-    """Looks for what isn't in a State, as long as this lives: optimizers, schedulers, gradients of an unfinished step.
+    """A detector of training state outside a State: optimizers, schedulers, pending gradients.
 
-    It sees what the optimizers of the process do from the moment that it is made.
+    The detector observes all optimizers of the process from its construction until `close`.
 
     Args:
-        worker: number of this worker.
+        worker: the number of this worker.
     """
 
     def __init__(self, worker: int) -> None:
@@ -47,9 +47,9 @@ class Unheld:
         self._found: list[Unsaved] = []
 
     def follow(self, state: State) -> None:
-        """See the steps of the optimizers of a state from now on."""
+        """Start observing the steps of a state's optimizers."""
         side: Any = torch_side()
-        if side is None or state.rng is False:  # a framework takes care of what is saved
+        if side is None or state.rng is False:  # a framework decides on the saved state
             return
         optimizers = side.list_optimizers(unit.value for unit in walk(state, worker=self._worker))
         if self._watch is None:
@@ -58,13 +58,13 @@ class Unheld:
             self._watch.follow(optimizers)
 
     def find(self, state: State, *, looks_around: bool, saves: bool = True) -> list[Unsaved]:
-        """Return what a save of now doesn't have.
+        """Return the training state that a save at this moment omits.
 
         Args:
             state: the state to save.
-            saves: whether it is saved now; else gradients are of no consequence.
-            looks_around: whether to look through the objects of the process, which takes some tens of milliseconds;
-                else what was found there before is returned.
+            looks_around: whether to search the objects of the process, which takes some tens of
+                milliseconds. If false, the results of the previous search are returned.
+            saves: whether the state is saved now. If false, pending gradients don't matter.
         """
         side: Any = torch_side()
         if side is None or state.rng is False:
@@ -74,7 +74,8 @@ class Unheld:
         trees = [unit.value for unit in units if unit.kind is Kind.TREE and unit.field == "optimizer"]
 
         def is_copied(value: object) -> bool:
-            # A program may keep what state_dict() returns in the State, as long as it does so at every save.
+            # A program may keep the result of state_dict() in the State, if it renews it for each
+            # save.
             return bool(side.is_copied(value, [copy for tree in trees for copy in _mappings_in(tree)]))
 
         if looks_around:
@@ -90,20 +91,20 @@ class Unheld:
         return list(dict.fromkeys(found))
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop observing optimizers."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
 
 
 def _mappings_in(value: object, depth: int = 0) -> list[Mapping[Any, Any]]:
-    """Return the mappings in a tree, itself among them, down to a few levels."""
+    """Return the mappings in a tree, the root included, down to `_DEPTH` levels."""
     found = [value] if isinstance(value, Mapping) else []
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return found + [one for part in parts if depth < _DEPTH for one in _mappings_in(part, depth + 1)]
 
 
-#: What is told where gradients are there at a save that no step has used yet.
+#: The report of gradients that exist at a save and that no step has applied yet.
 PENDING: Final = Unsaved(
     "GRADIENTS_PENDING",
     "gradients that the next optimizer.step() uses were there at the save, and gradients aren't saved: save where the"

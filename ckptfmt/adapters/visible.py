@@ -1,7 +1,8 @@
-"""What can be seen of an object of an unknown class: whether its state_dict leaves out something that changes.
+"""Detect changing attributes that a state_dict of an unknown class leaves out.
 
-A class decides itself what its ``state_dict`` returns. A save takes digests of the numbers, flags and tensors in the
-object's attributes; after a load they are compared with those of the object that was loaded.
+Each class decides what its ``state_dict`` returns. A save records digests of the numbers, flags and
+tensors in the object's attributes. After a load, the digests are compared with those of the loaded
+object.
 """
 
 from __future__ import annotations
@@ -21,34 +22,41 @@ from ckptfmt.adapters.live_trees import attributes_of
 from ckptfmt.digest import digest_bytes
 from ckptfmt.state import place_of
 
-#: Whose classes are known to save what decides their next steps.
+#: Packages whose classes save their complete state.
 _KNOWN: Final = ("torch", "torchdata", "ckptfmt", "numpy", "jax", "accelerate", "transformers", "lightning")
 #: The attribute by which a class says that its state_dict is complete.
 EXACT: Final = "ckptfmt_exact"
-#: How deep attributes are looked through, how many values at most, and how many tensors. Deeper lie other objects.
+#: Limits of the traversal: depth, number of values, number of tensors. Objects at greater depth
+#: rarely belong to the inspected object.
 _DEPTH: Final = 3
 _MOST: Final = 4096
 _MOST_TENSORS: Final = 32
-#: How many elements of a tensor are looked at.
+#: The number of elements sampled from each tensor.
 _SAMPLE: Final = 16
-#: A number that is so near to the clock's, in seconds, is a time.
+#: A number within this distance of the current time, in seconds, is taken for a timestamp.
 _CLOCK_S: Final = 10 * 365 * 86400.0
 _FAR: Final = 2.0**53
 _PLAIN: Final = (bool, int, float, complex, type(None), np.generic)
-#: The digest of what has a position that nothing shows.
+#: The digest of a value whose position can't be read, such as a generator.
 _HIDDEN: Final = "hidden"
 
 
 def is_known(value: object) -> bool:
-    """Return whether the class of an object is known to save all that decides its next steps, or says so itself."""
+    """Return whether the class of an object saves its complete state.
+
+    Classes of well-known packages do, and classes that set `EXACT`.
+    """
     kind = type(value)
     return kind.__module__.partition(".")[0] in _KNOWN or bool(getattr(value, EXACT, False))
 
 
 def look_at(units: Iterable[Unit]) -> dict[str, dict[str, str]]:
-    """Return digests of the attributes of each object of an unknown class, by its place and the attribute's path."""
+    """Return digests of the attributes of each object of an unknown class.
+
+    Returns: for each object's place, a digest for each attribute path.
+    """
     units = list(units)
-    # What is an object of the State itself is saved by itself.
+    # Other objects of the State are saved separately.
     others = {id(unit.value) for unit in units}
     return {
         place_of(unit.field, unit.name): dict(_Look(others - {id(unit.value)}).of(unit.value))
@@ -58,11 +66,11 @@ def look_at(units: Iterable[Unit]) -> dict[str, dict[str, str]]:
 
 
 def compare(units: Iterable[Unit], saved: object) -> list[str]:
-    """Return a sentence for each loaded object whose attributes aren't as they were at the save.
+    """Return a sentence for each loaded object whose attributes differ from the save.
 
     Args:
-        units: those of the State, after the load.
-        saved: what `look_at` returned at the save.
+        units: the units of the State after the load.
+        saved: the result of `look_at` at the save.
     """
     if not isinstance(saved, Mapping):
         return []
@@ -86,14 +94,14 @@ def compare(units: Iterable[Unit], saved: object) -> list[str]:
 
 
 class _Look:
-    """One look at one object."""
+    """A traversal of the attributes of a single object."""
 
     def __init__(self, left_out: set[int]) -> None:
         self._seen = set(left_out)
         self._count = self._tensor_count = 0
 
     def of(self, value: object) -> Iterator[tuple[str, str]]:
-        """Yield path and digest of what is seen."""
+        """Yield the path and the digest of each attribute."""
         side: Any = torch_side()
         is_optimizer = side is not None and side.is_optimizer(value)
         for name, part in list(attributes_of(value).items()):
@@ -134,9 +142,10 @@ class _Look:
             is_set = isinstance(value, set | frozenset)
             yield path, _digest(repr((len(value), sorted(map(str, numbers)) if is_set else numbers)))
         elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-            items = []  # what a callback belongs to isn't the object's own
+            items = []  # a callback's owner isn't part of the object
         elif type(value).__module__.partition(".")[0] in ("logging", "threading", "_thread", "pathlib", "torch"):
-            # Of torch only schedulers: what is in other objects of torch isn't the user's to save.
+            # Of torch's objects only schedulers count: the user doesn't save the contents of
+            # others.
             side: Any = torch_side()
             is_schedule = side is not None and side.is_schedule(value)
             items = [item for item in attributes_of(value).items() if item[0] != "optimizer"] if is_schedule else []
@@ -148,7 +157,10 @@ class _Look:
 
 
 def _number_text(value: Any) -> str | None:  # noqa: ANN401 - a number or None
-    """Return the same text for equal numbers; None for a time, which every process has its own of."""
+    """Return a text of a number, equal for equal numbers; None for a timestamp.
+
+    Timestamps differ in each process.
+    """
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, bool | int) or (isinstance(value, float) and value.is_integer()):
         value = int(value)
@@ -157,13 +169,14 @@ def _number_text(value: Any) -> str | None:  # noqa: ANN401 - a number or None
 
 
 def _tensor_text(value: Any) -> str:  # noqa: ANN401 - tensor or array
-    """Return shape and some elements of a tensor or an array."""
+    """Return the shape and a sample of the elements of a tensor or an array."""
     shape = tuple(value.shape)
     try:
         flat = value.detach().reshape(-1) if hasattr(value, "detach") else value.reshape(-1)
         stride = max(1, len(flat) // _SAMPLE)
         return repr((shape, flat[::stride][:_SAMPLE].tolist()))
-    except (NotImplementedError, RuntimeError, TypeError):  # of a kind that can't be read like that
+    # the tensor's type doesn't support this access
+    except (NotImplementedError, RuntimeError, TypeError):
         return repr(shape)
 
 
