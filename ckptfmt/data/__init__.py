@@ -1,1 +1,1 @@
-"""The order in which a run sees its data, and the digest of the samples that it has seen."""
+"""The order in which a run reads data, and the digest of the samples read so far."""

@@ -1,11 +1,13 @@
-"""The course of a run through its data: what each position has, as a pure function of what a cursor says of the order.
+"""The course of a run through its data: the sample at each position, as a pure function.
 
-A position has a sample of a source, or, past a skip, nothing; and the sample counts, or has weight zero. The course
-knows of no rank, world size, worker process or fetched batch: whoever asks for the same positions is told the same.
+The inputs are a cursor's description of the order. Each position has a sample of a source, or no
+sample where a skip left a hole. The sample counts, or has weight zero. The course doesn't depend on
+rank, world size, worker process or fetched batches: equal positions give equal results.
 
-A source's draws are its endless order, less what skips remove, cut or filled up at the end of each epoch. Draw k is
-what the source gives when it is asked for the k-th time. Between two skips that remove something, draws are a closed
-form of k; so the way is a short list of stretches, and any draw is found without those before it.
+The draws of a source are its endless order, without the samples that skips remove, and cut or
+filled up at the end of each epoch. Draw k is the source's k-th sample, from 0. Between two skips
+that remove samples, draws are a closed form of k. The course is therefore a short list of
+stretches, and any draw is computed without the draws before it.
 
 Spec: REQ-CUR-012, REQ-CUR-013, REQ-CUR-016, REQ-CUR-018.
 """
@@ -28,14 +30,14 @@ from ckptfmt.documents.cursor import BatchPlan, Cursor, Ledger, Mixture, Source,
 from ckptfmt.documents.cursor_map import PosSkip, SampleSkip, ShardSkip, Skip
 from ckptfmt.errors import Code, err
 
-#: Draws at a time: scratch arrays stay in the cache.
+#: Number of draws computed at once: small enough for scratch arrays to stay in the cache.
 _DRAWS: Final = 1 << 14
 _NONE = np.empty(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """Draws of one epoch that follow each other; those that only fill a batch are `is_padding`."""
+    """Consecutive draws of one epoch; `is_padding` marks draws that only fill up a batch."""
 
     epoch: int
     samples: NDArray[np.int64]
@@ -44,7 +46,15 @@ class Draws:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Stretch:
-    """From draw `first` on: `drawn` positions of `epoch` are behind, `place` is where its order goes on."""
+    """The state of a source from draw `first` on.
+
+    Attributes:
+        first: first draw of the stretch.
+        epoch: epoch of that draw.
+        drawn: number of the epoch's positions before that draw.
+        place: place in the epoch's order at which the stretch goes on.
+        removed: removed samples, ascending.
+    """
 
     first: int
     epoch: int
@@ -56,14 +66,14 @@ class _Stretch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Epoch:
-    """One epoch of a stretch, and a draw in it.
+    """An epoch of a stretch, and a draw in the epoch.
 
     Attributes:
-        behind: positions of the epoch before the stretch.
-        first_kept: number of the first sample, among those that are not removed.
-        kept: how many samples it has.
-        positions: how many draws it has.
-        at: the draw, counted in it.
+        behind: number of the epoch's positions before the stretch.
+        first_kept: number of the first sample, counted among the samples that aren't removed.
+        kept: number of samples.
+        positions: number of draws.
+        at: number of the draw within the epoch's draws.
     """
 
     epoch: int
@@ -90,25 +100,29 @@ class Walk:
         self._seed = seed
         self._plan = plan
         self._stretches = [_Stretch(first=0, epoch=0, drawn=0, place=0, removed=_NONE)]
-        #: The places of removed samples, by epoch and how many are removed: that grows with each stretch.
+        #: Places of the removed samples, by epoch and number of removed samples, which grows with
+        #: each stretch.
         self._places: dict[tuple[int, int], NDArray[np.int64]] = {}
 
     def remove(self, draw: int, samples: NDArray[np.int64]) -> None:
-        """Take samples out of the order from a draw on; draws of earlier calls are not later than this one."""
+        """Remove samples from the order from a draw on.
+
+        `draw` must not be smaller than in earlier calls of `remove` and `jump`.
+        """
         removed = np.union1d(self._stretches[-1].removed, samples)
         self._stretches.append(dataclasses.replace(self._stretch_at(draw), first=draw, removed=removed))
 
     def jump(self, draw: int, count: int) -> None:
-        """Let draw `draw` be what draw ``draw + count`` was, and so on; as to `draw`, see `remove`."""
+        """Move the draws from ``draw + count`` on to `draw`; call order as for `remove`."""
         self._stretches.append(dataclasses.replace(self._stretch_at(draw + count), first=draw))
 
     def epoch_at(self, draw: int) -> tuple[int, int]:
-        """Return the epoch that a draw lies in, and how many draws of the epoch lie before it."""
+        """Return the epoch of a draw, and the number of the epoch's draws before it."""
         _, epoch = self._find(draw)
         return epoch.epoch, epoch.behind + epoch.at
 
     def draws(self, begin: int, end: int) -> Iterator[Draws]:
-        """Yield the draws ``[begin, end)``."""
+        """Yield the draws ``[begin, end)``, in order."""
         while begin < end:
             number, epoch = self._find(begin)
             later = self._stretches[number + 1].first if number + 1 < len(self._stretches) else end
@@ -127,7 +141,7 @@ class Walk:
             begin += count
 
     def _find(self, draw: int) -> tuple[int, _Epoch]:
-        """Return the number of a draw's stretch, and its epoch."""
+        """Return the number of a draw's stretch, and the draw's epoch."""
         number = bisect_right([stretch.first for stretch in self._stretches], draw) - 1
         stretch = self._stretches[number]
         at = draw - stretch.first
@@ -151,7 +165,7 @@ class Walk:
         return number, _Epoch(epoch=epoch, behind=0, first_kept=0, kept=whole, positions=length, at=at)
 
     def _stretch_at(self, draw: int) -> _Stretch:
-        """Return the last stretch as it stands at a draw of it."""
+        """Return the state of the last stretch at one of its draws."""
         _, epoch = self._find(draw)
         removed = self._stretches[-1].removed
         place = self._n
@@ -161,7 +175,7 @@ class Walk:
         return _Stretch(first=draw, epoch=epoch.epoch, drawn=epoch.behind + epoch.at, place=place, removed=removed)
 
     def _removed_places(self, removed: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        """Return where in an epoch the removed samples stand, ascending."""
+        """Return the places of the removed samples in an epoch, ascending."""
         if not len(removed):
             return _NONE
         key = (epoch, len(removed))
@@ -173,7 +187,7 @@ class Walk:
 
 
 def _skip_over(removed: NDArray[np.int64], kept: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the places of the samples of these numbers, counted among those that are not removed."""
+    """Return the places of samples, given their numbers among the samples that aren't removed."""
     if not len(removed):
         return kept
     gaps = removed - np.arange(len(removed))
@@ -193,10 +207,17 @@ def source_seed(seed: int, source_id: str) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of a mixture, ``block-det-v1``: `counts` are those of each stage, in the order of the sources.
+    """The blocks of a mixture, ``block-det-v1``.
 
-    Each block has exactly its counts, in an order of its own, and what a source has given before a position is a prefix
-    of the source's order: one number says it.
+    Each block contains exactly the counts of its stage, in an order of its own. The draws of a
+    source before a position are a prefix of the source's order, so that a single number describes
+    them.
+
+    Attributes:
+        block: number of positions in a block.
+        seed: seed of the orders within blocks.
+        begins: first position of each stage.
+        counts: counts per block of each stage, in the order of the sources.
 
     Spec: page 60. Source: mixtures by integer counts per block, as in Levanter's `MixtureDataset`.
 
@@ -223,7 +244,7 @@ class Blocks:
         )
 
     def sources_between(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the number of the source at each of the positions ``[begin, end)``."""
+        """Return the source's number at each of the positions ``[begin, end)``."""
         parts = [np.empty(0, np.int64)]
         while begin < end:
             number, at = divmod(begin, self.block)
@@ -233,7 +254,7 @@ class Blocks:
         return np.concatenate(parts)
 
     def draws_before(self, position: int) -> tuple[int, ...]:
-        """Return how many draws each source has made before a position."""
+        """Return the number of each source's draws before a position."""
         draws = [0] * len(self.counts[0])
         whole = position // self.block * self.block
         for i, (begin, counts) in enumerate(zip(self.begins, self.counts, strict=True)):
@@ -264,13 +285,15 @@ _MASK: Final = (1 << 64) - 1
 
 
 def ledger_of_samples(source_id: str, epoch: int, samples: NDArray[np.integer]) -> Ledger:
-    """Return the ledger of samples of one epoch, in whatever order they were consumed.
+    """Return the ledger of samples of one epoch, independent of their order.
 
-    Its digest is ``mix64-add4-v1``: those of disjoint or repeated ranges add up, in any order and however they were
-    cut, so that each worker may count its own. It finds mistakes; who wants to can make two multisets of one digest.
+    The digest is ``mix64-add4-v1``: digests of parts add up, in any order and for any partition,
+    and repeated samples count each time. So each worker can count its own part. The digest detects
+    mistakes, not attacks: two multisets with equal digests can be constructed on purpose.
 
-    Shapes: `samples` is (count,); one that comes twice counts twice.
-    Spec: REQ-CUR-008. Source: incremental hashing by addition: M. Bellare, D. Micciancio, EUROCRYPT 1997.
+    Shapes: `samples` is (count,); a repeated sample counts each time.
+    Spec: REQ-CUR-008.
+    Source: incremental hashing by addition: M. Bellare, D. Micciancio, EUROCRYPT 1997.
 
     >>> once = ledger_of_samples("books", 0, np.array([3, 1, 2]))
     >>> once == ledger_of_samples("books", 0, np.array([1, 2, 3])), once == ledger_of_samples("books", 0, np.arange(3))
@@ -283,29 +306,29 @@ def ledger_of_samples(source_id: str, epoch: int, samples: NDArray[np.integer]) 
 
 
 def add_ledgers(first: Ledger, second: Ledger) -> Ledger:
-    """Return the ledger of both multisets together."""
+    """Return the ledger of the union of two multisets, with repetitions."""
     words = zip(*(struct.unpack(_LANES, bytes.fromhex(one.set_digest)) for one in (first, second)), strict=True)
     sums = [(a + b) & _MASK for a, b in words]
     return Ledger(count=first.count + second.count, set_digest=struct.pack(_LANES, *sums).hex())
 
 
-#: What is made of the sample at a position: it counts, it has weight zero, or it isn't there.
+#: Use of the sample at a position: the sample counts, has weight zero, or is missing.
 COUNTS: Final = 1
 MASKED: Final = 0
 HOLE: Final = -1
 
-#: Positions at a time: bounds the memory of long ranges.
+#: Number of positions computed at once, to bound the memory of long ranges.
 _CHUNK: Final = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """What positions that follow each other have, in arrays of one row for each.
+    """Consecutive positions, as arrays with a row for each position.
 
     Attributes:
-        sources: number of the source, in the order of the course's.
-        epochs: of the source.
-        samples: of the source.
+        sources: number of the source, in the order of the course's sources.
+        epochs: epoch of the source.
+        samples: number of the sample in the source.
         uses: `COUNTS`, `MASKED` or `HOLE`.
     """
 
@@ -316,7 +339,7 @@ class Stretch:
 
     @classmethod
     def empty(cls, count: int) -> Stretch:
-        """Return a stretch of the first source's first sample, `count` times: to be filled."""
+        """Return a stretch of `count` rows to fill, all with sample 0 of source 0 in epoch 0."""
         return cls(
             sources=np.zeros(count, np.int64),
             epochs=np.zeros(count, np.uint64),
@@ -326,16 +349,16 @@ class Stretch:
 
 
 class Course:
-    """What each position has.
+    """The sample at each position of a run.
 
     Args:
-        sources: of the cursor.
-        seed: of the order.
-        plan: of the cursor.
-        mixture: of the cursor; None for one source.
-        skips: of the cursor.
+        sources: sources of the cursor.
+        seed: seed of the order.
+        plan: batch plan of the cursor.
+        mixture: mixture of the cursor; None for one source.
+        skips: skips of the cursor.
 
-    Raises: CURSOR_FORM when no order can be made of these.
+    Raises: CURSOR_FORM if these arguments describe no order.
 
     >>> books = Source(id="books", fingerprint=None, n=10)
     >>> skip = SampleSkip(policy="shift", from_pos=2, reason="corrupt", source="books", ids=(4,))
@@ -362,25 +385,25 @@ class Course:
         self._walks = [Walk(source.n, seed=own, plan=plan) for source, own in zip(sources, seeds, strict=True)]
         self._skips = [skip for skip in skips if skip.policy != "shift"]
         named = (skip for skip in self._skips if isinstance(skip, SampleSkip))
-        self._named = {id(skip): np.array(skip.ids, np.int64) for skip in named}  # they ascend
+        self._named = {id(skip): np.array(skip.ids, np.int64) for skip in named}  # ascending
         for skip in sorted((skip for skip in skips if skip.policy == "shift"), key=lambda skip: skip.begin):
             self._shift(skip)
 
     def draws_before(self, position: int) -> tuple[int, ...]:
-        """Return how many draws each source has made before a position."""
+        """Return the number of each source's draws before a position."""
         return (position,) if self._blocks is None else self._blocks.draws_before(position)
 
     def epoch_at(self, position: int) -> tuple[int, int]:
-        """Return the first source's epoch at a position, and how many draws of the epoch lie before it."""
+        """Return the first source's epoch at a position, and the number of earlier draws."""
         return self._walks[0].epoch_at(self.draws_before(position)[0])
 
     def sample_at(self, position: int) -> tuple[str, int]:
-        """Return source and sample at a position, whether or not it counts."""
+        """Return source and sample at a position, even if a skip leaves the sample out."""
         stretch = self._draw(position, position + 1)
         return self._ids[int(stretch.sources[0])], int(stretch.samples[0])
 
     def stretch(self, begin: int, end: int) -> Stretch:
-        """Return what the positions ``[begin, end)`` have."""
+        """Return the sources, epochs, samples and uses of the positions ``[begin, end)``."""
         stretch = self._draw(begin, end)
         for policy, use in (("mask", MASKED), ("hole", HOLE)):
             for skip in self._skips:
@@ -389,7 +412,7 @@ class Course:
         return stretch
 
     def ledger(self, begin: int, end: int) -> Ledger:
-        """Return the ledger of the samples that count at the positions ``[begin, end)``. Spec: REQ-CUR-021."""
+        """Return the ledger of the counting samples in ``[begin, end)``. Spec: REQ-CUR-021."""
         total = EMPTY
         for at in range(begin, end, _CHUNK):
             stretch = self.stretch(at, min(end, at + _CHUNK))
@@ -448,7 +471,7 @@ def _fill(stretch: Stretch, rows: NDArray[np.int64], draws: Iterator[Draws]) -> 
 
 
 def _groups(stretch: Stretch) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """Yield the samples that count, by source and epoch."""
+    """Yield source, epoch and samples, for the samples that count."""
     counting = stretch.uses == COUNTS
     for source in np.unique(stretch.sources).tolist():
         rows = np.flatnonzero(counting & (stretch.sources == source))
@@ -460,7 +483,10 @@ def _groups(stretch: Stretch) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
 
 
 def check_order(cursor: Cursor) -> None:
-    """Refuse a cursor whose order isn't the one that is computed here, by what it says of positions and a sample."""
+    """Check a cursor's order: its positions and its check sample must be those computed here.
+
+    Raises: FormatError(CURSOR_FORM).
+    """
     course = Course(
         cursor.sources, seed=cursor.order.seed, plan=cursor.plan, mixture=cursor.mixture, skips=cursor.skips
     )
@@ -469,7 +495,7 @@ def check_order(cursor: Cursor) -> None:
 
 
 def _check_vector(cursor: Cursor, course: Course) -> None:
-    """Refuse a cursor that names another sample at a position than there is. Spec: REQ-CUR-006."""
+    """Check the sample that a cursor names at a position. Spec: REQ-CUR-006."""
     vector = cursor.order.vector_check
     source, sample = course.sample_at(vector.pos)
     if sample != vector.id or vector.source not in (None, source):
@@ -478,7 +504,7 @@ def _check_vector(cursor: Cursor, course: Course) -> None:
 
 
 def _check_stand(cursor: Cursor, course: Course) -> None:
-    """Refuse a cursor whose sources stand elsewhere than its position says. Spec: REQ-CUR-014."""
+    """Check the positions that a cursor names for its sources. Spec: REQ-CUR-014."""
     commit = cursor.commit
     if cursor.mixture is None:
         said: object = (commit.epoch, commit.pos_in_epoch)

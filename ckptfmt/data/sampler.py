@@ -1,4 +1,4 @@
-"""The order in which a run sees its data: shuffled, endless, the same on any number of workers, resumable."""
+"""The sampler: a shuffled, endless order of samples, equal on any number of workers, resumable."""
 
 from __future__ import annotations
 
@@ -30,31 +30,35 @@ from ckptfmt.documents.cursor import (
 from ckptfmt.documents.cursor_map import CursorMap, Policy, PosSkip, SampleSkip, ShardSkip, Skip
 from ckptfmt.errors import CkptError, Code, err
 
-#: Positions after which `advance` brings the ledger up to date, so that a save never has to catch up with many.
+#: Number of positions after which `advance` updates the ledger, so that a save has little to count.
 _LEDGER_LAG: Final = 1 << 16
-#: More batches than any loader fetches ahead: who fetched as many and never counted a step has forgotten to.
+#: More batches than any loader fetches ahead. A loop that fetched as many and counted no step has
+#: forgotten to count.
 _AHEAD_MAX: Final = 512
-#: Where a wrong number of steps is said.
+#: `where` of errors about a wrong number of steps.
 _STEPS: Final = "Sampler"
-#: An iterator that served one step and was given up held this many shares that were never trained: no loop prefetches
-#: so far for a single step.
+#: If an iterator served a single step and was given up with this many unused shares, the shares
+#: were dropped by mistake: no loop prefetches so far for a single step.
 _GIVEN_UP_MIN: Final = 2
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class _Fetches:
-    """The pieces that one iterator of a sampler handed out; a piece is a step's part of a worker, or a micro-batch.
+    """The pieces that an iterator of a sampler has handed out.
+
+    A piece is a worker's part of a step, or of a micro-batch.
 
     Attributes:
-        first_step: the step of the first piece.
-        primed: the number of pieces that a DataLoader requests for its worker processes before the first batch.
-        taken: the number of pieces handed out.
-        threads: the threads that requested pieces.
-        counted_step: the number of steps done at the last count.
-        counted_taken: the number of pieces handed out at the last count.
-        first_spare: the number of pieces, beyond those of the steps done, that were fetched at the first count.
+        first_step: step of the first piece.
+        primed: number of pieces that a DataLoader requests for its worker processes before the
+            first batch.
+        taken: number of pieces handed out.
+        threads: threads that requested pieces.
+        counted_step: number of steps done at the last count.
+        counted_taken: number of pieces handed out at the last count.
+        first_spare: number of pieces fetched beyond the steps done, at the first count.
         spare: the same number at the last count.
-        mark: the value that `Sampler.note_fetch` returned for the last piece.
+        mark: result of `Sampler.note_fetch` for the last piece.
     """
 
     first_step: int
@@ -68,7 +72,7 @@ class _Fetches:
     mark: object = None
 
     def begin_at(self, step: int) -> Self:
-        """Begin anew at a step."""
+        """Reset the counts to an iterator that begins at a step."""
         self.first_step = self.counted_step = step
         self.taken = self.counted_taken = self.spare = 0
         self.first_spare = None
@@ -76,74 +80,84 @@ class _Fetches:
 
     @property
     def is_in_hand(self) -> bool:
-        """Whether the loop has taken a batch of a step that isn't counted, from an iterator that it has begun."""
+        """Whether the loop has taken a batch from this iterator, but counted no step of it yet."""
         return self.taken > self.primed and self.counted_step == self.first_step
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Progress:
-    """Where the run stands since it began or a cursor was loaded."""
+    """The progress of a run since its begin or since a cursor was loaded."""
 
     first_step: int = 0
     first_position: int = 0
     steps_done: int = 0
     steps_fetched: int = 0
-    #: Whether a batch was asked for, by iterating or by number.
+    #: Whether a batch was requested, by iterating or by number.
     read: bool = False
-    #: Whether `advance` or `commit` was ever called.
+    #: Whether `advance` or `commit` was called.
     told: bool = False
-    #: The iterators that are alive.
+    #: The live iterators.
     fetches: list[_Fetches] = dataclasses.field(default_factory=list)
-    #: The iterator that served the last step that was counted; and those that moved since, in this order.
+    #: The iterator of the last counted step; and the iterators that handed out pieces since, in
+    #: order.
     serving: _Fetches | None = None
     moved: list[_Fetches] = dataclasses.field(default_factory=list)
     #: The ledger of the positions before `counted_to`.
     counted: Ledger = EMPTY
     counted_to: int = 0
-    #: The parts of this worker that were read, of steps that aren't done, by step.
+    #: This worker's parts that were read, for steps that aren't done, by step.
     drawn: dict[int, Stretch] = dataclasses.field(default_factory=dict)
 
 
 class Sampler:
-    """Yield this worker's part of each step's samples, step after step, and know which steps are done.
+    """An endless iterable of this worker's part of each step's samples, with a count of steps done.
 
-    It is a `batch_sampler` for a map-style DataLoader, ``DataLoader(dataset, batch_sampler=sampler)``, without torch.
+    A `Sampler` is a `batch_sampler` for a map-style DataLoader,
+    ``DataLoader(dataset, batch_sampler=sampler)``, and works without torch.
 
-    **Order.** The order is a pure function of `seed`: epoch after epoch without end, each a permutation
-    (``feistel-v1``) in which every sample stands once. Step s takes the next `global_batch` positions, and worker i
-    of w the contiguous slice from ``i * global_batch // w`` to ``(i + 1) * global_batch // w`` of them: so the
-    samples of a step don't depend on w.
+    **Order.** The order is a pure function of `seed`: epoch after epoch without end, each a
+    permutation (``feistel-v1``) that contains every sample once. Step s takes the next
+    `global_batch` positions. Worker i of w takes the contiguous slice of them from
+    ``i * global_batch // w`` to ``(i + 1) * global_batch // w``. The samples of a step therefore
+    don't depend on w.
 
-    **Tail.** There is no short batch: one that reaches the end of an epoch goes on with the next (``carry``), unless
-    `tail` says that the rest of an epoch is left out (``drop``), or that its last batch is filled up with samples of
-    weight zero (``pad_masked``).
+    **Tail.** No batch is short. A batch that reaches the end of an epoch continues with the next
+    epoch (``carry``). With other values of `tail` the rest of an epoch is left out (``drop``), or
+    its last batch is filled up with samples of weight zero (``pad_masked``).
 
-    **Several sources.** Given a mapping from names to data sets, and a `mixture`, each block of positions has so many
-    samples of each source, in an order of its own; each source has its own endless order. Batches are then lists of
-    name and sample.
+    **Several sources.** With a mapping from names to data sets, and a `mixture`, each block of
+    positions has a fixed number of samples of each source, in an order of its own. Each source has
+    its own endless order. Batches are then lists of pairs of name and sample.
 
-    **Skips.** `skip` leaves out samples, shards or positions, from a position on that no step has consumed. Past it, a
-    batch may be shorter (``hole``) or have samples of weight zero (``mask``): see `weights` and `weight_sum`.
+    **Skips.** `skip` leaves out samples, shards or positions, from a position on that no step has
+    consumed. After a skip, a batch may be shorter (``hole``) or have samples of weight zero
+    (``mask``): see `weights` and `weight_sum`.
 
-    **Position.** A batch that was fetched isn't consumed. The cursor moves when a step is said to be done: by a
-    `Checkpointer` for the samplers of its `State` (don't call `advance` beside one), else by `commit` or `advance`.
-    Iterators start at the cursor; those from before a `load_state_dict` are refused: what they prefetched isn't due.
+    **Position.** A fetched batch isn't consumed yet. The cursor moves when a step is reported as
+    done: by a `Checkpointer` for the samplers of its `State` (don't call `advance` then), otherwise
+    by `commit` or `advance`. Iterators start at the cursor. Iterators from before a
+    `load_state_dict` raise an error, since their prefetched batches are no longer due.
 
     Args:
-        dataset: the data set, or its number of samples; with a mixture, a mapping from names to these.
-        global_batch: positions per step, over all workers; at least as many as workers.
-        seed: of the order, 64 bits. A cursor of another seed is refused.
-        worker: this worker's number and how many there are. Left out: rank and world size of torch.distributed where it
-            is initialised by the time of the first batch, else the only worker. Workers that must see the same samples
-            (tensor or pipeline parallel) pass the data-parallel rank and size.
-        source: a name of the data set; it enters the ledger. In a mixture, the names are those of the mapping.
-        fingerprint: of the data set's contents, by any means of the caller's; a cursor with another is refused. With a
-            mixture, a mapping from names to these.
-        mixture: how many positions of a block each source has; their sum is the block. Or several such, by the position
-            from which on each holds: ``{0: {"books": 3, "code": 1}, 4096: {"books": 1, "code": 3}}``.
-        tail: ``carry``, ``drop`` or ``pad_masked``; a mixture has ``carry``.
-        micro_batches: in how many pieces, one after the other, the iterator hands out each step's part of a worker, for
-            loops that accumulate gradients. A step is still counted once; `indices` has all of its samples.
+        dataset: data set, or its number of samples; with a mixture, a mapping from names to these.
+        global_batch: positions per step, over all workers; at least the number of workers.
+        seed: seed of the order, 64 bits. A cursor with another seed raises an error.
+        worker: number of this worker, and number of workers. Default: rank and world size of
+            torch.distributed if initialised by the first batch, otherwise the only worker. Workers
+            that must read the same samples (tensor or pipeline parallel) pass the data-parallel
+            rank and size.
+        source: name of the data set, which enters the ledger. With a mixture, the mapping has the
+            names.
+        fingerprint: fingerprint of the data set's contents, computed by the caller; a cursor with
+            another fingerprint raises an error. With a mixture, a mapping from names to
+            fingerprints.
+        mixture: number of positions in a block for each source; the sum is the block's size. Or
+            several such mappings, by the position from which each applies:
+            ``{0: {"books": 3, "code": 1}, 4096: {"books": 1, "code": 3}}``.
+        tail: ``carry``, ``drop`` or ``pad_masked``; a mixture needs ``carry``.
+        micro_batches: number of consecutive pieces into which the iterator divides a worker's part
+            of a step, for loops that accumulate gradients. A step is still counted once; `indices`
+            has all samples of the step.
 
     Raises: StateError(ARGUMENT).
 
@@ -159,7 +173,7 @@ class Sampler:
     ['books', 'books', 'books', 'code']
     """
 
-    #: Called before each piece is handed out by iterating; see `drawn_in_hand`.
+    #: Called before iterating hands out a piece; see `drawn_in_hand`.
     note_fetch: Callable[[], object] | None = None
 
     def __init__(
@@ -182,24 +196,26 @@ class Sampler:
         check_worker(worker or (0, 1), global_batch // micro_batches)
         self._sources = _sources(dataset, fingerprint, source, is_mixed=mixture is not None)
         for one in self._sources:
-            sample_indices(one.n, seed=seed, begin=0, end=1)  # refuses a length or a seed out of range
+            sample_indices(one.n, seed=seed, begin=0, end=1)  # checks the ranges of length and seed
         self._plan = BatchPlan(global_batch=global_batch, tail=tail)
         self._seed = seed
         self._mixture = None if mixture is None else _mixture(mixture, seed, self._sources)
         self._skips: tuple[Skip, ...] = ()
         self._worker, self._micro_batches = worker, micro_batches
         self._loaded: Cursor | None = None
-        #: Whether something was skipped since the sampler was made or a cursor was loaded.
+        #: Whether a skip was added since the sampler was made or a cursor was loaded.
         self.has_new_skips = False
         self._progress = _Progress()
         self._course = self._try_course(self._skips)
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], *, worker: tuple[int, int] | None = None) -> Sampler:
-        """Return a sampler that goes on from a cursor, with the data sets, order, mixture and tail that this names.
+        """Return a sampler that continues from a cursor, with data sets and options of the cursor.
 
-        It is for programs that hold nothing against the cursor; one that knows its data makes a sampler of it and calls
-        `load_state_dict`, which refuses the cursor of other data.
+        The options are the order, the mixture and the tail.
+
+        The cursor isn't compared with any data. A program with data at hand makes a sampler of the
+        data and calls `load_state_dict`, which raises an error for a cursor of other data.
 
         Raises: FormatError(CURSOR_FORM), UnsupportedError; StateError(ARGUMENT) for the worker.
         Spec: REQ-CUR-006, REQ-CUR-014.
@@ -220,26 +236,27 @@ class Sampler:
             mixture=None if mixture is None else {stage.from_pos: stage.counts for stage in mixture.stages},
             tail=cursor.plan.tail,
         )
-        sampler._mixture = mixture  # its seed may be another one than the order's
+        sampler._mixture = mixture  # its seed may differ from the order's
         sampler.load_state_dict(state_dict)
         return sampler
 
     @property
     def steps_done(self) -> int:
-        """The number of steps that are done, over the whole run."""
+        """The number of steps done, over the whole run."""
         return self._progress.steps_done
 
     @property
     def position(self) -> int:
-        """The number of positions that the steps done have consumed, over all workers and the whole run.
+        """The number of positions consumed by the steps done, over all workers and the whole run.
 
-        They are as many samples, unless some were skipped or filled up a batch.
+        This is also the number of samples, except for skipped samples and samples that fill up
+        batches.
         """
         return self._position_of(self.steps_done)
 
     @property
     def is_unread(self) -> bool:
-        """Whether steps were said to be done, and no batch was ever asked for: by iterating, or by `indices`."""
+        """Whether steps were counted, but no batch was requested by iterating or by `indices`."""
         progress = self._progress
         return progress.steps_done > progress.first_step and not progress.read
 
@@ -250,12 +267,14 @@ class Sampler:
         )
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Yield this worker's samples of each step that isn't done yet, or of its micro-batches, without end.
+        """Yield this worker's samples of each step from the cursor on, or of its micro-batches.
 
-        The first step is that of the cursor when the first batch is asked for.
+        The iterator has no end. The first request for a batch determines the first step: the first
+        step that isn't done then.
 
-        Raises: StateError(ARGUMENT) when a cursor was loaded since the first batch, or a skip begins before what was
-            fetched, or there are more workers than samples in a batch; StateError(WRITERS_UNKNOWN).
+        Raises: StateError(ARGUMENT) if a cursor was loaded after the first batch, if a skip begins
+            before the last fetched position, or if a batch has fewer samples than workers;
+            StateError(WRITERS_UNKNOWN).
         """
         progress, first, count = self._progress, self.steps_done, self._micro_batches
         fetches = _Fetches(first_step=first, primed=count_primed(), counted_step=first, counted_taken=0)
@@ -293,7 +312,7 @@ class Sampler:
 
     @property
     def can_go_back(self) -> bool:
-        """Whether each iterator that is alive has handed out what the steps done took, and no batch ahead of that."""
+        """Whether all live iterators have handed out exactly the batches of the steps done."""
         size = self._micro_batches
         return all(
             one.primed == 0
@@ -304,9 +323,10 @@ class Sampler:
 
     @contextlib.contextmanager
     def keep_iterators(self) -> Iterator[None]:
-        """Let the iterators that are alive go on from the cursor that is loaded within, instead of refusing them.
+        """Let live iterators continue from a cursor that is loaded within the context.
 
-        Only where `can_go_back`: what an iterator has handed out ahead can't be taken back.
+        Without this context such iterators raise an error. Requires `can_go_back`: batches that
+        were handed out ahead can't be taken back.
         """
         kept = list(self._progress.fetches)
         before = self._progress
@@ -315,12 +335,13 @@ class Sampler:
             self._progress.fetches = [one.begin_at(self.steps_done) for one in kept]
 
     def indices(self, step: int) -> list[Any]:
-        """Return this worker's samples of one step, counted over the whole run from 0.
+        """Return this worker's samples of a step, where steps count over the whole run from 0.
 
-        They are numbers; in a mixture, pairs of the source's name and a number. Past a hole there may be none.
+        Samples are numbers; in a mixture, pairs of the source's name and a number. A step may have
+        no samples where a skip left holes.
 
-        Raises: StateError(ARGUMENT) for a step before the loaded cursor's, whose batches may have had another size;
-            StateError(WRITERS_UNKNOWN).
+        Raises: StateError(ARGUMENT) for a step before the loaded cursor, since earlier batches may
+            have had another size; StateError(WRITERS_UNKNOWN).
         """
         part = self._part(step)
         present = part.uses != HOLE
@@ -331,18 +352,18 @@ class Sampler:
         return list(zip(names, samples, strict=True))
 
     def weights(self, step: int) -> list[int]:
-        """Return the weight of each of `indices`: 1, or 0 for what is masked or only fills the batch.
+        """Return the weight of each of `indices`: 1, or 0 for a masked or padding sample.
 
-        Raises: as `indices`.
+        Raises: the errors of `indices`.
         """
         uses = self._part(step).uses
         weights: list[int] = (uses[uses != HOLE] == COUNTS).astype(int).tolist()
         return weights
 
     def epochs(self, step: int) -> list[int]:
-        """Return of each of `indices` the epoch of its source: with the sample, it says which of its draws this is.
+        """Return the source's epoch for each of `indices`: sample and epoch identify the draw.
 
-        Raises: as `indices`.
+        Raises: the errors of `indices`.
 
         >>> Sampler(10, global_batch=4, seed=0, worker=(0, 1)).epochs(2)
         [0, 0, 1, 1]
@@ -352,24 +373,24 @@ class Sampler:
         return epochs
 
     def weight_sum(self, step: int) -> int:
-        """Return how many samples of a step count, over all workers: the divisor of a mean over them.
+        """Return how many samples of a step count, over all workers: the divisor of a mean.
 
-        Raises: StateError(ARGUMENT) for a step before the loaded cursor's.
+        Raises: StateError(ARGUMENT) for a step before the loaded cursor.
         """
         position = self._first_position(step)
         return int((self._course.stretch(position, position + self._plan.global_batch).uses == COUNTS).sum())
 
     def advance(self, steps: int = 1) -> None:
-        """Say that `steps` more steps are done.
+        """Record that `steps` more steps are done.
 
-        Raises: StateError(ARGUMENT) for less than none.
+        Raises: StateError(ARGUMENT) for a negative number.
         """
         self.commit(self.steps_done + steps)
 
     def commit(self, step: int) -> None:
-        """Say that `step` steps are done, over the whole run; saying it twice changes nothing.
+        """Record that `step` steps are done, over the whole run. Idempotent.
 
-        Raises: StateError(ARGUMENT) when more are done already: only `load_state_dict` goes back.
+        Raises: StateError(ARGUMENT) if more steps are done: only `load_state_dict` goes back.
         """
         if step < self.steps_done:
             raise err(Code.ARGUMENT, f"{self.steps_done} steps are done; the cursor doesn't go back to {step}")
@@ -382,13 +403,13 @@ class Sampler:
             self._count()
 
     def samples_digest(self, step: int) -> int | None:
-        """Return a digest of this worker's samples of a step; None where nobody asked for them.
+        """Return a digest of this worker's samples of a step; None if they were never requested.
 
-        It is that of the samples that were handed out, by iterating or by `indices`. A witness compares the digests of
-        steps done twice.
+        The digest covers the samples handed out by iterating or by `indices`. A witness compares
+        the digests of a step that was done twice.
 
         Args:
-            step: the last step that is done, or a later one; counted over the whole run from 0.
+            step: number of the step, over the whole run from 0; the last step done or a later step.
         """
         part = self._progress.drawn.get(step)
         if part is None:
@@ -397,30 +418,31 @@ class Sampler:
         return digest if self._mixture is None else zlib.crc32(part.sources.data, digest)
 
     def begin_at(self, step: int) -> None:
-        """Say that the run has done `step` steps without this sampler, whose first batch comes next.
+        """Record that the run has done `step` steps without this sampler, before its first batch.
 
-        A `Checkpointer` says it where the checkpoint that it restored has no position for the sampler, or that one
-        was left out. A sampler that has begun stays as it is.
+        A `Checkpointer` calls this if the restored checkpoint has no position of the sampler, or if
+        the position was excluded. A sampler that has begun doesn't change.
         """
         progress = self._progress
         if self._loaded is None and not progress.told and not progress.read:
             self._progress = _Progress(first_step=step, steps_done=step, steps_fetched=step)
 
     def check_fetched(self, step: int) -> None:
-        """Refuse a number of steps done that contradicts the batches fetched by iterating; `indices` isn't looked at.
+        """Check a number of steps done against the batches fetched by iterating.
 
-        A `Checkpointer` asks it before it commits. Batches that were fetched ahead are allowed: those that a DataLoader
-        requests for its worker processes, those that a loop or another thread fetches before the steps that take them.
+        A `Checkpointer` calls this before each commit. Batches fetched ahead are allowed: those
+        that a DataLoader requests for its worker processes, and those that a loop or another thread
+        fetches before their steps. Calls of `indices` are ignored.
 
-        Raises: StateError(ARGUMENT) when the steps counted took fewer batches, or micro-batches, than their share; when
-            they took more, so that the cursor falls behind what was trained.
+        Raises: StateError(ARGUMENT) if the counted steps took fewer batches, or micro-batches, than
+            they need; or more, so that the cursor would fall behind the training.
         """
         progress, size = self._progress, self._micro_batches
         moved, progress.moved = progress.moved, []
         fetches = progress.serving
         if moved and not any(one is fetches for one in moved):
             fetches = moved[-1]
-        if fetches is None:  # no batch was ever taken by iterating
+        if fetches is None:  # no batch was taken by iterating
             return
         spare = fetches.taken - fetches.primed - (step - fetches.first_step) * size
         if spare < 0:
@@ -434,7 +456,7 @@ class Sampler:
             and given_up.spare == spare >= _GIVEN_UP_MIN * size
             and given_up.counted_step - given_up.first_step == step - fetches.first_step == 1
         )
-        # Another thread that fetches ahead may be anywhere between its first batch and the end of its queue.
+        # Another thread may have prefetched any number of batches up to the length of its queue.
         bound = 0 if fetches.threads <= {threading.get_ident()} else _AHEAD_MAX * size
         if is_wasted or spare > fetches.first_spare + bound:
             raise _shares(fetches, step, size, "A batch that is to be left out goes to Sampler.skip")
@@ -442,10 +464,10 @@ class Sampler:
         progress.serving = fetches
 
     def drawn_in_hand(self, mark: object) -> bool:
-        """Return whether a batch of a step that isn't counted was taken, and then random numbers were drawn.
+        """Return whether random numbers were drawn after a batch of an uncounted step was taken.
 
         Args:
-            mark: the value that `note_fetch` would return now.
+            mark: current result of `note_fetch`.
         """
         return any(one.is_in_hand and one.mark not in (None, mark) for one in self._progress.fetches)
 
@@ -460,20 +482,21 @@ class Sampler:
         from_pos: int | None = None,
         reason: str = "",
     ) -> None:
-        """Leave something out, from a position on that no step has consumed. Each worker says the same.
+        """Leave out samples, a shard or positions, from a position on that no step has consumed.
 
-        Iterators that have fetched beyond that position are refused from now on: call iter() on the loader again. A
-        skip lasts, and is part of the cursor; to skip the same again changes nothing.
+        Each worker makes the same call. Iterators that have fetched beyond the position raise an
+        error from now on: call iter() on the loader again. A skip is permanent, and part of the
+        cursor. Repeating a skip has no effect.
 
         Args:
             samples: numbers of samples of the source;
-            shard: or a name, and begin and end of the samples that are its own;
-            positions: or begin and end of what is left out, whichever samples stand there.
-            policy: ``hole``: the position is consumed, and has no sample. ``mask``: it has its sample, of weight zero.
-                ``shift``: what comes after moves up.
-            source: of the samples or the shard; needed with several sources.
-            from_pos: where the skip of samples or a shard begins; left out, at `position`.
-            reason: for those who read the cursor.
+            shard: or name, begin and end of a shard's samples;
+            positions: or begin and end of positions, regardless of their samples.
+            policy: ``hole``: the position is consumed without a sample. ``mask``: the sample has
+                weight zero. ``shift``: later samples move up.
+            source: source of the samples or the shard; required with several sources.
+            from_pos: first position of a skip of samples or a shard; `position` by default.
+            reason: explanation for readers of the cursor.
 
         Raises: StateError(ARGUMENT).
         Spec: REQ-CUR-017 to REQ-CUR-020.
@@ -514,9 +537,9 @@ class Sampler:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor: the same tree on every worker, and for every number of workers.
+        """Return the cursor: the same tree on every worker, for any number of workers.
 
-        Raises: StateError(ARGUMENT) when hundreds of batches were fetched and no step was ever said to be done.
+        Raises: StateError(ARGUMENT) if hundreds of batches were fetched and no step was counted.
         Spec: REQ-CUR-002, REQ-CUR-004, REQ-CUR-005, REQ-CUR-010, REQ-CUR-021.
         """
         ahead = self._progress.steps_fetched - self.steps_done
@@ -533,13 +556,15 @@ class Sampler:
         return dump_cursor(cursor)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to where a cursor stands; right after it, `state_dict` returns what was loaded.
+        """Go to the position of a cursor. Right afterwards, `state_dict` returns the same cursor.
 
-        Another number of workers is fine, and with the tail ``carry`` another `global_batch`; so are other stages of a
-        mixture, from the cursor's position on. The skips are those of the cursor.
+        The number of workers may differ; with the tail ``carry``, `global_batch` may differ; and
+        stages of a mixture after the cursor's position may differ. The skips are taken from the
+        cursor.
 
-        Raises: FormatError(CURSOR_FORM), UnsupportedError; StateError(CONFIG_IDENTITY) when a data set's length,
-            name or fingerprint, the seed, the tail, or what was consumed of the mixture, is another one.
+        Raises: FormatError(CURSOR_FORM), UnsupportedError; StateError(CONFIG_IDENTITY) if a data
+            set's length, name or fingerprint, the seed, the tail, or the consumed part of the
+            mixture differs.
         Spec: REQ-CUR-001 to REQ-CUR-004, REQ-CUR-006, REQ-CUR-014.
         """
         cursor = parse_cursor(dict(state_dict))
@@ -573,7 +598,7 @@ class Sampler:
         return self._position_of(step)
 
     def _part(self, step: int) -> Stretch:
-        """Return what this worker's positions of a step have."""
+        """Return the rows of this worker's positions in a step."""
         position, size = self._first_position(step), self._plan.global_batch
         self._progress.read = True
         number, count = self._worker or distributed_worker()
@@ -624,7 +649,7 @@ class Sampler:
             for saved, ours in zip(*both, strict=False)
             if None not in (saved.fingerprint, ours.fingerprint)
         ]
-        # A skip that shifts what follows decides by all stages that it reaches over, from where it begins.
+        # A shifting skip depends on all stages of the mixture within its range.
         shifts = (skip for skip in cursor.skips if isinstance(skip, PosSkip) and skip.policy == "shift")
         position = max(cursor.commit.global_pos, *(s.range[1] for s in shifts if s.begin < cursor.commit.global_pos), 0)
         pairs: dict[str, tuple[object, object]] = {
@@ -635,7 +660,7 @@ class Sampler:
             "tail": (cursor.plan.tail, self._plan.tail),
             "mixture": (_begun(cursor.mixture, position), _begun(self._mixture, position)),
         }
-        if self._plan.tail != "carry":  # where an epoch ends depends on it
+        if self._plan.tail != "carry":  # the ends of epochs depend on it
             pairs["global_batch"] = (cursor.plan.global_batch, self._plan.global_batch)
         for name, (theirs, ours) in pairs.items():
             if theirs != ours:
@@ -649,7 +674,7 @@ class Sampler:
 
 
 def _shares(fetches: _Fetches, step: int, size: int, remedy: str) -> CkptError:
-    """Return the error of steps that took another number of pieces than their share."""
+    """Return the error of steps that took a wrong number of pieces."""
     count, taken = step - fetches.counted_step, fetches.taken - fetches.counted_taken
     if not fetches.counted_taken:
         taken -= fetches.primed
@@ -670,7 +695,10 @@ def _shares(fetches: _Fetches, step: int, size: int, remedy: str) -> CkptError:
 
 
 def _says_the_same(known: Skip, skip: Skip) -> bool:
-    """Return whether a skip leaves out what a known one does, from no earlier position on; for whatever reason."""
+    """Return whether a known skip leaves out the same from the same or an earlier position on.
+
+    The reasons may differ.
+    """
     if isinstance(skip, PosSkip) or isinstance(known, PosSkip):
         return known == dataclasses.replace(skip, reason=known.reason)
     begins_earlier = known.from_pos <= skip.from_pos
@@ -678,13 +706,16 @@ def _says_the_same(known: Skip, skip: Skip) -> bool:
 
 
 def _each(sides: Iterable[list[Any]]) -> tuple[object, object]:
-    """Return what both sides say, without the list where there is one source."""
+    """Return the values of both sides, without the list if there is a single source."""
     theirs, ours = (values[0] if len(values) == 1 else values for values in sides)
     return theirs, ours
 
 
 def _begun(mixture: Mixture | None, position: int) -> object:
-    """Return what of a mixture decided the positions before one: what may not change any more."""
+    """Return the parts of a mixture that decided the positions before `position`.
+
+    These parts may not change any more.
+    """
     if mixture is None:
         return None
     stages = [(stage.from_pos, dict(stage.counts)) for stage in mixture.stages]
@@ -737,7 +768,7 @@ def _mixture(
 
 @contextlib.contextmanager
 def _as_argument() -> Iterator[None]:
-    """Let what is wrong with a cursor's members be wrong with the arguments that they were made of."""
+    """Turn an error of a cursor's members into an error of the arguments behind them."""
     try:
         yield
     except CkptError as error:

@@ -23,11 +23,13 @@ The normative text, in unsigned integers; ``div`` rounds down, LE64 is eight byt
         281474976710656   18446744073709551615    3    37976156300933  205035813167397
                                                        203094510729350  248246830510441      41421302834276
 
-Step 4 permutes [0, a * b): each round adds to one half what depends on the other half alone, and the inverse subtracts
-the same in reverse. Since a * b - n < a, step 5 seldom repeats: with a chance below 1 / sqrt(n).
+Step 4 permutes [0, a * b): each round adds to one half a function of the other half, and the inverse
+subtracts the same terms in reverse order. Since a * b - n < a, step 5 seldom repeats: the
+probability is below 1 / sqrt(n).
 
-Source: alternating Feistel over Z_a x Z_b with cycle walking: J. Black, P. Rogaway, "Ciphers with arbitrary finite
-domains", CT-RSA 2002; SplitMix64: G. Steele, D. Lea, C. Flood, OOPSLA 2014. A shuffle, not a cipher.
+Source: alternating Feistel over Z_a x Z_b with cycle walking: J. Black, P. Rogaway, "Ciphers with
+arbitrary finite domains", CT-RSA 2002; SplitMix64: G. Steele, D. Lea, C. Flood, OOPSLA 2014. A
+shuffle, not a cipher.
 """
 
 from __future__ import annotations
@@ -50,12 +52,12 @@ ROUNDS: Final = 8
 _MASK: Final = (1 << 64) - 1
 _MIX_1: Final = 0xBF58476D1CE4E5B9
 _MIX_2: Final = 0x94D049BB133111EB
-#: Positions at a time in `sample_indices`: its scratch arrays stay in the cache.
+#: Number of positions computed at once, small enough for scratch arrays to stay in the cache.
 _CHUNK: Final = 1 << 14
 
 
 class _Epoch(NamedTuple):
-    """What steps 1 and 2 give."""
+    """The result of steps 1 and 2 for one epoch."""
 
     a: int
     b: int
@@ -63,9 +65,9 @@ class _Epoch(NamedTuple):
 
 
 def positions_of(n: int, *, seed: int, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where in their epoch samples stand, each below n: the inverse of `samples_at`.
+    """Return the positions of samples in their epoch, each below n: the inverse of `samples_at`.
 
-    Raises: ARGUMENT when another argument is out of range.
+    Raises: ARGUMENT if `n`, `seed` or `epoch` is out of range.
 
     >>> positions_of(10, seed=0, epoch=0, samples=np.array([7, 3])).tolist()
     [9, 0]
@@ -80,7 +82,7 @@ def positions_of(n: int, *, seed: int, epoch: int, samples: NDArray[np.int64]) -
 def samples_at(n: int, *, seed: int, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the samples at positions of one epoch, each below n.
 
-    Raises: ARGUMENT when another argument is out of range.
+    Raises: ARGUMENT if `n`, `seed` or `epoch` is out of range.
 
     >>> samples_at(10, seed=0, epoch=0, positions=np.array([9, 0])).tolist()
     [7, 3]
@@ -89,9 +91,10 @@ def samples_at(n: int, *, seed: int, epoch: int, positions: NDArray[np.int64]) -
 
 
 def sample_indices(n: int, *, seed: int, begin: int, end: int) -> NDArray[np.int64]:
-    """Return the samples at the positions ``[begin, end)`` of the endless order: an array of shape (end - begin,).
+    """Return the samples at the positions ``[begin, end)`` of the endless order.
 
-    Raises: ARGUMENT when an argument is out of range.
+    Shapes: the result is (end - begin,).
+    Raises: ARGUMENT if an argument is out of range.
 
     >>> sample_indices(10, seed=0, begin=6, end=12).tolist()
     [9, 6, 0, 7, 4, 9]
@@ -156,7 +159,7 @@ def _pass_back(epoch: _Epoch, p: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _add(half: NDArray[np.uint64], mixed: NDArray[np.uint64], m: np.uint64) -> NDArray[np.uint64]:
-    # Both terms are below m, so a subtraction does what the remainder would, several times faster.
+    # Both terms are below m: a subtraction replaces the remainder, several times faster.
     total = half + (((mixed >> np.uint64(24)) * m) >> np.uint64(40))
     return np.where(total >= m, total - m, total)
 

@@ -1,4 +1,4 @@
-"""Which of how many workers this process is, where its samples are dealt out."""
+"""The number of this process among the workers of a batch, and the number of workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptfmt.errors import Code, err
 
 
 def check_worker(worker: tuple[int, int], size: int) -> None:
-    """Check the number and the count of a worker, and that each has something of `size` samples.
+    """Check the number and count of a worker, and that each worker gets some of `size` samples.
 
     Raises: StateError(ARGUMENT).
     """
@@ -22,27 +22,31 @@ def check_worker(worker: tuple[int, int], size: int) -> None:
 
 
 def distributed_worker() -> tuple[int, int]:
-    """Return rank and world size of torch.distributed; who didn't import it is alone."""
+    """Return rank and world size of torch.distributed; (0, 1) without torch.distributed.
+
+    Raises: StateError(WRITERS_UNKNOWN) in a launched job without an initialised process group.
+    """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
-    # Every rank of a launcher would read the same samples, and nothing would say so.
+    # Otherwise all ranks would silently read the same samples.
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         detail = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed isn't initialised"
         raise err(Code.WRITERS_UNKNOWN, detail, remedy="Initialise torch.distributed first, or pass worker=(i, n).")
     return 0, 1
 
 
-#: How many callers up the iterator of a DataLoader is looked for: samplers may be wrapped.
+#: Number of callers in which the iterator of a DataLoader is searched: samplers may be wrapped.
 _CALLERS: Final = 8
 
 
 def count_primed() -> int:
-    """Return how many batches the DataLoader that iterates in the calling frames requests before the first is taken.
+    """Return how many batches a DataLoader requests before the loop takes the first.
 
-    A DataLoader of torch requests ``prefetch_factor`` batches for each worker process as its iterator is made, and from
-    then on one for each batch that is taken. Its iterator is found among the callers of the sampler's iterator, since
-    the DataLoader doesn't tell its sampler. Where there is none, no batch is requested ahead.
+    A DataLoader of torch requests ``prefetch_factor`` batches for each worker process when its
+    iterator is made, and then a batch for each batch taken. The DataLoader doesn't inform the
+    sampler: the iterator is searched among the callers of the sampler's iterator. Without
+    such a caller the result is 0.
     """
     frame = sys._getframe(1)  # noqa: SLF001 - the way to the callers that inspect.currentframe takes
     for _ in range(_CALLERS):
