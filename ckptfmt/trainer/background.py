@@ -1,4 +1,4 @@
-"""Saves beside the training, seen from the trainer: its slots, its saver, and the saves in their hands."""
+"""Saves in the background, on the trainer's side: the slots, the saver and the saves in flight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from ckptfmt.write.image import Image
 from ckptfmt.write.staging import Copy, Seen, Staging
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: What a save on its way home may fail with, beside every error of a store, that ends no training.
+#: Codes, besides those of store errors, of failures between cache and home that don't end a
+#: training.
 _PASSING: Final = frozenset(
     {
         Code.FILE_MISSING, Code.FILE_NBYTES, Code.BLOCK_DIGEST, Code.HEADER_DIGEST, Code.DOC_DIGEST, Code.DOC_MISMATCH,
@@ -35,20 +36,23 @@ _PASSING: Final = frozenset(
 
 
 def staging_thread_count() -> int:
-    """Return by how many threads a snapshot is copied: half of the cores, and four at most."""
+    """Return the number of threads that copy a snapshot: half of the cores, and at most four."""
     return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Place:
-    """A slot, and the save that it holds.
+    """A slot with the save in the slot.
 
     Attributes:
-        number: of the slot.
-        release: takes back what pins its memory.
-        given_to: the link that was told of it.
-        ready_for: number of the link whose saver has it.
-        was_written: whether what the slot holds was written by the save before: then it is what was handed to that.
+        number: the slot's number.
+        release: unpins the slot's memory.
+        given_to: link over which the slot was handed to a saver.
+        ready_for: number of the link whose saver has mapped the slot.
+        handle: handle of the save in the slot; None if the slot is free.
+        was_written: whether the slot's last save was WRITTEN, so that the slot holds the snapshot
+            that was handed to the saver.
+        last_save: number of the slot's last save; 0 for none.
     """
 
     number: int
@@ -61,7 +65,7 @@ class Place:
     last_save: int = 0
 
     def close(self) -> None:
-        """Let the memory go; pinned memory that a device may still fill stays pinned."""
+        """Unmap the memory. Pinned memory that a device may still fill stays pinned."""
         if self.handle is None or self.handle.is_copied:
             self.release()
         self.slot.close()
@@ -69,14 +73,14 @@ class Place:
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class _Save:
-    """A save that was begun.
+    """A started save.
 
     Attributes:
-        number: in this trainer; the saver knows it by this.
-        link: to the saver that has it.
-        thread: that called `save`.
-        later: the copies beside the training, once they were handed to the stager.
-        is_complete: whether all is copied, so that the saver may go on to the end.
+        number: number of the save in this trainer, by which the saver knows the save.
+        link: link to the saver that handles the save.
+        thread: id of the thread that called `save`.
+        later: copies in the stager's thread, once they were handed over.
+        is_complete: whether all is copied, so that the saver may finish the save.
     """
 
     number: int
@@ -88,32 +92,35 @@ class _Save:
     is_complete: bool = False
 
     def answer(self, problem: str) -> None:
-        """Tell the saver that the save is replicated, or why it isn't."""
+        """Send the saver the result of the replication: an empty string, or the problem."""
         self.link.send({"type": "replicated", "number": self.number, "problem": encodable(problem)})
 
     def is_left(self) -> bool:
-        """Tell whether nobody copies any more what isn't copied yet."""
+        """Return whether the copies are incomplete and no thread works on them any more."""
         if self.handle.is_copied:
             return False
-        # Who copies in the thread that asks isn't at it any more, or couldn't ask.
+        # Without `later` the thread that called `save` copies. If that same thread asks, its
+        # copying has ended.
         return threading.get_ident() == self.thread if self.later is None else self.later.done()
 
 
 class Background:
     """The slots and the saver of one trainer. All calls come from the trainer's own thread.
 
-    Whatever ends the way to the saver comes to `_lose`, which fails the saves that the saver has, by name. The next
-    save starts another saver.
+    Every loss of the saver ends in `_lose`, which fails each unfinished save of that saver. The
+    next save starts another saver.
 
     Args:
-        store: rooted at the run; None where each request says its place.
-        in_process: whether the saver is a process of its own, else a thread; `address_of` must know the store then.
-        slot_count: how many slots there should be.
-        nice: what the saver's process adds to its niceness.
-        deadline_s: how long to wait for the saver to be ready, in seconds.
-        cache: through which saves of the run go; None for none.
-        note: called with a sentence of the saver, from a thread.
-        on_written: called with the request of a save that is WRITTEN, and what tells the saver why it isn't replicated.
+        store: store rooted at the run; None if each request names its place.
+        in_process: whether the saver is a separate process instead of a thread. Then `address_of`
+            must know the store.
+        slot_count: number of slots to make.
+        nice: number that the saver process adds to its niceness.
+        deadline_s: longest wait for the saver to be ready, in seconds.
+        cache: node cache for saves of the run; None for none.
+        note: called from a thread with a sentence from the saver.
+        on_written: called with the request of a save that is WRITTEN, and a function that sends the
+            saver the result of the replication.
     """
 
     def __init__(
@@ -138,19 +145,20 @@ class Background:
         self._nice = nice
         self._deadline_s = deadline_s
         self._pid = os.getpid()
-        #: The image of the slots, and that which the saver has.
+        #: The image for which the slots are made, and the image that the saver has received.
         self._image: Image | None = None
         self._sent_image: Image | None = None
-        # Entered itself, and not by way of the condition: an interrupt can't come between its being taken and `with`.
+        # Entered directly instead of through the condition: an interrupt can't come between the
+        # acquisition and the `with` block.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        # All below changes under the lock.
+        # The lock guards all attributes below.
         self._link: Link | None = None
         self._link_number = 0
-        #: Why the link of this number was lost, if it was.
+        #: The error by which the link of this number was lost; None if the link is in use.
         self._lost: CkptError | None = None
         self._places: list[Place] = []
-        #: Whether slots have to be made, since there are none yet, or somebody may still read or fill those there are.
+        #: Whether slots must be made: there are none, or a thread or a saver may still use them.
         self._wants_slots = True
         self._saves: dict[int, _Save] = {}
         self._count = 0
@@ -161,19 +169,20 @@ class Background:
         self._threads = concurrent.futures.ThreadPoolExecutor(max(1, self.thread_count - 1), "ckptfmt-copy")
         self._stager = concurrent.futures.ThreadPoolExecutor(1, "ckptfmt-stager")
 
-    # --- getting ready ------------------------------------------------------------------------------------------------
+    # --- getting ready ----------------------------------------------------------------------------
 
     def prepare(
         self, image: Image, *, shared_by: int, pin: Callable[[Slot], Callable[[], None]] = lambda _: lambda: None
     ) -> str:
-        """Make and touch slots for an image, and start the saver; nothing to do if that was done.
+        """Make and touch slots for an image, and start the saver, unless both are ready.
 
         Args:
-            shared_by: how many trainers of this machine do the same now.
-            pin: called with each new slot; what it returns is called before the slot is closed.
+            shared_by: number of trainers on this machine that make slots at the same time.
+            pin: called with each new slot. The returned function is called before the slot closes.
 
-        Returns: a sentence if there are fewer slots than wanted; with none at all, nothing can be saved from here.
-        Raises: CommitError(SAVER_LOST, SLOTS_BUSY); what opening the run raises in the saver.
+        Returns: a sentence if there are fewer slots than wanted, else an empty string. Without any
+            slot no save is possible from here.
+        Raises: CommitError(SAVER_LOST, SLOTS_BUSY); the saver's error of opening the run.
         """
         self._check_process()
         self._image = image
@@ -188,7 +197,8 @@ class Background:
                 self._make_slots(count, image.nbytes, pin)
                 break
             except Exception as error:
-                # What was counted may still be refused, to this process or to the saver: by a limit of theirs, say.
+                # A limit of this process or of the saver may refuse memory that the system reports
+                # as available.
                 if not (count and is_shortage(error)):
                     raise
                 count, reason = count - 1, error.detail if isinstance(error, CkptError) else repr(error)
@@ -197,7 +207,7 @@ class Background:
         return f"SLOTS_REDUCED: {count} of {self._slot_count} slots: {reason}"
 
     def _make_slots(self, count: int, nbytes: int, pin: Callable[[Slot], Callable[[], None]]) -> None:
-        """Let the slots go when they are free, make others, and hand them to the saver."""
+        """Wait until the slots are free, close them, make new slots, and hand them to the saver."""
         if not self._wait(lambda: all(place.handle is None for place in self._places)):
             raise self._busy_error(self._deadline_s)
         if count < len(self._places):
@@ -216,7 +226,7 @@ class Background:
         self._wants_slots = False
 
     def _end_idle_link(self) -> None:
-        """Let the saver end when its saves are over: it would keep the memory of slots that are gone."""
+        """End the saver when its saves are over: a saver keeps the memory of its old slots."""
         with self._lock:
             handles = [save.handle for save in self._saves.values()]
         if all(handle.wait_over(self._deadline_s) for handle in handles):
@@ -228,9 +238,9 @@ class Background:
             raise err(Code.SAVER_LOST, "this process is a fork of the one that saves", where=self._name, remedy=remedy)
 
     def _ready_link(self) -> Link:
-        """Return the way to a saver that has all slots, one that is started now if need be.
+        """Return the link to a saver that has all slots; start a saver if none is running.
 
-        Raises: CommitError(SAVER_LOST); what the saver raised.
+        Raises: CommitError(SAVER_LOST); the saver's error.
         """
         self.look()
         link = self._link or self._start_link()
@@ -258,7 +268,7 @@ class Background:
         finally:
             if link is not None and self._link is not link:
                 link.drop()
-        if lost is not None:  # already
+        if lost is not None:  # the saver was lost while it started
             raise lost
         return link
 
@@ -275,15 +285,15 @@ class Background:
             )
         return ThreadLink(self._store, cache=self._cache, on_message=on_message, on_lost=on_lost)
 
-    # --- saving -------------------------------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------
 
     @property
     def has_slots(self) -> bool:
-        """Whether anything can be saved from here, as far as that is known."""
+        """Whether saves from here are possible, as far as known."""
         return bool(self._places) or self._wants_slots
 
     def is_busy(self) -> bool:
-        """Tell whether every slot holds a save that isn't written."""
+        """Return whether every slot holds a save that isn't written."""
         with self._lock:
             return bool(self._places) and not any(place.handle is None for place in self._places)
 
@@ -300,13 +310,14 @@ class Background:
     def save(
         self, request: SaveRequest, handle: SaveHandle, plan: Callable[[Place], tuple[list[Copy], list[Copy]]]
     ) -> None:
-        """Save into a free slot: the saver follows the copies, and goes on when this has returned.
+        """Save into a free slot; the saver reads behind the copies, and finishes by itself.
 
         Args:
-            plan: called with the slot's place; returns the copies to be done before this returns, and those for a
-                thread.
+            plan: called with the slot's place. Returns the copies to do before this method returns,
+                and the copies for the stager's thread.
 
-        Raises: CommitError(SAVER_LOST, SLOTS_BUSY); what `plan` and the copies raise. Then `abandon` is to be called.
+        Raises: CommitError(SAVER_LOST, SLOTS_BUSY); errors of `plan` and of the copies. After an
+            error the caller calls `abandon`.
         """
         self._check_process()
         save, place = self._begin(request, handle, self._ready_link())
@@ -317,7 +328,7 @@ class Background:
             save.link.send({"type": "staged", "number": save.number, "nbytes": nbytes, "seen": rows})
 
         copies = sorted((*now, *later), key=lambda copy: copy.begin)
-        assert self._image is not None  # noqa: S101 - see prepare
+        assert self._image is not None  # noqa: S101 - prepare() has set it
         staging = Staging(self._image, copies, place.slot.view, tell)
         for copy in copies:
             copy.start()
@@ -328,15 +339,15 @@ class Background:
             self._end_copies(save, None)
 
     def _begin(self, request: SaveRequest, handle: SaveHandle, link: Link) -> tuple[_Save, Place]:
-        """Take a free slot for a save, and tell the saver of it."""
-        assert self._image is not None  # noqa: S101 - see prepare
+        """Reserve a free slot for a save, and announce the save to the saver."""
+        assert self._image is not None  # noqa: S101 - prepare() has set it
         with self._lock:
             if self._link is not link or self._wants_slots:
                 raise err(Code.SAVER_LOST, "the saver ended just now", where=handle.path)
             free = [place for place in self._places if place.handle is None]
             if not free:
                 raise self._busy_error(0.0)
-            # The one that was filled longest ago, so that the newest snapshot stays for as long as it can.
+            # The slot with the oldest snapshot, so that the newest snapshot stays in memory.
             place = min(free, key=lambda place: place.last_save)
             self._count += 1
             save = _Save(number=self._count, request=request, handle=handle, link=link, thread=threading.get_ident())
@@ -351,13 +362,16 @@ class Background:
         return save, place
 
     def abandon(self, handle: SaveHandle, attempt: str, problem: BaseException) -> None:
-        """Give up a save that `save` was asked for, unless all of it is copied: its failure is raised here and now.
+        """Abandon a save that `save` was called for, unless all of the snapshot is copied.
+
+        The caller raises the failure, so no later call raises it again.
 
         Args:
-            attempt: that of the save, so that nobody is told a second time.
+            attempt: the attempt's name.
         """
         if not isinstance(problem, Exception):
-            # Where an interrupt struck nobody knows; a thread that fills the slot may have been forgotten.
+            # After an interrupt the position in the code is unknown; a thread may still fill the
+            # slot. New slots are safe.
             self._wants_slots = True
         with self._lock:
             save = next((save for save in self._saves.values() if save.handle is handle), None)
@@ -368,14 +382,17 @@ class Background:
     def _stage_later(self, save: _Save, staging: Staging, later: Sequence[Copy]) -> None:
         try:
             if save.handle.is_copied:
-                return  # it was given up
+                return  # the save was abandoned
             staging.run(later)
             self._end_copies(save, None)
-        except BaseException as error:  # noqa: BLE001 - told by the handle
+        except BaseException as error:  # noqa: BLE001 - the handle has the error
             self._end_copies(save, None if save.is_complete else error)
 
     def _end_copies(self, save: _Save, problem: BaseException | None) -> None:
-        """Say that a save's snapshot is complete, or that it never will be. May be done again, if it broke off."""
+        """Send the saver that a snapshot is complete, or that the save is abandoned.
+
+        An interrupted call may be repeated.
+        """
         if problem is None:
             save.is_complete = True
             save.link.send({"type": "complete", "number": save.number})
@@ -384,10 +401,10 @@ class Background:
             save.link.send({"type": "abandon", "number": save.number, "detail": encodable(str(problem))})
         with self._lock:
             if save.later is None or save.later.done() or threading.get_ident() != save.thread:
-                save.handle.tell_copied()  # else the stager does, when it has
+                save.handle.tell_copied()  # else the stager calls this, after its copies
             self._free_slots()
 
-    # --- what the saver tells -----------------------------------------------------------------------------------------
+    # --- what the saver tells ---------------------------------------------------------------------
 
     def _on_message(self, link_number: int, message: dict[str, Any]) -> None:
         kind = message["type"]
@@ -397,7 +414,7 @@ class Background:
                     place.ready_for = max(place.ready_for, link_number)
                 self._changed.notify_all()
         elif kind == "broken":
-            # It is told last: the saver uses no slot any more.
+            # The saver's last message: the saver uses no slot any more.
             self._lose(link_number, Lost(error=error_from_json(message["error"]), has_ended=True))
         elif kind == "note":
             self._note(message["sentence"])
@@ -409,7 +426,7 @@ class Background:
         with self._lock:
             save = self._saves.get(message["number"])
         if save is None:
-            return  # it is over, and forgotten
+            return  # the save is over, and its record is removed
         handle = save.handle
         if state == "FAILED":
             self._fail(save, error_from_json(message))
@@ -432,22 +449,27 @@ class Background:
             self._free_slots()
 
     def _on_lost(self, link_number: int, lost: Lost) -> None:
-        if not self._is_closing:  # else it finishes what it has
+        if not self._is_closing:  # a closing saver finishes its saves, so no save fails
             self._lose(link_number, lost)
 
     def _drop(self, error: CkptError) -> None:
-        """Have nothing to do with the present saver any more."""
+        """Stop using the current saver."""
         self._lose(self._link_number, Lost(error=error, has_ended=False))
 
     def _lose(self, link_number: int, lost: Lost) -> None:
-        """Let go of a saver: whatever it has in its hands isn't known to be committed."""
-        # All at once: who learns of it from a handle may start the next saver, to which this is nothing.
+        """Stop using a saver, and fail its unfinished saves: their commit isn't known.
+
+        Args:
+            link_number: number of the saver's link; ignored if a newer link is in use.
+        """
+        # Under one lock: a thread that sees the failure in a handle may start the next saver, and
+        # must not find the old saver's state.
         with self._lock:
             if link_number != self._link_number or self._lost is not None:
-                return  # it is known already
+                return  # handled already
             link, self._link = self._link, None
             self._lost = lost.error
-            # A saver that goes on with what is staged reads the slots that it has; we make others.
+            # A saver that still writes staged saves reads its slots, so new slots are made.
             self._wants_slots |= not lost.has_ended and link is not None
             for save in self._saves.values():
                 if not save.handle.is_over:
@@ -457,7 +479,10 @@ class Background:
             link.drop()
 
     def look(self) -> None:
-        """Find what ended without a word, so that nobody waits for it: who waits calls this now and then."""
+        """Find savers and copying threads that ended without a message, and fail their saves.
+
+        Waiting threads call this from time to time, so that no wait is endless.
+        """
         with self._lock:
             saves = [save for save in self._saves.values() if not save.handle.is_over]
             link, number = self._link, self._link_number
@@ -467,14 +492,14 @@ class Background:
         failure = None if link is None else link.failure()
         if failure is not None:
             self._lose(number, Lost(error=failure, has_ended=False))
-        for save in saves if link is None else ():  # of a saver that finishes what it has
+        for save in saves if link is None else ():  # the saver was dropped or closed, and finishes its saves
             failure = save.link.failure()
             if failure is not None:
                 self._fail(save, _at(save, failure))
 
     def _fail(self, save: _Save, error: CkptError) -> None:
         with self._lock:
-            # Together: who learns of it from the handle finds it here too.
+            # Under one lock: a thread that sees the failure in the handle finds it here too.
             if save.handle.tell_failed(error):
                 _LOG.error("step %d FAILED: %s", save.handle.step, error)
                 attempt = save.request.origin.attempt
@@ -489,14 +514,14 @@ class Background:
                 place.handle, place.was_written = None, "WRITTEN" in handle.times
         self._changed.notify_all()
 
-    # --- failures, and the end ----------------------------------------------------------------------------------------
+    # --- failures, and the end --------------------------------------------------------------------
 
     def next_failure(self, *, at_end: bool = False) -> tuple[str, CkptError] | None:
-        """Return attempt and error of a save that failed and of which nobody was told yet.
+        """Return attempt and error of a failed save that no caller has been told of.
 
         Args:
-            at_end: whether it is the last time that this is asked: else what failed on its way from the cache to home
-                is left out, unless it says that this launch is over.
+            at_end: whether this is the last such call. Earlier calls leave out failures between
+                cache and home, unless the failure means that this launch is over.
         """
         with self._lock:
             failures = [
@@ -507,7 +532,7 @@ class Background:
         return next(((attempt, error) for attempt, error in failures if error is not None), None)
 
     def _is_passing(self, handle: SaveHandle) -> bool:
-        """Tell whether a save failed between cache and home, in a way that later saves needn't fail in."""
+        """Return whether a save failed between cache and home, in a way that may pass."""
         return (
             self._cache is not None
             and "WRITTEN" in handle.times
@@ -516,24 +541,28 @@ class Background:
         )
 
     def note_told(self, attempt: str) -> None:
-        """Take note that the failure of an attempt was raised here: not again, even if it is still to come."""
+        """Record that an attempt's failure was raised, so that no later call raises it again.
+
+        The failure may also arrive after this call.
+        """
         with self._lock:
             self._told.add(attempt)
             self._failures = [failure for failure in self._failures if failure[0] not in self._told]
 
     def close(self, timeout_s: float) -> list[SaveHandle]:
-        """Wait until all saves are over, end the saver, and let the slots go.
+        """Wait until all saves are over, end the saver, and close the slots.
 
-        Returns: the saves that weren't over in time; a process goes on with them, a thread ends with this one.
+        Returns: the saves that weren't over in time. A saver process continues with them; a saver
+            thread ends with this process.
         """
         if os.getpid() != self._pid:
-            return []  # a fork of the trainer leaves its `with`, and has none of it
+            return []  # a fork of the trainer owns no saver and no slots
         end_s = time.monotonic() + timeout_s
         with self._lock:
             handles = [save.handle for save in self._saves.values()]
         rest = [handle for handle in handles if not handle.wait_over(max(0.0, end_s - time.monotonic()))]
         for handle in rest if self._in_process else ():
-            # Nobody will tell it anything any more, and somebody may wait for it.
+            # The link ends, so no further message arrives; a thread may wait for the handle.
             handle.tell_failed(err(Code.SAVER_LOST, "the checkpointer was closed during the save", where=handle.path))
         self._threads.shutdown(wait=not rest, cancel_futures=True)
         self._end_link(1.0 if rest else 5.0)
@@ -541,9 +570,13 @@ class Background:
         return rest
 
     def let_go(self, timeout_s: float) -> None:
-        """Wait for no longer than it takes to lose nothing: a process finishes by itself what is staged."""
+        """Wait until no staged save can be lost, then close the saver and the slots.
+
+        A saver process finishes staged saves by itself, so the wait is for the copies only. With a
+        saver thread the wait is for the saves' end.
+        """
         if os.getpid() != self._pid:
-            return  # a fork of the trainer ends, and has none of it
+            return  # a fork of the trainer owns no saver and no slots
         end_s = time.monotonic() + timeout_s
         with self._lock:
             handles = [save.handle for save in self._saves.values()]
@@ -554,12 +587,12 @@ class Background:
                     handle.wait_copied(rest_s)
             else:
                 handle.wait_over(rest_s)
-        # What it was told last has to reach it; how it goes on with that needn't be seen.
+        # The last messages must reach the saver. Its answers don't matter.
         self._end_link(0.5, drain_s=end_s - time.monotonic())
         self._end_staging()
 
     def _end_staging(self) -> None:
-        """Let slots and stager go, as soon as the copies that they still have in their hands are done."""
+        """Close the stager and the slots; copies in progress keep their slot's memory mapped."""
         self._stager.shutdown(wait=False)
         with self._lock:
             places, self._places = self._places, []
@@ -574,7 +607,7 @@ class Background:
             link.close(timeout_s, drain_s=drain_s)
 
     def _wait(self, is_there: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until something holds, and say whether it does."""
+        """Wait until a condition holds. Returns: whether the condition holds in time."""
         return wait_until(
             is_there,
             lock=self._lock,
@@ -585,7 +618,7 @@ class Background:
 
 
 def _at(save: _Save, error: CkptError) -> CkptError:
-    """Return an error of the saver as that of one save."""
+    """Return an error of the saver as the error of one save."""
     found = error_from_json({**error.as_json(), "where": save.handle.path})
     found.__cause__ = error.__cause__
     return found

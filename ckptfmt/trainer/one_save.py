@@ -1,4 +1,4 @@
-"""One save, from live objects to a committed checkpoint, the same for a lone path and for a run."""
+"""One save, from live objects to a committed checkpoint, for a single path or a run."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ from ckptfmt.write.image import Image, assign_writers, plan_image
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 from ckptfmt.write.writer import as_ckpt_error, check_snapshot, for_saving, structure_of, tell_failure, write_part
 
-#: Fields whose values don't change in a launch: where processes differ in them, no save can be right.
+#: Fields whose values are equal on all processes of a launch. A difference makes a save wrong.
 _CONSTANT: Final = frozenset({"config", "topology"})
 
 
 @dataclasses.dataclass(slots=True)
 class Ownership:
-    """What is kept between saves of one structure. Names and boxes only, never a tensor.
+    """The results of a structure's analysis, kept between saves: names and boxes, no tensors.
 
     Attributes:
-        check_replicas: whether what others write as declared replicas is digested here as well.
-        signature: of this writer's structure.
-        fingerprint: the same for equal structures only.
-        fingerprints: of all writers' structures.
-        written: which pieces this writer writes; all of them if None.
-        image: where they go.
-        position: what the saves have shown of the position in the data.
+        check_replicas: whether this writer also digests declared replicas that other writers write.
+        signature: signature of this writer's structure.
+        fingerprint: fingerprint of this writer's structure; equal only for equal structures.
+        fingerprints: fingerprints of all writers' structures.
+        written: pieces that this writer writes; None for all pieces.
+        image: plan of the written pieces' positions.
+        position: evidence of earlier saves about the position in the data.
     """
 
     check_replicas: bool = False
@@ -69,12 +69,12 @@ class Ownership:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """What all writers have agreed to save.
+    """The agreement of all writers on one save.
 
     Attributes:
-        snapshot: what this writer gives.
-        origin: of the attempt.
-        told: what each writer said beside.
+        snapshot: this writer's contribution.
+        origin: the attempt's origin.
+        told: each writer's `say`, by writer number.
     """
 
     snapshot: Snapshot
@@ -96,17 +96,17 @@ def save_once(
     replace: bool = False,
     unsaved: Callable[[], Sequence[str]] | None = None,
 ) -> Manifest:
-    """Save `state` into the checkpoint directory that `store` is rooted at, outside of a run.
+    """Save `state` into the checkpoint directory at the root of `store`, outside of a run.
 
     Args:
-        check: run on writer 0 before anything is written; what it raises stops all writers.
-        ownership: kept by the caller between saves.
+        check: called on writer 0 before the first write. Its exception stops all writers.
+        ownership: results that the caller keeps between saves.
         label: as for `agree_on_save`.
         replace: as for `write_and_commit`.
         unsaved: as for `agree_on_save`.
 
-    Raises: CkptError of any kind; then no checkpoint was committed, unless the code is COMMIT_UNKNOWN, or the store
-        failed after the decision.
+    Raises: CkptError of any kind. Then no checkpoint was committed, unless the code is
+        COMMIT_UNKNOWN or the store failed after the decision.
     Spec: the steps of REQ-CMT-001 to REQ-CMT-009.
     """
     agreed = agree_on_save(
@@ -135,15 +135,17 @@ def agree_on_save(
     say: object = None,
     unsaved: Callable[[], Sequence[str]] | None = None,
 ) -> Agreed:
-    """Take what is live here, and agree with the other writers on the attempt and on who writes what.
+    """Capture the live state, and agree with the other writers on the attempt and the shares.
 
     Args:
-        launch: of the run; None outside of one.
-        label: returns metrics and tags; called on writer 0 alone, whose count, and what it raises stops all writers.
-        say: JSON that all writers are told beside.
-        unsaved: returns what `capture` is told of.
+        launch: launch of the run; None outside of a run.
+        label: returns metrics and tags. Called on writer 0 only. Its exception stops the save on
+            all writers.
+        say: JSON value to send to all writers.
+        unsaved: returns the value of `unsaved` for `capture`.
 
-    Raises: what refuses the save, on all writers alike. Spec: REQ-CMT-001, REQ-CMT-002.
+    Raises: the error that refuses the save, on all writers alike.
+    Spec: REQ-CMT-001, REQ-CMT-002.
     """
 
     def take() -> Snapshot:
@@ -151,7 +153,7 @@ def agree_on_save(
         if check is not None and group.writer == 0:
             check()
         labels = label() if label is not None and group.writer == 0 else NO_LABELS
-        # Saves to paths are of any states, whose positions have nothing to do with each other.
+        # Saves to paths may be of different states, whose positions aren't comparable.
         number = None if launch is None else operator.index(step)
         snapshot = _take(state, group, ownership, step=number, unsaved=unsaved)
         return dataclasses.replace(snapshot, labels=labels)
@@ -172,7 +174,7 @@ def agree_on_save(
         run_id=None if launch is None else launch.run_id,
         launch=None if launch is None else launch.launch,
         nonce=told[0]["nonce"],
-        step=operator.index(step),  # numpy's integers too
+        step=operator.index(step),  # accepts NumPy's integers
         attempt=told[0]["attempt"],
         writer_count=group.writer_count,
         block_nbytes=block_nbytes,
@@ -184,12 +186,12 @@ def agree_on_save(
 def prepare_once(
     group: Group, state: State, ownership: Ownership, *, block_nbytes: int, step: int | None = None
 ) -> Snapshot:
-    """Refuse now what a save would refuse, and find out who writes what: before the first step, not hours after it.
+    """Check a state as a save does, and assign the pieces to writers, before the first step.
 
     Args:
-        step: training steps done; None where that isn't known.
+        step: number of training steps done; None if unknown.
 
-    Returns: what this writer would give to a save of now.
+    Returns: this writer's snapshot for a save now.
 
     Raises: StateError; FormatError; LayoutError.
     """
@@ -202,7 +204,7 @@ def prepare_once(
 
 
 def _assign(group: Group, snapshot: Snapshot, ownership: Ownership, fingerprints: list[str], block_nbytes: int) -> None:
-    """Find out who writes what, unless nothing changed on any writer since it was found out last."""
+    """Assign the pieces to writers and plan the image, unless no writer's structure has changed."""
     if fingerprints != ownership.fingerprints:
         ownership.written = _find_written(group, snapshot)
         ownership.fingerprints = fingerprints
@@ -235,14 +237,14 @@ def _take(
 
 
 def check_step(step: object, where: str = "step=") -> None:
-    """Refuse what isn't a number of steps. Raises: StateError(ARGUMENT)."""
+    """Check that a value is a number of steps. Raises: StateError(ARGUMENT)."""
     if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= operator.index(step) <= limits.JSON_INTEGER:
         remedy = "Pass a whole number of steps, from 0 on, such as 100."
         raise err(Code.ARGUMENT, f"{step!r} isn't a number of steps", where=where, remedy=remedy)
 
 
 def _look_at(snapshot: Snapshot, ownership: Ownership) -> None:
-    """Check the names of a snapshot, and note its structure, unless it has the one of the last.
+    """Check the names of a snapshot and keep the structure; skip a structure that is unchanged.
 
     Raises: StateError(STATE_NAME).
     """
@@ -258,13 +260,16 @@ def _look_at(snapshot: Snapshot, ownership: Ownership) -> None:
     signature = (tensors, leaves, [(stream.name, stream.scope) for stream in snapshot.streams])
     if signature != ownership.signature:
         check_snapshot(snapshot)
-        # All of what the image is made of: a plan that is kept must not outlive a changed dtype.
+        # The fingerprint covers all inputs of the image: a changed dtype needs a new plan.
         ownership.fingerprint = structure_of(snapshot).dump()[1].hex()
         ownership.signature = signature
 
 
 def _find_written(group: Group, snapshot: Snapshot) -> frozenset[tuple[TensorKey, Box]] | None:
-    """Tell all writers what this one holds, and return which pieces it writes; None for all of them."""
+    """Exchange the structures with all writers, and return the pieces that this writer writes.
+
+    Returns: None for all pieces.
+    """
     if group.writer_count == 1:
         return None
     content, _ = structure_of(snapshot).dump()
@@ -286,11 +291,11 @@ def write_and_commit(
     known: Known | None = None,
     replace: bool = False,
 ) -> Manifest:
-    """Write this writer's share from the live tensors, and have it committed before this returns.
+    """Write this writer's share from the live tensors, and wait for the commit.
 
     Args:
-        known: what the caller has parsed before.
-        replace: whether to take the place of a checkpoint outside of a run that is there.
+        known: documents that the caller has parsed already.
+        replace: whether the save may replace an existing checkpoint outside of a run.
 
     Raises: StoreError; CommitError; LayoutError.
     """
@@ -312,9 +317,10 @@ def write_and_commit(
         raise
 
 
-#: Leaf of topology that only worker 0 gives: what may differ between machines.
+#: Leaf of topology that only worker 0 writes: facts that may differ between machines.
 LOCAL_TOPOLOGY: Final = "local"
-#: Leaf of topology that only worker 0 gives: digests of what is seen of objects of unknown classes.
+#: Leaf of topology that only worker 0 writes: digests of the visible attributes of objects of
+#: unknown classes.
 SEEN_TOPOLOGY: Final = "objects"
 
 
@@ -326,20 +332,22 @@ def capture(
     look: Callable[[Sequence[Unit], Sequence[Leaf], Sequence[TensorSource]], Iterable[str]] | None = None,
     unsaved: Sequence[str] = (),
 ) -> Snapshot:
-    """Return everything that this worker gives to a save.
+    """Return this worker's contribution to a save.
 
-    The sources refer to live tensors: they hold this state until the program changes it. Values and RNG streams are
-    copied here.
+    The sources refer to live tensors, so their content is right until the program changes the
+    tensors. Values and RNG streams are copied here.
 
     Args:
-        state: what to save.
+        state: the state to save.
         worker: number of this worker, from 0.
-        worker_count: how many workers there are.
-        look: looks at the objects, values and tensors, and returns the names of `DATA_DOUBTS` that hold.
-        unsaved: what this save doesn't have, and what lowers the claim of a load; that of worker 0 is saved.
+        worker_count: number of workers.
+        look: examines the objects, values and tensors, and returns the names of the `DATA_DOUBTS`
+            that apply.
+        unsaved: texts about parts of the training that this save lacks. They lower the claim of a
+            load. Worker 0's texts are saved.
 
-    Raises: StateError(STATE_UNSUPPORTED, STATE_NAME, PARAMETER_UNNAMED, ARGUMENT); FormatError(LIMIT_EXCEEDED,
-        DOC_DEPTH).
+    Raises: StateError(STATE_UNSUPPORTED, STATE_NAME, PARAMETER_UNNAMED, ARGUMENT);
+        FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
     """
     live = Live.of(state, worker=worker, worker_count=worker_count)
     tensors: list[TensorSource] = []
@@ -370,9 +378,10 @@ def capture(
 
 
 def list_streams(state: State, live: Live) -> list[LiveRngStream]:
-    """Return the RNG streams that a save has and a load puts back.
+    """Return the RNG streams that a save contains and a load puts back.
 
-    Raises: StateError(STATE_UNSUPPORTED, STREAM_MISSING) as `ckptfmt.adapters.rng_streams.live_streams`.
+    Raises: as `ckptfmt.adapters.rng_streams.live_streams`: StateError(STATE_UNSUPPORTED,
+        STREAM_MISSING).
     """
     own = [] if state.rng is False else live_streams(state.rng, live.devices)
     return own + unit_streams(live.units, state.rng)
@@ -383,7 +392,7 @@ def _key_order(of: TensorSource | Leaf) -> tuple[int, bytes, bytes]:
 
 
 def _capture_unit(unit: Unit, encoder: Encoder, live: Live, number: int) -> list[Leaf]:
-    """Return the values of an object of the state; its tensors go to the encoder."""
+    """Return the values of an object of the state, and add the object's tensors to the encoder."""
     side: Any = torch_side()
     leaves: list[Leaf] = []
     match unit.kind:

@@ -193,7 +193,7 @@ class _Line:
         return message, self._connection.receive(nbytes, timeout_s=deadline_s) if nbytes else bytearray()
 
 
-# --- the side that has the files --------------------------------------------------------------------------------------
+# --- the side that has the files ------------------------------------------------------------------
 
 
 class _Sender:
@@ -305,7 +305,7 @@ class _OfferedFiles:
         return self._ranges.read_into(byte_begin, nbytes, self._memory)
 
 
-# --- the side that takes replicas -------------------------------------------------------------------------------------
+# --- the side that takes replicas -----------------------------------------------------------------
 
 
 class _PartnersFiles:
@@ -397,7 +397,7 @@ class _Receiver:
         return ""
 
 
-# --- both -------------------------------------------------------------------------------------------------------------
+# --- both -----------------------------------------------------------------------------------------
 
 
 class Replicas:

@@ -1,4 +1,4 @@
-"""One load, from an open checkpoint into the live `State` of all processes: all of them succeed, or all raise."""
+"""The load of an open checkpoint into the live `State` of all processes, or an error on all."""
 
 from __future__ import annotations
 
@@ -38,44 +38,46 @@ from ckptfmt.trainer.one_save import LOCAL_TOPOLOGY, SEEN_TOPOLOGY, list_streams
 
 T = TypeVar("T")
 
-#: The levels of claims, from the least on.
+#: Levels of claims, from the lowest to the highest.
 CLAIMS: Final = ("S0", "S1", "T1")
-#: The claim of a launch that was to be the same trajectory and isn't.
+#: The claim of a launch whose repeated step differs although T1 was expected.
 REFUTED: Final = "refuted"
-#: Fields that are loaded; the others are compared, or put back as streams.
+#: Fields that are loaded. Others are compared, or put back as RNG streams.
 _LOADED: Final = ("weights", "optimizer", "data")
-#: How many differences of the configuration are told one by one.
+#: Largest number of configuration differences that are listed one by one.
 _SHOWN: Final = 20
 _NOT_IN_STATE: Final = "not in State: "
 _LEFT_OUT: Final = "left out by only=: "
-#: What lowers the claim of a load as long as the RNG streams stand elsewhere.
+#: The reason that lowers the claim until the RNG streams are put back.
 _STREAMS_PENDING: Final = "the random-number streams aren't put back yet"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """The report of a load, with the claim that holds for the run that goes on from it.
+    """The report of a load, with the claim for the run that continues from the checkpoint.
 
     Attributes:
-        step: training steps done.
-        digest: of the manifest.
-        claim: ``T1`` same trajectory bit by bit; ``S1`` same order of samples, each once; ``S0`` same bytes;
-            ``refuted`` where T1 was expected and a step that was done twice came out otherwise.
-        lowered_by: why the claim isn't T1: what differs; and, as ``not in State: ...`` and ``left out by only=: ...``,
-            what wasn't asked for.
-        downgrades: tensors and values that were loaded in another way than saved; among `lowered_by`.
-        notes: changes worth a line that don't lower the claim.
-        config_differences: path, saved and live value; configuration is never loaded.
-        values: loaded values that stand in no container that could be changed, by field and name; a field of the State
-            that is such a value is set to it as well.
-        reads: how much was read for it, by this process.
-        renamed: live name and saved name, each with its field, of tensors and values that were saved under another one.
-        left_count: how many live tensors and values of this process `only` left as they were.
-        settled: names of RNG streams that objects put back themselves, by their load_state_dict.
-        verified_steps: the number of steps that were done twice and are identical. As long as there is none, `claim` is
-            expected: deduced from the state, and not measured.
-        compared: the members of these steps that were compared, in words.
-        refuted_by: the first difference of a step that was done twice, where T1 was expected; then `claim` is
+        step: number of training steps done.
+        digest: digest of the manifest.
+        claim: ``T1`` for the same trajectory bit by bit; ``S1`` for the same order of samples, each
+            once; ``S0`` for the same bytes; ``refuted`` if T1 was expected and a repeated step
+            differs from the first execution.
+        lowered_by: reasons why the claim isn't T1: the differences, and the parts that the caller
+            didn't ask for, as ``not in State: ...`` and ``left out by only=: ...``.
+        downgrades: tensors and values that were loaded in another form than saved; also in
+            `lowered_by`.
+        notes: changes to report that don't lower the claim.
+        config_differences: path, saved value and live value. Configuration is never loaded.
+        values: loaded values without a container that can be changed, by field and name. A field of
+            the State that is such a value is set to the loaded value as well.
+        reads: amount of data that this process read for the load.
+        renamed: live name and saved name, each with its field, of renamed tensors and values.
+        left_count: number of this process's live tensors and values that `only` left unchanged.
+        settled: names of RNG streams that objects restored in their load_state_dict.
+        verified_steps: number of repeated steps with identical results. While the number is 0, the
+            claim is expected: deduced from the state, not measured.
+        compared: compared members of the repeated steps, in words.
+        refuted_by: first difference of a repeated step although T1 was expected; then `claim` is
             ``refuted``.
     """
 
@@ -97,7 +99,10 @@ class LoadReport:
 
     @property
     def evidence(self) -> Verdict:
-        """Where the claim comes from: ``expected`` (deduced from the state), ``verified`` or ``refuted`` by steps."""
+        """The origin of the claim: ``expected``, or ``verified`` or ``refuted`` by repeated steps.
+
+        An expected claim is deduced from the state.
+        """
         if self.refuted_by is not None:
             return "refuted"
         return "verified" if self.verified_steps else "expected"
@@ -128,7 +133,11 @@ class LoadReport:
         )
 
     def with_streams(self, found: Iterable[str] = ()) -> LoadReport:
-        """Return the report once the RNG streams are put back, too, and what was found to differ then."""
+        """Return the report for the time after the RNG streams are put back.
+
+        Args:
+            found: differences that were found when the streams were put back.
+        """
         known = (reason for reason in self.lowered_by if reason != _STREAMS_PENDING)
         lowered = tuple(dict.fromkeys((*known, *found)))
         return dataclasses.replace(self, claim=self.claim if lowered else "T1", lowered_by=lowered)
@@ -149,23 +158,27 @@ def load_once(
 ) -> LoadReport:
     """Load a checkpoint into a state on every process of the group.
 
-    What one process has no place for may be another's; only what none of them takes is unexpected. Whatever doesn't fit
-    is found on all of them before anything live is changed on any. Damaged bytes are found as they are read: then the
-    state is partly that of the checkpoint, and isn't fit to go on with.
+    A tensor or value is unexpected only if no process has a place for it. Mismatches on any process
+    are found before a live object changes on any process. Damaged bytes are found during the read:
+    then the state is partly loaded, and must not be used to continue.
 
     Args:
-        state: live objects; parameters, containers and arrays are filled in place, and trees of JAX replaced in it.
-        allow: differences to accept: ``missing``, ``unexpected``, ``dtype``, ``streams``, ``loader``.
-        strict: refuse RNG streams of another number of workers.
-        streams: put RNG streams back too; else `restore_streams` does, once iterators exist.
-        only: what to load, as patterns of saved names; see `ckptfmt.adapters.load_plan.Only`.
-        rename: what live names were called; see `ckptfmt.adapters.load_plan.Renaming`.
-        override: what stays as it is live, as patterns.
-        share: whether what several processes want is read by one of them and sent to the others.
+        state: live objects. Parameters, containers and arrays are filled in place; JAX trees are
+            replaced in the state.
+        allow: accepted differences: ``missing``, ``unexpected``, ``dtype``, ``streams``,
+            ``loader``.
+        strict: whether to refuse RNG streams of another number of workers.
+        streams: whether to put the RNG streams back too; else `restore_streams` does so, after the
+            iterators are made.
+        only: patterns of the saved names to load; see `ckptfmt.adapters.load_plan.Only`.
+        rename: saved names for live names; see `ckptfmt.adapters.load_plan.Renaming`.
+        override: patterns of live names that stay unchanged.
+        share: whether one process reads data that several processes want, and sends the data to
+            the other processes.
 
-    Raises: as `ckptfmt.load`; LayoutError(WRITERS_DIVERGED) if the processes load different checkpoints;
-        StateError(PEER_FAILED) where another process refused; ReplacedError on all processes where the checkpoint was
-        replaced under one of them.
+    Raises: as `ckptfmt.load`; LayoutError(WRITERS_DIVERGED) if the processes load different
+        checkpoints; StateError(PEER_FAILED) if another process refused; ReplacedError on all
+        processes if the checkpoint was replaced during the load.
     """
     allow = check_allow(allow)
 
@@ -210,14 +223,15 @@ def load_once(
 
 
 def load_anew(group: Group, open_checkpoint: Callable[[], Checkpoint], load: Callable[[Checkpoint], T]) -> T:
-    """Return the result of a load on all processes, begun anew where the checkpoint was replaced meanwhile.
+    """Return the result of a load on all processes; repeat the load if the checkpoint is replaced.
 
     Args:
-        open_checkpoint: opens the checkpoint that the place has now.
+        open_checkpoint: opens the present checkpoint of the place.
         load: loads an open checkpoint into the state.
 
-    Raises: as `read_anew`; IntegrityError(CHECKPOINT_RETIRED) where the next checkpoint lacks a tensor of the one
-        before: the state may have that tensor already. Spec: REQ-OPN-013.
+    Raises: as `read_anew`; IntegrityError(CHECKPOINT_RETIRED) if the new checkpoint lacks a tensor
+        of the replaced checkpoint, since the state may contain that tensor already.
+    Spec: REQ-OPN-013.
     """
     begun: frozenset[TensorKey] | None = None
 
@@ -234,7 +248,7 @@ def load_anew(group: Group, open_checkpoint: Callable[[], Checkpoint], load: Cal
 
 
 def _check_filled(checkpoint: Checkpoint, filled: frozenset[TensorKey]) -> None:
-    """Raise CHECKPOINT_RETIRED unless a checkpoint has all tensors that an earlier try may have filled."""
+    """Raise CHECKPOINT_RETIRED if a checkpoint lacks a tensor that an earlier try filled."""
     lacking = sorted(filled - checkpoint.tensors.keys())
     if lacking:
         raise err(
@@ -248,16 +262,17 @@ def _check_filled(checkpoint: Checkpoint, filled: frozenset[TensorKey]) -> None:
 
 
 def _read_together(group: Group, checkpoint: Checkpoint, read: Callable[[], T]) -> T:
-    """Return the result of a read that all processes do; raise ReplacedError on all where one process raises it.
+    """Return the result of a read that all processes do together.
 
-    Raises: as `Group.together`. Spec: REQ-OPN-013.
+    Raises: ReplacedError on all processes if one process raises it; else as `Group.together`.
+    Spec: REQ-OPN-013.
     """
 
     def look() -> T:
         try:
             return read()
         except StateError as error:
-            if error.code == Code.PEER_FAILED:  # another process reads for this one (`share`), and couldn't
+            if error.code == Code.PEER_FAILED:  # with `share`, a reading process may have failed
                 checkpoint.check_current()
             raise
 
@@ -270,7 +285,9 @@ def _read_together(group: Group, checkpoint: Checkpoint, read: Callable[[], T]) 
 
 
 def was_not_asked(reason: str) -> bool:
-    """Return whether what lowers a claim is no difference, but something that the caller didn't ask for.
+    """Return whether a reason for a lower claim is a part that the caller didn't ask for.
+
+    The other reasons are differences.
 
     >>> was_not_asked("process 1: not in State: data"), was_not_asked("processes: saved 2, here 1")
     (True, False)
@@ -280,9 +297,9 @@ def was_not_asked(reason: str) -> bool:
 
 
 def claim_of_all(report: LoadReport, group: Group) -> LoadReport:
-    """Return a report with what lowers the claim on any process: a run is no more than the least of them.
+    """Return a report with the lowest claim of all processes, and the reasons of all processes.
 
-    What another process says, and this one doesn't, comes last, with its number.
+    Reasons that only other processes have come last, with the number of a process.
     """
     if group.writer_count == 1:
         return report
@@ -319,13 +336,14 @@ def restore_streams(
     override: Patterns = (),
     settled: Iterable[str] = (),
 ) -> tuple[str, ...]:
-    """Put the RNG streams back: the last thing to do before the first step.
+    """Put the RNG streams back, as the last action before the first step.
 
     Args:
-        settled: names of RNG streams that stay as they are, since objects have put them back themselves.
+        settled: names of RNG streams to leave unchanged, because objects restored them.
 
-    Returns: what lowers the claim now: RNG streams that couldn't be put back, and what of the topology isn't as it was;
-        since the load, flags may have been set, or something compiled.
+    Returns: reasons that lower the claim: RNG streams that couldn't be put back, and differences of
+        the topology. The topology is compared again, because the program may have set flags or
+        compiled functions since the load.
 
     Raises: StateError(STREAM_MISSING, STREAM_UNEXPECTED).
     """
@@ -340,7 +358,7 @@ def restore_streams(
 
 
 def mark_streams(state: State, group: Group) -> Callable[[], object]:
-    """Return a function whose value changes with every random number that is drawn from the live RNG streams."""
+    """Return a function whose value changes with every draw from the live RNG streams."""
     if state.rng is False:
         return lambda: None
     devices = Live.of(state, worker=group.writer, worker_count=group.writer_count).devices
@@ -349,11 +367,11 @@ def mark_streams(state: State, group: Group) -> Callable[[], object]:
 
 
 def plan_restore(state: State, plan: LoadPlan, *, strict: bool = False) -> Restoration:
-    """Return what a load would do; nothing live is changed.
+    """Return the plan of a load; no live object changes.
 
     Args:
-        plan: an empty one.
-        strict: refuse RNG streams of another number of workers.
+        plan: empty plan, which is filled here.
+        strict: whether to refuse RNG streams of another number of workers.
 
     Raises: StateError.
     """
@@ -383,20 +401,20 @@ def plan_restore(state: State, plan: LoadPlan, *, strict: bool = False) -> Resto
 
 
 def _lacks(plan: LoadPlan, unit: Unit) -> bool:
-    """Tell whether an imported checkpoint has nothing of a unit: other formats have no place for it, or it was new.
+    """Return whether an imported checkpoint lacks a unit and the load may leave the unit as it is.
 
-    Of the weights everything is wanted: a parameter that isn't there is an error, wherever the checkpoint is from.
+    Other formats have no place for some objects, and objects may be newer than the checkpoint.
+    Weights are always required: a missing parameter is an error in an imported checkpoint too.
     """
     return unit.field != "weights" and not plan.has(unit.field, unit.name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restoration:
-    """A load that is planned and not yet done: `check`, `plan_reading`, then `apply`.
+    """A planned load. Call `check`, then `plan_reading`, then `apply`.
 
-    Workers agree on what none of them takes by intersecting their `leftover`, on keys of `rename` that none has met by
-    intersecting their `unused_renames`, and on patterns of `only` by intersecting their `idle_patterns`; they give the
-    results to `check`.
+    The workers intersect their results of `leftover`, `unused_renames` and `idle_patterns`, and
+    give the intersections to `check`.
     """
 
     plan: LoadPlan
@@ -407,15 +425,18 @@ class Restoration:
     lowered_by: tuple[str, ...]
 
     def leftover(self) -> frozenset[tuple[str, TensorKey]]:
-        """Return what this worker has no place for: ``tensor`` or ``leaf``, with field, name and scope."""
+        """Return the saved tensors and values that this worker has no place for.
+
+        Returns: ``tensor`` or ``leaf``, with field, name and scope.
+        """
         return self.plan.leftover(field for field in _LOADED if not _is_left_out(self.state, field))
 
     def unused_renames(self) -> frozenset[str]:
-        """Return the keys of `rename` that no live name of this worker has met."""
+        """Return the keys of `rename` that match no live name of this worker."""
         return self.plan.renaming.unused()
 
     def idle_patterns(self) -> list[str]:
-        """Return the patterns of `only` of which this worker takes nothing."""
+        """Return the patterns of `only` that select nothing on this worker."""
         return self.plan.list_idle_patterns(has_streams=self.state.rng is not False)
 
     def check(
@@ -424,12 +445,12 @@ class Restoration:
         unused_renames: frozenset[str] = frozenset(),
         idle_patterns: frozenset[str] = frozenset(),
     ) -> None:
-        """Raise what is wrong with this load. Raises: StateError.
+        """Raise the error of this load, if a check fails. Raises: StateError.
 
         Args:
-            leftover: what no worker takes.
-            unused_renames: keys of `rename` that no worker has met.
-            idle_patterns: patterns of `only` of which no worker takes anything.
+            leftover: saved tensors and values that no worker has a place for.
+            unused_renames: keys of `rename` that match no live name of any worker.
+            idle_patterns: patterns of `only` that select nothing on any worker.
         """
         if unused_renames:
             raise err(
@@ -443,13 +464,16 @@ class Restoration:
         self.plan.check()
 
     def plan_reading(self) -> Reading:
-        """Return what will be read for `apply`; nothing live is changed. Raises: IntegrityError of parts."""
+        """Return the plan of the reads for `apply`; no live object changes.
+
+        Raises: IntegrityError of parts.
+        """
         plan, side = self.plan, torch_side()
         borrow = None if side is None else side.plan_arrivals(plan.sinks, report=plan.notes.append)
         return plan.checkpoint.plan_reading(plan.sinks, borrow=borrow)
 
     def apply(self, reading: Reading, *, streams: bool = True) -> LoadReport:
-        """Fill the live objects. Raises: StateError(READ_BACK), and what reading raises."""
+        """Fill the live objects. Raises: StateError(READ_BACK); errors of reading."""
         plan = self.plan
         reads = reading.run()
         for action in plan.actions:
@@ -487,7 +511,7 @@ class Restoration:
         return "S1" if isinstance(cursor, dict) and cursor.get("kind") == CURSOR_KIND else "S0"
 
 
-# --- units ------------------------------------------------------------------------------------------------------------
+# --- units ----------------------------------------------------------------------------------------
 
 
 def _plan_unit(plan: LoadPlan, unit: Unit, live: Live, number: int) -> None:
@@ -507,7 +531,7 @@ def _plan_unit(plan: LoadPlan, unit: Unit, live: Live, number: int) -> None:
         case Kind.PIECE:
             plan_sink(plan, unit.value, field=unit.field, where=place_of(unit.field, unit.name))
         case Kind.GENERATOR:
-            pass  # an RNG stream, put back with the others
+            pass  # put back with the RNG streams
         case Kind.TREE:
             _plan_tree(plan, unit)
 
@@ -531,7 +555,10 @@ def _plan_stateful(plan: LoadPlan, unit: Unit) -> None:
 
 
 def _compare_cursors(plan: LoadPlan, saved: object, now: object, where: str) -> None:
-    """Report what a cursor allows to be another from here on, and what makes another training of the run."""
+    """Report differences between a saved and a live cursor, in the plan or in the mixture.
+
+    Another mixture changes the order of samples, which lowers the claim to S0.
+    """
     if not all(isinstance(cursor, dict) and cursor.get("kind") == CURSOR_KIND for cursor in (saved, now)):
         return
     cursors: tuple[Any, Any] = (saved, now)
@@ -542,7 +569,10 @@ def _compare_cursors(plan: LoadPlan, saved: object, now: object, where: str) -> 
 
 
 def _compare_schedules(plan: LoadPlan, live: object, saved: object, now: object, where: str) -> None:
-    """Refuse the state of another class of scheduler before anything is loaded: a scheduler takes any attributes."""
+    """Refuse the saved state of another class of scheduler before any live object changes.
+
+    A scheduler's own load_state_dict accepts any attributes.
+    """
     if not (hasattr(live, "last_epoch") and isinstance(saved, Mapping) and isinstance(now, Mapping)):
         return
     if lacking := sorted(str(name) for name in now.keys() - saved.keys()):
@@ -561,7 +591,8 @@ def _load_stateful(plan: LoadPlan, unit: Unit, value: object, where: str) -> Non
     except Exception as error:
         error.add_note(f"ckptfmt: raised by the load_state_dict of {where}")
         raise
-    # Asking a loader for its state makes its iterator, which draws random numbers: before the RNG streams are put back.
+    # Some loaders make an iterator to answer state_dict(), which draws random numbers. The RNG
+    # streams are put back afterwards.
     found = fingerprint(live.state_dict(), field=where, name="")
     if found != wanted and not settle(live, value):
         path = find_difference(parse_tree(wanted[0], where=where), parse_tree(found[0], where=where))
@@ -578,7 +609,7 @@ def _plan_tree(plan: LoadPlan, unit: Unit) -> None:
         return
     saved_name = plan.renaming.saved_name(unit.name)
     where = place_of(unit.field, unit.name)
-    # Of a mapping that isn't chosen as a whole, what is in it may be.
+    # If a mapping isn't chosen as a whole, single entries may still be chosen.
     inside = type(unit.value) in (dict, OrderedDict) and not plan.only.fits(unit.field, saved_name)
     if not inside and not plan.choose(unit.field, [unit.name]):
         return
@@ -595,7 +626,7 @@ def _plan_tree(plan: LoadPlan, unit: Unit) -> None:
     plan.actions.append(functools.partial(put_back, plan, unit, placed))
 
 
-# --- comparisons ------------------------------------------------------------------------------------------------------
+# --- comparisons ----------------------------------------------------------------------------------
 
 
 def _plan_streams(plan: LoadPlan, state: State, live: Live, *, strict: bool) -> list[Callable[[], None]]:
@@ -634,7 +665,10 @@ def _compare_config(plan: LoadPlan, state: State) -> list[tuple[str, object, obj
 
 
 def _explain_shapes(plan: LoadPlan, differences: list[tuple[str, object, object]]) -> None:
-    """Give tensors of other shapes a remedy: what the configuration says of it, or that none was saved that could."""
+    """Give errors of different shapes a remedy that names the configuration, if one was saved.
+
+    The remedy lists the differing values. Without a saved configuration the remedy asks for one.
+    """
     if differences:
         told = "; ".join(f"config:{path} was {before!r}, and is {now!r} here" for path, before, now in differences[:3])
         remedy = f"Build the model as it was saved: {told}."
@@ -653,7 +687,7 @@ def _explain_shapes(plan: LoadPlan, differences: list[tuple[str, object, object]
 
 
 def _list_decisive(state: State, differences: list[tuple[str, object, object]]) -> list[str]:
-    """Return what the configuration lowers the claim by: whatever the caller doesn't call harmless."""
+    """Return the configuration differences that lower the claim: all except `state.harmless`."""
     decisive = [
         f"config:{path}: saved {before!r}, here {now!r}"
         for path, before, now in differences
@@ -668,17 +702,17 @@ def _lies_under(path: str, key: str) -> bool:
 
 
 def _find_limits(live: Live) -> list[str]:
-    """Return what no checkpoint can bring back, and what therefore lowers the claim."""
+    """Return the reasons why no checkpoint can restore a part of the live modules."""
     side: Any = torch_side()
     return [limit for view in live.views.values() for limit in side.find_claim_limits(view.module)]
 
 
 def _find_lost_schedule(plan: LoadPlan) -> list[str]:
-    """Return that nothing is saved of the scheduler that the optimizer's learning rates follow, where that is so."""
+    """Return the reason NO_SCHEDULE if the optimizer has a scheduler whose state wasn't saved."""
     keys = [key for key in plan.checkpoint.leaves if key[0] in ("optimizer", "data")]
     if plan.is_partial or any(may_be_schedule(name, None) for _, name, _ in keys):
         return []
-    # Values may lie in the parts of other processes: they are read only where names don't tell.
+    # Values may lie in the parts of other processes, so they are read only if names don't decide.
     groups = (plan.checkpoint.leaf(*key) for key in keys if "group" in key[1].split("/"))
     has_schedule = any(isinstance(group, Mapping) and "initial_lr" in group.get("options", ()) for group in groups)
     is_lost = has_schedule and not any(may_be_schedule("", plan.checkpoint.leaf(*key)) for key in keys)
@@ -686,7 +720,10 @@ def _find_lost_schedule(plan: LoadPlan) -> list[str]:
 
 
 def _is_absent(plan: LoadPlan, field: str) -> bool:
-    """Return whether a field wasn't saved, which is a reason by itself: nothing of it is compared one by one."""
+    """Return whether a field wasn't saved.
+
+    An absent field is a reason of its own, so its values aren't compared.
+    """
     return plan.checkpoint.manifest.fields[field].reason is not None
 
 
@@ -713,7 +750,10 @@ def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
 
 
 def _list_topology(saved: dict[str, object], now: object) -> list[tuple[str, object, object]]:
-    """Return path, saved and live value of what differs; the number of processes once, if all its names agree."""
+    """Return path, saved value and live value of each difference of the topology.
+
+    If all counts of processes differ by the same values, one entry stands for all of them.
+    """
     differences = find_differences(saved, now)
     counts = [(before, after) for path, before, after in differences if path in PROCESS_COUNTS]
     if len(counts) != len(PROCESS_COUNTS) or len(set(counts)) > 1:
@@ -722,13 +762,13 @@ def _list_topology(saved: dict[str, object], now: object) -> list[tuple[str, obj
 
 
 def _compare_objects(plan: LoadPlan, live: Live) -> list[str]:
-    """Return what the loaded objects of unknown classes have otherwise than at the save."""
+    """Return the differences of loaded objects of unknown classes from the objects at the save."""
     key = ("topology", SEEN_TOPOLOGY, GLOBAL)
     is_comparable = plan.worker == 0 and not plan.is_partial and key in plan.checkpoint.leaves
     return compare(live.units, plan.checkpoint.leaf(*key)) if is_comparable else []
 
 
-#: What a reason of another process begins with.
+#: Prefix of a reason that another process gave.
 _OTHER: Final = "process "
-#: How many reasons a process tells the others.
+#: Largest number of reasons that a process sends to the other processes.
 _TOLD: Final = 32

@@ -1,4 +1,4 @@
-"""How saves are carried out, those of a run and those to a path: here and now, or beside the training."""
+"""The saves of a run and of a path: inline in the calling thread, or in the background."""
 
 from __future__ import annotations
 
@@ -52,31 +52,32 @@ from ckptfmt.write.staging import Copy, Fillings, plan_copies
 from ckptfmt.write.writer import as_ckpt_error, tell_failure
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: Who writes.
+#: Kinds of saver.
 _SAVERS: Final = ("process", "thread", "inline")
-#: What happens when every slot is busy.
+#: Policies for a save that finds every slot busy.
 _POLICIES: Final = ("wait", "skip")
-#: What a save fails with where the storage is at fault: it is full, is away, or reports an error.
+#: Codes of failures of the storage: the store is full, unreachable, or reports an error.
 _STORAGE: Final = frozenset(
     {Code.STORE_IO, Code.STORE_NO_ANSWER, Code.STORE_ACCESS, Code.NO_SPACE, Code.COMMIT_UNKNOWN, Code.SLOTS_BUSY}
 )
-#: What the other processes' saves fail with then.
+#: Codes of the other processes' saves after such a failure.
 _FOLLOWING: Final = frozenset({Code.WRITER_FAILED, Code.WRITERS_MISSING, Code.CHECKPOINT_ABORTED})
-#: What WRITER_FAILED says of the writer that failed: its code (`ckptfmt.commit.decision`).
+#: The code of the failed writer in the detail of WRITER_FAILED (`ckptfmt.commit.decision`).
 _HEARD: Final = re.compile(r"writer [0-9]+: ([A-Z_0-9]+)\b")
-#: What a report of a save that failed begins with; the newest takes the place of the one before.
+#: Prefix of the report of a failed save. The reports keep only the newest report with this prefix.
 _SAVE_FAILED: Final = "SAVE_FAILED: "
-#: How long the interpreter's exit waits for a saver in a thread, in seconds. One in a process needs no waiting.
+#: Time for which the interpreter's exit waits for the saver, in seconds. The wait is for a thread
+#: to finish its saves, or for the copies into a saver process's slots.
 _EXIT_S: Final = 60.0
-#: How long callbacks may take at least when the saves are ended, in seconds.
+#: Shortest time that callbacks get at the end of the saves, in seconds.
 _CALLBACKS_S: Final = 1.0
-#: How long the end of the saves waits for partners that still send replicas, in seconds.
+#: Longest wait for partners that still send replicas at the end of the saves, in seconds.
 _PARTNERS_S: Final = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """What a caller of `Checkpointer` or `ckptfmt.Saver` chooses; see there."""
+    """The options for saving of `Checkpointer` and `ckptfmt.Saver`, under their keywords' names."""
 
     saver: str
     overlap: bool
@@ -114,17 +115,18 @@ class SaveOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a save goes, and what belongs to it there.
+    """The destination of a save, and the parts of a save that differ by destination.
 
     Attributes:
-        store: rooted at the checkpoint's directory.
-        check: raises where nothing may be saved; asked on writer 0 of a save that is made here and now, and of each one
-            outside of a run.
-        request: what a saver is told of it: attributes of its `SaveRequest`.
-        launch: of the run; None outside of one.
-        replace: whether to take the place of a checkpoint that is there.
-        tidy_up: cleans up on writer 0 behind a commit made here and now; returns what it removed, and what stopped it.
-        explain: returns the error of a save with a remedy that fits the place.
+        store: store rooted at the checkpoint's directory.
+        check: raises if saving here is refused. Called on writer 0, for an inline save and for
+            every save outside of a run.
+        request: attributes of the `SaveRequest` that the saver gets.
+        launch: launch of the run; None outside of a run.
+        replace: whether the save may replace an existing checkpoint.
+        tidy_up: cleans up on writer 0 after the commit of an inline save. Returns the names of the
+            removed checkpoints, and the problem that stopped the clean-up, or an empty string.
+        explain: returns the error of a save with a remedy for this destination.
     """
 
     store: Store
@@ -139,7 +141,12 @@ class Target:
     def in_run(
         cls, store: Store, run: RunRecord, launch: Launch, *, step: int, retention: Retention, ledger: bytes = b""
     ) -> Target:
-        """Return the target of a step of a run, given the run's store, and the ledger's entry as of now, if any."""
+        """Return the target of a step of a run.
+
+        Args:
+            store: store rooted at the run.
+            ledger: entry of the ledger as of now; empty for none.
+        """
         place = store.at(checkpoint_name(step, launch.launch))
 
         def check() -> None:
@@ -156,7 +163,7 @@ class Target:
 
     @classmethod
     def alone(cls, store: Store, *, replace: bool) -> Target:
-        """Return the target of a checkpoint outside of a run."""
+        """Return the target of a checkpoint outside of a run, at the root of `store`."""
         address = address_of(store)
         request = {"place": store if address is None else address, "replace": replace, "writer_features": ()}
         check = functools.partial(check_no_run, store, replace=replace)
@@ -164,18 +171,18 @@ class Target:
 
 
 class Saves:
-    """The saves of one trainer, through one saver and its slots.
+    """The saves of one trainer process, through one saver and its slots.
 
     Args:
-        store: rooted at the run; None outside of one.
-        group: of the trainers.
-        options: how.
-        mirrors: where the run is copied to, by writer 0.
+        store: store rooted at the run; None outside of a run.
+        group: group of the trainer processes.
+        options: options for saving.
+        mirrors: places to which writer 0 copies the run.
 
     Attributes:
-        state: what is saved.
-        unsaved: what the state lacked when it was checked last, a sentence each.
-        reports: what isn't done as asked, a sentence each that begins with its name.
+        unsaved: one sentence for each part of the training that the state lacked at the last check.
+        reports: one sentence for each request that isn't carried out as asked. A sentence begins
+            with the report's name.
     """
 
     def __init__(
@@ -192,7 +199,7 @@ class Saves:
         self._known = Known()
         self._callbacks = Callbacks()
         self._ownership = Ownership(check_replicas=options.check_replicas)
-        # Of torch, where that is there: a ckptfmt.adapters.torch.Guard of each state, and .Devices.
+        # Only with torch: one ckptfmt.adapters.torch.Guard for each state, by id, and one Devices.
         self._guards: dict[int, Any] = {}
         side = torch_side()
         self._devices: Any = None if side is None else side.Devices(self._report)
@@ -202,35 +209,40 @@ class Saves:
         self._has_looked = False
         self.unsaved: list[str] = []
         self._trainers_here = 1
-        #: Saves that were begun: of so many one is brought home in full, the first among them.
+        #: Number of started saves. With a cache, the files of every `upload_every`-th save are
+        #: uploaded to home, beginning with the first save.
         self._begun_count = 0
-        #: Of those, the ones that weren't over yet; whether one was committed since the processes were told; and how
-        #: many in a row have failed.
+        # The next three: started saves that weren't over at the last look; whether a save was
+        # committed since the last exchange with the other processes; and the number of saves that
+        # failed in a row.
         self._undecided: list[SaveHandle] = []
         self._has_news = False
         self._failed_count = 0
-        #: Attempts that failed in this thread, and weren't told to the other processes yet.
+        #: Attempts that failed in this thread; the other processes don't know of them yet.
         self._own_failures: list[tuple[str, SaveHandle]] = []
-        #: The last save that was begun, the origin of its attempt, and the process that began it.
+        #: Handle of the last started save, its attempt's origin, and the process id at the start.
         self._last: tuple[SaveHandle, Origin, int] | None = None
         self._background: Background | None = None
         self._replicas: Replicas | None = None
         self._finalizer: weakref.finalize[[Background, dict[int, Any]], Any] | None = None
 
-    # --- getting ready ------------------------------------------------------------------------------------------------
+    # --- getting ready ----------------------------------------------------------------------------
 
     def begin_replicas(self, launch: Launch, nodes: Sequence[str]) -> None:
-        """Connect with the processes of other nodes whose caches take replicas of these saves. Every process calls it.
+        """Connect with the processes of other nodes, whose caches take replicas of these saves.
+
+        Every process calls this method.
 
         Args:
-            nodes: of all processes; where there is one only, there are no replicas, and the reports say so.
+            nodes: node of each process. If all processes are on one node, the saves have no
+                replicas, and a report says so.
         """
         if len(set(nodes)) == 1:
             told = f"PEER_LOST: all {len(nodes)} processes are on node {nodes[0]!r}: saves have no replicas"
             add_report(self.reports, told)
             return
         options, number = self._options, self._group.writer
-        assert options.cache is not None  # noqa: S101 - see PeerOptions
+        assert options.cache is not None  # noqa: S101 - PeerOptions requires a cache
         name = f"{launch.run_id}-{launch.launch}-{launch.nonce}"
         self._replicas = Replicas(
             options.cache,
@@ -241,14 +253,15 @@ class Saves:
             deadline_s=options.deadline_s,
             note=functools.partial(add_report, self.reports),
         )
-        # At the interpreter's exit: its threads mustn't outlive what they call.
+        # Closed at the interpreter's exit: the threads of the replicas must end before the modules
+        # that they use.
         weakref.finalize(self, self._replicas.close, 0.0)
 
     def check(self, state: State, *, step: int | None = None) -> None:
-        """Refuse now what a save would refuse, and report what it does badly.
+        """Check a state as a save does, and report the parts that a save would treat badly.
 
         Args:
-            step: training steps done; None where that isn't known.
+            step: number of training steps done; None if unknown.
 
         Raises: StateError; FormatError; LayoutError.
         """
@@ -261,8 +274,12 @@ class Saves:
                 self._report(sentence)
 
     def _find_unsaved(self, state: State, *, saves: bool = True) -> list[str]:
-        """Report what a save of now doesn't have, and return it as loads are to be told."""
-        # Schedulers are made before the first step, or at least before the first save.
+        """Report the parts of the training that a save now would lack.
+
+        Returns: the texts for the checkpoint, so that later loads can report the missing parts.
+        """
+        # The search of the process runs at the first check, and again at the first save: a program
+        # may make its schedulers as late as that.
         looks_around, self._has_looked = not (self._begun_count if saves else self._has_looked), True
         found = self._unheld.find(state, looks_around=looks_around, saves=saves)
         for unsaved in found:
@@ -273,7 +290,9 @@ class Saves:
         self._has_device_tensors |= self._devices is not None and self._devices.holds_any(snapshot.tensors)
 
     def prepare(self, state: State, *, step: int | None = None) -> None:
-        """Check a state, make and touch the slots that it needs, and start the saver; quick where that was done.
+        """Check a state, make and touch the slots for the state, and start the saver.
+
+        If slots and saver are ready, only the check remains.
 
         Raises: as `check`; CommitError(SAVER_LOST); StateError(SLOT_MEMORY).
         """
@@ -282,7 +301,7 @@ class Saves:
             hosts = self._group.all_gather(socket.gethostname())
             self._trainers_here = hosts.count(hosts[self._group.writer])
             self._group.together(self._prepare_slots)
-            self._guard_of(state)  # which learns from the steps that it sees
+            self._guard_of(state)  # the guard learns from every step from now on
 
     def _prepare_slots(self) -> None:
         image = self._ownership.image
@@ -306,21 +325,23 @@ class Saves:
             nice=options.nice,
             deadline_s=options.deadline_s,
             cache=options.cache,
-            note=functools.partial(add_report, self.reports),  # which doesn't keep this object alive
+            note=functools.partial(add_report, self.reports),  # holds the list, not this object
             **({} if self._replicas is None else {"on_written": functools.partial(_replicate, self._replicas)}),
         )
-        # At the interpreter's exit, or when nobody has the checkpointer any more: no staged save is lost by it.
+        # Runs at the interpreter's exit, or when the checkpointer is garbage-collected, so that no
+        # staged save is lost.
         self._finalizer = weakref.finalize(self, _let_go, background, self._guards)
         return background
 
     def _guard_of(self, state: State) -> Any:  # noqa: ANN401 - a ckptfmt.adapters.torch.Guard, or None
-        """Return what keeps a state from being changed while it is copied, for as long as anybody has that state."""
+        """Return the guard that keeps a state unchanged during copies; the state's end frees it."""
         side, key = torch_side(), id(state)
         if side is None or not self._options.overlap:
             return None
         if key not in self._guards:
             self._guards[key] = side.Guard(self._report)
-            # Before its number can be another's. A guard whose copies are under way lives until they are done.
+            # Removed with the state, before another object gets the same id. A guard with copies
+            # in progress lives until the copies are done.
             weakref.finalize(state, self._guards.pop, key, None).atexit = False
         return self._guards[key]
 
@@ -328,11 +349,11 @@ class Saves:
         add_report(self.reports, sentence)
 
     def take_reports(self, sentences: list[str]) -> None:
-        """Take sentences of a launch among the reports; they were logged."""
+        """Add a launch's sentences to the reports. The launch has logged them already."""
         self.reports += [sentence for sentence in sentences if sentence not in self.reports]
 
     def _warn_of_limits(self, leaves: Iterable[Leaf]) -> None:
-        """Report each value that grows towards what ends a save, long before it does."""
+        """Report each value that is above half of a limit, long before the limit stops a save."""
         for leaf in leaves:
             key = leaf.field, leaf.name
             if key not in self._near_limit and is_near_limit(leaf.value):
@@ -343,7 +364,7 @@ class Saves:
                     f" {limits.TREE_NBYTES} bytes, that a plain value may have; put large data into tensors or arrays"
                 )
 
-    # --- saving -------------------------------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------
 
     def save(
         self,
@@ -356,23 +377,24 @@ class Saves:
         label: Callable[[], Labels] | None = None,
         to_home: bool = False,
     ) -> SaveHandle:
-        """Begin a save, or make one; every process calls it at the same step.
+        """Start a save, or make a whole save inline; every process calls this at the same step.
 
         Args:
-            must: whether to wait for a slot even where the policy is to skip, and to bring it home.
-            deadline_s: how long at most, in seconds; None for that of the options.
-            label: returns metrics and tags, on writer 0.
-            to_home: whether its files must go home, whichever save it is; what writer 0 says counts.
+            must: whether to wait for a slot even if the policy is "skip", and to store the files at
+                home.
+            deadline_s: longest wait for a slot, in seconds; None for the deadline of the options.
+            label: returns metrics and tags; called on writer 0.
+            to_home: whether the files go home regardless of the cache. Writer 0's value counts.
 
-        A save that fails because of the storage is told by its handle and by the reports; up to `failed_saves` of them
-        in a row raise nothing here.
+        After a failure of the storage the handle and the reports have the error. Only after more
+        than `failed_saves` such failures in a row is the error raised.
 
-        Raises: the error of an earlier save that failed, once; what refuses this one.
+        Raises: the error of an earlier failed save, once; the error that refuses this save.
         """
         begin_s = time.monotonic()
         if self._options.saver != "inline" and self._background is None:
             self.prepare(state)
-        # Without slots, where memory is short, it is done here and now.
+        # If memory is too short for slots, the save is made inline.
         background = self._background if self._background is not None and self._background.has_slots else None
         path = target.store.name
         waits = must or self._options.when_busy == "wait"
@@ -398,7 +420,7 @@ class Saves:
                     else (NODE if self._replicas is None else PEERS),
                 },
             )
-        except StoreError as error:  # of writer 0's look at the run, on all processes alike
+        except StoreError as error:  # from writer 0's check; all processes raise it
             self._fail_together(handle, error, must=must)
             return handle
         self._raise_failure(agreed.told)
@@ -426,7 +448,7 @@ class Saves:
             if handle.tell_failed(error):
                 _LOG.error("step %d FAILED: %s", step, error)
             handle.tell_copied()
-            # The other processes hear of it at the next save: all of them count alike.
+            # The other processes learn of the failure at the next save, so that all counts agree.
             self._own_failures.append((agreed.origin.attempt, handle))
         if self._mirrors is not None:
             self._mirrors.follow(handle)
@@ -434,12 +456,12 @@ class Saves:
         return handle
 
     def _is_homes_turn(self) -> bool:
-        """Return whether this save is the one of so many whose files go home."""
+        """Return whether the files of this save go home: always, if there is no cache."""
         cache = self._options.cache
         return cache is None or self._begun_count % cache.upload_every == 0
 
     def _wait_for_slot(self, background: Background | None, deadline_s: float | None) -> CkptError | None:
-        """Return the error if no slot gets free in time: the others must hear of it first."""
+        """Return the error if no slot becomes free in time; the other writers must hear of it."""
         if background is not None and background.has_slots:
             try:
                 background.wait_free(self._options.deadline_s if deadline_s is None else deadline_s)
@@ -474,7 +496,10 @@ class Saves:
     def _save_beside(
         self, background: Background, agreed: Agreed, handle: SaveHandle, state: State, target: Target
     ) -> bool:
-        """Begin a save beside the training; False if there is no memory for that any more, and nothing was begun."""
+        """Start a save in the background.
+
+        Returns: False if memory is too short for slots; then no save was started.
+        """
         request = SaveRequest(
             origin=agreed.origin,
             writer=self._group.writer,
@@ -491,7 +516,8 @@ class Saves:
                 return False
             background.save(request, handle, lambda place: self._plan_copies(agreed, handle, state, place))
         except BaseException as error:
-            # An interrupt among them. Raised here and now: the others learn of it from the store.
+            # Interrupts included. The error is raised here; the other writers read of the failure
+            # in the store.
             background.abandon(handle, agreed.origin.attempt, error)
             tell_failure(target.store, agreed.origin, self._group.writer, as_ckpt_error(error))
             raise
@@ -500,17 +526,20 @@ class Saves:
     def _plan_copies(
         self, agreed: Agreed, handle: SaveHandle, state: State, place: Place
     ) -> tuple[list[Copy], list[Copy]]:
-        """Return the copies into a slot: those to be done now, and those that the guard lets go on beside a step."""
+        """Return the copies into a slot: copies to do now, and copies to do during the next step.
+
+        The guard delays the optimizer's step until the second group is done.
+        """
         image = self._ownership.image
-        assert image is not None  # noqa: S101 - agreeing has planned it
+        assert image is not None  # noqa: S101 - agree_on_save() has planned it
         guard, sources = self._guard_of(state), agreed.snapshot.tensors
         constant: frozenset[TensorKey] = frozenset()
         for other in list(self._guards.values()):
-            other.end_probation()  # whichever state the slot held
+            other.end_probation()  # the slot may have held any state
         if guard is not None:
             constant = guard.find_constant(sources)
         filling = None
-        if self._options.delta.mode != "off":  # else everything is copied, unseen
+        if self._options.delta.mode != "off":  # without deltas every block is copied, without checksums
             filling = self._fillings.begin(place.number, image, was_written=place.was_written)
         now, later = plan_copies(
             agreed.snapshot, image, place.slot.view, later=constant, devices=self._devices, filling=filling
@@ -520,10 +549,10 @@ class Saves:
             guard.begin_probation(sources, image, place.slot.view)
         return now, later
 
-    # --- failures, and the end ----------------------------------------------------------------------------------------
+    # --- failures, and the end --------------------------------------------------------------------
 
     def _next_failure(self, *, at_end: bool = False) -> tuple[str, CkptError] | None:
-        """Return attempt and error of a save that failed and of which nobody was told yet."""
+        """Return attempt and error of a failed save that no caller has been told of."""
         own = ((attempt, handle.error) for attempt, handle in self._own_failures if not handle.is_failure_taken)
         found = next(((attempt, error) for attempt, error in own if error is not None), None)
         if found is None and self._background is not None:
@@ -535,14 +564,14 @@ class Saves:
         return None if failure is None else {"attempt": failure[0], "error": failure[1].as_json()}
 
     def _has_committed(self) -> bool:
-        """Return whether a save was committed since the other processes were told."""
+        """Return whether a save was committed since the last exchange with the other processes."""
         ended = [handle for handle in self._undecided if handle.state not in STATES[:-1]]
         self._undecided = [handle for handle in self._undecided if handle not in ended]
         self._has_news |= any(handle.state == "COMMITTED" for handle in ended)
         return self._has_news
 
     def _raise_failure(self, told: list[Any]) -> None:
-        """Raise or report what an earlier save failed with, on every process alike, and on none of them twice."""
+        """Raise or report the failure of an earlier save, on every process alike and only once."""
         self._has_news = False
         if told[0]["committed"]:
             self._failed_count = 0
@@ -565,12 +594,12 @@ class Saves:
             self._background.note_told(attempt)
 
     def _fail_together(self, handle: SaveHandle, error: CkptError, *, must: bool = False) -> None:
-        """Let a save that wasn't begun fail, for a reason of the storage that all processes know of.
+        """Let a save fail before its start, for a reason that all processes know.
 
         Args:
-            must: whether no later save takes its place.
+            must: whether no later save replaces this save; then the error is raised.
 
-        Raises: the error, unless so many may fail.
+        Raises: the error, unless it is a failure of the storage and `failed_saves` allows it.
         """
         if must or not _is_of_storage(error.as_json()):
             raise error
@@ -579,7 +608,7 @@ class Saves:
         handle.tell_copied()
 
     def _count_failure(self, error: CkptError) -> None:
-        """Report that a save failed because of the storage. Raises: the error, after too many in a row."""
+        """Report a failure of the storage. Raises: the error, after too many failures in a row."""
         self._failed_count += 1
         most = self._options.failed_saves
         if self._failed_count > most:
@@ -592,15 +621,17 @@ class Saves:
         )
 
     def close(self, *, deadline_s: float, quietly: bool = False) -> None:
-        """Wait for the saves in flight and their callbacks, bring the last one home, and let saver and slots go.
+        """Wait for the saves in flight and their callbacks, then close the saver and the slots.
+
+        The files of the last save are brought home from the cache.
 
         Args:
-            deadline_s: how long to wait, in seconds.
-            quietly: whether an error is on its way already: what failed is logged then, and not raised; and what is
-                in caches is left to the next start.
+            deadline_s: longest wait in seconds.
+            quietly: whether the caller already raises an error. Then a failure is logged instead of
+                raised, and files in caches are left to the next start.
 
-        Raises: the error of a save that failed, if nobody was told yet; CommitError(SAVE_PENDING) if one isn't over
-            by the deadline.
+        Raises: the error of a failed save, if no caller was told of the failure;
+            CommitError(SAVE_PENDING) if a save isn't over by the deadline.
         """
         end_s, brought_home = time.monotonic() + deadline_s, None
         self._unheld.close()
@@ -617,14 +648,15 @@ class Saves:
                 self._replicas.close(max(0.0, min(_PARTNERS_S, end_s - time.monotonic())))
 
     def _bring_last_home(self, end_s: float) -> str | None:
-        """Bring home what this process wrote of the last save, if its files may be in caches alone.
+        """Upload this process's files of the last save, if they may be in a cache only.
 
-        No later save takes its place. What can't be brought home is reported: a launch on this node tries again.
+        The last save is never superseded, so its files must reach home. A failed upload is
+        reported; the next launch on this node tries again.
 
         Args:
-            end_s: when to give up, by the monotonic clock.
+            end_s: deadline by the monotonic clock, in seconds.
 
-        Returns: the name of the checkpoint, if this process's files of it are at home now.
+        Returns: the name of the checkpoint, if this process's files are at home now; else None.
         Spec: REQ-RUN-035.
         """
         if self._last is None:
@@ -634,7 +666,7 @@ class Saves:
             return None
         part = part_of(origin, self._group.writer)
         outcomes: list[tuple[bool | None, Exception | None]] = []
-        # A request to a home that doesn't answer has no deadline of ours.
+        # A thread bounds the wait: a request to a store that doesn't answer has no deadline.
         thread = threading.Thread(
             target=lambda: outcomes.append(attempt(lambda: self._upload_last(part, origin, end_s))),
             name="ckptfmt-bring-home",
@@ -652,8 +684,8 @@ class Saves:
         return part.name
 
     def _upload_last(self, part: CachedPart, origin: Origin, end_s: float) -> bool:
-        """Copy a save from the cache to home; return False where a newer launch has retired it."""
-        assert self._store is not None and self._options.cache is not None  # noqa: S101, PT018 - else all goes home
+        """Copy a save from the cache to home; return False if a newer launch has retired it."""
+        assert self._store is not None and self._options.cache is not None  # noqa: S101, PT018 - durability is HOME without a cache
         cache, home = NodeCache(self._options.cache, origin.run_id or ""), self._store.at(part.name)
         with cache.hold(part):
             register = read_register(home)
@@ -684,7 +716,10 @@ class Saves:
             _LOG.error("%s", problem)
 
     def _find_last_problem(self, background: Background | None) -> CkptError | None:
-        """Return what a save failed with of which nobody was told; where a later one is committed, it is reported."""
+        """Return the error of a failed save that no caller was told of.
+
+        If a later save is committed, the failure is reported instead of returned.
+        """
         self._background = background
         try:
             while (failure := self._next_failure(at_end=True)) is not None:
@@ -700,13 +735,13 @@ class Saves:
 
 
 def _is_of_storage(error: Mapping[str, Any]) -> bool:
-    """Return whether an error says that the storage is at fault; also that of a writer that heard of another's."""
+    """Return whether an error is the storage's fault, on this writer or on the writer it names."""
     heard = error["code"] == Code.WRITER_FAILED and _HEARD.match(error["detail"])
     return (heard[1] if heard else error["code"]) in _STORAGE
 
 
 def add_report(reports: list[str], sentence: str) -> None:
-    """Log a sentence and keep it among the reports, unless it is there."""
+    """Log a sentence and add it to the reports, unless the reports contain it already."""
     if sentence not in reports:
         _LOG.warning("%s", sentence)
         reports.append(sentence)
