@@ -1,4 +1,4 @@
-"""A save that goes on beside the training, as its caller sees it."""
+"""The handle of a save in the background, for the caller of the save."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.saver.request import OF_MANIFEST
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: The states of a save, in this order. FAILED and SKIPPED are the other ends.
+#: The states of a save, in this order. FAILED and SKIPPED are the other final states.
 STATES: Final = ("STAGING", "STAGED", "WRITTEN", "COMMITTED")
-#: After how many seconds of waiting a signal, or a thread that ended without a word, is noticed at the latest.
+#: Longest time until a wait notices a signal, or a thread that ended without a message, in seconds.
 _NAP_S: Final = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """The report of a save.
+    """The report of a committed save.
 
     Attributes:
-        path: where the checkpoint is.
-        digest: of its manifest: its name.
-        step: training steps done.
+        path: path of the checkpoint.
+        digest: digest of the manifest.
+        step: number of training steps done.
         nbytes: size of all tensors in bytes, each counted once.
-        writer_count: how many writers it took.
-        profile: ``full``, or ``delta``.
-        stored_nbytes: size of the tensor bytes that the checkpoint stores itself, its bases left out, in bytes.
-        reason: why this process's share was written in full, or as a delta.
-        durability: where its files are at least: "home"; "node" where they may be in caches of nodes only.
+        writer_count: number of writers.
+        profile: ``full`` or ``delta``.
+        stored_nbytes: size of the tensor bytes in the checkpoint's own files, without its bases.
+        reason: reason why this process's share was written in full or as a delta.
+        durability: "home" if all files are in the run's own store; "peers" or "node" if some files
+            may be in caches of nodes only.
         removed: checkpoints of the run that retention has removed so far.
     """
 
@@ -62,7 +63,12 @@ class SaveReport:
 
 
 def tell_committed(writer: int, report: SaveReport, seconds: float) -> None:
-    """Say that a checkpoint is committed: its step, size, the seconds that it took from the call on, and the rate."""
+    """Log that a checkpoint is committed, with step, size, duration and rate.
+
+    Args:
+        writer: number of this process; the line is INFO for 0, else DEBUG.
+        seconds: duration from the call of `save` to the commit.
+    """
     size = bytes_text(report.stored_nbytes)
     if report.profile != "full":
         size += f" of {bytes_text(report.nbytes)}"
@@ -74,7 +80,7 @@ def tell_committed(writer: int, report: SaveReport, seconds: float) -> None:
 
 
 def bytes_text(nbytes: float) -> str:
-    """Return a number of bytes for people, in the units of the commands.
+    """Return a number of bytes as text for people, in the units of the commands.
 
     >>> bytes_text(1_600_000_000), bytes_text(24_000), bytes_text(7)
     ('1.5 GiB', '23.4 KiB', '7 B')
@@ -86,22 +92,24 @@ def bytes_text(nbytes: float) -> str:
 
 
 class Callbacks:
-    """Functions that are called when a save is over: one after the other, in a thread that lives while there are any.
+    """Functions to call at the end of saves, one after the other in a thread.
 
-    Whoever tells of the end of a save goes on at once. A function that blocks keeps only later ones waiting; what it
-    raises is logged. In a fork of this process nothing is called that was asked for before.
+    The thread lives while calls are due, so the end of a save never waits for a function. A
+    function that blocks delays the later functions only. Exceptions are logged. A fork of this
+    process drops the functions that were added before the fork.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        # Entered itself, and not by way of the condition: an interrupt can't come between its being taken and `with`.
+        # Entered directly instead of through the condition: an interrupt can't come between the
+        # acquisition and the `with` block.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._calls: collections.deque[tuple[Callable[[Any], object], object]] = collections.deque()
         self._thread: threading.Thread | None = None
 
     def add(self, function: Callable[[Any], object], argument: object) -> None:
-        """Have a function called, once."""
+        """Add a function to call once with an argument."""
         if os.getpid() != self._pid:
             Callbacks.__init__(self)
         with self._lock:
@@ -109,7 +117,10 @@ class Callbacks:
         self._start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all calls are done, and say whether they are; from within one of them, don't wait."""
+        """Wait until all calls are done; from within a call, return at once.
+
+        Returns: whether all calls were done in time.
+        """
         if threading.current_thread() is self._thread or os.getpid() != self._pid:
             return True
         return wait_until(
@@ -121,14 +132,14 @@ class Callbacks:
         )
 
     def _start(self) -> None:
-        """Start the thread, if there is something to call and nobody at it."""
+        """Start the thread, if a call is due and no thread runs."""
         with self._lock:
             if not self._calls or (self._thread is not None and self._thread.is_alive()):
                 return
             thread = threading.Thread(target=self._call_all, name="ckptfmt-callbacks", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # there are too many; whoever adds one or waits tries again
+            except RuntimeError as error:  # too many threads; the next `add` or `wait` tries again
                 _LOG.warning("callbacks of saves wait: %s", error)
             else:
                 self._thread = thread
@@ -143,25 +154,32 @@ class Callbacks:
                 function, argument = self._calls.popleft()
             try:
                 function(argument)
-            except BaseException:  # noqa: BLE001 - whatever it is, the next one is called
+            except BaseException:  # noqa: BLE001 - no exception stops the later calls
                 _LOG.exception("a callback of a save raised: %r", function)
 
 
 class SaveHandle:
-    """One save of a `Checkpointer` or a `ckptfmt.Saver`.
+    """A save of a `Checkpointer` or a `ckptfmt.Saver`.
 
-    States: ``STAGING`` the snapshot is being copied; ``STAGED`` it is complete and in the saver's hands: a trainer that
-    dies now loses nothing; ``WRITTEN`` this process's share is durable; ``COMMITTED`` the checkpoint is, for all
-    processes. ``FAILED``: there is no checkpoint, or nobody here will learn of it (SAVER_LOST); `error` says why.
-    ``SKIPPED``: no slot was free, and the policy is to skip.
+    The states are:
+
+    - ``STAGING``: the snapshot is being copied.
+    - ``STAGED``: the snapshot is complete and in the saver's hands. The death of the trainer loses
+      nothing from now on.
+    - ``WRITTEN``: this process's share is durable.
+    - ``COMMITTED``: the checkpoint is durable for all processes.
+    - ``FAILED``: there is no checkpoint, or the outcome stays unknown here (SAVER_LOST). `error`
+      has the reason.
+    - ``SKIPPED``: no slot was free, and the policy is to skip.
 
     Attributes:
-        step: training steps done.
+        step: number of training steps done.
         path: directory of the checkpoint.
-        blocked_s: how long the training stood still for it, in seconds: in `Checkpointer.save`, and at the guard.
-        times: seconds from the call to each state that was reached.
-        error: why it failed.
-        report: its `SaveReport`, once it is committed.
+        blocked_s: time for which the save blocked the training, in seconds: in `Checkpointer.save`
+            and at the guard.
+        times: seconds from the call of `save` to each reached state.
+        error: error of a failed save; else None.
+        report: `SaveReport` of a committed save; else None.
     """
 
     def __init__(
@@ -178,10 +196,11 @@ class SaveHandle:
         self._is_copied = self._is_over = state == "SKIPPED"
         self._look: Callable[[], None] = _nothing
         self._callbacks = Callbacks() if callbacks is None else callbacks
-        #: What is to be called at the end, by the state that this is.
+        #: Functions to call at the end, each with the final state that it is for.
         self._at_end: list[tuple[str, Callable[[Any], object]]] = []
         self._is_failure_taken = False
-        # Entered itself, and not by way of the condition: an interrupt can't come between its being taken and `with`.
+        # Entered directly instead of through the condition: an interrupt can't come between the
+        # acquisition and the `with` block.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
 
@@ -190,42 +209,43 @@ class SaveHandle:
 
     @property
     def state(self) -> str:
-        """The state that it has reached."""
+        """The state of the save."""
         return self._state
 
     @property
     def is_copied(self) -> bool:
-        """Whether no tensor is read for it any more."""
+        """Whether the live tensors are no longer read for the save."""
         return self._is_copied
 
     @property
     def is_through(self) -> bool:
-        """Whether its slot is needed no more: written or failed, and no thread fills it."""
+        """Whether the slot is free: the save is written or failed, and no thread fills the slot."""
         return self._is_copied and (self._state not in STATES or self._has_reached("WRITTEN"))
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is done for it any more, clean-up included."""
+        """Whether all work for the save is done, clean-up included."""
         return self._is_copied and self._is_over
 
     @property
     def is_failure_taken(self) -> bool:
-        """Whether somebody is told of a failure by `on_failed`, so that no later call raises it."""
+        """Whether `on_failed` was called, so that no later call raises the failure."""
         return self._is_failure_taken
 
     def on_committed(self, function: Callable[[SaveReport], object]) -> Self:
-        """Have a function called with the report, once, when the save is committed; soon, if it is already.
+        """Call a function once with the report when the save is committed, or soon afterwards.
 
-        It is called in a thread for callbacks, and holds up nothing but later callbacks. Its errors are logged. The
-        `close` that ends the saves waits for it; a process that ends without doesn't.
+        The call runs in a thread for callbacks, and delays only later callbacks. Exceptions are
+        logged. The `close` that ends the saves waits for the call; the end of the process doesn't.
         """
         return self._call_at("COMMITTED", function)
 
     def on_failed(self, function: Callable[[CkptError], object]) -> Self:
-        """Have a function called with the error, once, when the save fails; soon, if it has failed already.
+        """Call a function once with the error when the save fails, or soon afterwards.
 
-        Called as by `on_committed`. The failure is no longer raised by the next save or `close`. With several
-        processes every one of them passes a function: a failure that one of them doesn't take is raised on all.
+        The call runs as for `on_committed`. The next save and `close` no longer raise the failure.
+        In a job of several processes each process must pass a function: a failure that a process
+        doesn't take is raised on all processes.
         """
         self._is_failure_taken = True
         return self._call_at("FAILED", function)
@@ -237,7 +257,7 @@ class SaveHandle:
         return self
 
     def _call_back(self) -> None:
-        """Hand over what is to be called in the state that is reached, if it is an end; with the lock held."""
+        """Hand over the functions for the reached state, if it is final. Needs the lock."""
         argument = self.report if self._state == "COMMITTED" else self.error
         if self._state in ("COMMITTED", "FAILED", "SKIPPED"):
             due, self._at_end = self._at_end, []
@@ -250,10 +270,11 @@ class SaveHandle:
 
         Args:
             state: one of `STATES`.
-            timeout_s: how long at most, in seconds; None for as long as it takes.
+            timeout_s: longest wait in seconds; None for no limit.
 
-        Returns: the report, once it is committed; None before, and for a skipped save.
-        Raises: the error of the save; CommitError(SAVE_PENDING) at the timeout: it goes on.
+        Returns: the report of a committed save; None for an earlier state and for a skipped save.
+        Raises: the error of the save; CommitError(SAVE_PENDING) at the timeout. After a timeout the
+            save continues.
         """
         if state not in STATES:
             raise err(Code.ARGUMENT, f"{state!r} isn't one of {', '.join(STATES)}", where="state=")
@@ -261,21 +282,29 @@ class SaveHandle:
         return self.report
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Wait until the save is STAGED: every tensor may be changed, and the death of this process loses nothing.
+        """Wait until the save is STAGED.
 
-        Raises: the error of the save; CommitError(SAVE_PENDING) at the timeout. Spec: REQ-CMT-030.
+        Then the program may change every tensor, and the death of this process loses nothing.
+
+        Raises: the error of the save; CommitError(SAVE_PENDING) at the timeout.
+        Spec: REQ-CMT-030.
         """
         self._wait_for(lambda: self._is_copied and self._has_reached("STAGED"), "STAGED", timeout_s)
 
     def wait_copied(self, timeout_s: float | None = None) -> None:
-        """Wait until every tensor is copied and may be changed, whether or not the saver has the snapshot yet.
+        """Wait until every tensor is copied and may be changed.
+
+        The saver may still lack the complete snapshot.
 
         Raises: the error of the save; CommitError(SAVE_PENDING) at the timeout.
         """
         self._wait_for(lambda: self._is_copied, "STAGED", timeout_s)
 
     def wait_over(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is done for this save any more, clean-up included; say whether that is so."""
+        """Wait until all work for this save is done, clean-up included.
+
+        Returns: whether the work was done in time.
+        """
         return self._holds_in_time(lambda: self.is_over, timeout_s)
 
     def _wait_for(self, is_there: Callable[[], bool], state: str, timeout_s: float | None) -> None:
@@ -286,28 +315,29 @@ class SaveHandle:
             raise self.error
 
     def _holds_in_time(self, is_there: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Wait until something holds, and say whether it does."""
-        look = lambda: self._look()  # noqa: E731, PLW0108 - it is told once the save has begun, while somebody waits
+        """Wait until a condition holds. Returns: whether the condition held in time."""
+        look = lambda: self._look()  # noqa: E731, PLW0108 - `tell_begun` may set it during a wait
         return wait_until(is_there, lock=self._lock, changed=self._changed, look=look, timeout_s=timeout_s)
 
     def _has_reached(self, state: str) -> bool:
         return self._state in STATES and STATES.index(self._state) >= STATES.index(state)
 
-    # What the checkpointer and its saver tell, from any thread. What comes late, or after a failure, changes nothing.
+    # The checkpointer and the saver call these methods from any thread. A message that comes late,
+    # or after a failure, changes nothing.
 
     def tell_begun(self, look: Callable[[], None]) -> None:
-        """Take note of what finds that those have ended who do this save; who waits for it calls that now and then."""
+        """Set the function that finds failures; waiting threads call the function regularly."""
         self._look = look
 
     def tell_copied(self) -> None:
-        """Take note that no tensor is read any more, whether or not the snapshot is complete."""
+        """Record that no tensor is read any more, whether or not the snapshot is complete."""
         with self._lock:
             self._is_copied = True
             self._note_end()
             self._changed.notify_all()
 
     def tell_state(self, state: str, report: SaveReport | None = None) -> None:
-        """Take note of a state."""
+        """Record a new state, with the report if the save is committed."""
         with self._lock:
             if self._state in STATES and not self._has_reached(state):
                 self._state = state
@@ -317,7 +347,7 @@ class SaveHandle:
                 self._changed.notify_all()
 
     def tell_over(self, removed: tuple[str, ...] = ()) -> None:
-        """Take note that all is done, and what retention let go."""
+        """Record that all work is done, and the checkpoints that retention removed."""
         with self._lock:
             self._is_over = True
             self._note_end()
@@ -326,7 +356,7 @@ class SaveHandle:
             self._changed.notify_all()
 
     def tell_failed(self, error: CkptError) -> bool:
-        """Take note of a failure; False if the save was over before, or is committed."""
+        """Record a failure; return False if the save was over or committed before."""
         with self._lock:
             changes = self._state in STATES and self._state != "COMMITTED"
             if changes:
@@ -339,11 +369,11 @@ class SaveHandle:
 
     def _note_end(self) -> None:
         if self.is_over:
-            self._look = _nothing  # and keep nobody alive
+            self._look = _nothing  # so that the background isn't kept alive
 
 
 def _nothing() -> None:
-    """Look at nothing."""
+    """Do nothing."""
 
 
 def wait_until(
@@ -354,15 +384,16 @@ def wait_until(
     look: Callable[[], None],
     timeout_s: float | None,
 ) -> bool:
-    """Wait until something holds, and say whether it does.
+    """Wait until a condition holds, and return whether it held in time.
 
     Args:
-        is_there: asked with the lock held.
-        lock: that of `changed`. It is entered itself: an interrupt can't come between its being taken and `with`.
-        changed: notified when it may hold.
-        look: called now and then without the lock. The system may give a signal to another thread, and then it wakes
-            nobody here; and a thread that should have notified may have ended, which this finds.
-        timeout_s: how long at most, in seconds; None for as long as it takes.
+        is_there: returns whether the condition holds; called with the lock held.
+        lock: lock of `changed`. The lock is entered directly: an interrupt can't come between the
+            acquisition and the `with` block.
+        changed: condition variable, notified when `is_there` may have changed.
+        look: called regularly without the lock. A signal may go to another thread and then wakes no
+            waiting thread. A thread that should have notified may have ended; `look` finds this.
+        timeout_s: longest wait in seconds; None for no limit.
     """
     end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while True:

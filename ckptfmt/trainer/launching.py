@@ -1,4 +1,4 @@
-"""How a job's processes begin a launch of a run: wait for savers, finish from caches, choose what to resume from."""
+"""The start of a launch: wait for savers, finish saves in caches, choose a checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ckptfmt.write.writer import as_ckpt_error
 T = TypeVar("T")
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: How long a start waits before it asks the disk of a cache again, in seconds.
+#: Pauses before another try to read the disk of a cache, in seconds.
 _PAUSES_S: Final = (0.05, 0.5)
 _CACHE_REMEDY: Final = (
     "Mend the disk, and start again. A start without cache=, or with another directory, goes on without the saves that"
@@ -44,16 +44,16 @@ _CACHE_REMEDY: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A launch that was begun.
+    """A begun launch.
 
     Attributes:
-        launch: its record.
-        run: the run's.
-        checkpoint: what it resumes from, open; None after a fresh start.
-        passed_over: why newer ones weren't taken, a sentence each.
-        reports: what the cache of this node had that couldn't be used, a sentence each.
-        seconds: how long this took.
-        waited_s: how much of that process 0 waited for savers; 0 elsewhere.
+        launch: record of the launch.
+        run: record of the run.
+        checkpoint: open checkpoint from which the launch resumes; None after a fresh start.
+        passed_over: one sentence for each newer checkpoint that wasn't taken, with the reason.
+        reports: one sentence for each part of this node's cache that couldn't be used.
+        seconds: duration of the start.
+        waited_s: time for which process 0 waited for savers, in seconds; 0 on other processes.
     """
 
     launch: Launch
@@ -74,16 +74,18 @@ def take_launch(
     deadline_s: float,
     cache: CacheOptions | None,
 ) -> Taken:
-    """Take the next launch of a run; every process calls it, and process 0 decides.
+    """Begin the next launch of a run; every process calls this, and process 0 decides.
 
     Args:
-        store: rooted at the run.
+        store: store rooted at the run.
         resume: as for `Checkpointer`.
-        writer_features: that the run must have.
-        deadline_s: how long the processes wait for each other, in seconds; process 0 waits for savers half as long.
-        cache: of this node; None where nobody has one.
+        writer_features: features that the run must have.
+        deadline_s: longest wait of the processes for each other, in seconds. Process 0 waits for
+            savers for half of this time.
+        cache: cache of this node; None if no process has a cache.
 
-    Raises: as `Checkpointer.choose`. Spec: REQ-RUN-002, REQ-RUN-018, REQ-RUN-036.
+    Raises: as `Checkpointer.choose`.
+    Spec: REQ-RUN-002, REQ-RUN-018, REQ-RUN-036.
     """
     begin_s = time.monotonic()
     reports: list[str] = []
@@ -104,7 +106,8 @@ def take_launch(
     found = None if named is None else ResumeFrom(**named)
     checkpoint: Checkpoint | None = None
     if found is not None:
-        # Process 0 opened the checkpoint to verify it, and loads that same object: no document is parsed twice.
+        # Process 0 opened the checkpoint for verification. The same object is loaded, so that no
+        # document is parsed twice.
         checkpoint = group.together(
             lambda: opened[0] if opened else Checkpoint(reading.at(found.name), digest=found.digest)
         )
@@ -132,7 +135,7 @@ def _run_on_first(group: Group, action: Callable[[], dict[str, Any]]) -> dict[st
 def _open_and_wait(
     store: Store, writer_features: Sequence[str], wait_s: float, waited_s: list[float]
 ) -> dict[str, Any]:
-    """Open the run, and wait for the saves that living savers have in hand; on process 0 only."""
+    """Open the run, and wait for the saves of living savers; on process 0 only."""
     run = open_run(store, writer_features=(LABELS, *writer_features))
     missing = sorted(set(writer_features) - set(run.writer_features))
     if missing:
@@ -144,7 +147,8 @@ def _open_and_wait(
             remedy="Pass delta='off', or begin another run with delta= and load this one's checkpoint into it.",
         )
     passed_over: list[str] = []
-    # A saver that hangs mustn't keep the run from going on: what it commits later is beside the lineage.
+    # A saver that hangs mustn't stop the run. A later commit of that saver is outside of the
+    # lineage.
     begin_s = time.monotonic()
     if held := wait_for_savers(store, deadline_s=wait_s, on_wait=functools.partial(_say_waiting, wait_s)):
         passed_over.append(f"the saves of {describe_savers(held)} weren't committed within {wait_s:g} s")
@@ -156,11 +160,11 @@ def _open_and_wait(
 def _begin(
     store: Store, waited: dict[str, Any], resume: str, names: Sequence[str], opened: list[Checkpoint]
 ) -> dict[str, Any]:
-    """Choose and record what this launch resumes from; on process 0 only.
+    """Choose and record the checkpoint from which this launch resumes; on process 0 only.
 
     Args:
-        names: of checkpoints that caches have something of.
-        opened: takes what is resumed from.
+        names: names of the checkpoints that have files in caches.
+        opened: list to which the chosen open checkpoint is added.
     """
     passed_over: list[str] = waited["passed_over"]
 
@@ -183,30 +187,34 @@ def _begin(
 
 
 def _say_waiting(wait_s: float, names: list[str]) -> None:
-    """Say why this launch stands still, and for how long at most, before it does."""
+    """Log the reason and the longest duration of the wait that follows."""
     _LOG.warning("waiting at most %g s for the saves that %s has in hand", wait_s, describe_savers(names))
 
 
 class _Finish:
-    """What the processes of a launch do about what earlier ones left in the caches. Spec: REQ-RUN-036, REQ-RUN-037."""
+    """The completion of earlier launches' saves from the caches, by all processes of a launch.
+
+    Spec: REQ-RUN-036, REQ-RUN-037.
+    """
 
     def __init__(self, store: Store, group: Group, options: CacheOptions, run_id: str, reports: list[str]) -> None:
         self._store = store
         self._group = group
         self._reports = reports
         self._cache: NodeCache | None = None
-        #: Of each process, what its cache has: name, attempt and writer of each part.
+        #: The parts in each process's cache: name, attempt and writer of each part.
         self._parts: list[list[list[Any]]] = []
         self._options = options
         self._cache = group.together(lambda: self._open(run_id))
 
     def run(self, wait_s: float) -> list[str]:
-        """Finish what can be finished; return the names of checkpoints that the caches have something of.
+        """Finish saves whose parts are in the caches, as far as possible.
 
         Args:
-            wait_s: how long to wait for living savers of this node, in seconds.
+            wait_s: longest wait for living savers of this node, in seconds.
 
-        Raises: what home raises, or the disk of a cache, on all processes.
+        Returns: the names of all checkpoints that have files in the caches.
+        Raises: errors of home or of a cache's disk, on all processes.
         """
         told = self._group.all_gather(self._group.together(lambda: self._look(wait_s)))
         self._parts = [theirs[2] for theirs in told]
@@ -219,14 +227,16 @@ class _Finish:
         return sorted({name for theirs in told for name in theirs[1]})
 
     def fetch(self, resume: str | None) -> None:
-        """Bring home the checkpoint that this launch would resume from, if its files are in the caches.
+        """Upload the checkpoint from which this launch would resume, if files are in the caches.
 
-        Where those of the newest can't be had, those of the next older one are looked for, up to one that is at home.
+        If files of the newest checkpoint are missing, the next older checkpoint is tried, and so
+        on, until a checkpoint is complete at home.
 
         Args:
-            resume: name or digest of what is chosen by hand, or "fresh"; None for the lineage.
+            resume: name or digest of a checkpoint chosen by hand, or "fresh"; None for the lineage.
 
-        Raises: what home raises, on all processes. Spec: REQ-RUN-041.
+        Raises: errors of home, on all processes.
+        Spec: REQ-RUN-041.
         """
         for name in () if resume == "fresh" else self._group.run_on_first(lambda: list_in_caches(self._store, resume)):
             tried: set[tuple[int, int]] = set()
@@ -237,13 +247,16 @@ class _Finish:
                 return
 
     def reading(self) -> Store:
-        """Return the run's home, read from the cache of this node where that is whole. Spec: REQ-RUN-038."""
+        """Return the run's store; files that are whole in this node's cache are read there.
+
+        Spec: REQ-RUN-038.
+        """
         if self._cache is None:
             return self._store
         return CachedStore(self._store, self._cache.store, self._report)
 
     def tidy(self, committed: dict[str, str]) -> None:
-        """Remove what nobody needs. Where several processes share a cache, each may come first."""
+        """Remove files that no launch needs. Several processes may clean one cache together."""
         if self._cache is not None:
             self._cache.tidy(committed)
 
@@ -253,18 +266,19 @@ class _Finish:
         except CkptError as error:
             if isinstance(error, StoreError) and error.code != Code.STORE_UNSUPPORTED:
                 raise
-            self._report(f"CACHE_FAILED: {error}")  # it is no directory, or none that ever held a save
+            self._report(f"CACHE_FAILED: {error}")  # no directory, or a directory that never held a save
             return None
 
     def _ask(self, action: Callable[[], T], *, asks_home: bool = False) -> T:
-        """Return what an action on the cache returns; where the disk of the cache fails, try again.
+        """Return the result of an action on the cache; try again if the disk of the cache fails.
 
-        An error of the disk says nothing of what the disk holds, which may be the only copy of a save.
+        A disk error doesn't show that the disk is empty: it may hold the only copy of a save.
 
         Args:
-            asks_home: whether the action asks home, too. An error of home is raised as it is.
+            asks_home: whether the action uses home too. An error of home is raised unchanged.
 
-        Raises: StoreError where the last try failed, too. Spec: REQ-RUN-047.
+        Raises: StoreError if the last try fails.
+        Spec: REQ-RUN-047.
         """
         for pause_s in (*_PAUSES_S, None):
             try:
@@ -280,10 +294,11 @@ class _Finish:
         raise AssertionError  # the last try returns or raises
 
     def _wait(self, cache: NodeCache, wait_s: float) -> None:
-        """Wait for the saves in this node's cache that a living saver has in hand.
+        """Wait for the saves in this node's cache that a living saver works on.
 
-        Home says whom to wait for, and where it is an object store that says so by a lease, which runs out while home
-        doesn't answer the saver, or the saver gets no processor. The lock in the cache is there as long as the saver.
+        Home lists the living savers too, but an object store does so by leases. A lease expires if
+        home doesn't answer the saver or the saver gets no processor time. The lock file in the
+        cache is held as long as the saver lives.
         """
         held: list[str] = []
         for turn, _ in enumerate(poll(wait_s)):
@@ -296,9 +311,9 @@ class _Finish:
             self._report(f"CACHE_UNFINISHED: {', '.join(held)}: a living saver has it in hand, after {wait_s:g} s")
 
     def _look(self, wait_s: float) -> list[list[Any]]:
-        """Return what the cache has: parts that aren't finished, names of checkpoints, and all parts.
+        """Return the contents of the cache: unfinished parts, names of checkpoints, and all parts.
 
-        Raises: StoreError where the disk of the cache fails.
+        Raises: StoreError if the disk of the cache fails.
         """
         cache = self._cache
         if cache is None:
@@ -310,7 +325,7 @@ class _Finish:
                 found = self._ask(functools.partial(cache.read_part, part))[0]
             except StoreError:
                 raise
-            except Exception as error:  # noqa: BLE001 - what can't be finished is passed over, and named
+            except Exception as error:  # noqa: BLE001 - a damaged part is reported and passed over
                 self._report(f"CACHE_UNFINISHED: {part.name}: {as_ckpt_error(error)}")
             else:
                 table.append([part.name, part.attempt, part.writer, found.origin.writer_count])
@@ -318,20 +333,20 @@ class _Finish:
         return [table, self._ask(cache.list_names), parts]
 
     def _copy(self, rows: list[list[Any]], copy: Callable[[NodeCache, CachedPart, Store], None]) -> None:
-        """Copy what this process is to copy: of each row name, attempt, writer and process."""
+        """Upload the rows of this process. A row is a name, an attempt, a writer and a process."""
         for name, attempt_id, writer, process in rows:
             if process != self._group.writer or self._cache is None:
                 continue
             part = CachedPart(name, attempt_id, writer)
             _LOG.info("bringing the save of writer %d to %s home from the cache", writer, name)
             with contextlib.ExitStack() as held:
-                with contextlib.suppress(CkptError):  # a cache that is gone says so below
+                with contextlib.suppress(CkptError):  # a missing cache raises below
                     held.enter_context(self._cache.hold(part))
                 try:
                     self._ask(functools.partial(copy, self._cache, part, self._store.at(name)), asks_home=True)
                 except StoreError:
                     raise
-                except Exception as error:  # noqa: BLE001 - what can't be finished is passed over, and named
+                except Exception as error:  # noqa: BLE001 - a damaged part is reported and passed over
                     self._report(f"CACHE_UNFINISHED: {name}: {as_ckpt_error(error)}")
 
     def _report(self, sentence: str) -> None:

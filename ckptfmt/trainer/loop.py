@@ -1,4 +1,4 @@
-"""The loop of a training: how many steps are done, who may say so, when to save, which signals ask it to stop."""
+"""The loop of a training: the count of steps, the interval of saves, and the signals to stop."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("ckptfmt")
 _WHERE: Final = "step="
-#: What lowers the claim where the first batch was drawn, or trained on, with RNG streams other than the saved ones.
+#: The reason for a lower claim if the first batch was drawn or used with unsaved RNG streams.
 DRAWN_IN_HAND: Final = (
     "the first step's batch was taken before the RNG streams were put back, and random numbers were drawn after that"
     " (by its transforms, or by a forward pass outside of the step): make the iterator, call restore_rng(), then take"
     " the batch; or take it within the step"
 )
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")
-#: How often the processes ask each other whether one of them got a signal, in seconds.
+#: Longest time between exchanges of the processes about signals, in seconds.
 _ASK_S: Final = 1.0
-#: The remedies of times that can't be read.
+#: Remedies for values that aren't valid times.
 _EVERY: Final = "Such as every=100 for each hundredth step, every='5min' or every='auto'; None leaves it to save()."
 _MTBF: Final = "Pass a number with a unit, s, min or h, such as mtbf='3h'."
 _UNIT_S: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 class StepCount:
-    """The steps done, over the whole run, and the samplers that commit with them.
+    """The count of steps done over the whole run, with the samplers that commit at each count.
 
     Attributes:
-        state: whose samplers are meant, an empty one if nothing was given; what it holds may change.
-        step: how many steps are done.
-        is_under_way: whether a step's body is being run.
-        is_streamless: whether the RNG streams of `step` are still to be put back.
+        state: state with the samplers; an empty state if none was given. Its objects may change.
+        step: number of steps done.
+        is_under_way: whether a step's body is running.
+        is_streamless: whether the RNG streams of `step` still have to be put back.
 
-    Raises: StateError(ARGUMENT) for what is no state.
+    Raises: StateError(ARGUMENT) for a value that isn't a State.
     """
 
     def __init__(self, state: State | None) -> None:
@@ -68,7 +68,10 @@ class StepCount:
 
     @contextlib.contextmanager
     def body(self) -> Iterator[None]:
-        """Hold the body of a step; one that an exception ends is left half-way. Raises: StateError(ARGUMENT)."""
+        """Enclose the body of a step. An exception in the body leaves the step half-way.
+
+        Raises: StateError(ARGUMENT) within another step.
+        """
         if self.is_under_way:
             raise err(Code.ARGUMENT, "a step begins within another one", where=_WHERE, remedy="End the first one.")
         self.is_under_way = self._is_left = True
@@ -79,7 +82,7 @@ class StepCount:
         self._is_left = False
 
     def check(self, step: int) -> None:
-        """Refuse a number of steps done that can't be right. Raises: StateError(ARGUMENT)."""
+        """Check a number of steps done against the count so far. Raises: StateError(ARGUMENT)."""
         check_step(step)
         if self.is_under_way:
             raise err(
@@ -105,12 +108,12 @@ class StepCount:
             )
 
     def tell(self, step: int) -> int:
-        """Take note that so many steps are done, on samplers too, and return how many more they are.
+        """Set the number of steps done, also on samplers; return the increase.
 
-        Raises: StateError(ARGUMENT) as `check`, and where the batches that a sampler was asked for say otherwise.
+        Raises: StateError(ARGUMENT) as `check`, and if a sampler's batches contradict the number.
         """
         self.check(step)
-        step = operator.index(step)  # numpy's integers too
+        step = operator.index(step)  # accepts NumPy's integers
         samplers = list(find_samplers(self.state)) if step > self.step else []
         for sampler in samplers:
             sampler.check_fetched(step)
@@ -121,12 +124,12 @@ class StepCount:
         return more
 
     def go_to(self, step: int, mark_streams: Callable[[], object]) -> None:
-        """Take note that a checkpoint of a step was restored, but for its RNG streams.
+        """Set the count to a restored checkpoint's step; the RNG streams aren't put back yet.
 
-        Samplers of which it knows nothing begin there.
+        Samplers without a loaded position begin at this step.
 
         Args:
-            mark_streams: returns a value that changes with every random number that is drawn.
+            mark_streams: returns a value that changes with every drawn random number.
         """
         self.step, self.is_streamless = step, True
         self._mark_streams = mark_streams
@@ -135,20 +138,23 @@ class StepCount:
             sampler.note_fetch = mark_streams
 
     def go_back(self, step: int) -> None:
-        """Take note that the state is that of an earlier step again, RNG streams included."""
+        """Set the count to an earlier step, whose state is live again, RNG streams included."""
         self.step = step
         for sampler in find_samplers(self.state):
             sampler.begin_at(step)
 
     def find_drawn(self) -> tuple[str, ...]:
-        """Return what lowers the claim as the RNG streams are about to be put back; batches aren't watched after it."""
+        """Return the reasons that lower the claim, just before the RNG streams are put back.
+
+        Samplers no longer watch their batches after this call.
+        """
         samplers, mark = list(find_samplers(self.state)), self._mark_streams()
         for sampler in samplers:
             sampler.note_fetch = None
         return (DRAWN_IN_HAND,) if any(sampler.drawn_in_hand(mark) for sampler in samplers) else ()
 
     def check_known(self) -> None:
-        """Raise where it isn't known which step is live. Raises: StateError(ARGUMENT)."""
+        """Check that the live state is the end of a known step. Raises: StateError(ARGUMENT)."""
         if not self._is_told:
             raise err(
                 Code.ARGUMENT,
@@ -166,18 +172,19 @@ class StepCount:
 
 
 class StopSignals:
-    """The signals after which a run is to save and stop.
+    """The signals after which a run saves and stops.
 
-    The first one is only noted. A second one does what it would have done without us: whoever sends it is impatient.
+    The first signal is only recorded. A second signal has its previous effect, so that a user can
+    end the program at once.
 
     Args:
-        numbers: such as ``signal.SIGTERM``; none for none.
-        deadline_s: how long saving and stopping may take, in seconds.
+        numbers: signal numbers such as ``signal.SIGTERM``; empty for none.
+        deadline_s: longest time for the save and the end, in seconds.
 
     Attributes:
-        first_s: when the signal came, on the monotonic clock; None if none did.
-        first_name: its name.
-        is_agreed: whether all processes know of it.
+        first_s: time of the signal by the monotonic clock; None without a signal.
+        first_name: name of the signal.
+        is_agreed: whether all processes know of the signal.
 
     Raises: StateError(ARGUMENT).
     """
@@ -187,7 +194,8 @@ class StopSignals:
             raise err(Code.ARGUMENT, f"{deadline_s!r} isn't a positive time", where="stop_deadline_s=")
         self.deadline_s = deadline_s
         try:
-            # Each once: to catch one twice would make ourselves the one to give it back to.
+            # Without duplicates: the second `signal.signal` would return our own handler as the
+            # previous one.
             self._numbers = list(dict.fromkeys(signal.Signals(number) for number in numbers))
         except (TypeError, ValueError) as error:
             raise err(Code.ARGUMENT, f"stop_on: {error}", where="stop_on=") from error
@@ -203,14 +211,14 @@ class StopSignals:
         return bool(self._numbers)
 
     def end_s(self) -> float:
-        """Return until when, on the monotonic clock, this process waits for the others to hear of its signal.
+        """Return the time until which this process waits for the others to hear of its signal.
 
-        Infinity where no signal came, or all processes know of it.
+        Units: seconds by the monotonic clock; infinity without a signal, or after the agreement.
         """
         return math.inf if self.first_s is None or self.is_agreed else self.first_s + self.deadline_s
 
     def install(self) -> None:
-        """Catch the signals from now on. Raises: StateError(ARGUMENT) outside of the main thread."""
+        """Install the handlers. Raises: StateError(ARGUMENT) outside of the main thread."""
         if not self._numbers or self._previous:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -219,12 +227,12 @@ class StopSignals:
             self._previous[number] = signal.signal(number, self._note)
 
     def remove(self) -> None:
-        """Give the signals back to whom they belonged before; outside of the main thread, that is left to the next."""
+        """Restore the previous handlers. Outside of the main thread this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
         while self._previous:
             number, previous = self._previous.popitem()
-            # None: it was set from C, and can't be set again from here.
+            # None: the previous handler was set from C, and Python can't set it again.
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
@@ -235,21 +243,30 @@ class StopSignals:
 
 @dataclasses.dataclass(slots=True)
 class Timer:
-    """When the last save was, by this process's clock in seconds, and at which step to ask next."""
+    """The time of the last save by this process's clock, and the step of the next question.
+
+    Attributes:
+        last_s: time of the last save in seconds.
+        steps_since: number of steps since that save.
+        next_step: step at which to ask again whether a save is due.
+    """
 
     last_s: float = 0.0
     steps_since: int = 0
     next_step: int = 0
 
     def answer(self, step: int, now_s: float, every_s: float, *, asks: bool, is_alone: bool) -> dict[str, Any]:
-        """Return whether a save is due, and at which step to ask again: half of the remaining time ahead.
+        """Return whether a save is due, and the step of the next question.
+
+        The next question comes after half of the remaining time.
 
         Args:
-            step: how many steps are done.
-            now_s: by this process's clock.
-            every_s: time from save to save.
-            asks: whether a signal may come: then within a second.
-            is_alone: whether nobody else has to be asked: then at each step.
+            step: number of steps done.
+            now_s: time by this process's clock.
+            every_s: interval of saves in seconds.
+            asks: whether signals or notices are possible; then the next question is within a
+                second.
+            is_alone: whether the job has one process; then the next question is at the next step.
         """
         elapsed_s = now_s - self.last_s
         per_step_s = max(elapsed_s / self.steps_since, 1e-9)
@@ -260,7 +277,9 @@ class Timer:
 
 
 def parse_every(every: int | str | None) -> int | float | None:
-    """Return a number of steps as an int, a time in seconds as a float: infinity for "auto", which is to be measured.
+    """Return an interval of saves: an int in steps, or a float in seconds.
+
+    The interval of "auto" is measured later, and infinity stands for it here.
 
     Raises: StateError(ARGUMENT).
     """
@@ -282,62 +301,65 @@ def _parse_time(time_text: object, detail: str, where: str, remedy: str) -> floa
 
 
 class Meters:
-    """What measures a training, on process 0 and where it was asked for: without any, each call does nothing.
+    """The measurements of a training on process 0. Without a meter each call does nothing.
 
     Attributes:
-        auto: for the interval of saves.
-        keeper: for the ledger.
+        auto: meter for the interval of saves; None unless ``every="auto"``.
+        keeper: meter for the ledger; None without a ledger.
     """
 
     def __init__(self, auto: AutoEvery | None, keeper: TimeKeeper | None) -> None:
         self.auto, self.keeper = auto, keeper
 
     def note_launch(self, store: Store, taken: Taken) -> None:
-        """Take note of the launch that was begun in the run at `store`."""
+        """Record the begun launch of the run at `store`."""
         if self.auto is not None:
             self.auto.note_launches(store, taken.run, taken.launch)
         if self.keeper is not None:
             self.keeper.note_launch(store, taken)
 
     def note_restored(self) -> None:
-        """Take note that the state is loaded."""
+        """Record that the state is loaded."""
         if self.keeper is not None:
             self.keeper.note_restored()
 
     def note_begun(self, step: int) -> None:
-        """Take note that the first step begins, behind so many of the run."""
+        """Record that the first step begins, after `step` steps of the run."""
         if self.keeper is not None:
             self.keeper.note_begun(step)
 
     def note_steps(self, now_s: float, count: int) -> None:
-        """Take note that so many steps are over."""
+        """Record that `count` steps ended by `now_s`."""
         if self.auto is not None:
             self.auto.note_steps(now_s, count)
         if self.keeper is not None:
             self.keeper.note_steps(now_s, count)
 
     def note_save(self, handle: SaveHandle) -> None:
-        """Take note that a save has begun."""
+        """Record that a save has begun."""
         if self.auto is not None:
             self.auto.note_save(handle)
         if self.keeper is not None:
             self.keeper.note_save(handle)
 
-    def cadence(self, cadence: int | float | None) -> int | float | None:  # noqa: PYI041 - as `parse_every` has it
-        """Return when to save, as `parse_every` returns it: the time that is measured, or what there was."""
+    def cadence(self, cadence: int | float | None) -> int | float | None:  # noqa: PYI041 - as returned by `parse_every`
+        """Return the measured interval of saves, or the given interval without a measurement.
+
+        The result is of the form of `parse_every`.
+        """
         return cadence if self.auto is None else self.auto.interval_s()
 
     def ledger(self, step: int) -> bytes:
-        """Return the ledger's entry for a save that begins now, after so many steps; empty where there is no ledger."""
+        """Return the ledger's entry for a save after `step` steps; empty without a ledger."""
         return b"" if self.keeper is None else self.keeper.entry(step, is_save=True).dump()
 
     def note_closing(self) -> None:
-        """Take note that no step follows."""
+        """Record that no step follows."""
         if self.keeper is not None:
             self.keeper.note_closing()
 
     def close(self, step: int) -> None:
-        """Take note that no save is under way any more."""
+        """Record that no save is in progress any more."""
         if self.keeper is not None:
             self.keeper.close(step)
 
@@ -345,17 +367,17 @@ class Meters:
 def make_meters(
     every: int | str | None, mtbf: str | None, group: Group, cache: CacheOptions | None, *, ledger: bool
 ) -> Meters:
-    """Return what measures this training. Raises: StateError(ARGUMENT)."""
+    """Return the meters that the arguments ask for, on process 0. Raises: StateError(ARGUMENT)."""
     mtbf_s = None if mtbf is None else _parse_time(mtbf, f"mtbf={mtbf!r} isn't a time", "mtbf=", _MTBF)
     if every != "auto" and mtbf is not None:
         raise err(Code.ARGUMENT, "mtbf= says nothing without every='auto'", where="mtbf=")
     meters = Meters(None, None)
     if group.writer == 0 and every == "auto":
-        from ckptfmt.trainer.auto_every import AutoEvery  # noqa: PLC0415 - nobody else is to wait for it
+        from ckptfmt.trainer.auto_every import AutoEvery  # noqa: PLC0415 - imported only for every='auto'
 
         meters.auto = AutoEvery(mtbf_s, group.writer_count, 1 if cache is None else cache.upload_every)
     if group.writer == 0 and ledger:
-        from ckptfmt.trainer.time_keeping import TimeKeeper  # noqa: PLC0415 - the same
+        from ckptfmt.trainer.time_keeping import TimeKeeper  # noqa: PLC0415 - imported only with a ledger
 
         meters.keeper = TimeKeeper()
     return meters

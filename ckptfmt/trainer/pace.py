@@ -1,4 +1,4 @@
-"""The pace of a run: when it is saved and when it stops, asked of all processes at steps that all of them know."""
+"""The pace of a run: the exchanges of all processes that decide when to save and when to stop."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _LOG: Final = logging.getLogger("ckptfmt")
 
 
 class Pace:
-    """When a run is saved and when it stops; each question is one exchange of all processes.
+    """The times of saves and the end of a run. Each question is one exchange of all processes.
 
     Args:
-        group: the processes.
-        cadence: steps from save to save as an int, seconds as a float; None for no saves.
-        meters: what measures the training.
-        signals: what stops the run, with a save.
-        triggers: what notices that something is wrong; None if nothing does.
+        group: group of the processes.
+        cadence: interval of saves, as an int in steps or a float in seconds; None for no saves.
+        meters: measurements of the training.
+        signals: signals that save and stop the run.
+        triggers: conditions that stop the run; None for none.
 
     Attributes:
-        meters: as given.
-        clock: the time of this process, in seconds.
-        timer: when the last save was.
-        stopped: whether the run is to stop.
-        alarm: why it is, where triggers say so on any process; None if none does.
-        is_suspect: whether that reason is evidence against the state.
+        meters: measurements of the training.
+        clock: function for the time of this process in seconds.
+        timer: time of the last save.
+        stopped: whether the run must stop.
+        alarm: first notice of a trigger on any process; None if there is none.
+        is_suspect: whether the notice is evidence against the state.
     """
 
     def __init__(
         self,
         group: Group,
-        cadence: int | float | None,  # noqa: PYI041 - steps are another thing than seconds
+        cadence: int | float | None,  # noqa: PYI041 - int means steps, float means seconds
         meters: Meters,
         signals: StopSignals,
         triggers: Triggers | None,
@@ -56,40 +56,49 @@ class Pace:
         self._group, self._cadence, self._stop_s = group, cadence, math.inf
 
     def begin(self) -> None:
-        """Catch signals, and watch the steps. Raises: StateError(ARGUMENT) for signals outside of the main thread."""
+        """Install the signal handlers, and start the watch over the steps.
+
+        Raises: StateError(ARGUMENT) for signals outside of the main thread.
+        """
         self.signals.install()
         if self._triggers is not None:
             self._triggers.begin()
 
     def end(self) -> None:
-        """Give the signals back, and watch no more."""
-        if self._triggers is not None:  # in the other order than `begin`: both may have caught one signal
+        """Restore the signal handlers, and end the watch over the steps."""
+        if self._triggers is not None:  # reverse order of `begin`: both may handle one signal
             self._triggers.end()
         self.signals.remove()
 
     def rest(self) -> None:
-        """Watch no step until the next `beat`: none is under way."""
+        """Pause the watch over the steps until the next `beat`: no step is running."""
         if self._triggers is not None:
             self._triggers.rest()
 
     def beat(self) -> None:
-        """Say that a step ended, or the next one begins."""
+        """Restart the watchdog's time: a step ended, or the next step begins."""
         if self._triggers is not None:
             self._triggers.beat()
 
     def note_save(self, next_step: int = 0) -> None:
-        """Count the time to the next save from now."""
+        """Restart the time to the next save.
+
+        Args:
+            next_step: first step at which the processes ask each other again.
+        """
         self.timer = Timer(last_s=self.clock(), next_step=next_step)
 
     def is_due(self, step: int, more: int, *, will_save: bool) -> bool:
-        """Return whether to save now, `more` steps after the last question, and find out whether to stop.
+        """Return whether to save now, and update whether to stop.
 
         Args:
-            will_save: whether the run is saved now whatever the answer is: triggers are asked before.
+            step: number of steps done.
+            more: number of steps since the last question.
+            will_save: whether the run is saved now in any case. Triggers are asked before a save.
 
-        Raises: what `alert` of the triggers raises, on all processes.
+        Raises: errors of the triggers' `alert`, on all processes.
         """
-        # At which step a loop began isn't known before its first count: it may go on from another run's.
+        # A loop may continue another run, so its first count may include steps of that run.
         self.timer.steps_since += more if step > more else 1
         self.meters.note_steps(self.clock(), max(1, more))
         cadence, has_triggers = self._cadence, self._triggers is not None
@@ -100,7 +109,10 @@ class Pace:
         return by_step
 
     def _ask(self, step: int) -> bool:
-        """Ask whether the time has come: writer 0 has the clock, anyone may get a signal or notice something."""
+        """Ask all processes whether to save and whether to stop; return whether a save is due.
+
+        Writer 0's clock decides about saves. Any process may have a signal or a notice.
+        """
         self._cadence = self.meters.cadence(self._cadence)
         every_s = self._cadence if isinstance(self._cadence, float) else float("inf")
         asks, is_alone = bool(self.signals) or self._triggers is not None, self._group.writer_count == 1
@@ -113,25 +125,26 @@ class Pace:
         self.hear(step, told)
         has_signal = any(theirs["stop"] for theirs in told)
         self.stopped = self.alarm is not None or has_signal
-        if has_signal:  # a process that got none counts from now
+        if has_signal:  # a process without a signal counts from now
             self._stop_s, self.signals.is_agreed = time.monotonic(), True
-        if self.stopped:  # the last save may take longer than a step
+        if self.stopped:  # the watchdog mustn't end the last save
             self.rest()
         return bool(told[0]["due"])
 
     def look(self) -> tuple[dict[str, Any], Exception | None]:
-        """Return what this process noticed, as a part of a message to the others; and what `alert` raised."""
+        """Return this process's notice as a part of a message, and the error of `alert`."""
         triggers = self._triggers
         reason, error = (None, None) if triggers is None else attempt(triggers.look)
         return {"alarm": reason, "suspects": triggers is not None and triggers.is_alarm}, error
 
     def hear(self, step: int, told: Iterable[Mapping[str, Any]]) -> None:
-        """Keep what the processes noticed: of the lowest process with evidence against the state, else of the lowest.
+        """Keep a notice of the processes: first one with evidence against the state, then any.
 
-        The first notice counts, until there is evidence against the state.
+        Among equals the lowest process counts. An earlier notice stays, unless the new notice is
+        the first evidence against the state.
         """
         noticed = [theirs for theirs in told if theirs["alarm"] is not None]
-        noticed.sort(key=lambda theirs: not theirs["suspects"])  # stable
+        noticed.sort(key=lambda theirs: not theirs["suspects"])  # stable: the lowest process stays first
         if not noticed or (self.alarm is not None and (self.is_suspect or not noticed[0]["suspects"])):
             return
         self.alarm, self.is_suspect = f"step {step}: {noticed[0]['alarm']}", noticed[0]["suspects"]
@@ -139,7 +152,10 @@ class Pace:
             _LOG.warning("%s: %s", "alarm" if self.is_suspect else "notice", self.alarm)
 
     def gives_up(self) -> bool:
-        """Return whether nothing is to be saved any more. Raises: StateError(ALARM), where the run is to go back."""
+        """Return whether saves are given up after an alarm.
+
+        Raises: StateError(ALARM), if the run must go back to an earlier checkpoint.
+        """
         if self.alarm is None or self._triggers is None or self._triggers.action in ("save", "drain"):
             return False
         if self._triggers.action == "back":
@@ -147,7 +163,10 @@ class Pace:
         return True
 
     def doubt(self, label: Callable[[], Labels] | None) -> Callable[[], Labels] | None:
-        """Return what returns the labels of a save: with the alarm, if there is one, unless another reason is given."""
+        """Return a function for the labels of a save, which marks the save suspect after an alarm.
+
+        A reason that the caller's labels give already stays.
+        """
         if not self.is_suspect:
             return label
         alarm = self.alarm or ""
@@ -159,6 +178,6 @@ class Pace:
         return doubted
 
     def rest_s(self, deadline_s: float) -> float:
-        """Return how much of a deadline is left, in seconds, once a signal asked the run to stop."""
+        """Return the rest of a deadline in seconds, shortened after a signal to stop the run."""
         stop_s = min(self._stop_s, math.inf if self.signals.first_s is None else self.signals.first_s)
         return max(0.0, min(deadline_s, stop_s + self.signals.deadline_s - time.monotonic()))
