@@ -1,1 +1,1 @@
-"""Plug-ins for training frameworks: a module for each, which imports its framework and public names of ckptfmt."""
+"""Plug-ins for training frameworks: each module imports one framework and ckptfmt's public API."""

@@ -1,41 +1,51 @@
-"""accelerate's `save_state` and `load_state` through ckptfmt: saves beside the training, resumes bit for bit.
+"""accelerate's `save_state` and `load_state` through ckptfmt: background saves, bit-exact resumes.
 
     from ckptfmt.plugins.accelerate import CkptfmtAccelerator
 
-    # and whatever an Accelerator takes
+    # and all arguments of an Accelerator
     accelerator = CkptfmtAccelerator(run="runs/gpt", saving={"keep": 3}, config=args)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    accelerator.load_state()  # the newest of the run; returns None where there is none
+    accelerator.load_state()  # the newest checkpoint of the run; None for an empty run
     first, _ = accelerator.position(loader)
     for epoch in range(first, epochs):
-        for inputs in accelerator.skip_first_batches(loader):  # the rest of the epoch under way, and later all of it
+        # first the rest of the current epoch, later whole epochs
+        for inputs in accelerator.skip_first_batches(loader):
             ...
             accelerator.save_state()
-    accelerator.end_training()  # waits for the saves, and raises what one failed with
+    accelerator.end_training()  # waits for the saves and raises their errors
 
-That is one line to change, the class; the loop is accelerate's. `save_state()` saves into the run, `load_state()` goes
-on from it; `save_state("directory")` and `load_state("directory")` are for one checkpoint of its own. Weights,
-optimizers, schedulers, the scaler, registered objects and RNG streams are saved in the fields of `ckptfmt.State`.
-Several models are called model, model_1 and so on, as accelerate calls their files.
+The class is the only line that changes; the loop stays accelerate's. `save_state()` saves into the
+run, and `load_state()` continues from the run. `save_state("directory")` and
+`load_state("directory")` save and load a single checkpoint outside the run. Weights, optimizers,
+schedulers, the gradient scaler, registered objects and RNG streams are saved in the fields of
+`ckptfmt.State`. Several models are called model, model_1 and so on, like accelerate's files.
 
 Tested with accelerate 1.15.0, on one process and on two with DDP over gloo.
 
-Bit for bit: a resume at any step, in the middle of an epoch too, of a shuffled loader with or without
-``use_seedable_sampler``, and of a StatefulDataLoader. accelerate by itself restores neither the order of an epoch nor,
-behind `skip_first_batches`, the random numbers: the plug-in remembers the RNG streams with which an iterator began, and
-makes the next one with them. It counts a loader's batches apart from updates, which are fewer where gradients are
-accumulated or a scaler skips a step. Call the accelerator's method `skip_first_batches`; accelerate's function of that
-name is unknown to the plug-in.
+Bit for bit: a resume at any step, also in the middle of an epoch, of a shuffled loader with or
+without ``use_seedable_sampler``, and of a StatefulDataLoader. accelerate alone doesn't restore the
+order of an epoch. After `skip_first_batches`, accelerate doesn't restore the random numbers either.
+The plug-in records the RNG streams at the start of an iterator, and creates the next iterator with
+the same streams. The plug-in counts the batches of a loader separately from updates: there are
+fewer updates than batches where gradients are accumulated or a scaler skips a step. Call the
+accelerator's method `skip_first_batches`; the plug-in doesn't see calls of accelerate's function of
+the same name.
 
-The witness of a run compares the updates that a resume does again: the loss of the last `accelerator.backward` before
-the update, the norm that `clip_grad_norm_` returned, RNG streams, learning rates and weights. Updates are recorded from
-the first save or load on; a run whose saves are given ``step=`` has no record of them.
+The witness of a run compares the updates that a resume repeats: the loss of the last
+`accelerator.backward` before the update, the norm that `clip_grad_norm_` returned, RNG streams,
+learning rates and weights. Updates are recorded from the first save or load on. A run whose saves
+are given ``step=`` has no record of updates.
 
-Not bit for bit: a data set that itself draws random numbers, since accelerate fetches a batch ahead of the training; a
-loader's position with another number of processes, or where one process fetches for several (``dispatch_batches``);
-gradients that are accumulated and not applied yet, which accelerate doesn't save either. Steps of an optimizer that
-wasn't prepared are neither saved nor counted. DeepSpeed, Megatron-LM, XLA and FSDP1 are refused, and so are hooks for
-`save_state` and `load_state`, which would write and read beside the checkpoint.
+Not bit for bit:
+
+- a data set that draws random numbers, since accelerate fetches one batch ahead of the training;
+- a loader's position with another number of processes, or where one process fetches for several
+  (``dispatch_batches``);
+- gradients that are accumulated and not applied yet, which accelerate doesn't save either.
+
+Steps of an optimizer that wasn't prepared are neither saved nor counted. DeepSpeed, Megatron-LM,
+XLA and FSDP1 are refused. Hooks for `save_state` and `load_state` are refused too, because they
+would write and read outside the checkpoint.
 """
 
 # ruff: noqa: ANN401, PTH111, PTH118, PTH119, PTH120 - accelerate and ckptfmt say Any; a path may be a URL
@@ -56,7 +66,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 
 import ckptfmt
 
-#: Options of a Checkpointer that a Saver has, too.
+#: Options that a Checkpointer and a Saver share.
 _OF_SAVER: Final = ("saver", "overlap", "slots", "when_busy", "nice", "deadline_s")
 _Path = str | os.PathLike[str]
 _Options = Mapping[str, Any]
@@ -67,20 +77,22 @@ class CkptfmtAccelerator(Accelerator):
     """An `accelerate.Accelerator` that saves to and loads from checkpoints of ckptfmt.
 
     Args:
-        args, kwargs: of `accelerate.Accelerator`.
-        run: directory of the run; left out, ``project_dir/checkpoints`` where accelerate is to name checkpoints itself.
-        saving: keyword arguments of `ckptfmt.Checkpointer`, such as ``{"keep": 3, "delta": "auto"}``; ``keep`` is
-            accelerate's ``total_limit`` by default.
-        config: the program's configuration, as of `ckptfmt.State`. Without it a load claims S1 at most, and the witness
-            refutes nothing.
+        args, kwargs: arguments of `accelerate.Accelerator`.
+        run: the run's directory; by default ``project_dir/checkpoints`` if accelerate is configured
+            to name checkpoints itself.
+        saving: keyword arguments of `ckptfmt.Checkpointer`, such as
+            ``{"keep": 3, "delta": "auto"}``; ``keep`` is accelerate's ``total_limit`` by default.
+        config: the program's configuration, as in `ckptfmt.State`. Without a configuration a load
+            claims S1 at most, and the witness refutes no claim.
 
     Attributes:
-        checkpointer: the `ckptfmt.Checkpointer` of the run, once something was saved or loaded; it says what a load
-            passed over, and how long saves take.
-        updates: how many updates were made, over the whole run: the step of a checkpoint. Optimizers that step in turn
-            make one update together; any step after a save begins another.
-        counts_steps: whether the newest checkpoint of the run has the number of `updates`: then each update is a step
-            of the run, which its witness records.
+        checkpointer: the `ckptfmt.Checkpointer` of the run, None before the first save or load. The
+            checkpointer reports the checkpoints that a load passed over, and the durations of
+            saves.
+        updates: number of updates over the whole run, which is the step of a checkpoint. Optimizers
+            that step in turn make one update together; any step after a save begins another update.
+        counts_steps: whether the newest checkpoint of the run has the number of `updates`. Each
+            update is then a step of the run, and the witness of the run records the step.
     """
 
     def __init__(
@@ -105,24 +117,27 @@ class CkptfmtAccelerator(Accelerator):
         self.checkpointer: ckptfmt.Checkpointer | None = None
         self.updates = 0
         self._hooks: dict[int, Any] = {}
-        self._stepped: set[int] = set()  # the optimizers that have made a step of the update that is counted last
-        self._seen: dict[str, Any] = {}  # loss and norm of the gradients since an optimizer's last step
+        self._stepped: set[int] = set()  # optimizers that stepped in the last counted update
+        self._seen: dict[str, Any] = {}  # loss and gradient norm since the last optimizer step
         self.counts_steps = False
 
-    # --- what accelerate's users call ---------------------------------------------------------------------------------
+    # --- methods that users call ------------------------------------------------------------------
 
     def save_state(self, output_dir: _Path | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:  # noqa: ARG002, FBT001, FBT002 - accelerate's
-        """Save everything that was prepared or registered, beside the training; every process calls it.
+        """Save all prepared or registered objects in the background; every process calls this.
 
         Args:
-            output_dir: directory of a checkpoint of its own, in the place of one that is there; left out, or where
-                accelerate names checkpoints, the run.
-            safe_serialization: of no meaning here: weights are always safetensors.
-            kwargs: ``metrics=`` and ``tags=`` of the checkpoint; ``step=`` if it isn't `updates`.
+            output_dir: directory of a single checkpoint, which replaces an existing checkpoint
+                there. Left out, or where accelerate names checkpoints, the save goes into the run.
+            safe_serialization: ignored: weights are always safetensors.
+            kwargs: ``metrics=`` and ``tags=`` of the checkpoint; ``step=`` if the step isn't
+                `updates`.
 
-        Returns: the handle of the save, which tells how far it is; None if this step is in the run already.
-        Raises: `ckptfmt.CkptError`, also what an earlier save failed with; NotImplementedError where hooks for saving
-            are registered; ValueError where a step is saved already and no prepared optimizer counts steps.
+        Returns: the handle of the save, which reports progress; None if the run already has this
+            step.
+        Raises: `ckptfmt.CkptError`, also for the failure of an earlier save; NotImplementedError
+            where hooks for saving are registered; ValueError where a step is saved already and no
+            prepared optimizer counts steps.
         """
         if self._save_model_state_pre_hook:
             raise NotImplementedError("hooks for save_state would write beside the checkpoint: save what they do apart")
@@ -144,16 +159,18 @@ class CkptfmtAccelerator(Accelerator):
         return saved
 
     def load_state(self, input_dir: _Path | None = None, load_kwargs: _Options | None = None, **kwargs: Any) -> Any:
-        """Load into everything that was prepared or registered; every process calls it.
+        """Load into every prepared or registered object; every process calls this method.
 
         Args:
-            input_dir: a checkpoint, of the run or of its own; left out, the one that the run goes on from.
-            load_kwargs: of `ckptfmt.load`, where `input_dir` isn't in the run.
-            kwargs: none: options of torch.load mean nothing here.
+            input_dir: a checkpoint of the run, or a single checkpoint; by default the checkpoint
+                from which the run continues.
+            load_kwargs: arguments of `ckptfmt.load`, used where `input_dir` isn't in the run.
+            kwargs: must be empty: options of torch.load have no meaning here.
 
-        Returns: the report, with ``step``, ``claim`` and what lowers it; None where the run has no checkpoint yet.
-        Raises: `ckptfmt.CkptError`; nothing is changed where the state doesn't fit. NotImplementedError where hooks for
-            loading are registered.
+        Returns: the report, with ``step``, ``claim`` and the differences that lower the claim; None
+            where the run has no checkpoint yet.
+        Raises: `ckptfmt.CkptError`, where no object is changed if the state doesn't fit;
+            NotImplementedError where hooks for loading are registered; TypeError for `kwargs`.
         """
         if self._load_model_state_pre_hook:
             raise NotImplementedError("hooks for load_state would read beside the checkpoint: load what they do apart")
@@ -169,21 +186,24 @@ class CkptfmtAccelerator(Accelerator):
         return report
 
     def position(self, loader: Any) -> tuple[int, int]:
-        """Return the epoch of a prepared loader, and how many of its batches the training was given; a load sets both.
+        """Return the epoch of a prepared loader, and the number of batches given to the training.
 
-        Raises: ValueError where the loader wasn't prepared here, or one process fetches for several.
+        A load sets both numbers.
+
+        Raises: ValueError where the loader wasn't prepared here, or one process fetches for
+            several.
         """
         if id(loader) not in self._positions or (isinstance(loader, DataLoaderDispatcher) and self.num_processes > 1):
             raise ValueError("no position: give the loader that prepare returned, without dispatch_batches")
         return self._positions[id(loader)].count()
 
     def end_training(self) -> None:
-        """Wait for the saves, and then do what accelerate does. Raises: what a save failed with."""
+        """Wait for the saves, then end the training as accelerate does. Raises: a save's error."""
         self._close()
         super().end_training()
 
     def free_memory(self, *objects: Any) -> Any:
-        """Wait for the saves, and forget all that was prepared. Raises: what a save failed with."""
+        """Wait for the saves, and release all prepared objects. Raises: a save's error."""
         self._close()
         while self._hooks:
             self._hooks.popitem()[1].remove()
@@ -191,23 +211,24 @@ class CkptfmtAccelerator(Accelerator):
         self.updates = 0
         return super().free_memory(*objects)
 
-    # --- what accelerate calls ----------------------------------------------------------------------------------------
+    # --- methods that accelerate calls ------------------------------------------------------------
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a loader, and follow its position."""
+        """Prepare a loader, and track its position."""
         loader = super().prepare_data_loader(data_loader, *args, **kwargs)
         if id(loader) not in self._positions:
             self._positions[id(loader)] = _Position(self, loader)
         return loader
 
     def skip_first_batches(self, dataloader: Any, num_batches: int | None = None) -> Any:
-        """Return a loader without the first batches, whose position is that of the one it is made of.
+        """Return a loader without the first batches of `dataloader`. Both share one position.
 
         Args:
-            dataloader: one that was prepared.
-            num_batches: how many; left out, those before the position that was loaded, and none once it was taken up.
+            dataloader: a prepared loader.
+            num_batches: the number of batches to skip. By default the batches before the loaded
+                position, and 0 once an iterator has started there.
 
-        Raises: as `position`, where the number is left out.
+        Raises: like `position`, where `num_batches` is left out.
         """
         if num_batches is None:
             _, num_batches = self.position(dataloader)
@@ -219,7 +240,7 @@ class CkptfmtAccelerator(Accelerator):
         return skipping
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare an optimizer; its steps are counted."""
+        """Prepare an optimizer, and count its steps."""
         optimizer = super().prepare_optimizer(*args, **kwargs)
         theirs = optimizer.optimizer
         if id(theirs) not in self._hooks and not isinstance(theirs, type(optimizer)):
@@ -227,13 +248,13 @@ class CkptfmtAccelerator(Accelerator):
         return optimizer
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        """Call backward as accelerate does; the witness compares the loss."""
+        """Call accelerate's backward, and record the loss for the witness."""
         super().backward(loss, **kwargs)
         if loss.numel() == 1:
             self._seen["loss"] = loss.detach()
 
     def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
-        """Clip as accelerate does, and return the norm of the gradients; the witness compares it."""
+        """Clip as accelerate does, and return the norm, which is recorded for the witness."""
         norm = self._seen["grad_norm"] = super().clip_grad_norm_(*args, **kwargs)
         return norm
 
@@ -246,10 +267,10 @@ class CkptfmtAccelerator(Accelerator):
                 self.checkpointer.step = self.updates
         self._stepped.add(id(optimizer))
 
-    # --- ckptfmt ------------------------------------------------------------------------------------------------------
+    # --- ckptfmt ----------------------------------------------------------------------------------
 
     def _begin(self, resume: str) -> ckptfmt.Checkpointer:
-        """Begin a launch of the run, and load what it goes on from."""
+        """Begin a launch of the run, and load the checkpoint from which the run continues."""
         if self._run is None:
             raise ValueError("no directory: pass one, or CkptfmtAccelerator(run=...)")
         self._close()
@@ -267,7 +288,7 @@ class CkptfmtAccelerator(Accelerator):
             closing.callback(saver.close if saver else bool)
 
     def _fill(self, state: ckptfmt.State) -> ckptfmt.State:
-        """Put into a state what is prepared and registered just now."""
+        """Put the currently prepared and registered objects into a state, and return the state."""
         models = _numbered("model", self._models)
         state.weights = self._models[0] if len(self._models) == 1 else models or None
         state.optimizer = [*self._optimizers] or None
@@ -281,10 +302,10 @@ class CkptfmtAccelerator(Accelerator):
 
 
 class _Counters:
-    """What an accelerator counts, as a part of a state."""
+    """The counters of an accelerator, as a part of a state."""
 
     def __init__(self, accelerator: CkptfmtAccelerator) -> None:
-        self._accelerator, self._ahead = accelerator, 1  # of a save under way: its own
+        self._accelerator, self._ahead = accelerator, 1  # 1: the current save counts itself
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
@@ -300,36 +321,37 @@ class _Counters:
 
 
 class _Position:
-    """Where a prepared loader stands, and with which random numbers its iterator began.
+    """The position of a prepared loader, and the random numbers with which its iterator began.
 
-    To make an iterator draws the order of the epoch, unless a sampler knows it by its seed, and always a seed for
-    worker processes. The first iterator after a load is made with the RNG streams of the one before, and takes none of
-    those that the training goes on with.
+    Creating an iterator always draws a seed for worker processes. Creating an iterator also draws
+    the order of the epoch, unless a sampler derives the order from a seed. The first iterator after
+    a load is created with the RNG streams of the saved iterator, and draws no numbers from the
+    streams with which the training continues.
     """
 
     def __init__(self, accelerator: CkptfmtAccelerator, loader: Any) -> None:
         self._accelerator, self._loader = accelerator, loader
-        self._done = self._batch = 0  # epochs; batches of the epoch under way, as the training was given them
-        #: The RNG streams, those of the process and the loader's own, with which the iterator began that is under way;
+        self._done = self._batch = 0  # completed epochs; batches of the current epoch given to the training
+        #: The RNG streams of the process and of the loader at the start of the current iterator;
         #: None between epochs.
         self._began: tuple[dict[str, Any], dict[str, Any]] | None = None
-        #: The position that was loaded last; None once an iterator was made.
+        #: The loaded position; None once an iterator was created.
         self.loaded: dict[str, Any] | None = None
         self.follow(loader)
 
     def follow(self, loader: Any, skipped: int = 0) -> None:
-        """Notice when an iterator of a loader is made: this one's, or one that begins behind some batches of it."""
+        """Track the iterators of the prepared loader, or of a copy that skips batches."""
         base = loader.base_dataloader
         base.__iter__ = functools.partial(self._iterate, loader, skipped, base.__iter__)
 
     def count(self) -> tuple[int, int]:
-        """Return how many epochs are over, and how many batches of the next."""
+        """Return the number of completed epochs, and of batches given in the current epoch."""
         if self.loaded is not None:
             return self.loaded["position"]
         return max(self._loader.iteration, self._done), 0 if self._began is None else self._batch
 
     def scoped(self) -> ckptfmt.PerWorker | ckptfmt.FirstWorker:
-        """Return this as a part of a state: a StatefulDataLoader's position is that of one process."""
+        """Return this position as a part of a state: per process for a StatefulDataLoader."""
         return (ckptfmt.PerWorker if self._loader.use_stateful_dataloader else ckptfmt.FirstWorker)(self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -341,7 +363,7 @@ class _Position:
         return state | ({"loader": self._loader.state_dict()} if self._loader.use_stateful_dataloader else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a position."""
+        """Set the position."""
         self.loaded = state_dict
         self._loader.iteration, self._done = state_dict["position"][0], 0
         for name, generator in self._generators().items():
@@ -349,7 +371,8 @@ class _Position:
         if "loader" in state_dict:
             self._loader.load_state_dict(state_dict["loader"])
             if state_dict["began"] is None:
-                # The iterator that is at its end is made now: later it would draw from the RNG streams put back.
+                # Create the exhausted iterator now: created later, the iterator would draw from the
+                # restored RNG streams.
                 self._loader.base_dataloader.state_dict()
 
     def _iterate(self, loader: Any, skipped: int, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -362,17 +385,18 @@ class _Position:
             for number, batch in enumerate(make()):
                 if number == loader.skip_batches and began is not None:
                     _put_streams(now)
-                self._batch = skipped + number  # accelerate fetches this one ahead
+                self._batch = skipped + number  # accelerate fetches this batch ahead
                 yield batch
         except GeneratorExit:
-            # An evaluation was left early. A training that was left may go on from here in another launch.
+            # The loop left the iterator early. An evaluation has made no update, and ends here. A
+            # training may continue from here in another launch.
             self._began = self._began if self._accelerator.updates > updates else None
             raise
         self._began, self._done = None, loader.iteration + 1
         self._loader.iteration = self._loader.iteration if loader is self._loader else self._done
 
     def _generators(self) -> dict[str, torch.Generator]:
-        """Return the generators that the loader has of its own."""
+        """Return the loader's own generators."""
         base = self._loader.base_dataloader
         found = {"loader": base.generator, "sampler": getattr(self._loader.get_sampler(), "generator", None)}
         return {name: generator for name, generator in found.items() if generator is not None}
@@ -382,7 +406,7 @@ class _Position:
 
 
 def _streams() -> dict[str, Any]:
-    """Return the RNG streams that making an iterator may draw from."""
+    """Return the RNG streams from which the creation of an iterator may draw."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}  # noqa: NPY002
 
 
@@ -393,10 +417,10 @@ def _put_streams(streams: Mapping[str, Any]) -> None:
 
 
 def _numbered(name: str, objects: Iterable[Any]) -> dict[str, Any]:
-    """Return objects by the names that accelerate gives their files."""
+    """Return objects under the names that accelerate gives to their files."""
     return {name if number == 0 else f"{name}_{number}": item for number, item in enumerate(objects)}
 
 
 def _scoped(value: Any) -> Any:
-    """Return a registered object as a part of a state: process 0's counts, as for accelerate."""
+    """Return a registered object as a part of a state: process 0's object, as in accelerate."""
     return value if isinstance(value, torch.nn.Module | torch.optim.Optimizer) else ckptfmt.FirstWorker(value)

@@ -4,11 +4,11 @@
     dcp.load(state_dict, storage_reader=CkptfmtReader("step-1200"))
 
     with install():
-        dcp.async_save(state_dict, checkpoint_id="step-1200")  # and whatever else names no storage
+        dcp.async_save(state_dict, checkpoint_id="step-1200")  # and other calls without a storage
 
-What is written is an ordinary checkpoint. A state_dict ``{"model": ..., "optim": ...}`` goes to the fields weights and
-optimizer, under the names that `ckptfmt.State` gives; everything else goes to ``extra``. DCP restores no random
-numbers, so the field rng is absent.
+The result is an ordinary checkpoint. The entries of a state_dict ``{"model": ..., "optim": ...}``
+go to the fields weights and optimizer, under the names that `ckptfmt.State` gives. All other
+entries go to ``extra``. DCP restores no random numbers; the field rng is therefore absent.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from torch.futures import Future, collect_all
 import ckptfmt
 from ckptfmt import SaveAttempt
 
-#: Keys of a state_dict whose contents are the field of that name.
+#: Keys of a state_dict, and the fields that store their contents.
 _FIELDS = dict.fromkeys(["model", "module", "weights", "state_dict", "model_state_dict"], "weights")
 _FIELDS |= dict.fromkeys(["optim", "optimizer", "optimizer_state_dict"], "optimizer")
-#: The value in which a checkpoint says where in the state_dict each of its entries was.
+#: The value of a checkpoint that records the path of each entry in the state_dict.
 _PATHS: Final = "dcp"
-#: What the names of values begin with that are kept as pickles.
+#: Prefix of the names of pickled values.
 _PICKLE: Final = "pickle:"
-#: The keys under which a checkpoint's fields are found that DCP didn't write.
+#: The state_dict keys of the fields of a checkpoint that DCP didn't write.
 _OWN: Final = {"weights": "model", "optimizer": "optim"}
 _LOG: Final = logging.getLogger("ckptfmt")
 _Path: TypeAlias = str | os.PathLike[str]
@@ -50,55 +50,64 @@ _Path: TypeAlias = str | os.PathLike[str]
 
 @dataclass
 class _AtPath:
-    """What writer and reader have alike: the path of a checkpoint, and nothing to add to one rank's plan."""
+    """The common base of writer and reader: a checkpoint's path. A rank's plan stays unchanged.
+
+    Attributes:
+        path: path of the checkpoint.
+        allow_pickle: whether pickles are written or loaded.
+    """
 
     path: _Path = ""
     allow_pickle: bool = field(default=False, kw_only=True)
 
     def reset(self, checkpoint_id: _Path | None = None) -> None:
-        """Begin another save or load; its path stands above the one before."""
+        """Begin another save or load; `checkpoint_id` replaces the path of the previous call."""
         self.path = self.path if checkpoint_id is None else checkpoint_id
 
     def prepare_local_plan(self, plan: Any) -> Any:  # noqa: ANN401 - of a save or of a load
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
-        """Tell whether this can be a checkpoint's path."""
+        """Return whether an id can be a checkpoint's path: URLs can't."""
         return "://" not in os.fspath(checkpoint_id)
 
 
 @dataclass(kw_only=True)
 class CkptfmtWriter(_AtPath, StorageWriter):
-    """Where `dcp.save` and `dcp.async_save` write: a directory that becomes one checkpoint.
+    """The storage writer of `dcp.save` and `dcp.async_save`: writes a directory as one checkpoint.
 
     Args:
-        path: of the checkpoint; ``checkpoint_id=`` of the call stands above it.
-        step: training steps done; by default the number in which the path ends, else 0.
-        overwrite: whether to take the place of a checkpoint that is there: at every moment that one or the new one is
-            there whole. There must be room for both.
-        allow_pickle: whether objects that are no plain values are kept as pickles, which `CkptfmtReader` loads only
-            with the same option. By default they are refused by name, before anything is written.
+        path: path of the checkpoint; ``checkpoint_id=`` of the call takes precedence.
+        step: number of training steps done; by default the number at the end of the path, or 0.
+        overwrite: whether to replace an existing checkpoint. At every moment the old or the new
+            checkpoint is complete; both need room on the disk.
+        allow_pickle: whether objects that aren't plain values are stored as pickles, which
+            `CkptfmtReader` loads only with the same option. By default a save with such an object
+            is refused before any write; the error names the object.
 
-    Raises: `ckptfmt.CkptError`; CHECKPOINT_EXISTS where the directory holds a checkpoint already.
+    Raises: `ckptfmt.CkptError`; CHECKPOINT_EXISTS where the directory already holds a checkpoint.
     """
 
     step: int | None = None
     overwrite: bool = False
-    #: The digest of what was committed last, on the coordinator.
+    #: The digest of the last committed checkpoint, on the coordinator.
     save_id: str = field(default="", init=False)
-    _attempt: Any = field(default=None, init=False)  # the coordinator's
+    _attempt: Any = field(default=None, init=False)  # set on the coordinator only
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002, FBT001
-        """Take note of who calls. Raises: NotImplementedError without collectives: then nobody could commit."""
+        """Check that ranks use collectives: without collectives no rank could commit.
+
+        Raises: NotImplementedError without collectives.
+        """
         if not kwargs.get("use_collectives", True):
             raise NotImplementedError("ckptfmt commits once for all ranks: call dcp.save with use_collectives=True")
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begin the attempt, on the coordinator, and tell it to all ranks along with their plans.
+        """Begin the attempt on the coordinator, and send the attempt to all ranks with their plans.
 
-        Raises: ValueError for names that the checkpoint can't keep apart.
+        Raises: ValueError for names that would collide in the checkpoint.
         """
         usable = [plan for plan in plans if plan.usable]
         alone, paths = _heads_alone(usable), _paths_of(usable)
@@ -108,15 +117,15 @@ class CkptfmtWriter(_AtPath, StorageWriter):
         note = alone if usable else None
         self._attempt = SaveAttempt.begin(step=step, writer_count=len(plans), note=note, replace=self.overwrite)
         self._held = self._attempt.hold(self.path)
-        if self._paths is None:  # some ranks take the plan that they have, to which nothing can be added
+        if self._paths is None:  # ranks that use a cached plan receive no new plan data
             self._attempt.publish(self.path)
         told = self._attempt.dump()
         return [replace(plan, storage_data={"attempt": told, "writer": writer}) for writer, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part; durable when this returns."""
+        """Write this rank's part. The part is durable on return."""
         told: dict[str, Any] = plan.storage_data
-        # A planner that caches plans gives the one of an earlier save again, whose attempt is over.
+        # A caching planner may return the plan of an earlier save, whose attempt is over.
         attempt = SaveAttempt.parse(told.pop("attempt")) if "attempt" in told else SaveAttempt.find(self.path)
         told["alone"] = alone = told["alone"] if attempt.note is None else attempt.note
         paths = _paths_of([plan])
@@ -138,13 +147,16 @@ class CkptfmtWriter(_AtPath, StorageWriter):
             given[place][name] = ckptfmt.source_of(name, held, field=place, global_shape=tuple(size))
         state = ckptfmt.State(**given, rng=False, absent={"rng": "DCP saves no random numbers"})
         record = attempt.write_part(self.path, state, writer=told["writer"])
-        # At least one, also of a rank that has nothing to write.
+        # DCP needs at least one result of each rank, also where a rank writes no entry.
         indices = (meta.MetadataIndex(_PATHS), *(item.index for item in plan.items))
         results = [WriteResult(index=index, size_in_bytes=0, storage_data=record) for index in indices]
         return collect_all([]).then(lambda _: results)
 
     def _value_of(self, fqn: str, content: io.BytesIO) -> dict[str, object]:
-        """Return the value that a planner has pickled, under its name."""
+        """Return the value that a planner has pickled, under its name.
+
+        Raises: TypeError for a value that isn't plain, without `allow_pickle`.
+        """
         try:
             return {fqn: torch.load(io.BytesIO(content.getvalue()), weights_only=True, map_location="cpu")}
         except pickle.UnpicklingError as error:
@@ -153,9 +165,9 @@ class CkptfmtWriter(_AtPath, StorageWriter):
             raise TypeError(f"{fqn} is no plain value; pass allow_pickle=True to keep it as a pickle") from error
 
     def finish(self, metadata: meta.Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit, on the coordinator: the checkpoint is durable when this returns.
+        """Commit, on the coordinator. The checkpoint is durable on return.
 
-        Raises: RuntimeError where a rank wrote by a cached plan that isn't of this state_dict.
+        Raises: RuntimeError where a rank used a cached plan of another state_dict.
         """
         written = [result for of_rank in results for result in of_rank]
         if lacking := metadata.state_dict_metadata.keys() - {result.index.fqn for result in written}:
@@ -165,23 +177,26 @@ class CkptfmtWriter(_AtPath, StorageWriter):
 
 
 class CkptfmtReader(_AtPath, StorageReader):
-    """Where `dcp.load` reads: a checkpoint, or the newest of a run, whoever saved it.
+    """The storage reader of `dcp.load`: a checkpoint, or the newest of a run, from any program.
 
     Args:
-        path: of the checkpoint or run; ``checkpoint_id=`` of the call stands above it.
-        allow_pickle: whether objects that `CkptfmtWriter` kept as pickles are loaded: that runs what is in them.
+        path: path of the checkpoint or run; ``checkpoint_id=`` of the call takes precedence.
+        allow_pickle: whether to load objects that `CkptfmtWriter` stored as pickles. Loading a
+            pickle executes code in the pickle.
 
-    Of a checkpoint that DCP didn't write, the weights are found under ``model.``, everything else under its field.
+    In a checkpoint that DCP didn't write, the weights are found under ``model.``, the optimizer
+    under ``optim.``.
 
-    Raises: `ckptfmt.CkptError`: every byte that is read is verified.
+    Raises: `ckptfmt.CkptError`: every byte read is verified.
     """
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> meta.Metadata:  # noqa: ANN401
-        """Return what there is, for the planner."""
+        """Return the tensors and values of the checkpoint, for the planner."""
         with ckptfmt.open(self.path) as checkpoint:
-            # Of a run, its newest may be another one soon: this one is read to the end.
+            # A run's newest checkpoint may change during the load. All reads therefore use this
+            # path and digest.
             self._path, self._digest = checkpoint.store.name, checkpoint.digest
-            key = ("optimizer", _join(["extra", _PATHS]), "global")  # not there where DCP didn't write
+            key = ("optimizer", _join(["extra", _PATHS]), "global")  # absent where DCP didn't write
             told: Any = checkpoint.leaf(*key) if key in checkpoint.leaves else {"alone": {}, "paths": {}}
             paths = {fqn: tuple(path) for fqn, path in told["paths"].items()}
             fqns = {_place_of(path, told["alone"]): fqn for fqn, path in paths.items()}
@@ -191,7 +206,8 @@ class CkptfmtReader(_AtPath, StorageReader):
                 for name, handle in checkpoint.field(field).items()
             }
             kept = {name for _, name, _ in checkpoint.leaves}
-        #: Entries of an optimizer, at any depth: `Stateful` objects nest it in a key of their own.
+        #: Entries of an optimizer, at any depth: `Stateful` objects nest the optimizer under their
+        #: own key.
         self._of_optimizer = {
             fqn for fqn, (place, name, *_) in self._tensors.items() if place == "optimizer" and name[:6] != "extra/"
         } | {fqn for fqn, path in paths.items() if any(_FIELDS.get(key) == "optimizer" for key in path[:-1])}
@@ -203,18 +219,20 @@ class CkptfmtReader(_AtPath, StorageReader):
         self.load_id = uuid.uuid4().hex
         what = meta.StorageMeta(os.fspath(self.path), save_id=self._digest, load_id=self.load_id)
         described = meta.Metadata(state_dict_metadata=found, planner_data=paths, storage_data={}, storage_meta=what)
-        # A planner is told of what there is as this torch's own reader tells it; older versions of torch say no number.
+        # The version of this torch's own reader, for the planner. Older versions of torch define
+        # none.
         described.version = getattr(torch_files, "CURRENT_DCP_VERSION", None)
         return described
 
     def set_up_storage_reader(self, metadata: meta.Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401, FBT001
-        """Do nothing: what there is, is known."""
+        """Do nothing: `read_metadata` has recorded the contents of the checkpoint."""
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Tell all ranks, along with their plans, which checkpoint the coordinator has opened.
+        """Send the digest of the coordinator's checkpoint to all ranks with their plans.
 
-        A planner asks for what the live state_dict has: the state of an optimizer that has made no step isn't in it.
-        Saved entries of an optimizer that no rank asks for are named in a warning, where others of it are asked for.
+        A planner requests the entries of the live state_dict. The state of an optimizer that has
+        made no step isn't in the live state_dict. Where ranks request some of the saved entries of
+        an optimizer, a warning names the saved entries that no rank requests.
         """
         wanted = {item.storage_index.fqn for plan in plans for item in plan.items}
         if lost := sorted(self._of_optimizer - wanted if self._of_optimizer & wanted else ()):
@@ -230,9 +248,10 @@ class CkptfmtReader(_AtPath, StorageReader):
         return [replace(plan, storage_data=self._digest) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what this rank's plan asks for, in place.
+        """Fill the targets of this rank's plan in place.
 
-        Raises: RuntimeError where the coordinator opened another checkpoint of the run.
+        Raises: RuntimeError where the coordinator opened another checkpoint of the run; TypeError
+            for a pickle without `allow_pickle`.
         """
         if plan.storage_data != self._digest:
             raise RuntimeError("a checkpoint was committed meanwhile, so that ranks opened different ones: load again")
@@ -253,7 +272,7 @@ class CkptfmtReader(_AtPath, StorageReader):
         return ckptfmt.sink_of(name, {tuple(item.storage_offsets): live}, dtype=dtype, field=field, global_shape=shape)
 
     def _read_values(self, names: set[str]) -> dict[str, bytes]:
-        """Return values as the pickles that a planner loads."""
+        """Return values as pickles for a planner. Raises: TypeError for a refused pickle."""
         pickles = {name for name in names if name.startswith(_join(["extra", _PICKLE]))}
         if pickles and not self.allow_pickle:
             raise TypeError(f"{min(pickles)} is a pickle: pass allow_pickle=True to load it, which runs what is in it")
@@ -267,21 +286,31 @@ class CkptfmtReader(_AtPath, StorageReader):
 
 
 def _paths_of(plans: Iterable[SavePlan]) -> dict[str, tuple[Any, ...]]:
-    """Return where in the state_dict each entry of plans was: that is its name, but where a planner flattens."""
+    """Return the path in the state_dict of each entry of the plans.
+
+    The path is the entry's name alone, unless the planner flattens the state_dict.
+    """
     known = [(plan, plan.planner_data if isinstance(plan.planner_data, Mapping) else {}) for plan in plans]
     named = [(item.index.fqn, paths) for plan, paths in known for item in plan.items]
     return {fqn: tuple(paths.get(fqn, (fqn,))) for fqn, paths in named}
 
 
 def _heads_alone(plans: Iterable[SavePlan]) -> dict[str, str]:
-    """Return for each field the key of the state_dict that is all of it: none where several are, or nothing nests."""
+    """Return the state_dict key of each field.
+
+    The key is ``""`` where several keys map to one field. Fields without nested entries are left
+    out.
+    """
     mappings = [plan.planner_data for plan in plans if isinstance(plan.planner_data, Mapping)]
     heads = {path[0] for paths in mappings for path in paths.values() if len(path) > 1 and path[0] in _FIELDS}
     return {_FIELDS[head]: head if [*map(_FIELDS.get, heads)].count(_FIELDS[head]) == 1 else "" for head in heads}
 
 
 def _check_names(paths: Mapping[str, tuple[Any, ...]], alone: Mapping[str, str]) -> None:
-    """Refuse entries of a state_dict that would lie at one place, or where this module keeps something itself."""
+    """Check that entries of a state_dict have distinct names, and no name that this module uses.
+
+    Raises: ValueError.
+    """
     taken: dict[tuple[str, str], str] = {}
     for fqn, path in paths.items():
         if fqn == _PATHS or fqn.startswith(_PICKLE):
@@ -291,7 +320,7 @@ def _check_names(paths: Mapping[str, tuple[Any, ...]], alone: Mapping[str, str])
 
 
 def _place_of(path: tuple[Any, ...], alone: Mapping[str, str]) -> tuple[str, str]:
-    """Return field and name of a tensor."""
+    """Return the field and name of a tensor."""
     if not alone and len(path) == 1:
         return "weights", _join(path)  # the state_dict of a module
     if (field := _FIELDS.get(path[0]) if len(path) > 1 else None) is None:
@@ -300,27 +329,27 @@ def _place_of(path: tuple[Any, ...], alone: Mapping[str, str]) -> tuple[str, str
 
 
 def _join(keys: Iterable[object]) -> str:
-    """Return the name of what lies under these keys, escaped as in a JSON pointer."""
+    """Return the name of the value under these keys, escaped as in a JSON pointer."""
     return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in keys)
 
 
 def _describe(dtype: str, shape: tuple[int, ...]) -> meta.TensorStorageMetadata:
-    """Return what a planner is told of a tensor: one chunk, so that offsets into it are offsets into the tensor."""
+    """Return the planner's description of a tensor: one chunk, so that offsets are the tensor's."""
     whole = meta.ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=torch.Size(shape))
     return meta.TensorStorageMetadata(meta.TensorProperties(dtype=getattr(torch, dtype)), whole.sizes, [whole])
 
 
 def install(*, allow_pickle: bool = False) -> contextlib.ExitStack:
-    """Make ckptfmt the storage of whoever passes ``checkpoint_id=`` alone: a path, no URL.
+    """Make ckptfmt the storage of calls that pass only ``checkpoint_id=``, a path and no URL.
 
-    As with torch's storage, a save takes the place of a checkpoint that is there. Checkpoints that torch wrote are
-    still read by torch; a save to where one is raises FileExistsError.
+    As with torch's storage, a save replaces an existing checkpoint. Torch still reads checkpoints
+    that torch wrote; a save onto such a checkpoint raises FileExistsError.
 
     Args:
-        allow_pickle: as for `CkptfmtWriter` and `CkptfmtReader`.
+        allow_pickle: the option of `CkptfmtWriter` and `CkptfmtReader`.
 
-    Returns: what takes that back: a context, with a method ``close``.
-    Raises: RuntimeError where it is installed already.
+    Returns: a context that undoes the installation at its end or by its method ``close``.
+    Raises: RuntimeError where ckptfmt is installed already.
     """
     if (theirs := _storage_utils._storage_setup).__module__ == __name__:  # noqa: SLF001 - torch has no public name
         raise RuntimeError("ckptfmt is installed already: close what the first install() returned")
@@ -337,7 +366,7 @@ def install(*, allow_pickle: bool = False) -> contextlib.ExitStack:
         return theirs(storage, checkpoint_id, reader)
 
     def execute(self: Any, *given: Any, **options: Any) -> Any:  # noqa: ANN401
-        # The process that saves has no installation.
+        # The process of an asynchronous save has no installation of ckptfmt.
         options["storage_writer"] = set_up(options.get("storage_writer"), options.get("checkpoint_id"))
         return execute_save(self, *given, **options)
 

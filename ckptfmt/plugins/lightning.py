@@ -1,4 +1,4 @@
-"""Lightning saves to and loads from checkpoints of ckptfmt, beside the training; resumes are the same run, bit for bit.
+"""Lightning saves to checkpoints of ckptfmt in the background; resumes continue bit for bit.
 
     from ckptfmt.plugins.lightning import CkptfmtIO, ExactResume
 
@@ -6,38 +6,45 @@
     trainer = Trainer(plugins=[CkptfmtIO()], callbacks=[saves, ExactResume()])
     trainer.fit(model, ckpt_path="last")
 
-`CkptfmtIO` is for all strategies that save by way of a `CheckpointIO`: one device, and DDP. What ModelCheckpoint
-chooses is respected: names, ``monitor``, ``save_top_k``, ``save_last``. A save returns when its tensors are copied. A
-directory that is saved to again has the old checkpoint or the new one at every moment, also after a crash. What failed
-is raised by the next save or removal, by `ExactResume` at the end of the step, and at the latest when the trainer ends.
-ModelParallelStrategy (FSDP2, tensor parallelism) saves by itself: take `CkptfmtModelParallelStrategy` in its place.
+`CkptfmtIO` works with all strategies that save through a `CheckpointIO`: one device, and DDP. The
+settings of ModelCheckpoint apply: names, ``monitor``, ``save_top_k``, ``save_last``. A save returns
+when its tensors are copied. When a save replaces a checkpoint, the directory holds the old or the
+new checkpoint at every moment, also after a crash. The next save or removal raises the error of a
+failed save. `ExactResume` raises the error at the end of the step, and the end of the trainer
+raises it at the latest. ModelParallelStrategy (FSDP2, tensor parallelism) saves without a
+`CheckpointIO`: use `CkptfmtModelParallelStrategy` instead.
 
-`ExactResume` brings what Lightning forgets: the RNG streams of all processes, and how far a DataLoader was read. A
-plain DataLoader is read again up to there; a StatefulDataLoader isn't, since Lightning restores it.
+`ExactResume` restores the state that Lightning omits: the RNG streams of all processes, and the
+position in a DataLoader. A plain DataLoader is read again up to the position. A StatefulDataLoader
+isn't read again, since Lightning restores its position.
 
-Tested with lightning 2.6.6 and torchdata 0.11.0, on the CPU: one process; DDP and FSDP2 on two over gloo.
+Tested with lightning 2.6.6 and torchdata 0.11.0, on the CPU: one process; DDP and FSDP2 on two over
+gloo.
 
-Bit for bit with `ExactResume`: a resume from a checkpoint of ``every_n_train_steps``, or of the end of a validation, in
-the middle of an epoch or at its last step, of a shuffled DataLoader and of a StatefulDataLoader.
+Bit for bit with `ExactResume`: a resume from a checkpoint of ``every_n_train_steps``, or of the end
+of a validation, in the middle of an epoch or at its last step, of a shuffled DataLoader and of a
+StatefulDataLoader.
 
 Not bit for bit:
 
-- a checkpoint of the end of an epoch (ModelCheckpoint's default) in a training without validation: Lightning itself
-  then trains a batch that the epoch doesn't have;
-- a checkpoint of ``every_n_train_steps`` at a step that a validation follows: Lightning leaves that validation out, its
-  metrics, and the random numbers that it draws. Let ``every_n_train_steps`` and ``val_check_interval`` differ, or save
-  at the end of validations: ``monitor="val_loss"``, without ``every_n_train_steps``;
+- a checkpoint of the end of an epoch (ModelCheckpoint's default) in a training without validation:
+  Lightning then trains a batch that isn't part of the epoch;
+- a checkpoint of ``every_n_train_steps`` at a step that a validation follows: Lightning omits
+  the validation, its metrics, and the random numbers that the validation draws. Choose different
+  intervals for ``every_n_train_steps`` and ``val_check_interval``, or save at the end of
+  validations: ``monitor="val_loss"``, without ``every_n_train_steps``;
 - another number of processes, for which no random numbers were saved;
 - data sets that draw random numbers in worker processes.
 
-There is no witness of a training with Lightning: its checkpoints are in no run, so that no launch is known, and no step
-that was done before.
+A training with Lightning has no witness: its checkpoints belong to no run, and the plug-in
+therefore knows neither launches nor earlier steps.
 
-``save_last="link"`` links a checkpoint that is still being saved: after a crash the link may lead to none, which a load
-refuses by name. `LightningModule.load_from_checkpoint` calls torch.load, and can't read a checkpoint of ckptfmt: make
-the module, and call ``ckptfmt.load(path, ckptfmt.State(weights=module), only="weights:*")``; hyper-parameters are in
-``ckptfmt.load(path, only="extra:hyper_parameters")``. What is no plain value, such as an object among the
-hyper-parameters, is refused by name: a checkpoint holds nothing that executes.
+``save_last="link"`` links a checkpoint that is still being saved. After a crash the link may point
+to no checkpoint; a load refuses such a link by name. `LightningModule.load_from_checkpoint` calls
+torch.load, and can't read a checkpoint of ckptfmt. Instead, create the module, and call
+``ckptfmt.load(path, ckptfmt.State(weights=module), only="weights:*")``. Hyper-parameters are in
+``ckptfmt.load(path, only="extra:hyper_parameters")``. A value that isn't plain, such as an object
+among the hyper-parameters, is refused by name: a checkpoint contains no executable code.
 """
 
 from __future__ import annotations
@@ -60,11 +67,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 import ckptfmt
 
-#: Keys of Lightning's checkpoints whose contents are a field; everything else goes to ``extra``.
+#: Keys of Lightning's checkpoints whose contents are a field. All other keys go to ``extra``.
 _WEIGHTS: Final = "state_dict"
 _OPTIMIZERS: Final = "optimizer_states"
 _EXTRA: Final = "extra/"
-#: The key under which `ExactResume` keeps its state.
+#: The key of `ExactResume` in Lightning's checkpoint.
 _EXACT: Final = "ckptfmt.exact_resume"
 _MAPPINGS: Final = (dict, OrderedDict, Counter)
 _LISTS: Final = (list, tuple, deque, set, frozenset)
@@ -72,67 +79,70 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, np.ndarray, 
 
 
 class _Saves:
-    """Saves to the paths that Lightning chooses, and their removal.
+    """The saves to paths that Lightning chooses, and their removal.
 
     Args:
-        options: of `ckptfmt.Saver`.
+        options: options of `ckptfmt.Saver`.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self._saver: ckptfmt.Saver | None = None
-        #: Of each path the last save.
+        #: The handle of the last save to each path.
         self._handles: dict[str, Any] = {}
 
     def save(self, path: Any, state: ckptfmt.State, step: int) -> None:  # noqa: ANN401 - Lightning's
-        """Begin a save, in the place of what is there. Raises: `ckptfmt.CkptError`."""
+        """Begin a save, which replaces a checkpoint at the path. Raises: `ckptfmt.CkptError`."""
         self.check()
         self._saver = self._saver or ckptfmt.Saver(**self._options)
         self._handles[os.path.abspath(path)] = self._saver.save(path, state, step=step, replace=True)  # noqa: PTH100 - a link stays one
 
     def wait(self, path: Any) -> None:  # noqa: ANN401 - Lightning's
-        """Wait until nobody here writes to a path. Raises: what its save failed with."""
+        """Wait until this process no longer writes to a path. Raises: the save's error."""
         handle = self._handles.pop(os.path.abspath(path), None)  # noqa: PTH100 - a link stays one
         if handle is not None:
             handle.wait()
             handle.wait_over()
 
     def remove(self, path: Any) -> None:  # noqa: ANN401 - Lightning's
-        """Delete what is there: a checkpoint once no process writes to it, and so that what a crash leaves is none.
+        """Delete the checkpoint at a path, once its save has ended.
 
-        Raises: what its save failed with; `ckptfmt.CkptError`; OSError.
+        A deletion that a crash interrupts leaves a directory that isn't a checkpoint.
+
+        Raises: the error of the path's save; `ckptfmt.CkptError`; OSError.
         """
         self.wait(path)
         place = Path(path)
         if place.is_symlink() or not place.is_dir():
-            place.unlink(missing_ok=True)  # also a file of Lightning's own, from before ckptfmt
+            place.unlink(missing_ok=True)  # a link, or a checkpoint file of Lightning's own format
             return
         try:
             (self._saver or ckptfmt.Saver(**self._options)).remove(place)
         except ckptfmt.CkptError as error:
-            if error.code.startswith(("SAVE_PENDING", "ARGUMENT", "STORE_")):  # else no checkpoint, or a damaged one
+            # Other errors mean no checkpoint, or a damaged one.
+            if error.code.startswith(("SAVE_PENDING", "ARGUMENT", "STORE_")):
                 raise
         (place / "manifest.json").unlink(missing_ok=True)
         shutil.rmtree(place, ignore_errors=not place.exists())
 
     def check(self) -> None:
-        """Raise what a save failed with, once."""
+        """Raise the error of a failed save, once."""
         for path, handle in list(self._handles.items()):
             if handle.state == "FAILED":
                 self.wait(path)
 
     def close(self) -> None:
-        """Wait for all saves; another one may follow. Raises: what one failed with."""
+        """Wait for all saves. Later saves are allowed. Raises: a save's error."""
         saver, self._saver, self._handles = self._saver, None, {}
         if saver is not None:
             saver.close()
 
 
 class CkptfmtIO(CheckpointIO):
-    """Lightning's checkpoints as checkpoints of ckptfmt, saved beside the training.
+    """The CheckpointIO plug-in: stores Lightning's checkpoints as ckptfmt's, in the background.
 
-    The module's state_dict is the field weights. States of optimizers are numbered, as Lightning gives them; everything
-    else is in ``extra`` under its key.
+    The module's state_dict is the field weights. Optimizer states are numbered in Lightning's
+    order. All other entries are in ``extra`` under their keys.
 
     Args:
         saving: keyword arguments of `ckptfmt.Saver`.
@@ -142,7 +152,11 @@ class CkptfmtIO(CheckpointIO):
         self.saves = _Saves({"writer": (0, 1), "overlap": False, **saving})
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ANN401
-        """Begin a save. Raises: `ckptfmt.CkptError`, also what an earlier save failed with; TypeError by name."""
+        """Begin a save.
+
+        Raises: `ckptfmt.CkptError`, also for the failure of an earlier save; TypeError for
+            `storage_options`, and for a value that isn't plain, which the error names.
+        """
         if storage_options is not None:
             raise TypeError("CkptfmtIO takes no storage_options: pass what a ckptfmt.Saver takes to CkptfmtIO")
         state = ckptfmt.State(
@@ -154,12 +168,12 @@ class CkptfmtIO(CheckpointIO):
         self.saves.save(path, state, checkpoint.get("global_step", 0))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: ANN401, ARG002, FBT001 - Lightning's
-        """Return what was saved: tensors on the CPU, or on the device that is given.
+        """Return the saved checkpoint, with tensors on the CPU or on the given device.
 
         Args:
-            path: of the checkpoint.
+            path: path of the checkpoint.
             map_location: a device.
-            weights_only: of no meaning: nothing that is loaded executes.
+            weights_only: ignored: no loaded value executes code.
 
         Raises: `ckptfmt.CkptError`: every byte is verified.
         """
@@ -169,22 +183,23 @@ class CkptfmtIO(CheckpointIO):
         return checkpoint if map_location is None else move_data_to_device(checkpoint, torch.device(map_location))
 
     def remove_checkpoint(self, path: Any) -> None:  # noqa: ANN401 - Lightning's
-        """Delete a checkpoint, once its save is over. Raises: what that failed with."""
+        """Delete a checkpoint, once its save has ended. Raises: the save's error."""
         self.saves.remove(path)
 
     def teardown(self) -> None:
-        """Wait for the saves. Raises: what one failed with."""
+        """Wait for the saves. Raises: a save's error."""
         self.saves.close()
 
 
 class CkptfmtModelParallelStrategy(ModelParallelStrategy):
-    """FSDP2 and tensor parallelism: every process saves what it holds, under the names of `ckptfmt.State`.
+    """FSDP2 and tensor parallelism: every process saves its own shards.
 
-    Optimizer state goes by the names of parameters, so that any number of processes, and a plain module and optimizer,
-    load it. Hooks such as ``on_save_checkpoint`` find neither weights nor optimizer states in the checkpoint.
+    Names are those of `ckptfmt.State`. Optimizer state is stored by parameter name. Any number of
+    processes can load a checkpoint, and so can a plain module and optimizer. Hooks such as
+    ``on_save_checkpoint`` receive a checkpoint without weights and optimizer states.
 
     Args:
-        args, kwargs: of `ModelParallelStrategy`.
+        args, kwargs: arguments of `ModelParallelStrategy`.
         saving: keyword arguments of `ckptfmt.Saver`.
     """
 
@@ -194,15 +209,15 @@ class CkptfmtModelParallelStrategy(ModelParallelStrategy):
         self._state = ckptfmt.State(rng=False)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: the live module is saved."""
+        """Return an empty dict: the live module is saved."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ANN401, ARG002 - Lightning's
-        """Return nothing: the live optimizer is saved."""
+        """Return an empty dict: the live optimizer is saved."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:  # noqa: ANN401
-        """Begin a save; every process calls it. Raises: as `CkptfmtIO.save_checkpoint`."""
+        """Begin a save; every process calls it. Raises: like `CkptfmtIO.save_checkpoint`."""
         if storage_options is not None:
             raise TypeError("storage_options aren't supported: pass saving= to CkptfmtModelParallelStrategy")
         self._state.weights = self.model
@@ -211,7 +226,10 @@ class CkptfmtModelParallelStrategy(ModelParallelStrategy):
         self.saves.save(self.broadcast(filepath), self._state, checkpoint.get("global_step", 0))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: ANN401, ARG002, FBT001 - Lightning's
-        """Load into the live module and optimizers, and return everything else. Raises: `ckptfmt.CkptError`."""
+        """Load into the live module and optimizers, and return the other entries.
+
+        Raises: `ckptfmt.CkptError`.
+        """
         path = self.broadcast(checkpoint_path)
         self.saves.wait(path)
         with ckptfmt.open(path) as found:
@@ -227,22 +245,23 @@ class CkptfmtModelParallelStrategy(ModelParallelStrategy):
         return {**extra, _WEIGHTS: {}, _OPTIMIZERS: []}
 
     def remove_checkpoint(self, filepath: Any) -> None:  # noqa: ANN401 - Lightning's
-        """Delete a checkpoint, once its save is over. Raises: what that failed with."""
+        """Delete a checkpoint, once its save has ended. Raises: the save's error."""
         self.saves.wait(filepath)
         if self.is_global_zero:
             self.saves.remove(filepath)
 
     def teardown(self) -> None:
-        """Wait for the saves, and then do what Lightning does. Raises: what one failed with."""
+        """Wait for the saves, then end as Lightning does. Raises: a save's error."""
         self.saves.close()
         super().teardown()
 
 
 class ExactResume(Callback):
-    """Put back what Lightning forgets: the RNG streams of all processes, and how far a DataLoader was read.
+    """A callback that restores the state that Lightning omits: RNG streams and loader positions.
 
-    Every checkpoint has the RNG streams with which the epoch began, which decide its order, and those of the save. The
-    first batch of a resumed training is fetched between them.
+    Every checkpoint contains the RNG streams of all processes at the start of the epoch, which
+    decide the order of the epoch, and at the save. After a resume the first streams apply while the
+    loader is read up to its position, and the second streams apply from then on.
     """
 
     def __init__(self) -> None:
@@ -251,22 +270,23 @@ class ExactResume(Callback):
         self._loaded: dict[str, Any] | None = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Take note of the RNG streams with which the order of the epoch is drawn."""
+        """Record the RNG streams from which the order of the epoch is drawn."""
         self._began = _iterator(trainer), _streams(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
-        """Raise what a save failed with."""
+        """Raise the error of a failed save."""
         for part in (trainer.strategy, trainer.strategy.checkpoint_io):
             if isinstance(part, CkptfmtIO | CkptfmtModelParallelStrategy):
                 part.saves.check()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Add what this callback restores, of all processes, to a checkpoint."""
+        """Add the RNG streams and loader positions of all processes to a checkpoint."""
         mine: dict[str, Any] = {"now": _streams(trainer), "began": None}
         progress = trainer.fit_loop.epoch_loop.batch_progress
         if self._began is not None and progress.current.ready and not progress.is_last_batch:
             iterator, began = self._began
-            # Lightning makes the iterator of the first epoch before it begins, those of later ones afterwards.
+            # Lightning creates the iterator of the first epoch before the epoch begins, and later
+            # iterators after the epoch has begun.
             is_made_anew = _iterator(trainer) is not iterator
             mine |= {"began": began, "is_made_anew": is_made_anew, "batch_count": progress.current.ready}
         everyone: list[Any] = [mine] * trainer.world_size
@@ -275,7 +295,7 @@ class ExactResume(Callback):
         checkpoint[_EXACT] = everyone
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Take note of what a checkpoint has for this process."""
+        """Keep this process's part of the checkpoint for `on_train_start`."""
         saved = checkpoint.get(_EXACT, ())
         if len(saved) == trainer.world_size:
             self._loaded = saved[trainer.global_rank]
@@ -284,16 +304,19 @@ class ExactResume(Callback):
             rank_zero_warn(f"the checkpoint has random numbers of {told}; the training goes on with others")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Read on to where the loaders stood, and put the RNG streams back: iterators exist, no batch is fetched."""
+        """Advance the loaders to their saved position, and restore the RNG streams.
+
+        Lightning calls this method when the iterators exist, before a batch is fetched.
+        """
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
-        fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001 - no other way leads to it
+        fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001 - Lightning has no public access
         goes_on = all(hasattr(loader, "state_dict") for loader in _loaders(trainer).flattened)
         began = loaded["began"] or loaded["now"]
         _put_streams(trainer, began)
         self._began = _iterator(trainer), began
-        # Behind a validation at the end of an epoch Lightning makes the next iterator itself.
+        # After a validation at the end of an epoch, Lightning creates the next iterator itself.
         is_over = loaded["began"] is None and trainer.fit_loop.epoch_loop.restarted_on_last
         if not goes_on and not is_over:
             if loaded.get("is_made_anew", True):
@@ -305,15 +328,15 @@ class ExactResume(Callback):
 
 
 def _loaders(trainer: Trainer) -> Any:  # noqa: ANN401 - Lightning's
-    return trainer.fit_loop._combined_loader  # noqa: SLF001 - no other way leads to the loaders as they are iterated
+    return trainer.fit_loop._combined_loader  # noqa: SLF001 - the iterated loaders have no public access
 
 
 def _iterator(trainer: Trainer) -> Any:  # noqa: ANN401 - Lightning's
-    return _loaders(trainer)._iterator  # noqa: SLF001 - that it is another one says that it was made anew
+    return _loaders(trainer)._iterator  # noqa: SLF001 - a different object means a new iterator
 
 
 def _generators(trainer: Trainer) -> dict[str, torch.Generator]:
-    """Return the generators that the loaders have of their own."""
+    """Return the loaders' own generators."""
     loaders = _loaders(trainer).flattened
     found = {f"loader/{number}": getattr(loader, "generator", None) for number, loader in enumerate(loaders)}
     for number, loader in enumerate(loaders):
@@ -322,7 +345,7 @@ def _generators(trainer: Trainer) -> dict[str, torch.Generator]:
 
 
 def _streams(trainer: Trainer) -> dict[str, Any]:
-    """Return the RNG streams of this process, and those of its loaders."""
+    """Return the RNG streams of this process and of its loaders."""
     streams: dict[str, Any] = {name: generator.get_state() for name, generator in _generators(trainer).items()}
     streams |= {"python": random.getstate(), "numpy": np.random.get_state()}  # noqa: NPY002 - the global one
     return streams | {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
@@ -338,12 +361,12 @@ def _put_streams(trainer: Trainer, streams: Mapping[str, Any]) -> None:
 
 
 def _key_of(name: str) -> str:
-    """Return the key in Lightning's checkpoint of what is called so in a checkpoint of ckptfmt."""
+    """Return the key in Lightning's checkpoint for a name in a checkpoint of ckptfmt."""
     return name.removeprefix(_EXTRA).replace("~1", "/").replace("~0", "~") if name else _OPTIMIZERS
 
 
 def _extra_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a checkpoint goes to ``extra``. Raises: TypeError for what is no plain value."""
+    """Return the entries for ``extra``. Raises: TypeError for a value that isn't plain."""
     extra = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
     opaque = next((found for key, value in extra.items() if (found := _find_opaque(value, key))), None)
     if opaque is not None:

@@ -1,4 +1,4 @@
-"""Ray Train (v2) trains with a run of ckptfmt that lies inside of the experiment's storage.
+"""Ray Train (v2) trains with a run of ckptfmt inside the experiment's storage.
 
     def train_loop(config):
         ...
@@ -10,12 +10,13 @@
                 run.observe(loss=loss)
                 report({"loss": loss}, run.end_step(step + 1))
 
-Ray starts the workers again after a failure (`FailureConfig(max_failures=...)`), and a trainer of the same name and
-storage path goes on with another number of them: either way the next launch of the run resumes from its newest
-checkpoint, with all that a `ckptfmt.Checkpointer` restores, whether or not Ray was told of that checkpoint.
+Ray starts the workers again after a failure (`FailureConfig(max_failures=...)`). A new trainer with
+the same name and storage path may continue with another number of workers. In both cases the next
+launch of the run resumes from the newest checkpoint of the run, and restores the same state as a
+`ckptfmt.Checkpointer`, whether or not that checkpoint was reported to Ray.
 
-Let `keep=` of the checkpointer say what stays. `CheckpointConfig(num_to_keep=...)` would delete directories under the
-run, behind its back.
+Choose the retained checkpoints by `keep=` of the checkpointer. `CheckpointConfig(num_to_keep=...)`
+would delete directories of the run without the run's knowledge.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ def checkpointer(state: ckptfmt.State, *, name: str = "ckptfmt", **options: Any)
     """Return the checkpointer of this worker; every worker calls it.
 
     Args:
-        state: of this worker.
-        name: of the run's directory in the experiment's storage.
-        options: of `ckptfmt.Checkpointer`, such as ``every=`` and ``keep=``.
+        state: this worker's state.
+        name: name of the run's directory in the experiment's storage.
+        options: options of `ckptfmt.Checkpointer`, such as ``every=`` and ``keep=``.
 
-    Raises: ValueError where the storage isn't a file system of this machine, or mounted on it; as `Checkpointer`.
+    Raises: ValueError where the storage isn't a file system of this machine, or mounted on it; the
+        errors of `Checkpointer`.
     """
     context = ray.train.get_context()
     storage = context.get_storage()
@@ -48,22 +50,24 @@ def checkpointer(state: ckptfmt.State, *, name: str = "ckptfmt", **options: Any)
     if kind != "local":
         raise ValueError(f"the experiment's storage is {kind!r}: give RunConfig(storage_path=) a directory")
     worker = context.get_world_rank(), context.get_world_size()
-    # Whatever the workers train with, they meet in the storage: the token is new at each start.
+    # The workers agree on a launch through files in the storage. The token is new at each start.
     token = str(broadcast_from_rank_zero(secrets.token_hex(8)))
-    # Ray stops all workers when one fails, and their children with them. A saver in a process of its own that stays
-    # would hold a save which nobody completes, and the next launch would wait for it.
+    # Ray stops all workers and their child processes when one worker fails. A separate saver
+    # process that survives would hold a save that no process completes, and the next launch would
+    # wait for this save.
     options = {"saver": "thread", **options}
     return ckptfmt.Checkpointer(f"{storage.experiment_fs_path}/{name}", state, writer=worker, agree=token, **options)
 
 
 def report(metrics: Mapping[str, Any], handle: Any = None) -> None:  # noqa: ANN401 - a SaveHandle, or None
-    """Report metrics to Ray, and the checkpoint of a save once it is committed; every worker calls it.
+    """Report metrics to Ray, and the checkpoint once it is committed; every worker calls it.
 
-    Training doesn't wait for the commit: a thread of Ray does, and what the save fails with ends the training.
+    The training doesn't wait for the commit: a thread of Ray waits. The error of a failed save ends
+    the training.
 
     Args:
-        metrics: as for `ray.train.report`.
-        handle: what `Checkpointer.end_step` or `save` returned; None where nothing was saved.
+        metrics: metrics, as in `ray.train.report`.
+        handle: the result of `Checkpointer.end_step` or `save`; None where no save was made.
     """
     if handle is None or handle.state == "SKIPPED":
         checkpoint = None

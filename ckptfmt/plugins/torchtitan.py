@@ -1,19 +1,23 @@
-"""TorchTitan saves its trainings into a run of ckptfmt, beside the training, and goes on from there.
+"""TorchTitan saves its trainings into a run of ckptfmt in the background, and resumes from the run.
 
     config.checkpoint = CkptfmtManager.Config(enable=True, interval=100, keep_latest_k=3)
 
-The run lies in ``<dump_folder>/<folder>``. Every save is a whole one, the last one too; an export to Hugging Face, a
-seed checkpoint and several model parts in one process are refused. Each data-parallel rank has a loader of its own:
-at another number of these ranks a load is refused, or, with ``exclude_from_loading=["dataloader"]``, the loaders begin
-anew.
+The run lies in ``<dump_folder>/<folder>``. Every save contains the full state, also the last save.
+An export to Hugging Face, a seed checkpoint and several model parts in one process are refused.
+Each data-parallel rank has its own loader. With another number of data-parallel ranks a load is
+refused; with ``exclude_from_loading=["dataloader"]`` the loaders start from the beginning.
 
-The witness of each launch compares the steps that a resume does again: RNG streams, learning rates and weights, but not
-the loss, which a checkpoint manager isn't shown. Nor is the configuration of the job: T1 isn't claimed, or refuted.
+The witness of each launch compares the steps that a resume repeats: RNG streams, learning rates and
+weights, but not the loss, which TorchTitan doesn't pass to a checkpoint manager. The job's
+configuration isn't passed either: T1 is neither claimed nor refuted.
 
-A training that TorchTitan's own manager has saved goes on in a run, in a folder of its own:
+A training that TorchTitan's own manager has saved continues in a run, in a separate folder:
 
     CkptfmtManager.Config(
-        enable=True, folder="run", initial_load_path="/outputs/checkpoint/step-500", initial_load_model_only=False
+        enable=True,
+        folder="run",
+        initial_load_path="/outputs/checkpoint/step-500",
+        initial_load_model_only=False,
     )
 """
 
@@ -36,19 +40,19 @@ import ckptfmt
 
 __all__ = ["CkptfmtManager"]
 
-#: Fields of TorchTitan's configuration that mean something which isn't done here.
+#: Fields of TorchTitan's configuration for features that this manager doesn't support.
 _REFUSED: Final = ("initial_load_in_hf", "last_save_in_hf", "create_seed_checkpoint")
 
-#: What TorchTitan's names of things that aren't to be loaded are called in a checkpoint.
+#: The selectors in a checkpoint of the items that TorchTitan can exclude from loading.
 _EXCLUDED: Final = {"dataloader": "data:*", "lr_scheduler": "extra:lr_scheduler"}
 
 
 class CkptfmtManager(BaseCheckpointManager):
-    """A checkpoint manager over a `ckptfmt.Checkpointer`."""
+    """A checkpoint manager that uses a `ckptfmt.Checkpointer`."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
-        """TorchTitan's fields, and those of `ckptfmt.Checkpointer`."""
+        """TorchTitan's fields, and options of `ckptfmt.Checkpointer`."""
 
         options: dict[str, Any] = dataclasses.field(default_factory=dict)
         """Options of `ckptfmt.Checkpointer`, such as {"delta": "auto"}."""
@@ -78,7 +82,7 @@ class CkptfmtManager(BaseCheckpointManager):
         self._path = os.path.join(base_folder, config.folder)  # noqa: PTH118 - as TorchTitan does
         self._handle: Any = None
         self._run: ckptfmt.Checkpointer | None = None
-        #: By the names that TorchTitan's own manager saves them under.
+        #: The state under the names that TorchTitan's own manager uses.
         self._theirs = {"optimizer": optimizers, "lr_scheduler": lr_schedulers, "dataloader": dataloader, **states}
         if isinstance(dataloader, ParallelAwareDataloader):
             dataloader = _Position(dataloader)
@@ -105,7 +109,7 @@ class CkptfmtManager(BaseCheckpointManager):
         return is_resumed or bool(initial)
 
     def _begin_from(self, path: str) -> None:
-        """Load what a run begins from that has no checkpoint yet: a checkpoint, or one of TorchTitan's own manager."""
+        """Load the initial state of an empty run: a ckptfmt checkpoint, or TorchTitan's own."""
         is_model_only, excluded = self._config.initial_load_model_only, self._config.exclude_from_loading
         if not os.path.exists(os.path.join(path, ".metadata")):  # noqa: PTH110, PTH118
             if is_model_only:
@@ -124,7 +128,10 @@ class CkptfmtManager(BaseCheckpointManager):
         model_of_theirs.load_state_dict(weights)
 
     def _refuse_theirs(self) -> None:
-        """Raise where TorchTitan's own manager has saved, and would go on. Raises: ValueError."""
+        """Check that a folder without ckptfmt checkpoints has none of TorchTitan's manager.
+
+        Raises: ValueError.
+        """
         with contextlib.suppress(ckptfmt.CkptError):
             ckptfmt.Run(self._path).newest()
             return
@@ -164,18 +171,25 @@ class CkptfmtManager(BaseCheckpointManager):
 
 
 class _Position:
-    """The position of one data-parallel rank in its data. The state_dict of TorchTitan's loader is a pickle of it."""
+    """The position of one data-parallel rank in its data.
+
+    The state_dict of TorchTitan's loader is a pickle of this position; the plug-in stores plain
+    values.
+    """
 
     def __init__(self, loader: ParallelAwareDataloader) -> None:
         self._inner: Any = super(ParallelAwareDataloader, loader)
         self._place = {"dp_rank": loader.dp_rank, "dp_world_size": loader.dp_world_size}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and whose it is."""
+        """Return the position with its rank and the number of ranks."""
         return {**self._place, "loader": self._inner.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go there. Raises: ValueError where that is the position of another rank, or of one among more or fewer."""
+        """Set the position.
+
+        Raises: ValueError where another rank saved the position, or the number of ranks differs.
+        """
         saved = {name: state_dict[name] for name in self._place}
         if saved != self._place:
             raise ValueError(

@@ -2,57 +2,70 @@
 
     from ckptfmt.plugins.transformers import CkptfmtTrainer
 
-    trainer = CkptfmtTrainer(model=model, args=args, train_dataset=data, ckptfmt={"stop_on": [signal.SIGTERM]})
+    options = {"stop_on": [signal.SIGTERM]}
+    trainer = CkptfmtTrainer(model=model, args=args, train_dataset=data, ckptfmt=options)
     trainer.train(resume_from_checkpoint=True)
 
-`CkptfmtTrainer` stands in the place of `transformers.Trainer`. Beside another Trainer it is the first base:
-``class MyTrainer(CkptfmtTrainer, Seq2SeqTrainer)``. Everything else is said by `TrainingArguments`, as ever.
+`CkptfmtTrainer` replaces `transformers.Trainer`. To combine it with another Trainer, make
+`CkptfmtTrainer` the first base: ``class MyTrainer(CkptfmtTrainer, Seq2SeqTrainer)``. All other
+settings come from `TrainingArguments`, as in transformers.
 
-**Where things are.** The checkpoints are those of the run ``output_dir/ckptfmt``; they hold weights, optimizer,
-scheduler, gradient scaler, RNG streams of each process, and the text of ``trainer_state.json``. A save goes on beside
-the training. ``checkpoint-N``, the directory that transformers knows, is written with ``export_hf`` alone: once the
-checkpoint of step N is committed, a thread makes it of that checkpoint and renames it into place. It holds what
-``from_pretrained`` reads, ``trainer_state.json`` and ``training_args.bin``, and not what only a resume needs.
-The next save waits for the export before it, and then raises, on the process that exports, what that failed with. An
-export that a kill has prevented isn't made up for. Callbacks that read ``checkpoint-N`` in ``on_save`` find it with
-``saver="inline"``: a save is then committed and exported when it returns.
+**Files.** The checkpoints belong to the run ``output_dir/ckptfmt``. They hold weights, optimizer,
+scheduler, gradient scaler, RNG streams of each process, and the text of ``trainer_state.json``. A
+save continues in the background. ``checkpoint-N``, the directory format of transformers, is written
+with ``export_hf`` only. Once the checkpoint of step N is committed, a thread creates the directory
+from the checkpoint and renames it into place. The directory holds the files that
+``from_pretrained`` reads, ``trainer_state.json`` and ``training_args.bin``, but not the state that
+only a resume needs. The next save waits for the previous export, and then raises the export's error
+on the process that exports. An export that a kill prevented isn't repeated. Callbacks that read
+``checkpoint-N`` in ``on_save`` need ``saver="inline"``: a save is then committed and exported when
+it returns.
 
-**Resuming.** ``resume_from_checkpoint=True`` follows the run's lineage and passes over what is damaged. A path may be
-that of a checkpoint of the run, or of its ``checkpoint-N``: then the run is rolled back to it. Any other path is left
-to transformers, so that a training that began with `transformers.Trainer` goes on in a run. An export whose
-checkpoint isn't in the run is refused where True would find it: it has no optimizer. Without
-``resume_from_checkpoint`` a training starts anew in the same run; a warning says so if that has checkpoints.
+**Resuming.** ``resume_from_checkpoint=True`` follows the run's lineage and passes over damaged
+checkpoints. A path may be that of a checkpoint of the run, or of its ``checkpoint-N``: the run is
+then rolled back to this checkpoint. Any other path is passed to transformers, so that a training
+that began with `transformers.Trainer` continues in a run. An export whose checkpoint isn't in the
+run is refused where True would select it: an export has no optimizer. Without
+``resume_from_checkpoint`` a training starts again in the same run; a warning is logged if the run
+has checkpoints.
 
-The last step of an epoch, and of the training, is saved behind ``on_epoch_end`` and an evaluation that comes then,
-whatever asks for the save; `transformers.Trainer` saves it before where ``save_strategy`` is "steps". After a stop in
-mid-epoch there is no evaluation of the end of an epoch. A signal in a step that is saved anyway ends the next step.
+The last step of an epoch, and of the training, is saved after ``on_epoch_end`` and after an
+evaluation at that point, for every trigger of the save; `transformers.Trainer` saves before both
+where ``save_strategy`` is "steps". After a stop in the middle of an epoch, the evaluation of the
+end of an epoch is skipped. If a signal arrives in a step that is saved for another reason, the next
+step ends the training.
 
-**What stays.** With ``save_total_limit=N`` the newest N stay. With ``metric_for_best_model`` these are the best one and
-the newest N - 1, at least one; of equals the newest counts as the best. ``load_best_model_at_end`` loads it from the
-run. Losses and metrics of evaluations stand in the manifests: ``ckptfmt log`` shows them.
+**Retention.** With ``save_total_limit=N`` the newest N checkpoints are kept. With
+``metric_for_best_model`` the best checkpoint and the newest N - 1, at least one, are kept; among
+equal checkpoints the newest counts as the best. ``load_best_model_at_end`` loads the best
+checkpoint from the run. Losses and metrics of evaluations are in the manifests: ``ckptfmt log``
+shows them.
 
-**Bit for bit** are weights, optimizer, learning rate, gradient scaler, RNG streams and the order of samples, in the
-middle of an epoch and between epochs, with gradient accumulation, on the same number of processes under
-DistributedDataParallel or FSDP2; `Trainer.train` skips the batches that are done. On a CPU accelerate ignores FSDP, and
-trains with DistributedDataParallel; the tests tell it not to. Not bit for bit, because of the Trainer:
+**Bit for bit** are weights, optimizer, learning rate, gradient scaler, RNG streams and the order of
+samples, in the middle of an epoch and between epochs, with gradient accumulation, on the same
+number of processes under DistributedDataParallel or FSDP2; `Trainer.train` skips the batches that
+are done. On a CPU accelerate ignores FSDP, and trains with DistributedDataParallel; the tests
+disable this rule. Not bit for bit, because of the Trainer:
 
-- random numbers that a data collator or a dataset draws from the global streams: the Trainer fetches the first batches
-  before it puts the streams back, and one batch ahead of each step;
-- worker processes of a data loader that draw: they are seeded when the epoch's iterator is made;
-- ``train_sampling_strategy="group_by_length"``, whose order is drawn from torch's global stream when the epoch begins:
-  in the middle of an epoch the order differs after a resume;
-- ``ignore_data_skip=True``, which begins the epoch anew, and ``use_seedable_sampler=False``;
-- the first loss that is logged after a resume: it averages over the steps since the resume.
+- random numbers that a data collator or a dataset draws from the global streams: the Trainer
+  fetches the first batches before it restores the streams, and one batch ahead of each step;
+- random numbers in worker processes of a data loader: the workers are seeded when the epoch's
+  iterator is created;
+- ``train_sampling_strategy="group_by_length"``, whose order is drawn from torch's global stream
+  when the epoch begins: in the middle of an epoch the order differs after a resume;
+- ``ignore_data_skip=True``, which restarts the epoch, and ``use_seedable_sampler=False``;
+- the first loss that is logged after a resume: the loss averages over the steps since the resume.
 
-On another number of processes the same state is loaded; the Trainer then distributes the samples in another way.
+On another number of processes the same state is loaded; the Trainer then distributes the samples
+differently.
 
-**The witness** of each launch compares the steps that a resume does again: loss and batch of every call of
-``training_step``, the norm of the gradients, RNG streams, learning rates and weights. The verdict is in the log, in
-``trainer.checkpointer.load_report`` and in ``ckptfmt log``.
+**The witness** of each launch compares the steps that a resume repeats: loss and batch of every
+call of ``training_step``, the norm of the gradients, RNG streams, learning rates and weights. The
+verdict is in the log, in ``trainer.checkpointer.load_report`` and in ``ckptfmt log``.
 
 **Refused by name**: DeepSpeed, FSDP1, FSDP on XLA, ``enable_jit_checkpoint`` (use ``stop_on``),
-``auto_find_batch_size``, and ``push_to_hub`` but for ``hub_strategy="end"``. Not tried: PEFT, searches for
-hyperparameters, quantised models, devices other than the CPU.
+``auto_find_batch_size``, and ``push_to_hub`` except with ``hub_strategy="end"``. Not tested: PEFT,
+searches for hyperparameters, quantised models, devices other than the CPU.
 
 Tested with transformers 5.23.0, accelerate 1.15.0 and torch 2.13.0.
 """
@@ -77,16 +90,16 @@ from transformers.trainer import TRAINER_STATE_NAME, ExportableState
 import ckptfmt
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: The file in a directory ``checkpoint-N`` that names the checkpoint which it was exported from.
+#: The file in ``checkpoint-N`` that names the exported checkpoint.
 _MARK: Final = "ckptfmt.json"
-#: The value of a checkpoint that is the text of ``trainer_state.json``.
+#: The value of a checkpoint that holds the text of ``trainer_state.json``.
 _TRAINER_STATE: Final = ("optimizer", "extra/trainer", "global")
-#: What the names of arguments begin with that don't decide what is trained.
+#: Prefixes of the arguments that don't influence the trained weights.
 _HARMLESS: Final = (
     "ddp_timeout", "disable_tqdm", "do_", "greater_is_better", "hub_", "load_best", "log_", "logging_", "metric_for",
     "output_dir", "project", "push_to_hub", "report_to", "resume_from", "run_name", "save_", "skip_memory", "trackio_",
 )  # fmt: skip
-#: What a model's configuration says of how the model was made and stored.
+#: Entries of a model's configuration about its creation and storage, which aren't compared.
 _NOT_COMPARED: Final = ("_name_or_path", "architectures", "dtype", "transformers_version")
 
 
@@ -94,17 +107,20 @@ class CkptfmtTrainer(Trainer):
     """A `transformers.Trainer` that saves to and resumes from a run of ckptfmt.
 
     Args:
-        ckptfmt: what a `ckptfmt.Checkpointer` takes, such as ``saver``, ``delta``, ``stop_on``; and these:
-            ``run``: directory of the run; by default ``ckptfmt`` in ``args.output_dir``, of a trial in its directory.
-            ``keep_best``: whether the best by ``args.metric_for_best_model`` stays beside the newest (True); or as for
-            `ckptfmt.Checkpointer`.
-            ``export_hf``: whether each committed checkpoint is exported to ``checkpoint-N`` (False).
-        args, kwargs: as for `transformers.Trainer`, or the class of a Trainer beside this one.
+        ckptfmt: options of a `ckptfmt.Checkpointer`, such as ``saver``, ``delta``, ``stop_on``, and
+            three more:
+            ``run``: directory of the run; by default ``ckptfmt`` in ``args.output_dir``, or in a
+                trial's own directory.
+            ``keep_best``: whether the best checkpoint by ``args.metric_for_best_model`` is kept in
+                addition to the newest (True); or a value of `ckptfmt.Checkpointer`'s ``keep_best``.
+            ``export_hf``: whether each committed checkpoint is exported to ``checkpoint-N``
+                (False).
+        args, kwargs: arguments of `transformers.Trainer`, or of the other Trainer base class.
 
     Attributes:
         checkpointer: the `ckptfmt.Checkpointer` of the last call of `train`; None before.
 
-    Raises: NotImplementedError for arguments with which this can't be done.
+    Raises: NotImplementedError for arguments that the plug-in doesn't support.
     """
 
     def __init__(self, *args: Any, ckptfmt: Mapping[str, Any] | None = None, **kwargs: Any) -> None:  # noqa: ANN401
@@ -118,9 +134,10 @@ class CkptfmtTrainer(Trainer):
         """Train, as `transformers.Trainer.train` does.
 
         Args:
-            resume_from_checkpoint: True to go on from where the run stands, by its lineage; a checkpoint of the run,
-                its export, or the run itself; or a checkpoint that `transformers.Trainer` saved.
-            trial, args, kwargs: as for `transformers.Trainer.train`.
+            resume_from_checkpoint: True to continue from the run's current checkpoint, by its
+                lineage; the path of a checkpoint of the run, of its export, or of the run; or a
+                checkpoint that `transformers.Trainer` saved.
+            trial, args, kwargs: arguments of `transformers.Trainer.train`.
 
         Raises: `ckptfmt.CkptError`.
         """
@@ -134,18 +151,19 @@ class CkptfmtTrainer(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:  # noqa: ANN401
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        # Model, optimizer, scheduler and scaler exist and are wrapped; nothing of the run is loaded yet.
+        # Model, optimizer, scheduler and scaler exist and are wrapped; no state of the run is
+        # loaded yet.
         self.checkpointer.restore(self._ckptfmt.state())
         if resume_from_checkpoint != self._ckptfmt.place:
             self.checkpointer.restore_rng()
         return prepared
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        # The iterator exists, and the batches of the steps done are skipped.
+        # The iterator exists, and the completed batches are skipped.
         self.checkpointer.restore_rng() if checkpoint == self._ckptfmt.place else super()._load_rng_state(checkpoint)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Train a batch as the Trainer does, and show the witness its loss and the batch."""
+        """Train a batch as the Trainer does, and record the loss and the batch for the witness."""
         loss = super().training_step(model, inputs, *args, **kwargs)
         if self.checkpointer is not None:
             self.checkpointer.observe(loss=loss, batch=inputs)
@@ -158,10 +176,10 @@ class CkptfmtTrainer(Trainer):
         is_again, self._ckptfmt.seen = self._ckptfmt.seen == self.state.global_step, self.state.global_step
         if not is_again:
             self.checkpointer.observe(grad_norm=grad_norm)
-        if is_again and self.checkpointer.stopped:  # in mid-epoch: what comes now isn't part of the checkpoint
+        if is_again and self.checkpointer.stopped:  # in mid-epoch: later events aren't part of the checkpoint
             self.control.should_evaluate = self.control.should_save = False
         is_last = self.state.global_step >= self.state.max_steps or float(self.state.epoch or 0).is_integer()
-        if is_last and not is_again:  # This is called once more behind on_epoch_end: the step is over then.
+        if is_last and not is_again:  # The next call, after on_epoch_end, ends the step.
             is_to_save, self.control.should_save = self.control.should_save, False
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
             self.control.should_save |= is_to_save
@@ -179,12 +197,12 @@ class CkptfmtTrainer(Trainer):
 
 
 class _Training(contextlib.ExitStack):
-    """One call of `CkptfmtTrainer.train`: the run, and what is exported of it.
+    """One call of `CkptfmtTrainer.train`: the run and its exports.
 
     Attributes:
-        place: a directory in which the Trainer finds ``trainer_state.json`` of what it resumes from.
-        best: name of the best checkpoint, once training is over, if it is of this run.
-        seen: the step that the Trainer has last logged, evaluated and saved behind.
+        place: a directory with the ``trainer_state.json`` from which the Trainer resumes.
+        best: name of the best checkpoint, after the training, if the run contains this checkpoint.
+        seen: the last step for which the Trainer has logged, evaluated and saved.
     """
 
     def __init__(self, trainer: Any, options: Mapping[str, Any], output_dir: Path) -> None:  # noqa: ANN401
@@ -199,7 +217,12 @@ class _Training(contextlib.ExitStack):
         self.resumed: tuple[int, dict[str, str]] = -1, {}
 
     def choose(self, resume: Any) -> Any:  # noqa: ANN401 - as the Trainer is told
-        """Begin a launch of the run, and return what the Trainer resumes from: `place` for a checkpoint of the run."""
+        """Begin a launch of the run, and return the path from which the Trainer resumes.
+
+        The path is `place` for a checkpoint of the run.
+
+        Raises: ValueError for an export of another run; `ckptfmt.CkptError`.
+        """
         wanted = "auto" if resume is True else (resume and self._find(Path(str(resume)))) or "fresh"
         options = _retention_of(self.trainer.args, self.options.pop("keep_best", True)) | self.options
         self.trainer.checkpointer = self.enter_context(ckptfmt.Checkpointer(self.run, resume=wanted, **options))
@@ -213,7 +236,8 @@ class _Training(contextlib.ExitStack):
             return resume
         self.resumed = checkpoint.step, checkpoint.leaf(*_TRAINER_STATE)
         state = TrainerState(**json.loads(self.resumed[1]["json"]))
-        # The best may be this one, whose path wasn't known yet when it was saved; and the run may have been moved.
+        # This checkpoint may be the best; its path wasn't known at the save. The run may also have
+        # been moved.
         is_best = state.best_global_step == checkpoint.step
         best = Path(checkpoint.store.name if is_best else state.best_model_checkpoint or "").name
         if best and (self.run / best).is_dir():
@@ -222,13 +246,13 @@ class _Training(contextlib.ExitStack):
         return self.place
 
     def _find(self, path: Path) -> str | None:
-        """Return how a checkpointer is told what to resume from; None for what isn't of this run."""
+        """Return a checkpointer's resume argument for a path; None for a path outside the run."""
         if self.run.resolve() in (path.resolve(), path.resolve().parent):
             return "auto" if path.resolve() == self.run.resolve() else path.name
         return json.loads(mark.read_text())["digest"] if (mark := path / _MARK).is_file() else None
 
     def state(self) -> ckptfmt.State:
-        """Return what is saved and loaded, once it exists."""
+        """Return the state to save and load, once the Trainer's objects exist."""
         trainer, args = self.trainer, self.trainer.args
         extra: dict[str, object] = {"trainer": ckptfmt.FirstWorker(_Asked(self._dump_trainer))}
         config = {"args": _plain(args), "model": _plain(getattr(trainer.model, "config", None), _NOT_COMPARED)}
@@ -243,22 +267,22 @@ class _Training(contextlib.ExitStack):
         return state
 
     def _dump_trainer(self) -> dict[str, str]:
-        """Return the text of ``trainer_state.json``, as the Trainer would write it now."""
+        """Return the text of ``trainer_state.json`` as the Trainer would write it now."""
         trainer = self.trainer
         if trainer.state.global_step == self.resumed[0]:
-            return self.resumed[1]  # nothing was done since
+            return self.resumed[1]  # no step was made since the resume
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         exportable = [callback for callback in callbacks if isinstance(callback, ExportableState)]
         trainer.state.stateful_callbacks |= TrainerState(stateful_callbacks=exportable).stateful_callbacks
         return {"json": json.dumps(dataclasses.asdict(trainer.state))}
 
     def save(self) -> None:
-        """Begin a save. Raises: `ckptfmt.CkptError`; what an earlier save or export failed with."""
+        """Begin a save. Raises: `ckptfmt.CkptError`; the error of an earlier save or export."""
         state = self.trainer.state
         self.trainer.store_flos()
-        self.exported.exception()  # waits: a newer checkpoint may let go of the one that is exported
+        self.exported.exception()  # waits: a newer save may delete the exported checkpoint
         handle = self.trainer.checkpointer.save(state.global_step, metrics=_metrics_of(state))
-        self.exported.result()  # raises what it failed with: behind the save, in which all processes meet
+        self.exported.result()  # raises the export's error, after the collective save
         if handle is not None and handle.state != "SKIPPED":
             if state.best_global_step == state.global_step:
                 state.best_model_checkpoint = handle.path
@@ -268,17 +292,17 @@ class _Training(contextlib.ExitStack):
                 self.exported.result()
 
     def _export(self, handle: Any) -> None:  # noqa: ANN401 - a save's handle
-        """Make ``checkpoint-N`` of a checkpoint once it is committed: whole, or not at all."""
+        """Create ``checkpoint-N`` atomically from a checkpoint once it is committed."""
         digest, target = handle.wait().digest, Path(f"{self.exports}-{handle.step}")
         trees: Any = ckptfmt.load(handle.path, only=["weights:*", "optimizer:extra/trainer"], framework="torch")
         state = TrainerState(**json.loads(trees["optimizer"]["extra/trainer"]["json"]))
         state.best_model_checkpoint = state.best_global_step and f"{self.exports}-{state.best_global_step}"
         place = self.output_dir / ".exporting"
-        shutil.rmtree(place, ignore_errors=True)  # perhaps of a process that was killed
-        self.trainer._save(str(place / "made"), state_dict=trees["weights"])  # noqa: SLF001 - what users override
+        shutil.rmtree(place, ignore_errors=True)  # perhaps left by a killed process
+        self.trainer._save(str(place / "made"), state_dict=trees["weights"])  # noqa: SLF001 - the method that users override
         state.save_to_json(str(place / "made" / TRAINER_STATE_NAME))
         (place / "made" / _MARK).write_text(json.dumps({"checkpoint": handle.path, "digest": digest}))
-        if target.exists():  # of an earlier launch
+        if target.exists():  # an export of an earlier launch
             target.rename(place / "replaced")
         (place / "made").rename(target)
         shutil.rmtree(place)
@@ -287,7 +311,7 @@ class _Training(contextlib.ExitStack):
         )
 
     def finish(self) -> None:
-        """Wait until all saves are committed, and exported. Raises: what one of them failed with."""
+        """Wait until all saves are committed and exported. Raises: a save's or export's error."""
         trainer, state = self.trainer, self.trainer.state
         trainer.checkpointer.close()
         self.exported.exception()  # waits
@@ -296,7 +320,7 @@ class _Training(contextlib.ExitStack):
         best = Path(state.best_model_checkpoint or "")
         if best.resolve().parent == self.run.resolve():
             self.best = best.name
-            if self.does_export:  # where users of transformers look for it
+            if self.does_export:  # the path that users of transformers expect
                 state.best_model_checkpoint = f"{self.exports}-{state.best_global_step}"
 
     def load_best(self) -> None:
@@ -304,22 +328,22 @@ class _Training(contextlib.ExitStack):
         metric, score = _best_of(self.trainer.args)[0], self.trainer.state.best_metric
         found = ckptfmt.Run(self.run).list()
         equal = [one.name for one in found if one.state == "committed" and one.metrics.get(metric) == score]
-        self.best = equal[-1] if equal and self.best not in equal else self.best  # of equals the newest is kept
+        self.best = equal[-1] if equal and self.best not in equal else self.best  # among equals the newest is kept
         ckptfmt.load(self.run / self.best, ckptfmt.State(weights=self.trainer.model_wrapped, rng=False))
 
 
 class _Asked:
-    """A value that is asked for at each save; the Trainer itself puts it back."""
+    """A value that is computed at each save. The Trainer itself restores the value."""
 
     def __init__(self, ask: Callable[[], dict[str, Any]]) -> None:
         self.state_dict = ask
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: `CkptfmtTrainer.train` has handed it to the Trainer."""
+        """Do nothing: `CkptfmtTrainer.train` has passed the state to the Trainer."""
 
 
 def _retention_of(args: Any, keep_best: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return the options by which ``save_total_limit`` checkpoints stay, the best among them."""
+    """Return the retention options for ``save_total_limit`` checkpoints, including the best."""
     limit = max(args.save_total_limit or 0, 0) or None
     if keep_best is True:
         has_best = limit and args.metric_for_best_model and args.eval_strategy != "no"
@@ -328,26 +352,26 @@ def _retention_of(args: Any, keep_best: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def _best_of(args: Any) -> tuple[str, str]:  # noqa: ANN401
-    """Return the metric of the best model, as an evaluation names it, and whether less or more is better."""
+    """Return the metric of the best model, as evaluations name it, and ``"max"`` or ``"min"``."""
     metric = args.metric_for_best_model
     return metric if metric.startswith("eval_") else f"eval_{metric}", "max" if args.greater_is_better else "min"
 
 
 def _metrics_of(state: TrainerState) -> dict[str, float]:
-    """Return the finite ones of the losses and metrics that were logged at this step."""
+    """Return the finite losses and metrics that were logged at this step."""
     entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
     pairs = [pair for entry in entries for pair in entry.items() if pair[0] == "loss" or pair[0].startswith("eval_")]
     return {name: value for name, value in pairs if isinstance(value, int | float) and math.isfinite(value)}
 
 
 def _plain(value: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:  # noqa: ANN401
-    """Return a configuration as JSON has it, with the type's name of what JSON hasn't."""
+    """Return a configuration as JSON, with the type's name for values that JSON lacks."""
     told = {name: what for name, what in value.to_dict().items() if name not in without} if value else {}
     return json.loads(json.dumps(told, default=lambda other: type(other).__qualname__))
 
 
 def _refuse_unsupported(trainer: Any) -> None:  # noqa: ANN401
-    """Raise for what this can't do. Raises: NotImplementedError."""
+    """Check the arguments and the environment. Raises: NotImplementedError."""
     args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
     is_fsdp1 = trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1
     refused = {
