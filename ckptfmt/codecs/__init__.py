@@ -1,1 +1,1 @@
-"""How blocks are encoded, and how an optimizer's next state is predicted. Pure."""
+"""The encodings of blocks, and the prediction of an optimizer's next state. Pure."""

@@ -1,4 +1,4 @@
-"""Encodings of a block: their registry, and the way between its content and what is stored of it, both ways.
+"""The encodings of blocks: their registry, and the conversion between content and stored bytes.
 
 Spec: page 55.
 """
@@ -26,30 +26,31 @@ from ckptfmt.codecs.lanes import (
 from ckptfmt.codecs.strings import Source
 from ckptfmt.errors import Code, err
 
-#: The closed registry. Each but the first is a reader feature of the same name. Spec: REQ-ENC-001, REQ-ENC-002.
+#: The closed registry. Each name except the first is also a reader feature.
+#: Spec: REQ-ENC-001, REQ-ENC-002.
 ENCODINGS: Final = ("raw", "planes", "xor", "difference", "sparse", "classes")
-#: Those that say what changed since a base.
+#: Encodings that store the change since a base.
 NEEDS_BASE: Final = frozenset({"xor", "difference", "sparse", "classes"})
-#: Those that keep up with a store of a few hundred megabytes a second.
+#: Encodings that keep up with a store of a few hundred megabytes per second.
 QUICK: Final = ("raw", "planes", "xor", "difference", "sparse")
 
-#: A sample has so many pieces, and at least so many bytes.
+#: Number of pieces and least size in bytes of a sample.
 _SAMPLE_PIECES: Final = 4
 _SAMPLE_NBYTES: Final = 1 << 17
-#: Below this share of changed lanes only what names the changed ones is tried.
+#: Below this share of changed lanes, only the encodings that list the changed lanes are tried.
 _FEW_CHANGES: Final = 0.3
-#: What is so near to the best is as good where it's faster.
+#: Sizes within this factor of the smallest count as equal; the fastest encoding among them is used.
 _GOOD: Final = 1.01
 
 
 def encode(encoding: str, content: memoryview, *, dtype: str, base: memoryview | None = None) -> bytes:
-    """Return what is stored of a block.
+    """Return the stored bytes of a block.
 
     Args:
-        encoding: one of `ENCODINGS`.
-        content: the block's bytes, whole elements.
-        dtype: of the elements, a name of `ckptfmt.dtypes.DTYPES`.
-        base: as many bytes, for those in `NEEDS_BASE`; the others ignore it.
+        encoding: name of the encoding, out of `ENCODINGS`.
+        content: content of the block, whole elements.
+        dtype: dtype of the elements, a name of `ckptfmt.dtypes.DTYPES`.
+        base: base of the block, of equal size; needed by `NEEDS_BASE`, otherwise ignored.
 
     Raises: StateError(ARGUMENT). Spec: page 55.
 
@@ -68,18 +69,20 @@ def encode(encoding: str, content: memoryview, *, dtype: str, base: memoryview |
 def decode(
     encoding: str, stored: memoryview, out: memoryview, *, dtype: str, base: memoryview | None = None, where: str
 ) -> None:
-    """Fill `out` with the content of a block.
+    """Decode a block's stored bytes into `out`.
 
-    Nothing is read, allocated or decompressed before it's known to fit: what is allocated is a few times `out` and
-    `stored` together. On an error `out` holds anything.
+    Each size is checked before bytes are read, allocated or decompressed: allocations stay within a
+    few times the size of `out` and `stored` together. After an error the content of `out` is
+    undefined.
 
     Args:
-        encoding: one of `ENCODINGS`.
-        stored: the bytes that `encode` returned.
-        out: writable, exactly as long as the content.
-        dtype: of the elements.
-        base: as many bytes as `out`, for those in `NEEDS_BASE`; another base gives other content and no error.
-        where: of the block, for errors.
+        encoding: name of the encoding, out of `ENCODINGS`.
+        stored: bytes that `encode` returned.
+        out: writable memory of exactly the content's size.
+        dtype: dtype of the elements.
+        base: base of the block, of equal size, for `NEEDS_BASE`. A wrong base gives wrong content
+            and no error.
+        where: name of the block in errors.
 
     Raises: FormatError(ENCODED_FORM), StateError(ARGUMENT). Spec: REQ-ENC-005.
     """
@@ -99,15 +102,15 @@ def decode(
 def choose(
     content: memoryview, *, dtype: str, base: memoryview | None = None, among: Sequence[str] = QUICK
 ) -> tuple[str, bytes]:
-    """Return the encoding that stores a block in the fewest bytes, and these; `("raw", b"")` where none pays.
+    """Return the encoding with the fewest bytes, and the bytes; `("raw", b"")` if none pays.
 
-    Each is measured on a sample of the block, and the best of them is used.
+    The encodings are compared on a sample of the block.
 
     Args:
-        content: the block's bytes, whole elements.
-        dtype: of the elements.
-        base: as many bytes, or none.
-        among: what may be chosen: `QUICK`, or `ENCODINGS` for the fewest bytes.
+        content: content of the block, whole elements.
+        dtype: dtype of the elements.
+        base: base of the block, of equal size, or None.
+        among: candidate encodings: `QUICK`, or `ENCODINGS` for the fewest bytes.
 
     Raises: StateError(ARGUMENT).
     """
@@ -130,13 +133,13 @@ def _best(tried: Sequence[str], content: memoryview, dtype: str, base: memoryvie
     bases = None if base is None else _sample(base)
     contents = _sample(content)
     costs = {name: len(encode(name, contents, dtype=dtype, base=bases)) for name in tried}
-    # The registry has the faster ones first. Who asks for classes asks for the fewest bytes.
+    # The registry is sorted by speed. A caller that allows `classes` wants the fewest bytes.
     good = min(costs.values()) * (1 if "classes" in tried else _GOOD)
     return next(name for name in sorted(costs, key=ENCODINGS.index) if costs[name] <= good)
 
 
 def _sample(content: memoryview) -> memoryview:
-    """Return an eighth of a block, or the whole of a short one, in pieces from all over it."""
+    """Return a sample of pieces from all over a block: an eighth, or all of a short block."""
     piece = max(content.nbytes // 8, _SAMPLE_NBYTES) // _SAMPLE_PIECES // 16 * 16
     stride = content.nbytes // _SAMPLE_PIECES // 16 * 16
     if stride <= piece:

@@ -1,7 +1,8 @@
-"""Lanes: a block's bytes as unsigned integers; their planes, and the steps from a base, in three forms.
+"""Lanes: a block as unsigned integers, their byte planes, and the steps from a base in three forms.
 
-Planes are the bytes of lanes by significance. Steps are stored as planes, as the set of what changed with signs and
-sets of those that went further, or class by class: lanes whose bases have like exponents change alike.
+A plane has the bytes of one significance of all lanes. Steps are stored as planes, as the set of
+changed lanes with signs and sets of lanes that moved further, or class by class: lanes change alike
+if their bases have similar exponents.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from ckptfmt.codecs.strings import (
 )
 from ckptfmt.dtypes import DTYPES
 
-#: Lanes at a time: what is computed on the way stays in the processor's cache.
+#: Number of lanes processed at once: intermediate results stay in the processor's cache.
 _PIECE: Final = 1 << 15
 
-#: Unsigned integers of one lane's width.
+#: Unsigned integers of a lane's width.
 Words = NDArray[Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lane:
-    """What a block of a dtype is cut into.
+    """The lanes into which a block of a dtype is divided.
 
     Attributes:
         nbytes: width of a lane in bytes: 1, 2, 4 or 8.
-        signed_magnitude: the top bit is a sign and the others a magnitude, as in floats.
+        signed_magnitude: whether the top bit is a sign and the rest a magnitude, as in floats.
     """
 
     nbytes: int
@@ -48,7 +49,7 @@ class Lane:
 
     @property
     def words(self) -> np.dtype[Any]:
-        """The unsigned integers of this width, little-endian."""
+        """The unsigned integer type of this width, little-endian."""
         return np.dtype(f"<u{self.nbytes}")
 
 
@@ -65,7 +66,7 @@ LANES: Final[dict[str, Lane]] = {entry.name: _lane_of(entry.name, entry.nbytes) 
 
 
 def _ordered(words: Words, lane: Lane) -> NDArray[Any]:
-    """Return signed integers in the order of the values that the lanes stand for. It is its own inverse."""
+    """Return signed integers in the order of the lanes' values. The function is its own inverse."""
     signed = words.view(np.dtype(f"<i{lane.nbytes}"))
     if not lane.signed_magnitude:
         return signed
@@ -77,7 +78,10 @@ def _ordered(words: Words, lane: Lane) -> NDArray[Any]:
 
 
 def steps_between(content: Words, base: Words, lane: Lane) -> Words:
-    """Return the zigzagged steps from base to content: 0 for none, 1 for one down, 2 for one up, modulo 2^bits."""
+    """Return the zigzag-coded steps from base to content, modulo 2^bits.
+
+    A step is 0 for no change, 1 for one down, 2 for one up, 3 for two down, and so on.
+    """
     steps = np.empty_like(content)
     for piece in _pieces(content.size):
         step = _ordered(content[piece], lane) - _ordered(base[piece], lane)
@@ -89,7 +93,7 @@ def steps_between(content: Words, base: Words, lane: Lane) -> Words:
 
 
 def apply_steps(steps: Words, base: Words, lane: Lane) -> Words:
-    """Return the content that `steps_between` was given."""
+    """Return the content that `steps_between` turned into these steps."""
     signed = np.dtype(f"<i{lane.nbytes}")
     content = np.empty_like(steps)
     for piece in _pieces(steps.size):
@@ -105,26 +109,30 @@ def _pieces(count: int) -> Iterator[slice]:
         yield slice(begin, begin + _PIECE)
 
 
-#: The first byte of a plane that is a set of places, and the bytes there.
+#: First byte of a plane stored as a set of places and the bytes there.
 _SCATTERED: Final = 3
 _MOSTLY_ZERO: Final = 0.4
 _SAMPLE_NBYTES: Final = 1 << 15
-#: Share of what is stored beside a plane that a set has to save: it takes several times as long as a string.
+#: Least gain of a set over a string, as a share of the bytes beside the plane: coding a set takes
+#: several times as long.
 _WORTH: Final = 0.02
 
 
 def dump_planes(words: Words, plane_count: int | None = None) -> bytes:
-    """Return the planes of `words`, the lowest bytes first; those above `plane_count` are known to be zero."""
+    """Return the planes of `words`, the lowest bytes first.
+
+    The planes from `plane_count` on must be zero, and are left out.
+    """
     out: list[bytes] = []
     for index in range(words.itemsize if plane_count is None else plane_count):
-        # Shifted and narrowed: that takes half as long as copying every fourth byte.
+        # Shifting and narrowing takes half as long as copying every fourth byte.
         plane = (words >> words.dtype.type(8 * index)).astype(np.uint8)
         out.append(dump_plane(plane, beside_nbytes=sum(map(len, out))))
     return b"".join(out)
 
 
 def take_planes(source: Source, out: Words, plane_count: int | None = None) -> None:
-    """Fill `out` from its planes."""
+    """Decode planes into `out`."""
     count = out.itemsize if plane_count is None else plane_count
     planes = [take_plane(source, out.size) for _ in range(count)]
     out[:] = planes.pop() if planes else 0
@@ -134,18 +142,19 @@ def take_planes(source: Source, out: Words, plane_count: int | None = None) -> N
 
 
 def dump_plane(plane: Bytes, *, beside_nbytes: int = 0) -> bytes:
-    """Return bytes as a string, or as the set of places that aren't zero and a string of what is there.
+    """Return bytes as a string, or as the set of nonzero places with a string of their bytes.
 
     Args:
-        plane: the bytes.
-        beside_nbytes: how many are stored beside it: where a set would save little of them, a string is as good.
+        plane: bytes of the plane.
+        beside_nbytes: number of bytes stored beside the plane. A set must save a small share of
+            this number.
     """
     size = int(np.count_nonzero(plane != 0))
     if not 0 < size < _MOSTLY_ZERO * plane.size:
         return dump_string(plane)
     if plane.size <= 4 * _SAMPLE_NBYTES:
         return min(_dump_scattered(plane), dump_string(plane), key=len)
-    # Where most bytes are zero, zstd's coder has too long a bit for each, unless there are runs.
+    # If most bytes are zero, zstd spends at least a bit on each, unless there are runs.
     sample = plane[(plane.size - _SAMPLE_NBYTES) // 2 :][:_SAMPLE_NBYTES]
     saved_nbytes = (len(dump_string(sample)) - len(_dump_scattered(sample))) * plane.size / _SAMPLE_NBYTES
     return _dump_scattered(plane) if saved_nbytes > _WORTH * beside_nbytes else dump_string(plane)
@@ -170,17 +179,17 @@ def take_plane(source: Source, count: int) -> Bytes:
 
 
 _LEVELS: Final = 15
-#: Fewer than these are worth no frame: a set costs them less than its histogram.
+#: Below this number of steps, sets are shorter than a frame with its histogram.
 _FEW: Final = 512
 
 
 def dump_changes(places: Places, count: int, steps: Words) -> bytes:
-    """Return which lanes changed, and their steps.
+    """Return the stored form of the changed lanes and their steps.
 
     Args:
-        places: of the lanes that changed.
-        count: how many lanes there are.
-        steps: of those that changed, zigzagged; none is 0.
+        places: places of the changed lanes, ascending.
+        count: number of all lanes.
+        steps: zigzag-coded steps of the changed lanes, all nonzero.
     """
     out = [dump_set(places, count)]
     if not steps.size:
@@ -203,7 +212,7 @@ def dump_changes(places: Places, count: int, steps: Words) -> bytes:
 
 
 def take_changes(source: Source, count: int, words: np.dtype[Any]) -> tuple[Places, Words]:
-    """Return the places of what changed among `count` lanes, and the steps there."""
+    """Return the places of the changed lanes among `count` lanes, and the steps there."""
     places = take_set(source, count)
     steps = np.zeros(places.size, words)
     if not places.size:
@@ -237,17 +246,17 @@ def take_changes(source: Source, count: int, words: np.dtype[Any]) -> tuple[Plac
     return places, steps
 
 
-#: The first byte of steps that are stored as changes.
+#: First byte of steps in the form of `dump_changes`.
 _CHANGES: Final = 0xFF
-#: Where nine of ten steps are below this, most are 0 or next to it.
+#: If nine of ten steps are below this, most are 0 or close to 0.
 _NEAR: Final = 6
-#: Bits of a long step that go through the entropy coder; those below are noise.
+#: Number of a long step's high bits for the entropy coder; the bits below are noise.
 _TOLD_BITS: Final = 8
 _SAMPLE_COUNT: Final = 1024
 
 
 def dump_steps(steps: Words) -> bytes:
-    """Return zigzagged steps, at least one."""
+    """Return the stored form of zigzag-coded steps; at least one step is needed."""
     sample = np.sort(steps[:: max(1, steps.size // _SAMPLE_COUNT)])
     typical = int(sample[sample.size * 9 // 10])
     if typical < _NEAR:
@@ -265,7 +274,7 @@ def dump_steps(steps: Words) -> bytes:
 
 
 def take_steps(source: Source, out: Words) -> None:
-    """Fill `out` with steps."""
+    """Decode steps into `out`."""
     low_bits = source.take_byte()
     if low_bits == _CHANGES:
         places, steps = take_changes(source, out.size, out.dtype)
@@ -290,16 +299,16 @@ def take_steps(source: Source, out: Words) -> None:
     out |= signs
 
 
-#: So many lanes are sorted at once: they and their order stay in a processor's cache.
+#: Number of lanes sorted at once: the lanes and their order stay in a processor's cache.
 _PART: Final = 1 << 16
 _CLASSES: Final = 32
-#: A class smaller than these joins its neighbour: it would cost more than it tells.
+#: Least size of a class. A smaller class joins its neighbour, since its header would cost the gain.
 _LEAST: Final = 1024
 _LEAST_PART: Final = 64
 
 
 def dump_classes(content: Words, base: Words, lane: Lane) -> bytes:
-    """Return the zigzagged steps from base to content, class by class."""
+    """Return the zigzag-coded steps from base to content, class by class."""
     sorted_parts = []
     counts = np.zeros((0, 256), np.intp)
     for begin in range(0, base.size, _PART):
@@ -316,7 +325,7 @@ def dump_classes(content: Words, base: Words, lane: Lane) -> bytes:
 
 
 def take_classes(source: Source, out: Words, base: Words, lane: Lane) -> None:
-    """Fill `out` from base and the steps."""
+    """Decode the steps, and apply them to the base, into `out`."""
     cut_count = source.take_byte()
     cuts = source.take(cut_count).tolist()
     if cut_count >= _CLASSES or any(a >= b for a, b in itertools.pairwise((0, *cuts))):
@@ -340,14 +349,14 @@ def take_classes(source: Source, out: Words, base: Words, lane: Lane) -> None:
 
 
 def _sort(base: Words, lane: Lane) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the lanes' order by key, those of one key as they stand, and how many there are of each key."""
+    """Return the order of the lanes by key, stable, and the number of lanes with each key."""
     keys = _keys(base, lane)
     order = np.argsort(keys, kind="stable")
     return order, np.diff(np.searchsorted(keys[order], np.arange(257)))
 
 
 def _spans(counts: NDArray[np.intp], cuts: list[int]) -> Iterator[list[slice]]:
-    """Yield for each class that has lanes where they lie in each sorted part."""
+    """Yield the spans of each class in the sorted parts; a class without lanes is left out."""
     ends = np.concatenate((np.zeros((counts.shape[0], 1), np.intp), np.cumsum(counts, axis=1)), axis=1)
     for low, high in itertools.pairwise((0, *cuts, 256)):
         spans = [slice(begin, end) for begin, end in ends[:, [low, high]].tolist()]
@@ -356,7 +365,7 @@ def _spans(counts: NDArray[np.intp], cuts: list[int]) -> Iterator[list[slice]]:
 
 
 def _keys(base: Words, lane: Lane) -> Bytes:
-    """Return the eight bits below the top one, or what there is of them, moved up."""
+    """Return the eight bits below each lane's top bit; one-byte lanes get a low zero bit."""
     if lane.nbytes == 1:
         return (base << 1).astype(np.uint8)
     return (base >> (8 * lane.nbytes - 9)).astype(np.uint8)
@@ -366,7 +375,7 @@ def _choose_cuts(counts: NDArray[np.intp]) -> list[int]:
     least = max(_LEAST, int(counts.sum()) // _LEAST_PART)
     cuts: list[int] = []
     size = 0
-    # From above, where the lanes are many and change least.
+    # From the highest exponents, which have the most lanes and the smallest changes.
     for key in range(255, 0, -1):
         size += int(counts[key])
         if size >= least and len(cuts) < _CLASSES - 1:

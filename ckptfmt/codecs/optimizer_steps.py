@@ -1,7 +1,7 @@
-"""One step of an optimizer, as a fixed order of IEEE operations: the gradient from the moments, all else from it.
+"""One step of an optimizer in a fixed order of IEEE operations: the gradient, then the new state.
 
-Only + - * / and square roots of numpy, each correctly rounded, in the order that the specification gives. Overflow
-and NaN are ordinary here: a prediction may be useless, never an error.
+Only numpy's + - * / and square root are used, each correctly rounded, in the specification's order.
+Overflow and NaN are normal here: they make a prediction useless, and raise no error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ckptfmt.codecs.rule import COPY, FIRST_MOMENT, LOW, Rule
 from ckptfmt.errors import Code, err
 
-#: binary32, and what is on its way to it.
+#: Numbers of binary32, and intermediate results of binary64.
 Floats: TypeAlias = NDArray[np.float32]
 Doubles: TypeAlias = NDArray[np.float64]
 
@@ -27,15 +27,16 @@ _UPPER: Final = np.uint32(16)
 
 
 def check_float_environment() -> None:
-    """Check that this thread's floating point keeps denormals and rounds to nearest, ties to even.
+    """Check that this thread's arithmetic keeps denormals and rounds to nearest, ties to even.
 
-    A library may turn denormals to zero for its thread and for those it starts, and numpy then does so too.
+    A library may flush denormals to zero in its thread and in threads started from there. Numpy
+    then does the same.
 
     Raises: StateError(FLOAT_ENVIRONMENT).
     Spec: REQ-PRE-003.
     """
     for factor, values, addend, products, sums in _PROBES:
-        # Bits are compared, since a comparison of floats takes a denormal for zero in the very environment looked for.
+        # Bits are compared, since a comparison of floats may itself treat a denormal as zero.
         product = np.multiply(values, factor)
         if (product.view(products.dtype) != products).any():
             detail = "denormal numbers are flushed to zero in this thread"
@@ -47,10 +48,11 @@ def check_float_environment() -> None:
 
 
 def _probe(digits: int, least: int, words: type[np.unsignedinteger[Any]], floats: str) -> tuple[NDArray[Any], ...]:
-    """Return a factor, values, what is added, and the bits of the products and of the sums.
+    """Return a factor, values, addends, and the expected bits of the products and of the sums.
 
-    By bits, since this thread's own arithmetic is what is in question. Half the least normal number, twice, is that
-    number; 1 and half a digit is a tie that goes to 1, three quarters of a digit more than a tie.
+    The inputs are given as bits, since this thread's arithmetic is under test. The probes: half of
+    the least normal number, plus the same half, is that number. 1 plus half a digit is a tie, and
+    rounds to 1. 1 plus three quarters of a digit rounds up.
     """
     width = np.dtype(words).itemsize * 8
     bias = (1 << (width - digits - 2)) - 1
@@ -78,13 +80,13 @@ def bits_of(values: Floats) -> NDArray[np.uint32]:
 
 
 def multiply_add(factor: Any, values: NDArray[Any], addend: NDArray[Any], *, separate: bool) -> Floats:  # noqa: ANN401 - array or scalar
-    """Return factor * values + addend in binary32, with one rounding at the end, or with two.
+    """Return factor * values + addend in binary32, rounded once, or twice if `separate`.
 
     Args:
         factor: scalar or array.
         values: array.
-        addend: array; of binary64 if it was left unrounded.
-        separate: round the product to binary32 first.
+        addend: array, possibly an unrounded one of binary64.
+        separate: whether to round the product to binary32 first.
 
     Spec: REQ-PRE-002.
     """
@@ -97,7 +99,7 @@ def multiply_add(factor: Any, values: NDArray[Any], addend: NDArray[Any], *, sep
 
 
 def round_low(values: Floats, precision: str) -> NDArray[np.uint16]:
-    """Return the bits of numbers rounded to `precision`, ``bfloat16`` or ``float16``: to nearest, ties to even.
+    """Return the bits of numbers rounded to ``bfloat16`` or ``float16``, to nearest, ties to even.
 
     Spec: REQ-PRE-004.
     """
@@ -113,13 +115,13 @@ def round_low(values: Floats, precision: str) -> NDArray[np.uint16]:
         low = rounded.astype(np.uint16)
     unordered = np.isnan(values)
     if unordered.any():
-        # The payload of a NaN depends on the machine, and rounding one may carry it to infinity.
+        # The payload of a NaN depends on the machine, and rounding a NaN may give infinity.
         low[unordered] = _QUIET_NAN[precision]
     return low
 
 
 def from_low(low: NDArray[np.uint16], precision: str) -> Floats:
-    """Return numbers of `precision`, given by their bits, as binary32; exact."""
+    """Return numbers of `precision`, given as bits, in binary32; exact."""
     if precision == "float16":
         return low.view(np.float16).astype(np.float32)
     wide = low.astype(np.uint32)
@@ -128,7 +130,7 @@ def from_low(low: NDArray[np.uint16], precision: str) -> Floats:
 
 
 def without_nan(predicted: Floats, base: Floats) -> Floats:
-    """Return `predicted` with the bits of `base` wherever it isn't a number. May change `predicted`.
+    """Return `predicted` with each NaN replaced by the bits of `base`. May change `predicted`.
 
     Spec: REQ-PRE-005.
     """
@@ -138,7 +140,7 @@ def without_nan(predicted: Floats, base: Floats) -> Floats:
     return predicted
 
 
-#: Contents by role: binary32, or the bits of a copy.
+#: Contents by role: binary32 numbers, or the bits of a copy.
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 
 
@@ -147,13 +149,13 @@ class Step:
     """The arithmetic of a rule.
 
     Attributes:
-        rule: the rule.
+        rule: rule to compute with.
     """
 
     rule: Rule
 
     def predict(self, role: str, bases: Arrays, news: Arrays) -> NDArray[Any]:
-        """Return the prediction for a role, from bases of all roles and news of the earlier ones.
+        """Return the prediction for a role, from all bases and the news of earlier roles.
 
         Spec: REQ-PRE-009 to REQ-PRE-012, REQ-PRE-017.
         """
@@ -166,7 +168,7 @@ class Step:
             elif role == "exp_avg_sq":
                 found = self._second_moment(bases[role], self.gradient(bases, news))
             elif role == "max_exp_avg_sq":
-                # Not numpy's maximum: of two zeros it returns either.
+                # Not numpy's maximum, which returns either of two zeros.
                 found = np.where(news["exp_avg_sq"] > bases[role], news["exp_avg_sq"], bases[role])
             elif rule.kind == "adam":
                 found = self._adam_weight(bases, news)
@@ -175,7 +177,7 @@ class Step:
             return without_nan(found, bases[role])
 
     def moment(self, bases: Arrays, gradient: Floats) -> Floats:
-        """Return the first moment after a step along `gradient`, which has weight decay in it already.
+        """Return the first moment after a step along `gradient`, which includes weight decay.
 
         Spec: REQ-PRE-011.
         """
@@ -193,9 +195,10 @@ class Step:
         return found
 
     def gradient(self, bases: Arrays, news: Arrays) -> Floats:
-        """Return the gradient that the first moments show, with weight decay in it.
+        """Return the gradient behind the first moments, including weight decay.
 
-        A function of the new first moment, its base, the rule, and the base of the weight where the rule has l2.
+        The result depends on the new first moment, its base, the rule, and, for a rule with l2, the
+        base of the weight.
 
         Spec: REQ-PRE-009, REQ-PRE-010.
         """
@@ -204,7 +207,7 @@ class Step:
         return self.estimate(bases, news)
 
     def low_gradient(self, bases: Arrays, news: Arrays) -> NDArray[np.uint16]:
-        """Return the gradient as it was before weight decay and clipping, as bits of its own precision.
+        """Return the gradient before weight decay and clipping, as bits of its own precision.
 
         Spec: REQ-PRE-010.
         """
@@ -218,7 +221,7 @@ class Step:
             return round_low(found, rule.gradient)
 
     def whole_gradient(self, bases: Arrays, low: NDArray[np.uint16]) -> Floats:
-        """Return the gradient that went into the first moment: clipped, and with weight decay.
+        """Return the gradient that entered the first moment: clipped, and with weight decay.
 
         Spec: REQ-PRE-010.
         """
@@ -232,7 +235,7 @@ class Step:
         return found
 
     def estimate(self, bases: Arrays, news: Arrays) -> Floats:
-        """Return the gradient that the first moments show, in binary32.
+        """Return the gradient computed from old and new first moment, in binary32.
 
         Spec: REQ-PRE-009.
         """

@@ -1,6 +1,7 @@
-"""Prediction: an optimizer's new state from its old one and the gradient, by the optimizer's own arithmetic.
+"""Prediction of an optimizer's new state from its old state and the gradient.
 
-Here: which tensors belong together by their names, and their blocks encoded against a prediction, and back.
+The prediction repeats the optimizer's own arithmetic. This module finds related tensors by their
+names, and encodes and decodes their blocks against predictions.
 
 Spec: page 56.
 """
@@ -29,7 +30,7 @@ Tensors = Mapping[TensorKey, tuple[str, tuple[int, ...]]]
 #: Plain value of each leaf, by field, name and scope.
 Leaves = Mapping[TensorKey, object]
 
-#: Moments that a kind needs, the option that tells it from others, and the moment that there may be.
+#: By kind: the required moments, the option that identifies the kind, and the optional moment.
 _KINDS: Final = {
     "adam": (("exp_avg", "exp_avg_sq"), "amsgrad", "max_exp_avg_sq"),
     "sgd": (("momentum_buffer",), "momentum", None),
@@ -42,10 +43,10 @@ class Members:
     """Tensors that may be predicted from each other.
 
     Attributes:
-        kind: of the rule to look for.
-        tensors: by role; a rule of this kind has these roles if it holds.
-        options: of the parameter's group.
-        step: number of steps, or the tensor that has it; None where the kind has none.
+        kind: kind of the rule to search.
+        tensors: tensors by role; a rule of this kind has these roles if it fits.
+        options: options of the parameter's group in the optimizer.
+        step: number of steps, or the tensor with the number; None for a kind without steps.
     """
 
     kind: str
@@ -55,11 +56,13 @@ class Members:
 
 
 def find_members(tensors: Tensors, leaves: Leaves) -> tuple[Members, ...]:
-    """Return candidates for groups, each tensor in one at most: of optimizers first, then weights and their copies.
+    """Return candidates for groups: first of optimizers, then weights with their copies.
+
+    A tensor is in one candidate at most.
 
     Args:
         tensors: dtype and global shape of every tensor.
-        leaves: the plain values of fields with optimizers, parsed.
+        leaves: parsed plain values of fields with optimizers.
     """
     copies = _Copies(tensors)
     used: set[TensorKey] = set()
@@ -78,7 +81,7 @@ def find_members(tensors: Tensors, leaves: Leaves) -> tuple[Members, ...]:
 
 
 class _Copies:
-    """Tensors of 16 bits, by what comes behind the first step of their names."""
+    """Index of the 16-bit tensors by name, with and without the name's first part."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -89,14 +92,14 @@ class _Copies:
                     self._by_tail[tail, key[2], shape].append(key)
 
     def of(self, key: TensorKey) -> TensorKey | None:
-        """Return the only tensor that may be the rounded copy of one in binary32."""
+        """Return the only tensor that may be a rounded copy of a binary32 tensor, or None."""
         _, shape = self._tensors[key]
         found = {copy for tail in _tails(key) for copy in self._by_tail.get((tail, key[2], shape), ())}
         return found.pop() if len(found) == 1 else None
 
 
 def _tails(key: TensorKey) -> set[str]:
-    """Return a name, and the same without the key of its module: ``master/fc.weight`` goes with ``fc.weight``."""
+    """Return a name, and the name without its module: ``master/fc.bias`` matches ``fc.bias``."""
     _, name, _ = key
     return {name, name.partition("/")[2] or name}
 
@@ -116,7 +119,7 @@ def _iter_optimized(tensors: Tensors, leaves: Leaves, copies: _Copies) -> Iterat
 def _iter_states(
     leaves: Leaves, field: str, name: str, scope: str, parameters: Iterable[object]
 ) -> Iterator[tuple[str, Mapping[object, object]]]:
-    """Yield the parameters of a group's leaf, and the state of each: their names begin as the group's does."""
+    """Yield the parameters in a group's leaf with their states, which share the leaf's prefix."""
     starts = [at for at in range(len(name)) if name.startswith("group/", at) and (at == 0 or name[at - 1] == "/")]
     for parameter in parameters:
         for prefix in (name[:at] for at in starts):
@@ -157,7 +160,7 @@ def _members_of(
 
 
 def _master(tensors: Tensors, held: Mapping[object, TensorKey], shape: tuple[int, ...]) -> TensorKey | None:
-    """Return what an optimizer's state has of a weight in binary32, if its name says so."""
+    """Return an optimizer's binary32 master of a weight, found by its name, or None."""
     return next(
         (key for name, key in held.items() if "master" in str(name) and tensors.get(key) == ("float32", shape)), None
     )
@@ -170,28 +173,28 @@ def _with_copy(members: Members, copies: _Copies) -> Members:
     return dataclasses.replace(members, tensors={**members.tensors, COPY: copy})
 
 
-#: Encodings that only the first member of a group may have, beside those of all blocks. Spec: REQ-PRE-013.
+#: Additional encodings of a group's first member. Spec: REQ-PRE-013.
 GROUP_ENCODINGS: Final = ("gradient",)
 
-#: How the gradient's own bytes may be stored.
+#: Encodings of the gradient's own bytes.
 _GRADIENT_ENCODINGS: Final = ("raw", "planes")
-#: Encoding of the gradient, and how many bytes it takes; behind them, the moments that it doesn't give.
+#: Encoding of the gradient and its size in bytes; the gradient and the remaining changes follow.
 _HEAD: Final = struct.Struct("<BI")
-#: Elements at a time: what a step computes on the way stays in the processor's cache.
+#: Number of elements processed at once: intermediate results stay in the processor's cache.
 _PIECE: Final = 1 << 15
-#: Largest share of first moments that their gradient may miss before other encodings are tried.
+#: Largest share of first moments that the gradient may miss without a comparison of encodings.
 _ESCAPES: Final = 0.02
 
 
 class Encode(Protocol):
-    """What encodes a block against a base; see `ckptfmt.codecs.encodings.choose`."""
+    """A function that encodes a block against a base, like `ckptfmt.codecs.encodings.choose`."""
 
     def __call__(self, content: memoryview, /, *, dtype: str, base: memoryview) -> tuple[str, bytes]:
-        """Return an encoding, and what is stored."""
+        """Return an encoding and the stored bytes."""
 
 
 def needed_bases(rule: Rule, role: str) -> frozenset[str]:
-    """Return the roles whose bases the block of a role is decoded from, whatever encoding it has.
+    """Return the roles with bases that decoding a block of `role` needs, in any encoding.
 
     >>> sorted(needed_bases(Rule(kind="adam"), "exp_avg_sq")), sorted(needed_bases(Rule(kind="adam"), "weight"))
     (['exp_avg', 'exp_avg_sq'], ['weight'])
@@ -220,19 +223,19 @@ def encode_member(
     predicted: memoryview | None = None,
     encode: Encode = encodings.choose,
 ) -> tuple[str, bytes]:
-    """Return the encoding that stores a member's block in few bytes, and these; `("raw", b"")` where nothing pays.
+    """Return a short encoding of a member's block, and the bytes; `("raw", b"")` if none pays.
 
-    A master has no prediction, and is left to whoever encodes blocks on their own.
+    A master has no prediction; the caller encodes its blocks like those outside of groups.
 
     Args:
-        rule: the group's.
-        role: of the member.
-        new: content of its block.
+        rule: rule of the group.
+        role: role of the member.
+        new: content of the member's block.
         bases: base blocks of all members, by role.
         news: new blocks of at least the earlier members, by role.
-        dtype: of the member, which the rule knows.
-        predicted: what `predict_member` returned, where that is at hand.
-        encode: what to encode the block with against its prediction.
+        dtype: dtype of the member, which must match the rule.
+        predicted: result of `predict_member`, if available.
+        encode: function that encodes the block against its prediction.
 
     Raises: StateError(ARGUMENT, FLOAT_ENVIRONMENT).
     Spec: REQ-PRE-003, REQ-PRE-013.
@@ -265,18 +268,18 @@ def decode_member(
     where: str,
     predicted: memoryview | None = None,
 ) -> None:
-    """Fill `out` with the content of a member's block, which is predicted.
+    """Decode a predicted block of a member into `out`.
 
     Args:
-        rule: the group's.
-        role: of the member; a master isn't predicted.
-        encoding: of the block, one of `GROUP_ENCODINGS` or of all encodings.
-        stored: what is stored of it.
-        out: where its content goes.
+        rule: rule of the group.
+        role: role of the member, not a master.
+        encoding: encoding of the block, out of `GROUP_ENCODINGS` or `encodings.ENCODINGS`.
+        stored: stored bytes of the block.
+        out: writable memory of the content's size.
         bases: base blocks of all members, by role.
         news: new blocks of the earlier members, by role.
-        where: of the block, for errors.
-        predicted: what `predict_member` returned, where that is at hand.
+        where: name of the block in errors.
+        predicted: result of `predict_member`, if available.
 
     Raises: FormatError(ENCODED_FORM); StateError(ARGUMENT, FLOAT_ENVIRONMENT).
     Spec: REQ-PRE-003, REQ-PRE-013 to REQ-PRE-015.
@@ -289,7 +292,7 @@ def decode_member(
         return
     base = predicted
     if base is None and encoding in encodings.NEEDS_BASE:
-        # What didn't change stays where the prediction put it.
+        # `sparse` changes the prediction in place.
         base = out if encoding == "sparse" else memoryview(bytearray(out.nbytes))
         _fill(base, rule, role, bases, news)
     encodings.decode(encoding, stored, out, dtype=role_dtype(rule, role), base=base, where=where)
@@ -314,7 +317,7 @@ def _fill(out: memoryview, rule: Rule, role: str, bases: Views, news: Views) -> 
 
 
 def _iter_predictions(rule: Rule, role: str, bases: Views, news: Views) -> Iterator[tuple[slice, NDArray[Any]]]:
-    """Yield the prediction for a member piece by piece."""
+    """Yield the prediction for a member, piece by piece."""
     check_float_environment()
     step = Step(rule)
     old, made = _contents(rule, bases), _contents(rule, news)
@@ -323,7 +326,7 @@ def _iter_predictions(rule: Rule, role: str, bases: Views, news: Views) -> Itera
 
 
 def _encode_gradient(rule: Rule, new: memoryview, bases: Views) -> tuple[bytes, float]:
-    """Return a first moment as the gradient that leads to it, and in which share of the elements it doesn't."""
+    """Return a first moment in the encoding `gradient`, and the share of elements it misses."""
     check_float_environment()
     step, role = Step(rule), FIRST_MOMENT[rule.kind]
     old = _contents(rule, bases)
@@ -372,7 +375,7 @@ def _contents(rule: Rule, views: Views) -> Contents:
 
 
 def _count(*groups: Contents) -> int:
-    """Return how many elements all blocks have."""
+    """Return the number of elements, which must be equal in all blocks."""
     counts = {content.size for group in groups for content in group.values()}
     if len(counts) != 1:
         raise err(Code.ARGUMENT, f"blocks of a group have {sorted(counts)} elements")

@@ -1,4 +1,4 @@
-"""Rules of prediction: how one step of an optimizer, with its options, computed a group's new state. Spec: page 56."""
+"""The rules of prediction: the arithmetic and the numbers of one optimizer step. Spec: page 56."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ckptfmt import limits
 from ckptfmt.documents.tree import InlineArray, dump_tree, parse_tree
 from ckptfmt.errors import CkptError, Code, err
 
-#: Precisions of 16 bits.
+#: Precisions with 16 bits.
 LOW: Final = ("bfloat16", "float16")
-#: What the gradient's own precision may be.
+#: Precisions of the gradient.
 GRADIENTS: Final = ("float32", *LOW)
 #: The role that is predicted from the gradient alone, by kind.
 FIRST_MOMENT: Final = {"adam": "exp_avg", "sgd": "momentum_buffer"}
-#: A rounded copy of the weight.
+#: The role of a rounded copy of the weight.
 COPY: Final = "copy"
-#: Longest dump of a rule; a rule holds some 20 short values.
+#: Longest dump of a rule in bytes; a rule has some 20 short values.
 RULE_NBYTES: Final = 4096
 
-#: Values of each member that is a word, by kind.
+#: Allowed values of each member with words, by kind.
 _WORDS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "adam": {
         "gradient": GRADIENTS,
@@ -50,29 +50,29 @@ _SCALARS: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Everything that a decoder needs to compute a group's new state from its base and the gradient.
+    """The rule by which a decoder computes a group's new state from the base and the gradient.
 
-    A member that a kind doesn't have keeps its default, and isn't in the file.
+    A member that a kind doesn't have keeps its default, and isn't stored.
 
     Attributes:
         kind: ``adam``, ``sgd`` or ``cast``.
-        gradient: precision that the gradient had before it was clipped.
-        arithmetic: ``separate`` rounds after each operation, ``fused`` not between a product and the sum that it goes
-            into, ``double`` computes the moments in binary64 and rounds at the end.
-        moment: how the first moment mixes: ``lerp``, or ``sum`` of both shares.
-        square: whether the gain goes to the first factor of the gradient's square, or to the square.
-        update: whether the step size goes to the first moment before it is divided, or to the quotient.
-        copy: precision of the rounded copy of the weight in the group, or empty.
-        amsgrad: there is a maximum of the second moment, and the weight is computed from that.
-        nesterov: the weight moves along the gradient and the momentum.
-        clip: what the gradient was multiplied by.
-        l2: what the weight was multiplied by before it was added to the gradient; 0: it wasn't.
-        decay, gain: shares of the old first moment and of the gradient in the new one.
+        gradient: precision of the gradient before clipping.
+        arithmetic: ``separate`` rounds after each operation; ``fused`` doesn't round a product
+            before the sum; ``double`` computes the moments in binary64 and rounds at the end.
+        moment: form of the first moment's update: ``lerp``, or ``sum`` of both shares.
+        square: place of the gain: at the first factor of the gradient's square, or at the square.
+        update: place of the step size: at the first moment before the division, or at the quotient.
+        copy: precision of the weight's rounded copy in the group; empty without a copy.
+        amsgrad: whether a maximum of the second moment is kept and used for the weight.
+        nesterov: whether the weight moves along both gradient and momentum.
+        clip: factor of the gradient, by clipping or by a loss scale.
+        l2: factor of the weight in the gradient; 0 without such a term.
+        decay, gain: factors of the old first moment and of the gradient in the new first moment.
         square_decay, square_gain: the same for the second moment.
-        shrink: what the weight was multiplied by on its own.
-        step_size: learning rate, divided by the bias correction of the first moment if there is one.
-        bias: root of the bias correction of the second moment.
-        eps: what is added to the root of the second moment.
+        shrink: factor of the weight, by decoupled weight decay.
+        step_size: learning rate, divided by the first moment's bias correction if there is one.
+        bias: square root of the second moment's bias correction.
+        eps: addend of the second moment's square root.
     """
 
     kind: str
@@ -96,7 +96,7 @@ class Rule:
     eps: float = 0.0
 
     def dump(self) -> bytes:
-        """Return the bytes of the rule: a tree.
+        """Return the bytes of the rule, a tree.
 
         Spec: REQ-PRE-006.
         """
@@ -124,7 +124,7 @@ class Rule:
 
 
 def roles(rule: Rule) -> tuple[str, ...]:
-    """Return the roles of a group's members, in the order in which they are decoded.
+    """Return the roles of a group's members, in decoding order.
 
     Spec: REQ-PRE-001.
 
@@ -140,7 +140,7 @@ def roles(rule: Rule) -> tuple[str, ...]:
 
 
 def role_dtype(rule: Rule, role: str) -> str:
-    """Return the dtype of the member of a role."""
+    """Return the dtype of the member with a role."""
     return rule.copy if role == COPY or (rule.kind, role) == ("cast", "weight") else "float32"
 
 
@@ -172,10 +172,11 @@ _FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 
 
 def list_templates(kind: str, options: Mapping[str, object], base_options: Mapping[str, object]) -> list[Rule]:
-    """Return rules with all numbers that the options may mean, and with the defaults for the rest.
+    """Return rules with all plausible readings of the options, and defaults for the rest.
 
-    A scheduler changes options before a step or after it, so those of the base count too. Without a number that the
-    kind needs there are none, nor where more than one step lies between base and new state.
+    A scheduler changes options before or after a step, so that the base's options count too. There
+    are no rules if a required number is missing, or if base and new state are more than one step
+    apart.
     """
     steps = number_of(options.get("step")), number_of(base_options.get("step"))
     if kind == "adam" and (steps[0] is None or steps[0] < 1 or steps[1] not in (None, steps[0], steps[0] - 1)):
@@ -183,7 +184,7 @@ def list_templates(kind: str, options: Mapping[str, object], base_options: Mappi
     make = _adam if kind == "adam" else _sgd
     both = [options] if dict(options) == dict(base_options) else [options, base_options]
     found: dict[Rule, None] = {}
-    # The betas of one and the rate of the other: schedulers step at one place, some change both.
+    # Any combination of betas and rate, since some schedulers change both, before or after a step.
     for moments, rates in itertools.product(both, both):
         found.update(
             dict.fromkeys(
@@ -253,7 +254,7 @@ def _sgd(options: Mapping[str, object]) -> Iterator[Rule]:
 
 
 def number_of(value: object) -> float | None:
-    """Return a number of a checkpoint's tree, also one that was kept as an array of one element."""
+    """Return a number from a checkpoint's tree, or from an array of one element; None otherwise."""
     if isinstance(value, InlineArray) and value.dtype in _FLOATS:
         elements = np.frombuffer(value.content, _FLOATS[value.dtype])
         return float(elements[0]) if elements.size == 1 else None

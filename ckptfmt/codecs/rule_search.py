@@ -1,4 +1,7 @@
-"""Which rule made new state from old: options say the numbers, samples the arithmetic and the gradient's precision."""
+"""The search for the rule that led from old to new state.
+
+Options give the numbers; samples of the state show the arithmetic and the gradient's precision.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +16,30 @@ from ckptfmt.codecs.optimizer_steps import Doubles, Floats, Step, bits_of, check
 from ckptfmt.codecs.rule import COPY, FIRST_MOMENT, LOW, Rule, list_templates, roles
 from ckptfmt.errors import Code, err
 
-#: Significant binary digits of each precision.
+#: Number of significant binary digits of each precision.
 DIGITS: Final = {"bfloat16": 8, "float16": 11}
 
-#: Numbers that say which factors there may be, and how many others a factor has to fit at first.
+#: Numbers of values that suggest factors, and of values that a factor must fit in a first test.
 _REFERENCES: Final = 6
 _WITNESSES: Final = 48
-#: Share of the numbers that have to fit.
+#: Least share of values that a factor must fit.
 _FITTING: Final = 0.9
-#: Most factors that are returned: neighbours in binary32.
+#: Number of neighbours in binary32 that are returned with a factor.
 _NEIGHBOURS: Final = 6
 
 
 def factor_candidates(values: Doubles, tolerance: Doubles, digits: int) -> list[float]:
-    """Return factors in [1, 2), of binary32, that may have made `values` from numbers of `digits` binary digits.
+    """Return factors in [1, 2), of binary32, that may lead from short numbers to `values`.
 
-    So a loss scale that gradients of 16 bits were multiplied by is found. Numbers of few digits times one factor: any
-    two of them determine the factor up to a ratio of small integers, and a few dozen leave one. It is found up to a
-    power of two, which only matters where the precision has a narrow range.
+    Such a factor is, for example, the loss scale of 16-bit gradients. Two products of one factor
+    with numbers of few digits determine the factor up to a ratio of small integers; a few dozen
+    products leave a single factor. The factor is found up to a power of two, which matters only for
+    precisions with a narrow range.
 
     Args:
-        values: nonzero and finite, those that are known best in front.
-        tolerance: by how much each may be off, relative to it.
-        digits: significant binary digits before the factor.
+        values: nonzero, finite products, with the most precise first.
+        tolerance: largest relative error of each product.
+        digits: number of significant binary digits before the multiplication.
     """
     if values.size <= _REFERENCES:
         return []
@@ -59,7 +63,7 @@ def factor_candidates(values: Doubles, tolerance: Doubles, digits: int) -> list[
 
 
 def _whole_steps(mantissas: Doubles, factor: Doubles | float, digits: int) -> Doubles:
-    """Return mantissas without the factor, in units of the last digit."""
+    """Return mantissas divided by the factor, in units of the last digit."""
     quotient = mantissas / factor
     return np.asarray(np.where(quotient < 1, quotient * 2, quotient) * (1 << (digits - 1)))
 
@@ -70,7 +74,7 @@ def _fits(mantissas: Doubles, tolerance: Doubles, factor: Doubles | float, digit
 
 
 def _refined(mantissas: Doubles, tolerance: Doubles, factor: float, digits: int) -> list[float]:
-    """Return the few numbers of binary32 that fit all mantissas as well as `factor` does, the likeliest first."""
+    """Return the few binary32 numbers that fit all mantissas like `factor`, the likeliest first."""
     steps = _whole_steps(mantissas, factor, digits)
     each = factor * steps / np.rint(steps)
     middle = np.float32((np.max(each * (1 - tolerance)) + np.min(each * (1 + tolerance))) / 2)
@@ -82,28 +86,28 @@ def _refined(mantissas: Doubles, tolerance: Doubles, factor: float, digits: int)
     return [float(number) for number in found]
 
 
-#: Base and new content of one member.
+#: Base and new content of a member.
 Sample: TypeAlias = tuple[memoryview, memoryview]
 
-#: Most elements that are looked at, and most of those from which a factor is found.
+#: Most elements in a sample, and most elements from which a factor is computed.
 _ELEMENTS: Final = 1 << 15
 _KNOWN: Final = 1 << 11
 _FEWEST: Final = 64
-#: Share of the first moments that a gradient of low precision has to give bit by bit.
+#: Least share of first moments that a low-precision gradient must reproduce bit by bit.
 _EXACT: Final = 0.95
-#: Share of a copy that has to be what rounding gives.
+#: Least share of a copy that rounding must reproduce.
 _COPIED: Final = 0.9
-#: Largest part of what members differ from their bases that they may differ from their predictions.
+#: Largest cost of the predictions, as a share of the cost of the bases.
 _WORTH: Final = 0.5
-#: How much of a step of its precision a gradient may be uncertain by.
+#: Largest uncertainty of a gradient, in steps of its precision.
 _CERTAIN: Final = 1 / 16
-#: By how much, relative to it, multiplying a gradient may round it.
+#: Relative rounding error of a gradient by a multiplication.
 _ROUNDED: Final = 2.0**-24
-#: Factors so close to each other have one scale.
+#: Relative distance of factors that share one scale.
 _NEAR: Final = 2.0**-16
-#: Powers of two that gradients of float16 may have been scaled by.
+#: Exponents of two by which float16 gradients may have been scaled.
 _SCALES: Final = range(-40, 25)
-#: How the first moment may have been computed.
+#: Possible forms and arithmetics of the first moment.
 _MOMENTS: Final = {
     "adam": (("lerp", "fused"), ("lerp", "separate"), ("sum", "fused"), ("sum", "separate"), ("sum", "double")),
     "sgd": (("sum", "fused"), ("sum", "separate")),
@@ -112,7 +116,7 @@ _MOMENTS: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _State:
-    """Samples of a group as arrays, of the same elements of each member."""
+    """Samples of a group as arrays, with the same elements of each member."""
 
     bases: dict[str, NDArray[Any]]
     news: dict[str, NDArray[Any]]
@@ -132,14 +136,16 @@ def find_rule(
     base_options: Mapping[str, object] | None = None,
     hint: Rule | None = None,
 ) -> Rule | None:
-    """Return the rule by which one step led from bases to news, or None where none predicts them.
+    """Return the rule by which one step led from bases to news, or None if no rule fits.
 
     Args:
         kind: ``adam``, ``sgd`` or ``cast``.
-        options: of the parameter's group in the new checkpoint, and for ``adam`` the number of steps as ``step``.
-        samples: base and new content of each role, of the same elements.
-        base_options: the same of the base: a scheduler may have changed them between step and save.
-        hint: the rule of another group of the same step: its gradient's precision and factor are tried first.
+        options: options of the parameter's group in the new checkpoint; for ``adam`` with the
+            number of steps as ``step``.
+        samples: base and new content of each role, with the same elements.
+        base_options: options in the base: a scheduler may have changed them between step and save.
+        hint: rule of another group at the same step; its gradient's precision and factor are tried
+            first.
 
     Raises: StateError(ARGUMENT, FLOAT_ENVIRONMENT).
     """
@@ -165,7 +171,7 @@ def find_rule(
     return dataclasses.replace(best[1], copy=copy)
 
 
-# --- samples ----------------------------------------------------------------------------------------------------------
+# --- samples ---
 
 
 def _state_of(kind: str, samples: Mapping[str, Sample]) -> _State:
@@ -185,14 +191,14 @@ def _state_of(kind: str, samples: Mapping[str, Sample]) -> _State:
 
 
 def _copy_of(state: _State, master: str, copy: str) -> str:
-    """Return the precision of a rounded copy, or nothing if it is none."""
+    """Return the precision of a rounded copy; an empty string if `copy` is no such copy."""
     with np.errstate(all="ignore"):
         shares = {low: float(np.mean(round_low(state.news[master], low) == state.news[copy])) for low in LOW}
     best = max(shares, key=lambda low: shares[low])
     return best if shares[best] >= _COPIED else ""
 
 
-# --- what a rule costs ------------------------------------------------------------------------------------------------
+# --- the cost of a rule ---
 
 
 def _cost(predicted: Floats, new: Floats) -> float:
@@ -217,14 +223,14 @@ def _cost_of(rule: Rule, state: _State, *among: str) -> float:
 
 
 def _exactness(rule: Rule, state: _State) -> float:
-    """Return the share of the first moments that the gradient, in its precision, gives bit by bit."""
+    """Return the share of first moments that the low-precision gradient reproduces bit by bit."""
     step = Step(rule)
     whole = step.whole_gradient(state.bases, step.low_gradient(state.bases, state.news))
     new = state.news[FIRST_MOMENT[rule.kind]]
     return float(np.mean(bits_of(step.moment(state.bases, whole)) == bits_of(new)))
 
 
-# --- the search -------------------------------------------------------------------------------------------------------
+# --- the search ---
 
 
 def _without_update(rule: Rule) -> Rule:
@@ -232,7 +238,7 @@ def _without_update(rule: Rule) -> Rule:
 
 
 def _with_update(rule: Rule, template: Rule, state: _State) -> tuple[float, Rule]:
-    """Return the cheaper way to move the weight, by the numbers of a template, and what the group costs then."""
+    """Return cost and rule of the better form of the weight's update, with a template's numbers."""
     found = []
     for update in ("product", "quotient") if rule.kind == "adam" else ("product",):
         moved = dataclasses.replace(
@@ -249,13 +255,16 @@ def _with_update(rule: Rule, template: Rule, state: _State) -> tuple[float, Rule
 
 
 def _with_gradient(template: Rule, state: _State, hint: Rule | None) -> Iterable[Rule]:
-    """Return rules whose gradient and moments fit best; of those that only the weight tells apart, all."""
+    """Return the rules with the best gradient and moments.
+
+    Where only the weight can distinguish rules, all of them are returned.
+    """
     forms = _MOMENTS[template.kind]
     if hint is not None and hint.kind == template.kind:
         forms = ((hint.moment, hint.arithmetic),)
     rules = [dataclasses.replace(template, moment=moment, arithmetic=arithmetic) for moment, arithmetic in forms]
     low = _low_rules(rules, state, hint)
-    # A rule for binary32 takes the gradient with weight decay in it.
+    # A rule with a binary32 gradient has weight decay in the gradient.
     found = low or [dataclasses.replace(rule, l2=0.0) for rule in rules]
     if template.kind == "sgd":
         return found
@@ -264,7 +273,7 @@ def _with_gradient(template: Rule, state: _State, hint: Rule | None) -> Iterable
 
 
 def _low_rules(rules: list[Rule], state: _State, hint: Rule | None) -> list[Rule]:
-    """Return the rules with a gradient of 16 bits that gives the first moments, if there is one."""
+    """Return the rules with a 16-bit gradient that reproduces the first moments; or no rules."""
     if hint is not None and hint.kind == rules[0].kind:
         if hint.gradient not in LOW:
             return []
@@ -282,7 +291,7 @@ def _low_rules(rules: list[Rule], state: _State, hint: Rule | None) -> list[Rule
 
 
 def _clipped(rules: list[Rule], state: _State) -> list[Rule]:
-    """Return the rules that give the first moments, each with the factor by which it does."""
+    """Return the rules that reproduce the first moments, each with its best factor."""
     low = rules[0].gradient
     values, tolerance, known = _known_gradients(rules[0], state, DIGITS[low])
     if known.size < _FEWEST:
@@ -303,7 +312,10 @@ def _clipped(rules: list[Rule], state: _State) -> list[Rule]:
 
 
 def _known_gradients(rule: Rule, state: _State, digits: int) -> tuple[Doubles, Doubles, NDArray[np.intp]]:
-    """Return gradients before weight decay, by how much each may be off, and where they are; the surest first."""
+    """Return gradients before weight decay, their relative errors and their places.
+
+    The gradients with the smallest errors come first.
+    """
     role = FIRST_MOMENT[rule.kind]
     base, new = state.bases[role].astype(np.float64), state.news[role].astype(np.float64)
     with np.errstate(all="ignore"):
@@ -319,13 +331,13 @@ def _known_gradients(rule: Rule, state: _State, digits: int) -> tuple[Doubles, D
         tolerance = off / np.abs(gradient) + _ROUNDED
         sure = np.isfinite(gradient) & (gradient != 0) & (tolerance < _CERTAIN / (1 << digits))
     where = np.flatnonzero(sure)
-    # By octaves only: the surest of all have one mantissa, and many factors would fit them.
+    # Sorted by octaves only: the most precise gradients share a mantissa, which fits many factors.
     where = where[np.argsort(np.frexp(tolerance[where])[1], kind="stable")]
     return gradient[where], tolerance[where], where
 
 
 def _scale_of(values: Doubles, tolerance: Doubles) -> float:
-    """Return the power of two by which float16 holds numbers best; of several, the one in their middle."""
+    """Return the power of two with which float16 holds the values best: the middle of the best."""
     every = slice(None, None, max(1, values.size // _KNOWN))
     values, tolerance = values[every], tolerance[every]
     shares = []

@@ -1,9 +1,9 @@
-"""Numbers, strings and sets of places inside an encoded block.
+"""Numbers, strings and sets of places in the stored bytes of a block.
 
-A string is raw, or one byte repeated, or one zstd frame. A set is the gaps between its places: their low bits as they
-are, and their high parts in unary, near the entropy.
+A string is raw, one repeated byte, or a zstd frame. A set is stored as the gaps between its places:
+the low bits of the gaps unchanged, and the high parts in unary, close to the entropy.
 
-How many bytes a string has is known before it's read, so that nothing is decompressed without a bound.
+A reader knows the size of a string before reading it, so that decompression is always bounded.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ckptfmt.errors import CkptError, Code, err
 
 Bytes = NDArray[np.uint8]
 
-#: The first byte of a string that isn't empty.
+#: First byte of a string that isn't empty.
 RAW: Final = 0
 FILL: Final = 1
 FRAME: Final = 2
 
 _MAGIC: Final = b"\x28\xb5\x2f\xfd"
-#: The least window that a frame can state without being a single segment.
+#: Least window of a frame that isn't a single segment, in bytes.
 _WINDOW_NBYTES: Final = 1024
-#: Below this a frame is longer than what it holds.
+#: Below this size in bytes a frame is longer than its content.
 _FRAME_NBYTES: Final = 24
-# What reaches zstd is noise with an uneven histogram: few and long matches leave its entropy coder the whole of it,
-# in two and a half times the speed of level 1 and a few per cent less.
+# The input is noise with an uneven histogram. With few, long matches zstd's entropy coder gets all
+# of the input: two and a half times as fast as level 1, and a few per cent smaller.
 _PARAMETERS: Final = zstandard.ZstdCompressionParameters(
     compression_level=1,
     strategy=zstandard.STRATEGY_FAST,
@@ -41,7 +41,9 @@ _PARAMETERS: Final = zstandard.ZstdCompressionParameters(
 
 
 def dump_number(value: int) -> bytes:
-    """Return a number in groups of seven bits, the lowest first, with the top bit set on all bytes but the last.
+    """Return a number in groups of seven bits, the lowest first.
+
+    The top bit is set in all bytes except the last.
 
     >>> dump_number(300).hex()
     'ac02'
@@ -55,7 +57,7 @@ def dump_number(value: int) -> bytes:
 
 
 def dump_string(content: Bytes) -> bytes:
-    """Return bytes as the shortest string of the three kinds; nothing for none."""
+    """Return bytes as the shortest of the three kinds of strings; no bytes for an empty string."""
     if not content.size:
         return b""
     if content.size > 1 and content[0] == content[-1] == content[content.size // 2] and (content == content[0]).all():
@@ -69,18 +71,18 @@ def dump_string(content: Bytes) -> bytes:
 
 
 def pack_bits(bits: NDArray[Any]) -> Bytes:
-    """Return booleans or small integers that aren't 0, eight to a byte, the first in the lowest bit."""
-    # Of wider integers numpy takes seven times as long.
+    """Return a bit for each boolean or integer: 1 if nonzero; eight to a byte, the lowest first."""
+    # Wider integers take numpy seven times as long.
     narrow = bits if bits.itemsize == 1 else bits.astype(np.uint8)
     return np.packbits(narrow, bitorder="little")
 
 
 class Source:
-    """What is stored of a block, read from its front. Everything is counted before it's read or allocated.
+    """A reader of a block's stored bytes, which checks each size before a read or an allocation.
 
     Args:
-        stored: the bytes.
-        where: of the block, for errors.
+        stored: stored bytes of the block.
+        where: name of the block in errors.
     """
 
     __slots__ = ("_at", "_stored", "where")
@@ -91,11 +93,11 @@ class Source:
         self.where = where
 
     def refuse(self, detail: str, requirement: str) -> CkptError:
-        """Return the error for bytes that aren't of the form."""
+        """Return the error for malformed bytes."""
         return err(Code.ENCODED_FORM, detail, where=self.where, requirement=requirement)
 
     def take(self, nbytes: int) -> Bytes:
-        """Return the next bytes."""
+        """Return the next `nbytes` bytes."""
         left = self._stored.nbytes - self._at
         if nbytes > left:
             raise self.refuse(f"{nbytes} bytes expected, {left} left", "REQ-ENC-006")
@@ -108,7 +110,7 @@ class Source:
         return int(self.take(1)[0])
 
     def take_number(self, most: int) -> int:
-        """Return the next number, which is at most `most`."""
+        """Return the next number, which must not exceed `most`."""
         value = shift = 0
         while True:
             byte = self.take_byte()
@@ -130,7 +132,7 @@ class Source:
         return self.take_string_of(self.take_byte(), nbytes)
 
     def take_string_of(self, kind: int, nbytes: int) -> Bytes:
-        """Return what stands behind the first byte of a string."""
+        """Return the rest of a string, after the first byte."""
         if kind == RAW:
             return self.take(nbytes)
         if kind == FILL:
@@ -144,13 +146,13 @@ class Source:
         return self.unpack(self.take_string((count + 7) // 8), count)
 
     def unpack(self, packed: Bytes, count: int) -> NDArray[np.bool_]:
-        """Return packed bits, as booleans."""
+        """Return packed bits as booleans."""
         if count % 8 and packed[-1] >> count % 8:
             raise self.refuse("bits behind the last one aren't zero", "REQ-ENC-010")
         return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
 
     def check_end(self) -> None:
-        """Check that nothing is left."""
+        """Check that all bytes have been read."""
         if left := self._stored.nbytes - self._at:
             raise self.refuse(f"{left} bytes are left over", "REQ-ENC-006")
 
@@ -160,7 +162,8 @@ class Source:
             said = zstandard.get_frame_parameters(frame)
         except zstandard.ZstdError:
             raise self.refuse("a string isn't a zstd frame", "REQ-ENC-009") from None
-        # The library allocates what a frame states, whatever limit it's given: so this is looked at before.
+        # The library allocates the size that a frame states, beyond any limit: check the size
+        # first.
         if bytes(frame[:4]) != _MAGIC or said.content_size != nbytes or said.dict_id:
             raise self.refuse(f"a frame isn't one of {nbytes} bytes without a dictionary", "REQ-ENC-009")
         if said.window_size > max(nbytes, _WINDOW_NBYTES):
@@ -174,12 +177,12 @@ class Source:
         return np.frombuffer(content, np.uint8)
 
 
-#: Increasing places.
+#: Ascending places.
 Places = NDArray[np.intp]
 
 
 def dump_set(places: Places, count: int) -> bytes:
-    """Return the set of some places below `count`, which increase.
+    """Return the stored form of ascending places below `count`.
 
     >>> dump_set(np.array([9]), 16).hex()
     '020202000401'
@@ -220,7 +223,7 @@ def dump_set(places: Places, count: int) -> bytes:
 
 
 def take_set(source: Source, count: int) -> Places:
-    """Return the places of a set of some of `count`."""
+    """Return the places of a set, out of `count` places."""
     head = source.take_number(2 * count + 1)
     size, outside = head >> 1, head & 1
     if 2 * size + outside > count:
@@ -251,7 +254,10 @@ def take_set(source: Source, count: int) -> Places:
 
 
 def dump_low_bits(words: NDArray[Any], low_bits: int) -> bytes:
-    """Return the low bits of unsigned integers: whole bytes in planes, the lowest first, then single bits likewise."""
+    """Return the low bits of unsigned integers: whole bytes, then single bits, as planes.
+
+    The lowest plane comes first.
+    """
     whole, rest = divmod(low_bits, 8)
     out = [(words >> words.dtype.type(8 * index)).astype(np.uint8).tobytes() for index in range(whole)]
     if rest:
@@ -264,7 +270,7 @@ def dump_low_bits(words: NDArray[Any], low_bits: int) -> bytes:
 
 
 def take_low_bits(source: Source, low_bits: int, count: int, words: np.dtype[Any]) -> NDArray[Any]:
-    """Return unsigned integers of so many bits."""
+    """Return `count` unsigned integers of `low_bits` bits each."""
     whole, rest = divmod(low_bits, 8)
     found = np.zeros(count, words)
     lanes = found.view(np.uint8).reshape(count, words.itemsize)
@@ -281,10 +287,10 @@ def take_low_bits(source: Source, low_bits: int, count: int, words: np.dtype[Any
 
 
 def _choose_low_bits(gaps: Places) -> int:
-    """Return how many bits of a gap are noise: the rest is at its shortest in unary then."""
+    """Return how many low bits of the gaps are noise: the best split for unary high parts."""
     sample = gaps[:: max(1, gaps.size // 4096)]
     if np.count_nonzero(sample) < sample.size // 4:
-        return 0  # runs: unary and zstd say them best
+        return 0  # runs, which unary and zstd store best
     mean = float(sample.mean())
     guess = math.ceil(math.log2(mean * math.log(2))) if mean > 1 else 0
     costs = {bits: int((sample >> bits).sum()) + sample.size * bits for bits in range(max(0, guess - 1), guess + 2)}
