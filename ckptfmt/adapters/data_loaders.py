@@ -1,13 +1,14 @@
-"""Other libraries' data loaders in a checkpoint: kept as they are, for the number of workers that saved them.
+"""Save the positions of other libraries' data loaders, for a fixed number of workers.
 
     from ckptfmt.adapters.data_loaders import ConsumedSamples, ForeignLoader
 
     state = State(..., data=PerWorker(ForeignLoader(stateful_dataloader, lib="torchdata")))
     state = State(..., data=ConsumedSamples(args))  # Megatron's consumed_train_samples
 
-A `ckptfmt.Sampler` goes on at any number of workers. These don't: a load at another number is refused
-(LOADER_NOT_ELASTIC), or, with ``allow=("loader",)``, reported and lowers the claim. Then a loader of each worker stays
-as it is, and a count of the whole run is loaded, since it means the same on any number.
+A `ckptfmt.Sampler` can resume on any number of workers. These loaders can't: a load on another
+number is refused (LOADER_NOT_ELASTIC). With ``allow=("loader",)`` the load proceeds, is reported
+and has a lower claim. In that case a per-worker loader keeps its live position, and a count of the
+whole run is loaded, since the count is valid on any number of workers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from ckptfmt.documents.cursor import Foreign, Per, dump_foreign, is_foreign, par
 from ckptfmt.errors import Code, err
 from ckptfmt.state import FirstWorker, PerWorker, State
 
-#: The member of topology that says that a launch took no batch of its samplers, and the claim that falls with it.
+#: The member of topology that marks a launch which took no batch from its samplers, and the text of
+#: the lowered claim.
 UNREAD_SAMPLERS: Final = "unread_samplers"
 UNREAD: Final = (
     "no batch was taken of a Sampler in State, neither by iterating nor by indices(): what was trained isn't its order"
@@ -36,7 +38,7 @@ def find_samplers(state: State) -> Iterator[Sampler]:
 
 
 def has_unread_samplers(state: State) -> bool:
-    """Tell whether steps are done, and a sampler was never asked for a batch of them."""
+    """Return whether steps were made without a batch from one of the state's samplers."""
     return any(sampler.is_unread for sampler in find_samplers(state))
 
 
@@ -53,17 +55,17 @@ def _samplers_in(value: object) -> Iterator[Sampler]:
 
 
 class _Stateful(Protocol):
-    """A loader that says where it stands."""
+    """A loader that can return its position."""
 
     def state_dict(self) -> Any:  # noqa: ANN401 - the library's own
         """Return the position."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:  # noqa: ANN401 - the library's own
-        """Go to a position."""
+        """Move to a position."""
 
 
 class _Adapter:
-    """What both adapters know: whose the position is, for how many workers, and which one was loaded."""
+    """The common part of both adapters: library, version, number of workers, loaded position."""
 
     def __init__(self, lib: str, version: str, worker_count: int | None) -> None:
         self._lib = lib
@@ -73,7 +75,7 @@ class _Adapter:
 
     @property
     def worker_count(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return distributed_worker()[1] if self._worker_count is None else self._worker_count
 
     def _tree(self, per: Per, state: object) -> dict[str, Any]:
@@ -83,24 +85,27 @@ class _Adapter:
 
 
 class ForeignLoader(_Adapter):
-    """Another library's loader, such as torchdata's StatefulDataLoader, as the field `data` of one worker.
+    """Another library's loader, such as torchdata's StatefulDataLoader, as a worker's field `data`.
 
-    Iterate over this, not over the loader, and save between a step and the next batch: what the loader has handed out
-    then is what was consumed. Whether it counts what it fetched ahead is the library's affair. A load asks the loader
-    for its iterator, since making one draws random numbers, and the RNG streams are put back last; a loader that draws
-    later, with its first batch, goes on with other numbers than it would have.
+    Iterate over this object, not over the loader, and save between a step and the next batch. The
+    batches that the loader has returned by then count as consumed. Whether prefetched batches count
+    is up to the library.
+
+    A load creates the loader's iterator, because the creation draws random numbers and the RNG
+    streams are restored afterwards. A loader that draws random numbers later, with its first batch,
+    doesn't repeat the original numbers.
 
     Args:
-        loader: has ``state_dict`` and ``load_state_dict``, and is iterable.
-        lib: whose it is; a state of another one is refused.
-        version: the library's, for those who read the checkpoint.
-        worker_count: how many workers there are; left out, as for `ckptfmt.Sampler`.
+        loader: an iterable object with ``state_dict`` and ``load_state_dict``.
+        lib: the library's name. A state of another library is refused.
+        version: the library's version, for information in the checkpoint.
+        worker_count: the number of workers. Default: as for `ckptfmt.Sampler`.
     """
 
     def __init__(self, loader: _Stateful, *, lib: str, version: str = "", worker_count: int | None = None) -> None:
         super().__init__(lib, version, worker_count)
         self._loader: Any = loader
-        #: Of the loader, from the position that was loaded last; None once it was handed out.
+        #: The loader's iterator from the last loaded position; None once `__iter__` has used it.
         self._begun: Iterator[Any] | None = None
 
     @property
@@ -109,7 +114,7 @@ class ForeignLoader(_Adapter):
         return self._loader
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the loader's batches, from where it stands."""
+        """Yield the loader's batches, from the current position."""
         batches, self._begun = iter(self._loader) if self._begun is None else self._begun, None
         return self._batches(batches)
 
@@ -119,15 +124,15 @@ class ForeignLoader(_Adapter):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state, and for how many workers it holds. Spec: REQ-CUR-022."""
-        if self._loaded is not None:  # asking some loaders starts their processes
+        """Return the loader's state and its number of workers. Spec: REQ-CUR-022."""
+        if self._loaded is not None:  # state_dict() of some loaders starts their worker processes
             return self._loaded
         return self._tree("worker", self._loader.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to a position.
+        """Move to a position.
 
-        Raises: FormatError(CURSOR_FORM); StateError(CONFIG_IDENTITY) for another library's;
+        Raises: FormatError(CURSOR_FORM); StateError(CONFIG_IDENTITY) for another library's state;
             StateError(LOADER_NOT_ELASTIC).
         Spec: REQ-CUR-022, REQ-CUR-023.
         """
@@ -143,16 +148,17 @@ class ForeignLoader(_Adapter):
 
 
 class ConsumedSamples(_Adapter):
-    """Counts of consumed samples over the whole run, kept as attributes of an object, as Megatron's arguments are.
+    """Counts of consumed samples over the whole run, stored as attributes of an object.
 
-    The order is the trainer's own, a function of the count; a loader that is made after the load starts there.
+    Megatron's arguments are such an object. The trainer derives the order of the data from the
+    count. A loader that is created after the load starts at the loaded count.
 
     Args:
-        holder: has the attributes.
-        names: of the attributes.
-        lib: whose they are; a state of another one is refused.
-        version: the library's, for those who read the checkpoint.
-        worker_count: how many workers there are; left out, as for `ckptfmt.Sampler`.
+        holder: the object with the attributes.
+        names: the attributes' names.
+        lib: the library's name. A state of another library is refused.
+        version: the library's version, for information in the checkpoint.
+        worker_count: the number of workers. Default: as for `ckptfmt.Sampler`.
 
     >>> import types
     >>> args = types.SimpleNamespace(consumed_train_samples=640)
@@ -174,18 +180,23 @@ class ConsumedSamples(_Adapter):
         self._names = names
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, and by how many workers they were saved. Spec: REQ-CUR-022."""
+        """Return the counts, and the number of workers that save them. Spec: REQ-CUR-022."""
         counts = {name: getattr(self._holder, name) for name in self._names}
-        # What was loaded is given back once, to be compared. From then on it is this number of workers that counts.
+        # The first call after a load returns the loaded state, for comparison. Later calls use the
+        # current number of workers.
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded["state"] == counts:
             return loaded
         return self._tree("run", counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the counts; whether the number of workers may be another, the load has decided.
+        """Set the counts.
 
-        Raises: FormatError(CURSOR_FORM); StateError(CONFIG_IDENTITY) for another library's, or other names.
+        The number of workers isn't checked here: the load has already decided whether another
+        number is allowed.
+
+        Raises: FormatError(CURSOR_FORM); StateError(CONFIG_IDENTITY) for another library or other
+            names.
         """
         counts = _parse(state_dict, self._lib).state
         if not isinstance(counts, dict) or counts.keys() != set(self._names):
@@ -196,16 +207,17 @@ class ConsumedSamples(_Adapter):
 
 
 def settle(loader: Any, loaded: object) -> bool:  # noqa: ANN401 - anything
-    """Correct what torchdata's loader of an iterable dataset counts after a load; return whether it is such a loader.
+    """Correct the batch count of torchdata's loader of an iterable dataset after a load.
 
-    The loader reaches its position by taking as many batches as were taken before, and counts them once more: a state
-    that is saved later in the epoch would lie too far ahead.
+    The loader reaches a position by taking as many batches as before, and counts these batches
+    twice. A state saved later in the epoch would be too far ahead.
 
     Args:
-        loader: the loader, whose iterator is made.
+        loader: the loader, with its iterator already created.
         loaded: the state_dict that was loaded.
 
-    Raises: StateError(READ_BACK) where the loader doesn't stand at the loaded position then.
+    Returns: whether the loader is of this kind.
+    Raises: StateError(READ_BACK) if the corrected loader isn't at the loaded position.
     """
     side: Any = torch_side()
     is_of_torchdata = type(loader).__module__.partition(".")[0] == "torchdata"
@@ -229,20 +241,25 @@ _SNAPSHOT_STEP: Final = "_snapshot_step"
 
 
 def _batches_taken(state: Any) -> int | None:  # noqa: ANN401 - of torchdata
-    """Return how many batches of the epoch were taken, as torchdata's loader says it."""
+    """Return the number of batches taken in the epoch, from the state of torchdata's loader."""
     if not isinstance(state, Mapping):
         return None
-    if isinstance(snapshot := state.get("_snapshot"), Mapping):  # of worker processes
+    if isinstance(snapshot := state.get("_snapshot"), Mapping):  # with worker processes
         return int(snapshot[_SNAPSHOT_STEP]) + int(state["_steps_since_snapshot"])
     return state.get("_num_yielded")
 
 
 def may_load(plan: LoadPlan, saved: object, live: object, where: str) -> bool:
-    """Tell whether a saved value can be put back on this number of workers; if not, it is a problem of the plan.
+    """Return whether a saved value can be restored on this number of workers.
+
+    If not, the plan gets a problem.
 
     Args:
-        live: what it would be put back into. An adapter knows how many workers there are; of anything else, each writer
-            is one.
+        plan: the load plan.
+        saved: the saved value.
+        live: the destination. An adapter knows the number of workers; for any other object the
+            number is that of the writers.
+        where: the value's place, for messages.
 
     Spec: REQ-CUR-023.
     """

@@ -1,4 +1,4 @@
-"""A State looked at once: its parts, each with the way in which it is saved; its modules, parameters and devices."""
+"""Inspect a State: its units, each with its form of saving; its modules, parameters and devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptfmt.write.snapshot import TensorSink, TensorSource
 
 
 class Kind(Enum):
-    """How a unit is saved and loaded."""
+    """The form in which a unit is saved and loaded."""
 
     MODULE = "module"
     OPTIMIZER = "optimizer"
@@ -37,16 +37,17 @@ class Kind(Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Unit:
-    """One object of a State.
+    """An object of a State that is saved as a whole.
 
     Attributes:
-        field: field that it is saved in.
-        path: keys under which it lies there; none for a whole field.
-        scope: ``global``, or that of this worker beneath a `PerWorker`.
-        kind: how it is saved.
+        field: the field in which the object is saved.
+        path: the keys that lead to the object within the field; empty for a whole field.
+        scope: ``global``, or this worker's scope beneath a `PerWorker`.
+        kind: the form of saving.
         value: the object.
-        put: replaces it where it lies; None where it can't be.
-        is_given: whether this worker gives it to a save; beneath a `FirstWorker` only worker 0 does.
+        put: replaces the object in its container; None if the container is immutable.
+        is_given: whether this worker contributes the object to a save. Beneath a `FirstWorker` only
+            worker 0 does.
     """
 
     field: str
@@ -63,18 +64,18 @@ class Unit:
         return join_name(self.path)
 
 
-#: What is told where an optimizer has a schedule of learning rates, and nothing else tells of a scheduler.
+#: The report for an optimizer with a learning-rate schedule but without a saved scheduler.
 NO_SCHEDULE: Final = (
     "the optimizer's groups have initial_lr, as schedulers of learning rates set it, and no scheduler's state is saved:"
     ' give State(extra={"scheduler": scheduler})'
 )
 
-#: Containers that are walked through; what derives from them is an object of its own.
+#: Containers whose items become units. Instances of subclasses are objects of their own.
 _WALKED: Final = (dict, OrderedDict, list, tuple, deque)
 
 
 def walk(state: State, *, worker: int) -> Iterator[Unit]:
-    """Yield the units of weights, extra, optimizer and data, in the order in which they are loaded."""
+    """Yield the units of weights, extra, optimizer and data, in the order of loading."""
     walker = _Walker(worker_scope(worker))
 
     def field(name: str) -> Iterator[Unit]:
@@ -89,10 +90,10 @@ def walk(state: State, *, worker: int) -> Iterator[Unit]:
 
 
 def list_doubts(state: State, *, worker: int) -> list[str]:
-    """Return a sentence for each thing that is saved in another way than its user may mean, or isn't saved.
+    """Return a sentence for each likely mistake in a State.
 
-    These are optimizers whose state is saved by the positions of their parameters, not their names; and the schedule of
-    learning rates that an optimizer follows, where nothing in the state may be its scheduler.
+    The first case is an optimizer whose state is saved by the positions of its parameters, not by
+    their names. The second case is a learning-rate schedule without a scheduler in the State.
     """
     side, units = torch_side(), list(walk(state, worker=worker))
     groups = [group for unit in units if unit.kind is Kind.OPTIMIZER for group in unit.value.param_groups]
@@ -108,7 +109,7 @@ def list_doubts(state: State, *, worker: int) -> list[str]:
 
 
 def may_be_schedule(name: str, value: object) -> bool:
-    """Return whether a value may be the state of a scheduler of learning rates, or the scheduler itself."""
+    """Return whether a value may be a learning-rate scheduler, or the state of a scheduler."""
     if "sched" in name.lower() or "last_epoch" in name or hasattr(value, "last_epoch"):
         return True
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
@@ -116,9 +117,10 @@ def may_be_schedule(name: str, value: object) -> bool:
 
 
 def iter_tensors(state: State) -> Iterator[tuple[str, Any]]:
-    """Yield the torch tensors of modules and mappings of a state, each with its place; nothing without torch.
+    """Yield the torch tensors of a state's modules and mappings, each with its place.
 
-    These are parameters, buffers, and tensors in trees. The state of optimizers isn't among them.
+    These are parameters, buffers, and tensors in trees. The state of optimizers is excluded.
+    Without torch, no tensor is yielded.
     """
     side: Any = torch_side()
     for unit in walk(state, worker=0) if side is not None else ():
@@ -135,7 +137,10 @@ class _Walker:
         self.own_scope = own_scope
 
     def _counts_for_all(self, unit: Unit) -> bool:
-        """Tell whether this worker's value is the one that is saved. Raises: StateError(ARGUMENT)."""
+        """Return whether this worker's value beneath a `FirstWorker` is saved.
+
+        Raises: StateError(ARGUMENT).
+        """
         if unit.scope != GLOBAL or unit.kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.PIECE, Kind.GENERATOR):
             what = "a value of one worker alone" if unit.scope != GLOBAL else type(unit.value).__qualname__
             raise err(
@@ -176,7 +181,10 @@ class _Walker:
             yield Unit(field=field, path=path, scope=scope, kind=kind, value=value, put=put)
 
     def _parts(self, field: str, path: tuple[object, ...], scope: str, value: Parts) -> Iterator[Unit]:
-        """Yield the modules as units of one name. Raises: StateError(ARGUMENT)."""
+        """Yield the modules of a `Parts` as units with the same name.
+
+        Raises: StateError(ARGUMENT).
+        """
         for part in value.modules:
             if _kind_of(part) is not Kind.MODULE:
                 detail = f"Parts holds a {type(part).__qualname__}, which isn't a module"
@@ -201,7 +209,7 @@ def _kind_of(value: object) -> Kind:
 
 
 def is_generator(value: object) -> bool:
-    """Return whether a value is a generator of random numbers whose state can be saved."""
+    """Return whether a value is a random-number generator whose state can be saved."""
     if type(value) is random.Random or isinstance(value, np.random.RandomState | np.random.Generator):
         return True
     side = torch_side()
@@ -209,7 +217,10 @@ def is_generator(value: object) -> bool:
 
 
 def _is_loader(value: object) -> bool:
-    """Tell whether this is a data loader of torch that doesn't say where it stands: a load must not replace it."""
+    """Return whether a value is a torch data loader without a position.
+
+    A load must not replace such a loader.
+    """
     side = torch_side()
     return side is not None and side.is_plain_loader(value)
 
@@ -218,7 +229,7 @@ def _is_plain(value: object, depth: int = 0) -> bool:
     is_own = isinstance(value, PerWorker | FirstWorker | Parts) or _is_loader(value)
     if is_own or _kind_of(value) is not Kind.TREE:
         return False
-    # What nests too deeply is refused by name when it is encoded.
+    # The encoder rejects values that nest too deeply.
     deep = type(value) in _WALKED and depth <= limits.MSGPACK_DEPTH
     return not deep or all(_is_plain(item, depth + 1) for _, item in _items(value))
 
@@ -235,17 +246,18 @@ def _putter(container: object, key: object) -> Callable[[object], None] | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Live:
-    """What a State holds just now; where the program hasn't loaded torch, nothing but units.
+    """A snapshot of a State's structure. Without torch only the units are filled in.
 
     Attributes:
-        units: in the order in which they are loaded.
-        worker_count: how many workers there are.
-        views: what each module holds, by the number of its unit.
-        entries: the live tensors of all modules of a field, tied ones once.
-        names: all names of each parameter, by its id; those of weights stand above those of extra.
-        devices: torch devices that hold something, as torch prints them.
-        meshes: of DTensors; each once.
-        jax_facts: what decides bits where the state has arrays of JAX.
+        units: the units, in the order of loading.
+        worker_count: the number of workers.
+        views: the contents of each module, by the index of its unit.
+        entries: the live tensors of all modules of a field, each tied tensor once.
+        names: all names of each parameter, by the parameter's id. Names in weights precede names in
+            extra.
+        devices: the torch devices of all tensors, as torch prints them.
+        meshes: the distinct meshes of DTensors.
+        jax_facts: facts that determine bits of JAX arrays in the state.
     """
 
     units: tuple[Unit, ...]
@@ -259,7 +271,10 @@ class Live:
 
     @classmethod
     def of(cls, state: State, *, worker: int, worker_count: int) -> Live:
-        """Look at a state. Raises: StateError(ARGUMENT, STATE_UNSUPPORTED, STATE_NAME)."""
+        """Return a snapshot of a state.
+
+        Raises: StateError(ARGUMENT, STATE_UNSUPPORTED, STATE_NAME).
+        """
         check_state(state)
         if not 0 <= worker < worker_count:
             raise err(Code.ARGUMENT, f"there is no worker {worker} of {worker_count}", where="writer")
@@ -300,7 +315,10 @@ class Live:
 
 
 def optimizer_prefix(unit: Unit) -> str:
-    """Return what an optimizer's names begin with: nothing in State(optimizer=...), where its parameters' do."""
+    """Return the prefix of an optimizer's names.
+
+    The prefix is empty in State(optimizer=...), where the names are those of the parameters.
+    """
     return prefix_of(unit.path) if unit.field != "optimizer" or unit.path[:1] == ("extra",) else ""
 
 
@@ -308,7 +326,7 @@ def _parameter_names(
     side: ModuleType, units: tuple[Unit, ...], views: dict[int, Any], merged: dict[str, list[Any]]
 ) -> dict[int, tuple[str, ...]]:
     names: dict[int, tuple[str, ...]] = {}
-    for field in ("data", "optimizer", "weights"):  # later ones stand above
+    for field in ("data", "optimizer", "weights"):  # later fields override earlier fields
         for number, unit in enumerate(units):
             if unit.field == field and number in views:
                 names |= views[number].parameters
@@ -321,7 +339,7 @@ def _parameter_names(
 def _tensors(side: ModuleType, unit: Unit) -> Iterator[tuple[str, Any]]:
     def find(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, Any]]:
         if len(path) > limits.MSGPACK_DEPTH:
-            return  # refused by name when it is encoded
+            return  # the encoder rejects this value
         if side.is_tensor(value):
             yield join_name(path), value
         elif isinstance(value, dict):
@@ -341,13 +359,16 @@ _SOURCE: Final = (
 
 
 def is_piece(value: object) -> TypeGuard[TensorSource | TensorSink]:
-    """Tell whether a value is a source or a sink; its class says so, so that no attribute of a value is asked for."""
+    """Return whether a value is a source or a sink.
+
+    Only the class is inspected, so no code behind an attribute of the value runs.
+    """
     kind = type(value)
     return callable(getattr(kind, "copy_into", None)) or callable(getattr(kind, "copy_from", None))
 
 
 def check_source(value: object, *, field: str, where: str) -> TensorSource:
-    """Return a source that can be saved in `field`.
+    """Return the value as a source, after a check that the source can be saved in `field`.
 
     Raises: StateError(STATE_UNSUPPORTED, STATE_NAME); LayoutError(BOX_BOUNDS).
     """

@@ -1,6 +1,6 @@
-"""A load in the making: what the caller chose of it, what to read into what, what to do afterwards, and what is wrong.
+"""Plan a load: selection, destinations, later actions, and the problems that refuse the load.
 
-Nothing live is changed while a plan is made, so that a load that can't succeed leaves everything as it was.
+Planning changes no live value, so a load that is refused leaves the program's state unchanged.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.state import IMPORTED, place_of
 from ckptfmt.write.snapshot import TensorSink
 
-#: Names to load, as patterns; None for everything.
+#: Patterns of the names to load; None for all names.
 Patterns: TypeAlias = "str | Iterable[str] | None"
 
-#: What live names were called when saved: a mapping of names or of what names begin with, or a function.
+#: The saved names of live names: a mapping of names or prefixes, or a function.
 Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str] | None"
 
 #: Differences that a load reports instead of refusing them.
 Allowed: TypeAlias = Literal["missing", "unexpected", "dtype", "streams", "loader"]
 Allow: TypeAlias = "Allowed | Iterable[Allowed]"
 
-#: Where a name may end and go on with what lies beneath it: in a module, or in a container.
+#: The separators in a name: between modules, and between containers.
 _JOINTS: Final = "./"
 _STATE: Final = "state/"
 #: The prefix of the names of ``State(extra=...)`` in the field optimizer.
@@ -43,17 +43,19 @@ _GROUP: Final = re.compile(r"((?:.*?/)??)group/")
 
 
 class Only:
-    """The tensors and values that a load is about, by patterns of their saved names.
+    """A selection of tensors and values for a load, by patterns of their saved names.
 
-    A pattern fits a name as `fnmatch.fnmatchcase` has it, and everything beneath it: ``encoder`` and ``enc*`` fit
-    ``encoder.0.weight``, and ``layers.1`` doesn't fit ``layers.10.weight``. Begun with a field, as in ``weights:enc*``,
-    it is about that field alone; ``extra:`` begins those of ``State(extra=...)``. The state of a parameter in an
-    optimizer goes by the parameter's name.
+    A pattern matches a name as in `fnmatch.fnmatchcase`, and all names beneath the match:
+    ``encoder`` and ``enc*`` match ``encoder.0.weight``, but ``layers.1`` doesn't match
+    ``layers.10.weight``. With a field as prefix, as in ``weights:enc*``, a pattern matches in that
+    field only. The prefix ``extra:`` stands for the names of ``State(extra=...)``. A parameter's
+    optimizer state is selected by the parameter's name.
 
     Args:
-        patterns: one, or several of which one has to fit; None for everything.
-        override: patterns of what is left as it is live, of which none may fit. An option of an optimizer's groups is
-            called ``group/`` and its key.
+        patterns: a single pattern, or several patterns of which at least one has to match; None for
+            all names.
+        override: patterns of names that keep their live values. An option of an optimizer's groups
+            is called ``group/`` plus the option's key.
 
     Raises: StateError(ARGUMENT).
 
@@ -74,22 +76,25 @@ class Only:
         self._expressions = {field: _compile(self.patterns, field) for field in FIELDS}
 
     def fits(self, field: str, name: str) -> bool:
-        """Tell whether this is to be loaded."""
+        """Return whether the load includes a saved name."""
         if self.is_overridden(field, name):
             return False
         return self.patterns is None or self._expressions[field].match(name) is not None
 
     def is_overridden(self, field: str, name: str) -> bool:
-        """Tell whether the live one stands, by the caller's word."""
+        """Return whether the caller keeps the live value of a name."""
         return self.override is not None and self.override.fits(field, name)
 
     def fits_leaf(self, field: str, name: str, value: Callable[[], Any]) -> bool:
-        """Tell whether a saved leaf is to be loaded: an optimizer's by its parameters, a group by all of them.
+        """Return whether the load includes a saved leaf.
+
+        An optimizer's state is selected by the parameter's name, and an optimizer's group by the
+        names of all its parameters.
 
         Args:
-            field: of the leaf.
-            name: of the leaf.
-            value: returns what was saved, if it is needed.
+            field: the leaf's field.
+            name: the leaf's name.
+            value: returns the saved value. Called only if needed.
         """
         if self.override is not None and self.override.fits_leaf(field, name, value):
             return False
@@ -103,14 +108,17 @@ class Only:
         return _STATE in name and self.fits(field, name.replace(_STATE, "", 1))
 
     def iter_idle(self, checkpoint: Checkpoint) -> Iterator[str]:
-        """Yield the patterns that fit nothing in a checkpoint."""
+        """Yield the patterns that match no name in a checkpoint."""
         for pattern in self.patterns or ():
             alone = Only(pattern)
             if not any(alone.fits(field, name) for field, name in iter_saved(checkpoint)):
                 yield pattern
 
     def iter_idle_overrides(self, checkpoint: Checkpoint) -> Iterator[str]:
-        """Yield the patterns of `override` that fit nothing in a checkpoint, and no option of an optimizer's groups."""
+        """Yield the patterns of `override` that match no name in a checkpoint.
+
+        The options of an optimizer's groups count as names.
+        """
         if self.override is None:
             return
         options = [
@@ -125,7 +133,7 @@ class Only:
 
 
 def iter_saved(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield field and name of everything in a checkpoint by which a pattern may go."""
+    """Yield field and name of every saved item that a pattern can match."""
     for tensor in checkpoint.tensors.values():
         yield from ((tensor.field, name) for name in (tensor.name, *tensor.aliases))
     for field, name, _ in checkpoint.leaves:
@@ -135,11 +143,13 @@ def iter_saved(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 
 
 class Renaming:
-    """What live names were called when they were saved.
+    """A translation of live names to saved names.
 
-    A key of a mapping is a name, or what names begin with: as it is where it is empty or ends with a dot or a slash,
-    else up to a dot or slash. The longest that fits is replaced by its value. A function gets the whole name.
-    A saved name of weights that begins with ``extra:`` is that of a value of ``State(extra=...)``: averaged weights.
+    A key of a mapping is a name or a prefix. A key that is empty or ends with a dot or a slash
+    matches as a plain prefix. Any other key matches a whole name, or a prefix up to a dot or a
+    slash. The longest matching key is replaced by its value. A function receives the whole name.
+    A saved name of weights with the prefix ``extra:`` refers to a value of ``State(extra=...)``,
+    such as averaged weights.
 
     Raises: StateError(ARGUMENT).
 
@@ -166,7 +176,10 @@ class Renaming:
         self._longest_first = sorted(self._keys, key=len, reverse=True)
 
     def saved_name(self, name: str) -> str:
-        """Return the saved name of a live one; of a whole field, which has none, the same."""
+        """Return the saved name of a live name. The empty name of a whole field stays empty.
+
+        Raises: StateError(ARGUMENT) if the caller's function returns no string.
+        """
         if not name:
             return name
         if self._function is not None:
@@ -183,17 +196,20 @@ class Renaming:
         return self._function is not None or bool(self._keys)
 
     def unused(self) -> frozenset[str]:
-        """Return the keys of a mapping that no live name has met so far."""
+        """Return the keys of the mapping that have matched no live name so far."""
         return frozenset(self._keys.keys() - self._used)
 
 
 def _spelled(name: Any) -> Any:  # noqa: ANN401 - what isn't text is refused by name
-    """Return the name of a value of ``State(extra=...)``, which messages begin with ``extra:``."""
+    """Return the internal name of a value of ``State(extra=...)``.
+
+    Messages spell such a name with the prefix ``extra:``. Other names stay unchanged.
+    """
     return f"{_EXTRA}{name.removeprefix('extra:')}" if isinstance(name, str) and name.startswith("extra:") else name
 
 
 def _saved_place(field: str, name: str) -> tuple[str, str]:
-    """Return the field and the name in a checkpoint of a saved name.
+    """Return the field and the name under which the checkpoint stores a saved name.
 
     >>> _saved_place("weights", "extra:ema/module.bias"), _saved_place("weights", "bias")
     (('optimizer', 'extra/ema/module.bias'), ('weights', 'bias'))
@@ -206,7 +222,7 @@ def _leads_to(key: str, name: str) -> bool:
 
 
 def _remedy_of_pattern(pattern: str, checkpoint: Checkpoint) -> str:
-    """Return what to write in place of a pattern that fits nothing."""
+    """Return a suggestion to replace a pattern that matches no saved name."""
     if pattern in FIELDS:
         return f"The field is {f'{pattern}:*'!r}."
     head, colon, tail = pattern.partition(":")
@@ -224,7 +240,7 @@ def _compile(patterns: Iterable[str], field: str) -> re.Pattern[str]:
     expressions = []
     for text in patterns:
         head, colon, tail = text.partition(":")
-        if colon and head == "extra":  # as in messages
+        if colon and head == "extra":  # messages use this prefix
             head, tail = "optimizer", f"extra/{tail}"
         pattern = tail if colon and head in FIELDS else text
         if pattern is text or head == field:
@@ -232,10 +248,10 @@ def _compile(patterns: Iterable[str], field: str) -> re.Pattern[str]:
     return re.compile("|".join(expressions) or r"(?!)")
 
 
-#: Stands for a value that the checkpoint lacks.
+#: The result of a lookup of a value that the checkpoint lacks.
 MISSING: Final = object()
 
-#: Codes that a caller may allow, by the word for it.
+#: Error codes that a caller may allow, each with the word for ``allow=``.
 _ALLOWED_BY: Final = {
     Code.TENSOR_MISSING: "missing",
     Code.LEAF_MISSING: "missing",
@@ -248,12 +264,15 @@ _ALLOWED_BY: Final = {
 }
 
 _SHOWN: Final = 10
-#: How many pairs of a live and a saved value of one option are told.
+#: The number of pairs of live and saved values that a note about an option lists.
 _OPTIONS_SHOWN: Final = 3
 
 
 def check_allow(allow: str | Iterable[str]) -> frozenset[str]:
-    """Return the kinds of differences that a caller allows. Raises: StateError(ARGUMENT) for others."""
+    """Return the kinds of differences that a caller allows.
+
+    Raises: StateError(ARGUMENT) for unknown kinds.
+    """
     allowed = frozenset[str]((allow,) if isinstance(allow, str) else allow)
     if unknown := allowed - set(_ALLOWED_BY.values()):
         known = ", ".join(sorted(set(_ALLOWED_BY.values())))
@@ -265,7 +284,14 @@ def check_allow(allow: str | Iterable[str]) -> frozenset[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """Something for which a load is refused; with a remedy where there is a better one than the code's."""
+    """A reason to refuse a load.
+
+    Attributes:
+        code: the error code.
+        where: the place of the problem.
+        detail: a description.
+        remedy: a remedy for this case; None for the code's general remedy.
+    """
 
     code: Code
     where: str
@@ -274,33 +300,34 @@ class Problem:
 
 
 class LoadPlan:
-    """What a load of one worker will do.
+    """The plan of a load by a single worker.
 
     Args:
-        checkpoint: what is loaded.
-        worker: number of this worker.
-        worker_count: number of workers that load.
-        allow: kinds of differences that the caller accepts: ``missing``, ``unexpected``, ``dtype``, ``streams``,
-            ``loader``.
-        only: patterns of the saved names that the load is about; see `ckptfmt.adapters.load_plan.Only`.
-        rename: saved names of live ones; see `ckptfmt.adapters.load_plan.Renaming`.
-        override: patterns of what stays as it is live, though it was saved; see `ckptfmt.adapters.load_plan.Only`.
+        checkpoint: the checkpoint to load.
+        worker: the number of this worker.
+        worker_count: the number of workers that load.
+        allow: kinds of differences that the caller accepts: ``missing``, ``unexpected``, ``dtype``,
+            ``streams``, ``loader``.
+        only: patterns of the saved names to load; see `ckptfmt.adapters.load_plan.Only`.
+        rename: the translation of live names; see `ckptfmt.adapters.load_plan.Renaming`.
+        override: patterns of names that keep their live values; see
+            `ckptfmt.adapters.load_plan.Only`.
 
     Attributes:
-        only: what the load is about.
-        renaming: what the live names were called.
+        only: the selection of saved names.
+        renaming: the translation of live names to saved names.
         sinks: destinations to fill.
-        actions: what to do after that, in this order.
-        problems: why the load is refused.
-        downgrades: what is done in another way than asked for; lowers the claim.
-        notes: what changed and is worth a line; doesn't lower the claim.
-        reorders: whether the run sees its data from here on in another order than it would have.
-        values: values that could not be put back into an immutable place, by name.
-        renamed: field and live name, and the saved name where that is another.
-        left_count: how many live tensors and values stay as they are because of `only`.
-        left_weights: live names of the weights among these.
-        missing: live tensors that weren't saved, with their shapes, by field and name.
-        unused: saved tensors of mappings in which nothing has their keys.
+        actions: functions to call after all reads, in this order.
+        problems: the reasons to refuse the load.
+        downgrades: deviations from an exact restore, one sentence each. They lower the claim.
+        notes: differences that deserve a line in the report. They don't lower the claim.
+        reorders: whether the remaining data comes in another order than in an uninterrupted run.
+        values: new values without a mutable container to hold them, by name.
+        renamed: the saved names that differ from live names, by field and live name.
+        left_count: the number of live tensors and values that `only` excludes.
+        left_weights: the live names of the excluded weights.
+        missing: the shapes of live tensors that weren't saved, by field and name.
+        unused: saved tensors of mappings whose live counterpart lacks the key.
     """
 
     def __init__(
@@ -323,7 +350,7 @@ class LoadPlan:
         self.actions: list[Callable[[], None]] = []
         self.problems: list[Problem] = []
         self.downgrades: list[str] = []
-        #: The RNG streams of generators that objects have set by their own load_state_dict.
+        #: Names of RNG streams that an object's own load_state_dict has set.
         self.settled: set[str] = set()
         self.notes: list[str] = []
         self.reorders = False
@@ -337,11 +364,13 @@ class LoadPlan:
         self.missing: dict[tuple[str, str], tuple[int, ...]] = {}
         self.unused: list[IndexTensor] = []
         self.only = Only(only, override=override)
-        #: By option of optimizers' groups: the index of its note, and for each group place, live and saved value.
+        #: For each option of optimizers' groups: the index of the option's note, and place, live
+        #: value and saved value for each group.
         self._options: dict[str, tuple[int, list[tuple[str, object, object]]]] = {}
-        #: Of what belongs to one worker and was taken from another: where that is said, and of what.
+        #: Items found in another scope, by wanted and found scope: the index of the downgrade, and
+        #: the items' places.
         self._elsewhere: dict[tuple[str, str], tuple[int, list[str]]] = {}
-        #: By saved tensor, the live name and the saved one that it was first taken for.
+        #: For each saved tensor, the live name and the saved name of its first use.
         self._destinations: dict[TensorKey, tuple[str, str]] = {}
         for pattern in self.only.iter_idle(checkpoint):
             remedy = _remedy_of_pattern(pattern, checkpoint)
@@ -353,11 +382,16 @@ class LoadPlan:
 
     @property
     def is_imported(self) -> bool:
-        """Whether this was converted from another format, which lacks whole fields."""
+        """Whether the checkpoint was converted from another format, which lacks whole fields."""
         return any((field.reason or "").startswith(IMPORTED) for field in self.checkpoint.manifest.fields.values())
 
     def has(self, field: str, name: str) -> bool:
-        """Tell whether anything was saved of a unit of a State, by its name; of a whole field, which has none, too."""
+        """Return whether any part of a unit of a State was saved.
+
+        Args:
+            field: the unit's field.
+            name: the unit's live name; empty for a whole field.
+        """
         field, saved = _saved_place(field, self.renaming.saved_name(name))
         keys = (key for keys in (self.checkpoint.leaves, self.checkpoint.tensors) for key in keys if key[0] == field)
         if not place_of(field, saved).startswith("extra:"):
@@ -368,16 +402,18 @@ class LoadPlan:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the caller chose by `only`."""
+        """Whether the caller selected names with `only`."""
         return self.only.patterns is not None
 
     def choose(self, field: str, names: Sequence[str], *, prefix: str = "") -> tuple[str, ...]:
-        """Return the saved names of something live, none if it is to be left as it is, and take note of either.
+        """Return the saved names of a live item, or no names if the item isn't selected.
+
+        The plan records the item as renamed or as excluded.
 
         Args:
-            field: of the live thing.
-            names: all of its live names.
-            prefix: of the saved names that `only` goes by, where they have one that live names have not.
+            field: the item's field.
+            names: all live names of the item.
+            prefix: a prefix of the saved names in patterns, which live names lack.
         """
         saved = tuple(self.renaming.saved_name(name) for name in names)
         if not any(self.only.fits(*_saved_place(field, prefix + name)) for name in saved):
@@ -392,14 +428,14 @@ class LoadPlan:
         return saved
 
     def list_renamed(self) -> tuple[tuple[str, str], ...]:
-        """Return live and saved name, with their field, of what was saved under another name."""
+        """Return the live and saved names, with fields, of items saved under other names."""
         return tuple(
             (f"{field}:{name}", saved if saved.startswith("extra:") else f"{field}:{saved}")
             for (field, name), saved in sorted(self.renamed.items())
         )
 
     def note_destination(self, saved: IndexTensor, live_name: str, saved_name: str) -> None:
-        """Report that a tensor that had several names when it was saved is several tensors here."""
+        """Report a tensor that was tied under several names at the save, and isn't tied now."""
         first_live, first_saved = self._destinations.setdefault(saved.key, (live_name, saved_name))
         if first_saved != saved_name:
             self.downgrades.append(
@@ -409,9 +445,12 @@ class LoadPlan:
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def tensor(self, field: str, names: Iterable[str], scope: str) -> IndexTensor | None:
-        """Return the saved tensor of one of `names`, and count it as taken; None if there is none.
+        """Return the first existing saved tensor among `names`, and mark the tensor as taken.
 
-        Another scope than the wanted one is taken where that isn't there, and reported.
+        If the wanted scope has no such tensor, another scope is searched, and the substitution is
+        reported.
+
+        Returns: None if no scope has the tensor.
         """
         names = tuple(names)
         for at in self._scopes(scope):
@@ -424,7 +463,10 @@ class LoadPlan:
         return None
 
     def leaf(self, field: str, names: Iterable[str], scope: str) -> tuple[str, str, Any]:
-        """Return name, scope and value of the saved leaf of one of `names`, counted as taken; MISSING for none."""
+        """Return name, scope and value of the saved leaf of the first of `names` that exists.
+
+        The leaf is marked as taken. The value is `MISSING` if no scope has the leaf.
+        """
         names = tuple(names)
         for at in self._scopes(scope):
             for name in names:
@@ -457,9 +499,9 @@ class LoadPlan:
         self.downgrades[at] = f"{shown}: {said}"
 
     def note_option(self, where: str, key: str, live: object, saved: object) -> None:
-        """Report that the saved value of an option of an optimizer's group replaces another live one.
+        """Report that an optimizer group's saved option replaces a different live value.
 
-        An option has one note, however many groups have it.
+        Each option has a single note, for all groups together.
         """
         at, changes = self._options.setdefault(key, (len(self.notes), []))
         if not changes:
@@ -479,7 +521,10 @@ class LoadPlan:
     # --- problems -----------------------------------------------------------------------------------------------------
 
     def problem(self, code: Code, where: str, detail: str, *, remedy: str | None = None) -> bool:
-        """Take note of a problem; return whether the caller allows it, and the load goes on without."""
+        """Record a problem, and return whether the caller allows the problem.
+
+        An allowed problem becomes a downgrade, and the load goes on.
+        """
         if _ALLOWED_BY.get(code) in self.allow:
             self.downgrades.append(f"{code} at {where}: {detail}")
             return True
@@ -487,14 +532,15 @@ class LoadPlan:
         return False
 
     def miss(self, field: str, name: str, detail: str, *, shape: tuple[int, ...]) -> None:
-        """Take note of a live tensor that wasn't saved."""
+        """Record a live tensor that wasn't saved."""
         self.missing[field, name] = shape
         self.problem(Code.TENSOR_MISSING, place_of(field, name), detail)
 
     def check(self) -> None:
-        """Raise the first problem's error, with the places of all problems: those of its code, then the others.
+        """Raise an error that lists all problems, if there are any.
 
-        Of each code at most ten are named, and the rest is counted.
+        The error's code is the first problem's. Problems of this code come first. At most ten
+        problems of each code are listed, and the rest is counted.
         """
         if not self.problems:
             return
@@ -509,10 +555,10 @@ class LoadPlan:
         raise err(first.code, detail, where=first.where, remedy=first.remedy)
 
     def list_idle_patterns(self, *, has_streams: bool) -> list[str]:
-        """Return the patterns of `only` for saved tensors and values of which nothing here takes any.
+        """Return the patterns of `only` that match saved items, but none that this load takes.
 
         Args:
-            has_streams: whether RNG streams are put back.
+            has_streams: whether RNG streams are restored.
         """
         taken = {(key[0], name) for key in self.taken_tensors for name in self._names_of(key)}
         for field, name, _ in self.taken_leaves:
@@ -527,10 +573,13 @@ class LoadPlan:
         return idle
 
     def refuse_idle_patterns(self, idle: Iterable[str]) -> None:
-        """Refuse patterns of `only` that choose nothing which the State takes; report them where that is allowed.
+        """Add a problem for each pattern of `only` that matches no item which the State takes.
+
+        If the caller allows ``unexpected``, and another pattern loads an item, the pattern is only
+        reported.
 
         Args:
-            idle: patterns of which no process takes anything.
+            idle: the patterns that are idle in all processes.
         """
         idle = sorted(idle)
         loads_something = set(self.only.patterns or ()) > set(idle)
@@ -567,9 +616,11 @@ class LoadPlan:
         return (key[1], *self.checkpoint.tensors[key].aliases)
 
     def leftover(self, fields: Iterable[str]) -> frozenset[tuple[str, TensorKey]]:
-        """Return what of these fields nobody took here: ``tensor`` or ``leaf``, with the key.
+        """Return the saved items of some fields that this load didn't take.
 
-        What belongs to another worker that loads too is left to it.
+        Items of another worker that also loads are excluded.
+
+        Returns: pairs of ``tensor`` or ``leaf`` and the item's key.
         """
         fields = set(fields)
         tensors = {("tensor", key) for key in self.checkpoint.tensors if key not in self.taken_tensors}
@@ -587,7 +638,10 @@ class LoadPlan:
         return not names or any(self.only.fits(field, name) for name in names)
 
     def _says_only_names(self, key: TensorKey) -> bool:
-        """Return whether a saved value is made of tensors alone, and all of them were taken, as weights."""
+        """Return whether a saved value consists of tensors only, and the load took all of them.
+
+        Weights can take the tensors of ``State(extra=...)``.
+        """
         values = [*iter_values(self.checkpoint.leaf(*key))] if place_of(*key[:2]).startswith("extra:") else []
         found = [self.checkpoint.find(key[0], one.name, key[2]) for one in values if isinstance(one, TensorRef)]
         return len(found) == len(values) > 0 and all(one and one.key in self.taken_tensors for one in found)
@@ -596,7 +650,10 @@ class LoadPlan:
         return scope in (GLOBAL, worker_scope(self.worker)) or int(scope.removeprefix("lw/")) >= self.worker_count
 
     def refuse_leftover(self, leftover: frozenset[tuple[str, TensorKey]]) -> None:
-        """Make problems of what nobody takes; what belonged to workers that no longer are is only reported."""
+        """Add a problem for each saved item that no process takes.
+
+        Items of workers that no longer exist are only reported.
+        """
         gone = 0
         tensors = (self.checkpoint.tensors[key] for kind, key in sorted(leftover) if kind == "tensor")
         unused = [*self.unused, *(one for one in tensors if one.storage == "persistent")]
@@ -625,10 +682,10 @@ class LoadPlan:
         self.problems = [_offer(offer, problem) if offer else problem for problem in self.problems]
 
     def _offer_rest(self, unmatched: Sequence[str]) -> str:
-        """Return how to take the modules whose tensors all fit, where others don't; empty where none does.
+        """Return advice to load only the modules whose tensors all fit; an empty text if none does.
 
         Args:
-            unmatched: saved tensors that may be those that are missing here, under other names.
+            unmatched: saved tensors that may be missing live tensors under other names.
         """
         wrong = {problem.where for problem in self.problems if problem.code in (*_OF_NAMES, Code.SHAPE_MISMATCH)}
         wrong = {where.removeprefix("weights:") for where in wrong if where.startswith("weights:")}
@@ -655,7 +712,7 @@ class LoadPlan:
         )
 
     def _name_values(self) -> None:
-        """Give values of ``State(extra=...)`` that don't meet a remedy: one that takes them along."""
+        """Add remedies to problems with values of ``State(extra=...)``."""
         wanted, saved = (
             [problem.where for problem in self.problems if problem.code is code and problem.where.startswith("extra:")]
             for code in (Code.LEAF_MISSING, Code.LEAF_UNEXPECTED)
@@ -676,7 +733,7 @@ def _process(scope: str) -> str:
     return f"process {scope.removeprefix('lw/')}"
 
 
-#: What is wrong where names differ.
+#: The error codes that differing names cause.
 _OF_NAMES: Final = (Code.TENSOR_MISSING, Code.TENSOR_UNEXPECTED, Code.LEAF_MISSING, Code.LEAF_UNEXPECTED)
 
 
@@ -688,7 +745,7 @@ def _offer_renaming(renaming: Mapping[str, str]) -> str:
 
 
 def _offer(offer: str, problem: Problem) -> Problem:
-    """Return a problem of names or shapes, with an offer as its remedy before any other."""
+    """Return a problem with an offer before its remedy, if the problem concerns names or shapes."""
     is_about = problem.code in (*_OF_NAMES, Code.SHAPE_MISMATCH)
     if not is_about or problem.where.partition(":")[0] not in ("weights", "optimizer"):
         return problem
@@ -696,7 +753,10 @@ def _offer(offer: str, problem: Problem) -> Problem:
 
 
 def _list_whole_modules(fitting: set[str], wrong: set[str]) -> list[str]:
-    """Return the outermost names under which all tensors fit; none where a module has both kinds of its own.
+    """Return the outermost names beneath which all tensors fit.
+
+    Returns: an empty list if a module directly holds both fitting and wrong tensors, or if the list
+        would be long.
 
     >>> _list_whole_modules({"body.0.weight", "body.1.weight", "norm.weight"}, {"head.weight", "head.bias"})
     ['body', 'norm']
@@ -711,25 +771,25 @@ def _list_whole_modules(fitting: set[str], wrong: set[str]) -> list[str]:
 
 
 def _owner(name: str) -> str:
-    """Return the name of the module or container that has a tensor."""
+    """Return the name of the module or container that holds a tensor."""
     return name[: max(name.rfind(joint) for joint in _JOINTS) + 1]
 
 
 def _iter_beginnings(name: str) -> Iterator[str]:
-    """Yield what a name begins with, up to each of its joints, and the name itself; the shortest first."""
+    """Yield each prefix of a name up to a separator, shortest first, and then the name."""
     yield from (name[:at] for at, letter in enumerate(name) if letter in _JOINTS)
     yield name
 
 
 def guess_renaming(missing: Mapping[tuple[str, str], tuple[int, ...]], unused: Sequence[IndexTensor]) -> dict[str, str]:
-    """Return what live tensors may have been called, as ``rename=`` takes it; empty without a guess.
+    """Return a guess of the saved names of missing live tensors, as ``rename=`` takes them.
 
-    Names that end alike, with tensors of one shape, are taken for the same; what is left of them before that is the
-    renaming. There is no guess where that doesn't lead to just one saved name for each live one.
+    Names with a common end and tensors of the same shape are matched. The remaining beginnings form
+    the renaming. The guess is empty unless each live name gets exactly one saved name.
 
     Args:
-        missing: shapes of live tensors, by field and name.
-        unused: saved tensors that nothing takes.
+        missing: the shapes of live tensors, by field and name.
+        unused: saved tensors that the load doesn't take.
 
     Shapes: global.
     """
@@ -763,11 +823,11 @@ def guess_renaming(missing: Mapping[tuple[str, str], tuple[int, ...]], unused: S
 
 
 def list_unmatched(missing: Mapping[tuple[str, str], tuple[int, ...]], unused: Sequence[IndexTensor]) -> list[str]:
-    """Return the places of saved tensors that nothing takes, if one of them may be a live tensor that wasn't saved.
+    """Return the places of unused saved tensors if any of them may be a missing live tensor.
 
     Args:
-        missing: shapes of live tensors, by field and name.
-        unused: saved tensors that nothing takes.
+        missing: the shapes of live tensors, by field and name.
+        unused: saved tensors that the load doesn't take.
 
     Shapes: global.
     """
@@ -778,7 +838,7 @@ def list_unmatched(missing: Mapping[tuple[str, str], tuple[int, ...]], unused: S
 
 
 def _common_end(left: str, right: str) -> int:
-    """Return the length of the longest common end of two names that begins with a joint."""
+    """Return the length of the longest common end of two names that begins with a separator."""
     length = 0
     for at, (one, other) in enumerate(zip(reversed(left), reversed(right), strict=False), 1):
         if one != other:

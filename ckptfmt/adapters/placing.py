@@ -1,4 +1,4 @@
-"""From trees and tensors of a checkpoint to live values: into the ones that are there, or new ones."""
+"""Restore live values from saved trees and tensors, in place or as new values."""
 
 from __future__ import annotations
 
@@ -40,14 +40,17 @@ from ckptfmt.write.snapshot import TensorSink
 
 _DICTS: Final = (dict, OrderedDict)
 _ITEMS: Final = (list, tuple, deque, set, frozenset)
-#: Fields whose mappings add up; elsewhere a mapping is one value, and the same on all workers.
+#: Fields in which the mappings of all workers are merged. In other fields a mapping is a single
+#: value, equal on all workers.
 _FIELDS: Final = ("weights", "optimizer")
 
-#: Dtypes with several elements in a byte, and those with two parts, by how their names end and begin.
+#: Name parts of special dtypes: the suffix of dtypes that pack several elements into a byte, and
+#: the prefix of complex dtypes.
 _PACKED: Final = "_x2"
 _COMPLEX: Final = "complex"
 
-#: Where a new value lies: its name, or that of what holds it and its key there. Only messages need it as text.
+#: The place of a new value: a name, or the container's place and a key. Only messages convert a
+#: place to text.
 _Name: TypeAlias = "str | tuple[_Name, object]"
 
 
@@ -57,16 +60,18 @@ def _text_of(name: _Name) -> str:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Placer:
-    """Builds the live values of one saved leaf; tensors are filled when the plan is carried out.
+    """A builder of the live values of a saved leaf. Its tensors are filled when the plan runs.
 
     Args:
-        plan: the load.
-        field: field of the leaf.
-        scope: scope in which the leaf was found; that of the tensors it refers to.
-        framework: ``torch`` or ``numpy`` for new tensors, None for what each was saved as.
-        device: of new torch tensors that have none to be like; CPU if left out.
-        parts: give a tensor that is made of several as a dict of these; else it can only be filled in place.
-        whole: place all of it, whatever the caller's patterns say of the names in it.
+        plan: the load plan.
+        field: the leaf's field.
+        scope: the scope in which the leaf was found, and the scope of the leaf's tensors.
+        framework: ``torch`` or ``numpy`` for new tensors; None for the saved framework of each
+            tensor.
+        device: the device of new torch tensors without a live counterpart. Default: CPU.
+        parts: whether a composite tensor becomes a dict of its inner tensors. If false, a live
+            tensor must exist, or the class must be registered.
+        whole: whether to place the whole value, regardless of the caller's patterns.
     """
 
     plan: LoadPlan
@@ -81,13 +86,15 @@ class Placer:
     # --- in place -----------------------------------------------------------------------------------------------------
 
     def place(self, live: Any, saved: Any, name: str) -> Any:  # noqa: ANN401 - trees
-        """Return what shall stand where `live` stands: `live` itself, to be changed in place, or a new value.
+        """Return the value to put in the place of `live`.
+
+        Returns: `live` itself, to be changed in place, or a new value.
 
         Args:
-            live: the value that is there.
-            saved: its tree.
-            name: under which it was saved, by which the plan chooses; of a mapping that isn't chosen, what is in it may
-                be.
+            live: the current value.
+            saved: the saved tree.
+            name: the saved name, which the caller's patterns select. Items of a mapping can be
+                selected even if the mapping itself isn't.
         """
         if not self._fits(name) and not (type(live) in _DICTS and type(saved) in _DICTS):
             self.plan.left_count += 1
@@ -163,10 +170,12 @@ class Placer:
         name: _Name,
         like: Any = None,  # noqa: ANN401 - any live value
     ) -> Any:  # noqa: ANN401 - any live value
-        """Return a new value; tensors take device and placements from those at the same place in `like`.
+        """Return a new value.
 
-        Containers of plain values alone are those of `saved`, which was parsed for this load: a copy of each would
-        double the memory of a tree of many values.
+        Tensors take device and placements from the tensors at the same place in `like`.
+
+        Containers of plain values aren't copied: the result shares them with `saved`, which was
+        parsed for this load. Copies would double the memory of a large tree.
         """
         if type(saved) in PLAIN:
             return saved
@@ -225,12 +234,15 @@ class Placer:
             made = allocate(tensor, lambda: side.allocate(dtype, shape, like=like, device=self.device))
         else:
             made = allocate(tensor, lambda: np.empty(shape, numpy_dtype(dtype)))
-        if 0 not in shape:  # half a million tensors without elements take a megabyte of an index
+        if 0 not in shape:  # skips reads of empty tensors, of which an index may list many
             fill(self.plan, made, tensor)
         return made
 
     def referred(self, saved: TensorRef) -> IndexTensor:
-        """Return the tensor that a tree refers to, and count it as taken. Raises: FormatError(TREE_REFERENCE)."""
+        """Return the tensor of a reference, and mark the tensor as taken.
+
+        Raises: FormatError(TREE_REFERENCE).
+        """
         tensor = self.plan.checkpoint.find(self.field, saved.name, self.scope)
         if tensor is None:
             raise err(Code.TREE_REFERENCE, f"no tensor {saved.name!r}", where=self.field, requirement="REQ-TRE-004")
@@ -238,7 +250,7 @@ class Placer:
         return tensor
 
     def take(self, saved: object) -> None:
-        """Count all tensors that a tree refers to as taken."""
+        """Mark all tensors of a tree as taken."""
         for value in iter_references(saved):
             self.referred(value)
 
@@ -254,16 +266,16 @@ def fill(
     field: str | None = None,
     name: str | None = None,
 ) -> None:
-    """Plan to fill a live tensor or array with a saved one, or take note of why that can't be.
+    """Plan to fill a live tensor or array from a saved tensor, or add a problem.
 
     Args:
-        plan: the load.
-        live: what to fill.
-        saved: what with.
-        field, name: those of the live one, where they may be others.
+        plan: the load plan.
+        live: the destination.
+        saved: the saved tensor.
+        field, name: the live tensor's field and name. Default: those of `saved`.
 
-    Problems: SHAPE_MISMATCH, DTYPE_MISMATCH (converted where allowed), STATE_UNSUPPORTED where no conversion keeps the
-        values, META_DESTINATION.
+    Problems: SHAPE_MISMATCH, DTYPE_MISMATCH (converted where allowed), STATE_UNSUPPORTED where no
+        conversion keeps the values, META_DESTINATION.
     Raises: StateError(STATE_UNSUPPORTED).
     """
     where = place_of(saved.field if field is None else field, saved.name if name is None else name)
@@ -282,7 +294,9 @@ def fill(
 def may_fill(
     plan: LoadPlan, saved: IndexTensor, *, shape: tuple[int, ...], dtype: Callable[[], str], where: str
 ) -> bool:
-    """Tell whether a saved tensor fits a live one of this shape and dtype, converted where the caller allows it.
+    """Return whether a saved tensor fits a live tensor of this shape and dtype.
+
+    Another dtype fits if the caller allows conversion.
 
     Problems: SHAPE_MISMATCH, DTYPE_MISMATCH, STATE_UNSUPPORTED.
     """
@@ -293,7 +307,10 @@ def may_fill(
 
 
 def _may_convert(plan: LoadPlan, where: str, saved: str, live: str) -> bool:
-    """Tell whether the caller allows a conversion; one that there isn't is a problem before anything is changed."""
+    """Return whether the caller allows a conversion, and the conversion is supported.
+
+    An unsupported conversion becomes a problem before any live value changes.
+    """
     if not plan.problem(Code.DTYPE_MISMATCH, where, f"saved as {saved}, here {live}"):
         return False
     if converts(saved, live):
@@ -304,7 +321,9 @@ def _may_convert(plan: LoadPlan, where: str, saved: str, live: str) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def converts(saved: str, live: str) -> bool:
-    """Tell whether elements of one dtype are rounded to another; packed ones aren't, nor is an imaginary part dropped.
+    """Return whether conversion from a saved dtype to a live dtype is supported.
+
+    Packed dtypes can't be converted, nor complex dtypes to real dtypes.
 
     >>> converts("float32", "bfloat16"), converts("complex64", "float32"), converts("float4_e2m1fn_x2", "float32")
     (True, False, False)
@@ -315,7 +334,7 @@ def converts(saved: str, live: str) -> bool:
 
 
 def refuses(live: Any, saved: IndexTensor) -> bool:  # noqa: ANN401 - anything
-    """Tell whether `live` isn't a tensor or array of just the saved dtype and shape."""
+    """Return whether `live` is anything but a tensor or array of the saved dtype and shape."""
     if not _is_tensor(live) or tuple(live.shape) != saved.global_shape:
         return True
     return _dtype_name(live, saved.name) != saved.dtype
@@ -356,7 +375,10 @@ def _refill(live: Any, items: Any) -> None:  # noqa: ANN401 - a mutable containe
 
 
 def put_back(plan: LoadPlan, unit: Unit, value: object) -> None:
-    """Let a new value take the place of a unit's; one that stands in no container goes to the report as well."""
+    """Replace the value of a unit.
+
+    If no mutable container holds the value, the new value also goes into the load's report.
+    """
     if unit.put is None or not unit.path:
         plan.values[f"{unit.field}:{unit.name}"] = value
     if unit.put is not None:
@@ -364,7 +386,10 @@ def put_back(plan: LoadPlan, unit: Unit, value: object) -> None:
 
 
 def is_named_tensors(unit: Unit) -> bool:
-    """Tell whether a unit is a flat mapping from strings to tensors or arrays; an empty one is."""
+    """Return whether a unit is a flat mapping from strings to tensors or arrays.
+
+    An empty mapping counts.
+    """
     return (
         unit.field in _FIELDS
         and type(unit.value) in _DICTS
@@ -373,11 +398,11 @@ def is_named_tensors(unit: Unit) -> bool:
 
 
 def plan_named_tensors(plan: LoadPlan, unit: Unit) -> bool:
-    """Plan to fill such a mapping tensor by tensor, and say so.
+    """Plan to fill a mapping of named tensors, tensor by tensor.
 
-    Not where it was saved as one value by one worker, unless a part of it is chosen or its tensors have other names.
-
-    Problems: TENSOR_MISSING and those of `fill`.
+    Returns: False if the unit isn't such a mapping. Also False if a single worker saved the mapping
+        as one value, and the load neither selects a part of the checkpoint nor renames tensors.
+    Problems: TENSOR_MISSING and the problems of `fill`.
     """
     saved_as_one = (unit.field, plan.renaming.saved_name(unit.name), unit.scope) in plan.checkpoint.leaves
     as_one = saved_as_one and plan.worker_count == 1 and not plan.is_partial and not plan.renaming
@@ -397,7 +422,10 @@ def plan_named_tensors(plan: LoadPlan, unit: Unit) -> bool:
 
 
 def take_named_leaf(plan: LoadPlan, unit: Unit) -> None:
-    """Count the value by which one worker saved such a mapping as taken: it says no more than the tensors' names."""
+    """Mark the saved leaf of a mapping of named tensors as taken.
+
+    A single worker saves such a leaf. The leaf has no content beyond the tensors' names.
+    """
     key = (unit.field, plan.renaming.saved_name(unit.name), unit.scope)
     if key in plan.checkpoint.leaves:
         tree = plan.checkpoint.leaf(*key)
@@ -407,25 +435,26 @@ def take_named_leaf(plan: LoadPlan, unit: Unit) -> None:
 
 _FRAMEWORKS: Final = (None, "numpy", "torch")
 
-#: Stands for a value of which nothing is chosen.
+#: The result of a selection that matches no part of a value.
 _NOTHING: Final = object()
 
 
 def load_trees(checkpoint: Checkpoint, framework: str | None = None, *, only: Patterns = None) -> dict[str, Any]:
-    """Return everything in a checkpoint, by field.
+    """Return the contents of a checkpoint, by field.
 
-    A field that was saved as one tree is that tree. Any other is a mapping from names to tensors and values, every name
-    of a tied tensor included and non-persistent buffers left out: what a module was saved from goes into
-    ``load_state_dict`` as it is. What belongs to one worker alone is a mapping of its own under ``lw/<i>``. Fields that
-    are absent are left out.
+    A field that was saved as a single tree is returned as that tree. Any other field is a mapping
+    from names to tensors and values. The mapping has every name of a tied tensor and omits
+    non-persistent buffers, so ``load_state_dict`` accepts a module's mapping directly. Values of a
+    single worker are in a nested mapping under ``lw/<i>``. Absent fields are omitted.
 
     Args:
-        checkpoint: an open one.
-        framework: ``torch`` or ``numpy`` for all tensors; None for what each was saved as, numpy where the program
-            hasn't loaded torch.
-        only: patterns of what to load; of a mapping, what is in it may be chosen.
+        checkpoint: an open checkpoint.
+        framework: ``torch`` or ``numpy`` for all tensors. None for the saved framework of each
+            tensor, or numpy if the program hasn't loaded torch.
+        only: patterns of the names to load. Items of a mapping can be selected.
 
-    Raises: StateError(ARGUMENT; STATE_UNSUPPORTED for a dtype that the framework lacks); and what reading raises.
+    Raises: StateError(ARGUMENT; STATE_UNSUPPORTED for a dtype that the framework lacks); and the
+        errors of reading.
     """
     if framework not in _FRAMEWORKS:
         raise err(Code.ARGUMENT, f"{framework!r} is neither 'torch' nor 'numpy'", where="framework")
@@ -480,7 +509,7 @@ def _names(plan: LoadPlan, key: TensorKey) -> tuple[str, ...]:
 
 
 def _choose(plan: LoadPlan, key: TensorKey, tree: Any, name: str | None = None) -> Any:  # noqa: ANN401 - a tree
-    """Return what is chosen of a saved value: all, or of a mapping a smaller one, or `_NOTHING`."""
+    """Return the selected part of a saved value: the value, a smaller mapping, or `_NOTHING`."""
     field = key[0]
     if plan.only.fits_leaf(key[0], key[1], lambda: tree) if name is None else plan.only.fits(field, name):
         return tree
@@ -503,7 +532,11 @@ def _streams(plan: LoadPlan) -> dict[str, dict[str, Any]]:
 
 
 def plan_sink(plan: LoadPlan, value: object, *, field: str, where: str) -> None:
-    """Plan to fill a sink. Problems: TENSOR_MISSING, DTYPE_MISMATCH, SHAPE_MISMATCH, STATE_UNSUPPORTED."""
+    """Plan to fill a sink.
+
+    Problems: TENSOR_MISSING, SHAPE_MISMATCH, STATE_UNSUPPORTED.
+    Raises: StateError(DTYPE_MISMATCH), whatever the caller allows.
+    """
     if not isinstance(value, TensorSink) or value.field != field:
         kind = type(value)
         detail = f"{kind.__module__}.{kind.__qualname__} isn't a ckptfmt.TensorSink of the field {field}"
@@ -519,7 +552,8 @@ def plan_sink(plan: LoadPlan, value: object, *, field: str, where: str) -> None:
         detail = f"saved with shape {saved.global_shape}, here {tuple(value.global_shape)}"
         plan.problem(Code.SHAPE_MISMATCH, where, detail)
     elif value.dtype != saved.dtype:
-        # Nothing converts on a sink's behalf, whatever is allowed: it takes bytes.
+        # A sink receives bytes, so a conversion is impossible even where the caller allows
+        # conversions.
         raise err(
             Code.DTYPE_MISMATCH,
             f"saved as {saved.dtype}, wanted as {value.dtype}",
@@ -542,7 +576,7 @@ def plan_sink(plan: LoadPlan, value: object, *, field: str, where: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Sink:
-    """A sink that is filled from a tensor of another name or scope."""
+    """A sink for a tensor that was saved under another name or scope."""
 
     field: str
     name: str

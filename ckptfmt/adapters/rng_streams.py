@@ -1,4 +1,4 @@
-"""RNG streams: the process's own of Python, numpy and torch, and the caller's."""
+"""Save and restore RNG streams: of Python, numpy and torch, and of the caller's generators."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from ckptfmt.state import CapturedRng
 
 _PYTHON: Final = "python.mt19937"
 _NUMPY_LEGACY: Final = "numpy.legacy"
-#: The seed of a place of no meaning.
+#: The seed of an arbitrary position, used as a mark.
 _NOWHERE: Final = 0x5EED_0F_A_5E77
-#: The state of numpy's MT19937: 624 words of 32 bits and the position among them, in bytes.
+#: The size of numpy's MT19937 state in bytes: 624 words of 32 bits, and the position.
 _MT19937_NBYTES: Final = 625 * 4
-#: The last words of Python's state that go into a digest: the position is the last one of 625.
+#: The number of last words of Python's state in a digest. The position is the last of 625 words.
 _WORDS: Final = 16
-#: The end of the states of numpy and torch that goes into a digest: numpy's position, and the normal numbers that torch
-#: keeps for the next draw.
+#: The size of the end of numpy's and torch's states in a digest. The end has numpy's position, and
+#: the normal numbers that torch keeps for the next draw.
 _TAIL_NBYTES: Final = 64
-#: The begin of torch's state that goes into a digest: the position and some words.
+#: The size of the begin of torch's state in a digest, with the position and some words.
 _TORCH_HEAD_NBYTES: Final = 128
-#: What the names of RNG streams begin with whose generators objects hold in their attributes.
+#: The prefix of names of RNG streams whose generators are attributes of objects.
 HELD: Final = "held/"
-#: How deep attributes of attributes are looked through for generators.
+#: The maximum depth of the search for generators in attributes.
 _HELD_DEPTH: Final = 2
 
 
@@ -48,10 +48,11 @@ class LiveRngStream:
     """A generator of this process.
 
     Attributes:
-        name: logical; not that of a device, which another machine may number otherwise.
-        kind: which algorithm, and whose form of its state.
-        read: returns the state, of plain values and arrays.
-        write: takes a state of the same form.
+        name: the logical name. Device names aren't used, since another machine may number devices
+            differently.
+        kind: the algorithm, and the library that defines the form of the state.
+        read: returns the state, as plain values and arrays.
+        write: sets a state of the same form.
     """
 
     name: str
@@ -61,16 +62,17 @@ class LiveRngStream:
 
 
 def capture_rng(generators: Mapping[str, object] | None = None, *, devices: Iterable[object] = ()) -> CapturedRng:
-    """Return the RNG streams of this process as they stand now, to be saved later, or put back.
+    """Return the current state of this process's RNG streams, to be saved or restored later.
 
-    A resume goes on from where the saved streams stood. A trainer that draws random numbers between the end of a step
-    and the save, and whose resume draws them again, such as for a batch that it fetches ahead, captures the streams
-    before it draws, and saves with ``state.rng = captured``. Numbers that a resume doesn't draw again are undone by
-    `CapturedRng.put_back`.
+    A resumed run continues from the saved streams. Some trainers draw random numbers between the
+    end of a step and the save, and draw the same numbers again after a resume, for example to
+    prefetch a batch. Such a trainer captures the streams before the draw, and saves with
+    ``state.rng = captured``. `CapturedRng.put_back` undoes draws that a resumed run doesn't repeat.
 
     Args:
-        generators: the program's own, by name, as for ``State(rng=...)``, besides those of Python, numpy and torch.
-        devices: CUDA devices that hold tensors of the state, besides the current one.
+        generators: the program's own generators, by name, as for ``State(rng=...)``. The streams of
+            Python, numpy and torch are always captured.
+        devices: CUDA devices that hold tensors of the state. The current device is always included.
 
     Raises: StateError(STATE_UNSUPPORTED) for a generator of an unknown type.
 
@@ -93,11 +95,11 @@ def live_streams(rng: Mapping[str, object] | CapturedRng | None, devices: frozen
     """Return the RNG streams of this process.
 
     Args:
-        rng: the caller's generators, by name; or what was captured, which is read instead of them.
+        rng: the caller's generators, by name; or captured streams, which are returned instead.
         devices: torch devices that hold tensors of the state, such as ``cuda:0``.
 
-    Raises: StateError(STATE_UNSUPPORTED) for a generator of an unknown type; StateError(STREAM_MISSING) for a stream
-        that wasn't captured.
+    Raises: StateError(STATE_UNSUPPORTED) for a generator of an unknown type;
+        StateError(STREAM_MISSING) for a stream that wasn't captured.
     """
     if isinstance(rng, CapturedRng):
         captured: list[Any] = list(rng.streams)
@@ -128,12 +130,12 @@ def live_streams(rng: Mapping[str, object] | CapturedRng | None, devices: frozen
 def unit_streams(
     units: Iterable[Unit], rng: Mapping[str, object] | CapturedRng | Literal[False] | None
 ) -> list[LiveRngStream]:
-    """Return the generators that stand in a State as values, and those that its objects hold in attributes.
+    """Return the generators that are values of a State, or attributes of a State's objects.
 
     Args:
-        units: those of the State.
-        rng: as for `live_streams`, or False where a framework takes care of what objects hold. A generator that is
-            among it isn't returned once more.
+        units: the units of the State.
+        rng: the caller's generators, as for `live_streams`. They are excluded from the result.
+            False if a framework handles the generators in attributes.
     """
     given = rng.values() if isinstance(rng, Mapping) else ()
     seen = {id(generator) for generator in given}
@@ -153,13 +155,13 @@ def unit_streams(
 
 
 def _held_by(unit: Unit) -> Iterator[tuple[str, object]]:
-    """Yield the generators in the attributes of an object, each with its path."""
+    """Yield the path and the generator of each generator in an object's attributes."""
     side: Any = torch_side()
     if unit.kind is Kind.MODULE:
         yield from side.generators_of(unit.value)
         return
     value = unit.value.loader if isinstance(unit.value, ForeignLoader) else unit.value
-    # Our own classes save what they hold, and put it back in their own order.
+    # Classes of ckptfmt save and restore their own generators.
     if unit.kind is Kind.STATEFUL and type(value).__module__.partition(".")[0] != "ckptfmt":
         yield from _generators_in(value, "", 0)
 
@@ -175,7 +177,7 @@ def _generators_in(value: object, path: str, depth: int) -> Iterator[tuple[str, 
 
 
 def capture_streams(streams: list[LiveRngStream], *, worker: int) -> tuple[RngStream, ...]:
-    """Return the RNG streams as they stand now; an RNG stream always belongs to one worker."""
+    """Return the current state of RNG streams. Each stream belongs to a single worker."""
     scope = worker_scope(worker)
     encoder = Encoder(field="rng", scope=scope, inline=True)
     return tuple(
@@ -190,16 +192,17 @@ def capture_streams(streams: list[LiveRngStream], *, worker: int) -> tuple[RngSt
 
 
 def digest_stream(stream: LiveRngStream) -> int:
-    """Return a digest of 32 bits of where an RNG stream stands."""
+    """Return a 32-bit digest of the position of an RNG stream."""
     return make_stream_digest(stream)()
 
 
 def make_stream_digest(stream: LiveRngStream) -> Callable[[], int]:
-    """Return a function that returns a digest of 32 bits of where an RNG stream stands, in a few microseconds.
+    """Return a function that returns a 32-bit digest of an RNG stream's position.
 
-    The digest tells two positions of one generator apart for a witness, and is no digest of the format. Of a Mersenne
-    twister it has the position and a few of the 624 words: the position changes with each draw, and all words change
-    once it begins anew. The second normal number that numpy's own stream keeps isn't in it.
+    The function takes a few microseconds. The digest distinguishes two positions of a generator for
+    a witness, and isn't part of the format. For a Mersenne twister the digest covers the position
+    and a few of the 624 words: each draw changes the position, and all words change when the
+    position wraps around. The second normal number that numpy's global stream keeps isn't covered.
     """
     if stream.kind == _PYTHON:
         return functools.partial(_digest_python, stream.read)
@@ -239,11 +242,13 @@ def _digest_value(state: object) -> int:
 
 
 def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) -> list[Callable[[], None]]:
-    """Return what puts the RNG streams back; the plan takes note of those that can't be.
+    """Return the actions that restore the RNG streams.
 
-    Problems: STREAM_MISSING, STREAM_UNEXPECTED. With another number of workers these are only reported, and new
-    workers keep their fresh RNG streams, unless `strict`: one line for all workers that are new or gone, the same on
-    all workers.
+    Streams that can't be restored become problems. With another number of workers they are only
+    reported, and new workers keep their fresh RNG streams, unless `strict` is set. A single line
+    reports all new or absent workers, and is equal on all workers.
+
+    Problems: STREAM_MISSING, STREAM_UNEXPECTED.
     """
     left = [stream.name for stream in streams if plan.only.is_overridden("rng", stream.name)]
     plan.downgrades += [f"rng:{name} stays as it is here: override=" for name in left]
@@ -258,14 +263,15 @@ def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) 
         plan.downgrades += _list_moved(saved_streams, streams, saved_count, plan.worker_count)
 
     def report(code: Code, where: str, detail: str) -> None:
-        # An object may hold another generator here, or none: an older version saved none of these.
+        # The object may now hold another generator or none, and older versions didn't save these
+        # streams.
         if is_reported or (where.startswith(f"rng:{HELD}") and not strict):
             plan.downgrades.append(f"{code} at {where}: {detail}")
         else:
             plan.problem(code, where, detail)
 
     scope = worker_scope(plan.worker)
-    # An RNG stream of scope global is every worker's; one of its own of the same name stands above it.
+    # All workers use a stream of scope global, unless a worker has its own stream of that name.
     places = {name: at for wanted in (GLOBAL, scope) for name, at in saved_streams if at == wanted}
     saved = {name: saved_streams[name, at].kind for name, at in places.items()}
     actions: list[Callable[[], None]] = []
@@ -287,18 +293,19 @@ def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) 
 
 
 def _put_back(plan: LoadPlan, stream: LiveRngStream, state: object) -> None:
-    """Put an RNG stream back, unless the object that holds the generator has done so by its own load_state_dict."""
+    """Restore an RNG stream, unless the object's own load_state_dict has set the generator."""
     if stream.name not in plan.settled:
         stream.write(state)
 
 
 @contextlib.contextmanager
 def settling(plan: LoadPlan, unit: Unit) -> Iterator[None]:
-    """Find out which of its generators an object sets while it loads its state; the plan takes note of these.
+    """Record which of its generators an object sets while it loads its state.
 
-    An object that keeps the position of its generator in its own way, such as where an epoch began, must not get the
-    generator's saved position on top. Each generator is moved to a place of no meaning before the load: a generator
-    that is still there was left alone, and goes back to where it was.
+    An object may restore the position of its generator itself, for example the position at the
+    begin of an epoch. The generator's saved position must not overwrite such a position. Before the
+    load, each generator is moved to an arbitrary position. A generator at this position after the
+    load wasn't set, and returns to its original position.
     """
     held = unit_streams([unit], None)
     rows = [(stream, stream.read(), _mark(stream)) for stream in held]
@@ -313,7 +320,7 @@ def settling(plan: LoadPlan, unit: Unit) -> Iterator[None]:
 
 
 def _mark(stream: LiveRngStream) -> int:
-    """Move a generator to a place of no meaning, and return the digest of that place."""
+    """Move a generator to an arbitrary position, and return the digest of that position."""
     state: Any = stream.read()
     if stream.kind == _PYTHON:
         state = random.Random(_NOWHERE).getstate()  # noqa: S311 - no secret
@@ -331,12 +338,13 @@ def _mark(stream: LiveRngStream) -> int:
 def _list_moved(
     saved: Collection[tuple[str, str]], live: Iterable[LiveRngStream], saved_count: int, worker_count: int
 ) -> list[str]:
-    """Return what becomes of the RNG streams of workers that are gone, and of workers that are new.
+    """Return sentences on the RNG streams of absent workers and of new workers.
 
     Args:
         saved: name and scope of each saved stream.
-        live: the streams of this worker, whose names are those of all.
-        saved_count, worker_count: how many workers saved, and how many load.
+        live: the streams of this worker. All workers have streams of the same names.
+        saved_count: the number of workers that saved.
+        worker_count: the number of workers that load.
     """
     gone = {name for name, at in saved if at != GLOBAL and _number(at) >= worker_count}
     new = {stream.name for stream in live} - {name for name, at in saved if at == GLOBAL}
@@ -357,7 +365,7 @@ def _number(scope: str) -> int:
 
 
 def _scopes(first: int, end: int) -> str:
-    """Return the scopes of workers from `first` on, before `end`, in words."""
+    """Return a text for the scopes of workers from `first` up to, but without, `end`."""
     return worker_scope(first) if end - first == 1 else f"{worker_scope(first)} to {worker_scope(end - 1)}"
 
 
