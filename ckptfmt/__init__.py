@@ -1,19 +1,19 @@
 """Checkpoints that restore a training run: weights, and the context that produced them.
 
-    state = ckptfmt.State(weights=model, optimizer=optimizer, data=sampler, config=config)
-    with ckptfmt.Checkpointer("runs/gpt", state, every="5min", keep=3) as checkpointer:
-        for step in checkpointer.steps(total):
-            train_step(next(batches))
+    state = ckptfmt.State(weights=model, optimizer=optimizer, data=sampler, config=config) with
+    ckptfmt.Checkpointer("runs/gpt", state, every="5min", keep=3) as checkpointer: for step in
+    checkpointer.steps(total): train_step(next(batches))
 
-Importing this package imports neither torch nor numpy, and changes nothing: no signal handler, no hook, no environment.
-A public name is imported from its module when it is first used.
+Importing this package imports neither torch nor numpy, and has no side effect: no signal handler,
+no hook, no change of the environment. A public name is imported from its module at the first use.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 
-TYPE_CHECKING = False  # as of typing, whose import takes longer than all of this
+# A substitute for typing.TYPE_CHECKING: the import of typing takes longer than this module.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ckptfmt.adapters.pieces import sink_of, source_of
     from ckptfmt.adapters.rng_streams import capture_rng
@@ -69,7 +69,7 @@ __all__ = [
     "validate",
 ]
 
-#: The modules of those public names that are not in `api`.
+#: The modules of the public names outside of `api`.
 _HOMES = {
     "Box": "box",
     "Checkpoint": "read.reader",

@@ -1,10 +1,11 @@
-"""The program ``ckptfmt``, also ``python -m ckptfmt``: one line says what went wrong, the exit code what kind it is.
+"""The program ``ckptfmt``, also ``python -m ckptfmt``: an error is a line and an exit code.
 
-Exit codes: 0 done, and valid, or the same · 1 violations were found (`validate`), or differences (`diff`), or damage
-that stays (`scrub`, `mirror`) · 2 it couldn't be done, or what `diff` was to compare is damaged · 130 interrupted.
+Exit codes: 0 done, and valid, or equal · 1 violations were found (`validate`), or differences
+(`diff`), or unrepaired damage (`scrub`, `mirror`) · 2 the command couldn't be done, or an input of
+`diff` is damaged · 130 interrupted.
 
-An error that isn't a `CkptError` is a bug of ckptfmt, and shown as one line too; with ``CKPTFMT_TRACEBACK=1`` in the
-environment its traceback is shown, for the report.
+An error other than a `CkptError` is a bug of ckptfmt, and shown as one line too. With
+``CKPTFMT_TRACEBACK=1`` in the environment, the traceback is shown, for a bug report.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from importlib import import_module
 
 from ckptfmt.cli.commands import COMMANDS, PROGRAM, USAGE, help_text, suggest
 
-TYPE_CHECKING = False  # as of typing, which takes longer to import than help and version to print
+# A substitute for typing.TYPE_CHECKING: the import of typing takes longer than help and version.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
@@ -25,12 +27,14 @@ if TYPE_CHECKING:
 
 EXIT_FAILED: Final = 2
 EXIT_INTERRUPTED: Final = 130
-#: What a shell says of a program that wrote into a pipe that nobody reads any more: 128 + SIGPIPE.
+#: Exit code of a shell for a program that writes into a closed pipe: 128 + SIGPIPE.
 EXIT_PIPE: Final = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Nothing but SystemExit of the interpreter's own leaves this call.
+    """Run one command and return its exit code.
+
+    Only the interpreter's own SystemExit leaves this call.
 
     Args:
         argv: `sys.argv` without the program's name.
@@ -40,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _dispatch(argv)
         if sys.stdout is not None:
             sys.stdout.flush()
-    except SystemExit as request:  # argparse: usage is printed
+    except SystemExit as request:  # raised by argparse after its own message
         return request.code if isinstance(request.code, int) else EXIT_FAILED
     except KeyboardInterrupt:
         _say("interrupted")
@@ -58,18 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
-    """Run a command: a module of `ckptfmt.cli`, of which only the one that runs is imported."""
+    """Run a command, a module of `ckptfmt.cli`; only the module of this command is imported."""
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
     if name == "--version":
         return _print_version()
     if name in ("--help", "-h", "help") and not rest:
         print(help_text())
         return 0
-    if name == "demo":  # it has a parser of its own
+    if name == "demo":  # parses its arguments itself
         from ckptfmt import demo
 
         return demo.main(rest)
-    if name == "conformance":  # so has it
+    if name == "conformance":  # parses its arguments itself
         return _run_conformance(rest)
     if not name or name.startswith("-"):
         print(f"{USAGE}\n{PROGRAM}: error: a command comes first; `{PROGRAM} --help` lists them", file=sys.stderr)
@@ -91,7 +95,7 @@ def _print_version() -> int:
 
 
 def _no_command(name: str) -> Exception:
-    """Return the error of whoever typed something else than a command: a path, or a command with a typo."""
+    """Return the error for an unknown command: a path, or a command with a typo."""
     from ckptfmt.errors import Code, err
 
     near = suggest(name, COMMANDS)
@@ -102,7 +106,10 @@ def _no_command(name: str) -> Exception:
 
 
 def _run_conformance(argv: list[str]) -> int:
-    """Hand over to the conformance suite. Raises: StateError(STATE_UNSUPPORTED) where it isn't installed."""
+    """Run the conformance suite.
+
+    Raises: StateError(STATE_UNSUPPORTED) where the suite isn't installed.
+    """
     from ckptfmt.errors import Code, err
 
     try:
@@ -136,7 +143,8 @@ def _fail_unexpectedly(error: Exception) -> int:
 
         traceback.print_exc()
     if isinstance(error, OSError):
-        _forget_output()  # what couldn't be written would be tried again, and complained about, at exit
+        # The interpreter would write the output again at exit, and report the error again.
+        _forget_output()
         _say(f"error: {error}")
     elif isinstance(error, MemoryError):
         _say("error: this machine hasn't enough memory for it")
@@ -149,7 +157,7 @@ def _fail_unexpectedly(error: Exception) -> int:
 
 
 def _say(text: str, remedy: str = "") -> None:
-    """Say one thing on standard error, and what to do about it."""
+    """Write a message on standard error, and a remedy."""
     if sys.stderr is None:
         return
     from ckptfmt.cli.console import Console, clean
@@ -161,7 +169,7 @@ def _say(text: str, remedy: str = "") -> None:
 
 
 def _forget_output() -> None:
-    """Let what couldn't be written go, so that the interpreter doesn't complain at exit."""
+    """Discard the unwritten output, so that the interpreter reports no error at exit."""
     try:
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, sys.stdout.fileno())

@@ -40,12 +40,12 @@ from ckptfmt.trainer.save_attempt import check_block_nbytes
 PathOrStore = str | os.PathLike[str] | Store
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: What other directories are, by the kind that a conversion finds.
+#: Descriptions of foreign directories, by the kind recognised by a conversion.
 _KINDS: Final = {
     "dcp": "a directory of torch.distributed.checkpoint",
     "hf": "a Hugging Face directory of safetensors files",
 }
-#: Why a compacted checkpoint is full: what a `SaveReport` says of it.
+#: Reasons of a `SaveReport` for the full checkpoint of a compaction.
 COMPACTED = "made from a delta"
 FULL_ALREADY = "it is full already"
 
@@ -63,31 +63,36 @@ def save(
     block_nbytes: int = limits.BLOCK_NBYTES,
     replace: bool = False,
 ) -> SaveReport:
-    """Save a state as one checkpoint directory, committed when this returns.
+    """Save a state as one checkpoint directory, which is committed when the call returns.
 
-    With several processes every one of them calls it, and it returns on all of them after the commit.
+    With several processes, each process calls the function; the call returns on all processes after
+    the commit.
 
     Args:
         path: directory of the checkpoint, made if missing; or a store rooted there.
         state: the objects to save.
-        step: training steps done.
-        metrics: finite numbers by name, at most 64, such as ``{"eval_loss": 2.31}``; they stand in the manifest. With
-            several processes those of process 0 count, and what others pass is ignored.
-        tags: short strings, at most 32; likewise.
-        writer: (number, count) of this process; None to ask torch.distributed or jax.distributed, else the only one.
-        agree: how the processes tell each other what must be the same: None for torch.distributed; an all-gather
-            ``agree(value: bytes) -> list[bytes]`` such as mpi4py's ``comm.allgather``; or a token, the same on all
-            processes and new at each start, to exchange through the store.
-        deadline_s: how long to wait for the other processes, in seconds.
+        step: number of training steps done.
+        metrics: finite numbers by name, at most 64, such as ``{"eval_loss": 2.31}``, recorded in
+            the manifest. With several processes, process 0's metrics are recorded, and the metrics
+            of other processes are ignored.
+        tags: short strings, at most 32; process 0's tags are recorded.
+        writer: (number, count) of this process; None to ask torch.distributed or jax.distributed,
+            else (0, 1).
+        agree: the exchange of small values between the processes: None for torch.distributed; an
+            all-gather ``agree(value: bytes) -> list[bytes]`` such as mpi4py's ``comm.allgather``;
+            or a token, equal on all processes and new at each start, for an exchange through the
+            store.
+        deadline_s: time to wait for the other processes, in seconds.
         block_nbytes: size of a digested block in bytes; a power of two.
-        replace: whether to take the place of a checkpoint that is there, and belongs to no run. At every moment, also
-            after a crash, the old one is there whole, or the new one is; the files of the old one are deleted then.
-            There must be room for both. Other files in the directory stay. A symbolic link gives way to a directory of
-            its own; what it leads to stays.
+        replace: whether to replace an existing checkpoint outside of a run. At every moment, also
+            after a crash, either the old checkpoint is whole or the new one; then the files of the
+            old checkpoint are deleted. There must be room for both. Other files in the directory
+            stay. A symbolic link is replaced by a directory; its target stays.
 
     Returns: a `SaveReport`.
-    Raises: StateError for what can't be saved; LayoutError where the processes contradict each other; CommitError
-        (CHECKPOINT_EXISTS; COMMIT_UNKNOWN: it may have been committed); StoreError.
+    Raises: StateError for an object that can't be saved; LayoutError where the processes contradict
+        each other; CommitError(CHECKPOINT_EXISTS; COMMIT_UNKNOWN: the checkpoint may have been
+        committed); StoreError.
     Spec: REQ-CMT-001 to REQ-CMT-009.
 
     >>> import ckptfmt, tempfile
@@ -101,7 +106,7 @@ def save(
     group = make_group(writer, agree, meeting, deadline_s=deadline_s)
     if replace:
         group.run_on_first(lambda: own_place(path))
-        store = open_store(path, writable=True)  # which may be another directory now
+        store = open_store(path, writable=True)  # the path may lead to another directory now
     unsaved: list[Unsaved] = []
 
     def find_unsaved() -> list[str]:
@@ -186,45 +191,51 @@ def load(
     wait_s: float = 0.0,
     digest: str | None = None,
 ) -> LoadReport | dict[str, Any]:
-    """Load a checkpoint into a state, in place; or return what it holds as trees.
+    """Load a checkpoint into a state, in place; or return the contents as trees.
 
-    With several processes every one of them calls it: a saved tensor that none of them takes is an error on all. To
-    load on one of them alone, pass ``writer=(0, 1)``.
+    With several processes, each process calls the function: a saved tensor that no process takes is
+    an error on all. To load on a single process, pass ``writer=(0, 1)``.
 
     Args:
-        path: directory of a checkpoint, or of a run, whose lineage then says which; or a store rooted there.
+        path: directory of a checkpoint, or of a run, for the checkpoint from which the run goes on;
+            or a store rooted there.
         state: the objects to load into; None to return a mapping from field to tree.
-        only: patterns of names in the checkpoint, to be loaded: ``"encoder"`` with everything beneath it,
-            ``"layers.*.bias"``, ``"weights:*"`` for a field, ``"extra:n"``; optimizer state goes by the name of its
-            parameter. A tensor that fits none stays as it is, and is neither missing nor unexpected. None for all. A
-            pattern for which nothing was saved is refused, and so is a pattern of which the state takes nothing.
-        rename: the saved names of live ones: a mapping from live to saved names, or to what they begin with, as in
-            ``{"backbone": "encoder"}``; or a function of the live name. Optimizer state goes along. Several live names
-            may take the same saved one. A saved name such as ``extra:ema/module.`` loads weights from a value of
-            ``State(extra=...)``.
-        allow: kinds of differences to report instead of to refuse: any of ``missing``, ``unexpected``, ``dtype``,
-            ``streams``, ``loader``. With ``dtype``, tensors are converted to the live dtype, and optimizer state along
-            with its parameter.
+        only: patterns of names in the checkpoint, to be loaded: ``"encoder"`` with all names
+            beneath it, ``"layers.*.bias"``, ``"weights:*"`` for a field, ``"extra:n"``; optimizer
+            state has the name of its parameter. A live tensor that fits no pattern stays unchanged,
+            and counts as neither missing nor unexpected. None for all names. A pattern is refused
+            if it fits no saved name, or no name that the state takes.
+        rename: the saved names of live ones: a mapping from live to saved names, or to prefixes of
+            names, as in ``{"backbone": "encoder"}``; or a function of the live name. Optimizer
+            state is renamed, too. Several live names may take the same saved name. A saved name
+            such as ``extra:ema/module.`` loads weights from a value of ``State(extra=...)``.
+        allow: kinds of differences to report instead of to refuse: any of ``missing``,
+            ``unexpected``, ``dtype``, ``streams``, ``loader``. With ``dtype``, tensors are
+            converted to the live dtype, and optimizer state along with its parameter.
         strict: whether RNG streams of another number of processes are an error instead of a report.
-        framework: ``torch`` or ``numpy`` for the tensors of trees; None for torch where it is imported.
-        writer, agree, deadline_s: as for `save`; an exchange by token needs a directory that can be written.
-        share: whether each block that several processes want is read by one, which sends it to the others through
-            torch.distributed. It pays where the store is slower than the network between the processes; from a local
-            disk it doesn't, as a rule.
-        bases: where else to look for the bases of a delta, beside its own directory: checkpoints, or directories of
-            them; a base counts by its digest alone.
-        wait_s, digest: as for `open`.
+        framework: ``torch`` or ``numpy`` for the tensors of trees; None for torch if imported, else
+            numpy.
+        writer, agree, deadline_s: as in `save`; an exchange by token needs a writable directory.
+        share: whether a block wanted by several processes is read by a single process, and sent to
+            the rest through torch.distributed. This is faster if the store is slower than the
+            network between the processes; for a local disk, usually not.
+        bases: further places of the bases of a delta, besides the delta's own directory:
+            checkpoints, or directories of checkpoints; a base is recognised by its digest.
+        wait_s, digest: as in `open`.
 
-    A delta costs what it stores and what its bases store of the same blocks, and some decoding. Part of it may cost
-    more than its share: the weights of an optimizer's group are predicted from its moments, so that to read the
-    weights alone (``only="weights:*"``) the moments' blocks are read and decoded, too.
-    `LoadReport.reads` says so: `decoded_nbytes` and `read_nbytes`, beside `needed_nbytes`.
+    Loading a delta reads the delta's blocks and its bases' blocks of the same tensors, and decodes
+    them. A part of a delta may cost more than its share: an optimizer's weights are predicted from
+    the moments, so that reading the weights alone (``only="weights:*"``) reads and decodes the
+    blocks of the moments, too. `LoadReport.reads` has the numbers: `decoded_nbytes` and
+    `read_nbytes`, in addition to `needed_nbytes`.
 
-    Returns: a `LoadReport` with the claim level that holds; without `state` the trees.
-    Raises: IntegrityError where bytes are damaged or missing: the state is partly loaded then, and not fit to go on
-        with; StateError where the state doesn't fit: nothing is changed then, but for READ_BACK of an object that
-        doesn't hold what its load_state_dict was given; UnsupportedError.
-    Where a save replaces the checkpoint meanwhile, the load begins anew with the new one.
+    Where a save replaces the checkpoint meanwhile, the load starts again with the new checkpoint.
+
+    Returns: a `LoadReport` with the claim level; without `state`, the trees.
+    Raises: IntegrityError where bytes are damaged or missing: the state is then partly loaded, and
+        must not be used; StateError where the state doesn't fit: then no object is changed, except
+        for READ_BACK of an object that differs from the argument of its load_state_dict;
+        UnsupportedError.
     Spec: REQ-OPN-001 to REQ-OPN-008, REQ-OPN-013, REQ-OPN-014.
 
     >>> import ckptfmt, tempfile
@@ -244,7 +255,8 @@ def load(
         return read_anew(read)
     check_state(state)
     store = open_store(path, writable=isinstance(agree, str))
-    # Not where a save by the same token meets: its writer 0 removes that when others may be here already.
+    # A separate place: a save with the same token removes its own place at the end, when a load may
+    # have begun.
     group = make_group(writer, agree, store.at("loading"), deadline_s=deadline_s)
     places = _open_bases(bases)
 
@@ -259,34 +271,38 @@ def load(
             except IntegrityError as error:
                 if checkpoint.store.name == store.name:
                     raise
-                # Of a run: which of its checkpoints is damaged, so that another one can be given.
+                # In a run, the error names the damaged checkpoint, so that another one can be
+                # chosen.
                 raise error.below(checkpoint.store.name) from None
 
     return load_anew(group, lambda: _open(path, store, digest=digest, bases=places, wait_s=wait_s), load_into)
 
 
 def optimizer_state_dict(path: PathOrStore, *keys: str | int, bases: Iterable[PathOrStore] = ()) -> dict[str, Any]:
-    """Return what `torch.optim.Optimizer.load_state_dict` takes, for a loop without ckptfmt.
+    """Return the argument of `torch.optim.Optimizer.load_state_dict`, for a loop without ckptfmt.
 
-    A checkpoint has the state by the names of parameters; a state_dict has it by their positions in the groups of the
-    optimizer that was saved. The optimizer that takes it has the same groups, with the same parameters in that order.
+    A checkpoint stores optimizer state by the names of parameters; a state_dict stores it by the
+    positions of parameters in the groups of the saved optimizer. The optimizer to load must have
+    the same groups, with the same parameters in the same order.
+
+    Torch's ``load_state_dict`` converts state, except a step's count, to the dtype of its
+    parameter. For state of another dtype, such as float32 moments of bfloat16 weights, a warning is
+    logged: a load into a `State` with the live optimizer keeps the dtype.
 
     Args:
         path: directory of a checkpoint or of a run, or a store rooted there.
-        keys: where the optimizer was in the `State`, if it wasn't the whole of ``optimizer=``: ``"gen"`` for that of
-            ``State(optimizer={"gen": ..., "dis": ...})``.
-        bases: as for `load`.
+        keys: path of the optimizer in ``State(optimizer=...)``: ``"gen"`` for the optimizer of this
+            key in ``State(optimizer={"gen": ..., "dis": ...})``; no key if the optimizer is the
+            whole field.
+        bases: as in `load`.
 
-    Torch's ``load_state_dict`` converts state, except a step's count, to the dtype of its parameter. Of state that has
-    another dtype, such as float32 moments of bfloat16 weights, the log has a warning: a `State` with the live optimizer
-    keeps it.
-
-    Raises: StateError(GROUP_MISMATCH) where the order of the parameters isn't known, because an older ckptfmt saved it,
-        or processes with different parameters did; StateError(LEAF_MISSING); what `load` raises.
+    Raises: StateError(GROUP_MISMATCH) where the order of the parameters is unknown, because an
+        older ckptfmt saved the optimizer, or processes with different parameters did;
+        StateError(LEAF_MISSING); errors of `load`.
     """
     is_whole, values = read_anew(lambda: _read_optimizers(path, bases))
     if is_whole and isinstance(values, dict):
-        values = values.get("", values)  # beside it may be what stands under extra/
+        values = values.get("", values)  # the values under extra/ may be next to it
     found, errors = ({}, []) if is_whole else take_optimizers(values, where="optimizer")
     tree = find_below(values if is_whole else nest(found) if found else None, keys)
     if isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys():
@@ -304,7 +320,7 @@ def optimizer_state_dict(path: PathOrStore, *keys: str | int, bases: Iterable[Pa
 
 
 def _read_optimizers(path: PathOrStore, bases: Iterable[PathOrStore]) -> tuple[bool, dict[str, Any]]:
-    """Return whether the field of optimizers is one value, and its values by name."""
+    """Return whether the field optimizer is a single value, and its values by name."""
     with open_checkpoint(path, bases=bases) as checkpoint:
         _warn_of_conversion(checkpoint)
         names = [name for field, name, scope in checkpoint.leaves if field == "optimizer" and scope == "global"]
@@ -319,20 +335,23 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint for reading, lazily and without torch.
 
-    Of a run it is the newest that is committed. Where a living saver hasn't finished a save, to a run or in the place
-    of this checkpoint, a newer one may follow at any moment: then a warning is logged, and `Checkpoint.pending` names
-    the saver.
+    In a run, the newest committed checkpoint of the lineage is opened. While a living saver hasn't
+    finished a save, to the run or in the place of this checkpoint, a newer checkpoint may follow:
+    then a warning is logged, and `Checkpoint.pending` names the saver.
+
+    A later read raises IntegrityError(CHECKPOINT_RETIRED) where a save has replaced the checkpoint
+    since, or a training has retired the checkpoint, and the files are gone: open the path again.
 
     Args:
-        path: directory of a checkpoint, or of a run, whose lineage then says which; or a store rooted there.
-        digest: the manifest digest that is expected, if one is.
-        bases: as for `load`; they are looked for when something is read that they have.
-        wait_s: how long to wait at most until no saver has an unfinished save in this place, in seconds.
+        path: directory of a checkpoint, or of a run, for the checkpoint from which the run goes on;
+            or a store rooted there.
+        digest: the expected digest of the manifest; None for any.
+        bases: as in `load`; a base is looked up when its blocks are first read.
+        wait_s: greatest time to wait until no saver has an unfinished save in this place, in
+            seconds.
 
-    Returns: a `Checkpoint`; ``checkpoint.weights["layers.0.w"][0:128]`` reads those rows and nothing else; of a delta,
-        also what its blocks are decoded with: see `load`.
-    A later read raises IntegrityError(CHECKPOINT_RETIRED) where a save has replaced the checkpoint since, or a training
-    has retired it, and its files are gone: open the path again.
+    Returns: a `Checkpoint`. ``checkpoint.weights["layers.0.w"][0:128]`` reads only these rows, and
+        of a delta the blocks needed to decode them: see `load`.
 
     Raises: IntegrityError(NOT_COMMITTED and others), FormatError, UnsupportedError, StoreError.
     Spec: REQ-OPN-001 to REQ-OPN-004, REQ-OPN-013, REQ-RUN-019.
@@ -346,15 +365,15 @@ def open_checkpoint(
 def validate(
     path: PathOrStore, *, bases: Iterable[PathOrStore] = (), on_progress: Callable[[int], None] | None = None
 ) -> Report:
-    """Check every byte of a checkpoint or of a run, and of what it reads from, and collect all that is wrong.
+    """Check every byte of a checkpoint or of a run, and of their bases, and collect all violations.
 
     Args:
         path: directory of a checkpoint or of a run; or a store rooted there.
-        bases: as for `load`.
+        bases: as in `load`.
         on_progress: called with the number of bytes just checked.
 
-    Returns: a `Report`: own bytes, references and their closure apart.
-    Raises: StoreError where the store itself fails, such as a path that isn't there.
+    Returns: a `Report`, separately for own bytes, references and their closure.
+    Raises: StoreError where the store itself fails, for example for a missing path.
     Spec: REQ-OPN-009.
     """
     store = open_store(path, writable=False)
@@ -376,19 +395,22 @@ def compact(
     bases: Iterable[PathOrStore] = (),
     on_progress: Callable[[int], None] | None = None,
 ) -> SaveReport:
-    """Make a full checkpoint of a delta, in constant memory: outside of a run, or in a run as its newest.
+    """Make a full checkpoint of a delta, in constant memory, outside of a run or in the run.
 
     Args:
-        path: of a checkpoint; or of a run, for its newest.
-        out: directory of the full one, which then belongs to no run.
-        take_over: write it into the run at `path`, under a launch of its own that goes on from the delta. From then on
-            the run goes on from the full one; the delta and its bases go with a later clean-up; and a training that is
-            still at work there is fenced off. Either this or `out`.
-        bases: as for `load`; with `out` only.
+        path: path of a checkpoint; or of a run, for its newest checkpoint.
+        out: directory of the full checkpoint, outside of a run. Exactly one of `out` and
+            `take_over` is required.
+        take_over: write the full checkpoint into the run at `path`, in a new launch that resumes
+            from the delta. Then the run goes on from the full checkpoint; a later clean-up removes
+            the delta and its bases; a training that still runs there is fenced off.
+        bases: as in `load`; with `out` only.
         on_progress: called with the number of bytes just checked, or written.
 
-    Returns: a `SaveReport` of the full one; of what is full already, in a run, of that.
-    Raises: CommitError(CHECKPOINT_EXISTS, SAVE_PENDING and others); IntegrityError; StateError(ARGUMENT); StoreError.
+    Returns: a `SaveReport` of the full checkpoint; if the run's newest checkpoint is full already,
+        of this checkpoint.
+    Raises: CommitError(CHECKPOINT_EXISTS, SAVE_PENDING and others); IntegrityError;
+        StateError(ARGUMENT); StoreError.
     Spec: REQ-CKP-006, REQ-CKP-007, REQ-RUN-004, REQ-RUN-008.
     """
     if (out is None) != take_over:
@@ -409,7 +431,10 @@ def compact(
 
 
 def _check_out(out: PathOrStore, checkpoint: Checkpoint) -> None:
-    """Raise where a checkpoint outside of a run would lie in a run, or in another checkpoint. Spec: REQ-CKP-007."""
+    """Raise where a checkpoint outside of a run would lie in a run, or in its source.
+
+    Spec: REQ-CKP-007.
+    """
     if not isinstance(out, str | os.PathLike):
         return
     parent, name = split_path(out)
@@ -423,9 +448,9 @@ def _check_out(out: PathOrStore, checkpoint: Checkpoint) -> None:
 def _open(
     path: PathOrStore, store: Store, *, bases: Sequence[Store], digest: str | None = None, wait_s: float = 0.0
 ) -> Checkpoint:
-    """Open the checkpoint that a path means: its own, or the head of the run's lineage."""
+    """Open the checkpoint of a path: the path's own, or the head of the run's lineage."""
     is_in_run = is_run(store)
-    # Before the registers are read: a save that is decided in between is no longer held, and seen there.
+    # Before the registers are read: a save decided in between is released, and seen there.
     held = wait_for_savers(store, deadline_s=wait_s) if is_in_run else _wait_for_attempts(store, wait_s)
 
     def open_committed() -> Checkpoint:
@@ -450,7 +475,7 @@ def _open(
 
 
 def _warn_of_conversion(checkpoint: Checkpoint) -> None:
-    """Warn of state that torch's ``load_state_dict`` will convert to the dtype of its parameter."""
+    """Warn of state that torch's ``load_state_dict`` converts to the dtype of its parameter."""
     dtypes = {
         name: tensor.dtype
         for tensor in checkpoint.tensors.values()
@@ -473,7 +498,7 @@ def _warn_of_conversion(checkpoint: Checkpoint) -> None:
 
 
 def _say_what_is_there(error: CkptError, path: PathOrStore) -> CkptError:
-    """Return the error for a local path without a checkpoint, with what to do about what is there instead."""
+    """Return the error for a local path without a checkpoint, with a fitting remedy."""
     if not isinstance(path, str | os.PathLike) or is_url(path):
         return error
     if not os.path.lexists(path):
@@ -493,8 +518,8 @@ def _say_what_is_there(error: CkptError, path: PathOrStore) -> CkptError:
 
 
 def _wait_for_attempts(store: Store, wait_s: float) -> list[str]:
-    """Return the attempts that are still held after a wait."""
-    with contextlib.suppress(CommitError):  # at the deadline
+    """Return the attempts still held after a wait."""
+    with contextlib.suppress(CommitError):  # raised at the deadline
         wait_for_attempts(store, deadline_s=wait_s)
     return list_held_attempts(store)
 
@@ -511,7 +536,7 @@ def _warn_of_pending(checkpoint: Checkpoint) -> None:
 
 def _open_bases(bases: Iterable[PathOrStore]) -> list[Store]:
     """Return the stores of `bases`. Raises: StateError(ARGUMENT) for a single path."""
-    if isinstance(bases, str | os.PathLike):  # each of its letters would be a path
+    if isinstance(bases, str | os.PathLike):  # a string would be iterated letter by letter
         raise err(Code.ARGUMENT, "bases= is a single path", where="bases=", remedy="Give a list of paths or stores.")
     return [open_store(base, writable=False) for base in bases]
 

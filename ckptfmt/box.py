@@ -24,7 +24,7 @@ class Box:
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The first index behind the box, per dimension."""
+        """The first index after the box, per dimension."""
         return tuple(begin + extent for begin, extent in zip(self.begin, self.shape, strict=True))
 
     @property
@@ -33,8 +33,9 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return what both have in common, or None; an empty box has nothing in common with any."""
-        if self.begin == other.begin and self.shape == other.shape:  # as most are: a whole tensor of a whole one
+        """Return the intersection of two boxes, or None; an empty box intersects no box."""
+        # The usual case, of whole tensors.
+        if self.begin == other.begin and self.shape == other.shape:
             return self if all(self.shape) else None
         begin = tuple(max(a, b) for a, b in zip(self.begin, other.begin, strict=True))
         end = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
@@ -42,14 +43,14 @@ class Box:
         return Box(begin, shape) if all(extent > 0 for extent in shape) else None
 
     def contains(self, other: Box) -> bool:
-        """Tell whether `other` lies within."""
+        """Return whether `other` lies within this box."""
         return all(
             a <= b and b_end <= a_end
             for a, b, a_end, b_end in zip(self.begin, other.begin, self.end, other.end, strict=True)
         )
 
     def relative_to(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices that cut this box out of an array that holds `outer`."""
+        """Return the slices of this box in an array for `outer`."""
         return tuple(
             slice(begin - base, begin - base + extent)
             for begin, base, extent in zip(self.begin, outer.begin, self.shape, strict=True)

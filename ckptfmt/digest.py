@@ -17,7 +17,7 @@ def digest_bytes(content: bytes | bytearray | memoryview) -> bytes:
 
 
 def digest_text(digest: bytes) -> str:
-    """Return a digest as it stands in JSON.
+    """Return a digest in the form of JSON documents.
 
     >>> digest_text(digest_bytes(b""))
     'blake3:af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262'
@@ -26,12 +26,12 @@ def digest_text(digest: bytes) -> str:
 
 
 def digest_at(digests: bytes, number: int) -> bytes:
-    """Return one of several digests that stand one behind the other."""
+    """Return the digest of a number in a concatenation of digests."""
     return digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]
 
 
 def iter_blocks(nbytes: int, block_nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ``[begin, end)`` of each block of `nbytes` bytes; the last may be short, and nothing has no block."""
+    """Yield ``[begin, end)`` of each block of `nbytes` bytes; the last block may be short."""
     for begin in range(0, nbytes, block_nbytes):
         yield begin, min(begin + block_nbytes, nbytes)
 

@@ -1,6 +1,7 @@
-"""The closed table of dtypes: name, size of an element, name in safetensors (none: stored as U8, in a file of its own).
+"""The closed table of dtypes: name, size of an element, and name in safetensors.
 
-All elements are little-endian; a complex element is its real part, then its imaginary part. Spec: REQ-TEN-003.
+A dtype without a name in safetensors is stored as U8, in separate files. All elements are
+little-endian; a complex element is its real part, then its imaginary part. Spec: REQ-TEN-003.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ class Dtype:
     """One dtype of the format.
 
     Attributes:
-        name: as in numpy, ml_dtypes and torch.
+        name: the name in numpy, ml_dtypes and torch.
         nbytes: size of an element in bytes.
-        safetensors: the tag in a safetensors header, or None where safetensors has none.
+        safetensors: the tag in a safetensors header; None where safetensors has no tag.
     """
 
     name: str
@@ -60,9 +61,11 @@ DTYPES: Final[dict[str, Dtype]] = {
 
 @functools.cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype of a dtype of the format; bfloat16 and the float8 family come from ml_dtypes.
+    """Return the numpy dtype of a dtype of the format.
 
-    Raises: StateError(STATE_UNSUPPORTED) for the few that neither has.
+    The module ml_dtypes provides bfloat16 and the float8 family.
+
+    Raises: StateError(STATE_UNSUPPORTED) for a dtype missing in numpy and in ml_dtypes.
     """
     import ml_dtypes  # noqa: PLC0415 - a twentieth of a second that validate needn't pay
 

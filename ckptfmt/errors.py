@@ -1,15 +1,15 @@
-"""Every error that ckptfmt raises: one tree under `CkptError`, and one table of codes.
+"""The errors that ckptfmt raises: one tree under `CkptError`, and one table of codes.
 
-The classes are grouped by what a handler would do:
+The classes are grouped by the reaction of a handler:
 
     CkptError
     ├── FormatError         the bytes break the specification: use another checkpoint, report the writer
-    ├── IntegrityError      bytes are damaged, missing or replaced: use another checkpoint or another copy
+    ├── IntegrityError      bytes are damaged, missing or replaced: use another checkpoint or copy
     │   └── NotFoundError   no checkpoint is at this place: correct the path, or begin without one
-    ├── UnsupportedError    a newer writer made it: upgrade the reader
-    ├── LayoutError         what the writers hold doesn't fit together: mend the program that saves
-    ├── StateError          a live object can't be saved or restored as asked: mend the call
-    ├── CommitError         this save didn't become a checkpoint, or isn't known to have become one
+    ├── UnsupportedError    a newer writer made the checkpoint: upgrade the reader
+    ├── LayoutError         the writers' states are contradictory: fix the program that saves
+    ├── StateError          a live object can't be saved or restored as asked: fix the call
+    ├── CommitError         this save didn't become a checkpoint, or perhaps didn't
     │   └── FencedError     a newer launch owns the run: stop this process
     └── StoreError          the storage refused, failed or didn't answer
 
@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Final, Self
 
-#: Of a URL: credentials before the host, and a query, which may be a signature.
+#: Secrets in a URL: credentials before the host, and a query, which may be a signature.
 _SECRETS: Final = re.compile(r"(://)(?:[^/@\s]*@)?([^\s\"'?]*)(\?[^\s\"'?]+)?")
 
 
@@ -34,13 +34,14 @@ class CkptError(Exception):
     Attributes:
         code: the kind of mistake or damage, from the append-only table `Code`.
         detail: the finding, in one sentence.
-        where: file with JSON pointer or byte range, or the name of the live object; None where there is no place.
-        requirement: the clause of the specification that is broken, such as ``REQ-MAN-003``.
+        where: file with JSON pointer or byte range, or the name of the live object; None without a
+            place.
+        requirement: the violated clause of the specification, such as ``REQ-MAN-003``.
         remedy: the way out, in one line.
 
-    Lone surrogates in these texts, which names of files and of tensors may have, are escaped: no encoding takes them.
-    URLs are without their credentials and queries. `str` escapes control characters, so that a name plays no tricks
-    with a terminal.
+    In all texts, lone surrogates are escaped, since no encoding takes them; names of files and
+    tensors may have some. URLs are without their credentials and queries. `str` escapes control
+    characters, to protect a terminal from names.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class CkptError(Exception):
         return _rebuild, (type(self), self.code, self.detail, self.where, self.requirement, self.remedy)
 
     def below(self, directory: str) -> Self:
-        """Return the same error, its place below a directory; itself, if it says so already.
+        """Return the error with its place below a directory; unchanged if already there.
 
         >>> err(Code.FILE_MISSING, "no such file", where="manifest.json").below("step-00000003-l0001").where
         'step-00000003-l0001/manifest.json'
@@ -100,11 +101,11 @@ class NotFoundError(IntegrityError):
 
 
 class UnsupportedError(CkptError):
-    """The checkpoint needs a reader that knows more."""
+    """The checkpoint needs a newer reader."""
 
 
 class LayoutError(CkptError):
-    """What the writers hold doesn't fit together."""
+    """The states of the writers are contradictory."""
 
 
 class StateError(CkptError):
@@ -112,7 +113,7 @@ class StateError(CkptError):
 
 
 class CommitError(CkptError):
-    """This save didn't become a checkpoint, or isn't known to have become one."""
+    """This save didn't become a checkpoint, or perhaps didn't."""
 
 
 class FencedError(CommitError):
@@ -135,11 +136,13 @@ _SCOPE = (
 
 
 class Code(StrEnum):
-    """What went wrong. Append-only. Above each stands what it says, as in the specification's table.
+    """The append-only table of error codes.
+
+    The comment above a code is the meaning in the specification's table.
 
     Attributes:
-        error: the class of errors with this code: what a handler would do.
-        remedy: what to do about it, where the place that raises it has nothing better to say.
+        error: the class of errors with this code.
+        remedy: the default remedy, for an error without a remedy of its own.
     """
 
     error: type[CkptError]
@@ -516,7 +519,7 @@ class Code(StrEnum):
 
 
 def remedy_of(error: OSError) -> str | None:
-    """Return the remedy of what the operating system refused, where another one than the code's helps."""
+    """Return a remedy for a system error, where the default remedy doesn't help; else None."""
     if error.errno == errno.EROFS:
         return "The file system is mounted for reading only: give a path on another one, or mount it for writing."
     return None
@@ -525,7 +528,7 @@ def remedy_of(error: OSError) -> str | None:
 def err(
     code: Code, detail: str, *, where: str | None = None, requirement: str | None = None, remedy: str | None = None
 ) -> CkptError:
-    """Return the error of `code`, of the class and with the remedy that the table gives.
+    """Return the error of a code, of the class and with the default remedy of the table.
 
     >>> str(err(Code.FILE_MISSING, "no such file", where="parts/x.msgpack", remedy="look elsewhere"))
     'FILE_MISSING at parts/x.msgpack: no such file. Remedy: look elsewhere'
@@ -536,7 +539,7 @@ def err(
 
 
 def error_from_json(found: Mapping[str, Any]) -> CkptError:
-    """Return the error that another process sent, in the form of `CkptError.as_json`.
+    """Return an error received from another process, in the form of `CkptError.as_json`.
 
     >>> str(error_from_json(err(Code.NO_SPACE, "full", where="a").as_json())).split(". Remedy")[0]
     'NO_SPACE at a: full'
@@ -546,12 +549,14 @@ def error_from_json(found: Mapping[str, Any]) -> CkptError:
 
 
 def encodable(text: str) -> str:
-    r"""Return a text that can be printed and sent: a lone surrogate becomes its escape, such as ``\\udcff``."""
+    r"""Return an encodable text: a lone surrogate becomes an escape, such as ``\\udcff``."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def printable(text: str) -> str:
-    r"""Return a text for a terminal: control, bidi and other unprintable characters are escaped, but for line ends.
+    r"""Return a text for a terminal: unprintable characters except line ends are escaped.
+
+    Control and bidi characters are among the unprintable ones.
 
     >>> print(printable("a\x1b[31mb"))
     a\x1b[31mb
@@ -562,7 +567,7 @@ def printable(text: str) -> str:
 
 
 def _without_secrets(text: str) -> str:
-    """Return a text without what a URL in it may have of credentials, such as the signature of a presigned one.
+    """Return a text without the credentials in URLs, such as the signature of a presigned URL.
 
     >>> _without_secrets("https://me:key@host/a?X-Amz-Signature=1 is gone; s3://b/c?")
     'https://host/a?... is gone; s3://b/c?'

@@ -1,7 +1,7 @@
-"""How the writers of one job tell each other the little that must be the same on all of them.
+"""The exchange of small values between the writers of one job.
 
-Never tensors, never anything on the byte path: a step, an attempt's id, who holds what. A writer that refuses says so
-here, so that the others raise as well and nobody waits.
+The values are a step, an attempt's id, or the distribution of tensors, never tensors or other bulk
+data. A writer that fails sends the error here, so that all writers raise an error and none waits.
 """
 
 from __future__ import annotations
@@ -22,30 +22,35 @@ from ckptfmt.commit.waiting import poll
 from ckptfmt.errors import CkptError, Code, CommitError, NotFoundError, StateError, err, error_from_json
 from ckptfmt.store.protocol import Store
 
-#: Gather the bytes of all writers, in writer order; or a token, the same on all writers and new at each start.
+#: A function that gathers the bytes of all writers, in writer order; or a token, equal on all
+#: writers and new at each start.
 Agree: TypeAlias = "Callable[[bytes], Sequence[bytes]] | str | None"
 
 T = TypeVar("T")
 
-#: How long writers wait for each other where nobody says otherwise, in seconds.
+#: Time to wait for other writers by default, in seconds.
 DEADLINE_S: Final = 600.0
-#: Where in a store the writers meet that know each other by a token.
+#: Folder of a store in which writers with a common token meet.
 EXCHANGE: Final = "exchange"
 _TOKEN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _EXCHANGE_NBYTES: Final = 1 << 30
-#: Errors that the caller of ckptfmt mends, and not its author.
+#: Classes of errors to be fixed by the caller of ckptfmt, and not by the author.
 _OF_CALLERS: Final = (StateError, CommitError, NotFoundError)
-#: How much longer than the deadline an exchange through torch's store may take before the store counts as lost, in
-#: seconds; and how long an exchange waits for the others at least, whatever signal asked this process to stop.
+#: Time after the deadline until torch's store counts as lost, in seconds. Also the least time of an
+#: exchange, even if a signal has asked this process to stop.
 _ANSWER_S: Final = 5.0
-#: How long process 0 stays in an exchange for the others to read the values, in seconds.
+#: Time for which process 0 stays in an exchange while the others read the values, in
+#: seconds.
 _STAY_S: Final = 5.0
-#: How often a process that waits for others looks whether a signal has asked it to stop, in seconds.
+#: Interval at which a waiting process checks for a signal to stop, in seconds.
 _LOOK_S: Final = 0.25
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return what an action returns, or what it raises: that is raised again, once the other writers know of it."""
+    """Return an action's result or exception.
+
+    The caller raises the exception after the exchange with all writers.
+    """
     try:
         return action(), None
     except Exception as error:  # noqa: BLE001 - see above
@@ -53,12 +58,13 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 class Group:
-    """The writers of a job: this one's number, how many there are, and a gather of small values among them.
+    """The writers of a job: this writer's number, their count, and a gather of small values.
 
     Args:
         writer: number of this writer, from 0.
-        writer_count: how many there are.
-        gather: returns the values of all writers in their order; every writer calls it equally often.
+        writer_count: number of writers.
+        gather: returns the values of all writers in their order; every writer calls it equally
+            often.
     """
 
     def __init__(self, writer: int, writer_count: int, gather: Callable[[bytes], Sequence[bytes]]) -> None:
@@ -69,8 +75,9 @@ class Group:
     def all_gather(self, value: object) -> list[Any]:
         """Return the JSON values of all writers, in writer order.
 
-        Raises: LayoutError(WRITERS_DIVERGED) if the gather doesn't return one value for each writer, with this
-            writer's own at its place; CommitError(WRITERS_MISSING) at a deadline.
+        Raises: LayoutError(WRITERS_DIVERGED) if the gather doesn't return one value for each
+            writer, with this writer's own value in its place; CommitError(WRITERS_MISSING) at a
+            deadline.
         """
         own = json.dumps(value).encode()
         gathered = [bytes(item) for item in self._gather(own)]
@@ -83,26 +90,26 @@ class Group:
         return [json.loads(item) for item in gathered]
 
     def run_on_first(self, action: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the action returns
-        """Run an action on writer 0 and return its JSON result on all; if it raises there, raise everywhere.
+        """Run an action on writer 0, and return the JSON result, or raise the exception, on all.
 
-        Raises: what the action raises; on the other writers an error of the same code.
+        Raises: the action's exception; on the other writers an error of the same code.
         """
         result, error = attempt(action) if self.writer == 0 else (None, None)
         return self.raise_together(error, value=result)[0]
 
     def together(self, action: Callable[[], T]) -> T:
-        """Run an action on every writer and return its result; if it raises on one, raise on all.
+        """Run an action on every writer and return the result; an exception is raised on all.
 
-        Raises: what the action raises; elsewhere as `raise_together`.
+        Raises: the action's exception; on the other writers as `raise_together`.
         """
         result, error = attempt(action)
         self.raise_together(error)
         return cast("T", result)
 
     def agree(self, error: Exception | None, answer: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tell all writers of an error or of none, as `raise_together`, and of an answer that has a ``step``.
+        """Exchange an error or None, as `raise_together`, and an answer with a ``step``.
 
-        Returns: the answers of all writers, which are of the same form, and of the same step.
+        Returns: the answers of all writers, which have the same keys and the same step.
         Raises: as `raise_together`; LayoutError(WRITERS_DIVERGED). Spec: REQ-CMT-001.
         """
         told = self.raise_together(error, value=answer)
@@ -114,15 +121,16 @@ class Group:
         return told
 
     def raise_together(self, error: Exception | None, *, value: object = None) -> list[Any]:
-        """Tell all writers of an error here, or of none, along with a value; raise on all if there is one anywhere.
+        """Exchange an error or None, and a value; raise on all writers if any has an error.
 
         Args:
-            error: of ckptfmt or of the program's own objects: whoever fails, the others don't wait for it.
-            value: JSON.
+            error: an error of ckptfmt or of the program's own objects; None without an error.
+            value: a JSON value.
 
         Returns: the values of all writers.
-        Raises: `error`; on writers without one StateError(PEER_FAILED), or writer 0's own code where it decides for
-            all, such as FENCED; LayoutError(WRITERS_DIVERGED) where another writer is at another point.
+        Raises: `error`; on writers without an error StateError(PEER_FAILED), or writer 0's own code
+            where writer 0 decides for all, such as FENCED; LayoutError(WRITERS_DIVERGED) where
+            another writer is at another point.
         """
         mine = {"error": None if error is None else _error_as_json(error), "value": value}
         try:
@@ -130,8 +138,8 @@ class Group:
         except CkptError as failure:
             raise error or failure from None
         if error is not None:
-            # The place in ckptfmt where a mistake of the caller was found says nothing to the caller. The traceback of
-            # an object's own error, which is the cause, stays.
+            # The traceback through ckptfmt doesn't help a caller to fix a wrong call. The traceback
+            # of an object's own error, which is the cause, stays.
             raise error.with_traceback(None) if isinstance(error, _OF_CALLERS) else error
         if any(type(theirs) is not dict or theirs.keys() != mine.keys() for theirs in told):
             raise err(
@@ -161,7 +169,9 @@ def _peer_error(writer: int, error: dict[str, Any]) -> CkptError:
 
 
 def find_worker(writer: tuple[int, int] | None) -> tuple[int, int]:
-    """Return number and count of this worker: as given, as torch.distributed or jax.distributed says, or the only one.
+    """Return number and count of this worker.
+
+    These are `writer`, else from torch.distributed or jax.distributed, else (0, 1).
 
     Raises: StateError(ARGUMENT).
     """
@@ -190,12 +200,12 @@ def make_group(
     """Return the group of this job's writers.
 
     Args:
-        writer: (number, count); None to ask torch.distributed or jax.distributed, else the only one.
-        agree: see `Agree`; None to use the key-value store of torch.distributed.
-        store: for the exchange by token; None where there is none.
-        deadline_s: how long to wait for the others, in seconds.
-        stop_end_s: returns by when, on the monotonic clock, the wait for the others ends at the latest since a signal
-            asked this process to stop; infinity if none did. Asked through torch.distributed alone.
+        writer: (number, count); None to ask torch.distributed or jax.distributed, else (0, 1).
+        agree: as described at `Agree`; None to use the key-value store of torch.distributed.
+        store: the store for the exchange by token; None without a store.
+        deadline_s: time to wait for the other writers, in seconds.
+        stop_end_s: returns the latest end of the wait, on the monotonic clock, after a signal asked
+            this process to stop; infinity without a signal. Used with torch.distributed only.
 
     Raises: StateError(WRITERS_UNKNOWN, ARGUMENT).
     """
@@ -213,7 +223,7 @@ def make_group(
 
 
 def _find_distributed() -> Any:  # noqa: ANN401 - a module of torch, which this module must not import
-    """Return torch.distributed where the program has imported and initialised it."""
+    """Return torch.distributed if the program has imported and initialised it; else None."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -221,12 +231,14 @@ def _find_distributed() -> Any:  # noqa: ANN401 - a module of torch, which this 
 
 
 class _TorchExchange:
-    """All-gather through torch.distributed's key-value store: no process group is used, no device is touched.
+    """All-gather through torch.distributed's key-value store: without a process group or a device.
 
-    Each writer's rounds are counted in that store, not in this process: any number of objects share the count.
+    Each writer's rounds are counted in the store, not in this process: any number of objects share
+    the count.
 
-    The store is in process 0, unless a launcher holds it, and ends with it. Process 0 leaves an exchange once the
-    others have read the values: what it does next may be to end.
+    The store is in process 0, unless a launcher holds it, and ends with that process. Process 0
+    leaves an exchange only after the other processes have read the values, since it may end
+    afterwards.
     """
 
     def __init__(
@@ -252,11 +264,12 @@ class _TorchExchange:
             if self._writer == 0 and found is not None:
                 self._stay(found[0])
 
-        # The store's client heeds no time-out of its own once the store's host is gone without a word: it waits for the
-        # answer to what it then sends. And while it waits, no handler of a signal runs in the thread that called it.
+        # After its host has vanished, the store's client ignores its own time-out and waits for an
+        # answer for ever. While it waits, no signal handler runs in the calling thread.
         thread = threading.Thread(target=exchange, name="ckptfmt-agree", daemon=True)
         thread.start()
-        # A signal that came long ago, in a long step, ends no exchange in which the others are there.
+        # A signal from long ago, during a long step, must not end an exchange in which all
+        # processes take part.
         least_s = time.monotonic() + _ANSWER_S
         end_s = least_s + self._deadline.total_seconds()
         while thread.is_alive() and time.monotonic() < min(end_s, max(least_s, self._stop_end_s())):
@@ -272,7 +285,10 @@ class _TorchExchange:
         return cast("tuple[list[str], list[bytes]]", found)[1]
 
     def _exchange(self, value: bytes) -> tuple[list[str], list[bytes]]:
-        """Return the keys of this round and their values, in writer order. Raises: CommitError(WRITERS_MISSING)."""
+        """Return the keys of this round and their values, in writer order.
+
+        Raises: CommitError(WRITERS_MISSING).
+        """
         keys: list[str] = []
         try:
             number = self._store.add(f"rounds/{self._writer}", 1) - 1
@@ -281,10 +297,11 @@ class _TorchExchange:
             self._store.wait(keys, self._deadline)
             values = [base64.b64decode(self._store.get(key)) for key in keys]
             if number > 0:
-                # All have arrived here, so all have read the round before.
+                # All writers have arrived here, so all have read the previous round.
                 for key in (f"{number - 1}/{self._writer}", f"{number - 1}/{self._writer}/read"):
                     self._store.delete_key(key)
-            self._store.set(f"{keys[self._writer]}/read", "")  # the last request of this round: it has no answer
+            # The last request of this round, without an answer.
+            self._store.set(f"{keys[self._writer]}/read", "")
         except RuntimeError as error:
             detail = f"{self._name_missing(keys)} didn't come within {self._deadline.total_seconds():g} s"
             raise err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001") from error
@@ -293,19 +310,20 @@ class _TorchExchange:
     def _stay(self, keys: list[str]) -> None:
         """Wait until all writers have read the values of a round."""
         marks = [f"{key}/read" for key in keys]
-        with contextlib.suppress(RuntimeError):  # a process is gone: the next exchange says so
+        # After the loss of a process, the next exchange raises an error.
+        with contextlib.suppress(RuntimeError):
             self._store.wait(marks, min(self._deadline, dt.timedelta(seconds=_STAY_S)))
 
     def _name_missing(self, keys: list[str]) -> str:
         try:
             missing = [str(writer) for writer, key in enumerate(keys) if not self._store.check([key])]
-        except RuntimeError:  # the process that holds the key-value store is gone
+        except RuntimeError:  # the process with the key-value store is gone
             missing = []
         return f"writer {', '.join(missing[:16])}" if missing else "torch.distributed's store or a writer"
 
 
 class _StoreExchange:
-    """All-gather through files, for writers that share nothing but the store and a token that is new at each start."""
+    """All-gather through files, for writers with a common store and token, new at each start."""
 
     def __init__(self, store: Store, token: str, writer: int, writer_count: int, deadline_s: float) -> None:
         if not _TOKEN.fullmatch(token):
@@ -323,7 +341,7 @@ class _StoreExchange:
             try:
                 self._store.create(self._path(number, self._writer), [value])
             except CkptError as error:
-                # An earlier round of this start, in an object that was let go.
+                # The file is of an earlier round of this start, by a former object.
                 if error.code != Code.STORE_EXISTS:
                     raise
             else:

@@ -1,4 +1,4 @@
-"""The objects that a user hands over: `State`, the seven fields of a run, and what may stand in it."""
+"""The objects that a user saves: `State` with the seven fields of a run, and wrappers of values."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from typing import Any, Final, Literal, Protocol
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.errors import CkptError, Code, err
 
-#: Why a field is absent that the caller left out.
+#: Reason of the absence of a field left out by the caller.
 NOT_GIVEN: Final = "not given to State"
 
-#: What the reason begins with why a field is absent that another format lacks.
+#: Prefix of the reason of the absence of a field missing in another format.
 IMPORTED: Final = "imported from "
 
-#: Why the field rng is absent if the caller doesn't say it in other words.
+#: Reason of the absence of the field rng, by default.
 NO_RNG: Final = "State(rng=False)"
 
-#: Fields that every checkpoint has; provenance collects what the caller didn't give.
+#: Fields of every checkpoint, which a caller can't leave out.
 _COLLECTED: Final = ("topology", "provenance")
 
 
-#: How many keys of a mapping the representation of a State has.
+#: Number of a mapping's keys shown in the representation of a State.
 _KEYS_SHOWN: Final = 8
 
-#: Under which key provenance has the checkpoint that a run began from.
+#: Key of the checkpoint from which a run began, in the field provenance.
 INIT_FROM: Final = "init_from"
 
-#: What the names of values of ``State(extra=...)`` begin with, in the field that has them.
+#: Prefix of the names of values of ``State(extra=...)`` in their field.
 _EXTRA: Final = "extra/"
 
 
 def place_of(field: str, name: str) -> str:
-    """Return how a message names a part of a `State`, given its field and name in a checkpoint: in the caller's words.
+    """Return the name of a part of a `State` in messages, given field and name in a checkpoint.
 
     >>> place_of("weights", "head.bias"), place_of("optimizer", "extra/scheduler"), place_of("data", "")
     ('weights:head.bias', 'extra:scheduler', 'data')
@@ -48,7 +48,9 @@ def place_of(field: str, name: str) -> str:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PerWorker:
-    """A value that differs between workers: saved by each, and given back to the worker of the same number.
+    """A value that differs between workers.
+
+    Each worker saves a value; a load gives the value back to the worker of the same number.
 
     >>> PerWorker({"batches": 3})
     PerWorker({batches})
@@ -62,11 +64,11 @@ class PerWorker:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class FirstWorker:
-    """A value of which worker 0's counts for all: worker 0 saves it, and a load gives it to every worker.
+    """A value saved by worker 0 for all workers, and given to every worker by a load.
 
-    For plain values and objects with a ``state_dict`` that may differ between workers without meaning to, such as the
-    trainer state of a framework, or a configuration that has the rank among its values. Two workers that save different
-    values of one name are an error otherwise.
+    For plain values and objects with a ``state_dict``, different between workers without a purpose,
+    such as the trainer state of a framework, or a configuration with the rank among its values.
+    Without this wrapper, different values of one name on two workers are an error.
 
     >>> FirstWorker({"best_metric": 0.5})
     FirstWorker({best_metric})
@@ -80,13 +82,14 @@ class FirstWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Modules that are parts of one model, in one name space: names are as if a single module held all of it.
+    """Modules as parts of a model, in one name space, as if a single module held all parts.
 
-    For a process that holds several parts, such as virtual stages of a pipeline, whose names for their layers are those
-    of the whole model. Modules in a list or mapping have its keys before their names instead.
+    For a process with several parts, such as virtual stages of a pipeline, if the names of their
+    layers are those of the whole model. For modules in a list or mapping, in contrast, the key
+    precedes each name.
 
     Args:
-        modules: the parts; no two of them have a tensor of the same name, unless they share it.
+        modules: the parts; two parts have no tensor of the same name, unless they share the tensor.
     """
 
     modules: Sequence[object]
@@ -96,7 +99,7 @@ class Parts:
 
 
 class _Stream(Protocol):
-    """An RNG stream that was captured: reading returns its state of then, writing sets the live generator."""
+    """A captured RNG stream: `read` returns the captured state, `write` sets the generator."""
 
     @property
     def name(self) -> str: ...
@@ -108,21 +111,21 @@ class _Stream(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CapturedRng:
-    """The RNG streams of this process as they stood when `ckptfmt.capture_rng` was called.
+    """The state of the RNG streams of this process at the call of `ckptfmt.capture_rng`.
 
     Attributes:
-        streams: one for each generator.
+        streams: one stream for each generator.
     """
 
     streams: tuple[_Stream, ...]
 
     def put_back(self) -> None:
-        """Set the generators to where they stood: what was drawn since then, such as by an evaluation, is undone."""
+        """Set the generators to the captured state, which undoes draws since then."""
         for stream in self.streams:
             stream.write(stream.read())
 
 
-#: What callers call a field of a `State` by another name, as they do in other libraries.
+#: Names of other libraries for the fields of a `State`.
 _OTHER_NAMES: Final = {
     "weights": ("model", "models", "module", "net", "network", "params", "parameters", "state_dict"),
     "optimizer": ("optimizers", "optim", "opt"),
@@ -134,7 +137,7 @@ _OTHER_NAMES: Final = {
 
 
 def _unknown_argument(name: str, known: Sequence[str]) -> CkptError:
-    """Return the error for an argument that `State` doesn't have, with the field that takes the object."""
+    """Return the error for an unknown argument of `State`, with the field for the object."""
     meant = next((field for field, names in _OTHER_NAMES.items() if name.lower() in names), None)
     near = [meant] if meant is not None else difflib.get_close_matches(name, known, n=1)
     if not near:
@@ -147,7 +150,7 @@ def _unknown_argument(name: str, known: Sequence[str]) -> CkptError:
 
 
 def _refusing_unknown(cls: type[State]) -> type[State]:
-    """Return the class with an `__init__` that names the right field where arguments have none or a wrong one."""
+    """Return the class with an `__init__` that suggests a field for a wrong argument."""
     make = cls.__init__
 
     @functools.wraps(make)
@@ -171,31 +174,34 @@ def _refusing_unknown(cls: type[State]) -> type[State]:
 @_refusing_unknown
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
 class State:
-    """The live objects of a run that a checkpoint is made of and loaded into.
+    """The live objects of a run, for a checkpoint to be made from or loaded into.
 
-    Each of `weights`, `optimizer`, `data` and the values of `extra` is a module, an optimizer, an object with
-    ``state_dict`` and ``load_state_dict``, a tree of tensors, arrays and plain values (strings, numbers, ``bytes``,
-    containers and others), or a mapping or list of those.
-    A pytree of JAX, with arrays of any sharding and typed keys, is such a tree. JAX's arrays can't be changed: a load
-    makes a new tree, and sets `weights`, `optimizer`, `data` or the value of `extra` to it.
+    Each of `weights`, `optimizer`, `data` and the values of `extra` is a module, an optimizer, an
+    object with ``state_dict`` and ``load_state_dict``, a tree of tensors, arrays and plain values
+    (strings, numbers, ``bytes``, containers and others), or a mapping or list of such objects. A
+    pytree of JAX, with arrays of any sharding and typed keys, is such a tree. JAX's arrays can't be
+    changed: a load makes a new tree, and assigns the tree to `weights`, `optimizer`, `data` or the
+    value of `extra`.
 
     Attributes:
-        weights: module or modules; `Parts` of one; a mapping of tensors.
+        weights: module or modules; the `Parts` of a module; a mapping of tensors.
         optimizer: optimizer or optimizers; their parameters are named by `weights`.
         data: the position of the run in its data, such as a `ckptfmt.Sampler`.
-        config: a tree; namespaces, dataclasses, paths and enums are turned into plain values. Compared, never loaded.
-            It is the same on all processes, or a `FirstWorker` of it: then process 0's is saved, and compared.
-        extra: everything else that a step changes, by name: schedulers, scalers, averaged weights, counters.
-        rng: the caller's own generators, by name, besides those of Python, numpy and torch; False to save and load no
-            RNG stream, where a framework takes care of them. A value of `ckptfmt.capture_rng` is saved as it stood
-            then; a load puts what was saved into the live generators.
-        provenance: where the run comes from, in the caller's words; a tree.
-        identity: keys of `config`, such as ``"model/width"``, that must be equal on load.
-        harmless: keys of `config`, such as ``"out_dir"``, that don't decide what is trained: one that differs is
-            reported, and lowers no claim.
-        absent: reasons for fields that are left out on purpose.
-        init_from: the checkpoint that the state's run began from, if there was one. A `Checkpointer` sets it; saves put
-            it into the provenance.
+        config: a tree, compared on load, never loaded. Namespaces, dataclasses, paths and enums are
+            turned into plain values. The tree is equal on all processes, or in a `FirstWorker`:
+            then process 0's is saved and compared.
+        extra: further objects changed by a step, by name: schedulers, scalers, averaged weights,
+            counters.
+        rng: the caller's own generators, by name, in addition to those of Python, numpy and torch;
+            False to save and load no RNG stream, if a framework does. A value of
+            `ckptfmt.capture_rng` is saved with the captured state; a load sets the live generators.
+        provenance: the origin of the run, in the caller's words; a tree.
+        identity: keys of `config`, such as ``"model/width"``, to be equal on load.
+        harmless: keys of `config`, such as ``"out_dir"``, without influence on the training: a
+            difference is reported, and lowers no claim.
+        absent: reasons for fields left out on purpose.
+        init_from: the checkpoint from which the state's run began, or None. A `Checkpointer` sets
+            this attribute; saves copy it into the provenance.
 
     Raises: StateError(ARGUMENT).
 
@@ -235,13 +241,13 @@ class State:
                 raise err(Code.ARGUMENT, f"{field!r} is said to be absent, but is given", where="State(absent=...)")
 
     def __repr__(self) -> str:
-        """Return the kinds of what it holds: a model prints a page."""
+        """Return the kinds of the objects, since the representation of a model fills a page."""
         given = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
         texts = [f"{name}={_summary(value)}" for name, value in given if value not in (None, (), {})]
         return f"State({', '.join(texts)})"
 
     def absent_reasons(self) -> dict[str, str]:
-        """Return the fields that are left out, each with its reason."""
+        """Return the fields left out, each with the reason."""
         fields = [field for field in FIELDS if field not in _COLLECTED and self._is_left_out(field)]
         return {field: self.absent.get(field, NO_RNG if field == "rng" else NOT_GIVEN) for field in fields}
 
@@ -252,14 +258,14 @@ class State:
 
 
 def _summary(value: object) -> str:
-    """Return a word for an object of a State: its class, or the keys of a mapping."""
+    """Return a word for an object of a State: the class, or the keys of a mapping."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return f"{{{', '.join(value)}}}" if len(value) <= _KEYS_SHOWN else f"{{{len(value)} keys}}"
     return repr(value) if isinstance(value, bool | int | float | str | tuple) else type(value).__name__
 
 
 def check_state(value: object) -> None:
-    """Refuse anything but a `State`, and say what to write instead. Raises: StateError(ARGUMENT)."""
+    """Raise unless `value` is a `State`, with a remedy. Raises: StateError(ARGUMENT)."""
     if not isinstance(value, State):
         is_path = isinstance(value, str | os.PathLike)
         raise err(
