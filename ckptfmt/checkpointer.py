@@ -451,6 +451,8 @@ class Checkpointer:
             loss: a number, or a tensor of one element; one on a device isn't waited for.
             grad_norm: the norm of the gradients; likewise.
             batch: tensors, or containers of tensors, of which chosen elements are compared.
+
+        Raises: StateError(ARGUMENT) for a loss or a norm that is no number.
         """
         self._witness.observe(loss=loss, grad_norm=grad_norm, batch=batch)
 

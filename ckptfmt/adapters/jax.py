@@ -65,9 +65,13 @@ class Pending:
 
     Args:
         array: an array of a single element.
+
+    Raises: ValueError for an array of several elements.
     """
 
     def __init__(self, array: jax.Array) -> None:
+        if array.size != 1:
+            raise ValueError(f"an array of {array.size} elements")
         self._array = array
         array.copy_to_host_async()
 

@@ -24,7 +24,7 @@ from ckptfmt.data.sampler import Sampler
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch
 from ckptfmt.documents.witness import FULL_EVERY, STREAM_COUNT, StepRecord, StepsHeader, steps_path, verdict_path
-from ckptfmt.errors import CkptError
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import Group
 from ckptfmt.run.step_log import StepLog, bring_home, list_logged_launches, node_folder, remove_old
 from ckptfmt.state import CapturedRng, State
@@ -204,13 +204,16 @@ class Witness:
             self._compare_saved(saved, state)
 
     def observe(self, *, loss: Any, grad_norm: Any, batch: Any) -> None:  # noqa: ANN401 - numbers and tensors
-        """Take numbers of the step that is under way; a value on a device isn't waited for."""
+        """Take numbers of the step that is under way; a value on a device isn't waited for.
+
+        Raises: StateError(ARGUMENT) for a loss or a norm that is no number.
+        """
         if self._header is None:  # off, not begun, or of a run that outlives no process: nothing would take them
             return
         side = self._side
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
             if value is not None:
-                self._observed.setdefault(name, []).append(_fetch(value, side))
+                self._observed.setdefault(name, []).append(_fetch(name, value, side))
         found = side.fetch_batch(batch) if batch is not None and side is not None else None
         if found is not None:
             self._observed.setdefault("batch", []).append(found)
@@ -419,19 +422,27 @@ class _Saved:
     schedules: dict[str, object]
 
 
-def _fetch(value: Any, side: Any) -> Any:  # noqa: ANN401 - a number, or what is on its way from a device
+def _fetch(name: str, value: Any, side: Any) -> Any:  # noqa: ANN401 - a number, or what is on its way from a device
     """Return a number, on its way from a device where it is a tensor of torch or an array of JAX.
 
     Args:
+        name: the argument of `Checkpointer.observe`.
         side: `torch_side`.
+
+    Raises: StateError(ARGUMENT) for anything but one number.
     """
-    if type(value) is not float:
-        of_jax: Any = jax_side()
+    if type(value) is float:
+        return value
+    try:
         if side is not None and side.is_tensor(value):
             return side.fetch(value)
+        of_jax: Any = jax_side()
         if of_jax is not None and of_jax.is_array(value):
             return of_jax.Pending(value)
-    return float(value)
+        return float(value)
+    except (TypeError, ValueError) as error:
+        remedy = f"Pass a number, or a tensor of one element, such as {name}.mean()."
+        raise err(Code.ARGUMENT, f"{name} is no number: {error}", where="observe()", remedy=remedy) from error
 
 
 def _combine(values: list[Any]) -> int:

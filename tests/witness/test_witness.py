@@ -394,6 +394,19 @@ def test_witness_that_fails_ends_no_training(tmp_path: pathlib.Path, monkeypatch
     )
 
 
+@pytest.mark.parametrize(
+    "value", [torch.ones(4), torch.zeros(0), np.ones(2), "0.5 and more"], ids=["4", "0", "2", "text"]
+)
+def test_loss_that_is_no_number_is_refused_by_name(value: Any, tmp_path: pathlib.Path) -> None:
+    state = ckptfmt.State(weights={"w": torch.zeros(4)}, rng=False)
+    with Checkpointer(tmp_path, state, saver="inline") as checkpointer:
+        checkpointer.restore_rng()
+        with pytest.raises(ckptfmt.CkptError) as caught:
+            checkpointer.observe(loss=value)
+    assert (caught.value.code, caught.value.where) == ("ARGUMENT", "observe()")
+    assert "loss.mean()" in str(caught.value)
+
+
 def test_no_witness_where_none_is_wanted(tmp_path: pathlib.Path) -> None:
     checkpointer = Loop().train(tmp_path, 6, witness=False)
     checkpointer.observe(loss=1.0)

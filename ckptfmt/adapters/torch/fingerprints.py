@@ -66,7 +66,12 @@ class Pending:
 
 
 def fetch(value: torch.Tensor) -> Pending | float:
-    """Return a tensor of one element, perhaps on its way to the host, as a float of 64 bits: all floats are exact."""
+    """Return a tensor of one element, perhaps on its way to the host, as a float of 64 bits: all floats are exact.
+
+    Raises: ValueError for a tensor of several elements.
+    """
+    if value.numel() != 1:
+        raise ValueError(f"a tensor of {value.numel()} elements")
     if value.is_cpu and is_plain(value):
         return float(value.item())
     number = local_of(value).reshape(-1)[:1]
