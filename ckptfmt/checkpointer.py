@@ -33,13 +33,13 @@ from ckptfmt.trainer.loop import StepCount, StopSignals, make_meters, parse_ever
 from ckptfmt.trainer.one_save import check_step
 from ckptfmt.trainer.pace import Pace
 from ckptfmt.trainer.peers import PeerOptions
-from ckptfmt.trainer.rehearsal import Rehearsal
+from ckptfmt.trainer.rehearsal import Account, Rehearsal
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_anew, load_once, mark_streams, restore_streams
 from ckptfmt.trainer.saves import SaveOptions, Saves, Target, add_report
 from ckptfmt.trainer.short_rehearsal import ShortRehearsal, keep_iterators
 from ckptfmt.trainer.talking import Talk
 from ckptfmt.trainer.uncounted import Unsaved
-from ckptfmt.trainer.witnessing import Witness
+from ckptfmt.trainer.witnessing import Witness, digest_outside_modules
 
 if TYPE_CHECKING:
     from ckptfmt.trainer.triggers import Triggers
@@ -218,7 +218,8 @@ class Checkpointer:
         meters, self.passed_over = make_meters(every, mtbf, self._group, options.cache, ledger=ledger), []
         self._count, self._pace = StepCount(state), Pace(self._group, cadence, meters, signals, triggers)
         self._short_rehearsal = ShortRehearsal(rehearse, every)
-        self._witness = Witness(self._group, is_on=witness, kept_count=rehearse)
+        is_rehearsed = self._rehearsal is not None
+        self._witness = Witness(self._group, is_on=witness, kept_count=rehearse, is_thorough=is_rehearsed)
         self._saves, self._talk = Saves(self._store, self._group, options, mirrors), Talk(self._group.writer)
         self._unsaved = Unsaved(every, cadence, functools.partial(add_report, self._saves.reports))
         weakref.finalize(self, self._unsaved.end).atexit = False
@@ -283,6 +284,21 @@ class Checkpointer:
             self._pace.meters.close(self.step)
             self._witness.close()
             self._talk.close()
+            if self._rehearsal is not None and self.launch is not None:
+                self._rehearsal.give(self._store.name, self._account(self.launch))
+
+    def _account(self, launch: Launch) -> Account:
+        """Return the account of this process, for a rehearsal."""
+        report = self.load_report
+        return Account(
+            launch=launch.launch,
+            writer=self._group.writer,
+            step=self.step,
+            claim=None if report is None else report.claim,
+            lowered_by=() if report is None else report.lowered_by,
+            changes=tuple(self._witness.changes),
+            modules=digest_outside_modules(self._count.state),
+        )
 
     def choose(self) -> Checkpoint | None:
         """Take the next launch of the run, and return the checkpoint that it resumes from; nothing live is changed.
@@ -542,8 +558,8 @@ class Checkpointer:
     ) -> SaveHandle | None:
         more = self._tell(step)
         self._unsaved.note_counted(1 if more else 0)
-        if self._rehearsal is not None:
-            self._rehearsal.kill(self.step)
+        if self._rehearsal is not None and self._rehearsal.is_fatal(self.step):
+            self._rehearsal.kill(self._handle)
         self._pace.beat()
         if not self._is_prepared:
             self._saves.prepare(self._count.state, step=self.step)
@@ -551,7 +567,7 @@ class Checkpointer:
         is_over, is_last = self.stopped, self.step == total
         # Who goes on after a stop has a checkpoint of it, and asks for any other.
         requested, self._requested = self._requested, None
-        will_save = bool(requested) or is_last
+        will_save = bool(requested) or is_last or (self._rehearsal is not None and self._rehearsal.save_at == step)
         is_due = not is_over and self._pace.is_due(self.step, more, will_save=will_save)
         self.stopped |= self._pace.stopped
         label, to_home = requested or (label, False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import random
@@ -13,74 +12,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from xml.etree import ElementTree as ET
 
 from ckptfmt.cli.console import Console, clean, count_text, print_json
-from ckptfmt.documents.witness import WITNESS, StepRecord
+from ckptfmt.cli.judging import Outcome, judge, read_accounts
 from ckptfmt.errors import Code, err
-from ckptfmt.run.step_log import Steps
-from ckptfmt.trainer.comparing import WORDS, Comparison, compare_steps
 from ckptfmt.trainer.rehearsal import Rehearsal
 
 #: The number of lines of a failed launch that are shown.
 _TAIL: Final = 12
-_LOG_NAME: Final = re.compile(r"([0-9]+)/([0-9]+)\.steps")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """A step that differs.
-
-    Attributes:
-        launch: the launch whose step it is, in words.
-        writer: the number of the process.
-        step: the number of the step.
-        what: the member that differs first.
-        text: the sentence on the difference and its cause.
-    """
-
-    launch: str
-    writer: int
-    step: int
-    what: str
-    text: str
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Outcome:
-    """The outcome of a rehearsal.
-
-    Attributes:
-        kills: the numbers of steps after which launches were killed.
-        resumed: the numbers of steps with which later launches began, in their order; of process 0.
-        step_count: the number of steps that were compared, behind resumes alone.
-        writer_count: the number of processes of the calm run.
-        compared: the members that were compared, in words.
-        difference: the first difference between a killed and resumed run and the undisturbed one; None where they are
-            identical.
-        is_repeatable: whether two fresh starts are the same: without it, a resume is compared with the launch before
-            alone.
-        notes: sentences on the rehearsal itself.
-    """
-
-    kills: list[int]
-    resumed: list[int] = dataclasses.field(default_factory=list)
-    step_count: int = 0
-    writer_count: int = 0
-    compared: tuple[str, ...] = ()
-    difference: Finding | None = None
-    is_repeatable: bool = True
-    notes: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def verdict(self) -> str:
-        """``same``, ``different``, or ``unknown`` where no step behind a resume could be compared."""
-        if self.difference is not None:
-            return "different"
-        return "same" if self.step_count else "unknown"
+#: The last line of a traceback, which torchrun may begin with the rank.
+_EXCEPTION: Final = re.compile(r"(\[rank[0-9]+\]: ?)?[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit): ")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -93,12 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
         remedy = "Write it behind two dashes: ckptfmt rehearse -- python train.py --lr 0.1"
         raise err(Code.ARGUMENT, "no program is given", where="rehearse", remedy=remedy)
     worlds = _parse_worlds(arguments.world)
-    kills = plan_kills(arguments.steps, arguments.every, arguments.kills, arguments.seed)
+    plan_kills(arguments.steps, arguments.every, arguments.kills, arguments.seed)  # refused before anything is started
     scratch = Path(tempfile.mkdtemp(prefix="ckptfmt-rehearsal-")) if arguments.keep is None else Path(arguments.keep)
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         begun_s = time.monotonic()
-        _play(command, worlds, scratch, arguments)
+        kills = _play(command, worlds, scratch, arguments)
         outcome = judge(scratch, kills)
         seconds = time.monotonic() - begun_s
     finally:
@@ -130,99 +75,6 @@ def plan_kills(steps: int, every: int, count: int, seed: int) -> list[int]:
     return sorted(chosen.choice(place) for place in chosen.sample(places, count))
 
 
-def judge(scratch: Path, kills: list[int]) -> Outcome:
-    """Return the outcome of the launches below a scratch directory, as their step logs say.
-
-    Raises: StateError(ARGUMENT) where no step was recorded.
-    """
-    calm = _read_logs(scratch / "calm")
-    killed = _read_logs(scratch / "killed")
-    outcome = Outcome(kills=kills)
-    if not calm:
-        remedy = "The program makes no Checkpointer, takes no step with it, or has witness=False."
-        raise err(Code.ARGUMENT, "the undisturbed run recorded no step", where="rehearse", remedy=remedy)
-    outcome.writer_count = max(steps.header.writer_count for steps in calm.values())
-    first_launch = min(launch for _, launch, _ in calm)
-    references = {
-        (name, writer): [_without_streams(steps)]
-        for (name, launch, writer), steps in calm.items()
-        if launch == first_launch
-    }
-    for (name, launch, writer), steps in sorted(killed.items()):
-        known = references.setdefault((name, writer), [])
-        is_first = steps.header.resumed is None
-        found = _compare_launch(steps, [one for one in known if _is_alike(one, steps)], outcome, counts=not is_first)
-        if is_first and found is not None:
-            outcome.is_repeatable = False
-            outcome.notes.append(
-                f"two fresh starts differ by themselves ({found[1].detail}): seed the program to compare it with an"
-                " undisturbed run; the steps behind a kill are compared with those before it alone"
-            )
-            known.clear()
-        elif found is not None and outcome.difference is None:
-            step, comparison = found
-            what = comparison.what or ""
-            where = f"launch {launch}, which resumed from step {steps.header.first_step}"
-            outcome.difference = Finding(launch=where, writer=writer, step=step, what=what, text=comparison.detail)
-        if not is_first and writer == 0:
-            outcome.resumed.append(steps.header.first_step)
-        known.append(steps)
-    if not outcome.resumed:
-        outcome.notes.append("no launch resumed from a checkpoint of a killed one")
-    return outcome
-
-
-def _without_streams(steps: Steps) -> Steps:
-    """Return the records without RNG streams: fresh starts differ in those that a program neither seeds nor uses."""
-    return Steps(steps.header, {number: dataclasses.replace(one, streams=()) for number, one in steps.records.items()})
-
-
-def _is_alike(one: Steps, other: Steps) -> bool:
-    return one.header.writer_count == other.header.writer_count
-
-
-def _compare_launch(
-    steps: Steps, references: list[Steps], outcome: Outcome, *, counts: bool
-) -> tuple[int, Comparison] | None:
-    """Compare each step with the first reference that has it; return the first that differs."""
-    is_first = True
-    for number, record in sorted(steps.records.items()):
-        reference = next((one for one in references if number in one.records), None)
-        if reference is None:
-            continue
-        found = _compare(reference, reference.records[number], steps, record, is_first=is_first)
-        is_first = False
-        if counts and found.compared:
-            outcome.step_count += 1
-            outcome.compared = tuple(WORDS[name] for name in found.compared)
-        if found.what is not None:
-            return number, found
-    return None
-
-
-def _compare(one: Steps, earlier: StepRecord, other: Steps, now: StepRecord, *, is_first: bool) -> Comparison:
-    return compare_steps(
-        earlier,
-        now,
-        streams=other.header.streams,
-        earlier_streams=one.header.streams,
-        same_tensors=one.header.tensors == other.header.tensors,
-        is_first=is_first,
-    )
-
-
-def _read_logs(folder: Path) -> dict[tuple[str, int, int], Steps]:
-    """Return the step logs below a folder of runs, by run, launch and process."""
-    found: dict[tuple[str, int, int], Steps] = {}
-    for path in sorted(folder.glob(f"*/{WITNESS}/*/*.steps")):
-        run_folder = path.parents[2]
-        parsed = _LOG_NAME.fullmatch(f"{path.parent.name}/{path.name}")
-        steps = Steps.parse(path.read_bytes())
-        if parsed is not None and steps is not None:
-            found[run_folder.name, int(parsed[1]), int(parsed[2])] = steps
-    return found
-
-
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 
@@ -240,40 +92,63 @@ def _parse_worlds(text: str | None) -> list[int | None]:
     return [*worlds]
 
 
-def _play(command: list[str], worlds: list[int | None], scratch: Path, arguments: argparse.Namespace) -> None:
+def _play(command: list[str], worlds: list[int | None], scratch: Path, arguments: argparse.Namespace) -> list[int]:
     """Start the undisturbed run, then the one that is killed, each launch after the end of the one before.
 
+    Returns: the numbers of steps after which launches were killed.
     Raises: StateError(ARGUMENT) where a launch ends by itself with an error.
     """
-    console = Console(sys.stderr)
-    kills = plan_kills(arguments.steps, arguments.every, arguments.kills, arguments.seed)
-    plan: list[tuple[str, int | None, int | None]] = [("calm", None, worlds[0])]
-    for place, kill in enumerate([*kills, None]):
-        plan.append(("killed", kill, worlds[min(place, len(worlds) - 1)]))
-    for number, (name, kill_at, world) in enumerate(plan):
-        rehearsal = Rehearsal(folder=str(scratch / name), every=arguments.every, steps=arguments.steps, kill_at=kill_at)
-        ends = f"is killed behind step {kill_at}" if kill_at is not None else f"goes on to step {arguments.steps}"
-        console.line((f"launch {number + 1} of {len(plan)} {ends}", "dim"))
-        with _output(scratch, name, number) as output:
-            started = _command(command, world)
-            environment = {**os.environ, **rehearsal.as_environment()}
-            code = subprocess.run(started, env=environment, stdout=output, stderr=output, check=False).returncode  # noqa: S603 - the user's own
-            output.seek(0)
-            said = output.read().decode(errors="replace").splitlines()
-        was_killed = kill_at is not None and code != 0
-        if code != 0 and not was_killed:
-            raise err(
-                Code.ARGUMENT,
-                f"launch {number + 1}, which {ends}, ended with exit code {code}: {' / '.join(said[-_TAIL:])}"[:2000],
-                where=" ".join(started)[:200],
-                remedy="Run the program by itself first; a resume that is refused says why in its last line.",
-            )
+    kills: dict[int, int | None] = dict.fromkeys(
+        plan_kills(arguments.steps, arguments.every, arguments.kills, arguments.seed)
+    )
+    rehearsal = Rehearsal(folder=str(scratch / "calm"), every=arguments.every, steps=arguments.steps, kill_at=None)
+    total = len(kills) + 2
+    _start(command, worlds[0], rehearsal, scratch / "calm-1.log", f"launch 1 of {total}")
+    save_at = _find_change(scratch / "calm", [*kills], arguments.every)
+    if save_at is not None:
+        kills = dict(sorted((kills | {save_at + 1: save_at}).items()))
+    rehearsal = dataclasses.replace(rehearsal, folder=str(scratch / "killed"))
+    total = len(kills) + 2
+    for place, kill_at in enumerate([*kills, None]):
+        number, world = place + 2, worlds[min(place, len(worlds) - 1)]
+        save_at = None if kill_at is None else kills[kill_at]
+        one = dataclasses.replace(rehearsal, kill_at=kill_at, save_at=save_at)
+        _start(command, world, one, scratch / f"killed-{number}.log", f"launch {number} of {total}")
+    return [*kills]
 
 
-@contextlib.contextmanager
-def _output(scratch: Path, name: str, number: int) -> Iterator[Any]:
-    with (scratch / f"{name}-{number}.log").open("w+b") as file:
-        yield file
+def _find_change(calm: Path, kills: list[int], every: int) -> int | None:
+    """Return a step behind which something changed before the next one, if no launch resumes from such a step yet."""
+    changes = sorted({step for account in read_accounts(calm).values() for step in account.changes})
+    resumed = {kill // every * every for kill in kills}
+    return changes[0] if changes and not resumed & set(changes) else None
+
+
+def _start(command: list[str], world: int | None, rehearsal: Rehearsal, log: Path, name: str) -> None:
+    """Start one launch and wait for its end. Raises: StateError(ARGUMENT) where it ends by itself with an error."""
+    kill_at = rehearsal.kill_at
+    ends = f"is killed behind step {kill_at}" if kill_at is not None else f"goes on to step {rehearsal.steps}"
+    Console(sys.stderr).line((f"{name} {ends}", "dim"))
+    started = _command(command, world)
+    environment = {**os.environ, **rehearsal.as_environment()}
+    with log.open("w+b") as output:
+        code = subprocess.run(started, env=environment, stdout=output, stderr=output, check=False).returncode  # noqa: S603 - the user's own
+        output.seek(0)
+        said = output.read().decode(errors="replace").splitlines()
+    was_killed = kill_at is not None and code != 0
+    if code != 0 and not was_killed:
+        raise err(
+            Code.ARGUMENT,
+            f"{name}, which {ends}, ended with exit code {code}: {_last_words(said)}"[:2000],
+            where=" ".join(started)[:200],
+            remedy="Run the program by itself first; a resume that is refused says why in its last line.",
+        )
+
+
+def _last_words(said: list[str]) -> str:
+    """Return the first exception that a failed launch printed, of several processes that of the first; or its end."""
+    found = next((line for line in said if _EXCEPTION.match(line)), None)
+    return " / ".join(said[-_TAIL:]) if found is None else found
 
 
 def _command(command: list[str], world: int | None) -> list[str]:
@@ -292,13 +167,15 @@ def _command(command: list[str], world: int | None) -> list[str]:
 
 def _print(console: Console, outcome: Outcome, command: Sequence[str], arguments: argparse.Namespace) -> None:
     processes = count_text(outcome.writer_count, "process", "processes")
-    kills = " and ".join(map(str, outcome.kills))
-    resumed = " and ".join(map(str, outcome.resumed)) or "nothing"
+    kills = _joined(outcome.kills)
+    resumed = _joined(outcome.resumed) or "nothing"
     console.line(("program", "dim"), f"   {clean(' '.join(command))}")
     console.line(("calm", "dim"), f"      {arguments.steps} steps, {processes}, a save every {arguments.every}")
     console.line(("killed", "dim"), f"    behind step {kills}; resumed from step {resumed}")
     steps = count_text(outcome.step_count, "step")
     console.line(("compared", "dim"), f"  {steps} behind resumes: {', '.join(outcome.compared) or 'nothing'}")
+    if outcome.lowered_by:
+        console.line(("claim", "yellow"), f"     {outcome.claim} at a resume: {clean('; '.join(outcome.lowered_by))}")
     for note in outcome.notes:
         console.line(("note", "yellow"), f"      {clean(note)}")
     console.line()
@@ -308,9 +185,18 @@ def _print(console: Console, outcome: Outcome, command: Sequence[str], arguments
         console.line(("NOT the same trajectory", "red bold"), f": {clean(found.launch)}{process}")
         console.line(f"  {clean(found.text)}")
     elif outcome.step_count:
-        console.line(("the same trajectory", "green bold"), f": T1 verified over {steps}")
+        is_claimed = outcome.claim in (None, "T1")
+        verdict = (
+            f"T1 verified over {steps}" if is_claimed else f"{steps} identical, claim {outcome.claim} all the same"
+        )
+        console.line(("the same trajectory", "green bold"), f": {verdict}")
     else:
         console.line(("unknown", "yellow bold"), ": no step behind a resume could be compared")
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    words = [str(number) for number in numbers]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _junit(outcome: Outcome, command: Sequence[str], seconds: float) -> bytes:

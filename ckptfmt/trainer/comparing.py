@@ -30,22 +30,19 @@ _DIFFERS: Final[dict[str, str]] = {
     "options": "an option of an optimizer, such as its learning rate, differs after it",
     "weights": "the weights differ after it",
 }
-#: The causes that the evidence leaves.
+#: The causes that the evidence leaves, whatever else was compared.
 _CAUSES: Final[dict[str, str]] = {
     "position": "a step took another number of batches, or another global batch",
     "samples": "the data set or its order is another one",
-    "batch": "the batch was fetched before the state was restored, or prepared by something that isn't in State, such"
-    " as a worker's own random numbers",
-    "loss": "a state that isn't in State (a scheduler, averaged weights, a batch fetched before the state was"
-    " restored), or kernels that aren't deterministic",
     "grad_norm": "gradients that were there at the save (an accumulation half-way), or kernels that aren't"
     " deterministic",
     "options": "a scheduler that isn't in State, or was stepped after the save, or a program that sets the option by"
     " something that isn't in State",
-    "weights": "the state of an optimizer isn't in State, or the backward pass isn't deterministic",
-    "unobserved": "the batch, a state that isn't in State (an optimizer, a scheduler, gradients of an accumulation"
-    " half-way), or kernels that aren't deterministic; observe(loss=..., batch=...) tells these apart",
 }
+_KERNELS: Final = "kernels that aren't deterministic"
+_WORKERS: Final = "prepared with random numbers that aren't in State, such as those of a worker process"
+_RANDOM: Final = "random numbers that were drawn after the save"
+_GRADIENTS: Final = "gradients that were there at the save (an accumulation half-way)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,18 +121,36 @@ def _explain(
 ) -> str:
     if what == "rng":
         return _explain_streams(now, drawn, is_first=is_first)
-    differs, cause = _DIFFERS[what], _CAUSES[what]
+    differs, cause = _DIFFERS[what], _cause_of(what, compared, has_streams=earlier.is_full and now.is_full)
     if what == "samples" and earlier.position != now.position:
         differs = f"its data ends at position {now.position}, and ended at {earlier.position} before"
         cause = _CAUSES["position"]
     elif what in ("loss", "grad_norm") and not now.is_several:
         number, before = (_number(getattr(one, what)) for one in (now, earlier))
         differs = f"its {WORDS[what]} is {number}, and was {before}"
-    elif what == "weights" and "loss" not in compared:
-        cause = _CAUSES["unobserved"]
     if what != "samples" and not (earlier.is_full and now.is_full):
         cause += "; or other random numbers, since RNG streams weren't read in this step"
     return f"{differs}: {cause}"
+
+
+def _cause_of(what: What, compared: Sequence[What], *, has_streams: bool) -> str:
+    """Return the causes of a difference that remain, since the members before it are the same."""
+    if what in _CAUSES:
+        return _CAUSES[what]
+    if what == "batch":
+        order = [] if "samples" in compared else ["has an order that isn't in State, such as that of shuffle=True"]
+        return f"the batch {_either(['was fetched before the state was restored', *order, f'was {_WORKERS}'])}"
+    causes = [] if "batch" in compared else ["the batch"]
+    causes += [_RANDOM] if has_streams and "rng" not in compared else []
+    if what == "loss":
+        causes += ["a state that isn't in State (averaged weights, a hidden state, a counter)"]
+    elif "loss" in compared:
+        causes = ["the state of an optimizer that isn't in State"]
+    else:
+        causes += ["a state that isn't in State (an optimizer, averaged weights, a counter)"]
+    causes += [_GRADIENTS] if what == "weights" and "grad_norm" not in compared else []
+    hint = "" if "loss" in compared else "; observe(loss=..., batch=...) tells these apart"
+    return f"{_either([*causes, _KERNELS])}{hint}"
 
 
 def _explain_streams(now: StepRecord, drawn: Sequence[str], *, is_first: bool) -> str:
@@ -144,12 +159,18 @@ def _explain_streams(now: StepRecord, drawn: Sequence[str], *, is_first: bool) -
         return f"{names} after it: the step, or something since the save, drew other random numbers"
     cause = "the step before, or something after it, drew other random numbers"
     if is_first:
-        cause = "something drew random numbers after the save (an evaluation, a prefetched batch)"
+        cause = (
+            "something drew random numbers after the save (an evaluation, the iterator of a loader, a prefetched batch)"
+        )
     return f"{names} before the step: {cause}"
 
 
 def _joined(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _either(causes: Sequence[str]) -> str:
+    return f"{', '.join(causes[:-1])}, or {causes[-1]}"
 
 
 def _number(bits: int | None) -> str:

@@ -106,15 +106,19 @@ class Witness:
         group: the processes of the job.
         is_on: whether there is to be a witness.
         kept_count: the number of newest records that `go_back` needs.
+        is_thorough: whether all records are full, and `changes` is kept, as in a rehearsal.
 
     Attributes:
+        changes: the steps behind which an RNG stream or a schedule changed, where each step is looked at.
         restores_streams_itself: whether the RNG streams are put back as the first step begins, after everything that a
             program does before its first step. Then random numbers drawn between a save and the next step are lost to
             a resume, for certain.
     """
 
-    def __init__(self, group: Group, *, is_on: bool, kept_count: int = 0) -> None:
+    def __init__(self, group: Group, *, is_on: bool, kept_count: int = 0, is_thorough: bool = False) -> None:
         self.restores_streams_itself = False
+        self.changes: list[int] = []
+        self._is_thorough = is_thorough
         self._group = group
         self._is_on = is_on
         self._side: Any = None
@@ -134,7 +138,8 @@ class Witness:
         self._observed: dict[str, list[Any]] = {}
         self._open: collections.deque[_Open] = collections.deque()
         self._newest: collections.deque[StepRecord] = collections.deque(maxlen=kept_count)
-        self._saved: _Saved | None = None
+        self._saved: _End | None = None
+        self._last: _End | None = None
         self._warned: set[str] = set()
         self._own_reports: list[str] = []
 
@@ -202,6 +207,8 @@ class Witness:
         saved, self._saved = self._saved, None
         if saved is not None and saved.step == step:
             self._compare_saved(saved, state)
+        if self._last is not None and self._last.step == step and self._last != self._look(step, state):
+            self.changes.append(step)
 
     def observe(self, *, loss: Any, grad_norm: Any, batch: Any) -> None:  # noqa: ANN401 - numbers and tensors
         """Take numbers of the step that is under way; a value on a device isn't waited for.
@@ -254,6 +261,8 @@ class Witness:
         self._before = None
         self._observed = {}
         self._flush(is_last=False)
+        if self._is_thorough:
+            self._last = self._look(step, state)
 
     @_harmless
     def note_saved(self, step: int, state: State) -> None:
@@ -265,7 +274,7 @@ class Witness:
             return
         self._is_first = True
         if self.restores_streams_itself and not isinstance(state.rng, CapturedRng):
-            self._saved = _Saved(step, self._digest_streams(), _schedules(state))
+            self._saved = self._look(step, state)
         self._look_up_tensors(state)
 
     @_harmless
@@ -281,7 +290,10 @@ class Witness:
             self._repeated = RepeatedSteps(self._group, launch, expected)
             self._repeated.expect([record for record in self._newest if record.step > step], self._header)
             self._is_first = True
-            self._saved = None
+            self._saved = self._last = None
+
+    def _look(self, step: int, state: State) -> _End:
+        return _End(step, self._digest_streams(), _schedules(state))
 
     def turn_off(self, error: Exception) -> None:
         """Record no more, and report why."""
@@ -338,7 +350,7 @@ class Witness:
 
         A full record has the RNG streams, and looks at more tensors.
         """
-        return self._is_first or step % FULL_EVERY == 0
+        return self._is_thorough or self._is_first or step % FULL_EVERY == 0
 
     def _digest_streams(self) -> tuple[int, ...]:
         digests = [digest() for digest in self._digests]
@@ -389,7 +401,7 @@ class Witness:
         except CkptError as error:
             self._report(f"WITNESS_OFF: the steps of this launch couldn't be copied home: {error}")
 
-    def _compare_saved(self, saved: _Saved, state: State) -> None:
+    def _compare_saved(self, saved: _End, state: State) -> None:
         """Say what changed between the save of a step and the begin of the next one: a resume doesn't have it."""
         rows = zip(self._streams, saved.streams, self._before or (), strict=False)
         for name in [stream.name for stream, then, now in rows if then != now]:
@@ -414,8 +426,8 @@ class Witness:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Saved:
-    """A saved step, with the digests of its RNG streams and the states of its schedulers."""
+class _End:
+    """The end of a step, with the digests of its RNG streams and the states of its schedulers."""
 
     step: int
     streams: tuple[int, ...]
@@ -476,6 +488,12 @@ def _witnessed_streams(state: State) -> list[LiveRngStream]:
 def _make_fingerprint(state: State) -> Fingerprint | None:
     side: Any = torch_side()
     return None if side is None else side.Fingerprint(iter_tensors(state))
+
+
+def digest_outside_modules(state: State) -> dict[str, list[int]]:
+    """Return digests of chosen elements of torch's modules that aren't in a state, by name; nothing without torch."""
+    side: Any = torch_side()
+    return {} if side is None else side.digest_outside_modules([tensor for _, tensor in iter_tensors(state)])
 
 
 def _find_optimizers(state: State) -> list[Any]:

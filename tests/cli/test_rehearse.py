@@ -9,11 +9,12 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from ckptfmt.__main__ import main
-from ckptfmt.cli.rehearse import judge, plan_kills
+from ckptfmt.cli.judging import judge
+from ckptfmt.cli.rehearse import plan_kills
 from ckptfmt.documents.witness import StepRecord, StepsHeader, steps_path
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.run.step_log import StepLog
-from ckptfmt.trainer.rehearsal import VARIABLE, Rehearsal
+from ckptfmt.trainer.rehearsal import VARIABLE, Account, Rehearsal
 
 #: A small nanoGPT: crops of a text by torch.randint, and learning rates set by hand. Prefetching is its common fault.
 TRAIN = """
@@ -84,6 +85,13 @@ def test_program_that_fails_by_itself_is_told_with_its_last_words(tmp_path: path
     assert "Run the program by itself first" in told
 
 
+def test_failure_of_several_processes_is_told_with_the_words_of_the_first(tmp_path: pathlib.Path, capsys: Any) -> None:
+    """The last lines of torchrun say that a process failed, and not why."""
+    (tmp_path / "bad.py").write_text("raise ValueError('no such data')")
+    assert rehearse("--world", "2", "--", sys.executable, str(tmp_path / "bad.py")) == 2
+    assert "ended with exit code 1: ValueError: no such data" in capsys.readouterr().err
+
+
 def test_program_without_a_checkpointer_is_refused_by_name(tmp_path: pathlib.Path, capsys: Any) -> None:
     (tmp_path / "idle.py").write_text("")
     assert rehearse("--", sys.executable, str(tmp_path / "idle.py")) == 2
@@ -107,7 +115,9 @@ def test_kills_without_room_are_refused(steps: int, every: int, kills: int) -> N
     assert caught.value.code == Code.ARGUMENT
 
 
-def log(folder: pathlib.Path, launch: int, steps: range, *, first: int, loss: int = 0, writer_count: int = 1) -> None:
+def log(
+    folder: pathlib.Path, launch: int, steps: range, *, first: int, loss: int = 0, drawn: int = 0, writer_count: int = 1
+) -> None:
     for writer in range(writer_count):
         header = StepsHeader(
             run_id="0" * 32,
@@ -122,7 +132,7 @@ def log(folder: pathlib.Path, launch: int, steps: range, *, first: int, loss: in
         )
         found = StepLog(folder / "run" / steps_path(launch, writer), header)
         for step in steps:
-            found.put(StepRecord(step=step, loss=step + loss, streams=(step,)))
+            found.put(StepRecord(step=step, loss=step + loss, streams=(step + drawn,)))
         found.close()
 
 
@@ -132,7 +142,7 @@ def test_fresh_starts_that_differ_are_no_fault_of_a_resume(tmp_path: pathlib.Pat
     log(tmp_path / "killed", 2, range(6, 25), first=5, loss=100)
     outcome = judge(tmp_path, [8])
     assert (outcome.verdict, outcome.is_repeatable, outcome.step_count) == ("same", False, 3)
-    assert "seed the program" in outcome.notes[0]
+    assert outcome.notes[0].startswith("two fresh starts differ by themselves from step 1 on (loss): seed the program")
 
 
 def test_difference_behind_the_second_kill_is_found(tmp_path: pathlib.Path) -> None:
@@ -145,6 +155,57 @@ def test_difference_behind_the_second_kill_is_found(tmp_path: pathlib.Path) -> N
     assert outcome.difference is not None
     assert (outcome.difference.step, outcome.difference.what) == (11, "loss")
     assert outcome.resumed == [5, 10]
+
+
+def test_random_numbers_drawn_behind_the_last_kill_are_told_as_the_cause(tmp_path: pathlib.Path) -> None:
+    """Streams weren't compared with the undisturbed run, so that the loss was said to differ, with another cause."""
+    log(tmp_path / "calm", 1, range(1, 25), first=0)
+    log(tmp_path / "killed", 1, range(1, 9), first=0)
+    log(tmp_path / "killed", 2, range(9, 25), first=5, loss=1, drawn=1)
+    outcome = judge(tmp_path, [8])
+    assert outcome.difference is not None
+    assert outcome.difference.what == "rng"
+
+
+def test_streams_that_fresh_starts_do_not_seed_are_not_compared(tmp_path: pathlib.Path) -> None:
+    log(tmp_path / "calm", 1, range(1, 25), first=0)
+    log(tmp_path / "killed", 1, range(1, 9), first=0, drawn=7)
+    log(tmp_path / "killed", 2, range(6, 25), first=5, drawn=7)
+    outcome = judge(tmp_path, [8])
+    assert (outcome.verdict, outcome.step_count, outcome.compared) == ("same", 19, ("loss",))
+
+
+def give(folder: pathlib.Path, launch: int, **members: Any) -> None:
+    found = {"claim": "T1", "lowered_by": (), "changes": (), "modules": {}, **members}
+    rehearsal = Rehearsal(folder=str(folder), every=5, steps=24, kill_at=None)
+    rehearsal.give("run", Account(launch=launch, writer=0, step=24, **found))
+
+
+@pytest.mark.parametrize(("average", "verdict"), [(1, "same"), (2, "different")])
+def test_module_outside_of_the_state_that_ends_otherwise_is_found(
+    average: int, verdict: str, tmp_path: pathlib.Path
+) -> None:
+    """Averaged weights that no step depends on show in no step."""
+    log(tmp_path / "calm", 1, range(1, 25), first=0)
+    log(tmp_path / "killed", 1, range(1, 9), first=0)
+    log(tmp_path / "killed", 2, range(6, 25), first=5)
+    give(tmp_path / "calm", 1, claim=None, modules={"AveragedModel (w)": [1], "LPIPS (w)": [5]})
+    give(tmp_path / "killed", 2, modules={"AveragedModel (w)": [average], "LPIPS (w)": [5]})
+    outcome = judge(tmp_path, [8])
+    assert outcome.verdict == verdict
+    if outcome.difference is not None:
+        assert (outcome.difference.what, outcome.difference.step) == ("outside", 24)
+        assert "AveragedModel (w) isn't in State" in outcome.difference.text
+
+
+def test_claim_of_the_resume_is_told_with_its_reasons(tmp_path: pathlib.Path) -> None:
+    log(tmp_path / "calm", 1, range(1, 25), first=0)
+    log(tmp_path / "killed", 1, range(1, 9), first=0)
+    log(tmp_path / "killed", 2, range(6, 25), first=5)
+    give(tmp_path / "killed", 2, claim="S1", lowered_by=("a GradScaler scales the gradients, and no State holds it",))
+    outcome = judge(tmp_path, [8])
+    assert (outcome.verdict, outcome.claim) == ("same", "S1")
+    assert outcome.lowered_by[0].startswith("a GradScaler")
 
 
 def test_launches_of_another_number_of_processes_are_not_judged(tmp_path: pathlib.Path) -> None:

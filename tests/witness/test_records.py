@@ -127,6 +127,30 @@ def test_only_what_both_have_is_compared() -> None:
     assert "observe(loss=..., batch=...) tells these apart" in found.detail
 
 
+@pytest.mark.parametrize(
+    ("gone", "change", "told", "untold"),
+    [
+        ((), {"batch": 9}, "those of a worker process", "shuffle=True"),
+        (("position", "samples"), {"batch": 9}, "that of shuffle=True", ""),
+        ((), {"loss": 9}, "averaged weights", "the batch,"),
+        (("batch",), {"loss": 9}, "the batch, a state", "random numbers"),
+        (("streams",), {"loss": 9}, "random numbers that were drawn after the save", "the batch,"),
+        ((), {"weights": 9}, "the state of an optimizer", "an accumulation half-way"),
+        (("grad_norm",), {"weights": 9}, "an accumulation half-way", "the batch,"),
+        (("loss", "batch"), {"weights": 9}, "the batch, a state", "a scheduler"),
+    ],
+)
+def test_causes_are_those_that_the_members_before_leave(
+    gone: tuple[str, ...], change: dict[str, Any], told: str, untold: str
+) -> None:
+    """An accumulation half-way was told as an optimizer's state, and the order of shuffle=True as a worker's draws."""
+    without: dict[str, Any] = {name: () if name == "streams" else None for name in gone}
+    earlier = dataclasses.replace(RECORD, **without)
+    found = compared(dataclasses.replace(earlier, **change), earlier)
+    assert told in found.detail
+    assert not untold or untold not in found.detail
+
+
 def test_streams_of_a_later_step_have_another_cause() -> None:
     found = compared(dataclasses.replace(RECORD, streams=(9, 8)), is_first=False)
     assert found.detail.endswith("the step before, or something after it, drew other random numbers")

@@ -29,6 +29,7 @@ from ckptfmt.documents.witness import verdict_path
 from ckptfmt.run.step_log import KEPT_LAUNCHES, read_steps, read_verdicts
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.trainer.witnessing import digest_outside_modules
 from tests.test_group import Allgather, run_writers
 
 INPUTS: Any = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
@@ -158,7 +159,7 @@ def move(loop: Loop) -> None:
     [
         (draw, "loss", "a state that isn't in State"),
         (scale, "loss", "a state that isn't in State"),
-        (move, "weights", "the state of an optimizer isn't in State"),
+        (move, "weights", "the state of an optimizer that isn't in State"),
         (
             lambda loop: loop.optimizer.param_groups[0].update(weight_decay=0.5),
             "options",
@@ -214,7 +215,7 @@ def test_numbers_drawn_behind_the_save_are_named_as_the_cause(tmp_path: pathlib.
     assert report is not None
     assert report.refuted_by == (
         "step 11 had the same samples, but the RNG stream torch.cpu differs before the step:"
-        " something drew random numbers after the save (an evaluation, a prefetched batch)"
+        " something drew random numbers after the save (an evaluation, the iterator of a loader, a prefetched batch)"
     )
 
 
@@ -233,6 +234,24 @@ def test_change_behind_a_save_is_said_before_anything_is_lost(action: Any, told:
     checkpointer = own_loop(tmp_path, dies_at=13, says_when=False, behind=action)
     assert len(checkpointer.reports) == 1
     assert checkpointer.reports[0].startswith(told)
+
+
+def test_modules_outside_of_the_state_are_digested_by_name() -> None:
+    """A module of the State, and one within another, isn't among them; every element of a small one counts."""
+    loop = Loop()
+    average = torch.optim.swa_utils.AveragedModel(loop.model)
+
+    def digests() -> list[int]:
+        return [one for name, ones in digest_outside_modules(loop.state).items() for one in ones if "Averaged" in name]
+
+    (before,) = digests()
+    assert digests() == [before]
+    average.update_parameters(loop.model)
+    (after,) = digests()
+    assert after != before
+    loop.state.extra = {"average": average}
+    assert not digests()
+    assert not any(name.startswith("Sequential (0.weight") for name in digest_outside_modules(loop.state))
 
 
 def test_samples_that_the_program_skips_are_no_refutation(tmp_path: pathlib.Path, caplog: Any) -> None:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptfmt.adapters.live_trees import FLATTENED, Encoder
 from ckptfmt.adapters.torch.device_copies import Devices, plan_arrivals
-from ckptfmt.adapters.torch.fingerprints import Fingerprint, fetch, fetch_batch
+from ckptfmt.adapters.torch.fingerprints import Fingerprint, digest_outside_modules, fetch, fetch_batch
 from ckptfmt.adapters.torch.guard import Guard
 from ckptfmt.adapters.torch.holders import describe, is_copied, is_scaler, is_schedule, list_unheld
 from ckptfmt.adapters.torch.modules import (
