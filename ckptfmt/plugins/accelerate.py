@@ -331,7 +331,7 @@ class _Position:
 
     def __init__(self, accelerator: CkptfmtAccelerator, loader: Any) -> None:
         self._accelerator, self._loader = accelerator, loader
-        self._done = self._batch = 0  # completed epochs; batches of the current epoch given to the training
+        self._done = self._batch = 0  # completed epochs; batches given in the current epoch
         #: The RNG streams of the process and of the loader at the start of the current iterator;
         #: None between epochs.
         self._began: tuple[dict[str, Any], dict[str, Any]] | None = None

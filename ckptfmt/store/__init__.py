@@ -1,4 +1,4 @@
-"""Stores: one small protocol; a local directory, a bucket of an object store, and a model of the latter in memory."""
+"""Stores: one small protocol, with a local directory, a bucket, and an object store in memory."""
 
 from __future__ import annotations
 
@@ -36,23 +36,27 @@ __all__ = [
     "suggest_path",
 ]
 
-#: What another process opens the same store by, in a message: a path, which needn't be text, or a URL with options.
+#: The address for another process to open the same store: a path, which needn't be text, or a URL
+#: with options.
 Address: TypeAlias = bytes | dict[str, Any]
 
-#: What `pathlib.Path` makes of a URL.
+#: A URL that `pathlib.Path` has shortened to one slash.
 _SPOILT: Final = re.compile(r"(s3|gs|az|file):/[^/]")
 
 
 def open_store(path_or_store: str | os.PathLike[str] | Store, *, writable: bool) -> Store:
-    """Return the store that a caller of ckptfmt means: a `Store` as it is, a path or URL as what is there.
+    """Return the store for an argument of a caller: a `Store` unchanged, or a path or URL opened.
 
     Args:
-        path_or_store: a store; the path of a directory; or a URL: ``file://``, or one that `ObjectStore` takes.
-        writable: whether the caller will change anything; a directory is then made and tried out, a server tried out.
+        path_or_store: a store; the path of a directory; or a URL: ``file://``, or a URL for
+            `ObjectStore`.
+        writable: whether the caller will write. A directory is then created and tested, and a
+            server is tested.
 
     Raises:
-        CkptError: ``STORE_UNSUPPORTED`` for a URL of another kind, ``ARGUMENT`` for an empty path; the errors of
-            opening a `LocalStore` or an `ObjectStore`.
+        CkptError: ``STORE_UNSUPPORTED`` for a URL of another kind, ``ARGUMENT`` for an empty path
+            or another type; ``UNSAFE_FILE`` for the path of a file; the errors of opening a
+            `LocalStore` or an `ObjectStore`.
     """
     if not isinstance(path_or_store, str | os.PathLike):
         if not callable(getattr(path_or_store, "list_names", None)):
@@ -70,15 +74,19 @@ def open_store(path_or_store: str | os.PathLike[str] | Store, *, writable: bool)
 
 
 def empty_path(where: str) -> CkptError:
-    """Return the error for a path that is an empty text, given the name of the argument."""
+    """Return the error for an empty path.
+
+    Args:
+        where: the name of the argument.
+    """
     remedy = "Give the path of a directory or file, or a URL. Perhaps the path is from a variable that isn't set."
     return err(Code.ARGUMENT, "the path is '', an empty text", where=where, remedy=remedy)
 
 
 def local_path(path: str | os.PathLike[str]) -> str | None:
-    """Return the local path that a path or a ``file://`` URL means; None for any other URL.
+    """Return the local path of a path or a ``file://`` URL; None for any other URL.
 
-    Raises: StateError(ARGUMENT) for a URL that isn't whole, and for a file on another machine.
+    Raises: StateError(ARGUMENT) for an incomplete URL, and for a file on another machine.
 
     >>> local_path("file:///data/run"), local_path("run"), local_path("s3://bucket/run")
     ('/data/run', 'run', None)
@@ -98,7 +106,7 @@ def local_path(path: str | os.PathLike[str]) -> str | None:
 
 
 def _refuse_file(path: str | bytes, *, writable: bool) -> None:
-    """Raise where a path is that of a file, as of torch.save. Raises: FormatError(UNSAFE_FILE)."""
+    """Check that a path isn't a file's, such as of torch.save. Raises: FormatError(UNSAFE_FILE)."""
     if os.path.isfile(path):  # noqa: PTH113 - a path needn't be text
         remedy = "Give a directory, or a path where nothing is."
         if not writable:
@@ -114,7 +122,9 @@ def _refuse_file(path: str | bytes, *, writable: bool) -> None:
 
 
 def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return the path or URL of what holds a directory, and the directory's name; symbolic links are resolved.
+    """Return the path or URL of a directory's parent, and the directory's name.
+
+    Symbolic links of a local path are resolved.
 
     >>> split_path("s3://bucket/run/step-00000400-l0001/")
     ('s3://bucket/run', 'step-00000400-l0001')
@@ -126,7 +136,7 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def suggest_path(path: str) -> str:
-    """Return the remedy where nothing is at a local path: what is there of it, and the name that was probably meant."""
+    """Return the remedy for a missing local path: a similar name, or the existing part."""
     parent, name = os.path.split(path.rstrip("/"))
     while parent and not os.path.isdir(parent):  # noqa: PTH112 - a path needn't be text for pathlib
         parent, name = os.path.split(parent)
@@ -142,14 +152,14 @@ def suggest_path(path: str) -> str:
 
 
 def address_of(store: Store) -> Address | None:
-    """Return what another process of this machine opens the same store by; None if none can."""
+    """Return the address of a store for other processes of this machine; None without one."""
     if isinstance(store, LocalStore):
         return os.fsencode(store.name)
     return store.address if isinstance(store, ObjectStore) else None
 
 
 def open_address(address: Address, *, writable: bool) -> Store:
-    """Open the store that `address_of` told of, in this process. Raises: as `open_store`."""
+    """Open the store of an address from `address_of`. Raises: the errors of `open_store`."""
     if isinstance(address, bytes):
         return LocalStore(os.fsdecode(address), writable=writable)
     options = dict(address)
@@ -157,7 +167,9 @@ def open_address(address: Address, *, writable: bool) -> Store:
 
 
 def check_apart(copies: Sequence[Store]) -> None:
-    """Check that no copy of a run is within another one, or the same, as far as that can be told.
+    """Check that no copy of a run equals another copy or lies inside another copy.
+
+    Stores without a known address aren't compared.
 
     Raises: StateError(ARGUMENT).
     """
@@ -169,7 +181,7 @@ def check_apart(copies: Sequence[Store]) -> None:
 
 
 def _root_of(store: Store) -> tuple[Any, str] | None:
-    """Return where a store is, and its root there; None if nobody knows."""
+    """Return the place of a store, and its root there; None if the address is unknown."""
     address = address_of(store)
     if isinstance(address, bytes):
         return "local", os.path.realpath(os.fsdecode(address))

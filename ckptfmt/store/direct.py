@@ -1,10 +1,11 @@
-"""Writing and reading files at the speed of their device: past the page cache where that is quicker.
+"""Fast reads and writes of files: direct I/O instead of the page cache where that is faster.
 
-A new file's large aligned chunks are written past it, two requests at a time.
+Large aligned chunks of a new file are written by direct I/O, with two concurrent requests.
 
-Buffered writing copies every byte once more, on the processor that the training needs, and leaves the device idle until
-the kernel decides to write. Here a chunk that is aligned in memory and in the file is handed to the device as it is
-(``O_DIRECT``); what isn't, and everything on a file system that knows no such writing, goes through the page cache.
+A buffered write copies every byte once more, on the processor that the training needs, and leaves
+the device idle until the kernel writes back. A direct write passes a chunk that is aligned in
+memory and in the file straight to the device (``O_DIRECT``). Unaligned data, and all data on a file
+system without direct I/O, goes through the page cache.
 """
 
 from __future__ import annotations
@@ -23,44 +24,48 @@ import numpy as np
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import PAGE_NBYTES, Buffer
 
-#: From what size on a chunk is written or read directly, in bytes: below, the page cache is quicker than a round trip.
+#: Minimum size of a direct read or write, in bytes. Below, the page cache is faster than a round
+#: trip to the device.
 DIRECT_NBYTES: Final = 1 << 20
-#: Longest request, in bytes. Measured: 2 MiB to 16 MiB are within 3 % of each other, the longest ahead.
+#: Maximum size of a request, in bytes. Measured: 2 MiB to 16 MiB differ by less than 3 %; 16 MiB is
+#: the fastest.
 REQUEST_NBYTES: Final = 16 << 20
-#: How much room a growing file is given at once, in bytes. Measured: 1 % to 5 % quicker than without, for the size of
-#: a file needn't be made durable at every request, and requests don't wait for each other to change it.
+#: Maximum preallocation step of a growing file, in bytes. Measured: 1 % to 5 % faster than without.
+#: The kernel needn't make the file's size durable at every request, and requests don't wait for
+#: each other to change the size.
 ROOM_NBYTES: Final = 256 << 20
-#: From what size on a file is taken for a growing one.
+#: Minimum size of a growing file, in bytes.
 GROWING_NBYTES: Final = 64 << 20
 _THREAD_COUNT: Final = 2
 _HUGE_PAGE_NBYTES: Final = 2 << 20
-#: How many bytes `in_pages` yields at first, and how many at once at most: the store shall have something to do early,
-#: and few requests.
+#: Sizes of the first and of the largest chunk from `in_pages`, in bytes. A small first chunk starts
+#: the store early, and large chunks keep the number of requests low.
 _FIRST_NBYTES: Final = 1 << 20
 _CHUNK_NBYTES: Final = 4 << 20
-#: What a file system says that has no direct writing, or none of this alignment.
+#: Error numbers of a file system without direct I/O, or without direct I/O of this alignment.
 _REFUSALS: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
 class FileWriter:
-    """Write chunks one behind the other to a file that is new, empty and open for writing.
+    """A context manager that writes chunks one after the other to a new, empty file.
 
-    A context manager, to be used from one thread: at its end all is written (but not yet durable), after an exception
-    some of it; either way no request is under way any more and no thread is left. A chunk must stay as it is until
-    then. The descriptor stays open.
+    For one thread only. After the context all chunks are written (but not yet durable); after an
+    exception, some of them. In both cases no request is in progress and no thread is left. A chunk
+    must stay unchanged until then. The descriptor stays open.
 
     Args:
         calls: the system calls to use.
-        fd: of the file.
-        nbytes: how large it will be, where that is known: room is made for all of it before the first request.
+        fd: the file's descriptor, open for writing.
+        nbytes: the final size in bytes, if known: the file is preallocated before the first
+            request.
     """
 
     def __init__(self, calls: PosixCalls, fd: int, *, nbytes: int | None = None) -> None:
         self._calls = calls
         self._fd = fd
-        self._nbytes = 0  # handed over so far: the file's size at the end
+        self._nbytes = 0  # passed so far: the file's size at the end
         self._expected_nbytes = nbytes
-        self._room_nbytes: int | None = 0  # asked for so far; None: the file system has none to give
+        self._room_nbytes: int | None = 0  # preallocated so far; None: preallocation failed
         self._requests: _Requests | None = None
         self._is_direct = False
         self._is_refused = False
@@ -80,7 +85,10 @@ class FileWriter:
             self._requests.close()
 
     def write(self, chunk: Buffer) -> None:
-        """Hand over the next chunk. An error of an earlier one may come out here, or at the end."""
+        """Write the next chunk, at once or in the background.
+
+        Raises: the error of an earlier chunk. The end of the context may raise the error, too.
+        """
         rest = memoryview(chunk).cast("B")
         if self._may_go_direct(rest) and (requests := self._begin_direct()):
             whole_nbytes = len(rest) - len(rest) % PAGE_NBYTES
@@ -96,7 +104,7 @@ class FileWriter:
         return np.frombuffer(chunk, np.uint8).ctypes.data % PAGE_NBYTES == 0
 
     def _begin_direct(self) -> _Requests | None:
-        """Return where to submit direct writes; None if the file system refuses them."""
+        """Return the queue for direct writes; None if the file system refuses direct writes."""
         if self._requests is not None and self._requests.refused:
             self._is_refused = True
             return None
@@ -118,21 +126,22 @@ class FileWriter:
         self._nbytes += len(piece)
 
     def _make_room(self, nbytes: int) -> None:
-        """Let a file that goes on growing be larger than it is, so that the next requests don't have to enlarge it."""
+        """Preallocate space for a growing file, so that the next requests don't extend it."""
         if self._room_nbytes is None or nbytes <= self._room_nbytes:
             return
         if self._expected_nbytes is not None and nbytes <= self._expected_nbytes:
-            # Now, while nothing is under way: else it waits for all requests, and they for it.
+            # Preallocate before the first request. Later, preallocation and requests would wait for
+            # each other.
             self._room_nbytes = self._expected_nbytes
         elif self._nbytes < GROWING_NBYTES:
             return
         else:
-            # Never more than there is already: of a disk that is nearly full, others need the rest.
+            # At most double the file: on a nearly full disk, other files need the rest.
             self._room_nbytes = self._nbytes + min(self._nbytes, ROOM_NBYTES)
         try:
             self._calls.preallocate(self._fd, self._room_nbytes)
         except OSError:
-            # It is a courtesy. What is wrong with the disk, the next write says.
+            # Preallocation is optional. The next write reports a real problem of the disk.
             self._calls.truncate(self._fd, self._nbytes)
             self._room_nbytes = None
 
@@ -148,9 +157,9 @@ class FileWriter:
         self._nbytes += len(chunk)
 
     def _end_direct(self, requests: _Requests) -> None:
-        """Wait for the direct writes, and write what of them was refused."""
-        # No page is written both ways at once: that a page in the cache and one on its way to the device agree
-        # isn't promised by any kernel.
+        """Wait for the direct writes, then write the refused ones buffered."""
+        # No page may be written directly and buffered at once: no kernel guarantees that the cached
+        # page and the page on its way to the device agree.
         requests.wait()
         if self._is_direct:
             self._calls.set_direct(self._fd, on=False)
@@ -175,18 +184,19 @@ class FileWriter:
 
 
 class _Requests:
-    """Direct writes under way: one in each thread, and one that waits for the first that ends.
+    """The direct writes in progress: one in each thread. One more write may wait for a free thread.
 
     Attributes:
-        refused: positions and contents of what the file system doesn't take this way; it is to be written buffered.
+        refused: positions and contents of the writes that the file system refused; these are to be
+            written buffered.
     """
 
     def __init__(self, calls: PosixCalls, fd: int) -> None:
         self.refused: list[tuple[int, memoryview]] = []
         self._calls = calls
         self._fd = fd
-        # All below changes under this lock only. It is looked at again after every wait, so that an interruption of
-        # the caller, wherever it strikes, loses count of nothing.
+        # All attributes below change only under this lock. Every wait rechecks its condition, so
+        # that an interruption of the caller at any point corrupts no count.
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, memoryview]] = deque()
         self._active_count = 0
@@ -195,7 +205,7 @@ class _Requests:
         self._threads: list[threading.Thread] = []
 
     def submit(self, byte_begin: int, piece: memoryview) -> None:
-        """Take a write as soon as there is room for it. Raises: what an earlier one raised."""
+        """Queue a write as soon as there is a free place. Raises: the error of an earlier write."""
         with self._changed:
             while self._active_count + len(self._waiting) > _THREAD_COUNT:
                 self._changed.wait()
@@ -206,23 +216,24 @@ class _Requests:
             self._start()
 
     def wait(self) -> None:
-        """Wait until no write is under way. Raises: what one of them raised."""
+        """Wait until no write is in progress. Raises: the error of a write."""
         with self._changed:
             while self._active_count or self._waiting:
                 self._changed.wait()
             self._raise_if_failed()
 
     def close(self) -> None:
-        """Drop what waits, wait for what is under way, and end the threads."""
+        """Drop the queued write, wait for the writes in progress, and end the threads."""
         interruption: BaseException | None = None
         while True:
-            # An interruption has to wait: the descriptor will be closed, its number may be another file's next, and a
-            # thread that still writes would write there. (That it has ended isn't asked of `Thread.join`, which takes
-            # a thread for ended when it is interrupted, before Python 3.13.)
+            # An interruption must wait. The descriptor will be closed, another file may then get
+            # its number, and a thread that still writes would write into the other file.
+            # `Thread.join` doesn't suffice: before Python 3.13 an interrupted join marks the thread
+            # as ended.
             try:
                 with self._changed:
                     self._stopping = True
-                    self._waiting.clear()  # a thread that is just about to take one finds none
+                    self._waiting.clear()  # a thread that is about to take a write finds none
                     self._changed.notify_all()
                     while self._active_count:
                         self._changed.wait()
@@ -230,7 +241,7 @@ class _Requests:
             except BaseException as error:  # noqa: BLE001 - raised below
                 interruption = error
         for thread in self._threads:
-            if thread.is_alive():  # or interrupted in its start: it will find that it has nothing to do
+            if thread.is_alive():  # or interrupted in its start: it ends at once
                 thread.join()
         if interruption is not None:
             raise interruption
@@ -240,12 +251,13 @@ class _Requests:
             raise self._error
 
     def _start(self) -> None:
-        # A daemon: the interpreter's end, which waits for the others, may come while the chunks' maker waits for more.
+        # A daemon thread: at exit the interpreter waits for other threads, also while the chunks'
+        # producer is blocked.
         thread = threading.Thread(target=self._work, name="ckptfmt-write", daemon=True)
         self._threads.append(thread)
         try:
             thread.start()
-        except RuntimeError:  # there are too many, or the interpreter is about to end
+        except RuntimeError:  # too many threads, or the interpreter shuts down
             self._threads.remove(thread)
             while not self._threads and self._waiting:
                 self._do_next()
@@ -262,7 +274,7 @@ class _Requests:
     def _do_next(self) -> None:
         with self._changed:
             if not self._waiting:
-                return  # the other thread was quicker
+                return  # the other thread took the write
             request = self._waiting.popleft()
             self._active_count += 1
         error: BaseException | None = None
@@ -284,7 +296,8 @@ class _Requests:
                 if error.errno not in _REFUSALS:
                     raise
                 taken_nbytes = 0
-            # Whatever is taken beyond the last whole page is written again, so that the next request is aligned too.
+            # Bytes after the last whole page are written again, so that the next request is aligned
+            # too.
             whole_nbytes = taken_nbytes - taken_nbytes % PAGE_NBYTES
             if not whole_nbytes:
                 self.refused.append((byte_begin, rest))
@@ -294,16 +307,16 @@ class _Requests:
 
 
 class FileReader:
-    """Read ranges of an open file: past the page cache, if little of the file is in it.
+    """A reader of ranges of an open file, by direct I/O if the page cache holds little of the file.
 
-    Buffered, a cold file comes at a third of its device's rate (measured), and pushes what is in use out of the cache.
-    A file that is mostly in the cache is quicker from there. For any number of threads; the descriptor stays open, and
-    is used by nobody else meanwhile.
+    A buffered read of a cold file reaches a third of the device's rate (measured), and evicts other
+    data from the cache. A file that is mostly cached is faster from the cache. Any number of
+    threads may read. The descriptor stays open, and no other code may use the descriptor meanwhile.
 
     Args:
         calls: the system calls to use.
-        fd: of the file, open for reading.
-        nbytes: its size.
+        fd: the file's descriptor, open for reading.
+        nbytes: the file's size in bytes.
     """
 
     def __init__(self, calls: PosixCalls, fd: int, *, nbytes: int) -> None:
@@ -313,7 +326,13 @@ class FileReader:
         self._is_direct = nbytes >= DIRECT_NBYTES and not is_cached(calls, fd, nbytes) and self._set_direct()
 
     def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
-        """Read a range into `buffer`; return what came, where it is: less than `nbytes` if the file has shrunk."""
+        """Read a range into `buffer`, and return a view of the bytes read.
+
+        The view is shorter than `nbytes` if the file has shrunk.
+
+        Raises: ValueError for a direct read into a buffer that is too small or not page-aligned;
+            OSError.
+        """
         if not self._is_direct:
             return buffer[: self._read(byte_begin, buffer[:nbytes])]
         first = byte_begin % PAGE_NBYTES
@@ -324,19 +343,20 @@ class FileReader:
         return buffer[first : min(first + nbytes, max(first, done_nbytes))]
 
     def _read(self, byte_begin: int, buffer: memoryview) -> int:
-        """Fill `buffer`, up to the file's end; return how many bytes came."""
+        """Fill `buffer`, up to the end of the file; return the number of bytes read."""
         done_nbytes = 0
         while done_nbytes < len(buffer):
             taken_nbytes = self._calls.read_into_at(self._fd, buffer[done_nbytes:], byte_begin + done_nbytes)
             done_nbytes += taken_nbytes
             if not taken_nbytes or (self._is_direct and taken_nbytes % PAGE_NBYTES):
-                break  # a direct read ends off a page only at the file's end
+                break  # a direct read ends inside a page only at the file's end
         return done_nbytes
 
     def _set_direct(self) -> bool:
-        """Let all reads go past the page cache; False where the file system refuses, at once or at the first read.
+        """Switch all reads to direct I/O; return False where the file system refuses.
 
-        A first page that can't be read isn't told here: whoever reads it meets that, and knows what was asked for.
+        The file system may refuse at once or at the first read. An I/O error of the first page
+        isn't raised here: the read that needs the page raises it, with the requested range.
         """
         try:
             self._calls.set_direct(self._fd, on=True)
@@ -349,47 +369,49 @@ class FileReader:
 
 
 def make_memory(nbytes: int) -> memoryview:
-    """Return memory from a page's begin on: of huge pages, and from the begin of one on, where the kernel gives them.
+    """Return memory that starts at a page boundary, in huge pages where the kernel has them.
 
-    Measured: direct reads into pages of 4 KiB reach half the rate of those into huge ones.
+    Memory in huge pages starts at the boundary of a huge page. Measured: direct reads into pages of
+    4 KiB reach half the rate of direct reads into huge pages.
     """
     if nbytes < _HUGE_PAGE_NBYTES:
-        return memoryview(mmap.mmap(-1, nbytes))  # the mapping goes with the last view of it
-    # A mapping begins at any small page, and only what lies between the begins of huge ones can be one.
+        return memoryview(mmap.mmap(-1, nbytes))  # the mapping is freed with its last view
+    # A mapping starts at any small page. Only the part between boundaries of huge pages can be
+    # huge.
     memory = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     first = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_NBYTES
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # None for the last few bytes: the kernel clears all of a page when its first byte is touched.
+        # No huge page for the last bytes: the kernel clears a whole page at the first access.
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE, first, nbytes - nbytes % _HUGE_PAGE_NBYTES)
     return memoryview(memory)[first : first + nbytes]
 
 
 def in_pages(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
-    """Yield the same bytes in chunks such as a file takes past the page cache: whole pages, from the begin of one on.
+    """Yield the same bytes in chunks for direct I/O: whole pages that start at a page boundary.
 
-    A piece may be changed once the next one is asked for.
+    A piece may be changed once the next piece is requested.
     """
     memory, filled_nbytes = make_memory(_FIRST_NBYTES), 0
     for piece in pieces:
         rest = memoryview(piece).cast("B")
         while rest:
             taken_nbytes = min(len(rest), len(memory) - filled_nbytes)
-            # By numpy, which lets other threads run meanwhile: a memoryview doesn't.
+            # numpy releases the GIL during the copy, unlike a memoryview.
             target = np.frombuffer(memory[filled_nbytes : filled_nbytes + taken_nbytes], np.uint8)
             np.copyto(target, np.frombuffer(rest[:taken_nbytes], np.uint8))
             filled_nbytes += taken_nbytes
             rest = rest[taken_nbytes:]
             if filled_nbytes == len(memory):
                 yield memory
-                # The store may still be writing it.
+                # The store may still be writing the yielded memory.
                 memory, filled_nbytes = make_memory(min(2 * len(memory), _CHUNK_NBYTES)), 0
     if filled_nbytes:
         yield memory[:filled_nbytes]
 
 
 def is_cached(calls: PosixCalls, fd: int, nbytes: int) -> bool:
-    """Say whether most of a file is in the page cache; True where the kernel can't tell."""
+    """Return whether the page cache holds most of a file; True where the kernel can't tell."""
     try:
         return calls.cached_page_count(fd, 0, nbytes) * PAGE_NBYTES > nbytes // 2
     except OSError:

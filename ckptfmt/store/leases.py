@@ -1,12 +1,14 @@
-"""Holds on object stores: a lease is an object that its holder writes again and again, and the store's clock judges it.
+"""Holds on object stores: leases, which are objects that a holder renews by the store's clock.
 
-An object store has no locks. So the holder of a file creates an object beside it, in a folder of the store's own, and
-replaces it six times as often as it would run out. Whoever asks lists that folder: each lease comes with the time of
-its last renewal, as the store's clock has it. A holder that dies stops renewing, and holds nothing a term later.
+An object store has no locks. The holder of a file therefore creates an object next to the file, in
+a folder of the store's own, and rewrites the object six times in each lease term. To check a hold,
+a process lists this folder: each lease has the time of its last renewal, by the store's clock. A
+holder that dies stops renewing, and the lease expires one term later.
 
-A lease says whom to wait for, and nothing else. A holder that is stopped for longer than a term goes on afterwards: no
-file may be deleted because nobody holds it. Clocks of machines don't matter to who may write: the store's clock is read
-off an object that the asker itself has just written.
+A lease only tells other processes to wait for the holder. A holder that is stopped for longer than
+a term may continue afterwards: no file may be deleted because no lease exists. The clocks of
+machines don't matter to writers: a writer reads the store's clock from an object that the writer
+has just written.
 
 Spec: REQ-STO-008 to REQ-STO-011.
 """
@@ -31,39 +33,43 @@ from ckptfmt.store.protocol import TEMPORARY_PREFIX, Names, check_path, check_pr
 
 _LOG: Final = logging.getLogger("ckptfmt")
 
-#: How long a lease counts after it was last written, in seconds of the store's clock.
+#: Term of a lease after its last renewal, in seconds of the store's clock.
 TERM_S: Final = 60.0
-#: The folder of leases, beside the files that they hold. Listings leave it out, as all that is of a store's own.
+#: The folder of leases, next to the held files. Listings omit this folder, as all of a store's own
+#: files.
 FOLDER: Final = f"{TEMPORARY_PREFIX}leases"
-#: A lease is renewed so many times in a term, and so much sooner again after an error.
+#: Number of renewals in a term, and number of attempts in a term after an error.
 _RENEWALS, _REPEATS = 6, 30
-#: For how many seconds the end of a hold waits for a renewal that is on its way.
+#: Maximum wait for a renewal in progress at the end of a hold, in seconds.
 _LAST_RENEWAL_S: Final = 2.0
-#: How often the first put of a lease is tried that a store doesn't answer.
+#: Number of attempts of the first put of a lease, while the store doesn't answer.
 _TRIES: Final = 4
-#: For how many terms the difference of the clocks is believed that was measured once.
+#: Validity of a measured difference between the clocks, in terms.
 _KNOWN_TERMS: Final = 10
 _NAME: Final = re.compile(r"(.*)-[0-9a-f]{16}", re.DOTALL)
 
 
 class LeaseObjects(Protocol):
-    """What leases need of an object store. Keys begin at the bucket's root. Every call may raise a CkptError."""
+    """The operations of an object store that leases need.
+
+    Keys begin at the bucket's root. Every call may raise a CkptError.
+    """
 
     def put(self, key: str) -> None:
-        """Create an empty object, or replace it; give up well within a term."""
+        """Create an empty object, or replace it. The call gives up well within a term."""
 
     def delete(self, key: str) -> None:
-        """Remove an object. One that isn't there is fine."""
+        """Remove an object; a missing object is no error."""
 
     def list_modified(self, directory: str) -> list[tuple[str, float]]:
-        """Return the keys of all objects below `directory`, each with the time at which the store says it was written.
+        """Return the keys of all objects below `directory`, each with the time of its last write.
 
-        The time is in seconds since any moment, by the store's clock, and may be rounded down.
+        The time is in seconds of the store's clock, from any origin, and may be rounded down.
         """
 
 
 def boot_s() -> float:
-    """Return the seconds since this machine was started, those counted during which it was suspended."""
+    """Return the seconds since the start of this machine, including suspended time if possible."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if clock is None else time.clock_gettime(clock)
 
@@ -73,11 +79,13 @@ class _Lease:
     """A lease of this process.
 
     Attributes:
-        renewed_s: when the last renewal that succeeded was begun.
-        due_s: when the next is due. Both by the clock of this machine.
-        is_ended: whether the hold is over. The object is removed by the end of the hold or, where a renewal is on its
-            way then or an exception interrupted that end, by the thread that renews.
-        is_told: whether it was logged that the lease has run out.
+        key: the key of the lease's object.
+        renewed_s: start of the last successful renewal, by this machine's clock.
+        due_s: time of the next renewal, by this machine's clock.
+        is_ended: whether the hold has ended. The end of the hold removes the object. If a renewal
+            is in progress at the end, or an exception interrupted the end, the renewing thread
+            removes the object.
+        is_told: whether the expiry of the lease was logged.
     """
 
     key: str
@@ -88,14 +96,14 @@ class _Lease:
 
 
 class Leases:
-    """The leases that this process has in one object store, and what it asks of those of others. Thread-safe.
+    """The leases of this process in one object store, and queries of all leases. Thread-safe.
 
     Args:
         objects: the store.
-        writable: whether the store's clock may be read off an object that is written for it; a reader goes by the clock
-            of its own machine.
-        term_s: how long a lease counts; all who use a store agree on it.
-        local_s: the clock of this machine, of any beginning.
+        writable: whether the store's clock may be read by writing an object; a reader uses its own
+            machine's clock.
+        term_s: the term of a lease in seconds, the same for all users of the store.
+        local_s: the clock of this machine in seconds, from any origin.
     """
 
     def __init__(
@@ -110,13 +118,17 @@ class Leases:
         self._writable = writable
         self._term_s = term_s
         self._local_s = local_s
-        #: A moment by the store's clock, which isn't before it, and by this machine's.
+        #: One moment by the store's clock and by this machine's clock; the store's value is never
+        #: ahead.
         self._known: tuple[float, float] | None = None
         self._reset()
 
     @contextlib.contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        """Hold the file `key` while the context is open; see `Store.hold`. No object of that key is made."""
+        """Hold the file `key` while the context is open; see `Store.hold`.
+
+        The lease is an object with a key of its own; `key` itself isn't created.
+        """
         directory, _, name = key.rpartition("/")
         lease = _Lease(_lease_key(directory, name), renewed_s=0.0, due_s=0.0)
         try:
@@ -124,21 +136,24 @@ class Leases:
                 self._put_first(lease)
                 self._add(lease)
             except BaseException:
-                self._delete(lease)  # the put may have been carried out
+                self._delete(lease)  # the put may have succeeded
                 raise
             yield
         finally:
-            lease.is_ended = True  # whatever keeps `_end` from being called, such as a KeyboardInterrupt
+            lease.is_ended = True  # even if KeyboardInterrupt prevents `_end`
             self._end(lease)
 
     def list_held(self, directory: str) -> Names:
-        """Return the names of the files in a directory that somebody holds, sorted; usually by a single request."""
+        """Return the names of the held files in a directory, sorted; usually one request."""
         found, now_s = self._look(directory)
         names = {_name_of(key) for key, modified_s in found if now_s - modified_s < self._term_s}
         return sorted(names - {""})
 
     def delete_ended(self, directory: str) -> None:
-        """Remove the leases in a directory that have run out. A holder that was only stopped writes its own again."""
+        """Remove the expired leases in a directory.
+
+        A stopped holder that continues writes its lease again.
+        """
         found, now_s = self._look(directory)
         for key, modified_s in found:
             if now_s - modified_s >= self._term_s:
@@ -147,12 +162,12 @@ class Leases:
     # --- asking ------------------------------------------------------------------------------------------------------
 
     def _look(self, directory: str) -> tuple[list[tuple[str, float]], float]:
-        """Return the leases in a directory with their times, and what the store's clock says at least."""
+        """Return a directory's leases with their times, and a lower bound of the store's clock."""
         folder, asked_s = join_path(directory, FOLDER), time.time()
         found = self._objects.list_modified(folder)
         if not found:
             return [], 0.0
-        if not self._writable:  # an answer may take a minute to come
+        if not self._writable:  # an answer may take a minute
             return found, max(asked_s, *(modified_s for _, modified_s in found))
         if self._known is not None:
             store_s, local_s = self._known
@@ -162,9 +177,11 @@ class Leases:
         return self._look_at_clock(directory)
 
     def _look_at_clock(self, directory: str) -> tuple[list[tuple[str, float]], float]:
-        """Write an object that is no lease, and list it with the leases: its time is the store's now, or just before.
+        """Return the leases in a directory, and the store's clock read from a newly written object.
 
-        What is told of the clock is never ahead of it: a lease is taken for running rather than for run out.
+        The object isn't a lease, and is listed together with the leases. Its time is the store's
+        current time or slightly earlier. The returned time is never ahead of the clock: an
+        inaccuracy makes a lease look valid rather than expired.
         """
         key = free_key(directory)
         begun_s = self._local_s()
@@ -176,24 +193,29 @@ class Leases:
             with contextlib.suppress(Exception):
                 self._objects.delete(key)
         store_s = dict(found).get(key)
-        if store_s is None:  # somebody removed it; the newest lease isn't in the future either
+        if store_s is None:  # the object was removed; the newest lease isn't in the future either
             return found, max((modified_s for _, modified_s in found), default=0.0)
-        if answered_s - begun_s < self._term_s / _RENEWALS:  # else it is of a moment long ago
+        if answered_s - begun_s < self._term_s / _RENEWALS:  # a slow put would give an outdated time
             self._known = store_s, answered_s
         return [entry for entry in found if entry[0] != key], store_s
 
     # --- holding -----------------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
-        """Begin without a lease, as a forked child does: what was held stays its parent's."""
+        """Start without leases, as in a forked child: the parent keeps its leases."""
         self._changed = threading.Condition()
         self._leases: list[_Lease] = []
         self._thread: threading.Thread | None = None
-        #: What each thread is writing at this moment: one thread, and those before it that a slow store still keeps.
+        #: The lease that each thread is writing: the current thread, and earlier threads that a
+        #: slow store blocks.
         self._renewing: dict[threading.Thread, _Lease] = {}
 
     def _put_first(self, lease: _Lease) -> None:
-        """Write a lease for the first time. A busy server may take a minute, which is no reason to fail a save."""
+        """Write a lease for the first time.
+
+        The put is repeated while the store doesn't answer: a busy server may take a minute, and a
+        save shouldn't fail for this reason.
+        """
         for attempt in range(_TRIES):
             lease.renewed_s = self._local_s()
             lease.due_s = lease.renewed_s + self._term_s / _RENEWALS
@@ -211,7 +233,7 @@ class Leases:
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="ckptfmt-lease", daemon=True)
-                thread.start()  # if there can be no more threads, nothing is held; else it waits until we are through
+                thread.start()  # a failure means no hold; the thread waits for the lock
                 self._thread = thread
             self._leases.append(lease)
             self._changed.notify_all()
@@ -221,22 +243,23 @@ class Leases:
             if lease in self._leases:
                 self._leases.remove(lease)
             elif lease not in self._renewing.values():
-                return  # it was never added; or this is a forked child's copy of somebody else's lease
+                return  # never added, or a forked child's copy of the parent's lease
             idle = None
             if not self._leases:
                 idle, self._thread = self._thread, None
             self._changed.notify_all()
             is_renewing = lease in self._renewing.values()
-            # A process that ended meanwhile would leave a lease that was just renewed: a launch would wait for it.
+            # Wait for a renewal in progress: if the process exited now, the renewed lease would
+            # stay, and a launch would wait for a term.
             self._changed.wait_for(lambda: lease not in self._renewing.values(), _LAST_RENEWAL_S)
             idle = None if idle in self._renewing else idle
         if idle is not None:
-            idle.join()  # at once: it only waits
-        if not is_renewing:  # else who renews it deletes it
+            idle.join()  # returns at once: the thread only waits
+        if not is_renewing:  # otherwise the renewing thread deletes the lease
             self._delete(lease)
 
     def _delete(self, lease: _Lease) -> None:
-        """Remove a lease; one that stays runs out by itself."""
+        """Remove a lease. A lease that can't be removed expires."""
         with contextlib.suppress(Exception):
             self._objects.delete(lease.key)
 
@@ -245,7 +268,10 @@ class Leases:
             self._renew(lease)
 
     def _take_due(self) -> _Lease | None:
-        """Wait until a lease is to be renewed, and return it; None once the last hold has ended, and so the thread."""
+        """Wait until a lease is due for renewal, and return it; None once the last hold has ended.
+
+        None ends the renewing thread.
+        """
         this = threading.current_thread()
         with self._changed:
             while self._thread is this:
@@ -261,16 +287,16 @@ class Leases:
             return None
 
     def _renew(self, lease: _Lease) -> None:
-        """Write a lease again, and delete it if its hold has ended meanwhile.
+        """Renew a lease, or delete it if its hold has ended meanwhile.
 
-        After an error it is tried again soon, for as long as the hold lasts.
+        A failed renewal is repeated soon, as long as the hold lasts.
         """
         begun_s = self._local_s()
         problem: Exception | None = None
         try:
             if not lease.is_ended:
                 self._objects.put(lease.key)
-        except Exception as error:  # noqa: BLE001 - a thread that ended here would end all holds in silence
+        except Exception as error:  # noqa: BLE001 - the thread's end would silently end all holds
             problem = error
         now_s = self._local_s()
         with self._changed:
@@ -297,7 +323,7 @@ class Leases:
 
 
 def free_key(directory: str) -> str:
-    """Return the key of an object that is no lease, and is removed as one that has run out."""
+    """Return the key of an object that isn't a lease, but is deleted like an expired lease."""
     return _lease_key(directory, "")
 
 
@@ -306,7 +332,7 @@ def _lease_key(directory: str, name: str) -> str:
 
 
 def _name_of(key: str) -> str:
-    """Return the name of the file that a lease holds; ``""`` for what is no lease.
+    """Return the name of the file that a lease holds; ``""`` for an object that isn't a lease.
 
     >>> _name_of(_lease_key("run/savers", "0003-00000-9f3c41d27ab80e65"))
     '0003-00000-9f3c41d27ab80e65'
@@ -316,14 +342,14 @@ def _name_of(key: str) -> str:
 
 
 class HeldByLeases:
-    """What a store of objects has alike with any other: no directories, and holds that are leases.
+    """The common base of object stores: no directories, and holds by leases.
 
     Attributes:
-        _leases: of the bucket.
-        _prefix: under which the store's keys begin.
+        _leases: the bucket's leases.
+        _prefix: the prefix of the store's keys.
     """
 
-    #: See `Store`.
+    #: A lease expires; see `Store`.
     holds_expire = True
     _leases: Leases
     _prefix: str
@@ -333,31 +359,31 @@ class HeldByLeases:
         return self._leases.hold(self._key_to_change(path))
 
     def is_held(self, path: str) -> bool:
-        """Say whether somebody holds a key; see `Store.is_held`."""
+        """Return whether any process holds a key; see `Store.is_held`."""
         check_path(path)
         directory, _, name = path.rpartition("/")
         return name in self.list_held(directory)
 
     def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
-        """Return the names below `prefix` that somebody holds; see `Store.list_held`."""
+        """Return the held names below `prefix`; see `Store.list_held`."""
         check_prefix(prefix)
         return [name for name in self._leases.list_held(join_path(self._prefix, prefix)) if wanted(name)]
 
     def delete_leftovers(self, prefix: str) -> None:
-        """Remove leases that have run out: a put that didn't end leaves nothing that is listed; see `Store`."""
+        """Remove expired leases; see `Store`. An unfinished put leaves no listed object."""
         check_prefix(prefix)
         self._leases.delete_ended(join_path(self._prefix, prefix))
 
     def remove_directory(self, path: str) -> None:
-        """Do nothing: there are no directories."""
+        """Do nothing: an object store has no directories."""
         check_prefix(path)
 
     def sync(self, path: str) -> None:
-        """Do nothing: what was acknowledged is durable."""
+        """Do nothing: acknowledged requests are durable."""
         check_prefix(path)
 
     def _key_to_change(self, path: str) -> str:
-        """Return the key of a path that is about to be written. Raises: what an invalid path raises."""
+        """Return the key of a path before a write. Raises: CkptError(UNSAFE_PATH)."""
         check_path(path)
         return join_path(self._prefix, path)
 
@@ -372,5 +398,9 @@ def _forget_inherited() -> None:
 
 @functools.cache
 def _watch_forks() -> None:
-    """See to forks from now on; not at import, since most programs that import this package hold nothing."""
+    """Register the fork handler, once.
+
+    The handler isn't registered at import, since most programs that import this package hold no
+    file.
+    """
     os.register_at_fork(after_in_child=_forget_inherited)

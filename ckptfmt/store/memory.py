@@ -1,7 +1,7 @@
-"""An object store in memory: flat keys, conditional put, no rename, no directories, and answers that get lost.
+"""An object store in memory: flat keys, conditional put, no rename, no directories, lost answers.
 
-It is the model of every object store, run under the same commit code as a file system. What a network does to a
-request is scripted with `MemoryStore.inject`.
+This store is the model of every object store, and runs under the same commit code as a file system.
+`MemoryStore.inject` simulates the failures of a network.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ckptfmt.store.protocol import Buffer, Names, RangeReader, check_path, check
 
 
 class Loss(Enum):
-    """What becomes of a request that the store doesn't answer: the caller sees ``STORE_NO_ANSWER`` each time."""
+    """The fate of a request without an answer. The caller gets ``STORE_NO_ANSWER`` each time."""
 
-    #: The request is carried out (or refused), and the answer is lost.
+    #: The store executes (or refuses) the request, and the answer is lost.
     ANSWER = auto()
-    #: The request is lost and never carried out.
+    #: The request is lost and never executed.
     REQUEST = auto()
-    #: The request is carried out later, in `MemoryStore.land`, and meets what is there by then.
+    #: The store executes the request later, in `MemoryStore.land`, with the contents at that time.
     LATE = auto()
 
 
@@ -41,25 +41,25 @@ class _Put:
 
 @dataclasses.dataclass(slots=True)
 class _Bucket:
-    """What all views of one store share; every access holds the lock."""
+    """The shared data of all views of one store. Every access holds the lock."""
 
     objects: dict[str, bytes]
     clock: Callable[[], float] = time.time
     losses: list[tuple[Loss, str]] = dataclasses.field(default_factory=list)
     late: list[_Put] = dataclasses.field(default_factory=list)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    #: When each lease was written, by `clock`. They are objects like others, which no listing shows.
+    #: The time of each lease's last write, by `clock`. Listings omit leases.
     leases: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def carry_out(self, put: _Put) -> bool:
-        """Carry out a request; return whether it was accepted."""
+        """Execute a request; return whether it was accepted."""
         if put.exclusive and put.key in self.objects:
             return False
         self.objects[put.key] = put.data
         return True
 
     def next_loss(self, key: str) -> Loss | None:
-        """Take the first loss that was scripted for a key like this off the script."""
+        """Remove the first injected loss for a key, and return it; None without one."""
         for position, (loss, key_end) in enumerate(self.losses):
             if key.endswith(key_end):
                 del self.losses[position]
@@ -68,7 +68,9 @@ class _Bucket:
 
 
 class MemoryStore(HeldByLeases):
-    """Objects in memory as a `ckptfmt.store.Store`: atomic puts, and every read sees every put before it.
+    """Objects in memory as a `ckptfmt.store.Store`: atomic puts, consistent reads.
+
+    Every read sees all earlier puts.
 
     >>> store = MemoryStore()
     >>> store.create("run/manifest.json", [b"{", b"}"])
@@ -76,10 +78,10 @@ class MemoryStore(HeldByLeases):
     b'{}'
 
     Args:
-        clock: what the store's clock says, in seconds, and the machine's; None for the time of day.
+        clock: the clock of the store and of the machine, in seconds; None for the time of day.
     """
 
-    #: No network is between; see `Store`.
+    #: Calls need no network; see `Store`.
     is_remote = False
 
     def __init__(self, *, clock: Callable[[], float] | None = None) -> None:
@@ -90,7 +92,7 @@ class MemoryStore(HeldByLeases):
 
     @classmethod
     def from_snapshot(cls, objects: Mapping[str, bytes]) -> MemoryStore:
-        """Return a store that holds `objects`, by their keys."""
+        """Return a store with the objects of a mapping from keys to contents."""
         for key in objects:
             check_path(key)
         store = cls()
@@ -98,17 +100,20 @@ class MemoryStore(HeldByLeases):
         return store
 
     def snapshot(self) -> dict[str, bytes]:
-        """Return a copy of all objects by their keys; requests that are still under way aren't in it."""
+        """Return a copy of all objects by their keys, without late requests."""
         with self._bucket.lock:
             return dict(self._bucket.objects)
 
     def inject(self, loss: Loss, *, path_end: str = "") -> None:
-        """Lose the next `create` or `replace` of a path that ends with `path_end`; several are used up in turn."""
+        """Lose the next `create` or `replace` of a path that ends with `path_end`.
+
+        Several injected losses apply in order, one for each request.
+        """
         with self._bucket.lock:
             self._bucket.losses.append((loss, path_end))
 
     def land(self, *, count: int | None = None) -> Names:
-        """Let the oldest `count` late requests arrive (None: all); return the keys of those that were accepted."""
+        """Execute the oldest `count` late requests (None: all); return the accepted keys."""
         with self._bucket.lock:
             arriving = self._bucket.late[:count]
             del self._bucket.late[: len(arriving)]
@@ -116,7 +121,7 @@ class MemoryStore(HeldByLeases):
 
     @property
     def late_count(self) -> int:
-        """How many requests are still under way."""
+        """Number of late requests."""
         with self._bucket.lock:
             return len(self._bucket.late)
 
@@ -136,7 +141,10 @@ class MemoryStore(HeldByLeases):
         return lower
 
     def beside(self, name: str) -> MemoryStore:
-        """Return the store of a prefix beside this one's; see `Store.beside`. Beside a whole bucket is nothing."""
+        """Return the store of a sibling prefix; see `Store.beside`.
+
+        A whole bucket has no siblings: the result is then an empty store.
+        """
         check_path(name)
         other = copy.copy(self)
         other._prefix = join_path(self._prefix.rpartition("/")[0], name)  # noqa: SLF001 - a copy of ourselves
@@ -150,7 +158,7 @@ class MemoryStore(HeldByLeases):
             raise err(Code.STORE_EXISTS, f"the file is in {self.name} already", where=path)
 
     def replace(self, path: str, data: bytes) -> None:
-        """Put `data` in the place of an object; see `Store.replace`."""
+        """Write `data` to an object, and replace existing contents; see `Store.replace`."""
         check_path(path)
         self._put(path, bytes(data), exclusive=False)
 
@@ -172,12 +180,12 @@ class MemoryStore(HeldByLeases):
 
     @contextlib.contextmanager
     def open_ranges(self, path: str) -> Iterator[RangeReader]:
-        """Open an object to read ranges of it; see `Store.open_ranges`."""
+        """Open an object for range reads; see `Store.open_ranges`."""
         self._get(path)
         yield _Ranges(self, path)
 
     def waits(self, path: str) -> bool:
-        """Say that an object is in memory; see `Store.waits`."""
+        """Return False: the object is in memory; see `Store.waits`."""
         del path
         return False
 
@@ -254,13 +262,13 @@ class _LeaseObjects:
 
 
 class _Ranges:
-    """An object, to read ranges of it; see `RangeReader`."""
+    """An object for range reads; see `RangeReader`."""
 
     def __init__(self, store: MemoryStore, path: str) -> None:
         self._store = store
         self._path = path
 
     def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
-        """Copy exactly a range; see `RangeReader.read_into`."""
+        """Copy exactly the range into `buffer`; see `RangeReader.read_into`."""
         buffer[:nbytes] = self._store.read_range(self._path, byte_begin, nbytes)
         return buffer[:nbytes]

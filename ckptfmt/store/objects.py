@@ -1,8 +1,8 @@
-"""Object stores through obstore: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
+"""Object stores through obstore: S3-compatible servers, Google Cloud Storage, Azure Blob Storage.
 
-Small files are one conditional put each (``If-None-Match: *``), which is what decides commits. Shards and packs go up
-in parts, several at a time; their names are unique to an attempt, so nobody else creates them. What was acknowledged
-is durable, and every read sees it.
+A small file is one conditional put (``If-None-Match: *``), which decides commits. Shards and packs
+are uploaded in parts, several at a time. Their names are unique to an attempt, so that no other
+process creates the same object. Acknowledged puts are durable, and every later read sees them.
 """
 
 from __future__ import annotations
@@ -43,61 +43,72 @@ T = TypeVar("T")
 
 #: The kinds of store that URLs may name.
 SCHEMES: Final = ("s3", "gs", "az")
-#: Size of a part of an upload, in bytes, and how many are on their way: a link of 10 Gbit/s is filled by these at
-#: 100 ms for each request, and they take 128 MiB of memory.
+#: Size of a part of an upload, in bytes, and number of concurrent parts. Together they fill a link
+#: of 10 Gbit/s at 100 ms for each request, and take 128 MiB of memory.
 _PART_NBYTES: Final = 16 << 20
 _PART_COUNT: Final = 8
-#: S3 takes 10,000 parts of an object.
+#: Maximum number of parts of an object: S3 allows 10,000.
 _MOST_PARTS: Final = 9_000
-#: How long a file is tried to be created, in seconds; and how long the first and the longest pause between tries is.
+#: Total time for the attempts to create a file, and the first and the longest pause between
+#: attempts, in seconds.
 _DEADLINE_S: Final = 60.0
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
-#: Options where the caller gave none. obstore's own time-out, of 30 seconds in all, is short for a range; and who
-#: gives an endpoint without TLS means it.
+#: Default options of the HTTP client. obstore's own time-out, of 30 seconds in total, is short for
+#: a range. A caller who configures an endpoint without TLS intends plain HTTP.
 _CLIENT_OPTIONS: Final = {"connect_timeout": "10s", "timeout": "120s", "allow_http": True}
-#: Of a part on its way to the store. All that are on their way share the link: those of two files at once, which are
-#: 256 MiB, get there in this time at 0.5 MB/s, and those of eight writers of a node at 4 MB/s.
+#: Time-out of a part's upload. All concurrent parts share the link: the parts of two concurrent
+#: files, 256 MiB, arrive in this time at 0.5 MB/s, and the parts of eight writers of a node at 4
+#: MB/s.
 _PART_TIMEOUT: Final = "600s"
-#: How long a part that gets no answer is sent again: obstore's own limit, 180 s, is over before its first time-out.
+#: Total time for the repeated uploads of a part without an answer. obstore's own limit, 180 s, ends
+#: before its first time-out.
 _PART_PATIENCE: Final = dt.timedelta(seconds=1800)
 _RETRIES: Final = 6
-#: Of a holder's request about a lease, which must end well within its term: in seconds, and how often it is repeated.
+#: Time-out in seconds, and number of repetitions, of a holder's lease request, which must end well
+#: within the lease's term.
 _LEASE_TIMEOUT: Final = "8s"
 _LEASE_RETRIES: Final = 1
-#: What the end of a range must stay below: obstore has no larger numbers.
+#: Exclusive upper bound of a range's end: obstore has no larger numbers.
 _END_LIMIT: Final = 1 << 63
-#: Who created an object: a random name in its metadata, by which a writer whose answer was lost knows its own.
+#: Metadata key of an object's creator, a random name. After a lost answer, a writer recognises its
+#: own object by this name.
 _OWNER: Final = "ckptfmtput"
-#: How many creations of one name at once try out a server.
+#: Number of concurrent creations of one name in the test of a server.
 _PROBE_COUNT: Final = 8
 _PROBE_TIMEOUT: Final = "30s"
-#: Servers, by bucket, that were seen to create exclusively.
+#: Servers, by bucket, that passed the test of exclusive creation.
 _PROVEN: Final[set[tuple[str, str]]] = set()
 
 
 class ObjectStore(HeldByLeases):
     """The prefix of a bucket that a URL names, as a `ckptfmt.store.Store`.
 
-    Options and credentials are those of obstore, which also takes them from the environment (``AWS_ACCESS_KEY_ID``,
-    ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on), and of S3 from
-    the machine. They are never written anywhere.
+    Options and credentials are those of obstore. obstore also reads them from the environment
+    (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLICATION_CREDENTIALS``,
+    ``AZURE_STORAGE_ACCOUNT_NAME`` and so on), and for S3 from the machine. Credentials are never
+    written to any file.
 
     Args:
-        url: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; the prefix is taken as it is.
-        writable: whether calls that change anything are allowed (else ``STORE_ACCESS``). Once for each bucket and
-            process, the server is then tried out: of several creations of one name at once, exactly one must succeed.
-        config: options of the store, such as ``{"region": "eu-central-1", "endpoint": "https://..."}``.
-        client_options: of the HTTP client, such as ``{"timeout": "300s", "allow_http": True}``.
-        retry_config: of repeated requests; see obstore.
-        credential_provider: the object that obstore asks for credentials; saves are then written by a thread, since it
-            can't be handed to another process.
+        url: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; the prefix
+            is used unchanged.
+        writable: whether writing calls are allowed (otherwise ``STORE_ACCESS``). Once for each
+            bucket and process, the server is then tested: of several concurrent creations of one
+            name, exactly one must succeed.
+        config: options of the store, such as
+            ``{"region": "eu-central-1", "endpoint": "https://..."}``.
+        client_options: options of the HTTP client, such as
+            ``{"timeout": "300s", "allow_http": True}``.
+        retry_config: obstore's options for repeated requests.
+        credential_provider: the object from which obstore requests credentials. A thread then
+            writes the saves, since the object can't be passed to another process.
 
     Raises:
-        CkptError: ``STORE_UNSUPPORTED`` for a URL of another kind, without obstore, and for a server that doesn't
-            create exclusively; ``ARGUMENT`` for options that obstore doesn't know; what every writing call may raise.
+        CkptError: ``STORE_UNSUPPORTED`` for a URL of another kind, without obstore, and for a
+            server that doesn't create exclusively; ``ARGUMENT`` for options that obstore doesn't
+            know; the errors of every writing call.
     """
 
-    #: Each call is a request; see `Store`.
+    #: Each call is a network request; see `Store`.
     is_remote = True
 
     def __init__(
@@ -119,8 +130,9 @@ class ObjectStore(HeldByLeases):
         make = _client_maker(self._place, config, client_options, credential_provider)
         self._client: Client = make(retries, {})
         lease_client = self._client
-        if writable:  # a client takes 15 ms to make, and who only reads needs no other
-            # A creation isn't repeated by the client: it would take an answer to its second try for one to the first.
+        if writable:  # a client takes 15 ms to create; a reader needs only one
+            # The client doesn't repeat a creation: after a repetition it couldn't distinguish its
+            # own object from another writer's.
             self._once: Client = make({**retries, "max_retries": 0}, {})
             patience = {"timeout": (client_options or {}).get("timeout", _PART_TIMEOUT)}
             self._uploads: Client = make({"retry_timeout": _PART_PATIENCE, **retries}, patience)
@@ -137,7 +149,7 @@ class ObjectStore(HeldByLeases):
 
     @property
     def address(self) -> dict[str, Any] | None:
-        """The arguments that make the same store in another process; None if its options can't be handed over."""
+        """The arguments for the same store in another process; None for non-plain options."""
         values = [value for options in self._options.values() for value in options.values()]
         if self._has_provider or not all(isinstance(value, str | int | float | None) for value in values):
             return None
@@ -152,7 +164,10 @@ class ObjectStore(HeldByLeases):
         return self._with_prefix(join_path(self._prefix, prefix))
 
     def beside(self, name: str) -> ObjectStore:
-        """Return the store of a prefix beside this one's; see `Store.beside`. Beside a whole bucket is nothing."""
+        """Return the read-only store of a sibling prefix; see `Store.beside`.
+
+        Raises: CkptError(UNSAFE_PATH), also for a whole bucket, which has no siblings.
+        """
         check_path(name)
         if not self._prefix:
             raise err(Code.UNSAFE_PATH, f"beside {self.name} is nothing", where=name, requirement="REQ-CKP-001")
@@ -166,16 +181,17 @@ class ObjectStore(HeldByLeases):
         other._prefix = prefix  # noqa: SLF001 - a copy of ourselves
         return other
 
-    # Writing
+    # --- writing ----------------------------------------------------------------------------------
 
     def create(self, path: str, chunks: Iterable[Buffer]) -> None:
         """Create an object exclusively and whole; see `Store.create`.
 
-        An object larger than a part, in `SizedChunks`, is only looked for before it is sent: no server takes a
-        condition for a put in parts through obstore. Such files have names of one attempt. An upload that fails is
-        aborted; of a killed process, or where the abort is lost too, the parts stay unlisted until the bucket's own
-        rule removes them: ``AbortIncompleteMultipartUpload`` of S3 and Google Cloud Storage; Azure does so after a
-        week.
+        For an object larger than one part, in `SizedChunks`, the store only checks for an existing
+        object before the upload: obstore offers no condition for a multipart upload. Such files
+        have names that are unique to an attempt. A failed upload is aborted. After a kill, or a
+        lost abort request, the parts stay unlisted until the bucket's own rule removes them:
+        ``AbortIncompleteMultipartUpload`` of S3 and Google Cloud Storage; Azure removes them after
+        a week.
         """
         key = self._key_to_change(path)
         if isinstance(chunks, SizedChunks) and chunks.most_nbytes > _PART_NBYTES:
@@ -187,10 +203,10 @@ class ObjectStore(HeldByLeases):
         self._create_at_once(path, key, b"".join(chunks))
 
     def replace(self, path: str, data: bytes) -> None:
-        """Put `data` in the place of an object; see `Store.replace`.
+        """Write `data` to an object, and replace existing contents; see `Store.replace`.
 
-        A request whose answer was lost may arrive later, and the put has no condition: page 70 of the specification
-        says why that does no harm to what is replaced.
+        A request whose answer was lost may arrive later, and the put has no condition. Page 70 of
+        the specification explains why the replaced files tolerate this.
         """
         key = self._key_to_change(path)
         with self._named_errors(path, missing=Code.STORE_IO):
@@ -202,7 +218,7 @@ class ObjectStore(HeldByLeases):
         with self._named_errors(path, missing=Code.STORE_IO), contextlib.suppress(FileNotFoundError):
             self._client.delete(key)
 
-    # Reading
+    # --- reading ----------------------------------------------------------------------------------
 
     def read(self, path: str, *, limit_nbytes: int) -> bytes:
         """Return a whole small object; see `Store.read`."""
@@ -220,12 +236,12 @@ class ObjectStore(HeldByLeases):
 
     @contextlib.contextmanager
     def open_ranges(self, path: str) -> Iterator[RangeReader]:
-        """Open an object to read ranges of it, without a request; see `Store.open_ranges`."""
+        """Open an object for range reads, without a request; see `Store.open_ranges`."""
         self._key(path)
         yield _Ranges(self, path)
 
     def waits(self, path: str) -> bool:
-        """Say that reads wait for a network; see `Store.waits`."""
+        """Return True: reads wait for a network; see `Store.waits`."""
         del path
         return True
 
@@ -245,7 +261,7 @@ class ObjectStore(HeldByLeases):
         return sorted(path for path in paths if f"/{TEMPORARY_PREFIX}" not in f"/{path}")
 
     def list_names(self, prefix: str) -> Names:
-        """Return the names of objects and of longer prefixes below `prefix`; see `Store.list_names`."""
+        """Return the names of objects and sub-prefixes below `prefix`; see `Store.list_names`."""
         check_prefix(prefix)
         with self._named_errors(prefix):
             found = self._client.list_with_delimiter(join_path(self._prefix, prefix) or None)
@@ -276,12 +292,12 @@ class ObjectStore(HeldByLeases):
         detail = f"bytes [{byte_begin}, {byte_begin + nbytes}) of a file of {file_nbytes}"
         raise err(Code.FILE_NBYTES, detail, where=path, requirement="REQ-CKP-003")
 
-    # Steps of create
+    # --- steps of create --------------------------------------------------------------------------
 
     def _create_at_once(self, path: str, key: str, data: bytes) -> None:
-        """Create an object by one put, which is repeated until it is known what became of it, or until the deadline."""
+        """Create an object by one put, repeated until a known outcome or the deadline."""
         owner = secrets.token_hex(16)
-        unknown: CkptError | None = None  # what the last try without an answer said
+        unknown: CkptError | None = None  # the error of the last attempt without an answer
         for _ in _pauses(_DEADLINE_S):
             try:
                 self._once.put(key, data, mode="create", attributes={_OWNER: owner}, use_multipart=False)
@@ -292,20 +308,20 @@ class ObjectStore(HeldByLeases):
             if named.code == Code.STORE_EXISTS:
                 try:
                     found = self._owner_of(key)
-                except Exception as error:  # noqa: BLE001 - whatever it is, nobody knows whose it is
+                except Exception as error:  # noqa: BLE001 - the object's creator is unknown
                     raise err(Code.STORE_NO_ANSWER, self._named(error, path).detail, where=path) from None
                 if found == owner:
-                    return  # an earlier try, whose answer was lost
+                    return  # an earlier attempt succeeded, and its answer was lost
                 if found is not None:
                     raise named
-                continue  # it is being created, or deleted, at this moment
+                continue  # the object is just being created or deleted
             if named.code != Code.STORE_NO_ANSWER:
                 raise named if unknown is None else unknown
             unknown = named
         raise unknown or err(Code.STORE_NO_ANSWER, f"{self.name} answers with conflicts", where=path)
 
     def _create_in_parts(self, path: str, key: str, chunks: Iterable[Buffer], *, most_nbytes: int) -> None:
-        """Create a large object from parts, several at a time; a part is sent again where an answer is missing."""
+        """Create a large object from concurrent parts; a part without an answer is sent again."""
         with self._named_errors(path, missing=Code.STORE_IO):
             if self._owner_of(key) is not None:
                 raise self._taken(path)
@@ -326,43 +342,49 @@ class ObjectStore(HeldByLeases):
             if drawn.error is not None:
                 raise drawn.error from None
             named = self._named(error, path, missing=Code.STORE_IO)
-            if drawn.is_complete:  # the last request may have been carried out
+            if drawn.is_complete:  # the last request may have succeeded
                 try:
                     if self._owner_of(key) == owner:
                         return
-                except Exception:  # noqa: BLE001 - whatever it is, nobody knows what is there
+                except Exception:  # noqa: BLE001 - the object's state is unknown
                     raise err(Code.STORE_NO_ANSWER, named.detail, where=path) from None
             raise named from None
 
     def _owner_of(self, key: str) -> str | None:
-        """Return who created an object, ``""`` for others than us; None where there is none."""
+        """Return the name of an object's creator.
+
+        The name is ``""`` for an object of another program; None stands for a missing object.
+        """
         try:
             found = self._client.get(key, options={"head": True})
         except FileNotFoundError:
             return None
         return str(found.attributes.get(_OWNER, ""))
 
-    # Opening
+    # --- opening ----------------------------------------------------------------------------------
 
     def _prove(self, make_client: Callable[[], Client]) -> None:
-        """Try out that of several creations of one name at once exactly one succeeds.
+        """Check that of several concurrent creations of one name exactly one succeeds.
+
+        A server that has passed the check in this process isn't tested again.
 
         Args:
-            make_client: makes the one that asks, where nobody has yet: it repeats nothing, and waits no longer than
-                somebody at a terminal does.
+            make_client: creates the client for the test, which repeats no request and has a
+                time-out short enough for an interactive user.
 
-        Raises: CkptError(STORE_UNSUPPORTED). Spec: REQ-STO-001.
+        Raises: CkptError(STORE_UNSUPPORTED).
+        Spec: REQ-STO-001.
         """
         proven = (self._place, str(self._options.get("config", {}).get("endpoint", "")))
         if proven in _PROVEN:
             return
         client = make_client()
-        # What a kill or a lost request leaves of it runs out as a lease does.
+        # An object that a kill or a lost request leaves behind expires like a lease.
         key = free_key(self._prefix)
         begin = threading.Barrier(_PROBE_COUNT)
 
         def create(number: int) -> CkptError | None:
-            with contextlib.suppress(threading.BrokenBarrierError):  # not all of them could begin
+            with contextlib.suppress(threading.BrokenBarrierError):  # some threads couldn't start
                 begin.wait(_DEADLINE_S)
             try:
                 client.put(key, b"%d" % number, mode="create", use_multipart=False)
@@ -374,7 +396,7 @@ class ObjectStore(HeldByLeases):
         with self._named_errors(self.name, missing=Code.STORE_IO), probes as threads:
             found = list(threads.map(create, range(_PROBE_COUNT)))
         if any(error is None or error.code != Code.STORE_NO_ANSWER for error in found):
-            with contextlib.suppress(Exception):  # it is of nobody's concern, and hidden
+            with contextlib.suppress(Exception):  # the object is hidden, and expires
                 self._client.delete(key)
         other = [error for error in found if error is not None and error.code != Code.STORE_EXISTS]
         winners = found.count(None)
@@ -399,11 +421,11 @@ class ObjectStore(HeldByLeases):
             raise err(Code.STORE_ACCESS, f"{self.name} is open for reading only", where=path, remedy="")
         return key
 
-    # Errors
+    # --- errors -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _named_errors(self, path: str, *, missing: Code = Code.FILE_MISSING) -> Iterator[None]:
-        """Turn what obstore raises into the error that a handler knows."""
+        """Convert errors of obstore into errors with a code."""
         try:
             yield
         except CkptError:
@@ -411,15 +433,17 @@ class ObjectStore(HeldByLeases):
         except BaseException as error:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
-            raise self._named(error, path, missing=missing) from None  # whose text may have a signature
+            raise self._named(error, path, missing=missing) from None  # a signature may be in the text
 
     def _named(
         self, error: BaseException, path: str, *, missing: Code = Code.FILE_MISSING, taken: Code = Code.STORE_NO_ANSWER
     ) -> CkptError:
-        """Return the error that a handler knows; `missing` is the code for what isn't there.
+        """Return the error with a code for an error of obstore.
 
         Args:
-            taken: the code for the answers 409 and 412, which are no refusal where no condition was sent.
+            missing: the code for a missing object.
+            taken: the code for the answers 409 and 412, which mean no refusal where the request had
+                no condition.
         """
         if type(error).__name__ in ("AlreadyExistsError", "PreconditionError") and taken == Code.STORE_EXISTS:
             return self._taken(path)
@@ -460,23 +484,26 @@ class _LeaseObjects:
 
 
 class _Ranges:
-    """An object, to read ranges of it; see `RangeReader`."""
+    """An object for range reads; see `RangeReader`."""
 
     def __init__(self, store: ObjectStore, path: str) -> None:
         self._store = store
         self._path = path
 
     def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
-        """Return exactly a range, in memory of the answer's own; see `RangeReader.read_into`."""
+        """Return exactly a range, in the answer's own memory; see `RangeReader.read_into`."""
         del buffer
         return memoryview(self._store._get_range(self._path, byte_begin, nbytes))  # noqa: SLF001 - our own
 
 
 class _Drawn:
-    """Chunks on their way into an upload: whether all were drawn, and what they raised.
+    """The chunks of an upload in progress, which are drawn in a separate thread.
 
-    They are drawn in a thread of their own, since they may be read from a bucket, too: obstore panics at a request
-    within a request.
+    The chunks may come from a bucket, too, and obstore panics at a request within a request.
+
+    Attributes:
+        is_complete: whether all chunks were drawn.
+        error: the error that the chunks raised; None without an error.
     """
 
     def __init__(self, chunks: Iterable[Buffer]) -> None:
@@ -505,7 +532,10 @@ class _Drawn:
 
 
 def _draw_first(chunks: SizedChunks) -> tuple[list[Buffer], Iterator[Buffer] | None]:
-    """Return the chunks up to the one with which they are more than a part, and the rest; None if all are fewer."""
+    """Return the first chunks, which together exceed the size of a part, and the remaining chunks.
+
+    The second value is None if all chunks together don't exceed the size of a part.
+    """
     drawn: list[Buffer] = []
     rest, nbytes = iter(chunks), chunks.nbytes or 0
     while nbytes <= _PART_NBYTES:
@@ -527,7 +557,7 @@ def is_url(path: object) -> bool:
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Return the bucket's URL, and the prefix in it.
+    """Return the bucket's URL, and the prefix in the bucket.
 
     >>> _split("s3://bucket/runs/a/")
     ('s3://bucket', 'runs/a')
@@ -551,7 +581,10 @@ def _client_maker(
     client_options: Mapping[str, Any] | None,
     credential_provider: Any,  # noqa: ANN401
 ) -> Callable[[Mapping[str, Any], Mapping[str, Any]], Client]:
-    """Return what makes a client of a bucket, given how it repeats requests, and what its connections are to be."""
+    """Return a function that creates a client of a bucket.
+
+    The function takes the options for repeated requests, and further options of the HTTP client.
+    """
     try:
         from obstore.store import from_url  # noqa: PLC0415 - an extra, which takes time to import
     except ImportError as error:
@@ -564,7 +597,7 @@ def _client_maker(
         given = {"config": dict(config or {}), "client_options": {**options, **more}, "retry_config": retries}
         try:
             return from_url(place, **given, **provider)  # type: ignore[arg-type, no-any-return, call-overload, unused-ignore]
-        except Exception as error:  # noqa: BLE001 - all that obstore raises
+        except Exception as error:  # noqa: BLE001 - any error of obstore
             raise err(
                 Code.ARGUMENT, text_of(error), where=place, remedy="See obstore's documentation of options."
             ) from None
@@ -573,11 +606,11 @@ def _client_maker(
 
 
 def _pauses(deadline_s: float) -> Iterator[None]:
-    """Yield at once, then after ever longer pauses, until the deadline."""
+    """Yield at once, then after increasing pauses, until the deadline."""
     end = time.monotonic() + deadline_s
     pause = _PAUSE_MIN_S
     yield None
     while time.monotonic() + pause < end:
-        time.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - so that writers don't come back all at once
+        time.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - avoids simultaneous repeats
         yield None
         pause = min(2 * pause, _PAUSE_MAX_S)

@@ -7,26 +7,27 @@ from typing import Final
 
 from ckptfmt.errors import Code
 
-#: What helps where a text has this in it.
+#: Remedies by a part of the error's text.
 _REMEDIES: Final = {
     "NoSuchBucket": "Create the bucket, or give the name of one that is there.",
     "InvalidUri": "Begin the endpoint (AWS_ENDPOINT_URL, or config=) with http:// or https://.",
-    # Where a machine of a cloud is asked for credentials, if there are none in the environment.
+    # The address of a cloud machine's credential service, used if the environment has no
+    # credentials.
     "169.254.169.254": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: this machine tells of no role.",
 }
 _STATUS: Final = re.compile(r"status code: ([0-9]{3})")
-#: Queries of URLs may be signatures, and what is before an @ a password.
+#: The query of a URL may contain a signature, and the part before an @ a password.
 _SECRETS: Final = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s\"']*")
 _TEXT_LENGTH: Final = 400
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an error is one that obstore's makers didn't expect; it is no Exception."""
+    """Return whether an error is a panic: an unexpected error in obstore, and no `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
 def without_secrets(text: str) -> str:
-    """Return a text without what a URL in it may have of credentials.
+    """Return a text without the possible credentials in URLs.
 
     >>> without_secrets("https://me:secret@host/a?X-Amz-Signature=1 is gone")
     'https://host/a is gone'
@@ -35,15 +36,18 @@ def without_secrets(text: str) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return what obstore says to users: what follows the first line, or begins with a tag, is for its developers."""
+    """Return obstore's message for users.
+
+    Text after the first line, or after a tag, is for obstore's developers and is left out.
+    """
     return without_secrets(re.split(r"\n|: <", str(error), maxsplit=1)[0])[:_TEXT_LENGTH]
 
 
 def code_of(error: BaseException, *, missing: Code) -> tuple[Code, str | None]:
-    """Return the code of what obstore raised, and a remedy where that of the code doesn't do.
+    """Return the code for an error of obstore, and a remedy where the code's own doesn't fit.
 
     Args:
-        missing: the code for what isn't there.
+        missing: the code for a missing object.
     """
     known = next((remedy for part, remedy in _REMEDIES.items() if part in str(error)), None)
     code, remedy = _code_of(error, missing)
@@ -67,6 +71,6 @@ def _code_of(error: BaseException, missing: Code) -> tuple[Code, str | None]:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the status of the HTTP answer that an error is about."""
+    """Return the status code of the HTTP answer in an error's text; None without a status code."""
     found = _STATUS.search(str(error))
     return int(found[1]) if found else None

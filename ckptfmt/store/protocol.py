@@ -1,24 +1,27 @@
-"""What a store promises: the one place where ckptfmt touches bytes that outlive the process.
+"""The protocol of stores: the only interface through which ckptfmt reads and writes durable bytes.
 
-A store holds files under a root. Paths are relative to it, with ``/`` between components, on every kind of store.
-There are two kinds, and the same code runs over both:
+A store holds files under a root. Paths are relative to the root, with ``/`` between components, on
+every kind of store. There are two kinds of store, and the same code works on both:
 
 - a *file system* has directories; a new name is durable only after `Store.sync`;
-- an *object store* has flat keys; what was acknowledged is durable, and `Store.sync` has nothing to do.
+- an *object store* has flat keys; acknowledged requests are durable, and `Store.sync` does nothing.
 
-Whoever implements one keeps three promises, on which crash safety rests:
+Every implementation keeps three promises, on which crash safety depends:
 
-1. **Exclusive.** Of any number of concurrent `Store.create` calls on one path, on any number of machines, at most
-   one succeeds. A look before the write doesn't give that: it takes ``link``, ``renameat2(RENAME_NOREPLACE)`` or
-   ``PUT If-None-Match: *``. Object stores take no such condition for what is sent in parts: there `SizedChunks` may
-   only be looked for before, and are given names that nobody else creates.
-2. **Whole.** A path either isn't there, or has all bytes that were handed over. No reader sees a part, after a
-   crash neither.
-3. **Honest about the unknown.** A call whose request or answer may be lost raises ``STORE_NO_ANSWER``, never
-   another code: the caller then reads back, and deletes nothing until it knows.
+1. **Exclusive.** Of any number of concurrent `Store.create` calls on one path, on any number of
+   machines, at most one succeeds. A check before the write isn't sufficient: the implementation
+   needs ``link``, ``renameat2(RENAME_NOREPLACE)`` or ``PUT If-None-Match: *``. Object stores accept
+   no such condition for a multipart upload. There a store may only check for an existing object
+   before it uploads `SizedChunks`, and callers give such files unique names.
+2. **Whole.** A path is either missing, or has all bytes that were passed. No reader sees a part,
+   not even after a crash.
+3. **Honest about the unknown.** A call whose request or answer may be lost raises
+   ``STORE_NO_ANSWER``, never another code. The caller then reads back, and deletes no file until
+   the outcome is known.
 
-Every call may raise ``STORE_IO``, ``STORE_ACCESS`` and ``STORE_NO_ANSWER``, calls that write also ``NO_SPACE``; the
-docstrings name what comes on top. Calls may come from several threads at once.
+Every call may raise ``STORE_IO``, ``STORE_ACCESS`` and ``STORE_NO_ANSWER``; calls that write may
+also raise ``NO_SPACE``. The docstrings name further errors. Several threads may call a store at
+once.
 """
 
 from __future__ import annotations
@@ -37,30 +40,31 @@ Answer = TypeVar("Answer")
 #: Bytes to write: C-contiguous.
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-# Inside of a class with a method `list`, the built-in type can't be named any more.
+# Inside a class with a method `list`, the built-in type has no accessible name.
 Names: TypeAlias = list[str]
 
-#: A store's own unfinished files begin with this: callers can't use such names and listings leave them out.
+#: Prefix of a store's own unfinished files. Callers can't use such names, and listings omit them.
 TEMPORARY_PREFIX: Final = ".tmp-"
 
-#: To what addresses, positions and sizes of direct reads and writes are aligned, in bytes: what common devices ask for.
+#: Alignment of addresses, positions and sizes in direct reads and writes, in bytes: the requirement
+#: of common devices.
 PAGE_NBYTES: Final = 4096
 
-#: Longest component of a path, in UTF-8: what common file systems take.
+#: Maximum length of a path's component, in bytes of UTF-8: the limit of common file systems.
 COMPONENT_NBYTES: Final = 255
 
-#: How many calls `call_each` has under way at once.
+#: Maximum number of concurrent calls in `call_each`.
 CALLS_AT_ONCE: Final = 16
 
 _FORBIDDEN: Final = {"\\", "\x7f", *map(chr, range(0x20))}
 
 
 class SizedChunks:
-    """Chunks of a file that may be large, and its size: a store may make room for all of it at once. It need not look.
+    """The chunks of a possibly large file, with its size. A store may preallocate the file.
 
     Args:
-        nbytes: the size in bytes; None where it shows only when the last chunk is drawn.
-        most_nbytes: what the size doesn't exceed, where `nbytes` is None.
+        nbytes: the size in bytes; None where only the last chunk reveals the size.
+        most_nbytes: an upper bound of the size, used where `nbytes` is None.
     """
 
     def __init__(self, chunks: Iterable[Buffer], nbytes: int | None, *, most_nbytes: int = 0) -> None:
@@ -73,27 +77,32 @@ class SizedChunks:
 
 
 class RangeReader(Protocol):
-    """An open file, to read ranges of it."""
+    """An open file for range reads."""
 
     def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
-        """Read exactly ``[byte_begin, byte_begin + nbytes)``, and return where these bytes are: in `buffer` as a rule.
+        """Read exactly ``[byte_begin, byte_begin + nbytes)``, and return a view of these bytes.
 
-        What else is in `buffer` afterwards means nothing: a file system may read whole pages past its cache, of a file
-        that isn't in it. A store whose client has put them into memory of their own returns that; it is let go of
-        before `buffer` is used again.
+        The view usually lies in `buffer`. The rest of `buffer` has undefined contents afterwards: a
+        file system may read whole pages by direct I/O. A store whose client has received the bytes
+        in separate memory returns a view of that memory. The caller releases the view before the
+        next use of `buffer`.
 
         Args:
-            buffer: writable, from a page's begin on, and two pages (`PAGE_NBYTES`) larger than `nbytes` at least.
+            buffer: writable memory that starts at a page boundary, at least two pages
+                (`PAGE_NBYTES`) larger than `nbytes`.
 
         Raises:
-            CkptError: ``FILE_NBYTES`` if the file doesn't have them all.
+            CkptError: ``FILE_NBYTES`` if the file is too short.
 
         Spec: REQ-CKP-003
         """
 
 
 class Source(Protocol):
-    """Whatever has files: a `Store`, or another process that reads from one. Its methods are those of `Store`."""
+    """A source of files: a `Store`, or a process that reads from a store.
+
+    The methods are those of `Store`.
+    """
 
     def nbytes(self, path: str) -> int:
         """Return a file's size in bytes."""
@@ -102,11 +111,11 @@ class Source(Protocol):
         """Return a whole small file."""
 
     def open_ranges(self, path: str) -> AbstractContextManager[RangeReader]:
-        """Open a file to read many ranges of it."""
+        """Open a file for many range reads."""
 
 
 class Store(Protocol):
-    """Files under a root, created whole and at most once."""
+    """Files under a root. Each file is created whole and at most once."""
 
     @property
     def name(self) -> str:
@@ -114,50 +123,55 @@ class Store(Protocol):
 
     @property
     def is_remote(self) -> bool:
-        """Whether each call is a request over a network, which takes its time however little it asks for.
+        """Whether each call is a network request, with a latency even for a small request.
 
-        Callers then make requests several at once and larger ones, and `waits` is true of every file.
+        Callers then make several and larger requests at once, and `waits` returns True for every
+        file.
         """
 
     def create(self, path: str, chunks: Iterable[Buffer]) -> None:
         """Create the file `path` from `chunks`, exclusively and whole; make missing directories.
 
-        The contents are durable before the name appears. The name is durable after `sync` of its directory.
-        When a CkptError leaves this call, the file wasn't created and won't be later, unless the code is
-        ``STORE_NO_ANSWER``: then it is there, isn't, or (object stores) still comes, and is created exclusively
-        even then.
+        The contents are durable before the name appears. The name is durable after `sync` of its
+        directory. When this call raises a CkptError, the file wasn't created and will not be
+        created later, unless the code is ``STORE_NO_ANSWER``. After ``STORE_NO_ANSWER`` the file
+        exists, is missing, or (object stores) may still appear; the creation is exclusive in each
+        case.
 
         Args:
-            path: where; see `check_path`.
-            chunks: the contents in order, `SizedChunks` of what may be large; drawn once, and not far ahead of
-                what is written. A chunk stays unchanged until `create` returns.
+            path: the file's path, valid for `check_path`.
+            chunks: the contents in order, as `SizedChunks` for a possibly large file. The chunks
+                are drawn once, and not far ahead of the write. A chunk must stay unchanged until
+                `create` returns.
 
         Raises:
-            CkptError: ``STORE_EXISTS`` if the path is taken, whatever it holds; ``UNSAFE_PATH``; ``UNSAFE_FILE`` if
-                a parent isn't a directory. An error of `chunks` comes through as it is, an OSError as a store
-                error.
+            CkptError: ``STORE_EXISTS`` if any file or directory has the path; ``UNSAFE_PATH``;
+                ``UNSAFE_FILE`` if a parent isn't a directory. An error of `chunks` is raised
+                unchanged; an OSError is raised as a store error.
 
         Spec: REQ-CKP-001, REQ-CKP-002
         """
 
     def replace(self, path: str, data: bytes) -> None:
-        """Put `data` at `path` whole and at once, whatever was there.
+        """Write `data` to `path` atomically, and replace an existing file.
 
-        Only the decision register may be replaced, an entry of the ledger, and a damaged document by what it was.
+        Only three kinds of file may be replaced: the decision register, an entry of the ledger, and
+        a damaged document by its original contents.
 
-        A reader sees the old contents or the new ones. After an error it is one of the two. Durable when `create`
-        is.
+        A reader sees the old or the new contents, also after an error. The new contents become
+        durable at the same point as in `create`.
 
         Raises:
             CkptError: ``UNSAFE_PATH``, ``UNSAFE_FILE``.
         """
 
     def read(self, path: str, *, limit_nbytes: int) -> bytes:
-        """Return a whole small file. Its size is checked before anything is read or allocated.
+        """Return a whole small file. The size is checked before any read or allocation.
 
         Raises:
-            CkptError: ``FILE_MISSING``; ``LIMIT_EXCEEDED`` if it is larger than `limit_nbytes`; ``UNSAFE_FILE`` if
-                it isn't a regular file or is reached through a symlink; ``FILE_NBYTES`` if it shrinks meanwhile.
+            CkptError: ``FILE_MISSING``; ``LIMIT_EXCEEDED`` if the file is larger than
+                `limit_nbytes`; ``UNSAFE_FILE`` if the path isn't a regular file or contains a
+                symlink; ``FILE_NBYTES`` if the file shrinks meanwhile.
 
         Spec: REQ-CKP-002, REQ-CKP-004, REQ-DOC-008
         """
@@ -168,17 +182,17 @@ class Store(Protocol):
         The range is checked against the file's true size before `nbytes` are allocated.
 
         Raises:
-            CkptError: ``FILE_NBYTES`` if the file doesn't have them all; ``FILE_MISSING``, ``UNSAFE_FILE``.
+            CkptError: ``FILE_NBYTES`` if the file is too short; ``FILE_MISSING``, ``UNSAFE_FILE``.
 
         Spec: REQ-CKP-002, REQ-CKP-003, REQ-CKP-004
         """
 
     def open_ranges(self, path: str) -> AbstractContextManager[RangeReader]:
-        """Open a file to read many ranges of it: the context yields a `RangeReader`, for any number of threads.
+        """Open a file for many range reads. The context yields a thread-safe `RangeReader`.
 
         Raises:
-            CkptError: ``FILE_MISSING``, ``UNSAFE_FILE``, when the context is entered; of an object store not before a
-                range is read.
+            CkptError: ``FILE_MISSING``, ``UNSAFE_FILE``, on entry to the context; in an object
+                store, at the first range read.
 
         Spec: REQ-CKP-002, REQ-CKP-004
         """
@@ -186,7 +200,8 @@ class Store(Protocol):
     def waits(self, path: str) -> bool:
         """Return whether reads of a file wait for a device or a network, rather than copy memory.
 
-        A hint for who plans reads, and never an error: of a file that isn't there it means nothing.
+        The result is a hint for the planning of reads. The call never fails; the result for a
+        missing file has no meaning.
         """
 
     def nbytes(self, path: str) -> int:
@@ -199,72 +214,78 @@ class Store(Protocol):
     def list(self, prefix: str) -> Names:
         """Return the paths of all files below the directory `prefix`, relative to the root, sorted.
 
-        A file system lists symlinks, pipes and the like too, without following them, and names that `check_path`
-        refuses; both leave out unfinished files. Nothing there: an empty list. A listing is a hint: no commit rests
-        on it.
+        A file system also lists symlinks, pipes and other special files, without following them,
+        and names that `check_path` refuses. Both kinds of store omit unfinished files. The list is
+        empty for a missing directory. A listing is a hint: no commit depends on a listing.
         """
 
     def list_names(self, prefix: str) -> Names:
-        """Return the names in the directory `prefix`, sorted; those of directories end with ``/``.
+        """Return the names in the directory `prefix`, sorted; names of directories end with ``/``.
 
-        An object store has no empty directories. Otherwise as `list`.
+        An object store has no empty directories. All other properties are those of `list`.
         """
 
     def delete(self, path: str) -> None:
-        """Remove a file. One that isn't there is fine. Durable after `sync` of the directory.
+        """Remove a file; a missing file is no error. Durable after `sync` of the directory.
 
         Raises:
-            CkptError: ``UNSAFE_FILE`` if it is a directory.
+            CkptError: ``UNSAFE_FILE`` for a directory.
         """
 
     def delete_leftovers(self, prefix: str) -> None:
-        """Remove the unfinished files that killed writers left in the directory `prefix`; objects: what held files.
+        """Remove the unfinished files of killed writers in the directory `prefix`.
 
-        Not in the directories below it, which may be somebody else's. Only where nobody writes any more: a living
-        writer's `create` would fail. Of an object store these are the leases there that have run out.
+        In an object store, remove the expired leases in `prefix`. Directories below `prefix` are
+        left alone: they may belong to other writers. Call this only when no process writes there
+        any more: the `create` of a live writer would fail.
         """
 
     def remove_directory(self, path: str) -> None:
-        """Remove the empty directories below `path`, and it; objects: no-op.
+        """Remove the directory `path` and all empty directories below; object stores: no-op.
 
-        One that isn't empty stays, without an error; so does the root of the opened store.
+        A directory with files stays, without an error. The root of the opened store stays too.
         """
 
     def sync(self, path: str) -> None:
-        """Make durable which names are in the directory `path` and in its parents up to the root; objects: no-op.
+        """Make the names in the directory `path` and in its parents durable; object stores: no-op.
 
-        "Root" is that of the store which was opened, above all `at`. Directories *below* `path` aren't included.
-        Never retried: after an error nobody knows what is durable.
+        The parents go up to the root of the opened store, above the roots of all `at` calls.
+        Directories *below* `path` aren't included. The call is never repeated: after an error the
+        durable state is unknown.
 
         Raises:
-            CkptError: ``FILE_MISSING`` if there is no such directory.
+            CkptError: ``FILE_MISSING`` for a missing directory.
         """
 
     def hold(self, path: str) -> AbstractContextManager[None]:
-        """Hold the file `path` while the context is open: `is_held` says so to every process that sees the store.
+        """Hold the file `path` while the context is open. All processes see the hold by `is_held`.
 
-        Several may hold one file. A process that dies, however suddenly, holds it no more, at once or after a minute
-        (`holds_expire`); a forked child never held it. On a file system the file is made if it isn't there, with its
-        missing directories, and the last one who holds it removes it; nothing is made durable. Where a file system has
-        no locks, nothing is held, without an error. An object store makes objects of its own, which are never listed.
+        Several processes may hold one file. The hold of a dead process ends at once or after a
+        minute (`holds_expire`). A forked child inherits no hold. A file system creates a missing
+        file and its directories; the last holder removes the file; neither change is made durable.
+        On a file system without locks the call does nothing, without an error. An object store
+        creates its own objects, which no listing shows.
 
         Raises:
-            CkptError: ``UNSAFE_PATH``, ``UNSAFE_FILE``; all of it when the context is entered.
+            CkptError: ``UNSAFE_PATH``, ``UNSAFE_FILE``, on entry to the context.
 
         Spec: REQ-STO-008, REQ-STO-009
         """
 
     @property
     def holds_expire(self) -> bool:
-        """Whether a holder that is stopped for a minute holds nothing any more, although it may go on.
+        """Whether a hold expires after a minute while its holder is stopped.
 
-        Then nothing may be deleted because nobody holds it.
+        A stopped holder may continue later. Where holds expire, the absence of a hold therefore
+        permits no deletion.
 
         Spec: REQ-STO-011
         """
 
     def is_held(self, path: str) -> bool:
-        """Return whether somebody holds the file `path` now. Makes nothing that stays, and doesn't wait.
+        """Return whether any process holds the file `path` now.
+
+        The call leaves no file behind and doesn't wait.
 
         Raises:
             CkptError: ``UNSAFE_PATH``, ``UNSAFE_FILE``.
@@ -273,20 +294,21 @@ class Store(Protocol):
         """
 
     def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
-        """Return the names of the files in the directory `prefix` that somebody holds now, sorted; otherwise `is_held`.
+        """Return the names of the currently held files in the directory `prefix`, sorted.
 
-        An object store is asked once for all of them. Nobody holds a path that isn't a regular file.
+        An object store needs one request for all files. A path that isn't a regular file is never
+        held. All other properties are those of `is_held`.
 
         Args:
             prefix: the directory.
-            wanted: says of a name whether it is looked at.
+            wanted: predicate of the names to check.
         """
 
     def at(self, prefix: str) -> Store:
-        """Return the same store with the directory `prefix` as root; it needn't be there yet."""
+        """Return the same store with the directory `prefix` as root, which may be missing."""
 
     def beside(self, name: str) -> Store:
-        """Return the store whose root is called `name`, in the directory that holds this one's; to be read only.
+        """Return a read-only store whose root is the sibling `name` of this store's root.
 
         Args:
             name: one component of a path.
@@ -296,14 +318,15 @@ class Store(Protocol):
         """
 
 
-@functools.lru_cache(maxsize=1024)  # a file's name comes by at each of its ranges
+@functools.lru_cache(maxsize=1024)  # each range read checks the file's path
 def check_path(path: str) -> None:
-    """Raise unless `path` names a file below a root, on every kind of store.
+    """Check that `path` names a file below a root, on every kind of store.
 
     Raises:
-        CkptError: ``UNSAFE_PATH`` for an absolute or empty path; for a component that is empty, ``.``, ``..``,
-            longer than `COMPONENT_NBYTES` or a store's own (`TEMPORARY_PREFIX`); for backslash, NUL and other control
-            characters; for what isn't Unicode.
+        CkptError: ``UNSAFE_PATH`` for an absolute or empty path; for a component that is empty,
+            ``.``, ``..``, longer than `COMPONENT_NBYTES`, or reserved for the store
+            (`TEMPORARY_PREFIX`); for backslash, NUL and other control characters; for text that
+            isn't valid Unicode.
 
     Spec: REQ-CKP-001
 
@@ -329,7 +352,7 @@ def check_path(path: str) -> None:
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise unless `prefix` names a directory: ``""`` for the root, or what `check_path` takes.
+    """Check that `prefix` names a directory: ``""`` for the root, or a valid path.
 
     Raises:
         CkptError: ``UNSAFE_PATH``.
@@ -339,7 +362,7 @@ def check_prefix(prefix: str) -> None:
 
 
 def join_path(prefix: str, path: str) -> str:
-    """Return `path` below `prefix`, either of which may be ``""``.
+    """Return `path` below `prefix`; each may be ``""``.
 
     >>> join_path("", "a"), join_path("a", ""), join_path("a", "b/c")
     ('a', 'a', 'a/b/c')
@@ -348,22 +371,25 @@ def join_path(prefix: str, path: str) -> str:
 
 
 def _unsafe(path: str, detail: str) -> CkptError:
-    # The path is hostile text: quoted and cut, it can't forge a line of a log.
+    # A hostile path could forge a line of a log. Quoting and truncation prevent this.
     return err(Code.UNSAFE_PATH, detail, where=ascii(path[:200]), requirement="REQ-CKP-001")
 
 
 def call_each(
     store: Store, call: Callable[[Item], Answer], items: Iterable[Item], *, at_once: int = CALLS_AT_ONCE
 ) -> list[Answer]:
-    """Return what `call` returns for each item, in their order; several are under way at once if `store` is remote.
+    """Return the results of `call` for each item, in the items' order.
+
+    For a remote store several calls run concurrently.
 
     Args:
-        store: what `call` asks.
-        call: is called by several threads at once if `store` is remote.
-        at_once: by how many.
+        store: the store that `call` uses.
+        call: the function to call. Several threads call it at once if `store` is remote.
+        items: the arguments, one for each call.
+        at_once: the maximum number of concurrent calls.
 
-    Raises: what `call` raises for the first item for which it does. No more calls are begun then, and those that were
-        begun have ended.
+    Raises: the error of the first item that failed. No further calls are started after an error;
+        all started calls have ended.
     """
     items = list(items)
     count = min(at_once, len(items)) if store.is_remote else 1
@@ -395,14 +421,15 @@ def call_each(
 
 
 def _start_threads(work: Callable[[], Any], count: int) -> list[threading.Thread]:
-    """Start threads that all do the same; fewer where no more can be started."""
+    """Start threads with the same target; fewer where the system can't start more."""
     threads: list[threading.Thread] = []
     for _ in range(count):
-        # Daemons: at its end the interpreter would wait for others, whatever these wait for.
+        # Daemon threads, because the interpreter waits for other threads at exit, even blocked
+        # ones.
         thread = threading.Thread(target=work, name="ckptfmt-calls", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # there are too many, or the interpreter is about to end
+        except RuntimeError:  # too many threads, or the interpreter shuts down
             break
         threads.append(thread)
     return threads

@@ -1,4 +1,4 @@
-"""A symbolic link to a checkpoint gives way to a directory of its own, at once."""
+"""Atomic replacement of a symbolic link to a checkpoint by a directory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from ckptfmt.errors import Code, err
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import TEMPORARY_PREFIX
 
-#: How the names of directories that an interrupted call left end, behind the name of their link.
+#: The end of a temporary directory's name, after the link's name. An interrupted call leaves such
+#: directories.
 _LEFTOVER: Final = re.compile(r"[0-9a-f]{16}(?:-gone)?")
 
 
 def detach_link(path: str | os.PathLike[str], *, calls: PosixCalls | None = None) -> None:
-    """Put a directory with hard links to the same files in the place of a symbolic link to a directory, at once.
+    """Replace a symbolic link to a directory atomically by a directory of hard links.
 
-    Nothing is copied, and what the link led to stays. Anything but a symbolic link stays as it is; a link that leads
-    nowhere is removed. What an interrupted call left beside the path is removed by the next one.
+    The hard links lead to the same files. No data is copied, and the target of the link stays. A
+    path that isn't a symbolic link stays unchanged; a dangling link is removed. The next call
+    removes the temporary directories that an interrupted call left next to the path.
 
     Raises:
-        CkptError: ``STORE_UNSUPPORTED`` where the file system can't exchange names or make hard links; then nothing has
-            changed. Those of opening a directory.
+        CkptError: ``STORE_UNSUPPORTED`` where the file system can't exchange names or make hard
+            links; the link is then unchanged. The errors of opening a directory.
     """
     calls = PosixCalls() if calls is None else calls
     path = os.path.abspath(path)
@@ -60,14 +62,14 @@ def _remove_leftovers(parent: str, prefix: str) -> None:
     for left in os.listdir(parent) if os.path.isdir(parent) else ():
         rest = left.removeprefix(prefix)
         if rest != left and _LEFTOVER.fullmatch(rest):
-            # Under another name first: whoever is still at it can't exchange half of it.
+            # Rename first: a concurrent call can then not exchange a half-deleted directory.
             gone = os.path.join(parent, f"{prefix}{secrets.token_hex(8)}-gone")
             os.rename(os.path.join(parent, left), gone)
             _remove_tree(gone)
 
 
 def _link_tree(source: str, copy: str) -> None:
-    """Make a directory whose files are those of another one, durably."""
+    """Create a durable directory whose files are hard links to another directory's files."""
     os.mkdir(copy)
     for name in os.listdir(source):
         old, new = os.path.join(source, name), os.path.join(copy, name)
