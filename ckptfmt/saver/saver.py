@@ -328,6 +328,7 @@ class Saver:
             elif kind == "complete":
                 self._report(number, "STAGED", {})
                 progress.complete()
+            # The save of a `replicated` message may have ended already.
             elif kind == "replicated" and (work := self._works.get(number)) is not None:
                 work.replicated.put(message["problem"])
             elif kind == "abandon":
@@ -402,7 +403,7 @@ class Saver:
             self._launch = request.origin.launch
         self._tasks.put(task)
 
-    # --- by way of a cache --------------------------------------------------------------------------------------------
+    # --- saves through a cache --------------------------------------------------------------------
 
     def _save_by_cache(self, number: int, work: _Work, snapped: Snapped, uploads: Uploads) -> bool:
         """Write a save into the cache and queue the upload, which releases the save.
@@ -490,7 +491,7 @@ class Saver:
     def _note(self, sentence: str) -> None:
         self._send({"type": "note", "sentence": encodable(sentence)})
 
-    # --- holds --------------------------------------------------------------------------------------------------------
+    # --- holds ------------------------------------------------------------------------------------
 
     def _hold(self, number: int, work: _Work, progress: Progress) -> None:
         """Hold the file that shows that saves are in progress."""
@@ -565,7 +566,7 @@ class Saver:
         self._send({"type": "broken", "error": known.as_json()})
 
 
-# --- a process of its own ---------------------------------------------------------------------------------------------
+# --- a process of its own -------------------------------------------------------------------------
 
 
 def main(fd: int) -> None:

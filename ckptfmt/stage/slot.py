@@ -209,7 +209,9 @@ class Slot:
             CkptError: ``SLOT_MEMORY`` if memory runs out, or if the slot or its descriptor is
             closed.
         """
-        mapping = self._open_mapping()  # held: closing must not crash
+        # A reference keeps the mapping alive: if another thread closes the slot, this call fails, but
+        # doesn't crash.
+        mapping = self._open_mapping()
         view, address = memoryview(mapping).cast("B"), ctypes.addressof(mapping)
         for byte_begin in range(0, self.nbytes, _PIECE_NBYTES):
             byte_end = min(byte_begin + _PIECE_NBYTES, self.nbytes)
