@@ -146,7 +146,7 @@ _SMALL_NBYTES: Final = 1 << 18
 class Array:
     """A tensor of a foreign file, before it has a name.
 
-    A memory has one `Array`, however many references the file has.
+    Tensors with the same elements in the same memory share an `Array`.
 
     Attributes:
         dtype: the tensor's dtype, named as in ckptfmt.

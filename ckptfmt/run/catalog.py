@@ -85,9 +85,9 @@ Which: TypeAlias = RunCheckpoint | str | int
 class Run:
     """The checkpoints of a run: list them, find the best, label them, pin them, delete them.
 
-    Only registers and records are read, never a tensor. So "committed" refers to the manifest
-    there; `validate` compares the tensors' bytes with their digests. Any process may call every
-    method while a training saves.
+    Only registers and records are read, never a tensor. So "committed" means: a manifest exists.
+    `validate` compares the tensors' bytes with their digests. Any process may call every method
+    while a training saves.
 
     Args:
         path: the run's directory, or a store rooted there.

@@ -405,7 +405,7 @@ class _Scrubbing:
             files.close()
 
     def _iter_opened(self, name: str, manifest: Manifest, members: list[int]) -> Iterator[CheckpointFiles]:
-        """Yield the opened checkpoint of each copy with a readable index."""
+        """Yield the opened checkpoint of each copy, except of damaged copies."""
         for at in members:
             try:
                 yield CheckpointFiles(self._place(at, name), digest=manifest.digest)
