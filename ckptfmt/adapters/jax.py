@@ -240,7 +240,7 @@ def _box_of(index: Iterable[Any], shape: tuple[int, ...]) -> Box:
 def plan_tree(plan: LoadPlan, unit: Unit) -> None:
     """Plan to build a new tree for a unit. The new tree replaces the live tree after all reads.
 
-    Arrays are found by name, in any saved tree. Other values are found at their path in the saved
+    Arrays are found by name, in any saved tree. Plain values are found at their path in the saved
     tree.
 
     Problems: TENSOR_MISSING, LEAF_MISSING, LEAF_UNEXPECTED, and the problems of `may_fill`.
@@ -356,7 +356,7 @@ def _iter_paths(
 
 
 def _items(tree: object) -> dict[object, object] | None:
-    """Return the items of a list, tuple or dict in a saved tree, by key; None for other values."""
+    """Return the items of a list, tuple or dict in a saved tree, by key; None for plain values."""
     if isinstance(tree, list | tuple):
         return dict(enumerate(tree))
     return tree if isinstance(tree, dict) else None

@@ -685,7 +685,7 @@ class LoadPlan:
         """Return advice to load only the modules whose tensors all fit; an empty text if none does.
 
         Args:
-            unmatched: saved tensors that may be missing live tensors under other names.
+            unmatched: saved tensors that may be missing live tensors with new names.
         """
         wrong = {problem.where for problem in self.problems if problem.code in (*_OF_NAMES, Code.SHAPE_MISMATCH)}
         wrong = {where.removeprefix("weights:") for where in wrong if where.startswith("weights:")}
@@ -745,7 +745,10 @@ def _offer_renaming(renaming: Mapping[str, str]) -> str:
 
 
 def _offer(offer: str, problem: Problem) -> Problem:
-    """Return a problem with an offer before its remedy, if the problem concerns names or shapes."""
+    """Return a problem with an offer before the remedy.
+
+    Only problems of names or shapes in weights and optimizers get the offer.
+    """
     is_about = problem.code in (*_OF_NAMES, Code.SHAPE_MISMATCH)
     if not is_about or problem.where.partition(":")[0] not in ("weights", "optimizer"):
         return problem

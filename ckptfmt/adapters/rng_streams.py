@@ -300,12 +300,12 @@ def _put_back(plan: LoadPlan, stream: LiveRngStream, state: object) -> None:
 
 @contextlib.contextmanager
 def settling(plan: LoadPlan, unit: Unit) -> Iterator[None]:
-    """Record which of its generators an object sets while it loads its state.
+    """Record the generators that an object sets while loading its state.
 
-    An object may restore the position of its generator itself, for example the position at the
-    begin of an epoch. The generator's saved position must not overwrite such a position. Before the
-    load, each generator is moved to an arbitrary position. A generator at this position after the
-    load wasn't set, and returns to its original position.
+    An object may restore the position of a generator itself, for example the position at the begin
+    of an epoch. The generator's saved position must not overwrite such a position. Before the load,
+    each generator is moved to an arbitrary position. A generator at this position after the load
+    wasn't set, and returns to the original position.
     """
     held = unit_streams([unit], None)
     rows = [(stream, stream.read(), _mark(stream)) for stream in held]

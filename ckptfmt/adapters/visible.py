@@ -53,7 +53,7 @@ def is_known(value: object) -> bool:
 def look_at(units: Iterable[Unit]) -> dict[str, dict[str, str]]:
     """Return digests of the attributes of each object of an unknown class.
 
-    Returns: for each object's place, a digest for each attribute path.
+    Returns: a mapping from each object's place to the digests by attribute path.
     """
     units = list(units)
     # Other objects of the State are saved separately.

@@ -1,8 +1,8 @@
-"""BLAKE3-256 of the blocks of a tensor's bytes, computed on the CUDA device that holds them.
+"""Compute BLAKE3-256 digests of the blocks of a tensor's bytes, on the tensor's CUDA device.
 
-The program are Triton kernels (`ckptfmt.adapters.torch.blake3_triton`). Where there are none, nothing is digested on
-the device: torch's own operations would move nearly 300 bytes of its memory for each byte, and take longer than the
-copy to the host that a digest may spare.
+The program consists of Triton kernels (`ckptfmt.adapters.torch.blake3_triton`). Without Triton no
+digest is computed on the device: torch's own operations would move nearly 300 bytes of device
+memory for each byte, and would take longer than the copy to the host that a digest can avoid.
 """
 
 from __future__ import annotations
@@ -20,25 +20,29 @@ from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.digest import block_digests as host_digests
 from ckptfmt.errors import Code, err
 
-#: Input that is digested at once, in whole blocks: its chaining values take a 32nd of this.
+#: The size of a batch in bytes, a multiple of the block size. The chaining values take a 32nd of
+#: this size.
 BATCH_NBYTES: Final = 256 << 20
-#: How a program digests blocks of a size: to its second argument, int32 words, a row of 8 for each block.
+#: A program that digests the blocks of its first argument. It writes a row of 8 int32 words for
+#: each block to its second argument. The third argument is the block size.
 _Program = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
 def block_digests(tensor_bytes: torch.Tensor, block_nbytes: int) -> torch.Tensor | None:
-    """Return the BLAKE3-256 digests of the blocks of a tensor's bytes, computed where they are.
+    """Return the BLAKE3-256 digests of the blocks of a tensor's bytes, computed on the device.
 
-    Work is enqueued on the current stream, and nothing waits for it; but for the first call on a device, which compiles
-    the kernels and compares what they give with the host's digests. Where they can't be compiled, or give anything
-    else, a RuntimeWarning says so once. They take no more than 8 MiB of memory beside their input and their result.
+    The work is enqueued on the current stream without waiting. Only the first call on a device
+    waits: the kernels are compiled, and their results are compared with the host's digests. If the
+    compilation fails, or a digest differs, a RuntimeWarning is issued once. The kernels take at
+    most 8 MiB of memory in addition to input and result.
 
     Args:
-        tensor_bytes: of a CUDA device, contiguous, at any address; read only.
+        tensor_bytes: a contiguous tensor on a CUDA device, at any address, which is only read.
         block_nbytes: a power of two from `BLOCK_NBYTES_MIN` to `BLOCK_NBYTES_MAX`.
 
-    Shapes: uint8 [nbytes] -> uint8 [blocks, 32], on the same device; no bytes have no block, the last may be short.
-    Returns: None where there are no kernels that do.
+    Shapes: uint8 [nbytes] -> uint8 [blocks, 32], on the same device. Zero bytes have zero blocks,
+        and the last block may be short.
+    Returns: None if no working kernels are available.
     Raises: StateError(ARGUMENT).
     Spec: REQ-TEN-005, REQ-TEN-006.
     """
@@ -54,7 +58,7 @@ def block_digests(tensor_bytes: torch.Tensor, block_nbytes: int) -> torch.Tensor
 
 
 def _digest(content: torch.Tensor, block_nbytes: int, program: _Program) -> torch.Tensor:
-    """Let a program digest as many whole blocks at a time as fit into a batch."""
+    """Digest the content in batches of whole blocks."""
     block_count = -(-content.numel() // block_nbytes)
     digests = torch.empty((block_count, DIGEST_NBYTES // 4), dtype=torch.int32, device=content.device)
     at_once = BATCH_NBYTES // block_nbytes
@@ -66,7 +70,7 @@ def _digest(content: torch.Tensor, block_nbytes: int, program: _Program) -> torc
 
 @functools.cache
 def _find_kernels(device: torch.device) -> _Program | None:
-    """Return the kernels, if there are any and they are right on this device."""
+    """Return the kernels, or None if they are missing or give wrong digests on this device."""
     if importlib.util.find_spec("triton") is None:
         return None
     try:
@@ -85,7 +89,10 @@ def _find_kernels(device: torch.device) -> _Program | None:
 
 
 def _is_right(program: _Program, device: torch.device) -> bool:
-    """Compare a program with the host's digests where kernels differ: alignment, short ends, few and many levels."""
+    """Return whether a program's digests equal the host's.
+
+    The test covers different alignments, short ends, and trees of few and many levels.
+    """
     nbytes = (2 << 20) + 3 * 1024 + 7
     content = (torch.arange(nbytes, dtype=torch.int32) * 40503 >> 8).to(torch.uint8)
     host, held = content.numpy().tobytes(), content.to(device)

@@ -1,18 +1,22 @@
-"""Triton kernels for BLAKE3-256 of blocks: the chunks, one for each lane, then the trees, in one launch or two.
+"""Compute BLAKE3-256 of blocks with Triton kernels: a lane for each chunk, then the trees.
 
-Imported only where triton is there. Of what the design rests on, register counts and instructions are known from the
-compiler; nothing was timed.
+Import this module only where Triton is installed. The design relies on register counts and
+instructions reported by the compiler; no time was measured.
 
-A warp compresses 32 chunks, 64 bytes of each at a time. It loads these as a tile of 32 by 16 words, four threads to a
-row of 64 bytes, so that whole sectors are read; to split the tile into columns is to exchange it through shared memory,
-behind which each thread has the message of its own chunk in registers. One warp to a program: the barriers of
-that exchange then wait for nobody else. The rounds are unrolled and the order of the message is resolved while tracing,
-the steps of a chunk are a loop: all of it unrolled wouldn't fit into the instruction cache.
+A warp compresses 32 chunks, 64 bytes of each at a time. It loads the data as a tile of 32 by 16
+words, with four threads for each row of 64 bytes, so that whole sectors are read. The split of the
+tile into columns exchanges words through shared memory. After the exchange, each thread has the
+message of its own chunk in registers. A program has a single warp, so the barriers of the exchange
+don't wait for other warps. The rounds are unrolled, and the order of the message words is resolved
+at trace time. The steps of a chunk are a loop, because the fully unrolled code wouldn't fit into
+the instruction cache.
 
-Chaining values are 8 rows, one for each word, so that stores and loads of neighbours lie together. A program reduces
-1024 of them in place, level by level, with a barrier between what it reads and what it writes.
+Chaining values are stored as 8 rows, a row for each word, so that loads and stores of neighbouring
+threads are adjacent. The trees take one launch or two. A program reduces 1024 values in place,
+level by level, with a barrier between reads and writes.
 
-Source: BLAKE3, one function, fast everywhere: J. O'Connor, J.-P. Aumasson, S. Neves, Z. Wilcox-O'Hearn, 2020.
+Source: BLAKE3, one function, fast everywhere: J. O'Connor, J.-P. Aumasson, S. Neves, Z.
+    Wilcox-O'Hearn, 2020.
 """
 
 from __future__ import annotations
@@ -25,16 +29,18 @@ import triton
 import triton.language as tl
 
 CHUNK_NBYTES: Final = 1024
-#: Chunks of a program, one to a thread.
+#: The number of chunks of a program, with a thread for each chunk.
 CHUNK_LANES: Final = 32
 CHUNK_WARPS: Final = 1
-#: Values that a program of the trees reduces, at most that many levels at once, and pairs that it compresses at once.
+#: The limits of a tree program: the levels of a launch (2 to this power values), and the pairs
+#: compressed at once.
 GROUP_LEVELS: Final = 10
 PAIR_LANES: Final = 64
 PAIR_WARPS: Final = 2
 
-# A kernel reads no other globals than constants of its own kind.
-#: The first 32 bits of the fractional parts of the square roots of the first eight primes, as in SHA-256.
+# A kernel can read a global constant only if the constant is a `tl.constexpr`.
+#: The first 32 bits of the fractional parts of the square roots of the first eight primes, as in
+#: SHA-256.
 _IV0, _IV1, _IV2, _IV3, _IV4, _IV5, _IV6, _IV7 = (
     tl.constexpr(word)
     for word in (0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19)
@@ -44,17 +50,20 @@ _CHUNK_START, _CHUNK_END, _PARENT, _ROOT = (tl.constexpr(flag) for flag in (1, 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forest:
-    """The trees of the blocks of a batch. Chunks are counted over all blocks; a block's own begin at 0.
+    """The trees of the blocks of a batch.
 
-    All blocks but the last hold as many chunks as a power of two, so that pairs of all chunks of the batch never cross
-    from one block into the next; that pairing from the left gives BLAKE3's tree in the last, see the tests.
+    Chunks are numbered over all blocks of the batch. Within a block the chunk counter begins at 0.
+
+    All blocks except the last have a power of two chunks, so no pair of the batch's chunks crosses
+    a block boundary. Pairing from the left gives BLAKE3's tree in the last block too; a test checks
+    this.
 
     Attributes:
-        nbytes: of the batch.
-        chunk_count: of the batch; the last chunk may be short.
-        block_chunks: of a block that isn't short.
-        last_begin: the first chunk of the last block.
-        level_count: how many levels the largest tree has above its chunks.
+        nbytes: the size of the batch in bytes.
+        chunk_count: the number of chunks in the batch. The last chunk may be short.
+        block_chunks: the number of chunks in a full block.
+        last_begin: the index of the last block's first chunk.
+        level_count: the number of levels above the chunks in the largest tree.
     """
 
     nbytes: int
@@ -65,7 +74,7 @@ class Forest:
 
     @classmethod
     def of(cls, nbytes: int, block_nbytes: int) -> Forest:
-        """Return that of so many bytes, at least one."""
+        """Return the trees of a batch of at least one byte."""
         chunk_count, block_chunks = -(-nbytes // CHUNK_NBYTES), block_nbytes // CHUNK_NBYTES
         return cls(
             nbytes=nbytes,
@@ -77,19 +86,22 @@ class Forest:
 
     @property
     def root_chunk(self) -> int:
-        """The chunk that is a whole block, else -1: only the last can be."""
+        """The index of the chunk that is a whole block, else -1.
+
+        Only the last chunk of a batch can be a whole block.
+        """
         return self.last_begin if self.last_begin == self.chunk_count - 1 else -1
 
 
 def digest_batch(content: torch.Tensor, digests: torch.Tensor, block_nbytes: int) -> None:
-    """Enqueue on the current stream what writes the digests of the blocks of a batch.
+    """Enqueue the kernels that write the digests of a batch's blocks, on the current stream.
 
     Args:
-        content: uint8, contiguous, at most `BATCH_NBYTES`: kernels count its bytes in 32 bits.
+        content: uint8, contiguous, at most `BATCH_NBYTES`, since kernels count bytes in 32 bits.
         digests: int32, contiguous, a row of 8 words for each block.
-        block_nbytes: size of the blocks, which the last may fall short of.
+        block_nbytes: the block size. The last block may be shorter.
 
-    Memory: a 32nd of the batch, given back to the current stream's pool.
+    Memory: a 32nd of the batch, returned to the current stream's pool.
     """
     forest = Forest.of(content.numel(), block_nbytes)
     values = torch.empty((8, forest.chunk_count), dtype=torch.int32, device=content.device)
@@ -99,7 +111,11 @@ def digest_batch(content: torch.Tensor, digests: torch.Tensor, block_nbytes: int
 
 
 def _launch_chunks(content: torch.Tensor, values: torch.Tensor, forest: Forest) -> None:
-    """Chunks that are whole, by words; the short one at the end, or all that lie across words, by bytes."""
+    """Launch the chunk kernels.
+
+    Whole chunks are read by words. A short last chunk, or all chunks of an unaligned batch, are
+    read by bytes.
+    """
     has_words = content.data_ptr() % 4 == 0 and content.storage_offset() % 4 == 0
     whole = forest.nbytes // CHUNK_NBYTES if has_words else 0
     for begin, end in ((0, whole), (whole, forest.chunk_count)):
@@ -123,7 +139,11 @@ def _launch_chunks(content: torch.Tensor, values: torch.Tensor, forest: Forest) 
 
 
 def _launch_trees(values: torch.Tensor, digests: torch.Tensor, forest: Forest) -> None:
-    """Reduce groups to one value each, until the levels that are left fit into one launch, which writes the digests."""
+    """Launch the tree kernels.
+
+    Each launch reduces every group of values to a single value. The last launch, for the remaining
+    levels, writes the digests.
+    """
     spacing, count, last_begin, left = 1, forest.chunk_count, forest.last_begin, forest.level_count
     while True:
         levels = min(left, GROUP_LEVELS)
@@ -166,7 +186,7 @@ def _mix(a, b, c, d, x, y):
     return a, b, c, d
 
 
-# The words of one state stand in one line.
+# Each line has the words of a single state.
 # fmt: off
 @triton.jit
 def _compress(
@@ -200,7 +220,7 @@ def _initial(zero):
 
 @triton.jit
 def _load_words(at, stride, there):
-    """Load 8 words that are `stride` apart, such as those of a chaining value."""
+    """Load 8 words that are `stride` apart, such as the words of a chaining value."""
     return (
         tl.load(at + 0 * stride, mask=there, other=0).to(tl.uint32, bitcast=True),
         tl.load(at + 1 * stride, mask=there, other=0).to(tl.uint32, bitcast=True),
@@ -227,7 +247,7 @@ def _store_words(at, stride, there, h0, h1, h2, h3, h4, h5, h6, h7):
 
 @triton.jit
 def _halve(words, LANES: tl.constexpr, COUNT: tl.constexpr):
-    """Split rows of COUNT words into those at even and those at odd places."""
+    """Split rows of COUNT words into the words at even and at odd positions."""
     return tl.split(tl.reshape(words, (LANES, COUNT // 2, 2)))
 
 
@@ -254,7 +274,7 @@ def _columns16(words, LANES: tl.constexpr):
 
 @triton.jit
 def _load_by_bytes(content, at, nbytes):
-    """Load words at any address; what lies behind `nbytes` is zeros."""
+    """Load words at any address. Bytes at `nbytes` and beyond are zero."""
     words = tl.load(content + at, mask=at < nbytes, other=0).to(tl.uint32)
     for place in tl.static_range(1, 4):
         byte = tl.load(content + at + place, mask=at + place < nbytes, other=0).to(tl.uint32)
@@ -266,11 +286,13 @@ def _load_by_bytes(content, at, nbytes):
 def _chunk_kernel(
     content, values, stride, begin, end, nbytes, block_chunks, root_chunk, BY_BYTES: tl.constexpr, LANES: tl.constexpr
 ):
-    """Write the chaining values of chunks ``[begin, end)``; all are whole unless BY_BYTES.
+    """Write the chaining values of the chunks ``[begin, end)``.
+
+    All chunks are whole unless BY_BYTES is set.
 
     Args:
-        content: words, or bytes if BY_BYTES.
-        stride: from one word of a value to the next.
+        content: words, or bytes if BY_BYTES is set.
+        stride: the distance between two words of a value.
     """
     chunks = begin + tl.program_id(0) * LANES + tl.arange(0, LANES)
     there = chunks < end
@@ -326,14 +348,17 @@ def _tree_kernel(
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Reduce each group of GROUP values by `levels` levels, in place: what comes out lies at the group's begin.
+    """Reduce each group of GROUP values by `levels` levels, in place.
+
+    The results are stored at the begin of the group.
 
     Args:
-        stride: from one word of a value to the next.
-        spacing: from one value to the next.
-        count: of the values.
-        last_begin: the first value of the last block; the values of all other blocks are `block_values`.
-        IS_FINAL: whether these are the last levels, and digests are what comes out.
+        stride: the distance between two words of a value.
+        spacing: the distance between two values.
+        count: the number of values.
+        last_begin: the index of the last block's first value.
+        block_values: the number of values of each other block.
+        IS_FINAL: whether these are the last levels, so that the results are digests.
     """
     begin = tl.program_id(0) * GROUP
     here = tl.minimum(count - begin, GROUP)
@@ -348,7 +373,7 @@ def _tree_kernel(
             at = values + (begin + lanes * 2) * spacing
             m0, m1, m2, m3, m4, m5, m6, m7 = _load_words(at, stride, there)
             m8, m9, m10, m11, m12, m13, m14, m15 = _load_words(at + spacing, stride, is_pair)
-            # Another warp may be about to read where this one writes.
+            # Another warp may still read the place that this warp writes.
             tl.debug_barrier()
             is_root = tl.where(lanes * 2 >= last_here, last_count == 2, block_values == 2)
             flags = tl.where(is_root, _PARENT | _ROOT, _PARENT).to(tl.uint32)

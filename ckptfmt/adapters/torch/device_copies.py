@@ -1,13 +1,16 @@
-"""Copies from CUDA tensors into a slot: a side stream beside training, few and large transfers, no byte converted.
+"""Copy CUDA tensors into a slot on a side stream, in few large transfers without conversion.
 
-Why no tensor here needs `record_stream`: the caching allocator knows of a block only the stream that it was allocated
-on, and gives it away again as soon as the last reference is gone, in the order of that stream.
+No tensor here needs `record_stream`. The caching allocator only knows the stream on which a block
+was allocated. It reuses the block in the order of that stream, as soon as the last reference is
+gone.
 
-- Sources belong to other streams. A copy keeps a reference to each until its event has completed, so that their
-  memory can't become another tensor while the side stream reads it. (`record_stream` would do the same later, and
-  make it a matter of chance when memory comes back.)
-- What is packed on the way is allocated, used and freed on the side stream alone: who gets that memory next does so on
-  the same stream, behind the transfer that reads it. The same order lets one buffer serve all gathers of a device.
+- Sources belong to other streams. A copy keeps a reference to each source until the copy's event
+  has completed. Until then the memory can't become another tensor while the side stream reads.
+  (`record_stream` would have the same effect, but would free memory later and at unpredictable
+  times.)
+- Buffers for packed data are allocated, used and freed on the side stream only. The next user of
+  the memory runs on the same stream, after the transfer that reads the buffer. The same order lets
+  all gathers of a device share a single buffer.
 """
 
 from __future__ import annotations
@@ -34,103 +37,123 @@ from ckptfmt.stage.slot import Slot
 from ckptfmt.write.snapshot import TensorSink, TensorSource
 from ckptfmt.write.staging import DeviceTensor, Filling, Seen
 
-#: A contiguous tensor of at least this many bytes crosses the bus by itself; smaller neighbours are gathered.
+#: A contiguous tensor of at least this many bytes has its own transfer; smaller neighbours are
+#: gathered.
 SMALL_NBYTES: Final = 1 << 20
-#: What is gathered or packed at once; bounds the memory taken on a device to about twice this.
+#: The largest gather or pack, in bytes. The memory taken on a device is at most about twice this.
 GATHER_NBYTES: Final = 32 << 20
-#: Neighbours share a `DeviceCopy`, its event and its host overhead up to this many bytes: steps of the watermark.
+#: Neighbours up to this many bytes share a `DeviceCopy`, its event and its host overhead. This is
+#: the step of the watermark.
 COPY_NBYTES: Final = 64 << 20
-#: cudaHostRegisterPortable: pinned for all devices of the process, not only for the current one.
+#: cudaHostRegisterPortable: pinned for all devices of the process, not only for the current device.
 _PORTABLE: Final = 1
 
 
 class Cuda:
-    """The calls of torch.cuda that staging makes, one method each: the seam for tests. Without state."""
+    """The calls of torch.cuda that staging needs, as a seam for tests. The class has no state."""
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
-        """Return where a tensor is."""
+        """Return the device of a tensor."""
         return tensor.device
 
     def make_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return a stream of `device` that isn't the default one."""
+        """Return a new stream of `device`, different from the default stream."""
         return torch.cuda.Stream(device)
 
     def follow_current(self, stream: torch.cuda.Stream, device: torch.device) -> None:
-        """Let `stream` wait for all that the current stream of this thread has been given so far."""
+        """Make `stream` wait for all work enqueued so far on this thread's current stream."""
         stream.wait_stream(torch.cuda.current_stream(device))
 
     def run_on(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
-        """Call `work` so that what it does on the device is enqueued on `stream`."""
+        """Call `work` with `stream` as the current stream."""
         with torch.cuda.stream(stream):
             work()
 
     def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy contiguous bytes on the current stream; returns at once if `target` is pinned, else when it is done."""
+        """Copy contiguous bytes to the host on the current stream.
+
+        The call returns at once if `target` is pinned, else after the copy.
+        """
         target.copy_(source, non_blocking=True)
 
     def empty(self, nbytes: int, stream: torch.cuda.Stream, device: torch.device) -> torch.Tensor:
-        """Return a buffer from the pool of `stream`."""
+        """Return a new buffer from the memory pool of `stream`."""
         with torch.cuda.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def empty_on_host(self, nbytes: int) -> torch.Tensor:
-        """Return pinned memory."""
+        """Return new pinned memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def digest_blocks(self, content: torch.Tensor, block_nbytes: int) -> torch.Tensor | None:
-        """Return the digests of blocks of bytes, computed on the current stream; None where there is no program."""
+        """Return the digests of blocks of bytes, computed on the current stream.
+
+        Returns: None if no kernel is available.
+        """
         return block_digests(content, block_nbytes)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return an event behind all that `stream` has been given so far."""
-        # blocking: by default cudaEventSynchronize may spin, on a core that training could use.
+        """Return an event that completes after all work enqueued so far on `stream`."""
+        # blocking: by default cudaEventSynchronize may spin on a core that training could use
         event = torch.cuda.Event(blocking=True)
         event.record(stream)
         return event
 
     def synchronize(self, event: torch.cuda.Event) -> None:
-        """Block this thread until `event`. torch releases the GIL meanwhile."""
+        """Block this thread until `event` completes. Torch releases the GIL meanwhile."""
         event.synchronize()
 
     def hold_current(self, event: torch.cuda.Event, device: torch.device) -> None:
-        """Let what the current stream of this thread is given from now on wait for `event`; blocks no thread."""
+        """Make later work of this thread's current stream wait for `event`.
+
+        The thread itself doesn't wait.
+        """
         torch.cuda.current_stream(device).wait_event(event)
 
     def register(self, address: int, nbytes: int) -> int:
-        """Pin memory that is mapped already; return CUDA's status, 0 for success."""
+        """Pin memory that is already mapped, and return CUDA's status, 0 for success."""
         return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
 
     def unregister(self, address: int) -> int:
-        """Take `register` back."""
+        """Undo `register`, and return CUDA's status."""
         return int(torch.cuda.cudart().cudaHostUnregister(address))
 
     def explain(self, status: int) -> str:
-        """Return CUDA's words for a status."""
+        """Return CUDA's description of a status."""
         cudart = torch.cuda.cudart()
         return f"{cudart.cudaGetErrorString(cudart.cudaError(status))} ({status})"
 
     def forget_error(self) -> None:
-        """Take the error of a refused call out of this thread, where torch's next kernel, whoever's, would raise it."""
-        # torch doesn't bind cudaGetLastError, but asks it behind every kernel that it launches.
+        """Clear the error of a failed call from this thread.
+
+        Otherwise, torch's next kernel in any code would raise the error.
+        """
+        # torch has no binding for cudaGetLastError, but calls it after each kernel launch
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda")
 
 
 def pin(address: int, nbytes: int, *, cuda: Cuda) -> str | None:
-    """Pin a slot's mapping, once in its life: as slow as touching it. Without, copies work, and `start` blocks.
+    """Pin a slot's memory, once in the slot's life.
+
+    Pinning takes as long as touching the memory. Without pinning, copies still work, but
+    `DeviceCopy.start` blocks.
 
     Args:
-        address: of its first byte; a multiple of the page size, mapped for writing, touched.
+        address: the address of the first byte, a multiple of the page size. The memory is mapped
+            for writing and has been touched.
+        nbytes: the size in bytes.
+        cuda: the CUDA calls to use.
 
-    Returns: None, or why CUDA refuses.
+    Returns: None, or CUDA's reason for a refusal.
     """
     return _refusal(cuda.register(address, nbytes), cuda)
 
 
 def unpin(address: int, *, cuda: Cuda) -> str | None:
-    """Take `pin` back. Do so before the slot is unmapped, and after every copy into it has finished.
+    """Undo `pin`, before the unmap and after all copies into the slot have finished.
 
-    Returns: None, or why CUDA refuses.
+    Returns: None, or CUDA's reason for a refusal.
     """
     return _refusal(cuda.unregister(address), cuda)
 
@@ -144,7 +167,10 @@ def _refusal(status: int, cuda: Cuda) -> str | None:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class _Side:
-    """What one device lends to staging. `buffer` is for gathers; a second one would stay idle on a single stream."""
+    """The staging resources of a device: a stream, and a buffer for gathers.
+
+    A second buffer would be idle, since all gathers share the stream.
+    """
 
     cuda: Cuda
     device: torch.device
@@ -152,15 +178,16 @@ class _Side:
     buffer: torch.Tensor | None = None
 
     def reserve(self) -> None:
-        """Allocate the buffer."""
+        """Allocate the buffer, if there is none yet."""
         if self.buffer is None:
             self.buffer = self.cuda.empty(GATHER_NBYTES, self.stream, self.device)
 
 
 class SideStreams:
-    """One side stream and one buffer per device, kept from save to save.
+    """A side stream and a buffer for each device, reused by all saves.
 
-    Copies planned with one of these are started by one thread: a gather and its transfer are enqueued as a pair.
+    Only a single thread may start the copies, because a gather and its transfer are enqueued as a
+    pair.
     """
 
     def __init__(self, *, cuda: Cuda) -> None:
@@ -168,7 +195,7 @@ class SideStreams:
         self._sides: dict[torch.device, _Side] = {}
 
     def of(self, tensor: torch.Tensor) -> _Side:
-        """Return that of the device which holds `tensor`."""
+        """Return the staging resources of a tensor's device."""
         device = self._cuda.device_of(tensor)
         if device not in self._sides:
             self._sides[device] = _Side(cuda=self._cuda, device=device, stream=self._cuda.make_stream(device))
@@ -177,12 +204,14 @@ class SideStreams:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class _Transfer:
-    """Bytes ``[begin, end)`` of the image that cross the bus at once; on the device they are in `parts`.
+    """A transfer of the bytes ``[begin, end)`` of the image from `parts` on the device.
 
     Attributes:
-        watched: what the slot is known to hold of the only tensor; None if nobody looks at that.
-        digests: of its blocks, on the host: room for them, which the device fills.
-        kept: which of its blocks the slot had already; None before that is known.
+        watched: the slot's known content for the transfer's only tensor; None if the transfer isn't
+            compared.
+        digests: host memory for the digests of the tensor's blocks, filled by the device.
+        kept: a flag for each block, true if the slot already has the block; None before the
+            comparison.
     """
 
     side: _Side
@@ -197,16 +226,16 @@ class _Transfer:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes they are."""
+        """The number of bytes."""
         return self.end - self.begin
 
     @property
     def is_direct(self) -> bool:
-        """Whether it is one large tensor that lies on the device as it does in the image."""
+        """Whether the transfer is a large tensor whose bytes need no packing."""
         return self.nbytes >= SMALL_NBYTES and all(_is_plain(part) for part in self.parts)
 
     def run(self, target: torch.Tensor) -> None:
-        """Pack, gather and send, on the current stream."""
+        """Pack, gather and send the parts on the current stream."""
         packed = [_bytes_of(part) for part in self.parts]
         if len(packed) > 1:
             assert self.side.buffer is not None  # noqa: S101 - the plan reserves it
@@ -215,16 +244,19 @@ class _Transfer:
 
     @property
     def waits(self) -> bool:
-        """Whether what of it crosses the bus is known only when its digests are there."""
+        """Whether the blocks to send are known only after the digests have arrived."""
         return self.watched is not None and self.watched.held is not None
 
     def reserve(self) -> None:
-        """Make room for the digests of its blocks."""
+        """Allocate host memory for the digests of the blocks."""
         if self.watched is not None:
             self.digests = self.side.cuda.empty_on_host(-(-self.nbytes // self.block_nbytes) * DIGEST_NBYTES)
 
     def look(self) -> None:
-        """Compute the digests of its blocks and send them, on the current stream; where nothing can, watch no more."""
+        """Compute the digests of the blocks and send them, on the current stream.
+
+        Without a kernel for digests, the transfer is no longer compared.
+        """
         if self.digests is None:
             return
         found = self.side.cuda.digest_blocks(_bytes_of(self.parts[0]), self.block_nbytes)
@@ -234,15 +266,18 @@ class _Transfer:
             self.side.cuda.copy_to_host(self.digests, found.reshape(-1))
 
     def compare(self) -> None:
-        """Find what the slot has already, once the digests are there."""
+        """Find the blocks that the slot already has. The digests must have arrived."""
         if self.kept is None and self.watched is not None and self.digests is not None:
             self.kept = self.watched.compare(self.digests.numpy().tobytes())
 
     def run_changed(self, image: torch.Tensor) -> None:
-        """Send what the slot doesn't have, neighbours together, on the current stream."""
+        """Send the blocks that the slot lacks, on the current stream.
+
+        Neighbouring blocks are sent together.
+        """
         assert self.kept is not None  # noqa: S101 - compared before
         content = _bytes_of(self.parts[0])
-        # Where runs of equal values begin, and behind the last.
+        # The beginnings of runs of equal values, and the end of the last run.
         edges = [0, *(np.flatnonzero(np.diff(self.kept)) + 1).tolist(), len(self.kept)]
         for first, last in itertools.pairwise(edges):
             if not self.kept[first]:
@@ -250,7 +285,7 @@ class _Transfer:
                 self.side.cuda.copy_to_host(image[self.begin + begin : self.begin + end], content[begin:end])
 
     def seen(self) -> Seen:
-        """Return what the device found of it."""
+        """Return the digests and the comparison's result."""
         self.compare()
         assert self.kept is not None  # noqa: S101 - it was looked at
         assert self.digests is not None  # noqa: S101
@@ -259,12 +294,14 @@ class _Transfer:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class DeviceCopy:
-    """A copy of bytes ``[begin, end)`` of the image from one device: a `Copy` of staging.
+    """A copy of the bytes ``[begin, end)`` of the image from a device: a `Copy` of staging.
 
-    `start` and `guard` are called by the thread that trains: they mean its current stream. `finish` by any.
+    The training thread calls `start` and `guard`, which refer to this thread's current stream. Any
+    thread may call `finish`.
 
-    Of tensors that the slot holds already, all or in part, `start` only has the digests of their blocks computed. What
-    has changed is sent by whoever comes first, `finish` or `guard`, as soon as these are there.
+    If the slot already holds a tensor, all or in part, `start` only computes the digests of the
+    tensor's blocks. The first call of `finish` or `guard` after that sends the changed blocks, once
+    the digests have arrived.
     """
 
     keys: tuple[TensorKey, ...]
@@ -279,7 +316,10 @@ class DeviceCopy:
     _sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def start(self) -> None:
-        """Enqueue it behind all that the current stream has been given so far: the values are those of this call."""
+        """Enqueue the copy after all work enqueued so far on the current stream.
+
+        The copied values are those at the time of this call.
+        """
         cuda, stream = self.side.cuda, self.side.stream
         for transfer in self.transfers:
             transfer.reserve()
@@ -287,11 +327,14 @@ class DeviceCopy:
         try:
             cuda.run_on(stream, self._enqueue)
             self._looks = True
-        finally:  # also when the device is out of memory: what was enqueued before still writes into the slot
+        finally:  # also after an out-of-memory error: earlier work still writes into the slot
             self.event = cuda.record(stream)
 
     def finish(self) -> None:
-        """Wait until the bytes are in the slot, with the GIL free; then let go of the sources and the slot."""
+        """Wait until the bytes are in the slot, then release the sources and the slot.
+
+        The wait releases the GIL.
+        """
         self._send_changed()
         if self.event is not None:
             self.side.cuda.synchronize(self.event)
@@ -299,9 +342,9 @@ class DeviceCopy:
         self.transfers, self.image = [], None
 
     def guard(self) -> None:
-        """Let all that the current stream is given from now on wait until the sources are read.
+        """Make later work of the current stream wait until the sources have been read.
 
-        Blocks no thread, but for digests that aren't there yet.
+        The call blocks the thread only while digests are missing.
         """
         self._send_changed()
         if self.event is not None:
@@ -315,7 +358,7 @@ class DeviceCopy:
                 transfer.run(self.image[transfer.begin : transfer.end])
 
     def _send_changed(self) -> None:
-        """Send what the slot doesn't have of tensors that waited for their digests, if that wasn't done."""
+        """Send the changed blocks of tensors that waited for digests, if not already sent."""
         with self._sending:
             waiting = [each for each in self.transfers if self._looks and each.waits and each.kept is None]
             if not waiting or self.event is None:
@@ -343,13 +386,19 @@ def plan_device_copies(
     sides: SideStreams,
     filling: Filling | None = None,
 ) -> tuple[DeviceCopy, ...]:
-    """Return the copies of device tensors into a slot, in image order. Allocates the buffers that are still missing.
+    """Return the copies of device tensors into a slot, in image order.
+
+    The call allocates missing buffers.
 
     Args:
-        pieces: (key, tensor, begin, end), in image order: elements of `tensor` in C order are bytes ``[begin, end)``.
-            Neighbours share copies: what is to be finished apart from others is planned apart from them.
-        slot_view: the image, writable; exported until each copy has finished or is dropped.
-        filling: what the slot holds: of large tensors only the other blocks are sent. None to send everything.
+        pieces: tuples (key, tensor, begin, end), in image order: the elements of `tensor` in C
+            order are bytes ``[begin, end)``. Neighbours share copies. Pieces that must finish
+            separately are planned in separate calls.
+        slot_view: the image, writable. The buffer stays exported until each copy has finished or is
+            dropped.
+        sides: the streams and buffers of the devices.
+        filling: the known content of the slot. Only changed blocks of large tensors are sent. None
+            sends all bytes.
     """
     parts = (transfer for piece in pieces for transfer in _iter_transfers(piece, sides=sides, filling=filling))
     transfers = [_join(run) for run in _iter_runs(parts, GATHER_NBYTES, is_alone=lambda part: part.is_direct)]
@@ -373,10 +422,10 @@ def _iter_transfers(
     piece: tuple[TensorKey, torch.Tensor, int, int], *, sides: SideStreams, filling: Filling | None
 ) -> Iterator[_Transfer]:
     key, held, begin, end = piece
-    side, tensor = sides.of(held), held.detach()  # what a later `tensor.data = ...` leaves behind stays held
+    side, tensor = sides.of(held), held.detach()  # keeps the memory after `tensor.data = ...`
     for at, part in _iter_parts(tensor, begin, end):
         transfer = _Transfer(side=side, keys=[key], begin=at, end=at + part.nbytes, parts=[part])
-        # Blocks are cut from a piece's begin: of one that is sent in parts they are nowhere as they will be.
+        # Blocks start at the begin of a piece, so a piece that is sent in parts can't be compared.
         if filling is not None and part is tensor and transfer.is_direct:
             transfer.block_nbytes, transfer.watched = filling.block_nbytes, filling.watch(begin)
         yield transfer
@@ -391,14 +440,17 @@ def _join(run: list[_Transfer]) -> _Transfer:
 
 
 def _keys_of(run: list[_Transfer]) -> tuple[TensorKey, ...]:
-    """Return each key once, also of a tensor that is packed in several parts."""
+    """Return the distinct keys of a run. A tensor packed in several parts has a single key."""
     return tuple(dict.fromkeys(key for transfer in run for key in transfer.keys))
 
 
 def _iter_runs(
     transfers: Iterable[_Transfer], limit_nbytes: int, *, is_alone: Callable[[_Transfer], bool]
 ) -> Iterator[list[_Transfer]]:
-    """Yield neighbours in the image that are on one device and together within the limit; a larger one by itself."""
+    """Yield runs of neighbours in the image that share a device and fit the limit.
+
+    A transfer larger than the limit forms its own run.
+    """
     run: list[_Transfer] = []
     for transfer in transfers:
         if run and (
@@ -416,7 +468,10 @@ def _iter_runs(
 
 
 def _iter_parts(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield a tensor with its first byte in the image: whole, or, if it must be packed, in parts that fit."""
+    """Yield a tensor and its first byte in the image.
+
+    A tensor that must be packed is yielded in parts that fit the gather buffer.
+    """
     assert tensor.nbytes == end - begin  # noqa: S101 - the image was laid out for this tensor
     if begin == end:
         return
@@ -434,36 +489,42 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(part: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor in C order: its own memory if it is contiguous, else packed, on its device."""
+    """Return the bytes of a tensor in C order, on the tensor's device.
+
+    The result shares the memory of a contiguous tensor; other tensors are packed.
+    """
     held = _as_integers(part.resolve_conj().resolve_neg()).contiguous()
-    # Not reshape: it keeps whatever stride a single element has, and such a tensor has no view as bytes.
+    # reshape keeps an arbitrary stride of a single element, and then the view as bytes fails.
     return held.as_strided((held.numel(),), (1,)).view(torch.uint8)
 
 
-#: Where tensors lie that aren't reached through the processor's memory.
+#: The device type of tensors outside of host memory.
 DEVICE_TYPE: Final = "cuda"
 
 
 class Devices:
-    """Side streams and pinned slots of one trainer; nothing is touched before a tensor lies on a device.
+    """The side streams and pinned slots of a trainer.
+
+    CUDA isn't used before a tensor is on a device.
 
     Args:
-        report: called with a sentence where slots can't be pinned.
-        cuda: the calls to use, such as those of a fake.
-        device_type: of the tensors that are taken.
+        report: called with a sentence if a slot can't be pinned.
+        cuda: the CUDA calls to use, such as those of a fake.
+        device_type: the device type of the tensors to copy.
     """
 
     def __init__(
         self, report: Callable[[str], None], *, cuda: Cuda | None = None, device_type: str = DEVICE_TYPE
     ) -> None:
-        # Weak: what takes a pin back refers to this, and must not keep alive who reports.
+        # Weak: the function that unpins refers to this object, and must not keep the reporter
+        # alive.
         self._report = weakref.WeakMethod(report)
         self._cuda = Cuda() if cuda is None else cuda
         self._device_type = device_type
         self._sides = SideStreams(cuda=self._cuda)
 
     def find(self, source: TensorSource, box: Box) -> torch.Tensor | None:
-        """Return the elements of `box` where they lie on a device, else None."""
+        """Return the elements of `box` if they are on a device, else None."""
         if not isinstance(source, TorchSource) or source.local.device.type != self._device_type:
             return None
         return source.held_at(box)
@@ -474,17 +535,20 @@ class Devices:
         view: memoryview,
         filling: Filling | None = None,
     ) -> tuple[DeviceCopy, ...]:
-        """Return the copies of what `find` found; see `plan_device_copies`."""
+        """Return the copies of tensors that `find` returned; see `plan_device_copies`."""
         return plan_device_copies(pieces, view, sides=self._sides, filling=filling)
 
     def holds_any(self, sources: Iterable[TensorSource]) -> bool:
-        """Tell whether any of the sources lies on a device."""
+        """Return whether any of the sources is on a device."""
         return any(
             isinstance(source, TorchSource) and source.local.device.type == self._device_type for source in sources
         )
 
     def pin(self, slot: Slot) -> Callable[[], None]:
-        """Pin a slot's memory; return what takes that back, to be called before the slot is closed."""
+        """Pin a slot's memory, and return a function that unpins the memory.
+
+        The function must be called before the slot is closed.
+        """
         address, view = slot.address, slot.view
         problem = pin(address, slot.nbytes, cuda=self._cuda)
         if problem is not None:
@@ -507,12 +571,15 @@ def plan_arrivals(
     cuda: Cuda | None = None,
     device_type: str = DEVICE_TYPE,
 ) -> Borrow | None:
-    """Return what buffers are to be lent to while these sinks are filled; None if none of them is on a device.
+    """Return a context manager factory that lends the read buffers to the device's sinks.
 
     Args:
-        report: called with a sentence where the buffers can't be pinned.
-        cuda: the calls to use, such as those of a fake.
-        device_type: of the tensors that are filled this way.
+        sinks: the sinks of a load.
+        report: called with a sentence if the buffers can't be pinned.
+        cuda: the CUDA calls to use, such as those of a fake.
+        device_type: the device type of the tensors to fill.
+
+    Returns: None if no sink is on a device.
     """
     found = [sink for sink in sinks if isinstance(sink, TorchSink) and sink.local.device.type == device_type]
     if not found:
@@ -529,8 +596,8 @@ class _Arrivals:
 
     @contextlib.contextmanager
     def borrow(self, memory: memoryview) -> Iterator[None]:
-        """Pin the buffers, and let the sinks copy from them on a stream of their own."""
-        # What the program gave its own streams may still read what is about to be filled.
+        """Pin the buffers, and let the sinks copy from them on a side stream."""
+        # Work on the program's streams may still read the tensors that are about to be filled.
         for side in {self._sides.of(sink.local) for sink in self._sinks}:
             self._cuda.follow_current(side.stream, side.device)
         address = np.frombuffer(memory, np.uint8).ctypes.data
@@ -548,7 +615,7 @@ class _Arrivals:
                 unpin(address, cuda=self._cuda)
 
     def _copy(self, target: torch.Tensor, incoming: torch.Tensor) -> None:
-        """Copy, and wait until it is done: the buffer is used again then."""
+        """Copy and wait for the end of the copy, because the buffer is reused afterwards."""
 
         def enqueue() -> None:
             with torch.no_grad():

@@ -1,12 +1,13 @@
-"""Which tensors may be copied beside the training, and what keeps an optimizer from changing them meanwhile.
+"""Decide which tensors may be copied during training, and keep optimizers from changing them.
 
-Between two steps of its optimizer a parameter should be constant, and so should the optimizer's state. Should: a hook,
-an embedding with ``max_norm``, or a program that writes to ``.data`` may change it all the same. Hence a tensor is
-trusted only when that was seen: after a save it must be the same, bytes and version, at the next step of its optimizer.
-And a trusted one is looked at again when it is copied: if its version has changed by then, or some of its elements
-aren't those of the call, the save fails, rather than to contain what nobody asked it to; and it is trusted no more.
+Between two steps of an optimizer, parameters and the optimizer's state are normally constant. A
+hook, an embedding with ``max_norm``, or a program that writes to ``.data`` may still change them.
+Therefore a tensor is trusted only after an observation: after a save, bytes and version must be
+unchanged at the next step of the tensor's optimizer. A trusted tensor is checked again at each
+copy. If its version has changed by then, or some elements differ from those at the call, the save
+fails instead of storing inconsistent values, and the tensor is no longer trusted.
 
-The guard is a hook before every step of every optimizer of this process, ahead of all other hooks.
+The guard is a hook before each step of each optimizer in this process, ahead of all other hooks.
 """
 
 from __future__ import annotations
@@ -35,27 +36,30 @@ from ckptfmt.write.image import Image, Piece, key_of
 from ckptfmt.write.snapshot import TensorSource
 from ckptfmt.write.staging import Copy, HostCopy, Seen
 
-#: How many names a report gives.
+#: The number of names in a report.
 _SHOWN: Final = 4
-#: How many elements of a tensor are remembered from the call to its copy.
+#: The number of elements that are compared between the call and the copy.
 _SAMPLE: Final = 16
-#: Of how many tensors, about: each costs time while the training waits.
+#: The approximate number of sampled tensors. Each sample takes time while training waits.
 _SAMPLED: Final = 8
-#: An odd number that scatters the elements of a sample over rows and columns alike.
+#: An odd number that scatters a sample's elements evenly over rows and columns.
 _STRIDE: Final = 0x9E3779B97F4A7C1
 
 
 class Awaited(Protocol):
-    """A save whose copies are waited for; `ckptfmt.trainer.handle.SaveHandle` is one."""
+    """A save with copies in progress; `ckptfmt.trainer.handle.SaveHandle` implements it."""
 
     blocked_s: float
 
     def wait_copied(self) -> None:
-        """Return when no copy is under way any more."""
+        """Wait until no copy is in progress."""
 
 
 class _CheckedCopy:
-    """A copy beside the training: it fails if a tensor was written to between the call and its optimizer's step."""
+    """A copy during training that detects writes to its tensors before the optimizer's step.
+
+    A detected write fails the copy.
+    """
 
     def __init__(
         self,
@@ -66,11 +70,11 @@ class _CheckedCopy:
         *,
         is_sampled: bool,
     ) -> None:
-        # Who copies keeps the guard at work, even if nobody has the state any more.
+        # The reference keeps the guard alive during the copy, even if the program drops the state.
         self._guard = guard
         self.keys, self.begin, self.end = inner.keys, inner.begin, inner.end
         self.inner = inner
-        #: What was seen to be written to, by torch's count; and whether something else was written.
+        #: The tensors with a changed write count; and whether a write without a count was detected.
         self.changed: list[TorchSource] = []
         self.has_hidden_write = False
         self._sources = list(sources)
@@ -83,15 +87,15 @@ class _CheckedCopy:
 
     @property
     def seen(self) -> Sequence[Seen]:
-        """What was found of what it copied."""
+        """The digests and comparisons of the inner copy."""
         return self.inner.seen
 
     def start(self) -> None:
-        """Set it going."""
+        """Start the inner copy."""
         self.inner.start()
 
     def finish(self) -> None:
-        """Do it, or wait for it; then check. Raises: StateError(STATE_CHANGED)."""
+        """Finish the inner copy, then check its tensors. Raises: StateError(STATE_CHANGED)."""
         try:
             self.inner.finish()
             self._check()
@@ -99,7 +103,7 @@ class _CheckedCopy:
             self.is_over = True
 
     def _check(self) -> None:
-        # Behind the last one all are checked again: torch counts a write when it is over, not when it begins.
+        # The last copy checks all copies again: torch counts a write at its end, not at its begin.
         for copy in self._batch if self is self._batch[-1] else (self,):
             copy.judge()
             if copy.changed:
@@ -109,12 +113,12 @@ class _CheckedCopy:
             raise _changed_error(self._sources[0])
 
     def guard(self) -> None:
-        """Keep later work of the device from overtaking it. What is written from now on is no concern of it."""
+        """Make later device work wait for the copy. Later writes aren't checked."""
         self.judge(is_last=True)
         self.inner.guard()
 
     def judge(self, *, is_last: bool = False) -> None:
-        """Find what was written to, unless its optimizer has begun to step."""
+        """Find changed tensors, unless the tensors' optimizer has begun to step."""
         with self._judging:
             if not self._is_closed:
                 rows = zip(self._sources, self._versions, strict=True)
@@ -124,10 +128,11 @@ class _CheckedCopy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sample:
-    """A few elements of what the host copies, as they were at the call.
+    """Some elements of a host tensor, as they were at the call of the save.
 
-    Torch counts no write through ``.data``, of numpy, or of another library. Most of those change nearly all elements,
-    as exchanging weights for their average does, or clipping them.
+    Torch doesn't count writes through ``.data``, by numpy, or by another library. Most of these
+    writes change nearly all elements, for example an exchange of weights for their average, or
+    clipping.
     """
 
     content: memoryview
@@ -138,18 +143,18 @@ class _Sample:
     def of(cls, copy: HostCopy, source: TorchSource) -> _Sample | None:
         held = _as_integers(source.held_at(copy.box).resolve_conj().resolve_neg())
         if held.is_complex():
-            return None  # of 16 bytes each, which no integer has
+            return None  # 16-byte elements, for which no integer type exists
         at = _sample_at(held.numel())
         return cls(copy.view[copy.begin : copy.end], at, held.take(at))
 
     def is_held(self) -> bool:
-        """Tell whether the copy has these elements."""
+        """Return whether the copy has the sampled elements."""
         return torch.equal(torch.frombuffer(self.content, dtype=self.elements.dtype).take(self.at), self.elements)
 
 
 @functools.lru_cache(maxsize=1024)
 def _sample_at(element_count: int) -> torch.Tensor:
-    """Return which elements are a sample."""
+    """Return the indices of the sampled elements."""
     if element_count <= _SAMPLE:
         return torch.arange(element_count, device="cpu")
     return torch.arange(_SAMPLE, device="cpu") * (_STRIDE % element_count) % element_count
@@ -166,10 +171,10 @@ def _changed_error(source: TorchSource) -> CkptError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Watched:
-    """A piece of a tensor that a save has copied, and the tensor's version then.
+    """A piece of a tensor that a save has copied, and the tensor's version at that time.
 
-    The memory isn't kept alive: it may have been made for this save alone. Nor is there a weak reference to the tensor:
-    torch refuses to move a parameter that has one.
+    The memory isn't kept alive, because it may exist for this save only. The tensor isn't
+    referenced weakly either: torch refuses to move a parameter with a weak reference.
     """
 
     key: TensorKey
@@ -186,7 +191,7 @@ class _Watched:
         return cls(piece.key, memory, part.local_box, content, _version(source.local))
 
     def is_unchanged(self, tensor: torch.Tensor) -> bool:
-        """Tell whether this tensor has the memory that was copied, and that still is the same."""
+        """Return whether a tensor still has the copied memory, with the same version and bytes."""
         local = local_of(tensor)
         is_this = not self.memory.expired() and self.memory == StorageWeakRef(local.untyped_storage())
         if not is_this or _version(local) != self.version:
@@ -195,32 +200,32 @@ class _Watched:
 
 
 class Guard:
-    """Keeps what is being copied from being changed by a step.
+    """A guard that keeps optimizer steps from changing tensors while they are copied.
 
     Args:
-        report: called with a sentence about tensors that can't be copied beside the training.
+        report: called with a sentence about tensors that can't be copied during training.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
-        # Weak, as the hooks are: nobody lives for as long as torch only because of being guarded.
+        # Weak references, here and in the hooks, since hooks live as long as the process.
         self._report = weakref.WeakMethod(report)
         self._trusted: set[TensorKey] = set()
         self._refused: set[TensorKey] = set()
-        #: Those that have done a step, and aren't in one.
+        #: The optimizers that have made a step, and aren't in the middle of a step.
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._captured: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._on_probation: dict[int, list[_Watched]] = {}
         self._in_flight: list[tuple[Awaited, list[_CheckedCopy]]] = []
         hooks = _register(weakref.ref(self))
-        #: Takes the hooks away: when it is called, or when nobody has the guard any more.
+        #: Removes the hooks, when called or when the guard is garbage-collected.
         self.close = weakref.finalize(self, _remove_all, hooks)
 
     def find_constant(self, sources: Iterable[TensorSource]) -> frozenset[TensorKey]:
-        """Return which tensors may be copied beside the training."""
+        """Return the keys of tensors that may be copied during training."""
         for flight in list(self._in_flight):
             self._learn(flight[1])
             if any(copy.is_over for copy in flight[1][-1:]):
-                self._in_flight.remove(flight)  # no step came behind it, and none may ever come
+                self._in_flight.remove(flight)  # no step followed, and maybe none will
         owned = {id(tensor) for optimizer in self._seen for tensor in _iter_tensors(optimizer)}
         return frozenset(
             key
@@ -231,9 +236,11 @@ class Guard:
         )
 
     def hold(self, copies: Sequence[Copy], sources: Iterable[TensorSource], handle: Awaited) -> list[_CheckedCopy]:
-        """Let no optimizer step before these copies are done; account what it waits to `handle`.
+        """Make optimizer steps wait until these copies are done.
 
-        Returns: the copies to use in their place.
+        The waiting time is added to `handle.blocked_s`.
+
+        Returns: checked copies, which replace the given copies.
         """
         by_key = {key_of(source): source for source in sources if isinstance(source, TorchSource)}
         checked: list[_CheckedCopy] = []
@@ -242,14 +249,14 @@ class Guard:
             _CheckedCopy(self, copy, [by_key[key] for key in copy.keys], checked, is_sampled=number % stride == 0)
             for number, copy in enumerate(copies)
         ]
-        # Beside those of the save before, if no step came in between.
+        # In addition to the previous save's copies, if no step came in between.
         self._in_flight += [(handle, checked)] if checked else []
         return checked
 
     def begin_probation(self, sources: Iterable[TensorSource], image: Image, view: memoryview) -> None:
-        """Watch what is copied now, until the next step of its optimizer or until `end_probation`."""
+        """Watch the tensors of this save until their optimizer's next step, or `end_probation`."""
         known = self._trusted | self._refused
-        # Counters and the like are no parameter's state; to ask them would take time of the training.
+        # Scalars in optimizer state, such as counters, aren't worth the training time of the check.
         by_key = {
             key: source
             for source in sources
@@ -264,15 +271,16 @@ class Guard:
                 self._on_probation.setdefault(id(source.tensor), []).append(watched)
 
     def end_probation(self) -> None:
-        """Let go of what is watched: its slot is about to be filled with something else."""
+        """Stop watching, because the slot is about to be refilled."""
         self._on_probation = {}
 
     def meet_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do what is to be done before a step."""
+        """Handle the begin of an optimizer's step."""
         is_capturing = _is_capturing()
         for flight in list(self._in_flight):
             self._wait_for(*flight, is_capturing=is_capturing)
-            # Behind the wait: a step of another thread, or after an interrupt, waits as well.
+            # Removed only after the wait, so that a step in another thread, or after an interrupt,
+            # waits too.
             with contextlib.suppress(ValueError):
                 self._in_flight.remove(flight)
         self._seen.discard(optimizer)
@@ -282,25 +290,25 @@ class Guard:
             self._judge(optimizer)
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do what is to be done after a step."""
-        # Steps may be replayed from a graph, which calls no hook.
+        """Handle the end of an optimizer's step."""
+        # Steps that are replayed from a CUDA graph call no hook.
         if optimizer not in self._captured:
             self._seen.add(optimizer)
 
     def _wait_for(self, handle: Awaited, copies: Sequence[_CheckedCopy], *, is_capturing: bool) -> None:
         begin_s = time.monotonic()
-        if not is_capturing:  # a graph can't wait for what isn't in it
+        if not is_capturing:  # a graph can't wait for events outside of the graph
             for copy in copies:
                 copy.guard()
         if is_capturing or any(isinstance(copy.inner, HostCopy) for copy in copies):
-            # What a device copies, its own queue keeps in order. What failed is told by the handle.
+            # The device's queue keeps device copies in order. The handle reports failures.
             with contextlib.suppress(CkptError):
                 handle.wait_copied()
         handle.blocked_s += time.monotonic() - begin_s
         self._learn(copies)
 
     def _judge(self, optimizer: torch.optim.Optimizer) -> None:
-        """Trust what is the same as when it was copied, and refuse the rest from now on."""
+        """Trust the watched tensors that are unchanged since the copy, and refuse all others."""
         refused: set[TensorKey] = set()
         for tensor in _iter_tensors(optimizer) if self._on_probation else ():
             watched = self._on_probation.pop(id(tensor), [])
@@ -312,7 +320,11 @@ class Guard:
         self._refuse(refused)
 
     def _learn(self, copies: Iterable[_CheckedCopy]) -> None:
-        """Refuse what was written to since it was trusted; all of it, if the writes can't be told one by one."""
+        """Refuse trusted tensors that were written to.
+
+        After a write without a count all trusted tensors are refused, because the changed tensors
+        are unknown.
+        """
         copies = list(copies)
         hidden = any(copy.has_hidden_write for copy in copies)
         self._refuse(set(self._trusted) if hidden else {key_of(row) for copy in copies for row in copy.changed})
@@ -335,7 +347,7 @@ def _remove_all(hooks: Iterable[RemovableHandle]) -> None:
 
 
 def _register(this: weakref.ref[Guard]) -> list[RemovableHandle]:
-    """Register hooks for all optimizers, that do nothing once the guard is gone."""
+    """Register hooks for all optimizers. The hooks do nothing once the guard is gone."""
 
     def hook_of(method: Callable[[Guard, torch.optim.Optimizer], None]) -> Callable[..., None]:
         def call(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
@@ -343,35 +355,35 @@ def _register(this: weakref.ref[Guard]) -> list[RemovableHandle]:
             if guard is not None:
                 method(guard, optimizer)
 
-        # Torch's compiler leaves it as it is: a compiled step calls it too.
+        # The compiler of torch doesn't trace the hook: a compiled step calls the hook too.
         hook: Callable[..., None] = torch.compiler.disable(call)
         return hook
 
     hook = register_optimizer_step_pre_hook(hook_of(lambda guard, optimizer: guard.meet_step(optimizer)))
     hooks = hook.hooks_dict_ref()
     if isinstance(hooks, OrderedDict):
-        hooks.move_to_end(hook.id, last=False)  # ahead of those that may change tensors
+        hooks.move_to_end(hook.id, last=False)  # ahead of hooks that may change tensors
     return [hook, register_optimizer_step_post_hook(hook_of(lambda guard, optimizer: guard.end_step(optimizer)))]
 
 
 def _is_capturing() -> bool:
-    """Tell whether what this thread enqueues is recorded for a graph, and not done."""
+    """Return whether this thread's work is being captured for a CUDA graph instead of executed."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _is_private(source: TorchSource) -> bool:
-    """Tell whether other processes can't write to a tensor."""
-    # Asked of the storage: `Tensor.is_shared` makes a typed one first, at ten times the cost.
+    """Return whether no other process can write to a tensor."""
+    # `Tensor.is_shared` would first create a typed storage, at ten times the cost.
     return source.local.device.type != "cpu" or not source.local.untyped_storage().is_shared()
 
 
 def _version(local: torch.Tensor) -> int:
-    """Return torch's own count of the writes to a tensor; tensors of inference mode have none."""
+    """Return torch's count of the writes to a tensor, or -1 for an inference tensor."""
     return -1 if local.is_inference() else local._version  # noqa: SLF001 - there is no public name
 
 
 def _iter_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the parameters of an optimizer, and those tensors of its state that have their parameter's shape."""
+    """Yield the parameters of an optimizer, and the state tensors of the parameters' shape."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter
@@ -382,10 +394,10 @@ def _iter_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _holds(local: torch.Tensor, content: memoryview) -> bool:
-    """Tell whether a tensor has exactly these bytes."""
+    """Return whether a tensor has exactly these bytes."""
     held = _as_integers(local.resolve_conj().resolve_neg()).contiguous().cpu().reshape(-1).view(torch.uint8)
     kept = torch.frombuffer(content, dtype=torch.uint8)
-    wide = content.nbytes // 8 * 8  # compared as wide integers where that is possible: eight times as fast
+    wide = content.nbytes // 8 * 8  # 64-bit integers compare eight times as fast
     if held.data_ptr() % 8 == 0 and kept.data_ptr() % 8 == 0 and wide:
         same = torch.equal(held[:wide].view(torch.int64), kept[:wide].view(torch.int64))
         return same and torch.equal(held[wide:], kept[wide:])

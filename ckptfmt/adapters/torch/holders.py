@@ -1,6 +1,7 @@
-"""Live objects that hold an optimizer of a State and aren't in the State themselves: schedulers, scalers, and the like.
+"""Find live objects that hold an optimizer of a State but aren't in the State.
 
-They are found by asking the garbage collector, which takes some tens of milliseconds: at the first saves of a run only.
+Such objects are schedulers, gradient scalers and similar helpers. The search asks the garbage
+collector, which takes some tens of milliseconds, so only the first saves of a run search.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from ckptfmt.adapters.live_trees import attributes_of
 from ckptfmt.adapters.torch.optimizer_kinds import unwrap_optimizer
 from ckptfmt.state import State
 
-#: How deep the attributes of an object are looked through, and how many objects at most.
+#: Limits of the traversal of attributes: depth and number of objects.
 _DEPTH: Final = 6
 _MOST: Final = 20_000
-#: Objects whose attributes say nothing of who holds what.
+#: Classes whose attributes aren't traversed.
 _CLOSED: Final = (torch.nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, str, bytes, int, float)
-#: What refers to an object and isn't an object of the program.
+#: Types of referrers that aren't objects of the program.
 _NO_INSTANCES: Final = (type, types.FrameType, types.CellType, types.ModuleType, types.FunctionType)
-#: Objects of a program that holds everything, such as a trainer: what they change is known to be in State, or isn't.
+#: Classes that mark their holder as a container of the whole program, such as a trainer. Such a
+#: holder isn't reported.
 _WHOLE: Final = (torch.nn.Module, torch.utils.data.DataLoader, torch.utils.data.Dataset, State)
 
 
 def list_unheld(values: list[object]) -> list[object]:
-    """Return schedulers of the State's optimizers, and gradient scalers, that the State doesn't hold.
+    """Return schedulers and gradient scalers for the State's optimizers that the State lacks.
 
     Args:
         values: the objects of the State.
@@ -43,7 +45,7 @@ def list_unheld(values: list[object]) -> list[object]:
 
 
 def is_copied(value: Any, copies: Iterable[Mapping[Any, Any]]) -> bool:  # noqa: ANN401 - anything
-    """Return whether one of some mappings is what the object's state_dict returns now."""
+    """Return whether any of some mappings equals the current result of an object's state_dict."""
     ask = getattr(type(value), "state_dict", None)
     copies = [copy for copy in copies if copy]
     if not copies or not callable(ask):
@@ -69,21 +71,21 @@ def describe(value: object) -> str:
 
 
 def is_schedule(value: object) -> bool:
-    """Return whether an object is one of torch's schedulers."""
+    """Return whether an object is a scheduler of torch."""
     return issubclass(type(value), LRScheduler)
 
 
 def is_scaler(value: object) -> bool:
-    """Return whether an object is one of torch's gradient scalers."""
+    """Return whether an object is a gradient scaler of torch."""
     return issubclass(type(value), torch.amp.GradScaler)
 
 
 def _holders_of(own: list[torch.optim.Optimizer], ignored: set[int]) -> list[object]:
-    """Return the objects that hold any of these optimizers in an attribute, and all gradient scalers.
+    """Return all gradient scalers, and the objects with any of these optimizers in an attribute.
 
     Args:
         own: the optimizers.
-        ignored: ids of containers that hold them for this search.
+        ignored: ids of containers that hold the optimizers for this search.
     """
     groups = [one.param_groups for one in own]
     ignored = ignored | {id(groups)} | {id(attributes_of(one)) for one in own}
@@ -98,7 +100,10 @@ def _holders_of(own: list[torch.optim.Optimizer], ignored: set[int]) -> list[obj
 
 
 def _referrers(targets: list[Any], ignored: set[int]) -> list[object]:
-    """Return the instances with one of these objects in an attribute, or in a list, tuple or dict there."""
+    """Return the instances that hold any of these objects in an attribute.
+
+    A list, tuple or dict in an attribute is searched too.
+    """
     found: list[object] = []
     containers: list[object] = []
     wanted = {id(target) for target in targets if not isinstance(target, type)}
@@ -107,11 +112,11 @@ def _referrers(targets: list[Any], ignored: set[int]) -> list[object]:
             continue
         if type(referrer) not in (dict, list, tuple):
             found.append(referrer)
-        elif not (type(referrer) is dict and "__builtins__" in referrer):  # of a module
+        elif not (type(referrer) is dict and "__builtins__" in referrer):  # a module's namespace
             parts = referrer.values() if type(referrer) is dict else referrer
             is_of_optimizer = any(id(part) in wanted for part in parts)
             containers += [referrer] if is_of_optimizer else []
-    # The attributes of some objects are a dict of their own to the garbage collector.
+    # For some objects, the garbage collector reports the attribute dict instead of the object.
     inner = gc.get_referrers(*containers) if containers else []
     found += [
         one
@@ -122,7 +127,7 @@ def _referrers(targets: list[Any], ignored: set[int]) -> list[object]:
 
 
 def _is_helper(holder: Any, own: list[torch.optim.Optimizer], held: frozenset[int]) -> bool:  # noqa: ANN401 - anything
-    """Return whether an object outside of the State has state of its own that decides the next steps."""
+    """Return whether an object outside of the State has state that affects the next steps."""
     if is_scaler(holder):
         return bool(holder.is_enabled())
     kind = type(holder)
@@ -139,7 +144,7 @@ def _is_helper(holder: Any, own: list[torch.optim.Optimizer], held: frozenset[in
 
 
 def _holds(attributes: list[object], own: list[torch.optim.Optimizer]) -> bool:
-    """Return whether one of these values is an optimizer, its groups, or a wrapper or container of it."""
+    """Return whether any value is an optimizer, its groups, or a wrapper or container of it."""
     wanted = {id(one) for one in own} | {id(one.param_groups) for one in own}
     parts = list(attributes)
     parts += [one for part in attributes if isinstance(part, list | tuple) for one in part]
@@ -151,7 +156,10 @@ def _holds(attributes: list[object], own: list[torch.optim.Optimizer]) -> bool:
 
 
 def _reach(values: Iterable[object]) -> frozenset[int]:
-    """Return the ids of the objects of a State, and of what they hold in attributes and containers."""
+    """Return the ids of the objects that a State's objects hold, directly or indirectly.
+
+    Attributes and containers are followed. The State's objects are included.
+    """
     found: set[int] = set()
     stack = [(value, 0) for value in values]
     while stack and len(found) < _MOST:

@@ -1,6 +1,6 @@
-"""What a module holds: parameters, buffers, extra state, and what its own hooks put into its state_dict.
+"""Save and restore modules: parameters, buffers, extra state, and state_dict entries of hooks.
 
-It is captured for a save, and put back in place, or by the hooks that made it.
+A load fills live tensors in place. Other values are restored by the module's own hooks.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
 from ckptfmt.state import place_of
 
-#: Wrappers by module and class, each with the attribute that holds what it wraps.
+#: Wrapper classes, each with the attribute that holds the wrapped module.
 _WRAPPERS: Final = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
 )
-#: Attribute of a wrapper that takes it out of the keys of a state_dict by itself.
+#: The attribute of wrappers that remove it from the keys of a state_dict themselves.
 _TAKEN_OUT: Final = "_checkpoint_wrapped_module"
 
 
 class Paths:
-    """The paths within one module, for one look at it.
+    """A resolver of paths within a module, valid while the module's structure is unchanged.
 
-    Where nothing is wrapped, which is most often so, a path is a name as it is.
+    Without wrappers, the common case, each path is already a name.
 
     Args:
-        root: where paths begin; wrapped or not.
+        root: the module at which paths begin, wrapped or not.
     """
 
     def __init__(self, root: torch.nn.Module) -> None:
@@ -62,16 +62,17 @@ class Paths:
         self._wraps = any(self._attribute(module) is not None for module in _all_modules(root))
 
     def name_of(self, path: str, *, raw: bool) -> str:
-        """Return the name of what `path` leads to.
+        """Return the name of the item at `path`, without wrappers.
 
         Args:
-            path: of attributes.
-            raw: as modules have it; else a key of a state_dict, which some wrappers have left already.
+            path: a path of attributes.
+            raw: whether the path contains all wrapper attributes. If false, the path is a key of a
+                state_dict, from which some wrappers have removed their attribute.
         """
         return self._walk(path, raw=raw)[1] if self._wraps else path
 
     def holder_of(self, key: str) -> torch.nn.Module | None:
-        """Return the module that holds what a state_dict has under `key`, wrapped by nothing."""
+        """Return the unwrapped module that holds the state_dict entry `key`."""
         return self._walk(key, raw=False)[0]
 
     def _walk(self, path: str, *, raw: bool) -> tuple[torch.nn.Module | None, str]:
@@ -92,7 +93,7 @@ class Paths:
         return holder, ".".join(names)
 
     def _attribute(self, module: torch.nn.Module | None) -> str | None:
-        """Return the attribute under which a wrapper holds what it wraps; None for what is no wrapper."""
+        """Return a wrapper's attribute for the wrapped module; None for other modules."""
         kind = type(module)
         if kind not in self._attributes:
             found = (attribute for wrapper, attribute in self._wrappers if isinstance(module, wrapper))
@@ -101,7 +102,7 @@ class Paths:
 
 
 def _all_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules that paths can lead to, by whichever way `modules` of one of them may go."""
+    """Return all submodules, including those that an overridden `modules` method hides."""
     found = {id(root): root}
     waiting = [root]
     while waiting:
@@ -113,7 +114,7 @@ def _all_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def generators_of(module: torch.nn.Module) -> list[tuple[str, torch.Generator]]:
-    """Return the generators that modules hold in attributes of their own, each with its path, wrappers left out."""
+    """Return the generators in attributes of modules, each with its path without wrappers."""
     paths: Paths | None = None
     found = []
     for path, part in module.named_modules():
@@ -124,14 +125,14 @@ def generators_of(module: torch.nn.Module) -> list[tuple[str, torch.Generator]]:
     return found
 
 
-#: Sums of more processes than this depend on their order.
+#: With more processes than this, a sum depends on the order of the summands.
 _ORDER_MATTERS_FROM: Final = 2
 _EXTRA_STATE: Final = "_extra_state"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entry:
-    """A live tensor of a module; `names` are all of its names, the first in the order of state_dict."""
+    """A live tensor of a module. The first of `names` is the first in the order of state_dict."""
 
     names: tuple[str, ...]
     scope: str
@@ -141,15 +142,16 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleView:
-    """What a module holds just now.
+    """A snapshot of a module's contents.
 
     Attributes:
-        module: the module as it was given, wrapped or not.
-        scope: of everything that isn't in `entries`.
+        module: the given module, wrapped or not.
+        scope: the scope of all values outside of `entries`.
         entries: live parameters and buffers, each with its own scope.
         parameters: all names of each live parameter by its id, saved or not, for optimizers.
-        extra_states: by name, the module whose get_extra_state it is, and its value.
-        foreign: by name, key in state_dict and value of what is no live tensor: the work of hooks.
+        extra_states: for each name, the module with get_extra_state, and the value.
+        foreign: for each name, key and value of a state_dict entry that isn't a live tensor. Hooks
+            create such entries.
     """
 
     module: torch.nn.Module
@@ -163,22 +165,23 @@ class ModuleView:
 def view_module(
     module: torch.nn.Module, *, field: str, prefix: str, scope: str, worker: int, worker_count: int
 ) -> ModuleView:
-    """Return what a module holds.
+    """Return a snapshot of a module's contents.
 
     Args:
-        module: wrapped or not; wrappers don't show in the names.
-        field: field that it is saved in, for messages.
-        prefix: what its names begin with.
-        scope: of its tensors, but for those that each worker of a data-parallel module has for itself.
-        worker: number of this worker.
-        worker_count: how many there are.
+        module: the module. Wrappers don't appear in the names.
+        field: the module's field, for messages.
+        prefix: the prefix of the names.
+        scope: the scope of the tensors. Tensors that each worker of a data-parallel module keeps
+            for itself have the worker's scope.
+        worker: the number of this worker.
+        worker_count: the number of workers.
 
     Raises: StateError(STATE_UNSUPPORTED, STATE_NAME).
     """
     _refuse_fsdp1(module, place_of(field, prefix))
-    # First of all, and at each save: it also puts FSDP2's parameters back into shards after an evaluation.
+    # This call comes first, at each save: it also reshards FSDP2's parameters after an evaluation.
     state_dict = _state_dict(module, f"{field}:{prefix}")
-    # With each path to a module that has several: torch walks them all at each of its own questions.
+    # All paths of each module, computed once: torch would walk the modules at each query.
     modules = list(module.named_modules(remove_duplicate=False))
     live = _Live(part for _, part in modules)
     paths = Paths(module)
@@ -212,11 +215,12 @@ def view_module(
 
 
 def find_claim_limits(module: torch.nn.Module) -> list[str]:
-    """Return why a module can't go on bit for bit after a restart, whatever is restored.
+    """Return the reasons for which a module can't continue bit for bit after a restart.
 
-    DistributedDataParallel sums its first step's gradients in other buckets than all later ones, unless it looks for
-    unused parameters. A process that starts again thereby sums once in another order. Of two summands either order
-    gives the same bits; of three it doesn't.
+    DistributedDataParallel sums the gradients of its first step in other buckets than the gradients
+    of later steps, unless it searches for unused parameters. A restarted process therefore sums
+    once in another order. The sum of two values doesn't depend on the order; the sum of three or
+    more does.
 
     Source: Reducer::should_rebuild_buckets in torch's reducer.hpp.
     """
@@ -231,11 +235,12 @@ def find_claim_limits(module: torch.nn.Module) -> list[str]:
 
 
 def merge_tied(entries: list[Entry]) -> list[Entry]:
-    """Return entries of which each has memory of its own; what was tied has several names.
+    """Return entries with distinct memory. Tied entries are merged and have several names.
 
-    Tied is what is the same object, or the same elements of the same memory.
+    Entries are tied if they are the same object, or the same elements of the same memory.
     """
-    # What lies at an address of its own is tied to nothing; of a tensor of its own kind that isn't told by address.
+    # A plain tensor with a unique address isn't tied. Tensors of other classes aren't compared by
+    # address.
     addresses = [address_of(entry.tensor) if is_plain(entry.tensor) else None for entry in entries]
     if len(set(addresses)) == len(addresses) and None not in addresses:
         return list(entries)
@@ -285,11 +290,11 @@ class _Live:
 
     @functools.cached_property
     def storages(self) -> set[tuple[object, object] | None]:
-        """Where they lie; only a hook's tensors are looked for there."""
+        """The keys of the tensors' storages. Only tensors of hooks need this slower search."""
         return {storage_of(tensor) for tensor in self.tensors} - {None}
 
     def has(self, value: object) -> bool:
-        """Tell whether writing to `value` writes to the module."""
+        """Return whether a write to `value` changes the module."""
         return id(value) in self.ids or (isinstance(value, torch.Tensor) and storage_of(value) in self.storages)
 
 
@@ -321,9 +326,10 @@ def _non_persistent(modules: Iterable[tuple[str, torch.nn.Module]], paths: Paths
 
 
 def _per_worker_buffers(root: torch.nn.Module) -> set[int]:
-    """Return the ids of statistics that each data-parallel worker keeps for itself."""
+    """Return the ids of statistics buffers that each data-parallel worker keeps for itself."""
     ids = set()
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # fully_shard keeps buffers as they are, on each rank
+    # fully_shard leaves buffers unsharded, on each rank
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     wrappers = (DistributedDataParallel,) if fsdp is None else (DistributedDataParallel, fsdp.FSDPModule)
     for wrapper in root.modules():
         if not isinstance(wrapper, wrappers):
@@ -354,7 +360,10 @@ def _refuse_double_names(entries: list[Entry], field: str) -> None:
 
 
 def capture_entries(entries: Iterable[Entry], field: str) -> list[TorchSource]:
-    """Return the sources of live tensors; tied ones once, with their other names. Raises: StateError."""
+    """Return the sources of live tensors. A tied tensor has a single source with all its names.
+
+    Raises: StateError(STATE_UNSUPPORTED).
+    """
     sources = []
     for entry in entries:
         for index, (name, tensor) in enumerate(inner_tensors(entry.tensor, entry.names[0])):
@@ -373,7 +382,10 @@ def capture_entries(entries: Iterable[Entry], field: str) -> list[TorchSource]:
 
 
 def capture_module(view: ModuleView, encoder: Encoder) -> list[Leaf]:
-    """Return the leaves of extra state and of what hooks made; tensors become sources of the encoder."""
+    """Return the leaves of extra state and of hooks' entries.
+
+    Tensors become sources of the encoder.
+    """
     leaves = [encoder.leaf(name, value) for name, (_, value) in view.extra_states.items()]
     for name, (_, value) in view.foreign.items():
         if isinstance(value, torch.Tensor):
@@ -384,14 +396,14 @@ def capture_module(view: ModuleView, encoder: Encoder) -> list[Leaf]:
 
 
 def plan_entry(plan: LoadPlan, entry: Entry, field: str) -> None:
-    """Plan to fill a live tensor of a module from whichever of its names was saved."""
+    """Plan to fill a live tensor of a module from the first of its names that was saved."""
     chosen = plan.choose(field, entry.names)
     for index, (_, tensor) in enumerate(inner_tensors(entry.tensor, "") if chosen else ()):
         live, *_ = inner_tensors(entry.tensor, entry.names[0])[index]
         names = [inner_tensors(entry.tensor, name)[index][0] for name in chosen]
         saved = plan.tensor(field, names, entry.scope)
         if entry.storage == "non-persistent" and (saved is None or saved.global_shape != tuple(tensor.shape)):
-            # A cache, as torch sees it: what it holds is made anew where it is needed.
+            # For torch a non-persistent buffer is a cache that the module recomputes.
             found = "not saved" if saved is None else f"saved with shape {saved.global_shape}"
             plan.downgrades.append(f"{field}:{live}: non-persistent buffer left as it is, {found}")
             continue
@@ -404,7 +416,10 @@ def plan_entry(plan: LoadPlan, entry: Entry, field: str) -> None:
 
 
 def _plan_tied(plan: LoadPlan, names: list[str], taken: IndexTensor) -> None:
-    """Take the tensors that were saved apart and are tied here; other contents would be lost silently."""
+    """Take the saved tensors that were separate at the save and are tied now.
+
+    Different contents become a problem, since they would be lost silently.
+    """
     for name in names:
         other = plan.checkpoint.find(taken.field, name, taken.scope)
         if other is None or other.key in plan.taken_tensors:
@@ -422,7 +437,10 @@ def _not_saved(live: str, saved: str, tensor: torch.Tensor) -> str:
 
 
 def plan_module(plan: LoadPlan, view: ModuleView, field: str) -> None:
-    """Plan to put back extra state and what hooks made; the entries are planned on their own."""
+    """Plan to restore extra state and hooks' entries.
+
+    The tensors in `entries` are planned separately.
+    """
     for name, (owner, live) in view.extra_states.items():
         value = _saved_value(plan, field, name, view.scope, live)
         if value is not MISSING:
@@ -437,7 +455,10 @@ def plan_module(plan: LoadPlan, view: ModuleView, field: str) -> None:
 
 
 def _saved_value(plan: LoadPlan, field: str, name: str, scope: str, live: object) -> Any:  # noqa: ANN401 - a tree
-    """Return what was saved of a value or of a hook's tensor, `MISSING` where nothing is to be loaded."""
+    """Return the saved value of an entry.
+
+    Returns: `MISSING` if the entry isn't selected, or wasn't saved.
+    """
     chosen = plan.choose(field, [name])
     if not chosen:
         return MISSING
@@ -466,7 +487,8 @@ def _plan_extra_state(plan: LoadPlan, owner: torch.nn.Module, value: object, whe
 
 def _load_foreign(module: torch.nn.Module, foreign: dict[str, Any], field: str) -> None:
     wanted = {key: fingerprint(value, field=field, name="") for key, value in foreign.items()}
-    # Given as a whole, since hooks may look at several keys; the live tensors are copied onto themselves.
+    # A complete state_dict, since hooks may read several keys. Live tensors are copied onto
+    # themselves.
     module.load_state_dict({**module.state_dict(), **foreign})
     with torch.no_grad():
         after = module.state_dict()

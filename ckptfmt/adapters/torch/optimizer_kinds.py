@@ -1,4 +1,4 @@
-"""Which objects are torch's optimizers, plain or in a wrapper, and which go by a protocol of their own."""
+"""Classify torch optimizers: plain, wrapped, or with their own protocol."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from typing import Any, Final
 
 import torch
 
-#: Where torch keeps what changes a state_dict on its way; absent on optimizers that were unpickled.
+#: Attributes with torch's hooks on state_dict and load_state_dict. Unpickled optimizers lack them.
 _HOOKS: Final = tuple(
     f"_optimizer_{verb}_{order}_hooks" for verb in ("state_dict", "load_state_dict") for order in ("pre", "post")
 )
 
 
 def is_plain_optimizer(value: object) -> bool:
-    """Tell whether all there is to an optimizer is in `state` and `param_groups`.
+    """Return whether `state` and `param_groups` hold the complete state of an optimizer.
 
-    One with its own state_dict or load_state_dict, or with hooks on them, goes by its own protocol instead.
+    An optimizer with its own state_dict or load_state_dict, or with hooks on them, is saved through
+    these methods instead.
     """
     if not isinstance(value, torch.optim.Optimizer):
         return False
@@ -25,11 +26,13 @@ def is_plain_optimizer(value: object) -> bool:
 
 
 def unwrap_optimizer(value: Any) -> Any:  # noqa: ANN401 - anything
-    """Return the optimizer that a wrapper stands for, such as accelerate's or torchft's; anything else as it is.
+    """Return the optimizer inside a wrapper, or the value itself if the value is no wrapper.
 
-    A wrapper holds an optimizer in an attribute, shows that one's groups and state as its own, and has nothing else in
-    its state_dict. Saved by its own protocol, its state would be numbered, where parameters have names. Going by what
-    it does, and not by types, finds each framework's, and those that are made at run time, as Fabric's are.
+    Accelerate and torchft have such wrappers. A wrapper holds an optimizer in an attribute, exposes
+    the optimizer's groups and state as its own, and adds no entries to the state_dict. The
+    wrapper's own state_dict would number the parameters, which have names. The test looks at
+    behaviour instead of types. Thus all frameworks' wrappers are recognized, also wrappers that are
+    created at run time, as in Fabric.
     """
     if isinstance(value, torch.nn.Module | type):
         return value
@@ -40,7 +43,10 @@ def unwrap_optimizer(value: Any) -> Any:  # noqa: ANN401 - anything
 
 
 def is_numbered(value: Any) -> bool:  # noqa: ANN401 - has a state_dict
-    """Tell whether a state_dict numbers parameters; asked of optimizers that go by a protocol of their own."""
+    """Return whether a state_dict numbers parameters.
+
+    The question applies to optimizers with their own protocol.
+    """
     if not isinstance(getattr(value, "param_groups", None), list):
         return False
     state_dict = value.state_dict()
@@ -55,7 +61,7 @@ def _is_shown_by(wrapper: Any, inner: torch.optim.Optimizer) -> bool:  # noqa: A
 
 
 def _adds_nothing(wrapper: Any, inner: torch.optim.Optimizer) -> bool:  # noqa: ANN401 - has groups and state
-    """Tell whether a wrapper's state_dict is that of its optimizer: the same entries, the same state."""
+    """Return whether a wrapper's state_dict has the same entries and state as the optimizer's."""
     if not callable(getattr(wrapper, "state_dict", None)):
         return False
     own, held = wrapper.state_dict(), inner.state_dict()

@@ -1,7 +1,8 @@
-"""Optimizers by the names of their parameters: state and options as they are, without Optimizer.load_state_dict.
+"""Save and restore optimizers by parameter names, without Optimizer.load_state_dict.
 
-That method casts state to the dtype of the parameter, and numbers parameters where they have names. Options of
-parameter groups, too, are put back by the names of the parameters, whichever way these were grouped.
+That method casts state to the parameter's dtype, and numbers parameters instead of naming them.
+Options of parameter groups are restored by parameter names too, even if the parameters are grouped
+differently.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from ckptfmt.errors import Code, err
 from ckptfmt.state import place_of
 
 _NOT_OPTIONS: Final = ("params", "param_names")
-#: What tells AdamW from Adam, which share everything else.
+#: The option that distinguishes AdamW from Adam, whose options are otherwise the same.
 _ALGORITHM: Final = "decoupled_weight_decay"
-#: What a scheduler leaves in a group, and what schedulers change there.
+#: The option that a scheduler adds to a group, and the options that schedulers change.
 _SCHEDULED_BY: Final = "initial_lr"
 _SCHEDULED: Final = ("lr", "momentum", "betas")
-#: What to do about state of another algorithm.
+#: The remedy for state of another algorithm.
 _OTHER_KIND: Final = (
     "Build the optimizer that was saved; or let this one begin afresh: ckptfmt.load(..., only='weights:*'), or"
     " Checkpointer(..., init_from=...) in a new run."
 )
-#: Options that choose another kernel, and with it other bits.
+#: Options that select another kernel, and thereby change bits.
 _FLAGS: Final = ("foreach", "fused", "capturable", "maximize", "differentiable")
 
 
-#: State that has an element for each one of the parameter, in torch's optimizers.
+#: State of torch's optimizers with the parameter's shape.
 _LIKE_PARAMETERS: Final = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
     "sum", "prev", "step_size",
@@ -50,7 +51,7 @@ _LIKE_PARAMETERS: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Saved:
-    """A group of the checkpoint."""
+    """A parameter group of the checkpoint."""
 
     name: str
     scope: str
@@ -67,21 +68,22 @@ def plan_groups(
     scope: str,
     defaults: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
-    """Plan to give each live group the options that its parameters were saved with; return these, as trees.
+    """Plan to restore the saved options of each live group, and return the options as trees.
 
-    A group of which not every parameter is chosen keeps its own.
+    A group keeps its live options unless all its parameters are selected.
 
     Args:
-        plan: the load.
-        groups: the live ones.
-        names: for each group, all saved names of each of its parameters.
-        prefix: what the names of the leaves begin with.
-        field: their field.
-        scope: their scope.
-        defaults: options that the live optimizer's class has.
+        plan: the load plan.
+        groups: the live groups.
+        names: for each group, all saved names of each parameter.
+        prefix: the prefix of the leaves' names.
+        field: the leaves' field.
+        scope: the leaves' scope.
+        defaults: the options of the live optimizer's class.
 
-    Problems: GROUP_MISMATCH for a parameter that no saved group has, when a live group would need two groups' options,
-        or for those of another kind of optimizer; LEAF_MISSING for an option that wasn't saved.
+    Problems: GROUP_MISMATCH for a parameter without a saved group, for a live group that combines
+        saved groups with different options, or for a group of another kind of optimizer;
+        LEAF_MISSING for an option that wasn't saved.
     """
     by_parameter = _saved_groups(plan, prefix=prefix, field=field, scope=scope)
     chosen = []
@@ -112,13 +114,17 @@ def plan_groups(
 
 
 def _tell_apart(live: dict[str, Any], saved: dict[str, Any], defaults: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the options by which the algorithms of the live and the saved optimizer differ; nothing if they don't.
+    """Return the options by which a live and a saved group's algorithms differ.
 
-    They do if each has some that the other lacks, as Adam and SGD have. With ``allow=("missing",)`` such a group would
-    keep options that mean nothing to it, and state that nobody reads.
+    Algorithms differ if each has options that the other lacks, as Adam and SGD do. With
+    ``allow=("missing",)`` such a group would get meaningless options and unused state.
 
     Args:
-        defaults: options of the live one's class; others were added to its groups.
+        live: the live group.
+        saved: the saved options.
+        defaults: the options of the live optimizer's class. Other options were added to its groups.
+
+    Returns: live and saved options; two empty lists for equal algorithms.
     """
     said_nothing = (*_NOT_OPTIONS, *_FLAGS, _SCHEDULED_BY, _ALGORITHM)
     own = [key for key in live if key not in saved and key not in said_nothing and key in defaults]
@@ -137,7 +143,10 @@ def _is_chosen(plan: LoadPlan, field: str, prefix: str, members: Sequence[Iterab
 
 
 def _saved_groups(plan: LoadPlan, *, prefix: str, field: str, scope: str) -> dict[str, list[_Saved]]:
-    """Return the saved groups of each parameter: several where ranks that share it had experts of their own beside."""
+    """Return the saved groups of each parameter.
+
+    A parameter has several groups if ranks share the parameter and also have their own experts.
+    """
     begins = f"{prefix}group/"
     by_parameter: dict[str, list[_Saved]] = {}
     for at in dict.fromkeys((GLOBAL, scope)):
@@ -180,7 +189,10 @@ def _same_options(plan: LoadPlan, field: str, left: _Saved, right: _Saved) -> bo
 
 
 def contents_of(plan: LoadPlan, field: str, scope: str, value: Any) -> object:  # noqa: ANN401 - a tree
-    """Return a tree with the bytes of each tensor in place of its name: equal where the values are."""
+    """Return a tree with the bytes of each tensor instead of its name.
+
+    Two results are equal if the saved values are equal.
+    """
     if isinstance(value, TensorRef):
         found = plan.checkpoint.find(field, value.name, scope)
         return None if found is None else (found.dtype, plan.checkpoint.read(*found.key).tobytes())
@@ -209,7 +221,7 @@ def _plan_options(  # noqa: PLR0917 - all of it is what a group is
         if key == _ALGORITHM and key in group and live != value:
             detail = f"{key}={value!r} as saved, {live!r} here: Adam isn't AdamW"
             plan.problem(Code.GROUP_MISMATCH, where, detail, remedy=_OTHER_KIND)
-        # What a scheduler has change from step to step isn't worth a word.
+        # Options that a scheduler changes from step to step need no note.
         is_told = key in _FLAGS or not (is_scheduled and key in _SCHEDULED)
         if is_told and key in group and _differs(live, value):
             plan.note_option(where, key, live, value)
@@ -230,24 +242,26 @@ def _fill(live: torch.Tensor, value: float) -> None:
         live.fill_(value)
 
 
-#: All names of each parameter, by its id; the first is the one to save under.
+#: All names of each parameter, by the parameter's id. The first name is used for saving.
 Names = Mapping[int, tuple[str, ...]]
 
-#: State that torch keeps on the host unless the group says capturable or fused.
+#: State that torch keeps on the host unless the group is capturable or fused.
 _HOST_KEYS: Final = ("step", "mu_product")
 
 
 def capture_optimizer(
     optimizer: torch.optim.Optimizer, names: Names, *, prefix: str, path: Sequence[object], encoder: Encoder
 ) -> list[Leaf]:
-    """Return a leaf for each group and for each parameter with state; tensors become sources of the encoder.
+    """Return a leaf for each group, and for each parameter with state.
+
+    Tensors become sources of the encoder.
 
     Args:
-        optimizer: the live one.
+        optimizer: the live optimizer.
         names: live names of parameters.
-        prefix: what the names of its leaves begin with.
-        path: the keys that lead to it where the prefix doesn't say so.
-        encoder: of its field.
+        prefix: the prefix of the leaves' names.
+        path: the keys that lead to the optimizer, if the prefix doesn't contain them.
+        encoder: the encoder of the optimizer's field.
 
     Raises: StateError(PARAMETER_UNNAMED, STATE_UNSUPPORTED).
     """
@@ -269,9 +283,10 @@ def capture_optimizer(
 
 
 def _group_name(number: int, members: list[str]) -> str:
-    """Return a name that is the same wherever a group has its place and the same parameters in order, and nowhere else.
+    """Return a group's name, which depends on the group's index and its ordered parameters only.
 
-    The first parameter alone wouldn't do: ranks that share some and have experts of their own make other groups of it.
+    The first parameter's name alone isn't unique: ranks that share some parameters and have their
+    own experts have different groups with the same first parameter.
     """
     return f"{members[0]}/{digest_bytes(json.dumps([number, members]).encode()).hex()[:16]}"
 
@@ -286,21 +301,22 @@ def plan_optimizer(
     field: str,
     scope: str,
 ) -> None:
-    """Plan to put back groups and state; state that doesn't exist yet is made, without a step.
+    """Plan to restore an optimizer's groups and state. Missing state is created without a step.
 
-    State keeps the dtype that it was saved with; only where that was its parameter's, and the parameter is converted
-    because the caller allows it, the state is too.
+    State keeps its saved dtype, with one exception: if the state was saved in its parameter's
+    dtype, and the caller allows the parameter's conversion, the state is converted too.
 
     Args:
-        plan: the load.
-        optimizer: the live one.
+        plan: the load plan.
+        optimizer: the live optimizer.
         names: live names of parameters.
-        prefix: what the saved names of its leaves begin with.
-        path: the keys that lead to it where the prefix doesn't say so.
-        field: their field.
-        scope: their scope.
+        prefix: the prefix of the leaves' saved names.
+        path: the keys that lead to the optimizer, if the prefix doesn't contain them.
+        field: the leaves' field.
+        scope: the leaves' scope.
 
-    Problems: GROUP_MISMATCH, LEAF_MISSING. Raises: StateError(PARAMETER_UNNAMED, STATE_UNSUPPORTED).
+    Problems: GROUP_MISMATCH, LEAF_MISSING.
+    Raises: StateError(PARAMETER_UNNAMED, STATE_UNSUPPORTED).
     """
     where = place_of(field, prefix)
     _check_state_keys(optimizer, where)
@@ -329,7 +345,7 @@ def plan_optimizer(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Numbered:
-    """The state_dict of an optimizer, whose parameters have positions and no names."""
+    """An optimizer's saved state_dict, which numbers parameters instead of naming them."""
 
     key: TensorKey
     state: dict[Any, Any]
@@ -337,11 +353,14 @@ class _Numbered:
 
 
 def _find_numbered(plan: LoadPlan, *, prefix: str, path: Sequence[object], field: str, scope: str) -> _Numbered | None:
-    """Return what was saved of an optimizer as its state_dict, as files of torch.save have it; None for none."""
+    """Return the saved state_dict of an optimizer, or None if there is none.
+
+    Files of torch.save contain such state_dicts.
+    """
     for at in dict.fromkeys((GLOBAL, scope)):
         key = (field, prefix.rstrip("/"), at)
         tree = find_below(plan.checkpoint.leaf(*key), path) if key in plan.checkpoint.leaves else None
-        if isinstance(tree, list) and len(tree) == 1:  # as Lightning has it
+        if isinstance(tree, list) and len(tree) == 1:  # Lightning's form
             tree = tree[0]
         if isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys():
             return _Numbered(key, tree["state"], tree["param_groups"])
@@ -356,13 +375,20 @@ def _plan_numbered(
     *,
     prefix: str,
 ) -> None:
-    """Plan to put back state by the positions of parameters, as `Optimizer.load_state_dict` does, in the saved dtype.
+    """Plan to restore state by parameter positions, in the saved dtype.
+
+    `Optimizer.load_state_dict` matches positions in the same way.
 
     Args:
-        named: for each group, the live parameters with their saved names, by which `only` and `override` go.
+        plan: the load plan.
+        optimizer: the live optimizer.
+        named: for each group, the live parameters with their saved names, which `only` and
+            `override` select.
+        saved: the saved state_dict.
+        prefix: the prefix of the names.
 
-    Problems: GROUP_MISMATCH where the groups have other numbers of parameters, or are of another kind of optimizer;
-        SHAPE_MISMATCH where a position has another parameter's state.
+    Problems: GROUP_MISMATCH for groups with another number of parameters, or of another kind of
+        optimizer; SHAPE_MISMATCH for state of another parameter's shape.
     """
     field, name, at = saved.key
     where = place_of(field, name)
@@ -384,7 +410,7 @@ def _plan_numbered(
         if (apart := _tell_apart(live, options, getattr(optimizer, "defaults", ())))[0]:
             plan.problem(Code.GROUP_MISMATCH, where, _of_another_kind(*apart), remedy=_OTHER_KIND)
             continue
-        # An older torch knew fewer of those that name no algorithm, or the one that tells two of them apart.
+        # Older versions of torch lack some flags, or the option that distinguishes Adam from AdamW.
         kept: set[str] = {key for key in (*_FLAGS, _ALGORITHM) if key in live and key not in options}
         kept |= {key for key in live if plan.only.is_overridden(field, f"{prefix}group/{key}")}
         _plan_options(plan, live, _Saved(name, at, options), field, where, kept)
@@ -401,7 +427,7 @@ def _plan_numbered(
 def _has_its_shapes(
     plan: LoadPlan, state: dict[Any, Any], parameter: torch.Tensor, *, field: str, name: str, scope: str
 ) -> bool:
-    """Tell whether what has an element for each one of a parameter has its shape. Problems: SHAPE_MISMATCH."""
+    """Return whether element-wise state has the parameter's shape. Problems: SHAPE_MISMATCH."""
     for key in _LIKE_PARAMETERS & state.keys():
         tensor = plan.checkpoint.find(field, state[key].name, scope) if isinstance(state[key], TensorRef) else None
         if tensor is not None and tensor.global_shape != tuple(parameter.shape):
@@ -411,7 +437,7 @@ def _has_its_shapes(
 
 
 class _ParameterState:
-    """The state of one parameter, about to be put back."""
+    """The state of a parameter during the plan of its restore."""
 
     def __init__(
         self, plan: LoadPlan, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, *, field: str, on_device: bool
@@ -422,7 +448,7 @@ class _ParameterState:
         self.saved_dtype: str | None = None
 
     def restore(self, names: Sequence[str], prefix: str, scope: str) -> None:
-        """Plan to put back what was saved under one of `names`."""
+        """Plan to restore the state that was saved under any of `names`."""
         if not any(self.plan.only.fits(self.field, prefix + name) for name in names):
             self.plan.left_count += 1
             return
@@ -436,12 +462,12 @@ class _ParameterState:
         self.plan_state(name, saved, at)
 
     def plan_state(self, name: str, saved: dict[Any, Any], at: str) -> None:
-        """Plan to put back what was saved.
+        """Plan to restore a saved state.
 
         Args:
-            name: that it goes by in messages and in patterns.
-            saved: its tree.
-            at: the scope that it was found in.
+            name: the state's name in messages and patterns.
+            saved: the saved tree.
+            at: the scope in which the state was found.
         """
         placer = Placer(self.plan, field=self.field, scope=at, device=local_of(self.parameter).device, whole=True)
         state = {key: self._value(placer, key, value, name) for key, value in saved.items()}
@@ -454,7 +480,10 @@ class _ParameterState:
         self.plan.actions.append(lambda: self._put(state))
 
     def _take_tied(self, name: str, saved: object, others: Iterable[str], scope: str) -> None:
-        """Take state that was saved apart for parameters that are one here; other contents would be lost silently."""
+        """Take the states of parameters that were separate at the save and are tied now.
+
+        Different contents become a problem, since they would be lost silently.
+        """
         plan, field = self.plan, self.field
         for other in others:
             key = (field, other, scope)
@@ -497,7 +526,10 @@ class _ParameterState:
         return Placer(self.plan, field=self.field, scope=placer.scope, device=device).fresh(saved, name, like)
 
     def _follows(self, key: object, tensor: IndexTensor) -> bool:
-        """Tell whether a state had the dtype of its parameter, which is converted: their kernels want one for both."""
+        """Return whether state is converted together with its parameter.
+
+        Kernels require the same dtype for both.
+        """
         return (
             "dtype" in self.plan.allow
             and key not in _HOST_KEYS
@@ -529,16 +561,17 @@ def _names_of(parameter: torch.Tensor, names: Names, group: int, where: str) -> 
 
 
 def _saved_dtype(plan: LoadPlan, names: Iterable[str], scope: str) -> str | None:
-    """Return the dtype that a parameter was saved with."""
+    """Return the saved dtype of a parameter."""
     places = [(field, at) for field in ("weights", "optimizer", "data") for at in (GLOBAL, scope)]
     found = (plan.checkpoint.find(field, name, at) for name in names for field, at in places)
     return next((tensor.dtype for tensor in found if tensor is not None), None)
 
 
 def _saved_names_of(plan: LoadPlan, live: tuple[str, ...], scope: str) -> tuple[str, ...]:
-    """Return the saved names of live ones and, behind them, those that the parameter was tied to when it was saved.
+    """Return the saved names of a parameter, followed by names tied to the parameter at the save.
 
-    Only the first of these had the state: here, on a pipeline stage for one, it may be another that is left of them.
+    Only the first of the tied names has saved state. Here, for example on a pipeline stage, another
+    of these names may be left.
     """
     names = tuple(map(plan.renaming.saved_name, live))
     found = [plan.checkpoint.find("weights", name, at) for at in (GLOBAL, scope) for name in names]

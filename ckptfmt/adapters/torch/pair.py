@@ -1,4 +1,4 @@
-"""Two processes of torch.distributed that send bytes to each other, apart from all process groups of the program."""
+"""Send bytes between two processes of torch.distributed, outside of the program's groups."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from ckptfmt.errors import CkptError, Code, err
 
 _DATA_TAG, _NOTHING_TAG = 0, 1
 _NOTHING_S: Final = 0.001
-#: Longer than any training: a wait that `Pair.abort` ends, or the end of the other process.
+#: A timeout longer than any training. `Pair.abort` or the end of the other process ends the wait.
 _EVER: Final = dt.timedelta(days=365)
 
 
 def find_rank() -> tuple[int, int] | None:
-    """Return rank and world size where torch.distributed is initialised and has gloo, else None."""
+    """Return rank and world size, or None if torch.distributed isn't initialised or lacks gloo."""
     if not (dist.is_available() and dist.is_initialized() and dist.is_gloo_available()):
         return None
     return dist.get_rank(), dist.get_world_size()
 
 
 class Pair:
-    """A connection of two processes, over which one thread at a time sends or receives on either side.
+    """A connection of two processes. On each side, a single thread at a time sends or receives.
 
-    A gloo group of its own, made by these two processes alone: no other process takes part, no number of a process
-    group is used up, and nothing of it runs on a device. What is sent waits until the other side receives it.
+    The connection is a gloo group that only these two processes create. No other process takes
+    part, no sequence number of a process group is used, and no work runs on a device. A sent
+    message waits until the other side receives it.
 
     Args:
-        name: the same on both sides, and new for each connection.
-        number: 0 on one side, 1 on the other.
-        deadline_s: how long connecting and sending may take, in seconds.
-        store: through which they find each other; None for that of torch.distributed.
+        name: the connection's name, equal on both sides and new for each connection.
+        number: 0 on the first side, 1 on the second side.
+        deadline_s: the time limit for connecting and sending, in seconds.
+        store: the store through which the processes find each other; None for the store of
+            torch.distributed.
 
-    Raises: CommitError(WRITERS_MISSING) if the other side doesn't come.
+    Raises: CommitError(WRITERS_MISSING) if the other side doesn't connect.
     """
 
     def __init__(self, name: str, number: int, *, deadline_s: float, store: Any = None) -> None:  # noqa: ANN401
@@ -52,7 +54,7 @@ class Pair:
             raise _gone(error) from error
 
     def send(self, content: bytearray | memoryview) -> None:
-        """Send some bytes, one at least, in memory that may be written to.
+        """Send at least one byte. The memory must be writable.
 
         Raises: CommitError(WRITERS_MISSING) if the other side is gone or hangs.
         """
@@ -62,12 +64,13 @@ class Pair:
             raise _gone(error) from error
 
     def receive(self, nbytes: int, *, timeout_s: float | None) -> bytearray:
-        """Return so many bytes, one at least.
+        """Return the next `nbytes` bytes from the other side.
 
         Args:
-            timeout_s: how long to wait, in seconds; None for as long as the other side lives.
+            nbytes: the number of bytes, at least 1.
+            timeout_s: the time limit, in seconds; None for no limit while the other side lives.
 
-        Raises: CommitError(WRITERS_MISSING). After that nothing can be sent or received any more.
+        Raises: CommitError(WRITERS_MISSING). The connection is unusable after that.
         """
         content = bytearray(nbytes)
         timeout = _EVER if timeout_s is None else dt.timedelta(seconds=timeout_s)
@@ -78,14 +81,14 @@ class Pair:
         return content
 
     def abort(self) -> None:
-        """End the connection; whoever waits on either side raises."""
-        # gloo closes a connection when one of its calls runs out of time; there is no other way in torch 2.7 to 2.15.
+        """End the connection. Waiting calls on both sides raise an error."""
+        # gloo closes a connection when a call times out. Torch 2.7 to 2.15 has no other way.
         with contextlib.suppress(RuntimeError):
             nothing = torch.empty(1, dtype=torch.uint8)
             self._group.recv([nothing], self._other, _NOTHING_TAG).wait(dt.timedelta(seconds=_NOTHING_S))
 
 
 def _gone(error: RuntimeError) -> CkptError:
-    # Behind the first sentence gloo gives advice, and places of its source before it.
+    # gloo's message has source locations before the first sentence, and advice after it.
     said = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0]
     return err(Code.WRITERS_MISSING, said or type(error).__qualname__)

@@ -1,6 +1,6 @@
-"""What torch has for the whole process: settings, versions and devices, random-number generators, other processes.
+"""Read torch's process-wide settings, versions, devices and generators; exchange bytes of a load.
 
-Settings are probed by name: what a torch lacks is None.
+Settings are looked up by name. A setting that this version of torch lacks is None.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptfmt.errors import Code, err
 from ckptfmt.group import Group
 from ckptfmt.read.sharing import Message, refuse_sharing
 
-#: Attributes below `torch`; a callable is called without arguments.
+#: Attributes below `torch`. Callables are called without arguments.
 _FLAGS: Final = (
     "are_deterministic_algorithms_enabled",
     "is_deterministic_algorithms_warn_only_enabled",
@@ -46,12 +46,12 @@ _FLAGS: Final = (
 
 
 def flags() -> dict[str, object]:
-    """Return the settings that decide bits, by their names in torch; plain values."""
+    """Return the settings that determine bits, by their names in torch, as plain values."""
     return {name: _probe(name) for name in _FLAGS}
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of torch and of what it was built with."""
+    """Return the version of torch, and the versions of its build dependencies."""
     return {
         "torch": str(torch.__version__),
         "torch_git": torch.version.git_version,
@@ -61,13 +61,13 @@ def versions() -> dict[str, str | None]:
 
 
 def world_size() -> int | None:
-    """Return the number of ranks where torch.distributed is initialised, else None."""
+    """Return the number of ranks, or None if torch.distributed isn't initialised."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else None
 
 
 def local_facts(devices: Iterable[str]) -> dict[str, object]:
-    """Return what is true of this machine: device kinds and names, threads, instruction set."""
+    """Return facts about this machine: devices, threads, instruction set and compilers."""
     kinds = sorted({torch.device(device).type for device in devices})
     cuda = [torch.device(device) for device in sorted(devices) if device.startswith("cuda")]
     return {
@@ -81,9 +81,10 @@ def local_facts(devices: Iterable[str]) -> dict[str, object]:
 
 
 def _compilers() -> list[str]:
-    """Return what torch.compile was called with in this process so far; of what it compiled torch keeps no list.
+    """Return the backends of torch.compile that this process has used so far.
 
-    A compiled module and a plain one round differently, and draw other random numbers for dropout.
+    Torch keeps no list of the compiled modules. A compiled module rounds differently from a plain
+    module, and draws other random numbers for dropout.
     """
     frames = sys.modules.get("torch._dynamo.eval_frame")
     backends = list(getattr(frames, "cached_backends", {}).values())
@@ -103,16 +104,16 @@ def _probe(path: str) -> object:
         value = getattr(value, part, None)
     try:
         value = value() if callable(value) else value
-    except RuntimeError:  # a setting that this build or this combination of settings doesn't answer for
+    except RuntimeError:  # this build, or this combination of settings, doesn't support the query
         return None
     return value if value is None or type(value) in (bool, int, str) else str(value)
 
 
 def global_streams(devices: frozenset[str]) -> list[dict[str, Any]]:
-    """Return the default generators: the host's, and one for each CUDA device in use.
+    """Return the default generators: the host's, and the generator of each CUDA device in use.
 
-    CUDA devices are numbered by their place among those in use, from 0, not by index: a worker's only device is number
-    0 on whichever machine it runs. In use are the current device and those in `devices`.
+    The devices in use are the current device and those in `devices`. They are numbered from 0 in
+    the order of their indices: a worker's only device has number 0 on each machine.
     """
     streams = [_stream("torch.cpu", "torch.mt19937", torch.get_rng_state, torch.set_rng_state)]
     if torch.cuda.is_initialized():
@@ -137,17 +138,20 @@ def _stream(
 
 
 def is_generator(value: object) -> bool:
-    """Tell whether this is a torch generator."""
+    """Return whether a value is a torch generator."""
     return type(value) is torch.Generator
 
 
 def seeded_state(device: str, seed: int) -> object:
-    """Return the state of a generator of a type of device, seeded anew."""
+    """Return the state of a newly seeded generator for a device type."""
     return torch.Generator(device=device).manual_seed(seed).get_state().numpy()
 
 
 def generator_stream(generator: torch.Generator) -> dict[str, Any]:
-    """Return how the caller's generator is read and written; device type and state go together."""
+    """Return the functions that read and write a generator of the caller.
+
+    The state includes the device type.
+    """
 
     def read() -> object:
         return {"device": generator.device.type, "state": generator.get_state().numpy()}
@@ -162,11 +166,11 @@ def generator_stream(generator: torch.Generator) -> dict[str, Any]:
 
 
 class TorchPeers:
-    """See `ckptfmt.read.sharing.Peers`.
+    """The processes of a shared load, connected by torch; see `ckptfmt.read.sharing.Peers`.
 
     Args:
-        group: of the same processes, with the same numbers, for small values.
-        process_group: of torch, that can send what is in the host's memory.
+        group: a group of the same processes, with the same numbers, for small values.
+        process_group: a process group of torch that can send host memory.
     """
 
     def __init__(self, group: Group, process_group: dist.ProcessGroup | None) -> None:
@@ -180,15 +184,18 @@ class TorchPeers:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return self._group.writer_count
 
     def all_gather(self, value: object) -> list[Any]:
-        """Return the JSON values of all processes, in their order."""
+        """Return the JSON values of all processes, in the order of their numbers."""
         return self._group.all_gather(value)
 
     def exchange(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
-        """Send each of `outgoing` and fill each of `incoming`; between two processes, in their order."""
+        """Send each of `outgoing` and fill each of `incoming`.
+
+        Messages between two processes are matched in their order.
+        """
         try:
             under_way = [
                 dist.isend(torch.frombuffer(content, dtype=torch.uint8), peer, group=self._process_group)
@@ -207,16 +214,16 @@ class TorchPeers:
 
 @contextlib.contextmanager
 def open_peers(group: Group) -> Iterator[TorchPeers]:
-    """Give the peers of a group, whose processes are those of torch.distributed. All of them call it.
+    """Yield the peers of a group. All processes of torch.distributed must call this function.
 
-    Raises: StateError(ARGUMENT) where torch.distributed isn't initialised for just these processes.
+    Raises: StateError(ARGUMENT) if torch.distributed isn't initialised for exactly these processes.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() != group.writer_count:
         raise refuse_sharing(group.writer_count)
     if "gloo" in str(dist.get_backend_config()):
         yield TorchPeers(group, None)
         return
-    made = dist.new_group(backend="gloo")  # NCCL can't send from the host's memory
+    made = dist.new_group(backend="gloo")  # NCCL can't send host memory
     try:
         yield TorchPeers(group, made)
     finally:

@@ -1,4 +1,4 @@
-"""What the steps of optimizers show of a training: gradients of an unfinished step, and optimizers outside of State."""
+"""Observe optimizer steps, to find pending gradients and optimizers outside of the State."""
 
 from __future__ import annotations
 
@@ -18,33 +18,36 @@ from ckptfmt.adapters.torch.tensors import is_distributed, local_of
 #: The number of parameters whose gradients are marked at each step.
 _SAMPLED: Final = 16
 
-#: Place of a parameter: its optimizer's id, its group, and its number in the group.
+#: The place of a parameter: the optimizer's id, the group's index, and the index in the group.
 _Place: TypeAlias = tuple[int, int, int]
-#: A gradient as it was: its memory, which isn't kept alive, and torch's count of the writes to it.
+#: A mark of a gradient: a weak reference to its memory, and torch's count of the writes.
 _Mark: TypeAlias = tuple[StorageWeakRef, int]
 
 
 class StepWatch:
-    """Watches the steps of all optimizers of this process, by a hook behind each of them.
+    """An observer of the steps of all optimizers in this process, by a hook after each step.
 
-    A gradient that the last step left is of no consequence: the next pass clears it. A gradient that was computed since
-    then belongs to a step that is still to be made, and no checkpoint has it. The two are told apart by the memory and
-    the write count of some gradients, as they were at the end of the last step.
+    A gradient that the last step used doesn't matter: the next pass clears it. A gradient that was
+    computed after the last step belongs to a future step, and no checkpoint has it. Memory and
+    write count of some gradients, marked at the end of the last step, distinguish the two cases.
 
     Args:
-        optimizers: those of the State.
+        optimizers: the optimizers of the State.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        #: Of each optimizer outside of the State: at which steps of the State's ones it made its first and last step.
+        #: For each optimizer outside of the State: the step counts of the State's optimizers at the
+        #: first and the last step.
         self._others: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._step_count = 0
         self._sampled: dict[int, list[_Place]] = {}
-        #: Marks as of the last step of any optimizer of the State, and as of the last step of the optimizer itself.
+        #: The marks at the last step of any optimizer of the State, and at the last step of the
+        #: mark's own optimizer.
         self._left: dict[_Place, _Mark] = {}
         self._left_by_itself: dict[_Place, _Mark] = {}
-        #: Optimizers that use gradients from before another optimizer's step, and from before their own last one.
+        #: Optimizers that use gradients from before another optimizer's step, and from before their
+        #: own last step.
         self._spanning: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._carrying: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.follow(optimizers)
@@ -57,20 +60,20 @@ class StepWatch:
             if watch is not None:
                 watch.note_step(optimizer)
 
-        # Torch's compiler leaves it as it is: a compiled step calls it too.
+        # The compiler of torch doesn't trace the hook: a compiled step calls the hook too.
         handle = register_optimizer_step_post_hook(torch.compiler.disable(hook))
-        #: Removes the hook: when it is called, or when nobody has the watch any more.
+        #: Removes the hook, when called or when the watch is garbage-collected.
         self.close = weakref.finalize(self, handle.remove)
 
     def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Watch these optimizers as those of the State, in the place of those before."""
+        """Replace the set of the State's optimizers."""
         self._own = weakref.WeakSet(optimizers)
         self._sampled = {id(optimizer): list(_sample(optimizer)) for optimizer in self._own}
         for optimizer in self._own:
             self._others.pop(optimizer, None)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of a step that an optimizer has made."""
+        """Record a step of an optimizer."""
         if optimizer not in self._own:
             first, _ = self._others.get(optimizer, (self._step_count, 0))
             self._others[optimizer] = first, self._step_count
@@ -94,7 +97,7 @@ class StepWatch:
         } | marks
 
     def has_pending_gradients(self) -> bool:
-        """Return whether there are gradients that a step still to be made uses."""
+        """Return whether gradients exist that a future step uses."""
         return any(self._is_accumulating(optimizer) for optimizer in self._own)
 
     def _is_accumulating(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -110,16 +113,17 @@ class StepWatch:
             if parameter.grad is not None
         ]
         greatest = [_greatest(gradient) for gradient in gradients]
-        # A scaler leaves out a step whose gradients aren't finite, and the next pass clears them.
+        # A scaler skips a step with non-finite gradients, and the next pass clears them.
         return any(greatest) and all(map(math.isfinite, greatest))
 
     def list_strangers(self, parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that make steps of this training and aren't in the State.
+        """Return the optimizers that take part in this training and aren't in the State.
 
-        An optimizer that lives for one training step, as those of inner loops do, isn't among them.
+        An optimizer that lives for a single training step, as in an inner loop, is excluded.
 
         Args:
-            parameters: those of the State; an optimizer of one of them needn't be seen twice.
+            parameters: the parameters of the State. A single step of an optimizer with such a
+                parameter suffices for inclusion.
         """
         if not self._others:
             return []
@@ -134,7 +138,7 @@ class StepWatch:
         ]
 
     def _marks(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[_Place, _Mark]]:
-        """Yield marks of the gradients that are there."""
+        """Yield the marks of the sampled gradients that exist."""
         groups = optimizer.param_groups
         for place in self._sampled.get(id(optimizer), ()):
             _, group, number = place
@@ -146,7 +150,7 @@ class StepWatch:
 
 
 def list_parts(value: Any) -> list[torch.optim.Optimizer]:  # noqa: ANN401 - anything
-    """Return the optimizers that an object holds in its attributes."""
+    """Return the optimizers in the attributes of an object."""
     found: list[torch.optim.Optimizer] = []
     for part in list(attributes_of(value).values()):
         parts = part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else (part,)
@@ -155,7 +159,7 @@ def list_parts(value: Any) -> list[torch.optim.Optimizer]:  # noqa: ANN401 - any
 
 
 def _sample(optimizer: torch.optim.Optimizer) -> Iterator[_Place]:
-    """Yield the places of some parameters, spread over all."""
+    """Yield the places of some parameters, spread evenly over all parameters."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     stride = max(1, -(-sum(sizes) // _SAMPLED))
     places = ((group, number) for group, size in enumerate(sizes) for number in range(size))
@@ -170,7 +174,7 @@ def _iter_parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]
 
 
 def _memory_of(gradient: torch.Tensor) -> torch.Tensor | None:
-    """Return a plain tensor that has the memory of a gradient on this worker; None where there isn't one."""
+    """Return a plain tensor that shares the local memory of a gradient, or None."""
     local = local_of(gradient) if is_distributed(gradient) else gradient
     if local.layout == torch.sparse_coo:
         return local._values()  # noqa: SLF001 - values() wants it coalesced
@@ -182,12 +186,18 @@ def _is_same(before: _Mark | None, now: _Mark) -> bool:
 
 
 def _is_added_once(before: _Mark | None, now: _Mark) -> bool:
-    """Return whether a gradient was written to once since it was marked: clearing and computing it would be twice."""
+    """Return whether a gradient was written exactly once since its mark.
+
+    Clearing and recomputing a gradient would be two writes.
+    """
     return before is not None and not before[0].expired() and before[0] == now[0] and now[1] == before[1] + 1
 
 
 def _is_added_to(before: _Mark | None, now: _Mark, own: _Mark | None) -> bool:
-    """Return whether a gradient from before another optimizer's step was added to, not cleared and made anew."""
+    """Return whether a gradient was added to since another optimizer's step.
+
+    The result is false for a gradient that was cleared and recomputed.
+    """
     if before is None or before[0].expired() or before[0] != now[0]:
         return False
     is_leftover = own is not None and not own[0].expired() and own == before
@@ -195,6 +205,6 @@ def _is_added_to(before: _Mark | None, now: _Mark, own: _Mark | None) -> bool:
 
 
 def _greatest(gradient: torch.Tensor) -> float:
-    """Return the greatest absolute value of what is here of a gradient."""
+    """Return the greatest absolute value of the local part of a gradient."""
     memory = _memory_of(gradient)
     return 0.0 if memory is None or not memory.numel() else float(memory.detach().abs().max())

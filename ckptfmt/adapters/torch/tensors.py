@@ -1,4 +1,4 @@
-"""Torch tensors and DTensors as sources and sinks: bytes are moved, values are never converted unless asked for."""
+"""Use torch tensors and DTensors as sources and sinks. Values are converted only on request."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from ckptfmt.layout.placements import LocalPiece
 from ckptfmt.layout.read_plan import find_stretch
 from ckptfmt.state import place_of
 
-#: Those dtypes of the format that this torch has.
+#: The format's dtypes that this version of torch supports.
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     name: getattr(torch, name) for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 }
 DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
-#: Integers of the size of an element: copied as these, no bit of a NaN can be lost, nor a kernel be missing for a
-#: dtype that this torch hardly knows.
+#: The integer dtype for each element size. Copies as integers preserve all bits of a NaN, and work
+#: for dtypes with few kernels.
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-#: Classes of tensors, exactly these, that are nothing but their elements.
+#: The exact classes of tensors that have no content beyond their elements.
 _PLAIN_KINDS: Final[frozenset[type]] = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -54,12 +54,15 @@ def torch_dtype(name: str, *, where: str | None = None) -> torch.dtype:
 
 
 def is_plain(tensor: object) -> bool:
-    """Tell whether this is a tensor of torch's own class, or a parameter, and nothing derived from either."""
+    """Return whether a value is exactly a `torch.Tensor` or a `torch.nn.Parameter`.
+
+    Instances of subclasses aren't plain.
+    """
     return type(tensor) in _PLAIN_KINDS
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Tell whether this is a DTensor, and nothing derived from one."""
+    """Return whether a tensor is exactly a DTensor, not a subclass."""
     if is_plain(tensor):
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -67,10 +70,10 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def check_tensor(tensor: torch.Tensor, *, where: str) -> None:
-    """Check that a tensor is of a kind whose bytes are all there is to it.
+    """Check that the bytes of a tensor are its complete content.
 
-    Raises: StateError(STATE_UNSUPPORTED) for subclasses, sparse, quantized and nested tensors, unknown dtypes, and
-        DTensors with partial placements.
+    Raises: StateError(STATE_UNSUPPORTED) for subclasses, sparse, quantized and nested tensors,
+        unknown dtypes, and DTensors with partial placements.
     """
     distributed = not is_plain(tensor) and is_distributed(tensor)
     if not distributed and not is_plain(tensor):
@@ -92,7 +95,7 @@ def check_tensor(tensor: torch.Tensor, *, where: str) -> None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory that this worker holds of a tensor, detached."""
+    """Return the part of a tensor in this worker's memory, detached."""
     if not is_distributed(tensor):
         return tensor.detach()
     with torch.no_grad():
@@ -100,24 +103,24 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has no memory."""
+    """Return whether a tensor is on the meta device."""
     return device_of(tensor) == "meta"
 
 
 def device_of(tensor: torch.Tensor) -> str:
-    """Return the device that holds what is here of a tensor, as torch prints it."""
+    """Return the device of a tensor's local part, as torch prints the device."""
     return str(tensor.device) if not is_distributed(tensor) else str(local_of(tensor).device)
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> frozenset[str]:
-    """Return the devices that hold what is here of any of them."""
+    """Return the devices of the local parts of some tensors."""
     tensors = list(tensors)
     plain = {tensor.device for tensor in tensors if is_plain(tensor)}
     return frozenset(map(str, plain)) | {device_of(tensor) for tensor in tensors if not is_plain(tensor)}
 
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[dict[str, list[Any] | None]]:
-    """Return names and shape of the meshes of DTensors, each once, sorted."""
+    """Return the names and shapes of the distinct meshes of DTensors, sorted."""
     meshes = [tensor.device_mesh for tensor in tensors if is_distributed(tensor)]  # type: ignore[attr-defined]
     found = [(mesh.mesh_dim_names, list(mesh.shape)) for mesh in meshes]
     facts = [{"names": None if names is None else list(names), "shape": shape} for names, shape in found]
@@ -126,7 +129,10 @@ def meshes_of(tensors: Iterable[torch.Tensor]) -> list[dict[str, list[Any] | Non
 
 
 def pieces_of(tensor: torch.Tensor, *, where: str) -> tuple[LocalPiece, ...]:
-    """Return what this worker holds of a tensor: all of a plain one, nothing outside of a DTensor's mesh.
+    """Return the local pieces of a tensor.
+
+    The single piece of a plain tensor is the whole tensor. A worker outside of a DTensor's mesh
+    holds no piece.
 
     Raises: StateError(STATE_UNSUPPORTED).
     """
@@ -151,44 +157,50 @@ def pieces_of(tensor: torch.Tensor, *, where: str) -> tuple[LocalPiece, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _whole(shape: tuple[int, ...]) -> tuple[tuple[LocalPiece, ...], tuple[Box, ...]]:
-    """Return the pieces of a tensor that is all here, and their boxes."""
+    """Return the pieces and the boxes of a tensor that is completely local."""
     whole = Box.whole(shape)
     return (LocalPiece(whole, whole),), (whole,)
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return what is equal for two plain tensors of exactly the same memory, and may be equal for others.
+    """Return the address of a tensor's first element, or 0 for a tensor without storage.
 
-    It costs little: what differs in it needs no `memory_of`.
+    Two plain tensors with different addresses never have exactly the same memory, so the slower
+    call of `memory_of` is unnecessary. Tensors with equal addresses may still differ.
     """
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
-        return 0  # sparse ones have no storage of their own
+        return 0  # sparse tensors have no storage
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[object, object] | None:
-    """Return what is equal for two tensors whose elements lie in one storage; None where there is none to be shared."""
+    """Return a key of a tensor's storage, equal for tensors that share the storage.
+
+    Returns: None if the tensor has no storage that could be shared.
+    """
     try:
         local = local_of(tensor)
         address = local.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return None  # wrappers around several tensors, sparse tensors, and zeros without memory
     if not address or not local.numel() or local.device.type == "meta":
-        return None  # nothing here to be shared: empty shards of two tensors may lie at one place
+        return None  # the storages of empty shards may have the same address
     return local.device, address
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Return what is equal only for two tensors that are the same elements of the same memory; None if in doubt.
+    """Return a key of a tensor's elements; equal keys mean the same elements of the same memory.
 
-    It holds all that decides the elements: storage, offset, dtype, shape, strides, a DTensor's mesh and placements, and
-    the bits for what torch computes only when elements are read (conjugate, negative).
+    The key has all facts that determine the elements: storage, offset, dtype, shape, strides, a
+    DTensor's mesh and placements, and the bits of lazy operations (conjugate, negative).
+
+    Returns: None if the memory is unknown.
     """
     distributed = is_distributed(tensor)
     storage = storage_of(tensor) if distributed or is_plain(tensor) else None
     if storage is None:
-        return None  # what a class of its own makes of its memory isn't known
+        return None  # the memory layout of a subclass is unknown
     local = local_of(tensor)
     shape = (tuple(tensor.shape), tuple(local.shape), local.stride())
     lazy = (local.is_conj(), local.is_neg())
@@ -198,12 +210,13 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class TorchSource:
-    """A tensor to be written; see `ckptfmt.write.snapshot.MemorySource`.
+    """A source that reads a tensor; see `ckptfmt.write.snapshot.MemorySource`.
 
     Attributes:
-        tensor: the live one.
-        local: the memory of it that is here, and stays even if the program gives the tensor another.
-        pieces: the boxes, and where they lie in `local`.
+        tensor: the live tensor.
+        local: the tensor's local memory, which stays valid if the program assigns other memory to
+            the tensor.
+        pieces: the boxes, with their places in `local`.
     """
 
     field: str
@@ -220,9 +233,10 @@ class TorchSource:
     aliases: tuple[str, ...]
 
     def copy_into(self, box: Box, out: memoryview) -> None:
-        """Copy the elements of `box` into `out`; other threads of Python run meanwhile.
+        """Copy the elements of `box` into `out`. The copy releases the GIL.
 
-        Contiguous memory of the host is copied by this thread alone: who wants more starts more.
+        Contiguous host memory is copied by the calling thread only. For more speed, callers use
+        several threads.
         """
         if not box.element_count:
             return
@@ -234,14 +248,17 @@ class TorchSource:
             torch.frombuffer(out, dtype=held.dtype).view(held.shape).copy_(held)
 
     def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
-        """Return the bytes of the elements of `box`, if they follow each other in the host's memory, to be read."""
+        """Return the bytes of the elements of `box`, read-only.
+
+        Returns: None if the elements aren't contiguous in host memory.
+        """
         local = self.held_at(box)
         if not local.is_cpu or not local.is_contiguous() or local.is_conj() or local.is_neg():
             return None
         return _bytes_at(local.data_ptr(), local.nbytes)
 
     def held_at(self, box: Box) -> torch.Tensor:
-        """Return the elements of one of the boxes, as a view of the live memory."""
+        """Return the elements of a box as a view of the live memory."""
         piece = next(piece for piece in self.pieces if piece.box == box)
         if piece.local_box.shape == tuple(self.local.shape):
             return self.local
@@ -250,10 +267,13 @@ class TorchSource:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class TorchSink:
-    """A tensor to be filled in place; see `ckptfmt.write.snapshot.MemorySink`. Another dtype of it converts.
+    """A sink that fills a tensor in place; see `ckptfmt.write.snapshot.MemorySink`.
+
+    If the tensor has another dtype than the saved tensor, the elements are converted.
 
     Attributes:
-        arrive: copies to where the tensor is, if not as torch does; see `ckptfmt.adapters.torch.device_copies`.
+        arrive: copies to the tensor's device; None for torch's own copy. See
+            `ckptfmt.adapters.torch.device_copies`.
     """
 
     field: str
@@ -276,7 +296,7 @@ class TorchSink:
             self._address = local.data_ptr()
 
     def copy_from(self, box: Box, content: memoryview) -> None:
-        """Take the elements of `box`."""
+        """Copy `content` into the elements of `box`."""
         if not box.element_count:
             return
         target = self._find(box)
@@ -289,11 +309,16 @@ class TorchSink:
         _copy(self.local[slices], incoming.view(TORCH_DTYPES[self.dtype]).reshape(box.shape), by=self.arrive)
 
     def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
-        """Return the bytes of the elements of `box`, if they can be filled as they are; counts as a change of them."""
+        """Return the bytes of the elements of `box`, writable.
+
+        The call counts as a write to the tensor.
+
+        Returns: None if the elements aren't contiguous in host memory, or need a conversion.
+        """
         return self._memory_at(self._find(box))
 
     def _memory_at(self, target: Box) -> NDArray[np.uint8] | None:
-        """Do as `memory_of`, for a box of the local tensor."""
+        """Return the result of `memory_of` for a box of the local tensor."""
         if self._address is None:
             return None
         first = find_stretch(Box.whole(tuple(self.local.shape)), target)
@@ -304,7 +329,7 @@ class TorchSink:
         return _bytes_at(self._address + first * element_nbytes, target.element_count * element_nbytes)
 
     def _find(self, box: Box) -> Box:
-        """Return where in the local tensor the elements of `box` are."""
+        """Return the box of the local tensor that holds the elements of `box`."""
         piece = next(piece for piece in self.pieces if piece.box.contains(box))
         offsets = (
             at - begin + base for at, begin, base in zip(box.begin, piece.box.begin, piece.local_box.begin, strict=True)
@@ -321,7 +346,10 @@ def source_of(
     storage: str = "persistent",
     aliases: tuple[str, ...] = (),
 ) -> TorchSource:
-    """Return the source of a tensor. Raises: StateError(STATE_UNSUPPORTED), also for one on meta."""
+    """Return the source of a tensor.
+
+    Raises: StateError(STATE_UNSUPPORTED), also for a tensor on the meta device.
+    """
     where = place_of(field, name)
     check_tensor(tensor, where=where)
     global_shape = tuple(tensor.shape)
@@ -353,7 +381,10 @@ def source_of(
 
 
 def declared_by(sources: Iterable[object]) -> dict[TensorKey, str]:
-    """Return for each replica which ranks its mesh speaks for, as a digest. Other ranks may hold another tensor so."""
+    """Return for each replica a digest of its mesh's ranks.
+
+    Ranks outside of a mesh may hold a different tensor of the same name.
+    """
     return {
         (source.field, source.name, source.scope): _mesh_digest(source.tensor.device_mesh)  # type: ignore[attr-defined]
         for source in sources
@@ -367,7 +398,7 @@ def _mesh_digest(mesh: Any) -> str:  # noqa: ANN401 - a DeviceMesh
 
 
 def sink_of(tensor: torch.Tensor, *, field: str, name: str, scope: str, dtype: str) -> TorchSink:
-    """Return the sink of a live tensor for what was saved under `name`, of dtype `dtype`.
+    """Return a sink that fills a live tensor with the saved tensor `name` of dtype `dtype`.
 
     Raises: StateError(STATE_UNSUPPORTED).
     """
@@ -392,15 +423,16 @@ def sink_of(tensor: torch.Tensor, *, field: str, name: str, scope: str, dtype: s
 def allocate(
     dtype: str, shape: tuple[int, ...], *, like: object = None, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return a new tensor, uninitialised.
+    """Return a new, uninitialised tensor.
 
     Args:
-        dtype: of the format.
-        shape: of the whole tensor.
-        like: a tensor whose device is taken over and, where its shape is the same, also placements and strides.
-        device: where `like` is none; CPU if left out.
+        dtype: the format's name of the dtype.
+        shape: the shape of the whole tensor.
+        like: a tensor that determines the device. Given the same shape, it determines placements
+            and strides too.
+        device: the device if `like` isn't a tensor with memory. Default: CPU.
 
-    Raises: StateError(STATE_UNSUPPORTED) for a dtype that this torch lacks.
+    Raises: StateError(STATE_UNSUPPORTED) for a dtype that this version of torch lacks.
     """
     kind = torch_dtype(dtype)
     if not isinstance(like, torch.Tensor) or local_of(like).device.type == "meta":
@@ -423,9 +455,10 @@ def allocate(
 
 
 def _copy_memory(tensor: torch.Tensor, out: memoryview) -> None:
-    """Copy contiguous memory, with the C library: twice as fast as torch where it leaves the caches.
+    """Copy contiguous memory with the C library, twice as fast as torch outside of the caches.
 
-    Not through numpy, which would be as fast: a tensor that once was an array can't be resized ever after.
+    A copy through numpy would be as fast, but a tensor that was viewed as an array can't be resized
+    later.
     """
     if out.nbytes != tensor.nbytes:
         raise ValueError(f"{tensor.nbytes} bytes don't fill {out.nbytes}")
@@ -433,7 +466,10 @@ def _copy_memory(tensor: torch.Tensor, out: memoryview) -> None:
 
 
 def _bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
-    """Return memory of a tensor. Not through `Tensor.numpy`: one that once was an array can't be resized ever after."""
+    """Return a tensor's memory as an array.
+
+    `Tensor.numpy` isn't used: a tensor that was viewed as an array can't be resized later.
+    """
     return np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(address))
 
 
@@ -480,16 +516,18 @@ _REGISTERED: Final[set[type[torch.Tensor]]] = set()
 
 
 def register_flatten(kind: type[torch.Tensor]) -> None:
-    """Save tensors of exactly this class as the inner tensors that its ``__tensor_flatten__`` names.
+    """Register a tensor class whose instances are saved as their inner tensors.
 
-    The inner tensors are called ``<name>/<attribute>``. A load fills those of a live tensor in place. Where no tensor
-    is live, as in an optimizer that has made no step, the class's ``__tensor_unflatten__`` makes one, given the context
-    that ``__tensor_flatten__`` returned, which is saved if it consists of plain values. What else an instance holds
-    must follow from the program that creates it: it isn't saved.
+    The class's ``__tensor_flatten__`` names the inner tensors, which are saved as
+    ``<name>/<attribute>``. Only instances of exactly this class are included. A load fills the
+    inner tensors of a live tensor in place. Without a live tensor, as in an optimizer that has made
+    no step, the class's ``__tensor_unflatten__`` creates a tensor. The context from
+    ``__tensor_flatten__`` is saved if it consists of plain values. Any other data of an instance
+    isn't saved, and must follow from the program that creates the instance.
 
-    A program registers its classes at each start, before it saves or loads.
+    A program registers its classes at each start, before the first save or load.
 
-    Raises: StateError(ARGUMENT) where the class has no ``__tensor_flatten__``.
+    Raises: StateError(ARGUMENT) if the class has no ``__tensor_flatten__``.
     """
     if not hasattr(kind, "__tensor_flatten__"):
         raise err(Code.ARGUMENT, f"{kind.__qualname__} has no __tensor_flatten__")
@@ -497,24 +535,25 @@ def register_flatten(kind: type[torch.Tensor]) -> None:
 
 
 def is_registered(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is of a registered class."""
+    """Return whether a tensor's class is registered."""
     return type(tensor) in _REGISTERED
 
 
 def kind_of(kind: type) -> str:
-    """Return the name of a class, with its module."""
+    """Return the qualified name of a class, with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def unflatten(form: dict[str, Any], inner: dict[str, Any], *, where: str) -> torch.Tensor:
-    """Return a new tensor of a registered class, made of tensors that are filled afterwards.
+    """Return a new tensor of a registered class from inner tensors that are filled later.
 
     Args:
-        form: as `flattened_form` returned it, with torch's own values.
+        form: the result of `flattened_form`, with torch's own values.
         inner: the inner tensors, or trees of them, by attribute.
         where: the tensor's name, for messages.
 
-    Raises: StateError(STATE_UNSUPPORTED) for a class that isn't registered, or that doesn't hold just these tensors.
+    Raises: StateError(STATE_UNSUPPORTED) for a class that isn't registered, or that doesn't keep
+        the given inner tensors.
     """
     kind = next((kind for kind in _REGISTERED if kind_of(kind) == form["kind"]), None)
     if kind is None:
@@ -537,14 +576,17 @@ def unflatten(form: dict[str, Any], inner: dict[str, Any], *, where: str) -> tor
 
 
 def flattened_form(tensor: Any) -> dict[str, Any]:  # noqa: ANN401 - of a registered class
-    """Return what a tensor of a registered class is made anew of, beside its inner tensors."""
+    """Return the data that rebuild a tensor of a registered class from its inner tensors."""
     _, context = tensor.__tensor_flatten__()
     form = {"context": context, "size": tensor.shape, "stride": tensor.stride()}
     return {"kind": kind_of(type(tensor)), **form}
 
 
 def inner_tensors(tensor: Any, name: str) -> list[tuple[str, torch.Tensor]]:  # noqa: ANN401 - of a registered class
-    """Return names and tensors that a tensor is made of; itself, if its class isn't registered."""
+    """Return the names and inner tensors of a tensor of a registered class.
+
+    For any other tensor, the result is the tensor itself.
+    """
     if not is_registered(tensor):
         return [(name, tensor)]
     attributes, _ = tensor.__tensor_flatten__()
