@@ -43,6 +43,8 @@ FREE_ITEMS: Final = 1000
 TREES_NBYTES: Final = 64 << 10
 #: Most bytes of more trees for each byte of `signed`.
 TREES_RATIO: Final = 2
+#: Most values of all trees of a part together.
+TREES_ITEMS: Final = 4_000_000
 #: Deepest nesting of a msgpack document; trees inside leaves count on their own.
 MSGPACK_DEPTH: Final = 32
 #: Most values in a msgpack document or tree, counting scalars and containers.
@@ -73,6 +75,8 @@ CORNERS: Final = 1 << 26
 DIM: Final = 1 << 48
 #: Largest number of elements of a tensor, without zero-sized dimensions in the product.
 ELEMENTS: Final = 1 << 60
+#: Most tensors of a checkpoint.
+TENSORS: Final = 2_000_000
 #: Most boxes of a checkpoint.
 BOXES: Final = 10_000_000
 #: Most writers of a checkpoint.

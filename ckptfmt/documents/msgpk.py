@@ -271,6 +271,11 @@ def check_msgpack(content: bytes, *, where: str, limit_items: int, limit_contain
 
     Spec: REQ-DOC-020, REQ-DOC-021, REQ-DOC-023.
     """
+    count_items(content, where=where, limit_items=limit_items, limit_containers=limit_containers)
+
+
+def count_items(content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None) -> int:
+    """Return the number of values of `content`, checked without building objects. Raises: as `parse_msgpack`."""
     at = items = containers = 0
     # Values left in the innermost container, and in those around it.
     left, open_counts = 1, list[int]()
@@ -310,6 +315,7 @@ def check_msgpack(content: bytes, *, where: str, limit_items: int, limit_contain
         raise err(
             Code.MSGPACK_SYNTAX, f"{len(content) - at} bytes after the value", where=where, requirement="REQ-DOC-021"
         )
+    return items
 
 
 def _too_many(most: int, what: str, where: str) -> CkptError:

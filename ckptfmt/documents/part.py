@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Sequence
 from typing import Any, Final
@@ -19,10 +18,10 @@ from ckptfmt.documents.extents import Files, PredictionGroup
 from ckptfmt.documents.holdings import Holdings, parse_holdings
 from ckptfmt.documents.labels import NO_LABELS, Labels, parse_labels
 from ckptfmt.documents.manifest import Origin, Reference, failure_path
-from ckptfmt.documents.msgpk import Weight, dump_mapless, dump_packed_document, parse_packed_document
+from ckptfmt.documents.msgpk import Weight, count_items, dump_mapless, dump_packed_document, parse_packed_document
 from ckptfmt.documents.packed import Budget, Columns, dump_packed, dump_strings, total_of
 from ckptfmt.documents.tables import TensorTable
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, FormatError, err
 from ckptfmt.features import CACHES, LABELS, OF_ANY_PROFILE, SUSPECT, is_of_delta
 
 #: The kinds of files, each with the suffix of the names.
@@ -278,6 +277,7 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
     if tree_nbytes > most.tree_nbytes:
         detail = f"{tree_nbytes} bytes of trees, where {most.tree_nbytes} go with what is stored"
         raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-DOC-030")
+    _check_tree_items(_list_trees(streams, leaves, groups), where)
     return Part(
         origin=origin,
         writer=writer,
@@ -296,10 +296,28 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
 
 def _tree_nbytes(streams: Sequence[RngStream], leaves: Sequence[Leaf], groups: Sequence[PredictionGroup]) -> int:
     """Return the size of all trees of a part in bytes."""
-    trees = itertools.chain(
-        (stream.state for stream in streams), (leaf.value for leaf in leaves), (group.rule for group in groups)
-    )
-    return sum(map(len, trees))
+    return sum(map(len, _list_trees(streams, leaves, groups)))
+
+
+def _list_trees(streams: Sequence[RngStream], leaves: Sequence[Leaf], groups: Sequence[PredictionGroup]) -> list[bytes]:
+    return [
+        *(stream.state for stream in streams), *(leaf.value for leaf in leaves), *(group.rule for group in groups)
+    ]  # fmt: skip
+
+
+def _check_tree_items(trees: Sequence[bytes], where: str) -> None:
+    """Raise LIMIT_EXCEEDED where trees have more values together than they may. Spec: REQ-DOC-030."""
+    if sum(map(len, trees)) <= limits.TREES_ITEMS:  # a value takes a byte at least
+        return
+    left = limits.TREES_ITEMS
+    for content in trees:
+        try:
+            left -= count_items(content, where=where, limit_items=left)
+        except FormatError as error:
+            if error.code != Code.LIMIT_EXCEEDED:
+                continue  # what is wrong with this tree is said where the tree is read
+            detail = f"more than {limits.TREES_ITEMS} values in all trees together"
+            raise err(error.code, detail, where=where, requirement="REQ-DOC-030") from None
 
 
 def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tuple[PredictionGroup, ...]:

@@ -199,6 +199,9 @@ def parse_tensor_table(table: Columns, aliases: Columns, scopes: list[str], dtyp
     known = _parse_dtypes(dtypes)
     names = table.strings("name")
     count = len(names)
+    if count > limits.TENSORS:
+        detail = f"{count} tensors, and there may be {limits.TENSORS}"
+        raise err(Code.LIMIT_EXCEEDED, detail, where=table.place("name"), requirement="REQ-LIM-001")
     fields = table.packed("field", count=count, below=len(FIELDS)).tolist()
     scope = table.packed("scope", count=count, below=len(scopes)).tolist()
     dtype = table.packed("dtype", count=count, below=len(known)).tolist()

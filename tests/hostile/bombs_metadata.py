@@ -31,6 +31,9 @@ _MANY_EMPTY: Final = "many empty strings"
 #: How large documents get that are padded.
 PADDED_NBYTES: Final = 1_000_000
 
+#: How large a checkpoint of `LARGE_BOMBS` is at most.
+LARGE_NBYTES: Final = 16 << 20
+
 
 class Bomb(Forgery):
     """A forgery.
@@ -39,6 +42,7 @@ class Bomb(Forgery):
         padded: which documents are padded: None for the index, numbers for parts.
         padded_nbytes: how large these get together.
         is_summed: whether the manifest's summary is made to fit.
+        most_nbytes: how large all files are together at most.
     """
 
     def __init__(self, files: dict[str, bytes]) -> None:
@@ -46,6 +50,7 @@ class Bomb(Forgery):
         self.padded: tuple[int | None, ...] = ()
         self.padded_nbytes = PADDED_NBYTES
         self.is_summed = False
+        self.most_nbytes = 1 << 20
 
     def size_of(self, document: int | None) -> int:
         """Return how large the stream of a document shall be at least."""
@@ -75,7 +80,7 @@ def build(edit: Edit) -> dict[str, bytes]:
         forgery.manifest["fields"] = {name: field.as_dict() for name, field in summary.items()}
     forgery.manifest["index"] |= {"nbytes": len(content), "digest": digest_text(digest)}
     files[MANIFEST_NAME] = dump_document(forgery.manifest)
-    assert sum(map(len, files.values())) < 1 << 20
+    assert sum(map(len, files.values())) < forgery.most_nbytes
     return files
 
 
@@ -482,6 +487,37 @@ def _many_files(file_count: int, tensor_count: int) -> Edit:
     return edit
 
 
+def _values_of_many_leaves(content: bytes, count: int) -> Edit:
+    """Return an edit that makes a part of several megabytes have many leaves, each with the same tree."""
+
+    def edit(forgery: Bomb) -> None:
+        for table in (forgery.parts[0]["leaves"], forgery.index["leaves"]):
+            _fill(table, *(table.keys() & {"field", "scope", "part"}), strings=(), count=count)
+            table["name"] = _names(count)
+        forgery.parts[0]["leaves"]["value"] = [content] * count
+        forgery.is_summed = True
+        forgery.most_nbytes = LARGE_NBYTES
+        forgery.padded, forgery.padded_nbytes = (0,), len(content) * count // 2 + (1 << 16)
+
+    return edit
+
+
+def _millions_of_tensors(count: int) -> Edit:
+    """Return an edit that makes an index of several megabytes list millions of scalars."""
+
+    def edit(forgery: Bomb) -> None:
+        table = forgery.index["tensors"]
+        _fill(table, "field", "scope", "dtype", "storage", "sharding", "ndim", strings=(), count=count)
+        letters = np.arange(count)[:, None] // 26 ** np.arange(4, -1, -1) % 26 + ord("a")
+        table["name"] = [[1, bytes([5]) * count], letters.astype(np.uint8).tobytes().decode()]
+        table["global_shape"] = zeros(0)
+        forgery.index["dtypes"] = forgery.index["dtypes"][:1]
+        forgery.most_nbytes = LARGE_NBYTES
+        forgery.padded, forgery.padded_nbytes = (None,), 2 * count + (1 << 16)
+
+    return edit
+
+
 def _broken_part(edit: Edit) -> Edit:
     """Return an edit that also makes the parts such as can't be read."""
 
@@ -547,4 +583,11 @@ BOMBS: Final[dict[str, Edit]] = {
     "padded: many files": _many_files(3000, 25_000),
     "padded: tensors and a long name": _many_tensors(240_000),
     "padded: a cursor of a mixture": _cursor(_many_sources(5000), {"mixture": _mixture(5000)}),
+}
+
+#: Documents of several megabytes, which pay for what they hold by their size, but for the last limits.
+LARGE_BOMBS: Final[dict[str, Edit]] = {
+    "empty lists in one leaf after the other": _values_of_many_leaves(_array(499_000, b"\x91\xa1l"), 14),
+    "Nones in one leaf after the other": _values_of_many_leaves(_array(999_000, b"\xc0"), 14),
+    "four million tensors": _millions_of_tensors(4_000_000),
 }

@@ -15,7 +15,7 @@ from ckptfmt.documents.canonical import dump_document, parse_document
 from ckptfmt.errors import CkptError
 from tests.hostile.bombs_encoded import ENCODED_BOMBS, constant
 from tests.hostile.bombs_json import JSON_BOMBS
-from tests.hostile.bombs_metadata import BOMBS, Edit, build
+from tests.hostile.bombs_metadata import BOMBS, LARGE_BOMBS, LARGE_NBYTES, Edit, build
 from tests.hostile.bombs_runs import RUN_BOMBS
 from tests.hostile.defuse import ACTIONS, measure
 
@@ -75,8 +75,8 @@ def check_named(found: dict[str, dict[str, Any]]) -> None:
     assert all(step["outcome"].removeprefix("exit ").replace("_", "").isalnum() for step in found.values()), found
 
 
-def write(files: dict[str, bytes], directory: pathlib.Path) -> None:
-    assert sum(map(len, files.values())) < 1 << 20
+def write(files: dict[str, bytes], directory: pathlib.Path, *, most_nbytes: int = 1 << 20) -> None:
+    assert sum(map(len, files.values())) < most_nbytes
     for path, content in files.items():
         place = directory / path
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -98,6 +98,17 @@ def test_a_bomb_is_refused_before_it_goes_off(
     # What is at the limits, and not beyond, may be read; it costs no more than what is refused.
     check_costs(found)
     check_named(found)
+
+
+@pytest.mark.parametrize(("edit", "actions"), bombs(LARGE_BOMBS, ("load", "validate", "open", "inspect")))
+def test_a_document_of_megabytes_has_a_bound_of_its_own(
+    edit: Edit, actions: tuple[str, ...], place: pathlib.Path, defuse: Defuse
+) -> None:
+    """REQ-DOC-030, REQ-LIM-001: fourteen leaves of half a million empty lists took a minute and gigabytes."""
+    write(build(edit), place, most_nbytes=LARGE_NBYTES)
+    found = defuse(place, actions)
+    check_costs(found)
+    assert {step["outcome"] for step in found.values()} <= {"LIMIT_EXCEEDED", "exit 0", "exit 2"}
 
 
 @pytest.mark.parametrize(("make", "actions"), bombs(RUN_BOMBS))
