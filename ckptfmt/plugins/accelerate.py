@@ -225,10 +225,12 @@ class CkptfmtAccelerator(Accelerator):
 
         Args:
             dataloader: a prepared loader.
-            num_batches: the number of batches to skip. By default the batches before the loaded
-                position, and 0 once an iterator has started there.
+            num_batches: the number of batches to skip. By default the number of batches before the
+                loaded position; 0 once an iterator was created after the load, and for a
+                StatefulDataLoader.
 
-        Raises: like `position`, where `num_batches` is left out.
+        Raises: ValueError where `num_batches` is left out and the loader has no position; see
+            `position`.
         """
         if num_batches is None:
             _, num_batches = self.position(dataloader)

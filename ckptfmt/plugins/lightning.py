@@ -328,7 +328,7 @@ class ExactResume(Callback):
 
 
 def _loaders(trainer: Trainer) -> Any:  # noqa: ANN401 - Lightning's
-    return trainer.fit_loop._combined_loader  # noqa: SLF001 - the iterated loaders have no public access
+    return trainer.fit_loop._combined_loader  # noqa: SLF001 - no public access
 
 
 def _iterator(trainer: Trainer) -> Any:  # noqa: ANN401 - Lightning's

@@ -176,7 +176,8 @@ class CkptfmtTrainer(Trainer):
         is_again, self._ckptfmt.seen = self._ckptfmt.seen == self.state.global_step, self.state.global_step
         if not is_again:
             self.checkpointer.observe(grad_norm=grad_norm)
-        if is_again and self.checkpointer.stopped:  # in mid-epoch: later events aren't part of the checkpoint
+        if is_again and self.checkpointer.stopped:
+            # A stop in mid-epoch: the checkpoint doesn't contain later events.
             self.control.should_evaluate = self.control.should_save = False
         is_last = self.state.global_step >= self.state.max_steps or float(self.state.epoch or 0).is_integer()
         if is_last and not is_again:  # The next call, after on_epoch_end, ends the step.
@@ -299,7 +300,7 @@ class _Training(contextlib.ExitStack):
         state.best_model_checkpoint = state.best_global_step and f"{self.exports}-{state.best_global_step}"
         place = self.output_dir / ".exporting"
         shutil.rmtree(place, ignore_errors=True)  # perhaps left by a killed process
-        self.trainer._save(str(place / "made"), state_dict=trees["weights"])  # noqa: SLF001 - the method that users override
+        self.trainer._save(str(place / "made"), state_dict=trees["weights"])  # noqa: SLF001 - users override it
         state.save_to_json(str(place / "made" / TRAINER_STATE_NAME))
         (place / "made" / _MARK).write_text(json.dumps({"checkpoint": handle.path, "digest": digest}))
         if target.exists():  # an export of an earlier launch
@@ -328,7 +329,8 @@ class _Training(contextlib.ExitStack):
         metric, score = _best_of(self.trainer.args)[0], self.trainer.state.best_metric
         found = ckptfmt.Run(self.run).list()
         equal = [one.name for one in found if one.state == "committed" and one.metrics.get(metric) == score]
-        self.best = equal[-1] if equal and self.best not in equal else self.best  # among equals the newest is kept
+        # Among equal checkpoints the newest is kept.
+        self.best = equal[-1] if equal and self.best not in equal else self.best
         ckptfmt.load(self.run / self.best, ckptfmt.State(weights=self.trainer.model_wrapped, rng=False))
 
 

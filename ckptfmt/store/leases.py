@@ -195,7 +195,7 @@ class Leases:
         store_s = dict(found).get(key)
         if store_s is None:  # the object was removed; the newest lease isn't in the future either
             return found, max((modified_s for _, modified_s in found), default=0.0)
-        if answered_s - begun_s < self._term_s / _RENEWALS:  # a slow put would give an outdated time
+        if answered_s - begun_s < self._term_s / _RENEWALS:  # after a slow put it is outdated
             self._known = store_s, answered_s
         return [entry for entry in found if entry[0] != key], store_s
 

@@ -131,8 +131,8 @@ class ObjectStore(HeldByLeases):
         self._client: Client = make(retries, {})
         lease_client = self._client
         if writable:  # a client takes 15 ms to create; a reader needs only one
-            # The client doesn't repeat a creation: after a repetition it couldn't distinguish its
-            # own object from another writer's.
+            # The client doesn't repeat a creation: the refusal of a repetition would look like the
+            # refusal of the first request.
             self._once: Client = make({**retries, "max_retries": 0}, {})
             patience = {"timeout": (client_options or {}).get("timeout", _PART_TIMEOUT)}
             self._uploads: Client = make({"retry_timeout": _PART_PATIENCE, **retries}, patience)
@@ -433,7 +433,7 @@ class ObjectStore(HeldByLeases):
         except BaseException as error:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
-            raise self._named(error, path, missing=missing) from None  # a signature may be in the text
+            raise self._named(error, path, missing=missing) from None  # may have a signature
 
     def _named(
         self, error: BaseException, path: str, *, missing: Code = Code.FILE_MISSING, taken: Code = Code.STORE_NO_ANSWER
