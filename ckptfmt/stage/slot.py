@@ -209,8 +209,8 @@ class Slot:
             CkptError: ``SLOT_MEMORY`` if memory runs out, or if the slot or its descriptor is
             closed.
         """
-        # A reference keeps the mapping alive: if another thread closes the slot, this call fails, but
-        # doesn't crash.
+        # A reference keeps the mapping alive: if another thread closes the slot, this call fails,
+        # but doesn't crash.
         mapping = self._open_mapping()
         view, address = memoryview(mapping).cast("B"), ctypes.addressof(mapping)
         for byte_begin in range(0, self.nbytes, _PIECE_NBYTES):
