@@ -1,1 +1,1 @@
-"""The trainer's half of saves and loads: agree, capture, copy, talk to the saver; plan, fill, compare."""
+"""The trainer's side of saves and loads: agreement, capture, copies, messages, and comparisons."""

@@ -1,4 +1,4 @@
-"""`every="auto"`: what process 0 measures of the training, for the interval that `AutoInterval` decides."""
+"""The measurements of process 0 for `every="auto"`; `AutoInterval` chooses the interval."""
 
 from __future__ import annotations
 
@@ -20,44 +20,47 @@ from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.trainer.step_meter import Beside, StepMeter
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: How many steps without a save there must be to tell how long a step takes.
+#: Fewest steps without a save from which the duration of a step is known.
 _STEPS_LEAST: Final = 3
-#: How many launches before this one are looked at.
+#: Number of earlier launches to examine.
 _LAUNCHES: Final = 16
-#: By which factor the interval changes before the log says so again.
+#: Factor by which the interval must change before a new line in the log.
 _TOLD: Final = 1.25
 
 
 class AutoEvery:
-    """The interval of a run's saves, measured on the run itself.
+    """The interval of a run's saves, from measurements of the run itself.
 
-    A save loses as much as the steps beside it take longer than other steps, but at least what it blocked. Of
-    one that goes home, what saves to caches cost that began meanwhile is taken away: the median of such, if it's known.
-    Failures are the launches before this one; each lasted for the steps that its successor went on from. A launch that
-    was ended by hand counts as a failure, too. Where not all saves go home, there are two levels: what each save goes
-    to, and home. Whether caches survived a failure is in the record of the next launch: it had to pass something over.
+    The cost of a save is the additional time of the steps during the save, compared with other
+    steps, and at least the time for which the save blocked. If other saves to caches began during a
+    save to home, their median cost is subtracted.
+
+    Each earlier launch counts as a failure after the steps from which its successor resumed, also
+    if a user ended the launch. If only some saves go home, there are two levels: the caches and
+    home. The record of the next launch shows whether the caches survived a failure: after a loss of
+    the caches a checkpoint was passed over.
 
     Args:
-        mtbf_s: mean time between failures that is expected before there were any; None for one in 50,700 hours of each
-            process.
-        process_count: how many processes the job has.
-        upload_every: of how many saves one goes home.
+        mtbf_s: expected mean time between failures before the first failure, in seconds; None for
+            one failure in 50,700 hours of each process.
+        process_count: number of processes of the job.
+        upload_every: number of saves of which one goes home.
     """
 
     def __init__(self, mtbf_s: float | None, process_count: int, upload_every: int = 1) -> None:
         expected_s = DEVICE_MTBF_S / process_count if mtbf_s is None else mtbf_s
         self._auto = AutoInterval(mtbf_s=expected_s, every=(1, upload_every) if upload_every > 1 else (1,))
         self._home = len(self._auto.meters) - 1
-        #: Of each launch before this one its steps, and the level that helped behind it; until these are counted, how
-        #: long this launch has trained.
+        #: For each earlier launch the steps, and the level of the successor's source. Empty once
+        #: the launches are counted. Until then `_early_s` has this launch's training time.
         self._launches: list[tuple[int, int]] = []
         self._early_s = 0.0
         self._steps = StepMeter()
         self._told_s, self._told_count = 0.0, 0
 
     def note_launches(self, store: Store, run: RunRecord, launch: Launch) -> None:
-        """Take note of the launches before this one, as far as their records can be read."""
-        resumed: list[tuple[int, int, int]] = []  # the launch that each one went on from, its step, and the level
+        """Record the launches before this launch whose records can be read."""
+        resumed: list[tuple[int, int, int]] = []  # source launch, source step, and level
         for number in range(max(1, launch.launch - _LAUNCHES), launch.launch + 1):
             try:
                 found = launch if number == launch.launch else read_launch(store, number, run)
@@ -70,7 +73,7 @@ class AutoEvery:
         self._launches = [(max(0, after[1] - before[1]), after[2]) for before, after in itertools.pairwise(resumed)]
 
     def note_steps(self, now_s: float, count: int) -> None:
-        """Take note that so many steps are over."""
+        """Record the end of `count` steps at the time `now_s`."""
         seconds, over = self._steps.note_steps(now_s, count)
         if self._launches:
             self._early_s += seconds
@@ -80,12 +83,12 @@ class AutoEvery:
             self._note_committed(over)
 
     def note_save(self, handle: SaveHandle) -> None:
-        """Take note that a save has begun; of those that begin while one is measured, nothing is measured."""
+        """Record the start of a save. A single save is measured at a time."""
         self._auto.note_begun()
         self._steps.note_save(handle)
 
     def interval_s(self) -> float:
-        """Return the seconds from one save to the next, and say in the log when they change."""
+        """Return the interval of saves in seconds, and log a change of the interval."""
         interval_s = self._auto.interval_s()
         count = sum(meter.is_measured for meter in self._auto.meters)
         is_told = self._told_s / _TOLD <= interval_s <= self._told_s * _TOLD
@@ -109,14 +112,14 @@ class AutoEvery:
             alone_s = statistics.median(self._steps.alone_s)
             self._count_launches(alone_s)
         lost_s = sum(over.steps_s) - len(over.steps_s) * alone_s
-        if self._home:  # beside a long way home, saves go to caches; what they cost isn't this one's
+        if self._home:  # the cost of other saves during the upload
             lost_s -= sum(max(other.blocked_s, self._auto.meters[0].lost_s) for other in over.others)
         report = over.handle.report
         level = self._home if report is None or report.durability == HOME else 0
         self._auto.note_save(max(over.handle.blocked_s, lost_s), over.handle.times["COMMITTED"], level)
 
     def _count_launches(self, step_s: float) -> None:
-        """Count the launches before this one, once it is known how long a step takes."""
+        """Count the launches before this launch, once the duration of a step is known."""
         for steps, level in self._launches:
             self._auto.note_time(steps * step_s)
             self._auto.note_failure(level)

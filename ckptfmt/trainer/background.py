@@ -77,7 +77,7 @@ class _Save:
 
     Attributes:
         number: number of the save in this trainer, by which the saver knows the save.
-        link: link to the saver that handles the save.
+        link: link to the save's saver.
         thread: id of the thread that called `save`.
         later: copies in the stager's thread, once they were handed over.
         is_complete: whether all is copied, so that the saver may finish the save.
@@ -107,20 +107,20 @@ class _Save:
 class Background:
     """The slots and the saver of one trainer. All calls come from the trainer's own thread.
 
-    Every loss of the saver ends in `_lose`, which fails each unfinished save of that saver. The
-    next save starts another saver.
+    Every loss of the saver ends in `_lose`, which fails the saver's unfinished saves. The next save
+    starts another saver.
 
     Args:
         store: store rooted at the run; None if each request names its place.
         in_process: whether the saver is a separate process instead of a thread. Then `address_of`
             must know the store.
         slot_count: number of slots to make.
-        nice: number that the saver process adds to its niceness.
+        nice: increment of the saver process's niceness.
         deadline_s: longest wait for the saver to be ready, in seconds.
         cache: node cache for saves of the run; None for none.
         note: called from a thread with a sentence from the saver.
-        on_written: called with the request of a save that is WRITTEN, and a function that sends the
-            saver the result of the replication.
+        on_written: called with the request of a WRITTEN save, and a function to send the saver the
+            result of the replication.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Background:
         self._nice = nice
         self._deadline_s = deadline_s
         self._pid = os.getpid()
-        #: The image for which the slots are made, and the image that the saver has received.
+        #: The image of the slots, and the image sent to the saver.
         self._image: Image | None = None
         self._sent_image: Image | None = None
         # Entered directly instead of through the condition: an interrupt can't come between the
@@ -177,7 +177,7 @@ class Background:
         """Make and touch slots for an image, and start the saver, unless both are ready.
 
         Args:
-            shared_by: number of trainers on this machine that make slots at the same time.
+            shared_by: number of trainers making slots on this machine at the same time.
             pin: called with each new slot. The returned function is called before the slot closes.
 
         Returns: a sentence if there are fewer slots than wanted, else an empty string. Without any
@@ -226,7 +226,7 @@ class Background:
         self._wants_slots = False
 
     def _end_idle_link(self) -> None:
-        """End the saver when its saves are over: a saver keeps the memory of its old slots."""
+        """End the saver once all saves are over: a saver keeps the memory of old slots."""
         with self._lock:
             handles = [save.handle for save in self._saves.values()]
         if all(handle.wait_over(self._deadline_s) for handle in handles):
@@ -238,7 +238,7 @@ class Background:
             raise err(Code.SAVER_LOST, "this process is a fork of the one that saves", where=self._name, remedy=remedy)
 
     def _ready_link(self) -> Link:
-        """Return the link to a saver that has all slots; start a saver if none is running.
+        """Return the link to a saver with all slots; start a saver if none is running.
 
         Raises: CommitError(SAVER_LOST); the saver's error.
         """
@@ -293,7 +293,7 @@ class Background:
         return bool(self._places) or self._wants_slots
 
     def is_busy(self) -> bool:
-        """Return whether every slot holds a save that isn't written."""
+        """Return whether every slot holds an unwritten save."""
         with self._lock:
             return bool(self._places) and not any(place.handle is None for place in self._places)
 
@@ -328,7 +328,7 @@ class Background:
             save.link.send({"type": "staged", "number": save.number, "nbytes": nbytes, "seen": rows})
 
         copies = sorted((*now, *later), key=lambda copy: copy.begin)
-        assert self._image is not None  # noqa: S101 - prepare() has set it
+        assert self._image is not None  # noqa: S101 - set by prepare()
         staging = Staging(self._image, copies, place.slot.view, tell)
         for copy in copies:
             copy.start()
@@ -340,7 +340,7 @@ class Background:
 
     def _begin(self, request: SaveRequest, handle: SaveHandle, link: Link) -> tuple[_Save, Place]:
         """Reserve a free slot for a save, and announce the save to the saver."""
-        assert self._image is not None  # noqa: S101 - prepare() has set it
+        assert self._image is not None  # noqa: S101 - set by prepare()
         with self._lock:
             if self._link is not link or self._wants_slots:
                 raise err(Code.SAVER_LOST, "the saver ended just now", where=handle.path)
@@ -362,7 +362,7 @@ class Background:
         return save, place
 
     def abandon(self, handle: SaveHandle, attempt: str, problem: BaseException) -> None:
-        """Abandon a save that `save` was called for, unless all of the snapshot is copied.
+        """Abandon a started save, unless all of the snapshot is copied.
 
         The caller raises the failure, so no later call raises it again.
 
@@ -389,7 +389,7 @@ class Background:
             self._end_copies(save, None if save.is_complete else error)
 
     def _end_copies(self, save: _Save, problem: BaseException | None) -> None:
-        """Send the saver that a snapshot is complete, or that the save is abandoned.
+        """Send the end of the copies to the saver: a complete snapshot, or an abandoned save.
 
         An interrupted call may be repeated.
         """
@@ -404,7 +404,7 @@ class Background:
                 save.handle.tell_copied()  # else the stager calls this, after its copies
             self._free_slots()
 
-    # --- what the saver tells ---------------------------------------------------------------------
+    # --- the saver's messages ---------------------------------------------------------------------
 
     def _on_message(self, link_number: int, message: dict[str, Any]) -> None:
         kind = message["type"]
@@ -426,7 +426,7 @@ class Background:
         with self._lock:
             save = self._saves.get(message["number"])
         if save is None:
-            return  # the save is over, and its record is removed
+            return  # the record of a finished save is removed
         handle = save.handle
         if state == "FAILED":
             self._fail(save, error_from_json(message))
@@ -449,7 +449,7 @@ class Background:
             self._free_slots()
 
     def _on_lost(self, link_number: int, lost: Lost) -> None:
-        if not self._is_closing:  # a closing saver finishes its saves, so no save fails
+        if not self._is_closing:  # a closing saver finishes all saves
             self._lose(link_number, lost)
 
     def _drop(self, error: CkptError) -> None:
@@ -457,7 +457,7 @@ class Background:
         self._lose(self._link_number, Lost(error=error, has_ended=False))
 
     def _lose(self, link_number: int, lost: Lost) -> None:
-        """Stop using a saver, and fail its unfinished saves: their commit isn't known.
+        """Stop using a saver, and fail the saver's unfinished saves, whose commit is unknown.
 
         Args:
             link_number: number of the saver's link; ignored if a newer link is in use.
@@ -517,7 +517,7 @@ class Background:
     # --- failures, and the end --------------------------------------------------------------------
 
     def next_failure(self, *, at_end: bool = False) -> tuple[str, CkptError] | None:
-        """Return attempt and error of a failed save that no caller has been told of.
+        """Return attempt and error of a failed save, if not yet raised or reported.
 
         Args:
             at_end: whether this is the last such call. Earlier calls leave out failures between
@@ -572,8 +572,8 @@ class Background:
     def let_go(self, timeout_s: float) -> None:
         """Wait until no staged save can be lost, then close the saver and the slots.
 
-        A saver process finishes staged saves by itself, so the wait is for the copies only. With a
-        saver thread the wait is for the saves' end.
+        A saver process finishes staged saves without the trainer, so the wait is for the copies
+        only. With a saver thread the wait is for the saves' end.
         """
         if os.getpid() != self._pid:
             return  # a fork of the trainer owns no saver and no slots
@@ -587,7 +587,7 @@ class Background:
                     handle.wait_copied(rest_s)
             else:
                 handle.wait_over(rest_s)
-        # The last messages must reach the saver. Its answers don't matter.
+        # The last messages must reach the saver. The answers don't matter.
         self._end_link(0.5, drain_s=end_s - time.monotonic())
         self._end_staging()
 

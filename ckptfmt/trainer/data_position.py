@@ -1,4 +1,4 @@
-"""Whether what a State has as its position in the data moves as the training goes: plain values often don't."""
+"""The check that a State's position in the data moves with the training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptfmt.documents.part import Leaf
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.write.snapshot import TensorSource
 
-#: Members of topology, each with what lowers the claim of a checkpoint that has it.
+#: Members of topology for doubts, each with the reason for a lower claim of the checkpoint.
 STILL: Final = "still_data"
 SHUFFLED: Final = "unsaved_shuffle"
 DATA_DOUBTS: Final = {
@@ -24,31 +24,32 @@ DATA_DOUBTS: Final = {
         " numbers (shuffle=True): a resume within an epoch sees other samples"
     ),
 }
-#: What to write instead.
+#: The remedy for each doubt.
 _REMEDY: Final = (
     "give what knows the position, State(data=ckptfmt.Sampler(...)) or a StatefulDataLoader, or keep the mapping in the"
     " State up to date as the training goes: state.data['position'] = position"
 )
-#: How much of tensors in the data is looked at, in bytes.
+#: Largest size of compared tensors in the field `data`, in bytes.
 _TENSORS_NBYTES: Final = 1 << 20
 
 
 @dataclasses.dataclass(slots=True)
 class DataPosition:
-    """What is known, over the saves of a launch, of the field `data` as this process gives it.
+    """The evidence of a launch's saves about the field `data`, on this process.
 
     Attributes:
-        doubts: names of `DATA_DOUBTS` that hold for a save of now.
-        reports: a sentence for each doubt that two saves, and not only a save and the launch's start, have shown.
+        doubts: names of the `DATA_DOUBTS` that apply to a save now.
+        reports: one sentence for each doubt that two saves have shown. A save and the launch's
+            start aren't enough.
     """
 
     doubts: tuple[str, ...] = ()
     reports: tuple[str, ...] = ()
-    #: The step and the digest that are compared with: those of the last save, or of the start.
+    #: Step and digest to compare with: values of the last save, or of the launch's start.
     _step: int = 0
     _digest: bytes = b""
     _is_of_save: bool = False
-    #: The doubts that stay for the launch.
+    #: Doubts that stay until the end of the launch, with their reports.
     _found: dict[str, str] = dataclasses.field(default_factory=dict)
     _has_looked_for_shuffle: bool = False
 
@@ -61,13 +62,13 @@ class DataPosition:
         step: int,
         is_save: bool,
     ) -> tuple[str, ...]:
-        """Compare the data of a save, or of the start of a launch, with that of the step before it.
+        """Compare the data of a save, or of the launch's start, with the data before.
 
         Args:
             units: objects of the State.
-            leaves, tensors: of all fields, as this process gives them.
-            step: training steps done.
-            is_save: whether they are about to be saved.
+            leaves, tensors: leaves and tensors of all fields, from this process.
+            step: number of training steps done.
+            is_save: whether a save follows.
 
         Returns: `doubts`.
         """

@@ -1,4 +1,4 @@
-"""The beginning of a run without a checkpoint: another checkpoint, all of it or a part."""
+"""The first state of a run without a checkpoint: another checkpoint, all of it or a part."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from ckptfmt.trainer.restore import LoadReport, load_once
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InitFrom:
-    """The beginning of a run that has no checkpoint of its own yet: another checkpoint, such as an imported one.
+    """The source of a run's first state: another checkpoint, such as an imported checkpoint.
 
     Attributes:
-        path: directory of a checkpoint, or of a run, whose lineage then says which; or a store rooted there.
-        only: names of what is taken, as for `ckptfmt.load`. By default the weights: optimizer, position in the data,
-            RNG streams and the count of steps begin anew. None takes everything, and the run goes on from its step.
+        path: directory of a checkpoint, or of a run, whose lineage then chooses the checkpoint; or
+            a store rooted there.
+        only: patterns of the names to load, as for `ckptfmt.load`. By default the weights are
+            loaded; optimizer, position in the data, RNG streams and count of steps begin anew. None
+            loads everything, and the run continues from the checkpoint's step.
         rename, allow: as for `ckptfmt.load`.
-        digest: the manifest digest that is expected, if one is.
+        digest: expected manifest digest; None for any.
 
     >>> InitFrom("imported", rename={"encoder": "backbone"})
     InitFrom(path='imported', only='weights:*', rename={'encoder': 'backbone'}, allow=(), digest=None)
@@ -37,22 +39,22 @@ class InitFrom:
 
     @classmethod
     def of(cls, given: str | os.PathLike[str] | Store | InitFrom | None) -> InitFrom | None:
-        """Return what a caller chose; a path alone is the weights of what is there."""
+        """Return a caller's choice as an object. A path means the weights of that checkpoint."""
         return given if given is None or isinstance(given, InitFrom) else cls(given)
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything is taken, so that the run goes on from the step."""
+        """Whether everything is loaded, so that the run continues from the checkpoint's step."""
         return self.only is None
 
     def load(self, state: State, checkpoint: Checkpoint, group: Group, **choices: Any) -> LoadReport:  # noqa: ANN401
-        """Load the checkpoint at `path`, without RNG streams, on all processes, which call it.
+        """Load the checkpoint at `path`, without RNG streams; every process calls this.
 
         Args:
-            checkpoint: the one at `path`, open.
+            checkpoint: open checkpoint of `path`.
             choices: other arguments of `load_once`.
 
-        Returns: the report. The state then says what it began from.
+        Returns: the report. `state.init_from` then names the checkpoint.
         Raises: as `ckptfmt.load`.
         """
         report = load_once(
@@ -67,7 +69,7 @@ class InitFrom:
             **choices,
         )
         if not self.is_whole:
-            report = report.with_streams()  # none are to come
+            report = report.with_streams()  # a partial load puts no RNG streams back
         state.init_from = {
             "path": checkpoint.store.name,
             "step": checkpoint.step,
@@ -78,7 +80,10 @@ class InitFrom:
 
 
 def carry_init(checkpoint: Checkpoint, state: State, group: Group) -> None:
-    """Have a state say what its run began from, as a checkpoint of the run says it: of process 0, which records it."""
+    """Copy the record of a run's source from a checkpoint into the state, on process 0.
+
+    Process 0 writes the record into later checkpoints.
+    """
     if group.writer == 0:
         recorded = checkpoint.provenance.get(INIT_FROM)
         state.init_from = recorded if isinstance(recorded, dict) else None

@@ -50,8 +50,8 @@ class Taken:
         launch: record of the launch.
         run: record of the run.
         checkpoint: open checkpoint from which the launch resumes; None after a fresh start.
-        passed_over: one sentence for each newer checkpoint that wasn't taken, with the reason.
-        reports: one sentence for each part of this node's cache that couldn't be used.
+        passed_over: one sentence for each newer checkpoint not taken, with the reason.
+        reports: one sentence for each unusable part of this node's cache.
         seconds: duration of the start.
         waited_s: time for which process 0 waited for savers, in seconds; 0 on other processes.
     """
@@ -79,7 +79,7 @@ def take_launch(
     Args:
         store: store rooted at the run.
         resume: as for `Checkpointer`.
-        writer_features: features that the run must have.
+        writer_features: features required of the run.
         deadline_s: longest wait of the processes for each other, in seconds. Process 0 waits for
             savers for half of this time.
         cache: cache of this node; None if no process has a cache.
@@ -163,7 +163,7 @@ def _begin(
     """Choose and record the checkpoint from which this launch resumes; on process 0 only.
 
     Args:
-        names: names of the checkpoints that have files in caches.
+        names: names of the checkpoints with files in caches.
         opened: list to which the chosen open checkpoint is added.
     """
     passed_over: list[str] = waited["passed_over"]
@@ -187,7 +187,7 @@ def _begin(
 
 
 def _say_waiting(wait_s: float, names: list[str]) -> None:
-    """Log the reason and the longest duration of the wait that follows."""
+    """Log the reason and the longest duration of the following wait."""
     _LOG.warning("waiting at most %g s for the saves that %s has in hand", wait_s, describe_savers(names))
 
 
@@ -213,7 +213,7 @@ class _Finish:
         Args:
             wait_s: longest wait for living savers of this node, in seconds.
 
-        Returns: the names of all checkpoints that have files in the caches.
+        Returns: the names of all checkpoints with files in the caches.
         Raises: errors of home or of a cache's disk, on all processes.
         """
         told = self._group.all_gather(self._group.together(lambda: self._look(wait_s)))
@@ -247,7 +247,7 @@ class _Finish:
                 return
 
     def reading(self) -> Store:
-        """Return the run's store; files that are whole in this node's cache are read there.
+        """Return the run's store; complete files in this node's cache are read there.
 
         Spec: REQ-RUN-038.
         """
@@ -272,7 +272,7 @@ class _Finish:
     def _ask(self, action: Callable[[], T], *, asks_home: bool = False) -> T:
         """Return the result of an action on the cache; try again if the disk of the cache fails.
 
-        A disk error doesn't show that the disk is empty: it may hold the only copy of a save.
+        A failing disk may still hold the only copy of a save.
 
         Args:
             asks_home: whether the action uses home too. An error of home is raised unchanged.
@@ -294,7 +294,7 @@ class _Finish:
         raise AssertionError  # the last try returns or raises
 
     def _wait(self, cache: NodeCache, wait_s: float) -> None:
-        """Wait for the saves in this node's cache that a living saver works on.
+        """Wait for the saves of living savers in this node's cache.
 
         Home lists the living savers too, but an object store does so by leases. A lease expires if
         home doesn't answer the saver or the saver gets no processor time. The lock file in the

@@ -1,7 +1,8 @@
-"""The trainer's way to its saver: a process of its own, or a thread here. Neither ever makes the caller wait.
+"""The trainer's connection to its saver, a process or a thread. Sends never block the caller.
 
-Whatever ends a link, an error in one of its threads included, is told once by `on_lost`. A thread that died without a
-word is found by `failure`, which every wait for a save asks now and then.
+`on_lost` reports the end of a link once, also if an error in one of its threads ended the link. A
+thread that ends without a message is found by `failure`, which every wait for a save calls
+regularly.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from ckptfmt.stage.slot import Slot
 from ckptfmt.store import Address
 from ckptfmt.store.protocol import Store
 
-#: How long the end of a saver's process may come after that of its channel, in seconds.
+#: Longest time between the end of a saver process's channel and the end of the process, in seconds.
 _END_S: Final = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """How a link ended.
+    """The end of a link.
 
     Attributes:
-        error: why.
-        has_ended: whether the saver is known to have ended. If not, it may still read its slots.
+        error: reason of the end.
+        has_ended: whether the saver is known to have ended. If not, the saver may still read the
+            slots.
     """
 
     error: CkptError
@@ -46,16 +48,17 @@ _OnLost: TypeAlias = Callable[[Lost], None]
 
 
 class ProcessLink:
-    """A process ``python -m ckptfmt.saver.saver`` in a session of its own, with null standard streams.
+    """A saver process ``python -m ckptfmt.saver.saver`` with its own session and null streams.
 
     Args:
-        address: of the run (`ckptfmt.store.address_of`); None where each request says its place.
-        cache: through which saves of the run go; None for none.
-        nice: what to add to its niceness.
-        on_message: called with each of its messages, in a thread.
-        on_lost: called once when it is gone, or can't be talked to any more, in a thread.
+        address: address of the run (`ckptfmt.store.address_of`); None if each request names its
+            place.
+        cache: node cache for saves of the run; None for none.
+        nice: increment of the saver process's niceness.
+        on_message: called in a thread with each message of the saver.
+        on_lost: called once in a thread, when the saver has ended or the connection is broken.
 
-    Raises: CommitError(SAVER_LOST) if it can't be started.
+    Raises: CommitError(SAVER_LOST) if the process can't be started.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class ProcessLink:
             raise _not_started(error) from error
         self._on_message, self._on_lost = on_message, on_lost
         self._is_closing = False
-        #: What ended a thread of this link.
+        #: The exception that ended a thread of this link.
         self._problem: BaseException | None = None
         self._outgoing: queue.SimpleQueue[tuple[dict[str, Any], Slot | None] | None] = queue.SimpleQueue()
         opening = {"type": "open", "address": address, "nice": nice, "trainer_pid": os.getpid()}
@@ -92,19 +95,19 @@ class ProcessLink:
 
     @property
     def pid(self) -> int:
-        """The saver's process."""
+        """The saver's process id."""
         return self._process.pid
 
     def add_slot(self, number: int, slot: Slot) -> None:
-        """Hand over a slot; the saver answers ``ready``."""
-        self._outgoing.put(({"type": "slot", "slot": number}, slot))  # which it keeps alive until it is sent
+        """Send a slot to the saver, which answers ``ready``."""
+        self._outgoing.put(({"type": "slot", "slot": number}, slot))  # the queue keeps the slot alive
 
     def send(self, message: dict[str, Any]) -> None:
-        """Put a message on its way. It is lost if the saver is."""
+        """Queue a message for the saver. The end of the saver loses queued messages."""
         self._outgoing.put((message, None))
 
     def failure(self) -> CkptError | None:
-        """Return why no message can go to or come from the saver any more; None as long as the threads live."""
+        """Return the error that broke the connection; None while both threads live."""
         if self._is_closing or (self._sender.is_alive() and self._receiver.is_alive()):
             return None
         if self._problem is None and self._process.poll() is None:
@@ -112,23 +115,24 @@ class ProcessLink:
         return self._why()
 
     def drop(self) -> None:
-        """Have nothing to do with the saver any more, without waiting for its end.
+        """End the connection without waiting for the saver's end.
 
-        The saver finishes the saves whose snapshot is complete, gives up the others, and ends.
+        The saver finishes the saves with a complete snapshot, abandons incomplete saves, and ends.
         """
         self._outgoing.put(None)
         self._channel.shut_down()
-        if not self._receiver.is_alive():  # which cleans up otherwise
+        if not self._receiver.is_alive():  # else the receiver cleans up
             self._reap()
 
     def close(self, timeout_s: float, *, drain_s: float = 0.0) -> bool:
-        """Let the saver end when it has nothing to do any more.
+        """End the connection, and wait for the saver to finish all saves and end.
 
         Args:
-            timeout_s: how long to wait for its end, in seconds.
-            drain_s: how long to wait before until it has all messages, if that is longer: what it hasn't is lost.
+            timeout_s: longest wait for the saver's end, in seconds.
+            drain_s: longest wait until all messages are sent, if longer than `timeout_s`. Unsent
+                messages are lost.
 
-        Returns: False if it hasn't ended by then, and goes on.
+        Returns: False if the saver is still running.
         """
         self._is_closing = True
         self._outgoing.put(None)
@@ -150,18 +154,18 @@ class ProcessLink:
             while (item := self._outgoing.get()) is not None:
                 message, slot = item
                 self._channel.send(message, fd=None if slot is None else slot.fd)
-        except BaseException as error:  # noqa: BLE001 - told by the receiver, whatever it is
+        except BaseException as error:  # noqa: BLE001 - the receiver reports any exception
             self._problem = self._problem or error
-            self._channel.shut_down()  # what the saver has said already is still received
+            self._channel.shut_down()  # messages from the saver are still received
 
     def _receive_all(self) -> None:
         try:
             while (received := self._channel.receive()) is not None:
                 self._on_message(received[0])
-        except BaseException as error:  # noqa: BLE001 - told below, whatever it is
+        except BaseException as error:  # noqa: BLE001 - any exception is reported below
             self._problem = self._problem or error
             self._channel.shut_down()
-        # Where it was the saver that ended the talk, its process is about to end.
+        # If the saver closed the channel, the process ends soon.
         has_ended = self._has_ended(0.0 if self._problem is not None or self._is_closing else _END_S)
         self._on_lost(Lost(error=self._why(), has_ended=has_ended))
         if not self._is_closing:
@@ -185,7 +189,7 @@ class ProcessLink:
         return err(Code.SAVER_LOST, f"the saver process (pid {pid}) {ending}")
 
     def _clean_up(self) -> None:
-        """Leave neither thread nor descriptor nor dead child of a saver that ended by itself."""
+        """Release the threads, the descriptor and the process entry of an ended saver."""
         self._outgoing.put(None)
         self._channel.shut_down()
         self._sender.join()
@@ -193,7 +197,7 @@ class ProcessLink:
         self._channel.close()
 
     def _reap(self) -> None:
-        """Let somebody take note of the end of a process that goes on without us."""
+        """Wait in a thread for the end of a running saver process."""
         threading.Thread(target=self._process.wait, name="ckptfmt-reap", daemon=True).start()
 
 
@@ -203,13 +207,13 @@ def _not_started(error: BaseException) -> CkptError:
 
 
 class ThreadLink:
-    """A saver in a thread of this process; it ends with it.
+    """A saver in a thread of this process. The thread ends with the process.
 
     Args:
-        store: rooted at the run; None where each request says its place.
-        cache: through which saves of the run go; None for none.
-        on_message: called with each of the saver's messages, in a thread.
-        on_lost: called once when the saver can't be told anything any more, in a thread.
+        store: store rooted at the run; None if each request names its place.
+        cache: node cache for saves of the run; None for none.
+        on_message: called in a thread with each message of the saver.
+        on_lost: called once in a thread, when the saver no longer handles messages.
     """
 
     def __init__(
@@ -227,28 +231,29 @@ class ThreadLink:
             raise
 
     def add_slot(self, number: int, slot: Slot) -> None:
-        """Hand over a slot; see `ProcessLink.add_slot`."""
+        """Give a slot to the saver, which answers ``ready``."""
         self._saver.add_slot(number, slot)
         self._on_message({"type": "ready", "slot": number})
 
     def send(self, message: dict[str, Any]) -> None:
-        """Put a message on its way; see `ProcessLink.send`."""
+        """Queue a message for the saver."""
         self._incoming.put(message)
 
     def failure(self) -> CkptError | None:
-        """Return why the saver can't be talked to any more; see `ProcessLink.failure`."""
-        # Once closed, what was on its way is done, and only the saver itself is still at work.
+        """Return the error that broke the connection; None while the threads live."""
+        # After `close` the message thread ends as planned, so that only the saver's own thread
+        # counts.
         is_well = self._saver.is_alive() and (self._is_closing or self._thread.is_alive())
         return None if is_well else err(Code.SAVER_LOST, "a thread of the saver has ended")
 
     def drop(self) -> None:
-        """Have nothing to do with the saver any more; see `ProcessLink.drop`."""
+        """End the connection without waiting; incomplete saves are abandoned."""
         self._incoming.put(None)
         self._saver.give_up(err(Code.SAVER_LOST, "the trainer has ended its connection to the saver"))
         self._saver.finish(0.0)
 
     def close(self, timeout_s: float, *, drain_s: float = 0.0) -> bool:
-        """Let the saver end; see `ProcessLink.close`."""
+        """Wait for the saver to finish all saves. Returns: False if the saver is still running."""
         self._is_closing = True
         self._incoming.put(None)
         self._thread.join(max(timeout_s, drain_s))
@@ -258,12 +263,12 @@ class ThreadLink:
         try:
             while (message := self._incoming.get()) is not None:
                 self._saver.handle(message)
-        except BaseException as problem:  # noqa: BLE001 - told, whatever it is
+        except BaseException as problem:  # noqa: BLE001 - any exception is reported
             error = err(Code.SAVER_LOST, f"the saver failed at a message: {type(problem).__qualname__}: {problem}")
             error.__cause__ = problem
             self._saver.give_up(error)
             self._on_lost(Lost(error=error, has_ended=False))
 
 
-#: A saver, and the way to it.
+#: A saver's connection.
 Link: TypeAlias = ProcessLink | ThreadLink

@@ -40,7 +40,7 @@ DRAWN_IN_HAND: Final = (
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")
 #: Longest time between exchanges of the processes about signals, in seconds.
 _ASK_S: Final = 1.0
-#: Remedies for values that aren't valid times.
+#: Remedies for invalid times.
 _EVERY: Final = "Such as every=100 for each hundredth step, every='5min' or every='auto'; None leaves it to save()."
 _MTBF: Final = "Pass a number with a unit, s, min or h, such as mtbf='3h'."
 _UNIT_S: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -211,7 +211,7 @@ class StopSignals:
         return bool(self._numbers)
 
     def end_s(self) -> float:
-        """Return the time until which this process waits for the others to hear of its signal.
+        """Return the time until which this process waits for an exchange about the signal.
 
         Units: seconds by the monotonic clock; infinity without a signal, or after the agreement.
         """
@@ -227,7 +227,7 @@ class StopSignals:
             self._previous[number] = signal.signal(number, self._note)
 
     def remove(self) -> None:
-        """Restore the previous handlers. Outside of the main thread this does nothing."""
+        """Restore the previous handlers. Outside of the main thread this has no effect."""
         if threading.current_thread() is not threading.main_thread():
             return
         while self._previous:
@@ -247,7 +247,7 @@ class Timer:
 
     Attributes:
         last_s: time of the last save in seconds.
-        steps_since: number of steps since that save.
+        steps_since: number of steps since the last save.
         next_step: step at which to ask again whether a save is due.
     """
 
@@ -319,24 +319,24 @@ class Meters:
             self.keeper.note_launch(store, taken)
 
     def note_restored(self) -> None:
-        """Record that the state is loaded."""
+        """Record the end of the load."""
         if self.keeper is not None:
             self.keeper.note_restored()
 
     def note_begun(self, step: int) -> None:
-        """Record that the first step begins, after `step` steps of the run."""
+        """Record the start of the first step, after `step` steps of the run."""
         if self.keeper is not None:
             self.keeper.note_begun(step)
 
     def note_steps(self, now_s: float, count: int) -> None:
-        """Record that `count` steps ended by `now_s`."""
+        """Record the end of `count` steps at the time `now_s`."""
         if self.auto is not None:
             self.auto.note_steps(now_s, count)
         if self.keeper is not None:
             self.keeper.note_steps(now_s, count)
 
     def note_save(self, handle: SaveHandle) -> None:
-        """Record that a save has begun."""
+        """Record the start of a save."""
         if self.auto is not None:
             self.auto.note_save(handle)
         if self.keeper is not None:
@@ -354,12 +354,12 @@ class Meters:
         return b"" if self.keeper is None else self.keeper.entry(step, is_save=True).dump()
 
     def note_closing(self) -> None:
-        """Record that no step follows."""
+        """Record the end of the last step."""
         if self.keeper is not None:
             self.keeper.note_closing()
 
     def close(self, step: int) -> None:
-        """Record that no save is in progress any more."""
+        """Record the end of the last save."""
         if self.keeper is not None:
             self.keeper.close(step)
 
@@ -367,7 +367,7 @@ class Meters:
 def make_meters(
     every: int | str | None, mtbf: str | None, group: Group, cache: CacheOptions | None, *, ledger: bool
 ) -> Meters:
-    """Return the meters that the arguments ask for, on process 0. Raises: StateError(ARGUMENT)."""
+    """Return the requested meters, on process 0. Raises: StateError(ARGUMENT)."""
     mtbf_s = None if mtbf is None else _parse_time(mtbf, f"mtbf={mtbf!r} isn't a time", "mtbf=", _MTBF)
     if every != "auto" and mtbf is not None:
         raise err(Code.ARGUMENT, "mtbf= says nothing without every='auto'", where="mtbf=")

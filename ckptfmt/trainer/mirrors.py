@@ -1,4 +1,4 @@
-"""The mirrors of a run that is being trained: copied behind each commit by a thread, and no error of the training."""
+"""The mirrors of a run in training: a thread copies each commit; failures don't stop a training."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.write.writer import as_ckpt_error
 
-#: Where a mirror is: a directory or URL, or a store rooted there.
+#: Place of a mirror: a directory or URL, or a store rooted there.
 Place: TypeAlias = str | os.PathLike[str] | Store
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: How long a copy may take to notice that it is to stop, in seconds.
+#: Longest time for a copy to stop after a request, in seconds.
 _STOP_S: Final = 5.0
-#: How long `close` waits for what other processes bring home, and how often it looks, in seconds.
+#: Longest wait of `close` for other processes' uploads to home, and its polling interval, in
+#: seconds.
 _OTHERS_S: Final = 10.0
 _PAUSE_S: Final = 0.5
 
 
 class Mirrors:
-    """The mirrors of a run. Its thread lives while there is something to copy; it is the only one that copies.
+    """The mirrors of a run, and the only thread for copies, which lives while copies are due.
 
     Args:
-        home: rooted at the run.
-        places: of the mirrors.
-        reports: takes a sentence for what can't be copied.
+        home: store rooted at the run.
+        places: places of the mirrors.
+        reports: list to which a sentence is added for each problem.
     """
 
     def __init__(self, home: Store, places: Iterable[Place], reports: list[str]) -> None:
@@ -41,23 +42,23 @@ class Mirrors:
         self._places = (places,) if isinstance(places, str | os.PathLike) else tuple(places)
         self._reports = reports
         self._stop = threading.Event()
-        self._lock = threading.Lock()  # guards the four below
+        self._lock = threading.Lock()  # guards the next four attributes
         self._is_wanted = self._is_behind = False
         self._in_caches: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None
 
     def follow(self, handle: SaveHandle) -> None:
-        """Copy what is committed when a save is."""
+        """Start a copy of the committed checkpoints when a save is committed."""
         if self._places:
             handle.on_committed(lambda _: self._start())
 
     def close(self, deadline_s: float, brought_home: str | None = None) -> None:
-        """Wait until the mirrors have what is committed, at most until a deadline; then what is under way stops.
+        """Wait until the mirrors are complete; stop a running copy at the deadline.
 
         Args:
-            deadline_s: how long to wait, in seconds.
-            brought_home: name of a checkpoint whose files came home after its commit; other processes may still be
-                bringing theirs.
+            deadline_s: longest wait in seconds.
+            brought_home: name of a checkpoint, if this process uploaded files after the commit.
+                Other processes may still be uploading their files.
         """
         if not self._places:
             return
@@ -65,7 +66,7 @@ class Mirrors:
         others_end_s = min(end_s, time.monotonic() + _OTHERS_S)
         self._join(end_s)
         if self._is_behind or brought_home is not None:
-            self._start()  # once more: a store may answer by now
+            self._start()  # another try: the store may answer now
             self._join(end_s)
         while brought_home in self._in_caches and time.monotonic() < others_end_s:
             time.sleep(_PAUSE_S)
@@ -91,7 +92,7 @@ class Mirrors:
         with self._lock:
             self._is_wanted = True
             if self._thread is None and not self._stop.is_set():
-                # A daemon: what isn't copied when the interpreter ends is copied another time.
+                # A daemon: unfinished copies at the interpreter's exit are made another time.
                 self._thread = threading.Thread(target=self._run, name="ckptfmt-mirror", daemon=True)
                 self._thread.start()
 
@@ -109,7 +110,7 @@ class Mirrors:
         name = os.fspath(place) if isinstance(place, str | os.PathLike) else place.name
         try:
             report = mirror_run(self._home, open_store(place, writable=True), stop=self._stop)
-        except BaseException as error:  # noqa: BLE001 - a thread that ended here would copy nothing more, in silence
+        except BaseException as error:  # noqa: BLE001 - a dead thread would silently stop the mirroring
             with self._lock:
                 self._is_behind = True
             self._report(f"MIRROR_BEHIND: {name}: {as_ckpt_error(error)}")

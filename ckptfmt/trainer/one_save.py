@@ -49,11 +49,11 @@ class Ownership:
     """The results of a structure's analysis, kept between saves: names and boxes, no tensors.
 
     Attributes:
-        check_replicas: whether this writer also digests declared replicas that other writers write.
+        check_replicas: whether this writer also digests declared replicas written by other writers.
         signature: signature of this writer's structure.
         fingerprint: fingerprint of this writer's structure; equal only for equal structures.
         fingerprints: fingerprints of all writers' structures.
-        written: pieces that this writer writes; None for all pieces.
+        written: pieces written by this writer; None for all pieces.
         image: plan of the written pieces' positions.
         position: evidence of earlier saves about the position in the data.
     """
@@ -99,8 +99,8 @@ def save_once(
     """Save `state` into the checkpoint directory at the root of `store`, outside of a run.
 
     Args:
-        check: called on writer 0 before the first write. Its exception stops all writers.
-        ownership: results that the caller keeps between saves.
+        check: called on writer 0 before the first write. An exception stops all writers.
+        ownership: results kept by the caller between saves.
         label: as for `agree_on_save`.
         replace: as for `write_and_commit`.
         unsaved: as for `agree_on_save`.
@@ -139,8 +139,8 @@ def agree_on_save(
 
     Args:
         launch: launch of the run; None outside of a run.
-        label: returns metrics and tags. Called on writer 0 only. Its exception stops the save on
-            all writers.
+        label: returns metrics and tags. Called on writer 0 only. An exception stops the save on all
+            writers.
         say: JSON value to send to all writers.
         unsaved: returns the value of `unsaved` for `capture`.
 
@@ -244,7 +244,7 @@ def check_step(step: object, where: str = "step=") -> None:
 
 
 def _look_at(snapshot: Snapshot, ownership: Ownership) -> None:
-    """Check the names of a snapshot and keep the structure; skip a structure that is unchanged.
+    """Check the names of a snapshot and keep the structure; skip an unchanged structure.
 
     Raises: StateError(STATE_NAME).
     """
@@ -266,7 +266,7 @@ def _look_at(snapshot: Snapshot, ownership: Ownership) -> None:
 
 
 def _find_written(group: Group, snapshot: Snapshot) -> frozenset[tuple[TensorKey, Box]] | None:
-    """Exchange the structures with all writers, and return the pieces that this writer writes.
+    """Exchange the structures with all writers, and return this writer's pieces.
 
     Returns: None for all pieces.
     """
@@ -294,7 +294,7 @@ def write_and_commit(
     """Write this writer's share from the live tensors, and wait for the commit.
 
     Args:
-        known: documents that the caller has parsed already.
+        known: documents already parsed by the caller.
         replace: whether the save may replace an existing checkpoint outside of a run.
 
     Raises: StoreError; CommitError; LayoutError.
@@ -317,10 +317,10 @@ def write_and_commit(
         raise
 
 
-#: Leaf of topology that only worker 0 writes: facts that may differ between machines.
+#: Leaf of topology from worker 0 only: facts that may differ between machines.
 LOCAL_TOPOLOGY: Final = "local"
-#: Leaf of topology that only worker 0 writes: digests of the visible attributes of objects of
-#: unknown classes.
+#: Leaf of topology from worker 0 only: digests of the visible attributes of objects of unknown
+#: classes.
 SEEN_TOPOLOGY: Final = "objects"
 
 
@@ -343,8 +343,8 @@ def capture(
         worker_count: number of workers.
         look: examines the objects, values and tensors, and returns the names of the `DATA_DOUBTS`
             that apply.
-        unsaved: texts about parts of the training that this save lacks. They lower the claim of a
-            load. Worker 0's texts are saved.
+        unsaved: texts about parts of the training missing from this save. The texts lower the claim
+            of a load. Worker 0's texts are saved.
 
     Raises: StateError(STATE_UNSUPPORTED, STATE_NAME, PARAMETER_UNNAMED, ARGUMENT);
         FormatError(LIMIT_EXCEEDED, DOC_DEPTH).

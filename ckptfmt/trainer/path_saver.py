@@ -1,4 +1,4 @@
-"""Saves to paths, outside of runs: asynchronous, of several states, through one saver and its slots."""
+"""Background saves to paths outside of runs, of several states, through one saver and its slots."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ from ckptfmt.trainer.saves import SaveOptions, Saves, Target
 
 
 class Saver:
-    """Save states to paths beside the training: any number of paths and states, through one saver and its slots.
+    """A saver of any number of states to any number of paths, in the background.
 
-    For programs that choose the directory of each checkpoint themselves, such as a framework with file names of its
-    own. Its saves belong to no run: they are as `ckptfmt.save` would have made them there. A training loop is better
-    served by `Checkpointer`, which also resumes, and keeps what is worth keeping.
+    This class is for programs that choose the directory of each checkpoint themselves, such as a
+    framework with its own file names. The saves belong to no run, and equal saves by
+    `ckptfmt.save`. For a training loop use `Checkpointer`, which also resumes and applies
+    retention.
 
-    Every process of the job makes one, with the same arguments, and calls `save` for the same paths in the same order.
-    The saver goes on with what is STAGED when this process ends, however it ends.
+    Every process of the job makes a `Saver` with the same arguments, and calls `save` for the same
+    paths in the same order. The saver process finishes saves that are STAGED when this process
+    ends, even after a crash.
 
-    Pass the same `State` object for the same live objects each time: which of its tensors can be copied beside the next
-    step is learnt for each state.
+    Pass the same `State` object for the same live objects each time: the saver learns for each
+    state which tensors can be copied during the next step.
 
     Args:
-        saver, overlap, when_busy, nice, writer, agree: as for `Checkpointer`; no token for `agree`, which needs a
-            directory of its own.
-        slots: how many snapshots there is shared memory for. A slot grows to the largest state that is saved.
-        deadline_s: how long the processes wait for each other, for a free slot, and for saves at the end, in seconds.
+        saver, overlap, when_busy, nice, writer, agree: as for `Checkpointer`. `agree` can't be a
+            token, because a token needs a directory.
+        slots: number of snapshots that fit into shared memory. A slot grows to the largest saved
+            state.
+        deadline_s: longest wait of the processes for each other, for a free slot, and for saves at
+            the end, in seconds.
 
     Raises: StateError(ARGUMENT).
 
@@ -74,16 +78,16 @@ class Saver:
             deadline_s=deadline_s,
         )
         self._writer, self._agree = writer, agree
-        #: Made by the first save: a process group may come after this object.
+        #: Made by the first save, since the program may make a process group after this object.
         self._saves: Saves | None = None
         self._group: Group | None = None
-        #: The saves that may not be over.
+        #: Handles of the saves that may not be over.
         self._handles: list[SaveHandle] = []
         self._is_closed = False
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """Sentences on what saves do otherwise than was asked for, such as fewer slots for want of memory."""
+        """Sentences about requests that aren't carried out as asked, such as too few slots."""
         return () if self._saves is None else tuple(self._saves.reports)
 
     def __repr__(self) -> str:
@@ -98,9 +102,9 @@ class Saver:
         self._close(quietly=error is not None)
 
     def prepare(self, state: State) -> None:
-        """Make ready for saves: check the state, make and touch slots, start the saver.
+        """Check the state, make and touch slots, and start the saver; every process calls this.
 
-        The first save does it; call it to choose the moment. Every process calls it.
+        The first save does the same. Call this method to choose the moment.
 
         Raises: StateError; LayoutError; CommitError(SAVER_LOST).
         """
@@ -118,22 +122,25 @@ class Saver:
         on_committed: Callable[[SaveReport], object] | None = None,
         on_failed: Callable[[CkptError], object] | None = None,
     ) -> SaveHandle:
-        """Begin a save to a directory; every process calls it, with the same path and step.
+        """Start a save to a directory; every process calls this, with the same path and step.
 
-        Saves are carried out in the order of the calls. The words of `Checkpointer.save` on copies and on training on
-        hold here.
+        Saves are carried out in the order of the calls. The rules of `Checkpointer.save` for copies
+        and for the training during a save apply here too.
 
         Args:
-            path: directory of the checkpoint, made if missing; or a store rooted there, with another `saver` than
-                "process".
-            state: the objects to save.
-            step: training steps done.
+            path: directory of the checkpoint, made if missing; or a store rooted there, which needs
+                another `saver` than "process".
+            state: objects to save.
+            step: number of training steps done.
             metrics, tags, replace: as for `ckptfmt.save`.
-            on_committed, on_failed: as the methods of `SaveHandle`. An error of this call isn't given to `on_failed`.
+            on_committed, on_failed: as the methods of `SaveHandle`. `on_failed` doesn't get an
+                error that this call raises.
 
-        Returns: the save. A failure is raised when it is waited for; or by the next `save`, `wait` or `close`.
-        Raises: CommitError(CHECKPOINT_EXISTS) where a checkpoint or a run is, or another save is under way; what an
-            earlier save failed with, if that wasn't raised yet; CommitError(SLOTS_BUSY); others as `ckptfmt.save`.
+        Returns: the handle. A failure is raised by a wait for the handle, or by the next `save`,
+            `wait` or `close`.
+        Raises: CommitError(CHECKPOINT_EXISTS) if the path has a checkpoint or a run, or another
+            save to the path is in progress; the error of an earlier save, if not raised yet;
+            CommitError(SLOTS_BUSY); other errors as `ckptfmt.save`.
         Spec: REQ-CMT-001 to REQ-CMT-009.
         """
         check_state(state)
@@ -155,12 +162,13 @@ class Saver:
         return handle
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all saves so far are over.
+        """Wait until all started saves are over.
 
         Args:
-            timeout_s: how long at most, in seconds; None for as long as it takes.
+            timeout_s: longest wait in seconds; None for no limit.
 
-        Raises: the error of one of them, if it wasn't raised yet; CommitError(SAVE_PENDING) at the timeout.
+        Raises: the error of a failed save, if not raised yet; CommitError(SAVE_PENDING) at the
+            timeout.
         """
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         for handle in self._in_hand():
@@ -168,15 +176,17 @@ class Saver:
             handle.wait_over(None if end_s is None else max(0.0, end_s - time.monotonic()))
 
     def remove(self, path: str | os.PathLike[str] | Store) -> None:
-        """Remove a checkpoint that belongs to no run; one process calls it.
+        """Remove a checkpoint that belongs to no run; one process calls this.
 
-        Saves to this path are waited for: those of this object, and those that another process's saver still has in
-        hand. From the first change on, what is left is no checkpoint, and says so (CHECKPOINT_RETIRED); `remove` once
-        more removes what an interrupted one left. Other files in the directory stay, and so does the directory then.
-        Of a symbolic link the link alone is removed.
+        The method waits for saves to this path, by this object and by savers of other processes.
+        From the first change on the rest is no checkpoint, and readers report CHECKPOINT_RETIRED. A
+        second `remove` removes the rest after an interruption. Other files in the directory stay,
+        and the directory then stays too. If the path is a symbolic link, only the link is removed.
 
-        Raises: IntegrityError(NOT_COMMITTED) where nothing of a checkpoint is; StateError(ARGUMENT) for a run or a
-            checkpoint of one; CommitError(SAVE_PENDING) at the deadline; StoreError. Spec: REQ-CMT-045.
+        Raises: IntegrityError(NOT_COMMITTED) if the path has no part of a checkpoint;
+            StateError(ARGUMENT) for a run or a checkpoint of a run; CommitError(SAVE_PENDING) at
+            the deadline; StoreError.
+        Spec: REQ-CMT-045.
         """
         if isinstance(path, str | os.PathLike) and Path(path).is_symlink():
             Path(path).unlink()
@@ -190,14 +200,14 @@ class Saver:
                 raise err(Code.SAVE_PENDING, detail, where=handle.path)
         remove_alone(open_store(path, writable=True), deadline_s=deadline_s)
         if isinstance(path, str | os.PathLike):
-            with contextlib.suppress(OSError):  # of somebody else's files
+            with contextlib.suppress(OSError):  # the directory may have other files
                 Path(place.name).rmdir()
 
     def close(self) -> None:
-        """Wait for the saves in flight, and let go of what is held; nothing can be saved afterwards.
+        """Wait for the saves in flight, and close the saver. Later saves are refused.
 
-        Raises: the error of a save that failed, if it wasn't raised yet; CommitError(SAVE_PENDING) if a save isn't over
-            by the deadline: a saver in a process of its own goes on with it.
+        Raises: the error of a failed save, if not raised yet; CommitError(SAVE_PENDING) if a save
+            isn't over by the deadline. A saver process continues with that save.
         """
         self._close(quietly=False)
 
@@ -215,7 +225,7 @@ class Saver:
         return self._group, self._saves
 
     def _open(self, path: str | os.PathLike[str] | Store, *, replace: bool) -> Store:
-        """Return the store of a place where nothing is being saved from here, or is to be replaced."""
+        """Return the store of a path, unless a save that can't be replaced is in progress."""
         store = open_store(path, writable=True)
         if self._options.saver == "process" and address_of(store) is None:
             remedy = "Pass saver='thread' or saver='inline'."

@@ -1,9 +1,10 @@
-"""Replicas of saves in the cache of another node, through torch.distributed, beside the training.
+"""Replicas of saves in the cache of another node, sent over torch.distributed in the background.
 
-Behind WRITTEN a process offers its save to a process of another node, its partner. The partner asks for the part and
-for the files that it names, range by range, compares each byte with the part's digests, and creates the same files in
-its own cache, the part last. Each pair of processes has a connection of its own and one thread on either side, so that
-no more than a few chunks are held in memory, and the training's process groups have nothing to do with it.
+When a save is WRITTEN, a process offers the save to a partner process on another node. The
+partner reads the part and the part's files range by range, compares each byte with the part's
+digests, and creates the same files in the partner's cache, the part last. Each pair of processes
+has a separate connection with a thread on either side. So only a few chunks are in memory, and the
+training's process groups aren't used.
 
 Spec: REQ-RUN-037, REQ-RUN-039, REQ-RUN-040.
 """
@@ -32,23 +33,27 @@ from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader, Store
 from ckptfmt.write.writer import as_ckpt_error
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: How long the end of a thread may take once its connection was ended, in seconds.
+#: Longest time for the end of a thread after an aborted connection, in seconds.
 _ABORT_S: Final = 2.0
 _LENGTH_NBYTES: Final = 8
-#: The longest message without bytes of a file, in bytes.
+#: Size of the longest message, without bytes of a file, in bytes.
 _MESSAGE_NBYTES: Final = 1 << 16
 _WHERE: Final = "peers="
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PeerOptions:
-    """What a caller chooses: on which node this process is."""
+    """The options for replicas.
+
+    Attributes:
+        node: name of this process's node.
+    """
 
     node: str
 
     @classmethod
     def of(cls, peers: int, node: str | None, *, has_cache: bool) -> PeerOptions | None:
-        """Return what a caller chose; None for no replicas. Raises: StateError(ARGUMENT)."""
+        """Return a caller's options; None for no replicas. Raises: StateError(ARGUMENT)."""
         if node is not None and (type(node) is not str or not node):
             raise err(Code.ARGUMENT, f"node={node!r} isn't the name of a node", where="node=")
         if type(peers) is not int or peers not in (0, 1):
@@ -64,7 +69,7 @@ class PeerOptions:
         return cls(node=node or socket.gethostname())
 
     def check(self, group: Group) -> None:
-        """Check that torch.distributed connects the processes of a group. Raises: StateError(ARGUMENT)."""
+        """Check that torch.distributed connects a group. Raises: StateError(ARGUMENT)."""
         side = torch_side()
         found = None if side is None else side.find_rank()
         if found != (group.writer, group.writer_count):
@@ -77,12 +82,14 @@ class PeerOptions:
             )
 
     def meet(self, group: Group, home: Store) -> tuple[str, ...]:
-        """Return the nodes of all processes, in their order. Every process calls it.
+        """Return the nodes of all processes, in process order. Every process calls this.
 
         Args:
-            home: of the run; one that has begun already may have lost all nodes but one since then.
+            home: store of the run. A run that already exists may continue on one node, because the
+                other nodes may have been lost.
 
-        Raises: StateError(ARGUMENT) if a run begins on one node only; LayoutError(WRITERS_DIVERGED).
+        Raises: StateError(ARGUMENT) if a run begins on one node only;
+            LayoutError(WRITERS_DIVERGED).
         """
         told = group.all_gather({"node": self.node})
         if any(type(theirs) is not dict or theirs.keys() != {"node"} for theirs in told):
@@ -99,12 +106,13 @@ class PeerOptions:
 
 
 def choose_partners(nodes: Sequence[str]) -> tuple[int, ...]:
-    """Return to which process each process sends its replicas: one of the next node, the last's next is the first.
+    """Return the partner of each process: a process of the next node.
 
-    Nodes come in the order of their first processes. The processes of a node share what comes from the node before.
+    Nodes are in the order of their first processes, and the first node follows the last. The processes of a node share the replicas of
+    the node before.
 
     Args:
-        nodes: the node of each process; two different ones at least.
+        nodes: node of each process, with at least two different nodes.
 
     Spec: REQ-RUN-039.
 
@@ -124,33 +132,33 @@ def choose_partners(nodes: Sequence[str]) -> tuple[int, ...]:
 
 
 class Connection(Protocol):
-    """See `ckptfmt.adapters.torch.pair.Pair`."""
+    """The methods of `ckptfmt.adapters.torch.pair.Pair` for replicas."""
 
     def send(self, content: bytearray | memoryview) -> None:
-        """Send some bytes, in memory that may be written to."""
+        """Send bytes from writable memory."""
 
     def receive(self, nbytes: int, *, timeout_s: float | None) -> bytearray:
-        """Return so many bytes."""
+        """Return the next `nbytes` bytes."""
 
     def abort(self) -> None:
-        """End the connection; whoever waits on either side raises."""
+        """End the connection; waiting calls on both sides raise."""
 
 
-#: Connects with another process: given sender and receiver, and returns the end of the one that calls.
+#: Connects sender and receiver, and returns the calling process's end of the connection.
 Connect = Callable[[int, int], Connection]
 
 
 def connect_by_torch(rank: int, *, name: str, deadline_s: float) -> Connect:
-    """Return what connects a process of torch.distributed with others.
+    """Return a function to connect two processes by torch.distributed.
 
     Args:
-        name: the same on all processes, and new for each launch.
-        deadline_s: how long connecting and sending may take, in seconds.
+        name: name, equal on all processes and new for each launch.
+        deadline_s: longest time to connect or to send, in seconds.
     """
 
     def connect(sender: int, receiver: int) -> Connection:
         side = torch_side()
-        assert side is not None  # noqa: S101 - see PeerOptions.check
+        assert side is not None  # noqa: S101 - PeerOptions.check() requires torch
         pair: Connection = side.Pair(
             f"ckptfmt/peers/{name}/{sender}-{receiver}", int(rank == receiver), deadline_s=deadline_s
         )
@@ -160,7 +168,7 @@ def connect_by_torch(rank: int, *, name: str, deadline_s: float) -> Connect:
 
 
 class _Line:
-    """One end of a connection, for messages that may have bytes of a file behind them."""
+    """One end of a connection, for messages with optional bytes of a file."""
 
     def __init__(self, connection: Connection, deadline_s: float) -> None:
         self._connection = connection
@@ -176,10 +184,10 @@ class _Line:
             self._connection.send(content)
 
     def hear(self, *, is_idle: bool = False) -> tuple[dict[str, Any], bytearray]:
-        """Return the next message, and what is behind it.
+        """Return the next message and the bytes after the message.
 
         Args:
-            is_idle: whether there may be none for as long as the other process lives.
+            is_idle: whether to wait as long as the other process lives, without a deadline.
 
         Raises: CommitError(WRITERS_MISSING).
         """
@@ -197,11 +205,12 @@ class _Line:
 
 
 class _Sender:
-    """Offers this process's saves to its partner, one after the other, and answers what the partner asks for.
+    """The thread for offers of this process's saves to the partner, in order.
 
     Args:
-        line: None where there is no connection: then every save is answered with the problem.
-        title: of the partner.
+        line: connection to the partner; None if the connection failed. Then every save is answered
+            with the problem.
+        title: description of the partner.
         note: called with a sentence.
     """
 
@@ -216,16 +225,16 @@ class _Sender:
         self.thread.start()
 
     def add(self, part: CachedPart, answer: Callable[[str], None]) -> None:
-        """Have a save copied; `answer` is called with what went wrong, or nothing, from a thread."""
+        """Queue a save. A thread calls `answer` with the problem, or with an empty string."""
         self._jobs.put((part, answer))
 
     def end(self) -> None:
-        """End the thread once everything is done."""
+        """End the thread after the queued saves."""
         self._is_closing = True
         self._jobs.put(None)
 
     def abort(self) -> None:
-        """Let the thread end now."""
+        """End the thread now."""
         if self._line is not None:
             self._line.abort()
 
@@ -235,7 +244,7 @@ class _Sender:
             if not self._lost:
                 try:
                     problem = self._offer(part)
-                except Exception as error:  # noqa: BLE001 - told, whatever it is; the thread goes on to answer
+                except Exception as error:  # noqa: BLE001 - any exception is reported; the thread must answer
                     problem = self._lost = str(as_ckpt_error(error))
                     if not self._is_closing:
                         self._note(f"PEER_LOST: {self._title} takes no replicas any more: {problem}")
@@ -246,12 +255,12 @@ class _Sender:
                 self._line.tell({"type": "end"})
 
     def _offer(self, part: CachedPart) -> str:
-        assert self._line is not None  # noqa: S101 - nothing is lost
+        assert self._line is not None  # noqa: S101 - the caller has checked _lost
         try:
             cache = NodeCache(self._options, self._run_id)
             if not cache.is_unfinished(part):
                 return "the cache has no such save, or it is decided already"
-        except CkptError as error:  # a cache that fails is told of by the saver
+        except CkptError as error:  # the saver reports a failing cache
             return str(error)
         self._line.tell({"type": "offer", "name": part.name, "attempt": part.attempt, "writer": part.writer})
         with contextlib.closing(_OfferedFiles(cache.at(part.name))) as files:
@@ -260,7 +269,7 @@ class _Sender:
         problem: str = asked["problem"]
         with contextlib.suppress(CkptError):
             if problem and not cache.is_unfinished(part):
-                return problem  # it got home meanwhile, and its files were let go
+                return problem  # the files were removed after the upload to home
         if problem and not self._has_problem:
             self._note(f"PEER_LOST: {self._title} has no replica of {part.name}: {problem}")
         self._has_problem = bool(problem)
@@ -268,7 +277,7 @@ class _Sender:
 
 
 class _OfferedFiles:
-    """The files of a save that is offered, as the partner asks for them: one after the other, so that one is open."""
+    """The files of an offered save, read for the partner. One file is open at a time."""
 
     def __init__(self, place: Store) -> None:
         self._place = place
@@ -278,7 +287,7 @@ class _OfferedFiles:
         self._memory = memoryview(b"")
 
     def answer(self, asked: dict[str, Any]) -> tuple[dict[str, Any], bytearray | memoryview]:
-        """Return a message, and bytes to send behind it, which stay as they are until the next call."""
+        """Return the answer's message and bytes; the bytes are valid until the next call."""
         told, content = {"type": "answer", "value": 0}, bytearray()
         try:
             if asked["type"] == "nbytes":
@@ -292,7 +301,7 @@ class _OfferedFiles:
         return told, content
 
     def close(self) -> None:
-        """Close the file that is open."""
+        """Close the open file."""
         self._path, self._ranges = "", None
         self._opened.close()
 
@@ -309,24 +318,24 @@ class _OfferedFiles:
 
 
 class _PartnersFiles:
-    """The files of a save that is offered, as `NodeCache.take` reads them; from several threads."""
+    """The files of a partner's offered save, for `NodeCache.take`; thread-safe."""
 
     def __init__(self, line: _Line) -> None:
         self._line = line
         self._lock = threading.Lock()
 
     def nbytes(self, path: str) -> int:
-        """Return a file's size in bytes."""
+        """Return the size of a file in bytes."""
         value: int = self._ask({"type": "nbytes", "path": path})[0]["value"]
         return value
 
     def read(self, path: str, *, limit_nbytes: int) -> bytes:
-        """Return a whole small file."""
+        """Return the content of a small file."""
         return bytes(self._ask({"type": "read", "path": path, "limit_nbytes": limit_nbytes})[1])
 
     @contextlib.contextmanager
     def open_ranges(self, path: str) -> Iterator[RangeReader]:
-        """Open a file to read ranges of it."""
+        """Open a file for reads of ranges."""
         yield _PartnersRanges(self._ask, path)
 
     def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], bytearray]:
@@ -339,24 +348,24 @@ class _PartnersFiles:
 
 
 class _PartnersRanges:
-    """A file of a save that is offered, to read ranges of it; see `RangeReader`."""
+    """A file of a partner's offered save, as a `RangeReader`."""
 
     def __init__(self, ask: Callable[[dict[str, Any]], tuple[dict[str, Any], bytearray]], path: str) -> None:
         self._ask = ask
         self._path = path
 
     def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
-        """Return exactly a range, in memory of the answer's own; see `RangeReader.read_into`."""
+        """Return a range in new memory instead of `buffer`; else as `RangeReader.read_into`."""
         del buffer
         _, content = self._ask({"type": "range", "path": self._path, "begin": byte_begin, "end": byte_begin + nbytes})
         return memoryview(content)
 
 
 class _Receiver:
-    """Takes what another process offers into the cache of this node.
+    """The thread that copies another process's offered saves into this node's cache.
 
     Args:
-        title: of that process.
+        title: description of the other process.
         note: called with a sentence.
     """
 
@@ -369,11 +378,11 @@ class _Receiver:
         self.thread.start()
 
     def end(self) -> None:
-        """Take note that the end of the other process is no surprise any more."""
+        """Record that the other process may end now, without a report."""
         self._is_closing = True
 
     def abort(self) -> None:
-        """Let the thread end now."""
+        """End the thread now."""
         self._line.abort()
 
     def _work(self) -> None:
@@ -381,13 +390,13 @@ class _Receiver:
             while (offer := self._line.hear(is_idle=True)[0])["type"] != "end":
                 part = CachedPart(offer["name"], offer["attempt"], offer["writer"])
                 self._line.tell({"type": "end", "problem": self._take(part)})
-        except Exception as error:  # noqa: BLE001 - told, whatever it is
-            self._line.abort()  # so that the other side doesn't wait
+        except Exception as error:  # noqa: BLE001 - any exception is reported
+            self._line.abort()  # the other side must not wait
             if not self._is_closing:
                 self._note(f"PEER_LOST: {self._title} sends no replicas any more: {as_ckpt_error(error)}")
 
     def _take(self, part: CachedPart) -> str:
-        """Return why there is no replica; nothing where there is."""
+        """Copy a save's files into the cache. Returns: the problem, or an empty string."""
         try:
             NodeCache(self._options, self._run_id).take(part, _PartnersFiles(self._line))
         except CkptError as error:
@@ -401,17 +410,18 @@ class _Receiver:
 
 
 class Replicas:
-    """What one process sends to its partner, and takes from those whose partner it is, from the launch to the end.
+    """The replicas of a process's saves on the partner, and of other processes' saves here.
 
-    A partner that is gone, hangs or has no room costs its replicas: the sentence PEER_LOST says so.
+    If a partner is lost, hangs or has no room, replicas are missing, and a sentence PEER_LOST says
+    so.
 
     Args:
-        options: of the cache of this node.
-        run_id: of the run.
+        options: options of this node's cache.
+        run_id: id of the run.
         rank: number of this process.
-        nodes: of all processes.
-        connect: how; each connection is made on both sides in the same order.
-        deadline_s: how long a partner may take to ask or to answer, in seconds.
+        nodes: node of each process.
+        connect: connects two processes. Both sides make their connections in the same order.
+        deadline_s: longest time for a partner's question or answer, in seconds.
         note: called with a sentence, from any thread.
     """
 
@@ -430,7 +440,7 @@ class Replicas:
         partners = choose_partners(nodes)
         self._sender: _Sender | None = None
         self._receivers: list[_Receiver] = []
-        # By one order of all pairs: who waits for another one, waits for one that has made all pairs before this one.
+        # All processes connect in the same order of pairs. Another order could deadlock.
         for sender, receiver in sorted(enumerate(partners)):
             if rank not in (sender, receiver):
                 continue
@@ -447,19 +457,19 @@ class Replicas:
                 self._receivers.append(_Receiver(options, run_id, line, title=title, note=note))
 
     def replicate(self, part: CachedPart, answer: Callable[[str], None]) -> None:
-        """Copy a save of this process to its partner, behind those before it.
+        """Queue a copy of this process's save to the partner.
 
         Args:
-            answer: called with what went wrong, or an empty text, from a thread.
+            answer: called from a thread with the problem, or with an empty string.
         """
         assert self._sender is not None  # noqa: S101 - every process has a partner
         self._sender.add(part, answer)
 
     def close(self, timeout_s: float) -> None:
-        """Tell the others that nothing comes any more, wait for that from them, and end.
+        """Tell the other processes that no save follows, wait for their ends, and close.
 
         Args:
-            timeout_s: how long to wait for others, in seconds; the connections are ended then.
+            timeout_s: longest wait in seconds; then the connections are aborted.
         """
         if os.getpid() != self._pid:
             return  # a fork has neither threads nor connections

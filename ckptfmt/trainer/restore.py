@@ -42,9 +42,9 @@ T = TypeVar("T")
 CLAIMS: Final = ("S0", "S1", "T1")
 #: The claim of a launch whose repeated step differs although T1 was expected.
 REFUTED: Final = "refuted"
-#: Fields that are loaded. Others are compared, or put back as RNG streams.
+#: Loaded fields. The remaining fields are compared, or put back as RNG streams.
 _LOADED: Final = ("weights", "optimizer", "data")
-#: Largest number of configuration differences that are listed one by one.
+#: Largest number of configuration differences listed one by one.
 _SHOWN: Final = 20
 _NOT_IN_STATE: Final = "not in State: "
 _LEFT_OUT: Final = "left out by only=: "
@@ -66,14 +66,14 @@ class LoadReport:
             didn't ask for, as ``not in State: ...`` and ``left out by only=: ...``.
         downgrades: tensors and values that were loaded in another form than saved; also in
             `lowered_by`.
-        notes: changes to report that don't lower the claim.
+        notes: changes to report without effect on the claim.
         config_differences: path, saved value and live value. Configuration is never loaded.
-        values: loaded values without a container that can be changed, by field and name. A field of
-            the State that is such a value is set to the loaded value as well.
-        reads: amount of data that this process read for the load.
+        values: loaded values without a mutable container, by field and name. If a field of the
+            State is such a value, the field is set to the loaded value as well.
+        reads: amount of data read by this process for the load.
         renamed: live name and saved name, each with its field, of renamed tensors and values.
-        left_count: number of this process's live tensors and values that `only` left unchanged.
-        settled: names of RNG streams that objects restored in their load_state_dict.
+        left_count: number of this process's live tensors and values left unchanged by `only`.
+        settled: names of RNG streams restored by objects' load_state_dict.
         verified_steps: number of repeated steps with identical results. While the number is 0, the
             claim is expected: deduced from the state, not measured.
         compared: compared members of the repeated steps, in words.
@@ -136,7 +136,7 @@ class LoadReport:
         """Return the report for the time after the RNG streams are put back.
 
         Args:
-            found: differences that were found when the streams were put back.
+            found: differences found when the streams were put back.
         """
         known = (reason for reason in self.lowered_by if reason != _STREAMS_PENDING)
         lowered = tuple(dict.fromkeys((*known, *found)))
@@ -158,8 +158,8 @@ def load_once(
 ) -> LoadReport:
     """Load a checkpoint into a state on every process of the group.
 
-    A tensor or value is unexpected only if no process has a place for it. Mismatches on any process
-    are found before a live object changes on any process. Damaged bytes are found during the read:
+    A tensor or value without a place on any process is unexpected. Mismatches on any process are
+    found before a live object changes on any process. Damaged bytes are found during the read:
     then the state is partly loaded, and must not be used to continue.
 
     Args:
@@ -172,9 +172,8 @@ def load_once(
             iterators are made.
         only: patterns of the saved names to load; see `ckptfmt.adapters.load_plan.Only`.
         rename: saved names for live names; see `ckptfmt.adapters.load_plan.Renaming`.
-        override: patterns of live names that stay unchanged.
-        share: whether one process reads data that several processes want, and sends the data to
-            the other processes.
+        override: patterns of live names to leave unchanged.
+        share: whether one process reads data for several processes, and sends the data to them.
 
     Raises: as `ckptfmt.load`; LayoutError(WRITERS_DIVERGED) if the processes load different
         checkpoints; StateError(PEER_FAILED) if another process refused; ReplacedError on all
@@ -262,7 +261,7 @@ def _check_filled(checkpoint: Checkpoint, filled: frozenset[TensorKey]) -> None:
 
 
 def _read_together(group: Group, checkpoint: Checkpoint, read: Callable[[], T]) -> T:
-    """Return the result of a read that all processes do together.
+    """Return the result of a read by all processes together.
 
     Raises: ReplacedError on all processes if one process raises it; else as `Group.together`.
     Spec: REQ-OPN-013.
@@ -403,7 +402,7 @@ def plan_restore(state: State, plan: LoadPlan, *, strict: bool = False) -> Resto
 def _lacks(plan: LoadPlan, unit: Unit) -> bool:
     """Return whether an imported checkpoint lacks a unit and the load may leave the unit as it is.
 
-    Other formats have no place for some objects, and objects may be newer than the checkpoint.
+    Foreign formats have no place for some objects, and objects may be newer than the checkpoint.
     Weights are always required: a missing parameter is an error in an imported checkpoint too.
     """
     return unit.field != "weights" and not plan.has(unit.field, unit.name)
@@ -425,18 +424,18 @@ class Restoration:
     lowered_by: tuple[str, ...]
 
     def leftover(self) -> frozenset[tuple[str, TensorKey]]:
-        """Return the saved tensors and values that this worker has no place for.
+        """Return the saved tensors and values without a place on this worker.
 
         Returns: ``tensor`` or ``leaf``, with field, name and scope.
         """
         return self.plan.leftover(field for field in _LOADED if not _is_left_out(self.state, field))
 
     def unused_renames(self) -> frozenset[str]:
-        """Return the keys of `rename` that match no live name of this worker."""
+        """Return the keys of `rename` without a matching live name on this worker."""
         return self.plan.renaming.unused()
 
     def idle_patterns(self) -> list[str]:
-        """Return the patterns of `only` that select nothing on this worker."""
+        """Return the patterns of `only` without a match on this worker."""
         return self.plan.list_idle_patterns(has_streams=self.state.rng is not False)
 
     def check(
@@ -448,9 +447,9 @@ class Restoration:
         """Raise the error of this load, if a check fails. Raises: StateError.
 
         Args:
-            leftover: saved tensors and values that no worker has a place for.
-            unused_renames: keys of `rename` that match no live name of any worker.
-            idle_patterns: patterns of `only` that select nothing on any worker.
+            leftover: saved tensors and values without a place on any worker.
+            unused_renames: keys of `rename` without a matching live name on any worker.
+            idle_patterns: patterns of `only` without a match on any worker.
         """
         if unused_renames:
             raise err(
@@ -665,9 +664,9 @@ def _compare_config(plan: LoadPlan, state: State) -> list[tuple[str, object, obj
 
 
 def _explain_shapes(plan: LoadPlan, differences: list[tuple[str, object, object]]) -> None:
-    """Give errors of different shapes a remedy that names the configuration, if one was saved.
+    """Give shape errors a remedy about the configuration, if a configuration was saved.
 
-    The remedy lists the differing values. Without a saved configuration the remedy asks for one.
+    The remedy lists the differing values. Otherwise the remedy asks for a configuration.
     """
     if differences:
         told = "; ".join(f"config:{path} was {before!r}, and is {now!r} here" for path, before, now in differences[:3])
@@ -712,7 +711,7 @@ def _find_lost_schedule(plan: LoadPlan) -> list[str]:
     keys = [key for key in plan.checkpoint.leaves if key[0] in ("optimizer", "data")]
     if plan.is_partial or any(may_be_schedule(name, None) for _, name, _ in keys):
         return []
-    # Values may lie in the parts of other processes, so they are read only if names don't decide.
+    # A value may need a read of another process's part, so the names are checked first.
     groups = (plan.checkpoint.leaf(*key) for key in keys if "group" in key[1].split("/"))
     has_schedule = any(isinstance(group, Mapping) and "initial_lr" in group.get("options", ()) for group in groups)
     is_lost = has_schedule and not any(may_be_schedule("", plan.checkpoint.leaf(*key)) for key in keys)
@@ -722,7 +721,7 @@ def _find_lost_schedule(plan: LoadPlan) -> list[str]:
 def _is_absent(plan: LoadPlan, field: str) -> bool:
     """Return whether a field wasn't saved.
 
-    An absent field is a reason of its own, so its values aren't compared.
+    An absent field is a separate reason, so no values are compared.
     """
     return plan.checkpoint.manifest.fields[field].reason is not None
 
@@ -768,7 +767,7 @@ def _compare_objects(plan: LoadPlan, live: Live) -> list[str]:
     return compare(live.units, plan.checkpoint.leaf(*key)) if is_comparable else []
 
 
-#: Prefix of a reason that another process gave.
+#: Prefix of another process's reasons.
 _OTHER: Final = "process "
-#: Largest number of reasons that a process sends to the other processes.
+#: Largest number of reasons to send to the other processes.
 _TOLD: Final = 32

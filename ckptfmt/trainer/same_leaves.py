@@ -1,4 +1,4 @@
-"""Plain values that all processes must give alike: compared as a save is agreed on, before anything is written."""
+"""The comparison of plain values that must be equal on all processes, before a save is written."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from ckptfmt.documents.part import Leaf
 from ckptfmt.group import Group
 from ckptfmt.layout.merge import leaf_diverged
 
-#: How many bytes of a digest are exchanged: they find mistakes.
+#: Size of the exchanged prefix of a digest in bytes: enough to find mistakes.
 _DIGEST_NBYTES: Final = 8
-#: Leaves of a field are compared together, but for the values of ``State(extra=...)``, each of which has its own mark.
+#: Prefix of the values of ``State(extra=...)``. Each of them has a separate mark; the remaining
+#: leaves of a field are compared together.
 _EXTRA: Final = "extra/"
 
-#: What a process says of its leaves: by group, the digest of their names and that of their values.
+#: The marks of a process's leaves: for each group a digest of the names and a digest of the values.
 Marks = dict[str, list[str]]
 
 
 def mark_leaves(leaves: Iterable[Leaf], *, fields: frozenset[str] | None = None) -> Marks:
-    """Return what a process tells the others of the leaves that all processes share.
+    """Return the marks of the leaves that all processes share, for an exchange.
 
     Args:
-        leaves: those of this process, in their order.
-        fields: the fields that are compared; None for all.
+        leaves: leaves of this process, in order.
+        fields: fields to compare; None for all.
     """
     groups: dict[str, list[Leaf]] = {}
     for leaf in leaves:
@@ -42,10 +43,13 @@ def mark_leaves(leaves: Iterable[Leaf], *, fields: frozenset[str] | None = None)
 
 
 def check_same_leaves(group: Group, leaves: Iterable[Leaf], told: list[Marks]) -> None:
-    """Refuse leaves of one name that differ between processes; every process calls it with what all have told.
+    """Refuse leaves of one name that differ between processes; every process calls this.
 
-    Processes that have other leaves of a group, as the stages of a pipeline do, aren't compared here: the merge of
-    their parts does that.
+    Processes with different names in a group, such as stages of a pipeline, aren't compared here.
+    The merge of their parts compares them.
+
+    Args:
+        told: marks of all processes, by process number.
 
     Raises: LayoutError(LEAF_DIVERGED), the same on all processes.
     Spec: REQ-CTX-001, REQ-CMT-014.
@@ -71,14 +75,14 @@ def _group_of(leaf: Leaf) -> str:
 
 
 def _differs(name: str, told: list[Marks]) -> bool:
-    """Return whether processes that have the same leaves of a group have other values of them."""
+    """Return whether processes with the same names in a group have different values."""
     values: dict[str, str] = {}
     marks = (theirs[name] for theirs in told if name in theirs)
     return any(values.setdefault(names, digest) != digest for names, digest in marks)
 
 
 def _find_pair(digests: list[Mapping[str, str]]) -> tuple[str, tuple[int, int]] | None:
-    """Return the first leaf that differs, and the lowest writers that have it differently."""
+    """Return the first differing leaf, and the lowest two writers with different values."""
     first: dict[str, tuple[int, str]] = {}
     found = []
     for writer, theirs in enumerate(digests):

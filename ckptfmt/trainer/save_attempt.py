@@ -1,4 +1,4 @@
-"""One save in two phases, for callers that plan and gather by means of their own: every process writes, one commits."""
+"""A save in two phases for callers with their own collectives: each process writes, one commits."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ from ckptfmt.trainer.one_save import capture, check_step
 from ckptfmt.write.writer import as_ckpt_error, for_saving, write_part
 
 _ID: Final = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
-#: The attempts that this process holds, by place: one for each.
+#: Held attempts of this process by place, at most one for each place.
 _HOLDS: Final[weakref.WeakValueDictionary[str, contextlib.ExitStack]] = weakref.WeakValueDictionary()
-#: The members of a record of a part.
+#: Members of a part's record.
 _RECORD: Final = {"attempt", "writer", "part_digest"}
-#: Where an attempt is published, and how long it may be.
+#: Path of a published attempt, and the largest size of its file in bytes.
 _PUBLISHED: Final = f"{EXCHANGE}/attempt.json"
 _PUBLISHED_NBYTES: Final = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveAttempt:
-    """One save of several processes whose caller has collectives of its own, such as a planner of another library.
+    """A save of several processes, for callers with their own planning and collectives.
 
-    One process begins the attempt and tells the others (`dump`, `parse`). Each process writes its part and returns a
-    record, which the caller gathers. One process commits. Nothing here waits for another process, and none of it is a
-    collective. A part that isn't committed is no checkpoint; the next commit in the directory removes it.
+    One process begins the attempt and sends the text of `dump` to all processes, which call
+    `parse`. Each process writes a part and returns a record, which the caller gathers. One process
+    commits. No method waits for another process, and no method is a collective. Without a commit
+    the parts are no checkpoint, and the next commit in the directory removes the parts.
 
-    Every piece of a tensor belongs into the state of one process: what several processes hold alike, one of them gives.
-    To let ckptfmt find out who writes what, call `ckptfmt.save` on all processes instead.
+    Each piece of a tensor must be in the state of exactly one process, even if several processes
+    hold the piece. To let ckptfmt choose the writers, call `ckptfmt.save` on all processes instead.
 
     Args:
-        origin: the step and id that `begin` and `parse` make.
-        note: JSON that the other processes are told along.
-        replace: whether it takes the place of a checkpoint that is there, while `hold` keeps its files.
+        origin: step and ids from `begin` or `parse`.
+        note: JSON value for the other processes.
+        replace: whether the save replaces an existing checkpoint, while `hold` protects the files.
 
     >>> import ckptfmt, tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -78,14 +79,15 @@ class SaveAttempt:
         note: object = None,
         replace: bool = False,
     ) -> Self:
-        """Begin a save: one process calls it.
+        """Begin a save. Exactly one process calls this.
 
         Args:
-            step: training steps done.
-            writer_count: how many processes write a part, from 1.
+            step: number of training steps done.
+            writer_count: number of processes that write a part, at least 1.
             block_nbytes: as for `ckptfmt.save`.
-            note: JSON that the other processes are told along; it isn't saved.
-            replace: as for `ckptfmt.save`. Then one process calls `hold` before any writes its part.
+            note: JSON value for the other processes; the value isn't saved.
+            replace: as for `ckptfmt.save`. With True one process must call `hold` before any
+                process writes its part.
 
         Raises: StateError(ARGUMENT).
         """
@@ -114,7 +116,7 @@ class SaveAttempt:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the attempt that `dump` gave. Raises: StateError(ARGUMENT)."""
+        """Return the attempt from the text of `dump`. Raises: StateError(ARGUMENT)."""
         where = "SaveAttempt.parse()"
         told = _parse(text, {"note", "replace", *(field.name for field in dataclasses.fields(Origin))}, where)
         begun = cls.begin(**{name: told[name] for name in ("step", "writer_count", "block_nbytes")}).origin
@@ -124,18 +126,21 @@ class SaveAttempt:
         return cls(dataclasses.replace(begun, **ids), told["note"], told["replace"] is True)
 
     def hold(self, path: str | os.PathLike[str] | Store) -> contextlib.ExitStack:
-        """Look whether this can be saved here, and hold an attempt that replaces: other saves leave its files alone.
+        """Check that a save to a path is allowed, and hold a replacing attempt.
+
+        Other saves don't remove the files of a held attempt. This method waits for other processes'
+        saves to the path. An earlier attempt that this process holds at the path is abandoned and
+        can't be committed any more. A symbolic link is replaced by a directory, as for
+        `ckptfmt.save`.
 
         Args:
             path: as for `write_part`.
 
-        Saves to this path that others still have in hand are waited for; an attempt that this process holds there is
-        given up, and can't be committed any more. A symbolic link gives way to a directory of its own, as for
-        `ckptfmt.save`.
-
-        Returns: a context that ends the hold. Close it after `commit`, or once the attempt is given up.
-        Raises: CommitError(CHECKPOINT_EXISTS) for what may not be replaced; CommitError(SAVE_PENDING) after ten
-            minutes of waiting; StoreError(STORE_UNSUPPORTED) where a file system has no locks.
+        Returns: a context that ends the hold. Close the context after `commit`, or after giving up
+            the attempt.
+        Raises: CommitError(CHECKPOINT_EXISTS) if the existing files may not be replaced;
+            CommitError(SAVE_PENDING) after ten minutes of waiting; StoreError(STORE_UNSUPPORTED) if
+            a file system has no locks.
         Spec: REQ-CMT-042, REQ-CMT-043.
         """
         if self.replace:
@@ -144,7 +149,7 @@ class SaveAttempt:
         check_no_run(store, replace=self.replace)
         with contextlib.ExitStack() as held:
             if self.replace:
-                # Else an attempt of ours that failed, and that nobody told so, would be waited for.
+                # Without this, an earlier failed attempt of this process would be waited for.
                 _HOLDS.pop(store.name, contextlib.ExitStack()).close()
                 earlier = held.enter_context(hold_attempt(store, self.origin, 0, must=True))
                 wait_for_attempts(store, earlier, deadline_s=DEADLINE_S)
@@ -154,9 +159,10 @@ class SaveAttempt:
         return kept
 
     def publish(self, path: str | os.PathLike[str] | Store) -> None:
-        """Leave the attempt in the directory, for processes that can be told only that it is there.
+        """Write the attempt into the directory, for processes without the text of `dump`.
 
-        It takes the place of an older one. `commit` removes it, and no reader looks at it.
+        The file replaces an older published attempt. `commit` removes the file, and readers ignore
+        the file.
 
         Args:
             path: as for `write_part`.
@@ -169,7 +175,9 @@ class SaveAttempt:
 
     @classmethod
     def find(cls, path: str | os.PathLike[str] | Store) -> Self:
-        """Return the attempt that was published last: call this once `publish` has returned in the other process.
+        """Return the newest published attempt.
+
+        Call this after `publish` has returned in the other process.
 
         Raises: IntegrityError(FILE_MISSING); StateError(ARGUMENT); StoreError.
         """
@@ -186,18 +194,21 @@ class SaveAttempt:
         tags: Iterable[str] = (),
         on_progress: Callable[[int], None] | None = None,
     ) -> str:
-        """Write what this process gives, durable when this returns; each process calls it once.
+        """Write this process's part, and return once the part is durable.
+
+        Each process calls this once.
 
         Args:
             path: directory of the checkpoint, made if missing; or a store rooted there.
-            state: the objects that this process gives; all of them are written.
+            state: objects of this process; all of them are written.
             writer: number of this process, from 0.
-            metrics, tags: as for `ckptfmt.save`: those of process 0 count.
+            metrics, tags: as for `ckptfmt.save`; the values of process 0 count.
             on_progress: called with the number of bytes just written.
 
-        Returns: the record of the part, a short text, for `commit`.
-        Raises: StateError for what can't be saved; CommitError(CHECKPOINT_EXISTS); StoreError. Then nothing of the
-            part is left, or nothing that a reader takes for a checkpoint.
+        Returns: the record of the part for `commit`, a short text.
+        Raises: StateError for a state that can't be saved; CommitError(CHECKPOINT_EXISTS);
+            StoreError. After an error no files of the part are left, or none that a reader takes
+            for a checkpoint.
         Spec: REQ-CMT-003, REQ-CMT-004.
         """
         if type(writer) is not int or not 0 <= writer < self.origin.writer_count:
@@ -218,17 +229,19 @@ class SaveAttempt:
         return json.dumps({"attempt": self.origin.attempt, "writer": writer, "part_digest": part_digest})
 
     def commit(self, path: str | os.PathLike[str] | Store, records: Iterable[str]) -> SaveReport:
-        """Make the parts a checkpoint: one process calls it, once all have written theirs.
+        """Commit the parts as a durable checkpoint, and return the report.
+
+        One process calls this, after all processes have written their parts.
 
         Args:
             path: as for `write_part`.
-            records: of all parts, in any order.
+            records: records of all parts, in any order.
 
-        Returns: a `SaveReport`; the checkpoint is durable.
-        Raises: StateError(ARGUMENT) where records are missing, twice, or of another attempt; FormatError(DOC_MISMATCH)
-            where a part isn't what its record says; LayoutError where the parts contradict each other, such as
-            TILING_OVERLAP for a piece that two processes gave; CommitError(CHECKPOINT_EXISTS, COMMIT_CONFLICT,
-            COMMIT_UNKNOWN); IntegrityError(FILE_MISSING); StoreError.
+        Raises: StateError(ARGUMENT) if a record is missing, given twice, or of another attempt;
+            FormatError(DOC_MISMATCH) if a part differs from its record; LayoutError if the parts
+            contradict each other, such as TILING_OVERLAP for a piece that two processes gave;
+            CommitError(CHECKPOINT_EXISTS, COMMIT_CONFLICT, COMMIT_UNKNOWN);
+            IntegrityError(FILE_MISSING); StoreError.
         Spec: REQ-CMT-005 to REQ-CMT-009, REQ-CMT-027.
         """
         digests = self._digests(records)
@@ -237,7 +250,7 @@ class SaveAttempt:
             detail = "an attempt that replaces is held from before its first part until it is committed"
             raise err(Code.ARGUMENT, detail, where="SaveAttempt.hold()", requirement="REQ-CMT-043")
         manifest = finalize(store, self.origin, part_digests=digests, replace=self.replace)
-        # The save is done. What another attempt left takes space, and isn't worth an error.
+        # The save is done. Files left by a failed clean-up only take space.
         with contextlib.suppress(CkptError):
             sweep_attempts(store, self.origin)
             store.delete(_PUBLISHED)
@@ -245,7 +258,7 @@ class SaveAttempt:
         return SaveReport.of(manifest, path=store.name)
 
     def _open(self, path: str | os.PathLike[str] | Store) -> Store:
-        """Return the store, where this may save. What it replaces was looked at when it was held."""
+        """Return the store of a path where a save is allowed; `hold` has checked a replacement."""
         store = open_store(path, writable=True)
         if not self.replace:
             check_no_run(store)
@@ -283,7 +296,11 @@ def _parse(text: str, members: set[str], where: str) -> dict[str, Any]:
 
 
 def check_block_nbytes(block_nbytes: int) -> None:
-    """Refuse what isn't a size of a block. Raises: StateError(ARGUMENT). Spec: REQ-TEN-005."""
+    """Check that a value is a block size.
+
+    Raises: StateError(ARGUMENT).
+    Spec: REQ-TEN-005.
+    """
     if (
         type(block_nbytes) is not int
         or not limits.BLOCK_NBYTES_MIN <= block_nbytes <= limits.BLOCK_NBYTES_MAX

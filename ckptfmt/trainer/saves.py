@@ -54,7 +54,7 @@ from ckptfmt.write.writer import as_ckpt_error, tell_failure
 _LOG: Final = logging.getLogger("ckptfmt")
 #: Kinds of saver.
 _SAVERS: Final = ("process", "thread", "inline")
-#: Policies for a save that finds every slot busy.
+#: Policies for a save while every slot is busy.
 _POLICIES: Final = ("wait", "skip")
 #: Codes of failures of the storage: the store is full, unreachable, or reports an error.
 _STORAGE: Final = frozenset(
@@ -69,9 +69,9 @@ _SAVE_FAILED: Final = "SAVE_FAILED: "
 #: Time for which the interpreter's exit waits for the saver, in seconds. The wait is for a thread
 #: to finish its saves, or for the copies into a saver process's slots.
 _EXIT_S: Final = 60.0
-#: Shortest time that callbacks get at the end of the saves, in seconds.
+#: Shortest time for callbacks at the end of the saves, in seconds.
 _CALLBACKS_S: Final = 1.0
-#: Longest wait for partners that still send replicas at the end of the saves, in seconds.
+#: Longest wait for partners' replicas at the end of the saves, in seconds.
 _PARTNERS_S: Final = 5.0
 
 
@@ -121,7 +121,7 @@ class Target:
         store: store rooted at the checkpoint's directory.
         check: raises if saving here is refused. Called on writer 0, for an inline save and for
             every save outside of a run.
-        request: attributes of the `SaveRequest` that the saver gets.
+        request: attributes of the saver's `SaveRequest`.
         launch: launch of the run; None outside of a run.
         replace: whether the save may replace an existing checkpoint.
         tidy_up: cleans up on writer 0 after the commit of an inline save. Returns the names of the
@@ -180,9 +180,9 @@ class Saves:
         mirrors: places to which writer 0 copies the run.
 
     Attributes:
-        unsaved: one sentence for each part of the training that the state lacked at the last check.
-        reports: one sentence for each request that isn't carried out as asked. A sentence begins
-            with the report's name.
+        unsaved: one sentence for each part of the training that the last check found missing.
+        reports: one sentence for each request not carried out as asked. A sentence begins with the
+            report's name.
     """
 
     def __init__(
@@ -212,13 +212,13 @@ class Saves:
         #: Number of started saves. With a cache, the files of every `upload_every`-th save are
         #: uploaded to home, beginning with the first save.
         self._begun_count = 0
-        # The next three: started saves that weren't over at the last look; whether a save was
-        # committed since the last exchange with the other processes; and the number of saves that
-        # failed in a row.
+        # The next three: saves still in progress at the last look; whether a save was committed
+        # since the last exchange with the other processes; and the number of saves that failed in a
+        # row.
         self._undecided: list[SaveHandle] = []
         self._has_news = False
         self._failed_count = 0
-        #: Attempts that failed in this thread; the other processes don't know of them yet.
+        #: Attempts that failed in this thread, still unknown to the other processes.
         self._own_failures: list[tuple[str, SaveHandle]] = []
         #: Handle of the last started save, its attempt's origin, and the process id at the start.
         self._last: tuple[SaveHandle, Origin, int] | None = None
@@ -229,7 +229,7 @@ class Saves:
     # --- getting ready ----------------------------------------------------------------------------
 
     def begin_replicas(self, launch: Launch, nodes: Sequence[str]) -> None:
-        """Connect with the processes of other nodes, whose caches take replicas of these saves.
+        """Connect with processes of other nodes, to store replicas of saves in their caches.
 
         Every process calls this method.
 
@@ -258,7 +258,7 @@ class Saves:
         weakref.finalize(self, self._replicas.close, 0.0)
 
     def check(self, state: State, *, step: int | None = None) -> None:
-        """Check a state as a save does, and report the parts that a save would treat badly.
+        """Check a state as a save does, and report doubtful parts of the state.
 
         Args:
             step: number of training steps done; None if unknown.
@@ -274,7 +274,7 @@ class Saves:
                 self._report(sentence)
 
     def _find_unsaved(self, state: State, *, saves: bool = True) -> list[str]:
-        """Report the parts of the training that a save now would lack.
+        """Report the parts of the training missing from a save now.
 
         Returns: the texts for the checkpoint, so that later loads can report the missing parts.
         """
@@ -305,7 +305,7 @@ class Saves:
 
     def _prepare_slots(self) -> None:
         image = self._ownership.image
-        assert image is not None  # noqa: S101 - check() has planned it
+        assert image is not None  # noqa: S101 - planned by check()
         background = self._background or self._make_background()
         pin = {"pin": self._devices.pin} if self._has_device_tensors else {}
         problem = background.prepare(image, shared_by=self._trainers_here, **pin)
@@ -334,7 +334,7 @@ class Saves:
         return background
 
     def _guard_of(self, state: State) -> Any:  # noqa: ANN401 - a ckptfmt.adapters.torch.Guard, or None
-        """Return the guard that keeps a state unchanged during copies; the state's end frees it."""
+        """Return the guard against changes of a state during copies; freed with the state."""
         side, key = torch_side(), id(state)
         if side is None or not self._options.overlap:
             return None
@@ -353,7 +353,7 @@ class Saves:
         self.reports += [sentence for sentence in sentences if sentence not in self.reports]
 
     def _warn_of_limits(self, leaves: Iterable[Leaf]) -> None:
-        """Report each value that is above half of a limit, long before the limit stops a save."""
+        """Report each value above half of a limit, long before the limit stops a save."""
         for leaf in leaves:
             key = leaf.field, leaf.name
             if key not in self._near_limit and is_near_limit(leaf.value):
@@ -461,7 +461,7 @@ class Saves:
         return cache is None or self._begun_count % cache.upload_every == 0
 
     def _wait_for_slot(self, background: Background | None, deadline_s: float | None) -> CkptError | None:
-        """Return the error if no slot becomes free in time; the other writers must hear of it."""
+        """Return the error if no slot becomes free in time. All writers exchange these errors."""
         if background is not None and background.has_slots:
             try:
                 background.wait_free(self._options.deadline_s if deadline_s is None else deadline_s)
@@ -516,8 +516,8 @@ class Saves:
                 return False
             background.save(request, handle, lambda place: self._plan_copies(agreed, handle, state, place))
         except BaseException as error:
-            # Interrupts included. The error is raised here; the other writers read of the failure
-            # in the store.
+            # Interrupts included. The error is raised here; all writers can read of the failure in
+            # the store.
             background.abandon(handle, agreed.origin.attempt, error)
             tell_failure(target.store, agreed.origin, self._group.writer, as_ckpt_error(error))
             raise
@@ -531,7 +531,7 @@ class Saves:
         The guard delays the optimizer's step until the second group is done.
         """
         image = self._ownership.image
-        assert image is not None  # noqa: S101 - agree_on_save() has planned it
+        assert image is not None  # noqa: S101 - planned by agree_on_save()
         guard, sources = self._guard_of(state), agreed.snapshot.tensors
         constant: frozenset[TensorKey] = frozenset()
         for other in list(self._guards.values()):
@@ -552,7 +552,7 @@ class Saves:
     # --- failures, and the end --------------------------------------------------------------------
 
     def _next_failure(self, *, at_end: bool = False) -> tuple[str, CkptError] | None:
-        """Return attempt and error of a failed save that no caller has been told of."""
+        """Return attempt and error of a failed save, if not yet raised or reported."""
         own = ((attempt, handle.error) for attempt, handle in self._own_failures if not handle.is_failure_taken)
         found = next(((attempt, error) for attempt, error in own if error is not None), None)
         if found is None and self._background is not None:
@@ -594,12 +594,12 @@ class Saves:
             self._background.note_told(attempt)
 
     def _fail_together(self, handle: SaveHandle, error: CkptError, *, must: bool = False) -> None:
-        """Let a save fail before its start, for a reason that all processes know.
+        """Let a save fail before its start, for a reason known to all processes.
 
         Args:
             must: whether no later save replaces this save; then the error is raised.
 
-        Raises: the error, unless it is a failure of the storage and `failed_saves` allows it.
+        Raises: the error, unless `failed_saves` allows this failure of the storage.
         """
         if must or not _is_of_storage(error.as_json()):
             raise error
@@ -650,7 +650,7 @@ class Saves:
     def _bring_last_home(self, end_s: float) -> str | None:
         """Upload this process's files of the last save, if they may be in a cache only.
 
-        The last save is never superseded, so its files must reach home. A failed upload is
+        No later save replaces the last save, so the files must reach home. A failed upload is
         reported; the next launch on this node tries again.
 
         Args:
@@ -666,7 +666,7 @@ class Saves:
             return None
         part = part_of(origin, self._group.writer)
         outcomes: list[tuple[bool | None, Exception | None]] = []
-        # A thread bounds the wait: a request to a store that doesn't answer has no deadline.
+        # A thread bounds the wait: a request to an unresponsive store has no deadline.
         thread = threading.Thread(
             target=lambda: outcomes.append(attempt(lambda: self._upload_last(part, origin, end_s))),
             name="ckptfmt-bring-home",
@@ -684,8 +684,8 @@ class Saves:
         return part.name
 
     def _upload_last(self, part: CachedPart, origin: Origin, end_s: float) -> bool:
-        """Copy a save from the cache to home; return False if a newer launch has retired it."""
-        assert self._store is not None and self._options.cache is not None  # noqa: S101, PT018 - durability is HOME without a cache
+        """Copy a save from the cache to home; return False for a save that a newer launch retired."""
+        assert self._store is not None and self._options.cache is not None  # noqa: S101, PT018 - without a cache durability is HOME
         cache, home = NodeCache(self._options.cache, origin.run_id or ""), self._store.at(part.name)
         with cache.hold(part):
             register = read_register(home)
@@ -716,7 +716,7 @@ class Saves:
             _LOG.error("%s", problem)
 
     def _find_last_problem(self, background: Background | None) -> CkptError | None:
-        """Return the error of a failed save that no caller was told of.
+        """Return the error of a failed save, if not yet raised or reported.
 
         If a later save is committed, the failure is reported instead of returned.
         """
@@ -735,7 +735,7 @@ class Saves:
 
 
 def _is_of_storage(error: Mapping[str, Any]) -> bool:
-    """Return whether an error is the storage's fault, on this writer or on the writer it names."""
+    """Return whether an error is the storage's fault, on this writer or on the named writer."""
     heard = error["code"] == Code.WRITER_FAILED and _HEARD.match(error["detail"])
     return (heard[1] if heard else error["code"]) in _STORAGE
 

@@ -1,4 +1,4 @@
-"""How long the steps of a training take, beside a save and without one."""
+"""The durations of a training's steps, during saves and without saves."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Final
 
 from ckptfmt.trainer.handle import SaveHandle
 
-#: How many steps without a save tell how long a step takes.
+#: Number of recent steps without a save to keep.
 _STEPS: Final = 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beside:
-    """A save that is over.
+    """A finished save, with the steps during the save.
 
     Attributes:
-        handle: of the save.
-        steps_s: how long each step beside it took, in seconds.
-        others: the saves that began while it went on.
+        handle: handle of the save.
+        steps_s: duration of each step during the save, in seconds.
+        others: saves that began during the save.
     """
 
     handle: SaveHandle
@@ -28,10 +28,10 @@ class Beside:
 
 
 class StepMeter:
-    """Measures each step; of saves that begin while one is measured, nothing is measured.
+    """The meter of a training's steps. A single save is measured at a time.
 
     Attributes:
-        alone_s: how long each of the last steps without a save took, in seconds.
+        alone_s: durations of the last steps without a save, in seconds.
     """
 
     def __init__(self) -> None:
@@ -42,10 +42,13 @@ class StepMeter:
         self._others: list[SaveHandle] = []
 
     def note_steps(self, now_s: float, count: int) -> tuple[float, Beside | None]:
-        """Take note that so many steps are over; return how long they took, and the save that is over since then."""
+        """Record the end of `count` steps at the time `now_s`.
+
+        Returns: the time since the last call in seconds, and the measured save, if over by now.
+        """
         seconds = 0.0 if self._last_s is None else now_s - self._last_s
         is_first, self._last_s = self._last_s is None, now_s
-        if is_first:  # it compiles, or waits for data
+        if is_first:  # the first step compiles, or waits for data
             return seconds, None
         handle = self._handle
         if handle is None:
@@ -59,7 +62,7 @@ class StepMeter:
         return seconds, over
 
     def note_save(self, handle: SaveHandle) -> None:
-        """Take note that a save has begun."""
+        """Record the start of a save."""
         if self._handle is None:
             self._handle = handle
         else:

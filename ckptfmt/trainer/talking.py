@@ -1,4 +1,4 @@
-"""What a run says of itself in the log, by process 0: what it goes on from, with which claim; and who prints that."""
+"""The log lines of a run by process 0: start, source and claim; with a fallback handler."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from ckptfmt.state import State
 from ckptfmt.trainer.restore import LoadReport, was_not_asked
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: How many reasons, and how many differences of the configuration, stand in a line.
+#: Largest number of reasons or configuration differences in a line.
 _SHOWN: Final = 12
-#: How many changes by a load are told one by one.
+#: Largest number of changes by a load to log one by one.
 _TOLD: Final = 20
-#: What a reason begins with that is told as a difference of the configuration.
+#: Prefix of reasons logged as configuration differences.
 _CONFIG: Final = "config:"
 
 
 class Talk:
-    """The lines of a run in the log ``ckptfmt``: those of process 0 are INFO, or WARNING, those of others are DEBUG.
+    """The lines of a run in the log ``ckptfmt``.
 
-    Where nobody has configured logging, they go to the standard error as long as this is open.
+    Lines of process 0 are INFO or WARNING; lines of other processes are DEBUG. If logging isn't
+    configured, the lines go to the standard error while this object is open.
 
     Args:
         writer: number of this process.
@@ -36,37 +37,37 @@ class Talk:
         self._handler: _Fallback | None = None
 
     def open(self) -> None:
-        """See to it that the lines are seen. A second call does nothing."""
+        """Install the fallback handler if logging isn't configured. A second call has no effect."""
         if self._handler is None:
             self._handler = _Fallback.take()
 
     def close(self) -> None:
-        """Leave the log as it was."""
+        """Remove the fallback handler and restore the log's level."""
         if self._handler is not None:
             self._handler.give_back()
             self._handler = None
 
     def say(self, text: str, *arguments: object, level: int = logging.INFO) -> None:
-        """Say something of the run."""
+        """Log a line of the run, as DEBUG on processes other than 0."""
         shown = (printable(one) if isinstance(one, str) else one for one in arguments)
         _LOG.log(level if self._writer == 0 else logging.DEBUG, text, *shown)
 
     def tell_begun(self, launch: Launch, source: str | None, step: int, state: State) -> None:
-        """Say that the run begins, from nothing or from another checkpoint; and what a resume can't claim."""
+        """Log the start of a run, the source, and the highest possible claim of a resume."""
         begins, left = "nothing" if source is None else source, state.absent_reasons()
         most = "S0" if "data" in left else "S1"
         more = f"; not in State: {', '.join(left)}, so that a resume claims {most} at most" if left else ""
         self.say("launch %d begins from %s, at step %d%s", launch.launch, begins, step, more)
 
     def tell_changed(self, report: LoadReport) -> None:
-        """Say what a load changed that lowers no claim, such as a learning rate that was another one here."""
+        """Log the changes of a load that lower no claim, such as a restored learning rate."""
         for sentence in report.notes[:_TOLD]:
             self.say("changed by the load: %s", sentence, level=logging.WARNING)
         if len(report.notes) > _TOLD:
             self.say("changed by the load: %d more, in load_report", len(report.notes) - _TOLD, level=logging.WARNING)
 
     def tell_resumed(self, launch: Launch, source: str, report: LoadReport, *, harmless: Iterable[str]) -> None:
-        """Say what the run goes on from, which claim holds, and why no higher one does."""
+        """Log the source from which a run continues, the claim, and the reasons for the claim."""
         left = [reason for reason in report.lowered_by if was_not_asked(reason)]
         reasons = [reason for reason in report.lowered_by if not (was_not_asked(reason) or reason.startswith(_CONFIG))]
         differences = [(path, f"{path} {old!r} -> {new!r}") for path, old, new in report.config_differences]
@@ -83,7 +84,10 @@ class Talk:
 
 
 def _claim_text(claim: str) -> str:
-    """Return a claim as it may be said before any step: bytes are verified, a course of steps is expected."""
+    """Return the text of a claim before the first step.
+
+    S0 is verified by the bytes; the higher claims are only expected.
+    """
     return claim if claim == "S0" else f"{claim} expected"
 
 
@@ -97,9 +101,9 @@ def _lies_under(path: str, keys: Iterable[str]) -> bool:
 
 
 class _Fallback(logging.Handler):
-    """Prints lines where nobody has configured logging; the runs of a process share one.
+    """A handler that prints the lines if logging isn't configured, shared by a process's runs.
 
-    It leaves everything to other handlers from the moment there are any, so that no line comes twice.
+    As soon as another handler exists, this handler prints no line, to avoid duplicates.
     """
 
     def __init__(self) -> None:
@@ -110,7 +114,7 @@ class _Fallback(logging.Handler):
 
     @classmethod
     def take(cls) -> _Fallback | None:
-        """Return the one of this process, made if nobody has configured logging; None where somebody has."""
+        """Return the process's handler, and count a user; None if logging is configured."""
         for handler in _LOG.handlers:
             if isinstance(handler, cls):
                 handler.users += 1
@@ -126,7 +130,7 @@ class _Fallback(logging.Handler):
         return made
 
     def give_back(self) -> None:
-        """Take it away with the last run that uses it."""
+        """Count one user less; the last user removes the handler and restores the level."""
         self.users -= 1
         if not self.users:
             _LOG.removeHandler(self)
@@ -134,14 +138,17 @@ class _Fallback(logging.Handler):
             _LOG.setLevel(self._level_before)
 
     def may_pass(self, record: logging.LogRecord) -> bool:
-        """Tell whether a line is to be handled; from the moment that others handle lines, it is as if we weren't."""
+        """Return whether a line is handled.
+
+        As soon as other handlers exist, the level from before this handler counts.
+        """
         if not _is_handled_elsewhere():
             return True
         _LOG.setLevel(self._level_before)
         return record.levelno >= _LOG.getEffectiveLevel()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a line, unless somebody else does."""
+        """Print a line, unless another handler prints the line."""
         if _is_handled_elsewhere():
             return
         with contextlib.suppress(OSError, ValueError):  # a closed standard error is no reason to stop a training

@@ -1,4 +1,4 @@
-"""Where the time of a launch goes, as process 0 measures it: the entry of the launch in the ledger of its run."""
+"""The times of a launch as measured by process 0, for the launch's entry in the run's ledger."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from ckptfmt.trainer.launching import Taken
 from ckptfmt.trainer.step_meter import StepMeter
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: How many steps without a save there must be to tell how much longer those beside one take.
+#: Fewest steps without a save from which the additional time during saves is known.
 _STEPS_LEAST: Final = 3
 
 
 class TimeKeeper:
-    """Measures one launch. It writes its entry when the first step begins, and when the run is closed.
+    """The meter of a launch's times.
 
-    In between, each save takes the entry of its moment along, and the saver writes it behind the commit.
+    The keeper writes the launch's entry when the first step begins and when the run is closed. In
+    between, each save carries an entry, which the saver writes after the commit.
     """
 
     def __init__(self) -> None:
@@ -41,29 +42,29 @@ class TimeKeeper:
         self._first_step = 0
         self._steps = StepMeter()
         self._handles: list[SaveHandle] = []
-        # The save whose steps are measured, and those that began since: all of them block these steps.
+        # The measured save and later saves: all of these block the measured steps.
         self._beside: list[SaveHandle] = []
         self._save_count = self._commit_count = 0
         self._committing_s = self._blocked_s = self._extra_s = 0.0
         self._is_warned = False
 
     def note_launch(self, store: Store, taken: Taken) -> None:
-        """Take note of the launch that was begun in the run at `store`."""
+        """Record the begun launch of the run at `store`."""
         self._store, self._taken, self._waiting_s = store, taken, taken.waited_s
         self._taken_s = self._clock()
 
     def note_restored(self) -> None:
-        """Take note that the state is loaded."""
+        """Record the end of the load."""
         if self._taken is not None:
             self._restoring_s = self._clock() - self._taken_s + self._taken.seconds - self._waiting_s
 
     def note_begun(self, step: int) -> None:
-        """Take note that the first step begins, behind so many of the run, and write the entry."""
+        """Record the start of the first step, after `step` steps, and write the entry."""
         self._begun_s, self._first_step = self._clock(), step
         self._write(self.entry(step))
 
     def note_steps(self, now_s: float, count: int) -> None:
-        """Take note that so many steps are over."""
+        """Record the end of `count` steps at the time `now_s`."""
         _, over = self._steps.note_steps(now_s, count)
         if over is not None and len(self._steps.alone_s) >= _STEPS_LEAST:
             alone_s = statistics.fmean(self._steps.alone_s)
@@ -73,14 +74,14 @@ class TimeKeeper:
             self._beside.clear()
 
     def note_save(self, handle: SaveHandle) -> None:
-        """Take note that a save has begun."""
+        """Record the start of a save."""
         self._save_count += 1
         self._steps.note_save(handle)
         self._handles.append(handle)
         self._beside.append(handle)
 
     def note_closing(self) -> None:
-        """Take note that no step follows: what the run waits for from now on are its saves."""
+        """Record the end of the steps: from now on the run only waits for saves."""
         self._closing_s = self._clock()
 
     def close(self, step: int) -> None:
@@ -89,13 +90,13 @@ class TimeKeeper:
             self._write(self.entry(step, has_ended=True))
 
     def entry(self, step: int, *, is_save: bool = False, has_ended: bool = False) -> LedgerEntry:
-        """Return the entry as of now, after so many steps of the run.
+        """Return the entry as of now, after `step` steps of the run.
 
         Args:
             is_save: whether a save begins now.
             has_ended: whether the launch ends now.
         """
-        assert self._taken is not None  # noqa: S101 - nothing is saved before a launch is taken
+        assert self._taken is not None  # noqa: S101 - no save comes before the launch
         now_s = self._clock()
         if self._begun_s is None:  # a program that saves before its first step
             self._begun_s, self._first_step = now_s, step
@@ -130,7 +131,10 @@ class TimeKeeper:
         )
 
     def _add_handles(self) -> float:
-        """Add up the saves that are over; return how long all saves have blocked the training so far."""
+        """Add the finished saves to the sums.
+
+        Returns: the time for which all saves have blocked the training so far, in seconds.
+        """
         open_handles = []
         for handle in self._handles:
             if not handle.is_over:
@@ -144,20 +148,21 @@ class TimeKeeper:
         return self._blocked_s + sum(handle.blocked_s for handle in open_handles)
 
     def _write(self, entry: LedgerEntry) -> None:
-        assert self._store is not None  # noqa: S101 - see entry
+        assert self._store is not None  # noqa: S101 - note_launch() comes first
         try:
             self._store.replace(entry.path, entry.dump())
             self._store.sync(LEDGER)
-        except CkptError as error:  # it says where time went: no reason to stop a training
+        except CkptError as error:  # a missing ledger entry mustn't stop a training
             if not self._is_warned:
                 _LOG.warning("the ledger of the run can't be written: %s", error)
             self._is_warned = True
 
 
 def process_age_s() -> float:
-    """Return how long ago this process was started, in seconds; 0 where the system doesn't say it."""
+    """Return the age of this process in seconds; 0 if the system doesn't tell the start time."""
     with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
-        # Behind the name of the program, which may hold anything, field 22 is the start in ticks since the boot.
+        # Field 2 is the program's name, which may contain any characters. Counted from the end of
+        # the name, field 22 is the start in ticks since the boot.
         ticks = int(Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
     return 0.0

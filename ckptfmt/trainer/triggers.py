@@ -1,4 +1,4 @@
-"""Triggers: they notice that a training goes wrong, and say what all processes then do at one step."""
+"""Triggers: conditions that show a failing training, and the common action of all processes."""
 
 from __future__ import annotations
 
@@ -17,60 +17,69 @@ from ckptfmt.errors import Code, err
 from ckptfmt.trainer.loop import StopSignals
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: How long a reason may be, in characters; what a manifest may hold is longer.
+#: Longest reason in characters; a manifest may hold longer texts.
 _REASON_LENGTH: Final = 200
-#: How long the process of a step that hangs is given to say so, in seconds.
+#: Time for the report of a hanging step before the process ends, in seconds.
 _TELL_S: Final = 5.0
-#: How many norms there must be before one is compared with their average.
+#: Fewest norms before a norm is compared with their average.
 _FEWEST_NORMS: Final = 10
 
-#: What a program that calls `Triggers.alarm` is told with the action "save".
+#: Log line after `Triggers.alarm` with the action "save".
 _TOLD_OF_ALARM: Final = (
     "Triggers.alarm(%r): the save that follows is suspect, and the next start passes it over. For a notice that says"
     " nothing against the state, such as of a machine that is to be drained, create Triggers('drain'), or return the"
     " text from alert="
 )
 
-#: What to do at a notice: see `Triggers`.
+#: The action after a notice, as explained at `Triggers`.
 Action: TypeAlias = Literal["save", "drain", "stop", "back"]
 
 
 class Triggers:
-    """Conditions under which a training is to stop, and what is to be done then.
+    """Conditions that stop a training, and the action that follows.
 
-    A notice is an *alarm* where it is evidence that the training went wrong: a number given to `feed`, and what the
-    program says by `alarm`. A notice from outside, by `alert`, `file` or `signals`, says nothing about the state.
+    A notice is a reason to stop. An *alarm* is a notice that is evidence against the state: a
+    number given to `feed`, or a call of `alarm` by the program. A notice from outside, by `alert`,
+    `file` or `signals`, is no evidence against the state.
 
-    Give one to `Checkpointer(triggers=)`, on every process with the same arguments, and feed it with the numbers of
-    each step, before the step ends. One process that notices something is enough: all learn of it together, at the end
-    of the same step, at the latest with the next save, and otherwise within a second. The first notice counts, and an
-    alarm before any other notice; `Checkpointer.alarm` says why, and `Checkpointer.stopped` is true.
+    Give such an object to `Checkpointer(triggers=)` on every process, with the same arguments. Feed
+    the numbers of each step before the step ends. A notice on one process is enough: all processes
+    learn of the notice together at the end of a step, within about a second, and no later than the
+    next save. The first notice counts, and an alarm comes before other notices. Afterwards
+    `Checkpointer.alarm` has the reason, and `Checkpointer.stopped` is true.
 
     Args:
-        action: the consequence at the end of that step, on all processes. "save": the run is saved, and `steps` ends.
-            After an alarm, the save is marked suspect with the reason, so that no start goes on from it by itself;
-            after a notice from outside, the next start goes on from it. "drain": likewise, and `alarm` is a notice
-            from outside, too: only numbers are evidence against the state. "stop": `steps` ends, and nothing is
-            saved. "back": StateError(ALARM) is raised, and nothing is saved, so that torchrun, or whatever else
-            starts failed jobs again, lets the run go on from its last good checkpoint.
-        norm_factor: a gradient norm above so many times the average of those before is an alarm; None for none.
-        norm_count: of how many norms that average is; as long as there are fewer than ten, none is compared.
-        rising: so many losses in a row, each above the one before, are an alarm; None for none.
-        alert: asked about once a second, and before each save, in the thread of the training; in a training of one
-            process, at the end of each step. It returns at once: why the training is to stop, or None. Where
-            its text is evidence against the state, it calls `alarm` itself.
-        file: a path that is looked for likewise: once a file is there, its first line is why. A path that can't be
-            looked at is named in the log once, and is no notice.
-        signals: such as ``signal.SIGUSR1``: one of these is a notice; a second one does what it did before.
-        timeout_s: how long a step may take, with the save at its end, and the first one with what comes before it, in
-            seconds. A thread then writes the stacks of all threads to stderr and ends the process with `exit_code`;
-            what is STAGED is finished by the saver's process. None for no such thread. Where a library holds Python's
-            lock while it hangs, the thread can't run either.
+        action: action at the end of that step, on all processes. "save": save the run and end
+            `steps`. After an alarm the save is marked suspect with the reason, so that no start
+            resumes from the save automatically; after a notice from outside the next start resumes
+            from the save. "drain": as "save", but a call of `alarm` is a notice from outside too,
+            so only numbers are evidence against the state. "stop": end `steps` without a save.
+            "back": raise StateError(ALARM) without a save, so that torchrun or another launcher
+            restarts the job from the last good checkpoint.
+        norm_factor: a gradient norm above this multiple of the average of earlier norms is an
+            alarm; None for no such alarm.
+        norm_count: number of norms in that average. With fewer than ten norms none is compared.
+        rising: number of losses in a row, each above the one before, that are an alarm; None for no
+            such alarm.
+        alert: called in the training's thread, about once a second and before each save; in a
+            training of one process, at the end of each step. The function must return at once: the
+            reason to stop the training, or None. If the reason is evidence against the state, the
+            function calls `alarm` itself.
+        file: path that is looked for as often as `alert` is called. Once the file exists, its first
+            line is the reason. A path that can't be read is logged once, and is no notice.
+        signals: signal numbers such as ``signal.SIGUSR1`` that are a notice. A second signal has
+            its previous effect.
+        timeout_s: longest duration of a step with the save at its end, in seconds. The first step
+            includes the time before the step. After the timeout a thread writes the stacks of all
+            threads to stderr and ends the process with `exit_code`. The saver process finishes
+            saves that are STAGED. None for no such thread. The thread can't run while a hanging
+            library holds Python's global interpreter lock.
 
     Attributes:
-        reason: the first notice of this process; None if there was none.
+        reason: first notice of this process; None without a notice.
         is_alarm: whether that notice is evidence against the state.
-        exit_code: of a process whose step took longer than `timeout_s`: 75, which means: try again.
+        exit_code: exit code of a process whose step took longer than `timeout_s`: 75, which means
+            "try again".
 
     Raises: StateError(ARGUMENT).
 
@@ -122,16 +131,16 @@ class Triggers:
         return f"Triggers({self.action!r}, reason={self.reason!r})"
 
     def feed(self, *, loss: SupportsFloat | None = None, grad_norm: SupportsFloat | None = None) -> None:
-        """Take note of a step's numbers. A tensor on a device is waited for, as by ``item()``."""
+        """Check the numbers of a step. A tensor on a device is waited for, as by ``item()``."""
         if loss is not None:
             self._feed_loss(_number_of(loss))
         if grad_norm is not None:
             self._feed_norm(_number_of(grad_norm))
 
     def alarm(self, reason: str) -> None:
-        """Say that the training goes wrong, from any thread; the first reason stands.
+        """Record that the training fails, from any thread. The first reason stays.
 
-        With the action "drain": say that the training is to be saved and stopped.
+        With the action "drain" the call means that the training should be saved and stopped.
         """
         is_first = self.reason is None
         self._notice(reason, is_alarm=self.action != "drain")
@@ -139,9 +148,9 @@ class Triggers:
             _LOG.warning(_TOLD_OF_ALARM, self.reason)
 
     def look(self) -> str | None:
-        """Ask whatever is outside, and return why the training is to stop, as far as this process knows.
+        """Check signals, file and `alert`, and return this process's reason to stop, or None.
 
-        Raises: the error that `alert` raises.
+        Raises: errors of `alert`.
         """
         if self.reason is None and self._signals.first_s is not None:
             self._notice(self._signals.first_name)
@@ -152,7 +161,7 @@ class Triggers:
         return self.reason
 
     def begin(self) -> None:
-        """Catch the signals, and watch the steps from now on.
+        """Install the signal handlers, and start the watch over the steps.
 
         Raises: StateError(ARGUMENT) for signals outside of the main thread.
         """
@@ -161,22 +170,22 @@ class Triggers:
             self._watchdog.beat()
 
     def beat(self) -> None:
-        """Say that a step begins, or ends: the time of the next one counts from here."""
+        """Restart the time of a step: a step begins or ends."""
         if self._watchdog is not None:
             self._watchdog.beat()
 
     def end(self) -> None:
-        """Give the signals back, and watch no more."""
+        """Restore the signal handlers, and end the watch over the steps."""
         self._signals.remove()
         self.rest()
 
     def rest(self) -> None:
-        """Watch no step until the next `beat`."""
+        """Pause the watch over the steps until the next `beat`."""
         if self._watchdog is not None:
             self._watchdog.end()
 
     def _notice(self, reason: str, *, is_alarm: bool = False) -> None:
-        """Keep the first reason, or the first alarm: evidence against the state counts more than a notice."""
+        """Keep the first notice, which the first alarm replaces."""
         with self._lock:
             if self.reason is None or (is_alarm and not self.is_alarm):
                 text = " ".join(str(reason).split()) or "an alert without a reason"
@@ -204,24 +213,24 @@ class Triggers:
 
     def _look_for(self, path: str | os.PathLike[str]) -> None:
         try:
-            with open(path, encoding="utf-8", errors="backslashreplace") as file:  # noqa: PTH123 - any path, a user's
+            with open(path, encoding="utf-8", errors="backslashreplace") as file:  # noqa: PTH123 - the user's path may be of any type
                 self._notice(file.readline(_REASON_LENGTH))
         except FileNotFoundError:
             pass
-        except OSError as error:  # the storage of the file is away for a while
+        except OSError as error:  # the file's storage may be unreachable for a while
             if not self._has_warned:
                 _LOG.warning("Triggers(file=) can't look for %s: %s", os.fspath(path), error.strerror)
             self._has_warned = True
 
 
 def _number_of(value: SupportsFloat) -> float:
-    """Return a number; of a tensor that has a gradient, ``float()`` would warn."""
+    """Return a number. `item` is used for tensors: ``float()`` warns if a gradient is needed."""
     item = getattr(value, "item", None)
     return float(value if item is None else item())
 
 
 class _Watchdog:
-    """The thread that ends the process where a step takes too long. It waits for a beat, or for its end."""
+    """The thread that ends the process if a step takes too long."""
 
     def __init__(self, timeout_s: float, exit_code: int) -> None:
         self._timeout_s, self._exit_code = timeout_s, exit_code
@@ -230,7 +239,7 @@ class _Watchdog:
         self._thread: threading.Thread | None = None
 
     def beat(self) -> None:
-        """Count the time from now; the first beat starts the thread."""
+        """Restart the time of a step; the first beat starts the thread."""
         with self._changed:
             self._due_s = time.monotonic() + self._timeout_s
         if self._thread is None:
@@ -255,13 +264,13 @@ class _Watchdog:
                 self._changed.wait(left_s)
             else:
                 return
-        # Both may wait for what hangs: a handler's lock, a pipe that nobody reads.
+        # In a thread, since the report may block too, by a handler's lock or a full pipe.
         telling = threading.Thread(target=self._tell, name="ckptfmt-watchdog-tells", daemon=True)
         telling.start()
         telling.join(_TELL_S)
         os._exit(self._exit_code)
 
     def _tell(self) -> None:
-        faulthandler.dump_traceback(file=2, all_threads=True)  # the descriptor: sys.stderr may be anything
+        faulthandler.dump_traceback(file=2, all_threads=True)  # a descriptor, since sys.stderr may be replaced
         error = err(Code.STEP_OVERDUE, f"no step began within {self._timeout_s:g} s", where="Triggers(timeout_s=)")
         _LOG.critical("%s; process %d ends with exit code %d", error, os.getpid(), self._exit_code)

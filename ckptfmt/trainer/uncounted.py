@@ -1,4 +1,4 @@
-"""Notices a training that goes on and saves nothing, while there is time to mend it."""
+"""The warning about a training without any save, early enough to correct the program."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from ckptfmt.adapters import torch_side
 
-#: So many steps of one optimizer, at least, show a training whose steps nobody counts: a step of it may take several.
+#: Fewest steps of one optimizer that show an uncounted training. A training step may take several.
 _UPDATES_MIN: Final = 10
-#: After so many counted steps, or seconds, a run that is saved at the end of `steps` alone is told so.
+#: Number of counted steps, or seconds, after which a run that is saved only at the end of `steps`
+#: is warned.
 _STEPS_MIN: Final = 100
 _UNSAVED_S: Final = 600.0
 
@@ -28,15 +29,15 @@ _AT_END: Final = (
 
 
 class Unsaved:
-    """The watch over a launch that has saved nothing yet.
+    """The watch over a launch without a save so far.
 
     Args:
-        every: as the caller gave it.
-        cadence: the same, as `parse_every` returns it.
-        report: called with a sentence, once.
+        every: interval of saves as given by the caller.
+        cadence: interval of saves as returned by `parse_every`.
+        report: called at most once, with a sentence.
 
     Attributes:
-        has_counted: whether a step was counted, or the first one begun.
+        has_counted: whether a step was counted or the first counted step has begun.
     """
 
     def __init__(self, every: int | str | None, cadence: float | None, report: Callable[[str], None]) -> None:
@@ -49,7 +50,7 @@ class Unsaved:
         self._unhook: Callable[[], None] = _nothing
 
     def begin(self) -> None:
-        """Watch from now on. A second call does nothing."""
+        """Start the watch. A second call has no effect."""
         if math.isnan(self._begin_s):
             self._begin_s = time.monotonic()
             side: Any = torch_side()
@@ -57,27 +58,27 @@ class Unsaved:
                 self._unhook = side.watch_updates(self._note_update)
 
     def note_counted(self, steps: int) -> None:
-        """Take note that the first step begins, or that so many steps more were counted."""
+        """Record the start of the first step, or the count of `steps` more steps."""
         if not self.has_counted:
             self.has_counted = True
-            self.end()  # whether steps are counted is all that optimizers tell
+            self.end()  # the optimizers are watched only for uncounted steps
         self._steps += steps
         is_long = self._steps >= _STEPS_MIN or time.monotonic() - self._begin_s >= _UNSAVED_S
         if self._every is None and not self._is_saved and steps and is_long:
             self._tell(_AT_END.format(count=self._steps))
 
     def note_saved(self) -> None:
-        """Take note of a save."""
+        """Record a save."""
         self._is_saved = True
         self.end()
 
     def end(self) -> None:
-        """Watch no more."""
+        """End the watch over the optimizers."""
         unhook, self._unhook = self._unhook, _nothing
         unhook()
 
     def tell_at_exit(self) -> None:
-        """Report at the end that nothing of the training was saved, if that is so."""
+        """Report at the end of the launch if no step of the training was saved."""
         updates = max(self._updates.values(), default=0)
         if self._is_saved:
             return
@@ -89,14 +90,14 @@ class Unsaved:
                 " them: call checkpointer.save() behind the loop, or pass every="
             )
         elif self._every is not None and not self.has_counted and torch_side() is None:
-            # No optimizer of torch tells whether anything was trained.
+            # Without torch there are no optimizers to watch.
             self._tell(
                 f"NOTHING_SAVED: the checkpointer was closed, and no step was counted, so that every={self._every!r}"
                 " saved nothing: count the steps of a training by steps(), training_step() or end_step()"
             )
 
     def _note_update(self, optimizer: object) -> None:
-        """Take note that an optimizer did a step: a training's step takes one of each, or a few."""
+        """Record a step of an optimizer. A training step has one or a few such steps."""
         count = self._updates[id(optimizer)] = self._updates.get(id(optimizer), 0) + 1
         if self.has_counted or self._is_saved or self._cadence is None or count < _UPDATES_MIN:
             return
@@ -118,4 +119,4 @@ def _nothing() -> None:
 
 
 def _ignore(_sentence: str) -> None:
-    """Say nothing more."""
+    """Ignore a sentence after the first."""
