@@ -607,7 +607,7 @@ class Background:
             link.close(timeout_s, drain_s=drain_s)
 
     def _wait(self, is_there: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until a condition holds. Returns: whether the condition holds in time."""
+        """Wait until a condition holds. Returns: whether the condition held in time."""
         return wait_until(
             is_there,
             lock=self._lock,

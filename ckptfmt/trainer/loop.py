@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("ckptfmt")
 _WHERE: Final = "step="
-#: The reason for a lower claim if the first batch was drawn or used with unsaved RNG streams.
+#: The reason for a lower claim if the first batch was taken or used without the saved RNG streams.
 DRAWN_IN_HAND: Final = (
     "the first step's batch was taken before the RNG streams were put back, and random numbers were drawn after that"
     " (by its transforms, or by a forward pass outside of the step): make the iterator, call restore_rng(), then take"
@@ -265,8 +265,8 @@ class Timer:
             now_s: time by this process's clock.
             every_s: interval of saves in seconds.
             asks: whether signals or notices are possible; then the next question is within a
-                second.
-            is_alone: whether the job has one process; then the next question is at the next step.
+                second, or at the next step if `is_alone`.
+            is_alone: whether the job has a single process.
         """
         elapsed_s = now_s - self.last_s
         per_step_s = max(elapsed_s / self.steps_since, 1e-9)

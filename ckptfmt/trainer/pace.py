@@ -138,7 +138,7 @@ class Pace:
         return {"alarm": reason, "suspects": triggers is not None and triggers.is_alarm}, error
 
     def hear(self, step: int, told: Iterable[Mapping[str, Any]]) -> None:
-        """Keep a notice of the processes: first one with evidence against the state, then any.
+        """Keep a notice of the processes, preferably a notice with evidence against the state.
 
         Among equals the lowest process counts. An earlier notice stays, unless the new notice is
         the first evidence against the state.

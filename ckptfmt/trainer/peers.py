@@ -108,8 +108,8 @@ class PeerOptions:
 def choose_partners(nodes: Sequence[str]) -> tuple[int, ...]:
     """Return the partner of each process: a process of the next node.
 
-    Nodes are in the order of their first processes, and the first node follows the last. The processes of a node share the replicas of
-    the node before.
+    Nodes are in the order of their first processes, and the first node follows the last. The
+    processes of a node share the replicas of the node before.
 
     Args:
         nodes: node of each process, with at least two different nodes.

@@ -684,7 +684,7 @@ class Saves:
         return part.name
 
     def _upload_last(self, part: CachedPart, origin: Origin, end_s: float) -> bool:
-        """Copy a save from the cache to home; return False for a save that a newer launch retired."""
+        """Copy a save from the cache to home; return False for a save retired by a newer launch."""
         assert self._store is not None and self._options.cache is not None  # noqa: S101, PT018 - without a cache durability is HOME
         cache, home = NodeCache(self._options.cache, origin.run_id or ""), self._store.at(part.name)
         with cache.hold(part):
