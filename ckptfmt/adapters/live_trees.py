@@ -53,7 +53,7 @@ def child_name(name: str, key: object) -> str:
 
 
 def too_deep(where: str) -> CkptError:
-    """Return the error for a live value that nests deeper than a document may, or contains itself."""
+    """Return the error for a live value that nests too deeply, or contains itself."""
     return err(
         Code.DOC_DEPTH,
         f"the value nests deeper than {limits.MSGPACK_DEPTH}",

@@ -334,7 +334,7 @@ def converts(saved: str, live: str) -> bool:
 
 
 def refuses(live: Any, saved: IndexTensor) -> bool:  # noqa: ANN401 - anything
-    """Return whether `live` is anything but a tensor or array of the saved dtype and shape."""
+    """Return whether `live` is unsuitable: not a tensor or array of the saved dtype and shape."""
     if not _is_tensor(live) or tuple(live.shape) != saved.global_shape:
         return True
     return _dtype_name(live, saved.name) != saved.dtype

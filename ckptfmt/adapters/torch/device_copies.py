@@ -375,7 +375,7 @@ class DeviceCopy:
 
             try:
                 cuda.run_on(stream, send)
-            finally:  # as in `start`
+            finally:  # earlier work still writes into the slot, as in `start`
                 self.event = cuda.record(stream)
 
 

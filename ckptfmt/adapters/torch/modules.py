@@ -41,7 +41,7 @@ _WRAPPERS: Final = (
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
 )
-#: The attribute of wrappers that remove it from the keys of a state_dict themselves.
+#: The attribute of wrappers that remove this attribute from the keys of a state_dict themselves.
 _TAKEN_OUT: Final = "_checkpoint_wrapped_module"
 
 
@@ -217,10 +217,10 @@ def view_module(
 def find_claim_limits(module: torch.nn.Module) -> list[str]:
     """Return the reasons for which a module can't continue bit for bit after a restart.
 
-    DistributedDataParallel sums the gradients of its first step in other buckets than the gradients
-    of later steps, unless it searches for unused parameters. A restarted process therefore sums
-    once in another order. The sum of two values doesn't depend on the order; the sum of three or
-    more does.
+    DistributedDataParallel uses other buckets for the gradient sums of the first step than for
+    later steps, unless it searches for unused parameters. A restarted process therefore sums once
+    in another order. The sum of two values doesn't depend on the order; the sum of three or more
+    does.
 
     Source: Reducer::should_rebuild_buckets in torch's reducer.hpp.
     """

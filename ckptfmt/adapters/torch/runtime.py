@@ -112,8 +112,8 @@ def _probe(path: str) -> object:
 def global_streams(devices: frozenset[str]) -> list[dict[str, Any]]:
     """Return the default generators: the host's, and the generator of each CUDA device in use.
 
-    The devices in use are the current device and those in `devices`. They are numbered from 0 in
-    the order of their indices: a worker's only device has number 0 on each machine.
+    The devices in use are the current device and those in `devices`. Names number the devices from
+    0 in the order of their indices, so a worker's only device has number 0 on each machine.
     """
     streams = [_stream("torch.cpu", "torch.mt19937", torch.get_rng_state, torch.set_rng_state)]
     if torch.cuda.is_initialized():
