@@ -188,6 +188,10 @@ imports: venv  ## the layers: imports go down only
 .PHONY: check
 check: lint types imports test  ## lint, types, imports and test, as continuous integration runs them
 
+.PHONY: house
+house: venv  ## how large files and functions are, and how the docstrings read
+	@$(BIN)/python -m tests.house.report
+
 .PHONY: format
 format: venv  ## put the code into the house's format
 	@$(BIN)/ruff check --fix .
