@@ -1,4 +1,4 @@
-"""The training loop's one class: resume, save as the loop goes, keep what is worth keeping."""
+"""The class for a training loop: resume, saves during the training, retention of checkpoints."""
 
 from __future__ import annotations
 
@@ -48,98 +48,126 @@ _LOG: Final = logging.getLogger("ckptfmt")
 
 
 class Checkpointer:
-    """Resume a run and save it as it goes.
+    """The checkpointer of a training loop: resumes the run, and saves it during the training.
 
-    Every process of the job makes one, with the same arguments, and runs the same loop. Writer 0 decides whatever must
-    be the same on all (what to resume from, when to save) and tells the others; no process decides by its own clock.
+    Each process of the job creates a `Checkpointer` with the same arguments, and runs the same
+    loop. Writer 0 decides for all processes which checkpoint to resume from and when to save, and
+    sends its decisions to the other processes. No process decides by its own clock.
 
-    There are three kinds of loops. `steps` is a whole one. `training_step` is a context around each step of a loop of
-    the program's own. A program that counts its steps, such as a framework's callback, calls `end_step` after each of
-    them, or `save` with ``step=`` to save at once. RNG streams are put back when the first step begins, or when
-    `restore_rng` is called; until then nothing may be counted, and T1 isn't claimed.
+    A loop has one of three forms. `steps` is a complete loop. `training_step` is a context around
+    each step of the program's own loop. A program that counts its steps, such as a framework's
+    callback, calls `end_step` after each step, or `save` with ``step=`` to save at once. The RNG
+    streams are restored when the first step begins, or by a call of `restore_rng`. Before that, no
+    step may be counted, and T1 isn't claimed.
 
-    A framework that needs the checkpoint before it builds the objects of its state calls `choose` first, then `restore`
-    with the state, then `restore_rng` once the iterators exist.
+    A framework that needs the checkpoint before the objects of its state exist calls `choose`
+    first, then `restore` with the state, and `restore_rng` once the iterators exist.
 
     Args:
-        run: directory of the run, made if missing; or a store rooted there.
-        state: the objects to save and restore; left out where `restore` gets it, because its objects are built later.
-        every: save after so many steps (an int), or after so much time ("90s", "5min", "1h"); None to save only at
-            the end of `steps` and when `save` is called; "auto" for the interval that wastes the least, as process 0
-            measures what saves cost and how often launches failed; with `upload_every=` for caches and `run` apart; the
-            log says what is chosen.
-        mtbf: the time between failures that "auto" expects at first ("3h"), by default 50,700 h for each process.
-        keep: how many of the newest checkpoints stay; None for all.
-        keep_every: checkpoints of steps divisible by this stay as well.
-        keep_best: a metric, "min" or "max", and a number: so many of those that are best by that metric stay as well.
-            One that was saved without the metric isn't among them, unless `Run.set_metrics` has given it since. As
-            long as no checkpoint has it, all stay, and the log says so. Pinned checkpoints stay, too.
-        mirrors: other places to which process 0 copies what is committed, as `Run.mirror` does; what fails there is
-            told by `reports`, and the training goes on.
-        cache: a directory on a disk of this node (NVMe, tmpfs), which other processes and runs may share. A save is
-            WRITTEN, and its slot free, once it is there; it goes to `run` and is committed behind that, in the order of
-            saves, as long as `run` doesn't answer for a while, too. A start first finishes what a killed one left
-            there, and reads from there what is whole. A failure behind WRITTEN is told by the handle and by
-            `reports`, and raised by `close`. The directory is never relied on: it may be deleted at any time.
-        cache_nbytes: how large it may become, in bytes; None to leave a tenth of its file system free. Saves that
-            `run` has go first, the oldest of them; then the saver waits for an upload.
-        upload_every: of so many saves one goes to `run` in full, the first of a start and its last among them. The
-            others are committed there by their documents; `close` brings home the newest of them, and so does a start.
-        peers: 1 to copy what is WRITTEN to the cache of a process of another node, through torch.distributed, beside
-            the training: after the loss of a node, a start finishes from other caches what had a replica. Where a
-            partner is gone, hangs for `deadline_s` or has no room, `reports` says so, and each save goes to `run`.
-        node: the name of this node, by which `peers` tells nodes apart; the host's name by default.
-        resume: "auto" to follow the run's lineage; "fresh" to start anew; else name or manifest digest of a checkpoint,
-            which rolls the run back to it.
-        init_from: the beginning of a run that has no checkpoint yet: path of a checkpoint or of another run, of which
-            the weights are taken; or an `InitFrom`, which says what is taken.
+        run: directory of the run, created if missing; or a store rooted there.
+        state: the objects to save and restore; None if the program passes the state to `restore`
+            later, once the objects exist.
+        every: interval of saves: a number of steps (an int) or a time ("90s", "5min", "1h"); None
+            to save only at the end of `steps` and in calls of `save`; "auto" for the interval with
+            the least waste, computed by process 0 from the measured cost of saves and the observed
+            failures of launches. With `upload_every=`, "auto" chooses the intervals of the cache
+            and of `run` separately. The log has the chosen interval.
+        mtbf: mean time between failures that "auto" expects at first ("3h"); by default 50,700 h
+            for each process.
+        keep: number of the newest checkpoints to keep; None to keep all.
+        keep_every: divisor of the steps whose checkpoints are kept as well.
+        keep_best: a metric, "min" or "max", and a number: this many checkpoints, the best by the
+            metric, are kept as well. A checkpoint saved without the metric doesn't count, unless
+            `Run.set_metrics` has added the metric since. As long as no checkpoint has the metric,
+            all checkpoints are kept, and the log says so. Pinned checkpoints are always kept.
+        mirrors: other places to which process 0 copies the committed checkpoints, as `Run.mirror`
+            does. `reports` has the failures of a mirror; the training goes on.
+        cache: directory on a disk of this node (NVMe, tmpfs); other processes and runs may share
+            the directory. A save is WRITTEN, and its slot is free, as soon as the cache has the
+            files. The upload to `run` and the commit follow in the order of the saves; they
+            continue after a temporary outage of `run`. A start first finishes the uploads that a
+            killed process left in the cache, and reads the undamaged files from the cache. A
+            failure after WRITTEN appears in the handle and in `reports`, and `close` raises it.
+            No guarantee depends on the cache: the directory may be deleted at any time.
+        cache_nbytes: greatest size of the cache in bytes; None to leave a tenth of the file system
+            free. To make room, the saver removes saves that `run` already has, oldest first, and
+            then waits for an upload.
+        upload_every: period, in saves, of the saves whose files are all uploaded to `run`. The
+            first and the last save of a start are among them. For the other saves, only the
+            documents are committed in `run`; `close` uploads the files of the newest save, and so
+            does the next start.
+        peers: 1 to copy each WRITTEN save to the cache of a process on another node, through
+            torch.distributed, in parallel with the training; 0 for no copy. After the loss of a
+            node, a start finishes the replicated saves from the other caches. If the partner is
+            gone, hangs for `deadline_s` or has no room, `reports` has a sentence about this, and
+            each save goes to `run`.
+        node: name of this node, by which `peers` distinguishes nodes; by default the host name.
+        resume: "auto" to follow the run's lineage; "fresh" to start anew; otherwise the name or
+            the manifest digest of a checkpoint, to roll the run back to this checkpoint.
+        init_from: initial contents of a run without a checkpoint: path of a checkpoint or of
+            another run, to load the weights; or an `InitFrom`, to choose the contents.
         allow, strict: as for `ckptfmt.load`.
-        override: live values that are kept, though others were saved; the claim falls, and the log has both values.
-            Names as in the checkpoint, or patterns of them: ``"optimizer:group/lr"`` for an option of an optimizer's
-            parameter groups, ``"extra:scheduler"`` for a value of `State.extra`. By default the saved one is taken.
+        override: live values to keep although the checkpoint has other values. The claim is
+            lowered, and the log has both values. Names as in the checkpoint, or patterns of names:
+            ``"optimizer:group/lr"`` for an option of an optimizer's parameter groups,
+            ``"extra:scheduler"`` for a value of `State.extra`. By default the saved value is
+            taken.
         writer, agree: as for `ckptfmt.save`.
         share: as for `ckptfmt.load`.
-        deadline_s: how long the processes wait for each other, for a free slot, and for saves at the end, in seconds.
-        saver: the writer: "process", a process of its own, which outlives this one; "thread", a thread of this
-            process; "inline", this thread: `save` returns when the checkpoint is committed.
-        overlap: whether parameters and their optimizer's state are copied beside the next forward and backward pass,
-            where a first save has shown that only the optimizer's step changes them.
-        slots: how many snapshots there is shared memory for.
-        when_busy: "wait" or "skip": what `save` does when every slot holds a save that isn't written yet.
-        nice: the number that the saver's process adds to its niceness, and to that of its session.
-        delta: "off"; "auto": only what changed is written where that is no slower than everything; "smallest": what
-            changed is written in the fewest bytes, for stores that are far away. Or a mapping with ``mode``, one of
-            these; ``full_every``: every so many saves one is full (16), sooner where deltas don't pay;
-            ``restore_budget``: how much longer a restore may take than that of a full checkpoint, as a factor (1.5);
-            ``fields``: those whose changes are encoded, where changes of others are written as they are.
-        check_replicas: whether processes that hold the same tensor of a mesh compare it, by digest, at each save.
-        failed_saves: how many saves in a row may fail because of the storage (it is full, is away, or reports an error)
-            before the run ends with the error. Until then the training goes on, the log and `reports` say so, and the
-            next save that is due tries again. 0 to end at the first. Other failures end the run in any case, and so
-            does that of the last save.
-        ledger: whether to record where the time goes, in the run, for `ckptfmt goodput` and `Run.goodput`.
-        stop_on: signals, such as ``signal.SIGTERM``, after which the run is saved at the end of the step, `steps` ends,
-            and `stopped` is true.
-        stop_deadline_s: how long that may take, in seconds; also the longest wait for processes that don't come any
-            more, where the signal is torchrun's, since one of them was lost.
-        triggers: `Triggers`, which notice that the training goes wrong, and say what then happens.
-        witness: whether to record a few bytes of each step beside the run, and to compare the steps that are done again
-            behind a resume: the claim T1 is then verified, or refuted with the first difference and its cause.
-        rehearse: the number of steps that `steps` does twice behind the first save of a launch that begins from
-            nothing: the checkpoint is loaded into the live state, and the witness compares both times. 0 for none.
-            `ckptfmt rehearse` is the rehearsal that kills processes.
+        deadline_s: longest wait for the other processes, for a free slot, and for the saves at the
+            end, in seconds.
+        saver: the writer: "process", a separate process that outlives this process; "thread", a
+            thread of this process; "inline", the calling thread: `save` returns after the commit.
+        overlap: whether the parameters and their optimizer state are copied during the next
+            forward and backward pass, provided that the first save has shown that only the
+            optimizer's step changes them.
+        slots: number of snapshots for which shared memory is reserved.
+        when_busy: "wait" or "skip": the behaviour of `save` while each slot holds a save that
+            isn't WRITTEN.
+        nice: increment of the niceness of the saver's process, and of the niceness of its session
+            (the scheduler's autogroup).
+        delta: "off" to write full checkpoints; "auto" to write only the changes where this is no
+            slower than a full save; "smallest" to write the changes in the fewest bytes, for
+            remote stores. Or a mapping with ``mode``, any of the three; ``full_every``, the period
+            of full saves in saves (16), shorter where deltas don't pay; ``restore_budget``, the
+            longest restore as a factor of the time that a full checkpoint takes (1.5);
+            ``fields``, the fields in which changes are encoded; changed blocks of other fields are
+            written unencoded.
+        check_replicas: whether the processes that hold the same tensor of a mesh compare its
+            digests at each save.
+        failed_saves: number of consecutive saves that may fail because of the storage (full,
+            unreachable, or with an I/O error) before the run ends with the error. Until then the
+            training goes on, the log and `reports` have the failures, and the next due save tries
+            again. 0 to end the run at the first failure. Any other failure ends the run in any
+            case, and so does a failure of the last save.
+        ledger: whether to record in the run how the time is spent, for `ckptfmt goodput` and
+            `Run.goodput`.
+        stop_on: signals to stop at, such as ``signal.SIGTERM``: the run is saved at the end of the
+            step, `steps` ends, and `stopped` is true.
+        stop_deadline_s: longest time for such a stop, in seconds. Also the longest wait for missing
+            processes after a signal from torchrun, which sends the signal when a process is lost.
+        triggers: `Triggers`: the conditions that indicate a failing training, and their effects.
+        witness: whether to record a few bytes of each step in the run, and to compare the steps
+            that are repeated after a resume with their records. The claim T1 is then verified, or
+            refuted with the first difference and its cause.
+        rehearse: number of steps that `steps` repeats after the first save of a launch from
+            nothing: the checkpoint is loaded into the live state, and the witness compares both
+            passes. 0 for no repetition. `ckptfmt rehearse` is the rehearsal that kills processes.
 
     Attributes:
-        step: training steps done. To assign it says so, as `end_step` does, and saves nothing.
+        step: number of training steps done. An assignment counts steps as `end_step` does, and
+            saves nothing.
         launch: this start's record; None before `choose` or `restore`.
-        passed_over: why newer ones than the restored checkpoint weren't taken, a sentence each: checkpoints that aren't
-            valid, and saves that a living saver hadn't committed by the deadline.
+        passed_over: reasons, a sentence each, why checkpoints newer than the restored checkpoint
+            weren't taken: invalid checkpoints, and saves that a living saver hadn't committed by
+            the deadline.
         stopped: whether the run ends because of a signal, and is saved; or because of an alarm.
 
     Raises: StateError(ARGUMENT).
     """
 
-    #: What returns the labels of the save that a body asked for, and whether it goes home; None where none did.
+    #: The save requested within the body of a step: a function that returns its labels, and whether
+    #: its files go home. None without a request.
     _requested: tuple[Callable[[], Labels], bool] | None = None
     _handle: SaveHandle | None = None
     _saved_step: int | None = None
@@ -227,21 +255,24 @@ class Checkpointer:
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """Sentences on what saves do otherwise than was asked for, such as fewer slots for want of memory."""
+        """Deviations of the saves from the options, a sentence each.
+
+        An example is a smaller number of slots for lack of memory.
+        """
         return (*self._saves.reports, *self._witness.reports)
 
     @property
     def load_report(self) -> LoadReport | None:
-        """The report of restoring, or of loading what the run begins from; None if there was neither.
+        """The report of the restore, or of the load of `init_from`; None after neither.
 
-        It claims T1 once the RNG streams are put back, at the earliest. Its claim is expected until steps that are done
-        twice were compared; then it is verified, or refuted.
+        The report claims T1 only after the RNG streams are restored. The claim is "expected" until
+        repeated steps have been compared, and then verified or refuted.
         """
         return self._witness.update(self._load_report)
 
     @property
     def alarm(self) -> str | None:
-        """Why `triggers` stopped the run; None if they didn't."""
+        """The reason why `triggers` stopped the run; None without such a stop."""
         return self._pace.alarm
 
     @property
@@ -262,10 +293,12 @@ class Checkpointer:
         self._close(quietly=error is not None)
 
     def close(self) -> None:
-        """Wait for the saves in flight, bring home the last one if it is in caches alone, and let go of what is held.
+        """Wait for the saves in flight, and release all resources.
 
-        Raises: the error of a save that failed, if it wasn't raised yet; CommitError(SAVE_PENDING) if a save isn't over
-            by the deadline: a saver in a process of its own goes on with it.
+        The last save is uploaded to the run first if only caches have its files.
+
+        Raises: the error of a failed save, if not raised before; CommitError(SAVE_PENDING) if a
+            save isn't finished by the deadline. A saver in a separate process continues the save.
         """
         self._close(quietly=False)
 
@@ -288,7 +321,7 @@ class Checkpointer:
                 self._rehearsal.give(self._store.name, self._account(self.launch))
 
     def _account(self, launch: Launch) -> Account:
-        """Return the account of this process, for a rehearsal."""
+        """Return the report of this process for a rehearsal."""
         report = self.load_report
         return Account(
             launch=launch.launch,
@@ -301,16 +334,20 @@ class Checkpointer:
         )
 
     def choose(self) -> Checkpoint | None:
-        """Take the next launch of the run, and return the checkpoint that it resumes from; nothing live is changed.
+        """Begin the next launch of the run, and return the checkpoint from which it resumes.
 
-        `restore` does this, too. Call it before, on every process, to read from the checkpoint what must be known
-        before the state's objects exist: its `step`, ``store.name`` (its path), plain values by `leaf`, tensors.
-        Process 0 has waited for living savers, has passed over what is damaged, and has verified every byte of it.
-        To load a part of it earlier than the rest, such as the model that an optimizer is made for, pass that path to
-        `ckptfmt.load`, with a `State` of that part; `restore` then loads everything.
+        No live object changes. `restore` calls this method, too. A program that must read the
+        checkpoint before the objects of its state exist calls `choose` first, on every process.
+        Available are the checkpoint's `step`, ``store.name`` (its path), plain values by `leaf`,
+        and tensors. Process 0 has then waited for living savers, has passed over damaged
+        checkpoints, and has verified every byte of the returned checkpoint. To load a part early,
+        such as the model for which an optimizer is built, pass the path to `ckptfmt.load` with a
+        `State` of this part; `restore` then loads everything.
 
-        Returns: the checkpoint, which the checkpointer closes; None for a fresh start. A second call returns the same.
-        Raises: IntegrityError(NO_VALID_CHECKPOINT); StoreError; StateError(ARGUMENT) once RNG streams were put back.
+        Returns: the checkpoint, which the checkpointer closes; None for a fresh start. A second
+            call returns the same checkpoint.
+        Raises: IntegrityError(NO_VALID_CHECKPOINT); StoreError; StateError(ARGUMENT) after the RNG
+            streams are restored.
         Spec: REQ-RUN-002, REQ-RUN-006, REQ-RUN-007, REQ-RUN-018.
         """
         if self.launch is None:
@@ -321,13 +358,14 @@ class Checkpointer:
         return self._checkpoint if self.launch is not None and self.launch.resume_from is not None else None
 
     def restore(self, state: State | None = None) -> LoadReport | None:
-        """Load what this launch resumes from; entering the context does it, unless no state was given yet.
+        """Load the checkpoint from which this launch resumes.
 
-        `choose` is called, where nobody did. RNG streams are put back later, when the first step begins, since making
-        an iterator draws from them.
+        Entering the context calls this method if the state is known by then. `choose` is called if
+        the program hasn't called it. The RNG streams are restored later, when the first step
+        begins, because the creation of an iterator draws from them.
 
         Args:
-            state: the objects to save and restore, where `Checkpointer` wasn't given them.
+            state: the objects to save and restore, if not passed to `Checkpointer`.
 
         Returns: the report; None after a fresh start.
         Raises: as `choose`; StateError; LayoutError.
@@ -367,7 +405,10 @@ class Checkpointer:
 
     @property
     def step(self) -> int:
-        """Training steps done. To assign it says so, as `end_step` does, and saves nothing."""
+        """The number of training steps done.
+
+        An assignment counts steps as `end_step` does, and saves nothing.
+        """
         return self._count.step
 
     @step.setter
@@ -376,26 +417,31 @@ class Checkpointer:
         self._tell(step)
 
     def _tell(self, step: int) -> int:
-        """Count steps, which the witness records; return how many more they are. Raises: as `StepCount.tell`."""
+        """Count steps, let the witness record them, and return the number of new steps.
+
+        Raises: as `StepCount.tell`.
+        """
         more = self._count.tell(step)
         if more:
             self._witness.end_step(self.step, self._count.state, is_single=more == 1)
         return more
 
     def restore_rng(self) -> None:
-        """Put the RNG streams back: now, and not when the first step begins. Every process calls it.
+        """Restore the RNG streams now, instead of at the begin of the first step.
 
-        Making an iterator draws from the RNG streams, and so may fetching a batch. Call this where the undisturbed run
-        saved: within an epoch once the iterator exists and has left out what was trained already, before the first
-        batch is fetched; between two epochs before the next one's iterator is made. It also makes ready for saves,
-        since to ask an object for its state may draw, and catches `stop_on`. A second call does nothing.
+        Every process calls this method. The creation of an iterator draws from the RNG streams,
+        and fetching a batch may draw. Call this method at the point where the uninterrupted run
+        saved: within an epoch, after the iterator exists and has skipped the trained samples, and
+        before the first batch is fetched; between two epochs, before the next epoch's iterator is
+        created. The method also prepares saves, because reading an object's state may draw, and
+        installs the handlers of `stop_on`. A second call has no effect.
 
         Raises: as `restore` and `prepare`; StateError(STREAM_MISSING, STREAM_UNEXPECTED).
         """
         self.restore()
         if self._has_begun:
             return
-        # What a fresh optimizer will hold isn't known before its first step: its slots are made then.
+        # The state of a fresh optimizer is known only after its first step, when slots are made.
         self._is_prepared = self._is_whole
         ready = self._saves.prepare if self._is_prepared else self._saves.check
         ready(self._count.state, step=self.step)
@@ -409,17 +455,18 @@ class Checkpointer:
         self._witness.begin(self._store, self.launch, self.step, self._load_report, self._count.state)
 
     def _begin_itself(self) -> None:
-        """Put the RNG streams back as the first step begins, where the program didn't."""
+        """Restore the RNG streams at the begin of the first step, if the program hasn't."""
         self._unsaved.note_counted(0)
         if not self._has_begun:
             self._witness.restores_streams_itself = True
             self.restore_rng()
 
     def steps(self, total: int) -> Iterator[int]:
-        """Yield the number of each step still to do, from the steps done up to `total`; save after the loop's body.
+        """Yield the number of each remaining step, below `total`, and save after the loop's body.
 
-        Before the first one everything is prepared (what can't be saved is refused here, before any training is lost),
-        and the RNG streams are put back. After the last one the run is saved, if it isn't.
+        Before the first step the saves are prepared, and the RNG streams are restored. A state that
+        can't be saved is refused here, before any training is lost. After the last step the run is
+        saved, unless its last step is saved already.
 
         Raises: as `restore` and `save`; StateError(ARGUMENT) for a total that isn't a number of steps.
         """
@@ -441,12 +488,14 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def training_step(self) -> Iterator[int]:
-        """Hold one step of a loop of one's own; on the way out the step is done, and is saved if that is due.
+        """Enclose a step of the program's own loop; count the step at the end, and save if due.
 
-        The context's value is the number of the step. The first one prepares what `steps` prepares, and puts the
-        RNG streams back: let what a step draws, its batch included, be drawn within. A step that an exception
-        ends isn't done; Python can't tell one that ``break`` ends from others, so that one is. After the loop, `save`
-        saves the last step; `stopped` says when to leave early.
+        The context's value is the number of the step. The first step prepares the saves and
+        restores the RNG streams, as `steps` does: all random numbers of a step, its batch's
+        included, should be drawn within the context. A step ended by an exception isn't counted. A
+        step ended by ``break`` is counted, because Python doesn't distinguish it from a normal
+        end. After the loop, call `save` to save the last step. Leave the loop early if `stopped`
+        is true.
 
         Raises: as `restore` and `save`.
         """
@@ -457,36 +506,38 @@ class Checkpointer:
         self._end_step(self.step + 1)
 
     def observe(self, *, loss: object = None, grad_norm: object = None, batch: object = None) -> None:
-        """Show numbers of the step that is under way to the witness, which compares all their bits.
+        """Pass numbers of the current step to the witness, which compares all their bits.
 
-        Losses tell the cause of a difference: a step with the same samples and another loss has a state that isn't in
-        `State`. A step that calls it several times, such as once for each micro-batch, shows all of them in order.
-        Numbers belong to the step that is counted next; where several are counted at once they are dropped.
+        A loss helps to find the cause of a difference: a step with the same samples and a different
+        loss depends on state that isn't in `State`. Several calls within a step, such as a call for
+        each micro-batch, add their numbers in order. The numbers belong to the step that is counted
+        next; if several steps are counted at once, the numbers are dropped.
 
         Args:
-            loss: a number, or a tensor of one element; one on a device isn't waited for.
-            grad_norm: the norm of the gradients; likewise.
-            batch: tensors, or containers of tensors, of which chosen elements are compared.
+            loss: a number, or a tensor with a single element. The call doesn't wait for a device.
+            grad_norm: the norm of the gradients, in the same form.
+            batch: tensors, or containers of tensors; a selection of the elements is compared.
 
-        Raises: StateError(ARGUMENT) for a loss or a norm that is no number.
+        Raises: StateError(ARGUMENT) for a loss or a norm that isn't a number.
         """
         self._witness.observe(loss=loss, grad_norm=grad_norm, batch=batch)
 
     def end_step(
         self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None, tags: Iterable[str] = ()
     ) -> SaveHandle | None:
-        """Say that so many steps are done, over the whole run: for loops that count them, such as a framework's.
+        """Set the number of steps done: for loops that count their steps, such as a framework's.
 
-        Samplers in the state commit; the run is saved if that is due or if it is to stop; then `stopped` says so. To
-        say a number again does nothing, so that callbacks of each micro-batch may call it. Call `restore_rng` before
-        the first step. Call this after what belongs to the step and draws random numbers, such as an evaluation: a
-        resume doesn't do again what came before the save, and does what came after it.
+        Samplers in the state commit. The run is saved if a save is due or a stop was requested;
+        after a stop, `stopped` is true. A call with the current number has no effect, so a callback
+        of each micro-batch may call this method. Call `restore_rng` before the first step. Call
+        `end_step` after all work of the step that draws random numbers, such as an evaluation: a
+        resume doesn't repeat the work done before the save, and does the work that follows it.
 
         Args:
-            step: training steps done.
-            metrics, tags: of the save, if there is one; as for `save`.
+            step: number of training steps done, over the whole run.
+            metrics, tags: labels of a save made by this call; as for `save`.
 
-        Returns: the save, if there is one.
+        Returns: the save, if a save was made.
         Raises: as `save`.
         """
         self.restore()
@@ -497,9 +548,10 @@ class Checkpointer:
         return self._end_step(step, label=functools.partial(Labels.of, metrics, tags))
 
     def prepare(self) -> None:
-        """Make ready for saves: check the state, make and touch slots, start the saver.
+        """Prepare saves: check the state, create and touch the slots, start the saver.
 
-        The first step and the first save do it; call it to choose the moment. Every process calls it.
+        The first step and the first save do this implicitly; an explicit call chooses the moment.
+        Every process calls this method.
 
         Raises: StateError; LayoutError; CommitError(SAVER_LOST).
         """
@@ -515,30 +567,35 @@ class Checkpointer:
         suspect: str | None = None,
         durability: str | None = None,
     ) -> SaveHandle | None:
-        """Begin a save; every process calls it at the same step. None if this step is saved already.
+        """Begin a save, and return its handle; None if this step is saved already.
 
-        Tensors that the optimizers' steps change are copied beside the training where that was seen to be safe; all
-        else is copied when this returns. Writing goes on beside the training: the handle tells how far it is, and waits
-        for it.
+        Every process calls this method at the same step. Tensors that only the optimizers' steps
+        change are copied in parallel with the training, if a previous save has shown that this is
+        safe. All other data is copied before the call returns. The files are written in parallel
+        with the training: the handle has the progress, and can wait for the end.
 
-        Within the body of `steps` or `training_step` the step isn't over: there the save is taken as soon as the body
-        ends, and this returns None. A body that is left by an exception, or that of `steps` by ``break``, is no step,
-        and isn't saved.
+        Within the body of `steps` or `training_step` the step isn't finished: the call returns
+        None, and the save begins at the end of the body. A body left by an exception, or the body
+        of `steps` left by ``break``, doesn't count as a step, and isn't saved.
 
         Args:
-            step: training steps done, over the whole run; samplers in the state commit. Left out where they are counted
-                here already.
-            metrics: finite numbers by name, such as ``{"eval_loss": 2.31}``, by which `Run.best` and ``keep_best=``
-                choose; those of process 0 count. Metrics that are known later go to `Run.set_metrics`.
-            tags: short strings; likewise.
-            suspect: a reason why the run isn't to go on from this save unless somebody chooses it; likewise.
-            durability: "home" for a save whose files go home, whatever `upload_every` says; likewise.
+            step: number of training steps done, over the whole run; samplers in the state commit.
+                None if the checkpointer counts the steps.
+            metrics: finite numbers by name, such as ``{"eval_loss": 2.31}``, for the choice of
+                `Run.best` and ``keep_best=``. The values of process 0 count. Pass metrics known
+                only later to `Run.set_metrics`.
+            tags: short strings; the values of process 0 count.
+            suspect: a reason why the run doesn't go on from this save by itself, only by an
+                explicit choice; the value of process 0 counts.
+            durability: "home" to upload the files of this save to the run, regardless of
+                `upload_every`; the value of process 0 counts.
 
-        Raises: StateError(ARGUMENT) for a step before those that are done; without a step, where nobody counts them or
-            the last one was left half-way; and after a resume whose RNG streams weren't put back;
-            LayoutError(WRITERS_DIVERGED) if the processes save different steps. The error of an earlier save, if it
-            wasn't raised yet, such as FencedError(FENCED) when a newer launch owns the run, or that of the storage when
-            more than `failed_saves` in a row have failed; others as `ckptfmt.save`.
+        Raises: StateError(ARGUMENT) for a step below the number of steps done; without a step, if
+            the steps aren't counted or the last step was left unfinished; and after a resume, if
+            the RNG streams aren't restored. LayoutError(WRITERS_DIVERGED) if the processes save
+            different steps. The error of an earlier save, if not raised before, such as
+            FencedError(FENCED) when a newer launch owns the run, or the storage's error after more
+            than `failed_saves` consecutive failures. Other errors as `ckptfmt.save`.
         Spec: REQ-CMT-001 to REQ-CMT-009, REQ-RUN-004.
         """
         label = functools.partial(Labels.of, metrics, tags, suspect)
@@ -565,7 +622,7 @@ class Checkpointer:
             self._saves.prepare(self._count.state, step=self.step)
             self._is_prepared = True
         is_over, is_last = self.stopped, self.step == total
-        # Who goes on after a stop has a checkpoint of it, and asks for any other.
+        # After a stop no further save is due: the stop has saved. Explicit requests are still met.
         requested, self._requested = self._requested, None
         will_save = bool(requested) or is_last or (self._rehearsal is not None and self._rehearsal.save_at == step)
         is_due = not is_over and self._pace.is_due(self.step, more, will_save=will_save)
@@ -582,7 +639,7 @@ class Checkpointer:
         return handle
 
     def _agree(self, step: int | None) -> bool:
-        """Count on all processes alike, and return whether the step is still to be saved.
+        """Agree on the step between all processes, and return whether the step needs a save.
 
         Raises: StateError(ARGUMENT) as `save`, on all processes; LayoutError(WRITERS_DIVERGED).
         """
@@ -598,7 +655,7 @@ class Checkpointer:
         told = self._group.agree(error or failure, answer)
         self._pace.hear(self.step, told)
         self._witness.hear([theirs["witness"] for theirs in told])
-        # A step whose save failed, on any process, may be saved again, by all.
+        # After a failure on any process, all processes may save the step again.
         return any(theirs["failed"] or not theirs["done"] for theirs in told)
 
     def _save(
@@ -637,7 +694,7 @@ class Checkpointer:
         return handle
 
     def _save_and_stop(self, label: Callable[[], Labels] | None) -> None:
-        """Save within the deadline of a stop; what isn't committed by then is left to the saver."""
+        """Save within the deadline of a stop. Later, the saver continues an uncommitted save."""
         try:
             self._save(must=True, deadline_s=self._pace.rest_s(self._deadline_s), label=label)
             if self._handle is not None:
@@ -648,7 +705,7 @@ class Checkpointer:
             _LOG.warning("stopping at step %d without its save: %s", self.step, error)
 
     def _go_back(self) -> None:
-        """Load the first save of this launch into the live state, so that the steps behind it are done again."""
+        """Load this launch's first save into the live state, to repeat the later steps."""
         state, first, group = self._count.state, self._short_rehearsal.first, self._group
         assert self.launch is not None and first is not None  # noqa: S101, PT018 - a save was made
         obstacle = "witness=False, or a run in memory: no step is recorded"
@@ -726,7 +783,7 @@ class Checkpointer:
         self._checkpoint = None
         self._count.is_streamless = False
         assert self._load_report is not None  # noqa: S101 - what has RNG streams to put back was loaded
-        # Objects of this launch that no State holds go on from elsewhere, whatever the checkpoint had.
+        # State outside of `State` isn't restored from any checkpoint: it lowers the claim.
         found = (*drawn, *found, *self._saves.unsaved)
         self._load_report = claim_of_all(self._load_report.with_streams(found), self._group)
         assert self.launch is not None  # noqa: S101 - restore() chooses first

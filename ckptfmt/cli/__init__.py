@@ -1,4 +1,6 @@
-"""The command line: `commands` and `arguments` say what may be typed; the others are commands, or what they share.
+"""The command line.
 
-Each module imports what it needs where it needs it: none of them may cost the start of another.
+`commands` and `arguments` define the accepted arguments. The other modules implement commands, or
+are shared by several commands. A command imports only the modules that it needs, so that no
+command slows down the start of another.
 """

@@ -1,4 +1,4 @@
-"""What may be typed behind each command."""
+"""The arguments and help texts of each command."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import sys
 
 from ckptfmt.cli.commands import COMMANDS, PROGRAM, suggest
 
-TYPE_CHECKING = False  # as of typing, whose import takes as long as argparse's
+TYPE_CHECKING = False  # typing's constant; importing typing takes as long as importing argparse
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Final, NoReturn
 
-#: Narrower than this, the columns of a help text are no columns any more.
+#: The least width of a help text, in characters; a narrower text loses its two columns.
 _WIDTH_MIN: Final = 40
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose usage fits the terminal, and which suggests the option that may have been meant."""
+    """An argument parser with a usage as wide as the terminal, and with suggestions for options."""
 
     def __init__(self, *, prog: str, description: str | None = None, add_help: bool = True) -> None:
         super().__init__(prog=prog, description=description, add_help=add_help, formatter_class=_formatter)
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message, and exit with 2; of an option that there isn't, which one comes nearest."""
+        """Print usage and message, with the nearest name of an unknown option, and exit with 2."""
         _, unknown, typed = message.partition("unrecognized arguments: ")
         if unknown:
             meant = [near for word in typed.split() if (near := suggest(word.partition("=")[0], self.options()))]
@@ -39,7 +39,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
-    """Return what lays out help texts. To be asked for the width of the terminal it would import shutil."""
+    """Return the formatter of help texts, as wide as the terminal.
+
+    `HelpFormatter` would import shutil to find out the width.
+    """
     try:
         columns = int(os.environ.get("COLUMNS", "")) or os.get_terminal_size(sys.__stdout__.fileno()).columns  # type: ignore[union-attr]
     except (AttributeError, ValueError, OSError):
@@ -60,14 +63,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_command_parser(name: str) -> argparse.ArgumentParser:
-    """Return the parser of one command, for what stands behind its name."""
+    """Return the parser of a command, for the arguments after the command's name."""
     parser = Parser(prog=f"{PROGRAM} {name}")
     add_arguments(name, parser)
     return parser
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Give the parser of a command its arguments and its description."""
+    """Add the arguments and the description of a command to its parser."""
     text = COMMANDS[name][0]
     parser.description = _DESCRIPTIONS.get(name, f"{text[0].upper()}{text[1:]}.")
     parser.set_defaults(command=name)
@@ -75,8 +78,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
-#: The fields of a checkpoint, where something is given by its field. As `ckptfmt.documents.manifest.FIELDS`, whose
-#: import takes longer than a help text may.
+#: The fields of a checkpoint, for help texts of options with a field. The names are those of
+#: `ckptfmt.documents.manifest.FIELDS`; importing that module would delay the help text.
 _FIELDS: Final = "weights, optimizer (with extra), rng, data, config, topology or provenance"
 
 
@@ -336,7 +339,7 @@ _ARGUMENTS: Final[dict[str, Callable[[argparse.ArgumentParser], None]]] = {
     "compact": _add_compact,
     "convert": _add_convert,
 }
-#: Where more is to be said than `COMMANDS` says.
+#: Descriptions by command, instead of the short text in `COMMANDS`.
 _DESCRIPTIONS: Final = {
     "rehearse": "Start a training undisturbed, then once more with kills between its saves, and compare each step. Runs"
     " are made in a scratch directory, with the options of the program's Checkpointer but for every=, mirrors= and"

@@ -1,4 +1,4 @@
-"""``pin``, ``unpin``, ``tag``, ``untag`` and ``rm``: what a person says of a checkpoint of a run, and deleting one."""
+"""``pin``, ``unpin``, ``tag``, ``untag``, ``rm``: labels of a run's checkpoints, and deletion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptfmt.run.catalog import Run
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command says, print what holds now, and return the exit code.
+    """Run the command, print the resulting labels or deletions, and return the exit code.
 
     Raises: CommitError(CHECKPOINT_NEEDED, CHECKPOINT_CONDEMNED); IntegrityError; StateError(ARGUMENT); StoreError.
     """
@@ -40,14 +40,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _which(text: str) -> int | str:
-    """Return a step as a number; a name or a digest as it is."""
+    """Return a step as a number, and a name or a digest unchanged."""
     return int(text) if text.isdecimal() and len(text) <= len(str(limits.JSON_INTEGER)) else text
 
 
 def _delete(arguments: argparse.Namespace, found: Run) -> int:
-    """Delete checkpoints, the newest first: what reads goes before what it reads from. Returns: the exit code.
+    """Delete checkpoints, and return the exit code.
 
-    Raises: CommitError(CHECKPOINT_NEEDED) where one is named and something needs it; of several the others go.
+    The newest checkpoint is deleted first, so that a delta is deleted before its bases. Of several
+    named checkpoints, those still needed are reported as refused, and the rest is deleted.
+
+    Raises: CommitError(CHECKPOINT_NEEDED) for a single named checkpoint that is still needed.
     """
     named = {one.name: one for one in (found.find(_which(text)) for text in arguments.checkpoints)}
     refused: dict[str, CkptError] = {}

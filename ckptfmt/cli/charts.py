@@ -1,8 +1,8 @@
 """Drawings of `report` as SVG: a timeline of launches, bars, lines, a tree map, strips of pieces.
 
-Each drawing stands by itself: texts of others are escaped by `text_of`, colours are classes of the page's style sheet,
-and what a pointer shows is in `title` elements, so that it needs no script. Lengths are in user units (pixels at the
-width of the page).
+Each drawing is self-contained. `text_of` escapes names and texts from the run. Colours are classes
+of the page's style sheet. Tooltips are in `title` elements, which need no script. Lengths are in
+user units (pixels at the width of the page).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ckptfmt.state import place_of
 WIDTH: Final = 960
 _LEFT: Final = 92
 _RIGHT: Final = 14
-#: Newest launches that have a line of their own in the timeline.
+#: The number of newest launches drawn in the timeline, a line each.
 _LANES: Final = 100
-#: Marks of one kind in one line that are nearer than this are drawn as one.
+#: The least distance of two marks of the same kind; nearer marks are merged.
 _MARK_WIDTH: Final = 5.0
-#: How many bars a chart has at most; more checkpoints share one.
+#: The greatest number of bars in a chart; with more checkpoints, several share a bar.
 _BARS: Final = 240
 _LINE_POINTS: Final = 800
-#: Width of a character of small text, about.
+#: The approximate width of a character of small text.
 _CHARACTER: Final = 5.9
-#: How many colours the style sheet has for writers.
+#: The number of colours for writers in the style sheet.
 WRITER_COLOURS: Final = 10
 
 Rectangle = tuple[float, float, float, float]
 
 
 def text_of(text: str) -> str:
-    """Return text as it may stand in HTML: what doesn't show as it is, and what is markup, escaped.
+    """Return text escaped for HTML: markup, and characters that aren't printable.
 
     >>> text_of('<b title="x">&')
     '&lt;b title=&quot;x&quot;&gt;&amp;'
@@ -70,7 +70,7 @@ def _rectangle(at: Rectangle, style: str, title: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scale:
-    """Where numbers from `low` to `high` stand between `begin` and `end`."""
+    """A linear scale from the numbers `low` to `high` to the positions `begin` to `end`."""
 
     low: float
     high: float
@@ -78,13 +78,13 @@ class Scale:
     end: float
 
     def at(self, value: float) -> float:
-        """Return where a number stands. Halves keep the largest floats from overflowing."""
+        """Return the position of a number. The halves avoid an overflow of the largest floats."""
         span = self.high / 2 - self.low / 2
         share = (value / 2 - self.low / 2) / span if span else 0.5
         return self.begin + share * (self.end - self.begin)
 
     def ticks(self, most: int, *, whole: bool = False, unit: float = 1.0) -> list[float]:
-        """Return numbers within that are round in a unit, about `most` of them.
+        """Return about `most` numbers within the scale that are round multiples of a unit.
 
         >>> Scale(0, 97, 0, 1).ticks(5)
         [0.0, 20.0, 40.0, 60.0, 80.0]
@@ -105,7 +105,7 @@ class Scale:
 
 
 def _axes(x: Scale, y: Scale, label: Callable[[float], str], *, steps: bool = True, unit: float = 1.0) -> Iterator[str]:
-    """Yield grid lines and numbers: of `y` at the left, of `x` below."""
+    """Yield grid lines and numbers: those of `y` on the left, those of `x` below."""
     for tick in y.ticks(4, unit=unit):
         yield _line(x.begin, y.at(tick), x.end, y.at(tick), "grid")
         yield _text(x.begin - 6, y.at(tick) + 4, label(tick), "tick", "end")
@@ -120,7 +120,7 @@ def _axes(x: Scale, y: Scale, label: Callable[[float], str], *, steps: bool = Tr
 
 
 def draw_timeline(picture: RunPicture) -> tuple[str, str]:
-    """Return the launches over training steps, and a sentence on what isn't drawn (or nothing)."""
+    """Return the launches over training steps, and a sentence on launches not drawn, or ""."""
     launches = picture.launches[-_LANES:]
     left_out = len(picture.launches) - len(launches)
     lane_height = 26 if len(launches) <= 40 else 16
@@ -165,7 +165,7 @@ def _draw_launch(launch: LaunchFacts, saves: list[SaveFacts], lanes: dict[int, i
 
 
 def launch_text(launch: LaunchFacts) -> str:
-    """Return what is recorded of a launch's start."""
+    """Return the recorded facts of a launch's start, as a text."""
     if launch.chosen_by is None:
         return f"launch {launch.launch}: its record can't be read"
     start = f"resumed from {launch.resume_name}" if launch.resume_name else "began from nothing"
@@ -177,7 +177,7 @@ def launch_text(launch: LaunchFacts) -> str:
 
 
 def _draw_marks(saves: Iterable[SaveFacts], x: Scale, y: float) -> Iterator[str]:
-    """Yield a mark for each save; neighbours of one kind that would touch share one."""
+    """Yield a mark for each save; overlapping neighbours of the same kind share a mark."""
 
     def kind_of(save: SaveFacts) -> tuple[str, bool]:
         return save.state, save.on_lineage
@@ -185,7 +185,7 @@ def _draw_marks(saves: Iterable[SaveFacts], x: Scale, y: float) -> Iterator[str]
     kinds: dict[tuple[str, bool], list[SaveFacts]] = {}
     for save in saves:
         kinds.setdefault(kind_of(save), []).append(save)
-    # What went wrong is drawn last, on top.
+    # Failed saves are drawn last, on top.
     for (state, on_lineage), of_kind in sorted(kinds.items(), key=lambda item: (item[0][0] in _CROSSED, item[0])):
         for _, group in itertools.groupby(of_kind, key=lambda save: int(x.at(save.step) / _MARK_WIDTH)):
             shared = list(group)
@@ -202,7 +202,7 @@ def _draw_marks(saves: Iterable[SaveFacts], x: Scale, y: float) -> Iterator[str]
             yield f'<path d="M{at:.1f} {y - 6} l-4 -7 h8 z" class="label">{title}</path>'
 
 
-#: States whose mark is a cross, or a box, and on top of others.
+#: States marked by a cross or a box, drawn on top of other marks.
 _CROSSED: Final = frozenset({"unfinished", "aborted", "unreadable"})
 
 
@@ -217,7 +217,7 @@ def _mark_path(state: str, x: float, y: float) -> str:
 
 
 def save_text(save: SaveFacts) -> str:
-    """Return a line on a checkpoint."""
+    """Return a description of a checkpoint, in a line."""
     facts = [save.state, *["head"] * save.is_head, *["pinned"] * save.pinned, *["suspect"] * bool(save.suspect)]
     if save.nbytes is not None:
         facts.append(f"{save.profile}, {bytes_text(save.stored_nbytes or 0)} stored of {bytes_text(save.nbytes)}")
@@ -237,7 +237,10 @@ def _group_text(saves: Sequence[SaveFacts]) -> str:
 
 
 def draw_sizes(saves: Sequence[SaveFacts]) -> tuple[str, str]:
-    """Return bars of what committed checkpoints store, behind them what they hold, and a sentence on shared bars."""
+    """Return bars of the sizes of committed checkpoints, and a sentence on shared bars, or "".
+
+    The front bar has the stored bytes, the bar behind it the bytes of all tensors.
+    """
     per_bar = -(-len(saves) // _BARS)
     groups = [saves[at : at + per_bar] for at in range(0, len(saves), per_bar)]
     most_nbytes = max([1, *(save.nbytes or 0 for save in saves), *(save.stored_nbytes or 0 for save in saves)])
@@ -290,9 +293,10 @@ def draw_lines(
     """Return a chart of lines over training steps.
 
     Args:
-        lines: style, and points: step, value and what a pointer shows. A style of "off" has points without a line.
-        label: text of a value.
-        unit: what values are round in at the axis.
+        lines: style and points of each line; a point has step, value and tooltip. The style "off"
+            draws points without a line.
+        label: function from a value to its text.
+        unit: unit of round values on the axis.
     """
     points = [point for _, line in lines for point in line]
     steps, values = [step for step, _, _ in points] or [0], [value for _, value, _ in points] or [0]
@@ -313,7 +317,7 @@ def draw_lines(
 
 
 def _thin(points: Sequence[tuple[float, float, str]], x: Scale) -> list[tuple[float, float, str]]:
-    """Return the points that can be told apart: of each column of pixels the first, least, greatest and last."""
+    """Return the distinguishable points: first, least, greatest and last of each pixel column."""
     if len(points) <= _LINE_POINTS:
         return list(points)
     kept: list[tuple[float, float, str]] = []
@@ -329,10 +333,11 @@ def _thin(points: Sequence[tuple[float, float, str]], x: Scale) -> list[tuple[fl
 
 
 def squarify(sizes: Sequence[float], within: Rectangle) -> list[Rectangle]:
-    """Return a rectangle for each size, together as large as `within`, as square as comes easily.
+    """Return a rectangle for each size, nearly square; together they fill `within`.
 
     Args:
-        sizes: positive, descending.
+        sizes: positive numbers, in descending order.
+        within: position, width and height of the area to divide.
 
     Source: Bruls, Huizing, van Wijk, "Squarified Treemaps", 2000.
 
@@ -365,7 +370,7 @@ def squarify(sizes: Sequence[float], within: Rectangle) -> list[Rectangle]:
 
 
 def _worst(areas: Sequence[float], short: float) -> float:
-    """Return how far the least square of some rectangles in one row is from a square."""
+    """Return the worst aspect ratio of the rectangles in a row; 1 for squares."""
     total = math.fsum(areas)
     if total <= 0 or short <= 0:
         return math.inf
@@ -373,7 +378,7 @@ def _worst(areas: Sequence[float], short: float) -> float:
 
 
 def draw_tree_map(cells: Sequence[TreeCell]) -> str:
-    """Return tensors by size: a rectangle for each, within those of the groups that they belong to."""
+    """Return a tree map of tensors by size: a rectangle for each, nested in those of its groups."""
     shown = [cell for cell in cells if cell.nbytes]
     height = 460.0
     body: list[str] = []
@@ -437,10 +442,10 @@ def draw_pieces(tensors: Sequence[TensorFacts]) -> str:
 
 
 def draw_writers(rows: Sequence[tuple[str, dict[str, int], str]]) -> str:
-    """Return a bar for each writer, or group of writers, of the bytes that it stored of each field.
+    """Return a bar for each writer or group of writers, divided by the stored bytes of each field.
 
     Args:
-        rows: name, bytes by field, and what a pointer shows.
+        rows: name, bytes by field, and tooltip of each bar.
     """
     most_nbytes = max([1, *(sum(nbytes.values()) for _, nbytes, _ in rows)])
     x = Scale(0, most_nbytes, 130, WIDTH - 100)
@@ -459,14 +464,14 @@ def draw_writers(rows: Sequence[tuple[str, dict[str, int], str]]) -> str:
 
 # --- divergence -------------------------------------------------------------------------------------------------------
 
-#: From which ratio of a difference to its element on a rectangle is darker.
+#: The ratios of a difference to its element at which the rectangle becomes darker.
 _FAR: Final = (1e-6, 1e-4, 1e-2, 1.0)
 _NAMES_WIDTH: Final = 330.0
 _ROW_HEIGHT: Final = 16.0
 
 
 def draw_divergence(divergence: Divergence) -> str:
-    """Return a map of what differs: a row for each tensor or value, a column for each step that differs."""
+    """Return a map of differences: a row for each tensor or value, a column for each step."""
     width = (WIDTH - _NAMES_WIDTH - _RIGHT) / max(len(divergence.steps), 1)
     body = []
     for row, one in enumerate(divergence.names):

@@ -1,16 +1,20 @@
-"""The commands of `ckptfmt` by name, and the text of ``ckptfmt --help``, which comes at once: nothing is imported."""
+"""The commands of `ckptfmt` by name, and the text of ``ckptfmt --help``.
+
+The module imports no other module, so that the help text appears without delay.
+"""
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # as of typing, whose import takes longer than the rest of this module
+TYPE_CHECKING = False  # typing's constant; importing typing takes longer than this whole module
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Final
 
-#: The name of the program in its usage, however it was started.
+#: The name of the program in its usage, independent of the way of starting it.
 PROGRAM: Final = "ckptfmt"
 
-#: Commands by purpose: what each does, and the module of `ckptfmt.cli` that does it ("" for one with its own parser).
+#: Commands by purpose: description, and implementing module of `ckptfmt.cli`; "" for a command with
+#: a parser of its own.
 GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "look": {
         "ls": ("the checkpoints of a run; the runs and checkpoints of a directory", "listing"),
@@ -58,14 +62,14 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         "conformance": ("judge a reader or writer, in any language", ""),
     },
 }
-#: All of them.
+#: All commands by name.
 COMMANDS: Final = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 USAGE: Final = f"usage: {PROGRAM} COMMAND ... | {PROGRAM} COMMAND --help | {PROGRAM} --version"
 
 
 def help_text() -> str:
-    """Return what ``--help`` prints."""
+    """Return the text of ``--help``."""
     width = max(map(len, COMMANDS))
     lines = [USAGE, "", "Checkpoints: weights and the context they came from."]
     for title, group in GROUPS.items():
@@ -75,7 +79,7 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-#: What other programs call some of the commands.
+#: Names that other programs have for some of the commands.
 _ALIKE: Final = {
     **dict.fromkeys(["delete", "remove", "del"], "rm"),
     **dict.fromkeys(["info", "show", "cat", "describe"], "inspect"),
@@ -91,7 +95,7 @@ _ALIKE: Final = {
 
 
 def suggest(typed: str, known: Iterable[str]) -> str | None:
-    """Return the name that was probably meant; None if none comes near.
+    """Return the known name nearest to the typed name; None if no name is similar.
 
     >>> suggest("valdate", ["validate", "inspect"])
     'validate'

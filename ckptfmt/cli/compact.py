@@ -1,4 +1,4 @@
-"""``compact``: make a full checkpoint of a delta, outside of a run or as the newest of its run."""
+"""``compact``: convert a delta into a full checkpoint, outside of a run or as its run's newest."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ckptfmt.errors import CkptError
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make a delta full, print what was done, and return the exit code.
+    """Write a delta as a full checkpoint, print the result, and return the exit code.
 
-    Raises: CkptError of any kind; then nothing was committed.
+    Raises: CkptError of any kind; then no checkpoint was committed.
     """
     path, take_over = arguments.path, arguments.take_over
 
     def total_nbytes() -> int | None:
-        """Return how much is written; in a run it is checked as well, and nobody knows how much that is."""
+        """Return the number of bytes to write; None in a run, where the verification adds more."""
         try:
             return None if take_over else open_checkpoint(path).manifest.nbytes
         except CkptError:

@@ -1,4 +1,4 @@
-"""``completion``: a script with which a shell completes commands, options and paths, made by shtab."""
+"""``completion``: a shell script, made by shtab, that completes commands, options and paths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Final
 from ckptfmt.cli.arguments import make_parser
 from ckptfmt.errors import Code, err
 
-#: Arguments that are files, by destination; every other one that has a path for its metavar is a directory.
+#: Destinations of the arguments that are files. All other arguments with a metavar in `_PATHS` are
+#: directories.
 _FILES: Final = frozenset({"join", "source", "target"})
 _PATHS: Final = frozenset({"PATH", "RUN", "DEST", "MIRROR", "SOURCE", "TARGET", "FILE", "A", "B"})
 
@@ -16,7 +17,7 @@ _PATHS: Final = frozenset({"PATH", "RUN", "DEST", "MIRROR", "SOURCE", "TARGET", 
 def run(arguments: argparse.Namespace) -> int:
     """Print the script for a shell, and return the exit code.
 
-    Raises: StateError(STATE_UNSUPPORTED) where shtab isn't installed.
+    Raises: StateError(STATE_UNSUPPORTED) if shtab isn't installed.
     """
     try:
         import shtab
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         remedy = 'Install it: pip install "ckptfmt[completion]".'
         raise err(Code.STATE_UNSUPPORTED, "completion is made by shtab", where="shtab", remedy=remedy) from error
     parser = make_parser()
-    for action in parser._actions:  # noqa: SLF001 - argparse has no public way to look at a parser
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public access to actions
         for command in (action.choices or {}).values() if isinstance(action.choices, dict) else ():
             for argument in command._actions:  # noqa: SLF001
                 if argument.metavar in _PATHS:

@@ -1,6 +1,6 @@
-"""What text looks like: colours on a terminal only, tables, sizes, times, a bar for long work; JSON for programs.
+"""The output of commands: colours on a terminal, tables, sizes, times, a progress bar, JSON.
 
-A name from a checkpoint is cleaned before it is printed, so that it can't play tricks with the terminal.
+Names from a checkpoint are cleaned before printing: they can't inject control sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SGR: Final = {
 #: The last second of the year 9999.
 _UNIX_S_MAX: Final = 253_402_300_799
 
-#: How many characters wide a column of a table is at most; a longer cell moves the rest of its row.
+#: The greatest width of a table's column, in characters; a longer cell shifts the rest of its row.
 _WIDEST: Final = 200
 
 #: A cell of a table: its text, and the style of that text ("" for none).
@@ -34,7 +34,7 @@ Cell = tuple[str, str]
 
 
 def clean(text: str) -> str:
-    r"""Return text that shows as it is: control, bidi and other unprintable characters become escapes.
+    r"""Return printable text: control, bidi and other unprintable characters become escapes.
 
     >>> print(clean("a\x1b[31mb\nc"))
     a\x1b[31mb\nc
@@ -47,7 +47,7 @@ def _escape(character: str) -> str:
 
 
 def bytes_text(nbytes: int) -> str:
-    """Return a number of bytes for eyes.
+    """Return a number of bytes as a text with a binary unit.
 
     >>> [bytes_text(nbytes) for nbytes in (0, 1023, 1024, 1536, 3 << 30)]
     ['0 B', '1023 B', '1.0 KiB', '1.5 KiB', '3.0 GiB']
@@ -56,13 +56,13 @@ def bytes_text(nbytes: int) -> str:
         return f"{nbytes} B"
     units = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
     power = min((nbytes.bit_length() - 1) // 10, len(units))
-    if power < len(units) and nbytes * 10 >= 10239.5 * 1024**power:  # it would be printed as 1024.0
+    if power < len(units) and nbytes * 10 >= 10239.5 * 1024**power:  # would round up to 1024.0
         power += 1
     return f"{nbytes / 1024**power:.1f} {units[power - 1]}"
 
 
 def share_text(part: int, whole: int) -> str:
-    """Return what share of a whole a part is, for eyes; of nothing, nothing.
+    """Return a part of a whole as a percentage; "0 %" if the whole is 0.
 
     >>> [share_text(part, 1000) for part in (0, 4, 284, 999, 1000)], share_text(0, 0)
     (['0 %', '<1 %', '28 %', '>99 %', '100 %'], '0 %')
@@ -83,7 +83,7 @@ def count_text(count: int, noun: str, plural: str = "") -> str:
 
 
 def time_text(unix_s: int) -> str:
-    """Return a time as ISO 8601 in UTC; what isn't within four digits of a year, in seconds.
+    """Return a time as ISO 8601 in UTC; in seconds if the year doesn't have four digits.
 
     >>> time_text(0), time_text(1 << 53)
     ('1970-01-01T00:00:00Z', '9007199254740992 s')
@@ -94,7 +94,7 @@ def time_text(unix_s: int) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return at most `width` characters of a text, both ends kept.
+    """Return a text shortened in the middle to at most `width` characters.
 
     >>> shorten("layers.0.attention.weight", 12)
     'layers...ght'
@@ -106,23 +106,23 @@ def shorten(text: str, width: int) -> str:
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Tell whether a person is at the other end."""
+    """Return whether a stream is an open terminal."""
     try:
         return stream is not None and stream.isatty()
-    except ValueError:  # it is closed
+    except ValueError:  # the stream is closed
         return False
 
 
 class Console:
-    """Where text goes, and how wide and colourful it may be there.
+    """The output of a command, with the width and the colours of the terminal.
 
     Args:
-        stream: where to; standard output if none is given.
-        holds: whether lines are kept until `release`.
+        stream: the stream to print to; None for standard output.
+        holds: whether lines are buffered until `release`.
 
     Attributes:
         colour: whether styles are shown: on a terminal that isn't dumb, unless NO_COLOR is set.
-        width: columns of the terminal; None in a pipe, where nothing is cut.
+        width: columns of the terminal; None for a pipe, where lines aren't cut.
     """
 
     def __init__(self, stream: IO[str] | None = None, *, holds: bool = False) -> None:
@@ -135,13 +135,18 @@ class Console:
             self._stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
     def style(self, text: str, style: str) -> str:
-        """Return text in a style: names of `_SGR` joined by spaces; plain where there is no colour."""
+        """Return text in a style, or plain text without colours.
+
+        Args:
+            text: the text.
+            style: names of `_SGR` joined by spaces.
+        """
         if not self.colour or not style or not text:
             return text
         return f"\x1b[{';'.join(_SGR[name] for name in style.split())}m{text}\x1b[0m"
 
     def line(self, *cells: Cell | str) -> None:
-        """Print cells one after the other, as one line."""
+        """Print cells as a line."""
         text = "".join(self._cell(cell) for cell in cells).rstrip(" ")
         if self._held is None:
             print(text, file=self._stream)
@@ -149,7 +154,7 @@ class Console:
             self._held.append(text)
 
     def release(self) -> None:
-        """Print the lines that were kept, and keep none from now on."""
+        """Print the buffered lines, and buffer no further lines."""
         held, self._held = self._held or (), None
         for text in held:
             print(text, file=self._stream)
@@ -162,18 +167,19 @@ class Console:
     def table(
         self, rows: Iterable[Sequence[Cell | str]], *, right: Sequence[int] = (), indent: int = 2, cut: bool = True
     ) -> None:
-        """Print rows in aligned columns; columns that are empty throughout are left out.
+        """Print rows in aligned columns, without columns that have only empty cells.
 
         Args:
-            rows: of cells; all rows have as many.
-            right: numbers of the columns that are aligned to the right.
-            indent: spaces before each line.
-            cut: whether lines lose what leaves the terminal.
+            rows: rows of cells, with the same number of cells in each.
+            right: numbers of the columns aligned to the right.
+            indent: number of spaces before each line.
+            cut: whether lines are cut at the terminal's width.
         """
         table = [[cell if isinstance(cell, tuple) else (cell, "") for cell in row] for row in rows]
         if not table:
             return
-        # No cell is filled up beyond `_WIDEST`: a name of 4 KiB would make a gigabyte of blanks beside 300,000 others.
+        # Cells are padded to `_WIDEST` at most: with 300,000 rows, a single name of 4 KiB would
+        # cause a gigabyte of blanks.
         widths = [min(_WIDEST, max(len(row[column][0]) for row in table)) for column in range(len(table[0]))]
         shown = [column for column, width in enumerate(widths) if width]
         for row in table:
@@ -186,7 +192,7 @@ class Console:
             self.line(*(self._fit(pieces[:-1]) if cut else pieces[:-1]))
 
     def _fit(self, pieces: list[Cell]) -> list[Cell]:
-        """Cut what leaves the terminal."""
+        """Return the cells of a line, cut at the terminal's width."""
         if self.width is None:
             return pieces
         room, fitting = self.width, []
@@ -206,7 +212,7 @@ class Console:
 
 
 def print_errors(console: Console, errors: Iterable[CkptError], style: str) -> None:
-    """Print a line for each error, and the remedy once for neighbours that share it."""
+    """Print a line for each error, and a shared remedy of consecutive errors once."""
     for (code, remedy), same in itertools.groupby(errors, key=lambda error: (error.code, error.remedy)):
         for error in same:
             cells: list[Cell] = [(str(code), style)]
@@ -220,7 +226,7 @@ def print_errors(console: Console, errors: Iterable[CkptError], style: str) -> N
 
 
 def labels_text(metrics: Mapping[str, float], tags: Iterable[str], *, pinned: bool, suspect: str | None = None) -> str:
-    """Return what is said of a checkpoint, on one line.
+    """Return the labels of a checkpoint, on one line.
 
     >>> labels_text({"eval_loss": 2.5}, ["release"], pinned=True)
     'pinned  eval_loss=2.5  #release'
@@ -233,29 +239,30 @@ def labels_text(metrics: Mapping[str, float], tags: Iterable[str], *, pinned: bo
 
 
 def version_members() -> dict[str, str]:
-    """Return the members that every object begins with."""
+    """Return the first members of every JSON object: the versions of library and format."""
     import ckptfmt
 
     return {"version": getattr(ckptfmt, "__version__", "unknown"), "format": limits.FORMAT_VERSION}
 
 
 def print_json(members: Mapping[str, object]) -> None:
-    """Print one object: ASCII, so that no terminal and no encoding changes it; no NaN."""
+    """Print a JSON object in ASCII, safe for any terminal and encoding, and without NaN."""
     print(json.dumps({**version_members(), **members}, indent=2, allow_nan=False))
 
 
-#: Work that is done sooner shows nothing, in seconds; and how often the bar moves after that.
+#: The time before the bar appears, and the interval of its updates, in seconds.
 _DELAY_S: Final = 0.5
 _EVERY_S: Final = 0.1
 _BAR_WIDTH: Final = 24
 
 
 class Progress:
-    """Show how many bytes are done; a context manager that leaves no trace.
+    """A progress bar on standard error, as a context manager that erases the bar at the end.
 
     Args:
-        total: returns how many bytes there are, None if nobody knows; asked only if the bar is shown.
-        quiet: show nothing in any case.
+        total: function that returns the total number of bytes, or None if unknown; called only if
+            the bar is shown.
+        quiet: whether to show no bar in any case.
     """
 
     def __init__(self, total: Callable[[], int | None], *, quiet: bool) -> None:
@@ -276,7 +283,7 @@ class Progress:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def advance(self, nbytes: int) -> None:
-        """Add bytes that are done, and move the bar if it is time."""
+        """Add finished bytes, and redraw the bar if its interval has passed."""
         self._done_nbytes += nbytes
         if not self._shown:
             return

@@ -1,4 +1,4 @@
-"""``convert``: from and to torch.save files, directories of torch.distributed.checkpoint, and Hugging Face ones."""
+"""``convert``: from and to files of torch.save, DCP directories, and Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ckptfmt.convert.hf import parse_nbytes
 from ckptfmt.errors import Code, err
 from ckptfmt.read.files import read_anew
 
-#: How many names are shown for one reason; ``--json`` has them all.
+#: The number of names shown for each reason; ``--json`` has all names.
 _SHOWN: Final = 4
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert, print what was done and what was left out, and return the exit code.
+    """Convert a checkpoint, print the result and the omitted parts, and return the exit code.
 
-    Raises: CkptError of any kind; then there is no target.
+    Raises: CkptError of any kind; then no target exists.
     """
     if arguments.step is not None and not 0 <= arguments.step < 1 << 53:
         raise err(Code.ARGUMENT, f"{arguments.step} is no number of steps", where="--step")

@@ -1,4 +1,4 @@
-"""``mirror``, ``promote``, ``scrub`` and ``repair``: the copies of a run, or of a checkpoint, in several stores."""
+"""``mirror``, ``promote``, ``scrub``, ``repair``: copies of a run or checkpoint in stores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptfmt.store import open_store
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command says, print what was done, and return the exit code.
+    """Run the command, print the result, and return the exit code.
 
     Raises: CommitError(HOMES_DIVERGED); FormatError(RUN_MISMATCH); IntegrityError; StateError(ARGUMENT); StoreError.
     """
@@ -66,7 +66,7 @@ def _print_mirror(console: Console, report: MirrorReport) -> None:
 
 
 def _follow(arguments: argparse.Namespace) -> int:
-    """Copy until somebody ends it; every line is of something that happened."""
+    """Copy new checkpoints until a signal arrives, print each change, and return the exit code."""
     console, problems, reports = Console(), set[str](), 0
 
     def tell(report: MirrorReport) -> None:
@@ -102,7 +102,7 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _until_signal() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT and SIGTERM set; a second SIGINT interrupts."""
+    """Yield an event that is set by SIGINT and SIGTERM; a second SIGINT interrupts."""
     stop = threading.Event()
 
     def end(number: int, _: object) -> None:
@@ -185,7 +185,7 @@ def _scrub(arguments: argparse.Namespace) -> int:
 
 
 def _print_outlook(console: Console, arguments: argparse.Namespace, report: ScrubReport, *, is_run: bool) -> None:
-    """Print what damage that stays means for the run, and what can be done."""
+    """Print the consequences of the remaining damage for the run, and possible repairs."""
     head = _find_sound_head(arguments.path, report) if is_run else None
     if not is_run:
         console.line((f"  Loads that need one of the damaged files are refused: {clean(arguments.path)}", "red"))
@@ -200,7 +200,10 @@ def _print_outlook(console: Console, arguments: argparse.Namespace, report: Scru
 
 
 def _print_beside(console: Console, path: str) -> None:
-    """Print which newer checkpoints the run doesn't go on from, such as those that a launch met before their repair."""
+    """Print the newer checkpoints beside the lineage.
+
+    An example is a checkpoint that a launch passed over before its repair.
+    """
     store = open_store(path, writable=False)
     launches, entries = list_launches(store), list_checkpoints(store, with_labels=False)
     head = next((entry for entry in iter_lineage(launches, entries) if entry.manifest is not None), None)
@@ -212,7 +215,10 @@ def _print_beside(console: Console, path: str) -> None:
 
 
 def _find_sound_head(path: str, report: ScrubReport) -> str | None:
-    """Return the newest checkpoint on the lineage of the run at `path` in which no damage stays, if there is one."""
+    """Return the name of the newest undamaged checkpoint on the lineage of the run at `path`.
+
+    Returns: None without such a checkpoint, or if a launch record is damaged.
+    """
     store = open_store(path, writable=False)
     stays = {one.path.partition("/")[0] for one in report.damages if one.copy == store.name and not one.repaired}
     try:
