@@ -1,1 +1,1 @@
-"""Open a checkpoint, read of it what is asked for, verify all of it, compare two."""
+"""Open a checkpoint, read selected contents, verify every byte, compare two checkpoints."""

@@ -1,4 +1,7 @@
-"""Read a run's files from a node's cache where they are whole there, and from home otherwise. Spec: REQ-RUN-038."""
+"""Read a run's files from a node's cache where the cached copy is intact, else from the home store.
+
+Spec: REQ-RUN-038.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +25,31 @@ _STORED_NAME: Final = re.compile(r"[a-z][a-z_]{0,40}-([0-9a-f]{16})-([0-9]{5,9})
 
 @dataclasses.dataclass(slots=True)
 class _Seen:
-    """What was found out of cached files, by their paths from the run on; each under its own lock."""
+    """The results of the checks of cached files, by their paths relative to the run.
+
+    Each file has its own lock.
+    """
 
     report: Callable[[str], None]
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # guards the dictionary of locks
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # guards `locks`
     locks: dict[str, threading.Lock] = dataclasses.field(default_factory=dict)
     is_whole: dict[str, bool] = dataclasses.field(default_factory=dict)
     files: dict[str, dict[str, VerifiedFile]] = dataclasses.field(default_factory=dict)
 
 
 class CachedStore:
-    """A run's home, of which shards and packs are read from a cache once every byte of them was seen to be right.
+    """A run's home store, with shards and packs read from a node's cache after a check.
 
-    A cached file is read through when it is first asked for, and compared with the digests of its part at home. One
-    that fails is reported, deleted, and read from home; so is one that goes, or can't be read, later. Documents are
-    read from home, and all that writes goes there.
+    The first access to a cached file reads the whole file and compares every byte with the digests
+    in its part, which is read from the home store. A file that fails the check is reported and read
+    from the home store. The cached copy is also deleted, unless the failure is a store error. A
+    cached file that disappears or becomes unreadable after the check is read from the home store.
+    Documents are always read from the home store, and every change goes to the home store.
 
     Args:
-        home: rooted at the run.
-        cache: rooted where the cache has the run's files.
-        report: called with a sentence for each cached file that isn't what was saved, from any thread.
+        home: the home store, rooted at the run.
+        cache: the cache, rooted at the cache's directory for the run.
+        report: called with a sentence for each cached file that fails the check, from any thread.
     """
 
     def __init__(self, home: Store, cache: Store, report: Callable[[str], None]) -> None:
@@ -51,36 +59,36 @@ class CachedStore:
 
     @property
     def name(self) -> str:
-        """The name of the home."""
+        """The name of the home store."""
         return self._home.name
 
     @property
     def is_remote(self) -> bool:
-        """Whether the home is."""
+        """Whether the home store is remote."""
         return self._home.is_remote
 
     @property
     def holds_expire(self) -> bool:
-        """See `Store.holds_expire`."""
+        """Whether holds in the home store expire; see `Store.holds_expire`."""
         return self._home.holds_expire
 
     def at(self, prefix: str) -> CachedStore:
-        """Return the same store with a directory as root; see `Store.at`."""
+        """Return the same store with the directory `prefix` as root; see `Store.at`."""
         return self._of(self._home.at(prefix), self._cache.at(prefix), join_path(self._prefix, prefix))
 
     def beside(self, name: str) -> CachedStore:
-        """Return the directory of that name beside this one; see `Store.beside`."""
+        """Return the store of the sibling directory `name`; see `Store.beside`."""
         upper = self._prefix.rpartition("/")[0]
         return self._of(self._home.beside(name), self._cache.beside(name), join_path(upper, name))
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def read(self, path: str, *, limit_nbytes: int) -> bytes:
-        """Return a whole small file, of home; see `Store.read`."""
+        """Return a whole small file from the home store; see `Store.read`."""
         return self._home.read(path, limit_nbytes=limit_nbytes)
 
     def read_range(self, path: str, byte_begin: int, nbytes: int) -> bytes:
-        """Return bytes of a file; see `Store.read_range`."""
+        """Return a range of a file, from the cache if possible; see `Store.read_range`."""
         if self._is_whole(path):
             with contextlib.suppress(CkptError):
                 return self._cache.read_range(path, byte_begin, nbytes)
@@ -88,7 +96,7 @@ class CachedStore:
 
     @contextlib.contextmanager
     def open_ranges(self, path: str) -> Iterator[RangeReader]:
-        """Open a file to read ranges of it; see `Store.open_ranges`."""
+        """Open a file for range reads, from the cache if possible; see `Store.open_ranges`."""
         with contextlib.ExitStack() as stack:
             found: RangeReader | None = None
             if self._is_whole(path):
@@ -109,52 +117,52 @@ class CachedStore:
         return (self._cache if self._is_whole(path) else self._home).waits(path)
 
     def list(self, prefix: str) -> Names:
-        """Return the paths of home; see `Store.list`."""
+        """Return the paths in the home store; see `Store.list`."""
         return self._home.list(prefix)
 
     def list_names(self, prefix: str) -> Names:
-        """Return the names of home; see `Store.list_names`."""
+        """Return the names in the home store; see `Store.list_names`."""
         return self._home.list_names(prefix)
 
-    # --- all else is home's -------------------------------------------------------------------------------------------
+    # --- other calls of the home store ------------------------------------------------------------
 
     def create(self, path: str, chunks: Iterable[Buffer]) -> None:
-        """See `Store.create`."""
+        """Create a file in the home store; see `Store.create`."""
         self._home.create(path, chunks)
 
     def replace(self, path: str, data: bytes) -> None:
-        """See `Store.replace`."""
+        """Replace a file in the home store; see `Store.replace`."""
         self._home.replace(path, data)
 
     def delete(self, path: str) -> None:
-        """See `Store.delete`."""
+        """Remove a file from the home store; see `Store.delete`."""
         self._home.delete(path)
 
     def delete_leftovers(self, prefix: str) -> None:
-        """See `Store.delete_leftovers`."""
+        """Remove unfinished files from the home store; see `Store.delete_leftovers`."""
         self._home.delete_leftovers(prefix)
 
     def remove_directory(self, path: str) -> None:
-        """See `Store.remove_directory`."""
+        """Remove empty directories from the home store; see `Store.remove_directory`."""
         self._home.remove_directory(path)
 
     def sync(self, path: str) -> None:
-        """See `Store.sync`."""
+        """Make names in the home store durable; see `Store.sync`."""
         self._home.sync(path)
 
     def hold(self, path: str) -> AbstractContextManager[None]:
-        """See `Store.hold`."""
+        """Hold a file in the home store; see `Store.hold`."""
         return self._home.hold(path)
 
     def is_held(self, path: str) -> bool:
-        """See `Store.is_held`."""
+        """Return whether a process holds a file in the home store; see `Store.is_held`."""
         return self._home.is_held(path)
 
     def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
-        """See `Store.list_held`."""
+        """Return the names of held files in the home store; see `Store.list_held`."""
         return self._home.list_held(prefix, wanted)
 
-    # --- what is whole ------------------------------------------------------------------------------------------------
+    # --- the check of cached files ----------------------------------------------------------------
 
     def _of(self, home: Store, cache: Store, prefix: str) -> CachedStore:
         other = CachedStore(home, cache, self._seen.report)
@@ -162,7 +170,10 @@ class CachedStore:
         return other
 
     def _is_whole(self, path: str) -> bool:
-        """Return whether a file may be read from the cache; every byte is compared when it is asked for first."""
+        """Return whether a file may be read from the cache.
+
+        The first call for a file compares every byte.
+        """
         named = _STORED_NAME.fullmatch(path)
         if named is None:
             return False
@@ -179,7 +190,7 @@ class CachedStore:
             self._cache.nbytes(path)
             file = self._files_of(path_of_part).get(path)
             return file is not None and self._verify(file)
-        return False  # it isn't there; or its part isn't, which the reader is told when it asks for that
+        return False  # the cached file or its part is missing; a reader of the part gets the error
 
     def _files_of(self, path_of_part: str) -> dict[str, VerifiedFile]:
         key = join_path(self._prefix, path_of_part)
@@ -195,7 +206,7 @@ class CachedStore:
                 pass
         except CkptError as error:
             self._seen.report(f"CACHE_DAMAGED: {join_path(self._prefix, file.path)} is read from home: {error}")
-            if not isinstance(error, StoreError):  # which says nothing of what the cache holds
+            if not isinstance(error, StoreError):  # a store error doesn't prove damage
                 with contextlib.suppress(CkptError):
                     self._cache.delete(file.path)
             return False
@@ -203,7 +214,7 @@ class CachedStore:
 
 
 class _Ranges:
-    """Ranges of a cached file; from the first one on that it can't give, of the file at home."""
+    """A range reader of a cached file that switches to the home store after a failed read."""
 
     def __init__(self, cached: RangeReader, open_home: Callable[[], RangeReader]) -> None:
         self._reader = cached

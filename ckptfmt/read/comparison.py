@@ -1,9 +1,12 @@
-"""Compare two checkpoints: by digests where they are cut alike, and of what differs by its elements, block by block.
+"""Compare two checkpoints by the digests of their blocks, and by elements where digests differ.
 
-Equal digests say that the same was saved, not that it is still there: bytes behind equal digests are read only by a
-comparison that verifies both sides first.
+Tensors that the two checkpoints divide into different boxes are compared by elements throughout.
 
-How far elements are from each other (`measure`) is a pure function of their bytes.
+Equal digests show that the same contents were saved. They don't show that the stored bytes are
+still intact. Blocks with equal digests are read only by a comparison that first verifies both
+sides.
+
+The measure of the distance between elements (`measure`) is a pure function of the bytes.
 
 Spec: REQ-TEN-005, REQ-OPN-005, REQ-OPN-006, REQ-OPN-009.
 """
@@ -34,23 +37,25 @@ from ckptfmt.read.report import Report
 from ckptfmt.read.streaming import iter_ahead
 from ckptfmt.read.verify import verify_opened
 
-#: How many bytes of tensors that are cut otherwise are read at a time.
+#: Size in bytes of the chunks of a tensor that the two sides divide into different boxes.
 _CHUNK_NBYTES: Final = 4 << 20
-#: How many elements that differ are kept of a tensor: those that are the farthest from each other.
+#: Number of changed elements kept for each tensor: the elements with the greatest gaps.
 _LARGEST_COUNT: Final = 3
-#: What of a tensor must be alike for its elements to be compared; and what else is said of it.
+#: Properties of a tensor that must be equal for a comparison of elements, and further properties
+#: that are reported when they differ.
 _KIND: Final = ("dtype", "global_shape")
 _REST: Final = ("storage", "aliases")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """A tensor that isn't the same on both sides.
+    """A tensor that differs between the two sides.
 
     Attributes:
-        only_in: 0 or 1, if one side has it alone; None if both have it.
-        described: what is said of it otherwise, such as ``dtype``, each with what either side says.
-        distance: how far its elements are from each other; None where they can't be compared.
+        only_in: 0 or 1 if only this side has the tensor; None if both have the tensor.
+        described: the properties that differ, such as ``dtype``, each with the values of both
+            sides.
+        distance: the distance between the elements; None where the elements can't be compared.
     """
 
     field: str
@@ -65,11 +70,11 @@ class TensorDifference:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDifference:
-    """A plain value or an RNG stream that isn't the same on both sides.
+    """A plain value or an RNG stream that differs between the two sides.
 
     Attributes:
-        only_in: as of a tensor.
-        place: where in the tree the first difference is; empty for all of it.
+        only_in: 0 or 1 if only this side has the value; None if both have the value.
+        place: path of the first difference in the value's tree; empty for the whole value.
     """
 
     field: str
@@ -81,14 +86,15 @@ class ValueDifference:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Counts:
-    """What it took.
+    """The amount of work of a comparison.
 
     Attributes:
-        tensor_count: how many tensors both sides have in one dtype and shape.
-        block_count: how many blocks of them were compared by digest.
-        differing_count: how many of these differ, and were read.
-        content_nbytes: size of the tensors of both sides.
-        read_nbytes: how many bytes of shards and packs were read for it, of both sides and of what they read from.
+        tensor_count: number of tensors that both sides have with equal dtype and shape.
+        block_count: number of their blocks that were compared by digest.
+        differing_count: number of these blocks with different digests; only these were read.
+        content_nbytes: total size in bytes of the compared tensors, on both sides.
+        read_nbytes: bytes of shards and packs read to compare elements, on both sides, bases
+            included.
     """
 
     tensor_count: int = 0
@@ -100,12 +106,12 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """How two checkpoints differ, by the order of their indexes.
+    """The differences between two checkpoints, in the order of their indexes.
 
     Attributes:
-        is_verified: whether every byte of both sides was read and compared with its digest. Else blocks with equal
-            recorded digests count as equal, and their bytes were not read.
-        damages: what is wrong with either side; what is damaged isn't compared.
+        is_verified: whether every byte of both sides was read and compared with its digest. Without
+            this, blocks with equal recorded digests count as equal, and their bytes were not read.
+        damages: the errors found on each side. Damaged checkpoints aren't compared.
     """
 
     tensors: tuple[TensorDifference, ...]
@@ -116,12 +122,16 @@ class Comparison:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether one of the two was found damaged."""
+        """Whether at least one side was found damaged."""
         return any(self.damages)
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing differs, and nothing is damaged: of what was saved, or, if verified, of what is there."""
+        """Whether there is no difference and no damage.
+
+        The answer describes the saved contents by their digests; if verified, also the stored
+        bytes.
+        """
         return not self.tensors and not self.values and not self.is_damaged
 
 
@@ -133,17 +143,20 @@ def compare(
     verify: bool = False,
     on_progress: Callable[[int], None] | None = None,
 ) -> Comparison:
-    """Compare what two checkpoints hold, whoever wrote it when, in constant memory.
+    """Compare the contents of two checkpoints in constant memory.
+
+    The two checkpoints may have different writers and different times of saving.
 
     Args:
-        fields: which of the seven fields.
-        verify: read every byte of both first, whatever their fields, and of what they read from the blocks that they
-            need; without it, blocks of equal recorded digests are equal unseen.
-        on_progress: called with the number of bytes of one side that were just compared, however; and, to verify, with
-            the number of bytes just checked.
+        fields: names of the fields to compare, among the seven fields of a checkpoint.
+        verify: whether to read every byte of both checkpoints first, in all fields, and the blocks
+            that they need from their bases. Without this, blocks with equal recorded digests count
+            as equal and aren't read.
+        on_progress: called after each tensor with half the size in bytes of both sides together;
+            with `verify`, also with the number of bytes just checked.
 
-    Raises: IntegrityError; what opening bases raises; FormatError; StoreError. With `verify`, what is damaged is in
-        the result instead.
+    Raises: IntegrityError; the errors of opening bases; FormatError; StoreError. With `verify`,
+        damage is returned in the result instead.
     """
     if verify:
         damages = _verify(one, on_progress), _verify(other, on_progress)
@@ -164,7 +177,7 @@ def compare(
 
 
 def _verify(side: Checkpoint, on_progress: Callable[[int], None] | None) -> tuple[CkptError, ...]:
-    """Return what is wrong with a checkpoint, after reading every byte of it."""
+    """Return the violations in a checkpoint, after a read of every byte."""
     report = Report(target=side.title, kind="checkpoint", on_progress=on_progress)
     verify_opened(side, report)
     return tuple(report.violations)
@@ -176,10 +189,10 @@ def _verify(side: Checkpoint, on_progress: Callable[[int], None] | None) -> tupl
 def _compare_tensor(
     sides: tuple[Checkpoint, Checkpoint], pair: tuple[IndexTensor | None, IndexTensor | None], counts: Counts
 ) -> TensorDifference | None:
-    """Return how a tensor differs; None if it doesn't."""
+    """Return the difference of a tensor; None if both sides are equal."""
     one, other = pair
     shown = one or other
-    assert shown is not None  # noqa: S101 - one side has it
+    assert shown is not None  # noqa: S101 - at least one side has the tensor
     difference = TensorDifference(
         field=shown.field, name=shown.name, scope=shown.scope, dtype=shown.dtype, global_shape=shown.global_shape
     )
@@ -208,7 +221,10 @@ def _compare_tensor(
 def _iter_alike(
     sides: tuple[Checkpoint, Checkpoint], pair: tuple[IndexTensor, IndexTensor], counts: Counts
 ) -> Iterator[Distance]:
-    """Yield how far the elements of each block are whose digests differ; of no other anything is read."""
+    """Yield the distance for each block with different digests.
+
+    Blocks with equal digests aren't read.
+    """
     parts = [dict(tensor.sharding) for tensor in pair]
     libraries = [Library(side) for side in sides]
 
@@ -239,7 +255,10 @@ def _iter_alike(
 def _iter_otherwise(
     sides: tuple[Checkpoint, Checkpoint], pair: tuple[IndexTensor, IndexTensor], counts: Counts
 ) -> Iterator[Distance]:
-    """Yield how far the elements of each chunk are, of tensors that are cut otherwise: everything is read."""
+    """Yield the distance for each chunk of a tensor whose boxes differ between the sides.
+
+    Every element is read.
+    """
     one, other = pair
     element_nbytes = DTYPES[one.dtype].nbytes
     whole = Box.whole(one.global_shape)
@@ -276,7 +295,7 @@ def _compare_streams(one: Checkpoint, other: Checkpoint) -> Iterator[ValueDiffer
 
 
 def _compare_trees(key: TensorKey, one: bytes | None, other: bytes | None) -> Iterator[ValueDifference]:
-    """Yield the difference of two trees, given as bytes, where there is one."""
+    """Yield the difference of two trees, given as bytes; yield no item if they are equal."""
     if one == other:
         return
     field, name, scope = key
@@ -289,25 +308,25 @@ def _compare_trees(key: TensorKey, one: bytes | None, other: bytes | None) -> It
     yield ValueDifference(field=field, name=name, scope=scope, only_in=only_in, place=place)
 
 
-# --- how far elements are from each other -----------------------------------------------------------------------------
+# --- distance between elements --------------------------------------------------------------------
 
 
-#: Elements without an order: they differ or don't.
+#: Dtypes without an order of elements: two elements are equal or different, without a distance.
 _NO_NUMBERS: Final = frozenset({"bool", "float4_e2m1fn_x2"})
-#: A float without a sign, of which a step is a factor of two.
+#: Unsigned floats, where neighbours differ by a factor of two.
 _UNSIGNED_FLOATS: Final = frozenset({"float8_e8m0fnu"})
-#: The least number of each number of binary digits, from one digit on.
+#: The least integers with 1, 2, 3, ... binary digits.
 _POWERS: Final = np.array([1 << digits for digits in range(64)], np.uint64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """An element that differs.
+    """A changed element.
 
     Attributes:
-        index: where it is in the tensor.
-        values: what it is on either side; of a dtype without numbers, its bits.
-        gap: how far these are from each other; infinite where one of them is no number.
+        index: the element's index in the tensor.
+        values: the element's values on both sides; the bits for a dtype without numbers.
+        gap: the absolute difference; infinite if one value is NaN; 1 for a dtype without numbers.
     """
 
     index: tuple[int, ...]
@@ -317,19 +336,24 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """How far elements are from each other.
+    """The distance between elements of two tensors.
 
     Attributes:
-        element_count: how many were compared.
-        changed_count: how many have other bits; a complex one counts once.
-        nan_count: how many of these are no number on one side at least, and so are nowhere.
-        max_abs: the greatest difference of two numbers; None where no two were compared.
-        max_rel: the greatest ratio of such a difference to the larger of the two magnitudes; likewise.
-        max_ulps: the greatest number of floats from one number to the other, both zeros being one; None of what isn't
-            a float, and where no two were compared.
-        ulp_counts: how many numbers are how many ULPs apart: at k those with k binary digits, so that at 0 are those
-            that are equal but for the sign of a zero, at 1 those of one ULP, at 2 those of two or three.
-        largest: those that are the farthest from each other, the farthest first; what is no number is infinitely far.
+        element_count: number of compared elements.
+        changed_count: number of elements with different bits; a complex element counts once.
+        nan_count: number of changed elements with a NaN on at least one side. NaNs count neither in
+            the maxima nor in `ulp_counts`.
+        max_abs: greatest absolute difference of two numbers; None where no two numbers were
+            compared.
+        max_rel: greatest ratio of a difference to the larger magnitude of the two numbers; None
+            where no two numbers were compared.
+        max_ulps: greatest number of steps (ULPs) between two floats, with both zeros as one value;
+            None for dtypes other than floats, and where no two numbers were compared.
+        ulp_counts: histogram of the distances in ULPs, by number of binary digits. Bin 0 counts
+            distance 0 (zeros of different sign), bin 1 distance 1, bin 2 distances 2 and 3, and so
+            on.
+        largest: the changes with the greatest gaps, greatest first; a change with a NaN has an
+            infinite gap.
     """
 
     element_count: int = 0
@@ -343,7 +367,11 @@ class Distance:
 
     @property
     def median_ulps(self) -> int | None:
-        """Return a number of ULPs, as few as binary digits tell, within which at least half of the changed ones are."""
+        """Return an upper bound of the median distance in ULPs, as exact as `ulp_counts` permits.
+
+        At least half of the changed numbers lie within this distance. None where no floats were
+        compared.
+        """
         half, seen = sum(self.ulp_counts) / 2, 0
         for digits, count in enumerate(self.ulp_counts):
             seen += count
@@ -352,7 +380,7 @@ class Distance:
         return None
 
     def add(self, other: Distance) -> Self:
-        """Return the distance of these elements and others."""
+        """Return the distance of the elements of both operands together."""
         return type(self)(
             element_count=self.element_count + other.element_count,
             changed_count=self.changed_count + other.changed_count,
@@ -365,10 +393,11 @@ class Distance:
         )
 
     def within(self, box: Box, first: int) -> Distance:
-        """Return this distance of elements of a box, its changes at their indices in the tensor.
+        """Return this distance with the changes at their indices in the tensor.
 
         Args:
-            first: number of the first of the elements in the box.
+            box: the box of the elements.
+            first: number of the first element within the box.
         """
         return dataclasses.replace(
             self,
@@ -377,9 +406,9 @@ class Distance:
 
 
 def measure(one: memoryview, other: memoryview, dtype: str) -> Distance:
-    """Return how far elements are from each other, given as bytes, as many of one as of the other.
+    """Return the distance between two equally long sequences of elements, given as bytes.
 
-    The index of a change is its number among them.
+    The index of a change is its number in the sequence.
 
     >>> one, other = (np.array(values, "<f4").data.cast("B") for values in ([1, 2, 0.0], [1, 2.5, -0.0]))
     >>> found = measure(one, other, "float32")
@@ -414,21 +443,22 @@ def measure(one: memoryview, other: memoryview, dtype: str) -> Distance:
 def _measure_floats(
     one: NDArray[Any], other: NDArray[Any], dtype: str, changed: NDArray[Any], *, lanes: int
 ) -> Distance:
-    """Return what is to be said of floats of which some bits differ, in each element of so many lanes.
+    """Return the distance of changed float elements.
 
     Args:
-        changed: numbers of the elements.
+        changed: numbers of the changed elements.
+        lanes: number of floats in an element: 2 for complex dtypes, else 1.
     """
-    import ml_dtypes  # noqa: PLC0415 - a twentieth of a second that other commands needn't pay
+    import ml_dtypes  # noqa: PLC0415 - the import takes 50 ms, which other commands save
 
     kind = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
     floats = np.dtype(getattr(ml_dtypes, kind, None) or kind)
-    with np.errstate(invalid="ignore", over="ignore"):  # of NaNs, and of two that are infinitely far
+    with np.errstate(invalid="ignore", over="ignore"):  # NaNs, and differences that overflow
         values = [words.view(floats).astype(np.float64) for words in (one, other)]
         gaps = np.abs(values[0] - values[1])
     are_numbers = ~(np.isnan(values[0]) | np.isnan(values[1]))
     nan_count = int((~are_numbers.reshape(-1, lanes).all(axis=1)).sum())
-    compared = are_numbers & (one != other)  # of a complex one, the other half may be as it was
+    compared = are_numbers & (one != other)  # in a complex element, only one half may have changed
     far = np.where(compared, gaps, np.where(are_numbers, 0.0, np.inf)).reshape(-1, lanes).max(axis=1)
     elements = [lane.view(np.complex128) if lanes > 1 else lane for lane in values]
     largest = _largest(changed, elements, far)
@@ -448,7 +478,7 @@ def _measure_floats(
 
 
 def _in_order(words: NDArray[Any]) -> NDArray[Any]:
-    """Return integers that count floats from zero on, upwards and downwards; both zeros are 0."""
+    """Return integers that number the floats in their order, with 0 for both zeros."""
     bits = 8 * words.itemsize - 1
     signed = words.view(f"<i{words.itemsize}")
     magnitude = signed & ((1 << bits) - 1)
@@ -457,7 +487,10 @@ def _in_order(words: NDArray[Any]) -> NDArray[Any]:
 
 
 def _gaps(one: NDArray[Any], other: NDArray[Any], *, is_signed: bool) -> NDArray[Any]:
-    """Return the differences of integers, which may be more than a signed one of their size holds."""
+    """Return the absolute differences of integers, as unsigned integers of the same size.
+
+    A difference may exceed the signed range.
+    """
     width = one.itemsize
     if is_signed:
         one, other = one.view(f"<i{width}"), other.view(f"<i{width}")
@@ -467,14 +500,20 @@ def _gaps(one: NDArray[Any], other: NDArray[Any], *, is_signed: bool) -> NDArray
 
 
 def _ratios(gaps: NDArray[Any], one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
-    """Return gaps as parts of the larger magnitude of each two; infinite where one is, 0 of two zeros."""
+    """Return each gap divided by the larger magnitude of the pair.
+
+    The ratio is infinite for an infinite gap, and 0 for two zeros.
+    """
     with np.errstate(invalid="ignore", divide="ignore"):
         ratios: NDArray[Any] = gaps / np.maximum(np.abs(one), np.abs(other))
     return np.where(np.isinf(gaps), np.inf, np.nan_to_num(ratios, nan=0.0))
 
 
 def _largest(changed: NDArray[Any], values: list[NDArray[Any]], gaps: NDArray[Any]) -> tuple[Change, ...]:
-    """Return the elements that are the farthest from each other, the farthest first, of equals the first."""
+    """Return the changes with the greatest gaps, greatest first.
+
+    Equal gaps stay in the order of the elements.
+    """
     order = np.argsort(-gaps, kind="stable")[:_LARGEST_COUNT].tolist()
     return tuple(
         Change(index=(int(changed[at]),), values=(values[0][at].item(), values[1][at].item()), gap=float(gaps[at]))
@@ -483,11 +522,11 @@ def _largest(changed: NDArray[Any], values: list[NDArray[Any]], gaps: NDArray[An
 
 
 def _index(box: Box, number: int) -> tuple[int, ...]:
-    """Return the index in the tensor of an element of a box, counted through by rows."""
+    """Return the index in the tensor of the element with a row-major number in a box."""
     within = np.unravel_index(number, box.shape) if box.shape else ()
     return tuple(begin + int(at) for begin, at in zip(box.begin, within, strict=True))
 
 
 def _greater(one: Any, other: Any) -> Any:  # noqa: ANN401 - numbers of one kind
-    """Return the greater of two, either of which may be None."""
+    """Return the greater of two values, either of which may be None; None if both are None."""
     return max((value for value in (one, other) if value is not None), default=None)

@@ -1,4 +1,4 @@
-"""The content of any block, however it is stored: raw, as the base has it, or encoded. Verified at each step.
+"""Decode blocks in any form of storage: raw, taken from a base, or encoded. Each step is verified.
 
 Spec: REQ-DEL-005, REQ-DEL-007, REQ-DEL-008, REQ-DEL-011, REQ-DEL-022, REQ-DEL-023.
 """
@@ -25,25 +25,26 @@ from ckptfmt.read.report import is_violation, without_frames
 from ckptfmt.read.streaming import REMOTE_REQUEST_NBYTES, REQUEST_NBYTES
 from ckptfmt.store.protocol import RangeReader
 
-#: How many bytes that nobody wants are read at most, so as to save a request.
+#: Maximum number of unneeded bytes between two ranges that are read in one request.
 GAP_NBYTES: Final = 64 << 10
-#: The same for remote stores: a connection carries these in 5 ms, and a request takes 20 at least. It is less than a
-#: block of the usual size, so that no such block is read which nobody wants.
+#: The same limit for remote stores. A connection transfers this many bytes in 5 ms, and a request
+#: takes at least 20 ms. The limit is below the usual block size, so that no unneeded block of that
+#: size is read.
 REMOTE_GAP_NBYTES: Final = 256 << 10
 
-#: A block: the box that has it, and its number there.
+#: A block: its box, and its number in the box.
 Block: TypeAlias = tuple[StoredBox, int]
 
 
-# --- where blocks are -------------------------------------------------------------------------------------------------
+# --- places of blocks -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpan:
-    """Blocks ``[first, last)`` that lie in one extent of a box: of a part, or of that of a base.
+    """Blocks ``[first, last)`` in one extent of a stored box, which may be a box of a base.
 
     Attributes:
-        encoding: of the extent; any but ``same``.
+        encoding: the extent's encoding; never ``same``.
     """
 
     stored: StoredBox
@@ -53,9 +54,11 @@ class BlockSpan:
 
 
 def iter_spans(stored: StoredBox, first: int, last: int) -> Iterator[BlockSpan]:
-    """Yield where the blocks ``[first, last)`` of a box are, in order. Bases are opened where they have some of them.
+    """Yield the places of the blocks ``[first, last)`` of a box, in order.
 
-    Raises: as `Decoder.content`, but for what only the bytes of blocks show.
+    Open the bases that store some of them.
+
+    Raises: the errors of `Decoder.content` that don't depend on the bytes of blocks.
     """
     for extent in stored.extents_of(first, last):
         begin, end = max(first, extent.block_begin), min(last, extent.block_begin + extent.block_count)
@@ -70,8 +73,11 @@ def iter_spans(stored: StoredBox, first: int, last: int) -> Iterator[BlockSpan]:
 
 
 def _find_base(stored: StoredBox, number: int | None) -> StoredBox:
-    """Return the same box of the same tensor in a base. Raises: FormatError(BASE_BLOCK) if it has none."""
-    assert number is not None  # noqa: S101 - parsing saw to it
+    """Return the same box of the same tensor in a base.
+
+    Raises: FormatError(BASE_BLOCK) if the base lacks the box.
+    """
+    assert number is not None  # noqa: S101 - parsing has checked this
     opened = stored.opened
     reference = opened.part.references[number]
     files = opened.files.closure.open(reference)
@@ -101,19 +107,19 @@ def _no_base(stored: StoredBox, detail: str, requirement: str = "REQ-DEL-022") -
     )
 
 
-# --- what blocks are decoded from -------------------------------------------------------------------------------------
+# --- sources of decoding --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Sources:
-    """What blocks of a box are decoded from that have the same reference, and are predicted alike.
+    """The sources for decoding the blocks of a box with the same reference and prediction.
 
     Attributes:
-        base: the box of the base; None where none is needed, or the group's prediction stands in its place.
-        rule: of the group that predicts them; None where none does.
-        role: of the box in the group.
-        news: the members before it, with their roles.
-        bases: the members of the base that are needed, with their roles.
+        base: the box in the base; None if no base is needed, or if the blocks are predicted.
+        rule: the rule of the prediction group; None if the blocks aren't predicted.
+        role: the box's role in the group.
+        news: the earlier members of the group, with their roles.
+        bases: the needed members in the base, with their roles.
     """
 
     base: StoredBox | None = None
@@ -124,9 +130,9 @@ class _Sources:
 
 
 def _find_sources(stored: StoredBox, block: int) -> _Sources:
-    """Return what a block is decoded from, beside what is stored of it.
+    """Return the sources for decoding a block, in addition to the block's own stored bytes.
 
-    Raises: as `Decoder.content`, but for what only the bytes of blocks show.
+    Raises: the errors of `Decoder.content` that don't depend on the bytes of blocks.
     """
     extent = stored.extent_of(block)
     if stored.group is not None and extent.predicted:
@@ -137,7 +143,10 @@ def _find_sources(stored: StoredBox, block: int) -> _Sources:
 
 
 def _find_predicting(stored: StoredBox, group: PredictionGroup, block: int) -> _Sources:
-    """Return what a block is predicted from. Raises: FormatError(ENCODED_FORM) for a rule that isn't the group's."""
+    """Return the sources for predicting a block.
+
+    Raises: FormatError(ENCODED_FORM) for a rule that doesn't match the group.
+    """
     where = stored.place_of(block)
     rule = _parse_rule(group, where)
     ordered = roles(rule)
@@ -167,30 +176,35 @@ def _parse_rule(group: PredictionGroup, where: str) -> Rule:
     try:
         return _known_rule(group.rule)
     except CkptError:
-        return Rule.parse(group.rule, where)  # which raises again, and says where
+        return Rule.parse(group.rule, where)  # raises the same error with its place
 
 
 @functools.lru_cache(maxsize=64)
 def _known_rule(content: bytes) -> Rule:
-    """Return a rule: all parameters that an optimizer treats alike have the same."""
+    """Return a parsed rule. All parameters with the same optimizer options share one rule."""
     return Rule.parse(content, "")
 
 
 def _elements_of(stored: StoredBox, block: int) -> range:
-    """Return the elements of a box that are in a block."""
+    """Return the elements of a box in a block, as numbers within the box."""
     begin = block * stored.block_nbytes // stored.element_nbytes
     return range(begin, begin + stored.content_nbytes(block) // stored.element_nbytes)
 
 
 def _blocks_of(elements: range, element_nbytes: int, block_nbytes: int) -> range:
-    """Return the blocks that have some elements."""
+    """Return the numbers of the blocks that contain the elements."""
     return range(elements.start * element_nbytes // block_nbytes, -(-elements.stop * element_nbytes // block_nbytes))
 
 
 def join_blocks(
     content_of: Callable[[int], memoryview], elements: range, element_nbytes: int, block_nbytes: int
 ) -> memoryview:
-    """Return the bytes of some elements of a box, given what returns its blocks by their numbers."""
+    """Return the bytes of some elements of a box.
+
+    Args:
+        content_of: returns a block's content by number.
+        elements: numbers of the elements within the box.
+    """
     begin, end = elements.start * element_nbytes, elements.stop * element_nbytes
     blocks = _blocks_of(elements, element_nbytes, block_nbytes)
     found = [content_of(block) for block in blocks]
@@ -204,13 +218,13 @@ def join_blocks(
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Fetched:
-    """What is stored of some blocks, and of all that they are decoded from, verified.
+    """The verified stored bytes of some blocks, and of all blocks needed to decode them.
 
     Attributes:
-        stored: of each block, its stored bytes; or why they can't be used.
-        nbytes: how many stored bytes there are.
-        read_nbytes: how many bytes were read for it.
-        request_count: in how many ranges.
+        stored: for each block, its stored bytes, or the error that makes them unusable.
+        nbytes: total size in bytes of the stored blocks.
+        read_nbytes: number of bytes read, gaps included.
+        request_count: number of range reads.
     """
 
     stored: dict[Block, memoryview | CkptError] = dataclasses.field(default_factory=dict)
@@ -220,9 +234,10 @@ class Fetched:
 
 
 class Library:
-    """The files of a checkpoint and of those that it reads from, each under a path of its own, and their blocks.
+    """The files and blocks of a checkpoint and of its bases, each file under a unique path.
 
-    Its own files have their names as paths, those of others the name of the checkpoint before. Threads may share it.
+    The path of the checkpoint's own file is the file's name. The path of a base's file has the
+    base's name as a prefix. Threads may share a library.
     """
 
     def __init__(self, files: CheckpointFiles) -> None:
@@ -231,10 +246,12 @@ class Library:
         self._sources: dict[tuple[StoredBox, int | None, bool], _Sources] = {}
 
     def range_of(self, stored: StoredBox, first: int, last: int, box: int) -> BlockRange:
-        """Return where what is stored of blocks ``[first, last)`` of one extent lies; see `StoredBox.span_of`.
+        """Return the byte range of the stored blocks ``[first, last)`` of one extent.
+
+        See `StoredBox.span_of`.
 
         Args:
-            box: a number of the caller's, by which the range says whose it is.
+            box: a number chosen by the caller, which identifies the box in the returned range.
         """
         name, byte_begin, nbytes = stored.span_of(first, last)
         return BlockRange(self._path_of(stored.opened, name), byte_begin, nbytes, box, first * stored.block_nbytes)
@@ -250,7 +267,7 @@ class Library:
         return path
 
     def plan_requests(self, ranges: Iterable[BlockRange]) -> tuple[Request, ...]:
-        """Return the requests that read `ranges`."""
+        """Return the requests that read the ranges."""
         return plan_requests(
             ranges,
             block_nbytes=self.files.block_nbytes,
@@ -259,12 +276,15 @@ class Library:
         )
 
     def check(self, path: str) -> None:
-        """Compare size and header of a file with its part, once. Raises: IntegrityError. Spec: REQ-OPN-011."""
+        """Compare the size and the header of a file with its part, once.
+
+        Raises: IntegrityError. Spec: REQ-OPN-011.
+        """
         opened, name = self._opened[path]
         opened.files.check_file(opened.part, name)
 
     def open_ranges(self, path: str) -> AbstractContextManager[RangeReader]:
-        """Open a file; see `Store.open_ranges`."""
+        """Open a file for range reads; see `Store.open_ranges`."""
         opened, name = self._opened[path]
         return opened.files.store.open_ranges(name)
 
@@ -279,7 +299,10 @@ class Library:
         return opened.files.store.waits(name)
 
     def sources_of(self, stored: StoredBox, block: int) -> _Sources:
-        """Return what a block is decoded from, beside what is stored of it. Raises: as `_find_sources`."""
+        """Return the sources for decoding a block; see `_find_sources`.
+
+        Raises: as `_find_sources`.
+        """
         extent = stored.extent_of(block)
         at = stored, extent.reference, extent.predicted
         if at not in self._sources:
@@ -287,9 +310,9 @@ class Library:
         return self._sources[at]
 
     def fetch(self, wanted: Iterable[Block]) -> Fetched:
-        """Read and verify what is stored of blocks, and of all that they are decoded from.
+        """Read and verify the stored bytes of blocks, and of all blocks needed to decode them.
 
-        Raises: StoreError. What is wrong with a block is raised where the block is decoded.
+        Raises: StoreError. An error of a single block is raised later, when that block is decoded.
         """
         found = Fetched()
         blocks = list(self._iter_stored(wanted))
@@ -317,7 +340,10 @@ class Library:
         return found
 
     def _iter_stored(self, wanted: Iterable[Block]) -> Iterator[Block]:
-        """Yield all stored blocks that these blocks are decoded from, in one step or in many; each once."""
+        """Yield each stored block needed to decode the wanted blocks, once.
+
+        The needed blocks include the sources of sources, over any number of steps.
+        """
         seen: set[Block] = set()
         waiting = list(wanted)
         while waiting:
@@ -335,10 +361,10 @@ class Library:
                 if encoding != "raw":
                     waiting += self._iter_needed(stored, block)
             except CkptError as error:
-                _kept(error)  # decoding the block meets the same
+                _kept(error)  # decoding the block raises the same error
 
     def _iter_needed(self, stored: StoredBox, block: int) -> Iterator[Block]:
-        """Yield the blocks that a block is decoded from."""
+        """Yield the blocks from which a block is decoded."""
         sources = self.sources_of(stored, block)
         if sources.base is not None:
             yield sources.base, block
@@ -348,7 +374,10 @@ class Library:
                 yield member, number
 
     def read_blocks(self, stored: StoredBox, blocks: Iterable[int]) -> tuple[list[memoryview], Fetched]:
-        """Return the content of some blocks of a box, and what was read for it. Raises: as `Decoder.content`."""
+        """Return the contents of some blocks of a box, and the record of the reads.
+
+        Raises: as `Decoder.content`.
+        """
         blocks = list(blocks)
         fetched = self.fetch((stored, block) for block in blocks)
         decoder = Decoder(self, fetched)
@@ -356,21 +385,25 @@ class Library:
 
 
 def _kept(error: CkptError) -> CkptError:
-    """Return an error that says something of a block, for later. Raises: any other error, such as the store's."""
+    """Return an error that describes a damaged block, for later.
+
+    Raises: any other error, such as a store error.
+    """
     if not is_violation(error):
         raise error
     return without_frames(error)
 
 
 class Decoder:
-    """Decodes blocks, each once: what one of them needs of another is kept as long as this object.
+    """A decoder that decodes each block once, and keeps the contents for dependent blocks.
 
     Args:
-        fetched: what is stored of the blocks, and of all that they are decoded from.
+        fetched: the stored bytes of the blocks, and of all blocks needed to decode them.
 
     Attributes:
-        contents: of the blocks that were decoded, in the order in which they were done: of bases, too.
-        decoded_nbytes: how many bytes of content were decoded, and compared with a digest.
+        contents: the decoded blocks with their contents, in the order of decoding, blocks of bases
+            included.
+        decoded_nbytes: size in bytes of the contents decoded and compared with a digest.
     """
 
     def __init__(self, library: Library, fetched: Fetched) -> None:
@@ -380,10 +413,11 @@ class Decoder:
         self.decoded_nbytes = 0
 
     def content(self, stored: StoredBox, block: int) -> memoryview:
-        """Return the content of a block, which is what was saved.
+        """Return the content of a block, as saved.
 
-        Raises: IntegrityError(BLOCK_DIGEST, BASE_MISSING, BASE_MISMATCH, ...); FormatError(ENCODED_FORM,
-            DECODED_DIGEST, BASE_BLOCK, REFERENCE_CLOSURE); StateError(FLOAT_ENVIRONMENT).
+        Raises: IntegrityError(BLOCK_DIGEST, BASE_MISSING, BASE_MISMATCH, ...);
+            FormatError(ENCODED_FORM, DECODED_DIGEST, BASE_BLOCK, REFERENCE_CLOSURE);
+            StateError(FLOAT_ENVIRONMENT).
         """
         if (stored, block) not in self.contents:
             self.contents[stored, block] = self._decode(stored, block)
@@ -399,7 +433,7 @@ class Decoder:
             raise found
         if encoding == "raw":
             return found
-        content = np.empty(stored.content_nbytes(block), np.uint8).data  # not cleared: it counts once its digest fits
+        content = np.empty(stored.content_nbytes(block), np.uint8).data  # filled by decoding
         self._fill(stored, block, encoding, found, content)
         self.decoded_nbytes += content.nbytes
         if digest_bytes(content) != stored.digests_of(block, block + 1):
@@ -408,7 +442,7 @@ class Decoder:
         return content
 
     def _fill(self, stored: StoredBox, block: int, encoding: str, found: memoryview, content: memoryview) -> None:
-        """Decode what is stored of a block into `content`."""
+        """Decode the stored bytes of a block into `content`."""
         sources, where = self._library.sources_of(stored, block), stored.place_of(block)
         if sources.rule is None:
             base = None if sources.base is None else self.content(sources.base, block)

@@ -1,6 +1,6 @@
-"""The files of a committed checkpoint: manifest, index and parts, what each part stores where, and the bases.
+"""Open the metadata of a committed checkpoint: manifest, index, parts, places of blocks, bases.
 
-Everything here is metadata. Blocks are read by `ckptfmt.read.decoding` and `ckptfmt.read.reading`.
+This module reads metadata only. `ckptfmt.read.decoding` and `ckptfmt.read.reader` read blocks.
 
 Spec: REQ-OPN-001 to REQ-OPN-004, REQ-OPN-011, REQ-OPN-013, REQ-DEL-020 to REQ-DEL-024.
 """
@@ -33,16 +33,23 @@ from ckptfmt.store.protocol import Source, Store, call_each
 
 T = TypeVar("T")
 
-#: How often a read is begun in all, where each time a save replaces the checkpoint meanwhile.
+#: Maximum number of attempts of a read, where a save replaces the checkpoint during each attempt.
 _READ_TRIES: Final = 10
 
 
 class ReplacedError(IntegrityError):
-    """The register has another document now than the manifest that the reader opened. Spec: REQ-OPN-013."""
+    """The error of a reader whose manifest is no longer the document in the register.
+
+    Spec: REQ-OPN-013.
+    """
 
 
 def replaced(digest: str) -> ReplacedError:
-    """Return the error of a checkpoint, given its digest, that was replaced or retired while it was open."""
+    """Return the error for a checkpoint that was replaced or retired while it was open.
+
+    Args:
+        digest: the checkpoint's manifest digest.
+    """
     return ReplacedError(
         Code.CHECKPOINT_RETIRED,
         f"the checkpoint {digest} isn't there any more: it was replaced or retired while it was open",
@@ -53,9 +60,13 @@ def replaced(digest: str) -> ReplacedError:
 
 
 def read_anew(read: Callable[[], T]) -> T:
-    """Return the result of a read that opens the checkpoint itself, begun anew where the checkpoint was replaced.
+    """Return the result of `read`, and call `read` again if the checkpoint was replaced meanwhile.
 
-    Raises: what `read` raises; ReplacedError where the checkpoint was replaced during each try. Spec: REQ-OPN-013.
+    Args:
+        read: opens the checkpoint and reads from it.
+
+    Raises: the errors of `read`; ReplacedError if the checkpoint was replaced during every attempt.
+        Spec: REQ-OPN-013.
     """
     for _ in range(_READ_TRIES - 1):
         with contextlib.suppress(ReplacedError):
@@ -64,7 +75,9 @@ def read_anew(read: Callable[[], T]) -> T:
 
 
 def is_current(store: Store, digest: str) -> bool:
-    """Return whether the register has the manifest of a digest; True where the register can't be read.
+    """Return whether the register contains the manifest with this digest.
+
+    The result is True if the register can't be read.
 
     Spec: REQ-OPN-013.
     """
@@ -76,19 +89,23 @@ def is_current(store: Store, digest: str) -> bool:
 
 
 class CheckpointFiles:
-    """The files of a committed checkpoint. Only manifest and index are read until more is asked for.
+    """The files of a committed checkpoint.
+
+    Opening reads only the manifest and the index; parts are read on demand.
 
     Args:
-        store: rooted at the checkpoint's directory.
-        digest: the manifest digest that is expected, if one is.
-        check: compares the manifest with what surrounds the checkpoint, and raises; called before all other checks.
-        bases: where else to look for what a delta reads from, beside the directory that this checkpoint is in:
-            checkpoints, or directories of them.
-        closure: of the checkpoint that reads from this one.
-        title: what that checkpoint calls this one; None for the name of its directory.
+        store: a store rooted at the checkpoint's directory.
+        digest: the expected manifest digest, if known.
+        check: called with the manifest before all other checks; compares the manifest with the
+            checkpoint's surroundings, and raises on a mismatch.
+        bases: further places to search for the bases of a delta: checkpoints, or directories of
+            checkpoints. The directory that contains this checkpoint is always searched.
+        closure: the closure of the delta that reads from this checkpoint; None for a checkpoint
+            that isn't opened as a base.
+        title: the delta's name for this checkpoint; None for the name of its directory.
 
-    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED, FILE_MISSING, FILE_NBYTES,
-        DOC_DIGEST); FormatError; UnsupportedError; LayoutError (tiling); StoreError.
+    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED, FILE_MISSING,
+        FILE_NBYTES, DOC_DIGEST); FormatError; UnsupportedError; LayoutError (tiling); StoreError.
     Spec: REQ-OPN-001 to REQ-OPN-004, REQ-OPN-013.
     """
 
@@ -125,7 +142,7 @@ class CheckpointFiles:
         self.close()
 
     def _open(self, digest: str | None, check: Callable[[Manifest], None] | None) -> tuple[Manifest, Index]:
-        """Return manifest and index, which belong to each other."""
+        """Return a manifest and an index that belong together."""
         self.manifest = read_manifest(self.store)
         if check is not None:
             check(self.manifest)
@@ -140,17 +157,18 @@ class CheckpointFiles:
             return self.manifest, read_index(self.store, self.manifest)
 
     def check_current(self) -> None:
-        """Raise ReplacedError where the register has another document now than the manifest that was opened.
+        """Raise ReplacedError if the register no longer contains the opened manifest.
 
-        To be called once damage was found: the files of a checkpoint that was replaced are deleted. Nothing is asked of
-        a base, whose files stay for as long as a checkpoint needs them. Spec: REQ-OPN-013.
+        Call this after damage was found: the files of a replaced checkpoint are deleted, which
+        looks like damage. For a base this call does nothing, because a base's files stay as long as
+        a checkpoint needs them. Spec: REQ-OPN-013.
         """
         if not self._is_base and not is_current(self.store, self.digest):
             raise replaced(self.digest)
 
     @contextlib.contextmanager
     def while_current(self) -> Iterator[None]:
-        """Raise ReplacedError in the place of damage, where the checkpoint was replaced meanwhile."""
+        """Raise ReplacedError instead of an IntegrityError if the checkpoint was replaced."""
         try:
             yield
         except IntegrityError as error:
@@ -159,7 +177,10 @@ class CheckpointFiles:
             raise
 
     def close(self) -> None:
-        """Let go of what was read."""
+        """Release the parts that were read.
+
+        Close the bases, unless this checkpoint is a base itself.
+        """
         self._parts.clear()
         self._checked.clear()
         if not self._is_base:
@@ -167,7 +188,7 @@ class CheckpointFiles:
 
     @property
     def digest(self) -> str:
-        """The digest of the manifest: the name of the checkpoint."""
+        """The digest of the manifest, which identifies the checkpoint."""
         return self.manifest.digest
 
     @property
@@ -177,7 +198,7 @@ class CheckpointFiles:
 
     @property
     def metadata_nbytes(self) -> int:
-        """How many bytes of manifest, index, parts and shard headers were read so far."""
+        """Number of bytes of manifest, index, parts and shard headers read so far."""
         return self._manifest_nbytes + self.manifest.index_nbytes + self._part_nbytes + self._header_nbytes
 
     @functools.cached_property
@@ -185,12 +206,12 @@ class CheckpointFiles:
         return len(self.manifest.dump())
 
     def place_of(self, name: str) -> str:
-        """Return where a file is, for messages: below the checkpoint that was opened."""
+        """Return a file's place for messages, relative to the checkpoint that the caller opened."""
         return f"{self.title}/{name}" if self._is_base else name
 
     @contextlib.contextmanager
     def _placed(self) -> Iterator[None]:
-        """Say of errors where they are, as `place_of` does, and of damage whether the checkpoint was replaced."""
+        """Add the place to errors, as `place_of` does; apply `while_current` too."""
         try:
             with self.while_current():
                 yield
@@ -200,28 +221,37 @@ class CheckpointFiles:
             raise error.below(self.title) from error
 
     def find(self, field: str, name: str, scope: str = "global") -> IndexTensor | None:
-        """Return what the index says of a tensor, by its name or one of its aliases."""
+        """Return a tensor's entry in the index, by name or alias; None without such a tensor."""
         key = (field, name, scope)
         return self.tensors.get(key) or self._aliases.get(key)
 
     def stored_leaf(self, entry: IndexLeaf) -> Leaf:
-        """Return a plain value as its part has it. Raises: FormatError(DOC_MISMATCH), and of parts."""
+        """Return a plain value from its part.
+
+        Raises: FormatError(DOC_MISMATCH); the errors of `open_part`.
+        """
         leaf = self.open_part(entry.part).leaves.get((entry.field, entry.name, entry.scope))
         if leaf is None:
             raise self._contradiction(entry.part, f"has no value {entry.name!r} of {entry.field}")
         return leaf
 
     def stored_stream(self, entry: IndexRngStream) -> RngStream:
-        """Return a random-number stream as its part has it. Raises: FormatError(DOC_MISMATCH), and of parts."""
+        """Return an RNG stream from its part.
+
+        Raises: FormatError(DOC_MISMATCH); the errors of `open_part`.
+        """
         stream = self.open_part(entry.part).streams.get((entry.name, entry.scope))
         if stream is None or stream.kind != entry.kind:
             raise self._contradiction(entry.part, f"has no stream {entry.name!r} of kind {entry.kind!r}")
         return stream
 
     def stored_box(self, tensor: IndexTensor, box: Box, part: int) -> StoredBox:
-        """Return a box as its part stores it. Raises: FormatError(DOC_MISMATCH), and of parts. Spec: REQ-IDX-001."""
+        """Return a box of a tensor as its part stores it.
+
+        Raises: FormatError(DOC_MISMATCH); the errors of `open_part`. Spec: REQ-IDX-001.
+        """
         stored = self.open_part(part).find(tensor.key, box)
-        # What index and part must say alike of a tensor.
+        # The index and the part must agree on these properties.
         if stored is None or (stored.dtype, stored.global_shape, stored.storage) != (
             tensor.dtype,
             tensor.global_shape,
@@ -235,16 +265,18 @@ class CheckpointFiles:
         with self._lock:
             if name in self._checked:
                 return
-        # Without the lock: two threads that ask for one file at once both look, which does no harm.
+        # Outside the lock: two concurrent calls for one file both check the file, which is
+        # harmless.
         file = next(file for file in part.files if file.name == name)
         with self._placed():
             self.check_nbytes(part, file)
             self.read_header(file)
 
     def check_nbytes(self, part: Part, file: PartFile) -> None:
-        """Raise unless a file has the size that its part says.
+        """Raise unless a file has the size given in the part.
 
-        Raises: IntegrityError(FILE_NBYTES, FILE_MISSING; FILES_IN_CACHES where it needn't be at home).
+        Raises: IntegrityError(FILE_NBYTES, FILE_MISSING; FILES_IN_CACHES if the part's durability
+            permits a file outside the home store).
         Spec: REQ-CKP-003, REQ-CKP-004, REQ-OPN-012.
         """
         try:
@@ -255,9 +287,11 @@ class CheckpointFiles:
             raise in_caches(part.durability, [file.name]) from None
 
     def read_header(self, file: PartFile) -> bytes:
-        """Return a file's header, and count the file as checked; its size was compared before. Raises: as the function.
+        """Return a file's header, and mark the file as checked.
 
-        Spec: REQ-OPN-011.
+        The caller has compared the size before.
+
+        Raises: as the function `read_header`. Spec: REQ-OPN-011.
         """
         header = read_header(self.store, file)
         with self._lock:
@@ -266,7 +300,10 @@ class CheckpointFiles:
         return header
 
     def open_part(self, number: int) -> OpenPart:
-        """Return a part; it is read once. Raises: as `read_part`."""
+        """Return a part. The first call reads the part; later calls return the same object.
+
+        Raises: as `read_part`.
+        """
         with self._lock:
             if number not in self._parts:
                 with self._placed():
@@ -274,9 +311,12 @@ class CheckpointFiles:
             return self._parts[number]
 
     def open_parts(self, numbers: Iterable[int]) -> None:
-        """Read parts that are about to be opened, several at once if the store is remote. Raises: as `read_part`."""
+        """Read several parts concurrently if the store is remote; otherwise do nothing.
+
+        Raises: as `read_part`.
+        """
         if not self.store.is_remote:
-            return  # one by one, when they are asked for
+            return  # `open_part` reads each part on demand
         with self._lock, self._placed():
             missing = sorted(set(numbers) - self._parts.keys())
             for number, part in zip(missing, call_each(self.store, self.read_part, missing), strict=True):
@@ -313,12 +353,14 @@ class CheckpointFiles:
 
 
 class Closure:
-    """The checkpoints that a delta reads from: found by digest, beside it or where the caller says; each opened once.
+    """The bases of a delta. Each base is found by digest and opened once.
+
+    The search covers the delta's parent directory and `bases`.
 
     Args:
-        store: of the delta.
-        manifest: of the delta; its references are all that may be opened here.
-        bases: where else to look: each a checkpoint, or a directory of checkpoints.
+        store: the delta's store.
+        manifest: the delta's manifest; only its references may be opened here.
+        bases: further places to search: each a checkpoint, or a directory of checkpoints.
     """
 
     def __init__(self, store: Store, manifest: Manifest, bases: Sequence[Store]) -> None:
@@ -329,9 +371,10 @@ class Closure:
         self._lock = threading.RLock()
 
     def open(self, reference: Reference) -> CheckpointFiles:
-        """Return a referenced checkpoint.
+        """Return a referenced checkpoint, opened once.
 
-        Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH) and those of opening it; FormatError(REFERENCE_CLOSURE).
+        Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH) and the errors of opening a checkpoint;
+            FormatError(REFERENCE_CLOSURE).
         """
         with self._lock:
             if reference not in self._opened:
@@ -339,7 +382,7 @@ class Closure:
             return self._opened[reference]
 
     def close(self) -> None:
-        """Let go of what was opened."""
+        """Close the opened bases."""
         with self._lock:
             for files in self._opened.values():
                 files.close()
@@ -351,7 +394,8 @@ class Closure:
             files = _open_base(store, reference, self)
         except CkptError as error:
             raise error.below(reference.name) from error
-        # What it reads from is then listed as well, and fewer than here: no chain is endless, and none has a ring.
+        # The delta's manifest must list the base's own references too. A base has fewer references
+        # than the delta, so chains of bases end and contain no cycle.
         self._check_listed(set(files.manifest.references))
         return files
 
@@ -366,7 +410,10 @@ class Closure:
             )
 
     def find(self, reference: Reference) -> Store:
-        """Return where a checkpoint lies that has the digest. Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH)."""
+        """Return the store of the checkpoint with the reference's digest.
+
+        Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH).
+        """
         found: list[str] = []
         elsewhere = (place for base in self._bases for place in (base, base.at(reference.name)))
         for place in (self._store.beside(reference.name), *elsewhere):
@@ -393,12 +440,14 @@ def _open_base(store: Store, reference: Reference, closure: Closure) -> Checkpoi
 
 
 class OpenPart:
-    """A part of an opened checkpoint, whose boxes are found by name. What is asked for becomes an object, and is kept.
+    """A part of an opened checkpoint, with lookup of its boxes by name.
+
+    Box objects are made on demand and kept.
 
     Attributes:
         files: the checkpoint.
         part: the document.
-        streams, leaves: by name.
+        streams, leaves: the part's RNG streams and plain values, by name.
     """
 
     def __init__(self, files: CheckpointFiles, part: Part) -> None:
@@ -411,7 +460,7 @@ class OpenPart:
         self._written: dict[int, dict[Box, int]] = {}
 
     def find(self, key: TensorKey, box: Box) -> StoredBox | None:
-        """Return what the part stores of a tensor; None where it doesn't store this box."""
+        """Return a tensor's box as the part stores it; None if the part doesn't store this box."""
         held = self.part.holdings
         tensor = held.table.numbers.get(key)
         if tensor is None:
@@ -422,18 +471,19 @@ class OpenPart:
                 self._written[tensor] = {held.box(row): row for row in rows if held.written[row]}
             row = self._written[tensor].get(box)
             return None if row is None else self.box(row)
-        stored = self.box(rows[0]) if rows else None  # most often, without a search
+        stored = self.box(rows[0]) if rows else None  # the usual case, without a search
         return stored if stored is not None and stored.extents and stored.box == box else None
 
     def box(self, row: int) -> StoredBox:
-        """Return a box, given its number in the part."""
+        """Return a box by its number in the part."""
         if row not in self._boxes:
-            # Threads that meet here go on with the same object: blocks are told apart by it.
+            # Concurrent threads must get the same object, because blocks are identified by the
+            # object.
             self._boxes.setdefault(row, self._make_box(row))
         return self._boxes[row]
 
     def iter_boxes(self) -> Iterator[StoredBox]:
-        """Yield all boxes."""
+        """Yield all boxes of the part."""
         return map(self.box, range(len(self.part.holdings.replica)))
 
     def _make_box(self, row: int) -> StoredBox:
@@ -459,12 +509,12 @@ class StoredBox:
 
     Attributes:
         opened: the part.
-        row: number of the box in the part.
-        key, dtype, global_shape, storage: of the tensor.
-        box: which elements of the tensor.
-        extents: where its blocks are; none for a box that another writer writes.
-        digests: of the content of its blocks.
-        group: what it is predicted with; None where it is in no group.
+        row: the box's number in the part.
+        key, dtype, global_shape, storage: the tensor's properties.
+        box: the box's place and shape in the tensor.
+        extents: the places of the blocks; empty for a box that another writer stores.
+        digests: the digests of the blocks' contents, concatenated.
+        group: the box's prediction group; None if the box has no group.
     """
 
     opened: OpenPart
@@ -480,7 +530,7 @@ class StoredBox:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size of the box in bytes."""
         return self.box.element_count * self.element_nbytes
 
     @property
@@ -502,25 +552,31 @@ class StoredBox:
         return min(self.block_nbytes, self.nbytes - block * self.block_nbytes)
 
     def extent_of(self, block: int) -> Extent:
-        """Return the extent that has a block."""
+        """Return the extent that contains a block."""
         return self.extents[0] if len(self.extents) == 1 else self.extents[self._find(block)]
 
     def extents_of(self, first: int, last: int) -> tuple[Extent, ...]:
-        """Return the extents that have something of the blocks ``[first, last)``, at least one of them."""
+        """Return the extents that contain any of the blocks ``[first, last)``.
+
+        At least one block is given.
+        """
         return self.extents[self._find(first) : self._find(last - 1) + 1]
 
     def _find(self, block: int) -> int:
-        """Return the number of the extent that has a block: they hold each block once, in order."""
+        """Return the number of the extent that contains a block.
+
+        The extents cover the blocks once and in order.
+        """
         return bisect.bisect_right(self.extents, block, key=lambda extent: extent.block_begin) - 1
 
     def span_of(self, first: int, last: int) -> tuple[str, int, int]:
-        """Return the file, the first byte and the size of what is stored of blocks ``[first, last)`` of one extent.
+        """Return the file, first byte and stored size of blocks ``[first, last)`` of one extent.
 
         Args:
-            last: ``first + 1`` where they are encoded.
+            last: ``first + 1`` for encoded blocks.
         """
         extent = self.extent_of(first)
-        assert extent.file is not None  # noqa: S101 - all but the base's blocks are in a file
+        assert extent.file is not None  # noqa: S101 - only blocks of a base have no file
         if extent.is_encoded:
             byte_begin, nbytes = extent.stored_begin(first), extent.stored_nbytes(first)
         else:
@@ -529,16 +585,16 @@ class StoredBox:
         return self.opened.part.files[extent.file].name, byte_begin, nbytes
 
     def title_of(self, block: int) -> str:
-        """Return how messages call a block."""
+        """Return a block's name for messages."""
         return f"block {block} of {self.key[0]} {self.key[1][:100]!r}"
 
     def place_of(self, block: int) -> str:
-        """Return where a block is stored, for messages."""
+        """Return the place of a block's stored bytes, for messages."""
         name, byte_begin, nbytes = self.span_of(block, block + 1)
         return f"{self.opened.files.place_of(name)}[{byte_begin}:{byte_begin + nbytes}]"
 
     def iter_damages(self, blocks: BlockRange, stored: memoryview) -> Iterator[CkptError]:
-        """Yield an IntegrityError(BLOCK_DIGEST) for each block of a range that isn't as it was saved.
+        """Yield an IntegrityError(BLOCK_DIGEST) for each block that doesn't match its digest.
 
         Args:
             blocks: raw blocks of one extent, or one encoded block.
@@ -550,7 +606,7 @@ class StoredBox:
         extent = self.extent_of(first)
         if extent.is_encoded:
             digests, requirement, saved = extent.stored_digest(first), "REQ-DEL-007", "stored as it was saved"
-        else:  # raw, here or in the base
+        else:  # raw, in this checkpoint or in a base
             digests = self.digests_of(first, first - (-blocks.nbytes // self.block_nbytes))
             requirement, saved = "REQ-OPN-006", "what was saved"
         for number, (begin, end) in enumerate(iter_blocks(blocks.nbytes, self.block_nbytes)):
@@ -563,13 +619,14 @@ class StoredBox:
                 )
 
 
-# --- one document or header -------------------------------------------------------------------------------------------
+# --- single documents and headers -----------------------------------------------------------------
 
 
 def read_manifest(store: Store) -> Manifest:
     """Return the manifest in a checkpoint directory's register.
 
-    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED) and those of `read_register`.
+    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED); the errors of
+        `read_register`.
     Spec: REQ-MAN-001.
     """
     register = read_register(store)
@@ -585,10 +642,10 @@ def read_manifest(store: Store) -> Manifest:
 
 
 def read_index(store: Store, manifest: Manifest) -> Index:
-    """Return the index that a manifest names, checked against it.
+    """Return the index named by a manifest, checked against the manifest.
 
-    Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST); FormatError(DOC_MISMATCH, MANIFEST_SUMMARY and
-        those of parsing); LayoutError.
+    Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST); FormatError(DOC_MISMATCH,
+        MANIFEST_SUMMARY and the codes of parsing); LayoutError.
     Spec: REQ-IDX-001, REQ-IDX-004, REQ-MAN-006.
     """
     path = index_name(manifest.origin.attempt)
@@ -612,14 +669,17 @@ def read_index(store: Store, manifest: Manifest) -> Index:
 
 
 def in_caches(durability: str, names: Sequence[str]) -> CkptError:
-    """Return the error of files that aren't at home, and needn't be."""
+    """Return the error for files that were saved to caches and are missing from the home store."""
     others = f", and {len(names) - 1} more files of the checkpoint aren't at home either" if len(names) > 1 else ""
     detail = f"the file isn't at home: it was written to a cache of its node (durability {durability}){others}"
     return err(Code.FILES_IN_CACHES, detail, where=names[0], requirement="REQ-OPN-012")
 
 
 def check_nbytes(store: Source, path: str, nbytes: int) -> None:
-    """Raise unless a file has the size that is declared. Raises: IntegrityError(FILE_NBYTES, FILE_MISSING)."""
+    """Raise unless a file has the declared size.
+
+    Raises: IntegrityError(FILE_NBYTES, FILE_MISSING).
+    """
     actual = store.nbytes(path)
     if actual != nbytes:
         detail = f"the file has {actual} bytes, not {nbytes}"
@@ -627,7 +687,7 @@ def check_nbytes(store: Source, path: str, nbytes: int) -> None:
 
 
 def read_header(store: Store, file: PartFile) -> bytes:
-    """Return a file's header, which is the one that was digested. Raises: IntegrityError(HEADER_DIGEST)."""
+    """Return a file's header, compared with its digest. Raises: IntegrityError(HEADER_DIGEST)."""
     header = store.read_range(file.name, 0, file.header_nbytes)
     if digest_bytes(header) != file.header_digest:
         raise err(
@@ -640,13 +700,13 @@ def read_header(store: Store, file: PartFile) -> bytes:
 
 
 def read_exactly(store: Store, path: str, nbytes: int) -> bytes:
-    """Return a file that is named with its size. Raises: IntegrityError(FILE_MISSING, FILE_NBYTES)."""
+    """Return a file with a declared size. Raises: IntegrityError(FILE_MISSING, FILE_NBYTES)."""
     try:
         content = store.read(path, limit_nbytes=min(nbytes, limits.MSGPACK_NBYTES))
     except CkptError as error:
         if error.code != Code.LIMIT_EXCEEDED:
             raise
-        check_nbytes(store, path, nbytes)  # most often it is larger than it should be, and not than files may be
+        check_nbytes(store, path, nbytes)  # the declared size is the usual cause
         raise
     if len(content) != nbytes:
         check_nbytes(store, path, nbytes)

@@ -1,4 +1,7 @@
-"""Which files of a checkpoint aren't at home, because they were written to caches of nodes. Spec: REQ-OPN-012."""
+"""Find the files of a checkpoint that are only in nodes' caches, not in the home store.
+
+Spec: REQ-OPN-012.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ from ckptfmt.read.files import CheckpointFiles, in_caches
 
 
 def find_elsewhere(files: CheckpointFiles) -> dict[int, list[str]]:
-    """Return the names of the files that aren't at home, by the writers whose parts say that they needn't be.
+    """Return the names of files missing from the home store, by writers that permit this.
 
-    Nothing is read unless the manifest has a durability; then the parts are, and the names in the directory.
+    If the manifest's durability is "home", no file is read and the result is empty. Otherwise all
+    parts and the names in the checkpoint's directory are read.
 
+    Returns: lists of file names, by writer number, for writers with missing files.
     Raises: as `CheckpointFiles.open_part`; StoreError. Spec: REQ-OPN-002, REQ-OPN-012.
     """
     if files.manifest.durability == HOME:
@@ -27,7 +32,9 @@ def find_elsewhere(files: CheckpointFiles) -> dict[int, list[str]]:
 
 
 def check_at_home(files: CheckpointFiles) -> None:
-    """Raise unless the files of a checkpoint are at home, or should be.
+    """Raise if files are missing from the home store because they were saved to caches.
+
+    Files whose part requires the home store aren't checked here.
 
     Raises: IntegrityError(FILES_IN_CACHES); as `find_elsewhere`. Spec: REQ-OPN-012.
     """

@@ -1,11 +1,15 @@
-"""The system calls that `LocalStore` makes, one method each: the seam for recorders and fault injectors. And holds.
+"""The system calls of `LocalStore`, one method each, to be overridden in tests; and holds.
 
-Every name is relative to an open directory and is one component, so that nothing below the root can be reached
-through a symlink that somebody put in the way. Methods raise OSError, as the system calls do. Linux; elsewhere
-`rename_noreplace` is refused and ``fsync`` may promise less.
+Recorders and fault injectors override these methods.
 
-A hold is a file that says "somebody is at it". It is locked, and the kernel takes the lock back from whoever dies. The
-last one who holds a file removes it. One that stays, because all were killed, is held by nobody and does no harm.
+Every name is one path component, relative to an open directory. A symlink that another user has
+planted therefore can't lead outside the root. Methods raise OSError, like the system calls. The
+module is written for Linux; on other systems `rename_noreplace` is refused and ``fsync`` may
+promise less.
+
+A hold is a locked file that shows that a process is using something. The kernel releases the lock
+when the process dies. The last holder removes the file. A file that stays after all holders were
+killed is unlocked, counts as not held, and does no harm.
 """
 
 from __future__ import annotations
@@ -26,17 +30,18 @@ from ckptfmt.store.protocol import TEMPORARY_PREFIX
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK: else opening a named pipe waits for its writer, for ever.
+# Without O_NONBLOCK, opening a named pipe waits for a writer, possibly for ever.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-#: NFS asks for a file that is open for writing before it locks it for one alone, for reading before it is shared.
+#: On NFS an exclusive lock needs a file open for writing, and a shared lock a file open for
+#: reading.
 _LOCK: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _RENAME_NOREPLACE: Final = 1
 _RENAME_EXCHANGE: Final = 2
-#: 0 where the system has no such flag.
+#: The flag for direct I/O; 0 where the system has no such flag.
 _DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
 
 
-#: The number of cachestat(2), the same on every architecture of Linux that Python has wheels for.
+#: Number of the system call cachestat(2), the same on every Linux architecture with Python wheels.
 _CACHESTAT: Final = 451 if sys.platform == "linux" and os.uname().machine != "alpha" else None
 
 
@@ -55,14 +60,17 @@ def _renameat2(name: str, new_name: str, directory_fd: int, flags: int) -> None:
 
 
 class PosixCalls:
-    """The primitive calls, as the system makes them. Without state."""
+    """The primitive system calls. The class has no state."""
 
     def temporary_name(self) -> str:
-        """Return a name that no other process and no earlier run chooses."""
+        """Return a random name for a temporary file that no other process or earlier run uses."""
         return TEMPORARY_PREFIX + secrets.token_hex(16)
 
     def open_root(self, path: str) -> int:
-        """Open a directory by its absolute path, which may lead through symlinks: it is the caller's own."""
+        """Open a directory by its absolute path.
+
+        The path may contain symlinks, because the caller chose the path.
+        """
         return os.open(path, _DIRECTORY)
 
     def open_directory(self, name: str, directory_fd: int) -> int:
@@ -70,53 +78,68 @@ class PosixCalls:
         return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory_fd)
 
     def open_new(self, name: str, directory_fd: int) -> int:
-        """Create a file for writing; EEXIST if there is anything of that name."""
+        """Create a file for writing; EEXIST if the name is taken."""
         return os.open(name, _NEW, 0o666, dir_fd=directory_fd)
 
     def open_read(self, name: str, directory_fd: int) -> int:
-        """Open a file for reading without waiting; a symlink is refused (ELOOP). It needn't be a regular file."""
+        """Open a file for reading without waiting; a symlink is refused (ELOOP).
+
+        The caller checks whether the file is a regular file.
+        """
         return os.open(name, _READ, dir_fd=directory_fd)
 
     def open_lock(self, name: str, directory_fd: int) -> int:
-        """Open a file for `lock_shared` and `try_lock`; a symlink is refused (ELOOP). It needn't be a regular file."""
+        """Open a file for `lock_shared` and `try_lock`; a symlink is refused (ELOOP).
+
+        The caller checks whether the file is a regular file.
+        """
         return os.open(name, _LOCK, dir_fd=directory_fd)
 
     def lock_shared(self, fd: int) -> None:
-        """Lock a file as others may too, until it is closed by all who inherited it; wait for `try_lock` of others."""
+        """Take a shared lock on a file; wait while another process has an exclusive lock.
+
+        The lock lasts until every process that inherited the descriptor has closed the descriptor.
+        """
         fcntl.flock(fd, fcntl.LOCK_SH)
 
     def try_lock(self, fd: int) -> bool:
-        """Lock a file for one alone and return True, or return False if somebody has it locked; an own lock is lost."""
+        """Take an exclusive lock and return True; return False if another process has a lock.
+
+        A shared lock on the same descriptor may be lost in both cases.
+        """
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
 
-    #: Close a descriptor; it is closed even if this raises (Linux). The function is that of the system, since Python
-    #: handles signals before the first line of its own functions: a KeyboardInterrupt would leave a file locked.
+    #: Close a descriptor, which is closed even if this call raises (Linux). This is the system's
+    #: function itself: Python handles signals before the first line of a Python function, and a
+    #: KeyboardInterrupt there would leave the file locked.
     close = staticmethod(os.close)
 
     def write(self, fd: int, data: memoryview) -> int:
-        """Write the beginning of `data` at the file's position and return how many bytes that were."""
+        """Write the beginning of `data` at the file's position, and return the number of bytes."""
         return os.write(fd, data)
 
     def write_at(self, fd: int, data: memoryview, byte_begin: int) -> int:
-        """Write the beginning of `data` at a place of its own and return how many bytes that were."""
+        """Write the beginning of `data` at `byte_begin`, and return the number of bytes written."""
         return os.pwrite(fd, data, byte_begin)
 
     def set_direct(self, fd: int, *, on: bool) -> None:
-        """Let writes go past the page cache, or not any more; EINVAL if the file system has no such writing."""
+        """Switch direct I/O on or off for a descriptor; EINVAL if this isn't supported."""
         if not _DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
 
     def preallocate(self, fd: int, nbytes: int) -> None:
-        """Give a file room for `nbytes` bytes, and at least this size; what wasn't written reads as zeros.
+        """Reserve space for `nbytes` bytes, and extend the file to at least this size.
 
-        Source: fallocate(2). Not posix_fallocate(3), which writes to every block where the file system has no such
-        call.
+        Unwritten bytes read as zeros.
+
+        Source: fallocate(2). posix_fallocate(3) is unsuitable: where the file system lacks
+            fallocate, posix_fallocate writes to every block.
         """
         fallocate = getattr(_libc(), "fallocate", None)
         if fallocate is None:
@@ -126,21 +149,25 @@ class PosixCalls:
             raise OSError(number, os.strerror(number))
 
     def truncate(self, fd: int, nbytes: int) -> None:
-        """Give a file this size, and give back the room behind it."""
+        """Set a file's size to `nbytes`, and release the space after the new end."""
         os.ftruncate(fd, nbytes)
 
     def read_at(self, fd: int, nbytes: int, byte_begin: int) -> bytes:
-        """Return up to `nbytes` bytes from `byte_begin` on; none at the file's end."""
+        """Return up to `nbytes` bytes from `byte_begin` on; no bytes at the file's end."""
         return os.pread(fd, nbytes, byte_begin)
 
     def read_into_at(self, fd: int, buffer: memoryview, byte_begin: int) -> int:
-        """Read the bytes from `byte_begin` on into the beginning of `buffer`; return how many, 0 at the file's end."""
+        """Read bytes from `byte_begin` on into the beginning of `buffer`, and return their number.
+
+        The number is 0 at the file's end.
+        """
         return os.preadv(fd, [buffer], byte_begin)
 
     def cached_page_count(self, fd: int, byte_begin: int, nbytes: int) -> int:
-        """Return how many pages of a range are in the page cache; ENOSYS where the kernel can't tell.
+        """Return the number of pages of a range in the page cache; ENOSYS without the system call.
 
-        Source: cachestat(2), Linux 6.5. (Asking by RWF_NOWAIT reads the file in, and mincore(2) needs a mapping.)
+        Source: cachestat(2), Linux 6.5. (A read with RWF_NOWAIT starts readahead, and mincore(2)
+            needs a mapping.)
         """
         asked = (ctypes.c_uint64 * 2)(byte_begin, nbytes)
         told = (ctypes.c_uint64 * 5)()
@@ -150,23 +177,29 @@ class PosixCalls:
         return told[0]
 
     def fsync(self, fd: int) -> None:
-        """Make a file's contents and size durable. After an error they may be lost, and a second try would hide it."""
+        """Make a file's contents and size durable.
+
+        After an error the contents may be lost, and a second call could succeed and hide the loss.
+        """
         os.fsync(fd)
 
     def fsync_directory(self, fd: int) -> None:
-        """Make durable which names are in a directory."""
+        """Make the names in a directory durable."""
         os.fsync(fd)
 
     def fstat(self, fd: int) -> os.stat_result:
-        """Return what is known of an open file."""
+        """Return the status of an open file."""
         return os.fstat(fd)
 
     def lstat(self, name: str, directory_fd: int) -> os.stat_result:
-        """Return what is known of a name, of a symlink itself."""
+        """Return the status of a name; for a symlink, the status of the symlink."""
         return os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
 
     def scan(self, directory_fd: int) -> list[tuple[str, bool]]:
-        """Return the names in a directory, each with whether it is a directory (a symlink to one isn't)."""
+        """Return the names in a directory, each with whether the name is a directory.
+
+        A symlink to a directory doesn't count as a directory.
+        """
         with os.scandir(directory_fd) as entries:
             return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
@@ -175,29 +208,29 @@ class PosixCalls:
         os.mkdir(name, dir_fd=directory_fd)
 
     def link(self, name: str, new_name: str, directory_fd: int) -> None:
-        """Give the file `name` a second name; EEXIST if that is taken."""
+        """Give the file `name` a second name; EEXIST if the new name is taken."""
         os.link(name, new_name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd, follow_symlinks=False)
 
     def rename_noreplace(self, name: str, new_name: str, directory_fd: int) -> None:
-        """Rename `name`; EEXIST if `new_name` is taken. For file systems without hard links.
+        """Rename `name`; EEXIST if `new_name` is taken. Used on file systems without hard links.
 
         Source: renameat2(2), RENAME_NOREPLACE.
         """
         _renameat2(name, new_name, directory_fd, _RENAME_NOREPLACE)
 
     def exchange(self, name: str, new_name: str, directory_fd: int) -> None:
-        """Exchange two names at once, whatever each is of; EINVAL if the file system can't.
+        """Exchange two names of files of any kind atomically; EINVAL if this isn't supported.
 
         Source: renameat2(2), RENAME_EXCHANGE.
         """
         _renameat2(name, new_name, directory_fd, _RENAME_EXCHANGE)
 
     def rename(self, name: str, new_name: str, directory_fd: int) -> None:
-        """Rename `name` over whatever file `new_name` is."""
+        """Rename `name` to `new_name`, and replace an existing file."""
         os.rename(name, new_name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
 
     def unlink(self, name: str, directory_fd: int) -> None:
-        """Remove a name that isn't a directory's."""
+        """Remove a name of a file; a directory is refused."""
         os.unlink(name, dir_fd=directory_fd)
 
     def rmdir(self, name: str, directory_fd: int) -> None:
@@ -207,21 +240,23 @@ class PosixCalls:
 
 # --- holds ------------------------------------------------------------------------------------------------------------
 
-#: What a file system says that has no locks.
+#: Errors of a file system without locks.
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
-#: What is said to somebody who may only read.
+#: Errors for a user without write access.
 _READERS: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-#: How often a holder makes the file anew that others who end their hold remove.
+#: Maximum number of times that a holder creates the file again, after other holders removed the
+#: file.
 _TAKE_TRIES: Final = 1000
-#: How often a lock is tried: whoever only looks has it for an instant.
+#: Maximum number of lock attempts: `is_held` in another process has the lock for an instant.
 _LOCK_TRIES: Final = 3
 _PAUSE_S: Final = 0.001
 
 
 class Hold:
-    """A file that this process holds from `begin` until `end` or `release`, or until the process dies.
+    """A file held by this process from `begin` until `end` or `release`, or until its death.
 
-    The caller of `begin` calls `release` in any case: a KeyboardInterrupt may come right behind the lock.
+    The caller of `begin` calls `release` in any case: a KeyboardInterrupt may arrive directly after
+    the lock was taken.
 
     Args:
         calls: the system calls to use.
@@ -233,18 +268,20 @@ class Hold:
         self._fd: int | None = None
 
     def begin(self, directory_fd: int, name: str) -> None:
-        """Hold a file.
+        """Hold a file, with a shared lock. On a file system without locks, return without a hold.
 
         Args:
-            directory_fd: where the file is.
-            name: of the file; made if it isn't there.
+            directory_fd: descriptor of the file's directory.
+            name: the file's name; a missing file is created.
 
         Raises:
-            OSError: ENXIO if it isn't a regular file.
+            OSError: ENXIO for a file that isn't regular; EBUSY if other holders remove the file
+                again and again.
         """
         self._name = name
         for _ in range(_TAKE_TRIES):
-            # Exclusively, as everything here is created; and opened by another call, for the lock asks for more.
+            # The file is created exclusively, like every file of this store. A separate call then
+            # opens the file, because the lock needs other flags.
             with contextlib.suppress(FileExistsError):
                 self._calls.close(self._calls.open_new(name, directory_fd))
             with contextlib.suppress(FileNotFoundError):
@@ -253,18 +290,18 @@ class Hold:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     def end(self, directory_fd: int) -> None:
-        """Let go of the file, and remove it if nobody else holds it."""
+        """Release the hold, and remove the file if no other process holds the file."""
         if self._fd is None:
-            return  # nothing was held, for the file system has no locks; or a forked child's copy of somebody's hold
+            return  # no hold: the file system lacks locks, or this is a forked child
         try:
-            # Alone, so that nobody can begin to hold a file that is just about to lose its name.
+            # The exclusive lock prevents a new hold on a file that is about to be removed.
             if _try_lock(self._calls, self._fd) and self._is_named(self._fd, directory_fd):
                 self._calls.unlink(self._name, directory_fd)
         finally:
             self.release()
 
     def release(self) -> None:
-        """Let go of the file without removing it."""
+        """Release the hold without removing the file."""
         fd, self._fd = self._fd, None
         _HOLDS.discard(self)
         if fd is not None:
@@ -272,14 +309,14 @@ class Hold:
                 self._calls.close(fd)
 
     def forget(self) -> None:
-        """Give up a copy that was inherited: the file stays held by the process that we were forked from."""
+        """Close an inherited descriptor in a forked child. The parent process keeps its hold."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
                 self._calls.close(self._fd)
             self._fd = None
 
     def _lock(self, fd: int, directory_fd: int) -> bool:
-        """Lock the opened file; return False if it has lost its name meanwhile."""
+        """Lock the opened file; return False if the file has lost its name meanwhile."""
         _watch_forks()
         self._fd = fd
         _HOLDS.add(self)
@@ -311,10 +348,10 @@ class Hold:
 
 
 def is_held(calls: PosixCalls, directory_fd: int, name: str) -> bool:
-    """Return whether some process holds the file; False if the file system has no locks.
+    """Return whether any process holds the file; False if the file system has no locks.
 
     Raises:
-        OSError: ENOENT if it isn't there; ENXIO if it isn't a regular file.
+        OSError: ENOENT for a missing file; ENXIO for a file that isn't regular.
     """
     try:
         fd = calls.open_lock(name, directory_fd)
@@ -330,7 +367,8 @@ def is_held(calls: PosixCalls, directory_fd: int, name: str) -> bool:
             raise
         return False
     finally:
-        # Nothing of Python's own is called before: a KeyboardInterrupt there would leave the file locked by who looks.
+        # No Python function is called before `close`: a KeyboardInterrupt there would leave the
+        # file locked by this process.
         try:  # noqa: SIM105
             calls.close(fd)
         except OSError:
@@ -348,12 +386,13 @@ def _try_lock(calls: PosixCalls, fd: int) -> bool:
 
 def _check_regular(calls: PosixCalls, fd: int) -> None:
     if not stat.S_ISREG(calls.fstat(fd).st_mode):
-        raise OSError(errno.ENXIO, "it isn't a regular file")  # what open() says to a socket
+        raise OSError(errno.ENXIO, "it isn't a regular file")  # the error of open() for a socket
 
 
-# A lock belongs to the open file, and a forked child has that too: a data loader that outlives its killed trainer would
-# go on holding what nobody is at any more. So a child closes what it inherits. What is here is open: a hold is added
-# before it locks, and discarded before it closes.
+# A lock belongs to the open file description, which a forked child shares. A data loader that
+# outlives its killed trainer would keep the trainer's hold alive. Therefore a forked child closes
+# inherited holds. Each hold in this set has an open descriptor: a hold is added before the lock is
+# taken, and discarded before the descriptor is closed.
 _HOLDS: Final[set[Hold]] = set()
 
 
@@ -365,5 +404,8 @@ def _forget_inherited() -> None:
 
 @functools.cache
 def _watch_forks() -> None:
-    """See to forks from now on; not at import, since most programs that import this package hold no file."""
+    """Register the handler of forks when the first file is held.
+
+    Import registers no handler, since most programs that import this package hold no file.
+    """
     os.register_at_fork(after_in_child=_forget_inherited)
