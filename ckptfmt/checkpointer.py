@@ -106,14 +106,18 @@ class Checkpointer:
             the manifest digest of a checkpoint, to roll the run back to this checkpoint.
         init_from: initial contents of a run without a checkpoint: path of a checkpoint or of
             another run, to load the weights; or an `InitFrom`, to choose the contents.
-        allow, strict: as for `ckptfmt.load`.
+        allow: kinds of differences between the checkpoint and the live state to report instead of
+            to refuse; see `ckptfmt.load`.
+        strict: whether RNG streams of another number of processes are an error instead of a report.
         override: live values to keep although the checkpoint has other values. The claim is
             lowered, and the log has both values. Names as in the checkpoint, or patterns of names:
             ``"optimizer:group/lr"`` for an option of an optimizer's parameter groups,
             ``"extra:scheduler"`` for a value of `State.extra`. By default the saved value is
             taken.
-        writer, agree: as for `ckptfmt.save`.
-        share: as for `ckptfmt.load`.
+        writer, agree: (number, count) of this process, and the exchange of small values between the
+            processes; see `ckptfmt.save`.
+        share: whether a block wanted by several processes is read by a single process, and sent to
+            the rest through torch.distributed; see `ckptfmt.load`.
         deadline_s: longest wait for the other processes, for a free slot, and for the saves at the
             end, in seconds.
         saver: the writer: "process", a separate process that outlives this process; "thread", a
@@ -146,10 +150,10 @@ class Checkpointer:
             step, `steps` ends, and `stopped` is true.
         stop_deadline_s: longest time for such a stop, in seconds. Also the longest wait for missing
             processes after a signal from torchrun, which sends the signal when a process is lost.
-        triggers: `Triggers`: the conditions that indicate a failing training, and their effects.
+        triggers: conditions that stop the training, and the action that follows; see `Triggers`.
         witness: whether to record a few bytes of each step in the run, and to compare the steps
-            that are repeated after a resume with their records. The claim T1 is then verified, or
-            refuted with the first difference and its cause.
+            repeated after a resume with their records. The claim T1 is then verified, or refuted
+            with the first difference and its cause.
         rehearse: number of steps that `steps` repeats after the first save of a launch from
             nothing: the checkpoint is loaded into the live state, and the witness compares both
             passes. 0 for no repetition. `ckptfmt rehearse` is the rehearsal that kills processes.
@@ -172,7 +176,7 @@ class Checkpointer:
     _handle: SaveHandle | None = None
     _saved_step: int | None = None
     _run: RunRecord | None = None
-    #: The checkpoint that this launch resumes from; open until the RNG streams are put back.
+    #: The checkpoint from which this launch resumes; open until the RNG streams are restored.
     _checkpoint: Checkpoint | None = None
     launch: Launch | None = None
     _load_report: LoadReport | None = None
@@ -219,7 +223,7 @@ class Checkpointer:
         rehearse: int = 0,
     ) -> None:
         self._rehearsal = Rehearsal.from_environment()
-        if self._rehearsal is not None:  # the program's options hold, but for places and the interval of saves
+        if self._rehearsal is not None:  # a rehearsal replaces only places and intervals
             run, every, mtbf = self._rehearsal.place(run), self._rehearsal.every, None
             mirrors, cache, cache_nbytes, upload_every, peers = (), None, None, 1, 0
             resume, witness, rehearse = "auto", True, 0
@@ -446,12 +450,12 @@ class Checkpointer:
         ready = self._saves.prepare if self._is_prepared else self._saves.check
         ready(self._count.state, step=self.step)
         if self._checkpoint is not None:
-            assert self._state is not None  # noqa: S101 - restore() refuses to go on without
+            assert self._state is not None  # noqa: S101 - restore() requires a state
             self._restore_streams(self._checkpoint, self._state)
         self._pace.begin()
         self._pace.meters.note_begun(self.step)
         self._has_begun = True
-        assert self.launch is not None  # noqa: S101 - restore() takes one
+        assert self.launch is not None  # noqa: S101 - restore() has called choose()
         self._witness.begin(self._store, self.launch, self.step, self._load_report, self._count.state)
 
     def _begin_itself(self) -> None:
@@ -782,7 +786,7 @@ class Checkpointer:
         checkpoint.close()
         self._checkpoint = None
         self._count.is_streamless = False
-        assert self._load_report is not None  # noqa: S101 - what has RNG streams to put back was loaded
+        assert self._load_report is not None  # noqa: S101 - set by the load
         # State outside of `State` isn't restored from any checkpoint: it lowers the claim.
         found = (*drawn, *found, *self._saves.unsaved)
         self._load_report = claim_of_all(self._load_report.with_streams(found), self._group)

@@ -1,6 +1,6 @@
 """The command line.
 
-`commands` and `arguments` define the accepted arguments. The other modules implement commands, or
-are shared by several commands. A command imports only the modules that it needs, so that no
-command slows down the start of another.
+`commands` and `arguments` define the accepted arguments. Each further module implements a command,
+or is shared by several commands. A command imports only the modules needed for its work: the
+modules of a command must not slow down the start of another.
 """

@@ -47,10 +47,10 @@ def _which(text: str) -> int | str:
 def _delete(arguments: argparse.Namespace, found: Run) -> int:
     """Delete checkpoints, and return the exit code.
 
-    The newest checkpoint is deleted first, so that a delta is deleted before its bases. Of several
-    named checkpoints, those still needed are reported as refused, and the rest is deleted.
+    The newest checkpoint is deleted first: a delta is deleted before its bases. Of several named
+    checkpoints, the checkpoints still needed are reported as refused, and the rest is deleted.
 
-    Raises: CommitError(CHECKPOINT_NEEDED) for a single named checkpoint that is still needed.
+    Raises: CommitError(CHECKPOINT_NEEDED) for a single named checkpoint, if still needed.
     """
     named = {one.name: one for one in (found.find(_which(text)) for text in arguments.checkpoints)}
     refused: dict[str, CkptError] = {}

@@ -1,6 +1,6 @@
 """The commands of `ckptfmt` by name, and the text of ``ckptfmt --help``.
 
-The module imports no other module, so that the help text appears without delay.
+No library is imported at the start of the program: the help text appears without delay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 PROGRAM: Final = "ckptfmt"
 
 #: Commands by purpose: description, and implementing module of `ckptfmt.cli`; "" for a command with
-#: a parser of its own.
+#: a separate parser.
 GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "look": {
         "ls": ("the checkpoints of a run; the runs and checkpoints of a directory", "listing"),
@@ -79,7 +79,7 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-#: Names that other programs have for some of the commands.
+#: Synonyms, known from similar programs, of some commands.
 _ALIKE: Final = {
     **dict.fromkeys(["delete", "remove", "del"], "rm"),
     **dict.fromkeys(["info", "show", "cat", "describe"], "inspect"),

@@ -1,4 +1,4 @@
-"""``completion``: a shell script, made by shtab, that completes commands, options and paths."""
+"""``completion``: a shell script, made by shtab, for completing commands, options and paths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from ckptfmt.cli.arguments import make_parser
 from ckptfmt.errors import Code, err
 
-#: Destinations of the arguments that are files. All other arguments with a metavar in `_PATHS` are
+#: Destinations of the arguments for files. The remaining arguments with a metavar in `_PATHS` are
 #: directories.
 _FILES: Final = frozenset({"join", "source", "target"})
 _PATHS: Final = frozenset({"PATH", "RUN", "DEST", "MIRROR", "SOURCE", "TARGET", "FILE", "A", "B"})

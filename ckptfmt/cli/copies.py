@@ -1,4 +1,4 @@
-"""``mirror``, ``promote``, ``scrub``, ``repair``: copies of a run or checkpoint in stores."""
+"""``mirror``, ``promote``, ``scrub``, ``repair``: commands for copies of a run or checkpoint."""
 
 from __future__ import annotations
 

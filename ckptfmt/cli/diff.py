@@ -1,8 +1,9 @@
-"""``diff``: which tensors and values of two checkpoints differ, and by how much.
+"""``diff``: the tensors and values in which two checkpoints differ, and by how much.
 
-Blocks are compared by their recorded digests first; only those that differ are read, if both are cut alike. With
-``--verify`` every byte of both is read and compared with its digest before that. The summary comes first: what differs
-in each field; of tensors and values the first ones follow, and with ``--all`` all of them.
+The recorded digests of the blocks are compared first. Only differing blocks are read, provided that
+both checkpoints divide their tensors alike. With ``--verify``, every byte of both checkpoints is
+first read and compared with its digest. The output begins with a summary by field. The first
+differing tensors and values follow; with ``--all``, all of them.
 """
 
 from __future__ import annotations
@@ -36,21 +37,20 @@ from ckptfmt.read.files import read_anew
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.state import place_of
 
-#: How many tensors and how many values are shown without ``--all``.
+#: The number of tensors, and the number of values, shown without ``--all``.
 _SHOWN: Final = 3
 _DIGITS: Final = ".3g"
-#: Up to how many ULPs they are told: a few are rounding, and of more nobody knows how far that is.
+#: The greatest distance shown in ULPs: a few ULPs indicate rounding; a larger number isn't helpful.
 _MOST_ULPS: Final = 64
-#: How many places of one plain value are shown, and compared.
+#: The numbers of places within a plain value: shown as text, and listed as JSON.
 _SHOWN_PLACES, _MOST_PLACES = 12, 10_000
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare two checkpoints, print how they differ, and return the exit code.
+    """Compare two checkpoints, print the differences, and return the exit code.
 
-    It is 0 if they don't, 1 if they do, 2 if one of them is damaged.
-
-    Raises: CkptError of any kind where one of them can't be read.
+    Returns: 0 for equal checkpoints, 1 for different checkpoints, 2 if either is damaged.
+    Raises: CkptError of any kind if either checkpoint can't be read.
     """
     check_field(arguments.field)
     bases, verify, paths = arguments.bases, arguments.verify, (arguments.one, arguments.other)
@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
                 if damages:
                     side.check_current()
             elapsed_s = time.perf_counter() - begin_s
-            # Nothing is read from here on: the comparison has opened the parts of all values that differ.
+            # The output reads no further files: the comparison has opened the parts of all
+            # differing values.
             if arguments.json:
                 _print_json(paths, (first, second), found, elapsed_s)
             else:
@@ -123,7 +124,7 @@ def _tensor_members(tensor: TensorDifference) -> dict[str, Any]:
 
 
 def _number(value: float | None) -> float | str | None:
-    """Return a number as JSON has it, which has none for infinity."""
+    """Return a number for JSON, with infinity as the string "inf"."""
     return "inf" if value == math.inf else value
 
 
@@ -136,7 +137,10 @@ def _value_members(sides: tuple[Checkpoint, Checkpoint], value: ValueDifference)
 
 
 def _list_changes(sides: tuple[Checkpoint, Checkpoint], value: ValueDifference) -> list[tuple[str, Any, Any]]:
-    """Return where in a plain value the two differ, and what either has there; nothing of an RNG stream."""
+    """Return the differing places within a plain value, each with both values.
+
+    The list is empty for an RNG stream, and for a value that only a single checkpoint has.
+    """
     if value.only_in is not None or value.field == "rng":
         return []
     one, other = (side.leaf(value.field, value.name, value.scope) for side in sides)
@@ -150,7 +154,7 @@ def _side(only_in: int | None) -> str | None:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-#: What a difference of RNG streams alone means, which two runs have that nobody seeded alike.
+#: The explanation of a difference in RNG streams only, as between two runs with different seeds.
 _ONLY_RNG: Final = (
     "Only RNG streams differ: the programs seeded them otherwise, or not at all, or drew from them otherwise. Streams"
     " from which the training doesn't draw don't matter."
@@ -165,7 +169,7 @@ def _print_text(
     *,
     shown: int | None,
 ) -> None:
-    """Print the verdict and what differs in each field, then the tensors and values themselves: some, or all."""
+    """Print the verdict, a summary by field, and the first `shown` tensors and values, or all."""
     console = Console()
     if found.is_damaged:
         _print_damages(console, paths, found)
@@ -202,7 +206,7 @@ def _print_text(
 
 
 def _field_rows(found: Comparison) -> Iterator[list[Cell | str]]:
-    """Yield a row for each field in which something differs: how much, and the largest difference of numbers."""
+    """Yield a row for each differing field: counts, and the largest difference of numbers."""
     for field in FIELDS:
         tensors = [tensor for tensor in found.tensors if tensor.field == field]
         values = [value for value in found.values if value.field == field]
@@ -222,7 +226,7 @@ def _field_rows(found: Comparison) -> Iterator[list[Cell | str]]:
 
 
 def _print_damages(console: Console, paths: tuple[str, str], found: Comparison) -> None:
-    """Print what is wrong with either side."""
+    """Print the violations found in either checkpoint."""
     for path, errors in zip(paths, found.damages, strict=True):
         if errors:
             console.title(clean(path))
@@ -236,7 +240,7 @@ def _print_damages(console: Console, paths: tuple[str, str], found: Comparison) 
 
 
 def _tensor_rows(tensor: TensorDifference) -> list[list[Cell | str]]:
-    """Return a row of a tensor, and one for each of the elements that differ the most."""
+    """Return a row of a tensor, and a row for each of the elements that differ most."""
     changes = () if tensor.distance is None else tensor.distance.largest
     elements: list[list[Cell | str]] = [["", "", "", "", _change_text(change), ""] for change in changes]
     return [_tensor_cells(tensor), *elements]
@@ -277,7 +281,7 @@ def _shown(value: object) -> str:
 
 
 def _value_rows(sides: tuple[Checkpoint, Checkpoint], value: ValueDifference) -> list[list[Cell | str]]:
-    """Return rows of a plain value: what it was and what it is, wherever it differs."""
+    """Return rows of a plain value: both values at each place that differs."""
     scope = f" ({value.scope})" if value.scope != "global" else ""
     field, _, name = place_of(value.field, value.name).partition(":")
     title: list[Cell | str] = [(field, "dim"), (f"{clean(name)}{scope}", "bold")]

@@ -1,4 +1,4 @@
-"""Where two runs that should be one trajectory part: which tensors and values differ, by training step."""
+"""The divergence of two runs that should be equal: differing tensors and values, by step."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import RunEntry, iter_lineage
 from ckptfmt.state import place_of
 
-#: The fields that a trajectory consists of; configuration, topology and provenance may differ between equal ones.
+#: The fields of a trajectory. Configuration, topology and provenance may differ between equal runs.
 _FIELDS: Final = ("weights", "optimizer", "rng", "data")
-#: The fields from which the cause of a difference may be told, in words.
+#: The fields that can reveal the cause of a difference, with their names in a sentence.
 _NAMED: Final = {"rng": "RNG streams", "data": "the position in the data"}
-#: How many steps that differ are compared, from the first one on: blocks that differ are read.
+#: The greatest number of differing steps compared, from the first on: differing blocks are read.
 _STEPS: Final = 24
-#: How many tensors and values are kept, those that differ first before the others.
+#: The greatest number of tensors and values kept, ordered by their first differing step.
 _ROWS: Final = 40
-#: How long a name is at most, in characters.
+#: The greatest length of a name, in characters.
 _NAME_LENGTH: Final = 120
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DivergedStep:
-    """A training step at which the runs have checkpoints that differ.
+    """A training step at which the checkpoints of the two runs differ.
 
     Attributes:
         step: the training step.
-        names: of the checkpoints in the two runs.
-        tensor_count: how many tensors differ.
-        value_count: how many plain values and RNG streams differ.
-        fields: which fields differ.
-        unsaved: which fields of a trajectory one of the checkpoints doesn't have.
+        names: the names of the checkpoints in the two runs.
+        tensor_count: the number of differing tensors.
+        value_count: the number of differing plain values and RNG streams.
+        fields: the differing fields.
+        unsaved: the fields of a trajectory that either checkpoint lacks.
     """
 
     step: int
@@ -55,10 +55,11 @@ class DivergedName:
     """A tensor, a plain value or an RNG stream that differs.
 
     Attributes:
-        field, name, scope: as in the index.
-        first_step: the first step at which it differs.
-        distances: for each step of `Divergence.steps`, how it differs, in words; None where it is the same.
-        ratios: likewise the greatest ratio of a difference to the larger of two elements; None where there is none.
+        field, name, scope: the key in the index.
+        first_step: the first step with a difference.
+        distances: the difference at each step of `Divergence.steps`, in words; None where equal.
+        ratios: the greatest ratio of a difference to the larger of the two elements, at each step
+            of `Divergence.steps`; None where equal, or without such a number.
     """
 
     field: str
@@ -71,17 +72,18 @@ class DivergedName:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """How two runs differ at equal steps of their lineages.
+    """The differences of two runs at equal steps of their lineages.
 
     Attributes:
-        other: the path of the other run.
-        shared_count: at how many steps both have a checkpoint.
-        compared_count: at how many of these a comparison was tried, from the first on; those of `problems` failed.
-        last_same_step: the last step before the first difference; None where there is none.
-        steps: those that differ, ascending.
-        names: what differs, what differs first before the others.
-        more_count: how many more tensors and values differ.
-        problems: why checkpoints couldn't be compared.
+        other: the path of the second run.
+        shared_count: the number of steps with a checkpoint in both runs.
+        compared_count: the number of shared steps at which a comparison was tried, from the first
+            on; the comparisons in `problems` failed.
+        last_same_step: the last equal step before the first difference; None without such a step.
+        steps: the differing steps, ascending.
+        names: the differing tensors and values, ordered by their first differing step.
+        more_count: the number of further differing tensors and values.
+        problems: the errors of failed comparisons.
     """
 
     other: str
@@ -95,11 +97,11 @@ class Divergence:
 
 
 def find_divergence(place: Place, other: Place) -> Divergence:
-    """Compare the checkpoints that two runs have at equal steps, in the order of steps.
+    """Compare the checkpoints of two runs at equal steps, in the order of steps.
 
-    Recorded digests are compared, and of blocks that differ the elements.
+    Blocks are compared by their recorded digests. In differing blocks, the elements are compared.
 
-    Raises: StateError(ARGUMENT) where the runs have no step in common; StoreError.
+    Raises: StateError(ARGUMENT) if the runs have no step in common; StoreError.
     """
     one_by_step, other_by_step = _by_step(place), _by_step(other)
     shared = sorted(one_by_step.keys() & other_by_step.keys())
@@ -154,7 +156,7 @@ def find_divergence(place: Place, other: Place) -> Divergence:
 
 
 def divergence_text(found: Divergence) -> str:
-    """Return from which step on two runs differ, if they do, by what first, and what that says of the cause."""
+    """Return sentences on the first difference of two runs, if any, and on its possible cause."""
     shared = f"This run and {found.other} have checkpoints at {count_text(found.shared_count, 'step')} in common"
     if not found.steps:
         same_count = found.compared_count - len(found.problems)
@@ -176,7 +178,7 @@ def divergence_text(found: Divergence) -> str:
 
 
 def _cause_text(found: Divergence) -> str:
-    """Return what the fields that differ at the first step say of the cause, and no more than that."""
+    """Return the cause of the first difference as far as the differing fields show it."""
     first, fields = found.steps[0], set(found.steps[0].fields)
     since = "before" if found.last_same_step is None else f"between step {found.last_same_step} and"
     if not fields - {"rng"}:
@@ -208,7 +210,7 @@ def _open(place: Place, entry: RunEntry) -> Checkpoint:
 
 
 def _list_names(found: list[tuple[int, Comparison]]) -> list[DivergedName]:
-    """Return what differs at any step: by first step, then by field and name."""
+    """Return all differing tensors and values, ordered by first step, field and name."""
     rows: dict[tuple[str, str, str], dict[int, tuple[str, float | None]]] = {}
     for step, comparison in found:
         for key, told in _iter_told(comparison):

@@ -1,4 +1,4 @@
-"""``doctor``: whether a machine and a place will do: versions, memory for slots, and what a store must promise."""
+"""``doctor``: checks of a machine and a place: versions, memory for slots, store guarantees."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from ckptfmt.store import Store, is_url, open_store
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import PAGE_NBYTES, TEMPORARY_PREFIX
 
-#: How large a file is written for a try, in bytes.
+#: The size of the test file, in bytes.
 _TRY_NBYTES: Final = 4 << 20
-#: How many slots a `Checkpointer` wants if nobody says otherwise.
+#: The default number of slots of a `Checkpointer`.
 _SLOTS: Final = 2
 _STYLES: Final = {"ok": "green", "warning": "yellow bold", "failed": "red bold"}
-#: What isn't needed, and what it is for.
+#: The optional libraries, and their purposes.
 _OPTIONAL: Final = {
     "torch": "tensors of torch", "obstore": "object stores: s3://, gs://, az://", "jax": "arrays of JAX"
 }  # fmt: skip
@@ -42,13 +42,14 @@ _OPTIONAL: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one look showed.
+    """The result of a check.
 
     Attributes:
-        about: what was looked at.
-        state: ``ok``; ``warning`` where it works, but worse; ``failed`` where it doesn't.
-        detail: what was found.
-        remedy: what to do about it, or an empty string.
+        about: the checked subject.
+        state: ``ok``; ``warning`` for a function that works with a drawback; ``failed`` for a
+            function that doesn't work.
+        detail: the observation.
+        remedy: the advice to the user, or an empty string.
     """
 
     about: str
@@ -58,11 +59,12 @@ class Finding:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look at this machine, and at a place if one is given; print what is found, and return the exit code.
+    """Check this machine, and a place if given; print the findings, and return the exit code.
 
-    It is 1 if something failed. What is written for a try is removed again.
+    Files written for the checks are removed again.
 
-    Raises: StateError(ARGUMENT) for what can't be a place.
+    Returns: 1 if a check failed, otherwise 0.
+    Raises: StateError(ARGUMENT) for an invalid place, or a number of processes below 1.
     """
     if arguments.processes < 1:
         raise err(Code.ARGUMENT, f"{arguments.processes} processes can't save", where="--processes")
@@ -123,7 +125,10 @@ def _version_of(name: str) -> str | None:
 
 
 def _find_image_nbytes(path: str) -> int | None:
-    """Return the size of what one writer saves, by the newest checkpoint at a place; None if there is none."""
+    """Return the average bytes per writer of the newest checkpoint at a place.
+
+    Returns: None if the place has no readable checkpoint.
+    """
     try:
         store = open_store(path, writable=False)
         manifest = (Run(store).open() if is_run(store) else Checkpoint(store)).manifest
@@ -154,7 +159,7 @@ def _look_at_memory(image_nbytes: int | None, processes: int) -> Finding:
 
 
 def _look_at_place(path: str) -> Iterator[Finding]:
-    """Try out what every save at a place relies on, in a directory that is removed again."""
+    """Check the operations of a save at a place, in a directory that is removed again."""
     if is_url(path) and not path.startswith("file:"):
         yield from _try_store(path, path)
         return
@@ -173,12 +178,15 @@ def _look_at_place(path: str) -> Iterator[Finding]:
 
 
 def _existing(directory: Path) -> Path:
-    """Return a directory, or the nearest above it that is there."""
+    """Return a directory, or its nearest existing parent."""
     return next(one for one in (directory, *directory.parents) if one.is_dir())
 
 
 def _try_store(trial: str, path: str) -> Iterator[Finding]:
-    """Try a store: exclusive creation and fsync of directories, as its opening does; a file, there and back; holds."""
+    """Check a store: exclusive creation, fsync of directories, a file written and read, holds.
+
+    Opening a store for writing checks exclusive creation and fsync.
+    """
 
     def attempt(about: str, action: Callable[[], str], remedy: str = "") -> Finding:
         try:
@@ -208,7 +216,11 @@ def _try_store(trial: str, path: str) -> Iterator[Finding]:
 
 
 def _try_file(store: Store) -> str:
-    """Write a file, make it durable, read it back and compare; then delete it."""
+    """Write a file durably, read it back, compare the contents, and delete the file.
+
+    Returns: the time of the durable write, in a sentence.
+    Raises: CkptError of the store; StoreError(STORE_IO) for different contents.
+    """
     content = os.urandom(_TRY_NBYTES)
     path = f"{TEMPORARY_PREFIX.lstrip('.')}doctor-{os.getpid()}"
     begin_s = time.perf_counter()
@@ -223,9 +235,9 @@ def _try_file(store: Store) -> str:
 
 
 def _try_direct(directory: Path) -> Finding:
-    """Write a page past the page cache."""
+    """Check direct I/O by writing a page."""
     calls = PosixCalls()
-    page = mmap.mmap(-1, PAGE_NBYTES)  # aligned as a page is
+    page = mmap.mmap(-1, PAGE_NBYTES)  # page-aligned memory, required by direct I/O
     with (directory / "direct").open("wb", buffering=0) as file, contextlib.closing(page):
         try:
             calls.set_direct(file.fileno(), on=True)

@@ -1,4 +1,4 @@
-"""``gc``: let go what a run needn't keep: by retention, and of what killed saves left; and say what else there is."""
+"""``gc``: delete checkpoints by retention, and leftovers of killed saves; list other leftovers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from ckptfmt.store import Store, open_store
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Item:
-    """A directory of the run, and what is done with it.
+    """A directory of the run, and its treatment by the clean-up.
 
     Attributes:
-        what: ``retired``, ``given_up`` and ``swept`` are done, or would be; ``needed``, ``unfinished``, ``saving``,
-            ``beside``, ``damaged`` and ``unreadable`` stay.
-        nbytes: size in bytes of its files; None where nobody looked.
-        reason: why it stays, or why it goes.
+        name: the directory's name.
+        what: the treatment: ``retired``, ``given_up`` and ``swept`` directories are removed, or
+            would be; ``needed``, ``unfinished``, ``saving``, ``beside``, ``damaged`` and
+            ``unreadable`` directories stay.
+        nbytes: the size of the directory's files in bytes; None if not determined.
+        reason: the reason of the treatment.
     """
 
     name: str
@@ -35,7 +37,7 @@ class _Item:
     reason: str
 
 
-#: What is done, with how it is called when it is done, and when it would be; and its style.
+#: Removing treatments: the word after the removal, the word for a dry run, and the style.
 _DONE = {
     "retired": ("retired", "would retire", "yellow"),
     "given_up": ("given up", "would give up", "yellow"),
@@ -47,12 +49,12 @@ _STAYS = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Clean up, or say what a clean-up would do, and return the exit code.
+    """Clean up a run, or print the effect of a clean-up, and return the exit code.
 
-    It is 1 if something is left that a person should look at: what is damaged, or can't be read.
-
-    Raises: UnsupportedError(FEATURE_UNSUPPORTED); StateError(ARGUMENT); FencedError where a launch begins meanwhile;
-        IntegrityError, FormatError of the run's records; StoreError.
+    Returns: 1 if a damaged or unreadable directory needs a person's attention, or if the last
+        loadable checkpoint was kept against the retention; otherwise 0.
+    Raises: UnsupportedError(FEATURE_UNSUPPORTED); StateError(ARGUMENT); FencedError if a launch
+        begins meanwhile; IntegrityError, FormatError of the run's records; StoreError.
     """
     for option, count in (("--keep", arguments.keep), ("--keep-every", arguments.keep_every)):
         if count is not None and count < 1:
@@ -90,7 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_last(store: Store, run: RunRecord, survey: Survey) -> LastLoadable | None:
-    """Return what must stay of what retention would let go, so that one checkpoint can be loaded."""
+    """Return the checkpoints to keep against the retention, so that a loadable checkpoint stays.
+
+    Returns: None if the retention may retire all chosen checkpoints.
+    """
     if not survey.going:
         return None
     launches, entries = list_launches(store, run), list_checkpoints(store, run)
@@ -100,7 +105,7 @@ def _find_last(store: Store, run: RunRecord, survey: Survey) -> LastLoadable | N
 
 
 def parse_keep_best(text: str | None) -> KeepBest | None:
-    """Return metric, ``min`` or ``max``, and how many. Raises: StateError(ARGUMENT).
+    """Return the metric, ``min`` or ``max``, and the number. Raises: StateError(ARGUMENT).
 
     >>> parse_keep_best("eval_loss:min:3")
     ('eval_loss', 'min', 3)
@@ -116,12 +121,15 @@ def parse_keep_best(text: str | None) -> KeepBest | None:
 
 
 def _find_damages(store: Store, survey: Survey) -> dict[str, CkptError | None]:
-    """Read every byte of what lies beside the lineage; return the first thing that is wrong with each, or None."""
+    """Read every byte of the checkpoints beside the lineage.
+
+    Returns: the first violation of each checkpoint, by name; None for an undamaged checkpoint.
+    """
     found: dict[str, CkptError | None] = {}
     total_nbytes = sum(entry.manifest.stored_nbytes for entry, _ in survey.beside if entry.manifest is not None)
     with Progress(lambda: total_nbytes, quiet=False) as progress:
         for entry, _ in survey.beside:
-            assert entry.manifest is not None  # noqa: S101 - what lies beside is committed
+            assert entry.manifest is not None  # noqa: S101 - survey lists committed entries
             report = Report(target=entry.name, kind="checkpoint", on_progress=progress.advance)
             checkpoint = verify_loadable(store.at(entry.name), report, digest=entry.manifest.digest)
             if checkpoint is not None:
@@ -131,7 +139,7 @@ def _find_damages(store: Store, survey: Survey) -> dict[str, CkptError | None]:
 
 
 def _list_items(store: Store, survey: Survey, damages: dict[str, CkptError | None], *, verified: bool) -> list[_Item]:
-    """Return what would be done, and what stays."""
+    """Return the directories that the clean-up removes or keeps, with the reasons."""
 
     def item(entry: RunEntry, what: str, reason: str) -> _Item:
         return _Item(name=entry.name, what=what, nbytes=directory_nbytes(store.at(entry.name)), reason=reason)
@@ -163,7 +171,11 @@ def _list_items(store: Store, survey: Survey, damages: dict[str, CkptError | Non
 
 
 def _as_done(item: _Item, removed: set[str]) -> _Item:
-    """Return what was done: what retention chose may have become needed, and a save may have been decided."""
+    """Return an item with its actual treatment.
+
+    A directory chosen for removal stays if it has become needed, or if its save was decided
+    meanwhile.
+    """
     if item.what not in ("retired", "given_up") or item.name in removed:
         return item
     reason = "something needs it, or may, or its register changed meanwhile: `ckptfmt rm` says what"

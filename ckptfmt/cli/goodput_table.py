@@ -1,4 +1,4 @@
-"""``goodput``: where the time of a run went, over all launches."""
+"""``goodput``: the time of a run by use, over all launches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ckptfmt.cli.waste import seconds_text
 from ckptfmt.goodput.accounts import Goodput
 from ckptfmt.run.spent_time import read_goodput
 
-#: What the time of training is where a launch has no ledger.
+#: The meaning of the training time if a launch has no ledger.
 _UNMEASURED: Final = "from the first save to the last one of launches without a ledger; what saves cost is in it"
-#: What the members of `Goodput.times_s` are.
+#: The meanings of the members of `Goodput.times_s`.
 _MEANINGS: Final = {
     "training": "training that counts",
     "blocked": "training stood still for saves",
@@ -29,9 +29,10 @@ _MEANINGS: Final = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print where the time went and return the exit code.
+    """Print the time of a run by use, and return the exit code.
 
-    Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError; what is wrong with a launch record.
+    Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError; the error of an
+        unreadable launch record.
     """
     place = open_run_place(arguments.path)
     goodput = read_goodput(place.store)
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def goodput_text(goodput: Goodput) -> str:
-    """Return the share of the time that was training that counts; why it isn't known, where it isn't."""
+    """Return the share of effective training in the time; the reason if the share is unknown."""
     if goodput.goodput is not None:
         return f"{goodput.goodput:.1%}".replace("%", " %")
     if goodput.unmeasured_count:
@@ -61,7 +62,7 @@ def goodput_text(goodput: Goodput) -> str:
 
 
 def time_rows(goodput: Goodput) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, time, share and meaning of what took time, and the sum."""
+    """Yield name, time, share and meaning of each use of time, and the sum as the last row."""
     elapsed_s = goodput.elapsed_s
     if not elapsed_s:
         yield "", "", "", "no record says when the run trained"
@@ -76,7 +77,7 @@ def time_rows(goodput: Goodput) -> Iterator[tuple[str, str, str, str]]:
 
 
 def simulate_line(goodput: Goodput) -> str:
-    """Return the command that simulates a run with the costs of this one; empty where they aren't all known."""
+    """Return the command that simulates a run with this run's costs; empty if a cost is unknown."""
     costs = goodput.costs
     named = (("lost", costs.lost_s), ("commit", costs.commit_s), ("restore", costs.restore_s), ("mtbf", costs.mtbf_s))
     if costs.interval_s is None or any(seconds is None for _, seconds in named):

@@ -1,8 +1,8 @@
-"""``inspect``: what is in a checkpoint, or in a run and its newest checkpoint, for eyes or as JSON.
+"""``inspect``: the contents of a checkpoint, or of a run and its newest checkpoint.
 
-Text fits a screen; with ``--all`` nothing is left out.
-Manifest and index are read, and of the parts only those that have a value which is shown; no tensor's bytes are. What
-can't be read is named in its place, and the exit code is 2.
+The output is text that fits a screen, complete text with ``--all``, or JSON. The command reads the
+manifest, the index, and the parts with values to be shown, but no bytes of tensors. Unreadable
+contents are named in their place, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -45,24 +45,25 @@ from ckptfmt.run.labelling import list_newest_labels, read_labels
 from ckptfmt.state import INIT_FROM
 from ckptfmt.store import Store, open_store, split_path
 
-#: Fields whose values are small, and what people look for.
+#: The fields with small values of interest to a reader.
 _CONTEXT: Final = ("data", "config", "topology", "provenance")
 _LEAF_LINES: Final = 60
-#: How much of them is shown on one screen, and how many rows of tensors.
+#: The fields shown on a single screen, the lines of each of their values, and the rows of tensors.
 _SCREEN_FIELDS: Final = ("config",)
 _SCREEN_LINES: Final = 10
 _SCREEN_TENSORS: Final = 8
-#: Up to how many lines that aren't shown are counted.
+#: The greatest exact count of hidden lines.
 _COUNTED_LINES: Final = 1000
 _FILE_LINES: Final = 24
-#: How many rows of like tensors of a field are shown where no pattern asks for them.
+#: The greatest number of rows of like tensors in a field, shown without a pattern.
 _TENSOR_LINES: Final = 10_000
-#: Up to how many boxes of all tensors JSON lists them: tensors share shardings, so that a small index has billions.
+#: The greatest number of boxes, over all tensors, that JSON lists. Tensors share shardings, so a
+#: small index may have billions of boxes.
 _LISTED_BOXES: Final = 200_000
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show what is in a checkpoint or run, and return the exit code.
+    """Print the contents of a checkpoint or run, and return the exit code.
 
     Raises: IntegrityError(NOT_COMMITTED and others), FormatError, StateError(ARGUMENT), StoreError.
     """
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show_checkpoint(store: Store, path: str, arguments: argparse.Namespace) -> int:
-    """Show a checkpoint, and return the exit code. Raises: ReplacedError, before anything is printed."""
+    """Print a checkpoint, and return the exit code. Raises: ReplacedError, before any output."""
     view = _open_view(store, path, arguments)
     members, console = None, Console(holds=True)
     if arguments.json:
@@ -104,9 +105,9 @@ def _open_view(store: Store, path: str, arguments: argparse.Namespace) -> _View:
 
 
 def _show_run(place: Place, arguments: argparse.Namespace) -> int:
-    """Show a run in a few lines, then the checkpoint that it goes on from; return the exit code.
+    """Print a summary of a run, then the checkpoint it goes on from, and return the exit code.
 
-    Raises: ReplacedError, before anything is printed.
+    Raises: ReplacedError, before any output.
     """
     from ckptfmt.cli.log import print_summary, read_history, run_members
 
@@ -144,13 +145,15 @@ def _show_run(place: Place, arguments: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(kw_only=True)
 class _View:
-    """What was asked for, and what couldn't be read of it.
+    """The requested contents of a checkpoint, and the errors of the unreadable contents.
 
     Attributes:
-        path: of the checkpoint, as it was given.
-        pattern: list each tensor whose name matches, as in a shell; None for rows of like ones.
-        field: show only this field, and all of it.
-        is_whole: show everything, however long that is.
+        path: the path of the checkpoint, as given.
+        checkpoint: the checkpoint.
+        pattern: the shell pattern of the names of tensors to list; None for rows of like tensors.
+        field: the only field to show, completely; None for all fields.
+        is_whole: whether to show all contents, regardless of the length.
+        problems: the errors of unreadable contents.
     """
 
     path: str
@@ -162,12 +165,12 @@ class _View:
 
     @property
     def shows_everything(self) -> bool:
-        """Whether all fields are asked for."""
+        """Whether all fields are requested."""
         return self.pattern is None and self.field is None
 
     @functools.cached_property
     def labels(self) -> tuple[Labels, bool]:
-        """Metrics and tags as they were said last, suspect, and whether it is pinned. Spec: REQ-RUN-025."""
+        """The newest metrics and tags, `suspect`, and whether it is pinned. Spec: REQ-RUN-025."""
         manifest = self.checkpoint.manifest
         parent, name = split_path(self.path)
         if manifest.origin.run_id is None or parse_checkpoint_name(name) is None:
@@ -177,18 +180,18 @@ class _View:
         if number is None:
             return manifest.labels, False
         record = read_labels(run, name, number, manifest.origin.run_id)
-        if isinstance(record, CkptError):  # it counts as a pin (REQ-CMT-040)
+        if isinstance(record, CkptError):  # an unreadable record counts as a pin (REQ-CMT-040)
             self.problems.append(record)
             return manifest.labels, True
         return dataclasses.replace(record.labels, suspect=manifest.labels.suspect), record.pinned
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields that are shown."""
+        """The fields to show."""
         return FIELDS if self.field is None else (self.field,)
 
     def attempt(self, otherwise: Any, read: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - as `read`
-        """Return what `read` returns; `otherwise` for what can't be read, which is noted, once."""
+        """Return the result of `read`; after an error, record it once and return `otherwise`."""
         try:
             return read(*arguments)
         except CkptError as error:
@@ -197,12 +200,12 @@ class _View:
             return otherwise
 
     def check_current(self) -> None:
-        """Raise ReplacedError where something couldn't be read, and the checkpoint was replaced meanwhile."""
+        """Raise ReplacedError if a read failed and the checkpoint was replaced meanwhile."""
         if self.problems:
             self.checkpoint.check_current()
 
     def tensors(self) -> list[IndexTensor]:
-        """Return the tensors that are shown."""
+        """Return the tensors to show."""
         pattern = self.pattern or "*"
         return [
             tensor
@@ -212,13 +215,13 @@ class _View:
         ]
 
     def files(self) -> list[tuple[str, int]]:
-        """Return path and size in bytes of every file that is there."""
+        """Return path and size in bytes of every existing file."""
         paths: list[str] = self.attempt([], self.checkpoint.store.list, "")
         sizes = [(path, self.attempt(None, self._find_nbytes, path)) for path in paths]
         return [(path, nbytes) for path, nbytes in sizes if nbytes is not None]
 
     def _find_nbytes(self, path: str) -> int | None:
-        """Return the size of a file; None of a file that was deleted since it was listed."""
+        """Return the size of a file in bytes; None if the file was deleted after its listing."""
         try:
             return self.checkpoint.store.nbytes(path)
         except CkptError as error:
@@ -227,7 +230,10 @@ class _View:
             return None
 
     def references(self) -> list[tuple[Reference, str | None, str | None]]:
-        """Return what the checkpoint reads from, newest first, and where that is, or why it isn't."""
+        """Return the references of the checkpoint, newest first, each with place and error code.
+
+        The place is None for a reference that can't be found; otherwise the error code is None.
+        """
         found: list[tuple[Reference, str | None, str | None]] = []
         for reference in sorted(self.checkpoint.manifest.references, key=lambda one: one.name, reverse=True):
             try:
@@ -237,7 +243,10 @@ class _View:
         return found
 
     def encodings(self) -> dict[str, int] | None:
-        """Return how many blocks of a delta are stored by which encoding; None of a full checkpoint: all are raw."""
+        """Return the number of a delta's blocks by encoding.
+
+        Returns: None for a full checkpoint: all blocks are raw.
+        """
         if self.checkpoint.manifest.profile == "full":
             return None
         counts: Counter[str] = Counter()
@@ -250,14 +259,14 @@ class _View:
         return {name: counts[name] for name in ENCODINGS if name in counts}
 
     def leaf(self, key: tuple[str, str, str]) -> tuple[bool, Any]:
-        """Return whether a value can be read, and the value."""
+        """Return whether a value is readable, and the value."""
         absent = object()
         value = self.attempt(absent, self.checkpoint.leaf, *key)
         return value is not absent, value
 
     @functools.cached_property
     def cursor(self) -> dict[Any, Any] | None:
-        """The data cursor's tree, if the data field has one."""
+        """The tree of the data cursor; None if the data field has no cursor."""
         for key in self.checkpoint.leaves:
             if key[0] == "data":
                 _, value = self.leaf(key)
@@ -266,7 +275,7 @@ class _View:
         return None
 
     def claim(self) -> tuple[str, list[str]]:
-        """Return the highest claim level that a load of this checkpoint can reach, and what lowers it."""
+        """Return the highest claim of a load of this checkpoint, and the reasons that lower it."""
         fields = self.checkpoint.manifest.fields
         lowered_by = [f"{field} is absent: {fields[field].reason}" for field in FIELDS if fields[field].reason]
         if not lowered_by:
@@ -282,7 +291,7 @@ class _View:
 
 
 def _members(view: _View) -> dict[str, object]:
-    """Return what is shown as the members of an object."""
+    """Return the requested contents as the members of a JSON object."""
     checkpoint, manifest = view.checkpoint, view.checkpoint.manifest
     files = view.files()
     claim, lowered_by = view.claim()
@@ -393,7 +402,7 @@ def _print_text(view: _View, console: Console) -> None:
 
 
 def _no_tensor(view: _View, pattern: str) -> Exception:
-    """Return the error of a pattern that no name matches. A program finds an empty list instead."""
+    """Return the error for a pattern without a matching name. JSON has an empty list instead."""
     tensors = [tensor for tensor in view.checkpoint.index.tensors if tensor.field in view.fields]
     near = suggest(pattern, [name for tensor in tensors for name in (tensor.name, *tensor.aliases)])
     remedy = f"Did you mean {near}?" if near else "`--tensors` alone lists all; a * stands for any characters."
@@ -427,7 +436,7 @@ def _print_header(view: _View, console: Console) -> None:
     ]
     if text := labels_text(labels.numbers(), labels.tags, pinned=pinned, suspect=labels.suspect):
         rows.append((("labels", "dim"), (text, "cyan")))
-    console.table(rows, indent=0, cut=False)  # a digest is there to be copied
+    console.table(rows, indent=0, cut=False)  # a digest must be complete for copying
 
 
 def _short_digest(digest: str) -> str:
@@ -459,14 +468,14 @@ def _print_fields(view: _View, console: Console) -> None:
 
 
 def _stored_text(summary: FieldSummary) -> str:
-    """Return what a delta stores of a field; of a full checkpoint, nothing."""
+    """Return the bytes that a delta stores of a field; "" for a full checkpoint."""
     if summary.stored_nbytes is None or not summary.tensor_count:
         return ""
     return f"{bytes_text(summary.stored_nbytes)} stored, {share_text(summary.stored_nbytes, summary.nbytes)}"
 
 
 def _print_references(view: _View, console: Console) -> None:
-    """Print what a delta reads from, and whether that is there."""
+    """Print the references of a delta, each with its place or an error code."""
     references = view.references()
     if not references:
         return
@@ -484,7 +493,7 @@ def _print_references(view: _View, console: Console) -> None:
 
 
 def _print_facts(view: _View, console: Console) -> None:
-    """Print what decides how exactly a run can go on from here."""
+    """Print the facts that determine how exactly a run can resume from the checkpoint."""
     claim, lowered_by = view.claim()
     meaning = {
         "T1": "the same layout goes on bit for bit", "S1": "each sample once", "S0": "the same bytes in any layout"
@@ -518,7 +527,7 @@ def _cursor_text(tree: dict[Any, Any]) -> str:
     left_out = f"; {count_text(len(cursor.skips), 'skip')}" if cursor.skips else ""
     steps = f"{count_text(cursor.ledger.count, 'sample')} consumed in {count_text(commit.step, 'step')}: "
     if cursor.mixture is None:
-        # Where something is left out or shifted, an epoch has other positions than samples.
+        # With skips, or a tail other than carry, the positions of an epoch don't end at n.
         is_plain = cursor.plan.tail == "carry" and not cursor.skips
         position = f"epoch {commit.epoch} (from 0), position {commit.pos_in_epoch}"
         return f"{steps}{position}" + (f" of {source.n}" if is_plain else left_out)
@@ -541,7 +550,7 @@ def _print_files(console: Console, files: list[tuple[str, int]]) -> None:
 
 
 def _print_tensors(console: Console, rows: list[TensorRow], most: int | None = None) -> None:
-    """Print the tensors of each field, up to `most` rows of each."""
+    """Print the tensors by field, up to `most` rows for each field."""
     for field, of_field in itertools.groupby(rows, key=lambda row: row.tensors[0].field):
         listed = list(of_field)
         console.title(f"{field} tensors")

@@ -1,4 +1,4 @@
-"""``validate --join``: what the machines that shared a check found, as one report."""
+"""``validate --join``: the reports of machines that shared a check, joined into a single report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptfmt.errors import Code, err
 
 _EXIT_CODES: Final = {"valid": 0, "invalid": 1, "incomplete": 2}
 _STYLES: Final = {"valid": "green bold", "invalid": "red bold", "incomplete": "magenta bold"}
-#: Members of a report that are used here, and of what type they are.
+#: The required members of a report, and their types.
 _MEMBERS: Final[dict[str, type]] = {
     "verdict": str, "kind": str, "target": str, "split": dict, "checkpoints": dict, "violations": list,
     "warnings": list, "nbytes": int,
@@ -20,9 +20,12 @@ _MEMBERS: Final[dict[str, type]] = {
 
 
 def join(arguments: argparse.Namespace) -> int:
-    """Join the reports of all slices, print the joined one, and return the exit code, which is that of one check.
+    """Join the reports of all slices, print the joined report, and return the exit code.
 
-    Raises: StateError(ARGUMENT) for what isn't a report, or one of another check than the others; or for want of one.
+    The exit code is that of an undivided check.
+
+    Raises: StateError(ARGUMENT) for an invalid report, a report of a different check, or a missing
+        slice.
     """
     reports = [_read_report(path) for path in arguments.join]
     _check_slices(arguments.join, reports)
@@ -53,12 +56,15 @@ def _no_report(path: str, why: str) -> Exception:
 
 
 def _check_slices(paths: list[str], reports: list[dict[str, Any]]) -> None:
-    """Raise unless the reports are of one check, and each slice is there once."""
+    """Check that the reports belong to the same check and have each slice once.
+
+    Raises: StateError(ARGUMENT).
+    """
     first = reports[0]
     count = first["split"]["count"]
     slices: dict[int, str] = {}
     for path, report in zip(paths, reports, strict=True):
-        # By digest alone: each machine may have the place under another path.
+        # Digests only: the machines may have different paths of the same place.
         if report["kind"] != first["kind"] or _digests(report) != _digests(first):
             remedy = "Join reports of one checkpoint, or of a run into which nobody saved meanwhile."
             raise err(Code.ARGUMENT, f"it isn't of the same checkpoints as {paths[0]}", where=path, remedy=remedy)
@@ -82,7 +88,10 @@ def _digests(report: dict[str, Any]) -> list[str]:
 
 
 def _join_reports(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one report: what several found alike, because all read the documents, stands there once."""
+    """Return the joined report.
+
+    All machines read the documents, so equal violations and warnings appear only once.
+    """
     violations = {json.dumps(one, sort_keys=True): one for report in reports for one in report["violations"]}
     verdicts = {report["verdict"] for report in reports}
     verdict = next(verdict for verdict in ("incomplete", "invalid", "valid") if verdict in verdicts)

@@ -1,4 +1,4 @@
-"""The verdict on a rehearsal: steps of killed and resumed launches, compared with those of an undisturbed run."""
+"""The verdict on a rehearsal: killed and resumed launches, compared with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Finding:
     """A step that differs.
 
     Attributes:
-        launch: the launch whose step it is, in words.
+        launch: the launch that did the step, in words.
         writer: the number of the process.
         step: the number of the step.
-        what: the member that differs first; ``outside`` for a module that isn't in the State.
+        what: the first differing member; ``outside`` for a module outside `State`.
         text: the sentence on the difference and its cause.
     """
 
@@ -41,16 +41,17 @@ class Outcome:
 
     Attributes:
         kills: the numbers of steps after which launches were killed.
-        resumed: the numbers of steps with which later launches began, in their order; of process 0.
-        step_count: the number of steps that were compared, behind resumes alone.
-        writer_count: the number of processes of the calm run.
-        compared: the members that were compared, in words.
-        difference: the first difference between a killed and resumed run and the undisturbed one; None where they are
-            identical.
-        claim: the claim of the last resume by what its State holds; None where no launch resumed and came to its end.
-        lowered_by: the reasons why that claim isn't T1.
-        is_repeatable: whether two fresh starts are the same: without it, a resume is compared with the launch before
-            alone.
+        resumed: the first step numbers of the later launches, in their order, by process 0.
+        step_count: the number of compared steps, counted after resumes only, on process 0.
+        writer_count: the number of processes of the undisturbed run.
+        compared: the compared members, in words.
+        difference: the first difference between the killed and resumed run and the undisturbed
+            run; None if identical.
+        claim: the claim of the last resume by the contents of its State; None if no launch resumed
+            and reached its end.
+        lowered_by: the reasons why the claim isn't T1.
+        is_repeatable: whether two fresh starts are equal. If not, a resume is compared with the
+            previous launches of the killed run only.
         notes: sentences on the rehearsal itself.
     """
 
@@ -67,16 +68,16 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """``same``, ``different``, or ``unknown`` where no step behind a resume could be compared."""
+        """``same``, ``different``, or ``unknown`` if no step after a resume could be compared."""
         if self.difference is not None:
             return "different"
         return "same" if self.step_count else "unknown"
 
 
 def judge(scratch: Path, kills: list[int]) -> Outcome:
-    """Return the outcome of the launches below a scratch directory, as their step logs say.
+    """Return the outcome of the launches below a scratch directory, by their step logs.
 
-    Raises: StateError(ARGUMENT) where no step was recorded.
+    Raises: StateError(ARGUMENT) if no step was recorded.
     """
     calm = _read_logs(scratch / "calm")
     killed = _read_logs(scratch / "killed")
@@ -121,7 +122,7 @@ def judge(scratch: Path, kills: list[int]) -> Outcome:
 def _judge_accounts(
     outcome: Outcome, calm: dict[tuple[str, int], Account], killed: dict[tuple[str, int], Account]
 ) -> None:
-    """Judge by what launches said as they ended: their claims, and modules outside of the State."""
+    """Add the judgement of the launches' final accounts: claims, and modules outside `State`."""
     for (_, writer), account in killed.items():
         if writer == 0 and account.claim is not None:
             outcome.claim, outcome.lowered_by = account.claim, account.lowered_by
@@ -139,7 +140,7 @@ def _judge_accounts(
 
 
 def _with_streams(steps: Steps, names: set[str]) -> Steps:
-    """Return the records with some RNG streams alone."""
+    """Return the records with only the named RNG streams."""
     places = [place for place, name in enumerate(steps.header.streams) if name in names]
     header = dataclasses.replace(steps.header, streams=tuple(steps.header.streams[place] for place in places))
     records = {
@@ -152,9 +153,9 @@ def _with_streams(steps: Steps, names: set[str]) -> Steps:
 
 
 def _seeded_streams(one: Steps, other: Steps) -> set[str]:
-    """Return the names of the RNG streams that are the same in each step of two fresh starts.
+    """Return the names of the RNG streams that are equal in each step of two fresh starts.
 
-    Fresh starts differ in the streams that a program neither seeds nor uses.
+    Fresh starts differ in streams that the program neither seeds nor uses.
     """
     found = set(one.header.streams) & set(other.header.streams)
     for number in one.records.keys() & other.records.keys():
@@ -171,7 +172,10 @@ def _is_alike(one: Steps, other: Steps) -> bool:
 def _compare_launch(
     steps: Steps, references: list[Steps], outcome: Outcome, *, counts: bool
 ) -> tuple[int, Comparison] | None:
-    """Compare each step with the first reference that has it; return the first that differs."""
+    """Compare each step with the first reference that has the step.
+
+    Returns: the number and the comparison of the first step that differs; None if all are equal.
+    """
     is_first = True
     for number, record in sorted(steps.records.items()):
         reference = next((one for one in references if number in one.records), None)
@@ -211,7 +215,7 @@ def _read_logs(folder: Path) -> dict[tuple[str, int, int], Steps]:
 
 
 def read_accounts(folder: Path) -> dict[tuple[str, int], Account]:
-    """Return the accounts of the processes of the last launch that came to its end, by run and process."""
+    """Return the accounts of the last finished launch, by run and process."""
     found: dict[tuple[str, int], Account] = {}
     for path in sorted(folder.glob("*.json")):
         account = Account.parse(path.read_bytes())

@@ -1,4 +1,4 @@
-"""``ls`` and ``du``: the checkpoints of a run, the runs of a directory, and what takes how much space."""
+"""``ls`` and ``du``: the checkpoints of a run, the runs of a directory, and the space they take."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ from ckptfmt.run.lineage import LostLaunch, RunEntry, iter_lineage, list_checkpo
 from ckptfmt.run.survey import iter_beside
 from ckptfmt.store import Store
 
-#: What `ls` shows without ``--all``: what is or may become a checkpoint, and what can't be read.
+#: The states shown by `ls` without ``--all``: checkpoints, possible checkpoints, unreadable ones.
 _SHOWN = frozenset({"committed", "saving", "unfinished", "unreadable"})
 _STYLES = {"committed": "green", "saving": "yellow", "unfinished": "yellow", "unreadable": "red"}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List or measure what is at a path, and return the exit code: 2 if something there can't be read.
+    """List or measure the contents of a path, and return the exit code.
+
+    Returns: 2 if a record or register can't be read, otherwise 0.
 
     Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING and others), FormatError, StoreError.
     """
@@ -66,12 +68,14 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _read_checkpoints(store: Store) -> tuple[list[RunCheckpoint], str | None, dict[str, str], list[CkptError]]:
-    """Return the checkpoints of a run, which one it goes on from, and why not from others; each register is read once.
+    """Return the checkpoints of a run, and their roles; read each register once.
 
-    The others are committed, and beside the lineage: passed over as damaged, or left by a rollback.
-    Returns also what is wrong with launch records.
+    Returns: the checkpoints; the name of the checkpoint that the run goes on from; the reasons, by
+        name, of the committed checkpoints beside the lineage (passed over as damaged, or left by a
+        rollback); the errors of launch records.
     """
-    held = launches_of(list_held(store))  # before the registers: a save that is decided in between is seen there
+    # Holds are read before the registers, which show a save decided in between.
+    held = launches_of(list_held(store))
     run = read_run(store)
     entries = list_checkpoints(store, run)
     launches, lost = read_launches(store, run)
@@ -81,7 +85,10 @@ def _read_checkpoints(store: Store) -> tuple[list[RunCheckpoint], str | None, di
 
 
 def read_launches(store: Store, run: RunRecord | None) -> tuple[list[Launch | LostLaunch], list[CkptError]]:
-    """Return the launches of a run, and what is wrong with their records, those of another run among them."""
+    """Return the launches of a run, and the errors of their records.
+
+    A record that belongs to a different run counts as an error.
+    """
     problems: list[CkptError] = []
     try:
         launches = list_launches(store, run)
@@ -123,14 +130,14 @@ def _state_cell(one: RunCheckpoint, *, is_head: bool, is_beside: bool) -> Cell:
 
 
 def _list_places(arguments: argparse.Namespace, places: list[Place]) -> int:
-    """List the runs and checkpoints in a directory that is neither."""
+    """List the runs and checkpoints in a directory, and return the exit code."""
     rows: list[dict[str, object]] = []
     for place in places:
         name = place.store.name.rstrip("/").rpartition("/")[2]
         if place.is_run:
             try:
                 found, head, _, lost = _read_checkpoints(place.store)
-            except CkptError as error:  # the others can be listed all the same
+            except CkptError as error:  # the remaining places are still listed
                 rows.append({"name": name, "kind": "run", "error": error.as_json()})
                 continue
             counts = Counter(one.state for one in found)
@@ -161,7 +168,10 @@ def _list_places(arguments: argparse.Namespace, places: list[Place]) -> int:
 
 
 def entry_nbytes(store: Store, entry: RunEntry) -> int:
-    """Return the size of a checkpoint directory in bytes: what its manifest says, else of the files that are there."""
+    """Return the size of a checkpoint directory in bytes.
+
+    The manifest has the size if all files are at home. Otherwise the existing files are measured.
+    """
     if entry.manifest is not None and entry.manifest.durability == HOME:
         return entry.manifest.index_nbytes + entry.manifest.stored_nbytes
     return directory_nbytes(store.at(entry.name))
@@ -176,19 +186,19 @@ def directory_nbytes(store: Store) -> int:
         except StoreError:
             raise
         except CkptError:
-            continue  # A link or a pipe, or gone in the meantime: nothing that counts.
+            continue  # A link, a pipe, or a file deleted meanwhile: no size to add.
     return total_nbytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Use:
-    """How much space something takes.
+    """The space taken by a part of a run or checkpoint.
 
     Attributes:
-        name: of a directory of the run, or of a field and the first component of its tensors' names.
-        nbytes: of its files; of a field, of what they store of it.
-        content_nbytes: of its tensors as they are loaded; None where there are none.
-        note: what it is.
+        name: the name of the run's directory, or of the checkpoint's field; empty for the rest.
+        nbytes: the size of the directory's files, or the stored bytes of the field.
+        content_nbytes: the size of the tensors when loaded, in bytes; None without tensors.
+        note: a description.
     """
 
     name: str
@@ -227,7 +237,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _uses_of_run(place: Place) -> list[_Use]:
-    """Return what each directory of a run takes, by its files."""
+    """Return the space of each directory of a run, by the sizes of its files."""
     held = launches_of(list_held(place.store))
     entries = list_checkpoints(place.store, read_run(place.store))
     readers = Counter(one.name for entry in entries for one in entry.references)
@@ -248,7 +258,7 @@ def _uses_of_run(place: Place) -> list[_Use]:
 
 
 def _uses_of_checkpoint(place: Place) -> list[_Use]:
-    """Return what each field of a checkpoint takes, as its manifest says."""
+    """Return the space of each field of a checkpoint, by the manifest."""
     manifest = Checkpoint(place.store).manifest
     uses = []
     for field in FIELDS:

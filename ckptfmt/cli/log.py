@@ -1,7 +1,7 @@
-"""``log``: the checkpoints of a run, newest first, and how they descend from each other.
+"""``log``: the checkpoints of a run, newest first, and their lineage.
 
-Records and registers are read, and no file of a checkpoint is: a state says what was decided, not that the bytes are
-still as they were saved. The output says so.
+The command reads records and registers, but no data files of checkpoints. A state shows the
+decision about a save; the saved bytes may have changed since. The output mentions this.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ _MARKS: Final = {"committed": "o", "saving": "x", "unfinished": "x", "aborted": 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the checkpoints of a run and return the exit code: 2 if some record can't be read.
+    """Print the checkpoints of a run, and return the exit code.
 
+    Returns: 2 if a record can't be read, otherwise 0.
     Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError.
     """
     place = open_run_place(arguments.path)
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def print_summary(console: Console, place: Place, history: History) -> None:
-    """Print a run in a few lines, as `inspect` does."""
+    """Print a summary of a run, for `inspect`."""
     _print_header(console, place, history)
     head = history.head
     if head is not None and head.manifest is not None:
@@ -90,19 +91,19 @@ def print_summary(console: Console, place: Place, history: History) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """A run, as far as it can be read.
+    """The readable records of a run.
 
     Attributes:
-        run: its record.
-        records: of all launches, ascending.
-        launches: those whose records can be read.
-        entries: its checkpoint directories, newest first.
-        lineage: names of those that the newest launch may resume from, best first.
-        nbytes: size of each entry in bytes: of what its manifest says it stores itself, else of the files that are
-            there.
-        pending: names of what savers held before the registers were read.
-        verdicts: those on the steps that launches did again, by the launch's number.
-        problems: why records couldn't be read.
+        run: the run's record; None if unreadable.
+        records: the records of all launches, ascending.
+        launches: the launches with a readable record.
+        entries: the run's checkpoint directories, newest first.
+        lineage: the names of the checkpoints that the newest launch may resume from, best first.
+        nbytes: the size of each entry in bytes, by name: the stored bytes by the manifest if all
+            files are at home, otherwise the sum of the existing files.
+        pending: the names of the savers' holds, listed before the registers were read.
+        verdicts: the verdicts on repeated steps, by the number of the launch.
+        problems: the errors of unreadable records.
     """
 
     run: RunRecord | None
@@ -117,16 +118,20 @@ class History:
 
     @property
     def head(self) -> RunEntry | None:
-        """The committed checkpoint that the newest launch would resume from, as far as the manifests say."""
+        """The committed checkpoint that the newest launch would resume from, by the manifests."""
         lineage = iter_lineage(self.records, self.entries)
         return next((entry for entry in lineage if entry.manifest is not None), None)
 
     def state(self, entry: RunEntry) -> str:
-        """Return what a directory is, in a word."""
+        """Return the state of a checkpoint directory, in a word."""
         return state_of(entry, launches_of(self.pending))
 
     def parents(self) -> dict[str, str | None]:
-        """Return for each checkpoint the one before it: of its launch, else what its launch resumed from."""
+        """Return the parent of each checkpoint, by name.
+
+        The parent is the previous checkpoint of the launch, or the checkpoint that the launch
+        resumed from.
+        """
         resumed = {launch.launch: launch.resume_from for launch in self.launches}
         parents: dict[str, str | None] = {}
         before: dict[int, str] = {}
@@ -139,7 +144,7 @@ class History:
 
 
 def read_history(place: Place) -> History:
-    """Return what a run's records and registers say. Raises: StoreError."""
+    """Read the records and registers of a run. Raises: StoreError."""
     problems: list[CkptError] = []
     pending = list_held(place.store)
     run = _attempt(problems, read_run, place.store)
@@ -180,7 +185,7 @@ def _short(digest: str) -> str:
 
 
 def run_members(place: Place, history: History) -> dict[str, object]:
-    """Return what is known of a run as the members of an object."""
+    """Return the facts about a run as the members of a JSON object."""
     head, parents = history.head, history.parents()
     return {
         "kind": "run",
@@ -205,7 +210,7 @@ def run_members(place: Place, history: History) -> dict[str, object]:
 
 
 def _verdict_members(verdict: WitnessRecord | None) -> dict[str, object] | None:
-    """Return the verdict on a launch's steps as members; None where there is none."""
+    """Return the verdict on a launch's steps as members; None without a verdict."""
     if verdict is None:
         return None
     members = dataclasses.asdict(verdict)
@@ -242,7 +247,7 @@ def _entry_members(
 
 
 def _field_members(manifest: Manifest) -> dict[str, dict[str, int]]:
-    """Return size and stored bytes of each field that is present."""
+    """Return size and stored bytes of each present field, by name."""
     return {
         name: {
             "nbytes": field.nbytes,
@@ -320,7 +325,7 @@ def _entry_cells(entry: RunEntry, history: History, head: RunEntry | None) -> li
 
 
 def _delta_text(manifest: Manifest) -> str:
-    """Return what a delta stores of its bytes, and how many checkpoints it reads from; of a full one, that it is."""
+    """Return the stored share and the number of references of a delta; "full" for a full one."""
     if manifest.profile == "full":
         return "full" if manifest.durability == HOME else f"full, in caches ({manifest.durability})"
     share = share_text(manifest.stored_nbytes, manifest.nbytes)
@@ -373,10 +378,10 @@ def _print_problems(console: Console, history: History) -> None:
 
 
 def draw_graph(nodes: Sequence[tuple[str, str | None, str]]) -> list[list[str]]:
-    """Return, for each node, the lines that stand before its text: the last of them is the node's own.
+    """Return the graph's lines for each node; the last line is drawn before the node's text.
 
     Args:
-        nodes: name, parent's name (None for a root) and mark; each parent stands after its children.
+        nodes: name, parent's name (None for a root) and mark; each parent follows its children.
 
     >>> for lines in draw_graph([("d", "a", "*"), ("c", "b", "o"), ("b", "a", "o"), ("a", None, "*")]):
     ...     print(lines)
@@ -386,7 +391,7 @@ def draw_graph(nodes: Sequence[tuple[str, str | None, str]]) -> list[list[str]]:
     ['|/', '*']
     """
     names = {name for name, _, _ in nodes}
-    lanes: list[str] = []  # each the name of the node that the lane leads to
+    lanes: list[str] = []  # for each lane, the name of its next node
     drawn = []
     for name, parent, mark in nodes:
         lines = []
@@ -406,9 +411,10 @@ def draw_graph(nodes: Sequence[tuple[str, str | None, str]]) -> list[list[str]]:
 
 
 def _merge(lanes: list[str], name: str) -> str:
-    """Let the last lane that leads to `name` run into the one before that does; return the line that shows it.
+    """Merge the last lane that leads to `name` into the previous such lane; return the drawn line.
 
-    Lane i stands in column 2i. What lies between is crossed; what lies to the right moves up.
+    Lane i is drawn in column 2i. The line crosses the lanes between both; the lanes to the right
+    move a lane to the left.
     """
     target, last = [number for number, leads_to in enumerate(lanes) if leads_to == name][-2:]
     line = [" "] * (2 * len(lanes))

@@ -1,4 +1,4 @@
-"""What a path is: a checkpoint, a run, or a reason why neither."""
+"""The kind of a path given by the user: a checkpoint, a run, or an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, FormatError, StateError, err
 from ckptfmt.store import LocalStore, Store, open_store, suggest_path
 
-#: What lies in the directory of a checkpoint, before its commit too (specification, page 30).
+#: The names in the directory of a checkpoint, also before its commit (specification, page 30).
 _OF_A_CHECKPOINT: Final = re.compile(r"manifest\.json|parts|[a-z_]+-[0-9a-f]{16}([-.].*)?")
 _FILE_REMEDY = "`ckptfmt convert` makes a checkpoint of a file of torch.save; a checkpoint or run is a directory."
 _REMEDY = "Give the directory of a checkpoint (it has a manifest.json) or of a run (it has a run.json)."
@@ -25,13 +25,14 @@ _REMEDY = "Give the directory of a checkpoint (it has a manifest.json) or of a r
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A directory that somebody pointed at.
+    """A directory given by the user: a run or a checkpoint.
 
     Attributes:
-        path: as it was given.
-        store: rooted there, for reading.
-        is_run: whether it is a run: it has ``run.json`` or ``launches/``, and no ``manifest.json``. A directory with
-            files of an attempt and none of these is a checkpoint that isn't committed.
+        path: the path, as given.
+        store: a store rooted at the path, for reading.
+        is_run: whether the directory is a run: with ``run.json`` or ``launches/``, and without
+            ``manifest.json``. A directory with only files of an attempt is an uncommitted
+            checkpoint.
     """
 
     path: str
@@ -40,10 +41,10 @@ class Place:
 
 
 def open_place(path: str) -> Place:
-    """Return what is at `path`.
+    """Return the run or checkpoint at `path`.
 
-    Raises: IntegrityError(FILE_MISSING) where nothing is; StateError(ARGUMENT) where a file is, or a directory that is
-        neither; StoreError.
+    Raises: IntegrityError(FILE_MISSING) if the path doesn't exist; StateError(ARGUMENT) for a file,
+        or for a directory that is neither; StoreError.
     """
     store = open_store(path, writable=False)
     if not isinstance(store, LocalStore):
@@ -63,9 +64,9 @@ def open_place(path: str) -> Place:
 
 
 def find_places(path: str) -> list[Place] | None:
-    """Return the runs and checkpoints in a directory that is neither; None for a run or a checkpoint.
+    """Return the runs and checkpoints in a directory; None if `path` is a run or a checkpoint.
 
-    Raises: as `open_place`, also where nothing of the kind is in the directory.
+    Raises: as `open_place`, also for a directory without a run or checkpoint.
     """
     try:
         open_place(path)
@@ -74,7 +75,7 @@ def find_places(path: str) -> list[Place] | None:
         with contextlib.suppress(CkptError):  # the path may be a file
             store = open_store(path, writable=False)
             for name in sorted(name for name in store.list_names("") if name.endswith("/")):
-                with contextlib.suppress(StateError, FormatError):  # something else, or a name of no file of ours
+                with contextlib.suppress(StateError, FormatError):  # neither a run nor a checkpoint, or an invalid name
                     found.append(_place(f"{path.rstrip('/')}/{name[:-1]}", store.at(name[:-1])))
         if not found:
             raise
@@ -83,7 +84,7 @@ def find_places(path: str) -> list[Place] | None:
 
 
 def _place(path: str, store: Store) -> Place:
-    """Return what a store holds at its root."""
+    """Return the run or checkpoint at the root of a store. Raises: as `open_place`."""
     try:
         names = {name.rstrip("/") for name in store.list_names("")}
     except CkptError as error:
@@ -99,7 +100,7 @@ def _place(path: str, store: Store) -> Place:
 def checkpoint_path(run_path: str, text: str) -> str:
     """Return the path of a checkpoint of a run, given its name, digest or step.
 
-    Raises: as `open_run_place`; IntegrityError(NOT_COMMITTED) where no checkpoint is meant, or several are.
+    Raises: as `open_run_place`; IntegrityError(NOT_COMMITTED) if no checkpoint matches, or several.
     """
     from ckptfmt.run.catalog import Run
 
@@ -109,12 +110,12 @@ def checkpoint_path(run_path: str, text: str) -> str:
 
 
 def open_bases(paths: Sequence[str]) -> list[Store]:
-    """Return the stores of `--base`: checkpoints, or directories of them. Raises: as `open_place`."""
+    """Return the stores of `--base`: checkpoints, or runs. Raises: as `open_place`."""
     return [open_place(path).store for path in paths]
 
 
 def open_run_place(path: str) -> Place:
-    """Return the run at `path`. Raises: as `open_place`; StateError(ARGUMENT) where no run is."""
+    """Return the run at `path`. Raises: as `open_place`; StateError(ARGUMENT) for a checkpoint."""
     place = open_place(path)
     if not place.is_run:
         raise err(
@@ -127,7 +128,7 @@ def open_run_place(path: str) -> Place:
 
 
 def open_checkpoint_place(path: str) -> Place:
-    """Return the checkpoint at `path`. Raises: as `open_place`; StateError(ARGUMENT) where a run is."""
+    """Return the checkpoint at `path`. Raises: as `open_place`; StateError(ARGUMENT) for a run."""
     place = open_place(path)
     if place.is_run:
         remedy = "Give the directory of a checkpoint in it, as for the other."
@@ -136,7 +137,7 @@ def open_checkpoint_place(path: str) -> Place:
 
 
 def check_field(field: str | None) -> None:
-    """Refuse a name that isn't that of a field. Raises: StateError(ARGUMENT)."""
+    """Check that a name is the name of a field, or None. Raises: StateError(ARGUMENT)."""
     if field == "extra":
         remedy = "Values of State(extra=...) are in the field optimizer, with extra/ before their names."
         raise err(Code.ARGUMENT, "there is no field 'extra'", where="--field", remedy=remedy)

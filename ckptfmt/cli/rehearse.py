@@ -1,4 +1,4 @@
-"""``rehearse``: kill a training on purpose, in a scratch directory, and say whether it goes on as the same run."""
+"""``rehearse``: kill a training on purpose, resume it, and compare it with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from ckptfmt.cli.judging import Outcome, judge, read_accounts
 from ckptfmt.errors import Code, err
 from ckptfmt.trainer.rehearsal import Rehearsal
 
-#: The number of lines of a failed launch that are shown.
+#: The number of last lines shown of a failed launch's output.
 _TAIL: Final = 12
-#: The last line of a traceback, which torchrun may begin with the rank.
+#: The last line of a traceback; torchrun may put the rank before it.
 _EXCEPTION: Final = re.compile(r"(\[rank[0-9]+\]: ?)?[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit): ")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Rehearse a program and return the exit code: 0 for the same trajectory, 1 for another, 2 if none could be judged.
+    """Rehearse a program, print the outcome, and return the exit code.
 
-    Raises: StateError(ARGUMENT) for options that don't fit; and where the undisturbed run fails by itself.
+    Returns: 0 for the same trajectory, 1 for a different trajectory, 2 without a judgement.
+    Raises: StateError(ARGUMENT) for invalid options, or if a launch fails by itself.
     """
     command = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     if not command:
         remedy = "Write it behind two dashes: ckptfmt rehearse -- python train.py --lr 0.1"
         raise err(Code.ARGUMENT, "no program is given", where="rehearse", remedy=remedy)
     worlds = _parse_worlds(arguments.world)
-    plan_kills(arguments.steps, arguments.every, arguments.kills, arguments.seed)  # refused before anything is started
+    plan_kills(arguments.steps, arguments.every, arguments.kills, arguments.seed)  # refuses before any launch
     scratch = Path(tempfile.mkdtemp(prefix="ckptfmt-rehearsal-")) if arguments.keep is None else Path(arguments.keep)
     scratch.mkdir(parents=True, exist_ok=True)
     try:
@@ -59,19 +60,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def plan_kills(steps: int, every: int, count: int, seed: int) -> list[int]:
-    """Return the numbers of steps after which launches are killed: ascending, each between two saves.
+    """Return the numbers of steps after which launches are killed: ascending, each between saves.
 
-    Raises: StateError(ARGUMENT) where there is no room for as many.
+    Raises: StateError(ARGUMENT) if the kills don't fit between the saves.
 
     >>> plan_kills(24, 5, 2, 0)
     [12, 18]
     """
     places = [range(save + 2, save + every) for save in range(every, steps - every, every)]
-    if every < 3 or count < 1 or len(places) < count:  # a save, its commit, and a step that is lost
+    if every < 3 or count < 1 or len(places) < count:  # a save, its commit, and a lost step
         detail = f"{count} kills don't fit between the saves of {steps} steps, one every {every}"
         remedy = "Pass --every 5 or more, and --steps of at least (kills + 2) times as many."
         raise err(Code.ARGUMENT, detail, where="--steps, --every, --kills", remedy=remedy)
-    chosen = random.Random(seed)  # noqa: S311 - places that can be had again
+    chosen = random.Random(seed)  # noqa: S311 - reproducible places
     return sorted(chosen.choice(place) for place in chosen.sample(places, count))
 
 
@@ -79,7 +80,10 @@ def plan_kills(steps: int, every: int, count: int, seed: int) -> list[int]:
 
 
 def _parse_worlds(text: str | None) -> list[int | None]:
-    """Return the number of processes of each launch in turn; None for a program that is started as it is."""
+    """Return the number of processes of each launch in turn; None to start the program unchanged.
+
+    Raises: StateError(ARGUMENT).
+    """
     if text is None:
         return [None]
     try:
@@ -93,10 +97,10 @@ def _parse_worlds(text: str | None) -> list[int | None]:
 
 
 def _play(command: list[str], worlds: list[int | None], scratch: Path, arguments: argparse.Namespace) -> list[int]:
-    """Start the undisturbed run, then the one that is killed, each launch after the end of the one before.
+    """Start the undisturbed run, then the launches of the killed run, one after another.
 
     Returns: the numbers of steps after which launches were killed.
-    Raises: StateError(ARGUMENT) where a launch ends by itself with an error.
+    Raises: StateError(ARGUMENT) if a launch ends by itself with an error.
     """
     kills: dict[int, int | None] = dict.fromkeys(
         plan_kills(arguments.steps, arguments.every, arguments.kills, arguments.seed)
@@ -118,14 +122,20 @@ def _play(command: list[str], worlds: list[int | None], scratch: Path, arguments
 
 
 def _find_change(calm: Path, kills: list[int], every: int) -> int | None:
-    """Return a step behind which something changed before the next one, if no launch resumes from such a step yet."""
+    """Return the first step after which an RNG stream or a schedule changed before the next step.
+
+    Returns: None without such a step, or if a launch resumes from such a step already.
+    """
     changes = sorted({step for account in read_accounts(calm).values() for step in account.changes})
     resumed = {kill // every * every for kill in kills}
     return changes[0] if changes and not resumed & set(changes) else None
 
 
 def _start(command: list[str], world: int | None, rehearsal: Rehearsal, log: Path, name: str) -> None:
-    """Start one launch and wait for its end. Raises: StateError(ARGUMENT) where it ends by itself with an error."""
+    """Start a launch and wait for its end.
+
+    Raises: StateError(ARGUMENT) if the launch ends by itself with an error.
+    """
     kill_at = rehearsal.kill_at
     ends = f"is killed behind step {kill_at}" if kill_at is not None else f"goes on to step {rehearsal.steps}"
     Console(sys.stderr).line((f"{name} {ends}", "dim"))
@@ -146,13 +156,16 @@ def _start(command: list[str], world: int | None, rehearsal: Rehearsal, log: Pat
 
 
 def _last_words(said: list[str]) -> str:
-    """Return the first exception that a failed launch printed, of several processes that of the first; or its end."""
+    """Return the first line with an exception in a failed launch's output, or the last lines."""
     found = next((line for line in said if _EXCEPTION.match(line)), None)
     return " / ".join(said[-_TAIL:]) if found is None else found
 
 
 def _command(command: list[str], world: int | None) -> list[str]:
-    """Return the command of one launch: under torchrun where the number of processes is given."""
+    """Return the command of a launch, under torchrun if the number of processes is given.
+
+    Raises: StateError(ARGUMENT) for a program that isn't Python, with a number of processes.
+    """
     if world is None:
         return command
     if not re.fullmatch(r"python[0-9.]*", Path(command[0]).name):
@@ -200,7 +213,7 @@ def _joined(numbers: Sequence[int]) -> str:
 
 
 def _junit(outcome: Outcome, command: Sequence[str], seconds: float) -> bytes:
-    """Return the outcome as JUnit XML, with one test."""
+    """Return the outcome as JUnit XML, with a single test."""
     failures = int(outcome.verdict != "same")
     suite = ET.Element("testsuite", name="ckptfmt rehearse", tests="1", failures=str(failures), errors="0")
     name = clean(" ".join(command))

@@ -1,7 +1,7 @@
-"""The page of `report`: one file of HTML with drawings, style and script inside, which asks no network for anything.
+"""The HTML page of `report`: a single file with drawings, style and script, without network access.
 
-It is whole without its script, which shows at once what a pointer otherwise shows after a moment. A content security
-policy lets this one style and this one script be used, and nothing else.
+The page is complete without its script; the script shows tooltips without the browser's delay. A
+content security policy allows only this style and this script.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ckptfmt.cli.waste import seconds_text
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import FIELDS
 
-#: How many metrics have a chart, and how many rows a table has at most.
+#: The greatest number of charts of metrics, and of rows of a table.
 _METRICS: Final = 12
 _ROWS: Final = 2000
 _MARKED_ROWS: Final = 60
-#: How many writers, or groups of neighbours, have a bar.
+#: The greatest number of bars of writers, or of groups of neighbouring writers.
 _WRITER_ROWS: Final = 48
 _TIME_UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-#: Longest text of somebody's in a table, in characters.
+#: The greatest length of a text from the run in a table, in characters.
 _TEXT_LENGTH: Final = 160
 
 _STYLE: Final = """
@@ -123,12 +123,12 @@ document.addEventListener("pointermove", (event) => {
 
 
 def _source_of(text: str) -> str:
-    """Return how a content security policy names one style or script."""
+    """Return the source expression of a style or script in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def make_page(picture: RunPicture) -> str:
-    """Return the whole page of a run."""
+    """Return the HTML page of a run."""
     policy = f"default-src 'none'; style-src {_source_of(_STYLE)}; script-src {_source_of(_SCRIPT)}"
     sections = (
         _summary(picture), _problems(picture), _divergence(picture), _launches(picture), _sizes(picture),
@@ -152,7 +152,7 @@ def _paragraph(text: str, style: str = "") -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> Iterator[str]:
-    """Yield a table; columns whose numbers are given are aligned to the right."""
+    """Yield the pieces of a table; the columns in `numbers` are aligned to the right."""
 
     def cells(tag: str, texts: Sequence[str]) -> str:
         styles = ('class="number"' if column in numbers else "" for column in range(len(texts)))
@@ -168,7 +168,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequen
 
 
 def _keys(*keys: tuple[str, str]) -> str:
-    """Return a legend: SVG of 16 by 16 for each text."""
+    """Return a legend from pairs of an SVG drawing (16 by 16 units) and its text."""
     return "".join(
         f'<span class="key"><svg viewBox="0 0 16 16" width="16" height="16">{drawing}</svg>{text_of(text)}</span>'
         for drawing, text in keys
@@ -272,7 +272,7 @@ def _launches(picture: RunPicture) -> Iterator[str]:
 
 
 def _launch_keys(picture: RunPicture) -> str:
-    """Return the legend of the timeline: of what occurs in it."""
+    """Return the legend of the timeline, with only the marks that occur."""
     circle, cross = '<circle cx="8" cy="8" r="4" class="mark{}"/>', '<path d="M4 4 l8 8 m0 -8 l-8 8" class="mark {}"/>'
     saves = picture.saves
     states = {save.state for save in saves}
@@ -357,7 +357,7 @@ def _tensors(picture: RunPicture) -> Iterator[str]:
 
 
 def _writer_rows(newest: NewestFacts) -> list[tuple[str, dict[str, int], str]]:
-    """Return a row for each writer, or for neighbours where they are many."""
+    """Return a row for each writer, or for groups of neighbouring writers if there are many."""
     per_row = -(-len(newest.writers) // _WRITER_ROWS)
     rows = []
     for at in range(0, len(newest.writers), per_row):

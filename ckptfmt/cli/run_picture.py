@@ -1,6 +1,7 @@
-"""What ``report`` shows of a run, as far as registers, records and the index of its newest checkpoint say.
+"""The facts shown by ``report``: from a run's registers, records, and newest checkpoint's index.
 
-Nothing is guessed: what no record has, such as the way in which a launch ended, is no member here.
+All facts are recorded, never guessed. Unrecorded facts, such as the way in which a launch ended,
+have no member.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import RunEntry
 from ckptfmt.run.spent_time import read_goodput
 
-#: At most so many cells has a tree map, and so many a group of it; smaller tensors share a cell.
+#: The greatest number of cells of a tree map, and of its groups; smaller tensors share a cell.
 _CELLS: Final = 300
 _CELLS_OF_GROUP: Final = 48
-#: Into how many ranges neighbours are joined that are many and small.
+#: The greatest number of ranges that join many small neighbours.
 _RANGES: Final = 24
-#: A tensor or group with less than this share of all bytes has no cell of its own.
+#: The least share of all bytes for a cell of a single tensor or group.
 _SMALLEST_SHARE: Final = 1 / 1500
-#: How many of the largest tensors are shown by pieces, and up to how many pieces.
+#: The number of largest tensors shown with their pieces, and the greatest number of pieces of each.
 _LARGEST: Final = 20
 _PIECES: Final = 64
-#: How long a name or a text of somebody's is at most, in characters.
+#: The greatest length of a name or text from the run, in characters.
 _NAME_LENGTH: Final = 120
 
 _COMPONENT: Final = re.compile(r"[^./]*[./]?")
@@ -50,19 +51,19 @@ class SaveFacts:
     """A checkpoint directory of a run.
 
     Attributes:
-        name, step, launch: as its directory says.
-        state: as `ckptfmt log` says it.
-        on_lineage: whether the newest launch may resume from it.
-        is_head: whether it is the first of these.
-        saved_unix_s: when writer 0 took the state; None where there is no manifest.
-        profile: "full" or "delta"; None where there is no manifest.
-        nbytes: of all tensors; None where there is no manifest.
-        stored_nbytes: of what it stores of them itself; None where there is no manifest.
-        durability: where its files were at least when it was committed; None where there is no manifest.
-        metrics, tags, pinned: as they were said last.
-        suspect: why the run doesn't go on from it by itself, if so.
-        reason: why it was given up, if it was.
-        error: why its register can't be read, if so.
+        name, step, launch: the name of the directory, and the numbers in it.
+        state: the state, in the words of `ckptfmt log`.
+        on_lineage: whether the newest launch may resume from the checkpoint.
+        is_head: whether the checkpoint is the head: the first choice of the newest launch.
+        saved_unix_s: time at which writer 0 took the state; None without a manifest.
+        profile: "full" or "delta"; None without a manifest.
+        nbytes: size of all tensors in bytes; None without a manifest.
+        stored_nbytes: bytes that the checkpoint stores itself; None without a manifest.
+        durability: least durability of the files at the commit; None without a manifest.
+        metrics, tags, pinned: the newest labels.
+        suspect: reason why the run doesn't go on from the checkpoint by itself; None if it may.
+        reason: reason why the save was given up; None if it wasn't.
+        error: code of the error of an unreadable register; None if readable.
     """
 
     name: str
@@ -85,7 +86,7 @@ class SaveFacts:
 
     @property
     def was_committed(self) -> bool:
-        """Whether it is, or once was, a checkpoint."""
+        """Whether the save was committed, even if the checkpoint was retired since."""
         return self.state in {"committed", "retired"}
 
 
@@ -94,14 +95,15 @@ class LaunchFacts:
     """A launch of a run.
 
     Attributes:
-        launch: its number.
-        chosen_by: "lineage", "fallback" or "hand"; None where its record can't be read.
-        resume_name, resume_step, resume_launch: of the checkpoint that it resumed from; None of a fresh start.
-        first_step, last_step: of what it has directories of; None where it has none.
-        reached_step: the greatest step that it committed, or that it began with.
-        back_from: the launch before, where that had reached a greater step than this one began with.
-        back_steps: how many steps greater.
-        verdict: the outcome of the steps that it did again, in a sentence; None where none was compared.
+        launch: the launch's number.
+        chosen_by: "lineage", "fallback" or "hand"; None if the record can't be read.
+        resume_name, resume_step, resume_launch: name, step and launch of the checkpoint that the
+            launch resumed from; None for a fresh start.
+        first_step, last_step: first and last step of the launch's directories; None without any.
+        reached_step: the greatest committed step, or the first step of the launch.
+        back_from: the previous launch, if its reached step is above this launch's first step.
+        back_steps: the number of steps between both; 0 without a step back.
+        verdict: the outcome of the repeated steps, in a sentence; None without a comparison.
     """
 
     launch: int
@@ -118,19 +120,19 @@ class LaunchFacts:
 
     @property
     def begin_step(self) -> int:
-        """The step that it began with."""
+        """The step at which the launch began."""
         return self.resume_step or 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TreeCell:
-    """A tensor, or a group of tensors whose names begin alike.
+    """A tensor, or a group of tensors with a common prefix of their names.
 
     Attributes:
-        name: of the tensor, or what the names begin with; a field at the top.
-        nbytes: of all of them.
-        tensor_count: how many they are.
-        cells: those that are within; none of a tensor, and of tensors too small to be shown apart.
+        name: the tensor's name, or the prefix; a field's name at the top level.
+        nbytes: the size of all tensors of the cell in bytes.
+        tensor_count: the number of tensors.
+        cells: the inner cells; empty for a tensor, and for a group of very small tensors.
     """
 
     name: str
@@ -141,7 +143,7 @@ class TreeCell:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WriterFacts:
-    """What one writer stored: how many pieces, and how many bytes of each field."""
+    """The number of pieces stored by a writer, and the bytes by field."""
 
     writer: int
     piece_count: int
@@ -160,7 +162,7 @@ class PieceFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
-    """A large tensor, and its pieces; `pieces` is None where they are too many to be listed."""
+    """A large tensor, and its pieces; `pieces` is None for more than `_PIECES` pieces."""
 
     field: str
     name: str
@@ -174,13 +176,14 @@ class TensorFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NewestFacts:
-    """What the index of the newest checkpoint says.
+    """The facts from the index of the newest checkpoint.
 
     Attributes:
-        name: of its directory.
-        tensor_count, nbytes: of all tensors.
-        cells: one for each field.
-        writers: what each of them stored.
+        name: the name of the checkpoint's directory.
+        tensor_count: the number of all tensors.
+        nbytes: the size of all tensors in bytes.
+        cells: a cell for each field.
+        writers: the stored pieces and bytes of each writer.
         largest: the largest tensors, largest first.
     """
 
@@ -194,18 +197,19 @@ class NewestFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunPicture:
-    """A run, as `report` shows it.
+    """The facts about a run for `report`.
 
     Attributes:
-        target: the path, as it was given.
-        run_id: None where the run's record can't be read.
-        pending: names of what savers have in hand.
-        saves: by launch, then step.
-        launches: by number.
-        newest: of the checkpoint that the run goes on from; None where there is none, or its index can't be read.
-        goodput: where the time went; None where records can't be read.
-        problems: why records or documents couldn't be read.
-        divergence: from another run, where one was given.
+        target: the path, as given.
+        run_id: the run's identifier; None if the run's record can't be read.
+        pending: the names of the savers' holds.
+        saves: the checkpoint directories, by launch and step.
+        launches: the launches, by number.
+        newest: the facts about the checkpoint that the run goes on from; None without a checkpoint,
+            or with an unreadable index.
+        goodput: the time of the run by use; None if records can't be read.
+        problems: the errors of unreadable records and documents.
+        divergence: the differences from a second run, if given.
     """
 
     target: str
@@ -220,12 +224,12 @@ class RunPicture:
 
     @property
     def committed(self) -> list[SaveFacts]:
-        """The checkpoints that are there."""
+        """The committed checkpoints."""
         return [save for save in self.saves if save.state == "committed"]
 
 
 def read_picture(place: Place) -> RunPicture:
-    """Return what a run's registers and records say, and the index of its newest checkpoint.
+    """Read the registers and records of a run, and the index of its newest checkpoint.
 
     Raises: StoreError.
     """
@@ -316,7 +320,7 @@ def _read_goodput(place: Place, found: Iterable[RunEntry]) -> Goodput | None:
         return read_goodput(place.store, found)
     except StoreError:
         raise
-    except CkptError:  # which `problems` names
+    except CkptError:  # already in `problems`
         return None
 
 
@@ -359,7 +363,7 @@ def _list_writers(tensors: Iterable[IndexTensor], writer_count: int) -> tuple[Wr
 
 
 def _count_elements(sharding: Sharding, writer_count: int) -> tuple[list[int], list[int]]:
-    """Return how many boxes each writer stored of a sharding, and how many elements."""
+    """Return the number of boxes, and of elements, that each writer stored of a sharding."""
     elements = np.zeros(writer_count, np.int64)
     np.add.at(elements, sharding.part, sharding.box_shape.prod(axis=1, dtype=np.int64))
     return np.bincount(sharding.part, minlength=writer_count).tolist(), elements.tolist()
@@ -387,7 +391,7 @@ def _tensor_facts(tensor: IndexTensor) -> TensorFacts:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Node:
-    """Tensors whose names begin alike, while they are counted and cut into cells."""
+    """A group of tensors with a common prefix, during the construction of cells."""
 
     name: str
     nbytes: int = 0
@@ -396,12 +400,12 @@ class _Node:
     shown: list[_Node] = dataclasses.field(default_factory=list)
 
     def add(self, nbytes: int) -> None:
-        """Count one more tensor."""
+        """Add a tensor to the group."""
         self.nbytes += nbytes
         self.tensor_count += 1
 
     def cell(self) -> TreeCell:
-        """Return what is shown."""
+        """Return the cell of the group, with the shown groups within."""
         return TreeCell(
             name=_short_name(self.name),
             nbytes=self.nbytes,
@@ -411,12 +415,12 @@ class _Node:
 
 
 def group_by_size(tensors: Iterable[tuple[str, str, int]]) -> tuple[TreeCell, ...]:
-    """Return tensors as nested cells: the large ones apart, small ones together under what their names begin with.
+    """Return nested cells: large tensors have separate cells, small tensors share cells by prefix.
 
     Args:
-        tensors: field, name and size in bytes of each.
+        tensors: field, name and size in bytes of each tensor.
 
-    Returns: a cell for each field, largest first; at most `_CELLS` that have no cells within.
+    Returns: a cell for each field, largest first, with at most `_CELLS` innermost cells.
 
     >>> [(cell.name, cell.tensor_count) for cell in group_by_size([("weights", "a.w", 8), ("weights", "a.b", 4)])]
     [('weights', 2)]
@@ -437,7 +441,7 @@ def group_by_size(tensors: Iterable[tuple[str, str, int]]) -> tuple[TreeCell, ..
     cell_count = len(heap)
     while heap:
         node = within = heapq.heappop(heap)[2]
-        while len(within.children) == 1:  # a name that goes on in one way only
+        while len(within.children) == 1:  # a prefix with a single continuation
             (within,) = within.children.values()
         if within is not node and node.name in fields:
             node.shown = [within]
@@ -452,14 +456,17 @@ def group_by_size(tensors: Iterable[tuple[str, str, int]]) -> tuple[TreeCell, ..
 
 
 def _cut(node: _Node, room: int, smallest_nbytes: float) -> list[_Node]:
-    """Return up to `room` nodes in the place of one: its largest children, and the others together; none if too few."""
+    """Return up to `room` nodes that replace a node, or no nodes if the children are too small.
+
+    The largest children stay separate, and the remaining children are joined.
+    """
     children = list(node.children.values())
     large = sorted(
         (one for one in children if one.nbytes >= smallest_nbytes and one.nbytes), key=lambda one: -one.nbytes
     )
     if len(large) == len(children) <= room:
         return large
-    # Were the largest of many equals shown, the picture would be of a few of them.
+    # Room is left for ranges: of many equal children, the largest few would be a random choice.
     large = large[: max(0, room - _RANGES)]
     apart = {id(one) for one in large}
     small = [one for one in children if id(one) not in apart]
@@ -469,14 +476,20 @@ def _cut(node: _Node, room: int, smallest_nbytes: float) -> list[_Node]:
         return [*large, *_join_range(node, small, whole=True)] if large else []
     ranges: list[list[_Node]] = [[] for _ in range(range_count)]
     before_nbytes = 0
-    for one in small:  # as they stand in the index
+    for one in small:  # in the order of the index
         ranges[min(range_count - 1, before_nbytes * range_count // small_nbytes)].append(one)
         before_nbytes += one.nbytes
     return [*large, *itertools.chain.from_iterable(_join_range(node, part, whole=False) for part in ranges)]
 
 
 def _join_range(parent: _Node, nodes: Sequence[_Node], *, whole: bool) -> list[_Node]:
-    """Return one node for some children of another: all that aren't shown apart, or neighbours. Of nothing, none."""
+    """Return a node that joins some children of `parent`; an empty list for children without bytes.
+
+    Args:
+        parent: the node of the children.
+        nodes: the children to join.
+        whole: whether these are all remaining children, or else a range of neighbours.
+    """
     nbytes = sum(one.nbytes for one in nodes)
     if not nbytes:
         return []
@@ -495,15 +508,15 @@ def _short_name(name: str) -> str:
 
 
 def durations_of(picture: RunPicture) -> tuple[float | None, float | None]:
-    """Return how much training a save cost, and how long it took from its begin to its commit, on average in seconds.
+    """Return the average cost of a save in training time, and from begin to commit, in seconds.
 
-    The ledger of a run has them; None where there is none.
+    The run's ledger has both; None without a ledger.
     """
     return (None, None) if picture.goodput is None else (picture.goodput.costs.lost_s, picture.goodput.costs.commit_s)
 
 
 def picture_members(picture: RunPicture) -> dict[str, object]:
-    """Return a picture for JSON, with what no record has as null."""
+    """Return the facts as members of a JSON object, with null for unrecorded facts."""
     members = {
         field.name: getattr(picture, field.name) for field in dataclasses.fields(picture) if field.name != "problems"
     }
@@ -518,7 +531,7 @@ def picture_members(picture: RunPicture) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """Return dataclasses as mappings."""
+    """Return a value for JSON, with dataclasses as mappings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""``report``: a picture of a run, as one page of HTML that stands by itself, or the same as JSON."""
+"""``report``: a picture of a run, as a self-contained HTML page, or the same facts as JSON."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from ckptfmt.errors import Code, err, remedy_of
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page of a run, or print its JSON, and return the exit code: 2 if some record can't be read.
+    """Write the page of a run, or print its JSON, and return the exit code.
 
-    Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError, also where the page can't be written.
+    Returns: 2 if a record can't be read, or a comparison failed; otherwise 0.
+    Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING); StoreError, also if the page can't
+        be written.
     """
     if arguments.html is None and not arguments.json:
         remedy = "Say where the page shall be: `--html run.html`; or print the same with --json."

@@ -1,11 +1,13 @@
-"""``validate``: check every byte of a checkpoint or of a run, say all that is wrong, and give the verdict.
+"""``validate``: check every byte of a checkpoint or of a run, list all violations, give a verdict.
 
-What lies apart in the output: a checkpoint's *own* bytes; its *references*, that is, what it reads from and what that
-reads from, and whether that is there; and their *closure*, how each of these is by itself. A full checkpoint has
-neither. In a run each checkpoint is checked once, as own bytes; what of the closure lies elsewhere comes apart.
+The output distinguishes three parts: a checkpoint's *own* bytes; its *references*, that is, the
+checkpoints it reads from, directly or indirectly, and whether they exist; and their *closure*, the
+verdict on each referenced checkpoint. A full checkpoint has neither references nor a closure. In a
+run, each checkpoint is checked once, as own bytes; members of the closure outside the run are
+reported separately.
 
-With ``--split I/N`` a slice of the blocks is checked, and all documents; with ``--join`` the objects that the slices
-printed become one.
+With ``--split I/N``, a slice of the blocks and all documents are checked. With ``--join``, the JSON
+objects printed for the slices are joined into a single report.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _EXIT_CODES: Final = {"valid": 0, "invalid": 1, "incomplete": 2}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """What a check found; `failure` is how the store kept it from being a whole one."""
+    """The outcome of a check; `failure` is the store's error that made the check incomplete."""
 
     report: Report
     failure: StoreError | None
@@ -40,16 +42,20 @@ class _Outcome:
 
     @property
     def verdict(self) -> str:
-        """One of ``valid``, ``invalid``, ``incomplete``: what a failing store lets pass or damages proves nothing."""
+        """The verdict: ``valid``, ``invalid``, or ``incomplete`` after an error of the store.
+
+        An error of the store proves neither validity nor damage.
+        """
         if self.failure is not None:
             return "incomplete"
         return "invalid" if self.report.violations else "valid"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check a checkpoint or a run, print what is found, and return the exit code.
+    """Check a checkpoint or a run, print the report, and return the exit code.
 
-    Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError where there is nothing to check.
+    Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError if the path can't be
+        opened as a checkpoint or run.
     """
     if (arguments.path is None) == (arguments.join is None):
         remedy = "Write `ckptfmt validate PATH`, or `ckptfmt validate --join FILE ...`."
@@ -70,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse_split(text: str | None) -> tuple[int, int]:
-    """Return the number of a slice, from 0 on, and how many there are. Raises: StateError(ARGUMENT).
+    """Return the number of a slice, from 0 on, and the count. Raises: StateError(ARGUMENT).
 
     >>> parse_split("2/8"), parse_split(None)
     ((1, 8), (0, 1))
@@ -102,7 +108,7 @@ def _check(
 
 
 def _total_nbytes(place: Place, bases: Sequence[Store]) -> int | None:
-    """Return how many bytes of tensors there are to check, from the manifests; None if they don't say."""
+    """Return the bytes of tensors to check, by the manifests; None if a manifest is unreadable."""
     try:
         if place.is_run:
             manifests = [entry.manifest for entry in list_checkpoints(place.store, with_labels=False)]
@@ -151,7 +157,7 @@ def _print_text(outcome: _Outcome) -> None:
 
 
 def _print_references(console: Console, report: Report) -> None:
-    """Print a line for each checkpoint that is read from: whether it is there, and how it is by itself."""
+    """Print a line for each referenced checkpoint: its existence, and the verdict on it."""
     members = {member.digest: member for member in report.closure}
     rows: list[list[Cell | str]] = []
     for one in report.references:
@@ -183,7 +189,7 @@ def _verdict_cells(outcome: _Outcome) -> list[Cell]:
 
 
 def _closure_text(report: Report) -> str:
-    """Return what is said of the checkpoints that are read from; nothing where none is."""
+    """Return the text on the referenced checkpoints; "" without references."""
     if not report.references:
         return ""
     references = count_text(len(report.references), "reference")

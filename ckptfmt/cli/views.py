@@ -1,6 +1,7 @@
-"""Tensors and plain values of a checkpoint: like tensors in one row; values as JSON, or as indented lines.
+"""Views of a checkpoint's tensors and plain values: rows of like tensors; JSON or indented lines.
 
-The JSON view says what JSON can say plainly; every other value is an object with one member whose name begins with $:
+The JSON view has JSON's own values where they suffice. Every other value is an object with a single
+member, with a name that begins with $:
 
     None, bool, str; list, tuple, deque     null, true, "text"; array
     int                                     number up to 2^53-1 in size, else {"$int": "0x..."}
@@ -14,7 +15,8 @@ The JSON view says what JSON can say plainly; every other value is an object wit
     tensor by name                          {"$tensor": name}
     dtype, device, torch.Size               {"$dtype": name}, {"$device": name}, {"$size": [...]}
 
-It is for looking, not for loading: tuples and lists look alike, and a NaN has lost its payload.
+The view is meant for display, not for loading: tuples and lists look alike, and the payload of a
+NaN is lost.
 """
 
 from __future__ import annotations
@@ -35,19 +37,19 @@ from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
 from ckptfmt.errors import CkptError
 
-#: Integers with more bits than this aren't printed in decimal, which takes quadratic time.
+#: The most bits of an integer printed in decimal; the conversion takes quadratic time.
 _DECIMAL_BITS: Final = 4096
 _TEXT_WIDTH: Final = 72
-#: How much of a value is shown on a line, in characters.
+#: The greatest length of a value on a line, in characters.
 _SHOWN: Final = 4 * _TEXT_WIDTH
-#: What may take several lines.
+#: The types of values that may take several lines.
 _LINED: Final = (dict, list, tuple, deque)
-#: Arrays with more elements than this are shown by dtype and shape alone.
+#: The greatest number of shown elements; larger arrays are shown by dtype and shape only.
 _ARRAY_ELEMENTS: Final = 8
 
 
 def dump_view(value: Any) -> Any:  # noqa: ANN401, PLR0911 - any plain value; one line for each kind
-    """Return the JSON view of a plain value.
+    """Return the JSON view of a plain value, in the forms of the module's docstring.
 
     >>> dump_view({"lr": (0.5, float("nan")), "seed": 1 << 64})
     {'lr': [0.5, {'$float': 'nan'}], 'seed': {'$int': '0x10000000000000000'}}
@@ -88,11 +90,11 @@ def _dump_named(value: object) -> dict[str, Any]:
         return {"$device": value.name}
     if isinstance(value, Size):
         return {"$size": list(value.shape)}
-    raise TypeError(type(value).__name__)  # the set of kinds is closed: `parse_tree` returns no other
+    raise TypeError(type(value).__name__)  # `parse_tree` returns no further types
 
 
 def iter_lines(value: object, depth: int = 0) -> Iterator[tuple[int, str, str]]:
-    """Yield a value as lines of (depth, key, text); keys of one map are padded to one width.
+    """Yield a value as lines of (depth, key, text); the keys of a map are padded to equal width.
 
     >>> list(iter_lines({"lr": 0.1, "model": {"width": 4}}))
     [(0, 'lr   ', '0.1'), (0, 'model', ''), (1, 'width', '4')]
@@ -113,7 +115,7 @@ def iter_lines(value: object, depth: int = 0) -> Iterator[tuple[int, str, str]]:
 
 
 def value_text(value: object) -> str:
-    """Return a value as one short line.
+    """Return a value as a short line.
 
     >>> value_text({"lr": 0.5})
     '{"lr": 0.5}'
@@ -122,7 +124,7 @@ def value_text(value: object) -> str:
 
 
 def _pairs(value: object) -> list[tuple[Any, Any]]:
-    """Return the members of a container that may take several lines; nothing for any other value."""
+    """Return the members of a container of a type in `_LINED`; [] for any other value."""
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, list | tuple | deque):
@@ -131,7 +133,7 @@ def _pairs(value: object) -> list[tuple[Any, Any]]:
 
 
 def _text(value: Any) -> str:  # noqa: ANN401, PLR0911 - any plain value; one line for each kind
-    """Return a value as one line."""
+    """Return a value as a line."""
     if isinstance(value, str):
         return f'"{clean(value)}"'
     if isinstance(value, int) and value.bit_length() > _DECIMAL_BITS:
@@ -150,7 +152,7 @@ def _text(value: Any) -> str:  # noqa: ANN401, PLR0911 - any plain value; one li
 
 
 def _join(texts: Iterable[str]) -> str:
-    """Return texts with commas between them, as far as a line shows them: of millions, a few are made."""
+    """Return texts joined by commas, up to the length of a line; later texts aren't computed."""
     shown: list[str] = []
     length = 0
     for text in texts:
@@ -175,7 +177,7 @@ def _named_text(value: object) -> str:
 
 
 def _array_text(value: InlineArray) -> str:
-    """Return what kind of array it is, and its elements if they are few."""
+    """Return dtype and shape of an array, and its elements if few."""
     import numpy as np
 
     from ckptfmt.dtypes import numpy_dtype
@@ -185,24 +187,24 @@ def _array_text(value: InlineArray) -> str:
         return text
     try:
         elements = np.frombuffer(value.content, numpy_dtype(value.dtype))
-    except CkptError:  # numpy has no such dtype
+    except CkptError:  # a dtype unknown to numpy
         return f"{text} {value.content.hex()}"
     return f"{text} {', '.join(map(str, elements))}"
 
 
-#: A component of a name that is a number, such as the 0 of ``layers.0.weight`` and of ``lw/0``.
+#: A numeric component of a name, such as the 0 in ``layers.0.weight`` and in ``lw/0``.
 _NUMBER: Final = re.compile(r"(?:(?<=[./])|^)[0-9]+(?=[./]|$)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRow:
-    """One tensor, or several that differ only in the numbers of their names.
+    """A tensor, or several tensors that differ only in the numbers of their names.
 
     Attributes:
-        name: with ``{first..last}`` or ``*`` for numbers that differ.
-        scope: in the same way.
-        tensors: which they are.
-        cut: how each of them is cut, as `sharding_text` says it.
+        name: the common name, with ``{first..last}`` or ``*`` for differing numbers.
+        scope: the common scope, in the same form.
+        tensors: the tensors.
+        cut: the sharding of each tensor, as a text of `sharding_text`.
     """
 
     name: str
@@ -212,7 +214,7 @@ class TensorRow:
 
     @property
     def nbytes(self) -> int:
-        """Size of all of them in bytes."""
+        """The size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
@@ -223,7 +225,11 @@ def list_tensors(tensors: Iterable[IndexTensor]) -> list[TensorRow]:
 
 
 def group_tensors(tensors: Iterable[IndexTensor]) -> list[TensorRow]:
-    """Return rows of tensors that are alike in field, dtype, shape, storage and cut, in the order of the index."""
+    """Return rows of like tensors, in the order of the index.
+
+    Like tensors have equal field, dtype, shape, storage and sharding, all or none have aliases, and
+    their names differ only in numbers.
+    """
     groups: dict[tuple[object, ...], list[IndexTensor]] = {}
     cuts: dict[Sharding, str] = {}
     for tensor in tensors:
@@ -244,14 +250,14 @@ def group_tensors(tensors: Iterable[IndexTensor]) -> list[TensorRow]:
 
 
 def _cut_of(tensor: IndexTensor, cuts: dict[Sharding, str]) -> str:
-    """Return how a tensor is cut, looked at once for all tensors that share a sharding."""
+    """Return the text on a tensor's sharding, computed once for all tensors with this sharding."""
     if tensor.sharding not in cuts:
         cuts[tensor.sharding] = sharding_text(tensor.sharding)
     return cuts[tensor.sharding]
 
 
 def common_name(names: Sequence[str]) -> str:
-    """Return one name for names that differ only in numbers.
+    """Return a common name for names that differ only in numbers.
 
     >>> common_name(["layers.0.w1", "layers.1.w1"]), common_name(["a.0", "a.2"]), common_name(["a.7"])
     ('layers.{0..1}.w1', 'a.*', 'a.7')
@@ -275,7 +281,7 @@ def _common_number(numbers: Sequence[str]) -> str:
 
 
 def sharding_text(sharding: Sharding) -> str:
-    """Return how a tensor is cut: nothing for one that is whole."""
+    """Return a text on the boxes of a sharding; "" for an undivided tensor."""
     if len(sharding) < 2:
         return "" if sharding else "no elements"
     largest, is_one = _largest_shape(sharding)
@@ -285,7 +291,7 @@ def sharding_text(sharding: Sharding) -> str:
 
 
 def _largest_shape(sharding: Sharding) -> tuple[list[int], bool]:
-    """Return the largest shape of a sharding's boxes, by the sum of its extents, and whether all have it."""
+    """Return the largest box shape, by the sum of its extents, and whether all boxes have it."""
     if sharding.extents is not None:
         bounds = [(int(extents.max()), int(extents.min())) for extents in sharding.extents]
         return [most for most, _ in bounds], all(most == least for most, least in bounds)

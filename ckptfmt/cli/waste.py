@@ -1,4 +1,4 @@
-"""``interval`` and ``simulate``: what saves and failures cost a run, by formulas and by playing it."""
+"""``interval`` and ``simulate``: the cost of saves and failures, by formulas and by simulation."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ T = TypeVar("T")
 
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?) ?(s|min|h|d)?")
 _UNIT_S: Final = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-#: What levels are called by how many there are.
+#: The names of the levels, by their number.
 _NAMES: Final = {1: ("home",), 2: ("cache", "home"), 3: ("cache", "peers", "home")}
-#: Multiples of the best interval that have a row.
+#: The multiples of the best interval shown as rows.
 _ROWS: Final = (1 / 8, 1 / 4, 1 / 2, 1 / math.sqrt(2), 1.0, math.sqrt(2), 2.0, 4.0, 8.0)
 _TRACE_NBYTES: Final = 64 << 20
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what a run wastes and return the exit code. Raises: StateError(ARGUMENT)."""
+    """Print the waste of a run, and return the exit code. Raises: StateError(ARGUMENT)."""
     return _show_interval(arguments) if arguments.command == "interval" else _show_simulation(arguments)
 
 
@@ -125,7 +125,7 @@ def _levels_json(levels: Sequence[Level]) -> list[dict[str, object]]:
     ]
 
 
-# --- what was typed ---------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 def _names(count: int) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ def _names(count: int) -> tuple[str, ...]:
 def _scenario_of(
     arguments: argparse.Namespace, *, duration_s: float, shape: float = 1.0, trace: Sequence[Failure] | None = None
 ) -> Scenario:
-    """Return what the options describe; the rates are those of a trace, if there is one.
+    """Return the scenario that the options describe, with the failure rates of a trace, if given.
 
     Raises: StateError(ARGUMENT).
     """
@@ -198,7 +198,9 @@ def _whole(option: str, typed: str) -> int:
 
 
 def _read_trace(path: str, names: Sequence[str]) -> list[Failure]:
-    """Return the failures of a file: lines ``SECONDS LEVEL`` or ``SECONDS node NUMBER``; what follows # is left out.
+    """Return the failures in a file, with lines ``SECONDS LEVEL`` or ``SECONDS node NUMBER``.
+
+    The text after a # is a comment.
 
     Raises: StateError(ARGUMENT).
     """
@@ -231,7 +233,7 @@ def _percent(share: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time for people.
+    """Return a time as a text with a unit; "never" for infinity.
 
     >>> seconds_text(9.684), seconds_text(90), seconds_text(10800), seconds_text(0.0131), seconds_text(0)
     ('9.68 s', '90 s', '3 h', '0.0131 s', '0 s')
