@@ -1,4 +1,4 @@
-"""Read a checkpoint: open the manifest and the index, then only what is asked for, each block verified first.
+"""Open a checkpoint and read selected contents, each block verified first.
 
 Spec: REQ-OPN-001 to REQ-OPN-008.
 """
@@ -25,34 +25,40 @@ from ckptfmt.read.reading import ArrayTarget, Reading, allocate, carrier_of, pla
 from ckptfmt.read.streaming import Borrow, ReadReport
 from ckptfmt.write.snapshot import TensorSink
 
-#: What the names of values of ``State(extra=...)`` begin with, in the field optimizer.
+#: Prefix of the names of ``State(extra=...)`` values in the field optimizer.
 _EXTRA: Final = "extra/"
-#: The members of a checkpoint that `dir` lists.
+#: The members listed by `dir` of a checkpoint.
 _SHOWN: Final = (
     "close", "config", "data", "digest", "extra", "field", "leaf", "leaves", "manifest", "metrics", "optimizer", "path",
     "pending", "provenance", "read", "read_into", "rng", "step", "store", "stream", "streams", "tags", "tensors",
     "topology", "weights",
 )  # fmt: skip
-#: How many bytes of a tensor `Checkpoint.iter_content` holds at a time.
+#: Maximum size in bytes of the chunks of `Checkpoint.iter_content`.
 CHUNK_NBYTES: Final = 32 << 20
 
 
 class Checkpoint(CheckpointFiles):
-    """A committed checkpoint, opened for reading. Arguments and errors are those of `CheckpointFiles`.
+    """A committed checkpoint, opened for reading.
 
-    Its contents are known once it is open; elements and values are read when they are asked for, and verified first.
+    Arguments and errors are those of `CheckpointFiles`.
 
-    `weights`, `optimizer`, `extra`, `data`, `config`, `rng`, `topology` and `provenance` are mappings of what it holds;
-    `tensors`, `leaves` and `streams` are what the index says of it, for programs.
+    Opening reads the list of contents. Elements and values are read on demand, and verified before
+    use.
+
+    `weights`, `optimizer`, `extra`, `data`, `config`, `rng`, `topology` and `provenance` are
+    mappings of the contents; `tensors`, `leaves` and `streams` are the entries of the index, for
+    programs.
 
     Attributes:
-        tensors: by field, name and scope; of each its ``dtype``, ``global_shape`` (in elements), ``nbytes``,
-            ``aliases`` (other names that it was tied to) and ``sharding``: a sequence of pairs, the box of each stored
-            piece and the number of the writer that stored it. The boxes don't overlap, and cover the tensor.
-        leaves: plain values, by field, name and scope; `leaf` reads one.
-        streams: RNG streams, by name and scope; `stream` reads one.
-        manifest: the document that was committed: ``origin`` (run, launch, step, writers), digests, references, labels.
-        store: rooted at the checkpoint; ``store.name`` is its path.
+        tensors: the tensors, by field, name and scope; each with ``dtype``, ``global_shape`` (in
+            elements), ``nbytes``, ``aliases`` (further names of a tied tensor) and ``sharding``: a
+            sequence of pairs of a stored box and the number of the writer that stored the box. The
+            boxes don't overlap, and cover the tensor.
+        leaves: the plain values, by field, name and scope; `leaf` reads a value.
+        streams: the RNG streams, by name and scope; `stream` reads a stream.
+        manifest: the committed document: ``origin`` (run, launch, step, writers), digests,
+            references, labels.
+        store: a store rooted at the checkpoint; ``store.name`` is the checkpoint's path.
 
     >>> import numpy as np, tempfile, ckptfmt
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -64,73 +70,86 @@ class Checkpoint(CheckpointFiles):
     ('float32', (2, 3), [(Box(begin=(0, 0), shape=(2, 3)), 0)], {'lr': 0.1})
     """
 
-    #: Where a run was opened: what savers held in it just before. A newer checkpoint may follow at any moment then.
+    #: The files held by savers of the run just before the run was opened. A newer checkpoint may be
+    #: committed at any moment while savers hold files. Empty for a single checkpoint.
     pending: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
-        """Training steps done when it was saved."""
+        """Number of training steps done at the save."""
         return self.manifest.origin.step
 
     @property
     def path(self) -> str:
-        """The path or name of its directory."""
+        """The path or name of the checkpoint's directory."""
         return self.store.name
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics that were saved with it; `Run.list` knows those that were given since."""
+        """The metrics at the save; `Run.list` also shows metrics that were added later."""
         return self.manifest.labels.numbers()
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The tags that were saved with it; as `metrics`."""
+        """The tags at the save; `Run.list` also shows tags that were added later."""
         return self.manifest.labels.tags
 
     @property
     def suspect(self) -> str | None:
-        """Why it is suspect, so that its run doesn't go on from it by itself; None if it isn't. Spec: REQ-MAN-013."""
+        """The reason why the checkpoint is suspect, or None. Spec: REQ-MAN-013.
+
+        A run doesn't continue from a suspect checkpoint automatically.
+        """
         return self.manifest.labels.suspect or None
 
     @property
     def weights(self) -> TensorView:
-        """The weights by name, as numpy arrays, read when they are indexed."""
+        """The weights by name, as numpy arrays that are read when indexed."""
         return TensorView(self, "weights")
 
     @property
     def optimizer(self) -> TensorView:
-        """The optimizer's tensors by name, as numpy arrays, read when they are indexed; without those of `extra`."""
+        """The optimizer's tensors by name, as numpy arrays that are read when indexed.
+
+        The tensors of `extra` are left out.
+        """
         return TensorView(self, "optimizer", without=_EXTRA)
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The configuration; empty where none was saved."""
+        """The configuration; empty if no configuration was saved."""
         return ValueView(self, "config")
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """The position in the data: the members of the value that was saved, or several values by their names."""
+        """The position in the data: the members of the saved value, or several values by name."""
         return ValueView(self, "data")
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """The values of ``State(extra=...)`` by their keys; of a module or mapping of tensors, a `TensorView`."""
+        """The values of ``State(extra=...)`` by key.
+
+        The value of a module or a mapping of tensors is a `TensorView`.
+        """
         return ExtraView(self)
 
     @property
     def rng(self) -> Mapping[str, Mapping[str, tuple[str, Any]]]:
-        """The RNG streams: by worker (``lw/0``) and name, each with its kind and state."""
+        """The RNG streams, by worker (``lw/0``) and name, each with kind and state."""
         scopes = sorted({scope for _, scope in self.streams})
         return {scope: StreamView(self, scope) for scope in scopes}
 
     @property
     def topology(self) -> Mapping[str, Any]:
-        """The surroundings of the run: processes, flags, versions; under ``local``, the machine of process 0."""
+        """The surroundings of the run: processes, flags and versions.
+
+        The member ``local`` describes the machine of process 0.
+        """
         return ValueView(self, "topology")
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """The origin of the run: commit, command, host, and what the caller gave."""
+        """The origin of the run: commit, command, host, and the caller's own entries."""
         return ValueView(self, "provenance")
 
     def __repr__(self) -> str:
@@ -139,7 +158,7 @@ class Checkpoint(CheckpointFiles):
         return f"Checkpoint({self.path!r}, step={self.step}, nbytes={self.manifest.nbytes}{kind}, {' '.join(fields)})"
 
     def __dir__(self) -> list[str]:
-        """Return the names for those who read a checkpoint; what engines need beside is left out."""
+        """Return the names for users who read a checkpoint, without the names for engines."""
         return sorted(_SHOWN)
 
     def field(self, field: str) -> TensorView:
@@ -147,13 +166,15 @@ class Checkpoint(CheckpointFiles):
         return TensorView(self, field)
 
     def leaf(self, field: str, name: str = "", scope: str = "global") -> Any:  # noqa: ANN401 - any plain value
-        """Return a plain value; tensors within are `TensorRef`, whose ``name`` is that of a tensor of the same field.
+        """Return a plain value.
+
+        A tensor in the value is a `TensorRef` with the name of a tensor of the same field.
 
         Args:
-            field: one of ``weights``, ``optimizer``, ``data``, ``config``, ``topology`` and ``provenance``. Values of
-                ``State(extra=...)`` are in ``optimizer``, as ``extra/<name>``.
-            name: as in `leaves`; empty where the whole field is one value.
-            scope: ``global``, or ``lw/<i>`` for that of worker i alone.
+            field: ``weights``, ``optimizer``, ``data``, ``config``, ``topology`` or ``provenance``.
+                Values of ``State(extra=...)`` are in ``optimizer``, as ``extra/<name>``.
+            name: a name in `leaves`; empty if the whole field is one value.
+            scope: ``global``, or ``lw/<i>`` for the value of worker i alone.
 
         Raises: StateError(LEAF_MISSING); IntegrityError.
         """
@@ -168,7 +189,7 @@ class Checkpoint(CheckpointFiles):
         return parse_tree(self.stored_leaf(entry).value, where=f"{where}#/leaves/{field}/{name}")
 
     def stream(self, name: str, scope: str) -> tuple[str, Any]:
-        """Return kind and state of an RNG stream.
+        """Return the kind and the state of an RNG stream.
 
         Raises: StateError(STREAM_MISSING).
         """
@@ -179,9 +200,9 @@ class Checkpoint(CheckpointFiles):
         return entry.kind, parse_tree(self.stored_stream(entry).state, where=f"{where}#/streams/{name}")
 
     def read(self, field: str, name: str, scope: str = "global", box: Box | None = None) -> NDArray[Any]:
-        """Return a tensor, or a box of it, as a numpy array of its own.
+        """Return a tensor, or a box of a tensor, as a new numpy array.
 
-        Shapes: that of the box; else the global shape.
+        Shapes: the box's shape; without a box, the global shape.
         Raises: StateError(TENSOR_MISSING, ARGUMENT, LOAD_MEMORY); IntegrityError.
         Spec: REQ-OPN-005, REQ-OPN-006.
         """
@@ -195,21 +216,21 @@ class Checkpoint(CheckpointFiles):
         return array
 
     def read_into(self, sinks: Sequence[TensorSink]) -> ReadReport:
-        """Fill every sink. Bytes are handed on only when their block is verified; each block is read once.
+        """Fill all sinks. Each block is read once, and verified before a sink receives its bytes.
 
-        Sinks may be called from several threads at once, each call for other elements.
+        Several threads may call a sink at once, each call with different elements.
 
-        Returns: how much was read for it.
+        Returns: the amounts read.
         Raises: StateError(TENSOR_MISSING, DTYPE_MISMATCH, SHAPE_MISMATCH); IntegrityError.
         Spec: REQ-OPN-005, REQ-OPN-006, REQ-OPN-008.
         """
         return self.plan_reading(sinks).run()
 
     def plan_reading(self, sinks: Sequence[TensorSink], *, borrow: Borrow | None = None) -> Reading:
-        """Return what `read_into` will do; parts are read for it, and no shard.
+        """Return a planned read that fills the sinks. Planning reads parts, but no shards.
 
         Args:
-            borrow: is given the memory that bytes are read into, for as long as they are.
+            borrow: called with the memory of the read buffers, for the duration of their use.
 
         Raises: StateError(TENSOR_MISSING, DTYPE_MISMATCH, SHAPE_MISMATCH); IntegrityError of parts.
         """
@@ -218,7 +239,8 @@ class Checkpoint(CheckpointFiles):
     def iter_content(self, tensor: IndexTensor, wanted: Box) -> Iterator[tuple[Box, memoryview]]:
         """Yield the elements of `wanted`, chunk by chunk: C order, little-endian, verified.
 
-        Raises: StateError(ARGUMENT), with the first chunk; IntegrityError. Spec: REQ-OPN-005, REQ-OPN-006.
+        Raises: StateError(ARGUMENT) at the first chunk; IntegrityError. Spec: REQ-OPN-005,
+            REQ-OPN-006.
         """
         _check_within(tensor, wanted)
         element_nbytes = DTYPES[tensor.dtype].nbytes
@@ -228,10 +250,10 @@ class Checkpoint(CheckpointFiles):
             yield chunk, array.reshape(-1).view(np.uint8).data
 
     def fill(self, tensor: IndexTensor, box: Box, array: NDArray[Any]) -> ReadReport:
-        """Fill an array with a box of a tensor, as whatever its elements are; return what was read for it.
+        """Fill an array with a box of a tensor, without conversion; return the amounts read.
 
         Args:
-            array: of the shape of `box`; its dtype may be any of the elements' size.
+            array: an array with the shape of `box`, and with any dtype of the elements' size.
 
         Raises: StateError(ARGUMENT), IntegrityError. Spec: REQ-OPN-005, REQ-OPN-006.
         """
@@ -250,7 +272,7 @@ class Checkpoint(CheckpointFiles):
 
 
 def _check_within(tensor: IndexTensor, box: Box) -> None:
-    """Raise ARGUMENT for a box that isn't one of the tensor's."""
+    """Raise StateError(ARGUMENT) unless a box lies within a tensor."""
     whole = Box.whole(tensor.global_shape)
     is_one = len(box.begin) == len(box.shape) == len(whole.shape) and min(box.shape, default=0) >= 0
     if not is_one or not whole.contains(box):
@@ -258,7 +280,7 @@ def _check_within(tensor: IndexTensor, box: Box) -> None:
 
 
 class MissingNameError(StateError, KeyError):
-    """A name that a checkpoint doesn't have, where it is looked up as in a mapping: a `KeyError`, too."""
+    """The error of a lookup of an unknown name in a checkpoint's mapping; also a `KeyError`."""
 
 
 def _missing(code: Code, detail: str, name: object) -> MissingNameError:
@@ -266,11 +288,11 @@ def _missing(code: Code, detail: str, name: object) -> MissingNameError:
 
 
 class TensorView(Mapping[str, "TensorHandle"]):
-    """The tensors of one field by name; indexing returns a `TensorHandle`, which reads when it is sliced.
+    """The tensors of one field by name. Indexing returns a `TensorHandle`, which reads when sliced.
 
-    A tensor that only has per-worker copies is found under the name of its first worker's.
+    If a tensor has only per-worker copies, the view shows the copy of worker 0.
 
-    Raises: MissingNameError(TENSOR_MISSING), which is a `KeyError`, for a name that isn't there.
+    Raises: MissingNameError(TENSOR_MISSING), which is a `KeyError`, for an unknown name.
     """
 
     def __init__(
@@ -279,14 +301,15 @@ class TensorView(Mapping[str, "TensorHandle"]):
         self._checkpoint = checkpoint
         self._field = field
         self._scope = scope
-        #: What the names in the checkpoint begin with, and don't begin with here; and what is left out.
+        #: The prefix that the view removes from names, and the prefix of names that the view leaves
+        #: out.
         self._under, self._without = under, without
 
     def __repr__(self) -> str:
         return f"TensorView({place_of_view(self._field, self._under)}: {len(self)} names)"
 
     def scoped(self, scope: str) -> TensorView:
-        """Return the view of one scope only, such as ``lw/0``."""
+        """Return the view of a single scope, such as ``lw/0``."""
         return TensorView(self._checkpoint, self._field, scope, under=self._under, without=self._without)
 
     def __getitem__(self, name: str) -> TensorHandle:
@@ -315,7 +338,7 @@ class TensorView(Mapping[str, "TensorHandle"]):
         return self._find(name) is not None
 
     def __iter__(self) -> Iterator[str]:
-        """Yield each name, aliases included."""
+        """Yield every name, aliases included."""
         names: dict[str, None] = {}
         for tensor in self._checkpoint.index.tensors:
             if tensor.field == self._field and tensor.scope in self._scopes:
@@ -327,11 +350,11 @@ class TensorView(Mapping[str, "TensorHandle"]):
 
 
 class ValueView(Mapping[str, Any]):
-    """The plain values of one field: the members of the value that it is, and others by their names.
+    """The plain values of a field: the members of the field's unnamed value, and the named values.
 
-    They are read when they are asked for; tensors within are `TensorHandle`.
+    Values are read on demand. A tensor in a value is a `TensorHandle`.
 
-    Raises: MissingNameError(LEAF_MISSING), which is a `KeyError`, for a name that isn't there.
+    Raises: MissingNameError(LEAF_MISSING), which is a `KeyError`, for an unknown name.
     """
 
     def __init__(self, checkpoint: Checkpoint, field: str) -> None:
@@ -343,7 +366,7 @@ class ValueView(Mapping[str, Any]):
         names = [name for field, name, scope in self._checkpoint.leaves if (field, scope) == (self._field, "global")]
         values = {name: _with_handles(self._checkpoint, self._field, name) for name in names}
         whole = values.pop("", None)
-        # A value that is no mapping has no members: it stands under the empty name.
+        # A value that isn't a mapping has no members, and appears under the empty name.
         members = whole if isinstance(whole, dict) else {"": whole} if "" in names else {}
         return {**members, **values}
 
@@ -363,9 +386,9 @@ class ValueView(Mapping[str, Any]):
 
 
 class ExtraView(Mapping[str, Any]):
-    """The values of ``State(extra=...)``, by their keys.
+    """The values of ``State(extra=...)`` by key.
 
-    Raises: MissingNameError(LEAF_MISSING), which is a `KeyError`, for a key that isn't there.
+    Raises: MissingNameError(LEAF_MISSING), which is a `KeyError`, for an unknown key.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -398,9 +421,9 @@ class ExtraView(Mapping[str, Any]):
 
 
 class StreamView(Mapping[str, tuple[str, Any]]):
-    """The RNG streams of one worker by name: of each its kind, and its state, read when it is asked for.
+    """The RNG streams of a worker, by name: the kind and the state of each, read on demand.
 
-    Raises: MissingNameError(STREAM_MISSING), which is a `KeyError`, for a name that isn't there.
+    Raises: MissingNameError(STREAM_MISSING), which is a `KeyError`, for an unknown name.
     """
 
     def __init__(self, checkpoint: Checkpoint, scope: str) -> None:
@@ -423,7 +446,7 @@ class StreamView(Mapping[str, tuple[str, Any]]):
 
 
 def _with_handles(checkpoint: Checkpoint, field: str, name: str) -> Any:  # noqa: ANN401 - any plain value
-    """Return a saved value; what refers to a tensor is its handle."""
+    """Return a saved value with references to tensors replaced by handles."""
 
     def replace(value: Any) -> Any:  # noqa: ANN401
         if isinstance(value, TensorRef):
@@ -437,7 +460,7 @@ def _with_handles(checkpoint: Checkpoint, field: str, name: str) -> Any:  # noqa
 
 
 def place_of_view(field: str, under: str) -> str:
-    """Return how a view of tensors is called: by its field, and what its names begin with.
+    """Return the name of a view of tensors, from the field and the prefix of its names.
 
     >>> place_of_view("weights", ""), place_of_view("optimizer", "extra/ema/")
     ('weights', 'extra:ema')
@@ -446,7 +469,7 @@ def place_of_view(field: str, under: str) -> str:
 
 
 class TensorHandle:
-    """A tensor of a checkpoint: shape and dtype at once, elements when it is sliced."""
+    """A tensor of a checkpoint. Shape and dtype are known; elements are read by slicing."""
 
     def __init__(self, checkpoint: Checkpoint, tensor: IndexTensor) -> None:
         self._checkpoint = checkpoint
@@ -476,18 +499,21 @@ class TensorHandle:
         return array if dtype is None else array.astype(dtype)
 
     def __getitem__(self, item: Any) -> NDArray[Any]:  # noqa: ANN401 - as in numpy
-        """Return elements; of basic indices with step 1, only the blocks that have them are read."""
+        """Return elements as an array. Only basic indices with step 1 are accepted.
+
+        Only the blocks that contain the elements are read.
+        """
         items = item if isinstance(item, tuple) else (item,)
         box, keep = _box_of(items, self.shape, self._tensor.name)
         key = self._tensor.key
         array = self._checkpoint.read(*key, box=box)
-        kept: NDArray[Any] = array[(*keep, ...)]  # with the dots, an array without dimensions stays an array
+        kept: NDArray[Any] = array[(*keep, ...)]  # the ellipsis keeps an array of rank 0 an array
         return kept
 
 
 def _box_of(items: tuple[Any, ...], shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any, ...]]:
-    """Return the box that basic indices select, and the index that drops what integers select of it."""
-    # By identity: an array among the indices compares element by element.
+    """Return the box selected by basic indices, and the index that drops the integer axes."""
+    # Compare by identity, because an array in the indices compares element by element.
     dots = [at for at, item in enumerate(items) if item is Ellipsis]
     if len(dots) > 1 or len(items) - len(dots) > len(shape):
         raise err(Code.ARGUMENT, f"too many indices for shape {shape}", where=name)

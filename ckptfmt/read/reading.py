@@ -1,8 +1,9 @@
-"""One read of many elements: from the blocks that have them to whoever wants them, alone or with other processes.
+"""Read elements from their blocks into destinations, in one process or shared with other processes.
 
-Raw blocks, of whichever checkpoint, come through `ckptfmt.read.streaming`. Encoded blocks are decoded in bundles. A
-bundle is the blocks of the same elements of all boxes of a group, so that what one of them needs of another is decoded
-once. The stored bytes of a few batches of bundles are in memory at a time.
+`ckptfmt.read.streaming` reads raw blocks, of this checkpoint and of bases. Encoded blocks are
+decoded in bundles. A bundle contains the blocks with the same elements in all boxes of a prediction
+group, so that blocks shared by several members are decoded once. Only the stored bytes of a few
+batches of bundles are in memory at a time.
 """
 
 from __future__ import annotations
@@ -36,20 +37,23 @@ from ckptfmt.write.snapshot import MemoryOf, TensorSink
 
 T = TypeVar("T")
 
-#: How many threads read what is decoded for each processor, where reading waits.
+#: Number of threads per processor that read stored bytes for decoding, where reads wait.
 _WHILE_WAITING: Final = 3
-#: How much content is read for ahead of what is decoded, in bytes, where a batch isn't larger.
+#: Maximum size in bytes of the decoded contents whose stored bytes are read ahead; a larger batch
+#: is read anyway.
 _AHEAD_NBYTES: Final = 64 << 20
-#: The same for remote stores, where as many threads read as do of raw blocks.
+#: The same limit for remote stores, where the number of reading threads is that of raw blocks.
 _REMOTE_AHEAD_NBYTES: Final = 128 << 20
-#: How much content is read for at once, in bytes.
+#: Size in bytes of the decoded contents of a batch.
 _BATCH_NBYTES: Final = 2 << 20
-#: Of how many bundles at most: planning for them and decoding them takes as long as for a few large ones.
+#: Maximum number of bundles in a batch: planning and decoding many small bundles takes as long as a
+#: few large ones.
 _BATCH_COUNT: Final = 16
-#: Integers of the size of an element: copied as these, elements are copied by the row.
+#: Integer dtypes by element size: numpy copies arrays of integers row by row.
 _CARRIERS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
-#: Blocks that are decoded together: of each, the number of its box among those that are read, and its own number.
+#: Blocks that are decoded together, each as the number of the box in the read and the block's
+#: number.
 Bundle: TypeAlias = list[tuple[int, int]]
 
 
@@ -57,27 +61,30 @@ Bundle: TypeAlias = list[tuple[int, int]]
 
 
 def carrier_of(element_nbytes: int) -> np.dtype[Any]:
-    """Return a numpy dtype for elements of a size, whatever they mean."""
+    """Return a numpy dtype for elements of a size, without regard to their meaning."""
     return np.dtype(_CARRIERS.get(element_nbytes, (np.void, element_nbytes)))
 
 
 def allocate(tensor: IndexTensor, make: Callable[[], T]) -> T:
-    """Return what `make` makes for a tensor, by numpy or torch. Raises: StateError(LOAD_MEMORY) by its name."""
+    """Return the array that `make` allocates for a tensor, with numpy or torch.
+
+    Raises: StateError(LOAD_MEMORY) with the tensor's name.
+    """
     try:
         return make()
     except CkptError:
         raise
-    except (MemoryError, RuntimeError, ValueError) as error:  # the last beyond all addresses
+    except (MemoryError, RuntimeError, ValueError) as error:  # ValueError: beyond the address space
         detail = f"{tensor.dtype} of shape {tensor.global_shape}: {error}"
         raise err(Code.LOAD_MEMORY, detail, where=tensor.name) from error
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class ArrayTarget:
-    """An array to be filled with a box of a tensor, as whatever its elements are; a `MemorySink`.
+    """An array that receives a box of a tensor without conversion; a `MemorySink`.
 
     Attributes:
-        array: of the shape of the box, and of the dtype that `carrier_of` gives.
+        array: an array with the shape of the box and the dtype from `carrier_of`.
     """
 
     field: str
@@ -89,13 +96,13 @@ class ArrayTarget:
     array: NDArray[Any]
 
     def copy_from(self, box: Box, content: memoryview) -> None:
-        """Take the elements of `box`."""
-        index: tuple[Any, ...] = (*box.relative_to(self.boxes[0]), ...)  # the dots keep an array of rank 0 one
+        """Store the elements of `box`."""
+        index: tuple[Any, ...] = (*box.relative_to(self.boxes[0]), ...)  # the ellipsis keeps rank 0
         target: NDArray[Any] = self.array[index]
         np.copyto(target, np.frombuffer(content, self.array.dtype).reshape(box.shape))
 
     def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
-        """Return the bytes of the elements of `box`, if they follow each other."""
+        """Return the memory of the elements of `box` as bytes; None if not contiguous."""
         first = find_stretch(self.boxes[0], box) if self.array.flags.c_contiguous else None
         if first is None:
             return None
@@ -105,10 +112,11 @@ class ArrayTarget:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class WantedBox:
-    """A stored box, and who wants which of its elements: nobody, where it is only verified.
+    """A stored box with its destinations; without destinations, the box is only verified.
 
     Attributes:
-        wanted: none of the boxes is empty. Complete before anything is placed.
+        wanted: pairs of a sink and a non-empty box of elements for the sink, complete before the
+            first `place`.
     """
 
     stored: StoredBox
@@ -118,21 +126,28 @@ class WantedBox:
 
     @property
     def wanted_nbytes(self) -> int:
-        """How many bytes are wanted of it; what two want counts twice."""
+        """Number of wanted bytes; bytes for two sinks count twice."""
         return sum(box.element_count for _, box in self.wanted) * self.stored.element_nbytes
 
     def iter_spans(self) -> Iterator[BlockSpan]:
-        """Yield where the blocks are that have something wanted. Raises: as `ckptfmt.read.decoding.iter_spans`."""
+        """Yield the places of the blocks that contain wanted elements.
+
+        Raises: as `ckptfmt.read.decoding.iter_spans`.
+        """
         stored = self.stored
         wanted = [box for _, box in self.wanted]
         for first, last in find_blocks(stored.box, wanted, stored.element_nbytes, stored.block_nbytes):
             yield from iter_spans(stored, first, last)
 
     def open_sinks(self) -> None:
-        """Find out whose elements follow each other in memory as they do here. To be called before `place`."""
+        """Find the sinks whose memory has the order of the stored bytes. Call this before `place`.
+
+        Bytes for these sinks are copied straight to memory, without a call of `copy_from`.
+        """
         for sink, box in self.wanted:
             first = find_stretch(self.stored.box, box)
-            # Asked by name: that something is a protocol takes longer to find out than to copy a small tensor.
+            # `getattr` instead of a check of the protocol, which takes longer than a copy of a
+            # small tensor.
             memory_of: MemoryOf | None = None if first is None else getattr(sink, "memory_of", None)
             memory = None if memory_of is None else memory_of(box)
             if first is None or memory is None:
@@ -141,7 +156,10 @@ class WantedBox:
                 self._straight.append((first * self.stored.element_nbytes, memory))
 
     def place(self, blocks: BlockRange, content: memoryview) -> None:
-        """Hand the elements of a range, which was checked, to those who want them; other threads run meanwhile."""
+        """Copy the elements of a verified range to their sinks.
+
+        Several threads may place different ranges at the same time.
+        """
         begin = blocks.box_byte_begin
         for first, memory in self._straight:
             low, high = max(begin, first), min(begin + blocks.nbytes, first + memory.nbytes)
@@ -158,7 +176,10 @@ class WantedBox:
 
 
 def _cut(content: memoryview, box: Box, wanted: Box, element_nbytes: int) -> memoryview:
-    """Return the elements of `wanted` out of those of `box`, with which `content` begins: in place, if they follow."""
+    """Return the elements of `wanted` from the elements of `box` at the beginning of `content`.
+
+    The result is a view of `content` if the elements are contiguous, else a copy.
+    """
     first = find_stretch(box, wanted)
     if first is not None:
         begin = first * element_nbytes
@@ -173,7 +194,7 @@ def _cut(content: memoryview, box: Box, wanted: Box, element_nbytes: int) -> mem
 
 
 def plan_reading(files: CheckpointFiles, sinks: Sequence[TensorSink], borrow: Borrow | None = None) -> Reading:
-    """Return what fills sinks; see `ckptfmt.read.reader.Checkpoint.plan_reading`."""
+    """Return a read that fills sinks; see `ckptfmt.read.reader.Checkpoint.plan_reading`."""
     tensors = [_find_for(files, sink) for sink in sinks]
     files.open_parts(_list_parts(tensors, sinks) if files.store.is_remote else ())
     boxes: dict[StoredBox, WantedBox] = {}
@@ -191,7 +212,7 @@ def plan_reading(files: CheckpointFiles, sinks: Sequence[TensorSink], borrow: Bo
 
 
 def _list_parts(tensors: Sequence[IndexTensor], sinks: Sequence[TensorSink]) -> set[int]:
-    """Return the numbers of the parts that have something of what sinks want."""
+    """Return the numbers of the parts that contain elements for the sinks."""
     return {
         part
         for tensor, sink in zip(tensors, sinks, strict=True)
@@ -216,12 +237,12 @@ def _find_for(files: CheckpointFiles, sink: TensorSink) -> IndexTensor:
 
 
 class Reading:
-    """Blocks on their way from files to whoever wants their elements. Without anybody it is a check of the blocks.
+    """A read of blocks from files to sinks. A read without sinks only checks the blocks.
 
     Attributes:
-        boxes: what is read, each box once.
-        ranges: which raw blocks of them this process reads for itself alone.
-        library: the files that they are in.
+        boxes: the boxes to read, each once.
+        ranges: the raw blocks that this process reads for itself alone.
+        library: the files of the blocks.
     """
 
     def __init__(self, files: CheckpointFiles, borrow: Borrow | None = None) -> None:
@@ -235,12 +256,12 @@ class Reading:
         self._decoded_nbytes = 0
 
     def add_box(self, wanted: WantedBox) -> int:
-        """Read something of a box; return its number among the boxes of this read."""
+        """Add a box to the read, and return the box's number in this read."""
         self.boxes.append(wanted)
         return len(self.boxes) - 1
 
     def add_blocks(self, number: int, spans: Iterable[BlockSpan]) -> None:
-        """Read some blocks of a box, given its number."""
+        """Add blocks of a box to the read, given the box's number."""
         for span in spans:
             if span.encoding == "raw":
                 self.ranges.append(self.library.range_of(span.stored, span.first, span.last, number))
@@ -249,16 +270,20 @@ class Reading:
                 self._bundles.setdefault(_bundle_of(span.stored, block), []).append((number, block))
 
     def share(self, peers: Peers) -> None:
-        """Let each block that several processes want be read by one, who sends it to the others. All of them call it.
+        """Share raw blocks wanted by several processes: one process reads and sends each block.
 
-        Raises: what the gather raises.
+        Every process calls this method.
+
+        Raises: the errors of the gather.
         """
         self.ranges, self._rounds = share_ranges(self.ranges, peers, block_nbytes=self.library.files.block_nbytes)
 
     def run(self) -> ReadReport:
-        """Read, verify and hand on everything; if that is shared, every process calls it.
+        """Read, verify and place all blocks.
 
-        Raises: IntegrityError; what the sinks raise; StateError(PEER_FAILED).
+        If the read is shared, every process calls this method.
+
+        Raises: IntegrityError; the errors of the sinks; StateError(PEER_FAILED).
         """
         for wanted in self.boxes:
             wanted.open_sinks()
@@ -271,7 +296,7 @@ class Reading:
         except Exception as error:
             if self._rounds is None:
                 raise
-            failed = error  # the others wait for what this process reads for them
+            failed = error  # raised later, since other processes wait for bytes from this process
         if self._rounds is not None:
             with self.library.files.while_current():
                 self._rounds.run(self._read, self._take)
@@ -280,7 +305,7 @@ class Reading:
         return self._report()
 
     def _read(self, ranges: list[BlockRange], then: Take | None = None) -> None:
-        """Read and take ranges; `then` is given each of them, too."""
+        """Read, check and place ranges; also call `then` with each range and its bytes."""
         ranges = self._check_files(ranges)
         requests = self.library.plan_requests(ranges)
 
@@ -299,22 +324,22 @@ class Reading:
         self._buffer_nbytes = max(self._buffer_nbytes, buffer_nbytes)
 
     def _check_files(self, ranges: list[BlockRange]) -> list[BlockRange]:
-        """Compare size and header of the files that ranges are in; return the ranges that can be read."""
+        """Compare size and header of the ranges' files, and return the ranges that can be read."""
         call_each(self.library.files.store, self.library.check, sorted({blocks.path for blocks in ranges}))
         return ranges
 
     def _take(self, blocks: BlockRange, stored: memoryview) -> None:
-        """Check a range, then hand on what is wanted of it."""
+        """Check a range, then place its wanted elements."""
         wanted = self.boxes[blocks.box]
         for damage in wanted.stored.iter_damages(blocks, stored):
             raise damage
         wanted.place(blocks, stored)
 
     def _decode(self) -> None:
-        """Decode and hand on all bundles. Where reading waits, a few threads read ahead.
+        """Decode and place all bundles. Where reads wait, a few threads read ahead.
 
-        One thread decodes. Measured, on two cores: two took from the same time to twice as long, since the calls are
-        short and each hands on the interpreter's lock.
+        One thread decodes. Measured on two cores, two threads took between the same time and twice
+        the time, because the calls are short and each call passes on the interpreter's lock.
         """
         batches = self._list_batches()
         is_remote = self.library.is_remote
@@ -339,16 +364,17 @@ class Reading:
                 self._verified_nbytes += decoder.decoded_nbytes
 
     def _waits(self) -> bool:
-        """Return whether reading what is decoded waits for a device or a network."""
+        """Return whether reads of the encoded blocks wait for a device or a network."""
         number, block = next(iter(self._bundles.values()))[0]
         (span,) = iter_spans(self.boxes[number].stored, block, block + 1)
         return self.library.waits(self.library.range_of(span.stored, block, block + 1, number).path)
 
     def _list_batches(self) -> list[list[Bundle]]:
-        """Return bundles in batches whose stored bytes are read at once: one small one would take many requests.
+        """Return the bundles in batches; the stored bytes of a batch are read together.
 
-        Batches of small bundles, which take long to decode for their bytes, are spread among the others, so that
-        neither reading nor decoding waits for long.
+        Small bundles alone would need too many requests. Batches of small bundles take long to
+        decode for their size. They are spread among the other batches, so that neither reading nor
+        decoding waits for long.
         """
         sorts: tuple[list[Bundle], list[Bundle]] = [], []
         for bundle in self._bundles.values():
@@ -363,7 +389,7 @@ class Reading:
         return sum(self.boxes[number].stored.content_nbytes(block) for number, block in bundle)
 
     def _decode_bundle(self, bundle: Bundle, decoder: Decoder) -> None:
-        """Decode the blocks of a bundle, and hand on what is wanted of them."""
+        """Decode the blocks of a bundle, and place their wanted elements."""
         for number, block in bundle:
             wanted = self.boxes[number]
             content = decoder.content(wanted.stored, block)
@@ -384,8 +410,8 @@ class Reading:
 
 
 def _bundle_of(stored: StoredBox, block: int) -> tuple[StoredBox, int]:
-    """Return what is the same for all blocks that are decoded together: the first box of the group, and a number."""
+    """Return the key of a block's bundle: the first box of the group, and a number."""
     members = [stored] if stored.group is None else [stored.opened.box(row) for row in stored.group.boxes]
     narrowest = min(member.element_nbytes for member in members)
-    # Wider elements have more blocks for as many of them.
+    # The same number of elements fills more blocks if the elements are wider.
     return members[0], block * narrowest // stored.element_nbytes

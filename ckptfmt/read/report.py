@@ -1,4 +1,7 @@
-"""What a check found: what is wrong, each thing once, and of deltas what they read from. Spec: REQ-OPN-009."""
+"""Collect the findings of a check: each violation once, and the bases of deltas.
+
+Spec: REQ-OPN-009.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,21 @@ from typing import Any, Final, Self
 
 from ckptfmt.errors import CkptError, Code, StoreError
 
-#: How many violations are listed.
+#: Maximum number of listed violations.
 MOST_VIOLATIONS: Final = 10_000
-#: The warning where there are more.
+#: The warning if there are more violations.
 FULL: Final = f"more is wrong than the {MOST_VIOLATIONS} violations that are listed"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FoundReference:
-    """A checkpoint that another one reads from, and whether it is there.
+    """A reference from a checkpoint to a base, and the result of the search for the base.
 
     Attributes:
-        checkpoint: name of the one that reads.
-        name, digest: what it refers to.
-        path: where that lies; None if it isn't there.
-        reason: why it isn't: ``BASE_MISSING`` or ``BASE_MISMATCH``; empty if it is.
+        checkpoint: name of the checkpoint with the reference.
+        name, digest: name and digest of the base in the reference.
+        path: path of the base; None if the base was not found.
+        reason: ``BASE_MISSING`` or ``BASE_MISMATCH`` if the base was not found, else empty.
     """
 
     checkpoint: str
@@ -32,17 +35,17 @@ class FoundReference:
     reason: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the members for programs."""
+        """Return the members of the JSON report."""
         return {**dataclasses.asdict(self), "found": self.path is not None, "reason": self.reason or None}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClosureMember:
-    """A checkpoint that was checked because another one reads from it.
+    """A checkpoint that was checked because another checkpoint reads from it.
 
     Attributes:
-        nbytes: how many bytes of it were read and compared with a digest.
-        violation_count: what is wrong with it by itself.
+        nbytes: number of bytes of this checkpoint read and compared with a digest.
+        violation_count: number of violations in this checkpoint itself.
     """
 
     name: str
@@ -52,31 +55,33 @@ class ClosureMember:
 
     @property
     def valid(self) -> bool:
-        """Whether nothing was found wrong with it."""
+        """Whether no violation was found."""
         return not self.violation_count
 
     def as_json(self) -> dict[str, Any]:
-        """Return the members for programs."""
+        """Return the members of the JSON report."""
         return {**dataclasses.asdict(self), "valid": self.valid}
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Report:
-    """The report of a check. It is true if nothing was found wrong: ``if validate(path): ...``.
+    """The report of a check, true if no violation was found: ``if validate(path): ...``.
 
     Attributes:
-        target: name of what was checked.
+        target: name of the checked checkpoint or run.
         kind: ``checkpoint`` or ``run``.
-        violations: breaches of the specification, each as an error with code, place, clause and remedy; those of the
-            closure among them, their places below the names of its checkpoints.
-        warnings: findings that are allowed, and worth knowing.
-        checkpoints: names of the checkpoints that were checked, with their manifest digests; the closure's aren't here.
-        references: the checkpoints that these read from.
-        closure: the checkpoints that were checked for their sake.
-        nbytes: how many bytes were read and compared with a digest, the closure's among them.
+        violations: breaches of the specification, each as an error with code, place, clause and
+            remedy. Violations in the closure are included, with the checkpoint's name at the start
+            of the place.
+        warnings: findings that the specification allows, but that are worth knowing.
+        checkpoints: names of the checked checkpoints, with their manifest digests; without the
+            closure.
+        references: references of these checkpoints to bases.
+        closure: checkpoints that were checked because of these references.
+        nbytes: number of bytes read and compared with a digest, closure included.
         on_progress: called with the number of bytes just checked.
-        share: which slice of the blocks of each part is checked, from 0 on, and of how many slices; documents and
-            headers are checked whatever the slice.
+        share: the checked slice of each part's blocks: the number of the slice, from 0 on, and the
+            number of slices. Documents and headers are checked in every slice.
     """
 
     target: str
@@ -92,7 +97,7 @@ class Report:
     _known: set[tuple[object, ...]] = dataclasses.field(default_factory=set)
 
     def begin(self, target: str | None = None) -> Self:
-        """Return an empty report of a checkpoint that `absorb` takes over.
+        """Return an empty report of a checkpoint, to be merged into this report by `absorb`.
 
         Args:
             target: name of the checkpoint; None for the target of this report.
@@ -105,13 +110,16 @@ class Report:
         )
 
     def count(self, nbytes: int) -> None:
-        """Note that so many bytes were checked."""
+        """Add the number of bytes just checked, and report the progress."""
         self.nbytes += nbytes
         if self.on_progress is not None:
             self.on_progress(nbytes)
 
     def add(self, error: CkptError) -> None:
-        """Note what is wrong; what is known already isn't said again, though several need it."""
+        """Add a violation, unless an equal violation is listed already.
+
+        If the list is full, only a warning is added, once.
+        """
         known = (error.code, error.where, error.detail)
         if known in self._known:
             return
@@ -124,11 +132,14 @@ class Report:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much is wrong that no more of it is listed: half a million errors take a gigabyte."""
+        """Whether the list of violations is full. Half a million errors would need a gigabyte."""
         return len(self.violations) >= MOST_VIOLATIONS
 
     def absorb(self, other: Report) -> None:
-        """Take over what another report found, on the way to the same end."""
+        """Merge the findings of another report into this report.
+
+        The callback of the progress isn't called: the other report has called the same callback.
+        """
         for error in other.violations:
             self.add(error)
         self.warnings += other.warnings
@@ -146,21 +157,21 @@ class Report:
 
     @property
     def valid(self) -> bool:
-        """Whether nothing was found wrong."""
+        """Whether no violation was found."""
         return not self.violations
 
     @property
     def own_nbytes(self) -> int:
-        """The number of bytes that were checked of the target itself."""
+        """Number of checked bytes of the target itself."""
         return self.nbytes - sum(member.nbytes for member in self.closure)
 
     @property
     def own_violation_count(self) -> int:
-        """The number of violations that are the target's own."""
+        """Number of violations in the target itself."""
         return len(self.violations) - sum(member.violation_count for member in self.closure)
 
     def as_json(self) -> dict[str, object]:
-        """Return the report as a JSON-ready mapping."""
+        """Return the report as a mapping for JSON."""
         return {
             "target": self.target,
             "kind": self.kind,
@@ -174,23 +185,27 @@ class Report:
         }
 
     def collect(self, directory: str = "") -> _Collector:
-        """Return a context that adds an error to the violations instead of raising it.
+        """Return a context that adds a violation to the report instead of raising the error.
 
         Args:
-            directory: stands before its place.
+            directory: prefix of the error's place.
         """
         return _Collector(self, directory)
 
 
 def is_violation(error: BaseException | None) -> bool:
-    """Return whether an error says something of what is checked, and not of who checks or of the store."""
+    """Return whether an error describes the checked data.
+
+    Errors of the store and of the floating-point environment don't describe the checked data.
+    """
     return isinstance(error, CkptError) and not isinstance(error, StoreError) and error.code != Code.FLOAT_ENVIRONMENT
 
 
 def without_frames(error: CkptError) -> CkptError:
-    """Return an error that is kept: its traceback, and those of what led to it, would keep alive what was at hand.
+    """Return an error that may be kept: without traceback, cause and context.
 
-    A thousand damaged blocks of 64 MiB would otherwise stay in memory, each in the frames of its error.
+    The frames of a traceback keep their local variables alive. A thousand damaged blocks of 64 MiB
+    would otherwise stay in memory.
     """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)

@@ -1,9 +1,10 @@
-"""Read once, share: what several processes want is read by one of them, and sent to the others.
+"""Share reads between processes: one process reads bytes wanted by several, and sends the bytes.
 
-Who reads what is a pure function of what all of them want, so that each process computes it alone and all come to the
-same result. Reading and sending goes in rounds, in a fixed amount of memory: each process reads its parcels of a round,
-then all exchange them. A process that fails goes on to the end, and sends a mark in the place of bytes, so that no
-process waits for one that has given up.
+The assignment of reads to processes is a pure function of all processes' wishes. Each process
+computes the same assignment alone. Reads and transfers happen in rounds with a fixed amount of
+memory: in each round, every process reads its parcels, then all processes exchange parcels. A
+process that fails takes part in all remaining rounds, and marks its parcels as bad, so that no
+process waits for a failed process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Final, Protocol, TypeAlias
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange
 
-#: A range of a file: path, first byte, first byte behind it.
+#: A range of a file: path, first byte, end (exclusive).
 FileSpan: TypeAlias = tuple[str, int, int]
 
 
@@ -27,11 +28,11 @@ class Parcel:
     """Bytes of a file that several processes want.
 
     Attributes:
-        path: of the file.
-        byte_begin: first byte; a block begins here.
-        nbytes: how many.
-        reader: the process that reads them.
-        wanters: all who want them, the reader among them; sorted.
+        path: the file's path.
+        byte_begin: the first byte, at the beginning of a block.
+        nbytes: size in bytes.
+        reader: number of the process that reads the bytes.
+        wanters: sorted numbers of the processes that want the bytes, the reader included.
     """
 
     path: str
@@ -44,15 +45,18 @@ class Parcel:
 def split_shared(
     wanted: Sequence[Sequence[FileSpan]], *, parcel_nbytes: int, least_nbytes: int = 1
 ) -> tuple[Parcel, ...]:
-    """Return what more than one process wants, in parcels, each with the one that reads it.
+    """Return the bytes wanted by more than one process as parcels, each with a reader.
 
-    A parcel begins where a span of some process begins or ends, or a multiple of `parcel_nbytes` behind that. The work
-    is spread: the one of its wanters reads a parcel who has the fewest bytes to read so far.
+    Parcels begin at the beginning or end of a process's span, and at multiples of `parcel_nbytes`
+    after such a point. For balance, the reader of a parcel is the process with the fewest bytes to
+    read so far, among the processes that want the parcel.
 
     Args:
-        wanted: what each process wants, in the order of the processes; the spans of one are disjoint.
-        parcel_nbytes: longest parcel, in bytes.
-        least_nbytes: what is shorter is left to everybody.
+        wanted: the wanted spans of each process, in the order of the processes; the spans of a
+            process are disjoint.
+        parcel_nbytes: maximum size of a parcel, in bytes.
+        least_nbytes: minimum size of a shared stretch in bytes; every process reads shorter
+            stretches itself.
 
     >>> split_shared([[("a", 0, 8)], [("a", 4, 12)]], parcel_nbytes=4)
     (Parcel(path='a', byte_begin=4, nbytes=4, reader=0, wanters=(0, 1)),)
@@ -73,7 +77,11 @@ def split_shared(
 
 
 def plan_rounds(parcels: Sequence[Parcel], process_count: int, round_nbytes: int) -> tuple[tuple[Parcel, ...], ...]:
-    """Return the parcels in rounds, in each of which no process holds more than `round_nbytes`, or one parcel."""
+    """Return the parcels in rounds.
+
+    In a round, no process holds more than `round_nbytes`, or more than one parcel if the parcel is
+    larger.
+    """
     rounds: list[list[Parcel]] = []
     held = [0] * process_count
     for parcel in parcels:
@@ -87,7 +95,10 @@ def plan_rounds(parcels: Sequence[Parcel], process_count: int, round_nbytes: int
 
 
 def _iter_stretches(wanted: Sequence[Sequence[FileSpan]]) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
-    """Yield what two or more processes want, from one end of a span to the next: path, begin, end, processes."""
+    """Yield the stretches wanted by at least two processes: path, begin, end, processes.
+
+    A stretch lies between two consecutive ends of spans.
+    """
     changes: dict[str, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for process, spans in enumerate(wanted):
         for path, begin, end in spans:
@@ -104,25 +115,26 @@ def _iter_stretches(wanted: Sequence[Sequence[FileSpan]]) -> Iterator[tuple[str,
                 yield path, at, behind, wanters
 
 
-# --- the exchange -----------------------------------------------------------------------------------------------------
+# --- exchange -------------------------------------------------------------------------------------
 
 
-#: How much a process holds of a round at most, in bytes.
+#: Maximum number of bytes that a process holds in a round.
 ROUND_NBYTES: Final = 24 << 20
-#: What is sent at once, in bytes.
+#: Size of a parcel in bytes.
 PARCEL_NBYTES: Final = 4 << 20
-#: What is shorter is quicker to read again than to send, in bytes.
+#: Minimum size in bytes of a shared stretch: a shorter stretch is faster to read again than to
+#: send.
 LEAST_NBYTES: Final = 64 << 10
 _GOOD: Final = 1
 
-#: The other process, and the memory that is sent or filled.
+#: The number of the other process, and the memory to send or to fill.
 Message: TypeAlias = tuple[int, memoryview]
 Take: TypeAlias = "Callable[[BlockRange, memoryview], None]"
 Read: TypeAlias = "Callable[[list[BlockRange], Take], None]"
 
 
 class Peers(Protocol):
-    """The processes that load the same checkpoint together, and how they send bytes to each other."""
+    """The processes of a joint load, and their exchange of bytes."""
 
     @property
     def number(self) -> int:
@@ -130,20 +142,22 @@ class Peers(Protocol):
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of processes."""
 
     def all_gather(self, value: object) -> list[Any]:
-        """Return the JSON values of all processes, in their order."""
+        """Return the JSON values of all processes, in the order of the processes."""
 
     def exchange(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
-        """Send each of `outgoing` and fill each of `incoming`; between two processes, in their order.
+        """Send all of `outgoing` and fill all of `incoming`.
+
+        Messages between two processes keep their order.
 
         Raises: CommitError(WRITERS_MISSING) if a process is gone.
         """
 
 
 def refuse_sharing(count: int) -> CkptError:
-    """Return the error of processes that nothing connects."""
+    """Return the error for processes without a connection to each other."""
     return err(
         Code.ARGUMENT,
         f"share= needs {count} processes that torch.distributed connects",
@@ -153,7 +167,10 @@ def refuse_sharing(count: int) -> CkptError:
 
 
 def share_ranges(ranges: Iterable[BlockRange], peers: Peers, *, block_nbytes: int) -> tuple[list[BlockRange], Rounds]:
-    """Return what this process reads for itself alone, and what it shares. Every process calls it."""
+    """Return the ranges that this process reads alone, and the shared rounds.
+
+    Every process calls this function.
+    """
     ranges = sorted(ranges, key=lambda blocks: (blocks.path, blocks.byte_begin))
     by_path: dict[str, list[list[int]]] = defaultdict(list)
     for blocks in ranges:
@@ -177,11 +194,11 @@ def share_ranges(ranges: Iterable[BlockRange], peers: Peers, *, block_nbytes: in
 
 
 class Rounds:
-    """What is shared, round by round.
+    """The rounds of shared reads.
 
     Attributes:
-        received_nbytes: how much other processes sent so far.
-        buffer_nbytes: how much is held of a round.
+        received_nbytes: number of bytes received from other processes so far.
+        buffer_nbytes: size in bytes of the buffer for a round.
     """
 
     def __init__(self, peers: Peers, rounds: Sequence[Sequence[Parcel]], shared: _Shared) -> None:
@@ -189,30 +206,33 @@ class Rounds:
         self._rounds = rounds
         self._shared = shared
         self.received_nbytes = 0
-        # A byte more for each parcel: whether its bytes are good.
+        # Each parcel has an extra byte: a mark that the bytes are good.
         self.buffer_nbytes = max((sum(parcel.nbytes + 1 for parcel in parcels) for parcels in rounds), default=0)
         self._buffer = memoryview(bytearray(self.buffer_nbytes))
 
     def run(self, read: Read, take: Take) -> None:
-        """Read, exchange and take everything; an error is raised at the end, since others wait for this process.
+        """Read, exchange, check and place all parcels.
+
+        An error is raised after the last round, since other processes wait for this process.
 
         Args:
-            read: reads and takes ranges, and gives each to a callable.
-            take: checks and places what another process has read.
+            read: reads and places ranges, and calls a function with each range.
+            take: checks and places a range that another process has read.
 
-        Raises: what reading and checking raise; StateError(PEER_FAILED) where another process couldn't read.
+        Raises: the errors of reading and checking; StateError(PEER_FAILED) if another process
+            couldn't read a parcel.
         """
         failed: Exception | None = None
         for parcels in self._rounds:
             places = self._places(parcels)
             try:
                 self._read(parcels, places, read)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others wait
+            except Exception as error:  # noqa: BLE001 - other processes wait: raise at the end
                 failed = failed or error
             self._exchange(parcels, places)
             try:
                 self._take(parcels, places, take)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others wait
+            except Exception as error:  # noqa: BLE001 - other processes wait: raise at the end
                 failed = failed or error
         if failed is not None:
             raise failed
@@ -258,13 +278,14 @@ class Rounds:
                 continue
             if places[parcel][-1] != _GOOD:
                 raise err(Code.PEER_FAILED, f"process {parcel.reader} couldn't read this file", where=parcel.path)
-            # Checked here, too: what a network did to it is nobody else's to find.
+            # Each receiver checks the bytes, because only the receiver can detect damage by the
+            # network.
             take(self._shared.range_of(parcel), places[parcel][:-1])
             self.received_nbytes += parcel.nbytes
 
 
 class _Shared:
-    """The ranges of this process, and which of their bytes are shared."""
+    """The ranges of this process, and the shared parcels in these ranges."""
 
     def __init__(self, ranges: Sequence[BlockRange]) -> None:
         self._ranges = ranges
@@ -272,15 +293,15 @@ class _Shared:
         self._parcels: dict[int, list[Parcel]] = defaultdict(list)
 
     def add(self, parcel: Parcel) -> None:
-        """Note that a parcel, which lies in one range, is shared."""
+        """Mark a parcel as shared; the parcel lies in one range."""
         self._parcels[self._find(parcel)].append(parcel)
 
     def range_of(self, parcel: Parcel) -> BlockRange:
-        """Return the part of a range that a parcel is."""
+        """Return the part of a range covered by a parcel."""
         return _part_of(self._ranges[self._find(parcel)], parcel.byte_begin, parcel.byte_begin + parcel.nbytes)
 
     def left(self) -> list[BlockRange]:
-        """Return what isn't shared."""
+        """Return the parts of the ranges that aren't shared."""
         left = []
         for number, blocks in enumerate(self._ranges):
             at = blocks.byte_begin

@@ -1,8 +1,9 @@
-"""Read requests through a few reused buffers, and do other work ahead: several at a time, in constant memory.
+"""Read requests with several threads through a few reused buffers; run other work ahead of its use.
 
-What is in memory is read by threads that each check and place what they have read before they read more: it is in
-their processor's cache. What comes from a device or a network is read by threads that do nothing else, so that it never
-waits for a processor, while others check and place. Over a network requests are longer, and more of them are under way.
+Both happen in constant memory. Where file contents are in memory, each thread reads a request, then
+checks and places the bytes, while they are in the processor's cache. Where reads wait for a device
+or a network, some threads only read, so that the device never waits for a processor, and other
+threads check and place. Over a network, requests are longer and more requests are in flight.
 """
 
 from __future__ import annotations
@@ -24,45 +25,55 @@ from ckptfmt.layout.read_plan import Request
 from ckptfmt.store.direct import make_memory
 from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader
 
-#: Is given a request and its bytes, which are valid until it returns.
+#: Called with a request and its bytes, which are valid until the call returns.
 _Take: TypeAlias = "Callable[[Request, memoryview], None]"
-#: Is given memory, and has it until its context ends: a device may want to know of it.
+#: Called with the buffers' memory; the returned context lasts as long as the memory is in use. A
+#: device may register the memory.
 Borrow: TypeAlias = Callable[[memoryview], AbstractContextManager[None]]
 
-#: Longest request, in bytes. Measured, cold: the more memory a device fills, the slower it is; four buffers of 4 MiB
-#: get three quarters of the rate of four of 1 MiB. Warm, both are as quick: 1 MiB stays in the cache it is read to.
+#: Maximum size of a request in bytes. Measured with a cold page cache, larger buffers are slower to
+#: fill: four buffers of 4 MiB reach three quarters of the rate of four buffers of 1 MiB. With a
+#: warm page cache both sizes are equally fast, since 1 MiB stays in the processor's cache.
 REQUEST_NBYTES: Final = 1 << 20
-#: Most threads that check and place. There are as many as there are processors; what more than four would add wasn't
-#: measured.
+#: Maximum number of threads that check and place; fewer on a machine with fewer processors. The
+#: gain of more than four threads wasn't measured.
 THREAD_COUNT: Final = 4
-#: How many threads only read: what a device's queue needs, and two that are between two requests.
+#: Number of threads that only read: enough for a device's queue, and two more threads between two
+#: requests.
 READER_COUNT: Final = 6
-#: Buffers of threads that only read: as many again are full, and wait to be taken.
+#: Number of buffers for threads that only read: for each thread, one buffer being filled and one
+#: full buffer waiting to be taken.
 WAITING_BUFFER_COUNT: Final = 2 * READER_COUNT
-#: Most bytes of buffers, where one request leaves the choice.
+#: Maximum total size of the buffers in bytes; one buffer is always allocated.
 IN_FLIGHT_NBYTES: Final = 32 << 20
-#: The same for remote stores. A request to one takes 20 to 100 ms before its first byte, and a connection carries 50 to
-#: 90 MB/s: with 8 MiB the wait is a small part of it, and 15 of these, in 128 MiB, are what a link of 5 Gbit/s takes.
+#: Request size, number of reading threads and total buffer size for remote stores. A request takes
+#: 20 to 100 ms until the first byte, and a connection transfers 50 to 90 MB/s. With 8 MiB the
+#: latency is a small part of a request. Fifteen such requests, in 128 MiB of buffers, fill a link
+#: of 5 Gbit/s.
 REMOTE_REQUEST_NBYTES: Final = 8 << 20
 REMOTE_READER_COUNT: Final = 16
 REMOTE_IN_FLIGHT_NBYTES: Final = 128 << 20
-#: What is quicker to read in this thread than to start others for, in bytes.
+#: Maximum total size in bytes of requests that this thread reads alone: starting threads would take
+#: longer.
 _SMALL_NBYTES: Final = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReadReport:
-    """What was read for a load.
+    """The amounts read for a load.
 
     Attributes:
-        needed_nbytes: of the elements that were asked for.
-        read_nbytes: of shards, block edges and gaps included.
-        verified_nbytes: of what was compared with a digest: contents of blocks, and what they are stored as.
-        request_count: how many ranges of shards were read.
-        received_nbytes: of elements that another process read, and sent.
-        decoded_nbytes: of blocks that were decoded, those that others are decoded from among them.
-        buffer_nbytes: of buffers, beside the destination.
-        metadata_nbytes: of manifest, index, parts and shard headers.
+        needed_nbytes: size of the requested elements.
+        read_nbytes: bytes read from shards, including unneeded bytes of blocks and gaps between
+            ranges.
+        verified_nbytes: bytes compared with a digest: contents of blocks, and stored bytes of
+            encoded blocks.
+        request_count: number of range reads of shards.
+        received_nbytes: bytes read and sent by other processes.
+        decoded_nbytes: size of the decoded blocks, including the blocks needed to decode other
+            blocks.
+        buffer_nbytes: size of the buffers, without the destination.
+        metadata_nbytes: size of manifest, index, parts and shard headers.
     """
 
     needed_nbytes: int = 0
@@ -76,35 +87,36 @@ class ReadReport:
 
 
 class Ranges(Protocol):
-    """Files to read ranges of; a `Store` is one."""
+    """A source of range reads, such as a `Store`."""
 
     def open_ranges(self, path: str) -> AbstractContextManager[RangeReader]:
-        """Open a file; see `Store.open_ranges`."""
+        """Open a file for range reads; see `Store.open_ranges`."""
 
     @property
     def is_remote(self) -> bool:
-        """Whether each read is a request over a network; see `Store.is_remote`."""
+        """Whether each read is a network request; see `Store.is_remote`."""
 
     def waits(self, path: str) -> bool:
         """Return whether reads of a file wait; see `Store.waits`."""
 
 
 def stream_requests(store: Ranges, requests: Sequence[Request], take: _Take, *, borrow: Borrow | None = None) -> int:
-    """Read every request, and give each to `take`; return how many bytes of buffers that took.
+    """Read every request, and call `take` with each; return the total size of the buffers in bytes.
 
-    After an error no more requests are begun, and the error of the first request that has one is raised: which
-    one that is doesn't depend on the threads.
+    After an error no further request begins. If several requests fail, the error of the first of
+    them in the order of the requests is raised, independently of the timing of the threads.
 
     Args:
-        take: called by several threads at once.
-        borrow: is given all memory of buffers, for as long as it is used.
+        take: called with each request and its bytes, by several threads at once.
+        borrow: called with the memory of all buffers; the returned context lasts as long as the
+            memory is in use.
 
-    Raises: what the store and `take` raise.
+    Raises: the errors of the store and of `take`.
     """
     if not requests:
         return 0
     longest_nbytes = max(request.nbytes for request in requests)
-    # Two pages more: what is read past the page cache begins and ends at pages.
+    # Two more pages: direct I/O begins and ends at page boundaries.
     buffer_nbytes = (-(-longest_nbytes // PAGE_NBYTES) + 2) * PAGE_NBYTES
     reader_count, count, most_nbytes = 0, thread_count(), IN_FLIGHT_NBYTES
     if store.is_remote:
@@ -125,12 +137,12 @@ def stream_requests(store: Ranges, requests: Sequence[Request], take: _Take, *, 
 
 
 def thread_count() -> int:
-    """Return how many threads check and place."""
+    """Return the number of threads that check and place."""
     return min(THREAD_COUNT, len(os.sched_getaffinity(0)))
 
 
 def _read_and_take(work: _Work, buffers: Sequence[memoryview]) -> None:
-    """Read and take with a thread for each buffer, of which this is one."""
+    """Read and take with one thread for each buffer; the calling thread is one of the threads."""
     try:
         for buffer in buffers[1:]:
             work.start(functools.partial(work.run, buffer))
@@ -141,7 +153,7 @@ def _read_and_take(work: _Work, buffers: Sequence[memoryview]) -> None:
 
 
 def _read_beside_taking(work: _Work, buffers: Sequence[memoryview], reader_count: int) -> None:
-    """Read with some threads, and take with others."""
+    """Read with some threads, and take with other threads."""
     free: SimpleQueue[memoryview | None] = SimpleQueue()
     ready: SimpleQueue[tuple[int, memoryview, memoryview] | None] = SimpleQueue()
 
@@ -177,29 +189,29 @@ def _read_beside_taking(work: _Work, buffers: Sequence[memoryview], reader_count
 
 
 class _Work:
-    """Requests to be drawn one after the other, by whichever thread is free."""
+    """The requests of a read, drawn one after the other by any free thread."""
 
     def __init__(self, store: Ranges, requests: Sequence[Request], take: _Take) -> None:
         self._files = _Files(store, requests)
         self._requests = requests
         self._take = take
-        # All below changes under this lock only.
+        # The lock guards all attributes below.
         self._changed = threading.Condition()
         self._next = 0
         self._open_count = 0
         self._running_count = 0
         self._has_ended = False
-        self._failed: tuple[int, BaseException] | None = None  # the first request that did
+        self._failed: tuple[int, BaseException] | None = None  # the first in the order of requests
 
     def run(self, buffer: memoryview) -> None:
-        """Read and take requests until there are none left, or one has failed."""
+        """Read and take requests until no request is left or a request has failed."""
         while (number := self.draw()) is not None:
             content = self.read(number, buffer)
             if content is not None:
                 self.take(number, content)
 
     def draw(self) -> int | None:
-        """Return the number of the next request; None where there is none left, or one has failed."""
+        """Return the number of the next request; None if no request is left or one has failed."""
         with self._changed:
             if self._next == len(self._requests):
                 return None
@@ -208,7 +220,7 @@ class _Work:
             return self._next - 1
 
     def read(self, number: int, buffer: memoryview) -> memoryview | None:
-        """Return the bytes of a request; None if it failed."""
+        """Return the bytes of a request; None if the request failed."""
         request = self._requests[number]
         try:
             file = self._files.open(request.path)
@@ -221,7 +233,7 @@ class _Work:
             return None
 
     def take(self, number: int, content: memoryview) -> None:
-        """Hand on what was read, unless an earlier request has failed."""
+        """Pass the bytes of a request on, unless an earlier request has failed."""
         error: BaseException | None = None
         failed = self._failed
         try:
@@ -242,7 +254,7 @@ class _Work:
                 self._changed.notify_all()
 
     def start(self, run: Callable[[], None], count: int = 1) -> int:
-        """Run something in other threads; return in how many, if no more can be started."""
+        """Run a function in `count` new threads; return the number of threads that were started."""
 
         def run_counted() -> None:
             with self._changed:
@@ -258,27 +270,32 @@ class _Work:
 
         for started_count in range(count):
             try:
-                # A daemon: at its end the interpreter waits for the others, whatever they wait for.
+                # A daemon thread, because the interpreter waits at exit for all non-daemon threads,
+                # even for blocked ones.
                 threading.Thread(target=run_counted, name="ckptfmt-read", daemon=True).start()
-            except RuntimeError:  # there are too many, or the interpreter is about to end
+            except RuntimeError:  # too many threads, or the interpreter shuts down
                 return started_count
         return count
 
     def wait(self) -> None:
-        """Wait until every request was taken, or one has failed and those before it were taken."""
+        """Wait until all requests are taken.
+
+        After a failure, wait until all requests that had begun are finished.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._open_count and self._next == len(self._requests))
 
     def end(self, wake: Callable[[], None] = lambda: None) -> None:
-        """Let no more requests be begun, and wait for the other threads.
+        """Let no further request begin, and wait for the other threads.
 
         Args:
-            wake: lets threads go on that wait for others.
+            wake: wakes threads that wait for a buffer or a request.
         """
         interruption: BaseException | None = None
         while True:
-            # An interruption has to wait: the destination mustn't change once the caller goes on. (That a thread has
-            # ended isn't asked of `Thread.join`, which takes it for ended when interrupted, before Python 3.13.)
+            # An interruption is raised only after the loop: the destination must not change once
+            # the caller continues. `Thread.join` isn't used, because before Python 3.13 an
+            # interrupted `join` marks a running thread as ended.
             try:
                 with self._changed:
                     self._next = len(self._requests)
@@ -294,13 +311,19 @@ class _Work:
             raise interruption
 
     def raise_error(self) -> None:
-        """Raise the error of the first request that has one: all before it were begun before it, and have ended."""
+        """Raise the error of the first failed request.
+
+        All earlier requests began before the failed request, and have ended.
+        """
         if self._failed is not None:
             raise self._failed[1]
 
 
 class _Files:
-    """Files that are open from the first request for them to the last; of requests in their order, few at a time."""
+    """Files that are open from their first request to their last.
+
+    For requests in the order of files, few files are open at a time.
+    """
 
     def __init__(self, store: Ranges, requests: Sequence[Request]) -> None:
         self._store = store
@@ -309,7 +332,10 @@ class _Files:
         self._open: dict[str, tuple[RangeReader, contextlib.ExitStack]] = {}
 
     def open(self, path: str) -> RangeReader:
-        """Return a file, opened if need be, for one request; `close_after` has to follow."""
+        """Return a file for one request, and open the file if necessary.
+
+        A call of `close_after` must follow.
+        """
         with self._lock:
             if path not in self._open:
                 stack = contextlib.ExitStack()
@@ -317,14 +343,14 @@ class _Files:
             return self._open[path][0]
 
     def close_after(self, path: str) -> None:
-        """Close a file if no request for it is left."""
+        """Close a file after its last request."""
         with self._lock:
             self._left[path] -= 1
             if not self._left[path]:
                 self._open.pop(path)[1].close()
 
     def close(self) -> None:
-        """Close what is still open, after requests that were never begun."""
+        """Close the files that are still open because some requests never began."""
         for _, stack in self._open.values():
             stack.close()
         self._open.clear()
@@ -336,21 +362,22 @@ class _Files:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-#: How many items for each thread are begun or wait to be taken, beside the one that is taken.
+#: Number of items per thread that are in progress or wait to be taken, in addition to the item just
+#: taken.
 WAITING: Final = 2
 
 
 def iter_ahead(
     work: Callable[[Item], Result], items: Iterable[Item], *, count: int | None = None, ahead_count: int | None = None
 ) -> Iterator[Result]:
-    """Yield what `work` returns for each item, in their order; only a few results are there at a time.
+    """Yield the result of `work` for each item, in order, with few results in memory at a time.
 
     Args:
-        count: of threads; `thread_count` if None.
-        ahead_count: how many items are begun or wait to be taken, beside the one that is taken; `WAITING` for each
-            thread if None.
+        count: number of threads; None for `thread_count`.
+        ahead_count: number of items in progress or waiting to be taken, in addition to the item
+            just taken; None for `WAITING` per thread.
 
-    Raises: what `work` raises, when its turn has come.
+    Raises: an error of `work` when the item's turn has come.
 
     >>> list(iter_ahead(abs, [3, -1, 2]))
     [3, 1, 2]
@@ -373,7 +400,9 @@ def iter_ahead(
 def iter_batches(
     items: Iterable[Item], nbytes_of: Callable[[Item], int], *, nbytes: int, count: int
 ) -> Iterator[list[Item]]:
-    """Yield items in lists, for which handing one over is cheap: each as soon as it has so many bytes, or items.
+    """Yield items in lists, to reduce the cost of handing over single small items.
+
+    A list ends once its size reaches `nbytes` bytes or `count` items.
 
     >>> list(iter_batches([3, 1, 1, 1], lambda item: item, nbytes=3, count=2))
     [[3], [1, 1], [1]]

@@ -1,4 +1,4 @@
-"""The files of a checkpoint as streams of bytes that were each compared with a digest: to copy them, or to check them.
+"""Stream the files of a checkpoint with every byte compared with a digest, for copies and checks.
 
 Spec: REQ-RUN-027, REQ-OPN-003, REQ-OPN-006, REQ-OPN-011.
 """
@@ -26,30 +26,30 @@ from ckptfmt.read.streaming import iter_ahead
 from ckptfmt.store.direct import make_memory
 from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader, SizedChunks, Source, Store
 
-#: How many bytes are read and compared at a time, if no block is larger.
+#: Size in bytes of the chunks that are read and compared, unless a block is larger.
 CHUNK_NBYTES: Final = 4 << 20
-#: How many files are worked on at a time.
+#: Number of files processed at the same time.
 FILE_COUNT: Final = 4
-#: How many chunks are read ahead of the one that is taken.
+#: Number of chunks read ahead of the chunk being used.
 _AHEAD_COUNT: Final = 3
 
-#: First byte and size of some bytes of a file, and what raises unless they are those that were saved.
+#: A span of a file: first byte, size in bytes, and a function that raises if the bytes are damaged.
 Span: TypeAlias = "tuple[int, int, Callable[[memoryview], None]]"
 
 
 class StoppedError(Exception):
-    """The work was to end before its end. It leaves no function that is called from outside."""
+    """The signal to stop the work on a file early. No public function raises this error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiedFile:
-    """A file of a checkpoint, and with what its bytes are compared.
+    """A file of a checkpoint with the checks of its bytes.
 
     Attributes:
-        path: in the checkpoint's directory.
-        nbytes: its size.
-        spans: what it consists of, in order and without gaps.
-        is_document: whether it is an index or a part, and so fits in memory.
+        path: path in the checkpoint's directory.
+        nbytes: size in bytes.
+        spans: the file's spans, in order and without gaps.
+        is_document: whether the file is an index or a part, and therefore fits in memory.
     """
 
     path: str
@@ -58,9 +58,10 @@ class VerifiedFile:
     is_document: bool = False
 
     def iter_chunks(self, store: Source) -> Generator[memoryview, None, None]:
-        """Yield the contents of the file in a store, each byte compared before. Each chunk is memory of its own.
+        """Yield the file's contents from a store, each chunk verified, in memory of its own.
 
-        Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST, HEADER_DIGEST, BLOCK_DIGEST); FormatError.
+        Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST, HEADER_DIGEST, BLOCK_DIGEST);
+            FormatError.
         """
         check_nbytes(store, self.path, self.nbytes)
         with store.open_ranges(self.path) as file:
@@ -89,7 +90,7 @@ class VerifiedFile:
 
 
 def packed_file(path: str, nbytes: int, digest: bytes) -> VerifiedFile:
-    """Return an index or a part, as another document names it."""
+    """Return an index or a part, given the path, size and digest from the referring document."""
 
     def check(content: memoryview) -> None:
         open_packed_document(bytes(content), where=path, digest=digest)
@@ -98,19 +99,19 @@ def packed_file(path: str, nbytes: int, digest: bytes) -> VerifiedFile:
 
 
 def index_file(manifest: Manifest) -> VerifiedFile:
-    """Return the index of a checkpoint."""
+    """Return the index of a checkpoint as a verified file."""
     digest = bytes.fromhex(manifest.index_digest.removeprefix(PREFIX))
     return packed_file(index_name(manifest.origin.attempt), manifest.index_nbytes, digest)
 
 
 def part_files(files: CheckpointFiles) -> list[VerifiedFile]:
-    """Return the parts of a checkpoint."""
+    """Return the parts of a checkpoint as verified files."""
     attempt = files.manifest.origin.attempt
     return [packed_file(part_path(attempt, at), one.nbytes, one.digest) for at, one in enumerate(files.index.parts)]
 
 
 def stored_files(opened: OpenPart) -> list[VerifiedFile]:
-    """Return the shards and packs of a part."""
+    """Return the shards and packs of a part as verified files."""
     files = opened.part.files
     spans: list[list[Span]] = [[(0, file.header_nbytes, functools.partial(_check_header, file))] for file in files]
     for stored in opened.iter_boxes():
@@ -127,25 +128,29 @@ def stored_files(opened: OpenPart) -> list[VerifiedFile]:
 
 
 def stored_files_of(part: Part) -> list[VerifiedFile]:
-    """Return the shards and packs of a part whose checkpoint isn't there yet, or needn't be opened."""
-    # What is stored, and with which digests, the part says alone.
+    """Return the shards and packs of a part without opening its checkpoint.
+
+    The checkpoint may be uncommitted.
+    """
+    # The part alone determines the stored bytes and their digests.
     return stored_files(OpenPart(cast("CheckpointFiles", None), part))
 
 
 def create_verified(store: Store, file: VerifiedFile, chunks: Callable[[], Generator[memoryview, None, None]]) -> bool:
-    """Create a copy of a file; return False where somebody else has created it, who copies the same one.
+    """Create a copy of a file; return False if another process has already created the same copy.
 
     Args:
-        store: where it is to be.
-        chunks: yields its contents, anew for each try.
+        store: the destination.
+        file: the file to copy.
+        chunks: returns a generator of the contents, called once for each try.
 
-    Raises: StoreError; what drawing the contents raises.
+    Raises: StoreError; the errors of the generator.
     """
-    # A generator that isn't drawn to its end keeps a file open and threads alive, until it is closed.
+    # An unfinished generator keeps a file open and threads alive until closed.
     with contextlib.ExitStack() as drawn:
 
         def draw() -> SizedChunks:
-            drawn.close()  # that of the try before
+            drawn.close()  # closes the generator of the previous try
             return SizedChunks(drawn.enter_context(contextlib.closing(chunks())), file.nbytes)
 
         try:
@@ -158,13 +163,15 @@ def create_verified(store: Store, file: VerifiedFile, chunks: Callable[[], Gener
 
 
 def for_each_file(work: Callable[[VerifiedFile], None], files: Iterable[VerifiedFile], failed: threading.Event) -> None:
-    """Do some work on each file, several at a time.
+    """Call `work` with each file, for several files at a time.
 
     Args:
-        work: raises `StoppedError` soon, once `failed` is set.
-        failed: set when the work on one fails, or the caller is interrupted: the others needn't be finished.
+        work: processes a file; raises `StoppedError` soon after `failed` is set.
+        files: the files.
+        failed: set when the work on a file fails or the caller is interrupted, so that the work on
+            other files stops.
 
-    Raises: what the first one raises that fails.
+    Raises: the first error of `work` in the order of the files.
     """
     running: collections.deque[Future[None]] = collections.deque()
     with ThreadPoolExecutor(FILE_COUNT, thread_name_prefix="ckptfmt-file") as threads:

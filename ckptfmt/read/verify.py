@@ -1,4 +1,4 @@
-"""Check every byte of a checkpoint or of a run, and collect everything that is wrong. Spec: REQ-OPN-009."""
+"""Check every byte of a checkpoint or of a run, and collect all violations. Spec: REQ-OPN-009."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ from ckptfmt.read.reading import Bundle, Reading, WantedBox
 from ckptfmt.read.report import ClosureMember, FoundReference, Report, is_violation, without_frames
 from ckptfmt.store.protocol import Store, call_each
 
-#: The encoded blocks that were decoded already: by manifest digest, number of the part and of the box.
+#: The encoded blocks that were decoded already, by manifest digest, part number and box number.
 Done: TypeAlias = dict[tuple[str, int, int], set[int]]
 
-#: What says that a reference isn't there. Any other error says what is wrong with what is.
+#: Error codes for a missing base. Any other error describes damage to an existing base.
 _NOT_FOUND: Final = frozenset({Code.BASE_MISSING, Code.BASE_MISMATCH})
 
 
@@ -67,16 +67,17 @@ def verify_checkpoint(
     bases: Sequence[Store] = (),
     check: Callable[[Manifest], None] | None = None,
 ) -> Checkpoint | None:
-    """Check every byte of one checkpoint, and of all that it reads from.
+    """Check every byte of a checkpoint and of all its bases.
 
     Args:
-        store: rooted at the checkpoint's directory.
-        report: takes what is found.
-        bases: where else to look for what it reads from; see `Checkpoint`.
-        check: compares the manifest with what surrounds the checkpoint; the first thing that is looked at.
+        store: a store rooted at the checkpoint's directory.
+        report: receives the findings.
+        bases: further places to search for bases; see `Checkpoint`.
+        check: called with the manifest before all other checks; compares the manifest with the
+            checkpoint's surroundings, and raises on a mismatch.
 
-    Returns: the checkpoint, where manifest and index are sound.
-    Raises: StoreError where the store itself fails; StateError(FLOAT_ENVIRONMENT).
+    Returns: the checkpoint if manifest and index are sound, else None.
+    Raises: StoreError if the store itself fails; StateError(FLOAT_ENVIRONMENT).
     Spec: REQ-OPN-009, REQ-OPN-013, REQ-DEL-020 to REQ-DEL-024.
     """
     found = report
@@ -103,24 +104,24 @@ def verify_checkpoint(
 
 
 def verify_loadable(store: Store, report: Report, *, digest: str | None = None) -> Checkpoint | None:
-    """Check every byte of one checkpoint and, of what it reads from, of the blocks that it needs.
+    """Check every byte of a checkpoint, and the blocks of its bases needed to load the checkpoint.
 
-    Damage in what it doesn't need is no reason not to go on from it.
+    Damage in other blocks of a base doesn't prevent a resume from this checkpoint.
 
     Args:
-        store: rooted at the checkpoint's directory.
-        report: takes what is found.
-        digest: the manifest digest that is expected, if one is.
+        store: a store rooted at the checkpoint's directory.
+        report: receives the findings.
+        digest: the expected manifest digest, if known.
 
-    Returns: the checkpoint, where manifest and index are sound.
-    Raises: StoreError where the store itself fails; StateError(FLOAT_ENVIRONMENT).
+    Returns: the checkpoint if manifest and index are sound, else None.
+    Raises: StoreError if the store itself fails; StateError(FLOAT_ENVIRONMENT).
     Spec: REQ-RUN-012.
     """
     verification = _Verification((), with_bases=True)
     checkpoint = verification.open(store, report, digest=digest)
     if checkpoint is not None:
         with report.collect():
-            check_at_home(checkpoint)  # first: the rest of one that is passed over needn't be read
+            check_at_home(checkpoint)  # first, to spare a read of the contents
         if not report.violations:
             verification.check_opened(checkpoint, report)
     return checkpoint
@@ -129,12 +130,14 @@ def verify_loadable(store: Store, report: Report, *, digest: str | None = None) 
 def find_damage(
     store: Store, *, digest: str | None = None, on_progress: Callable[[int], None] | None = None
 ) -> CkptError | None:
-    """Return the first thing that keeps a checkpoint from being loaded; None where every byte is whole.
+    """Return the first error that prevents a load of a checkpoint; None if every byte is intact.
 
-    The sizes of all files are compared first: a file that is missing or cut costs no reading.
+    The sizes of all files are compared first, so that a missing or truncated file is found without
+    a read of blocks.
 
     Args:
-        store, digest: as for `verify_loadable`.
+        store: a store rooted at the checkpoint's directory.
+        digest: the expected manifest digest, if known.
         on_progress: called with the number of bytes just checked.
 
     Raises: StoreError.
@@ -154,20 +157,26 @@ def find_damage(
 
 
 def verify_opened(checkpoint: Checkpoint, report: Report) -> None:
-    """Check every byte of an open checkpoint, as `verify_loadable` does. Raises: as that."""
+    """Check every byte of an open checkpoint, as `verify_loadable` does.
+
+    Raises: as `verify_loadable`.
+    """
     _Verification((), with_bases=True).check_opened(checkpoint, report)
 
 
 def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> None:
-    """Check a run: its record, its launches, and every checkpoint that is committed, each once, by itself.
+    """Check a run: the run's record, the launches, and every committed checkpoint, each once.
 
     Args:
-        bases: where else to look for what its checkpoints read from; what is found there is checked, too.
+        store: a store rooted at the run.
+        report: receives the findings.
+        bases: further places to search for bases of the checkpoints; bases found there are checked
+            too.
 
-    Raises: StoreError where the store itself fails; StateError(FLOAT_ENVIRONMENT).
+    Raises: StoreError if the store itself fails; StateError(FLOAT_ENVIRONMENT).
     Spec: REQ-RUN-003, REQ-RUN-005, REQ-MAN-002, REQ-OPN-009.
     """
-    if held := list_held(store):  # before the registers: what is committed in between is checked
+    if held := list_held(store):  # first: a save committed in between is still checked
         report.warnings.append(
             f"{describe_savers(held)} still has saves in hand: only what was committed before is checked"
         )
@@ -194,7 +203,7 @@ def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> 
             with found[name].collect(name):
                 digests.update(_read_digest(store.at(name), place, run_id, found[name], name))
         verification = _Verification(bases, elsewhere_than=digests.values())
-        # The newest first: what is decoded for its sake of those that it reads from needn't be decoded again.
+        # The newest first: blocks of bases decoded for a newer checkpoint needn't be decoded again.
         for name in sorted(digests, key=places.__getitem__, reverse=True):
             verification.check_in_run(store.at(name), found[name], name)
             if found[name].violations and not is_current(store.at(name), digests[name]):
@@ -206,14 +215,15 @@ def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> 
 
 
 class _Verification:
-    """One check of checkpoints that may read from each other: what was decoded for one isn't again for another.
+    """A check of checkpoints that may read from each other. Each encoded block is decoded once.
 
     Args:
-        bases: where else to look for what they read from.
-        with_bases: whether the blocks are checked that they need of what they read from; else what they read from is
-            to be checked by itself.
-        elsewhere_than: digests of what is checked without being asked for.
-        check: of the manifest, before all else.
+        bases: further places to search for bases.
+        with_bases: whether to check the needed blocks of bases along with each checkpoint;
+            otherwise each base is checked as a whole, by itself.
+        elsewhere_than: manifest digests of checkpoints that the caller checks anyway, and that
+            `check_closure` leaves out.
+        check: called with the manifest before all other checks.
     """
 
     def __init__(
@@ -233,7 +243,10 @@ class _Verification:
     def check(
         self, store: Store, report: Report, directory: str = "", *, digest: str | None = None
     ) -> Checkpoint | None:
-        """Check one checkpoint, but for its closure; return it, where manifest and index are sound."""
+        """Check one checkpoint without its closure.
+
+        Returns: the checkpoint if manifest and index are sound, else None.
+        """
         checkpoint = self.open(store, report, directory, digest=digest)
         if checkpoint is not None:
             self.check_opened(checkpoint, report, directory)
@@ -242,13 +255,16 @@ class _Verification:
     def open(
         self, store: Store, report: Report, directory: str = "", *, digest: str | None = None
     ) -> Checkpoint | None:
-        """Return a checkpoint, where manifest and index are sound."""
+        """Return a checkpoint if manifest and index are sound, else None."""
         with report.collect(directory):
             return Checkpoint(store, digest=digest, bases=self._bases, check=self._collecting(report))
         return None
 
     def _collecting(self, report: Report) -> Callable[[Manifest], None] | None:
-        """Return the check of the manifest, such that the rest of the checkpoint is looked at behind a violation."""
+        """Return the check of the manifest with its violations collected.
+
+        The rest of the checkpoint is then checked in spite of a violation.
+        """
         check = self._check
         if check is None:
             return None
@@ -260,13 +276,13 @@ class _Verification:
         return collect
 
     def check_opened(self, checkpoint: Checkpoint, report: Report, directory: str = "") -> None:
-        """Check one checkpoint whose manifest and index are sound, but for its closure."""
+        """Check one checkpoint with sound manifest and index, without its closure."""
         report.checkpoints[directory or report.target] = checkpoint.digest
         found = [self._look(checkpoint, reference, report, directory) for reference in _newest_first(checkpoint)]
         self._check_contents(checkpoint, report, directory, can_decode=all(found))
 
     def check_in_run(self, store: Store, report: Report, directory: str) -> None:
-        """Check one checkpoint of a run, and of its closure what lies elsewhere."""
+        """Check one checkpoint of a run, and the bases that aren't checkpoints of the run."""
         checkpoint = self.open(store, report, directory)
         if checkpoint is None:
             return
@@ -278,13 +294,13 @@ class _Verification:
                 checkpoint.close()
                 return
             if not is_violation(error):
-                raise  # else it is found again, one by one
+                raise  # a violation is found again by the check of the contents
         self.check_opened(checkpoint, report, directory)
         self.check_closure(checkpoint, report)
-        checkpoint.close()  # its parts needn't stay while others are checked
+        checkpoint.close()  # releases the parts before the next checkpoint is checked
 
     def check_closure(self, checkpoint: Checkpoint, report: Report) -> None:
-        """Check all that a checkpoint reads from and that isn't known yet, each by itself, the newest first."""
+        """Check the bases that were not checked yet, each by itself, the newest first."""
         there = {one.digest for one in report.references if one.path is not None}
         for reference in _newest_first(checkpoint):
             if reference.digest in there - self._known:
@@ -292,7 +308,7 @@ class _Verification:
                 self._check_member(checkpoint, reference, report)
 
     def _look(self, checkpoint: Checkpoint, reference: Reference, report: Report, directory: str) -> bool:
-        """Look for a reference, once for all blocks; return whether it can be read from."""
+        """Search for a base once, for all blocks; return whether the base can be read."""
         path, reason, can_read = None, "", False
         try:
             path = checkpoint.closure.open(reference).store.name
@@ -304,7 +320,7 @@ class _Verification:
                 reason = str(error.code)
             else:
                 path = checkpoint.closure.find(reference).name
-            # What is wrong with one that is there is said where that is checked by itself.
+            # Damage to an existing base is reported by the check of the base itself.
             if path is None or error.code == Code.REFERENCE_CLOSURE or self._with_bases:
                 report.add(error.below(directory) if directory else error)
         name = directory or checkpoint.title
@@ -336,13 +352,13 @@ class _Verification:
             )
 
     def _check_contents(self, checkpoint: CheckpointFiles, report: Report, directory: str, *, can_decode: bool) -> None:
-        """Check every byte of an opened checkpoint, and that its documents follow from each other."""
+        """Check every byte of an open checkpoint, and the agreement of its documents."""
         before = len(report.violations)
         manifest = checkpoint.manifest
         report.count(manifest.index_nbytes)
         expected = {MANIFEST_NAME, index_name(manifest.origin.attempt)}
         sound: dict[int, PartFileEntry] = {}
-        with contextlib.suppress(CkptError):  # what is wrong is found again, one by one
+        with contextlib.suppress(CkptError):  # the loop below finds each error again
             checkpoint.open_parts(range(len(checkpoint.index.parts)))
         for number, entry in enumerate(checkpoint.index.parts):
             expected.add(part_path(manifest.origin.attempt, number))
@@ -374,12 +390,13 @@ class _Verification:
         for number, file in enumerate(part.files):
             with report.collect(directory):
                 opened.files.check_nbytes(part, file)
-                readable.add(number)  # What the header says doesn't matter to the blocks.
+                readable.add(number)  # a damaged header doesn't affect the blocks
                 with report.collect(directory):
                     _verify_header(opened.files, file, shards[number])
                     sound.add(number)
                 report.count(file.header_nbytes)
-        # What can't be decoded is at least what was stored.
+        # Encoded blocks that can't be decoded are at least compared with the digests of their
+        # stored bytes.
         as_stored = readable - sound if can_decode else readable
         check.plan(readable, as_stored=as_stored, can_decode=can_decode, share=report.share)
         for damage in check.find_damages():
@@ -388,14 +405,14 @@ class _Verification:
 
 
 class _BlockCheck(Reading):
-    """A read of all blocks of a part without anybody who wants them: what is wrong is collected.
+    """A read of all blocks of a part without sinks, with all damage collected.
 
     Args:
-        done: the encoded blocks that were decoded before, which aren't again; what is decoded now is added, blocks of
-            bases too.
-        count: is told how many bytes were checked: of what blocks are stored as.
-        with_bases: whether what this part needs of its bases is checked as well, and damage there is told; else the
-            bases are checked by themselves.
+        done: the encoded blocks that were decoded before, and aren't decoded again. Newly decoded
+            blocks are added, blocks of bases included.
+        count: called with the number of checked bytes, as stored.
+        with_bases: whether to check the needed blocks of bases and to report their damage;
+            otherwise the bases are checked by themselves.
     """
 
     def __init__(self, opened: OpenPart, done: Done, count: Callable[[int], None], *, with_bases: bool) -> None:
@@ -405,20 +422,22 @@ class _BlockCheck(Reading):
         self._count = count
         self._with_bases = with_bases
         self._own = {file.name for file in opened.part.files}
-        # By stage, file and place: own blocks, what can't be looked up, blocks of bases, what doesn't decode.
+        # Errors with their sort keys: stage, file (or empty), place in the file (or box), block.
+        # Stages: 0 blocks of the part, 1 failed lookups, 2 blocks of bases, 3 failed decoding.
         self._damages: list[tuple[tuple[int, str, int, int], CkptError]] = []
         self._lock = threading.Lock()
 
     def plan(
         self, readable: Collection[int], *, as_stored: Collection[int], can_decode: bool, share: tuple[int, int]
     ) -> None:
-        """Find out what to read.
+        """Plan the reads.
 
         Args:
-            readable: numbers of the files whose blocks are read.
-            as_stored: numbers of those whose encoded blocks are compared with the digests of what they are stored as.
+            readable: numbers of the files whose raw blocks are read.
+            as_stored: numbers of the files whose encoded blocks are compared with the digests of
+                their stored bytes.
             can_decode: whether encoded blocks are decoded.
-            share: which slice of the part's blocks; see `Report`.
+            share: the slice of the part's blocks; see `Report`.
         """
         count = int(self._opened.part.holdings.extents.block_count.sum())
         begin, end = (count * number // share[1] for number in (share[0], share[0] + 1))
@@ -440,7 +459,7 @@ class _BlockCheck(Reading):
                     self._add_decoded(number, stored, first, last)
 
     def _add_decoded(self, number: int, stored: StoredBox, first: int, last: int) -> None:
-        """Decode some blocks that were not decoded before."""
+        """Add the blocks that were not decoded before to the blocks to decode."""
         try:
             spans = list(iter_spans(stored, first, last))
         except CkptError as error:
@@ -458,12 +477,13 @@ class _BlockCheck(Reading):
             self.add_blocks(number, (dataclasses.replace(span, first=at, last=at + 1) for at in left))
 
     def find_damages(self) -> list[CkptError]:
-        """Return an error for every block that isn't what was saved: by file, then by box.
+        """Return an error for each damaged block, ordered by stage, file and place.
 
         Raises: StoreError; StateError(FLOAT_ENVIRONMENT).
         """
         self.run()
-        # Of whoever has a file, the attempt is in its name: what is wrong in a base is said once, there.
+        # File names contain the attempt. Damage in files of bases is left out here, because the
+        # check of the base reports the damage.
         attempt = self._opened.part.origin.attempt
         damages = [error for _, error in sorted(self._damages, key=lambda row: row[0])]
         return [one for one in damages if self._with_bases or one.where is None or attempt in one.where]
@@ -474,7 +494,10 @@ class _BlockCheck(Reading):
         self._damages.append((at, without_frames(error)))
 
     def _check_files(self, ranges: list[BlockRange]) -> list[BlockRange]:
-        """Leave out what can't be read of bases; own files were checked before."""
+        """Return the ranges without those in unreadable files of bases.
+
+        The part's own files were checked before.
+        """
         wrong = set()
 
         def check(path: str) -> None:
@@ -509,12 +532,15 @@ def _key(stored: StoredBox) -> tuple[str, int, int]:
 
 
 def _newest_first(checkpoint: CheckpointFiles) -> list[Reference]:
-    """Return what a checkpoint reads from, in the order of steps; the manifest has it in that of digests."""
+    """Return the references of a checkpoint, the newest step first.
+
+    The manifest sorts references by digest.
+    """
     return sorted(checkpoint.manifest.references, key=lambda one: parse_checkpoint_name(one.name) or (), reverse=True)
 
 
 def _can_open(checkpoint: CheckpointFiles, reference: Reference) -> bool:
-    """Return whether a reference can be opened; why not was said before."""
+    """Return whether a base can be opened; an error has been reported before."""
     try:
         checkpoint.closure.open(reference)
     except CkptError as error:
@@ -527,7 +553,10 @@ def _can_open(checkpoint: CheckpointFiles, reference: Reference) -> bool:
 def _read_digest(
     store: Store, step_and_launch: tuple[int, int], run_id: str | None, report: Report, name: str
 ) -> dict[str, str]:
-    """Return the digest of a checkpoint of a run by its name, if it is committed; no more of it is looked at yet."""
+    """Return the digest of a run's checkpoint by its name; an empty dictionary if uncommitted.
+
+    Only the register is read.
+    """
     register = read_register(store)
     if register is None:
         report.warnings.append(f"{name}/ isn't committed; readers ignore it")
@@ -537,7 +566,7 @@ def _read_digest(
 
 
 def _verify_values(checkpoint: CheckpointFiles, part: Part, report: Report, directory: str) -> None:
-    """Check every tree of a part."""
+    """Check the trees of all RNG streams and plain values of a part."""
     where = part_path(part.origin.attempt, part.writer)
     for stream in part.streams:
         with report.collect(directory):
@@ -565,12 +594,12 @@ def _check_references(checkpoint: CheckpointFiles, field: str, scope: str, value
 
 
 def _verify_header(files: CheckpointFiles, file: PartFile, extents: Sequence[tuple[StoredBox, Extent]]) -> None:
-    """Check that a file's header is the one digested and, of a shard, says what the part says."""
+    """Check a file's header against its digest; check a shard's header against the part, too."""
     header = files.read_header(file)
-    if file.kind == "pack":  # it is the same for all of them
+    if file.kind == "pack":  # all packs have the same header
         return
     entries = parse_shard_header(header, file_nbytes=file.nbytes, where=file.name)
-    # Counted, for a key that the part names twice would hide one of the two.
+    # The keys are compared as lists: a set would hide a key that the part names twice.
     keys = [extent.key or stored.key[1] for stored, extent in extents]
     if sorted(keys) != sorted(entries) or not all(
         _agrees(entries[key], stored, extent) for key, (stored, extent) in zip(keys, extents, strict=True)
@@ -595,9 +624,10 @@ def _agrees(entry: ShardEntry, stored: StoredBox, extent: Extent) -> bool:
 
 
 def _check_merge(checkpoint: CheckpointFiles, entries: list[PartFileEntry]) -> None:
-    """Raise unless index and manifest follow from the parts: they may leave out nothing that a part holds.
+    """Raise unless index and manifest are exactly the result of merging the parts.
 
-    Raises: FormatError(DOC_MISMATCH, MANIFEST_SUMMARY), and of merging. Spec: REQ-IDX-005, REQ-MAN-006, REQ-DEL-021.
+    Raises: FormatError(DOC_MISMATCH, MANIFEST_SUMMARY); the errors of merging. Spec: REQ-IDX-005,
+        REQ-MAN-006, REQ-DEL-021.
     """
     manifest, parts = checkpoint.manifest, [entry.part for entry in entries]
     if merge_parts(entries) != checkpoint.index:
@@ -623,12 +653,13 @@ def _check_merge(checkpoint: CheckpointFiles, entries: list[PartFileEntry]) -> N
 
 
 def _verify_holders(checkpoint: CheckpointFiles, sound: set[int], report: Report, directory: str) -> None:
-    """Check that every part that is `sound` by itself has what the index says it has."""
+    """Check that the sound parts contain all entries that the index assigns to them."""
     is_sound = np.zeros(checkpoint.manifest.origin.writer_count, np.bool_)
     is_sound[list(sound)] = True
     rows: dict[Sharding, Integers] = {}
     for tensor in checkpoint.index.tensors:
-        # Once for all tensors that share a sharding: what no sound part stores isn't gone through for each of them.
+        # Computed once for tensors with the same sharding: rows of unsound parts are skipped for
+        # all of them.
         if tensor.sharding not in rows:
             rows[tensor.sharding] = np.flatnonzero(is_sound[tensor.sharding.part])
         for box, part in tensor.sharding.iter_rows(rows[tensor.sharding]):

@@ -1,8 +1,9 @@
-"""A store in a directory of a file system: nothing half-written, nothing overwritten, nothing through a symlink.
+"""A store in a directory of a file system: whole files, exclusive creation, no symlinks.
 
-A file is written under a temporary name in its own directory (large aligned chunks past the page cache, see
-`ckptfmt.store.direct`), fsynced, closed, and only then given its name by ``link``, which fails if the name is taken
-(``rename`` would silently overwrite). Names become durable in `LocalStore.sync`.
+A file is first written under a temporary name in its directory. Large aligned chunks are written by
+direct I/O (`ckptfmt.store.direct`). The file is fsynced and closed, and then receives its name by
+``link``, which fails if the name is taken (``rename`` would silently overwrite a file). Names
+become durable in `LocalStore.sync`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _CODES: Final = {
     errno.ELOOP: Code.UNSAFE_FILE,
     errno.ENOTDIR: Code.UNSAFE_FILE,
     errno.EISDIR: Code.UNSAFE_FILE,
-    errno.ENXIO: Code.UNSAFE_FILE,  # what open() says to a socket
+    errno.ENXIO: Code.UNSAFE_FILE,  # the error of open() for a socket
     errno.ENAMETOOLONG: Code.UNSAFE_PATH,
     errno.EILSEQ: Code.UNSAFE_PATH,
     errno.ETIMEDOUT: Code.STORE_NO_ANSWER,
@@ -52,9 +53,9 @@ _CLAUSES: Final = {
     Code.UNSAFE_FILE: "REQ-CKP-002",
     Code.UNSAFE_PATH: "REQ-CKP-001",
 }
-#: What a file system says that doesn't have a call.
+#: Errors of a file system that doesn't support a call.
 _REFUSALS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK, errno.EXDEV})
-#: What may be said of an ancestor of the root that belongs to somebody else.
+#: Errors that are tolerated for an ancestor of the root that belongs to another user.
 _FOREIGN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL})
 _KINDS: Final = {
     stat.S_IFLNK: "symlink",
@@ -62,35 +63,36 @@ _KINDS: Final = {
     stat.S_IFIFO: "named pipe",
     stat.S_IFSOCK: "socket",
 }
-#: How often a reader looks for a file whose NFS handle went stale.
+#: Maximum number of attempts of a read whose NFS file handle becomes stale.
 _STALE_TRIES: Final = 3
-#: A temporary that a store made, and nobody else.
+#: Names of temporary files created by a store.
 _TEMPORARY: Final = re.compile(re.escape(TEMPORARY_PREFIX) + "[0-9a-f]{32}")
 
 
 class LocalStore:
     """The directory `root` as a `ckptfmt.store.Store`.
 
-    Holds no descriptor between calls, so it needs no closing, and may be pickled or used after a fork. The path of
-    the root itself may lead through symlinks; below it none is followed.
+    The object holds no descriptor between calls. Therefore it needs no closing, and may be pickled
+    or used after a fork. The path of the root may contain symlinks; below the root no symlink is
+    followed.
 
-    Opening for writing makes the root if it is missing, makes its name durable, and tries out in it that files can
-    be created exclusively. Opening for reading touches nothing: a root that isn't there is an empty store.
+    Opening for writing creates a missing root, makes the root's name durable, and tests exclusive
+    creation in the root. Opening for reading changes no file: a missing root is an empty store.
 
     Args:
-        root: any path; resolved once, now.
-        writable: whether calls that change anything are allowed (else ``STORE_ACCESS``).
-        calls: the system calls to use, such as those of a recorder or a fault injector.
+        root: any path, resolved when the object is created.
+        writable: whether changes are allowed (else ``STORE_ACCESS``).
+        calls: the system calls to use, such as a recorder or a fault injector.
 
     Raises:
-        CkptError: ``STORE_UNSUPPORTED`` if the file system has neither hard links nor ``RENAME_NOREPLACE``, or
-            can't fsync a directory; ``UNSAFE_FILE`` if the root isn't a directory; what every writing call may
-            raise.
+        CkptError: ``STORE_UNSUPPORTED`` if the file system has neither hard links nor
+            ``RENAME_NOREPLACE``, or can't fsync a directory; ``UNSAFE_FILE`` if the root isn't a
+            directory; the errors of every writing call.
     """
 
-    #: Of network file systems too: they keep names and pages; see `Store`.
+    #: Also False for network file systems, which cache names and pages; see `Store`.
     is_remote = False
-    #: A lock ends with its process alone; see `Store`.
+    #: A lock ends only with its process; see `Store`.
     holds_expire = False
 
     def __init__(self, root: str | os.PathLike[str], *, writable: bool, calls: PosixCalls | None = None) -> None:
@@ -121,7 +123,7 @@ class LocalStore:
         return lower
 
     def beside(self, name: str) -> LocalStore:
-        """Return the store of a directory beside this one's; see `Store.beside`."""
+        """Return a read-only store of the sibling directory `name`; see `Store.beside`."""
         check_path(name)
         other = copy.copy(self)
         other._writable = False  # noqa: SLF001 - a copy of ourselves
@@ -142,7 +144,7 @@ class LocalStore:
                 raise err(Code.STORE_EXISTS, f"the file is in {self.name} already", where=path) from error
 
     def replace(self, path: str, data: bytes) -> None:
-        """Put `data` in the place of a file; see `Store.replace`."""
+        """Write `data` in place of a file; see `Store.replace`."""
         with self._changing(path), self._parent(path, make=True) as (directory, name):
             temporary = self._write_temporary(directory, [data])
             try:
@@ -160,7 +162,8 @@ class LocalStore:
                 hold.begin(directory, name)
             yield
         finally:
-            # A name that stays does no harm, as nobody holds the file; the context's own error must come out.
+            # A file that stays does no harm, since no process holds the file. The context's own
+            # error must not be hidden by an error here.
             try:
                 with contextlib.suppress(OSError, CkptError), self._parent(path) as (directory, _):
                     hold.end(directory)
@@ -173,7 +176,7 @@ class LocalStore:
             self._calls.unlink(name, directory)
 
     def delete_leftovers(self, prefix: str) -> None:
-        """Remove the temporaries of killed writers; see `Store.delete_leftovers`."""
+        """Remove the temporary files of killed writers; see `Store.delete_leftovers`."""
         check_prefix(prefix)
         missing = contextlib.suppress(FileNotFoundError)
         with self._changing(prefix), missing, self._directory(self._full(prefix)) as directory:
@@ -230,7 +233,7 @@ class LocalStore:
             yield _Ranges(self, path, FileReader(self._calls, fd, nbytes=nbytes))
 
     def waits(self, path: str) -> bool:
-        """Say whether most of a file is out of the page cache; see `Store.waits`."""
+        """Return whether most of a file is missing from the page cache; see `Store.waits`."""
         with contextlib.suppress(OSError, CkptError), self._opened(path) as (fd, nbytes):
             return not is_cached(self._calls, fd, nbytes)
         return False
@@ -245,7 +248,7 @@ class LocalStore:
         return self._reading(path, look)
 
     def is_held(self, path: str) -> bool:
-        """Say whether some process holds a file; see `Store.is_held`."""
+        """Return whether any process holds a file; see `Store.is_held`."""
 
         def look() -> bool:
             with contextlib.suppress(FileNotFoundError), self._parent(path) as (directory, name):
@@ -255,10 +258,10 @@ class LocalStore:
         return self._reading(path, look)
 
     def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
-        """Return the names of the files in a directory that some process holds; see `Store.list_held`."""
+        """Return the names of the held files in a directory; see `Store.list_held`."""
         held = []
         for name in filter(wanted, self.list_names(prefix)):
-            with contextlib.suppress(FormatError, IntegrityError):  # of a name or a kind that nobody can hold
+            with contextlib.suppress(FormatError, IntegrityError):  # not a file that can be held
                 held += [name] if self.is_held(join_path(prefix, name)) else []
         return held
 
@@ -292,7 +295,7 @@ class LocalStore:
     # Opening the root
 
     def _make_directory(self, path: str) -> None:
-        """Make a directory and its missing ancestors."""
+        """Create a directory and its missing ancestors."""
         with contextlib.suppress(FileNotFoundError), self._at_path(path):
             return
         parent, name = os.path.split(path)
@@ -301,10 +304,10 @@ class LocalStore:
             self._calls.mkdir(name, directory)
 
     def _sync_ancestors(self) -> None:
-        """Make durable the root's name and those above it, up to the mount point.
+        """Make the root's name and the names above durable, up to the mount point.
 
-        Whoever made the root, a moment ago or in another process, may not have done it. What lies above somebody
-        else's directory was made by somebody else, and is left to them.
+        The process that created the root may not have done this. Directories above another user's
+        directory are that user's responsibility: an error there ends the work silently.
         """
         path = self._root
         with self._at_path(path) as directory:
@@ -322,7 +325,14 @@ class LocalStore:
                 return
 
     def _probe(self) -> bool:
-        """Try out what every promise rests on; return whether files are created by ``link`` (else by rename)."""
+        """Test the operations on which all guarantees depend.
+
+        Returns:
+            True if files are published by ``link``, False if by ``rename_noreplace``.
+
+        Raises:
+            CkptError: ``STORE_UNSUPPORTED``.
+        """
         with self._at_path(self._root) as directory:
             try:
                 self._calls.fsync_directory(directory)
@@ -330,7 +340,7 @@ class LocalStore:
                 if error.errno not in _REFUSALS:
                     raise
                 raise err(Code.STORE_UNSUPPORTED, "the file system can't fsync directories", where=self.name) from error
-            # Thrice, since whoever cleans up behind another save may delete what it is tried out with.
+            # Three tries, since the cleanup after another save may delete the test's files.
             for publish, is_link in ((self._calls.link, True), (self._calls.rename_noreplace, False)):
                 if any(self._is_exclusive(directory, publish) for _ in range(3)):
                     return is_link
@@ -346,7 +356,10 @@ class LocalStore:
             self._release(fd)
 
     def _is_exclusive(self, directory: int, publish: Callable[[str, str, int], None]) -> bool:
-        """Say whether `publish` gives a free name and refuses a taken one; leave nothing behind."""
+        """Return whether `publish` creates a free name and refuses a taken name.
+
+        The test's files are removed.
+        """
         first, second, target = (self._calls.temporary_name() for _ in range(3))
         try:
             self._calls.close(self._calls.open_new(first, directory))
@@ -366,7 +379,10 @@ class LocalStore:
     # Steps of create and replace
 
     def _write_temporary(self, directory: int, chunks: Iterable[Buffer]) -> str:
-        """Write `chunks` to a new file and make them durable; return its name. After an exception it is gone."""
+        """Write `chunks` to a new file and make the contents durable; return the file's name.
+
+        After an exception the file is removed.
+        """
         temporary = self._calls.temporary_name()
         try:
             fd = self._calls.open_new(temporary, directory)
@@ -375,19 +391,23 @@ class LocalStore:
                 with FileWriter(self._calls, fd, nbytes=nbytes) as file:
                     for chunk in chunks:
                         file.write(chunk)
-                # Never tried again: after an error the kernel may drop the pages and says yes the next time.
+                # fsync is never repeated: after an error the kernel may drop the pages, and the
+                # second call succeeds.
                 self._calls.fsync(fd)
             except BaseException:
                 self._release(fd)
                 raise
-            self._calls.close(fd)  # NFS and quotas may say only here that the bytes aren't kept
+            self._calls.close(fd)  # may be the first report of a failed write (NFS, quotas)
         except BaseException:
             self._discard(directory, temporary)
             raise
         return temporary
 
     def _publish(self, directory: int, temporary: str, name: str) -> None:
-        """Give a temporary its name, exclusively, or raise FileExistsError; either way the temporary is gone."""
+        """Give a temporary file its final name exclusively, or raise FileExistsError.
+
+        In both cases the temporary name is removed.
+        """
         publish = self._calls.link if self._has_link else self._calls.rename_noreplace
         try:
             publish(temporary, name, directory)
@@ -402,18 +422,20 @@ class LocalStore:
                 self._discard(directory, temporary)
 
     def _is_published(self, directory: int, temporary: str, name: str) -> bool:
-        """Say whether `name` is our file although the call that named it failed; remove the temporary.
+        """Return whether `name` is this caller's file after a failed publish call.
 
-        NFS sends a request again when its answer is lost, and the second answer is EEXIST for a name that is ours.
-        The classic test is a link count of two; the inode says the same, and isn't misled by a backup that links to
-        everything. Once the temporary is gone, a request that is still under way finds nothing to link: the answer
-        is final.
+        The temporary name is removed.
+
+        NFS repeats a request after a lost answer, and the second answer is EEXIST although the
+        first request created the name. The traditional test is a link count of two. The comparison
+        of inodes gives the same answer, and isn't misled by a backup that makes hard links. Once
+        the temporary name is removed, a request still in flight fails, so the answer is final.
 
         Raises:
-            CkptError: ``STORE_NO_ANSWER`` if this can't be told.
+            CkptError: ``STORE_NO_ANSWER`` if the outcome can't be determined.
         """
         try:
-            # Held open, so that its inode number isn't given to another writer's file when the name goes.
+            # The open descriptor prevents reuse of the inode number by another writer's file.
             held = self._calls.open_read(temporary, directory)
             try:
                 with contextlib.suppress(FileNotFoundError):
@@ -430,12 +452,13 @@ class LocalStore:
             raise err(Code.STORE_NO_ANSWER, detail, where=os.path.join(self.name, name)) from error
 
     def _discard(self, directory: int, name: str) -> None:
-        # A temporary that stays does no harm, while the error that brought us here must not be covered by another.
+        # A leftover temporary file does no harm. An error here must not hide the original error.
         with contextlib.suppress(OSError):
             self._calls.unlink(name, directory)
 
     def _release(self, fd: int) -> None:
-        # Nothing was written through this descriptor, or its file is given up: an error has nothing to tell.
+        # The descriptor was only read, or the file is discarded: an error of close has no
+        # significance.
         with contextlib.suppress(OSError):
             self._calls.close(fd)
 
@@ -448,7 +471,10 @@ class LocalStore:
     def _directory(
         self, full_path: str, *, make: bool = False, on_each: Callable[[int], None] | None = None
     ) -> Iterator[int]:
-        """Open a directory component by component, by its path from the opened root; call `on_each` with each."""
+        """Open a directory below the opened root, one component at a time.
+
+        The function `on_each` is called with each descriptor, that of the root included.
+        """
         fd = self._calls.open_root(self._root)
         try:
             if on_each:
@@ -474,7 +500,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Open the directory that `path` is in; yield it and the last component."""
+        """Open the parent directory of `path`; yield its descriptor and the last component."""
         check_path(path)
         head, _, name = path.rpartition("/")
         with self._directory(self._full(head), make=make) as directory:
@@ -491,7 +517,11 @@ class LocalStore:
             self._release(fd)
 
     def _read_exactly(self, fd: int, byte_begin: int, nbytes: int, path: str) -> bytes:
-        """Return a range that the file had a moment ago."""
+        """Return a range of a file whose size was checked before.
+
+        Raises:
+            CkptError: ``FILE_NBYTES`` if the file has shrunk meanwhile.
+        """
         pieces: list[bytes] = []
         done_nbytes = 0
         while done_nbytes < nbytes:
@@ -503,9 +533,10 @@ class LocalStore:
         return b"".join(pieces)
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, int, Names]]:
-        """Yield each directory from `prefix` down: its path, its descriptor, its names that aren't directories.
+        """Yield each directory from `prefix` down: path, descriptor, names other than directories.
 
-        Each is opened from the root anew, so that a tree of any depth needs neither stack nor descriptors.
+        Each directory is opened from the root, so that trees of any depth need neither recursion
+        nor many descriptors.
         """
         pending = [prefix]
         while pending:
@@ -530,7 +561,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _changing(self, path: str) -> Iterator[None]:
-        """Refuse a change of a store that is open for reading; name the errors of a change."""
+        """Refuse a change of a read-only store, and translate the errors of a change."""
         self._check_writable(path)
         with self._named_errors(path, missing=Code.STORE_IO):
             yield
@@ -540,7 +571,7 @@ class LocalStore:
             raise err(Code.STORE_ACCESS, f"{self.name} is open for reading only", where=path, remedy="")
 
     def _reading(self, path: str, action: Callable[[], T]) -> T:
-        """Return what `action` returns; look for the file again if its NFS handle went stale."""
+        """Return the result of `action`; repeat the call if an NFS file handle became stale."""
         stale_count = 0
         with self._named_errors(path):
             while True:
@@ -553,14 +584,14 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _named_errors(self, path: str, *, missing: Code = Code.FILE_MISSING) -> Iterator[None]:
-        """Turn an OSError into the error that a handler knows; `missing` is the code for ENOENT."""
+        """Translate an OSError into a CkptError; `missing` is the code for ENOENT."""
         try:
             yield
         except OSError as error:
             raise self._named(error, path, missing=missing) from error
 
     def _named(self, error: OSError, path: str, *, missing: Code = Code.FILE_MISSING) -> CkptError:
-        """Return the error that a handler knows; `missing` is the code for ENOENT."""
+        """Return the CkptError for an OSError; `missing` is the code for ENOENT."""
         code = _CODES.get(error.errno or 0, Code.STORE_IO)
         code = missing if code is Code.FILE_MISSING else code
         detail = f"{error.strerror or error}" + ("" if path == self.name else f" in {self.name}")
@@ -581,7 +612,7 @@ class _Ranges:
             raise _too_short(self._path, byte_begin, nbytes, self._file.nbytes)
         try:
             found = self._file.read_into(byte_begin, nbytes, buffer)
-        except OSError:  # once more, in a way that looks for the file again if it went stale, and names what is wrong
+        except OSError:  # a second try opens the file anew and translates errors
             return memoryview(self._store.read_range(self._path, byte_begin, nbytes))
         if len(found) < nbytes:
             raise _too_short(self._path, byte_begin, nbytes, byte_begin + len(found))
@@ -589,7 +620,7 @@ class _Ranges:
 
 
 def _regular_nbytes(status: os.stat_result, path: str) -> int:
-    """Return the size of a regular file; refuse anything else."""
+    """Return the size of a regular file; raise UNSAFE_FILE for any other kind of file."""
     if not stat.S_ISREG(status.st_mode):
         detail = f"it is a {_KINDS.get(stat.S_IFMT(status.st_mode), 'special file')}, not a regular file"
         raise err(Code.UNSAFE_FILE, detail, where=path, requirement="REQ-CKP-002")

@@ -7,7 +7,7 @@ planted therefore can't lead outside the root. Methods raise OSError, like the s
 module is written for Linux; on other systems `rename_noreplace` is refused and ``fsync`` may
 promise less.
 
-A hold is a locked file that shows that a process is using something. The kernel releases the lock
+A hold is a locked file that shows that a process is at work. The kernel releases the lock
 when the process dies. The last holder removes the file. A file that stays after all holders were
 killed is unlocked, counts as not held, and does no harm.
 """
