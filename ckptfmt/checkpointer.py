@@ -427,6 +427,8 @@ class Checkpointer:
         """
         more = self._count.tell(step)
         if more:
+            if not self._has_begun and self.launch is not None and self.launch.resume_from is None:
+                self._witness.begin(self._store, self.launch, self.step - more, None, self._count.state)
             self._witness.end_step(self.step, self._count.state, is_single=more == 1)
         return more
 
@@ -514,8 +516,9 @@ class Checkpointer:
 
         A loss helps to find the cause of a difference: a step with the same samples and a different
         loss depends on state that isn't in `State`. Several calls within a step, such as a call for
-        each micro-batch, add their numbers in order. The numbers belong to the step that is counted
-        next; if several steps are counted at once, the numbers are dropped.
+        each micro-batch, add their numbers in order. In `steps` and `training_step`, numbers passed
+        before the step begins are dropped. In other loops, the numbers belong to the step that is
+        counted next; if several steps are counted at once, the numbers are dropped.
 
         Args:
             loss: a number, or a tensor with a single element. The call doesn't wait for a device.
@@ -691,8 +694,8 @@ class Checkpointer:
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step
             self._witness.note_saved(self.step, self._count.state)
-            if self.launch.resume_from is None:
-                self._short_rehearsal.note_saved(self.step, handle)
+            if self.launch.resume_from is None and self._short_rehearsal.note_saved(self.step, handle):
+                add_report(self._saves.reports, f"NOT_REHEARSED: step {self.step} was saved before the steps to repeat")
             self._pace.meters.note_save(handle)
         self._pace.note_save(next_step=self.step + 1)
         return handle
@@ -710,6 +713,8 @@ class Checkpointer:
 
     def _go_back(self) -> None:
         """Load this launch's first save into the live state, to repeat the later steps."""
+        if self.stopped:
+            return
         state, first, group = self._count.state, self._short_rehearsal.first, self._group
         assert self.launch is not None and first is not None  # noqa: S101, PT018 - a save was made
         obstacle = "witness=False, or a run in memory: no step is recorded"
@@ -720,8 +725,8 @@ class Checkpointer:
         if obstacles:
             add_report(self._saves.reports, f"NOT_REHEARSED: {obstacles[0]}")
             return
-        path = self._short_rehearsal.path
-        with group.together(lambda: open_checkpoint(path)) as checkpoint, keep_iterators(state):
+        store = self._store.at(self._short_rehearsal.name)
+        with group.together(lambda: open_checkpoint(store)) as checkpoint, keep_iterators(state):
             report = load_once(state, checkpoint, group, **self._choices, share=self._share)
         report = claim_of_all(report, group)
         text = "rehearsal: back from step %d to step %d, to do the steps between again: claim %s expected"

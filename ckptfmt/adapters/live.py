@@ -132,6 +132,41 @@ def iter_tensors(state: State) -> Iterator[tuple[str, Any]]:
             yield from ((f"{unit.field}:{name}", tensor) for name, tensor in _tensors(side, unit))
 
 
+def iter_tensor_readers(state: State) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the places of the tensors of `iter_tensors`, each with a function that reads the place.
+
+    A program may put another tensor into a place in every step. The function returns the present
+    tensor, or None for a place that is gone.
+    """
+    side: Any = torch_side()
+    for unit in walk(state, worker=0) if side is not None else ():
+        place = place_of(unit.field, unit.name)
+        if unit.kind is Kind.MODULE:
+            yield from ((f"{place}.{name}", read) for name, read in side.tensor_readers(unit.value))
+        elif unit.kind is Kind.TREE:
+            for path, tensor in _tensor_paths(side, unit):
+                read = functools.partial(_read_path, state, unit.field, path)
+                if read() is tensor:
+                    yield f"{unit.field}:{join_name(path)}", read
+
+
+def _read_path(state: State, field: str, path: tuple[object, ...]) -> Any:  # noqa: ANN401 - a live value
+    is_extra = field == "optimizer" and path[:1] == ("extra",)
+    value: Any = getattr(state, "extra" if is_extra else field)
+    for key in path[1:] if is_extra else path:
+        try:
+            value = _unwrapped(value)[key]
+        except (LookupError, TypeError):
+            return None
+    return _unwrapped(value)
+
+
+def _unwrapped(value: Any) -> Any:  # noqa: ANN401 - a live value
+    while isinstance(value, PerWorker | FirstWorker):
+        value = value.value
+    return value
+
+
 class _Walker:
     def __init__(self, own_scope: str) -> None:
         self.own_scope = own_scope
@@ -337,11 +372,15 @@ def _parameter_names(
 
 
 def _tensors(side: ModuleType, unit: Unit) -> Iterator[tuple[str, Any]]:
-    def find(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, Any]]:
+    return ((join_name(path), tensor) for path, tensor in _tensor_paths(side, unit))
+
+
+def _tensor_paths(side: ModuleType, unit: Unit) -> Iterator[tuple[tuple[object, ...], Any]]:
+    def find(value: object, path: tuple[object, ...]) -> Iterator[tuple[tuple[object, ...], Any]]:
         if len(path) > limits.MSGPACK_DEPTH:
             return  # the encoder rejects this value
         if side.is_tensor(value):
-            yield join_name(path), value
+            yield path, value
         elif isinstance(value, dict):
             for key, item in value.items():
                 yield from find(item, (*path, key))

@@ -10,7 +10,7 @@ from typing import Final
 from ckptfmt.documents.witness import WITNESS, StepRecord
 from ckptfmt.errors import Code, err
 from ckptfmt.run.step_log import Steps
-from ckptfmt.trainer.comparing import WORDS, Comparison, compare_steps
+from ckptfmt.trainer.comparing import RESULTS, WORDS, Comparison, compare_steps
 from ckptfmt.trainer.rehearsal import Account
 
 _LOG_NAME: Final = re.compile(r"([0-9]+)/([0-9]+)\.steps")
@@ -71,7 +71,8 @@ class Outcome:
         """``same``, ``different``, or ``unknown`` if no step after a resume could be compared."""
         if self.difference is not None:
             return "different"
-        return "same" if self.step_count else "unknown"
+        has_results = any(WORDS[name] in self.compared for name in RESULTS)
+        return "same" if self.step_count and has_results else "unknown"
 
 
 def judge(scratch: Path, kills: list[int]) -> Outcome:
@@ -89,7 +90,15 @@ def judge(scratch: Path, kills: list[int]) -> Outcome:
     first_launch = min(launch for _, launch, _ in calm)
     undisturbed = {(name, writer): steps for (name, launch, writer), steps in calm.items() if launch == first_launch}
     references = {key: [_with_streams(steps, set())] for key, steps in undisturbed.items()}
+    sizes = {name: steps.header.writer_count for (name, _), steps in undisturbed.items()}
+    found_in: list[tuple[tuple[int, int, int, int], Finding]] = []
     for (name, launch, writer), steps in sorted(killed.items()):
+        size = steps.header.writer_count
+        if sizes.setdefault(name, size) != size:
+            # Sums of another number of processes differ in their last bits, from here on.
+            for key in [key for key in references if key[0] == name]:
+                del references[key]
+            sizes[name] = size
         known = references.setdefault((name, writer), [])
         is_first = steps.header.resumed is None
         alike = [one for one in known if _is_alike(one, steps)]
@@ -105,29 +114,39 @@ def judge(scratch: Path, kills: list[int]) -> Outcome:
         elif is_first and alike:
             calm_steps = undisturbed[name, writer]
             known[:] = [_with_streams(calm_steps, _seeded_streams(calm_steps, steps))]
-        elif found is not None and outcome.difference is None:
+        elif found is not None:
             step, comparison = found
             what = comparison.what or ""
             where = f"launch {launch}, which resumed from step {steps.header.first_step}"
-            outcome.difference = Finding(launch=where, writer=writer, step=step, what=what, text=comparison.detail)
+            finding = Finding(launch=where, writer=writer, step=step, what=what, text=comparison.detail)
+            found_in.append(((launch, step, list(WORDS).index(what), writer), finding))
         if not is_first and writer == 0:
             outcome.resumed.append(steps.header.first_step)
         known.append(steps)
+    if found_in:
+        outcome.difference = min(found_in, key=lambda pair: pair[0])[1]
     if not outcome.resumed:
         outcome.notes.append("no launch resumed from a checkpoint of a killed one")
-    _judge_accounts(outcome, read_accounts(scratch / "calm"), read_accounts(scratch / "killed"))
+    is_one_size = len({steps.header.writer_count for steps in (*calm.values(), *killed.values())}) == 1
+    compares_modules = is_one_size and outcome.is_repeatable and bool(outcome.resumed)
+    accounts = read_accounts(scratch / "calm"), read_accounts(scratch / "killed")
+    _judge_accounts(outcome, *accounts, compares_modules=compares_modules)
     return outcome
 
 
 def _judge_accounts(
-    outcome: Outcome, calm: dict[tuple[str, int], Account], killed: dict[tuple[str, int], Account]
+    outcome: Outcome,
+    calm: dict[tuple[str, int], Account],
+    killed: dict[tuple[str, int], Account],
+    *,
+    compares_modules: bool,
 ) -> None:
     """Add the judgement of the launches' final accounts: claims, and modules outside `State`."""
     for (_, writer), account in killed.items():
         if writer == 0 and account.claim is not None:
             outcome.claim, outcome.lowered_by = account.claim, account.lowered_by
     found: list[Finding] = []
-    if outcome.is_repeatable and outcome.resumed:
+    if compares_modules:
         for key, account in killed.items():
             for name, digests in account.modules.items() if key in calm else ():
                 if len(calm[key].modules.get(name, [])) == len(digests) and calm[key].modules[name] != digests:
@@ -185,7 +204,9 @@ def _compare_launch(
         is_first = False
         if counts and found.compared:
             outcome.step_count += 1
-            outcome.compared = tuple(WORDS[name] for name in found.compared)
+            words = tuple(WORDS[name] for name in found.compared)
+            is_new = outcome.step_count == 1
+            outcome.compared = words if is_new else tuple(word for word in outcome.compared if word in words)
         if found.what is not None:
             return number, found
     return None

@@ -213,6 +213,7 @@ class WitnessRecord:
         verdict: ``expected`` (no step was repeated), ``verified`` or ``refuted``.
         first_step: the first compared step; None if no step was compared.
         last_step: the last compared step without a difference; None if there is no such step.
+        step_count: the number of compared steps without a difference, up to `last_step`.
         compared: the compared members, in words.
         difference: the first difference; None for equal steps.
     """
@@ -223,13 +224,9 @@ class WitnessRecord:
     verdict: Verdict
     first_step: int | None
     last_step: int | None
+    step_count: int
     compared: tuple[str, ...]
     difference: Difference | None
-
-    @property
-    def step_count(self) -> int:
-        """The number of repeated steps that are identical."""
-        return 0 if self.first_step is None or self.last_step is None else self.last_step - self.first_step + 1
 
     @property
     def summary(self) -> str:

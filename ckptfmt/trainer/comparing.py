@@ -30,6 +30,8 @@ _DIFFERS: Final[dict[str, str]] = {
     "options": "an option of an optimizer, such as its learning rate, differs after it",
     "weights": "the weights differ after it",
 }
+#: The members that a step makes; the others are what the step begins from.
+RESULTS: Final[frozenset[What]] = frozenset({"loss", "grad_norm", "weights"})
 #: The causes that the evidence leaves, whatever else was compared.
 _CAUSES: Final[dict[str, str]] = {
     "position": "a step took another number of batches, or another global batch",
@@ -84,7 +86,10 @@ def compare_steps(
         differs["samples"] = earlier.position != now.position or (of_samples and earlier.samples != now.samples)
     if drawn is not None:
         differs["rng"] = bool(drawn)
+    is_alike = earlier.is_several == now.is_several
     for name in ("batch", "loss", "grad_norm", "options"):
+        if name in ("loss", "grad_norm") and not is_alike:
+            continue  # a number and a digest of several
         if getattr(earlier, name) is not None and getattr(now, name) is not None:
             differs[name] = getattr(earlier, name) != getattr(now, name)
     if same_tensors and earlier.is_full == now.is_full and earlier.weights is not None and now.weights is not None:

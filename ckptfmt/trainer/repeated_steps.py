@@ -14,11 +14,12 @@ from ckptfmt.documents.witness import Difference, StepRecord, StepsHeader, Verdi
 from ckptfmt.group import Group
 from ckptfmt.run.step_log import Steps, read_steps
 from ckptfmt.store.protocol import Store
-from ckptfmt.trainer.comparing import WORDS, compare_steps
+from ckptfmt.trainer.comparing import RESULTS, WORDS, compare_steps
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: The length of the sentence on a difference at most, in characters.
 _TEXT_LENGTH: Final = 1000
+_ORDER: Final = tuple(WORDS)
 
 
 class RepeatedSteps:
@@ -47,12 +48,14 @@ class RepeatedSteps:
         self._final_step = 0
         self._first_step: int | None = None
         self._last_step: int | None = None
+        self._identical: list[int] = []
         self._compared: tuple[What, ...] = ()
         self._stream_count = 0
         self._difference: Difference | None = None
         #: The last step that is identical on all processes.
         self._agreed_step: int | None = None
         self._is_said = False
+        self._sentence = ""
 
     @property
     def record(self) -> WitnessRecord:
@@ -60,7 +63,7 @@ class RepeatedSteps:
         verdict: Verdict = "expected"
         if self._difference is not None and self._expected == "T1":
             verdict = "refuted"
-        elif self._difference is None and self._agreed_step is not None:
+        elif self._difference is None and self._agreed_step is not None and self._has_results:
             verdict = "verified"
         words = [WORDS[name] for name in self._compared]
         if "rng" in self._compared:
@@ -73,9 +76,15 @@ class RepeatedSteps:
             verdict=verdict,
             first_step=self._first_step,
             last_step=self._agreed_step,
+            step_count=len([step for step in self._identical if step <= (self._agreed_step or 0)]),
             compared=tuple(words),
             difference=self._difference,
         )
+
+    @property
+    def _has_results(self) -> bool:
+        """Whether something was compared that a step made, and not only what the step began from."""
+        return not RESULTS.isdisjoint(self._compared)
 
     @property
     def is_decided(self) -> bool:
@@ -118,8 +127,8 @@ class RepeatedSteps:
         """Compare a step with its earlier record, if there is one.
 
         Args:
-            has_new_skips: whether the program has skipped samples since the load: then other samples are meant, and no
-                later step is compared.
+            has_new_skips: whether the program has skipped samples since the load: then other samples are meant, here or
+                on another process, and a step that differs is the last one that is compared.
         """
         reference = self._references.pop(record.step, None)
         if reference is None or self._difference is not None:
@@ -135,9 +144,9 @@ class RepeatedSteps:
         )
         if not found.compared:
             return
-        if found.what == "samples" and has_new_skips:
+        if found.what is not None and has_new_skips:
             self._references.clear()
-            text = "step %d has other samples, since some were skipped: later steps aren't compared"
+            text = "step %d differs, and samples were skipped since the resume: later steps aren't compared"
             _LOG.log(self._level(logging.INFO), text, record.step)
             return
         if self._first_step is None:
@@ -154,6 +163,7 @@ class RepeatedSteps:
         sparse = set() if earlier.is_full and record.is_full else {"rng", "weights"}
         self._compared = tuple(name for name in self._compared if name in found.compared or name in sparse)
         self._last_step = record.step
+        self._identical.append(record.step)
         if self._group.writer_count == 1:
             self._agreed_step = record.step
             self.is_written = False
@@ -166,12 +176,16 @@ class RepeatedSteps:
         return {"last": self._last_step, "final": self._final_step, "difference": difference}
 
     def hear(self, told: Iterable[Mapping[str, Any]]) -> None:
-        """Take over what the processes found: the earliest difference of the lowest process counts."""
+        """Take over the processes' findings: the difference in the earliest step counts, of the earliest member.
+
+        A process whose loss differs makes the weights of all processes differ.
+        """
         told = list(told)
         found = [Difference(**theirs["difference"]) for theirs in told if theirs["difference"] is not None]
-        if found and self._difference is None:
-            earliest = min(found, key=lambda difference: (difference.step, difference.writer))
-            self._refute(earliest, level=self._level(logging.WARNING))
+        if found:
+            earliest = min(found, key=lambda one: (one.step, _ORDER.index(one.what), one.writer))
+            if earliest != self._difference:
+                self._refute(earliest, level=self._level(logging.WARNING))
         lasts = [theirs["last"] for theirs in told]
         if found or None in lasts or self._agreed_step == min(lasts):
             return
@@ -201,7 +215,8 @@ class RepeatedSteps:
         process = f"process {difference.writer}: " if self._group.writer_count > 1 else ""
         if self._expected == "T1":
             sentence = f"NOT the same trajectory: {process}{difference.text}"
-            self.reports.append(sentence)
+            self.reports = [*(one for one in self.reports if one != self._sentence), sentence]
+            self._sentence = sentence
             _LOG.log(level, "%s", sentence)
         else:
             text = "steps are done again, otherwise than before, and T1 isn't claimed: %s%s"
@@ -211,9 +226,13 @@ class RepeatedSteps:
         self._is_said = True
         record = self.record
         steps = f"step {record.first_step}"
-        if record.step_count > 1:
+        if record.first_step != record.last_step:
             steps = f"steps {record.first_step} to {record.last_step}"
+            if record.step_count != (record.last_step or 0) - (record.first_step or 0) + 1:
+                steps += f", {record.step_count} of them compared,"
         claim = "T1 verified" if self._expected == "T1" else f"claim {self._expected} all the same, see load_report"
+        if not self._has_results:
+            claim = f"claim {self._expected} still expected, since neither loss nor weights could be compared"
         text = "%s done again: identical (%s): %s"
         _LOG.log(self._level(logging.INFO), text, steps, ", ".join(record.compared), claim)
 

@@ -127,7 +127,7 @@ class LoadReport:
         return dataclasses.replace(
             self,
             claim=self.claim if refuted_by is None else REFUTED,
-            verified_steps=record.step_count,
+            verified_steps=0 if record.verdict == "expected" else record.step_count,
             compared=record.compared,
             refuted_by=refuted_by,
         )

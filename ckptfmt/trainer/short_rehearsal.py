@@ -10,7 +10,7 @@ from ckptfmt.adapters.live import Kind, walk
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.documents.durability import HOME
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.state import State
+from ckptfmt.state import State, place_of
 from ckptfmt.trainer.handle import SaveHandle
 
 _COMMAND: Final = "`ckptfmt rehearse` does it in processes of their own"
@@ -25,7 +25,7 @@ class ShortRehearsal:
 
     Attributes:
         first: the step of the save that the state goes back to; None before it.
-        path: the path of that checkpoint, once `find_obstacle` has waited for it.
+        name: the name of that checkpoint, once `find_obstacle` has waited for it.
 
     Raises: StateError(ARGUMENT) where no such number of steps lies between two saves.
     """
@@ -35,16 +35,21 @@ class ShortRehearsal:
             detail = f"rehearse={steps} with every={every!r}: the steps must lie between two saves"
             raise err(Code.ARGUMENT, detail, where="rehearse=", remedy="Pass fewer steps than every=, such as 3.")
         self.first: int | None = None
-        self.path = ""
+        self.name = ""
         self._steps = steps
         self._handle: SaveHandle | None = None
         self._is_over = steps == 0
 
-    def note_saved(self, step: int, handle: SaveHandle) -> None:
-        """Take note of a save: the rehearsal begins behind the first one, and another one ends it."""
-        self._is_over = self._is_over or self.first is not None
-        if not self._is_over:
-            self.first, self._handle = step, handle
+    def note_saved(self, step: int, handle: SaveHandle) -> bool:
+        """Begin the rehearsal behind the first save. Return whether this save ends a rehearsal that has begun."""
+        if self._is_over:
+            return False
+        if self.first is not None:
+            self._is_over = True
+            return True
+        self.first = step
+        self._handle = handle
+        return False
 
     def is_due(self, step: int) -> bool:
         """Return whether the state goes back now. It does so once."""
@@ -64,9 +69,12 @@ class ShortRehearsal:
             return f"the save of step {self.first} isn't at home: it is in caches alone, or was skipped"
         if not all(sampler.can_go_back for sampler in find_samplers(state)):
             return f"a batch is fetched ahead, as worker processes of a loader do: {_COMMAND}"
-        if any(_has_iterators(unit.value) for unit in walk(state, worker=0) if unit.kind is Kind.STATEFUL):
-            return f"the loop's iterators of a loader in State.data don't go back: {_COMMAND}"
-        self.path = report.path
+        for unit in walk(state, worker=0):
+            is_position = unit.field == "data" and not isinstance(unit.value, Sampler)
+            if is_position or (unit.kind is Kind.STATEFUL and _has_iterators(unit.value)):
+                place = place_of(unit.field, unit.name)
+                return f"{place} is no ckptfmt.Sampler, and what reads it may not go back with it: {_COMMAND}"
+        self.name = report.path.rstrip("/").rpartition("/")[2]
         return ""
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
 from ckptfmt.adapters import jax_side, torch_side
 from ckptfmt.adapters.data_loaders import find_samplers
-from ckptfmt.adapters.live import Kind, iter_tensors, may_be_schedule, walk
+from ckptfmt.adapters.live import Kind, iter_tensor_readers, iter_tensors, may_be_schedule, walk
 from ckptfmt.adapters.live_trees import fingerprint
 from ckptfmt.adapters.rng_streams import LiveRngStream, live_streams, make_stream_digest
 from ckptfmt.data.sampler import Sampler
@@ -91,7 +91,7 @@ class _Open:
         members = self.known
         for name, values in self.observed.items():
             members[name] = _combine(values)
-            if len(values) > 1:
+            if len(values) > 1 and name in ("loss", "grad_norm"):
                 members["is_several"] = True
         return StepRecord(**members)
 
@@ -162,13 +162,13 @@ class Witness:
 
     @_harmless
     def begin(self, store: Store, launch: Launch, step: int, report: LoadReport | None, state: State) -> None:
-        """Begin to record, once the RNG streams are put back.
+        """Begin to record, once the RNG streams are put back. A second call does nothing.
 
         Args:
             step: the number of steps done.
             report: that of the load of this launch's checkpoint; None where the launch begins from nothing.
         """
-        if not self._is_on or node_folder(store, launch.run_id) is None:
+        if not self._is_on or self._header is not None or node_folder(store, launch.run_id) is None:
             return
         self._store, self._side = store, torch_side()
         resumed = launch.resume_from
@@ -203,6 +203,7 @@ class Witness:
         """
         if self._header is None:
             return
+        self._observed = {}  # by an evaluation between steps, or by a step that an exception ended
         self._before = self._digest_streams() if self._is_full(step) else ()
         saved, self._saved = self._saved, None
         if saved is not None and saved.step == step:
@@ -218,12 +219,17 @@ class Witness:
         if self._header is None:  # off, not begun, or of a run that outlives no process: nothing would take them
             return
         side = self._side
-        for name, value in (("loss", loss), ("grad_norm", grad_norm)):
-            if value is not None:
-                self._observed.setdefault(name, []).append(_fetch(name, value, side))
-        found = side.fetch_batch(batch) if batch is not None and side is not None else None
-        if found is not None:
-            self._observed.setdefault("batch", []).append(found)
+        try:
+            for name, value in (("loss", loss), ("grad_norm", grad_norm)):
+                if value is not None:
+                    self._observed.setdefault(name, []).append(_fetch(name, value, side))
+            found = side.fetch_batch(batch) if batch is not None and side is not None else None
+            if found is not None:
+                self._observed.setdefault("batch", []).append(found)
+        except CkptError:
+            raise
+        except Exception as error:  # noqa: BLE001 - tensors of the program may be of any kind, and refuse anything
+            self.turn_off(error)
 
     @_harmless
     def end_step(self, step: int, state: State, *, is_single: bool) -> None:
@@ -236,6 +242,8 @@ class Witness:
         """
         if self._header is not None and self._log is None:
             self._start_log(state)
+        elif self._is_first:
+            self._look_up_tensors(state)
         if self._header is None:
             return
         position, samples = _position_of(self._samplers, step)
@@ -266,16 +274,12 @@ class Witness:
 
     @_harmless
     def note_saved(self, step: int, state: State) -> None:
-        """Take note that a step was saved: the next step is to begin from the same state.
-
-        The tensors are looked up anew, since a program may have replaced some.
-        """
+        """Take note that a step was saved: the next step is to begin from the same state."""
         if self._header is None:
             return
         self._is_first = True
         if self.restores_streams_itself and not isinstance(state.rng, CapturedRng):
             self._saved = self._look(step, state)
-        self._look_up_tensors(state)
 
     @_harmless
     def go_back(self, launch: Launch, step: int, expected: str) -> None:
@@ -338,7 +342,10 @@ class Witness:
         self._log = StepLog(folder / steps_path(self._header.launch, self._header.writer), self._header)
 
     def _look_up_tensors(self, state: State) -> None:
-        """Look up the tensors of the state. Digests of others than at the first step would say nothing."""
+        """Look up the tensors of the state anew behind a save, as a launch does that resumes from the save.
+
+        Digests of other tensors than at the first step aren't comparable, and aren't taken.
+        """
         if self._header is not None and self._log is not None:
             found = _make_fingerprint(state)
             self._optimizers = _find_optimizers(state)
@@ -487,7 +494,7 @@ def _witnessed_streams(state: State) -> list[LiveRngStream]:
 
 def _make_fingerprint(state: State) -> Fingerprint | None:
     side: Any = torch_side()
-    return None if side is None else side.Fingerprint(iter_tensors(state))
+    return None if side is None else side.Fingerprint(iter_tensor_readers(state))
 
 
 def digest_outside_modules(state: State) -> dict[str, list[int]]:

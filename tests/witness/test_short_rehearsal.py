@@ -144,6 +144,31 @@ def test_save_between_calls_the_rehearsal_off(tmp_path: pathlib.Path) -> None:
             if step == 6:
                 checkpointer.save()
     assert training.count == 12
+    assert checkpointer.reports == ("NOT_REHEARSED: step 7 was saved before the steps to repeat",)
+
+
+def test_position_that_no_sampler_holds_is_left_alone(tmp_path: pathlib.Path) -> None:
+    """Its value would go back, and a generator that began from the value would not."""
+    training = Training()
+    training.state.data = position = {"next": 0}
+    with Checkpointer(tmp_path, training.state, every=5, saver="inline", rehearse=3) as checkpointer:
+        for _ in checkpointer.steps(12):
+            training.step(INPUTS[torch.arange(position["next"], position["next"] + 8) % 64])
+            position["next"] += 8
+    assert training.count == 12
+    assert any(text.startswith("NOT_REHEARSED: data") for text in checkpointer.reports)
+
+
+def test_training_that_stops_does_not_go_back(tmp_path: pathlib.Path) -> None:
+    training = Training()
+    alerts = [None] * 7 + ["bad"] * 99
+    triggers = ckptfmt.Triggers("stop", alert=lambda: alerts.pop(0))
+    options: Any = {"saver": "inline", "rehearse": 3, "triggers": triggers}
+    with Checkpointer(tmp_path, training.state, every=5, **options) as checkpointer:
+        for step in checkpointer.steps(20):
+            training.step(INPUTS[training.sampler.indices(step)])
+    assert checkpointer.stopped
+    assert checkpointer.step == training.count
 
 
 @pytest.mark.parametrize("count", [5, 7, -1])

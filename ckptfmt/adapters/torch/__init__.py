@@ -23,6 +23,7 @@ from ckptfmt.adapters.torch.modules import (
     merge_tied,
     plan_entry,
     plan_module,
+    tensor_readers,
     view_module,
 )
 from ckptfmt.adapters.torch.optimizer_kinds import is_numbered, is_plain_optimizer, unwrap_optimizer

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import gc
 import hashlib
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeGuard
 
 import torch
 
@@ -23,8 +22,13 @@ _TENSORS: Final = 4
 _FULL_TENSORS: Final = 32
 #: The number of elements of each of these tensors: elements in a row share a line of the caches.
 _ELEMENTS: Final = 8
-#: The number of different choices of elements, at least.
-_ROUNDS: Final = 4
+#: The number of different choices of a tensor's elements, in turn.
+_CHOICES: Final = 4
+#: The number of addresses that are kept at most, a few hundred bytes each.
+_ADDRESSES: Final = 4096
+
+_Buffer = ctypes.Array[ctypes.c_uint8]
+_Place = tuple[int, int, torch.dtype]
 
 
 class Pending:
@@ -76,14 +80,18 @@ def fetch(value: torch.Tensor) -> Pending | float:
     if value.is_cpu and is_plain(value):
         return float(value.item())
     number = local_of(value).reshape(-1)[:1]
+    if number.device.type != "cuda":
+        return float(number.item())
     return _fetch([number.to(torch.float64, copy=True)], is_number=True)
 
 
 def fetch_batch(value: object) -> Pending | int | None:
     """Return a digest of chosen elements of all tensors of a batch; None where there is no tensor."""
-    tensors = list(_tensors_in(value))
-    chosen = _Chosen.of(tensors, seeds=range(len(tensors)))
-    return chosen.fetch() if chosen.views or chosen.groups else None
+    views = [view for number, tensor in enumerate(_tensors_in(value)) if (view := _choose(tensor, number)) is not None]
+    if not views:
+        return None
+    digest = _digest([_buffer(view) for view in views if view.is_cpu])
+    return _gather([view for view in views if not view.is_cpu], digest)
 
 
 def digest_outside_modules(held: Iterable[torch.Tensor]) -> dict[str, list[int]]:
@@ -100,7 +108,7 @@ def digest_outside_modules(held: Iterable[torch.Tensor]) -> dict[str, list[int]]
     digests: dict[str, list[int]] = {}
     for module in modules:
         named = [*module.named_parameters(), *module.named_buffers()] if id(module) not in inner else []
-        rows = [(name, tensor) for name, tensor in _iter_usable(named) if id(tensor) not in held_ids]
+        rows = [(name, tensor) for name, tensor in named if _is_usable(tensor) and id(tensor) not in held_ids]
         found = fetch_batch([tensor.detach() for _, tensor in rows])
         if found is None:
             continue
@@ -112,113 +120,93 @@ def digest_outside_modules(held: Iterable[torch.Tensor]) -> dict[str, list[int]]
     return digests
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Chosen:
-    """The chosen elements of some tensors.
-
-    Elements in the host's memory are read at their address: torch's operations cost three times as much, and an array
-    of numpy would forbid the program to resize the memory. `is_current` says whether the address still holds.
-
-    Attributes:
-        tensors: the tensors.
-        places: the address and the number of elements of each tensor when the views were made.
-        is_plain: whether all tensors are of torch's own class, and none a DTensor.
-        views: the elements in the host's memory, which keep that memory alive.
-        buffers: the same elements by their address.
-        groups: the elements of other devices, by device and dtype: each group is gathered at once.
-    """
-
-    tensors: list[torch.Tensor]
-    places: list[tuple[int, int]]
-    is_plain: bool
-    views: list[torch.Tensor]
-    buffers: list[ctypes.Array[ctypes.c_uint8]]
-    groups: list[list[torch.Tensor]]
-
-    @classmethod
-    def of(cls, tensors: list[torch.Tensor], seeds: Iterable[int]) -> _Chosen:
-        """Choose elements of each tensor."""
-        views: list[torch.Tensor] = []
-        groups: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
-        for tensor, seed in zip(tensors, seeds, strict=True):
-            view = _choose(tensor, seed)
-            if view is not None and view.is_cpu:
-                views.append(view)
-            elif view is not None:
-                groups.setdefault((str(view.device), view.dtype), []).append(view)
-        places = [_place_of(tensor) for tensor in tensors]
-        plain = all(is_plain(tensor) for tensor in tensors)
-        return cls(tensors, places, plain, views, [_buffer(view) for view in views], list(groups.values()))
-
-    def is_current(self) -> bool:
-        """Return whether the memory of each tensor is still where the views show it."""
-        if self.is_plain:
-            return [(tensor.data_ptr(), tensor.numel()) for tensor in self.tensors] == self.places
-        return [_place_of(tensor) for tensor in self.tensors] == self.places
-
-    def fetch(self) -> Pending | int:
-        """Return a digest of the elements as they are now, perhaps still on its way."""
-        digest = _digest(self.buffers)
-        if not self.groups:
-            return digest
-        return _fetch([torch.cat(group) for group in self.groups], is_number=False, seed=digest)
-
-
 class Fingerprint:
-    """The chosen elements of a state's tensors; the choice depends on names, shapes and the step's number alone.
+    """Digests of chosen elements of a state's tensors.
 
-    Every tensor is looked at in turn. A view keeps memory alive that the
-    program gave up, and would go on showing it: each step compares the addresses of its tensors first, and makes the
-    views anew where one has moved.
+    The choice depends on names and the step's number. Each step reads the present tensors from
+    their places, since a program may put another tensor into a place in every step. No tensor and
+    no view is kept, so that the program's memory is free when the program gives it up. Elements in
+    the host's memory are read at their address, which is known from the last time: torch's
+    operations cost three times as much.
 
     Args:
-        named: the names and tensors, in any order. A tensor without memory here, or of a layout that has no strides,
+        readers: the places of the tensors, in any order, each with a function that returns the
+            present tensor, or None. A tensor without memory here, or of a layout without strides,
             is left out.
 
     Attributes:
-        plan: a digest of names, shapes and dtypes: of two plans that differ, fingerprints can't be compared.
-        tensor_count: the number of tensors that are looked at.
+        plan: a digest of names, shapes and dtypes: digests of two plans that differ can't be
+            compared.
+        tensor_count: the number of tensors.
     """
 
-    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._named = sorted(_iter_usable(named), key=lambda pair: pair[0])
-        rows = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in self._named]
-        self.plan = hashlib.blake2b("\n".join(rows).encode(), digest_size=8).hexdigest()
-        self.tensor_count = len(self._named)
-        self._rounds: dict[tuple[int, int], _Chosen] = {}
+    def __init__(self, readers: Iterable[tuple[str, Callable[[], torch.Tensor | None]]]) -> None:
+        found = [(name, read, read()) for name, read in readers]
+        rows = [(name, read, tensor) for name, read, tensor in found if _is_usable(tensor)]
+        rows.sort(key=lambda row: row[0])
+        text = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, _, tensor in rows)
+        self._readers = [(name, read) for name, read, _ in rows]
+        self.plan = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        self.tensor_count = len(rows)
+        #: The place of a tensor in the host's memory, and the bytes of its chosen elements, by the
+        #: tensor's number and the number of the choice.
+        self._buffers: dict[tuple[int, int], tuple[_Place, _Buffer]] = {}
 
     def start(self, step: int, *, is_full: bool) -> Pending | int | None:
         """Return the digest after a step, perhaps still on its way; None where there is nothing to look at."""
-        if not self._named or _is_capturing():
+        if not self._readers or _is_capturing():
             return None
-        count = _FULL_TENSORS if is_full else _TENSORS
-        parts = math.ceil(self.tensor_count / count)
-        # Every part is looked at with several choices of elements: rounds are a multiple of parts.
-        rounds = parts * math.ceil(_ROUNDS / parts)
-        number = (step // FULL_EVERY if is_full else step) % rounds
-        found = self._rounds.get((count, number))
-        if found is None or not found.is_current():
-            rows = self._named[number % parts :: parts]
-            seeds = [zlib.crc32(f"{name}/{number}".encode()) for name, _ in rows]
-            found = self._rounds[count, number] = _Chosen.of([tensor for _, tensor in rows], seeds)
-        return found.fetch()
+        parts = math.ceil(self.tensor_count / (_FULL_TENSORS if is_full else _TENSORS))
+        turn = step // FULL_EVERY if is_full else step
+        choice = turn // parts % _CHOICES
+        digest = 0
+        views: list[torch.Tensor] = []
+        for number in range(turn % parts, self.tensor_count, parts):
+            name, read = self._readers[number]
+            tensor = read()
+            known = self._buffers.get((number, choice))
+            if known is not None and tensor is not None and known[0] == _place_of(tensor):
+                digest = zlib.crc32(known[1], digest)
+                continue
+            if not _is_usable(tensor):
+                continue
+            view = _choose(tensor, zlib.crc32(f"{name}/{choice}".encode()))
+            if view is not None and view.is_cpu:
+                buffer = _buffer(view)
+                if len(self._buffers) >= _ADDRESSES:
+                    self._buffers.clear()
+                self._buffers[number, choice] = (_place_of(tensor), buffer)
+                digest = zlib.crc32(buffer, digest)
+            elif view is not None:
+                views.append(view)
+        return _gather(views, digest)
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address and the number of elements of the memory that this process holds of a tensor."""
+def _place_of(tensor: torch.Tensor) -> _Place:
+    """Return the address, size and dtype of the elements that this process holds of a tensor."""
     local = getattr(tensor, "_local_tensor", tensor)
-    return int(local.data_ptr()), int(local.numel())
+    return local.data_ptr(), local.numel(), local.dtype
 
 
-def _buffer(view: torch.Tensor) -> ctypes.Array[ctypes.c_uint8]:
+def _buffer(view: torch.Tensor) -> _Buffer:
     """Return the bytes of a contiguous tensor in the host's memory, which the tensor must keep alive."""
     return (ctypes.c_uint8 * view.nbytes).from_address(view.data_ptr())
 
 
-def _digest(buffers: Iterable[ctypes.Array[ctypes.c_uint8]], digest: int = 0) -> int:
+def _digest(buffers: Iterable[_Buffer], digest: int = 0) -> int:
     for buffer in buffers:
         digest = zlib.crc32(buffer, digest)
     return digest
+
+
+def _gather(views: list[torch.Tensor], digest: int) -> Pending | int:
+    """Return the digest of elements on devices, gathered at once for each device and dtype, behind another digest."""
+    if not views:
+        return digest
+    groups: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
+    for view in views:
+        groups.setdefault((str(view.device), view.dtype), []).append(view)
+    return _fetch([torch.cat(group) for group in groups.values()], is_number=False, seed=digest)
 
 
 def _fetch(parts: list[torch.Tensor], *, is_number: bool, seed: int = 0) -> Pending:
@@ -239,11 +227,10 @@ def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _iter_usable(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in named:
-        is_known = is_plain(tensor) or is_distributed(tensor)
-        if is_known and tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_quantized:
-            yield name, tensor
+def _is_usable(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    if tensor is None or not (is_plain(tensor) or is_distributed(tensor)):
+        return False
+    return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
 
 
 def _choose(tensor: torch.Tensor, seed: int) -> torch.Tensor | None:
@@ -263,7 +250,7 @@ def _choose(tensor: torch.Tensor, seed: int) -> torch.Tensor | None:
 
 def _tensors_in(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield from (tensor for _, tensor in _iter_usable([("", value)]))
+        yield from [value] if _is_usable(value) else []
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors_in(item)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -110,6 +110,18 @@ def _all_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
         new = [part for part in parts if part is not None and id(part) not in found]
         found |= {id(part): part for part in new}
         waiting += new
+    return list(found.values())
+
+
+def tensor_readers(module: torch.nn.Module) -> list[tuple[str, Callable[[], torch.Tensor | None]]]:
+    """Return the places of a module's parameters and buffers, each with a function that reads the place."""
+    found: dict[int, tuple[str, Callable[[], torch.Tensor | None]]] = {}
+    for path, part in module.named_modules():
+        for tensors in (part._parameters, part._buffers):  # noqa: SLF001
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    place = ".".join(filter(None, (path, name)))
+                    found.setdefault(id(tensor), (place, functools.partial(tensors.get, name)))
     return list(found.values())
 
 
