@@ -92,7 +92,7 @@ def walk(state: State, *, worker: int) -> Iterator[Unit]:
 def list_doubts(state: State, *, worker: int) -> list[str]:
     """Return a sentence for each likely mistake in a State.
 
-    The first case is an optimizer whose state is saved by the positions of its parameters, not by
+    The first case is an optimizer with a state saved by the positions of the parameters, not by
     their names. The second case is a learning-rate schedule without a scheduler in the State.
     """
     side, units = torch_side(), list(walk(state, worker=worker))
@@ -135,8 +135,8 @@ def iter_tensors(state: State) -> Iterator[tuple[str, Any]]:
 def iter_tensor_readers(state: State) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the places of the tensors of `iter_tensors`, each with a function that reads the place.
 
-    A program may put another tensor into a place in every step. The function returns the present
-    tensor, or None for a place that is gone.
+    A program may replace the tensor in a place at every step. The function returns the present
+    tensor, or None if the place no longer exists.
     """
     side: Any = torch_side()
     for unit in walk(state, worker=0) if side is not None else ():
@@ -244,7 +244,7 @@ def _kind_of(value: object) -> Kind:
 
 
 def is_generator(value: object) -> bool:
-    """Return whether a value is a random-number generator whose state can be saved."""
+    """Return whether a value is a random-number generator with a state that can be saved."""
     if type(value) is random.Random or isinstance(value, np.random.RandomState | np.random.Generator):
         return True
     side = torch_side()

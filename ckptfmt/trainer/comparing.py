@@ -1,4 +1,4 @@
-"""Two records of one step compared: the first member that differs, and the cause as far as it shows. Pure."""
+"""Compare two records of one step: find the first differing member and the likely causes. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 from ckptfmt.documents.witness import StepRecord, What
 
-#: The members in the order in which causes are told apart, each with its word.
+#: The members of a record in the order of comparison, each with a word for sentences.
 WORDS: Final = {
     "samples": "samples",
     "rng": "RNG streams",
@@ -21,7 +21,7 @@ WORDS: Final = {
 }
 
 
-#: The difference in words, where no number says more.
+#: The difference in words, for members without a printable number.
 _DIFFERS: Final[dict[str, str]] = {
     "samples": "its samples differ at the same position",
     "batch": "its batch differs",
@@ -30,9 +30,9 @@ _DIFFERS: Final[dict[str, str]] = {
     "options": "an option of an optimizer, such as its learning rate, differs after it",
     "weights": "the weights differ after it",
 }
-#: The members that a step makes; the others are what the step begins from.
+#: The members that are results of a step. The remaining members are inputs of the step.
 RESULTS: Final[frozenset[What]] = frozenset({"loss", "grad_norm", "weights"})
-#: The causes that the evidence leaves, whatever else was compared.
+#: The possible causes, for differences with causes independent of the compared members.
 _CAUSES: Final[dict[str, str]] = {
     "position": "a step took another number of batches, or another global batch",
     "samples": "the data set or its order is another one",
@@ -53,8 +53,8 @@ class Comparison:
 
     Attributes:
         compared: the members that both records have, in the order of `WORDS`.
-        what: the first of them that differs; None where all are identical.
-        detail: the sentence on the difference and its cause; empty where all are identical.
+        what: the first differing member; None if all are identical.
+        detail: the sentence on the difference and the causes; empty if all members are identical.
     """
 
     compared: tuple[What, ...]
@@ -75,9 +75,10 @@ def compare_steps(
 
     Args:
         streams: the names of the RNG streams of `now`.
-        earlier_streams: the names of those of `earlier`; the streams that both have are compared.
-        same_tensors: whether both digests of the weights look at the same tensors.
-        is_first: whether this is the first step that was done twice.
+        earlier_streams: the names of the RNG streams of `earlier`. Only streams in both lists are
+            compared.
+        same_tensors: whether both digests of the weights cover the same tensors.
+        is_first: whether this is the first repeated step.
     """
     drawn = _differing_streams(earlier, now, streams, earlier_streams)
     differs: dict[What, bool] = {}
@@ -89,7 +90,7 @@ def compare_steps(
     is_alike = earlier.is_several == now.is_several
     for name in ("batch", "loss", "grad_norm", "options"):
         if name in ("loss", "grad_norm") and not is_alike:
-            continue  # a number and a digest of several
+            continue  # a single number isn't comparable with a digest of several numbers
         if getattr(earlier, name) is not None and getattr(now, name) is not None:
             differs[name] = getattr(earlier, name) != getattr(now, name)
     if same_tensors and earlier.is_full == now.is_full and earlier.weights is not None and now.weights is not None:
@@ -107,7 +108,7 @@ def compare_steps(
 def _differing_streams(
     earlier: StepRecord, now: StepRecord, streams: Sequence[str], earlier_streams: Sequence[str]
 ) -> list[str] | None:
-    """Return the names of the RNG streams that differ; None where no stream can be compared."""
+    """Return the names of the differing RNG streams; None if no stream can be compared."""
     if earlier.is_before != now.is_before:
         return None
     then = dict(zip(earlier_streams, earlier.streams, strict=False))
@@ -139,7 +140,7 @@ def _explain(
 
 
 def _cause_of(what: What, compared: Sequence[What], *, has_streams: bool) -> str:
-    """Return the causes of a difference that remain, since the members before it are the same."""
+    """Return the possible causes of a difference, given identical earlier members."""
     if what in _CAUSES:
         return _CAUSES[what]
     if what == "batch":

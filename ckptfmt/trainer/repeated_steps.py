@@ -1,4 +1,4 @@
-"""The steps that a launch does again behind its resume, compared with the records of earlier launches."""
+"""Compare the repeated steps of a resumed launch with the records of earlier launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.comparing import RESULTS, WORDS, compare_steps
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: The length of the sentence on a difference at most, in characters.
+#: The maximum length of the sentence on a difference, in characters.
 _TEXT_LENGTH: Final = 1000
 _ORDER: Final = tuple(WORDS)
 
@@ -25,17 +25,17 @@ _ORDER: Final = tuple(WORDS)
 class RepeatedSteps:
     """The comparison of one launch's steps, by one process, and the verdict of all processes.
 
-    A process says at once that a step differs. Steps are called identical once all processes have said so: at the next
-    save, or at once where there is one process.
+    A process reports a differing step immediately. Steps count as identical once all processes
+    agree: at the next save with several processes, immediately with a single process.
 
     Args:
         group: the processes of the job.
         launch: this launch.
-        expected: the claim of its load: ``T1``, ``S1`` or ``S0``.
+        expected: the claim of the launch's load: ``T1``, ``S1`` or ``S0``.
 
     Attributes:
         reports: sentences for the caller.
-        is_written: whether the verdict is written as it is now.
+        is_written: whether the current verdict is written.
     """
 
     def __init__(self, group: Group, launch: Launch, expected: str) -> None:
@@ -59,7 +59,7 @@ class RepeatedSteps:
 
     @property
     def record(self) -> WitnessRecord:
-        """The verdict so far."""
+        """The current verdict."""
         verdict: Verdict = "expected"
         if self._difference is not None and self._expected == "T1":
             verdict = "refuted"
@@ -83,16 +83,18 @@ class RepeatedSteps:
 
     @property
     def _has_results(self) -> bool:
-        """Whether something was compared that a step made, and not only what the step began from."""
+        """Whether a result of a step was compared, in addition to the inputs of the step."""
         return not RESULTS.isdisjoint(self._compared)
 
     @property
     def is_decided(self) -> bool:
-        """Whether a step differs, or every step that can be compared was."""
+        """Whether a step differs, or every comparable step was compared."""
         return self._difference is not None or self._last_step == self._final_step
 
     def find(self, store: Store, step: int, launches: Iterable[int]) -> None:
-        """Read the records of the launches that went on from the same checkpoint; the one that saved it counts first.
+        """Read the records of earlier launches that did the steps after the same checkpoint.
+
+        The launch that saved the checkpoint takes precedence.
 
         Args:
             store: the run.
@@ -115,20 +117,21 @@ class RepeatedSteps:
         self._final_step = max(self._references, default=0)
 
     def expect(self, records: Iterable[StepRecord], header: StepsHeader) -> None:
-        """Expect steps that this launch has done to be done again."""
+        """Set records of this launch as the reference for steps that will be repeated."""
         self._references = {record.step: (record, header) for record in records}
         self._final_step = max(self._references, default=0)
 
     def has(self, step: int) -> bool:
-        """Return whether there is an earlier record of a step, which wasn't compared."""
+        """Return whether an earlier record of a step is left for comparison."""
         return step in self._references
 
     def compare(self, record: StepRecord, header: StepsHeader, *, has_new_skips: bool) -> None:
-        """Compare a step with its earlier record, if there is one.
+        """Compare a step with the earlier record of the step, if such a record exists.
 
         Args:
-            has_new_skips: whether the program has skipped samples since the load: then other samples are meant, here or
-                on another process, and a step that differs is the last one that is compared.
+            has_new_skips: whether the program has skipped samples since the load. In this case
+                different samples are intended, here or on another process, and no step after the
+                first differing step is compared.
         """
         reference = self._references.pop(record.step, None)
         if reference is None or self._difference is not None:
@@ -171,14 +174,15 @@ class RepeatedSteps:
                 self._say_identical()
 
     def answer(self) -> dict[str, Any]:
-        """Return what this process tells the others at a save."""
+        """Return this process's findings, for the exchange at a save."""
         difference = None if self._difference is None else dataclasses.asdict(self._difference)
         return {"last": self._last_step, "final": self._final_step, "difference": difference}
 
     def hear(self, told: Iterable[Mapping[str, Any]]) -> None:
-        """Take over the processes' findings: the difference in the earliest step counts, of the earliest member.
+        """Merge the findings of all processes.
 
-        A process whose loss differs makes the weights of all processes differ.
+        The difference with the earliest step counts, and within a step the difference of the
+        earliest member: a differing loss on one process makes the weights of all processes differ.
         """
         told = list(told)
         found = [Difference(**theirs["difference"]) for theirs in told if theirs["difference"] is not None]
@@ -195,7 +199,7 @@ class RepeatedSteps:
             self._say_identical()
 
     def close(self) -> None:
-        """Say the verdict where it wasn't said, and once more where the claim is refuted."""
+        """Log the verdict if it wasn't logged before. A refuted claim is logged again."""
         if self.record.verdict == "verified" and not self._is_said:
             self._say_identical()
         if self.record.verdict == "refuted" and self._difference is not None:
@@ -203,7 +207,10 @@ class RepeatedSteps:
             _LOG.log(self._level(logging.WARNING), text, self._launch.launch, self._difference.text)
 
     def _is_comparable(self, steps: Steps, *, is_saver: bool, digest: str) -> bool:
-        """Return whether an earlier launch was to do the same steps."""
+        """Return whether the same steps are expected of this launch and of an earlier launch.
+
+        The earlier launch saved the checkpoint, or resumed from the checkpoint with the same claim.
+        """
         header = steps.header
         if header.writer_count != self._group.writer_count:
             return False

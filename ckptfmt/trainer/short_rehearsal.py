@@ -1,4 +1,4 @@
-"""A rehearsal within one process: steps behind the first save are done twice, and compared by the witness."""
+"""A rehearsal within one process: the steps after the first save are done twice and compared."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _COMMAND: Final = "`ckptfmt rehearse` does it in processes of their own"
 
 
 class ShortRehearsal:
-    """The rehearsal of `Checkpointer(rehearse=k)`, which a launch does once, if it begins from nothing.
+    """The rehearsal of `Checkpointer(rehearse=k)`, at most once in a launch, after a fresh start.
 
     Args:
         steps: the number of steps that are done twice; 0 for no rehearsal.
         every: the interval of saves.
 
     Attributes:
-        first: the step of the save that the state goes back to; None before it.
-        name: the name of that checkpoint, once `find_obstacle` has waited for it.
+        first: the step of the save to which the state goes back; None before this save.
+        name: the name of the saved checkpoint; empty until `find_obstacle` finds no obstacle.
 
-    Raises: StateError(ARGUMENT) where no such number of steps lies between two saves.
+    Raises: StateError(ARGUMENT) if the interval of saves is too short for the number of steps.
     """
 
     def __init__(self, steps: int, every: object) -> None:
@@ -41,7 +41,10 @@ class ShortRehearsal:
         self._is_over = steps == 0
 
     def note_saved(self, step: int, handle: SaveHandle) -> bool:
-        """Begin the rehearsal behind the first save. Return whether this save ends a rehearsal that has begun."""
+        """Begin the rehearsal after the first save.
+
+        Returns: whether this save ends a rehearsal that has begun.
+        """
         if self._is_over:
             return False
         if self.first is not None:
@@ -52,14 +55,17 @@ class ShortRehearsal:
         return False
 
     def is_due(self, step: int) -> bool:
-        """Return whether the state goes back now. It does so once."""
+        """Return whether the state must go back now. Only one call returns true."""
         if self._is_over or self.first is None or step < self.first + self._steps:
             return False
         self._is_over = True
         return True
 
     def find_obstacle(self, state: State, *, timeout_s: float) -> str:
-        """Return why the state can't go back within this process, after waiting for the save; empty where it can."""
+        """Wait for the save, and return the reason why the state can't go back within this process.
+
+        The result is empty if the state can go back.
+        """
         assert self._handle is not None  # noqa: S101 - is_due() said so
         try:
             report = self._handle.wait(timeout_s=timeout_s)
@@ -79,7 +85,7 @@ class ShortRehearsal:
 
 
 def keep_iterators(state: State) -> contextlib.ExitStack:
-    """Return a context in which loads of samplers keep the iterators that are alive."""
+    """Return a context in which a load of a sampler keeps the sampler's live iterators."""
     stack = contextlib.ExitStack()
     for sampler in find_samplers(state):
         stack.enter_context(sampler.keep_iterators())

@@ -1,7 +1,8 @@
-"""The witness of a launch: it records each step, and compares the steps that an earlier launch has done.
+"""The witness of a launch: it records each step and compares repeated steps with earlier records.
 
-A claim that is deduced from a State can't know of state that a program keeps elsewhere. Steps that are done twice,
-behind a kill, show whether a resumed run is the same run: the witness says "verified" or "refuted" of these steps.
+The claim of a load is deduced from the State, and misses state that a program keeps outside of the
+State. A launch that resumes after a kill repeats some steps of the killed launch. The comparison of
+the repeated steps shows whether the trajectory is the same: the verdict is "verified" or "refuted".
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ if TYPE_CHECKING:
     from ckptfmt.adapters.torch.fingerprints import Fingerprint
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: The number of steps whose numbers may be on their way from a device; an older one is waited for.
+#: The maximum number of steps with unfinished copies from a device. With more steps, the witness
+#: waits for the oldest.
 _DEPTH: Final = 16
 _MASK: Final = (1 << 64) - 1
 _FLOAT: Final = struct.Struct("<d")
 _BITS: Final = struct.Struct("<Q")
 #: The options of a parameter group that schedules change.
 _OPTIONS: Final = ("lr", "momentum", "betas", "weight_decay")
-#: The number of groups of an optimizer that are looked at.
+#: The maximum number of parameter groups of an optimizer that enter the digest.
 _GROUPS: Final = 64
 
 
@@ -51,7 +53,10 @@ P = ParamSpec("P")
 
 
 def _harmless(method: Callable[Concatenate[Witness, P], None]) -> Callable[Concatenate[Witness, P], None]:
-    """Return the method, whose exceptions switch the witness off: a training doesn't end because of its witness."""
+    """Return a method that switches the witness off on an exception.
+
+    An error of the witness must not end a training.
+    """
 
     @functools.wraps(method)
     def call(witness: Witness, /, *arguments: P.args, **options: P.kwargs) -> None:
@@ -65,29 +70,29 @@ def _harmless(method: Callable[Concatenate[Witness, P], None]) -> Callable[Conca
 
 @dataclasses.dataclass(slots=True)
 class _Open:
-    """A step whose numbers may still be on their way from a device.
+    """A step with copies from a device that may be unfinished.
 
     Attributes:
         known: the members of the record that are known.
-        observed: the digests and numbers that may be on their way, by member.
+        observed: the digests and numbers that may still be in transfer, by member.
     """
 
     known: dict[str, Any]
     observed: dict[str, list[Any]]
 
     def is_ready(self) -> bool:
-        """Return whether nothing is on its way any more."""
+        """Return whether all copies from devices are finished."""
         return all(_is_here(value) or value.is_ready() for values in self.observed.values() for value in values)
 
     def wait(self) -> None:
-        """Wait for the device."""
+        """Wait until all copies from devices are finished."""
         for values in self.observed.values():
             for value in values:
                 if not _is_here(value):
                     value.wait()
 
     def close(self) -> StepRecord:
-        """Return the whole record."""
+        """Return the complete record."""
         members = self.known
         for name, values in self.observed.items():
             members[name] = _combine(values)
@@ -99,20 +104,21 @@ class _Open:
 class Witness:
     """The witness of one process of a launch.
 
-    The training's thread calls it. Nothing that goes wrong with it ends a training: it is switched off, with a sentence
-    in `reports`.
+    The training's thread makes all calls. An error of the witness doesn't end a training: the
+    witness is switched off, and `reports` gets a sentence.
 
     Args:
         group: the processes of the job.
-        is_on: whether there is to be a witness.
+        is_on: whether the witness is active.
         kept_count: the number of newest records that `go_back` needs.
-        is_thorough: whether all records are full, and `changes` is kept, as in a rehearsal.
+        is_thorough: whether all records are full and `changes` is filled, as in a rehearsal.
 
     Attributes:
-        changes: the steps behind which an RNG stream or a schedule changed, where each step is looked at.
-        restores_streams_itself: whether the RNG streams are put back as the first step begins, after everything that a
-            program does before its first step. Then random numbers drawn between a save and the next step are lost to
-            a resume, for certain.
+        changes: the steps after which an RNG stream or a schedule changed before the next step.
+            Filled only if `is_thorough`.
+        restores_streams_itself: whether the RNG streams are restored at the start of the first
+            step, after the whole setup of the program. In this case a resumed run never repeats
+            random numbers that were drawn between a save and the next step.
     """
 
     def __init__(self, group: Group, *, is_on: bool, kept_count: int = 0, is_thorough: bool = False) -> None:
@@ -131,9 +137,9 @@ class Witness:
         self._samplers: list[Sampler] = []
         self._streams: list[LiveRngStream] = []
         self._digests: list[Callable[[], int]] = []
-        #: Whether the next record is the first one behind a start or a save.
+        #: Whether the next record is the first record after a start or a save.
         self._is_first = True
-        #: The digests of the RNG streams before the step that is under way; None in a loop that doesn't begin steps.
+        #: The digests of the RNG streams before this step; None in a loop without `begin_step`.
         self._before: tuple[int, ...] | None = None
         self._observed: dict[str, list[Any]] = {}
         self._open: collections.deque[_Open] = collections.deque()
@@ -150,23 +156,29 @@ class Witness:
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """Sentences for the caller: a refuted claim, a state that changed behind its save, a witness that is off."""
+        """Sentences for the caller.
+
+        The subjects are a refuted claim, a state that changed after a save, and a witness that was
+        switched off.
+        """
         repeated = () if self._repeated is None else self._repeated.reports
         return (*repeated, *self._own_reports)
 
     def update(self, report: LoadReport | None) -> LoadReport | None:
-        """Return a load's report with the verdict so far."""
+        """Return a load's report with the current verdict."""
         if report is None or self._repeated is None:
             return report
         return report.with_witness(self._repeated.record)
 
     @_harmless
     def begin(self, store: Store, launch: Launch, step: int, report: LoadReport | None, state: State) -> None:
-        """Begin to record, once the RNG streams are put back. A second call does nothing.
+        """Start recording. A second call has no effect.
+
+        The RNG streams must be restored before the call.
 
         Args:
             step: the number of steps done.
-            report: that of the load of this launch's checkpoint; None where the launch begins from nothing.
+            report: the report of the load of this launch's checkpoint; None for a fresh start.
         """
         if not self._is_on or self._header is not None or node_folder(store, launch.run_id) is None:
             return
@@ -196,14 +208,15 @@ class Witness:
 
     @_harmless
     def begin_step(self, step: int, state: State) -> None:
-        """Look at the RNG streams before a step, and at the state that was saved behind the step before.
+        """Digest the RNG streams before a step, and check the state for changes since the save.
 
         Args:
             step: the number of steps done.
         """
         if self._header is None:
             return
-        self._observed = {}  # by an evaluation between steps, or by a step that an exception ended
+        # An evaluation between steps, or a step that ended with an exception, may have left values.
+        self._observed = {}
         self._before = self._digest_streams() if self._is_full(step) else ()
         saved, self._saved = self._saved, None
         if saved is not None and saved.step == step:
@@ -212,11 +225,12 @@ class Witness:
             self.changes.append(step)
 
     def observe(self, *, loss: Any, grad_norm: Any, batch: Any) -> None:  # noqa: ANN401 - numbers and tensors
-        """Take numbers of the step that is under way; a value on a device isn't waited for.
+        """Record numbers of the current step, without a wait for values on a device.
 
         Raises: StateError(ARGUMENT) for a loss or a norm that is no number.
         """
-        if self._header is None:  # off, not begun, or of a run that outlives no process: nothing would take them
+        # The witness is off or hasn't begun, or the store is in memory and has no step logs.
+        if self._header is None:
             return
         side = self._side
         try:
@@ -233,12 +247,12 @@ class Witness:
 
     @_harmless
     def end_step(self, step: int, state: State, *, is_single: bool) -> None:
-        """Record a step, and compare it where an earlier launch has done it.
+        """Record a step, and compare the step with an earlier launch's record, if there is one.
 
         Args:
-            step: the number of steps done, this one included.
-            is_single: whether one step was counted. Of several steps counted at once the observed numbers are dropped:
-                another launch may count the same steps in other groups.
+            step: the number of steps done, including this step.
+            is_single: whether one step was counted. If several steps were counted at once, the
+                observed numbers are dropped: another launch may group the steps differently.
         """
         if self._header is not None and self._log is None:
             self._start_log(state)
@@ -274,7 +288,7 @@ class Witness:
 
     @_harmless
     def note_saved(self, step: int, state: State) -> None:
-        """Take note that a step was saved: the next step is to begin from the same state."""
+        """Keep the state's digests after a save, for a check at the start of the next step."""
         if self._header is None:
             return
         self._is_first = True
@@ -283,10 +297,10 @@ class Witness:
 
     @_harmless
     def go_back(self, launch: Launch, step: int, expected: str) -> None:
-        """Compare the next steps with those behind an earlier step of this launch, whose state is put back.
+        """Start comparing with earlier records of this launch, after a load of an earlier state.
 
         Args:
-            step: the number of steps done then.
+            step: the number of steps done in the loaded state.
             expected: the claim of the load.
         """
         self._flush(is_last=True)
@@ -300,23 +314,23 @@ class Witness:
         return _End(step, self._digest_streams(), _schedules(state))
 
     def turn_off(self, error: Exception) -> None:
-        """Record no more, and report why."""
+        """Stop recording, and report the reason."""
         self._report(f"WITNESS_OFF: steps aren't recorded any more: {type(error).__name__}: {error}")
         self._switch_off()
 
     def answer(self) -> dict[str, Any] | None:
-        """Return what this process tells the others at a save; None where no step is compared."""
+        """Return this process's findings for the exchange at a save; None without comparisons."""
         return None if self._repeated is None else self._repeated.answer()
 
     def hear(self, told: Iterable[Mapping[str, Any] | None]) -> None:
-        """Take over what the processes found, and write the verdict on process 0."""
+        """Merge the findings of all processes, and write the verdict on process 0."""
         answers = [theirs for theirs in told if theirs is not None]
         if self._repeated is not None and len(answers) == self._group.writer_count:
             self._repeated.hear(answers)
             self._write()
 
     def close(self) -> None:
-        """Finish the log, say the verdict, and write it. A second call does nothing."""
+        """Finish the log, log the verdict, and write the verdict. A second call has no effect."""
         self._finish()
         if self._header is None:
             return
@@ -327,11 +341,14 @@ class Witness:
 
     @_harmless
     def _finish(self) -> None:
-        """Write and compare what is still on its way."""
+        """Wait for all unfinished steps, and write and compare them."""
         self._flush(is_last=True)
 
     def _start_log(self, state: State) -> None:
-        """Open the log when the first step is over: by then an optimizer has its state, a wrapper its parameters."""
+        """Open the log after the first step.
+
+        Only then have optimizers their state, and wrappers their parameters.
+        """
         assert self._header is not None and self._store is not None  # noqa: S101, PT018 - begin() sets both
         folder = node_folder(self._store, self._header.run_id)
         assert folder is not None  # noqa: S101 - begin() looked
@@ -342,9 +359,11 @@ class Witness:
         self._log = StepLog(folder / steps_path(self._header.launch, self._header.writer), self._header)
 
     def _look_up_tensors(self, state: State) -> None:
-        """Look up the tensors of the state anew behind a save, as a launch does that resumes from the save.
+        """Look up the tensors of the state again after a save.
 
-        Digests of other tensors than at the first step aren't comparable, and aren't taken.
+        A launch that resumes from the save looks up the tensors at the same time. Digests aren't
+        comparable if the tensors differ from the tensors of the first step. In this case the witness
+        takes no digests of tensors until the next save.
         """
         if self._header is not None and self._log is not None:
             found = _make_fingerprint(state)
@@ -353,9 +372,9 @@ class Witness:
             self._fingerprint = found if found is not None and found.plan == self._header.tensors else None
 
     def _is_full(self, step: int) -> bool:
-        """Return whether the record of the step that begins with so many steps done is full.
+        """Return whether the record of the step after `step` done steps is full.
 
-        A full record has the RNG streams, and looks at more tensors.
+        A full record has digests of the RNG streams, and covers more tensors.
         """
         return self._is_thorough or self._is_first or step % FULL_EVERY == 0
 
@@ -367,7 +386,11 @@ class Witness:
         return (*digests[: STREAM_COUNT - 1], rest)
 
     def _flush(self, *, is_last: bool) -> None:
-        """Write and compare the steps whose numbers have arrived, in their order."""
+        """Write and compare the steps with finished copies, in order.
+
+        Args:
+            is_last: whether to wait for all steps.
+        """
         while self._open and self._log is not None and self._header is not None:
             first = self._open[0]
             if is_last or len(self._open) > _DEPTH:
@@ -385,7 +408,7 @@ class Witness:
                     self._write()
 
     def _write(self) -> None:
-        """Write the verdict beside the run, where it has changed; on process 0."""
+        """Write the verdict beside the run if the verdict has changed, on process 0 only."""
         repeated = self._repeated
         if self._group.writer != 0 or repeated is None or repeated.is_written or self._store is None:
             return
@@ -393,11 +416,11 @@ class Witness:
         record = repeated.record
         try:
             self._store.replace(verdict_path(record.launch), record.dump())
-        except CkptError as error:  # a verdict that can't be written is no reason to stop a training
+        except CkptError as error:  # a failed write of the verdict must not stop a training
             self._report(f"WITNESS_OFF: the verdict on this launch couldn't be written: {error}")
 
     def _switch_off(self) -> None:
-        """Record no more, and bring the log home from a node."""
+        """Stop recording, and copy the log from the node to the run."""
         header, log, store = self._header, self._log, self._store
         self._is_on, self._header, self._log = False, None, None
         if header is None or log is None or store is None:
@@ -409,7 +432,10 @@ class Witness:
             self._report(f"WITNESS_OFF: the steps of this launch couldn't be copied home: {error}")
 
     def _compare_saved(self, saved: _End, state: State) -> None:
-        """Say what changed between the save of a step and the begin of the next one: a resume doesn't have it."""
+        """Report changes of the state between a save and the next step.
+
+        A resumed run doesn't have such changes.
+        """
         rows = zip(self._streams, saved.streams, self._before or (), strict=False)
         for name in [stream.name for stream, then, now in rows if then != now]:
             self._warn(
@@ -441,14 +467,14 @@ class _End:
     schedules: dict[str, object]
 
 
-def _fetch(name: str, value: Any, side: Any) -> Any:  # noqa: ANN401 - a number, or what is on its way from a device
-    """Return a number, on its way from a device where it is a tensor of torch or an array of JAX.
+def _fetch(name: str, value: Any, side: Any) -> Any:  # noqa: ANN401 - a number, or a pending copy from a device
+    """Return a number, or a pending copy of a torch tensor or of a JAX array.
 
     Args:
         name: the argument of `Checkpointer.observe`.
         side: `torch_side`.
 
-    Raises: StateError(ARGUMENT) for anything but one number.
+    Raises: StateError(ARGUMENT) for a value that isn't a single number.
     """
     if type(value) is float:
         return value
@@ -465,7 +491,7 @@ def _fetch(name: str, value: Any, side: Any) -> Any:  # noqa: ANN401 - a number,
 
 
 def _combine(values: list[Any]) -> int:
-    """Return the bits of what was observed once in a step, or a digest of several values in their order."""
+    """Return the bits of a single value, or a digest of several values of a step in order."""
     numbers = [_bits(value) for value in values]
     total = numbers[0]
     for number in numbers[1:]:
@@ -473,11 +499,11 @@ def _combine(values: list[Any]) -> int:
     return total
 
 
-def _is_here(value: Any) -> bool:  # noqa: ANN401 - a number, or what is on its way from a device
+def _is_here(value: Any) -> bool:  # noqa: ANN401 - a number, or a pending copy from a device
     return type(value) is float or type(value) is int
 
 
-def _bits(value: Any) -> int:  # noqa: ANN401 - a number, or what is on its way from a device
+def _bits(value: Any) -> int:  # noqa: ANN401 - a number, or a pending copy from a device
     if type(value) is float:
         return int(_BITS.unpack(_FLOAT.pack(value))[0])
     return value if type(value) is int else int(value.bits())
@@ -498,7 +524,10 @@ def _make_fingerprint(state: State) -> Fingerprint | None:
 
 
 def digest_outside_modules(state: State) -> dict[str, list[int]]:
-    """Return digests of chosen elements of torch's modules that aren't in a state, by name; nothing without torch."""
+    """Return digests of chosen elements of the live torch modules outside of a state, by name.
+
+    Without torch the result is empty.
+    """
     side: Any = torch_side()
     return {} if side is None else side.digest_outside_modules([tensor for _, tensor in iter_tensors(state)])
 
@@ -508,7 +537,10 @@ def _find_optimizers(state: State) -> list[Any]:
 
 
 def _digest_options(optimizers: Iterable[Any]) -> int | None:
-    """Return a digest of the options that schedules change, of all groups; None without an optimizer."""
+    """Return a digest of the options that schedules change, over the groups of all optimizers.
+
+    The result is None if no optimizer has a group.
+    """
     values = [
         _without_waiting(group.get(name))
         for optimizer in optimizers
@@ -519,12 +551,12 @@ def _digest_options(optimizers: Iterable[Any]) -> int | None:
 
 
 def _without_waiting(value: Any) -> Any:  # noqa: ANN401 - an option of any kind
-    """Return an option; of a tensor on a device, which would have to be waited for, only that it is one."""
+    """Return an option, or "tensor" for a tensor on a device: its value would need a wait."""
     return value if type(value) is float or getattr(value, "is_cpu", True) else "tensor"
 
 
 def _position_of(samplers: Iterable[Sampler], step: int) -> tuple[int | None, int | None]:
-    """Return the position of all samplers together behind a step, and the digest of the samples of the step."""
+    """Return the sum of the samplers' positions after a step and a digest of its samples."""
     position: int | None = None
     samples: int | None = None
     for sampler in samplers:
@@ -536,7 +568,7 @@ def _position_of(samplers: Iterable[Sampler], step: int) -> tuple[int | None, in
 
 
 def _schedules(state: State) -> dict[str, object]:
-    """Return the state of each scheduler, by its place."""
+    """Return a fingerprint of the state of each scheduler, by place."""
     found: dict[str, object] = {}
     for unit in walk(state, worker=0):
         name = f"{unit.field}:{unit.name}" if unit.name else unit.field

@@ -1,4 +1,4 @@
-"""Torch's side: what `ckptfmt.adapters` calls when a torch object is met."""
+"""The torch side: the functions that `ckptfmt.adapters` calls for torch objects."""
 
 from __future__ import annotations
 
@@ -67,17 +67,20 @@ __all__ = ["register_flatten"]
 
 
 def is_module(value: object) -> bool:
-    """Tell whether this is a module."""
+    """Return whether a value is a module."""
     return isinstance(value, torch.nn.Module)
 
 
 def is_optimizer(value: object) -> bool:
-    """Return whether this is an optimizer, with whichever protocol."""
+    """Return whether a value is an optimizer, with any protocol."""
     return isinstance(value, torch.optim.Optimizer)
 
 
 def is_of_every_optimizer(name: str) -> bool:
-    """Return whether every optimizer of torch has an attribute of this name, which is saved or doesn't change."""
+    """Return whether every torch optimizer has an attribute of this name.
+
+    Such an attribute is saved, or never changes.
+    """
     return name in _of_optimizers()
 
 
@@ -87,7 +90,7 @@ def list_optimizers(values: Iterable[object]) -> list[torch.optim.Optimizer]:
 
 
 def list_parameters(value: object) -> list[torch.Tensor]:
-    """Return the parameters of a module or of an optimizer; of anything else, none."""
+    """Return the parameters of a module or of an optimizer; an empty list for other objects."""
     if isinstance(value, torch.nn.Module):
         return list(value.parameters())
     groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else ()
@@ -95,23 +98,26 @@ def list_parameters(value: object) -> list[torch.Tensor]:
 
 
 def is_tensor(value: object) -> bool:
-    """Tell whether this is a tensor, of whichever class."""
+    """Return whether a value is a tensor, of any tensor class."""
     return isinstance(value, torch.Tensor)
 
 
 @functools.cache
 def _of_optimizers() -> frozenset[str]:
-    """Return the attributes of each optimizer; those that one adds are its own. To make one imports torch._dynamo."""
+    """Return the names of the attributes that all optimizers have.
+
+    The first call creates an optimizer, which imports torch._dynamo.
+    """
     return frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.empty(0))], lr=0.0)))
 
 
-#: Samplers that draw their order, where they have no generator of their own.
+#: Samplers with a random order. Without a generator, the order comes from the default generator.
 _SHUFFLING: Final = (
     torch.utils.data.RandomSampler,
     torch.utils.data.SubsetRandomSampler,
     torch.utils.data.WeightedRandomSampler,
 )
-#: Classes that batches come from, and that don't say where they stand.
+#: Classes that supply batches and have no position to save.
 _LOADERS: Final = (
     torch.utils.data.DataLoader,
     torch.utils.data.dataloader._BaseDataLoaderIter,  # noqa: SLF001 - torch has no public name for it
@@ -121,37 +127,44 @@ _LOADERS: Final = (
 
 
 def is_plain_loader(value: object) -> bool:
-    """Tell whether this is a part of torch's data loading that doesn't say where it stands, as torchdata's does."""
+    """Return whether a value is a part of torch's data loading without a `state_dict`.
+
+    The loaders of torchdata have a `state_dict`.
+    """
     return isinstance(value, _LOADERS) and not hasattr(value, "state_dict")
 
 
 def watch_updates(note: Callable[[object], None]) -> Callable[[], None]:
-    """Have a function called behind every step of every optimizer of the process; return what ends that."""
+    """Register a function to be called after each step of every optimizer in the process.
+
+    Returns: a function that ends the registration.
+    """
 
     def call(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - as torch passes them
         note(optimizer)
 
-    hook: Callable[..., None] = torch.compiler.disable(call)  # a compiled step calls it too
+    hook: Callable[..., None] = torch.compiler.disable(call)  # compiled steps call the hook, too
     handle = register_optimizer_step_post_hook(hook)
     return handle.remove
 
 
 def has_shuffling_sampler() -> bool:
-    """Return whether a sampler of torch lives in this process whose order comes from the default random numbers.
+    """Return whether a live torch sampler takes its order from the default random numbers.
 
-    A DataLoader with ``shuffle=True`` has one. It is looked for among all objects: a few milliseconds for each million.
+    A DataLoader with ``shuffle=True`` has such a sampler. The search covers all objects of the
+    process and takes a few milliseconds per million objects.
     """
     referring = gc.get_referrers(*_SHUFFLING)
     return any(type(value) in _SHUFFLING and getattr(value, "generator", None) is None for value in referring)
 
 
 def is_iterable_dataset(value: object) -> bool:
-    """Return whether this is a dataset that only yields its samples, in its own order."""
+    """Return whether a value is an iterable dataset, which has no access by index."""
     return isinstance(value, torch.utils.data.IterableDataset)
 
 
 def loader_error(value: Any, *, where: str) -> CkptError:  # noqa: ANN401 - one of _LOADERS
-    """Return the error for a DataLoader and its parts, with what to write instead of it."""
+    """Return the error for a DataLoader or a part of a DataLoader, with a remedy."""
     if isinstance(getattr(value, "batch_sampler", None), Sampler):
         remedy = "Give the sampler that it was made with: State(data=loader.batch_sampler)."
     else:
@@ -165,7 +178,7 @@ def loader_error(value: Any, *, where: str) -> CkptError:  # noqa: ANN401 - one 
 
 
 def encode(encoder: Encoder, value: object, name: str) -> object:
-    """Return the tree of a torch object; anything else, and a tensor where none may be, as it is.
+    """Return the tree of a torch object; other values and an inline encoder's tensors unchanged.
 
     Raises: StateError(STATE_UNSUPPORTED).
     """
@@ -193,9 +206,12 @@ def _encode_tensor(encoder: Encoder, value: torch.Tensor, name: str) -> object:
 
 
 def _form_of(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - of a registered class
-    """Return the tree of what makes a tensor anew; its class's name, where a load can only fill a live one."""
+    """Return a tree from which a load can create the tensor.
+
+    If a load can only fill a live tensor, the result is the name of the tensor's class.
+    """
     if any(is_registered(getattr(value, key)) for key in value.__tensor_flatten__()[0]):
-        return kind_of(type(value))  # made of such tensors in turn
+        return kind_of(type(value))  # an inner tensor is of a registered class, too
     plain = Encoder(field=encoder.field, scope=encoder.scope, inline=True)
     try:
         form = plain.encode(flattened_form(value), name)
@@ -205,8 +221,11 @@ def _form_of(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401
     return form
 
 
-def decode(value: Any) -> Any:  # noqa: ANN401 - a name that a tree holds, and what it names
-    """Return the dtype, device or size that a tree names. Raises: StateError(STATE_UNSUPPORTED)."""
+def decode(value: Any) -> Any:  # noqa: ANN401 - a name in a tree, and the named object
+    """Return the dtype, device or size that a tree names.
+
+    Raises: StateError(STATE_UNSUPPORTED).
+    """
     if isinstance(value, DtypeName):
         return torch_dtype(value.name)
     return torch.device(value.name) if isinstance(value, DeviceName) else torch.Size(value.shape)

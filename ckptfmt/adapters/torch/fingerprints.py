@@ -1,4 +1,4 @@
-"""A digest of chosen elements of a state's tensors, read where the tensors live and fetched without waiting."""
+"""Digests of chosen elements of a state's tensors, read in place and copied without a wait."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch
 from ckptfmt.adapters.torch.tensors import _as_integers, is_distributed, is_plain, local_of
 from ckptfmt.documents.witness import FULL_EVERY
 
-#: The number of tensors that a step looks at; with more, each step looks at others, in turn. A large step drives the
-#: memory of its tensors out of the caches: then each costs about 5 microseconds.
+#: The number of tensors in the digest of a step. If there are more tensors, the steps take turns.
+#: A large step evicts the tensors from the CPU's caches; then each costs about 5 microseconds.
 _TENSORS: Final = 4
-#: The number of tensors that a step with a full record looks at.
+#: The number of tensors in the digest of a step with a full record.
 _FULL_TENSORS: Final = 32
-#: The number of elements of each of these tensors: elements in a row share a line of the caches.
+#: The number of chosen elements of a tensor. Adjacent elements share a cache line.
 _ELEMENTS: Final = 8
-#: The number of different choices of a tensor's elements, in turn.
+#: The number of different choices of a tensor's elements, which take turns.
 _CHOICES: Final = 4
-#: The number of addresses that are kept at most, a few hundred bytes each.
+#: The maximum number of cached addresses, of a few hundred bytes each.
 _ADDRESSES: Final = 4096
 
 _Buffer = ctypes.Array[ctypes.c_uint8]
@@ -32,12 +32,12 @@ _Place = tuple[int, int, torch.dtype]
 
 
 class Pending:
-    """The bits of a digest, or of a number, on their way from a device.
+    """A digest or a number in transfer from a device.
 
     Args:
         parts: contiguous tensors in the host's memory, which devices fill.
-        events: the event of each device behind its last copy; none where the tensors are filled.
-        is_number: whether the bits are those of the only element, a float of 64 bits, and no digest.
+        events: the event of each device after the last copy; empty if the tensors are filled.
+        is_number: whether the result is the only element, a 64-bit float, instead of a digest.
         seed: a digest of elements that are on the host already.
     """
 
@@ -55,25 +55,27 @@ class Pending:
         self._seed = seed
 
     def is_ready(self) -> bool:
-        """Return whether `bits` returns at once."""
+        """Return whether `bits` returns without a wait."""
         return all(event.query() for event in self._events)
 
     def wait(self) -> None:
-        """Wait for the devices."""
+        """Wait until the devices have filled the tensors."""
         for event in self._events:
             event.synchronize()
 
     def bits(self) -> int:
-        """Return the bits."""
+        """Return the bits of the number, or the digest."""
         if self._is_number:
             return int(self._parts[0].view(torch.int64)) % (1 << 64)
         return _digest((_buffer(part) for part in self._parts), self._seed)
 
 
 def fetch(value: torch.Tensor) -> Pending | float:
-    """Return a tensor of one element, perhaps on its way to the host, as a float of 64 bits: all floats are exact.
+    """Return a tensor of one element as a 64-bit float, or a pending copy of the element.
 
-    Raises: ValueError for a tensor of several elements.
+    The conversion of all floats is exact.
+
+    Raises: ValueError for a tensor with any other number of elements.
     """
     if value.numel() != 1:
         raise ValueError(f"a tensor of {value.numel()} elements")
@@ -86,7 +88,7 @@ def fetch(value: torch.Tensor) -> Pending | float:
 
 
 def fetch_batch(value: object) -> Pending | int | None:
-    """Return a digest of chosen elements of all tensors of a batch; None where there is no tensor."""
+    """Return a digest of chosen elements of a batch's tensors; None if there are no tensors."""
     views = [view for number, tensor in enumerate(_tensors_in(value)) if (view := _choose(tensor, number)) is not None]
     if not views:
         return None
@@ -95,12 +97,13 @@ def fetch_batch(value: object) -> Pending | int | None:
 
 
 def digest_outside_modules(held: Iterable[torch.Tensor]) -> dict[str, list[int]]:
-    """Return digests of chosen elements of all live modules, but for some tensors, by the name of the module.
+    """Return digests of chosen elements of all live modules, by module name.
 
-    A module within another one is a part of it. The garbage collector finds modules, in tens of milliseconds.
+    A submodule is a part of its parent. The search through the objects of the garbage collector
+    takes tens of milliseconds.
 
     Args:
-        held: the tensors that are left out.
+        held: the tensors to exclude.
     """
     held_ids = {id(tensor) for tensor in held}
     modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
@@ -124,19 +127,17 @@ class Fingerprint:
     """Digests of chosen elements of a state's tensors.
 
     The choice depends on names and the step's number. Each step reads the present tensors from
-    their places, since a program may put another tensor into a place in every step. No tensor and
-    no view is kept, so that the program's memory is free when the program gives it up. Elements in
-    the host's memory are read at their address, which is known from the last time: torch's
-    operations cost three times as much.
+    their places, because a program may replace the tensor in a place at every step. No tensor and
+    no view is kept, so that the program can free its memory. Elements in the host's memory are read
+    at a cached address, because torch's operations take three times as long.
 
     Args:
         readers: the places of the tensors, in any order, each with a function that returns the
-            present tensor, or None. A tensor without memory here, or of a layout without strides,
-            is left out.
+            present tensor, or None. Tensors without memory in this process and tensors without
+            strides are excluded.
 
     Attributes:
-        plan: a digest of names, shapes and dtypes: digests of two plans that differ can't be
-            compared.
+        plan: a digest of names, shapes and dtypes. Digests with different plans aren't comparable.
         tensor_count: the number of tensors.
     """
 
@@ -153,7 +154,10 @@ class Fingerprint:
         self._buffers: dict[tuple[int, int], tuple[_Place, _Buffer]] = {}
 
     def start(self, step: int, *, is_full: bool) -> Pending | int | None:
-        """Return the digest after a step, perhaps still on its way; None where there is nothing to look at."""
+        """Return the digest after a step, or a pending digest.
+
+        The result is None if there are no tensors, and during the capture of a CUDA graph.
+        """
         if not self._readers or _is_capturing():
             return None
         parts = math.ceil(self.tensor_count / (_FULL_TENSORS if is_full else _TENSORS))
@@ -183,13 +187,16 @@ class Fingerprint:
 
 
 def _place_of(tensor: torch.Tensor) -> _Place:
-    """Return the address, size and dtype of the elements that this process holds of a tensor."""
+    """Return the address, element count and dtype of the part of a tensor in this process."""
     local = getattr(tensor, "_local_tensor", tensor)
     return local.data_ptr(), local.numel(), local.dtype
 
 
 def _buffer(view: torch.Tensor) -> _Buffer:
-    """Return the bytes of a contiguous tensor in the host's memory, which the tensor must keep alive."""
+    """Return the bytes of a contiguous tensor in the host's memory.
+
+    The bytes are valid only while the tensor's memory is allocated.
+    """
     return (ctypes.c_uint8 * view.nbytes).from_address(view.data_ptr())
 
 
@@ -200,7 +207,7 @@ def _digest(buffers: Iterable[_Buffer], digest: int = 0) -> int:
 
 
 def _gather(views: list[torch.Tensor], digest: int) -> Pending | int:
-    """Return the digest of elements on devices, gathered at once for each device and dtype, behind another digest."""
+    """Return `digest` continued by elements on devices, with one copy for each device and dtype."""
     if not views:
         return digest
     groups: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
@@ -210,7 +217,7 @@ def _gather(views: list[torch.Tensor], digest: int) -> Pending | int:
 
 
 def _fetch(parts: list[torch.Tensor], *, is_number: bool, seed: int = 0) -> Pending:
-    """Return what is on its way to the host: a copy that nobody waits for, where it comes from a CUDA device."""
+    """Return a pending copy to the host. Copies from CUDA devices run without a wait."""
     if any(part.device.type != "cuda" for part in parts):
         return Pending([part.cpu() for part in parts], (), is_number=is_number, seed=seed)
     hosts = [torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True) for part in parts]
@@ -234,7 +241,11 @@ def _is_usable(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
 
 
 def _choose(tensor: torch.Tensor, seed: int) -> torch.Tensor | None:
-    """Return a view of a few elements in a row, from a place that the seed chooses; None where there is none."""
+    """Return a view of a few adjacent elements at a place chosen by the seed.
+
+    The result is None for a conjugated or negated view, and for a tensor without elements in this
+    process.
+    """
     local = local_of(tensor)
     if local.is_conj() or local.is_neg() or local.data_ptr() == 0 or not local.numel():
         return None
@@ -242,7 +253,7 @@ def _choose(tensor: torch.Tensor, seed: int) -> torch.Tensor | None:
     if integers.is_complex():
         integers = torch.view_as_real(integers).view(torch.int64)
     span = sum((size - 1) * stride for size, stride in zip(integers.shape, integers.stride(), strict=True)) + 1
-    # A tensor with gaps, or whose elements share memory, is looked at where it begins.
+    # Of a tensor with gaps or with elements that share memory, only the first element is read.
     count = min(_ELEMENTS, integers.numel()) if span == integers.numel() else 1
     place = seed % (integers.numel() - count + 1) if count > 1 else 0
     return integers.as_strided((count,), (1,), integers.storage_offset() + place)
