@@ -147,7 +147,7 @@ def test_a_part_of_a_dataloader_names_the_sampler(part: Any, tmp_path: Path) -> 
 
 def test_a_loop_with_a_checkpointer_needs_no_advance(tmp_path: Path) -> None:
     """The docstring of `Sampler` says who moves the cursor; a `Checkpointer` does."""
-    assert "don't call `advance` beside one" in (ckptfmt.Sampler.__doc__ or "")
+    assert "don't call `advance` then" in " ".join((ckptfmt.Sampler.__doc__ or "").split())
     sampler = ckptfmt.Sampler(10, global_batch=2)
     with ckptfmt.Checkpointer(tmp_path / "run", ckptfmt.State(data=sampler), saver="inline") as checkpointer:
         batches = iter(sampler)

@@ -82,7 +82,7 @@ def sink_of(
         scope: the tensor's scope.
 
     Raises: StateError(STATE_UNSUPPORTED, META_DESTINATION, ARGUMENT); LayoutError(BOX_BOUNDS,
-    TILING_OVERLAP).
+        TILING_OVERLAP).
     """
     where = place_of(field, name)
     if not isinstance(pieces, Mapping):

@@ -356,8 +356,7 @@ MUTANTS = {
         fault="makes a record from what it read first, and takes any number",
         patch=rewritten(
             labelling.change_labels,
-            "                continue  # Somebody took the number: the change is made to what that one says.\n",
-            "                number += 1\n"
+            "                continue\n",
             "                made = dataclasses.replace(made, number=number + 1)\n"
             "                store.create(made.path, [made.dump()])\n"
             "                return made\n",

@@ -37,6 +37,7 @@ from ckptfmt.commit.decision import commit, decide, read_register
 from ckptfmt.commit.lone import remove_alone
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Tombstone, checkpoint_name
 from ckptfmt.documents.run import LABELS_FOLDER, LAUNCHES, RUN_NAME
+from ckptfmt.documents.witness import WITNESS
 from ckptfmt.errors import CkptError
 from ckptfmt.features import LABELS
 from ckptfmt.read.files import CheckpointFiles, OpenPart
@@ -875,6 +876,7 @@ def _referred_to(store: MemoryStore) -> Iterator[str]:
     yield RUN_NAME
     for folder in (LAUNCHES, LABELS_FOLDER):
         yield from (f"{folder}/{name}" for name in store.list_names(folder))
+    yield from store.list(WITNESS)  # a launch removes the logs of old launches
     for entry in list_checkpoints(store):
         if entry.register is not None:
             yield f"{entry.name}/{MANIFEST_NAME}"

@@ -239,6 +239,7 @@ def test_change_behind_a_save_is_said_before_anything_is_lost(action: Any, told:
 def test_modules_outside_of_the_state_are_digested_by_name() -> None:
     """A module of the State, and one within another, isn't among them; every element of a small one counts."""
     loop = Loop()
+    loop.model.__class__ = type("Held", (nn.Sequential,), {})
     average = torch.optim.swa_utils.AveragedModel(loop.model)
 
     def digests() -> list[int]:
@@ -251,7 +252,7 @@ def test_modules_outside_of_the_state_are_digested_by_name() -> None:
     assert after != before
     loop.state.extra = {"average": average}
     assert not digests()
-    assert not any(name.startswith("Sequential (0.weight") for name in digest_outside_modules(loop.state))
+    assert not any(name.startswith("Held") for name in digest_outside_modules(loop.state))
 
 
 def test_samples_that_the_program_skips_are_no_refutation(tmp_path: pathlib.Path, caplog: Any) -> None:
