@@ -427,8 +427,6 @@ class Checkpointer:
         """
         more = self._count.tell(step)
         if more:
-            if not self._has_begun and self.launch is not None and self.launch.resume_from is None:
-                self._witness.begin(self._store, self.launch, self.step - more, None, self._count.state)
             self._witness.end_step(self.step, self._count.state, is_single=more == 1)
         return more
 

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import sys
+import textwrap
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -87,7 +88,12 @@ def test_program_that_fails_by_itself_is_told_with_its_last_words(tmp_path: path
 
 def test_failure_of_several_processes_is_told_with_the_words_of_the_first(tmp_path: pathlib.Path, capsys: Any) -> None:
     """The last lines of torchrun say that a process failed, and not why."""
-    (tmp_path / "bad.py").write_text("raise ValueError('no such data')")
+    program = """
+        import os, time
+        time.sleep(60 * int(os.environ["RANK"]))  # two tracebacks at once would be mixed with each other
+        raise ValueError("no such data")
+    """
+    (tmp_path / "bad.py").write_text(textwrap.dedent(program))
     assert rehearse("--world", "2", "--", sys.executable, str(tmp_path / "bad.py")) == 2
     assert "ended with exit code 1: ValueError: no such data" in capsys.readouterr().err
 

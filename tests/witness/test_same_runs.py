@@ -237,25 +237,6 @@ def test_steps_that_were_not_compared_are_not_counted(tmp_path: pathlib.Path) ->
     assert (report.evidence, report.verified_steps) == ("verified", 3)
 
 
-def test_first_launch_of_a_loop_that_saves_by_number_is_recorded(tmp_path: pathlib.Path) -> None:
-    def train(upto: int) -> Checkpointer:
-        state = ckptfmt.State(weights={"w": (weights := torch.zeros(4))}, config={"a": 1})
-        with Checkpointer(tmp_path, state, saver="inline") as checkpointer:
-            if checkpointer.step:
-                checkpointer.restore_rng()
-            for step in range(checkpointer.step + 1, upto + 1):
-                weights.add_(step)
-                checkpointer.step = step
-                if step == 2:
-                    checkpointer.save(step=step)
-        return checkpointer
-
-    train(4)
-    report = train(5).load_report
-    assert report is not None
-    assert (report.evidence, report.verified_steps) == ("verified", 2)
-
-
 def log(folder: pathlib.Path, launch: int, place: tuple[int, int], steps: range, *, value: int = 0) -> None:
     writer, writer_count = place
     header = StepsHeader(
