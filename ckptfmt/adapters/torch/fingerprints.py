@@ -22,7 +22,7 @@ _TENSORS: Final = 4
 _FULL_TENSORS: Final = 32
 #: The number of chosen elements of a tensor. Adjacent elements share a cache line.
 _ELEMENTS: Final = 8
-#: The number of different choices of a tensor's elements, which take turns.
+#: Number of different selections of elements, which take turns: several in a small model, one in a large model.
 _CHOICES: Final = 4
 #: The maximum number of cached addresses, of a few hundred bytes each.
 _ADDRESSES: Final = 4096
@@ -162,7 +162,7 @@ class Fingerprint:
             return None
         parts = math.ceil(self.tensor_count / (_FULL_TENSORS if is_full else _TENSORS))
         turn = step // FULL_EVERY if is_full else step
-        choice = turn // parts % _CHOICES
+        choice = turn // parts % max(1, _CHOICES // parts)
         digest = 0
         views: list[torch.Tensor] = []
         for number in range(turn % parts, self.tensor_count, parts):
