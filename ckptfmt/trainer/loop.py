@@ -140,8 +140,6 @@ class StepCount:
     def go_back(self, step: int) -> None:
         """Set the count to an earlier step, whose state is live again, RNG streams included."""
         self.step = step
-        for sampler in find_samplers(self.state):
-            sampler.begin_at(step)
 
     def find_drawn(self) -> tuple[str, ...]:
         """Return the reasons that lower the claim, just before the RNG streams are put back.

@@ -172,7 +172,7 @@ class Witness:
 
     @_harmless
     def begin(self, store: Store, launch: Launch, step: int, report: LoadReport | None, state: State) -> None:
-        """Start recording. A second call has no effect.
+        """Start recording.
 
         The RNG streams must be restored before the call.
 
@@ -180,7 +180,7 @@ class Witness:
             step: the number of steps done.
             report: the report of the load of this launch's checkpoint; None for a fresh start.
         """
-        if not self._is_on or self._header is not None or node_folder(store, launch.run_id) is None:
+        if not self._is_on or node_folder(store, launch.run_id) is None:
             return
         self._store, self._side = store, torch_side()
         resumed = launch.resume_from
