@@ -425,8 +425,10 @@ class Checkpointer:
 
         Raises: as `StepCount.tell`.
         """
+        before = self.step
         more = self._count.tell(step)
         if more:
+            self._begin_witness(before)
             self._witness.end_step(self.step, self._count.state, is_single=more == 1)
         return more
 
@@ -455,8 +457,15 @@ class Checkpointer:
         self._pace.begin()
         self._pace.meters.note_begun(self.step)
         self._has_begun = True
+        self._begin_witness(self.step)
+
+    def _begin_witness(self, step: int) -> None:
+        """Start recording the steps after `step`, unless they are recorded.
+
+        The RNG streams are restored: a launch that resumes counts no step before.
+        """
         assert self.launch is not None  # noqa: S101 - restore() has called choose()
-        self._witness.begin(self._store, self.launch, self.step, self._load_report, self._count.state)
+        self._witness.begin(self._store, self.launch, step, self._load_report, self._count.state)
 
     def _begin_itself(self) -> None:
         """Restore the RNG streams at the begin of the first step, if the program hasn't."""
@@ -621,6 +630,7 @@ class Checkpointer:
         more = self._tell(step)
         self._unsaved.note_counted(1 if more else 0)
         if self._rehearsal is not None and self._rehearsal.is_fatal(self.step):
+            self._witness.flush()
             self._rehearsal.kill(self._handle)
         self._pace.beat()
         if not self._is_prepared:

@@ -8,11 +8,14 @@ log to the run. Spec: REQ-RUN-061.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import queue
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, Self
 
@@ -51,34 +54,109 @@ def node_folder(store: Store, run_id: str) -> Path | None:
 
 
 class StepLog:
-    """The step log of this process, open for writing.
+    """The step log of this process, opened and written by a thread of this class.
+
+    The caller never waits for the storage, except in `flush` and `close`: a network file system
+    that is away delays no step of a training.
 
     Args:
         path: the file, which must not exist.
         header: the first record.
-
-    Raises: StoreError(STORE_IO).
     """
 
     def __init__(self, path: Path, header: StepsHeader) -> None:
         self.path = path
-        with named_errors(path):
-            _make_folder(path.parent)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(path, flags, 0o644)
-            os.pwrite(self._fd, header.dump(), 0)
+        self._fd = -1
+        self._error: CkptError | None = None
+        self._tasks: queue.SimpleQueue[StepRecord | Callable[[], object] | None] = queue.SimpleQueue()
+        self._tasks.put(functools.partial(self._open, header))
+        self._thread = threading.Thread(target=self._work, name="ckptfmt-steps", daemon=True)
+        self._thread.start()
 
     def put(self, record: StepRecord) -> None:
-        """Write the record of a step. Raises: StoreError."""
-        place = HEADER_NBYTES + record.step % STEP_COUNT * RECORD_NBYTES
-        content = record.dump()
-        try:
-            os.pwrite(self._fd, content, place)
-        except OSError as error:
-            raise _named(error, self.path) from error
+        """Write the record of a step soon, after the earlier records.
 
-    def close(self) -> None:
-        """Close the file. A second call does nothing."""
+        Raises: StoreError(STORE_IO) for an earlier record that couldn't be written, and if
+            `STEP_COUNT` records wait for the storage.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._tasks.qsize() > STEP_COUNT:
+            detail = f"the storage has taken none of the last {STEP_COUNT} records of steps"
+            raise err(Code.STORE_IO, detail, where=str(self.path))
+        self._tasks.put(record)
+
+    def call(self, task: Callable[[], object]) -> None:
+        """Call a function in the thread of the log, after the earlier records and calls."""
+        self._tasks.put(task)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all records are written and all calls are done; return whether they are.
+
+        Args:
+            timeout_s: the longest wait in seconds.
+        """
+        is_done = threading.Event()
+        self._tasks.put(is_done.set)
+        return is_done.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish the records and calls, and close the file; return whether all this is done.
+
+        A second call has no further effect.
+
+        Args:
+            timeout_s: the longest wait in seconds. The thread goes on after a longer time, until
+                the process ends.
+        Raises: StoreError(STORE_IO) for a record that couldn't be written.
+        """
+        self._tasks.put(None)
+        self._thread.join(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        is_open = True
+        while is_open:
+            # Under load, the records of several steps are written at once: each write may wait for
+            # the interpreter's lock.
+            waiting: list[StepRecord] = []
+            task: StepRecord | Callable[[], object] | None = self._tasks.get()
+            while isinstance(task, StepRecord):
+                waiting.append(task)
+                task = _nothing if self._tasks.empty() else self._tasks.get()
+            try:
+                self._write(waiting)
+                if task is None:
+                    is_open = False
+                    self._close()
+                else:
+                    task()
+            except Exception as error:  # noqa: BLE001 - the caller gets every error, from `put` or `close`
+                self._error = self._error or _named(error, self.path)
+
+    def _open(self, header: StepsHeader) -> None:
+        _make_folder(self.path.parent)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(self.path, flags, 0o644)
+        os.pwrite(self._fd, header.dump(), 0)
+
+    def _write(self, records: Iterable[StepRecord]) -> None:
+        """Write records. Records of successive steps are written at once."""
+        runs: list[tuple[int, bytearray]] = []
+        end = -1
+        for record in records:
+            place = HEADER_NBYTES + record.step % STEP_COUNT * RECORD_NBYTES
+            if place != end:
+                runs.append((place, bytearray()))
+            runs[-1][1].extend(record.dump())
+            end = place + RECORD_NBYTES
+        if self._error is None:
+            for place, content in runs:
+                os.pwrite(self._fd, content, place)
+
+    def _close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -155,30 +233,35 @@ def read_verdicts(store: Store) -> dict[int, WitnessRecord]:
     return verdicts
 
 
-def bring_home(store: Store, log: StepLog, launch: int, writer: int) -> None:
+def bring_home(store: Store, path: Path, launch: int, writer: int) -> None:
     """Copy a step log of this node to the run, if the run is in an object store.
 
     Raises: StoreError.
     """
     if not store.is_remote:
         return
-    with named_errors(log.path):
-        content = log.path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _named(error, path) from error
     store.replace(steps_path(launch, writer), content)
 
 
-def remove_old(store: Store, run_id: str, launches: Sequence[int], *, spared: int | None) -> None:
-    """Remove the step logs of all but the newest launches; on process 0 only.
+def remove_old(store: Store, run_id: str, launch: int, *, spared: int | None) -> None:
+    """Remove the step logs of all but the newest earlier launches; on process 0 only.
 
     A failed removal is ignored.
 
     Args:
-        launches: the launches with step logs, ascending.
+        launch: this launch.
         spared: the launch whose logs stay at any age, since another process may be about to read
             them.
     """
-    for launch in [number for number in launches[:-KEPT_LAUNCHES] if number != spared]:
-        prefix = f"{WITNESS}/{launch:04d}"
+    earlier = [number for number in list_logged_launches(store, run_id) if number < launch]
+    for number in earlier[:-KEPT_LAUNCHES]:
+        if number == spared:
+            continue
+        prefix = f"{WITNESS}/{number:04d}"
         with contextlib.suppress(CkptError):
             call_each(store, store.delete, list(store.list(prefix)))
             store.remove_directory(prefix)
@@ -201,14 +284,10 @@ def _make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-@contextlib.contextmanager
-def named_errors(path: Path) -> Iterator[None]:
-    """Turn a system's error into a StoreError that names the file. Raises: StoreError(STORE_IO)."""
-    try:
-        yield
-    except OSError as error:
-        raise _named(error, path) from error
+def _named(error: Exception, path: Path) -> CkptError:
+    reason = error.strerror if isinstance(error, OSError) else None
+    return err(Code.STORE_IO, f"{type(error).__name__}: {reason or error}", where=str(path))
 
 
-def _named(error: OSError, path: Path) -> CkptError:
-    return err(Code.STORE_IO, f"{type(error).__name__}: {error.strerror or error}", where=str(path))
+def _nothing() -> None:
+    """Do nothing: the task behind the last waiting record."""

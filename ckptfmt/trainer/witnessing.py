@@ -14,6 +14,7 @@ import logging
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
 from ckptfmt.adapters import jax_side, torch_side
@@ -24,7 +25,15 @@ from ckptfmt.adapters.rng_streams import LiveRngStream, live_streams, make_strea
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch
-from ckptfmt.documents.witness import FULL_EVERY, STREAM_COUNT, StepRecord, StepsHeader, steps_path, verdict_path
+from ckptfmt.documents.witness import (
+    FULL_EVERY,
+    STREAM_COUNT,
+    StepRecord,
+    StepsHeader,
+    WitnessRecord,
+    steps_path,
+    verdict_path,
+)
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import Group
 from ckptfmt.run.step_log import StepLog, bring_home, list_logged_launches, node_folder, remove_old
@@ -43,6 +52,8 @@ _DEPTH: Final = 16
 _MASK: Final = (1 << 64) - 1
 _FLOAT: Final = struct.Struct("<d")
 _BITS: Final = struct.Struct("<Q")
+#: Longest wait for the storage at the end of a launch and before a kill, in seconds.
+_END_S: Final = 10.0
 #: The options of a parameter group that schedules change.
 _OPTIONS: Final = ("lr", "momentum", "betas", "weight_decay")
 #: The maximum number of parameter groups of an optimizer that enter the digest.
@@ -130,6 +141,8 @@ class Witness:
         self._side: Any = None
         self._store: Store | None = None
         self._header: StepsHeader | None = None
+        #: The earlier launch whose step logs must stay.
+        self._spared: int | None = None
         self._repeated: RepeatedSteps | None = None
         self._log: StepLog | None = None
         self._fingerprint: Fingerprint | None = None
@@ -172,7 +185,7 @@ class Witness:
 
     @_harmless
     def begin(self, store: Store, launch: Launch, step: int, report: LoadReport | None, state: State) -> None:
-        """Start recording.
+        """Start recording. A second call has no effect.
 
         The RNG streams must be restored before the call.
 
@@ -180,7 +193,7 @@ class Witness:
             step: the number of steps done.
             report: the report of the load of this launch's checkpoint; None for a fresh start.
         """
-        if not self._is_on or node_folder(store, launch.run_id) is None:
+        if not self._is_on or self._header is not None or node_folder(store, launch.run_id) is None:
             return
         self._store, self._side = store, torch_side()
         resumed = launch.resume_from
@@ -198,13 +211,11 @@ class Witness:
             streams=tuple(stream.name for stream in self._streams),
             tensors="",
         )
-        launches = list_logged_launches(store, launch.run_id)
         if expected is not None:
             self._repeated = RepeatedSteps(self._group, launch, expected)
-            self._repeated.find(store, step, launches)
-        if self._group.writer == 0:
-            saver = None if resumed is None else parse_checkpoint_name(resumed.name)
-            remove_old(store, launch.run_id, launches, spared=None if saver is None else saver[1])
+            self._repeated.find(store, step, list_logged_launches(store, launch.run_id))
+        saver = None if resumed is None else parse_checkpoint_name(resumed.name)
+        self._spared = None if saver is None else saver[1]
 
     @_harmless
     def begin_step(self, step: int, state: State) -> None:
@@ -316,7 +327,7 @@ class Witness:
     def turn_off(self, error: Exception) -> None:
         """Stop recording, and report the reason."""
         self._report(f"WITNESS_OFF: steps aren't recorded any more: {type(error).__name__}: {error}")
-        self._switch_off()
+        self._switch_off(timeout_s=0.0)
 
     def answer(self) -> dict[str, Any] | None:
         """Return this process's findings for the exchange at a save; None without comparisons."""
@@ -329,6 +340,12 @@ class Witness:
             self._repeated.hear(answers)
             self._write()
 
+    def flush(self) -> None:
+        """Wait until the records of all steps are in the file, but not for a hanging storage."""
+        self._finish()
+        if self._log is not None:
+            self._log.flush(_END_S)
+
     def close(self) -> None:
         """Finish the log, log the verdict, and write the verdict. A second call has no effect."""
         self._finish()
@@ -337,7 +354,7 @@ class Witness:
         if self._repeated is not None:
             self._repeated.close()
             self._write()
-        self._switch_off()
+        self._switch_off(timeout_s=_END_S)
 
     @_harmless
     def _finish(self) -> None:
@@ -356,7 +373,11 @@ class Witness:
         self._samplers = list(find_samplers(state))
         tensors = "" if self._fingerprint is None else self._fingerprint.plan
         self._header = dataclasses.replace(self._header, tensors=tensors)
-        self._log = StepLog(folder / steps_path(self._header.launch, self._header.writer), self._header)
+        launch = self._header.launch
+        self._log = StepLog(folder / steps_path(launch, self._header.writer), self._header)
+        if self._group.writer == 0:
+            remove = functools.partial(remove_old, self._store, self._header.run_id, launch, spared=self._spared)
+            self._log.call(remove)
 
     def _look_up_tensors(self, state: State) -> None:
         """Look up the tensors of the state again after a save.
@@ -410,24 +431,41 @@ class Witness:
     def _write(self) -> None:
         """Write the verdict beside the run if the verdict has changed, on process 0 only."""
         repeated = self._repeated
-        if self._group.writer != 0 or repeated is None or repeated.is_written or self._store is None:
-            return
-        repeated.is_written = True
-        record = repeated.record
+        if self._group.writer == 0 and repeated is not None and not repeated.is_written and self._log is not None:
+            repeated.is_written = True
+            self._log.call(functools.partial(self._write_verdict, repeated.record))
+
+    def _write_verdict(self, record: WitnessRecord) -> None:
+        assert self._store is not None  # noqa: S101 - begin() sets the store
         try:
             self._store.replace(verdict_path(record.launch), record.dump())
         except CkptError as error:  # a failed write of the verdict must not stop a training
             self._report(f"WITNESS_OFF: the verdict on this launch couldn't be written: {error}")
 
-    def _switch_off(self) -> None:
-        """Stop recording, and copy the log from the node to the run."""
-        header, log, store = self._header, self._log, self._store
-        self._is_on, self._header, self._log = False, None, None
-        if header is None or log is None or store is None:
+    def _switch_off(self, *, timeout_s: float) -> None:
+        """Stop recording, and copy the log from the node to the run.
+
+        Args:
+            timeout_s: the longest wait for the storage in seconds.
+        """
+        header, log = self._header, self._log
+        self._is_on = False
+        self._header = None
+        self._log = None
+        if header is None or log is None:
             return
-        log.close()
+        log.call(functools.partial(self._bring_home, log.path, header))
         try:
-            bring_home(store, log, header.launch, header.writer)
+            if not log.close(timeout_s) and timeout_s:
+                self._report(f"WITNESS_OFF: the storage hasn't taken the last records of steps in {timeout_s:.0f} s")
+        except CkptError as error:
+            if timeout_s:  # else the caller has reported the error
+                self._report(f"WITNESS_OFF: the last steps aren't recorded: {error}")
+
+    def _bring_home(self, path: Path, header: StepsHeader) -> None:
+        assert self._store is not None  # noqa: S101 - begin() sets the store
+        try:
+            bring_home(self._store, path, header.launch, header.writer)
         except CkptError as error:
             self._report(f"WITNESS_OFF: the steps of this launch couldn't be copied home: {error}")
 

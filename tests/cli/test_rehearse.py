@@ -139,7 +139,7 @@ def log(
         found = StepLog(folder / "run" / steps_path(launch, writer), header)
         for step in steps:
             found.put(StepRecord(step=step, loss=step + loss, streams=(step + drawn,)))
-        found.close()
+        assert found.close(30)
 
 
 def test_fresh_starts_that_differ_are_no_fault_of_a_resume(tmp_path: pathlib.Path) -> None:

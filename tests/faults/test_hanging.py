@@ -1,10 +1,12 @@
 """Storage that doesn't answer: the training goes on, nothing piles up, whoever waits has a deadline."""
 
 import contextlib
+import functools
 import pathlib
 import shutil
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
@@ -154,25 +156,66 @@ checkpointer = Checkpointer(run, toy.state, when_busy="skip", deadline_s=4)
 toy.save(checkpointer).wait("COMMITTED")
 tell("ready")
 sys.stdin.readline()
-tell(*[toy.save(checkpointer).state for _ in range(5)])
+states = [toy.save(checkpointer).state for _ in range(5)]
 try:
     checkpointer.close()
 except ckptfmt.CkptError as error:
-    tell(error.code)
+    tell(*states, error.code)
 """
 
 
-def test_frozen_file_system_stops_neither_the_training_nor_its_end(freezable):
-    run = freezable / "run"
-    with start(FROZEN, run) as trainer:
+def run_frozen(script: str, place: pathlib.Path) -> tuple[list[str], str]:
+    """Run a script, freeze the file system at its first word, and return its later words and log.
+
+    All words come while the file system is frozen. The process ends when the file system is thawed:
+    no signal ends a thread that waits for a frozen file system, such as the thread of the step log.
+    """
+    with start(script, place / "run") as trainer:
         assert hear(trainer) == "ready"
-        subprocess.run(["fsfreeze", "--freeze", str(freezable)], check=True)
+        subprocess.run(["fsfreeze", "--freeze", str(place)], check=True)
+        thaw = functools.partial(subprocess.run, ["fsfreeze", "--unfreeze", str(place)], check=False)
+        late = threading.Timer(PATIENCE_S, thaw)
+        late.start()
         try:
-            output, errors = trainer.communicate("go\n", timeout=PATIENCE_S)
+            trainer.stdin.write("go\n")
+            trainer.stdin.flush()
+            words = hear(trainer).split()
+            assert late.is_alive(), "nothing was told before the file system was thawed"
         finally:
-            subprocess.run(["fsfreeze", "--unfreeze", str(freezable)], check=True)
+            late.cancel()
+            thaw()
+        _, errors = trainer.communicate(timeout=PATIENCE_S)
     assert trainer.returncode == 0, errors
-    assert output.split() == ["STAGING", "STAGING", "SKIPPED", "SKIPPED", "SKIPPED", "SAVE_PENDING"]
+    return words, errors
+
+
+def test_frozen_file_system_stops_no_training(freezable):
+    words, _ = run_frozen(FROZEN, freezable)
+    assert words == ["STAGING", "STAGING", "SKIPPED", "SKIPPED", "SKIPPED", "SAVE_PENDING"]
     assert until(lambda: not savers())
-    assert committed(run) == [1, 2, 3]
-    assert problems(run) == []
+    assert committed(freezable / "run") == [1, 2, 3]
+    assert problems(freezable / "run") == []
+
+
+STEPS = """
+toy = Toy(8 << 20)
+checkpointer = Checkpointer(run, toy.state, deadline_s=4)
+for step in checkpointer.steps(12):
+    toy.train()
+    if step == 2:
+        tell("ready")
+        sys.stdin.readline()
+try:
+    checkpointer.close()
+except ckptfmt.CkptError as error:
+    tell(checkpointer.step, error.code)
+"""
+
+
+def test_frozen_file_system_stops_no_loop_of_steps(freezable):
+    words, errors = run_frozen(STEPS, freezable)
+    assert words == ["12", "SAVE_PENDING"]
+    assert "the storage hasn't taken the last records of steps" in errors
+    assert until(lambda: not savers())
+    assert committed(freezable / "run") == [12]
+    assert problems(freezable / "run") == []

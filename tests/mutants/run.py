@@ -406,7 +406,7 @@ MUTANTS = {
         clauses=("REQ-RUN-061",),
         fault="keeps the records of steps until the launch ends",
         patch=replaced(StepLog, "put", lambda *_: None),
-        tests=("witness/test_witness.py::test_record_of_a_step_is_in_the_file_before_the_next_step",),
+        tests=("witness/test_witness.py::test_record_of_a_step_is_in_the_file_while_the_launch_goes_on",),
     ),
     "step_logs_needed": Mutant(
         clauses=("REQ-RUN-062",),

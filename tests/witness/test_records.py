@@ -78,7 +78,7 @@ def test_record_of_a_later_step_takes_the_place_of_the_oldest(tmp_path: Any) -> 
     log = StepLog(tmp_path / "witness" / "0001" / "00000.steps", HEADER)
     for step in (3, 4, STEP_COUNT + 3):
         log.put(dataclasses.replace(RECORD, step=step))
-    log.close()
+    assert log.close(30)
     steps = Steps.parse(log.path.read_bytes())
     assert steps is not None
     assert sorted(steps.records) == [4, STEP_COUNT + 3]

@@ -253,7 +253,7 @@ def log(folder: pathlib.Path, launch: int, place: tuple[int, int], steps: range,
     records = StepLog(folder / "run-1" / steps_path(launch, writer), header)
     for step in steps:
         records.put(StepRecord(step=step, samples=step, loss=value + step, weights=value + step, streams=(step,)))
-    records.close()
+    assert records.close(30)
 
 
 def test_launch_behind_one_of_another_size_is_not_compared_with_the_undisturbed_run(tmp_path: pathlib.Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import gc
 import json
@@ -13,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,7 @@ from ckptfmt.__main__ import main
 from ckptfmt.adapters.torch import fingerprints
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.witness import verdict_path
+from ckptfmt.run import step_log
 from ckptfmt.run.step_log import KEPT_LAUNCHES, read_steps, read_verdicts
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
@@ -521,30 +524,65 @@ def test_logs_of_old_launches_go(tmp_path: pathlib.Path) -> None:
     assert kept == [f"{launch:04d}" for launch in range(2, KEPT_LAUNCHES + 3)]
 
 
-def test_record_of_a_step_is_in_the_file_before_the_next_step(tmp_path: pathlib.Path) -> None:
+def wait_for_record(run: pathlib.Path, step: int) -> list[int]:
+    """Return the recorded steps of launch 1 once they include `step`, or after half a minute."""
+    run_id = json.loads((run / "run.json").read_bytes())["signed"]["run_id"]
+    end_s = time.monotonic() + 30
+    while True:
+        steps = read_steps(open_store(run, writable=False), run_id, 1, 0)
+        found = [] if steps is None else sorted(steps.records)
+        if step in found or time.monotonic() > end_s:
+            return found
+        time.sleep(0.001)
+
+
+def test_record_of_a_step_is_in_the_file_while_the_launch_goes_on(tmp_path: pathlib.Path) -> None:
     """Spec: REQ-RUN-061."""
     found: list[list[int]] = []
+    loop = Loop()
+    loop.hooks.append(lambda _, step: found.append(wait_for_record(tmp_path, step)) if step else None)
+    loop.train(tmp_path, 4)
+    assert found == [[1], [1, 2], [1, 2, 3]]
+
+
+def test_loop_that_counts_by_number_is_recorded_from_its_first_step(tmp_path: pathlib.Path) -> None:
+    state = ckptfmt.State(weights={"w": torch.zeros(4)}, rng=False)
+    with Checkpointer(tmp_path, state, saver="inline") as checkpointer:
+        checkpointer.save(1)
+        checkpointer.step = 2
+        assert wait_for_record(tmp_path, 2) == [1, 2]
+
+
+def test_disk_without_room_ends_the_records_and_no_training(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     def look(_loop: Loop, step: int) -> None:
-        if step:
-            run_id = json.loads((tmp_path / "run.json").read_bytes())["signed"]["run_id"]
-            steps = read_steps(open_store(tmp_path, writable=False), run_id, 1, 0)
-            found.append([] if steps is None else sorted(steps.records))
+        if step == 2:
+            assert wait_for_record(tmp_path, 2) == [1, 2]
+            monkeypatch.setattr(step_log.os, "pwrite", refuse)
 
     loop = Loop()
     loop.hooks.append(look)
-    loop.train(tmp_path, 4)
-    assert found == [[1], [1, 2], [1, 2, 3]]
+    checkpointer = loop.train(tmp_path, 6)
+    assert checkpointer.step == 6
+    assert [report for report in checkpointer.reports if "No space left" in report]
 
 
 def test_step_log_survives_sigkill(tmp_path: pathlib.Path) -> None:
     """Spec: REQ-RUN-061."""
     program = """
-import os, signal, sys
-from tests.witness.test_witness import Loop
+import os, pathlib, signal, sys
+from tests.witness.test_witness import Loop, wait_for_record
 loop = Loop()
 if sys.argv[2] == "killed":
-    loop.hooks.append(lambda _, step: os.kill(os.getpid(), signal.SIGKILL) if step == 12 else None)
+    def kill(_, step):
+        if step == 12:
+            wait_for_record(pathlib.Path(sys.argv[1]), 12)
+            os.kill(os.getpid(), signal.SIGKILL)
+    loop.hooks.append(kill)
     loop.train(sys.argv[1], 20)
 else:
     report = loop.train(sys.argv[1], 14).load_report
