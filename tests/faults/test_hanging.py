@@ -177,6 +177,7 @@ def run_frozen(script: str, place: pathlib.Path) -> tuple[list[str], str]:
         late = threading.Timer(PATIENCE_S, thaw)
         late.start()
         try:
+            assert trainer.stdin is not None
             trainer.stdin.write("go\n")
             trainer.stdin.flush()
             words = hear(trainer).split()

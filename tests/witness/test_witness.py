@@ -28,8 +28,7 @@ from ckptfmt.__main__ import main
 from ckptfmt.adapters.torch import fingerprints
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.witness import verdict_path
-from ckptfmt.run import step_log
-from ckptfmt.run.step_log import KEPT_LAUNCHES, read_steps, read_verdicts
+from ckptfmt.run.step_log import KEPT_LAUNCHES, StepLog, read_steps, read_verdicts
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.trainer.witnessing import digest_outside_modules
@@ -556,13 +555,13 @@ def test_loop_that_counts_by_number_is_recorded_from_its_first_step(tmp_path: pa
 def test_disk_without_room_ends_the_records_and_no_training(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> int:
+    def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def look(_loop: Loop, step: int) -> None:
         if step == 2:
             assert wait_for_record(tmp_path, 2) == [1, 2]
-            monkeypatch.setattr(step_log.os, "pwrite", refuse)
+            monkeypatch.setattr(StepLog, "_write", refuse)
 
     loop = Loop()
     loop.hooks.append(look)
