@@ -17,6 +17,8 @@ class ReadmeHook(MetadataHookInterface):
     def update(self, metadata: dict[str, Any]) -> None:
         """Set the field `readme`."""
         text = Path(self.root, "README.md").read_text("utf-8")
-        text = _LINK.sub(lambda link: link[1] if link[1] == link[2] else f"{link[1]} (`{link[2]}`)", text)
+        text = _LINK.sub(
+            lambda link: link[1] if link[1] == link[2] else f"{link[1]} (`{link[2]}`)", text
+        )
         text += "\nA path in parentheses is that of a file in the source distribution.\n"
         metadata["readme"] = {"content-type": "text/markdown", "text": text}

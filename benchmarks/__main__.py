@@ -35,8 +35,8 @@ MEASURE = {
     "frameworks": measure_frameworks,
     "s3": measure_s3,
 }
-#: Of `frameworks`, where one thread trains a state of this size in seconds; and of `s3`, where a server shares the
-#: processors.
+#: Of `frameworks`, where one thread trains a state of this size in seconds; and of `s3`, where a
+#: server shares the processors.
 SMALLER_NBYTES = 300_000_000
 # Those whose size isn't that of a state.
 PLAN, DELTA, MANY, LIVE, WITNESS = "plan", "delta", "tensors", "goodput", "witness"
@@ -44,30 +44,64 @@ PLAN, DELTA, MANY, LIVE, WITNESS = "plan", "delta", "tensors", "goodput", "witne
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure ckptfmt beside its peers.")
-    parser.add_argument("command", choices=[*MEASURE, PLAN, DELTA, MANY, LIVE, WITNESS], help="what to measure")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measure ckptfmt beside its peers."
+    )
+    parser.add_argument(
+        "command", choices=[*MEASURE, PLAN, DELTA, MANY, LIVE, WITNESS], help="what to measure"
+    )
     sizes_text = f"about how large the state is ({NBYTES}; frameworks, s3 {SMALLER_NBYTES})"
     parser.add_argument("--nbytes", type=_count, help=sizes_text)
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="stall (cpu), gpu_digest (cuda): of the state")
-    parser.add_argument("--ranks", type=_count, default=RANKS, help="plan: how many, a power of two (%(default)s)")
-    parser.add_argument("--tensors", type=_count, default=TENSORS, help="plan: how many (%(default)s)")
-    parser.add_argument("--most", type=_count, default=MOST, help="tensors: how many at most (%(default)s)")
     parser.add_argument(
-        "--parameters", type=_count, default=MOST_PARAMETERS, help="witness: how many at most (%(default)s)"
+        "--device", choices=("cuda", "cpu"), help="stall (cpu), gpu_digest (cuda): of the state"
     )
-    parser.add_argument("--minutes", type=_count, default=MINUTES, help="goodput: how long it runs (%(default)s)")
+    parser.add_argument(
+        "--ranks", type=_count, default=RANKS, help="plan: how many, a power of two (%(default)s)"
+    )
+    parser.add_argument(
+        "--tensors", type=_count, default=TENSORS, help="plan: how many (%(default)s)"
+    )
+    parser.add_argument(
+        "--most", type=_count, default=MOST, help="tensors: how many at most (%(default)s)"
+    )
+    parser.add_argument(
+        "--parameters",
+        type=_count,
+        default=MOST_PARAMETERS,
+        help="witness: how many at most (%(default)s)",
+    )
+    parser.add_argument(
+        "--minutes", type=_count, default=MINUTES, help="goodput: how long it runs (%(default)s)"
+    )
     sizes = Sizes()
-    parser.add_argument("--width", type=_count, default=sizes.width, help="delta: of the model (%(default)s)")
-    parser.add_argument("--steps", type=_count, default=sizes.steps, help="delta: of the first training (%(default)s)")
-    parser.add_argument("--copies", type=_count, default=8, help="delta: of the model, to time saves (%(default)s)")
-    parser.add_argument("--scratch", type=Path, help="delta: where to keep trained states (DIRECTORY/training)")
+    parser.add_argument(
+        "--width", type=_count, default=sizes.width, help="delta: of the model (%(default)s)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=_count,
+        default=sizes.steps,
+        help="delta: of the first training (%(default)s)",
+    )
+    parser.add_argument(
+        "--copies", type=_count, default=8, help="delta: of the model, to time saves (%(default)s)"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, help="delta: where to keep trained states (DIRECTORY/training)"
+    )
     parser.add_argument(
         "--rounds",
         type=_count,
-        help="of each experiment (11; lost seconds, s3 7; first saves, plan, frameworks 5; delta 3; tensors and goodput"
+        help="of each experiment (11; lost seconds, s3 7; first saves, plan, frameworks 5; delta"
+        " 3; tensors and goodput"
         " 1)",
     )
-    parser.add_argument("--directory", type=Path, default=Path("out"), help="where to write and delete (%(default)s)")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("out"),
+        help="where to write and delete (%(default)s)",
+    )
     parser.add_argument("--out", type=Path, help="file of the record (below out/benchmarks)")
     parser.add_argument(
         "--json",
@@ -103,7 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
     rounds, progress = options.rounds, Progress()
     if options.command == PLAN:
-        return measure_plan(options.ranks, options.tensors, rounds=rounds, place=place, progress=progress)
+        return measure_plan(
+            options.ranks, options.tensors, rounds=rounds, place=place, progress=progress
+        )
     if options.command == LIVE:
         return measure_goodput(options.minutes, rounds=rounds, place=place, progress=progress)
     if options.command == MANY:
@@ -114,7 +150,9 @@ def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
         sizes = Sizes(width=options.width, steps=options.steps)
         scratch = options.scratch or options.directory / "training"
         copies = options.copies
-        return measure_delta(sizes, copies=copies, scratch=scratch, rounds=rounds, place=place, progress=progress)
+        return measure_delta(
+            sizes, copies=copies, scratch=scratch, rounds=rounds, place=place, progress=progress
+        )
     measure: Callable[..., Outcome] = MEASURE[options.command]
     device = {"device": options.device} if options.device else {}
     return measure(options.nbytes, rounds=rounds, place=place, progress=progress, **device)

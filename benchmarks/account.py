@@ -30,8 +30,8 @@ _SETTING: Final = RawSetting(threads=1, request_nbytes=16 << 20)
 class Floor:
     """The least that a verified save of a snapshot has to do: one thread copies, digests and writes the same bytes.
 
-    It knows no format, has memory and places at hand before its clock starts, and lets no optimizer wait: what lies in
-    its memory may be no snapshot.
+    It knows no format, has memory and places at hand before its clock starts, and lets no optimizer
+    wait: what lies in its memory may be no snapshot.
     """
 
     name = "floor"
@@ -47,7 +47,10 @@ class Floor:
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
-        return {"call": "copy, BLAKE3 of blocks, pwrite, fsync; one thread", **self._writer.describe()}
+        return {
+            "call": "copy, BLAKE3 of blocks, pwrite, fsync; one thread",
+            **self._writer.describe(),
+        }
 
     def start(self, path: Path) -> Pending:
         """Begin a save in a thread."""
@@ -105,7 +108,9 @@ def measure_account(bench: Bench, ours: Ours, *, rounds: int) -> list[dict[str, 
 
 def sum_up_account(rows: list[dict[str, Any]]) -> tuple[dict[str, Figure], dict[str, Figure]]:
     """Return the figures and the ratio of the rounds."""
-    names = {key: sorted({name for row in rows for name in row[key]}) for key in ("ckptfmt", "floor")}
+    names = {
+        key: sorted({name for row in rows for name in row[key]}) for key in ("ckptfmt", "floor")
+    }
     figures = {
         f"cpu_{key}_{name}_s": summarize([row[key].get(name, 0.0) for row in rows])
         for key, found in names.items()
@@ -125,7 +130,8 @@ def _account(ours: Ours) -> tuple[dict[str, float], Path]:
     spent = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
     for process in ("trainer", "saver"):
         living = sum(seconds for name, seconds in spent.items() if name.startswith(f"{process}/"))
-        # Of threads that ended meanwhile, such as those that hash and write, only the process knows.
+        # Of threads that ended meanwhile, such as those that hash and write, only the process
+        # knows.
         spent[f"{process}/ended"] = spent.pop(process) - living
     return {name: seconds for name, seconds in spent.items() if seconds >= 0.0005}, path
 
@@ -136,11 +142,15 @@ def _read_clocks() -> dict[str, float]:
     for thread in threading.enumerate():
         if thread.ident is not None:
             name = f"trainer/{thread.name.partition('_')[0]}"
-            clocks[name] = clocks.get(name, 0.0) + time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+            clocks[name] = clocks.get(name, 0.0) + time.clock_gettime(
+                time.pthread_getcpuclockid(thread.ident)
+            )
     for pid in find_children(_SAVER):
         # The clock of another process, as clock_getcpuclockid(3) makes its number.
         clocks["saver"] += time.clock_gettime((~pid << 3) | 2)
         for task in Path(f"/proc/{pid}/task").iterdir():
             name = "saver/messages" if int(task.name) == pid else "saver/ckptfmt-saver"
-            clocks[name] = clocks.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
+            clocks[name] = (
+                clocks.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
+            )
     return clocks

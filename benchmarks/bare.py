@@ -1,7 +1,7 @@
 """The least that has to be done, in loops of a few lines that know no format.
 
-A verified load from the page cache has to read each block, digest it, and copy it to its place; who finds out what has
-changed since the last save has to read what there is.
+A verified load from the page cache has to read each block, digest it, and copy it to its place; who
+finds out what has changed since the last save has to read what there is.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _BLOCK_NBYTES: Final = 1 << 20
 class BareLoad:
     """A loop of a few lines over one file, by as many threads as there are processors.
 
-    It knows no format, plans nothing, and has file, places and digests at hand before its clock starts: what it takes
-    is what no verified load can do without, as long as its bytes come through `read` and its digests are BLAKE3's.
+    It knows no format, plans nothing, and has file, places and digests at hand before its clock
+    starts: what it takes is what no verified load can do without, as long as its bytes come through
+        `read` and its digests are BLAKE3's.
     """
 
     name = "bare_warm"

@@ -26,14 +26,16 @@ from benchmarks.state import Bench
 
 _LOCAL: Final = "ckptfmt_local"
 _CACHED: Final = "ckptfmt_cached"
-#: Which processors the training's thread has: all, as the others have; or one, which no other thread has.
+#: Which processors the training's thread has: all, as the others have; or one, which no other
+#: thread has.
 _SHARED: Final = "shared"
 _APART: Final = "apart"
 #: What the command lines of a server's processes contain.
 _SERVERS: Final = ("ckptfmt.demo.servers", "ceph-", "radosgw")
 #: No clock here tells less apart.
 _FLOOR_S: Final = 0.001
-#: How many saves a cache has room for: the one that is written, the one before it, and what is to be let go.
+#: How many saves a cache has room for: the one that is written, the one before it, and what is to
+#: be let go.
 _ROOM: Final = 3.5
 #: The largest batch, and how long forward and backward are to take, in seconds.
 _ROWS: Final = (4, 8, 16, 32, 64, 128)
@@ -45,7 +47,7 @@ class _Run:
 
     is_buffered = False
 
-    def __init__(self, name: str, run: str | Path, bench: Bench, **options: Any) -> None:  # noqa: ANN401 - as for Checkpointer
+    def __init__(self, name: str, run: str | Path, bench: Bench, **options: Any) -> None:
         self.name = name
         self._ours = Ours(run, bench.trainer.state, overlap=True, name=name, keep=1, **options)
 
@@ -66,7 +68,8 @@ class _Run:
 class _Apart:
     """A contestant whose threads are kept off the training's processor, those among them that a save starts.
 
-    Another thread sees to that, beside the training: to go through all threads of the system takes milliseconds.
+    Another thread sees to that, beside the training: to go through all threads of the system takes
+    milliseconds.
     """
 
     is_buffered = False
@@ -89,15 +92,17 @@ def measure_cached_lost(
 ) -> tuple[list[dict[str, Any]], dict[str, object]]:
     """Run interleaved rounds of the same steps: without a save, with one to a directory, with one to a bucket.
 
-    Each round runs twice. In the first, the training has one thread less than there are cores, so that one is left for
-    whoever saves, and the system decides which thread runs where. In the second, it has one thread and a processor of
-    its own, which it has wherever a GPU computes. The servers below this process get what is left of the processors,
-    from now on: in practice they run elsewhere.
+    Each round runs twice. In the first, the training has one thread less than there are cores, so
+    that one is left for whoever saves, and the system decides which thread runs where. In the
+    second, it has one thread and a processor of its own, which it has wherever a GPU computes. The
+    servers below this process get what is left of the processors, from now on: in practice they run
+    elsewhere.
 
     Args:
         setting: of an upload by obstore alone: bytes of a part, and how many parts at once.
 
-    Returns: the raw rounds, each with ``apart`` or ``shared`` as ``processors``; what a record says of them.
+    Returns: the raw rounds, each with ``apart`` or ``shared`` as ``processors``; what a record says
+        of them.
     """
     yield_processors(*_SERVERS)
     with _threads(max(1, bench.trainer.threads - 1)), contextlib.ExitStack() as stack:
@@ -109,7 +114,10 @@ def measure_cached_lost(
             (
                 _CACHED,
                 f"{bucket}/cached",
-                {"cache": bench.place.fresh("cache"), "cache_nbytes": int(_ROOM * bench.trainer.nbytes)},
+                {
+                    "cache": bench.place.fresh("cache"),
+                    "cache_nbytes": int(_ROOM * bench.trainer.nbytes),
+                },
             ),
         ):
             contestants.append(_Run(name, run, bench, **options))
@@ -131,17 +139,21 @@ def measure_cached_lost(
             "steps": steps,
             "batch_rows": rows,
             "threads": torch.get_num_threads(),
-            "saves_that_outlasted_the_steps": sum(not run["is_done"] for row in found for run in row["runs"].values()),
+            "saves_that_outlasted_the_steps": sum(
+                not run["is_done"] for row in found for run in row["runs"].values()
+            ),
             "settings": {one.name: one.describe() for one in contestants},
         }
     return found, notes
 
 
-def sum_up_cached_lost(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Figure], dict[str, Figure]]:
+def sum_up_cached_lost(
+    rows: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, Figure], dict[str, Figure]]:
     """Return the figures and the ratios of the rounds; ``_shared`` ends the names of those without an own processor.
 
-    A loss counts at least as much as two runs of the same steps without a save differ by, in the median round: the
-    clock can't tell less apart.
+    A loss counts at least as much as two runs of the same steps without a save differ by, in the
+    median round: the clock can't tell less apart.
     """
     figures, ratios = {}, {}
     for processors, ending in ((_APART, ""), (_SHARED, "_shared")):
@@ -155,7 +167,9 @@ def _sum_up(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Figure], dict[
     without = [sum(row["without_s"]) / len(row["without_s"]) for row in rows]
     noise = [max(row["without_s"]) - min(row["without_s"]) for row in rows]
     lost = {
-        name: [row["runs"][name]["wall_s"] - base_s for row, base_s in zip(rows, without, strict=True)]
+        name: [
+            row["runs"][name]["wall_s"] - base_s for row, base_s in zip(rows, without, strict=True)
+        ]
         for name in (_LOCAL, _CACHED, LoneUpload.name)
     }
     least_s = max(_FLOOR_S, median_of(noise))
@@ -164,9 +178,17 @@ def _sum_up(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Figure], dict[
         "lost_steps_without_s": summarize(without),
         "lost_told_apart_s": summarize(noise),
         **{f"lost_{name}_s": summarize(seconds) for name, seconds in lost.items()},
-        **{f"blocked_{name}_s": summarize([row["runs"][name]["blocked_s"] for row in rows]) for name in lost},
-        **{f"save_{name}_s": summarize([row["runs"][name]["save_s"] for row in rows]) for name in lost},
-        "lost_cached_minus_local_s": summarize([a - b for a, b in zip(lost[_CACHED], lost[_LOCAL], strict=True)]),
+        **{
+            f"blocked_{name}_s": summarize([row["runs"][name]["blocked_s"] for row in rows])
+            for name in lost
+        },
+        **{
+            f"save_{name}_s": summarize([row["runs"][name]["save_s"] for row in rows])
+            for name in lost
+        },
+        "lost_cached_minus_local_s": summarize(
+            [a - b for a, b in zip(lost[_CACHED], lost[_LOCAL], strict=True)]
+        ),
     }
     ratios = {
         "cache_vs_local_lost": paired_ratio(floored[_CACHED], floored[_LOCAL]),

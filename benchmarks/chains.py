@@ -1,7 +1,8 @@
 """Chains of saves as a run makes them: how long each takes beside a full one, and how long the way back is.
 
-States of real training are shown to a live model (see `benchmarks.chains`), and saved by two checkpointers, one after
-the other: one with deltas, one without. Far stores are local ones behind a link of 0.2 GB/s.
+States of real training are shown to a live model (see `benchmarks.chains`), and saved by two
+checkpointers, one after the other: one with deltas, one without. Far stores are local ones behind a
+link of 0.2 GB/s.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class Setup:
         is_far: whether its store is behind the link.
         copies: of the model.
         moving: how many of them go on training; the others stay as they were.
-        is_wide: whether the model is the wider one, whose tensors are as large as those of models that are adapted.
+        is_wide: whether the model is the wider one, whose tensors are as large as those of models
+            that are adapted.
     """
 
     scene: str
@@ -160,7 +162,9 @@ def measure_chains(
         progress.say(f"delta: saving {setup.name}")
         rows = rounds[setup.name] = []
         for number in range(passes):
-            rows += _Race(widen(sizes) if setup.is_wide else sizes, scratch, setup, place, progress).run(number)
+            rows += _Race(
+                widen(sizes) if setup.is_wide else sizes, scratch, setup, place, progress
+            ).run(number)
     restores: list[Row] = []
     for scene in ("adamw-1e-3", "adamw-bf16-1e-5"):
         for is_far in (True, False):
@@ -175,9 +179,13 @@ def measure_chains(
 class _Race:
     """Two runs of the same training, one with deltas and one without."""
 
-    def __init__(self, sizes: Sizes, scratch: Path, setup: Setup, place: Workplace, progress: Progress) -> None:
+    def __init__(
+        self, sizes: Sizes, scratch: Path, setup: Setup, place: Workplace, progress: Progress
+    ) -> None:
         self._studio = Studio(sizes, scratch, progress)
-        self._scene = scene = next(scene for scene in list_scenes(sizes) if scene.name == setup.scene)
+        self._scene = scene = next(
+            scene for scene in list_scenes(sizes) if scene.name == setup.scene
+        )
         self._setup = setup
         self._place = place
         self._replay = Replay(sizes, scene, copies=setup.copies)
@@ -194,31 +202,46 @@ class _Race:
             contextlib.ExitStack() as stack,
         ):
             rows, floor = [], None
-            # A run's second save is in full wherever deltas may be slower than that: one of four would be too many.
+            # A run's second save is in full wherever deltas may be slower than that: one of four
+            # would be too many.
             for offset in (0, *self._offsets() * (2 if self._setup.is_frozen else 1)):
                 self._show(offset)
                 order = [("full", full), ("delta", delta)]
-                saved = {name: saver.save() for name, saver in (order[::-1] if (offset + number) % 2 else order)}
+                saved = {
+                    name: saver.save()
+                    for name, saver in (order[::-1] if (offset + number) % 2 else order)
+                }
                 if offset:
-                    rows.append({"offset": offset, **saved, **({} if floor is None else floor.measure())})
+                    rows.append(
+                        {"offset": offset, **saved, **({} if floor is None else floor.measure())}
+                    )
                 elif self._setup.is_frozen:
-                    weights = {str(number): torch.zeros(1) for number in range(full.tensor_count(saved["full"]))}
+                    weights = {
+                        str(number): torch.zeros(1)
+                        for number in range(full.tensor_count(saved["full"]))
+                    }
                     hollow = _Saver(self._place, ckptfmt.State(weights=weights), self._setup, "off")
                     floor = _Floor(saved["full"]["nbytes"], weights, stack.enter_context(hollow))
             return rows
 
     def restore(self, rounds: int) -> list[Row]:
         """Make a chain however long, and load its first checkpoint and its last one."""
-        with _Saver(self._place, self._replay.state, self._setup, self._setup.mode, restore_budget=100.0) as saver:
+        with _Saver(
+            self._place, self._replay.state, self._setup, self._setup.mode, restore_budget=100.0
+        ) as saver:
             saved = []
             for offset in (0, *self._offsets()):
                 self._show(offset)
                 saved.append(saver.save())
-            states = [self._studio.state(self._scene, offset) for offset in (0, self._offsets()[-1])]
+            states = [
+                self._studio.state(self._scene, offset) for offset in (0, self._offsets()[-1])
+            ]
             rows = []
             for _ in range(rounds):
                 seconds = []
-                for save, state, other in zip((saved[0], saved[-1]), states, states[::-1], strict=True):
+                for save, state, other in zip(
+                    (saved[0], saved[-1]), states, states[::-1], strict=True
+                ):
                     self._replay.show(other)
                     seconds.append(saver.load(save))
                     self._replay.check(state)
@@ -227,7 +250,9 @@ class _Race:
                         "setting": self._scene.name,
                         "is_far": self._setup.is_far,
                         "profiles": [save["profile"] for save in saved],
-                        "chain_vs_raw": sum(save["stored_nbytes"] / save["nbytes"] for save in saved),
+                        "chain_vs_raw": sum(
+                            save["stored_nbytes"] / save["nbytes"] for save in saved
+                        ),
                         "full_s": seconds[0],
                         "chain_s": seconds[1],
                     }
@@ -246,7 +271,13 @@ class _Saver:
     """A checkpointer on a run of its own."""
 
     def __init__(
-        self, place: Workplace, state: ckptfmt.State, setup: Setup, mode: str, *, restore_budget: float = 1.5
+        self,
+        place: Workplace,
+        state: ckptfmt.State,
+        setup: Setup,
+        mode: str,
+        *,
+        restore_budget: float = 1.5,
     ) -> None:
         self._directory = place.fresh(f"run-{mode}")
         self._state = state
@@ -287,7 +318,9 @@ class _Saver:
             "profile": report.profile,
             "nbytes": report.nbytes,
             "stored_nbytes": report.stored_nbytes,
-            "on_disk_nbytes": sum(file.stat().st_size for file in Path(handle.path).rglob("*") if file.is_file()),
+            "on_disk_nbytes": sum(
+                file.stat().st_size for file in Path(handle.path).rglob("*") if file.is_file()
+            ),
             "reason": report.reason,
             "name": Path(handle.path).name,
         }
@@ -307,8 +340,8 @@ class _Saver:
 class _Floor:
     """What a save of which little has changed can't do without.
 
-    To find that out it reads what there is, and then it commits as a full one does: how long that takes, a save of as
-    many tensors of one element each shows.
+    To find that out it reads what there is, and then it commits as a full one does: how long that
+    takes, a save of as many tensors of one element each shows.
     """
 
     def __init__(self, nbytes: int, weights: dict[str, torch.Tensor], hollow: _Saver) -> None:
@@ -336,9 +369,15 @@ def _list_figures(rounds: dict[str, list[Row]]) -> dict[str, Figure]:
                 )
     for setting in sorted({row["setting"] for row in rounds["restores"]}):
         for is_far in (True, False):
-            rows = [row for row in rounds["restores"] if (row["setting"], row["is_far"]) == (setting, is_far)]
+            rows = [
+                row
+                for row in rounds["restores"]
+                if (row["setting"], row["is_far"]) == (setting, is_far)
+            ]
             where = "far" if is_far else "near"
-            figures[f"{setting}-restore-{where}_vs_full"] = summarize([row["chain_s"] / row["full_s"] for row in rows])
+            figures[f"{setting}-restore-{where}_vs_full"] = summarize(
+                [row["chain_s"] / row["full_s"] for row in rows]
+            )
     return figures
 
 
@@ -350,16 +389,25 @@ def _list_ratios(rounds: dict[str, list[Row]]) -> dict[str, Figure]:
             _paired(counted, "seconds")
             for name, rows in _iter_saves(rounds)
             if is_meant(name)
-            if (counted := [row for row in rows if not deltas_alone or row["delta"]["profile"] == "delta"])
+            if (
+                counted := [
+                    row for row in rows if not deltas_alone or row["delta"]["profile"] == "delta"
+                ]
+            )
         ]
         return max(found, key=lambda figure: figure.median)
 
-    restores = [row["chain_s"] / (row["full_s"] * row["chain_vs_raw"]) for row in rounds["restores"] if row["is_far"]]
+    restores = [
+        row["chain_s"] / (row["full_s"] * row["chain_vs_raw"])
+        for row in rounds["restores"]
+        if row["is_far"]
+    ]
     return {
         "delta_save_vs_full": worst_of(lambda name: "-auto-" in name),
         "delta_unchanged_vs_full": worst_of(lambda name: name.startswith("lora-")),
         "delta_throttled_vs_full": worst_of(
-            lambda name: name in ("adamw-1e-3-smallest-far", "adamw-1e-5-smallest-far"), deltas_alone=True
+            lambda name: name in ("adamw-1e-3-smallest-far", "adamw-1e-5-smallest-far"),
+            deltas_alone=True,
         ),
         "chain_restore_vs_bytes": summarize(restores),
     }

@@ -2,8 +2,8 @@
 
 - ``zstd``: the whole newer state in one stream; the base isn't looked at.
 - ``xor_zstd``: each tensor XOR its base, in one zstd frame, as slime's updates of weights have it.
-- ``blocks``: a store of blocks by digest: those that the base has already aren't stored again. A block table alone, as
-  that of a full checkpoint, can do as much.
+- ``blocks``: a store of blocks by digest: those that the base has already aren't stored again. A
+  block table alone, as that of a full checkpoint, can do as much.
 """
 
 from __future__ import annotations
@@ -53,22 +53,23 @@ class Measured:
 class Codec(Protocol):
     """A way to store a state, given one that is stored already. Lossless.
 
-    `prepare` returns what a store has at hand of the base before a save and before a load: that isn't timed.
+    `prepare` returns what a store has at hand of the base before a save and before a load: that
+    isn't timed.
     """
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
         ...
 
-    def prepare(self, base: Contents) -> Any:  # noqa: ANN401 - each has its own
+    def prepare(self, base: Contents) -> Any:
         """Return what is at hand."""
         ...
 
-    def encode(self, new: Contents, known: Any) -> Stored:  # noqa: ANN401 - what `prepare` returned
+    def encode(self, new: Contents, known: Any) -> Stored:
         """Return what is stored."""
         ...
 
-    def decode(self, stored: Stored, out: Contents, known: Any) -> None:  # noqa: ANN401 - what `prepare` returned
+    def decode(self, stored: Stored, out: Contents, known: Any) -> None:
         """Fill `out` with the newer state."""
         ...
 
@@ -81,7 +82,11 @@ class Zstd:
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
-        return {"call": "zstandard.ZstdCompressor.compressobj", "level": self._level, "of": "the whole state"}
+        return {
+            "call": "zstandard.ZstdCompressor.compressobj",
+            "level": self._level,
+            "of": "the whole state",
+        }
 
     def prepare(self, base: Contents) -> None:
         """Return nothing: it doesn't know of a base."""
@@ -109,7 +114,11 @@ class XorZstd:
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
-        return {"call": "numpy.bitwise_xor, zstandard.ZstdCompressor.compress", "level": self._level, "of": "a tensor"}
+        return {
+            "call": "numpy.bitwise_xor, zstandard.ZstdCompressor.compress",
+            "level": self._level,
+            "of": "a tensor",
+        }
 
     def prepare(self, base: Contents) -> Contents:
         """Return the base as it is."""
@@ -118,7 +127,10 @@ class XorZstd:
     def encode(self, new: Contents, known: Contents) -> Stored:
         """Return what is stored."""
         compressor = zstandard.ZstdCompressor(level=self._level)
-        return [compressor.compress(_xor(content, known.get(name)).data) for name, content in new.items()]
+        return [
+            compressor.compress(_xor(content, known.get(name)).data)
+            for name, content in new.items()
+        ]
 
     def decode(self, stored: Stored, out: Contents, known: Contents) -> None:
         """Fill `out` with the newer state."""
@@ -135,11 +147,17 @@ class Blocks:
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
-        return {"call": "a table of blocks by their BLAKE3", "block_nbytes": self._block_nbytes, "of": "a tensor"}
+        return {
+            "call": "a table of blocks by their BLAKE3",
+            "block_nbytes": self._block_nbytes,
+            "of": "a tensor",
+        }
 
     def prepare(self, base: Contents) -> dict[bytes, memoryview]:
         """Return the blocks of the base by digest, as they are in the store."""
-        return {digest_bytes(block): block for content in base.values() for block in self._cut(content)}
+        return {
+            digest_bytes(block): block for content in base.values() for block in self._cut(content)
+        }
 
     def encode(self, new: Contents, known: Mapping[bytes, memoryview]) -> Stored:
         """Return what is stored: the digests in order, then the blocks that are new."""
@@ -167,7 +185,9 @@ class Blocks:
                 at += DIGEST_NBYTES
 
     def _cut(self, content: memoryview) -> list[memoryview]:
-        return [content[begin:end] for begin, end in iter_blocks(content.nbytes, self._block_nbytes)]
+        return [
+            content[begin:end] for begin, end in iter_blocks(content.nbytes, self._block_nbytes)
+        ]
 
 
 #: Every peer, by name.
@@ -193,7 +213,9 @@ def measure_codec(codec: Codec, new: Snapshot, base: Snapshot) -> Measured:
     if any(out[name] != content for name, content in contents.items()):
         raise RuntimeError(f"other bytes came back: {codec.describe()}")
     stored_nbytes = sum(map(len, stored))
-    return Measured(nbytes=_nbytes(contents), stored_nbytes=stored_nbytes, encode_s=encode_s, decode_s=decode_s)
+    return Measured(
+        nbytes=_nbytes(contents), stored_nbytes=stored_nbytes, encode_s=encode_s, decode_s=decode_s
+    )
 
 
 def timed(call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> tuple[T, float]:

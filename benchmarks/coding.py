@@ -1,7 +1,7 @@
 """What ckptfmt's own encodings make of two states, block by block, without files around them.
 
-A delta's bytes are these, and what parts and manifests take: the digests of a block (of its content, and of what is
-stored of it) and where it lies.
+A delta's bytes are these, and what parts and manifests take: the digests of a block (of its
+content, and of what is stored of it) and where it lies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Coded(Measured):
 
     Attributes:
         digests_nbytes: of the blocks: one for each, and a second one for each that is stored.
-        find_s: seconds in which the rule was found that predicts this step, among the seconds of encoding.
+        find_s: seconds in which the rule was found that predicts this step, among the seconds of
+            encoding.
         predicted: how many parameters it predicts.
         by_role: stored over raw bytes.
         blocks: how many of each encoding.
@@ -139,7 +140,9 @@ def list_groups(pair: Pair, kind: str) -> dict[str, dict[str, Tensor]]:
     return {parameter: group for parameter, group in groups.items() if group.keys() == roles}
 
 
-def _find_rules(pair: Pair, kind: str, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Rule]:
+def _find_rules(
+    pair: Pair, kind: str, groups: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Rule]:
     """Return the rule of each parameter that one predicts: found in the largest of those with the same step counts."""
     by_steps: dict[tuple[int | None, int | None], list[str]] = {}
     for parameter, group in groups.items():
@@ -148,7 +151,9 @@ def _find_rules(pair: Pair, kind: str, groups: Mapping[str, Mapping[str, Tensor]
     rules: dict[str, Rule] = {}
     hint = None
     for (before, after), parameters in by_steps.items():
-        largest = groups[max(parameters, key=lambda parameter: groups[parameter][WEIGHT].array.size)]
+        largest = groups[
+            max(parameters, key=lambda parameter: groups[parameter][WEIGHT].array.size)
+        ]
         samples = {
             role: (pair.base[tensor.name].content[:BLOCK_NBYTES], tensor.content[:BLOCK_NBYTES])
             for role, tensor in largest.items()
@@ -168,7 +173,9 @@ def _iter_blocks(pair: Pair, tensors: Mapping[str, Tensor]) -> Iterator[_Blocks]
         yield {
             role: _Block(
                 tensor=tensor,
-                base=pair.base[tensor.name].content[begin:end] if tensor.name in pair.base else None,
+                base=pair.base[tensor.name].content[begin:end]
+                if tensor.name in pair.base
+                else None,
                 new=tensor.content[begin:end],
             )
             for role, tensor in tensors.items()
@@ -193,7 +200,9 @@ def _code_alone(block: _Block, tally: _Tally) -> None:
     content = memoryview(stored)
     base = base if encoding in encodings.NEEDS_BASE else None
     where = block.tensor.name
-    _, decode_s = timed(encodings.decode, encoding, content, out, dtype=dtype, base=base, where=where)
+    _, decode_s = timed(
+        encodings.decode, encoding, content, out, dtype=dtype, base=base, where=where
+    )
     tally.decode_s += decode_s
     _check(block, out)
 
@@ -223,7 +232,15 @@ def _code_group(rule: Rule, blocks: _Blocks, tally: _Tally) -> None:
         content, out = memoryview(stored), memoryview(bytearray(block.new.nbytes))
         where = block.tensor.name
         _, decode_s = timed(
-            prediction.decode_member, rule, role, encoding, content, out, bases=bases, news=earlier, where=where
+            prediction.decode_member,
+            rule,
+            role,
+            encoding,
+            content,
+            out,
+            bases=bases,
+            news=earlier,
+            where=where,
         )
         tally.decode_s += decode_s
         _check(block, out)

@@ -8,7 +8,11 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     SavePlan,
@@ -30,7 +34,9 @@ def write_item(name: str, box: Box, global_shape: tuple[int, ...]) -> WriteItem:
         index=MetadataIndex(name, torch.Size(box.begin)),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=_chunk_of(box), properties=TensorProperties(dtype=torch.float32), size=torch.Size(global_shape)
+            chunk=_chunk_of(box),
+            properties=TensorProperties(dtype=torch.float32),
+            size=torch.Size(global_shape),
         ),
     )
 
@@ -39,7 +45,10 @@ def save_as_ranks(path: Path, matrices: Matrices, cut: Cut) -> Path:
     """Save what each rank has, one rank after the other, as DCP's ranks would: plan, agree, write, finish."""
     planners, writers, plans = [], [], []
     for rank in range(cut.ranks):
-        planner, writer = _BoxSavePlanner(matrices, cut, rank), DurableWriter(path, thread_count=1, checksums=True)
+        planner, writer = (
+            _BoxSavePlanner(matrices, cut, rank),
+            DurableWriter(path, thread_count=1, checksums=True),
+        )
         writer.set_up_storage_writer(is_coordinator=rank == 0)
         plans.append(writer.prepare_local_plan(planner.create_local_plan()))
         planners.append(planner)
@@ -93,7 +102,9 @@ class _BoxLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         chunks = [_chunk_of(self._box)]
         stored = self.metadata.state_dict_metadata
-        items = [create_read_items_for_chunk_list(name, stored[name], chunks) for name in self._locals]  # type: ignore[arg-type]
+        items = [
+            create_read_items_for_chunk_list(name, stored[name], chunks) for name in self._locals
+        ]  # type: ignore[arg-type]
         return LoadPlan([item for of_tensor in items for item in of_tensor])
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

@@ -26,12 +26,14 @@ _ROUNDS: Final = 3
 _OURS: Final = "ckptfmt"
 _OURS_ALONE: Final = "ckptfmt_unpredicted"
 
-#: What is stored is the same in each round: from the second one on these are enough to have rates of.
+#: What is stored is the same in each round: from the second one on these are enough to have rates
+#: of.
 _TIMED: Final = ("adamw-1e-3", "adamw-1e-6", "adamw-bf16-1e-3")
 
 Row = dict[str, Any]
 
-#: Of the settings whose names begin so, in this precision: what of them is the ratio, and its goal. The worst counts.
+#: Of the settings whose names begin so, in this precision: what of them is the ratio, and its goal.
+#: The worst counts.
 _RATIOS: Final = {
     "bf16_rl_vs_floor": ("adamw-1e-6-fused-gap1", "bf16", "vs_floor", "<= 1.1"),
     "adamw_vs_raw": ("adamw-fp32-", "fp32", "vs_raw", "<= 0.285"),
@@ -46,7 +48,13 @@ _RATIOS: Final = {
 
 
 def measure_delta(
-    sizes: Sizes, *, copies: int, scratch: Path, rounds: int | None, place: Workplace, progress: Progress
+    sizes: Sizes,
+    *,
+    copies: int,
+    scratch: Path,
+    rounds: int | None,
+    place: Workplace,
+    progress: Progress,
 ) -> Outcome:
     """Measure what is stored of each setting, by everyone, and how fast.
 
@@ -54,8 +62,8 @@ def measure_delta(
         sizes: of the models and their training.
         copies: of the model, where saves are timed.
         scratch: where trained states are kept from run to run.
-        rounds: how many runs of each kind are saved, and how many times states are coded; None for as many as a figure
-            needs.
+        rounds: how many runs of each kind are saved, and how many times states are coded; None for
+            as many as a figure needs.
 
     Raises: SystemExit where memory or storage wouldn't do.
     """
@@ -70,47 +78,64 @@ def measure_delta(
             progress.say(f"delta: coding, round {number + 1} of {rounds}: {scene.name}")
             for pair in studio.iter_pairs([scene]):
                 rows[-1] += _measure_pair(scene, pair, first=rows[0] if number else None)
-    chains = measure_chains(sizes, scratch, copies=copies, passes=rounds, place=place, progress=progress)
+    chains = measure_chains(
+        sizes, scratch, copies=copies, passes=rounds, place=place, progress=progress
+    )
     first = studio.pair(scenes[0], 0, 1)
     return Outcome(
         workload={
             "nbytes": first.nbytes,
             "tensors": len(first.new),
-            "parameters": sum(tensor.array.size for tensor in first.new.values() if tensor.role == WEIGHT),
+            "parameters": sum(
+                tensor.array.size for tensor in first.new.values() if tensor.role == WEIGHT
+            ),
             "copies": copies,
             "sizes": dataclasses.asdict(sizes),
             "scenes": [dataclasses.asdict(scene) for scene in scenes],
         },
         settings=_describe_contestants(),
         repeats={"coding": rounds, "chains": rounds},
-        rounds={**{f"coding_{number + 1}": of_round for number, of_round in enumerate(rows)}, **chains.rounds},
+        rounds={
+            **{f"coding_{number + 1}": of_round for number, of_round in enumerate(rows)},
+            **chains.rounds,
+        },
         figures={**_sum_up(rows), **chains.figures},
         ratios={**_list_ratios(rows[0]), **chains.ratios},
         goals={**{name: goal for name, (_, _, _, goal) in _RATIOS.items()}, **CHAIN_GOALS},
         memory={},
         notes=_list_notes(rows[0]),
-        cache="coding: in memory, seconds of one thread's processor time; chains: files warm, wall time",
+        cache=(
+            "coding: in memory, seconds of one thread's processor time; chains: files warm,"
+            " wall time"
+        ),
     )
 
 
 def steady_of(stored_vs_raw: float) -> float:
     """Return stored over raw of a long run whose deltas are that large, the full saves counted in.
 
-    By the policy as it is by default, where decoding costs no time: one delta may follow a full save in any case, each
-    further one unless reading the chain, 1 + the sum of its deltas, would exceed the budget.
+    By the policy as it is by default, where decoding costs no time: one delta may follow a full
+    save in any case, each further one unless reading the chain, 1 + the sum of its deltas, would
+    exceed the budget.
 
     >>> steady_of(0.25), steady_of(0.6), steady_of(0.0)
     (0.5, 0.8, 0.0625)
     """
     options = DeltaOptions()
     most = options.full_every - 1
-    affordable = math.floor((options.restore_budget - 1) / stored_vs_raw + 1e-9) if stored_vs_raw else most
+    affordable = (
+        math.floor((options.restore_budget - 1) / stored_vs_raw + 1e-9) if stored_vs_raw else most
+    )
     deltas = min(most, max(1, affordable))
     return (1 + deltas * stored_vs_raw) / (1 + deltas)
 
 
 def _describe_contestants() -> dict[str, object]:
-    ours = {"call": "encodings.choose, prediction.encode_member", "of": "a block of 1 MiB", "base": "the other state"}
+    ours = {
+        "call": "encodings.choose, prediction.encode_member",
+        "of": "a block of 1 MiB",
+        "base": "the other state",
+    }
     return {
         _OURS: ours,
         _OURS_ALONE: {**ours, "call": "encodings.choose"},
@@ -154,12 +179,16 @@ def _measure_floor(pair: Pair) -> Row:
     if not pair.kind or not pair.gradients:
         return told
     gradients = list(pair.gradients.values())
-    narrow = not any(np.bitwise_or.reduce(gradient.view(np.uint32).ravel()) & 0xFFFF for gradient in gradients)
+    narrow = not any(
+        np.bitwise_or.reduce(gradient.view(np.uint32).ravel()) & 0xFFFF for gradient in gradients
+    )
     told["gradient_floor_vs_raw"] = gradient_nbytes(gradients, narrow=narrow) / pair.nbytes
     told["block_floor_vs_raw"] = gradient_nbytes_by_block(gradients, narrow=narrow) / pair.nbytes
     if not narrow:
         role, decay = _first_moment(pair)
-        told["moment_floor_vs_raw"] = moment_nbytes(pair.base, pair.new, role=role, decay=decay) / pair.nbytes
+        told["moment_floor_vs_raw"] = (
+            moment_nbytes(pair.base, pair.new, role=role, decay=decay) / pair.nbytes
+        )
     return told
 
 
@@ -191,7 +220,9 @@ def _measure_contestants(scene: Scene, pair: Pair, told: Row) -> dict[str, Row]:
 def _list_ratios(rows: Sequence[Row]) -> dict[str, Figure]:
     ratios = {}
     for name, (prefix, state, key, _) in _RATIOS.items():
-        of_state = (row for row in rows if row["state"] == state and row["setting"].startswith(prefix))
+        of_state = (
+            row for row in rows if row["state"] == state and row["setting"].startswith(prefix)
+        )
         ratios[name] = summarize([max(row["coded"][_OURS][key] for row in of_state)])
     return ratios
 
@@ -200,7 +231,9 @@ def _sum_up(rows: Sequence[list[Row]]) -> dict[str, Figure]:
     """Return stored over raw of each setting by ours, and everyone's rates over all settings."""
     figures: dict[str, Figure] = {}
     for row in rows[0]:
-        figures[f"{row['setting']}_{row['state']}_vs_raw"] = summarize([row["coded"][_OURS]["vs_raw"]])
+        figures[f"{row['setting']}_{row['state']}_vs_raw"] = summarize(
+            [row["coded"][_OURS]["vs_raw"]]
+        )
     for name in _describe_contestants():
         for state in ("fp32", "bf16"):
             for rate in ("encode_gb_per_s", "decode_gb_per_s"):
@@ -219,12 +252,21 @@ def _list_notes(rows: Sequence[Row]) -> Mapping[str, object]:
     """Return what is read first: the steady ratios, then for each setting what changed, its floors, and all codecs."""
     tables: dict[str, object] = {}
     for row in rows:
-        floors = ("floor_vs_raw", "gradient_floor_vs_raw", "block_floor_vs_raw", "moment_floor_vs_raw")
+        floors = (
+            "floor_vs_raw",
+            "gradient_floor_vs_raw",
+            "block_floor_vs_raw",
+            "moment_floor_vs_raw",
+        )
         told = {name: row["told"].get(name) for name in ("changed_weights", *floors)}
         tables[f"{row['setting']} {row['state']}"] = {
             **{name: value for name, value in told.items() if value is not None},
             **{name: coded["vs_raw"] for name, coded in row["coded"].items()},
         }
     ratios = _list_ratios(rows)
-    steady = {name: steady_of(figure.median) for name, figure in ratios.items() if name != "bf16_rl_vs_floor"}
+    steady = {
+        name: steady_of(figure.median)
+        for name, figure in ratios.items()
+        if name != "bf16_rl_vs_floor"
+    }
     return {"steady_vs_raw": steady, **tables}

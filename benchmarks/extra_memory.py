@@ -1,7 +1,7 @@
 """What a load takes of memory beyond its destination, each size in processes of its own.
 
-``python -m benchmarks.extra_memory write DIRECTORY NBYTES`` saves a checkpoint; with ``cold`` or ``warm`` in the place
-of ``write`` it loads it so, and prints what that took.
+``python -m benchmarks.extra_memory write DIRECTORY NBYTES`` saves a checkpoint; with ``cold`` or
+``warm`` in the place of ``write`` it loads it so, and prints what that took.
 """
 
 from __future__ import annotations
@@ -52,8 +52,15 @@ def measure_extra_memory(nbytes: int, place: Workplace, progress: Progress) -> l
     return found
 
 
-def _run_child(action: str, directory: Path, nbytes: int) -> Any:  # noqa: ANN401 - JSON
-    command = [sys.executable, "-m", "benchmarks.extra_memory", action, str(directory.resolve()), str(nbytes)]
+def _run_child(action: str, directory: Path, nbytes: int) -> Any:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.extra_memory",
+        action,
+        str(directory.resolve()),
+        str(nbytes),
+    ]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{action} of {nbytes} bytes failed:\n{done.stderr}")
@@ -64,7 +71,11 @@ def main(arguments: list[str]) -> None:
     """Do one action in this process, and print what it found."""
     action, directory, nbytes = arguments
     tensors = _make_tensors(int(nbytes))
-    found = _write(Path(directory), tensors) if action == "write" else _load(Path(directory), tensors, action)
+    found = (
+        _write(Path(directory), tensors)
+        if action == "write"
+        else _load(Path(directory), tensors, action)
+    )
     print(json.dumps({"nbytes": sum(tensor.nbytes for tensor in tensors.values()), **found}))
 
 

@@ -44,13 +44,19 @@ def median_of(values: Sequence[float]) -> float:
 
 def summarize(values: Sequence[float]) -> Figure:
     """Return the summary of one quantity over all rounds."""
-    return Figure(median=median_of(values), p10=percentile(values, 10), p90=percentile(values, 90), count=len(values))
+    return Figure(
+        median=median_of(values),
+        p10=percentile(values, 10),
+        p90=percentile(values, 90),
+        count=len(values),
+    )
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Figure:
     """Return the summary of the ratios of each round, ours divided by theirs.
 
-    Paired, since what a machine gives changes from minute to minute: both sides of one round met the same minute.
+    Paired, since what a machine gives changes from minute to minute: both sides of one round met
+    the same minute.
 
     Raises: ValueError if there aren't equally many, or if one of theirs isn't above zero.
 
@@ -65,7 +71,7 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Figure:
 def floor_all(values: Sequence[float], least: float) -> list[float]:
     """Return the values, none of them below `least`.
 
-    A difference of two wall times may come out at or below zero: it is then less than what the clock of the
-    experiment can tell apart, which is what `least` says.
+    A difference of two wall times may come out at or below zero: it is then less than what the
+    clock of the experiment can tell apart, which is what `least` says.
     """
     return [max(value, least) for value in values]

@@ -52,20 +52,27 @@ class Wanted:
 
 def make_origin(ranks: int) -> Origin:
     """Return what all documents of an attempt of so many writers share."""
-    return Origin(run_id=None, launch=None, nonce="5" * 32, step=1, attempt="a" * 16, writer_count=ranks)
+    return Origin(
+        run_id=None, launch=None, nonce="5" * 32, step=1, attempt="a" * 16, writer_count=ranks
+    )
 
 
-def write_fleet(directory: Path, mixture: Sequence[CutTensor], ranks: int, on_rank: Callable[[int], None]) -> int:
+def write_fleet(
+    directory: Path, mixture: Sequence[CutTensor], ranks: int, on_rank: Callable[[int], None]
+) -> int:
     """Write the parts of all writers, and files in the place of their shards; return how many digests there are.
 
-    The shards have their headers, and behind them nothing but a size. The digests are random: none repeats itself.
+    The shards have their headers, and behind them nothing but a size. The digests are random: none
+    repeats itself.
     """
     origin = make_origin(ranks)
     (directory / "parts").mkdir(parents=True)
     digests = 0
     for rank in range(ranks):
         on_rank(rank)
-        part, headers = _make_part(origin, [Wanted.of(tensor, tensor.boxes[rank]) for tensor in mixture], rank)
+        part, headers = _make_part(
+            origin, [Wanted.of(tensor, tensor.boxes[rank]) for tensor in mixture], rank
+        )
         (directory / part_path(origin.attempt, rank)).write_bytes(part.dump()[0])
         for stem, header, nbytes in headers:
             with (directory / shard_name(stem, origin.attempt, rank)).open("wb") as file:
@@ -85,7 +92,9 @@ def fill_memory(tensor: CutTensor, boxes: Sequence[Box]) -> MemoryStore:
     return store
 
 
-def _make_part(origin: Origin, held: Sequence[Wanted], rank: int) -> tuple[Part, list[tuple[str, bytes, int]]]:
+def _make_part(
+    origin: Origin, held: Sequence[Wanted], rank: int
+) -> tuple[Part, list[tuple[str, bytes, int]]]:
     """Return a writer's part, and of each of its shards the stem, the header and the size."""
     snapshot = Snapshot(tensors=tuple(held), streams=(), leaves=(), absent={})
     image = plan_image(snapshot, block_nbytes=origin.block_nbytes)
@@ -103,7 +112,12 @@ def iter_bad(boxes: Sequence[Box], shape: tuple[int, int]) -> Iterator[tuple[str
     One that is shifted leaves a gap and overlaps as much: the volume is right.
     """
     middle = len(boxes) // 2
-    changes = (("gap", _shorten), ("overlap", _lengthen), ("shifted", _shift), ("out of bounds", _push_out))
+    changes = (
+        ("gap", _shorten),
+        ("overlap", _lengthen),
+        ("shifted", _shift),
+        ("out of bounds", _push_out),
+    )
     for name, change in changes:
         # The box to change must have room for it.
         for at in itertools.chain(range(middle, len(boxes)), range(middle)):

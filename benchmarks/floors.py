@@ -1,7 +1,7 @@
 """Entropy floors: what no coder that looks at one element at a time can go below. Pure: arrays in, numbers out.
 
-All of them are of order 0: nothing is known of an element's neighbours, nor of its base's value. A coder that looks at
-these may go below.
+All of them are of order 0: nothing is known of an element's neighbours, nor of its base's value. A
+coder that looks at these may go below.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ckptfmt.limits import BLOCK_NBYTES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Of the lanes whose steps are told one by one; those of wider ones are told as a length and its bits.
+#: Of the lanes whose steps are told one by one; those of wider ones are told as a length and its
+#: bits.
 _NARROW: Final = 2
 
 
@@ -79,9 +80,10 @@ def ordered(lanes: Array) -> Array:
 def step_bits(steps: Array, *, lane_nbytes: int) -> float:
     """Return the entropy of steps in ULPs, in bits, of all of them together.
 
-    Of narrow lanes each step is a value of its own. Wide ones have more values than there are elements, which makes
-    counting them meaningless: a step is then its sign and length, with their entropy, and the bits below the highest,
-    which count whole. Where neighbouring values are about as likely as each other that is the same.
+    Of narrow lanes each step is a value of its own. Wide ones have more values than there are
+    elements, which makes counting them meaningless: a step is then its sign and length, with their
+    entropy, and the bits below the highest, which count whole. Where neighbouring values are about
+    as likely as each other that is the same.
     """
     if steps.size == 0:
         return 0.0
@@ -95,7 +97,11 @@ def step_bits(steps: Array, *, lane_nbytes: int) -> float:
 def change_of(base: Snapshot, new: Snapshot, *, roles: Iterable[str] | None = None) -> Change:
     """Return what changed between the tensors, or those of some roles, that both states have."""
     chosen = None if roles is None else set(roles)
-    names = [name for name, tensor in new.items() if name in base and (chosen is None or tensor.role in chosen)]
+    names = [
+        name
+        for name, tensor in new.items()
+        if name in base and (chosen is None or tensor.role in chosen)
+    ]
     floor_bits, elements, changed = 0.0, 0, 0
     for lane_nbytes in sorted({new[name].array.itemsize for name in names}):
         steps, counted = [], 0
@@ -106,7 +112,9 @@ def change_of(base: Snapshot, new: Snapshot, *, roles: Iterable[str] | None = No
             steps.append(_steps(before[places], after[places]))
         found = np.concatenate(steps)
         elements, changed = elements + counted, changed + found.size
-        floor_bits += entropy_of_changes(counted, found.size) + step_bits(found, lane_nbytes=lane_nbytes)
+        floor_bits += entropy_of_changes(counted, found.size) + step_bits(
+            found, lane_nbytes=lane_nbytes
+        )
     return Change(elements=elements, changed=changed, floor_nbytes=floor_bits / 8)
 
 
@@ -115,8 +123,8 @@ def gradient_nbytes(gradients: Iterable[Array], *, narrow: bool) -> float:
 
     Args:
         gradients: fp32 arrays; their values are counted together.
-        narrow: whether they have the precision of bf16. Then each of their values counts; otherwise sign and exponent
-            have their entropy, and the 23 bits of the mantissa count whole.
+        narrow: whether they have the precision of bf16. Then each of their values counts; otherwise
+            sign and exponent have their entropy, and the 23 bits of the mantissa count whole.
     """
     lanes = np.concatenate([_lanes(gradient) for gradient in gradients])
     shift, noise = (16, 0) if narrow else (23, 23)
@@ -128,15 +136,18 @@ def gradient_nbytes_by_block(gradients: Iterable[Array], *, narrow: bool) -> flo
     return sum(
         gradient_nbytes([block], narrow=narrow)
         for gradient in gradients
-        for block in np.array_split(gradient.reshape(-1), max(1, -(-gradient.nbytes // BLOCK_NBYTES)))
+        for block in np.array_split(
+            gradient.reshape(-1), max(1, -(-gradient.nbytes // BLOCK_NBYTES))
+        )
     )
 
 
 def moment_nbytes(base: Snapshot, new: Snapshot, *, role: str, decay: float) -> float:
     """Return the order-0 entropy of what moved the first moments, in bytes.
 
-    A moment keeps fewer digits of its gradient than the gradient has where it is the larger of the two: what of them it
-    keeps is all that a decoder needs, if second moments and weights depend on the others nowhere or seldom. So this may
+    A moment keeps fewer digits of its gradient than the gradient has where it is the larger of the
+    two: what of them it keeps is all that a decoder needs, if second moments and weights depend on
+        the others nowhere or seldom. So this may
     be below the entropy of the gradients.
 
     Args:

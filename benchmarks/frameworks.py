@@ -1,8 +1,8 @@
 """Seconds that a training in a framework loses for each save: with the framework's own saving, and with the plug-in.
 
-``python -m benchmarks frameworks`` runs every training in a process of its own; the frameworks are those of
-``make venv-plugins``. ``python -m benchmarks.frameworks FRAMEWORK HOW DIRECTORY NBYTES`` is one such process: it
-prints when each step began, and how long each save stood in the way.
+``python -m benchmarks frameworks`` runs every training in a process of its own; the frameworks are
+those of ``make venv-plugins``. ``python -m benchmarks.frameworks FRAMEWORK HOW DIRECTORY NBYTES``
+is one such process: it prints when each step began, and how long each save stood in the way.
 """
 
 from __future__ import annotations
@@ -34,15 +34,25 @@ from ckptfmt.digest import digest_bytes
 HOW: Final = {
     "transformers": ("own", "ckptfmt"),
     "lightning": ("own", "own_async", "ckptfmt"),
-    "dcp": ("own", "own_async", "own_process", "staging", "hashing", "writing", "ckptfmt", "ckptfmt_process"),
+    "dcp": (
+        "own",
+        "own_async",
+        "own_process",
+        "staging",
+        "hashing",
+        "writing",
+        "ckptfmt",
+        "ckptfmt_process",
+    ),
 }
-#: Ways that aren't somebody's saves: the copy alone with which every asynchronous save of DCP begins; that copy with
-#: its digests, without which ckptfmt saves nothing; and both with a raw direct write of as many bytes.
+#: Ways that aren't somebody's saves: the copy alone with which every asynchronous save of DCP
+#: begins; that copy with its digests, without which ckptfmt saves nothing; and both with a raw
+#: direct write of as many bytes.
 _BOUNDS: Final = ("staging", "hashing", "writing")
 _NEVER: Final = "never"
 _STEPS: Final = 48
-#: Every so many steps there is a save; the first one starts processes and makes memory, and isn't counted. Nor is the
-#: last one, which no step follows.
+#: Every so many steps there is a save; the first one starts processes and makes memory, and isn't
+#: counted. Nor is the last one, which no step follows.
 _EVERY: Final = 8
 _COUNTED: Final = _STEPS // _EVERY - 2
 #: How many steps before each save, but the first, are taken for undisturbed.
@@ -57,7 +67,9 @@ _LEAST_S: Final = 1e-3
 _ROOT: Final = Path(__file__).parents[1]
 
 
-def measure_frameworks(nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+def measure_frameworks(
+    nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress
+) -> Outcome:
     """Measure lost seconds in interleaved rounds: in each one a training of every kind, in turning order.
 
     Args:
@@ -66,9 +78,13 @@ def measure_frameworks(nbytes: int, *, rounds: int | None, place: Workplace, pro
 
     Raises: SystemExit where memory or storage wouldn't do, or a framework isn't there.
     """
-    missing = [name for name in ("transformers", "accelerate", "lightning") if not _version_of(name)]
+    missing = [
+        name for name in ("transformers", "accelerate", "lightning") if not _version_of(name)
+    ]
     if missing:
-        raise SystemExit(f"{', '.join(missing)}: not installed; run it with .venv-plugins (make venv-plugins)")
+        raise SystemExit(
+            f"{', '.join(missing)}: not installed; run it with .venv-plugins (make venv-plugins)"
+        )
     check_room(place.directory, memory_nbytes=6 * nbytes, storage_nbytes=8 * nbytes)
     rounds = rounds or _ROUNDS
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in HOW}
@@ -82,7 +98,9 @@ def measure_frameworks(nbytes: int, *, rounds: int | None, place: Workplace, pro
             rows[name].append({"order": order, "seconds": seconds})
     progress.say("")
     lost = {
-        f"{name}_{how}": [row["seconds"][how]["lost_s"] - row["seconds"][_NEVER]["lost_s"] for row in found]
+        f"{name}_{how}": [
+            row["seconds"][how]["lost_s"] - row["seconds"][_NEVER]["lost_s"] for row in found
+        ]
         for name, found in rows.items()
         for how in HOW[name]
     }
@@ -96,7 +114,10 @@ def measure_frameworks(nbytes: int, *, rounds: int | None, place: Workplace, pro
         workload={
             "nbytes": nbytes,
             "tensors": 6 * _layer_count(nbytes),
-            "model": f"{_layer_count(nbytes)} layers of {_WIDTH} x {_WIDTH} under AdamW, fp32, one thread",
+            "model": (
+                f"{_layer_count(nbytes)} layers of {_WIDTH} x {_WIDTH} under AdamW, fp32,"
+                " one thread"
+            ),
             "steps": _STEPS,
             "saves_counted": _COUNTED,
             "calm_step_s": {
@@ -107,7 +128,9 @@ def measure_frameworks(nbytes: int, *, rounds: int | None, place: Workplace, pro
                 for name, found in rows.items()
             },
         },
-        settings={name: {"version": _version_of("torch" if name == "dcp" else name)} for name in HOW},
+        settings={
+            name: {"version": _version_of("torch" if name == "dcp" else name)} for name in HOW
+        },
         repeats={name: len(found) for name, found in rows.items()},
         rounds=rows,
         figures={f"{name}_s": summarize(values) for name, values in (lost | blocked).items()},
@@ -115,10 +138,17 @@ def measure_frameworks(nbytes: int, *, rounds: int | None, place: Workplace, pro
         goals={name: "<= 0.2" for name in ratios if not name.endswith(_BOUNDS)},
         memory={},
         notes={
-            "lost": f"a save's {_EVERY} steps, less {_EVERY} times the median of the last {_CALM} before each save; "
+            "lost": f"a save's {_EVERY} steps, less {_EVERY} times the median of the last {_CALM}"
+            " before each save; "
             "less what the same difference is in the round's training that never saves",
-            "blocked": "seconds that the call of a save takes, with the wait for its copy; the median of a training's",
-            "processes": "each training in one of its own; it computes with one thread, so that a core is left",
+            "blocked": (
+                "seconds that the call of a save takes, with the wait for its copy; the"
+                " median of a training's"
+            ),
+            "processes": (
+                "each training in one of its own; it computes with one thread, so that a"
+                " core is left"
+            ),
         },
     )
 
@@ -146,7 +176,15 @@ def _run_child(name: str, how: str, place: Workplace, nbytes: int) -> dict[str, 
     directory = place.fresh(f"{name}-{how}")
     directory.mkdir()
     os.sync()
-    command = [sys.executable, "-m", "benchmarks.frameworks", name, how, str(directory.resolve()), str(nbytes)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.frameworks",
+        name,
+        how,
+        str(directory.resolve()),
+        str(nbytes),
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, env=env)
     if done.returncode:
@@ -167,7 +205,7 @@ def _run_child(name: str, how: str, place: Workplace, nbytes: int) -> dict[str, 
     }
 
 
-# --- one training, in a process of its own ----------------------------------------------------------------------------
+# --- one training, in a process of its own --------------------------------------------------------
 
 
 class _Clock:
@@ -184,7 +222,7 @@ class _Clock:
     def timed(self, save: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that saves, and is timed."""
 
-        def call(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - of any framework
+        def call(*arguments: Any, **options: Any) -> Any:
             begin_s = time.perf_counter()
             try:
                 return save(*arguments, **options)
@@ -201,11 +239,18 @@ def _layer_count(nbytes: int) -> int:
 class _Net(nn.Module):
     def __init__(self, nbytes: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_layer_count(nbytes))))
+        self.layers = nn.Sequential(
+            *(nn.Linear(_WIDTH, _WIDTH) for _ in range(_layer_count(nbytes)))
+        )
 
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def forward(
+        self, inputs: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         out = self.layers(inputs)
-        return {"loss": ((out - labels) ** 2).mean() if labels is not None else out.mean(), "logits": out}
+        return {
+            "loss": ((out - labels) ** 2).mean() if labels is not None else out.mean(),
+            "logits": out,
+        }
 
 
 class _Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -227,21 +272,26 @@ def _hash(staged: Future[Any], then: Callable[[], object]) -> None:
     then()
 
 
-def _make_stager(*, is_process: bool) -> Any:  # noqa: ANN401 - DCP is imported by its trainings alone
+def _make_stager(*, is_process: bool) -> Any:
     """Return one stager for all saves: it keeps its memory, and copies beside the training."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # noqa: PLC0415
 
     # The other options are for accelerators.
     return DefaultStager(
         StagingOptions(
-            use_pinned_memory=False, use_shared_memory=is_process, use_async_staging=True, use_non_blocking_copy=False
+            use_pinned_memory=False,
+            use_shared_memory=is_process,
+            use_async_staging=True,
+            use_non_blocking_copy=False,
         )
     )
 
 
 def _make_raw_writer(nbytes: int) -> RawWriter:
     """Return what writes as many bytes as the state has, from memory of its own that is touched."""
-    region = Region([torch.zeros(_layer_count(nbytes) * _NBYTES_OF_LAYER, dtype=torch.uint8)], huge=False)
+    region = Region(
+        [torch.zeros(_layer_count(nbytes) * _NBYTES_OF_LAYER, dtype=torch.uint8)], huge=False
+    )
     return RawWriter("raw", region, RawSetting(threads=1, request_nbytes=2**22))
 
 
@@ -280,9 +330,15 @@ def _train_dcp(how: str, directory: Path, nbytes: int, clock: _Clock) -> None:
         if how in _BOUNDS:
             staged = stager.stage(state)
             if how != "staging":
-                saved = hasher.submit(_hash, staged, functools.partial(raw.save, path) if raw else lambda: None)
+                saved = hasher.submit(
+                    _hash, staged, functools.partial(raw.save, path) if raw else lambda: None
+                )
             return
-        storage = {"checkpoint_id": path} if how.startswith("own") else {"storage_writer": CkptfmtWriter(path)}
+        storage = (
+            {"checkpoint_id": path}
+            if how.startswith("own")
+            else {"storage_writer": CkptfmtWriter(path)}
+        )
         begun = dcp.async_save(state, async_checkpointer_type=kind, async_stager=stager, **storage)
         staged, saved = begun.staging_completion, begun.upload_completion
 
@@ -371,7 +427,11 @@ def _train_lightning(how: str, directory: Path, nbytes: int, clock: _Clock) -> N
     trainer.fit(Module(), torch.utils.data.DataLoader(_Rows(), batch_size=_ROWS))
 
 
-TRAININGS: Final = {"transformers": _train_transformers, "lightning": _train_lightning, "dcp": _train_dcp}
+TRAININGS: Final = {
+    "transformers": _train_transformers,
+    "lightning": _train_lightning,
+    "dcp": _train_dcp,
+}
 
 
 def _main(name: str, how: str, directory: str, nbytes: str) -> None:
@@ -380,7 +440,8 @@ def _main(name: str, how: str, directory: str, nbytes: str) -> None:
     clock = _Clock()
     TRAININGS[name](how, Path(directory), int(nbytes), clock)
     print(json.dumps({"stamps": clock.stamps, "blocked_s": clock.blocked_s}), flush=True)
-    # All is told, and saved where it was to be: torch's threads sometimes abort a process that ends in order.
+    # All is told, and saved where it was to be: torch's threads sometimes abort a process that ends
+    # in order.
     os._exit(0)
 
 

@@ -28,7 +28,8 @@ _EVERY_S: Final = 10.0
 _STEP_S: Final = 0.1
 #: Of the training's four parameters, and both moments of each.
 _NBYTES: Final = 3 * 4 * (512 * 512 + 512 + 512 + 1)
-#: From a kill until the training is started again: for what notices a failure and finds another node.
+#: From a kill until the training is started again: for what notices a failure and finds another
+#: node.
 _NOTICE_S: Final = 3.0
 _SEED: Final = 22
 _RUNS: Final = 256
@@ -36,7 +37,9 @@ _RUNS: Final = 256
 _END_S: Final = 120.0
 
 
-def measure_goodput(minutes: float, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+def measure_goodput(
+    minutes: float, *, rounds: int | None, place: Workplace, progress: Progress
+) -> Outcome:
     """Run a training under a supervisor that kills it at times drawn at random, and compare with the simulator.
 
     Args:
@@ -49,7 +52,10 @@ def measure_goodput(minutes: float, *, rounds: int | None, place: Workplace, pro
         _measure_once(place.fresh("run"), minutes * 60, seed=_SEED + number, progress=progress)
         for number in range(rounds or 1)
     ]
-    ratios = {name: summarize([row[name] for row in rows]) for name in ("measured_vs_rates", "measured_vs_kills")}
+    ratios = {
+        name: summarize([row[name] for row in rows])
+        for name in ("measured_vs_rates", "measured_vs_kills")
+    }
     shares = ("measured", "by_rates", "by_kills", "by_steps")
     costs = ("lost_s", "commit_s", "restore_s", "interval_s")
     figures = {f"goodput_{name}": [row["goodput"][name] for row in rows] for name in shares}
@@ -63,7 +69,9 @@ def measure_goodput(minutes: float, *, rounds: int | None, place: Workplace, pro
             "mtbf_s": _MTBF_S,
             "state": "two linear layers, 512 wide, under AdamW",
         },
-        settings={"ckptfmt": {"every": f"{_EVERY_S:g}s", "keep": 2, "ledger": True, "saver": "process"}},
+        settings={
+            "ckptfmt": {"every": f"{_EVERY_S:g}s", "keep": 2, "ledger": True, "saver": "process"}
+        },
         repeats={"runs": len(rows)},
         rounds={"runs": rows},
         figures={name: summarize(values) for name, values in figures.items()},
@@ -71,12 +79,23 @@ def measure_goodput(minutes: float, *, rounds: int | None, place: Workplace, pro
         goals=dict.fromkeys(ratios, "0.95 to 1.05"),
         memory={},
         notes={
-            "kills": f"SIGKILL of the training, one for each {_MTBF_S:g} s, at times that are drawn uniformly, whatever"
+            "kills": f"SIGKILL of the training, one for each {_MTBF_S:g} s, at times that are"
+            " drawn uniformly, whatever"
             f" it does then; the saver is left alone. It is started again {_NOTICE_S:g} s later",
-            "measured": "training that counts, of all time since the first step, by the ledger of the run",
-            "by_rates": f"the simulator's mean of {_RUNS} runs, with the costs of the ledger and the rate of kills",
-            "by_kills": "the simulator's, with the same costs, and a failure at each moment of a kill",
-            "by_steps": "the last step times step_s, of the same time: no clock of the ledger has a part in it",
+            "measured": (
+                "training that counts, of all time since the first step, by the ledger of the run"
+            ),
+            "by_rates": (
+                f"the simulator's mean of {_RUNS} runs, with the costs of the ledger and"
+                " the rate of kills"
+            ),
+            "by_kills": (
+                "the simulator's, with the same costs, and a failure at each moment of a kill"
+            ),
+            "by_steps": (
+                "the last step times step_s, of the same time: no clock of the ledger has"
+                " a part in it"
+            ),
         },
         cache="warm",
     )
@@ -89,7 +108,11 @@ def _measure_once(run: Path, duration_s: float, *, seed: int, progress: Progress
     in_run_s = found.elapsed_s - first_s
     measured = found.training_s / in_run_s
     costs = _known_costs(found)
-    level = Level(name="home", **{name: costs[name] for name in ("lost_s", "commit_s", "restore_s")}, mtbf_s=_MTBF_S)
+    level = Level(
+        name="home",
+        **{name: costs[name] for name in ("lost_s", "commit_s", "restore_s")},
+        mtbf_s=_MTBF_S,
+    )
     scenario = Scenario(levels=(level,), duration_s=in_run_s)
     by_rates = simulate(scenario, costs["interval_s"], runs=_RUNS, seed=seed)
     trace = [Failure(at_s=at_s - first_s, level=0) for at_s in kills_s if at_s > first_s]
@@ -125,8 +148,11 @@ def _supervise(
     """
     begin_s = time.monotonic()
     kills_s: list[float] = []
-    # A constant rate, given how many failures there are: by chance alone, an hour would have 28 to 52 of them.
-    due_s = sorted(chance.uniform(0, duration_s) for _ in range(max(1, round(duration_s / _MTBF_S))))
+    # A constant rate, given how many failures there are: by chance alone, an hour would have 28 to
+    # 52 of them.
+    due_s = sorted(
+        chance.uniform(0, duration_s) for _ in range(max(1, round(duration_s / _MTBF_S)))
+    )
     process = _start(run)
     try:
         while (now_s := time.monotonic() - begin_s) < duration_s:
@@ -168,7 +194,10 @@ def _first_step_after_s(run: Path) -> float:
 
 def _known_costs(found: Goodput) -> dict[str, float]:
     """Return the costs of a run that was killed often enough to show them all. Raises: RuntimeError."""
-    costs = {name: getattr(found.costs, name) for name in ("lost_s", "commit_s", "restore_s", "interval_s", "mtbf_s")}
+    costs = {
+        name: getattr(found.costs, name)
+        for name in ("lost_s", "commit_s", "restore_s", "interval_s", "mtbf_s")
+    }
     missing = [name for name, seconds in costs.items() if seconds is None]
     if missing:
         raise RuntimeError(f"the run was too short: its ledger doesn't show {', '.join(missing)}")

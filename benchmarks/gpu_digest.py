@@ -21,11 +21,25 @@ from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.digest import block_digests as host_digests
 
 _ROUNDS: Final = 11
-#: How many times the bytes are on the host at most: two slots of each of two runs, loaded once, and what else there is.
+#: How many times the bytes are on the host at most: two slots of each of two runs, loaded once, and
+#: what else there is.
 _MEMORY_FACTOR: Final = 6
 _NO_DEVICE: Final = 2  # the exit status where there is nothing to measure
 #: Where two programs could differ: ends of messages, chunks, blocks and groups of kernels.
-_EDGES: Final = (1, 63, 64, 65, 1023, 1024, 1025, 4095, 4096, 4097, (1 << 20) + 1, (9 << 20) + 3 * 1024 + 5)
+_EDGES: Final = (
+    1,
+    63,
+    64,
+    65,
+    1023,
+    1024,
+    1025,
+    4095,
+    4096,
+    4097,
+    (1 << 20) + 1,
+    (9 << 20) + 3 * 1024 + 5,
+)
 _BLOCKS: Final = (limits.BLOCK_NBYTES_MIN, limits.BLOCK_NBYTES, limits.BLOCK_NBYTES_MAX)
 #: Seconds of ours divided by seconds of a copy of the same bytes.
 _RATIOS: Final = {
@@ -74,30 +88,50 @@ def measure_gpu_digest(
     Args:
         device: ``cpu`` to rehearse it there.
 
-    Raises: SystemExit, 2 where there is no CUDA device, with a sentence where there is no room; RuntimeError if a
-        digest isn't the host's, or if what was saved isn't what loads.
+    Raises: SystemExit, 2 where there is no CUDA device, with a sentence where there is no room;
+        RuntimeError if a digest isn't the host's, or if what was saved isn't what loads.
     """
     rounds = rounds or _ROUNDS
     if device == "cpu":
         host = torch.device(device)
-        return measure_on(host, nbytes, clock=_WallClock(), rounds=rounds, place=place, progress=progress)
+        return measure_on(
+            host, nbytes, clock=_WallClock(), rounds=rounds, place=place, progress=progress
+        )
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip or "no GPU"
         print(
-            f"gpu_digest: no CUDA device here (torch {torch.__version__}, built for {built}): nothing was measured.",
+            (
+                f"gpu_digest: no CUDA device here (torch {torch.__version__}, built for {built}):"
+                " nothing was measured."
+            ),
             file=sys.stderr,
         )
         raise SystemExit(_NO_DEVICE)
-    check_room(place.directory, memory_nbytes=_MEMORY_FACTOR * nbytes, storage_nbytes=STORAGE_FACTOR * nbytes)
+    check_room(
+        place.directory,
+        memory_nbytes=_MEMORY_FACTOR * nbytes,
+        storage_nbytes=STORAGE_FACTOR * nbytes,
+    )
     current = torch.device("cuda", torch.cuda.current_device())
     free_nbytes, _ = torch.cuda.mem_get_info(current)
     if free_nbytes < 3 * nbytes:
-        raise SystemExit(f"needs {3 * nbytes / 1e9:.1f} GB of the device, {free_nbytes / 1e9:.1f} are free: --nbytes")
-    return measure_on(current, nbytes, clock=_EventClock(), rounds=rounds, place=place, progress=progress)
+        raise SystemExit(
+            f"needs {3 * nbytes / 1e9:.1f} GB of the device, {free_nbytes / 1e9:.1f} are free:"
+            " --nbytes"
+        )
+    return measure_on(
+        current, nbytes, clock=_EventClock(), rounds=rounds, place=place, progress=progress
+    )
 
 
 def measure_on(
-    device: torch.device, nbytes: int, *, clock: Clock, rounds: int, place: Workplace, progress: Progress
+    device: torch.device,
+    nbytes: int,
+    *,
+    clock: Clock,
+    rounds: int,
+    place: Workplace,
+    progress: Progress,
 ) -> Outcome:
     """Check and measure on a device, whichever it is: digests, then, with their memory free again, saves."""
     digests = _measure_digests(device, nbytes, clock=clock, rounds=rounds, progress=progress)
@@ -115,7 +149,9 @@ def measure_on(
     )
 
 
-def _measure_digests(device: torch.device, nbytes: int, *, clock: Clock, rounds: int, progress: Progress) -> Outcome:
+def _measure_digests(
+    device: torch.device, nbytes: int, *, clock: Clock, rounds: int, progress: Progress
+) -> Outcome:
     progress.say("gpu_digest: comparing with the host")
     content = _random_bytes(nbytes, device)
     checked = _check_equal(content)
@@ -154,7 +190,9 @@ def _check_equal(content: torch.Tensor) -> dict[str, int]:
     for begin, end, block_nbytes in cases:
         expected = host_digests(memoryview(held[begin:end].numpy()), block_nbytes)
         if _digest(content[begin:end], block_nbytes) != expected:
-            raise RuntimeError(f"bytes {begin} to {end} in blocks of {block_nbytes}: not the digests of the host")
+            raise RuntimeError(
+                f"bytes {begin} to {end} in blocks of {block_nbytes}: not the digests of the host"
+            )
     flipped = content[: limits.BLOCK_NBYTES].clone()
     before = _digest(flipped, limits.BLOCK_NBYTES)
     flipped[-1:].bitwise_xor_(1)
@@ -170,7 +208,9 @@ def block_digests(content: torch.Tensor, block_nbytes: int) -> torch.Tensor:
         return torch.frombuffer(bytearray(digests), dtype=torch.uint8).reshape(-1, DIGEST_NBYTES)
     found = blake3.block_digests(content, block_nbytes)
     if found is None:
-        raise SystemExit("there are no kernels that digest on this device: it takes triton and a C compiler")
+        raise SystemExit(
+            "there are no kernels that digest on this device: it takes triton and a C compiler"
+        )
     return found
 
 
@@ -206,22 +246,33 @@ def _list_works(content: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 
 def _sum_up(
-    device: torch.device, nbytes: int, rows: list[dict[str, Any]], checked: Mapping[str, int], extra: int | None
+    device: torch.device,
+    nbytes: int,
+    rows: list[dict[str, Any]],
+    checked: Mapping[str, int],
+    extra: int | None,
 ) -> Outcome:
     seconds = {name: [row["seconds"][name] for row in rows] for name in rows[0]["seconds"]}
     figures: dict[str, Figure] = {"digest_one_block_s": summarize(seconds.pop("digest_one_block"))}
-    figures |= {f"{name}_gb_per_s": summarize([nbytes / s / 1e9 for s in of]) for name, of in seconds.items()}
+    figures |= {
+        f"{name}_gb_per_s": summarize([nbytes / s / 1e9 for s in of])
+        for name, of in seconds.items()
+    }
     return Outcome(
         workload={"nbytes": nbytes, "tensors": 1, "block_nbytes": limits.BLOCK_NBYTES},
         settings={"device": _describe(device)},
         repeats={"digest": len(rows)},
         rounds={"digest": rows},
         figures=figures,
-        ratios={name: paired_ratio(seconds[ours], seconds[copy]) for name, (ours, copy, _) in _RATIOS.items()},
+        ratios={
+            name: paired_ratio(seconds[ours], seconds[copy])
+            for name, (ours, copy, _) in _RATIOS.items()
+        },
         goals={name: goal for name, (_, _, goal) in _RATIOS.items()},
         memory={} if extra is None else {"digest_extra_nbytes": extra},
         notes={"equal_to_host": dict(checked)},
-        cache="digests: bytes on the device, more of them than its caches hold; the pinned target was touched before; "
+        cache="digests: bytes on the device, more of them than its caches hold; the pinned target"
+        " was touched before; "
         "saves: fresh files, slots filled before",
     )
 

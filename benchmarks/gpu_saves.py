@@ -1,7 +1,7 @@
 """Saves of a state on a device of which little has changed: deltas beside full ones, each of the same state.
 
-The state is nothing but tensors, so that what is timed is what a save does with bytes: find out which blocks are new,
-bring them over, write them, commit.
+The state is nothing but tensors, so that what is timed is what a save does with bytes: find out
+which blocks are new, bring them over, write them, commit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from benchmarks.rounds import Progress, Workplace, order_of_round, remove
 from ckptfmt import limits
 from ckptfmt.trainer.handle import SaveReport
 
-#: How many times the state is stored at most: of each run a full checkpoint and the next one, and deltas.
+#: How many times the state is stored at most: of each run a full checkpoint and the next one, and
+#: deltas.
 STORAGE_FACTOR: Final = 5
 _TENSOR_NBYTES: Final = 64 << 20
 _BLOCK_ELEMENTS: Final = limits.BLOCK_NBYTES // 4
 #: Of so many blocks one changes between two saves.
 _CHANGED_OF: Final = 100
-#: First saves that don't count: one fills each of the two slots, and by the third there is a base to compare with.
+#: First saves that don't count: one fills each of the two slots, and by the third there is a base
+#: to compare with.
 _UNCOUNTED: Final = 3
 #: No chain ends for what reading it would cost: deltas are what is timed.
 _DELTA: Final = {"restore_budget": 1e6, "full_every": limits.REFERENCES}
@@ -56,7 +58,13 @@ class DeviceSaves:
 
 
 def measure_saves(
-    device: torch.device, nbytes: int, *, rounds: int, place: Workplace, progress: Progress, mode: str = "auto"
+    device: torch.device,
+    nbytes: int,
+    *,
+    rounds: int,
+    place: Workplace,
+    progress: Progress,
+    mode: str = "auto",
 ) -> DeviceSaves:
     """Save the same states with deltas and without, one after the other, until each is committed.
 
@@ -70,7 +78,10 @@ def measure_saves(
     held = _Held(device, nbytes)
     deltas: dict[str, str | Mapping[str, Any]] = {"full": "off", "delta": {"mode": mode, **_DELTA}}
     with contextlib.ExitStack() as stack:
-        runs = {name: stack.enter_context(_Run(name, held, delta, place)) for name, delta in deltas.items()}
+        runs = {
+            name: stack.enter_context(_Run(name, held, delta, place))
+            for name, delta in deltas.items()
+        }
         rows = []
         for number in range(-_UNCOUNTED, rounds):
             progress.say(f"gpu_digest: saving, round {number + 1} of {rounds}")
@@ -81,7 +92,10 @@ def measure_saves(
         for run in runs.values():
             run.check()
         progress.say("")
-        settings = {f"{name}_save": {**run.ours.describe(), "delta": deltas[name]} for name, run in runs.items()}
+        settings = {
+            f"{name}_save": {**run.ours.describe(), "delta": deltas[name]}
+            for name, run in runs.items()
+        }
     return _sum_up(held, rows, settings)
 
 
@@ -89,7 +103,11 @@ def _save_round(held: _Held, runs: Mapping[str, _Run], number: int) -> Row:
     """Change some blocks, and save them in every run."""
     changed_blocks = held.change(number + _UNCOUNTED)
     order = order_of_round(list(runs), number)
-    return {"order": order, "changed_blocks": changed_blocks, **{name: runs[name].save() for name in order}}
+    return {
+        "order": order,
+        "changed_blocks": changed_blocks,
+        **{name: runs[name].save() for name in order},
+    }
 
 
 def _sum_up(held: _Held, rows: list[Row], settings: Mapping[str, object]) -> DeviceSaves:
@@ -99,10 +117,18 @@ def _sum_up(held: _Held, rows: list[Row], settings: Mapping[str, object]) -> Dev
     ratios = {}
     if paired:
         figures["save_delta_s"] = summarize([row["delta"]["seconds"] for row in paired])
-        figures["save_delta_stored_nbytes"] = summarize([row["delta"]["stored_nbytes"] for row in paired])
-        ratios[_RATIO] = paired_ratio(*([row[name]["seconds"] for row in paired] for name in ("delta", "full")))
+        figures["save_delta_stored_nbytes"] = summarize(
+            [row["delta"]["stored_nbytes"] for row in paired]
+        )
+        ratios[_RATIO] = paired_ratio(
+            *([row[name]["seconds"] for row in paired] for name in ("delta", "full"))
+        )
     return DeviceSaves(
-        workload={"saved_nbytes": held.nbytes, "saved_tensors": len(held.tensors), "changed_of": held.changed_of},
+        workload={
+            "saved_nbytes": held.nbytes,
+            "saved_tensors": len(held.tensors),
+            "changed_of": held.changed_of,
+        },
         settings=settings,
         rounds=rows,
         figures=figures,
@@ -126,7 +152,9 @@ class _Held:
         generator = torch.Generator(device).manual_seed(0)
         self._device = device
         self.tensors = {
-            f"tensor-{number:05d}": torch.randn(part_nbytes // 4, device=device, generator=generator)
+            f"tensor-{number:05d}": torch.randn(
+                part_nbytes // 4, device=device, generator=generator
+            )
             for number, part_nbytes in enumerate(_cut(nbytes - nbytes % 4, _TENSOR_NBYTES))
         }
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
@@ -170,12 +198,16 @@ class _Run:
         ours: the checkpointer.
     """
 
-    def __init__(self, name: str, held: _Held, delta: str | Mapping[str, Any], place: Workplace) -> None:
+    def __init__(
+        self, name: str, held: _Held, delta: str | Mapping[str, Any], place: Workplace
+    ) -> None:
         self._held = held
         self._place = place
         self._directory = place.fresh(f"run-{name}")
         self._kept: list[Path] = []
-        self.ours = Ours(self._directory, ckptfmt.State(weights=held.tensors), overlap=False, delta=delta)
+        self.ours = Ours(
+            self._directory, ckptfmt.State(weights=held.tensors), overlap=False, delta=delta
+        )
 
     def __enter__(self) -> Self:
         return self

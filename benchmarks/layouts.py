@@ -40,7 +40,11 @@ class Cut:
         chunk = -(-extent // self.ranks)
         begin = min(extent, rank * chunk)
         count = min(extent, begin + chunk) - begin
-        return Box((begin, 0), (count, shape[1])) if self.dim == 0 else Box((0, begin), (shape[0], count))
+        return (
+            Box((begin, 0), (count, shape[1]))
+            if self.dim == 0
+            else Box((0, begin), (shape[0], count))
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,16 +130,25 @@ class Matrices:
         at = cut.box(self.shape, rank).relative_to(Box.whole(self.shape))
         for name, local in self.locals(cut, rank).items():
             if not torch.equal(local.view(torch.int32), self.whole[name][at].view(torch.int32)):
-                raise RuntimeError(f"{cut.name}: rank {rank} got other bytes of {name} than were saved")
+                raise RuntimeError(
+                    f"{cut.name}: rank {rank} got other bytes of {name} than were saved"
+                )
 
 
 def save_in_rows(path: Path, matrices: Matrices, cut: Cut) -> Path:
     """Save a checkpoint as so many writers, one after the other, each with its share."""
     store = open_store(path, writable=True)
-    origin = Origin(run_id=None, launch=None, nonce="5" * 32, step=1, attempt="a" * 16, writer_count=cut.ranks)
+    origin = Origin(
+        run_id=None, launch=None, nonce="5" * 32, step=1, attempt="a" * 16, writer_count=cut.ranks
+    )
     for writer in range(cut.ranks):
         sources = tuple(matrices.sources(cut, writer))
-        write_part(store, Snapshot(tensors=sources, streams=(), leaves=(), absent={}), origin, writer=writer)
+        write_part(
+            store,
+            Snapshot(tensors=sources, streams=(), leaves=(), absent={}),
+            origin,
+            writer=writer,
+        )
     commit(store, origin, deadline_s=1)
     return path
 
@@ -143,8 +156,8 @@ def save_in_rows(path: Path, matrices: Matrices, cut: Cut) -> Path:
 def count_edge_nbytes(shape: tuple[int, int], stored: Cut, wanted: Cut) -> Mapping[str, int]:
     """Return what all ranks need of one matrix, and what whole blocks of what they need in one piece hold besides.
 
-    Computed here from the boxes alone, by no means of the reader's: a piece of rows is one run of bytes of what is
-    stored, and a block that it touches is read whole.
+    Computed here from the boxes alone, by no means of the reader's: a piece of rows is one run of
+    bytes of what is stored, and a block that it touches is read whole.
 
     >>> same, twice = Cut(name="a", dim=0, ranks=2), Cut(name="b", dim=0, ranks=4)
     >>> dict(count_edge_nbytes((8, 2**16), same, same)), dict(count_edge_nbytes((4, 2**17), same, twice))
@@ -152,7 +165,10 @@ def count_edge_nbytes(shape: tuple[int, int], stored: Cut, wanted: Cut) -> Mappi
     """
     needed = edges = 0
     for begin, end, stored_nbytes in _iter_runs(shape, stored, wanted):
-        covered = min(stored_nbytes, -(-end // BLOCK_NBYTES) * BLOCK_NBYTES) - begin // BLOCK_NBYTES * BLOCK_NBYTES
+        covered = (
+            min(stored_nbytes, -(-end // BLOCK_NBYTES) * BLOCK_NBYTES)
+            - begin // BLOCK_NBYTES * BLOCK_NBYTES
+        )
         needed += end - begin
         edges += covered - (end - begin)
     return {"needed": needed, "edges": edges}

@@ -25,7 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     width = options.width
-    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 1)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     state = ckptfmt.State(weights=model, optimizer=optimizer)
     checkpointer = ckptfmt.Checkpointer(

@@ -39,7 +39,9 @@ class Destination:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(tensors)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
-        self._flat = [tensor.detach().reshape(-1).view(torch.int32) for tensor in self.tensors.values()]
+        self._flat = [
+            tensor.detach().reshape(-1).view(torch.int32) for tensor in self.tensors.values()
+        ]
         self._ends = self._read_ends()
         self._digests = self._digest_all()
 
@@ -76,7 +78,8 @@ _RAW: Final = "raw_cold"
 _TOUCHED: Final = "raw_touched_cold"
 _UNVERIFIED: Final = "ckptfmt_cold_unverified"
 
-#: A rate divided by another one: name, dividend, divisor, goal. Those of bounds say what a goal could come to here.
+#: A rate divided by another one: name, dividend, divisor, goal. Those of bounds say what a goal
+#: could come to here.
 _RATES: Final = {
     "load_cold_vs_direct": ("ckptfmt_cold", _RAW, ">= 0.9"),
     "load_cold_vs_touched": ("ckptfmt_cold", _TOUCHED, ""),
@@ -98,7 +101,9 @@ _GOALS: Final = {
 Candidates = Mapping[str, Sequence[Loader]]
 
 
-def measure_load(nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+def measure_load(
+    nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress
+) -> Outcome:
     """Measure the rate of everyone, cold and warm apart, in interleaved rounds; and ckptfmt's memory.
 
     Args:
@@ -110,15 +115,21 @@ def measure_load(nbytes: int, *, rounds: int | None, place: Workplace, progress:
     check_room(place.directory, memory_nbytes=12 * nbytes, storage_nbytes=8 * nbytes)
     rounds = rounds or _ROUNDS
     extra = measure_extra_memory(nbytes, place, progress)  # first, while this process is small
-    bench = Bench(trainer=Trainer(nbytes, threads=os.cpu_count() or 1), place=place, progress=progress)
+    bench = Bench(
+        trainer=Trainer(nbytes, threads=os.cpu_count() or 1), place=place, progress=progress
+    )
     bench.trainer.drop_gradients()
     destination = Destination(bench.trainer.tensors())
     with process_group():
         cold = _Experiment(bench, destination, "cold").run(_list_cold(bench.trainer), rounds)
-        warm = _Experiment(bench, destination, "warm").run(_list_warm(destination, bench.trainer), rounds)
+        warm = _Experiment(bench, destination, "warm").run(
+            _list_warm(destination, bench.trainer), rounds
+        )
     progress.say("")
     seconds = {
-        name: [row["seconds"][name] for row in rows] for rows in (cold.rows, warm.rows) for name in rows[0]["order"]
+        name: [row["seconds"][name] for row in rows]
+        for rows in (cold.rows, warm.rows)
+        for name in rows[0]["order"]
     }
     return Outcome(
         workload=bench.trainer.describe(),
@@ -129,11 +140,17 @@ def measure_load(nbytes: int, *, rounds: int | None, place: Workplace, progress:
             f"{name}_gb_per_s": summarize([destination.nbytes / s / 1e9 for s in all_s])
             for name, all_s in seconds.items()
         },
-        ratios={**_sum_up(seconds), "extra_memory_mib": summarize([max(size["extra_mib"] for size in extra)])},
+        ratios={
+            **_sum_up(seconds),
+            "extra_memory_mib": summarize([max(size["extra_mib"] for size in extra)]),
+        },
         goals=_GOALS,
         memory={f"extra_{size['nbytes']}_nbytes": size["extra_nbytes"] for size in extra},
         notes={"tried_s": {**cold.tried, **warm.tried}, "extra_memory": extra},
-        cache="cold: cachestat(2) found no page before each load; warm: it found all; memory of all touched and hot",
+        cache=(
+            "cold: cachestat(2) found no page before each load; warm: it found all; memory of"
+            " all touched and hot"
+        ),
     )
 
 
@@ -153,11 +170,16 @@ class _Experiment:
     def run(self, candidates: Candidates, rounds: int) -> _Experiment:
         """Choose everyone's best setting, and run the rounds."""
         try:
-            chosen = [self._choose(name, loaders, min(_TRIALS, rounds)) for name, loaders in candidates.items()]
+            chosen = [
+                self._choose(name, loaders, min(_TRIALS, rounds))
+                for name, loaders in candidates.items()
+            ]
             kinds = {loader.kind for loader in chosen}
             self._discard([kind for kind in self._written if kind not in kinds])
             for number in range(rounds):
-                self._run_round({loader.name: loader for loader in chosen}, number, f"{number + 1} of {rounds}")
+                self._run_round(
+                    {loader.name: loader for loader in chosen}, number, f"{number + 1} of {rounds}"
+                )
         finally:
             self._discard(list(self._written))
         self.settings = {loader.name: loader.describe() for loader in chosen}
@@ -177,7 +199,9 @@ class _Experiment:
             medians.append(median_of([self._time(loader) for _ in range(trials)]))
         best = medians.index(min(medians))
         if len(loaders) > 1:
-            self.tried[name] = {_say(loader): seconds for loader, seconds in zip(loaders, medians, strict=True)}
+            self.tried[name] = {
+                _say(loader): seconds for loader, seconds in zip(loaders, medians, strict=True)
+            }
         return loaders[best]
 
     def _run_round(self, loaders: Mapping[str, Loader], number: int, title: str) -> None:
@@ -198,7 +222,8 @@ class _Experiment:
         self._settle(path)
         heat(self._destination.nbytes)
         if loader.fills:
-            # All of it, and so all of it is touched: what was left idle for seconds costs ten times as much to touch.
+            # All of it, and so all of it is touched: what was left idle for seconds costs ten times
+            # as much to touch.
             self._destination.spoil()
         begin_s = time.perf_counter()
         left = loader.load(path)
@@ -252,7 +277,9 @@ def _list_warm(destination: Destination, trainer: Trainer) -> Candidates:
         ],
         "torch_load": [TorchLoad("torch_load", tensors, mmap=False)],
         "torch_load_mmap": [TorchLoad("torch_load_mmap", tensors, mmap=True)],
-        "safetensors": [SafetensorsLoad(tensors, one_by_one=one_by_one) for one_by_one in (False, True)],
+        "safetensors": [
+            SafetensorsLoad(tensors, one_by_one=one_by_one) for one_by_one in (False, True)
+        ],
     }
 
 
@@ -266,5 +293,10 @@ def _say(loader: Loader) -> str:
 
 def _sum_up(seconds: Mapping[str, list[float]]) -> dict[str, Figure]:
     """Return the ratios of rates, and that of times with and without verifying."""
-    ratios = {name: paired_ratio(seconds[peer], seconds[ours]) for name, (ours, peer, _) in _RATES.items()}
-    return {**ratios, "verified_vs_unverified_cold": paired_ratio(seconds["ckptfmt_cold"], seconds[_UNVERIFIED])}
+    ratios = {
+        name: paired_ratio(seconds[peer], seconds[ours]) for name, (ours, peer, _) in _RATES.items()
+    }
+    return {
+        **ratios,
+        "verified_vs_unverified_cold": paired_ratio(seconds["ckptfmt_cold"], seconds[_UNVERIFIED]),
+    }

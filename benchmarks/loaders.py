@@ -101,7 +101,9 @@ class RawLoad:
     kind = "raw"
     fills = False
 
-    def __init__(self, name: str, writer: RawWriter, setting: RawSetting, *, touches: bool = False) -> None:
+    def __init__(
+        self, name: str, writer: RawWriter, setting: RawSetting, *, touches: bool = False
+    ) -> None:
         self.name = name
         self._writer = writer
         self._reader = RawReader(setting, touches=touches)
@@ -193,7 +195,11 @@ class SafetensorsLoad:
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
-        call = "safe_open, then get_tensor and copy_ for each" if self._one_by_one else "load_file, then copy_"
+        call = (
+            "safe_open, then get_tensor and copy_ for each"
+            if self._one_by_one
+            else "load_file, then copy_"
+        )
         return {"call": call, "verified": "nothing"}
 
     def write(self, path: Path) -> Path:
@@ -217,7 +223,7 @@ def _copy_into(tensors: Tensors, loaded: Tensors) -> Tensors:
     return loaded
 
 
-# --- the reader, with a part of it taken out --------------------------------------------------------------------------
+# --- the reader, with a part of it taken out ------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ _DONE: Final = "done\n"
 class LoneUpload:
     """An upload of as many bytes as a save has, beside a training, and nothing else.
 
-    No upload spares a training what it loses to this one: no copy, digest, or write to a cache has a part in it.
+    No upload spares a training what it loses to this one: no copy, digest, or write to a cache has
+    a part in it.
 
     Args:
         bucket: URL of the bucket; where it is, the environment says.
@@ -76,7 +77,14 @@ def main(arguments: str) -> None:
     content = memoryview(bytearray(nbytes))
     content[:: 1 << 12] = b"\1" * len(content[:: 1 << 12])  # pages of its own, not one of zeros
     for _ in sys.stdin:
-        obstore.put(store, "lone", content, use_multipart=True, chunk_size=part_nbytes, max_concurrency=count)
+        obstore.put(
+            store,
+            "lone",
+            content,
+            use_multipart=True,
+            chunk_size=part_nbytes,
+            max_concurrency=count,
+        )
         sys.stdout.write(_DONE)
         sys.stdout.flush()
 

@@ -57,8 +57,8 @@ class LoopRun:
     def describe(self) -> dict[str, object]:
         """Return the raw figures for a record.
 
-        ``blocked_s`` is what the training stood still, seen from outside: in the call, and at the guard of the update
-        that follows.
+        ``blocked_s`` is what the training stood still, seen from outside: in the call, and at the
+        guard of the update that follows.
         """
         return {
             "wall_s": self.wall_s,
@@ -85,7 +85,9 @@ def run_until_done(bench: Bench, contestant: Contestant) -> LoopRun:
     return _run(bench, contestant, is_over=lambda _, is_done: is_done)
 
 
-def _run(bench: Bench, contestant: Contestant | None, *, is_over: Callable[[int, bool], bool]) -> LoopRun:
+def _run(
+    bench: Bench, contestant: Contestant | None, *, is_over: Callable[[int, bool], bool]
+) -> LoopRun:
     is_buffered = contestant is not None and contestant.is_buffered
     path = bench.place.fresh(contestant.name if contestant else "none")
     bench.place.settle(is_buffered=is_buffered)

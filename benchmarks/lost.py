@@ -28,7 +28,10 @@ class CopyYardstick:
         self._sources = list(trainer.tensors().values())
         # From a device the fastest copy is into pinned memory.
         self._is_far = trainer.device.type == "cuda"
-        self._targets = [torch.empty_like(source, device="cpu", pin_memory=self._is_far) for source in self._sources]
+        self._targets = [
+            torch.empty_like(source, device="cpu", pin_memory=self._is_far)
+            for source in self._sources
+        ]
         self._threads = trainer.threads
         self.time_copy(threads=self._threads)  # touches the targets
 
@@ -65,10 +68,13 @@ class Lost:
     notes: dict[str, object]
 
 
-def measure_lost(bench: Bench, ours: tuple[Ours, Ours], yardstick: CopyYardstick, *, rounds: int) -> Lost:
+def measure_lost(
+    bench: Bench, ours: tuple[Ours, Ours], yardstick: CopyYardstick, *, rounds: int
+) -> Lost:
     """Run interleaved rounds of the same K steps: without a save, with ours, with DCP's, with the floor.
 
-    The steps without a save run twice in each round, since every loss of the round is measured against them.
+    The steps without a save run twice in each round, since every loss of the round is measured
+    against them.
 
     Args:
         ours: with overlap, and without.
@@ -80,7 +86,9 @@ def measure_lost(bench: Bench, ours: tuple[Ours, Ours], yardstick: CopyYardstick
         chosen: list[Contestant] = [*ours]
         tried = {}
         for kind in ("thread", "process"):
-            best, of_best, tried[f"dcp_{kind}"] = _choose(bench, _list_candidates(kind, bench, stager))
+            best, of_best, tried[f"dcp_{kind}"] = _choose(
+                bench, _list_candidates(kind, bench, stager)
+            )
             chosen.append(best)
             runs += of_best
         floor = Floor(bench.trainer)
@@ -89,7 +97,9 @@ def measure_lost(bench: Bench, ours: tuple[Ours, Ours], yardstick: CopyYardstick
         steps = math.ceil(MARGIN * max(run.steps for run in runs)) + 1
         rows = []
         for number in range(rounds):
-            bench.progress.say(f"stall: lost seconds, round {number + 1} of {rounds}, {steps} steps each")
+            bench.progress.say(
+                f"stall: lost seconds, round {number + 1} of {rounds}, {steps} steps each"
+            )
             row = run_round(bench, {one.name: one for one in chosen}, number, steps)
             rows.append({**row, "copy_s": _time_copy(yardstick, ours[0].staging_threads)})
     finally:
@@ -99,7 +109,9 @@ def measure_lost(bench: Bench, ours: tuple[Ours, Ours], yardstick: CopyYardstick
         settings={one.name: one.describe() for one in chosen},
         notes={
             "steps": steps,
-            "saves_that_outlasted_the_steps": sum(not run["is_done"] for row in rows for run in row["runs"].values()),
+            "saves_that_outlasted_the_steps": sum(
+                not run["is_done"] for row in rows for run in row["runs"].values()
+            ),
             "dcp_tried_lost_s": tried,
         },
     )
@@ -112,7 +124,9 @@ def _list_candidates(kind: str, bench: Bench, stager: DefaultStager) -> dict[str
     return {**checked, _UNCHECKED: make(thread_count=_THREAD_COUNTS[0], checksums=False)}
 
 
-def _choose(bench: Bench, candidates: dict[str, DcpAsync]) -> tuple[DcpAsync, list[LoopRun], dict[str, float]]:
+def _choose(
+    bench: Bench, candidates: dict[str, DcpAsync]
+) -> tuple[DcpAsync, list[LoopRun], dict[str, float]]:
     """Warm a peer up, and choose the number of threads that loses least; return its runs, and what was tried."""
     first = next(iter(candidates.values()))
     bench.place.discard(first.warm_up(bench.place.fresh(first.name)), is_buffered=True)
@@ -120,7 +134,9 @@ def _choose(bench: Bench, candidates: dict[str, DcpAsync]) -> tuple[DcpAsync, li
     lost: dict[str, list[float]] = {setting: [] for setting in candidates}
     for trial in range(_TRIALS):
         for setting, peer in candidates.items():
-            bench.progress.say(f"stall: warming up, {trial + 1} of {_TRIALS}: {peer.name}, {setting}")
+            bench.progress.say(
+                f"stall: warming up, {trial + 1} of {_TRIALS}: {peer.name}, {setting}"
+            )
             run = run_until_done(bench, peer)
             runs[setting].append(run)
             lost[setting].append(run.wall_s - run_loop(bench, run.steps, None).wall_s)
@@ -129,10 +145,14 @@ def _choose(bench: Bench, candidates: dict[str, DcpAsync]) -> tuple[DcpAsync, li
     return candidates[best], runs[best], medians
 
 
-def run_round(bench: Bench, contestants: Mapping[str, Contestant], number: int, steps: int) -> dict[str, Any]:
+def run_round(
+    bench: Bench, contestants: Mapping[str, Contestant], number: int, steps: int
+) -> dict[str, Any]:
     """Run the same steps with each contestant's save, and twice without one; return the raw figures."""
     names = list(contestants)
-    order = order_of_round([_WITHOUT, *names[: len(names) // 2], _WITHOUT, *names[len(names) // 2 :]], number)
+    order = order_of_round(
+        [_WITHOUT, *names[: len(names) // 2], _WITHOUT, *names[len(names) // 2 :]], number
+    )
     without: list[float] = []
     runs: dict[str, dict[str, object]] = {}
     for name in order:
@@ -155,7 +175,9 @@ def sum_up_lost(rows: list[dict[str, Any]]) -> tuple[dict[str, Figure], dict[str
     names = sorted(rows[0]["runs"])
     without = [sum(row["without_s"]) / len(row["without_s"]) for row in rows]
     lost = {
-        name: [row["runs"][name]["wall_s"] - base_s for row, base_s in zip(rows, without, strict=True)]
+        name: [
+            row["runs"][name]["wall_s"] - base_s for row, base_s in zip(rows, without, strict=True)
+        ]
         for name in names
     }
     blocked = [row["runs"]["ckptfmt"]["blocked_s"] for row in rows]
@@ -163,7 +185,10 @@ def sum_up_lost(rows: list[dict[str, Any]]) -> tuple[dict[str, Figure], dict[str
     figures = {
         "steps_without_s": summarize(without),
         **{f"lost_{name}_s": summarize(seconds) for name, seconds in lost.items()},
-        **{f"call_{name}_s": summarize([row["runs"][name]["call_s"] for row in rows]) for name in names},
+        **{
+            f"call_{name}_s": summarize([row["runs"][name]["call_s"] for row in rows])
+            for name in names
+        },
         "overlap_blocked_s": summarize(blocked),
         "copy_s": summarize(copies),
     }

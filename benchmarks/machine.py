@@ -33,7 +33,8 @@ def describe_machine() -> dict[str, object]:
 def describe_storage(directory: Path) -> dict[str, object]:
     """Return what a record says of the storage below a directory."""
     kind, device = file_system_of(directory)
-    # Only a device has a name worth keeping: a bind mount or an overlay would name places of this machine.
+    # Only a device has a name worth keeping: a bind mount or an overlay would name places of this
+    # machine.
     name = Path(device).name if device.startswith("/dev/") else None
     flag = Path("/sys/class/block") / (name or "none") / "queue" / "rotational"
     with contextlib.suppress(OSError):
@@ -86,8 +87,12 @@ def find_children(needle: str) -> list[int]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError, IndexError):
                 # The name in parentheses may contain blanks and parentheses itself.
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if needle in (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"):
+                parents[int(entry.name)] = int(
+                    (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                )
+                if needle in (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(
+                    errors="replace"
+                ):
                     needles.append(int(entry.name))
     return [pid for pid in needles if _descends(pid, os.getpid(), parents)]
 
@@ -96,12 +101,15 @@ def yield_processors(*needles: str) -> None:
     """Let processes below this one have no more of the processors than others leave.
 
     Args:
-        needles: what the command line of each contains. Each is in another session than this process.
+        needles: what the command line of each contains. Each is in another session than this
+            process.
     """
     for pid in {pid for needle in needles for pid in find_children(needle)}:
         for task in _tasks(pid):
             with contextlib.suppress(OSError):  # it has ended
-                os.setpriority(os.PRIO_PROCESS, task, _LOWEST)  # of one thread: those it starts are alike
+                os.setpriority(
+                    os.PRIO_PROCESS, task, _LOWEST
+                )  # of one thread: those it starts are alike
         if os.getsid(pid) != os.getsid(0):
             with contextlib.suppress(OSError):  # many kernels go by the session's
                 (_PROC / str(pid) / "autogroup").write_text(str(_LOWEST))
@@ -118,7 +126,8 @@ def _tasks(pid: int) -> list[int]:
 def own_processor() -> Iterator[Callable[[], None]]:
     """Keep one processor for the calling thread, and the others for all other threads of this process and below it.
 
-    Yields what does so again, for threads that were started since: each begins where the thread runs that starts it.
+    Yields what does so again, for threads that were started since: each begins where the thread
+        runs that starts it.
     Where there is one processor only, nothing changes.
     """
     processors = os.sched_getaffinity(0)

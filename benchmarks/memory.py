@@ -80,4 +80,6 @@ class PeakResident:
     def _watch(self) -> None:
         while not self._is_over.wait(_OFTEN_S):
             if self._before_nbytes:
-                self.extra_nbytes = max(self.extra_nbytes, rss_unfiled_nbytes() - self._before_nbytes)
+                self.extra_nbytes = max(
+                    self.extra_nbytes, rss_unfiled_nbytes() - self._before_nbytes
+                )

@@ -11,7 +11,8 @@ from typing import Final
 
 from ckptfmt.box import Box
 
-#: Of how many tensors in 64 which kind they are; they take turns, so that any 64 that follow each other have these.
+#: Of how many tensors in 64 which kind they are; they take turns, so that any 64 that follow each
+#: other have these.
 _SHARES: Final = {"rows, torch.chunk": 28, "rows, balanced": 28, "grid, uneven": 7, "irregular": 1}
 _LAYER: Final = (
     "attention.wq",
@@ -68,7 +69,8 @@ def describe_mixture(mixture: list[CutTensor]) -> dict[str, object]:
 def halve(tensor: CutTensor, rank: int) -> tuple[Box, ...]:
     """Return what a rank wants that is one of half as many: rows are cut anew, the others join two neighbours.
 
-    In a grid those lie above each other. Cuts without a pattern have no half: such a rank wants two pieces.
+    In a grid those lie above each other. Cuts without a pattern have no half: such a rank wants two
+    pieces.
     """
     if tensor.kind.startswith("rows"):
         return (split_rows(tensor, len(tensor.boxes) // 2)[rank],)
@@ -88,7 +90,9 @@ def split_rows(tensor: CutTensor, ranks: int) -> list[Box]:
 
 def _interleave() -> list[str]:
     """Return 64 kinds, each as evenly among the others as its share allows."""
-    places = [((turn + 0.5) / share, kind) for kind, share in _SHARES.items() for turn in range(share)]
+    places = [
+        ((turn + 0.5) / share, kind) for kind, share in _SHARES.items() for turn in range(share)
+    ]
     return [kind for _, kind in sorted(places)]
 
 
@@ -111,13 +115,17 @@ def _make_tensor(number: int, kind: str, ranks: int) -> CutTensor:
         rows, columns = shape
         grid = grid if kind.startswith("grid") else None
     name = f"layers.{layer}.{_LAYER[place]}.weight"
-    return CutTensor(name=name, kind=kind, global_shape=(rows, columns), boxes=tuple(boxes), grid=grid)
+    return CutTensor(
+        name=name, kind=kind, global_shape=(rows, columns), boxes=tuple(boxes), grid=grid
+    )
 
 
 def _split_chunk(extent: int, ranks: int) -> list[tuple[int, int]]:
     """Cut as `torch.chunk` does: equal pieces, and what is left for the last."""
     each = -(-extent // ranks)
-    return [(min(extent, rank * each), max(0, min(each, extent - rank * each))) for rank in range(ranks)]
+    return [
+        (min(extent, rank * each), max(0, min(each, extent - rank * each))) for rank in range(ranks)
+    ]
 
 
 def _split_balanced(extent: int, ranks: int) -> list[tuple[int, int]]:
@@ -133,18 +141,26 @@ def _grid_of(ranks: int) -> tuple[int, int]:
 
 def _cut_grid(shape: tuple[int, int], grid: tuple[int, int], chance: random.Random) -> list[Box]:
     """Cut both dimensions unevenly, each row of pieces at the same places."""
-    down, across = (_cut_unevenly(extent, count, chance) for extent, count in zip(shape, grid, strict=True))
+    down, across = (
+        _cut_unevenly(extent, count, chance) for extent, count in zip(shape, grid, strict=True)
+    )
     return [Box((row, column), (rows, columns)) for row, rows in down for column, columns in across]
 
 
 def _cut_unevenly(extent: int, count: int, chance: random.Random) -> list[tuple[int, int]]:
     """Cut up to a third of a piece beside the places of an even cut."""
     each = extent / count
-    cuts = [0, *(round(each * (number + chance.uniform(-1 / 3, 1 / 3))) for number in range(1, count)), extent]
+    cuts = [
+        0,
+        *(round(each * (number + chance.uniform(-1 / 3, 1 / 3))) for number in range(1, count)),
+        extent,
+    ]
     return [(begin, end - begin) for begin, end in itertools.pairwise(cuts)]
 
 
-def _cut_irregular(shape: tuple[int, int], grid: tuple[int, int], chance: random.Random) -> list[Box]:
+def _cut_irregular(
+    shape: tuple[int, int], grid: tuple[int, int], chance: random.Random
+) -> list[Box]:
     """Cut from edge to edge, each half again at a place and in a direction of its own."""
     boxes: list[Box] = []
     todo = [(Box.whole(shape), grid[0] * grid[1])]
@@ -156,10 +172,19 @@ def _cut_irregular(shape: tuple[int, int], grid: tuple[int, int], chance: random
         first = chance.randint(max(1, count * 2 // 5), max(1, count * 3 // 5))
         dim = int(box.shape[1] * chance.uniform(0.5, 2) > box.shape[0])
         at = min(box.shape[dim] - 1, max(1, round(box.shape[dim] * first / count)))
-        todo += [(_part_of(box, dim, at, box.shape[dim]), count - first), (_part_of(box, dim, 0, at), first)]
+        todo += [
+            (_part_of(box, dim, at, box.shape[dim]), count - first),
+            (_part_of(box, dim, 0, at), first),
+        ]
     return boxes
 
 
 def _part_of(box: Box, dim: int, begin: int, end: int) -> Box:
-    replace: Callable[[tuple[int, ...], int], tuple[int, ...]] = lambda old, new: (*old[:dim], new, *old[dim + 1 :])  # noqa: E731
+    replace: Callable[[tuple[int, ...], int], tuple[int, ...]] = (
+        lambda old, new: (  # noqa: E731
+            *old[:dim],
+            new,
+            *old[dim + 1 :],
+        )
+    )
     return Box(replace(box.begin, box.begin[dim] + begin), replace(box.shape, end - begin))

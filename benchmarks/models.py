@@ -53,7 +53,9 @@ def adapt(model: TinyGPT, *, part: float) -> None:
     rank = max(1, round(part / (1 - part) * frozen / elements_per_rank))
     for linear in linears:
         linear.add_module("adapter", Adapter(linear, rank))
-        linear.register_forward_hook(lambda module, inputs, output: output + module.adapter(inputs[0]))
+        linear.register_forward_hook(
+            lambda module, inputs, output: output + module.adapter(inputs[0])
+        )
 
 
 class Experts(nn.Module):
@@ -63,7 +65,8 @@ class Experts(nn.Module):
         super().__init__()
         self.router = nn.Linear(width, experts, bias=False)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(experts)
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(experts)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -33,12 +33,14 @@ class Ours:
         *,
         overlap: bool,
         name: str = "ckptfmt",
-        **options: Any,  # noqa: ANN401 - as for Checkpointer
+        **options: Any,
     ) -> None:
         self.name = name
         self._overlap = overlap
         begin_s = time.perf_counter()
-        self._checkpointer = ckptfmt.Checkpointer(run, state, resume="fresh", overlap=overlap, **options)
+        self._checkpointer = ckptfmt.Checkpointer(
+            run, state, resume="fresh", overlap=overlap, **options
+        )
         self._checkpointer.prepare()
         self.slots_ready_s = time.perf_counter() - begin_s
         self.staging_threads = self._checkpointer.staging_threads

@@ -31,13 +31,16 @@ def round_up(nbytes: int, multiple: int = PAGE_NBYTES) -> int:
 def pages_in_order(nbytes: int) -> Iterator[None]:
     """Let buffers that are made meanwhile have pages that follow each other in physical memory.
 
-    What was freed last comes back first, and in reverse; a direct write of such pages is cut into many small requests,
-    and takes a fifth longer. How much of a buffer that concerns is chance, so those pages are held by others meanwhile.
+    What was freed last comes back first, and in reverse; a direct write of such pages is cut into
+    many small requests, and takes a fifth longer. How much of a buffer that concerns is chance, so
+    those pages are held by others meanwhile.
 
     Args:
         nbytes: size of the buffers, in bytes; twice that is held at most.
     """
-    with mmap.mmap(-1, round_up(min(_FREED_NBYTES, 2 * nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
+    with mmap.mmap(
+        -1, round_up(min(_FREED_NBYTES, 2 * nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    ) as held:
         held.madvise(_MADV_POPULATE_WRITE)
         yield
 
@@ -48,7 +51,9 @@ def heat(nbytes: int) -> None:
     Args:
         nbytes: how much, in bytes.
     """
-    with mmap.mmap(-1, round_up(max(1, nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as touched:
+    with mmap.mmap(
+        -1, round_up(max(1, nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    ) as touched:
         touched.madvise(_MADV_POPULATE_WRITE)
 
 
@@ -57,8 +62,8 @@ class Region:
 
     Args:
         tensors: what it holds; rounded up to whole pages.
-        huge: anonymous memory in huge pages where the kernel gives them; else a memfd, mapped shared, in small pages,
-            which is the kind of memory that a slot is.
+        huge: anonymous memory in huge pages where the kernel gives them; else a memfd, mapped
+            shared, in small pages, which is the kind of memory that a slot is.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, huge: bool) -> None:

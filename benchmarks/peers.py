@@ -16,7 +16,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+    async_save,
+    save,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -44,8 +49,8 @@ class DurableWriter(FileSystemWriter):
     """DCP's writer, which makes files durable, and here the directories too.
 
     Args:
-        checksums: whether the CRC-32 of each tensor is computed, which is torch's default. Without, other tools take
-            its archives for damaged ones.
+        checksums: whether the CRC-32 of each tensor is computed, which is torch's default. Without,
+            other tools take its archives for damaged ones.
     """
 
     def __init__(self, path: Path, *, thread_count: int, checksums: bool) -> None:
@@ -99,7 +104,10 @@ class Safetensors:
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
-        return {"call": "safetensors.torch.save_file(tensors, path)", "durable": "fsync of file and directory"}
+        return {
+            "call": "safetensors.torch.save_file(tensors, path)",
+            "durable": "fsync of file and directory",
+        }
 
     def save(self, path: Path) -> Path:
         """Save durably; return the file."""
@@ -192,7 +200,9 @@ class DcpAsync:
 
     def warm_up(self, path: Path) -> Path:
         """Save, and wait for it: staging memory is made, and the writer started; return what was written."""
-        with _silent_standard_error():  # DCP's process inherits it, and tells of each of its steps there
+        with (
+            _silent_standard_error()
+        ):  # DCP's process inherits it, and tells of each of its steps there
             pending = self.start(path)
             pending.wait()
         return pending.path

@@ -13,7 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import (
+    _validate_global_plan,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.planner import SavePlan
 
 from benchmarks.dcp_boxes import write_item
@@ -91,7 +94,8 @@ class _Scale:
 
     Attributes:
         rows: of each round the seconds.
-        reads: for each thing that a rank asked for, the most that any of those ranks read: bytes, and parts.
+        reads: for each thing that a rank asked for, the most that any of those ranks read: bytes,
+            and parts.
         nbytes: of manifest, index and parts.
         digests: how many.
     """
@@ -108,7 +112,9 @@ class _Scale:
         return [row[name] for row in self.rows]
 
 
-def measure_plan(ranks: int, tensors: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+def measure_plan(
+    ranks: int, tensors: int, *, rounds: int | None, place: Workplace, progress: Progress
+) -> Outcome:
     """Measure what metadata of so many ranks costs on one core, beside DCP's plan and validation.
 
     Args:
@@ -118,10 +124,17 @@ def measure_plan(ranks: int, tensors: int, *, rounds: int | None, place: Workpla
 
     Raises: SystemExit where memory wouldn't do; RuntimeError if a bad tiling passes.
     """
-    check_room(place.directory, memory_nbytes=_MEMORY_NBYTES_PER_BOX * ranks * tensors, storage_nbytes=2**30)
+    check_room(
+        place.directory,
+        memory_nbytes=_MEMORY_NBYTES_PER_BOX * ranks * tensors,
+        storage_nbytes=2**30,
+    )
     rounds = rounds or _ROUNDS
     with _one_core():
-        scales = [_measure_scale(count, tensors, rounds, place, progress) for count in (ranks // _FEWER, ranks)]
+        scales = [
+            _measure_scale(count, tensors, rounds, place, progress)
+            for count in (ranks // _FEWER, ranks)
+        ]
         mixture = make_mixture(ranks, tensors)
         told = describe_mixture(mixture)
         progress.say("plan: bad tilings")
@@ -132,12 +145,16 @@ def measure_plan(ranks: int, tensors: int, *, rounds: int | None, place: Workpla
     return _sum_up(scales, told, refused, dcp)
 
 
-def _measure_scale(ranks: int, tensors: int, rounds: int, place: Workplace, progress: Progress) -> _Scale:
+def _measure_scale(
+    ranks: int, tensors: int, rounds: int, place: Workplace, progress: Progress
+) -> _Scale:
     """Write the parts of so many ranks, and measure what is done with them."""
     mixture = make_mixture(ranks, tensors)
     boxes = sum(len(tensor.boxes) for tensor in mixture)
     directory = place.fresh(f"ranks-{ranks}")
-    digests = write_fleet(directory, mixture, ranks, lambda rank: progress.say(f"plan: part {rank + 1} of {ranks}"))
+    digests = write_fleet(
+        directory, mixture, ranks, lambda rank: progress.say(f"plan: part {rank + 1} of {ranks}")
+    )
     asked = _list_asked(mixture, ranks)
     del mixture
     _forget_rubbish()
@@ -164,8 +181,14 @@ def _list_asked(mixture: Sequence[CutTensor], ranks: int) -> dict[str, list[list
     half = ranks // 2
     rows = {tensor.name: split_rows(tensor, ranks) for tensor in mixture if tensor.grid}
     return {
-        "same": [[Wanted.of(tensor, tensor.boxes[rank]) for tensor in mixture] for rank in (0, half, ranks - 1)],
-        "half": [[Wanted.of(tensor, *halve(tensor, rank)) for tensor in mixture] for rank in (0, half // 2, half - 1)],
+        "same": [
+            [Wanted.of(tensor, tensor.boxes[rank]) for tensor in mixture]
+            for rank in (0, half, ranks - 1)
+        ],
+        "half": [
+            [Wanted.of(tensor, *halve(tensor, rank)) for tensor in mixture]
+            for rank in (0, half // 2, half - 1)
+        ],
         "grid_to_rows": [
             [Wanted.of(tensor, rows.get(tensor.name, tensor.boxes)[rank]) for tensor in mixture]
             for rank in (0, half, ranks - 1)
@@ -204,7 +227,11 @@ def _time_open(directory: Path, wanted: Sequence[Wanted]) -> tuple[float, dict[s
         requests = plan_reads(checkpoint, wanted)
         seconds = time.perf_counter() - begin_s
     assert requests, "nothing to read was planned"
-    return seconds, {"nbytes": store.metadata_nbytes, "parts": store.part_count, "requests": requests}
+    return seconds, {
+        "nbytes": store.metadata_nbytes,
+        "parts": store.part_count,
+        "requests": requests,
+    }
 
 
 def plan_reads(checkpoint: Checkpoint, wanted: Sequence[Wanted]) -> int:
@@ -235,7 +262,9 @@ def _measure_dcp(mixture: Sequence[CutTensor], rounds: int, progress: Progress) 
     """Time DCP's plan and validation of the same pieces, and pickle its metadata."""
     ranks, boxes = len(mixture[0].boxes), sum(len(tensor.boxes) for tensor in mixture)
     plans = [
-        SavePlan([write_item(tensor.name, tensor.boxes[rank], tensor.global_shape) for tensor in mixture])
+        SavePlan(
+            [write_item(tensor.name, tensor.boxes[rank], tensor.global_shape) for tensor in mixture]
+        )
         for rank in range(ranks)
     ]
     _forget_rubbish()
@@ -254,12 +283,21 @@ def _measure_dcp(mixture: Sequence[CutTensor], rounds: int, progress: Progress) 
 
 
 def _sum_up(
-    scales: Sequence[_Scale], mixture: Mapping[str, object], refused: list[str], dcp: Mapping[str, Any]
+    scales: Sequence[_Scale],
+    mixture: Mapping[str, object],
+    refused: list[str],
+    dcp: Mapping[str, Any],
 ) -> Outcome:
     fewer, all_ = scales
     exponents = {name: _exponent(fewer, all_, name) for name in all_.rows[0]}
-    fractions = {name: read["nbytes"] / sum(all_.nbytes.values()) for name, read in all_.reads.items()}
-    seconds = {f"{scale.ranks}_ranks_{name}": scale.seconds(name) for scale in scales for name in scale.rows[0]}
+    fractions = {
+        name: read["nbytes"] / sum(all_.nbytes.values()) for name, read in all_.reads.items()
+    }
+    seconds = {
+        f"{scale.ranks}_ranks_{name}": scale.seconds(name)
+        for scale in scales
+        for name in scale.rows[0]
+    }
     seconds |= {name: [row[name] for row in dcp["rows"]] for name in dcp["rows"][0]}
     return Outcome(
         workload={
@@ -272,7 +310,10 @@ def _sum_up(
             "metadata_nbytes": all_.nbytes,
         },
         settings={
-            "ckptfmt": {"call": "finalize; Index.parse and check_index_tiling; Checkpoint and its plan", "cores": 1},
+            "ckptfmt": {
+                "call": "finalize; Index.parse and check_index_tiling; Checkpoint and its plan",
+                "cores": 1,
+            },
             "dcp": {
                 "call": "create_default_global_save_plan, then _validate_global_plan",
                 "cores": 1,
@@ -296,7 +337,9 @@ def _sum_up(
     )
 
 
-def _list_ratios(scale: _Scale, exponents: Mapping[str, Figure], fractions: Mapping[str, float]) -> dict[str, Figure]:
+def _list_ratios(
+    scale: _Scale, exponents: Mapping[str, Figure], fractions: Mapping[str, float]
+) -> dict[str, Figure]:
     """Return what has a goal; of what a rank may ask for, its own pieces and the split to half count."""
     lean_nbytes = scale.nbytes["index"] + scale.nbytes["parts"] - DIGEST_NBYTES * scale.digests
     opens = [f"open_plan_{name}_s" for name in _COUNTED]
@@ -304,7 +347,9 @@ def _list_ratios(scale: _Scale, exponents: Mapping[str, Figure], fractions: Mapp
     return {
         "commit_s": summarize(scale.seconds("commit_s")),
         "check_s": summarize(scale.seconds("check_s")),
-        "open_plan_s": max((summarize(scale.seconds(name)) for name in opens), key=lambda figure: figure.median),
+        "open_plan_s": max(
+            (summarize(scale.seconds(name)) for name in opens), key=lambda figure: figure.median
+        ),
         "metadata_read_fraction": summarize([max(fractions[name] for name in _COUNTED)]),
         "exponent": max(counted, key=lambda figure: figure.median),
         "nbytes_per_box": summarize([lean_nbytes / scale.boxes]),

@@ -29,14 +29,20 @@ class RawSetting:
 
 #: What is tried; the best by median counts.
 SETTINGS: Final = tuple(
-    RawSetting(threads=threads, request_nbytes=mib * _MIB) for threads, mib in ((2, 16), (2, 4), (3, 8))
+    RawSetting(threads=threads, request_nbytes=mib * _MIB)
+    for threads, mib in ((2, 16), (2, 4), (3, 8))
 )
 #: What reads are tried with.
 READ_SETTINGS: Final = (
-    *(RawSetting(threads=threads, request_nbytes=mib * _MIB) for threads in (1, 2, 4) for mib in (1, 4, 16)),
+    *(
+        RawSetting(threads=threads, request_nbytes=mib * _MIB)
+        for threads in (1, 2, 4)
+        for mib in (1, 4, 16)
+    ),
     RawSetting(threads=8, request_nbytes=_MIB // 2),
 )
-#: What reads that are touched are tried with: those that are quickest where nobody looks at what came.
+#: What reads that are touched are tried with: those that are quickest where nobody looks at what
+#: came.
 TOUCH_SETTINGS: Final = tuple(
     setting for setting in READ_SETTINGS if setting.threads > 1 and setting.request_nbytes <= _MIB
 )
@@ -56,7 +62,11 @@ class RawWriter:
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
-        return {**self._region.describe(), **dataclasses.asdict(self._setting), "direct": not self.is_buffered}
+        return {
+            **self._region.describe(),
+            **dataclasses.asdict(self._setting),
+            "direct": not self.is_buffered,
+        }
 
     def save(self, path: Path) -> Path:
         """Write all bytes durably; return the file."""
@@ -64,7 +74,10 @@ class RawWriter:
         try:
             os.posix_fallocate(opened, 0, self._region.nbytes)
             with concurrent.futures.ThreadPoolExecutor(self._setting.threads) as pool:
-                for done in [pool.submit(self._write_share, opened, first) for first in range(self._setting.threads)]:
+                for done in [
+                    pool.submit(self._write_share, opened, first)
+                    for first in range(self._setting.threads)
+                ]:
                     done.result()
             os.fsync(opened)
         finally:
@@ -100,8 +113,9 @@ class RawReader:
     Where the file system refuses direct I/O the reads are buffered, and `describe` says so.
 
     Args:
-        touches: whether one word of each cache line of what came is looked at before the next request: bytes that
-            somebody uses have to reach his processor's cache, and leave that of whoever filled the buffer.
+        touches: whether one word of each cache line of what came is looked at before the next
+            request: bytes that somebody uses have to reach his processor's cache, and leave that of
+                whoever filled the buffer.
     """
 
     def __init__(self, setting: RawSetting, *, touches: bool = False) -> None:
@@ -131,7 +145,10 @@ class RawReader:
         opened = self._open(path)
         try:
             with concurrent.futures.ThreadPoolExecutor(self._setting.threads) as pool:
-                shares = [pool.submit(self._read_share, opened, first, nbytes) for first in range(len(self._buffers))]
+                shares = [
+                    pool.submit(self._read_share, opened, first, nbytes)
+                    for first in range(len(self._buffers))
+                ]
                 read_nbytes = sum(share.result() for share in shares)
         finally:
             os.close(opened)
@@ -158,5 +175,7 @@ class RawReader:
                 read_nbytes += os.preadv(opened, [target], begin + read_nbytes)
             total_nbytes += read_nbytes
             if self._touches:
-                np.frombuffer(view[: read_nbytes // 8 * 8], np.uint64)[:: _CACHE_LINE_NBYTES // 8].sum()
+                np.frombuffer(view[: read_nbytes // 8 * 8], np.uint64)[
+                    :: _CACHE_LINE_NBYTES // 8
+                ].sum()
         return total_nbytes

@@ -48,7 +48,9 @@ class Outcome:
     cache: str = "fresh files; memory of all contestants touched and kept hot"
 
 
-def build_record(command: str, outcome: Outcome, *, directory: Path, began: dt.datetime) -> dict[str, Any]:
+def build_record(
+    command: str, outcome: Outcome, *, directory: Path, began: dt.datetime
+) -> dict[str, Any]:
     """Return the record as plain values.
 
     Args:
@@ -73,7 +75,9 @@ def build_record(command: str, outcome: Outcome, *, directory: Path, began: dt.d
         "ratios": {name: _rounded(figure.median) for name, figure in outcome.ratios.items()},
         "spread": {name: _rounded(figure.spread()) for name, figure in outcome.ratios.items()},
         "goals": dict(outcome.goals),
-        "figures": {name: _rounded(dataclasses.asdict(figure)) for name, figure in outcome.figures.items()},
+        "figures": {
+            name: _rounded(dataclasses.asdict(figure)) for name, figure in outcome.figures.items()
+        },
         "memory": dict(outcome.memory),
         "notes": _rounded(outcome.notes),
         "rounds": {name: _rounded(rounds) for name, rounds in outcome.rounds.items()},
@@ -94,12 +98,16 @@ def dump_record(record: Mapping[str, Any]) -> str:
     for key, value in record.items():
         if key == "rounds":
             tables = [
-                f"{json.dumps(name)}: [\n      " + ",\n      ".join(json.dumps(row) for row in rows) + "\n    ]"
+                f"{json.dumps(name)}: [\n      "
+                + ",\n      ".join(json.dumps(row) for row in rows)
+                + "\n    ]"
                 for name, rows in value.items()
             ]
             lines.append('  "rounds": {\n    ' + ",\n    ".join(tables) + "\n  }")
         elif isinstance(value, Mapping) and value:
-            entries = [f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items()]
+            entries = [
+                f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items()
+            ]
             lines.append(f"  {json.dumps(key)}: {{\n" + ",\n".join(entries) + "\n  }")
         else:
             lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
@@ -123,13 +131,15 @@ def _describe_commit() -> dict[str, object]:
 
 def _ask_git(*arguments: str) -> str | None:
     try:
-        asked = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True)
+        asked = subprocess.run(
+            ["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return asked.stdout.strip()
 
 
-def _rounded(value: Any) -> Any:  # noqa: ANN401 - JSON values
+def _rounded(value: Any) -> Any:
     """Return the value with six significant digits: no clock here tells more."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
@@ -144,7 +154,8 @@ def format_record(record: Mapping[str, Any]) -> str:
     """Return the tables of a record: what was measured, and the ratios beside what they are meant to be."""
     workload, machine, storage = record["workload"], record["machine"], record["storage"]
     head = (
-        f"{workload['nbytes'] / 1e9:.3g} GB in {workload['tensors']} tensors; {machine['cores']} cores, "
+        f"{workload['nbytes'] / 1e9:.3g} GB in {workload['tensors']} tensors; {machine['cores']}"
+        " cores, "
         f"{machine['ram_gib']} GiB, {storage['fs']}; torch {record['packages']['torch']}; "
         f"{record['duration_s']:.0f} s, load {machine['load_average'][0]:.1f}"
     )
@@ -153,8 +164,14 @@ def format_record(record: Mapping[str, Any]) -> str:
         for name, figure in record["figures"].items()
     ]
     ratios = [
-        (name, *(_number(value) for value in (ratio, spread["p10"], spread["p90"])), record["goals"].get(name, ""))
-        for (name, ratio), spread in zip(record["ratios"].items(), record["spread"].values(), strict=True)
+        (
+            name,
+            *(_number(value) for value in (ratio, spread["p10"], spread["p90"])),
+            record["goals"].get(name, ""),
+        )
+        for (name, ratio), spread in zip(
+            record["ratios"].items(), record["spread"].values(), strict=True
+        )
     ]
     lines = [head, "", *_align([("", "median", "p10", "p90", "n"), *figures])]
     lines += ["", *_align([("ratio", "median", "p10", "p90", "goal"), *ratios])]
@@ -166,7 +183,9 @@ def format_record(record: Mapping[str, Any]) -> str:
 def _align(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
-        "  ".join(_pad(cell, width, at) for at, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        "  ".join(
+            _pad(cell, width, at) for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
     ]
 

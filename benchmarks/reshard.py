@@ -41,7 +41,8 @@ class _Case:
     """What is loaded from what: all ranks of one cut, from what all writers of another one stored.
 
     Attributes:
-        same: the case that it is compared with: loaded by as many ranks, who need as much each, as it was stored.
+        same: the case that it is compared with: loaded by as many ranks, who need as much each, as
+            it was stored.
     """
 
     name: str
@@ -52,8 +53,12 @@ class _Case:
 
 STORED: Final = _rows(4)
 COLUMNS: Final = Cut(name="columns_2", dim=1, ranks=2)
-_SAME: Final = tuple(_Case(name=f"same_{n}", stored=_rows(n), wanted=_rows(n)) for n in (4, 8, 2, 3))
-_ROWS: Final = tuple(_Case(name=f"rows_{n}", stored=STORED, wanted=_rows(n), same=f"same_{n}") for n in (8, 2, 3))
+_SAME: Final = tuple(
+    _Case(name=f"same_{n}", stored=_rows(n), wanted=_rows(n)) for n in (4, 8, 2, 3)
+)
+_ROWS: Final = tuple(
+    _Case(name=f"rows_{n}", stored=STORED, wanted=_rows(n), same=f"same_{n}") for n in (8, 2, 3)
+)
 _COLUMNS: Final = _Case(name=COLUMNS.name, stored=STORED, wanted=COLUMNS, same="same_2")
 _CASES: Final = (*_SAME, *_ROWS, _COLUMNS)
 #: What DCP does too: everything that is stored by four.
@@ -103,7 +108,9 @@ class _Contestant:
             by_calls_nbytes += read_by_calls_nbytes() - before_nbytes
             # Buffers are let go of before the next rank begins; all else adds up.
             counted = {
-                name: max(counted.get(name, 0), count) if name == "buffer_nbytes" else counted.get(name, 0) + count
+                name: max(counted.get(name, 0), count)
+                if name == "buffer_nbytes"
+                else counted.get(name, 0) + count
                 for name, count in reads.items()
             }
             if check:
@@ -117,7 +124,9 @@ class _Contestant:
         make_warm(files)
 
 
-def measure_reshard(nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+def measure_reshard(
+    nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress
+) -> Outcome:
     """Measure loads in other layouts beside loads in the same, in interleaved rounds, and DCP's.
 
     Args:
@@ -128,7 +137,9 @@ def measure_reshard(nbytes: int, *, rounds: int | None, place: Workplace, progre
     """
     check_room(place.directory, memory_nbytes=9 * nbytes, storage_nbytes=6 * nbytes)
     rounds = rounds or _ROUNDS
-    matrices = Matrices(_MATRICES, _plan_width(nbytes), most=max(1 / case.wanted.ranks for case in _CASES))
+    matrices = Matrices(
+        _MATRICES, _plan_width(nbytes), most=max(1 / case.wanted.ranks for case in _CASES)
+    )
     ours = {}
     for stored in {case.stored.name: case.stored for case in _CASES}.values():
         progress.say(f"reshard: writing as {stored.ranks} writers")
@@ -137,7 +148,13 @@ def measure_reshard(nbytes: int, *, rounds: int | None, place: Workplace, progre
     os.sync()
     cold, warm = (
         [
-            _Contestant(name=case.name, load=_load_ours, case=case, path=ours[case.stored.name], is_cold=is_cold)
+            _Contestant(
+                name=case.name,
+                load=_load_ours,
+                case=case,
+                path=ours[case.stored.name],
+                is_cold=is_cold,
+            )
             for case in _CASES
         ]
         for is_cold in (True, False)
@@ -174,7 +191,11 @@ def _load_dcp(path: Path, matrices: Matrices, cut: Cut, rank: int) -> dict[str, 
 
 
 def _run_rounds(
-    cache: str, contestants: Sequence[_Contestant], matrices: Matrices, rounds: int, progress: Progress
+    cache: str,
+    contestants: Sequence[_Contestant],
+    matrices: Matrices,
+    rounds: int,
+    progress: Progress,
 ) -> Rows:
     by_name = {one.name: one for one in contestants}
     for one in contestants:
@@ -193,15 +214,24 @@ def _run_rounds(
 
 def _sum_up(matrices: Matrices, cold: Rows, warm: Rows, shared: Mapping[str, Any]) -> Outcome:
     edges = {
-        case.name: count_edge_nbytes(matrices.shape, case.stored, case.wanted)["edges"] * len(matrices.whole)
+        case.name: count_edge_nbytes(matrices.shape, case.stored, case.wanted)["edges"]
+        * len(matrices.whole)
         for case in _ROWS
     }
     return Outcome(
         workload=_describe_workload(matrices),
         settings={
-            "ckptfmt": {"call": "Checkpoint(store).read_into(sinks), as each rank in turn", "verified": "every block"},
-            "dcp": {"call": "dcp.load with a planner given boxes, as each rank in turn", "verified": "nothing"},
-            "ckptfmt_shared": {"call": "ckptfmt.load(path, State(weights=DTensors)), two processes under gloo"},
+            "ckptfmt": {
+                "call": "Checkpoint(store).read_into(sinks), as each rank in turn",
+                "verified": "every block",
+            },
+            "dcp": {
+                "call": "dcp.load with a planner given boxes, as each rank in turn",
+                "verified": "nothing",
+            },
+            "ckptfmt_shared": {
+                "call": "ckptfmt.load(path, State(weights=DTensors)), two processes under gloo"
+            },
         },
         repeats={"cold": len(cold), "warm": len(warm), "shared": len(shared["rounds"])},
         rounds={"cold": cold, "warm": warm, "shared": shared["rounds"]},
@@ -215,13 +245,19 @@ def _sum_up(matrices: Matrices, cold: Rows, warm: Rows, shared: Mapping[str, Any
         memory={f"block_edges_{name}_nbytes": count for name, count in edges.items()},
         notes={
             "each_vs_same": {
-                cache: {case.name: _compare(rows, case.name, case.same).median for case in (*_ROWS, _COLUMNS)}
+                cache: {
+                    case.name: _compare(rows, case.name, case.same).median
+                    for case in (*_ROWS, _COLUMNS)
+                }
                 for cache, rows in (("cold", cold), ("warm", warm))
             },
             "with_edges_if_198_matrices": _overread_small(matrices.nbytes),
             "counters": {case.name: cold[0]["runs"][case.name] for case in _CASES},
         },
-        cache="cold: cachestat(2) found no page before each rank's load; warm: it found all; memory touched and hot",
+        cache=(
+            "cold: cachestat(2) found no page before each rank's load; warm: it found all;"
+            " memory touched and hot"
+        ),
     )
 
 
@@ -231,7 +267,9 @@ def _describe_workload(matrices: Matrices) -> dict[str, object]:
         "tensors": len(matrices.whole),
         "dtype": "float32",
         "shape": list(matrices.shape),
-        "saved_as": f"{STORED.ranks} writers, each with rows of every matrix, by the rule of torch.chunk",
+        "saved_as": (
+            f"{STORED.ranks} writers, each with rows of every matrix, by the rule of torch.chunk"
+        ),
         "compared_with": "a checkpoint of the same matrices saved by as many writers as ranks load",
         "block_nbytes": BLOCK_NBYTES,
     }
@@ -246,8 +284,13 @@ def _list_ratios(
         "reshard_columns_vs_same": _compare(cold, _COLUMNS.name, _COLUMNS.same),
         "reshard_columns_vs_same_warm": _compare(warm, _COLUMNS.name, _COLUMNS.same),
         **_list_overreads(matrices.nbytes, cold, edges),
-        "overread_columns_shared": summarize([row["read_nbytes"] / row["needed_nbytes"] for row in shared]),
-        **{f"{case.name}_warm_vs_dcp": _compare(warm, f"dcp_{case.name}", case.name) for case in _DCP_CASES},
+        "overread_columns_shared": summarize(
+            [row["read_nbytes"] / row["needed_nbytes"] for row in shared]
+        ),
+        **{
+            f"{case.name}_warm_vs_dcp": _compare(warm, f"dcp_{case.name}", case.name)
+            for case in _DCP_CASES
+        },
     }
 
 
@@ -281,5 +324,7 @@ def _list_overreads(needed_nbytes: int, rows: Rows, edges: Mapping[str, int]) ->
 def _overread_small(nbytes: int) -> dict[str, float]:
     """Return what block edges alone make of the bytes read if the matrices are as small as in the other benchmarks."""
     width = plan_width(nbytes)
-    counts = {case.name: count_edge_nbytes((width, width), case.stored, case.wanted) for case in _ROWS}
+    counts = {
+        case.name: count_edge_nbytes((width, width), case.stored, case.wanted) for case in _ROWS
+    }
     return {name: 1 + count["edges"] / count["needed"] for name, count in counts.items()}

@@ -51,8 +51,9 @@ class Progress:
 class Workplace:
     """A directory of its own, in which no name is used twice.
 
-    What a buffered writer wrote stays until the next buffered writer begins: its page cache is then freed and taken
-    again at once, which is as hot as guest memory gets. Memory left free for seconds costs ten times as much to touch.
+    What a buffered writer wrote stays until the next buffered writer begins: its page cache is then
+    freed and taken again at once, which is as hot as guest memory gets. Memory left free for
+    seconds costs ten times as much to touch.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -132,4 +133,7 @@ def check_room(directory: Path, *, memory_nbytes: int, storage_nbytes: int) -> N
         ("storage", storage_nbytes, free_nbytes),
     ):
         if there < needed:
-            raise SystemExit(f"needs {needed / 1e9:.1f} GB of {kind}, and {there / 1e9:.1f} GB are free: --nbytes")
+            raise SystemExit(
+                f"needs {needed / 1e9:.1f} GB of {kind}, and {there / 1e9:.1f} GB are free:"
+                " --nbytes"
+            )

@@ -48,8 +48,9 @@ _RATIOS: Final = {
     "save_vs_s3fs": ("save", "s3fs", ""),
     "load_vs_s3fs": ("load", "s3fs", ""),
 }
-#: How much faster a delta is than a full save, divided by how many times fewer its bytes are; and what a training loses
-#: for a save by way of a cache, divided by what it loses for one to a local directory.
+#: How much faster a delta is than a full save, divided by how many times fewer its bytes are; and
+#: what a training loses for a save by way of a cache, divided by what it loses for one to a local
+#: directory.
 _OTHER_GOALS: Final = {"delta_vs_bytes": ">= 0.85", "cache_vs_local_lost": "<= 1"}
 
 
@@ -83,7 +84,7 @@ class Ours:
     name = "ckptfmt"
     verifies = "every byte"
 
-    def __init__(self, bucket: str, trainer: Trainer, *, key: str, delta: Any = "off") -> None:  # noqa: ANN401 - as for Checkpointer
+    def __init__(self, bucket: str, trainer: Trainer, *, key: str, delta: Any = "off") -> None:
         self._trainer = trainer
         self._run = f"{bucket}/{key}"
         self._checkpointer = ckptfmt.Checkpointer(
@@ -94,7 +95,10 @@ class Ours:
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
-        return {"call": "Checkpointer.save, until COMMITTED; ckptfmt.load", "reports": list(self._checkpointer.reports)}
+        return {
+            "call": "Checkpointer.save, until COMMITTED; ckptfmt.load",
+            "reports": list(self._checkpointer.reports),
+        }
 
     def save(self, key: str) -> None:  # noqa: ARG002 - the run decides the place
         """Save the next step."""
@@ -144,7 +148,11 @@ class Bound:
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
-        return {"call": "obstore.put; obstore.get_range", "part_nbytes": self._part_nbytes, "at_once": self._count}
+        return {
+            "call": "obstore.put; obstore.get_range",
+            "part_nbytes": self._part_nbytes,
+            "at_once": self._count,
+        }
 
     def save(self, key: str) -> None:
         """Put one object."""
@@ -182,7 +190,11 @@ class Best:
     def describe(self) -> dict[str, object]:
         """Return the settings of both."""
         saving, loading = self.saver.describe(), self.loader.describe()
-        return {"call": saving.pop("call"), "save": saving, "load": {key: loading[key] for key in saving}}
+        return {
+            "call": saving.pop("call"),
+            "save": saving,
+            "load": {key: loading[key] for key in saving},
+        }
 
     def save(self, key: str) -> None:
         """Save."""
@@ -196,8 +208,8 @@ class Best:
 class Hashing:
     """obstore and the BLAKE3 digests of the same bytes, and nothing else: no save of ckptfmt is quicker, and no load.
 
-    A save's digests are made by a thread beside the upload, as the saver does; a load's by the threads that get ranges,
-    and what came is copied once, as it is into tensors.
+    A save's digests are made by a thread beside the upload, as the saver does; a load's by the
+    threads that get ranges, and what came is copied once, as it is into tensors.
     """
 
     name = _HASHING
@@ -236,7 +248,9 @@ class Connector:
     name = "s3torchconnector"
     verifies = "nothing"
 
-    def __init__(self, bucket: str, tensors: Mapping[str, torch.Tensor], *, thread_count: int) -> None:
+    def __init__(
+        self, bucket: str, tensors: Mapping[str, torch.Tensor], *, thread_count: int
+    ) -> None:
         from s3torchconnector import S3ClientConfig, dcp  # noqa: PLC0415 - not everybody has it
 
         self._dcp = dcp
@@ -247,18 +261,25 @@ class Connector:
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
-        return {"call": "dcp.save with S3StorageWriter; dcp.load", "thread_count": self._thread_count}
+        return {
+            "call": "dcp.save with S3StorageWriter; dcp.load",
+            "thread_count": self._thread_count,
+        }
 
     def save(self, key: str) -> None:
         """Save."""
         options = {"s3client_config": self._config, "thread_count": self._thread_count}
-        writer = self._dcp.S3StorageWriter(os.environ["AWS_REGION"], f"{self._bucket}/{key}", **options)
+        writer = self._dcp.S3StorageWriter(
+            os.environ["AWS_REGION"], f"{self._bucket}/{key}", **options
+        )
         save_dcp(dict(self._tensors), storage_writer=writer)
 
     def load(self, key: str) -> None:
         """Load in place."""
         options = {"s3client_config": self._config}
-        reader = self._dcp.S3StorageReader(os.environ["AWS_REGION"], f"{self._bucket}/{key}", **options)
+        reader = self._dcp.S3StorageReader(
+            os.environ["AWS_REGION"], f"{self._bucket}/{key}", **options
+        )
         load_dcp(dict(self._tensors), storage_reader=reader)
 
 
@@ -268,7 +289,9 @@ class TorchS3fs:
     name = "s3fs"
     verifies = "nothing"
 
-    def __init__(self, bucket: str, tensors: Mapping[str, torch.Tensor], *, block_nbytes: int) -> None:
+    def __init__(
+        self, bucket: str, tensors: Mapping[str, torch.Tensor], *, block_nbytes: int
+    ) -> None:
         import s3fs  # noqa: PLC0415 - not everybody has it
 
         self._bucket = bucket.removeprefix("s3://")
@@ -278,7 +301,10 @@ class TorchS3fs:
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
-        return {"call": "torch.save and torch.load on a file of s3fs", "block_nbytes": self._block_nbytes}
+        return {
+            "call": "torch.save and torch.load on a file of s3fs",
+            "block_nbytes": self._block_nbytes,
+        }
 
     def save(self, key: str) -> None:
         """Save one object."""
@@ -306,10 +332,17 @@ def measure_s3(nbytes: int, *, rounds: int | None, place: Workplace, progress: P
     """
     check_room(place.directory, memory_nbytes=6 * nbytes, storage_nbytes=8 * nbytes)
     rounds = rounds or _ROUNDS
-    bench = Bench(trainer=Trainer(nbytes, threads=os.cpu_count() or 1), place=place, progress=progress)
+    bench = Bench(
+        trainer=Trainer(nbytes, threads=os.cpu_count() or 1), place=place, progress=progress
+    )
     kind = choose_kind()
     progress.say(f"s3: starting {KINDS[kind]}")
-    with Server(kind) as server, _environment(server.endpoint), process_group(), contextlib.ExitStack() as stack:
+    with (
+        Server(kind) as server,
+        _environment(server.endpoint),
+        process_group(),
+        contextlib.ExitStack() as stack,
+    ):
         bucket = f"s3://{server.endpoint.make_bucket()}"
         ours = Ours(bucket, bench.trainer, key="run")
         stack.callback(ours.close)
@@ -319,7 +352,10 @@ def measure_s3(nbytes: int, *, rounds: int | None, place: Workplace, progress: P
         for settings in peers:
             try:
                 chosen.append(races.choose(settings, min(_TRIALS, rounds)))
-            except (Exception, CheckpointException) as error:  # whatever a peer does not like about this server
+            except (
+                Exception,
+                CheckpointException,
+            ) as error:  # whatever a peer does not like about this server
                 if settings[0].name == _BOUND:
                     raise
                 missing.append(f"{settings[0].name}: {str(error).strip().splitlines()[-1]}")
@@ -369,13 +405,19 @@ class _Races:
         for one in settings:
             self._bench.progress.say(f"s3: trying {one.name}: {one.describe()}")
             times = [self._time(one) for _ in range(trials)]
-            medians.append([median_of([time[doing] for time in times]) for doing in ("save", "load")])
+            medians.append(
+                [median_of([time[doing] for time in times]) for doing in ("save", "load")]
+            )
         name = settings[0].name
-        self.tried[name] = {str(one.describe()): median for one, median in zip(settings, medians, strict=True)}
+        self.tried[name] = {
+            str(one.describe()): median for one, median in zip(settings, medians, strict=True)
+        }
         saves, loads = zip(*medians, strict=True)
         return Best(settings[saves.index(min(saves))], settings[loads.index(min(loads))])
 
-    def run_round(self, contestants: Sequence[Contestant], number: int, rounds: int) -> dict[str, Any]:
+    def run_round(
+        self, contestants: Sequence[Contestant], number: int, rounds: int
+    ) -> dict[str, Any]:
         """Time everyone once."""
         by_name = {one.name: one for one in contestants}
         order = order_of_round(list(by_name), number)
@@ -417,11 +459,17 @@ class _Races:
 def _list_peers(bucket: str, trainer: Trainer) -> tuple[list[list[Contestant]], list[str]]:
     """Return everyone else in each of the settings that are worth trying; and whom this environment doesn't have."""
     tensors = trainer.tensors()
-    content = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors.values()])
+    content = torch.cat(
+        [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors.values()]
+    )
     makers: dict[str, Callable[[], list[Contestant]]] = {
         _BOUND: lambda: [Bound(bucket, content, setting) for setting in _SETTINGS],
-        Connector.name: lambda: [Connector(bucket, tensors, thread_count=count) for count in (1, 2, 4)],
-        TorchS3fs.name: lambda: [TorchS3fs(bucket, tensors, block_nbytes=mib << 20) for mib in (8, 32, 128)],
+        Connector.name: lambda: [
+            Connector(bucket, tensors, thread_count=count) for count in (1, 2, 4)
+        ],
+        TorchS3fs.name: lambda: [
+            TorchS3fs(bucket, tensors, block_nbytes=mib << 20) for mib in (8, 32, 128)
+        ],
     }
     found, missing = [], []
     for name, make in makers.items():
@@ -443,7 +491,9 @@ def _count_requests(endpoint: Endpoint, bench: Bench) -> dict[str, dict[str, int
             act("")
             with _environment(endpoint):  # not counted
                 ours.settle()
-            found[name] = {kind: count - before.get(kind, 0) for kind, count in sorted(proxy.counts.items())}
+            found[name] = {
+                kind: count - before.get(kind, 0) for kind, count in sorted(proxy.counts.items())
+            }
             found[name] = {kind: count for kind, count in found[name].items() if count}
     del found["first save"]
     return found
@@ -461,7 +511,10 @@ def _time_delta(endpoint: Endpoint, bench: Bench, number: int) -> dict[str, floa
             bench.trainer.step()
             begin_s = time.perf_counter()
             ours.save("")
-            row |= {f"{name}_s": time.perf_counter() - begin_s, f"{name}_nbytes": ours.stored_nbytes()}
+            row |= {
+                f"{name}_s": time.perf_counter() - begin_s,
+                f"{name}_nbytes": ours.stored_nbytes(),
+            }
     return row
 
 
@@ -480,13 +533,17 @@ def _environment(endpoint: Endpoint) -> Iterator[None]:
 def _list_figures(rows: Sequence[Mapping[str, Any]], nbytes: int) -> dict[str, Figure]:
     names = rows[0]["order"]
     return {
-        f"{name}_{doing}_gb_per_s": summarize([nbytes / row["seconds"][name][doing] / 1e9 for row in rows])
+        f"{name}_{doing}_gb_per_s": summarize(
+            [nbytes / row["seconds"][name][doing] / 1e9 for row in rows]
+        )
         for name in names
         for doing in ("save", "load")
     }
 
 
-def _list_ratios(rows: Sequence[Mapping[str, Any]], deltas: Sequence[Mapping[str, float]]) -> dict[str, Figure]:
+def _list_ratios(
+    rows: Sequence[Mapping[str, Any]], deltas: Sequence[Mapping[str, float]]
+) -> dict[str, Figure]:
     def seconds(name: str, doing: str) -> list[float]:
         return [row["seconds"][name][doing] for row in rows]
 

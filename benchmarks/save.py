@@ -31,7 +31,9 @@ RATIOS: Final = {
 }
 
 
-def measure_save(nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+def measure_save(
+    nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress
+) -> Outcome:
     """Measure the durable rate of everyone, in interleaved rounds.
 
     Args:
@@ -42,7 +44,9 @@ def measure_save(nbytes: int, *, rounds: int | None, place: Workplace, progress:
     """
     check_room(place.directory, memory_nbytes=9 * nbytes, storage_nbytes=4 * nbytes)
     rounds = rounds or _ROUNDS
-    bench = Bench(trainer=Trainer(nbytes, threads=os.cpu_count() or 1), place=place, progress=progress)
+    bench = Bench(
+        trainer=Trainer(nbytes, threads=os.cpu_count() or 1), place=place, progress=progress
+    )
     bench.trainer.drop_gradients()
     with process_group(), contextlib.ExitStack() as stack:
         progress.say("save: making slots")
@@ -67,7 +71,9 @@ def measure_save(nbytes: int, *, rounds: int | None, place: Workplace, progress:
 def _list_candidates(trainer: Trainer) -> dict[str, list[Saver]]:
     """Return every peer in each of the settings that are worth trying."""
     with pages_in_order(trainer.nbytes):
-        small, huge = (Region(trainer.tensors().values(), huge=is_huge) for is_huge in (False, True))
+        small, huge = (
+            Region(trainer.tensors().values(), huge=is_huge) for is_huge in (False, True)
+        )
     return {
         "raw": [RawWriter("raw", small, setting) for setting in SETTINGS],
         "raw_huge_pages": [RawWriter("raw_huge_pages", huge, setting) for setting in SETTINGS],
@@ -91,7 +97,9 @@ def _choose_peers(bench: Bench, *, trials: int) -> tuple[list[Saver], dict[str, 
             for number, saver in enumerate(savers):
                 seconds[name][number][trial] = time_save(saver, bench.place)
     medians = {name: [median_of(tried) for tried in lists] for name, lists in seconds.items()}
-    return [savers[medians[name].index(min(medians[name]))] for name, savers in candidates.items()], medians
+    return [
+        savers[medians[name].index(min(medians[name]))] for name, savers in candidates.items()
+    ], medians
 
 
 def _run_rounds(bench: Bench, savers: Sequence[Saver], rounds: int) -> list[dict[str, Any]]:
@@ -115,14 +123,18 @@ def _sum_up(
     memory: dict[str, int],
     notes: dict[str, object],
 ) -> Outcome:
-    rates = {name: [trainer.nbytes / row["seconds"][name] / 1e9 for row in rows] for name in settings}
+    rates = {
+        name: [trainer.nbytes / row["seconds"][name] / 1e9 for row in rows] for name in settings
+    }
     return Outcome(
         workload=trainer.describe(),
         settings=settings,
         repeats={"save": len(rows)},
         rounds={"save": rows},
         figures={f"{name}_gb_per_s": summarize(of_rounds) for name, of_rounds in rates.items()},
-        ratios={name: paired_ratio(rates["ckptfmt"], rates[peer]) for name, (peer, _) in RATIOS.items()},
+        ratios={
+            name: paired_ratio(rates["ckptfmt"], rates[peer]) for name, (peer, _) in RATIOS.items()
+        },
         goals={name: goal for name, (_, goal) in RATIOS.items() if goal},
         memory=memory,
         notes=notes,

@@ -15,7 +15,8 @@ class Sizes:
     """How large the models are, and how long they train.
 
     Attributes:
-        width, layers, heads, context: of the GPT; those with experts and with a table have narrower ones.
+        width, layers, heads, context: of the GPT; those with experts and with a table have narrower
+            ones.
         batch: windows in a step.
         steps: of the training that all settings begin with, and of the long one at 1e-5.
         settle: steps of a setting before its first state is taken.
@@ -41,8 +42,10 @@ class Scene:
     Attributes:
         model: ``gpt``, ``lora``, ``moe`` or ``embedding``.
         optimizer: ``adamw``, ``sgd`` or ``sparse`` (AdamW, and SparseAdam for the table).
-        gradients: ``fp32``, ``bf16`` (of one micro-batch, rounded before the step) or ``clipped`` (bf16, then scaled).
-        implementations: torch's, for the first step after the first state; the first of them goes on.
+        gradients: ``fp32``, ``bf16`` (of one micro-batch, rounded before the step) or ``clipped``
+            (bf16, then scaled).
+        implementations: torch's, for the first step after the first state; the first of them goes
+            on.
         settle: steps before the first state.
         offsets: steps from the first state to the others.
     """
@@ -60,7 +63,10 @@ class Scene:
 def list_scenes(sizes: Sizes) -> list[Scene]:
     """Return every setting."""
     settle, gap = sizes.settle, sizes.gap
-    scenes = [Scene(name=f"adamw-{rate}", lr=float(rate), settle=settle, offsets=(1, 2, 3, 4, gap)) for rate in RATES]
+    scenes = [
+        Scene(name=f"adamw-{rate}", lr=float(rate), settle=settle, offsets=(1, 2, 3, 4, gap))
+        for rate in RATES
+    ]
     scenes.append(Scene(name="adamw-1e-5-aged", lr=1e-5, settle=sizes.steps, offsets=(1, gap)))
     for gradients in ("fp32", "bf16", "clipped"):
         scenes += [
@@ -91,5 +97,14 @@ def list_scenes(sizes: Sizes) -> list[Scene]:
         ("moe", "adamw", (1, gap)),
         ("embedding", "sparse", (1, gap)),
     ):
-        scenes.append(Scene(name=model, model=model, optimizer=optimizer, lr=1e-3, settle=3 * settle, offsets=offsets))
+        scenes.append(
+            Scene(
+                name=model,
+                model=model,
+                optimizer=optimizer,
+                lr=1e-3,
+                settle=3 * settle,
+                offsets=offsets,
+            )
+        )
     return scenes

@@ -31,7 +31,9 @@ _RANKS: Final = 2
 _ROOT: Final = Path(__file__).parents[1]
 
 
-def measure_sharing(directory: Path, matrices: Matrices, rounds: int, progress: Progress) -> dict[str, Any]:
+def measure_sharing(
+    directory: Path, matrices: Matrices, rounds: int, progress: Progress
+) -> dict[str, Any]:
     """Return for each round what both processes read, what both need, and how long the slower one took."""
     progress.say("reshard: two processes that share what they read")
     with tempfile.TemporaryDirectory() as meeting:
@@ -77,11 +79,16 @@ def main(arguments: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def _make_half(width: int, rank: int, mesh: Any) -> DTensor:  # noqa: ANN401 - a DeviceMesh
+def _make_half(width: int, rank: int, mesh: Any) -> DTensor:
     columns = len(torch.arange(width).chunk(_RANKS)[rank])
     local = torch.full((width, columns), -1.0)
     return DTensor.from_local(
-        local, mesh, [Shard(1)], run_check=False, shape=torch.Size((width, width)), stride=(width, 1)
+        local,
+        mesh,
+        [Shard(1)],
+        run_check=False,
+        shape=torch.Size((width, width)),
+        stride=(width, 1),
     )
 
 
@@ -98,7 +105,8 @@ def _load(directory: Path, tensors: dict[str, DTensor], rank: int) -> dict[str, 
     for local in locals_:
         local.fill_(-1)
     assert isinstance(report, LoadReport)  # a state was given
-    # What is needed is known here; what the reader takes for it may leave out what the other process reads.
+    # What is needed is known here; what the reader takes for it may leave out what the other
+    # process reads.
     needed_nbytes = sum(local.nbytes for local in locals_)
     return {
         "seconds": seconds,

@@ -22,8 +22,8 @@ class Tensor:
     Attributes:
         field: as in a checkpoint: ``weights`` or ``optimizer``.
         parameter: the parameter's name, the same for all that belongs to it.
-        role: what it is of this parameter: ``weight``, ``exp_avg``, ``step``, ...; ``buffer`` for what no optimizer
-            updates.
+        role: what it is of this parameter: ``weight``, ``exp_avg``, ``step``, ...; ``buffer`` for
+            what no optimizer updates.
         dtype: as the format names it; a bfloat16 array has dtype ``uint16``.
     """
 
@@ -36,7 +36,9 @@ class Tensor:
     @property
     def name(self) -> str:
         """The name in the state."""
-        return f"{self.field}/{self.parameter}" + ("" if self.role in (WEIGHT, "buffer") else f"/{self.role}")
+        return f"{self.field}/{self.parameter}" + (
+            "" if self.role in (WEIGHT, "buffer") else f"/{self.role}"
+        )
 
     @property
     def content(self) -> memoryview:
@@ -55,8 +57,10 @@ class Pair:
     Attributes:
         name: the setting.
         kind: of the rule that may predict one from the other: ``adam``, ``sgd``, or empty.
-        options: the optimizer's scalars of the last step, as its param group has them; step counts are in the states.
-        gradients: those that the last step took, before they were clipped, by parameter; none if the gap isn't 1.
+        options: the optimizer's scalars of the last step, as its param group has them; step counts
+            are in the states.
+        gradients: those that the last step took, before they were clipped, by parameter; none if
+            the gap isn't 1.
     """
 
     name: str
@@ -81,7 +85,11 @@ class Pair:
 
     def untouched(self) -> Pair:
         """Return the pair with those tensors alone that are the same in both states."""
-        names = [n for n, tensor in self.new.items() if n in self.base and self.base[n].content == tensor.content]
+        names = [
+            n
+            for n, tensor in self.new.items()
+            if n in self.base and self.base[n].content == tensor.content
+        ]
         base, new = ({name: state[name] for name in names} for state in (self.base, self.new))
         return dataclasses.replace(self, kind="", base=base, new=new, gradients={})
 
@@ -120,6 +128,8 @@ def read_snapshot(path: Path) -> Snapshot:
     with np.load(path) as arrays:
         for key in arrays.files:
             field, parameter, role, dtype = key.split(_SEPARATOR)
-            tensor = Tensor(field=field, parameter=parameter, role=role, dtype=dtype, array=arrays[key])
+            tensor = Tensor(
+                field=field, parameter=parameter, role=role, dtype=dtype, array=arrays[key]
+            )
             state[tensor.name] = tensor
     return state

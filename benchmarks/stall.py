@@ -24,7 +24,8 @@ _LOST_ROUNDS: Final = 7
 _ACCOUNT_ROUNDS: Final = 11
 _LATER_SAVES: Final = 3  # after each first one
 _BATCHES: Final = (16, 32, 64, 128, 256, 512)
-#: Forward and backward take so many times the copy: beside a busy loop a copy takes longer than alone.
+#: Forward and backward take so many times the copy: beside a busy loop a copy takes longer than
+#: alone.
 _PASSES_PER_COPY: Final = 4
 #: A GPU takes so many times the rows in the time that a copy from it takes.
 _ROWS_ON_DEVICE: Final = 32
@@ -54,7 +55,11 @@ def measure_stall(
     Raises: SystemExit where memory or storage wouldn't do.
     """
     check_room(place.directory, memory_nbytes=12 * nbytes, storage_nbytes=4 * nbytes)
-    bench = Bench(trainer=Trainer(nbytes, threads=os.cpu_count() or 1, device=device), place=place, progress=progress)
+    bench = Bench(
+        trainer=Trainer(nbytes, threads=os.cpu_count() or 1, device=device),
+        place=place,
+        progress=progress,
+    )
     with pages_in_order(nbytes):
         yardstick = CopyYardstick(bench.trainer)
     workload = {**bench.trainer.describe(), **_choose_batch(bench.trainer, yardstick)}
@@ -78,10 +83,19 @@ def measure_stall(
     return Outcome(
         workload=workload,
         settings=lost.settings,
-        repeats={"first": len(firsts), "stall": len(stalls), "lost": len(lost.rows), "account": len(account)},
+        repeats={
+            "first": len(firsts),
+            "stall": len(stalls),
+            "lost": len(lost.rows),
+            "account": len(account),
+        },
         rounds={"first": firsts, "stall": stalls, "lost": lost.rows, "account": account},
         figures={**_stall_figures(firsts, stalls), **figures, **spent},
-        ratios={**_stall_ratios(firsts, stalls, f"copy_{copying.staging_threads}"), **ratios, **cpu_ratios},
+        ratios={
+            **_stall_ratios(firsts, stalls, f"copy_{copying.staging_threads}"),
+            **ratios,
+            **cpu_ratios,
+        },
         goals=GOALS,
         memory=memory,
         notes=lost.notes,
@@ -91,7 +105,9 @@ def measure_stall(
 def _choose_batch(trainer: Trainer, yardstick: CopyYardstick) -> dict[str, object]:
     """Choose the batch with which forward and backward outlast the copy; return what a record says of the steps."""
     copy_s = median_of([yardstick.time_copy(threads=1) for _ in range(3)])
-    for rows in [rows * (_ROWS_ON_DEVICE if trainer.device.type == "cuda" else 1) for rows in _BATCHES]:
+    for rows in [
+        rows * (_ROWS_ON_DEVICE if trainer.device.type == "cuda" else 1) for rows in _BATCHES
+    ]:
         trainer.set_batch(rows)
         trainer.step()
         times = [trainer.step() for _ in range(3)]
@@ -135,7 +151,9 @@ def _measure_firsts(bench: Bench, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _measure_stalls(bench: Bench, ours: Ours, yardstick: CopyYardstick, rounds: int) -> list[dict[str, Any]]:
+def _measure_stalls(
+    bench: Bench, ours: Ours, yardstick: CopyYardstick, rounds: int
+) -> list[dict[str, Any]]:
     """Time `save` itself beside copies of the same tensors by one thread and more."""
     most = max(bench.trainer.threads, ours.staging_threads)
     copies = {f"copy_{count}": count for count in range(1, most + 1)}
@@ -172,16 +190,21 @@ def _stall_figures(firsts: list[dict[str, Any]], stalls: list[dict[str, Any]]) -
         "first_stall_s": summarize([row["first_s"] for row in firsts]),
         "later_stall_s": summarize([median_of(row["later_s"]) for row in firsts]),
         **{
-            f"{'stall' if name == 'ckptfmt_copy' else name}_s": summarize([row["seconds"][name] for row in stalls])
+            f"{'stall' if name == 'ckptfmt_copy' else name}_s": summarize(
+                [row["seconds"][name] for row in stalls]
+            )
             for name in sorted(stalls[0]["seconds"])
         },
     }
 
 
-def _stall_ratios(firsts: list[dict[str, Any]], stalls: list[dict[str, Any]], copy_name: str) -> dict[str, Figure]:
+def _stall_ratios(
+    firsts: list[dict[str, Any]], stalls: list[dict[str, Any]], copy_name: str
+) -> dict[str, Figure]:
     return {
         "stall_vs_copy": paired_ratio(
-            [row["seconds"]["ckptfmt_copy"] for row in stalls], [row["seconds"][copy_name] for row in stalls]
+            [row["seconds"]["ckptfmt_copy"] for row in stalls],
+            [row["seconds"][copy_name] for row in stalls],
         ),
         "first_stall_vs_later": paired_ratio(
             [row["first_s"] for row in firsts], [median_of(row["later_s"]) for row in firsts]

@@ -13,7 +13,8 @@ from torch.nn import functional
 import ckptfmt
 from benchmarks.rounds import Progress, Workplace
 
-#: Layers, each with one parameter; AdamW adds two moments of the same shape and a step count to each.
+#: Layers, each with one parameter; AdamW adds two moments of the same shape and a step count to
+#: each.
 PARAMETERS: Final = 66
 _TENSORS_EACH: Final = 3
 _FLOAT_NBYTES: Final = 4
@@ -53,7 +54,8 @@ class StepTimes:
 
     Attributes:
         passes_s: forward and backward pass.
-        guard_s: from the call of the optimizer's step until its last pre-hook: what waits for copies stands here.
+        guard_s: from the call of the optimizer's step until its last pre-hook: what waits for
+            copies stands here.
         update_s: the rest of the optimizer's step.
     """
 
@@ -134,7 +136,9 @@ class Trainer:
     def step(self) -> StepTimes:
         """Take one training step; a device has done it when this returns."""
         begin_s = time.perf_counter()
-        self.optimizer.zero_grad(set_to_none=False)  # the gradients' memory stays, and stays touched
+        self.optimizer.zero_grad(
+            set_to_none=False
+        )  # the gradients' memory stays, and stays touched
         loss = (self.model(self._rows) - 1).square().mean()
         loss.backward()
         self._settle()

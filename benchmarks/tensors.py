@@ -1,7 +1,8 @@
 """What a state of very many small tensors costs: seconds and memory of saves, loads and resumes, by count of tensors.
 
-``python -m benchmarks.tensors ACTION DIRECTORY COUNT`` does one action in this process, and prints what that took:
-``save`` and ``load`` a checkpoint, or ``run`` a `Checkpointer` whose saver is a process, and ``resume`` its run.
+``python -m benchmarks.tensors ACTION DIRECTORY COUNT`` does one action in this process, and prints
+what that took: ``save`` and ``load`` a checkpoint, or ``run`` a `Checkpointer` whose saver is a
+process, and ``resume`` its run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _SHAPE: Final = (4, 4)
 _BLOCK: Final = 500
 
 
-def measure_tensors(most: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+def measure_tensors(
+    most: int, *, rounds: int | None, place: Workplace, progress: Progress
+) -> Outcome:
     """Measure every count up to `most`, each action in a process of its own."""
     counts = [count for count in _COUNTS if count <= most] or [most]
     rounds = rounds or 1
@@ -58,7 +61,10 @@ def measure_tensors(most: int, *, rounds: int | None, place: Workplace, progress
             "nbytes": last[0]["nbytes"],
             "tensors": counts[-1],
             "counts": counts,
-            "state": "4 x 4 matrices under AdamW; four tensors each: the matrix, both moments, and the count of steps",
+            "state": (
+                "4 x 4 matrices under AdamW; four tensors each: the matrix, both moments,"
+                " and the count of steps"
+            ),
         },
         settings={"ckptfmt": {"saver": "process", "slots": 2, "overlap": True, "delta": "off"}},
         repeats={name: len(rows) for name, rows in found.items()},
@@ -67,16 +73,23 @@ def measure_tensors(most: int, *, rounds: int | None, place: Workplace, progress
         ratios={},
         goals={},
         memory={
-            f"{action}_{count}_tensors_{name}": max(row[action][name] for row in found[f"{count}_tensors"])
+            f"{action}_{count}_tensors_{name}": max(
+                row[action][name] for row in found[f"{count}_tensors"]
+            )
             for count in counts
             for action in ("save", "load", "run", "resume")
             for name in ("before_nbytes", "peak_nbytes")
         },
         notes={
             "processes": "each action in one of its own, which makes the state first",
-            "before_nbytes": "what it had of memory before the action: Python, torch, and the state",
+            "before_nbytes": (
+                "what it had of memory before the action: Python, torch, and the state"
+            ),
             "peak_nbytes": "the most it had resident, that before included, and the two slots",
-            "cpu_s": "seconds of processor of this process, all its threads; what waits for a busy core isn't in them",
+            "cpu_s": (
+                "seconds of processor of this process, all its threads; what waits for a"
+                " busy core isn't in them"
+            ),
         },
         cache="warm: what is loaded was written just before",
     )
@@ -89,12 +102,21 @@ def _measure_count(count: int, place: Workplace) -> dict[str, Any]:
     told |= {action: _run_child(action, run, count) for action in ("run", "resume")}
     remove(run)
     for saved, loaded in (("save", "load"), ("run", "resume")):
-        assert told[saved].pop("digest") == told[loaded].pop("digest"), f"{loaded} of {count} tensors isn't {saved}"
+        assert told[saved].pop("digest") == told[loaded].pop("digest"), (
+            f"{loaded} of {count} tensors isn't {saved}"
+        )
     return {"count": count, "nbytes": told["save"].pop("nbytes"), **told}
 
 
-def _run_child(action: str, directory: Path, count: int) -> Any:  # noqa: ANN401 - JSON
-    command = [sys.executable, "-m", "benchmarks.tensors", action, str(directory.resolve()), str(count)]
+def _run_child(action: str, directory: Path, count: int) -> Any:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.tensors",
+        action,
+        str(directory.resolve()),
+        str(count),
+    ]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{action} of {count} tensors failed:\n{done.stderr}")
@@ -150,7 +172,7 @@ class _Clock:
     def __init__(self) -> None:
         self.found: dict[str, Any] = {"before_nbytes": rss_unfiled_nbytes()}
 
-    def time(self, name: str, do: Callable[[], Any]) -> Any:  # noqa: ANN401 - what it returns
+    def time(self, name: str, do: Callable[[], Any]) -> Any:
         began_s, cpu_s = time.perf_counter(), time.process_time()
         returned = do()
         self.found[f"{name}_s"] = time.perf_counter() - began_s
@@ -158,7 +180,10 @@ class _Clock:
         return returned
 
     def end(self) -> dict[str, Any]:
-        return {**self.found, "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        return {
+            **self.found,
+            "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
 
 
 def _save(directory: Path, count: int) -> dict[str, Any]:
@@ -183,7 +208,9 @@ def _run(directory: Path, count: int) -> dict[str, Any]:
         clock.time("prepared", checkpointer.prepare)
         for name in ("first", "second"):
             clock.time(f"{name}_training_step", training.step)
-            handle = clock.time(f"{name}_blocked", lambda: checkpointer.save(step=checkpointer.step + 1))
+            handle = clock.time(
+                f"{name}_blocked", lambda: checkpointer.save(step=checkpointer.step + 1)
+            )
             clock.time(f"{name}_rest", handle.wait)
             clock.found[f"{name}_committed_s"] = handle.times["COMMITTED"]
         clock.time("third_training_step", training.step)

@@ -15,8 +15,8 @@ from ckptfmt.store.protocol import Names, RangeReader, SizedChunks
 class Link:
     """What all bytes pass, one after the other, in both directions; thread-safe.
 
-    Bytes have the link to themselves for as long as they take. What their sender does meanwhile costs nothing extra:
-    a store as fast as the link is no slower behind it.
+    Bytes have the link to themselves for as long as they take. What their sender does meanwhile
+    costs nothing extra: a store as fast as the link is no slower behind it.
 
     Args:
         nbytes_per_s: its rate.
@@ -62,7 +62,9 @@ class Link:
     @contextlib.contextmanager
     def _pass(self, nbytes: int) -> Iterator[None]:
         with self._lock:
-            self._free_at_s = arrived_s = max(self._clock(), self._free_at_s) + nbytes / self._nbytes_per_s
+            self._free_at_s = arrived_s = (
+                max(self._clock(), self._free_at_s) + nbytes / self._nbytes_per_s
+            )
         yield
         left_s = arrived_s - self._clock()
         if left_s > 0:
@@ -72,7 +74,8 @@ class Link:
 class ThrottledStore:
     """A `ckptfmt.store.Store` whose contents pass a link. Names, sizes and listings take no time.
 
-    It isn't a `LocalStore`, whatever it wraps, so that no other process opens the same directory past the link.
+    It isn't a `LocalStore`, whatever it wraps, so that no other process opens the same directory
+    past the link.
     """
 
     def __init__(self, inner: Store, link: Link) -> None:
@@ -177,7 +180,8 @@ class ThrottledStore:
 
     def _iter_passing(self, chunks: Iterable[Buffer]) -> Iterator[Buffer]:
         for chunk in chunks:
-            # The inner store writes a chunk while the link carries it, and asks for the next one when it is done.
+            # The inner store writes a chunk while the link carries it, and asks for the next one
+            # when it is done.
             with self._link.write(memoryview(chunk).nbytes):
                 yield chunk
 

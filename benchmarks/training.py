@@ -1,10 +1,11 @@
 """Real training whose states delta checkpoints are measured on, kept in files so that a rerun needn't train again.
 
-The demo's GPT learns the sources of Python's standard library. It is trained once (AdamW, 1e-3), and every other
-setting branches off from there: fine-tuning at 1e-5, say, begins with a model that has learnt something.
+The demo's GPT learns the sources of Python's standard library. It is trained once (AdamW, 1e-3),
+and every other setting branches off from there: fine-tuning at 1e-5, say, begins with a model that
+has learnt something.
 
-One thread trains: sums then don't depend on how many share them, and a setting has the same states on any machine with
-the same kernels.
+One thread trains: sums then don't depend on how many share them, and a setting has the same states
+on any machine with the same kernels.
 """
 
 from __future__ import annotations
@@ -45,13 +46,16 @@ class Studio:
     """Trains the scenes, or finds their states where an earlier run left them.
 
     Args:
-        scratch: the directory of these files; a folder in it for everything that decides what their bytes are.
+        scratch: the directory of these files; a folder in it for everything that decides what their
+            bytes are.
     """
 
     def __init__(self, sizes: Sizes, scratch: Path, progress: Progress) -> None:
         self._sizes = sizes
         self._progress = progress
-        self._text = np.frombuffer(read_text(text_nbytes=_TEXT_NBYTES, chunk_nbytes=1).content, dtype=np.uint8)
+        self._text = np.frombuffer(
+            read_text(text_nbytes=_TEXT_NBYTES, chunk_nbytes=1).content, dtype=np.uint8
+        )
         self._folder = scratch / f"training-{self._fingerprint()}"
         self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -61,7 +65,9 @@ class Studio:
             for offset in scene.offsets:
                 if offset in (1, self._sizes.gap):
                     names = scene.implementations if offset == 1 else scene.implementations[:1]
-                    yield from (self.pair(scene, 0, offset, implementation) for implementation in names)
+                    yield from (
+                        self.pair(scene, 0, offset, implementation) for implementation in names
+                    )
 
     def pair(self, scene: Scene, begin: int, end: int, implementation: str | None = None) -> Pair:
         """Return two states of a scene.
@@ -89,15 +95,21 @@ class Studio:
         """Return the state of a scene so many steps after its first one."""
         self._train(scene)
         is_first = implementation in (None, scene.implementations[0]) or offset != 1
-        return read_snapshot(self._path(scene, f"{offset}" if is_first else f"{offset}-{implementation}"))
+        return read_snapshot(
+            self._path(scene, f"{offset}" if is_first else f"{offset}-{implementation}")
+        )
 
     def _path(self, scene: Scene, state: str, suffix: str = "npz") -> Path:
-        told = hashlib.sha256(repr(scene).encode()).hexdigest()[:8]  # a scene that is changed is another one
+        told = hashlib.sha256(repr(scene).encode()).hexdigest()[
+            :8
+        ]  # a scene that is changed is another one
         return self._folder / f"{scene.name}-{told}-{state}.{suffix}"
 
     def _fingerprint(self) -> str:
         """Return a name for everything that decides the states: sizes, text, sources, torch and its kernels."""
-        sources = [inspect.getsource(module) for module in (models, inspect.getmodule(TinyGPT)) if module]
+        sources = [
+            inspect.getsource(module) for module in (models, inspect.getmodule(TinyGPT)) if module
+        ]
         decisive = [
             repr(self._sizes),
             hashlib.sha256(self._text.tobytes()).hexdigest(),
@@ -183,7 +195,9 @@ class _Run:
         self._batch, self._context = _narrow(scene, sizes.batch), sizes.context
         self._random = np.random.default_rng([_SEED, *scene.name.encode()])
         self._model = make_model(sizes, scene.model)
-        self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._parameters = {
+            name: p for name, p in self._model.named_parameters() if p.requires_grad
+        }
         self._optimizers = make_optimizers(scene, self._parameters)
 
     def step(self) -> None:
@@ -229,7 +243,13 @@ class _Run:
         """Have the next steps be taken by another implementation of the same optimizer."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group.update({key: value for key, value in IMPLEMENTATIONS[implementation].items() if key in group})
+                group.update(
+                    {
+                        key: value
+                        for key, value in IMPLEMENTATIONS[implementation].items()
+                        if key in group
+                    }
+                )
 
     def options(self) -> dict[str, object]:
         """Return the scalars of the first optimizer."""
@@ -238,15 +258,20 @@ class _Run:
 
     def capture(self) -> Snapshot:
         """Return a copy of the state: parameters, buffers, and what the optimizers know of each parameter."""
-        tensors = [_make_tensor("weights", name, WEIGHT, p) for name, p in self._model.named_parameters()]
-        tensors += [_make_tensor("weights", name, "buffer", b) for name, b in self._model.named_buffers()]
+        tensors = [
+            _make_tensor("weights", name, WEIGHT, p) for name, p in self._model.named_parameters()
+        ]
+        tensors += [
+            _make_tensor("weights", name, "buffer", b) for name, b in self._model.named_buffers()
+        ]
         for name, parameter in self._parameters.items():
             for optimizer in self._optimizers:
                 known = optimizer.state.get(parameter, {})
                 tensors += [
                     _make_tensor("optimizer", name, role, value)
                     for role, value in known.items()
-                    if isinstance(value, torch.Tensor) and (role == STEP or value.shape == parameter.shape)
+                    if isinstance(value, torch.Tensor)
+                    and (role == STEP or value.shape == parameter.shape)
                 ]
         return {tensor.name: tensor for tensor in tensors}
 
@@ -256,7 +281,9 @@ class _Run:
 
     def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         begins = self._random.integers(len(self._text) - self._context, size=self._batch)
-        windows = torch.from_numpy(np.stack([self._text[begin : begin + self._context + 1] for begin in begins])).long()
+        windows = torch.from_numpy(
+            np.stack([self._text[begin : begin + self._context + 1] for begin in begins])
+        ).long()
         return windows[:, :-1], windows[:, 1:]
 
 
@@ -270,7 +297,11 @@ def fill(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: S
     parameters = dict(model.named_parameters())
     places = parameters | dict(model.named_buffers())
     groups = [(optimizer, optimizer.param_groups[0]) for optimizer in optimizers]
-    owners = {id(parameter): (optimizer, group) for optimizer, group in groups for parameter in group["params"]}
+    owners = {
+        id(parameter): (optimizer, group)
+        for optimizer, group in groups
+        for parameter in group["params"]
+    }
     for tensor in state.values():
         value = torch.from_numpy(tensor.array)
         if tensor.field == "weights":
@@ -310,7 +341,9 @@ def make_model(sizes: Sizes, kind: str) -> TinyGPT:
     return model
 
 
-def make_optimizers(scene: Scene, parameters: Mapping[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    scene: Scene, parameters: Mapping[str, nn.Parameter]
+) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a scene, for parameters by name."""
     flags: dict[str, Any] = IMPLEMENTATIONS[scene.implementations[0]]
     if scene.optimizer == "sgd":

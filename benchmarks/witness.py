@@ -1,8 +1,9 @@
 """What the witness of a launch costs each step: microseconds of the training's thread, and bytes of the step log.
 
-A step trains nothing, so that what is left is the loop of a `Checkpointer`. Loops with a witness and without one take
-turns, in one process. A second pair of loops changes all weights in each step, as an optimizer does, and leaves that
-time out: the caches of the processor are cold then, as they are in a training.
+A step trains nothing, so that what is left is the loop of a `Checkpointer`. Loops with a witness
+and without one take turns, in one process. A second pair of loops changes all weights in each step,
+as an optimizer does, and leaves that time out: the caches of the processor are cold then, as they
+are in a training.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _COUNTS: Final = (1_000_000, 100_000_000, 1_000_000_000)
 MOST_PARAMETERS: Final = _COUNTS[-1]
 _ROUNDS: Final = 7
 _STEPS: Final = 300
-#: Bytes that a loop with cold caches changes at most: a step of 10^9 parameters takes half a second.
+#: Bytes that a loop with cold caches changes at most: a step of 10^9 parameters takes half a
+#: second.
 _SWEPT_NBYTES: Final = 16_000_000_000
 #: The number of tensors of a model: about that of a transformer of 12 layers.
 _TENSORS: Final = 148
@@ -33,7 +35,9 @@ _TENSORS: Final = 148
 _GOAL: Final = "<= 100"
 
 
-def measure_witness(most: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+def measure_witness(
+    most: int, *, rounds: int | None, place: Workplace, progress: Progress
+) -> Outcome:
     """Measure every number of parameters up to `most`, each round with a witness and without one."""
     counts = [count for count in _COUNTS if count <= most] or [most]
     rounds = rounds or _ROUNDS
@@ -45,14 +49,18 @@ def measure_witness(most: int, *, rounds: int | None, place: Workplace, progress
             pair = [True, False] if number % 2 else [False, True]
             row: dict[str, float] = {}
             for sweeps, prefix in ((False, ""), (True, "cold_")):
-                seconds = {is_on: _time_steps(model, place, is_on=is_on, sweeps=sweeps) for is_on in pair}
+                seconds = {
+                    is_on: _time_steps(model, place, is_on=is_on, sweeps=sweeps) for is_on in pair
+                }
                 row[f"{prefix}with_us"] = seconds[True] * 1e6
                 row[f"{prefix}without_us"] = seconds[False] * 1e6
                 row[f"{prefix}added_us"] = (seconds[True] - seconds[False]) * 1e6
             found.setdefault(f"{count}_parameters", []).append(row)
         del model
     figures = {
-        f"{name}_of_{key}": summarize([row[name] for row in rows]) for key, rows in found.items() for name in rows[0]
+        f"{name}_of_{key}": summarize([row[name] for row in rows])
+        for key, rows in found.items()
+        for name in rows[0]
     }
     return Outcome(
         workload={
@@ -61,18 +69,36 @@ def measure_witness(most: int, *, rounds: int | None, place: Workplace, progress
             "counts": counts,
             "state": f"{_TENSORS} tensors of float32; a Sampler; SGD; loss observed",
         },
-        settings={"ckptfmt": {"saver": "inline", "every": 1_000_000, "steps": _STEPS, "swept_nbytes": _SWEPT_NBYTES}},
+        settings={
+            "ckptfmt": {
+                "saver": "inline",
+                "every": 1_000_000,
+                "steps": _STEPS,
+                "swept_nbytes": _SWEPT_NBYTES,
+            }
+        },
         repeats=dict.fromkeys(found, rounds),
         rounds=found,
         figures=figures,
         ratios={},
-        goals={f"{name}_of_{count}_parameters": _GOAL for count in counts for name in ("added_us", "cold_added_us")},
-        memory={"log_nbytes": HEADER_NBYTES + STEP_COUNT * RECORD_NBYTES, "record_nbytes": RECORD_NBYTES},
+        goals={
+            f"{name}_of_{count}_parameters": _GOAL
+            for count in counts
+            for name in ("added_us", "cold_added_us")
+        },
+        memory={
+            "log_nbytes": HEADER_NBYTES + STEP_COUNT * RECORD_NBYTES,
+            "record_nbytes": RECORD_NBYTES,
+        },
         notes={
-            "with_us, without_us": "the median of the steps of a loop that trains nothing, in microseconds",
+            "with_us, without_us": (
+                "the median of the steps of a loop that trains nothing, in microseconds"
+            ),
             "added_us": "the difference of both in one round",
             "cold_": "each step changes all weights before; the time of that is left out",
-            "record_nbytes": "bytes that each step and process writes; the log has room for the newest steps",
+            "record_nbytes": (
+                "bytes that each step and process writes; the log has room for the newest steps"
+            ),
         },
     )
 
@@ -83,7 +109,10 @@ class _Model(torch.nn.Module):
     def __init__(self, count: int) -> None:
         super().__init__()
         self.tensors = torch.nn.ParameterList(
-            [torch.nn.Parameter(torch.zeros(count // _TENSORS), requires_grad=False) for _ in range(_TENSORS)]
+            [
+                torch.nn.Parameter(torch.zeros(count // _TENSORS), requires_grad=False)
+                for _ in range(_TENSORS)
+            ]
         )
 
 

@@ -76,14 +76,19 @@ def _dispatch(argv: list[str]) -> int:
     if name == "conformance":  # parses its arguments itself
         return _run_conformance(rest)
     if not name or name.startswith("-"):
-        print(f"{USAGE}\n{PROGRAM}: error: a command comes first; `{PROGRAM} --help` lists them", file=sys.stderr)
+        print(
+            f"{USAGE}\n{PROGRAM}: error: a command comes first; `{PROGRAM} --help` lists them",
+            file=sys.stderr,
+        )
         return EXIT_FAILED
     if name not in COMMANDS:
         raise _no_command(name)
     from ckptfmt.cli.arguments import make_command_parser
 
     arguments = make_command_parser(name).parse_args(rest)
-    command: Callable[[argparse.Namespace], int] = import_module(f"ckptfmt.cli.{COMMANDS[name][1]}").run
+    command: Callable[[argparse.Namespace], int] = import_module(
+        f"ckptfmt.cli.{COMMANDS[name][1]}"
+    ).run
     return command(arguments)
 
 
@@ -151,7 +156,10 @@ def _fail_unexpectedly(error: Exception) -> int:
     else:
         _say(
             f"error: {type(error).__name__}: {error}",
-            "This is a bug of ckptfmt: run it again with CKPTFMT_TRACEBACK=1 and report what it says.",
+            (
+                "This is a bug of ckptfmt: run it again with CKPTFMT_TRACEBACK=1 and report what it"
+                " says."
+            ),
         )
     return EXIT_FAILED
 

@@ -16,7 +16,12 @@ from ckptfmt.adapters.load_plan import Allow, Patterns, Rename
 from ckptfmt.adapters.placing import load_trees
 from ckptfmt.adapters.unsaved import Unheld, Unsaved
 from ckptfmt.commit.lone import check_no_run, is_run, own_place
-from ckptfmt.commit.waiting import describe_savers, list_held_attempts, wait_for_attempts, wait_for_savers
+from ckptfmt.commit.waiting import (
+    describe_savers,
+    list_held_attempts,
+    wait_for_attempts,
+    wait_for_savers,
+)
 from ckptfmt.convert.numbering import nest, take_optimizers
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import parse_checkpoint_name
@@ -266,7 +271,14 @@ def load(
                 _warn_of_pending(checkpoint)
             try:
                 return load_once(
-                    state, checkpoint, group, allow=allow, strict=strict, only=only, rename=rename, share=share
+                    state,
+                    checkpoint,
+                    group,
+                    allow=allow,
+                    strict=strict,
+                    only=only,
+                    rename=rename,
+                    share=share,
                 )
             except IntegrityError as error:
                 if checkpoint.store.name == store.name:
@@ -275,10 +287,14 @@ def load(
                 # chosen.
                 raise error.below(checkpoint.store.name) from None
 
-    return load_anew(group, lambda: _open(path, store, digest=digest, bases=places, wait_s=wait_s), load_into)
+    return load_anew(
+        group, lambda: _open(path, store, digest=digest, bases=places, wait_s=wait_s), load_into
+    )
 
 
-def optimizer_state_dict(path: PathOrStore, *keys: str | int, bases: Iterable[PathOrStore] = ()) -> dict[str, Any]:
+def optimizer_state_dict(
+    path: PathOrStore, *keys: str | int, bases: Iterable[PathOrStore] = ()
+) -> dict[str, Any]:
     """Return the argument of `torch.optim.Optimizer.load_state_dict`, for a loop without ckptfmt.
 
     A checkpoint stores optimizer state by the names of parameters; a state_dict stores it by the
@@ -309,7 +325,9 @@ def optimizer_state_dict(path: PathOrStore, *keys: str | int, bases: Iterable[Pa
         return tree
     if errors:
         raise errors[0]
-    there = ", ".join(f"optimizer_state_dict(path{''.join(f', {key!r}' for key in place)})" for place in found)
+    there = ", ".join(
+        f"optimizer_state_dict(path{''.join(f', {key!r}' for key in place)})" for place in found
+    )
     remedy = f"There is: {there}." if there else "Save it in State(optimizer=...)."
     raise err(
         Code.LEAF_MISSING,
@@ -319,19 +337,35 @@ def optimizer_state_dict(path: PathOrStore, *keys: str | int, bases: Iterable[Pa
     )
 
 
-def _read_optimizers(path: PathOrStore, bases: Iterable[PathOrStore]) -> tuple[bool, dict[str, Any]]:
+def _read_optimizers(
+    path: PathOrStore, bases: Iterable[PathOrStore]
+) -> tuple[bool, dict[str, Any]]:
     """Return whether the field optimizer is a single value, and its values by name."""
     with open_checkpoint(path, bases=bases) as checkpoint:
         _warn_of_conversion(checkpoint)
-        names = [name for field, name, scope in checkpoint.leaves if field == "optimizer" and scope == "global"]
+        names = [
+            name
+            for field, name, scope in checkpoint.leaves
+            if field == "optimizer" and scope == "global"
+        ]
         is_whole = "" in names
-        kinds = {f"optimizer:{name.partition('/')[0]}" for name in names if name.startswith(("group/", "state/"))}
+        kinds = {
+            f"optimizer:{name.partition('/')[0]}"
+            for name in names
+            if name.startswith(("group/", "state/"))
+        }
         only = ["optimizer:*"] if is_whole else sorted(kinds)
-        return is_whole, load_trees(checkpoint, "torch", only=only).get("optimizer", {}) if only else {}
+        return is_whole, load_trees(checkpoint, "torch", only=only).get(
+            "optimizer", {}
+        ) if only else {}
 
 
 def open_checkpoint(
-    path: PathOrStore, *, digest: str | None = None, bases: Iterable[PathOrStore] = (), wait_s: float = 0.0
+    path: PathOrStore,
+    *,
+    digest: str | None = None,
+    bases: Iterable[PathOrStore] = (),
+    wait_s: float = 0.0,
 ) -> Checkpoint:
     """Open a checkpoint for reading, lazily and without torch.
 
@@ -363,7 +397,10 @@ def open_checkpoint(
 
 
 def validate(
-    path: PathOrStore, *, bases: Iterable[PathOrStore] = (), on_progress: Callable[[int], None] | None = None
+    path: PathOrStore,
+    *,
+    bases: Iterable[PathOrStore] = (),
+    on_progress: Callable[[int], None] | None = None,
 ) -> Report:
     """Check every byte of a checkpoint or of a run, and of their bases, and collect all violations.
 
@@ -414,14 +451,29 @@ def compact(
     Spec: REQ-CKP-006, REQ-CKP-007, REQ-RUN-004, REQ-RUN-008.
     """
     if (out is None) != take_over:
-        remedy = "Pass out= with a new path; or take_over=True to write into the run, which fences off its training."
-        raise err(Code.ARGUMENT, "exactly one of out= and take_over=True is needed", where="out=", remedy=remedy)
+        remedy = (
+            "Pass out= with a new path; or take_over=True to write into the run, which"
+            " fences off its training."
+        )
+        raise err(
+            Code.ARGUMENT,
+            "exactly one of out= and take_over=True is needed",
+            where="out=",
+            remedy=remedy,
+        )
     if out is None:
         run = open_store(path, writable=True)
         if not is_run(run):
-            raise err(Code.ARGUMENT, "this directory isn't a run", where=run.name, remedy="Pass out= with a new path.")
+            raise err(
+                Code.ARGUMENT,
+                "this directory isn't a run",
+                where=run.name,
+                remedy="Pass out= with a new path.",
+            )
         name, manifest, is_new = compact_run(run, on_progress=on_progress)
-        return SaveReport.of(manifest, path=run.at(name).name, reason=COMPACTED if is_new else FULL_ALREADY)
+        return SaveReport.of(
+            manifest, path=run.at(name).name, reason=COMPACTED if is_new else FULL_ALREADY
+        )
     with open_checkpoint(path, bases=bases) as checkpoint:
         _check_out(out, checkpoint)
         store = open_store(out, writable=True)
@@ -439,19 +491,38 @@ def _check_out(out: PathOrStore, checkpoint: Checkpoint) -> None:
         return
     parent, name = split_path(out)
     if f"{parent}/{name}/".startswith(f"{'/'.join(split_path(checkpoint.store.name))}/"):
-        raise err(Code.ARGUMENT, "the target is in the source", where=str(out), remedy="Give a path outside of it.")
+        raise err(
+            Code.ARGUMENT,
+            "the target is in the source",
+            where=str(out),
+            remedy="Give a path outside of it.",
+        )
     if parse_checkpoint_name(name) and is_run(open_store(parent, writable=False)):
         remedy = "Give a path outside of the run, or compact the run itself."
-        raise err(Code.ARGUMENT, "the run it lies in would take it for its own", where=str(out), remedy=remedy)
+        raise err(
+            Code.ARGUMENT,
+            "the run it lies in would take it for its own",
+            where=str(out),
+            remedy=remedy,
+        )
 
 
 def _open(
-    path: PathOrStore, store: Store, *, bases: Sequence[Store], digest: str | None = None, wait_s: float = 0.0
+    path: PathOrStore,
+    store: Store,
+    *,
+    bases: Sequence[Store],
+    digest: str | None = None,
+    wait_s: float = 0.0,
 ) -> Checkpoint:
     """Open the checkpoint of a path: the path's own, or the head of the run's lineage."""
     is_in_run = is_run(store)
     # Before the registers are read: a save decided in between is released, and seen there.
-    held = wait_for_savers(store, deadline_s=wait_s) if is_in_run else _wait_for_attempts(store, wait_s)
+    held = (
+        wait_for_savers(store, deadline_s=wait_s)
+        if is_in_run
+        else _wait_for_attempts(store, wait_s)
+    )
 
     def open_committed() -> Checkpoint:
         if is_in_run:
@@ -469,7 +540,9 @@ def _open(
         if error.code != Code.NOT_COMMITTED:
             raise
         detail = f"{error.detail}; {describe_savers(held)} hasn't finished a save yet"
-        raise err(error.code, detail, where=error.where, remedy="Wait for that save: pass wait_s=.") from error
+        raise err(
+            error.code, detail, where=error.where, remedy="Wait for that save: pass wait_s=."
+        ) from error
     checkpoint.pending = tuple(held)
     return checkpoint
 
@@ -485,11 +558,16 @@ def _warn_of_conversion(checkpoint: Checkpoint) -> None:
     found = []
     for tensor in checkpoint.tensors.values():
         parameter, _, key = tensor.name.rpartition("/")
-        if tensor.field == "optimizer" and key != "step" and dtypes.get(parameter, tensor.dtype) != tensor.dtype:
+        if (
+            tensor.field == "optimizer"
+            and key != "step"
+            and dtypes.get(parameter, tensor.dtype) != tensor.dtype
+        ):
             found.append(f"{tensor.name} is {tensor.dtype}, and its parameter {dtypes[parameter]}")
     if found:
         _LOG.warning(
-            "%s: load_state_dict of torch converts %d tensors of the optimizer to the dtype of their parameters, which"
+            "%s: load_state_dict of torch converts %d tensors of the optimizer to the dtype of"
+            " their parameters, which"
             " changes bits (%s); ckptfmt.load into a State with the live optimizer keeps them",
             checkpoint.title,
             len(found),
@@ -503,7 +581,13 @@ def _say_what_is_there(error: CkptError, path: PathOrStore) -> CkptError:
         return error
     if not os.path.lexists(path):
         detail, remedy = "nothing is at this path", suggest_path(os.fsdecode(path))
-        return err(error.code, detail, where=os.fsdecode(path), requirement=error.requirement, remedy=remedy)
+        return err(
+            error.code,
+            detail,
+            where=os.fsdecode(path),
+            requirement=error.requirement,
+            remedy=remedy,
+        )
     from ckptfmt.convert.converting import source_kind
 
     try:
@@ -512,9 +596,14 @@ def _say_what_is_there(error: CkptError, path: PathOrStore) -> CkptError:
         kind = None
     if kind is None:
         return error
-    remedy = f"Make a checkpoint of it: python -m ckptfmt convert {os.fsdecode(path)} imported --to ckptfmt"
+    remedy = (
+        f"Make a checkpoint of it: python -m ckptfmt convert {os.fsdecode(path)} imported"
+        " --to ckptfmt"
+    )
     detail = f"this is {kind}, and no checkpoint of ckptfmt"
-    return err(error.code, detail, where=os.fsdecode(path), requirement=error.requirement, remedy=remedy)
+    return err(
+        error.code, detail, where=os.fsdecode(path), requirement=error.requirement, remedy=remedy
+    )
 
 
 def _wait_for_attempts(store: Store, wait_s: float) -> list[str]:
@@ -527,7 +616,8 @@ def _wait_for_attempts(store: Store, wait_s: float) -> list[str]:
 def _warn_of_pending(checkpoint: Checkpoint) -> None:
     if checkpoint.pending:
         _LOG.warning(
-            "%s was opened while %s has a save in hand: a newer checkpoint may be committed at any moment; wait for it"
+            "%s was opened while %s has a save in hand: a newer checkpoint may be committed at"
+            " any moment; wait for it"
             " with wait_s=",
             checkpoint.title,
             describe_savers(checkpoint.pending),
@@ -537,7 +627,12 @@ def _warn_of_pending(checkpoint: Checkpoint) -> None:
 def _open_bases(bases: Iterable[PathOrStore]) -> list[Store]:
     """Return the stores of `bases`. Raises: StateError(ARGUMENT) for a single path."""
     if isinstance(bases, str | os.PathLike):  # a string would be iterated letter by letter
-        raise err(Code.ARGUMENT, "bases= is a single path", where="bases=", remedy="Give a list of paths or stores.")
+        raise err(
+            Code.ARGUMENT,
+            "bases= is a single path",
+            where="bases=",
+            remedy="Give a list of paths or stores.",
+        )
     return [open_store(base, writable=False) for base in bases]
 
 

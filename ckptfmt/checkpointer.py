@@ -34,7 +34,14 @@ from ckptfmt.trainer.one_save import check_step
 from ckptfmt.trainer.pace import Pace
 from ckptfmt.trainer.peers import PeerOptions
 from ckptfmt.trainer.rehearsal import Account, Rehearsal
-from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_anew, load_once, mark_streams, restore_streams
+from ckptfmt.trainer.restore import (
+    LoadReport,
+    claim_of_all,
+    load_anew,
+    load_once,
+    mark_streams,
+    restore_streams,
+)
 from ckptfmt.trainer.saves import SaveOptions, Saves, Target, add_report
 from ckptfmt.trainer.short_rehearsal import ShortRehearsal, keep_iterators
 from ckptfmt.trainer.talking import Talk
@@ -227,8 +234,15 @@ class Checkpointer:
             run, every, mtbf = self._rehearsal.place(run), self._rehearsal.every, None
             mirrors, cache, cache_nbytes, upload_every, peers = (), None, None, 1, 0
             resume, witness, rehearse = "auto", True, 0
-        cadence, signals, self._resume = parse_every(every), StopSignals(stop_on, deadline_s=stop_deadline_s), resume
-        self._init, self._retention = InitFrom.of(init_from), Retention.of(keep, keep_every, keep_best)
+        cadence, signals, self._resume = (
+            parse_every(every),
+            StopSignals(stop_on, deadline_s=stop_deadline_s),
+            resume,
+        )
+        self._init, self._retention = (
+            InitFrom.of(init_from),
+            Retention.of(keep, keep_every, keep_best),
+        )
         options = SaveOptions(
             saver=saver,
             overlap=overlap,
@@ -242,20 +256,42 @@ class Checkpointer:
             peers=PeerOptions.of(peers, node, has_cache=cache is not None),
             failed_saves=failed_saves,
         )
-        self._peers, self._writer_features = options.peers, () if options.delta.mode == "off" else (REFERENCED,)
+        self._peers, self._writer_features = (
+            options.peers,
+            () if options.delta.mode == "off" else (REFERENCED,),
+        )
         allowed, self._state, self._share = check_allow(allow), state, share
         self._choices: dict[str, Any] = {"allow": allowed, "strict": strict, "override": override}
-        self._store, self._deadline_s, self._cache = open_store(run, writable=True), deadline_s, options.cache
-        self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s, stop_end_s=signals.end_s)
-        meters, self.passed_over = make_meters(every, mtbf, self._group, options.cache, ledger=ledger), []
-        self._count, self._pace = StepCount(state), Pace(self._group, cadence, meters, signals, triggers)
+        self._store, self._deadline_s, self._cache = (
+            open_store(run, writable=True),
+            deadline_s,
+            options.cache,
+        )
+        self._group: Group = make_group(
+            writer, agree, self._store, deadline_s=deadline_s, stop_end_s=signals.end_s
+        )
+        meters, self.passed_over = (
+            make_meters(every, mtbf, self._group, options.cache, ledger=ledger),
+            [],
+        )
+        self._count, self._pace = (
+            StepCount(state),
+            Pace(self._group, cadence, meters, signals, triggers),
+        )
         self._short_rehearsal = ShortRehearsal(rehearse, every)
         is_rehearsed = self._rehearsal is not None
-        self._witness = Witness(self._group, is_on=witness, kept_count=rehearse, is_thorough=is_rehearsed)
-        self._saves, self._talk = Saves(self._store, self._group, options, mirrors), Talk(self._group.writer)
+        self._witness = Witness(
+            self._group, is_on=witness, kept_count=rehearse, is_thorough=is_rehearsed
+        )
+        self._saves, self._talk = (
+            Saves(self._store, self._group, options, mirrors),
+            Talk(self._group.writer),
+        )
         self._unsaved = Unsaved(every, cadence, functools.partial(add_report, self._saves.reports))
         weakref.finalize(self, self._unsaved.end).atexit = False
-        self._restored = self._is_touched = self._is_whole = self._has_begun = self._is_prepared = self.stopped = False
+        self._restored = self._is_touched = self._is_whole = self._has_begun = self._is_prepared = (
+            self.stopped
+        ) = False
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -357,9 +393,16 @@ class Checkpointer:
         if self.launch is None:
             self._take_launch()
         elif self._checkpoint is None and self.launch.resume_from is not None:
-            remedy = "Call choose() before restore_rng() and the first step; launch.resume_from names the checkpoint."
+            remedy = (
+                "Call choose() before restore_rng() and the first step; launch.resume_from"
+                " names the checkpoint."
+            )
             raise err(Code.ARGUMENT, "the run has gone on already", where="choose()", remedy=remedy)
-        return self._checkpoint if self.launch is not None and self.launch.resume_from is not None else None
+        return (
+            self._checkpoint
+            if self.launch is not None and self.launch.resume_from is not None
+            else None
+        )
 
     def restore(self, state: State | None = None) -> LoadReport | None:
         """Load the checkpoint from which this launch resumes.
@@ -379,10 +422,21 @@ class Checkpointer:
         if self._restored:
             return self.load_report
         if self._state is None:
-            remedy = "Pass it to Checkpointer, or to restore() once its objects exist, before the first step."
-            raise err(Code.ARGUMENT, "there is no state to restore and save", where="state=", remedy=remedy)
+            remedy = (
+                "Pass it to Checkpointer, or to restore() once its objects exist, before the"
+                " first step."
+            )
+            raise err(
+                Code.ARGUMENT,
+                "there is no state to restore and save",
+                where="state=",
+                remedy=remedy,
+            )
         if self._is_touched:
-            detail = "an earlier restore() failed: the live state is neither the checkpoint's nor a fresh one"
+            detail = (
+                "an earlier restore() failed: the live state is neither the checkpoint's nor"
+                " a fresh one"
+            )
             remedy = "Correct what the first error named, and start the process again."
             raise err(Code.ARGUMENT, detail, where="restore()", remedy=remedy)
         checkpoint = self.choose()
@@ -404,7 +458,12 @@ class Checkpointer:
         check_state(state)
         if self._state is not None:
             remedy = "Pass it once; fields of a State may be assigned until restore()."
-            raise err(Code.ARGUMENT, "another state was given before", where="restore(state)", remedy=remedy)
+            raise err(
+                Code.ARGUMENT,
+                "another state was given before",
+                where="restore(state)",
+                remedy=remedy,
+            )
         self._state = self._count.state = state
 
     @property
@@ -481,7 +540,8 @@ class Checkpointer:
         can't be saved is refused here, before any training is lost. After the last step the run is
         saved, unless its last step is saved already.
 
-        Raises: as `restore` and `save`; StateError(ARGUMENT) for a total that isn't a number of steps.
+        Raises: as `restore` and `save`; StateError(ARGUMENT) for a total that isn't a number of
+            steps.
         """
         check_step(total, where="steps()")
         self._begin_itself()
@@ -518,7 +578,9 @@ class Checkpointer:
             yield self.step
         self._end_step(self.step + 1)
 
-    def observe(self, *, loss: object = None, grad_norm: object = None, batch: object = None) -> None:
+    def observe(
+        self, *, loss: object = None, grad_norm: object = None, batch: object = None
+    ) -> None:
         """Pass numbers of the current step to the witness, which compares all their bits.
 
         A loss helps to find the cause of a difference: a step with the same samples and a different
@@ -537,7 +599,11 @@ class Checkpointer:
         self._witness.observe(loss=loss, grad_norm=grad_norm, batch=batch)
 
     def end_step(
-        self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None, tags: Iterable[str] = ()
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        tags: Iterable[str] = (),
     ) -> SaveHandle | None:
         """Set the number of steps done: for loops that count their steps, such as a framework's.
 
@@ -620,7 +686,10 @@ class Checkpointer:
         self.restore()
         handle = self._save(step=step, must=False, label=label, to_home=to_home)
         if handle is None and (metrics or tags or suspect) and self._group.writer == 0:
-            told = "step %d is saved already, without these metrics and tags (pass them to ckptfmt.Run) or reason"
+            told = (
+                "step %d is saved already, without these metrics and tags (pass them to"
+                " ckptfmt.Run) or reason"
+            )
             _LOG.warning(told, self.step)
         return handle
 
@@ -639,14 +708,20 @@ class Checkpointer:
         is_over, is_last = self.stopped, self.step == total
         # After a stop no further save is due: the stop has saved. Explicit requests are still met.
         requested, self._requested = self._requested, None
-        will_save = bool(requested) or is_last or (self._rehearsal is not None and self._rehearsal.save_at == step)
+        will_save = (
+            bool(requested)
+            or is_last
+            or (self._rehearsal is not None and self._rehearsal.save_at == step)
+        )
         is_due = not is_over and self._pace.is_due(self.step, more, will_save=will_save)
         self.stopped |= self._pace.stopped
         label, to_home = requested or (label, False)
         if self.stopped and not is_over:
             self._save_and_stop(label)
             return self._handle
-        handle = self._save(must=is_last, label=label, to_home=to_home) if is_due or will_save else None
+        handle = (
+            self._save(must=is_last, label=label, to_home=to_home) if is_due or will_save else None
+        )
         self._pace.beat()
         if self._rehearsal is not None and self._rehearsal.is_over(self.step):
             self._close(quietly=True)
@@ -665,7 +740,12 @@ class Checkpointer:
             error = caught
         has_failed = self._handle is not None and self._handle.state == "FAILED"
         noticed, failure = self._pace.look()
-        answer = {"step": self.step, "done": self._saved_step == self.step, "failed": has_failed, **noticed}
+        answer = {
+            "step": self.step,
+            "done": self._saved_step == self.step,
+            "failed": has_failed,
+            **noticed,
+        }
         answer["witness"] = self._witness.answer()
         told = self._group.agree(error or failure, answer)
         self._pace.hear(self.step, told)
@@ -702,8 +782,13 @@ class Checkpointer:
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step
             self._witness.note_saved(self.step, self._count.state)
-            if self.launch.resume_from is None and self._short_rehearsal.note_saved(self.step, handle):
-                add_report(self._saves.reports, f"NOT_REHEARSED: step {self.step} was saved before the steps to repeat")
+            if self.launch.resume_from is None and self._short_rehearsal.note_saved(
+                self.step, handle
+            ):
+                add_report(
+                    self._saves.reports,
+                    f"NOT_REHEARSED: step {self.step} was saved before the steps to repeat",
+                )
             self._pace.meters.note_save(handle)
         self._pace.note_save(next_step=self.step + 1)
         return handle
@@ -737,7 +822,10 @@ class Checkpointer:
         with group.together(lambda: open_checkpoint(store)) as checkpoint, keep_iterators(state):
             report = load_once(state, checkpoint, group, **self._choices, share=self._share)
         report = claim_of_all(report, group)
-        text = "rehearsal: back from step %d to step %d, to do the steps between again: claim %s expected"
+        text = (
+            "rehearsal: back from step %d to step %d, to do the steps between again: claim %s"
+            " expected"
+        )
         self._talk.say(text, self.step, first, report.claim)
         self._count.go_back(first)
         self._saved_step = first
@@ -762,11 +850,15 @@ class Checkpointer:
             self._saves.begin_replicas(taken.launch, nodes)
 
     def _load(self, checkpoint: Checkpoint, state: State) -> None:
-        self._load_report = load_once(state, checkpoint, self._group, **self._choices, streams=False, share=self._share)
+        self._load_report = load_once(
+            state, checkpoint, self._group, **self._choices, streams=False, share=self._share
+        )
         carry_init(checkpoint, state, self._group)
         self._count.go_to(checkpoint.step, mark_streams(state, self._group))
         self._is_whole, self._saved_step = True, checkpoint.step
-        _LOG.debug("step %d restored from %s; random-number streams come last", self.step, checkpoint.title)
+        _LOG.debug(
+            "step %d restored from %s; random-number streams come last", self.step, checkpoint.title
+        )
         self._talk.tell_changed(self._load_report)
 
     def _begin_from(self, init: InitFrom, state: State) -> None:
@@ -805,5 +897,9 @@ class Checkpointer:
         self._load_report = claim_of_all(self._load_report.with_streams(found), self._group)
         assert self.launch is not None  # noqa: S101 - restore() chooses first
         name = checkpoint.store.name
-        source = f"launch {checkpoint.manifest.origin.launch} ({name})" if self.launch.resume_from else name
+        source = (
+            f"launch {checkpoint.manifest.origin.launch} ({name})"
+            if self.launch.resume_from
+            else name
+        )
         self._talk.tell_resumed(self.launch, source, self._load_report, harmless=state.harmless)

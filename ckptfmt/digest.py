@@ -42,4 +42,6 @@ def block_digests(content: memoryview, block_nbytes: int) -> bytes:
     Units: `block_nbytes` in bytes; the result has 32 bytes for each block.
     Spec: REQ-TEN-005, REQ-TEN-006.
     """
-    return b"".join(digest_bytes(content[begin:end]) for begin, end in iter_blocks(content.nbytes, block_nbytes))
+    return b"".join(
+        digest_bytes(content[begin:end]) for begin, end in iter_blocks(content.nbytes, block_nbytes)
+    )

@@ -3,17 +3,18 @@
 The classes are grouped by the reaction of a handler:
 
     CkptError
-    ├── FormatError         the bytes break the specification: use another checkpoint, report the writer
-    ├── IntegrityError      bytes are damaged, missing or replaced: use another checkpoint or copy
-    │   └── NotFoundError   no checkpoint is at this place: correct the path, or begin without one
-    ├── UnsupportedError    a newer writer made the checkpoint: upgrade the reader
+    ├── FormatError         the bytes break the specification: use another checkpoint, report the
+    writer ├── IntegrityError      bytes are damaged, missing or replaced: use another checkpoint or
+    copy │   └── NotFoundError   no checkpoint is at this place: correct the path, or begin without
+    one ├── UnsupportedError    a newer writer made the checkpoint: upgrade the reader
     ├── LayoutError         the writers' states are contradictory: fix the program that saves
     ├── StateError          a live object can't be saved or restored as asked: fix the call
     ├── CommitError         this save didn't become a checkpoint, or perhaps didn't
     │   └── FencedError     a newer launch owns the run: stop this process
     └── StoreError          the storage refused, failed or didn't answer
 
-A code is never renumbered, renamed or reused. ``spec/80-errors.md`` lists the same codes; a test compares the two.
+A code is never renumbered, renamed or reused. ``spec/80-errors.md`` lists the same codes; a test
+compares the two.
 """
 
 from __future__ import annotations
@@ -45,7 +46,13 @@ class CkptError(Exception):
     """
 
     def __init__(
-        self, code: Code, detail: str, *, where: str | None = None, requirement: str | None = None, remedy: str = ""
+        self,
+        code: Code,
+        detail: str,
+        *,
+        where: str | None = None,
+        requirement: str | None = None,
+        remedy: str = "",
     ) -> None:
         detail = _without_secrets(encodable(detail))
         super().__init__(code, detail)
@@ -63,7 +70,14 @@ class CkptError(Exception):
         return printable(f"{said}{end} Remedy: {self.remedy}" if self.remedy else said)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.code, self.detail, self.where, self.requirement, self.remedy)
+        return _rebuild, (
+            type(self),
+            self.code,
+            self.detail,
+            self.where,
+            self.requirement,
+            self.remedy,
+        )
 
     def below(self, directory: str) -> Self:
         """Return the error with its place below a directory; unchanged if already there.
@@ -72,10 +86,14 @@ class CkptError(Exception):
         'step-00000003-l0001/manifest.json'
         """
         directory = encodable(directory)
-        if self.where is not None and (self.where == directory or self.where.startswith(f"{directory}/")):
+        if self.where is not None and (
+            self.where == directory or self.where.startswith(f"{directory}/")
+        ):
             return self
         where = f"{directory}/{self.where}" if self.where else directory
-        return type(self)(self.code, self.detail, where=where, requirement=self.requirement, remedy=self.remedy)
+        return type(self)(
+            self.code, self.detail, where=where, requirement=self.requirement, remedy=self.remedy
+        )
 
     def as_json(self) -> dict[str, str | None]:
         """Return the error as a JSON-ready mapping."""
@@ -128,9 +146,13 @@ _RESTORE = (
     "Load another checkpoint of the run; or mend this one from a copy, such as a mirror:"
     " `ckptfmt repair PATH --with COPY`."
 )
-_WRITER = "The writer of this file is at fault; use another checkpoint and report it to the writer's authors."
+_WRITER = (
+    "The writer of this file is at fault; use another checkpoint and report it to the"
+    " writer's authors."
+)
 _SCOPE = (
-    "Wrap what belongs to one worker in ckptfmt.PerWorker, or in ckptfmt.FirstWorker where worker 0's value counts for"
+    "Wrap what belongs to one worker in ckptfmt.PerWorker, or in ckptfmt.FirstWorker where worker"
+    " 0's value counts for"
     " all; or make it equal on all workers."
 )
 
@@ -207,14 +229,21 @@ class Code(StrEnum):
     STEP_MISMATCH = (
         "STEP_MISMATCH",
         FormatError,
-        "The directory was renamed or copied over another: give it the name that its manifest says.",
+        (
+            "The directory was renamed or copied over another: give it the name that its manifest"
+            " says."
+        ),
     )
     #: a document belongs to another run
     RUN_MISMATCH = ("RUN_MISMATCH", FormatError, "Move it back to its own run's directory.")
     #: a path isn't of an allowed form
     UNSAFE_PATH = ("UNSAFE_PATH", FormatError, _WRITER)
     #: a file is a link, pipe, device or directory
-    UNSAFE_FILE = ("UNSAFE_FILE", FormatError, "Put the file or directory itself there, as it was saved.")
+    UNSAFE_FILE = (
+        "UNSAFE_FILE",
+        FormatError,
+        "Put the file or directory itself there, as it was saved.",
+    )
     #: a written box's extents don't hold each block once
     EXTENT_COVERAGE = ("EXTENT_COVERAGE", FormatError, _WRITER)
     #: header and extents don't tile a file exactly
@@ -257,14 +286,25 @@ class Code(StrEnum):
         "Give the path of a checkpoint directory (it has a manifest.json) or of a run.",
     )
     #: this attempt was given up and cleaned away
-    CHECKPOINT_ABORTED = ("CHECKPOINT_ABORTED", IntegrityError, "Load another checkpoint of the run.")
+    CHECKPOINT_ABORTED = (
+        "CHECKPOINT_ABORTED",
+        IntegrityError,
+        "Load another checkpoint of the run.",
+    )
     #: this checkpoint was retired and its files deleted
-    CHECKPOINT_RETIRED = ("CHECKPOINT_RETIRED", IntegrityError, "Load another checkpoint of the run.")
+    CHECKPOINT_RETIRED = (
+        "CHECKPOINT_RETIRED",
+        IntegrityError,
+        "Load another checkpoint of the run.",
+    )
     #: none of the checkpoints that the lineage names is valid
     NO_VALID_CHECKPOINT = (
         "NO_VALID_CHECKPOINT",
         IntegrityError,
-        "Run `ckptfmt validate` on the run; resume by hand from another checkpoint, or start afresh.",
+        (
+            "Run `ckptfmt validate` on the run; resume by hand from another checkpoint, or start"
+            " afresh."
+        ),
     )
     #: a checkpoint that this one reads from isn't there
     BASE_MISSING = (
@@ -276,17 +316,28 @@ class Code(StrEnum):
     BASE_MISMATCH = (
         "BASE_MISMATCH",
         IntegrityError,
-        "Put the base back under its name, say with bases= where it lies, or load another checkpoint.",
+        (
+            "Put the base back under its name, say with bases= where it lies, or load another"
+            " checkpoint."
+        ),
     )
     #: files of this checkpoint are in caches of nodes, and not at home
     FILES_IN_CACHES = (
         "FILES_IN_CACHES",
         IntegrityError,
-        "Resume the run with cache= on the nodes that saved it, which brings it home; or take an older checkpoint.",
+        (
+            "Resume the run with cache= on the nodes that saved it, which brings it home; or take"
+            " an"
+            " older checkpoint."
+        ),
     )
     # unsupported
     #: the document has another version of the format
-    VERSION_UNSUPPORTED = ("VERSION_UNSUPPORTED", UnsupportedError, "Install the ckptfmt that writes this version.")
+    VERSION_UNSUPPORTED = (
+        "VERSION_UNSUPPORTED",
+        UnsupportedError,
+        "Install the ckptfmt that writes this version.",
+    )
     #: the document needs a feature that this reader doesn't know
     FEATURE_UNSUPPORTED = ("FEATURE_UNSUPPORTED", UnsupportedError, "Install a newer ckptfmt.")
     # layout
@@ -295,14 +346,20 @@ class Code(StrEnum):
     #: the boxes leave a part of a tensor uncovered
     TILING_GAP = ("TILING_GAP", LayoutError, _WRITER)
     #: two boxes of a tensor overlap
-    TILING_OVERLAP = ("TILING_OVERLAP", LayoutError, "Give workers that hold different pieces disjoint boxes.")
+    TILING_OVERLAP = (
+        "TILING_OVERLAP",
+        LayoutError,
+        "Give workers that hold different pieces disjoint boxes.",
+    )
     #: workers hold the same tensor with other contents
     REPLICA_DIVERGED = (
         "REPLICA_DIVERGED",
         LayoutError,
         (
-            "Give the tensors different names if they are different; wrap them in ckptfmt.PerWorker if each worker has"
-            " its own. Of BatchNorm's statistics, give the DistributedDataParallel module and not its .module, or use"
+            "Give the tensors different names if they are different; wrap them in"
+            " ckptfmt.PerWorker if each worker has"
+            " its own. Of BatchNorm's statistics, give the DistributedDataParallel module and not"
+            " its .module, or use"
             " SyncBatchNorm. Otherwise suspect silent corruption."
         ),
     )
@@ -320,7 +377,11 @@ class Code(StrEnum):
     WRITERS_DIVERGED = (
         "WRITERS_DIVERGED",
         LayoutError,
-        "Call save and load on all workers with the same step and path, at the same point of the program.",
+        (
+            "Call save and load on all workers with the same step and path, at the same point of"
+            " the"
+            " program."
+        ),
     )
     # state
     #: an object can't be saved without guessing
@@ -330,7 +391,11 @@ class Code(StrEnum):
         "Turn it into tensors, arrays and plain values, or give it state_dict and load_state_dict.",
     )
     #: a name is used twice, or can't stand in a checkpoint
-    STATE_NAME = ("STATE_NAME", StateError, "Rename the module, parameter or key that this error names.")
+    STATE_NAME = (
+        "STATE_NAME",
+        StateError,
+        "Rename the module, parameter or key that this error names.",
+    )
     #: an optimizer updates a parameter that has no name in weights
     PARAMETER_UNNAMED = (
         "PARAMETER_UNNAMED",
@@ -341,7 +406,10 @@ class Code(StrEnum):
     META_DESTINATION = (
         "META_DESTINATION",
         StateError,
-        "Call module.to_empty(device=...) before load; what isn't loaded must be initialised by you.",
+        (
+            "Call module.to_empty(device=...) before load; what isn't loaded must be initialised by"
+            " you."
+        ),
     )
     #: the checkpoint lacks a tensor that the state wants
     TENSOR_MISSING = (
@@ -362,7 +430,11 @@ class Code(StrEnum):
         "Create the destination with the saved dtype, or pass allow=('dtype',) to convert.",
     )
     #: a tensor was saved with another shape
-    SHAPE_MISMATCH = ("SHAPE_MISMATCH", StateError, "Build the model with the sizes that were saved.")
+    SHAPE_MISMATCH = (
+        "SHAPE_MISMATCH",
+        StateError,
+        "Build the model with the sizes that were saved.",
+    )
     #: the checkpoint lacks a value that the state wants
     LEAF_MISSING = ("LEAF_MISSING", StateError, "Pass allow=('missing',) to keep the live value.")
     #: the checkpoint has a value that the state doesn't want
@@ -380,7 +452,11 @@ class Code(StrEnum):
         "Pass allow=('streams',) to leave it out; the claim is lowered.",
     )
     #: an optimizer's parameter groups can't be matched to the saved ones
-    GROUP_MISMATCH = ("GROUP_MISMATCH", StateError, "Build the optimizer with the same groups as when it was saved.")
+    GROUP_MISMATCH = (
+        "GROUP_MISMATCH",
+        StateError,
+        "Build the optimizer with the same groups as when it was saved.",
+    )
     #: a configuration key that defines the run differs
     CONFIG_IDENTITY = (
         "CONFIG_IDENTITY",
@@ -391,7 +467,11 @@ class Code(StrEnum):
     READ_BACK = (
         "READ_BACK",
         StateError,
-        "Give an object of the class that was saved; if its load_state_dict changes values, give its tensors instead.",
+        (
+            "Give an object of the class that was saved; if its load_state_dict changes values,"
+            " give"
+            " its tensors instead."
+        ),
     )
     #: an argument is out of range
     ARGUMENT = (
@@ -408,7 +488,11 @@ class Code(StrEnum):
     #: another worker refused the save or the load
     PEER_FAILED = ("PEER_FAILED", StateError, "See the error that the named worker raised.")
     #: a tensor changed while it was copied beside the training
-    STATE_CHANGED = ("STATE_CHANGED", StateError, "Change parameters in optimizer.step() only, or pass overlap=False.")
+    STATE_CHANGED = (
+        "STATE_CHANGED",
+        StateError,
+        "Change parameters in optimizer.step() only, or pass overlap=False.",
+    )
     #: there isn't enough memory for a snapshot
     SLOT_MEMORY = (
         "SLOT_MEMORY",
@@ -419,13 +503,19 @@ class Code(StrEnum):
     LOAD_MEMORY = (
         "LOAD_MEMORY",
         StateError,
-        "Load into live tensors, choose less with only=, or read boxes of it: ckptfmt.open(path).read(..., box=...).",
+        (
+            "Load into live tensors, choose less with only=, or read boxes of it:"
+            " ckptfmt.open(path).read(..., box=...)."
+        ),
     )
     #: this thread's floating point doesn't round as IEEE 754 says
     FLOAT_ENVIRONMENT = (
         "FLOAT_ENVIRONMENT",
         StateError,
-        "Turn flush-to-zero off: torch.set_flush_denormal(False), and no library built with -ffast-math.",
+        (
+            "Turn flush-to-zero off: torch.set_flush_denormal(False), and no library built with"
+            " -ffast-math."
+        ),
     )
     #: another library's position in its data holds for another number of workers
     LOADER_NOT_ELASTIC = (
@@ -434,7 +524,11 @@ class Code(StrEnum):
         "Load with as many workers as saved, or pass allow=('loader',); the claim is lowered.",
     )
     #: something is wrong with the training, which is to go back to its last good checkpoint
-    ALARM = ("ALARM", StateError, "Start the program again: the run goes on from its last good checkpoint.")
+    ALARM = (
+        "ALARM",
+        StateError,
+        "Start the program again: the run goes on from its last good checkpoint.",
+    )
     #: no step began in time, and the process ends
     STEP_OVERDUE = (
         "STEP_OVERDUE",
@@ -463,13 +557,18 @@ class Code(StrEnum):
         "Ask again later; if the clean-up was killed, the next clean-up keeps what is pinned.",
     )
     #: another checkpoint was committed here first
-    COMMIT_CONFLICT = ("COMMIT_CONFLICT", CommitError, "Load what was committed, or save another step.")
+    COMMIT_CONFLICT = (
+        "COMMIT_CONFLICT",
+        CommitError,
+        "Load what was committed, or save another step.",
+    )
     #: a run went on in two places, or in what was to be its mirror
     HOMES_DIVERGED = (
         "HOMES_DIVERGED",
         CommitError,
         (
-            "If only the place that has it went on, mirror from there to the other one. Otherwise decide which one goes"
+            "If only the place that has it went on, mirror from there to the other one. Otherwise"
+            " decide which one goes"
             " on, keep the other under another name, and mirror to a new place."
         ),
     )
@@ -480,9 +579,17 @@ class Code(StrEnum):
         "Nothing was deleted. When the store answers again, `ckptfmt validate` says which it is.",
     )
     #: not every writer's part arrived in time
-    WRITERS_MISSING = ("WRITERS_MISSING", CommitError, "Find out why the named writers stopped, then save again.")
+    WRITERS_MISSING = (
+        "WRITERS_MISSING",
+        CommitError,
+        "Find out why the named writers stopped, then save again.",
+    )
     #: a writer reported that it failed
-    WRITER_FAILED = ("WRITER_FAILED", CommitError, "See the error that the named writer raised, then save again.")
+    WRITER_FAILED = (
+        "WRITER_FAILED",
+        CommitError,
+        "See the error that the named writer raised, then save again.",
+    )
     #: every slot holds a save that isn't written yet
     SLOTS_BUSY = (
         "SLOTS_BUSY",
@@ -495,7 +602,10 @@ class Code(StrEnum):
     SAVER_LOST = (
         "SAVER_LOST",
         CommitError,
-        "The next save starts a new saver process; `ckptfmt log` says whether this step was committed.",
+        (
+            "The next save starts a new saver process; `ckptfmt log` says whether this step was"
+            " committed."
+        ),
     )
     #: the training process ended before its snapshot was complete
     TRAINER_LOST = ("TRAINER_LOST", CommitError, "Resume from an older checkpoint.")
@@ -521,12 +631,20 @@ class Code(StrEnum):
 def remedy_of(error: OSError) -> str | None:
     """Return a remedy for a system error, where the default remedy doesn't help; else None."""
     if error.errno == errno.EROFS:
-        return "The file system is mounted for reading only: give a path on another one, or mount it for writing."
+        return (
+            "The file system is mounted for reading only: give a path on another one, or mount"
+            " it for writing."
+        )
     return None
 
 
 def err(
-    code: Code, detail: str, *, where: str | None = None, requirement: str | None = None, remedy: str | None = None
+    code: Code,
+    detail: str,
+    *,
+    where: str | None = None,
+    requirement: str | None = None,
+    remedy: str | None = None,
 ) -> CkptError:
     """Return the error of a code, of the class and with the default remedy of the table.
 
@@ -534,7 +652,11 @@ def err(
     'FILE_MISSING at parts/x.msgpack: no such file. Remedy: look elsewhere'
     """
     return code.error(
-        code, detail, where=where, requirement=requirement, remedy=code.remedy if remedy is None else remedy
+        code,
+        detail,
+        where=where,
+        requirement=requirement,
+        remedy=code.remedy if remedy is None else remedy,
     )
 
 
@@ -563,7 +685,10 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii")
+        for c in text
+    )
 
 
 def _without_secrets(text: str) -> str:
@@ -578,6 +703,11 @@ def _without_secrets(text: str) -> str:
 
 
 def _rebuild(  # noqa: PLR0917 - pickle passes arguments by position
-    cls: type[CkptError], code: Code, detail: str, where: str | None, requirement: str | None, remedy: str
+    cls: type[CkptError],
+    code: Code,
+    detail: str,
+    where: str | None,
+    requirement: str | None,
+    remedy: str,
 ) -> CkptError:
     return cls(code, detail, where=where, requirement=requirement, remedy=remedy)

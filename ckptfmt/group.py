@@ -19,7 +19,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from ckptfmt.commit.waiting import poll
-from ckptfmt.errors import CkptError, Code, CommitError, NotFoundError, StateError, err, error_from_json
+from ckptfmt.errors import (
+    CkptError,
+    Code,
+    CommitError,
+    NotFoundError,
+    StateError,
+    err,
+    error_from_json,
+)
 from ckptfmt.store.protocol import Store
 
 #: A function that gathers the bytes of all writers, in writer order; or a token, equal on all
@@ -67,7 +75,9 @@ class Group:
             often.
     """
 
-    def __init__(self, writer: int, writer_count: int, gather: Callable[[bytes], Sequence[bytes]]) -> None:
+    def __init__(
+        self, writer: int, writer_count: int, gather: Callable[[bytes], Sequence[bytes]]
+    ) -> None:
         self.writer = writer
         self.writer_count = writer_count
         self._gather = gather
@@ -84,12 +94,18 @@ class Group:
         if len(gathered) != self.writer_count or gathered[self.writer] != own:
             raise err(
                 Code.WRITERS_DIVERGED,
-                f"agree= returned {len(gathered)} values to writer {self.writer} of {self.writer_count}",
-                remedy="agree is an all-gather of bytes: the values of all writers, in writer order, on every writer.",
+                (
+                    f"agree= returned {len(gathered)} values to writer {self.writer} of"
+                    f" {self.writer_count}"
+                ),
+                remedy=(
+                    "agree is an all-gather of bytes: the values of all writers, in writer"
+                    " order, on every writer."
+                ),
             )
         return [json.loads(item) for item in gathered]
 
-    def run_on_first(self, action: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the action returns
+    def run_on_first(self, action: Callable[[], Any]) -> Any:
         """Run an action on writer 0, and return the JSON result, or raise the exception, on all.
 
         Raises: the action's exception; on the other writers an error of the same code.
@@ -114,10 +130,18 @@ class Group:
         """
         told = self.raise_together(error, value=answer)
         if any(not isinstance(theirs, dict) or theirs.keys() != answer.keys() for theirs in told):
-            raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
+            raise err(
+                Code.WRITERS_DIVERGED,
+                "the writers aren't at the same point",
+                requirement="REQ-CMT-001",
+            )
         steps = sorted({theirs["step"] for theirs in told})
         if len(steps) > 1:
-            raise err(Code.WRITERS_DIVERGED, f"the writers are at different steps: {steps}", requirement="REQ-CMT-001")
+            raise err(
+                Code.WRITERS_DIVERGED,
+                f"the writers are at different steps: {steps}",
+                requirement="REQ-CMT-001",
+            )
         return told
 
     def raise_together(self, error: Exception | None, *, value: object = None) -> list[Any]:
@@ -144,7 +168,10 @@ class Group:
         if any(type(theirs) is not dict or theirs.keys() != mine.keys() for theirs in told):
             raise err(
                 Code.WRITERS_DIVERGED,
-                "the writers aren't at the same point: one of them gave up waiting, or called another function",
+                (
+                    "the writers aren't at the same point: one of them gave up waiting, or called"
+                    " another function"
+                ),
                 requirement="REQ-CMT-001",
             )
         for writer, theirs in enumerate(told):
@@ -178,13 +205,21 @@ def find_worker(writer: tuple[int, int] | None) -> tuple[int, int]:
     if writer is not None:
         number, count = writer
         if not 0 <= number < count:
-            raise err(Code.ARGUMENT, f"writer={writer!r} isn't (number, count), 0 <= number < count", where="writer=")
+            raise err(
+                Code.ARGUMENT,
+                f"writer={writer!r} isn't (number, count), 0 <= number < count",
+                where="writer=",
+            )
         return number, count
     distributed = _find_distributed()
     if distributed is not None:
         return distributed.get_rank(), distributed.get_world_size()
     jax = sys.modules.get("jax")
-    if jax is not None and getattr(jax, "distributed", None) is not None and jax.distributed.is_initialized():
+    if (
+        jax is not None
+        and getattr(jax, "distributed", None) is not None
+        and jax.distributed.is_initialized()
+    ):
         return jax.process_index(), jax.process_count()
     return 0, 1
 
@@ -217,12 +252,21 @@ def make_group(
     if isinstance(agree, str) and store is not None:
         return Group(number, count, _StoreExchange(store, agree, number, count, deadline_s))
     distributed = _find_distributed()
-    if distributed is not None and (distributed.get_rank(), distributed.get_world_size()) == (number, count):
-        return Group(number, count, _TorchExchange(distributed, number, count, deadline_s, stop_end_s))
-    raise err(Code.WRITERS_UNKNOWN, f"writer {number} of {count} has no way to reach the others", where="agree=")
+    if distributed is not None and (distributed.get_rank(), distributed.get_world_size()) == (
+        number,
+        count,
+    ):
+        return Group(
+            number, count, _TorchExchange(distributed, number, count, deadline_s, stop_end_s)
+        )
+    raise err(
+        Code.WRITERS_UNKNOWN,
+        f"writer {number} of {count} has no way to reach the others",
+        where="agree=",
+    )
 
 
-def _find_distributed() -> Any:  # noqa: ANN401 - a module of torch, which this module must not import
+def _find_distributed() -> Any:
     """Return torch.distributed if the program has imported and initialised it; else None."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -243,7 +287,7 @@ class _TorchExchange:
 
     def __init__(
         self,
-        distributed: Any,  # noqa: ANN401
+        distributed: Any,
         writer: int,
         writer_count: int,
         deadline_s: float,
@@ -275,9 +319,15 @@ class _TorchExchange:
         while thread.is_alive() and time.monotonic() < min(end_s, max(least_s, self._stop_end_s())):
             thread.join(max(0.0, min(_LOOK_S, end_s - time.monotonic())))
         if not outcomes:
-            detail = f"torch.distributed's store, on process 0, didn't answer for {self._deadline.total_seconds():g} s"
+            detail = (
+                "torch.distributed's store, on process 0, didn't answer for"
+                f" {self._deadline.total_seconds():g} s"
+            )
             if math.isfinite(self._stop_end_s()):
-                detail = "another process didn't come by the deadline of a signal that asked this one to stop"
+                detail = (
+                    "another process didn't come by the deadline of a signal that asked this"
+                    " one to stop"
+                )
             raise err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001")
         found, error = outcomes[0]
         if error is not None:
@@ -303,7 +353,10 @@ class _TorchExchange:
             # The last request of this round, without an answer.
             self._store.set(f"{keys[self._writer]}/read", "")
         except RuntimeError as error:
-            detail = f"{self._name_missing(keys)} didn't come within {self._deadline.total_seconds():g} s"
+            detail = (
+                f"{self._name_missing(keys)} didn't come within"
+                f" {self._deadline.total_seconds():g} s"
+            )
             raise err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001") from error
         return keys, values
 
@@ -316,18 +369,30 @@ class _TorchExchange:
 
     def _name_missing(self, keys: list[str]) -> str:
         try:
-            missing = [str(writer) for writer, key in enumerate(keys) if not self._store.check([key])]
+            missing = [
+                str(writer) for writer, key in enumerate(keys) if not self._store.check([key])
+            ]
         except RuntimeError:  # the process with the key-value store is gone
             missing = []
-        return f"writer {', '.join(missing[:16])}" if missing else "torch.distributed's store or a writer"
+        return (
+            f"writer {', '.join(missing[:16])}"
+            if missing
+            else "torch.distributed's store or a writer"
+        )
 
 
 class _StoreExchange:
     """All-gather through files, for writers with a common store and token, new at each start."""
 
-    def __init__(self, store: Store, token: str, writer: int, writer_count: int, deadline_s: float) -> None:
+    def __init__(
+        self, store: Store, token: str, writer: int, writer_count: int, deadline_s: float
+    ) -> None:
         if not _TOKEN.fullmatch(token):
-            raise err(Code.ARGUMENT, f"{token!r} has other characters than letters, digits, - and _", where="agree=")
+            raise err(
+                Code.ARGUMENT,
+                f"{token!r} has other characters than letters, digits, - and _",
+                where="agree=",
+            )
         self._store = store
         self._prefix = f"{EXCHANGE}/{token}"
         self._writer = writer

@@ -127,7 +127,16 @@ class CapturedRng:
 
 #: Names of other libraries for the fields of a `State`.
 _OTHER_NAMES: Final = {
-    "weights": ("model", "models", "module", "net", "network", "params", "parameters", "state_dict"),
+    "weights": (
+        "model",
+        "models",
+        "module",
+        "net",
+        "network",
+        "params",
+        "parameters",
+        "state_dict",
+    ),
     "optimizer": ("optimizers", "optim", "opt"),
     "data": ("dataloader", "loader", "train_loader", "sampler", "dataset", "iterator"),
     "config": ("args", "cfg", "hparams", "hyper_parameters"),
@@ -146,7 +155,9 @@ def _unknown_argument(name: str, known: Sequence[str]) -> CkptError:
         remedy = f"Write State({near[0]}={{{name!r}: {name}}})."
     else:
         remedy = f"Write State({near[0]}={name})."
-    return err(Code.ARGUMENT, f"State has no field {name!r}", where=f"State({name}=...)", remedy=remedy)
+    return err(
+        Code.ARGUMENT, f"State has no field {name!r}", where=f"State({name}=...)", remedy=remedy
+    )
 
 
 def _refusing_unknown(cls: type[State]) -> type[State]:
@@ -154,13 +165,20 @@ def _refusing_unknown(cls: type[State]) -> type[State]:
     make = cls.__init__
 
     @functools.wraps(make)
-    def init(self: State, *given: object, **named: Any) -> None:  # noqa: ANN401 - as the dataclass has them
+    def init(self: State, *given: object, **named: Any) -> None:
         if given:
             raise err(
                 Code.ARGUMENT,
-                f"a {type(given[0]).__qualname__} that isn't said to be weights, optimizer, data or config",
+                (
+                    f"a {type(given[0]).__qualname__} that isn't said to be weights, optimizer,"
+                    " data"
+                    " or config"
+                ),
                 where="State(...)",
-                remedy="Say which part of the run each is: State(weights=model, optimizer=optimizer, data=sampler).",
+                remedy=(
+                    "Say which part of the run each is: State(weights=model,"
+                    " optimizer=optimizer, data=sampler)."
+                ),
             )
         known = [field.name for field in dataclasses.fields(cls) if field.init]
         for name in named.keys() - known:
@@ -224,32 +242,59 @@ class State:
     def __post_init__(self) -> None:
         for name in ("identity", "harmless"):
             if isinstance(getattr(self, name), str):
-                raise err(Code.ARGUMENT, f"{name} is one string, not a tuple of keys", where=f"State({name}=...)")
+                raise err(
+                    Code.ARGUMENT,
+                    f"{name} is one string, not a tuple of keys",
+                    where=f"State({name}=...)",
+                )
         for name in ("extra", "rng", "provenance"):
             value = getattr(self, name)
-            if value is None or (name == "rng" and (value is False or isinstance(value, CapturedRng))):
+            if value is None or (
+                name == "rng" and (value is False or isinstance(value, CapturedRng))
+            ):
                 continue
             if not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
-                raise err(Code.ARGUMENT, f"{name} isn't a mapping with strings as keys", where=f"State({name}=...)")
+                raise err(
+                    Code.ARGUMENT,
+                    f"{name} isn't a mapping with strings as keys",
+                    where=f"State({name}=...)",
+                )
         given: Mapping[str, object] = self.absent
         for field, reason in given.items():
             if field not in FIELDS or field in _COLLECTED:
-                raise err(Code.ARGUMENT, f"{field!r} isn't a field that can be left out", where="State(absent=...)")
+                raise err(
+                    Code.ARGUMENT,
+                    f"{field!r} isn't a field that can be left out",
+                    where="State(absent=...)",
+                )
             if not isinstance(reason, str) or not reason:
-                raise err(Code.ARGUMENT, f"{field!r} has no reason, a text that isn't empty", where="State(absent=...)")
+                raise err(
+                    Code.ARGUMENT,
+                    f"{field!r} has no reason, a text that isn't empty",
+                    where="State(absent=...)",
+                )
             if not self._is_left_out(field):
-                raise err(Code.ARGUMENT, f"{field!r} is said to be absent, but is given", where="State(absent=...)")
+                raise err(
+                    Code.ARGUMENT,
+                    f"{field!r} is said to be absent, but is given",
+                    where="State(absent=...)",
+                )
 
     def __repr__(self) -> str:
         """Return the kinds of the objects, since the representation of a model fills a page."""
         given = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        texts = [f"{name}={_summary(value)}" for name, value in given if value not in (None, (), {})]
+        texts = [
+            f"{name}={_summary(value)}" for name, value in given if value not in (None, (), {})
+        ]
         return f"State({', '.join(texts)})"
 
     def absent_reasons(self) -> dict[str, str]:
         """Return the fields left out, each with the reason."""
         fields = [field for field in FIELDS if field not in _COLLECTED and self._is_left_out(field)]
-        return {field: self.absent.get(field, NO_RNG if field == "rng" else NOT_GIVEN) for field in fields}
+        return {
+            field: self.absent.get(field, NO_RNG if field == "rng" else NOT_GIVEN)
+            for field in fields
+        }
 
     def _is_left_out(self, field: str) -> bool:
         if field == "rng":
@@ -261,7 +306,9 @@ def _summary(value: object) -> str:
     """Return a word for an object of a State: the class, or the keys of a mapping."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return f"{{{', '.join(value)}}}" if len(value) <= _KEYS_SHOWN else f"{{{len(value)} keys}}"
-    return repr(value) if isinstance(value, bool | int | float | str | tuple) else type(value).__name__
+    return (
+        repr(value) if isinstance(value, bool | int | float | str | tuple) else type(value).__name__
+    )
 
 
 def check_state(value: object) -> None:
@@ -274,5 +321,8 @@ def check_state(value: object) -> None:
             where="state",
             remedy="Give the path first, then the State."
             if is_path
-            else "Say which part of the run it is: ckptfmt.State(weights=model, optimizer=optimizer, data=sampler).",
+            else (
+                "Say which part of the run it is: ckptfmt.State(weights=model,"
+                " optimizer=optimizer, data=sampler)."
+            ),
         )

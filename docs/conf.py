@@ -1,6 +1,7 @@
 """How Sphinx builds the pages: README, docs/, spec/ and the rest in one tree, so that links between them are checked.
 
-`make docs` calls it with the checkout as the source folder and fails on the first warning. Nothing is fetched.
+`make docs` calls it with the checkout as the source folder and fails on the first warning. Nothing
+is fetched.
 """
 
 import re
@@ -13,7 +14,9 @@ from pygments.lexers.special import TextLexer
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
-_PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+_PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))[
+    "project"
+]
 
 project = _PROJECT["name"]
 version = release = _PROJECT["version"]
@@ -34,7 +37,11 @@ include_patterns = [
 exclude_patterns = [".*", "out", "build", "dist", "runs", "ckptfmt", "**/__pycache__"]
 
 html_theme = "alabaster"
-html_theme_options = {"description": _PROJECT["description"], "page_width": "70em", "sidebar_width": "16em"}
+html_theme_options = {
+    "description": _PROJECT["description"],
+    "page_width": "70em",
+    "sidebar_width": "16em",
+}
 html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html"]}
 html_copy_source = False
 
@@ -53,7 +60,8 @@ napoleon_custom_sections = [("Attributes", "params_style"), "Shapes", "Units", "
 _PLAIN_FENCES = ("edits", "hex", "rejects", "serve")
 
 
-#: Sections of docstrings that begin on the line of their name, with their indented continuation: fields, to docutils.
+#: Sections of docstrings that begin on the line of their name, with their indented continuation:
+#: fields, to docutils.
 _SECTION = re.compile(r"(Returns|Yields|Raises|Shapes|Units|Spec|Source|Example): (?=.)")
 
 
@@ -70,4 +78,6 @@ def setup(app: "Sphinx") -> None:
     """Show the fences that no lexer knows as plain text, and the sections of docstrings as fields."""
     for name in _PLAIN_FENCES:
         app.add_lexer(name, TextLexer)
-    app.connect("autodoc-process-docstring", _sections_to_fields, priority=400)  # before napoleon's, which has 500
+    app.connect(
+        "autodoc-process-docstring", _sections_to_fields, priority=400
+    )  # before napoleon's, which has 500

@@ -90,7 +90,9 @@ def leaf(field: str, value: object, *, name: str = "", scope: str = "global") ->
     return Leaf(field=field, name=name, scope=scope, value=dump_tree(value, where=name))
 
 
-def stream(name: str, state: object, *, scope: str = "lw/0", kind: str = "python.mt19937") -> RngStream:
+def stream(
+    name: str, state: object, *, scope: str = "lw/0", kind: str = "python.mt19937"
+) -> RngStream:
     """Return a random-number stream."""
     return RngStream(name=name, scope=scope, kind=kind, state=dump_tree(state, where=name))
 
@@ -100,12 +102,21 @@ def snapshot(
 ) -> Snapshot:
     """Return what one writer gives to a save."""
     absent = dict(absent or {})
-    return Snapshot(tensors=tensors, streams=tuple(streams), leaves=tuple(leaves), absent=absent, **members)
+    return Snapshot(
+        tensors=tensors, streams=tuple(streams), leaves=tuple(leaves), absent=absent, **members
+    )
 
 
 def origin(**members: Any) -> Origin:
     """Return an origin outside of a run; `members` replace its own."""
-    own = {"run_id": None, "launch": None, "nonce": NONCE, "step": 3, "attempt": ATTEMPT, "writer_count": 1}
+    own = {
+        "run_id": None,
+        "launch": None,
+        "nonce": NONCE,
+        "step": 3,
+        "attempt": ATTEMPT,
+        "writer_count": 1,
+    }
     return Origin(**{**own, "block_nbytes": 4096, **members})
 
 
@@ -173,7 +184,11 @@ def two_writers() -> tuple[Snapshot, Snapshot]:
     bias = np.array([1, -2, 3], np.int16)
     leaves = (
         leaf("config", {"lr": 1e-3, "betas": (0.9, 0.999), 1: None, "big": 1 << 70}),
-        leaf("optimizer", {"exp_avg": TensorRef("exp_avg", "numpy"), "dtype": DtypeName("float32")}, name="state"),
+        leaf(
+            "optimizer",
+            {"exp_avg": TensorRef("exp_avg", "numpy"), "dtype": DtypeName("float32")},
+            name="state",
+        ),
     )
     parts = []
     for writer in range(2):
@@ -188,7 +203,10 @@ def two_writers() -> tuple[Snapshot, Snapshot]:
                 tensor("cache", np.arange(5, dtype=np.uint8), storage="non-persistent", scope=own),
                 tensor("exp_avg", np.full(3, writer, np.float32), field="optimizer", scope=own),
                 tensor("exp_avg", np.ones(2, np.float32), field="optimizer"),
-                leaves=(*leaves, leaf("data", deque([writer, InlineArray("int8", (2,), b"\1\2")], 3), scope=own)),
+                leaves=(
+                    *leaves,
+                    leaf("data", deque([writer, InlineArray("int8", (2,), b"\1\2")], 3), scope=own),
+                ),
                 streams=[stream("python", (3, (1, 2, writer), None), scope=own)],
                 absent={"topology": "not given to State", "provenance": "not given to State"},
             )
@@ -219,7 +237,9 @@ class Forgery:
         attempt = self.manifest["attempt"]
         self.index_path = index_name(attempt)
         self.index = parse_signed(files[self.index_path])
-        self.part_paths = [part_path(attempt, writer) for writer in range(self.manifest["writer_count"])]
+        self.part_paths = [
+            part_path(attempt, writer) for writer in range(self.manifest["writer_count"])
+        ]
         self.parts = [parse_signed(files[path]) for path in self.part_paths]
 
     def store(self) -> MemoryStore:
@@ -243,7 +263,9 @@ class Forgery:
 def parse_signed(content: bytes) -> dict[str, Any]:
     """Return what a msgpack document signs, unchecked."""
     envelope = parse_msgpack(content, where="", limit_items=8)
-    signed: dict[str, Any] = parse_msgpack(zlib.decompress(envelope["signed"]), where="", limit_items=10**6)
+    signed: dict[str, Any] = parse_msgpack(
+        zlib.decompress(envelope["signed"]), where="", limit_items=10**6
+    )
     return signed
 
 

@@ -93,8 +93,16 @@ class Saving:
             fill(writer.image, held, view)
             progress = Progress()
             progress.complete()
-            snapped = Snapped(image=writer.image, view=view, slot=slot, context=Context.of(held), progress=progress)
-            plan = writer.chain.write(self.place(step), origin, number, snapped, options=self.options)
+            snapped = Snapped(
+                image=writer.image,
+                view=view,
+                slot=slot,
+                context=Context.of(held),
+                progress=progress,
+            )
+            plan = writer.chain.write(
+                self.place(step), origin, number, snapped, options=self.options
+            )
             reasons.append(plan.reason)
         self.number += 1
         return origin, reasons
@@ -124,7 +132,10 @@ def fill(image: Image, snapshot: Snapshot, view: memoryview) -> None:
 def mixed(master: Any, *, rounded: Any = None) -> Snapshot:
     """A weight in binary32 and its copy in bfloat16, as mixed-precision training has them."""
     copy = (master if rounded is None else rounded).astype(ml_dtypes.bfloat16)
-    return snapshot(tensor("w", copy, dtype="bfloat16"), tensor("master/w", master, field="optimizer", dtype="float32"))
+    return snapshot(
+        tensor("w", copy, dtype="bfloat16"),
+        tensor("master/w", master, field="optimizer", dtype="float32"),
+    )
 
 
 def cast_chain(store: Any = None) -> Saving:

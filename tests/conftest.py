@@ -12,14 +12,17 @@ import pytest
 
 from tests.builders import slot_count
 
-# Two workers on two cores: more threads inside each only make both wait. Set before torch is first imported.
+# Two workers on two cores: more threads inside each only make both wait. Set before torch is first
+# imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Who starts the tests in the background of a shell has them ignore Ctrl-C, and all that they start would inherit that.
+# Who starts the tests in the background of a shell has them ignore Ctrl-C, and all that they start
+# would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples in every run, so that a red build can be repeated; --hypothesis-profile=search looks further.
+# The same examples in every run, so that a red build can be repeated; --hypothesis-profile=search
+# looks further.
 hypothesis.settings.register_profile(
     "house",
     derandomize=True,
@@ -30,7 +33,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("search", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile("house")
 
-# Everything that a test saves and leaves whole is also read by a reader that knows the specification alone.
+# Everything that a test saves and leaves whole is also read by a reader that knows the
+# specification alone.
 pytest_plugins = ["tests.plugins_stranger", "tests.s3.fixtures", "tests.homes"]
 
 
@@ -38,15 +42,21 @@ pytest_plugins = ["tests.plugins_stranger", "tests.s3.fixtures", "tests.homes"]
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what is marked `cuda` where there is no such device. `python -m benchmarks.gpu` runs it where there is.
 
-    Workers of xdist begin with files that have slow tests, and go on with those that have many: begun last, one would
-    be waited for.
+    Workers of xdist begin with files that have slow tests, and go on with those that have many:
+    begun last, one would be waited for.
     """
     if hasattr(config, "workerinput"):
-        slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("dist")}
+        slow = {
+            item.path
+            for item in items
+            if item.get_closest_marker("slow") or item.get_closest_marker("dist")
+        }
         counts = collections.Counter(item.path for item in items)
         items.sort(key=lambda item: (item.path not in slow, -counts[item.path]))
     marked = [item for item in items if item.get_closest_marker("cuda")]
-    if marked and not sys.modules["torch"].cuda.is_available():  # whoever needs a device has imported torch
+    if (
+        marked and not sys.modules["torch"].cuda.is_available()
+    ):  # whoever needs a device has imported torch
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
@@ -54,7 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Keep what was imported and collected out of later garbage collections: some tests ask for many, full ones.
 
-    Once in a process: the nested runs of tests/mutants collect anew, and what they leave is to be found.
+    Once in a process: the nested runs of tests/mutants collect anew, and what they leave is to be
+    found.
     """
     if not gc.get_freeze_count():
         gc.collect()

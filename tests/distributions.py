@@ -15,17 +15,32 @@ PROJECTS = {"ckptfmt": ROOT, "ckptfmt-conformance": ROOT / "conformance"}
 
 def run(*command, cwd, path=None, code=0):
     """Run a command with nothing of the checkout in sight, and only `path` in front of what is installed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "CKPTFMT"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "CKPTFMT"))
+    }
     if path is not None:
         environment["PYTHONPATH"] = str(path)
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
 
 def build(folder, name):
     """Build a source distribution and, of what is in it, the wheel. Returns both paths."""
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(PROJECTS[name]), cwd=folder)
+    run(
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        str(folder),
+        str(PROJECTS[name]),
+        cwd=folder,
+    )
     stem = name.replace("-", "_")
     (source,) = folder.glob(f"{stem}-[0-9]*.tar.gz")
     (wheel,) = folder.glob(f"{stem}-[0-9]*.whl")
@@ -34,7 +49,15 @@ def build(folder, name):
 
 def pip(python, *arguments):
     """Return the command with which this environment's pip installs for an interpreter, without a network."""
-    command = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check", "--python", str(python)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--isolated",
+        "--disable-pip-version-check",
+        "--python",
+        str(python),
+    ]
     return [*command, "install", "--quiet", "--no-index", *map(str, arguments)]
 
 

@@ -24,7 +24,9 @@ class Home:
         kind: one of `KINDS`; ``s3`` is the server that the session asks for.
     """
 
-    def __init__(self, kind: str, make: Callable[[str], Store], name: Callable[[str], Any] | None = None) -> None:
+    def __init__(
+        self, kind: str, make: Callable[[str], Store], name: Callable[[str], Any] | None = None
+    ) -> None:
         self.kind = kind
         self._make = make
         self._name = make if name is None else name
@@ -44,12 +46,20 @@ class Home:
 def files_of(store: Store) -> dict[str, bytes]:
     """Return all files of a store, by their paths."""
     paths = store.list("")
-    return dict(zip(paths, call_each(store, lambda path: store.read(path, limit_nbytes=1 << 30), paths), strict=True))
+    return dict(
+        zip(
+            paths,
+            call_each(store, lambda path: store.read(path, limit_nbytes=1 << 30), paths),
+            strict=True,
+        )
+    )
 
 
 def find(store: Store, beginning: str) -> str:
     """Return the only path that begins so."""
-    (path,) = [path for path in store.list(beginning.rpartition("/")[0]) if path.startswith(beginning)]
+    (path,) = [
+        path for path in store.list(beginning.rpartition("/")[0]) if path.startswith(beginning)
+    ]
     return path
 
 
@@ -74,18 +84,28 @@ _S3_NUMBERS: Final = itertools.count(1)
 
 
 @pytest.fixture(params=KINDS)
-def home(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+def home(
+    request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> Home:
     """Return a kind of place: the test runs once for each."""
     if request.param == "memory":
         return Home("memory", lambda _: MemoryStore())
     if request.param == "local":
-        return Home("local", lambda name: LocalStore(tmp_path / name, writable=True), lambda name: tmp_path / name)
+        return Home(
+            "local",
+            lambda name: LocalStore(tmp_path / name, writable=True),
+            lambda name: tmp_path / name,
+        )
     endpoint: Endpoint = request.getfixturevalue("s3_server")
     for name, value in endpoint.environment.items():
         monkeypatch.setenv(name, value)
     bucket: ObjectStore = request.getfixturevalue("_s3_home")
     prefix = f"test{next(_S3_NUMBERS)}"
-    return Home("s3", lambda name: bucket.at(f"{prefix}/{name}"), lambda name: f"{bucket.name}/{prefix}/{name}")
+    return Home(
+        "s3",
+        lambda name: bucket.at(f"{prefix}/{name}"),
+        lambda name: f"{bucket.name}/{prefix}/{name}",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -93,7 +113,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if fixtures.KIND == "ceph":
         left_out = [item for item in items if not _asks_s3(item)]
     else:
-        left_out = [item for item in items if kind_of(item) == "s3" and item.get_closest_marker("long_on_s3")]
+        left_out = [
+            item
+            for item in items
+            if kind_of(item) == "s3" and item.get_closest_marker("long_on_s3")
+        ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
@@ -105,8 +129,16 @@ named_homes: Final = pytest.mark.parametrize("home", ["local", "s3"], indirect=T
 
 def _asks_s3(item: pytest.Item) -> bool:
     parameters = getattr(item, "callspec", None)
-    asked = set() if parameters is None else {one for one in parameters.params.values() if isinstance(one, str)}
-    return "s3" in asked or "s3_server" in getattr(item, "fixturenames", ()) or item.path.parent.name == "s3"
+    asked = (
+        set()
+        if parameters is None
+        else {one for one in parameters.params.values() if isinstance(one, str)}
+    )
+    return (
+        "s3" in asked
+        or "s3_server" in getattr(item, "fixturenames", ())
+        or item.path.parent.name == "s3"
+    )
 
 
 def kind_of(item: pytest.Item) -> str | None:

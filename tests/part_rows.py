@@ -85,7 +85,9 @@ def holdings_of(tensors: Sequence[RowTensor]) -> Holdings:
 
 def _extents_of(tensors: Iterable[RowTensor]) -> Extents:
     boxes = [(tensor.name, held) for tensor in tensors for held in tensor.boxes]
-    rows = [(row, name, extent) for row, (name, held) in enumerate(boxes) for extent in held.extents]
+    rows = [
+        (row, name, extent) for row, (name, held) in enumerate(boxes) for extent in held.extents
+    ]
     encoding = make_integers(ENCODINGS.index(extent.encoding) for _, _, extent in rows)
     block_count = make_integers(extent.block_count for _, _, extent in rows)
     blocks = count_stored(encoding, block_count)
@@ -97,11 +99,15 @@ def _extents_of(tensors: Iterable[RowTensor]) -> Extents:
         byte_begin=make_integers(extent.byte_begin for _, _, extent in rows),
         key=Strings.of(["" if extent.key == name else extent.key for _, name, extent in rows]),
         encoding=encoding,
-        reference=make_integers(0 if extent.reference is None else extent.reference + 1 for _, _, extent in rows),
+        reference=make_integers(
+            0 if extent.reference is None else extent.reference + 1 for _, _, extent in rows
+        ),
         predicted=np.array([extent.predicted for _, _, extent in rows], np.bool_),
         stored_row=np.cumsum(blocks) - blocks,
         stored=StoredBlocks(
-            nbytes=make_integers(nbytes for _, _, extent in rows for nbytes in extent.stored_nbytes),
+            nbytes=make_integers(
+                nbytes for _, _, extent in rows for nbytes in extent.stored_nbytes
+            ),
             digests=b"".join(extent.stored_digests for _, _, extent in rows),
         ),
     )
@@ -120,8 +126,20 @@ def rows_of(held: Holdings) -> tuple[RowTensor, ...]:
 def _box_of(held: Holdings, row: int) -> RowBox:
     name, extents = held.table.keys[held.owner[row]][1], []
     for extent in held.extents.of_box(row):
-        blocks = range(extent.block_begin, extent.block_begin + extent.block_count) if extent.is_encoded else ()
-        members = ("block_begin", "block_count", "file", "byte_begin", "encoding", "reference", "predicted")
+        blocks = (
+            range(extent.block_begin, extent.block_begin + extent.block_count)
+            if extent.is_encoded
+            else ()
+        )
+        members = (
+            "block_begin",
+            "block_count",
+            "file",
+            "byte_begin",
+            "encoding",
+            "reference",
+            "predicted",
+        )
         extents.append(
             RowExtent(
                 **{member: getattr(extent, member) for member in members},
@@ -131,7 +149,10 @@ def _box_of(held: Holdings, row: int) -> RowBox:
             )
         )
     return RowBox(
-        box=held.box(row), replica=bool(held.replica[row]), digests=held.digests_of(row), extents=tuple(extents)
+        box=held.box(row),
+        replica=bool(held.replica[row]),
+        digests=held.digests_of(row),
+        extents=tuple(extents),
     )
 
 

@@ -41,14 +41,17 @@ class Training:
     """A training whose bits don't depend on the number of processes: sharded parameters, AdamW, a sampler.
 
     Args:
-        options: ``home``; ``out``, where it tells of itself; of each process its ``caches`` and ``nodes``; ``peers``;
-            ``deadline_s``.
+        options: ``home``; ``out``, where it tells of itself; of each process its ``caches`` and
+            ``nodes``; ``peers``; ``deadline_s``.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         _meet(self.rank, self.world_size)
-        self.out, self.cache = pathlib.Path(options["out"]), pathlib.Path(options["caches"][self.rank])
+        self.out, self.cache = (
+            pathlib.Path(options["out"]),
+            pathlib.Path(options["caches"][self.rank]),
+        )
         self.options = options
         mesh = init_device_mesh("cpu", (self.world_size,))
         self.module = nn.ParameterDict(
@@ -62,7 +65,9 @@ class Training:
         node = {"peers": 1, "node": options["nodes"][self.rank]} if options["peers"] else {}
         self.checkpointer = ckptfmt.Checkpointer(
             options["home"],
-            ckptfmt.State(weights=self.module, optimizer=self.optimizer, data=self.sampler, rng=False),
+            ckptfmt.State(
+                weights=self.module, optimizer=self.optimizer, data=self.sampler, rng=False
+            ),
             cache=self.cache,
             deadline_s=options["deadline_s"],
             **node,
@@ -102,7 +107,9 @@ class Training:
 
     def wait_for_parts(self, step: int, count: int) -> None:
         """Wait until the cache of this node has so many parts of a step."""
-        wait_for(lambda: len(list(self.cache.glob(f"*/step-{step:08d}-l0001/parts/*.msgpack"))) == count)
+        wait_for(
+            lambda: len(list(self.cache.glob(f"*/step-{step:08d}-l0001/parts/*.msgpack"))) == count
+        )
 
     def saver_pid(self) -> int:
         """Return the saver's process."""
@@ -182,7 +189,9 @@ def stop_a_partner(training: Training) -> None:
     dist.barrier()
     if training.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    wait_for(lambda: any("sends no replicas" in sentence for sentence in training.checkpointer.reports))
+    wait_for(
+        lambda: any("sends no replicas" in sentence for sentence in training.checkpointer.reports)
+    )
     training.checkpointer.close()
     training.tell("reports", training.checkpointer.reports)
 
@@ -191,7 +200,9 @@ def main(variables: dict[str, str], output: str, scene: str, options: dict[str, 
     """Be one process of a training, from a fork on."""
     settle(variables, output)
     try:
-        {"go_on": go_on, "lose_a_node": lose_a_node, "stop_a_partner": stop_a_partner}[scene](Training(options))
+        {"go_on": go_on, "lose_a_node": lose_a_node, "stop_a_partner": stop_a_partner}[scene](
+            Training(options)
+        )
     except BaseException:  # noqa: BLE001 - the test prints what the process printed
         traceback.print_exc()
         sys.stderr.flush()

@@ -20,7 +20,10 @@ def check_with_stranger(directory):
     read = read_checkpoint(directory)
     for field in FIELDS:
         entry = read["manifest"]["fields"][field]
-        found = {table: [key for key in read[table] if key[0] == field] for table in ("tensors", "leaves", "streams")}
+        found = {
+            table: [key for key in read[table] if key[0] == field]
+            for table in ("tensors", "leaves", "streams")
+        }
         if entry["state"] == "absent":
             assert not any(found.values()), f"{field} is absent, and has {found}"
             continue
@@ -74,5 +77,8 @@ def pytest_runtest_call(item):
         try:
             check_with_stranger(directory)
         except (ValueError, AssertionError) as error:
-            pytest.fail(f"the stranger's reader can't read {directory.relative_to(root)}: {error}", pytrace=False)
+            pytest.fail(
+                f"the stranger's reader can't read {directory.relative_to(root)}: {error}",
+                pytrace=False,
+            )
     return result

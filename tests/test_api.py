@@ -32,7 +32,9 @@ def make_state(seed: int = 0, **more: Any) -> ckptfmt.State:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer)
-    return ckptfmt.State(weights=model, optimizer=optimizer, data={"position": 24}, config={"lr": 1e-3}, **more)
+    return ckptfmt.State(
+        weights=model, optimizer=optimizer, data={"position": 24}, config={"lr": 1e-3}, **more
+    )
 
 
 def test_a_report_is_true_if_what_was_checked_is_valid(tmp_path: Path) -> None:
@@ -170,17 +172,25 @@ def test_open_reads_rows_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_committed_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     ckptfmt.save(tmp_path / "c", ckptfmt.State(data=1), step=3)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()}
+    before = {
+        path.name: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()
+    }
     with pytest.raises(CkptError) as caught:
         ckptfmt.save(tmp_path / "c", ckptfmt.State(data=2), step=4)
     assert caught.value.code == Code.CHECKPOINT_EXISTS
-    assert {path.name: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()} == before
+    assert {
+        path.name: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()
+    } == before
 
 
 def test_what_a_killed_attempt_left_is_gone_after_the_next_save() -> None:
     """REQ-CMT-027"""
     store = MemoryStore()
-    for path in ("weights-" + "0" * 16 + "-00000.safetensors", "parts/" + "0" * 16 + "-00000.msgpack", "notes.txt"):
+    for path in (
+        "weights-" + "0" * 16 + "-00000.safetensors",
+        "parts/" + "0" * 16 + "-00000.msgpack",
+        "notes.txt",
+    ):
         store.create(path, [b"left over"])
     ckptfmt.save(store, ckptfmt.State(weights={"w": np.zeros(3)}), step=3)
     assert "notes.txt" in store.list("")
@@ -189,7 +199,11 @@ def test_what_a_killed_attempt_left_is_gone_after_the_next_save() -> None:
 
 
 def attempts_in(store: MemoryStore) -> set[str]:
-    return {path.split("/")[-1].removeprefix("weights-")[:16] for path in store.list("") if "-00000." in path}
+    return {
+        path.split("/")[-1].removeprefix("weights-")[:16]
+        for path in store.list("")
+        if "-00000." in path
+    }
 
 
 def test_each_try_has_an_attempt_of_its_own() -> None:
@@ -203,15 +217,24 @@ def test_each_try_has_an_attempt_of_its_own() -> None:
     assert not found[0] & found[1]
 
 
-def save_by_two(store: MemoryStore, *states: ckptfmt.State, steps: tuple[int, int] = (3, 3)) -> list[Any]:
+def save_by_two(
+    store: MemoryStore, *states: ckptfmt.State, steps: tuple[int, int] = (3, 3)
+) -> list[Any]:
     """Save as two writers that meet in the store; return reports and codes."""
 
     def body(writer: int) -> str:
         return ckptfmt.save(
-            store, states[writer], step=steps[writer], writer=(writer, 2), agree="start-1", deadline_s=0.8
+            store,
+            states[writer],
+            step=steps[writer],
+            writer=(writer, 2),
+            agree="start-1",
+            deadline_s=0.8,
         ).digest
 
-    return [outcome if isinstance(outcome, str) else outcome.code for outcome in run_writers(2, body)]
+    return [
+        outcome if isinstance(outcome, str) else outcome.code for outcome in run_writers(2, body)
+    ]
 
 
 def files_in(store: MemoryStore) -> list[str]:
@@ -232,10 +255,16 @@ def test_writers_make_one_attempt_of_one_step() -> None:
 def test_metrics_and_tags_are_those_of_writer_0() -> None:
     """REQ-PRT-014, REQ-CMT-039: others may have computed a number that differs in the last bit, or none."""
     state, store = ckptfmt.State(weights={"w": np.zeros(3)}), MemoryStore()
-    given: list[Any] = [{"metrics": {"loss": np.float32(0.5)}, "tags": ["a"]}, {"metrics": {"loss": math.nan}}]
+    given: list[Any] = [
+        {"metrics": {"loss": np.float32(0.5)}, "tags": ["a"]},
+        {"metrics": {"loss": math.nan}},
+    ]
 
     outcomes = run_writers(
-        2, lambda writer: ckptfmt.save(store, state, step=3, writer=(writer, 2), agree="start-1", **given[writer])
+        2,
+        lambda writer: ckptfmt.save(
+            store, state, step=3, writer=(writer, 2), agree="start-1", **given[writer]
+        ),
     )
     labels = read_manifest(store).labels
     assert (labels.metrics, labels.tags) == ({"loss": "0.5"}, ("a",))
@@ -251,7 +280,9 @@ def test_a_metric_that_is_no_number_stops_all_writers() -> None:
 
     outcomes = run_writers(
         2,
-        lambda writer: ckptfmt.save(store, state, step=3, writer=(writer, 2), agree="1", metrics=given[writer]),
+        lambda writer: ckptfmt.save(
+            store, state, step=3, writer=(writer, 2), agree="1", metrics=given[writer]
+        ),
     )
     assert [outcome.code for outcome in outcomes] == [Code.ARGUMENT] * 2
     assert files_in(store) == []
@@ -265,7 +296,10 @@ def test_what_one_writer_refuses_reaches_all_before_a_file_is_created(who: int) 
     store = MemoryStore()
     codes = save_by_two(store, *states)
     # Writer 0 decides for all: they have its code.
-    assert (codes[who], codes[1 - who]) == (Code.STATE_UNSUPPORTED, Code.PEER_FAILED if who else Code.STATE_UNSUPPORTED)
+    assert (codes[who], codes[1 - who]) == (
+        Code.STATE_UNSUPPORTED,
+        Code.PEER_FAILED if who else Code.STATE_UNSUPPORTED,
+    )
     assert files_in(store) == []
 
 
@@ -302,7 +336,9 @@ def test_path_that_holds_nothing_is_named(tmp_path: Path) -> None:
 
 def test_every_error_is_picklable_and_has_a_remedy() -> None:
     for code in Code:
-        error = code.error(code, "found", where="here", requirement="REQ-MAN-001", remedy=code.remedy)
+        error = code.error(
+            code, "found", where="here", requirement="REQ-MAN-001", remedy=code.remedy
+        )
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again)) == (type(error), str(error))
         assert code.remedy
@@ -310,7 +346,9 @@ def test_every_error_is_picklable_and_has_a_remedy() -> None:
         json.dumps(error.as_json())
 
 
-def test_opening_a_run_says_that_a_saver_has_a_save_in_hand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_opening_a_run_says_that_a_saver_has_a_save_in_hand(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """REQ-RUN-019: who peeks while a newer checkpoint is being saved doesn't go back to an older one unknowingly."""
     store, trainer = open_store(tmp_path, writable=True), Trainer()
     run(store, 2, saver="inline")
@@ -323,7 +361,9 @@ def test_opening_a_run_says_that_a_saver_has_a_save_in_hand(tmp_path: Path, capl
         "step-00000002-l0001 was opened while launch 1 (writer 0) has a save in hand"
     ] * 3
     caplog.clear()
-    with ckptfmt.open(tmp_path) as checkpoint:  # the file is gone; one that nobody holds means nothing either
+    with ckptfmt.open(
+        tmp_path
+    ) as checkpoint:  # the file is gone; one that nobody holds means nothing either
         assert checkpoint.pending == ()
     assert ckptfmt.open(tmp_path / checkpoint.title).pending == ()
     assert not caplog.records
@@ -380,13 +420,17 @@ def test_place_of_a_retired_checkpoint_is_never_used_again() -> None:
     assert store.list("") == ["manifest.json"]
 
 
-@pytest.mark.parametrize("given", [{"run_id": None, "launch": 1}, {"run_id": "0" * 32, "launch": None}])
+@pytest.mark.parametrize(
+    "given", [{"run_id": None, "launch": 1}, {"run_id": "0" * 32, "launch": None}]
+)
 def test_run_and_launch_are_given_together_or_not_at_all(given: dict[str, Any]) -> None:
     """REQ-MAN-008"""
     origin = Origin(nonce="0" * 32, step=1, attempt="0" * 16, writer_count=1, **given)
     fields = {field: FieldSummary(reason="none") for field in FIELDS}
     digest = "blake3:" + "0" * 64
-    manifest = Manifest(origin=origin, saved_unix_s=1, fields=fields, index_nbytes=1, index_digest=digest)
+    manifest = Manifest(
+        origin=origin, saved_unix_s=1, fields=fields, index_nbytes=1, index_digest=digest
+    )
     with pytest.raises(CkptError) as caught:
         parse_register(manifest.dump())
     assert caught.value.code == Code.DOC_SCHEMA
@@ -409,7 +453,9 @@ def test_a_module_in_the_place_of_a_state_is_named(tmp_path: Path) -> None:
         assert "State(weights=model" in caught.value.remedy
 
 
-@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch.load opens safetensors files since 2.15")
+@pytest.mark.skipif(
+    torch.__version__ < "2.15", reason="torch.load opens safetensors files since 2.15"
+)
 def test_weights_open_with_torch_load(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     ckptfmt.save(tmp_path, ckptfmt.State(weights=model), step=1)

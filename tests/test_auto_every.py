@@ -44,11 +44,19 @@ class DiedError(Exception):
 
 
 def train(
-    store: Any, steps: int, *, save_s: float = 2.0, mtbf: str | None = "1h", dies: bool = False, **options: Any
+    store: Any,
+    steps: int,
+    *,
+    save_s: float = 2.0,
+    mtbf: str | None = "1h",
+    dies: bool = False,
+    **options: Any,
 ) -> Checkpointer:
     """Train so many steps of a second each, with saves that cost `save_s`."""
     trainer = Trainer()
-    checkpointer = Checkpointer(store, trainer.state, every="auto", mtbf=mtbf, **{"saver": "inline", **options})
+    checkpointer = Checkpointer(
+        store, trainer.state, every="auto", mtbf=mtbf, **{"saver": "inline", **options}
+    )
     clock = Clock(checkpointer, save_s)
     with contextlib.suppress(DiedError), checkpointer:
         first = checkpointer.step
@@ -116,7 +124,13 @@ def test_saves_to_caches_and_home_are_measured_apart(tmp_path: Any, caplog: Any)
     """And so are failures that took the caches along: the next launch had to pass something over."""
     caplog.set_level(logging.INFO, "ckptfmt")
     run, cache = tmp_path / "run", tmp_path / "cache"
-    options: dict[str, Any] = {"save_s": 0.5, "mtbf": "10min", "saver": "thread", "cache": cache, "upload_every": 4}
+    options: dict[str, Any] = {
+        "save_s": 0.5,
+        "mtbf": "10min",
+        "saver": "thread",
+        "cache": cache,
+        "upload_every": 4,
+    }
     train(run, 400, dies=True, **options)
     shutil.rmtree(cache)
     second = train(run, 400, dies=True, **options)
@@ -129,18 +143,24 @@ def test_saves_to_caches_and_home_are_measured_apart(tmp_path: Any, caplog: Any)
     assert all(meter.is_measured for meter in meters)
     told = [line for line in caplog.messages if line.startswith("every='auto'")]
     assert any(
-        "a save to caches costs 0.5 s" in line and "a failure that takes caches is expected" in line for line in told
+        "a save to caches costs 0.5 s" in line and "a failure that takes caches is expected" in line
+        for line in told
     )
 
 
 def handle(durability: str, state: str = "SAVING") -> Any:
     report = types.SimpleNamespace(durability=durability)
-    return types.SimpleNamespace(state=state, blocked_s=0.0, times={"COMMITTED": 10.0}, report=report)
+    return types.SimpleNamespace(
+        state=state, blocked_s=0.0, times={"COMMITTED": 10.0}, report=report
+    )
 
 
 def test_what_saves_to_caches_cost_beside_one_that_goes_home_is_not_its_own() -> None:
     """Steps of a second. A save to caches costs half a second; one home a second, and five others begin meanwhile."""
-    auto, clock = AutoEvery(3600.0, 1, upload_every=8), itertools.accumulate([0.0, *[1.0] * 9], initial=0.0)
+    auto, clock = (
+        AutoEvery(3600.0, 1, upload_every=8),
+        itertools.accumulate([0.0, *[1.0] * 9], initial=0.0),
+    )
     for now_s in clock:
         auto.note_steps(now_s, 1)
     near = handle("node")

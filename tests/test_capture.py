@@ -20,7 +20,9 @@ from ckptfmt.write.snapshot import TensorSource
 
 
 def leaves_of(snapshot):
-    return {(leaf.field, leaf.name): parse_tree(leaf.value, where=leaf.name) for leaf in snapshot.leaves}
+    return {
+        (leaf.field, leaf.name): parse_tree(leaf.value, where=leaf.name) for leaf in snapshot.leaves
+    }
 
 
 def test_every_field_is_given_or_absent_with_a_reason():
@@ -36,7 +38,9 @@ def test_every_field_is_given_or_absent_with_a_reason():
 
 
 def test_a_worker_without_a_piece_of_a_field_says_so():
-    snapshot = capture(State(weights={}, data=PerWorker(torch.nn.Module())), worker=1, worker_count=2)
+    snapshot = capture(
+        State(weights={}, data=PerWorker(torch.nn.Module())), worker=1, worker_count=2
+    )
 
     assert snapshot.absent["data"] == "nothing of it on this worker"
     assert snapshot.absent["provenance"] == "nothing of it on this worker"
@@ -46,7 +50,9 @@ def test_a_worker_without_a_piece_of_a_field_says_so():
 def test_all_workers_agree_on_topology_and_only_the_first_gives_the_rest():
     first, second = (capture(State(), worker=worker, worker_count=2) for worker in range(2))
 
-    assert {(leaf.field, leaf.name) for leaf in first.leaves} - {(leaf.field, leaf.name) for leaf in second.leaves} == {
+    assert {(leaf.field, leaf.name) for leaf in first.leaves} - {
+        (leaf.field, leaf.name) for leaf in second.leaves
+    } == {
         ("topology", "local"),
         ("provenance", ""),
     }
@@ -173,7 +179,9 @@ from ckptfmt.state import State
 snapshot = capture(State(weights={"w": np.ones(2)}, config={"a": 1}), worker=0, worker_count=1)
 print(len(snapshot.tensors), [name for name in sys.modules if name.partition(".")[0] == "torch"])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
 
     assert (done.returncode, done.stdout.strip()) == (0, "1 []"), done.stderr
 
@@ -183,7 +191,11 @@ def test_another_name_of_a_tied_tensor_is_taken_too():
     tied = torch.nn.ParameterDict({"a": weight, "b": weight})
 
     with pytest.raises(StateError, match=r"STATE_NAME.*extra/x/b"):
-        capture(State(optimizer={"extra": {"x": {"b": torch.ones(2)}}}, extra={"x": tied}), worker=0, worker_count=1)
+        capture(
+            State(optimizer={"extra": {"x": {"b": torch.ones(2)}}}, extra={"x": tied}),
+            worker=0,
+            worker_count=1,
+        )
 
 
 def names_of(snapshot):
@@ -191,7 +203,9 @@ def names_of(snapshot):
 
 
 def test_a_capture_sees_what_changed_since_the_last_one():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    )
     state = State(weights=model)
     assert names_of(capture(state, worker=0, worker_count=1)) == ["0.weight", "1.weight"]
 

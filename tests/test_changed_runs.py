@@ -30,7 +30,9 @@ def train(store: Any, run: Tiny, total: int, **options: Any) -> LoadReport | Non
         return checkpointer.load_report
 
 
-def go_on(now: dict[str, Any], *, before: dict[str, Any] | None = None, **options: Any) -> tuple[LoadReport, bool]:
+def go_on(
+    now: dict[str, Any], *, before: dict[str, Any] | None = None, **options: Any
+) -> tuple[LoadReport, bool]:
     """Resume a run with other arguments; return the report, and whether the losses are those of an undisturbed run."""
     first = before or {}
     whole = Tiny(**first)
@@ -44,27 +46,41 @@ def go_on(now: dict[str, Any], *, before: dict[str, Any] | None = None, **option
 
 
 @pytest.mark.parametrize("scheduler", [False, True])
-def test_nothing_changed_is_t1_and_nothing_is_said(*, scheduler: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_changed_is_t1_and_nothing_is_said(
+    *, scheduler: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     same = {"scheduler": scheduler}
     report, is_same = go_on(same, before=same)
     assert (report.claim, report.lowered_by, is_same) == ("T1", (), True)
     assert report.notes == ()
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ] == []
 
 
 def test_another_global_batch_is_another_training(caplog: pytest.LogCaptureFixture) -> None:
     """It claimed T1."""
     report, is_same = go_on({"global_batch": 8})
     assert not is_same
-    assert (report.claim, report.lowered_by) == ("S1", ("data: plan/global_batch: saved 4, here 8",))
+    assert (report.claim, report.lowered_by) == (
+        "S1",
+        ("data: plan/global_batch: saved 4, here 8",),
+    )
     assert "claim S1 expected, lowered by: data: plan/global_batch: saved 4, here 8" in caplog.text
 
 
-def test_config_that_differs_lowers_the_claim_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_config_that_differs_lowers_the_claim_and_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """It was collected, and never shown."""
-    report, _ = go_on({"config": {"accumulate": 2, "out": "b"}}, before={"config": {"accumulate": 1, "out": "a"}})
+    report, _ = go_on(
+        {"config": {"accumulate": 2, "out": "b"}}, before={"config": {"accumulate": 1, "out": "a"}}
+    )
     assert report.claim == "S1"
-    assert report.lowered_by == ("config:accumulate: saved 1, here 2", "config:out: saved 'a', here 'b'")
+    assert report.lowered_by == (
+        "config:accumulate: saved 1, here 2",
+        "config:out: saved 'a', here 'b'",
+    )
     assert "claim S1 expected; config: accumulate 1 -> 2; out 'a' -> 'b'" in caplog.text
 
 
@@ -93,7 +109,9 @@ def test_many_differences_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 21
 
 
-def test_learning_rate_that_differs_is_the_saved_one_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_learning_rate_that_differs_is_the_saved_one_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """The saved one won without a word."""
     now: dict[str, Any] = {"lr": 0.01, "config": {"lr": 0.1}}
     report, is_same = go_on(now)
@@ -115,7 +133,9 @@ def test_learning_rate_that_is_overridden_stays_and_lowers_the_claim(
 
 def test_scheduler_that_is_overridden_stays() -> None:
     same = {"scheduler": True}
-    report, is_same = go_on(same, before=same, override=["extra:scheduler", "group/lr", "group/initial_lr"])
+    report, is_same = go_on(
+        same, before=same, override=["extra:scheduler", "group/lr", "group/initial_lr"]
+    )
     assert (report.claim, is_same) == ("S1", False)
     assert "extra:scheduler stays as it is here: override=" in report.lowered_by
 
@@ -249,4 +269,6 @@ def test_override_of_what_was_not_saved_is_refused() -> None:
     store = MemoryStore()
     train(store, Tiny(), FIRST)
     run = Tiny(1)
-    assert code_of(lambda: train(store, run, TOTAL, override=["group/learning_rate"])) == Code.ARGUMENT
+    assert (
+        code_of(lambda: train(store, run, TOTAL, override=["group/learning_rate"])) == Code.ARGUMENT
+    )

@@ -49,7 +49,11 @@ def run(store: Any, total: int, **options: Any) -> tuple[Trainer, Checkpointer, 
 
 
 def committed(store: Any) -> list[tuple[int, int]]:
-    return [(entry.step, entry.launch) for entry in list_checkpoints(store) if isinstance(entry.register, Manifest)]
+    return [
+        (entry.step, entry.launch)
+        for entry in list_checkpoints(store)
+        if isinstance(entry.register, Manifest)
+    ]
 
 
 @pytest.fixture
@@ -74,16 +78,24 @@ def test_resume_reads_each_index_and_part_once(mode: str, opened: list[int]) -> 
     weights = {"changes": np.zeros(3), "stays": np.arange(100_000.0)}
     state = ckptfmt.State(weights=weights)
     inner = MemoryStore()
-    with Checkpointer(inner, state, saver="thread", delta={"mode": mode, "restore_budget": 100.0}) as first:
+    with Checkpointer(
+        inner, state, saver="thread", delta={"mode": mode, "restore_budget": 100.0}
+    ) as first:
         for step in (1, 2):
             weights["changes"] += step
             first.save(step=step)
     recorder = Recorder(inner)
     with Checkpointer(recorder, state, saver="inline") as second:
         second.restore_rng()
-    read = [one.path for one in recorder.log.operations if one.op == "read" and one.path.endswith(".msgpack")]
+    read = [
+        one.path
+        for one in recorder.log.operations
+        if one.op == "read" and one.path.endswith(".msgpack")
+    ]
     names = [f"step-{step:08d}-l0001" for step in opened]
-    assert sorted(path.partition("/")[0] for path in read) == sorted(names * 2)  # the index, and the only part
+    assert sorted(path.partition("/")[0] for path in read) == sorted(
+        names * 2
+    )  # the index, and the only part
     assert len(set(read)) == len(read)
 
 
@@ -101,7 +113,11 @@ def test_saves_every_so_many_steps_and_at_the_end(store: Any) -> None:
 
 def labels_of(store: Any) -> dict[int, Any]:
     found = {entry.step: entry.register for entry in list_checkpoints(store)}
-    return {step: (one.labels.metrics, one.labels.tags) for step, one in found.items() if isinstance(one, Manifest)}
+    return {
+        step: (one.labels.metrics, one.labels.tags)
+        for step, one in found.items()
+        if isinstance(one, Manifest)
+    }
 
 
 @pytest.mark.parametrize("saver", ["inline", "thread", "process"])
@@ -129,7 +145,9 @@ def test_the_best_checkpoints_and_the_pinned_outlive_the_newest(home: Home, save
     """REQ-CMT-040: the rule travels to whoever cleans up."""
     place = home.path()
     losses = {1: 5.0, 2: 1.0, 3: 4.0, 4: 2.0, 5: 3.0, 6: None, 7: 6.0}
-    with Checkpointer(place, Trainer().state, keep=1, keep_best=("loss", "min", 2), saver=saver) as checkpointer:
+    with Checkpointer(
+        place, Trainer().state, keep=1, keep_best=("loss", "min", 2), saver=saver
+    ) as checkpointer:
         for step, loss in losses.items():
             handle = checkpointer.save(step=step, metrics={} if loss is None else {"loss": loss})
             assert handle is not None
@@ -144,21 +162,34 @@ def test_the_best_checkpoints_and_the_pinned_outlive_the_newest(home: Home, save
 
 @pytest.mark.parametrize(
     "keep_best",
-    ["loss", ("loss", "min"), ("loss", "least", 3), ("loss", "min", 0), ("loss", "max", True), (3, "min", 1)],
+    [
+        "loss",
+        ("loss", "min"),
+        ("loss", "least", 3),
+        ("loss", "min", 0),
+        ("loss", "max", True),
+        (3, "min", 1),
+    ],
 )
 def test_what_says_nothing_of_the_best_is_refused(keep_best: Any) -> None:
     for keep in (1, None):
         error = builders.error_of(
-            lambda keep=keep: Checkpointer(MemoryStore(), Trainer().state, keep=keep, keep_best=keep_best)
+            lambda keep=keep: Checkpointer(
+                MemoryStore(), Trainer().state, keep=keep, keep_best=keep_best
+            )
         )
         assert (error.code, error.where) == (Code.ARGUMENT, "keep_best=")
     assert (
-        builders.error_of(lambda: Checkpointer(MemoryStore(), Trainer().state, keep_best=("loss", "min", 1))).code
+        builders.error_of(
+            lambda: Checkpointer(MemoryStore(), Trainer().state, keep_best=("loss", "min", 1))
+        ).code
         == Code.ARGUMENT
     )
 
 
-def test_labels_of_a_step_that_is_saved_already_are_not_lost_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_labels_of_a_step_that_is_saved_already_are_not_lost_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with Checkpointer(MemoryStore(), Trainer().state, saver="inline") as checkpointer:
         checkpointer.save(step=1)
         assert checkpointer.save(metrics={"loss": 1.0}) is None
@@ -168,12 +199,15 @@ def test_labels_of_a_step_that_is_saved_already_are_not_lost_in_silence(caplog: 
 def test_a_delta_has_labels_too(home: Home) -> None:
     """REQ-MAN-005, REQ-DEL-001"""
     weights, place = {"w": np.arange(100_000.0)}, home.path()
-    with Checkpointer(place, ckptfmt.State(weights=weights), delta={"mode": "smallest", "restore_budget": 100}) as made:
+    with Checkpointer(
+        place, ckptfmt.State(weights=weights), delta={"mode": "smallest", "restore_budget": 100}
+    ) as made:
         for step in (1, 2):
             weights["w"][step] += 1
             made.save(step=step, metrics={"loss": step})
     (_, first), (_, second) = [
-        (entry.step, entry.manifest) for entry in list_checkpoints(open_store(place, writable=False))
+        (entry.step, entry.manifest)
+        for entry in list_checkpoints(open_store(place, writable=False))
     ]
     assert first is not None
     assert second is not None
@@ -293,11 +327,16 @@ def test_launch_waits_for_what_an_old_saver_has_in_its_hands(store: Any) -> None
         assert checkpointer.step == 9
 
 
-def test_launch_says_what_it_waits_for_and_for_how_long(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_launch_says_what_it_waits_for_and_for_how_long(
+    store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """REQ-RUN-018: before it stands still."""
     run(store, 2, saver="inline")
     with Checkpointer(SavingStore(store), Trainer().state, saver="inline", deadline_s=120):
-        assert caplog.messages[0] == "waiting at most 60 s for the saves that launch 1 (writer 0) has in hand"
+        assert (
+            caplog.messages[0]
+            == "waiting at most 60 s for the saves that launch 1 (writer 0) has in hand"
+        )
 
 
 def test_launch_that_gives_up_waiting_says_what_it_passed_over(store: Any) -> None:
@@ -306,7 +345,9 @@ def test_launch_that_gives_up_waiting_says_what_it_passed_over(store: Any) -> No
     with store.hold(f"{SAVERS}/0001-00003-{'a' * 16}"):
         _, checkpointer, done = run(store, 4, saver="inline", deadline_s=0.02)
     assert done == [2, 3]
-    assert checkpointer.passed_over == ["the saves of launch 1 (writer 3) weren't committed within 0.01 s"]
+    assert checkpointer.passed_over == [
+        "the saves of launch 1 (writer 3) weren't committed within 0.01 s"
+    ]
 
 
 def test_run_of_a_newer_program_is_left_as_it_is(store: Any) -> None:
@@ -330,23 +371,31 @@ def test_saving_a_step_twice_does_nothing(store: Any) -> None:
 def test_sampler_commits_with_the_step(store: Any) -> None:
     def start(total: int) -> list[list[int]]:
         sampler = ckptfmt.Sampler(10, global_batch=4, seed=7, worker=(0, 1))
-        with Checkpointer(store, ckptfmt.State(weights={"w": np.zeros(1)}, data=sampler), every=2) as checkpointer:
+        with Checkpointer(
+            store, ckptfmt.State(weights={"w": np.zeros(1)}, data=sampler), every=2
+        ) as checkpointer:
             batches = iter(sampler)
             return [next(batches) for _ in checkpointer.steps(total)]
 
     interrupted = start(3) + start(6)
-    uninterrupted = list(itertools.islice(iter(ckptfmt.Sampler(10, global_batch=4, seed=7, worker=(0, 1))), 6))
+    uninterrupted = list(
+        itertools.islice(iter(ckptfmt.Sampler(10, global_batch=4, seed=7, worker=(0, 1))), 6)
+    )
     assert interrupted == uninterrupted
 
 
 def test_a_mixture_with_a_skip_goes_on_where_it_was(store: Any) -> None:
     def make() -> ckptfmt.Sampler:
         mixture = {0: {"books": 3, "code": 1}, 8: {"books": 1, "code": 3}}
-        return ckptfmt.Sampler({"books": 10, "code": 5}, mixture=mixture, global_batch=4, worker=(0, 1))
+        return ckptfmt.Sampler(
+            {"books": 10, "code": 5}, mixture=mixture, global_batch=4, worker=(0, 1)
+        )
 
     def start(total: int, *, skip_at: int | None = None) -> list[list[Any]]:
         sampler, seen = make(), []
-        with Checkpointer(store, ckptfmt.State(weights={"w": np.zeros(1)}, data=sampler), every=2) as checkpointer:
+        with Checkpointer(
+            store, ckptfmt.State(weights={"w": np.zeros(1)}, data=sampler), every=2
+        ) as checkpointer:
             for step in checkpointer.steps(total):
                 if step == skip_at:
                     sampler.skip(samples=[1, 2], source="code", policy="shift", reason="corrupt")
@@ -362,7 +411,10 @@ def test_a_mixture_with_a_skip_goes_on_where_it_was(store: Any) -> None:
 def test_what_cannot_be_saved_is_refused_before_the_first_step(store: Any) -> None:
     state = ckptfmt.State(weights={"w": np.zeros(1)}, extra={"socket": object()})
     done: list[int] = []
-    with pytest.raises(CkptError, match="socket") as caught, Checkpointer(store, state) as checkpointer:
+    with (
+        pytest.raises(CkptError, match="socket") as caught,
+        Checkpointer(store, state) as checkpointer,
+    ):
         done.extend(checkpointer.steps(3))
     assert (caught.value.code, done) == (Code.STATE_UNSUPPORTED, [])
 
@@ -388,9 +440,14 @@ def test_writers_with_clocks_that_disagree_save_the_same_steps() -> None:
     def body(writer: int) -> list[int]:
         weights = {"w": np.zeros(2)}
         checkpointer = Checkpointer(
-            store, ckptfmt.State(weights=weights), every="10s", writer=(writer, 3), agree=allgather.of(writer)
+            store,
+            ckptfmt.State(weights=weights),
+            every="10s",
+            writer=(writer, 3),
+            agree=allgather.of(writer),
         )
-        # A step takes a second. Writer 1's clock runs twenty times as fast, writer 2's stands still.
+        # A step takes a second. Writer 1's clock runs twenty times as fast, writer 2's stands
+        # still.
         checkpointer._pace.clock = lambda: checkpointer.step * (1.0, 20.0, 0.0)[writer]
         saves: list[int] = []
         checkpointer_save = checkpointer._save
@@ -417,7 +474,9 @@ def test_a_save_of_one_writer_alone_is_refused_on_all_of_them() -> None:
 
     def body(writer: int) -> Code:
         state = ckptfmt.State(weights={"w": np.zeros(2)})
-        checkpointer = Checkpointer(store, state, every="10s", writer=(writer, 2), agree=allgather.of(writer))
+        checkpointer = Checkpointer(
+            store, state, every="10s", writer=(writer, 2), agree=allgather.of(writer)
+        )
         checkpointer._pace.clock = lambda: float(checkpointer.step)
 
         def train() -> None:
@@ -550,7 +609,9 @@ def test_directory_is_a_run_or_a_checkpoint_and_not_both(home: Home) -> None:
 
 def test_sampler_in_a_mapping_commits_too(store: Any) -> None:
     sampler = ckptfmt.Sampler(10, global_batch=4, seed=7, worker=(0, 1))
-    state = ckptfmt.State(data={"train": sampler, "note": 1}, extra={"eval": ckptfmt.PerWorker(sampler)})
+    state = ckptfmt.State(
+        data={"train": sampler, "note": 1}, extra={"eval": ckptfmt.PerWorker(sampler)}
+    )
     with Checkpointer(store, state) as checkpointer:
         for _ in checkpointer.steps(3):
             pass

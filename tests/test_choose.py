@@ -58,7 +58,10 @@ def test_to_choose_changes_nothing_live(home: Home) -> None:
     store = home.store()
     train(store, Tiny(), 4)
     run = Tiny(1)
-    before = {name: value.clone() for name, value in run.net.state_dict().items()}, torch.get_rng_state()
+    before = (
+        {name: value.clone() for name, value in run.net.state_dict().items()},
+        torch.get_rng_state(),
+    )
     checkpointer = Checkpointer(store, run.state, saver="inline")
     assert checkpointer.choose() is not None
     assert all(torch.equal(before[0][name], value) for name, value in run.net.state_dict().items())
@@ -114,7 +117,9 @@ def test_all_writers_choose_alike(home: Home) -> None:
         checkpointer.save(step=3)
 
     def body(writer: int) -> tuple[str, int]:
-        with Checkpointer(store, saver="inline", writer=(writer, 2), agree=allgather.of(writer)) as checkpointer:
+        with Checkpointer(
+            store, saver="inline", writer=(writer, 2), agree=allgather.of(writer)
+        ) as checkpointer:
             checkpoint = checkpointer.choose()
             assert checkpoint is not None
             checkpointer.restore(ckptfmt.State(weights={"w": checkpoint.leaf("weights")["w"]}))
@@ -129,7 +134,12 @@ def test_all_writers_choose_alike(home: Home) -> None:
 def test_state_that_nobody_gave_is_asked_for_by_name(home: Home) -> None:
     store = home.store()
     checkpointer = Checkpointer(store, saver="inline")
-    actions = (checkpointer.restore, checkpointer.restore_rng, checkpointer.prepare, lambda: checkpointer.end_step(1))
+    actions = (
+        checkpointer.restore,
+        checkpointer.restore_rng,
+        checkpointer.prepare,
+        lambda: checkpointer.end_step(1),
+    )
     for action in actions:
         with pytest.raises(CkptError, match="no state") as caught:
             action()

@@ -27,13 +27,19 @@ def start(store: Any, data: Any, loop: Loop, total: int, *, every: int = 2) -> C
     return checkpointer
 
 
-def claims(data: Callable[[], Any], loop: Loop, *, first: int = 4, every: int = 2) -> tuple[str, str, str]:
+def claims(
+    data: Callable[[], Any], loop: Loop, *, first: int = 4, every: int = 2
+) -> tuple[str, str, str]:
     """Return what a training reports, what its resume claims, and why."""
     store = MemoryStore()
     saving = start(store, data(), loop, first, every=every)
     resumed = start(store, data(), loop, first, every=every)
     assert resumed.load_report is not None
-    return " ".join(saving.reports), resumed.load_report.claim, " ".join(resumed.load_report.lowered_by)
+    return (
+        " ".join(saving.reports),
+        resumed.load_report.claim,
+        " ".join(resumed.load_report.lowered_by),
+    )
 
 
 def nothing(_state: ckptfmt.State, _step: int) -> None:
@@ -115,7 +121,9 @@ def count_in_an_array(state: ckptfmt.State, step: int) -> None:
         (lambda: {"position": torch.zeros(1)}, count_in_an_array),
     ],
 )
-def test_a_position_that_moves_from_save_to_save_claims_t1(data: Callable[[], Any], loop: Loop) -> None:
+def test_a_position_that_moves_from_save_to_save_claims_t1(
+    data: Callable[[], Any], loop: Loop
+) -> None:
     assert claims(data, loop) == ("", "T1", "")
 
 
@@ -123,7 +131,10 @@ def test_a_counter_of_epochs_with_saves_within_them_claims_no_t1() -> None:
     """From the first such save on, for the rest of the launch."""
     store = MemoryStore()
     saving = start(store, {"epoch": 0}, lambda state, step: count_by(state, step // 5), 12, every=2)
-    assert any("DATA_UNCHANGED: data is the same at the saves of steps 2 and 4" in one for one in saving.reports)
+    assert any(
+        "DATA_UNCHANGED: data is the same at the saves of steps 2 and 4" in one
+        for one in saving.reports
+    )
     resumed = start(store, {"epoch": 0}, nothing, 12)
     assert resumed.load_report is not None
     assert resumed.load_report.claim == "S0"

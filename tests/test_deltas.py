@@ -34,7 +34,9 @@ OPTIMIZERS = {
     "foreach": lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=True),
     "fused": lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True),
     "amsgrad": lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, amsgrad=True),
-    "adam with decay": lambda module: torch.optim.Adam(module.parameters(), lr=1e-3, weight_decay=0.1),
+    "adam with decay": lambda module: torch.optim.Adam(
+        module.parameters(), lr=1e-3, weight_decay=0.1
+    ),
     "momentum": lambda module: torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9),
     "rmsprop": lambda module: torch.optim.RMSprop(module.parameters(), lr=1e-3),
 }
@@ -45,7 +47,9 @@ class Run:
 
     def __init__(self, optimizer="adamw", seed=0):
         torch.manual_seed(seed)
-        self.module = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))
+        self.module = torch.nn.Sequential(
+            torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64)
+        )
         self.optimizer = OPTIMIZERS[optimizer](self.module)
         self.state = State(weights=self.module, optimizer=self.optimizer, data={"position": 0})
 
@@ -63,7 +67,9 @@ class Run:
     def held(self):
         tensors = {**self.module.state_dict()}
         for number, state in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"{number}/{name}": value for name, value in state.items() if torch.is_tensor(value)}
+            tensors |= {
+                f"{number}/{name}": value for name, value in state.items() if torch.is_tensor(value)
+            }
         return {name: value.numpy().tobytes() for name, value in tensors.items()}
 
 
@@ -188,7 +194,8 @@ def test_processes_are_handed_only_what_was_copied(tmp_path, monkeypatch):
             handed.clear()
             saved.append((save(ck), run.held()))
             told.append(sum(handed) // MIB)
-    # The first is full, the second slot's first filling is whole; then table and moments, two blocks of each.
+    # The first is full, the second slot's first filling is whole; then table and moments, two
+    # blocks of each.
     assert told == [0, 28, 6, 6, 6]
     for report, held in saved:
         check_loads(report, held)
@@ -300,7 +307,9 @@ def test_a_slot_that_somebody_else_has_written_to_fails_the_next_save_in_full(ho
                 saved.append((save(ck), run.held()))
             except ckptfmt.CkptError as error:
                 refused.append(error)
-                assert code_of(ck.save) == Code.STATE_CHANGED, "once more, as that of an earlier save"
+                assert code_of(ck.save) == Code.STATE_CHANGED, (
+                    "once more, as that of an earlier save"
+                )
     assert {error.code for error in refused} == {Code.STATE_CHANGED}
     assert 1 <= len(refused) <= 2, "one for each slot at most"
     assert "weights:frozen/weight" in str(refused[0])
@@ -316,15 +325,20 @@ XXH3_SECRET = bytes.fromhex("b8fe6c3923a44bbe7c01812cf721ad1c")
 def colliding(seed):
     """Return two contents that differ in two bytes, and have one checksum under every seed that ends in these 32 bits.
 
-    A word whose one half is that of the secret adds nothing to the products, whatever its other half is; two of them
-    add up to the same, one greater and one smaller.
+    A word whose one half is that of the secret adds nothing to the products, whatever its other
+    half is; two of them add up to the same, one greater and one smaller.
     """
-    halves = [int.from_bytes(XXH3_SECRET[at : at + 8], "little") + sign * seed for at, sign in ((0, 1), (8, -1))]
+    halves = [
+        int.from_bytes(XXH3_SECRET[at : at + 8], "little") + sign * seed
+        for at, sign in ((0, 1), (8, -1))
+    ]
     made = []
     for others in ((5, 5), (6, 4)):
         content = np.zeros(MIB, np.uint8)
         for at, half, other in zip((0, 64), halves, others, strict=True):
-            content[at : at + 8] = np.frombuffer((half % 2**32 + (other << 32)).to_bytes(8, "little"), np.uint8)
+            content[at : at + 8] = np.frombuffer(
+                (half % 2**32 + (other << 32)).to_bytes(8, "little"), np.uint8
+            )
         made.append(content)
     return made
 
@@ -335,7 +349,9 @@ def test_contents_that_collide_under_a_known_seed_are_told_apart(tmp_path):
     assert np.count_nonzero(old != new) == 2
     assert xxhash.xxh3_128_digest(old) == xxhash.xxh3_128_digest(new)
     held = old.copy()
-    with Checkpointer(tmp_path / "run", State(weights={"w": held}), delta=DELTA, slots=1, saver="thread") as ck:
+    with Checkpointer(
+        tmp_path / "run", State(weights={"w": held}), delta=DELTA, slots=1, saver="thread"
+    ) as ck:
         for content in (old, new):
             held[:] = content
             ck.step += 1
@@ -350,7 +366,10 @@ def test_the_seed_of_checksums_is_nobody_elses():
     seeds = {checksum.keywords["seed"] for checksum in checksums}
     assert len(seeds) == 8
     old, new = colliding(min(seeds) % 2**32)
-    digests = [[xxhash.xxh3_128_digest(content, seed=seed) for content in (old, new)] for seed in sorted(seeds)]
+    digests = [
+        [xxhash.xxh3_128_digest(content, seed=seed) for content in (old, new)]
+        for seed in sorted(seeds)
+    ]
     assert [one == other for one, other in digests] == [True, *[False] * 7]
 
 
@@ -436,19 +455,27 @@ def test_a_run_that_was_begun_without_deltas_refuses_them(home):
     ],
 )
 def test_options_that_make_no_sense_are_named(tmp_path, delta):
-    assert code_of(lambda: Checkpointer(tmp_path / "run", Run().state, delta=delta)) == Code.ARGUMENT
+    assert (
+        code_of(lambda: Checkpointer(tmp_path / "run", Run().state, delta=delta)) == Code.ARGUMENT
+    )
     assert not (tmp_path / "run").exists()
 
 
 def test_a_save_inline_is_no_delta(tmp_path):
-    assert code_of(lambda: Checkpointer(tmp_path / "run", Run().state, delta="auto", saver="inline")) == Code.ARGUMENT
+    assert (
+        code_of(lambda: Checkpointer(tmp_path / "run", Run().state, delta="auto", saver="inline"))
+        == Code.ARGUMENT
+    )
 
 
 @named_homes
 def test_a_base_that_went_away_costs_a_full_save_and_nothing_else(home, caplog):
     place = home.path()
     run = Run()
-    with caplog.at_level(logging.ERROR), Checkpointer(place, run.state, delta=DELTA, saver="thread") as ck:
+    with (
+        caplog.at_level(logging.ERROR),
+        Checkpointer(place, run.state, delta=DELTA, saver="thread") as ck,
+    ):
         for step in (1, 2):
             run.step(step)
             ck.step = step

@@ -25,7 +25,9 @@ ROW_NBYTES = 64 * 4
 def cuda(monkeypatch):
     """Let tensors of the host lie on a device."""
     fake = FakeCuda()
-    monkeypatch.setattr(torch_side(), "Devices", functools.partial(Devices, cuda=fake, device_type="cpu"))
+    monkeypatch.setattr(
+        torch_side(), "Devices", functools.partial(Devices, cuda=fake, device_type="cpu")
+    )
     return fake
 
 
@@ -37,7 +39,9 @@ class Run:
         self.module = torch.nn.Embedding(8 * MIB // ROW_NBYTES, 64, sparse=True)
         self.frozen = torch.nn.Linear(1024, 1024, bias=False).requires_grad_(requires_grad=False)
         self.optimizer = torch.optim.SparseAdam(self.module.parameters(), lr=1e-3)
-        self.state = State(weights={"table": self.module, "frozen": self.frozen}, optimizer=self.optimizer)
+        self.state = State(
+            weights={"table": self.module, "frozen": self.frozen}, optimizer=self.optimizer
+        )
 
     def step(self, *blocks):
         """Change one row in each of some blocks of the table and of both its moments."""
@@ -48,7 +52,12 @@ class Run:
 
     def held(self):
         moments = self.optimizer.state[self.module.weight]
-        tensors = [self.module.weight, self.frozen.weight, moments["exp_avg"], moments["exp_avg_sq"]]
+        tensors = [
+            self.module.weight,
+            self.frozen.weight,
+            moments["exp_avg"],
+            moments["exp_avg_sq"],
+        ]
         return [tensor.detach().numpy().tobytes() for tensor in tensors]
 
 
@@ -79,7 +88,8 @@ def test_only_changed_blocks_cross_the_bus(tmp_path, cuda, overlap, saver):
         for blocks in ((0,), (1,), (2,), (3,), (3, 4), ()):
             report, sent = save(ck, cuda, run, *blocks)
             saved.append((report, sent, run.held()))
-    # Two slots, each filled once: table, moments and what is frozen. Then what changed in the last two steps.
+    # Two slots, each filled once: table, moments and what is frozen. Then what changed in the last
+    # two steps.
     assert [sent for _, sent, _ in saved] == [28, 28, 6, 6, 6, 6]
     assert [report.profile for report, _, _ in saved] == ["full"] + ["delta"] * 5
     assert saved[-1][0].stored_nbytes < 1000
@@ -124,7 +134,9 @@ def test_without_deltas_nothing_is_looked_at(tmp_path, cuda, monkeypatch):
 
 
 @pytest.mark.parametrize("profile", ["full", "delta"])
-def test_a_block_that_arrives_as_something_else_fails_the_save(tmp_path, cuda, monkeypatch, profile):
+def test_a_block_that_arrives_as_something_else_fails_the_save(
+    tmp_path, cuda, monkeypatch, profile
+):
     """A write past torch's count of them, between the digests and the copy, or a bus that errs."""
     run = Run()
     copy_to_host = cuda.copy_to_host
@@ -140,7 +152,9 @@ def test_a_block_that_arrives_as_something_else_fails_the_save(tmp_path, cuda, m
             save(ck, cuda, run, number)
         monkeypatch.setattr(cuda, "copy_to_host", err_once)
         assert code_of(lambda: save(ck, cuda, run, 5)) == Code.STATE_CHANGED
-        assert code_of(ck.save) == Code.STATE_CHANGED  # who doesn't wait for a save learns of it at the next
+        assert (
+            code_of(ck.save) == Code.STATE_CHANGED
+        )  # who doesn't wait for a save learns of it at the next
         # Nothing of that slot is believed any more; the other one is as it was.
         saved = [(*save(ck, cuda, run, 6), run.held()) for _ in range(4)]
     assert [sent for _, sent, _ in saved][-1] == 3

@@ -51,7 +51,9 @@ def folder(tmp_path_factory):
 
 def commands_of(page):
     """Each command of a page, with the exit code that the page says."""
-    fences = re.findall(r"^```console\n((?:.*\n)*?)^```$", (ROOT / "docs" / page).read_text("utf-8"), re.MULTILINE)
+    fences = re.findall(
+        r"^```console\n((?:.*\n)*?)^```$", (ROOT / "docs" / page).read_text("utf-8"), re.MULTILINE
+    )
     for line in re.findall(r"^\$ ckptfmt (.*)$", "".join(fences), re.MULTILINE):
         typed, _, comment = line.partition("    # ")
         said = re.match(r"exits with ([0-9]+): ", comment)
@@ -83,7 +85,10 @@ def test_the_frameworks_are_those_that_are_tested():
     page = (ROOT / "docs/frameworks.md").read_text("utf-8")
     lines = (ROOT / "constraints-plugins.txt").read_text("utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    told = re.findall(r"\b(torch|transformers|accelerate|lightning|torchdata|ray|jax|flax|optax) (\d+\.\d+\.\d+)", page)
+    told = re.findall(
+        r"\b(torch|transformers|accelerate|lightning|torchdata|ray|jax|flax|optax) (\d+\.\d+\.\d+)",
+        page,
+    )
     assert [(name, version) for name, version in told if pins[name] != version] == []
     plugins = {path.stem for path in (ROOT / "ckptfmt/plugins").glob("*.py")} - {"__init__"}
     assert {name for name in plugins if f"ckptfmt.plugins.{name}" not in page} == set()

@@ -1,7 +1,7 @@
 """The script of docs/elastic.md under torchrun: nodes are lost and join, and a cluster is split into two halves.
 
-The script counts in the weights which node trained which sample. A checkpoint thereby proves from outside what was
-trained into it: each sample of each step once, and no step by two halves.
+The script counts in the weights which node trained which sample. A checkpoint thereby proves from
+outside what was trained into it: each sample of each step once, and no step by two halves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ import pytest
 import ckptfmt
 from ckptfmt.commit.decision import read_register
 from ckptfmt.commit.waiting import poll
-from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, checkpoint_name, parse_checkpoint_name
+from ckptfmt.documents.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    checkpoint_name,
+    parse_checkpoint_name,
+)
 from ckptfmt.documents.run import Launch
 from ckptfmt.store import LocalStore
 from ckptfmt_conformance.adapters.chaos_job import read_states
@@ -37,7 +42,8 @@ PATIENCE_S = 300.0
 #: More steps than any test waits for.
 ENDLESS = "1000000"
 SAMPLE_COUNT, BATCH = 50_000, 12
-#: How many of the newest checkpoints of a run are looked at: all of a training that saves each step take too long.
+#: How many of the newest checkpoints of a run are looked at: all of a training that saves each step
+#: take too long.
 _NEWEST = 6
 
 #: The script with a rest after each step, so that a test sees the steps go by.
@@ -68,7 +74,9 @@ def train_alone(script: Path, run: Path, steps: int, processes: int = 1) -> str:
         port = str(probe.getsockname()[1])
     meeting = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     node = {"NODE": "0", "GROUP_WORLD_SIZE": "1", "CACHE": str(run.with_name(f"{run.name}.cache"))}
-    return trainings.run(script, run, str(steps), processes=processes, env={**meeting, **node}, timeout_s=PATIENCE_S)
+    return trainings.run(
+        script, run, str(steps), processes=processes, env={**meeting, **node}, timeout_s=PATIENCE_S
+    )
 
 
 def samples_of(step: int) -> list[int]:
@@ -110,7 +118,10 @@ def test_the_script_goes_on_at_other_numbers_of_processes(script: Path, tmp_path
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     train_alone(script, run, 7, processes=3)
     said = train_alone(script, run, 12, processes=2)
-    assert re.search(r"from step 7 of launch 1 .*: claim S1 expected .*lowered by: processes: saved 3, here 2", said)
+    assert re.search(
+        r"from step 7 of launch 1 .*: claim S1 expected .*lowered by: processes: saved 3, here 2",
+        said,
+    )
     train_alone(script, undisturbed, 12)
     check_samples(run)
     check_weights(run, undisturbed)
@@ -127,7 +138,7 @@ def test_a_position_in_the_data_that_is_not_saved_is_noticed(script: Path, tmp_p
         check_samples(tmp_path / "run")
 
 
-# --- nodes ------------------------------------------------------------------------------------------------------------
+# --- nodes ----------------------------------------------------------------------------------------
 
 
 class Job:
@@ -140,7 +151,12 @@ class Job:
     """
 
     def __init__(self, cluster: Cluster, directory: Path, program: list[str]) -> None:
-        self.cluster, self.directory, self.run, self.program = cluster, directory, directory / "run", program
+        self.cluster, self.directory, self.run, self.program = (
+            cluster,
+            directory,
+            directory / "run",
+            program,
+        )
         self._is_wanted = [False] * len(cluster.nodes)
 
     def cache(self, index: int) -> Path:
@@ -150,7 +166,12 @@ class Job:
     def environment(self, index: int) -> dict[str, str]:
         """Return what a node's processes find in their environment."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return {"NODE": str(index), "CACHE": str(self.cache(index)), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        return {
+            "NODE": str(index),
+            "CACHE": str(self.cache(index)),
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+        }
 
     def start(self, index: int) -> None:
         """Start an agent on a node, and again whenever it ends."""
@@ -193,7 +214,9 @@ class Job:
             for index, node in enumerate(self.cluster.nodes):
                 if self._is_wanted[index] and (node.agent is None or node.agent.poll() is not None):
                     self.start(index)
-        logs = "\n".join(f"{index}: {self.log(index)[-4000:]}" for index in range(len(self.cluster.nodes)))
+        logs = "\n".join(
+            f"{index}: {self.log(index)[-4000:]}" for index in range(len(self.cluster.nodes))
+        )
         raise AssertionError(f"{what}: not within {PATIENCE_S:g} s\n{logs}")
 
     def log(self, index: int) -> str:
@@ -211,7 +234,9 @@ class Job:
         """Wait until a launch after one has committed twice with so many processes; return the launch."""
 
         def find() -> int:
-            places = filter(None, (parse_checkpoint_name(path.name) for path in self.run.glob("step-*")))
+            places = filter(
+                None, (parse_checkpoint_name(path.name) for path in self.run.glob("step-*"))
+            )
             newest = sorted(((launch, step) for step, launch in places), reverse=True)[:_NEWEST]
             registers = [
                 read_register(LocalStore(self.run, writable=False).at(checkpoint_name(step, one)))
@@ -251,7 +276,9 @@ def program_of(script: Path) -> list[str]:
 @pytest.mark.exhaustive
 @pytest.mark.dist
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_node_is_lost_for_good_and_another_joins_and_leaves(script: Path, tmp_path: Path, lost: int) -> None:
+def test_a_node_is_lost_for_good_and_another_joins_and_leaves(
+    script: Path, tmp_path: Path, lost: int
+) -> None:
     """The run goes on from the newest save that the other node's cache has all of, which home doesn't have.
 
     Weights are close to those of the undisturbed run, and its samples are the same (S1).
@@ -260,7 +287,9 @@ def test_a_node_is_lost_for_good_and_another_joins_and_leaves(script: Path, tmp_
         together = job.await_commits(world=2)
         away = job.run.with_name("away")
         job.run.rename(away)
-        step = job.wait_for("a save that home lacks", lambda: newest_replica(job.cache(1 - lost), away))
+        step = job.wait_for(
+            "a save that home lacks", lambda: newest_replica(job.cache(1 - lost), away)
+        )
         job.lose(lost)
         away.rename(job.run)
         alone = job.await_commits(world=1, after=together)
@@ -287,10 +316,14 @@ def newest_replica(cache: Path, home: Path) -> int:
 
 @pytest.mark.exhaustive
 @pytest.mark.dist
-def test_the_reference_trainer_has_the_same_bits_when_nodes_are_lost_and_join(tmp_path: Path) -> None:
+def test_the_reference_trainer_has_the_same_bits_when_nodes_are_lost_and_join(
+    tmp_path: Path,
+) -> None:
     """Each checkpoint has the bits of the undisturbed run."""
     program = ["-m", "ckptfmt_conformance.adapters.chaos_job", "train"]
-    with job_on(2, tmp_path, [*program, str(tmp_path / "run"), "--steps", ENDLESS, "--pace", "0.2"]) as job:
+    with job_on(
+        2, tmp_path, [*program, str(tmp_path / "run"), "--steps", ENDLESS, "--pace", "0.2"]
+    ) as job:
         together = job.await_commits(world=2)
         job.lose(0)
         alone = job.await_commits(world=1, after=together)
@@ -306,7 +339,7 @@ def test_the_reference_trainer_has_the_same_bits_when_nodes_are_lost_and_join(tm
     assert [name for name, one in found.items() if one["digest"] != expected[one["step"]]] == []
 
 
-# --- halves -----------------------------------------------------------------------------------------------------------
+# --- halves ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive
@@ -314,7 +347,8 @@ def test_the_reference_trainer_has_the_same_bits_when_nodes_are_lost_and_join(tm
 def test_no_step_is_trained_by_two_halves_of_a_split_cluster(script: Path, tmp_path: Path) -> None:
     """Both halves reach home, and both are started again; whoever was taken over is refused by name, and may come back.
 
-    The half that is cut off gets a rendezvous of its own, against the advice of the page: else it doesn't train at all.
+    The half that is cut off gets a rendezvous of its own, against the advice of the page: else it
+    doesn't train at all.
     """
     if problem := network_problem():
         pytest.skip(problem)
@@ -329,17 +363,25 @@ def test_no_step_is_trained_by_two_halves_of_a_split_cluster(script: Path, tmp_p
         job.start_apart(1)
         job.wait_for("a refusal of node 0", lambda: "FENCED" in job.log(0))
         job.wait_for("a refusal of node 1", lambda: "FENCED" in job.log(1))
-        job.wait_for("the end of node 1", lambda: node.agent is not None and node.agent.poll() is not None)
+        job.wait_for(
+            "the end of node 1", lambda: node.agent is not None and node.agent.poll() is not None
+        )
         alone = job.await_commits(world=1, after=first + 1)
         job.cluster.mend()
         job.start(1)
         job.await_commits(world=2, after=alone)
     check_samples(job.run)
     took = {
-        int(launch): index for index in (0, 1) for launch in re.findall(r"launch (\d+) goes on from", job.log(index))
+        int(launch): index
+        for index in (0, 1)
+        for launch in re.findall(r"launch (\d+) goes on from", job.log(index))
     }
     for launch, nodes in trained_by(job).items():
-        assert nodes == {frozenset({0, 1})} or nodes == {frozenset({took[launch]})}, (launch, nodes, took)
+        assert nodes == {frozenset({0, 1})} or nodes == {frozenset({took[launch]})}, (
+            launch,
+            nodes,
+            took,
+        )
     assert {took[launch] for launch in took if together < launch <= alone} == {0, 1}
 
 
@@ -353,7 +395,8 @@ def trained_by(job: Job) -> dict[int, set[frozenset[int]]]:
     while place[1]:
         begin = job.resumed_place(place[1])
         found[place[1]] = {
-            frozenset(np.flatnonzero(counts[:, samples_of(step)].any(1)).tolist()) for step in range(begin[0], place[0])
+            frozenset(np.flatnonzero(counts[:, samples_of(step)].any(1)).tolist())
+            for step in range(begin[0], place[0])
         }
         place = begin
     return found

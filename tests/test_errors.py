@@ -31,8 +31,15 @@ def print_into(encoding: str, *values: object) -> str:
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_an_error_with_a_lone_surrogate_can_be_printed(encoding: str) -> None:
-    error = err(Code.FILE_MISSING, f"no {SURROGATE}", where=f"dir/{SURROGATE}", remedy=f"look for {SURROGATE}")
-    shown = print_into(encoding, error, error.detail, error.where, error.remedy, error.args, repr(error))
+    error = err(
+        Code.FILE_MISSING,
+        f"no {SURROGATE}",
+        where=f"dir/{SURROGATE}",
+        remedy=f"look for {SURROGATE}",
+    )
+    shown = print_into(
+        encoding, error, error.detail, error.where, error.remedy, error.args, repr(error)
+    )
     assert shown.count("w\\udcff") >= 4
     assert json.loads(json.dumps(error.as_json())) == error.as_json()
     assert pickle.loads(pickle.dumps(error)).as_json() == error.as_json()
@@ -81,11 +88,16 @@ def test_a_path_that_is_not_utf_8_is_named_in_errors_and_reports(tmp_path: Path)
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("command", ["validate", "inspect", "diff", "log"])
-def test_commands_print_a_path_that_is_not_utf_8(tmp_path: Path, command: str, encoding: str) -> None:
+def test_commands_print_a_path_that_is_not_utf_8(
+    tmp_path: Path, command: str, encoding: str
+) -> None:
     path = saved(tmp_path)
     (path / f"more{SURROGATE}").touch()
     nowhere = tmp_path / SURROGATE
-    for argv in ([path, path] if command == "diff" else [path], [nowhere, nowhere] if command == "diff" else [nowhere]):
+    for argv in (
+        [path, path] if command == "diff" else [path],
+        [nowhere, nowhere] if command == "diff" else [nowhere],
+    ):
         for more in ([], ["--json"]):
             done = subprocess.run(
                 [sys.executable, "-m", "ckptfmt", command, *map(os.fsencode, argv), *more],
@@ -104,14 +116,34 @@ def test_commands_print_a_path_that_is_not_utf_8(tmp_path: Path, command: str, e
 @pytest.mark.parametrize(
     ("given", "code", "mentions"),
     [
-        ({"weights": {"w": np.zeros((1,) * 33)}}, Code.LIMIT_EXCEEDED, ["weights:w", "33", "32", "another shape"]),
-        ({"weights": {"w" * 5000: np.zeros(1)}}, Code.STATE_NAME, ["www", "5000", "4096", "Rename"]),
-        ({"config": {"seen": [None] * 11_000}}, Code.LIMIT_EXCEEDED, ["config", "10000", "numpy array"]),
-        ({"config": {"seen": {"b": b"x" * 190_000}}}, Code.LIMIT_EXCEEDED, ["config", "190", "tensors or arrays"]),
+        (
+            {"weights": {"w": np.zeros((1,) * 33)}},
+            Code.LIMIT_EXCEEDED,
+            ["weights:w", "33", "32", "another shape"],
+        ),
+        (
+            {"weights": {"w" * 5000: np.zeros(1)}},
+            Code.STATE_NAME,
+            ["www", "5000", "4096", "Rename"],
+        ),
+        (
+            {"config": {"seen": [None] * 11_000}},
+            Code.LIMIT_EXCEEDED,
+            ["config", "10000", "numpy array"],
+        ),
+        (
+            {"config": {"seen": {"b": b"x" * 190_000}}},
+            Code.LIMIT_EXCEEDED,
+            ["config", "190", "tensors or arrays"],
+        ),
     ],
 )
 def test_a_limit_that_a_save_meets_tells_whoever_saves_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], code: Code, mentions: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+    code: Code,
+    mentions: list[str],
 ) -> None:
     """REQ-LIM-001: what is too large, where, what the limit is; and not that the writer of a file is at fault."""
     monkeypatch.setattr("ckptfmt.limits.TREE_ITEMS", 10_000)
@@ -136,7 +168,9 @@ def test_a_limit_that_shows_at_the_commit_tells_whoever_saves_what_to_do(
     assert (caught.value.code, "Save fewer" in caught.value.remedy) == (Code.LIMIT_EXCEEDED, True)
 
 
-@pytest.mark.parametrize(("clock_s", "saved_unix_s"), [(-5.5, 0), (-4e9, 0), (2.0**60, (1 << 53) - 1)])
+@pytest.mark.parametrize(
+    ("clock_s", "saved_unix_s"), [(-5.5, 0), (-4e9, 0), (2.0**60, (1 << 53) - 1)]
+)
 def test_a_clock_that_is_wrong_is_no_reason_not_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock_s: float, saved_unix_s: int
 ) -> None:

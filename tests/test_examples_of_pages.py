@@ -1,9 +1,10 @@
 """Examples of README and of the pages are run in the order in which a reader meets them, and what they print compared.
 
-A fence `python` is a program of its own, `python file=NAME` is written to a file, `python no-run` is compiled alone;
-`text printed` is what the program before it prints; `console` has commands, and below each what it prints, if
-anything: a line `...` stands for any lines, `Killed` for the end by SIGKILL. Numbers of seconds and bytes, and the bits
-of losses, differ from machine to machine, and are taken for equal; a loss must be the same throughout a page.
+A fence `python` is a program of its own, `python file=NAME` is written to a file, `python no-run`
+is compiled alone; `text printed` is what the program before it prints; `console` has commands, and
+below each what it prints, if anything: a line `...` stands for any lines, `Killed` for the end by
+SIGKILL. Numbers of seconds and bytes, and the bits of losses, differ from machine to machine, and
+are taken for equal; a loss must be the same throughout a page.
 """
 
 import os
@@ -21,8 +22,17 @@ from ckptfmt.errors import Code
 from tests.house.sources import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-#: Pages of which not every command and example can run here: those of stores, of frameworks, and of other tests.
-ELSEWHERE = {"commands.md", "elastic.md", "frameworks.md", "index.md", "api.md", "places.md", "report.md"}
+#: Pages of which not every command and example can run here: those of stores, of frameworks, and of
+#: other tests.
+ELSEWHERE = {
+    "commands.md",
+    "elastic.md",
+    "frameworks.md",
+    "index.md",
+    "api.md",
+    "places.md",
+    "report.md",
+}
 KINDS = {"text", "text printed", "console", "python", "python no-run"}
 #: Blocks that tests/cli/test_rehearse_page.py runs.
 REHEARSED = ("diff mends=", "text rehearsed=")
@@ -35,7 +45,8 @@ with ckptfmt.Checkpointer("my-run", ckptfmt.State(data={"position": 0})) as chec
 """
 #: What pages rely on that others of them made.
 BEFORE = {
-    "moving.md": "import torch, ckptfmt\nm = torch.nn.Linear(8, 8)\no = torch.optim.AdamW(m.parameters())\n"
+    "moving.md": "import torch, ckptfmt\nm = torch.nn.Linear(8, 8)\no ="
+    " torch.optim.AdamW(m.parameters())\n"
     "ckptfmt.save('ckpt', ckptfmt.State(weights=m, optimizer=o), step=3)",
     "operating.md": _RUN_OF_THE_PAGE,
 }
@@ -48,7 +59,11 @@ def fences_of(page):
 def steady(text, place):
     """The text without what differs from machine to machine."""
     text = text.replace(f"{place}/", "")
-    text = re.sub(r"[0-9.]+ (?:[KMG]i)?B in [0-9.]+ m?s \([0-9.]+ (?:[KMG]i)?B/s\)", "SIZE in TIME (RATE)", text)
+    text = re.sub(
+        r"[0-9.]+ (?:[KMG]i)?B in [0-9.]+ m?s \([0-9.]+ (?:[KMG]i)?B/s\)",
+        "SIZE in TIME (RATE)",
+        text,
+    )
     return re.sub(r"-?0x[01]\.[0-9a-f]+p[+-][0-9]+", "FLOAT", text).strip()
 
 
@@ -78,7 +93,12 @@ def run_command(command, place, capsys):
         captured = capsys.readouterr()
         return code, captured.out + (captured.err if code else "")
     assert words[0] == "python", command
-    return run([sys.executable, *words[1:]], place, environment, subprocess.DEVNULL if aside else subprocess.STDOUT)
+    return run(
+        [sys.executable, *words[1:]],
+        place,
+        environment,
+        subprocess.DEVNULL if aside else subprocess.STDOUT,
+    )
 
 
 def commands_of(body):
@@ -89,7 +109,10 @@ def commands_of(body):
 
 
 def same(printed, said, place):
-    pattern = "\n".join("(?:.|\n)*" if line == "..." else re.escape(line) for line in steady(said, place).split("\n"))
+    pattern = "\n".join(
+        "(?:.|\n)*" if line == "..." else re.escape(line)
+        for line in steady(said, place).split("\n")
+    )
     return re.fullmatch(pattern, steady(printed, place)) is not None
 
 
@@ -107,7 +130,9 @@ def check_console(body, place, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ELSEWHERE], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in ELSEWHERE], ids=lambda page: page.name
+)
 def test_examples_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if page.name in BEFORE:
@@ -136,8 +161,16 @@ def test_examples_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, 
 def test_another_output_is_noticed(tmp_path):
     """The negative control of the comparisons above."""
     said = "goes on from step 20\n...\nstep 40 COMMITTED: 1.0 KiB in 2 s (0.5 KiB/s): x\n"
-    assert same("goes on from step 20\nmore\nstep 40 COMMITTED: 9 MiB in 0.1 s (90 MiB/s): x\n", said, tmp_path)
-    assert not same("goes on from step 10\nmore\nstep 40 COMMITTED: 9 MiB in 0.1 s (90 MiB/s): x", said, tmp_path)
+    assert same(
+        "goes on from step 20\nmore\nstep 40 COMMITTED: 9 MiB in 0.1 s (90 MiB/s): x\n",
+        said,
+        tmp_path,
+    )
+    assert not same(
+        "goes on from step 10\nmore\nstep 40 COMMITTED: 9 MiB in 0.1 s (90 MiB/s): x",
+        said,
+        tmp_path,
+    )
     assert not same("goes on from step 20\nmore\n", said, tmp_path)
     assert not same("00 ..x", "00 ...", tmp_path)
 

@@ -25,7 +25,9 @@ WAIT_S = 60.0
 class Outage:
     """Whether the storage is out of order just now, and with which code."""
 
-    def __init__(self, code: Code, *, operations: frozenset[str] | None = None, path_end: str = "") -> None:
+    def __init__(
+        self, code: Code, *, operations: frozenset[str] | None = None, path_end: str = ""
+    ) -> None:
         self.code, self.operations, self.path_end, self.is_on = code, operations, path_end, False
 
 
@@ -54,7 +56,9 @@ def train(
 ) -> tuple[Checkpointer, Tiny]:
     """Train, and save every two steps, each save over before the next step; the storage fails in the steps of `out`."""
     run = Tiny(worker=(0, 1))
-    with Checkpointer(store, run.state, saver=options.pop("saver", "thread"), **options) as checkpointer:
+    with Checkpointer(
+        store, run.state, saver=options.pop("saver", "thread"), **options
+    ) as checkpointer:
         checkpointer.restore_rng()
         batches = run.batches()
         try:
@@ -97,7 +101,9 @@ def test_a_run_outlives_an_outage_of_its_storage(
 def test_the_run_ends_when_too_many_saves_in_a_row_have_failed(saver: str) -> None:
     inner, outage = MemoryStore(), Outage(Code.NO_SPACE, operations=frozenset({"create"}))
     with pytest.raises(CkptError) as caught:
-        train(FailingStore(inner, outage), outage, range(4, 99), total=40, saver=saver, failed_saves=3)
+        train(
+            FailingStore(inner, outage), outage, range(4, 99), total=40, saver=saver, failed_saves=3
+        )
     assert caught.value.code is Code.NO_SPACE
     assert committed(inner) == [(2, 1)]
 
@@ -148,15 +154,24 @@ def test_a_fault_of_the_program_ends_the_run_as_ever(saver: str) -> None:
 def test_all_processes_go_on_and_end_together(saver: Any, who: int) -> None:
     """The disk of one node is full; the others hear of it, and count as it does."""
     inner, allgather = MemoryStore(), Allgather(2)
-    outages = [Outage(Code.NO_SPACE, path_end="msgpack") for _ in range(2)]  # records of failures fit in
+    outages = [
+        Outage(Code.NO_SPACE, path_end="msgpack") for _ in range(2)
+    ]  # records of failures fit in
 
     def body(writer: int) -> tuple[int, list[str]]:
         outage = outages[writer]
         store = FailingStore(inner, outage) if writer == who else inner
         state = ckptfmt.State(weights={"w": 1}, extra={"own": ckptfmt.PerWorker(writer)})
-        options: Any = {"saver": saver, "writer": (writer, 2), "agree": allgather.of(writer), "deadline_s": WAIT_S}
+        options: Any = {
+            "saver": saver,
+            "writer": (writer, 2),
+            "agree": allgather.of(writer),
+            "deadline_s": WAIT_S,
+        }
         with contextlib.ExitStack() as stack:
-            checkpointer = stack.enter_context(Checkpointer(store, state, failed_saves=2, **options))
+            checkpointer = stack.enter_context(
+                Checkpointer(store, state, failed_saves=2, **options)
+            )
             saved = 0
             try:
                 for step in range(1, 20):

@@ -122,7 +122,9 @@ def test_refusal_of_one_writer_reaches_all() -> None:
 
     def body(writer: int) -> None:
         group = Group(writer, 3, allgather.of(writer))
-        group.raise_together(err(Code.STATE_UNSUPPORTED, "a socket", where="extra/x") if writer == 1 else None)
+        group.raise_together(
+            err(Code.STATE_UNSUPPORTED, "a socket", where="extra/x") if writer == 1 else None
+        )
 
     codes = [error.code for error in run_writers(3, body)]
     assert codes == [Code.PEER_FAILED, Code.STATE_UNSUPPORTED, Code.PEER_FAILED]
@@ -134,7 +136,9 @@ def test_refusal_of_writer_0_has_its_own_code_everywhere() -> None:
     def refuse() -> None:
         raise err(Code.FENCED, "launch 4 has taken over")
 
-    errors = run_writers(2, lambda writer: Group(writer, 2, allgather.of(writer)).run_on_first(refuse))
+    errors = run_writers(
+        2, lambda writer: Group(writer, 2, allgather.of(writer)).run_on_first(refuse)
+    )
     assert [error.code for error in errors] == [Code.FENCED, Code.FENCED]
     assert type(errors[0]) is type(errors[1])
 
@@ -181,13 +185,16 @@ def relay() -> Iterator[tuple[int, threading.Event]]:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_store_whose_host_is_gone_without_a_word_is_not_waited_for(relay: tuple[int, threading.Event]) -> None:
+def test_a_store_whose_host_is_gone_without_a_word_is_not_waited_for(
+    relay: tuple[int, threading.Event],
+) -> None:
     """torch's client waits for an answer, whatever time-out it was given."""
     dist = pytest.importorskip("torch.distributed")
     port, is_silent = relay
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=dt.timedelta(seconds=1))
     torch = SimpleNamespace(
-        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store), PrefixStore=dist.PrefixStore
+        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
+        PrefixStore=dist.PrefixStore,
     )
     assert _TorchExchange(torch, 0, 1, 60.0)(b"first") == [b"first"]
     is_silent.set()
@@ -208,7 +215,9 @@ def test_process_that_holds_the_store_leaves_when_the_others_have_read() -> None
     def make_exchange(writer: int, store: Any) -> _TorchExchange:
         default = SimpleNamespace(_get_default_store=lambda: store)
         kind = (dist.PrefixStore, SlowStore)[writer]
-        return _TorchExchange(SimpleNamespace(distributed_c10d=default, PrefixStore=kind), writer, 2, 20.0)
+        return _TorchExchange(
+            SimpleNamespace(distributed_c10d=default, PrefixStore=kind), writer, 2, 20.0
+        )
 
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     slow = make_exchange(1, dist.TCPStore("127.0.0.1", host.port, is_master=False))
@@ -216,7 +225,10 @@ def test_process_that_holds_the_store_leaves_when_the_others_have_read() -> None
     del host
     with ThreadPoolExecutor(2) as threads:
         taking_part = threads.submit(slow, b"slow")
-        assert threads.submit(hosting.pop(), b"host").result() == [b"host", b"slow"]  # nobody has the store now
+        assert threads.submit(hosting.pop(), b"host").result() == [
+            b"host",
+            b"slow",
+        ]  # nobody has the store now
         assert taking_part.result() == [b"host", b"slow"]
 
 
@@ -225,7 +237,8 @@ def test_process_that_a_signal_asks_to_stop_waits_no_longer_for_one_that_was_kil
     dist = pytest.importorskip("torch.distributed")
     store = dist.HashStore()
     torch = SimpleNamespace(
-        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store), PrefixStore=dist.PrefixStore
+        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
+        PrefixStore=dist.PrefixStore,
     )
     signals = StopSignals([signal.SIGUSR1], deadline_s=0.1)
     signals.install()
@@ -238,7 +251,9 @@ def test_process_that_a_signal_asks_to_stop_waits_no_longer_for_one_that_was_kil
         assert caught.value.code == Code.WRITERS_MISSING
     finally:
         signals.remove()
-        dist.PrefixStore("ckptfmt", store).set("0/1", "")  # the thread that waits in the store's client ends
+        dist.PrefixStore("ckptfmt", store).set(
+            "0/1", ""
+        )  # the thread that waits in the store's client ends
 
 
 def test_signal_that_came_long_before_an_exchange_does_not_end_it() -> None:
@@ -246,7 +261,8 @@ def test_signal_that_came_long_before_an_exchange_does_not_end_it() -> None:
     dist = pytest.importorskip("torch.distributed")
     store = dist.HashStore()
     torch = SimpleNamespace(
-        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store), PrefixStore=dist.PrefixStore
+        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
+        PrefixStore=dist.PrefixStore,
     )
     others = dist.PrefixStore("ckptfmt", store)
     others.set("0/1", "aGVyZQ==")  # the other process's value, in base64

@@ -16,7 +16,9 @@ from ckptfmt.errors import CkptError, Code, CommitError, err
 from ckptfmt.trainer.handle import STATES, Callbacks, SaveHandle, SaveReport
 from tests.builders import code_of, error_of
 
-REPORT = SaveReport(path="run/step-00000003-l0001", digest="blake3:00", step=3, nbytes=24, writer_count=1)
+REPORT = SaveReport(
+    path="run/step-00000003-l0001", digest="blake3:00", step=3, nbytes=24, writer_count=1
+)
 FULL = err(Code.NO_SPACE, "the disk is full", where="weights")
 
 
@@ -58,12 +60,16 @@ def test_whatever_is_told_in_whatever_order_it_goes_on_only(told) -> None:
         assert (handle.report is not None) == (handle.state == "COMMITTED")
         assert handle.is_through == (copied and (failed or reached >= STATES.index("WRITTEN")))
         assert handle.is_over == (copied and over) == handle.wait_over(0)
-        assert [handle.times[state] for state in STATES if state in handle.times] == sorted(handle.times.values())
+        assert [handle.times[state] for state in STATES if state in handle.times] == sorted(
+            handle.times.values()
+        )
         assert handle.times.keys() <= set(STATES)
 
 
 @pytest.mark.parametrize(("reached", "state"), list(itertools.product(STATES, STATES)))
-def test_wait_returns_if_the_state_is_reached_and_else_says_that_it_is_pending(reached, state) -> None:
+def test_wait_returns_if_the_state_is_reached_and_else_says_that_it_is_pending(
+    reached, state
+) -> None:
     handle = at(reached)
     if STATES.index(state) <= STATES.index(reached):
         assert handle.wait(state, timeout_s=0) == (REPORT if reached == "COMMITTED" else None)
@@ -203,7 +209,7 @@ def test_it_says_what_it_is() -> None:
     assert repr(make()) == "SaveHandle(step=3, state='STAGING', path='run/step-00000003-l0001')"
 
 
-# --- callbacks --------------------------------------------------------------------------------------------------------
+# --- callbacks ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", ["COMMITTED", "FAILED", "SKIPPED"])
@@ -236,7 +242,10 @@ def test_callback_of_the_end_is_called_once_whenever_it_is_asked_for(end, asked)
     if asked == "after":
         ask()
     assert callbacks.wait(60)
-    assert called == {"COMMITTED": [("committed", REPORT)], "FAILED": [("failed", FULL)], "SKIPPED": []}[end]
+    assert (
+        called
+        == {"COMMITTED": [("committed", REPORT)], "FAILED": [("failed", FULL)], "SKIPPED": []}[end]
+    )
     assert handle.is_failure_taken
     assert not [thread for thread in threading.enumerate() if thread.name == "ckptfmt-callbacks"]
 
@@ -262,7 +271,9 @@ def test_callback_that_raises_is_logged_and_hides_no_other(caplog) -> None:
 def test_callback_that_blocks_holds_up_nobody_else() -> None:
     """It may also ask the handle, and end what waits for callbacks: no lock is held."""
     callbacks, gate, order = Callbacks(), threading.Event(), list[Any]()
-    handles = [SaveHandle(step=n, path=REPORT.path, begin_s=0.0, callbacks=callbacks) for n in (1, 2)]
+    handles = [
+        SaveHandle(step=n, path=REPORT.path, begin_s=0.0, callbacks=callbacks) for n in (1, 2)
+    ]
     handles[0].on_committed(lambda _: gate.wait(60))
 
     def ask(handle, _report):
@@ -284,7 +295,9 @@ def test_callback_that_blocks_holds_up_nobody_else() -> None:
 def test_no_thread_for_callbacks_is_no_end_of_the_saver(monkeypatch, caplog) -> None:
     """Whoever tells of the end isn't told of it; whoever waits for the callbacks has them called."""
     callbacks, called = Callbacks(), list[Any]()
-    handle = SaveHandle(step=3, path=REPORT.path, begin_s=0.0, callbacks=callbacks).on_committed(called.append)
+    handle = SaveHandle(step=3, path=REPORT.path, begin_s=0.0, callbacks=callbacks).on_committed(
+        called.append
+    )
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", _refuse)
         handle.tell_state("COMMITTED", REPORT)

@@ -44,10 +44,14 @@ class Clock:
         checkpointer._saves.save = slowly  # type: ignore[method-assign]
 
 
-def train(store: Any, steps: int, *, save_s: float = 2.0, every: int = 10, **options: Any) -> Checkpointer:
+def train(
+    store: Any, steps: int, *, save_s: float = 2.0, every: int = 10, **options: Any
+) -> Checkpointer:
     """Train so many steps of a second each, with saves that cost `save_s`, in a process that began 5 s ago."""
     trainer = Trainer()
-    checkpointer = Checkpointer(store, trainer.state, every=every, saver="inline", ledger=True, **options)
+    checkpointer = Checkpointer(
+        store, trainer.state, every=every, saver="inline", ledger=True, **options
+    )
     clock = Clock(checkpointer, save_s)
     with checkpointer:
         first = checkpointer.step
@@ -69,7 +73,8 @@ def test_an_entry_says_where_the_time_of_its_launch_went() -> None:
     train(store, 36)
     entry = entry_of(store, 1)
     times = entry.times
-    # The body that `break` leaves isn't a step; its second counts all the same. What saves blocked is the test's own.
+    # The body that `break` leaves isn't a step; its second counts all the same. What saves blocked
+    # is the test's own.
     assert (entry.first_step, entry.step, entry.save_count) == (0, 35, 3)
     assert times.initialising + times.restoring == pytest.approx(5000, abs=1)
     assert times.lost + times.blocked == pytest.approx(6000, abs=100)
@@ -102,7 +107,9 @@ def test_the_entry_of_a_save_is_there_once_it_is_committed() -> None:
 def test_goodput_of_a_run_that_went_on_twice() -> None:
     store = MemoryStore()
     for _ in range(3):
-        train(store, 36)  # saved at 10, 20 and 30; 5 steps, and one that was left half-way, are thrown away
+        train(
+            store, 36
+        )  # saved at 10, 20 and 30; 5 steps, and one that was left half-way, are thrown away
     found = ckptfmt.Run(store).goodput()
     # The last launch may still go on from where it is: nobody threw anything away.
     assert found.training_s == pytest.approx(30 + 30 + 36, rel=0.05)
@@ -118,7 +125,9 @@ def test_an_entry_of_before_does_not_take_the_place_of_a_later_one() -> None:
     train(store, 36)
     last = entry_of(store, 1)
     assert last.ended_unix_ms is not None
-    earlier = dataclasses.replace(last, measured_unix_ms=last.measured_unix_ms - 1000, ended_unix_ms=None)
+    earlier = dataclasses.replace(
+        last, measured_unix_ms=last.measured_unix_ms - 1000, ended_unix_ms=None
+    )
     put_entry(store, 1, earlier.dump())
     assert entry_of(store, 1) == last
     later = dataclasses.replace(earlier, measured_unix_ms=last.measured_unix_ms + 1000)
@@ -146,7 +155,9 @@ def test_process_0_alone_writes_it() -> None:
     def body(writer: int) -> None:
         trainer = Trainer()
         options: Any = {"writer": (writer, 2), "agree": allgather.of(writer)}
-        with Checkpointer(store, trainer.state, every=2, saver="inline", ledger=True, **options) as checkpointer:
+        with Checkpointer(
+            store, trainer.state, every=2, saver="inline", ledger=True, **options
+        ) as checkpointer:
             assert (checkpointer._pace.meters.keeper is None) == (writer == 1)
             for number in checkpointer.steps(4):
                 trainer.step(number)
@@ -175,10 +186,14 @@ def test_an_entry_of_another_run_says_nothing() -> None:
     assert any("it belongs to run" in doubt for doubt in ckptfmt.Run(store).goodput().doubts)
 
 
-def test_a_ledger_that_can_not_be_written_ends_no_training(tmp_path: pathlib.Path, caplog: Any) -> None:
+def test_a_ledger_that_can_not_be_written_ends_no_training(
+    tmp_path: pathlib.Path, caplog: Any
+) -> None:
     (tmp_path / "ledger").write_bytes(b"in the way")
     trainer = Trainer()
-    with Checkpointer(tmp_path, trainer.state, every=2, saver="inline", ledger=True) as checkpointer:
+    with Checkpointer(
+        tmp_path, trainer.state, every=2, saver="inline", ledger=True
+    ) as checkpointer:
         for number in checkpointer.steps(4):
             trainer.step(number)
     assert checkpointer.step == 4
@@ -215,7 +230,12 @@ def test_the_saver_says_when_a_killed_trainer_was_gone(tmp_path: pathlib.Path, c
     entry = wait_for_end(store)
     assert entry.step == 11
     assert entry.ended_unix_ms is not None
-    assert before_ms - 1000 <= entry.measured_unix_ms <= entry.ended_unix_ms <= time.time_ns() // 1_000_000 + 1000
+    assert (
+        before_ms - 1000
+        <= entry.measured_unix_ms
+        <= entry.ended_unix_ms
+        <= time.time_ns() // 1_000_000 + 1000
+    )
     trainer = Trainer()
     with Checkpointer(tmp_path, trainer.state, ledger=True) as checkpointer:
         assert checkpointer.step == 11
@@ -234,7 +254,10 @@ def test_the_saver_says_when_a_killed_trainer_was_gone(tmp_path: pathlib.Path, c
     page = tmp_path.with_suffix(".html")
     assert main(["report", str(tmp_path), "--html", str(page), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["durations"] == {"training_s": found.costs.lost_s, "commit_s": found.costs.commit_s}
+    assert answer["durations"] == {
+        "training_s": found.costs.lost_s,
+        "commit_s": found.costs.commit_s,
+    }
     assert found.costs.commit_s is not None
     assert seconds_text(found.costs.commit_s) in page.read_text("utf-8")
     assert "not recorded" not in page.read_text("utf-8")

@@ -41,7 +41,9 @@ class Told:
 
 def start(path, told, **options) -> ProcessLink:
     options.setdefault("nice", 0)
-    return ProcessLink(os.fsencode(path), on_message=told.messages.put, on_lost=told.lose, **options)
+    return ProcessLink(
+        os.fsencode(path), on_message=told.messages.put, on_lost=told.lose, **options
+    )
 
 
 def hand_over(link: Any, told: Told, number: int, nbytes: int = 4096) -> Slot:
@@ -73,7 +75,9 @@ def send_save(link: Any, told: Told, store: Any) -> None:
     slot = hand_over(link, told, 0, image.nbytes)
     slot.view[: image.nbytes] = fill(image, made)[: image.nbytes]
     link.send({"type": "image", "image": image.as_dict()})
-    link.send({"type": "save", "number": 1, "slot": 0, "request": request_of(store, made).as_dict()})
+    link.send(
+        {"type": "save", "number": 1, "slot": 0, "request": request_of(store, made).as_dict()}
+    )
     link.send({"type": "complete", "number": 1})
 
 
@@ -196,7 +200,9 @@ def test_close_waits_until_the_saver_has_all_that_it_was_told(tmp_path) -> None:
     going_on = threading.Timer(0.1, os.kill, (link.pid, signal.SIGCONT))
     going_on.start()
     if not link.close(0.5, drain_s=WAIT_S):
-        with contextlib.suppress(ChildProcessError):  # the thread that reaps the process may be first
+        with contextlib.suppress(
+            ChildProcessError
+        ):  # the thread that reaps the process may be first
             os.waitpid(link.pid, 0)
     going_on.join(WAIT_S)
     assert ("tensor", "weights", "w", "global") in read_all(store.at("step-00000001-l0001"))
@@ -218,7 +224,11 @@ def test_saver_that_cannot_be_started_is_named_and_leaves_nothing(tmp_path, monk
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
     before = open_fds()
     error = error_of(lambda: start(tmp_path, Told()))
-    assert (error.code, type(error), error.where) == (Code.SAVER_LOST, CommitError, str(tmp_path / "no-python"))
+    assert (error.code, type(error), error.where) == (
+        Code.SAVER_LOST,
+        CommitError,
+        str(tmp_path / "no-python"),
+    )
     assert "thread" in error.remedy
     assert open_fds() == before
 

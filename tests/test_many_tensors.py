@@ -37,7 +37,9 @@ def _training(count: int, seed: int) -> tuple[torch.nn.Module, torch.optim.Optim
     """Return a model and its AdamW after a step: `count` tensors in all, four for each parameter."""
     torch.manual_seed(seed)
     # In lists of 100: torch takes a time that is quadratic in their length.
-    model = torch.nn.ModuleList(torch.nn.ParameterList(torch.randn(3) for _ in range(100)) for _ in range(count // 400))
+    model = torch.nn.ModuleList(
+        torch.nn.ParameterList(torch.randn(3) for _ in range(100)) for _ in range(count // 400)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     _step(model, optimizer)
     return model, optimizer
@@ -51,9 +53,15 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _contents(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
     states = [optimizer.state[parameter] for parameter in model.parameters()]
-    rows = [list(model.parameters()), *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))]
+    rows = [
+        list(model.parameters()),
+        *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
+    ]
     # Digests: what differs isn't printed bit by bit.
-    return [hashlib.sha256(torch.stack([one.detach() for one in row]).numpy().tobytes()).digest() for row in rows]
+    return [
+        hashlib.sha256(torch.stack([one.detach() for one in row]).numpy().tobytes()).digest()
+        for row in rows
+    ]
 
 
 @pytest.mark.slow
@@ -62,11 +70,15 @@ def test_a_state_of_thousands_of_tensors_is_resumed_bit_for_bit(tmp_path, count)
     """A mixture of experts has 30,000, and more: saved twice by a process beside the training, the second time by
     way of what the guard had learned of each of them."""
     model, optimizer = _training(count, seed=1)
-    with ckptfmt.Checkpointer(tmp_path, ckptfmt.State(weights=model, optimizer=optimizer), every=1) as checkpointer:
+    with ckptfmt.Checkpointer(
+        tmp_path, ckptfmt.State(weights=model, optimizer=optimizer), every=1
+    ) as checkpointer:
         for _ in checkpointer.steps(2):
             _step(model, optimizer)
     live = _training(count, seed=2)
     assert _contents(*live) != _contents(model, optimizer)
-    with ckptfmt.Checkpointer(tmp_path, ckptfmt.State(weights=live[0], optimizer=live[1])) as checkpointer:
+    with ckptfmt.Checkpointer(
+        tmp_path, ckptfmt.State(weights=live[0], optimizer=live[1])
+    ) as checkpointer:
         assert checkpointer.step == 2
     assert _contents(*live) == _contents(model, optimizer)

@@ -14,7 +14,9 @@ from ckptfmt.__main__ import main
 from ckptfmt.errors import CkptError
 
 
-def trained(kind: Any = torch.optim.AdamW, *, seed: int = 0, **options: Any) -> tuple[torch.nn.Module, Any]:
+def trained(
+    kind: Any = torch.optim.AdamW, *, seed: int = 0, **options: Any
+) -> tuple[torch.nn.Module, Any]:
     """Return a model and its optimizer after two steps."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
@@ -45,7 +47,11 @@ def imported(path: Path, content: object) -> Path:
 def same(left: Any, right: Any) -> bool:
     """Tell whether two state_dicts are equal, bit by bit."""
     if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+        return (
+            isinstance(right, torch.Tensor)
+            and left.dtype == right.dtype
+            and torch.equal(left, right)
+        )
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple):
@@ -61,7 +67,9 @@ def test_weights_of_a_file_load_into_a_whole_state_without_allow(tmp_path: Path)
     sampler = ckptfmt.Sampler(10, global_batch=2)
     average = fresh()[0]
     extra = {"scheduler": {"n": 4}, "ema": average}
-    state = ckptfmt.State(weights=other, optimizer=optimizer, data=sampler, config={"lr": 1}, extra=extra)
+    state = ckptfmt.State(
+        weights=other, optimizer=optimizer, data=sampler, config={"lr": 1}, extra=extra
+    )
     ema = {name: value.clone() for name, value in average.state_dict().items()}
     report: Any = ckptfmt.load(path, state)
     assert same(other.state_dict(), model.state_dict())
@@ -71,18 +79,27 @@ def test_weights_of_a_file_load_into_a_whole_state_without_allow(tmp_path: Path)
     for what in ("optimizer", "data", "extra:scheduler", "extra:ema"):
         assert f"{what} wasn't imported: it stays as it is" in report.lowered_by
     assert "rng wasn't saved: imported from a torch.save file" in report.lowered_by
-    # What follows from that isn't told one by one: versions, devices, each key of the configuration.
+    # What follows from that isn't told one by one: versions, devices, each key of the
+    # configuration.
     assert not [reason for reason in report.lowered_by if "<absent>" in reason]
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(torch.optim.AdamW, {}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {"amsgrad": True})],
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.Adam, {"amsgrad": True}),
+    ],
 )
-def test_an_imported_optimizer_goes_on_where_it_was(kind: Any, options: Any, tmp_path: Path) -> None:
+def test_an_imported_optimizer_goes_on_where_it_was(
+    kind: Any, options: Any, tmp_path: Path
+) -> None:
     """Weights and optimizer of a torch.save file, into a State: the next step is that of who was never saved."""
     model, optimizer = trained(kind, **options)
-    path = imported(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3})
+    path = imported(
+        tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    )
     other, another = fresh(kind, **{**options, "lr": 0.5})
     report: Any = ckptfmt.load(path, ckptfmt.State(weights=other, optimizer=another))
     assert same(another.state_dict(), optimizer.state_dict())
@@ -107,7 +124,9 @@ def test_a_numbered_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> 
         ckptfmt.load(path, ckptfmt.State(weights=model, optimizer=fewer))
     sgd = torch.optim.SGD(model.parameters(), momentum=0.9)
     with pytest.raises(CkptError, match="another kind of optimizer"):
-        ckptfmt.load(path, ckptfmt.State(weights=model, optimizer=sgd), allow=("missing", "unexpected"))
+        ckptfmt.load(
+            path, ckptfmt.State(weights=model, optimizer=sgd), allow=("missing", "unexpected")
+        )
 
 
 def test_a_parameter_that_is_not_in_the_file_is_still_an_error(tmp_path: Path) -> None:
@@ -127,7 +146,7 @@ def test_a_checkpoint_of_our_own_still_misses_what_was_not_saved(tmp_path: Path)
         ckptfmt.load(tmp_path / "x", ckptfmt.State(weights=model, optimizer=optimizer))
 
 
-# --- a run that begins from another checkpoint ------------------------------------------------------------------------
+# --- a run that begins from another checkpoint ----------------------------------------------------
 
 
 def run_of(path: Path, state: ckptfmt.State, steps: int, **options: Any) -> ckptfmt.Checkpointer:
@@ -143,7 +162,9 @@ def test_a_run_begins_from_imported_weights_and_resumes_from_its_own(tmp_path: P
     path = imported(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     other, another = fresh()
     state = ckptfmt.State(weights=other, optimizer=another)
-    with ckptfmt.Checkpointer(tmp_path / "run", state, saver="inline", init_from=path) as checkpointer:
+    with ckptfmt.Checkpointer(
+        tmp_path / "run", state, saver="inline", init_from=path
+    ) as checkpointer:
         assert same(other.state_dict(), model.state_dict())
         assert (checkpointer.step, another.state) == (0, {})
         assert checkpointer.choose() is None
@@ -153,16 +174,25 @@ def test_a_run_begins_from_imported_weights_and_resumes_from_its_own(tmp_path: P
             with torch.no_grad():
                 other[0].weight.fill_(7.0)  # type: ignore[index]
     again, its = fresh()
-    resumed = run_of(tmp_path / "run", ckptfmt.State(weights=again, optimizer=its), 2, init_from=path)
+    resumed = run_of(
+        tmp_path / "run", ckptfmt.State(weights=again, optimizer=its), 2, init_from=path
+    )
     assert resumed.step == 2
     assert torch.all(again[0].weight == 7.0)  # type: ignore[index]
 
 
-def test_checkpoints_of_a_run_say_what_it_began_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_of_a_run_say_what_it_began_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Path, step, digest and what was taken are in the provenance, also behind a resume that names no `init_from`."""
     path = imported(tmp_path, {"model": trained()[0].state_dict()})
     with ckptfmt.open(path) as checkpoint:
-        begun = {"path": str(path), "step": checkpoint.step, "digest": checkpoint.digest, "only": ["weights:*"]}
+        begun = {
+            "path": str(path),
+            "step": checkpoint.step,
+            "digest": checkpoint.digest,
+            "only": ["weights:*"],
+        }
     run_of(tmp_path / "run", ckptfmt.State(weights=fresh()[0]), 1, init_from=path)
     run_of(tmp_path / "run", ckptfmt.State(weights=fresh()[0], provenance={"ticket": "A-7"}), 2)
     run = ckptfmt.Run(tmp_path / "run")
@@ -175,7 +205,9 @@ def test_checkpoints_of_a_run_say_what_it_began_from(tmp_path: Path, capsys: pyt
 
     assert main(["inspect", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
-    assert f"{path}: step {begun['step']}, {begun['digest']}, only ['weights:*']" in " ".join(said.split())
+    assert f"{path}: step {begun['step']}, {begun['digest']}, only ['weights:*']" in " ".join(
+        said.split()
+    )
 
 
 def test_a_run_begins_from_all_of_another_run_and_goes_on_from_its_step(tmp_path: Path) -> None:
@@ -189,7 +221,9 @@ def test_a_run_begins_from_all_of_another_run_and_goes_on_from_its_step(tmp_path
     state = ckptfmt.State(weights=other, optimizer=another, data={"sample": 5})
     torch.manual_seed(1)
     init = ckptfmt.InitFrom(path=tmp_path / "first", only=None)
-    with ckptfmt.Checkpointer(tmp_path / "second", state, saver="inline", init_from=init) as checkpointer:
+    with ckptfmt.Checkpointer(
+        tmp_path / "second", state, saver="inline", init_from=init
+    ) as checkpointer:
         assert checkpointer.step == 3
         assert same(another.state_dict(), optimizer.state_dict())
         checkpointer.restore_rng()
@@ -211,7 +245,7 @@ def test_a_run_begins_under_other_names(tmp_path: Path) -> None:
     assert same(other.state_dict(), model.state_dict())
 
 
-# --- one safetensors file ---------------------------------------------------------------------------------------------
+# --- one safetensors file -------------------------------------------------------------------------
 
 
 def test_one_safetensors_file_is_a_target_of_its_own(tmp_path: Path) -> None:
@@ -220,10 +254,17 @@ def test_one_safetensors_file_is_a_target_of_its_own(tmp_path: Path) -> None:
     ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=model, optimizer=optimizer), step=1)
     convert(tmp_path / "x", tmp_path / "model.safetensors")
     assert (tmp_path / "model.safetensors").is_file()
-    assert same(safetensors.torch.load_file(tmp_path / "model.safetensors"), dict(model.state_dict()))
+    assert same(
+        safetensors.torch.load_file(tmp_path / "model.safetensors"), dict(model.state_dict())
+    )
     convert(tmp_path / "x", tmp_path / "other", "--to", "safetensors", "--only", "weights")
     assert (tmp_path / "other").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
     convert(tmp_path / "model.safetensors", tmp_path / "back", "--to", "ckptfmt")
     ckptfmt.load(tmp_path / "back", ckptfmt.State(weights=fresh()[0]))
-    assert main(["convert", str(tmp_path / "x"), str(tmp_path / "o.safetensors"), "--only", "optimizer"]) == 2
+    assert (
+        main(
+            ["convert", str(tmp_path / "x"), str(tmp_path / "o.safetensors"), "--only", "optimizer"]
+        )
+        == 2
+    )
     assert not (tmp_path / "o.safetensors").exists()

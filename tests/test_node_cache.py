@@ -42,7 +42,20 @@ from tests.test_group import Allgather, run_writers
 from tests.test_saves import Run, is_whole
 
 #: What a home is asked for once a launch has begun.
-_ASKS = frozenset({"create", "replace", "read", "read_range", "nbytes", "list", "list_names", "sync", "hold", "delete"})
+_ASKS = frozenset(
+    {
+        "create",
+        "replace",
+        "read",
+        "read_range",
+        "nbytes",
+        "list",
+        "list_names",
+        "sync",
+        "hold",
+        "delete",
+    }
+)
 
 
 class Outage(HookedStore):
@@ -94,7 +107,9 @@ def test_a_save_is_written_to_the_cache_and_committed_at_home(tmp_path: pathlib.
     files = set(home.list(checkpoint_name(1, 1)))
     here = {path for path in cached(tmp_path) if path.startswith(checkpoint_name(1, 1))}
     settled = {path for path in here if path.endswith(".settled")}
-    assert here - settled == {path for path in files if "manifest" not in path and "index" not in path}
+    assert here - settled == {
+        path for path in files if "manifest" not in path and "index" not in path
+    }
     assert len(settled) == 1
 
 
@@ -120,7 +135,7 @@ def test_saves_queue_while_home_does_not_answer(tmp_path: pathlib.Path) -> None:
     assert all(is_whole(home, step) for step in range(1, 7))
 
 
-# --- finishing --------------------------------------------------------------------------------------------------------
+# --- finishing ------------------------------------------------------------------------------------
 
 
 def died(home: Outage, caches: list[pathlib.Path]) -> tuple[MemoryStore, list[pathlib.Path]]:
@@ -130,11 +145,15 @@ def died(home: Outage, caches: list[pathlib.Path]) -> tuple[MemoryStore, list[pa
         left.create(path, [content])
     copies = [cache.with_name(f"{cache.name}-left") for cache in caches]
     for cache, copy in dict(zip(caches, copies, strict=True)).items():
-        shutil.copytree(cache, copy, ignore=shutil.ignore_patterns("*.held"))  # which go at any moment
+        shutil.copytree(
+            cache, copy, ignore=shutil.ignore_patterns("*.held")
+        )  # which go at any moment
     return left, copies
 
 
-def one_that_died(home: Outage, cache: pathlib.Path, **options: Any) -> tuple[MemoryStore, pathlib.Path]:
+def one_that_died(
+    home: Outage, cache: pathlib.Path, **options: Any
+) -> tuple[MemoryStore, pathlib.Path]:
     """Return what is left of a trainer that has committed step 1, and has steps 2 and 3 in its cache."""
     with Run(home, cache=cache, **options) as run:
         run.save(1).wait(timeout_s=WAIT_S)
@@ -189,12 +208,20 @@ def test_a_launch_waits_for_a_saver_of_its_node_that_home_does_not_know_of(
         saver.enter_context(there.hold(last))
         with Run(home, cache=cache, resume="auto", deadline_s=60 if ends else 0.1) as run:
             assert run.checkpointer.step == (3 if ends else 2)
-            assert any("a living saver has it in hand" in sentence for sentence in run.checkpointer.reports) != ends
+            assert (
+                any(
+                    "a living saver has it in hand" in sentence
+                    for sentence in run.checkpointer.reports
+                )
+                != ends
+            )
 
 
 @pytest.mark.parametrize("what", [".safetensors", ".msgpack"])
 @pytest.mark.parametrize("how", ["damaged", "truncated", "deleted"])
-def test_what_is_damaged_in_the_cache_is_not_finished(tmp_path: pathlib.Path, what: str, how: str) -> None:
+def test_what_is_damaged_in_the_cache_is_not_finished(
+    tmp_path: pathlib.Path, what: str, how: str
+) -> None:
     """REQ-RUN-035: no byte of it gets home unseen; the others are finished, and the report names it."""
     home, cache = one_that_died(Outage(), tmp_path / "cache")
     name = checkpoint_name(3, 1)
@@ -203,7 +230,9 @@ def test_what_is_damaged_in_the_cache_is_not_finished(tmp_path: pathlib.Path, wh
     with Run(home, cache=cache, resume="auto") as run:
         assert run.checkpointer.step == 2
         is_told = any(name in sentence for sentence in run.checkpointer.reports)
-        assert is_told != (how == "deleted" and what == ".msgpack")  # without its part it was never written
+        assert is_told != (
+            how == "deleted" and what == ".msgpack"
+        )  # without its part it was never written
     assert committed(home) == [1, 2]
 
 
@@ -229,7 +258,9 @@ def test_what_an_older_launch_left_is_not_finished(tmp_path: pathlib.Path) -> No
     assert {path.partition("/")[0] for path in cached(cache)} <= {checkpoint_name(1, 1)}
 
 
-def two_that_died(home: Outage, caches: list[pathlib.Path]) -> tuple[MemoryStore, list[pathlib.Path]]:
+def two_that_died(
+    home: Outage, caches: list[pathlib.Path]
+) -> tuple[MemoryStore, list[pathlib.Path]]:
     """Return what two trainers left, each with its own cache, that have written step 1 there."""
     gather, left = Allgather(2), []
     meeting = threading.Barrier(2, timeout=WAIT_S)
@@ -252,13 +283,17 @@ def two_that_died(home: Outage, caches: list[pathlib.Path]) -> tuple[MemoryStore
 
 
 @pytest.mark.parametrize("exchanged", [False, True])
-def test_the_parts_of_all_writers_come_from_wherever_they_are(tmp_path: pathlib.Path, *, exchanged: bool) -> None:
+def test_the_parts_of_all_writers_come_from_wherever_they_are(
+    tmp_path: pathlib.Path, *, exchanged: bool
+) -> None:
     """REQ-RUN-036: also where the processes have other numbers on other nodes now."""
     home, caches = two_that_died(Outage(), [tmp_path / "a", tmp_path / "b"])
     gather = Allgather(2)
 
     def body(writer: int) -> int:
-        with Run(home, writer=writer, allgather=gather, cache=caches[writer ^ exchanged], resume="auto") as run:
+        with Run(
+            home, writer=writer, allgather=gather, cache=caches[writer ^ exchanged], resume="auto"
+        ) as run:
             return run.checkpointer.step
 
     assert run_writers(2, body) == [1, 1]
@@ -313,7 +348,7 @@ def test_the_next_saver_of_a_launch_goes_on_with_the_last_ones(tmp_path: pathlib
     assert all(is_whole(home, step) for step in (1, 2, 3, 4))
 
 
-# --- room, and a cache that fails -------------------------------------------------------------------------------------
+# --- room, and a cache that fails -----------------------------------------------------------------
 
 
 def nbytes_of(path: pathlib.Path) -> int:
@@ -329,7 +364,9 @@ def test_the_oldest_that_home_has_goes_first(tmp_path: pathlib.Path) -> None:
                 run.save(step).wait(timeout_s=WAIT_S)
                 assert nbytes_of(tmp_path) < limit
         assert committed(home) == list(steps)
-    assert {path.partition("/")[0] for path in cached(tmp_path)} == {checkpoint_name(step, 1) for step in (2, 3, 4)}
+    assert {path.partition("/")[0] for path in cached(tmp_path)} == {
+        checkpoint_name(step, 1) for step in (2, 3, 4)
+    }
     assert nbytes_of(tmp_path) > limit - one
 
 
@@ -357,7 +394,10 @@ def test_a_cache_that_is_no_directory_costs_no_save_and_is_told(tmp_path: pathli
     (tmp_path / "file").touch()
     with Run(home, cache=tmp_path / "file") as run:
         run.save(1).wait(timeout_s=WAIT_S)
-        assert any(re.match("CACHE_FAILED.*Pass cache= a directory", line) for line in run.checkpointer.reports)
+        assert any(
+            re.match("CACHE_FAILED.*Pass cache= a directory", line)
+            for line in run.checkpointer.reports
+        )
     assert committed(home) == [1]
 
 
@@ -371,12 +411,16 @@ def test_a_save_that_never_fits_goes_home_at_once(tmp_path: pathlib.Path) -> Non
     assert cached(tmp_path, ".safetensors") == []
 
 
-def test_a_cache_that_is_deleted_costs_nothing_that_is_not_only_there(tmp_path: pathlib.Path) -> None:
+def test_a_cache_that_is_deleted_costs_nothing_that_is_not_only_there(
+    tmp_path: pathlib.Path,
+) -> None:
     """Between saves, and with a save on its way, which fails by name; the training goes on."""
     home, cache = Outage(), tmp_path / "cache"
     with Run(home, cache=cache) as run:
         run.save(1).wait(timeout_s=WAIT_S)
-        shutil.rmtree(cache, ignore_errors=True)  # its saver removes the file that it held, at this moment
+        shutil.rmtree(
+            cache, ignore_errors=True
+        )  # its saver removes the file that it held, at this moment
         run.save(2).wait(timeout_s=WAIT_S)
         run.save(3).wait(timeout_s=WAIT_S)
         home.is_down[0] = True
@@ -433,7 +477,7 @@ def test_deltas_go_through_a_cache(tmp_path: pathlib.Path) -> None:
     assert all(is_whole(home, step) for step in range(1, 8))
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 class Asked(HookedStore):
@@ -472,17 +516,27 @@ def test_a_restore_takes_from_the_cache_what_is_there(tmp_path: pathlib.Path, de
 
 @pytest.mark.parametrize("delta", ["off", "smallest"])
 @pytest.mark.parametrize("how", ["damaged", "truncated", "deleted"])
-def test_what_is_not_whole_in_the_cache_is_read_from_home(tmp_path: pathlib.Path, how: str, delta: str) -> None:
+def test_what_is_not_whole_in_the_cache_is_read_from_home(
+    tmp_path: pathlib.Path, how: str, delta: str
+) -> None:
     """REQ-RUN-038: by itself, and the report says so."""
     inner = saved(tmp_path, delta=delta)
-    spoilt = [file for kind in ("safetensors", "pack") for file in sorted(tmp_path.rglob(f"weights-*.{kind}"))]
+    spoilt = [
+        file
+        for kind in ("safetensors", "pack")
+        for file in sorted(tmp_path.rglob(f"weights-*.{kind}"))
+    ]
     for file in spoilt:
         spoil(file, how)
     home = Asked(inner)
     with Run(home, cache=tmp_path, resume="auto") as run:
         assert run.checkpointer.step == 3
         assert (run.weights["w"] == 3).all()
-        told = [sentence for sentence in run.checkpointer.reports if sentence.startswith("CACHE_DAMAGED")]
+        told = [
+            sentence
+            for sentence in run.checkpointer.reports
+            if sentence.startswith("CACHE_DAMAGED")
+        ]
         assert bool(told) == (how != "deleted")
         run.checkpointer.restore_rng()
         run.save(4).wait(timeout_s=WAIT_S)
@@ -505,12 +559,20 @@ def test_a_cache_that_goes_while_it_is_read_costs_nothing(tmp_path: pathlib.Path
     assert reports == []
 
 
-# --- kills, and a server ----------------------------------------------------------------------------------------------
+# --- kills, and a server --------------------------------------------------------------------------
 
 
 def killed(*options: str, kills: int, seed: int, writers: int) -> dict[str, Any]:
     """Return the report of `tests.crash.cached`."""
-    command = [sys.executable, "-m", "tests.crash.cached", "--kills", str(kills), "--seed", str(seed)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.crash.cached",
+        "--kills",
+        str(kills),
+        "--seed",
+        str(seed),
+    ]
     command += ["--writers", str(writers), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -522,12 +584,15 @@ def killed(*options: str, kills: int, seed: int, writers: int) -> dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("writers", "every"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.exhaustive), (2, 3)])
+@pytest.mark.parametrize(
+    ("writers", "every"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.exhaustive), (2, 3)]
+)
 def test_kills_at_random_moments_lose_nothing_that_was_written(writers: int, every: int) -> None:
     """REQ-RUN-036: trainer, saver and uploader die at once; the processes have other numbers each time."""
     report = killed("--every", str(every), kills=20, seed=20261123, writers=writers)
     assert (report["node_count"] > 0) is (every > 1)
-    # Where saves are uploaded now and then, `close` brings the last one home, too, unless a kill comes before it.
+    # Where saves are uploaded now and then, `close` brings the last one home, too, unless a kill
+    # comes before it.
     assert not report["staying_count"] or every > 1
     assert report["lost"] == []
     assert report["finished_count"] >= 1, "no launch finished anything"
@@ -598,14 +663,23 @@ def test_training_goes_on_while_a_server_cannot_be_reached(
 
 @pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.exhaustive)])
 def test_saves_queue_within_slots_and_cache_while_a_server_is_away(
-    s3_bucket: Any, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, seconds: int
+    s3_bucket: Any,
+    s3_proxy: Proxy,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    seconds: int,
 ) -> None:
     """A training that mustn't wait trains on: what finds no room is skipped, and all else gets home, in order."""
     for name, value in s3_bucket.through(s3_proxy).endpoint.environment.items():
         monkeypatch.setenv(name, value)
     url, limit = f"s3://{s3_bucket.name}/run", 1_100_000  # bytes: four saves
     order: list[int] = []
-    options: dict[str, Any] = {"cache": tmp_path, "cache_nbytes": limit, "when_busy": "skip", "deadline_s": 300}
+    options: dict[str, Any] = {
+        "cache": tmp_path,
+        "cache_nbytes": limit,
+        "when_busy": "skip",
+        "deadline_s": 300,
+    }
     with Run(url, saver="process", **options) as run:
         run.save(1).wait(timeout_s=WAIT_S)
         s3_proxy.script(Rule(fault=Fault.DROP_REQUEST, count=None))
@@ -616,7 +690,9 @@ def test_saves_queue_within_slots_and_cache_while_a_server_is_away(
         while time.monotonic() < end_s or (
             time.monotonic() < end_s + WAIT_S and [handle.state for handle in saved] != full
         ):
-            handles.append(run.save(len(handles) + 2).on_committed(lambda report: order.append(report.step)))
+            handles.append(
+                run.save(len(handles) + 2).on_committed(lambda report: order.append(report.step))
+            )
             saved = [handle for handle in handles if handle.state != "SKIPPED"]
             time.sleep(0.1)
             assert nbytes_of(tmp_path) <= limit

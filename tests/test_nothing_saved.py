@@ -68,7 +68,9 @@ def test_steps_without_every_are_told_before_their_end(caplog: pytest.LogCapture
 
 
 def test_counted_steps_that_nobody_saved_are_told_at_the_exit() -> None:
-    with Checkpointer(MemoryStore(), ckptfmt.State(weights={"w": 1}), saver="inline") as checkpointer:
+    with Checkpointer(
+        MemoryStore(), ckptfmt.State(weights={"w": 1}), saver="inline"
+    ) as checkpointer:
         for _ in range(3):
             with checkpointer.training_step():
                 pass
@@ -164,5 +166,7 @@ def test_a_program_without_torch_that_counts_nothing_is_told_at_the_exit(tmp_pat
         "    pass\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert "NOTHING_SAVED: the checkpointer was closed, and no step was counted" in done.stderr

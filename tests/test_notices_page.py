@@ -17,7 +17,9 @@ from tests.test_examples_of_pages import fences_of
 _WARNING = {
     "body": {
         "GPU": {
-            "children": {"3": {"children": {"Errors": {"children": {"PCIe system": {"value": "Warning"}}}}}},
+            "children": {
+                "3": {"children": {"Errors": {"children": {"PCIe system": {"value": "Warning"}}}}}
+            },
         },
         "Overall Health": {"value": "Warning"},
     },
@@ -49,7 +51,13 @@ def lay_out(place: pathlib.Path, *, is_calm: bool) -> dict[str, str]:
         (place / "bin" / name).chmod(0o755)
     (place / "podinfo/drain").write_text("" if is_calm else f"{_REASONS['kubernetes']}\n")
     path = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "SLURMD_NODENAME": "n7", "PODINFO": "podinfo", "PYTHONPATH": str(ROOT)}
+    return {
+        **os.environ,
+        "PATH": path,
+        "SLURMD_NODENAME": "n7",
+        "PODINFO": "podinfo",
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def run(place: pathlib.Path, program: str, environment: dict[str, str]) -> str:
@@ -80,7 +88,9 @@ print(started, run.step, run.alarm)
 
 
 @pytest.mark.parametrize("name", sorted(_REASONS))
-def test_what_is_saved_at_a_notice_is_what_the_next_start_goes_on_from(tmp_path: Any, name: str) -> None:
+def test_what_is_saved_at_a_notice_is_what_the_next_start_goes_on_from(
+    tmp_path: Any, name: str
+) -> None:
     environment = lay_out(tmp_path, is_calm=False)
     program = _TRAINED.replace("NAME", name)
     started, step, alarm = run(tmp_path, program, environment).strip().split(" ", 2)

@@ -181,7 +181,10 @@ def zeros_kept(this: Any) -> None:
 
 
 def held_schedules(this: Any) -> None:
-    steps = [lr_scheduler.ConstantLR(this.optimizer, 0.5, 3), lr_scheduler.CosineAnnealingLR(this.optimizer, 7)]
+    steps = [
+        lr_scheduler.ConstantLR(this.optimizer, 0.5, 3),
+        lr_scheduler.CosineAnnealingLR(this.optimizer, 7),
+    ]
     scheduler = lr_scheduler.SequentialLR(this.optimizer, steps, [3])
     this.given["extra"] = {"scheduler": scheduler}
     this.after.append(lambda _: scheduler.step())
@@ -192,7 +195,10 @@ def adversary(this: Any) -> None:
     other = nn.Linear(1, 1)
     second = torch.optim.Adam(other.parameters(), lr=0.05)
     this.zero_first = True
-    this.given |= {"weights": {"g": this.model, "d": other}, "optimizer": {"g": this.optimizer, "d": second}}
+    this.given |= {
+        "weights": {"g": this.model, "d": other},
+        "optimizer": {"g": this.optimizer, "d": second},
+    }
 
     def train(_: object) -> None:
         second.zero_grad()
@@ -244,10 +250,21 @@ def inner_loop(this: Any) -> None:
 
 @pytest.mark.parametrize(
     "prepare",
-    [nothing_else, cleared_first, zeros_kept, held_schedules, adversary, frozen_beside, trainer, inner_loop],
+    [
+        nothing_else,
+        cleared_first,
+        zeros_kept,
+        held_schedules,
+        adversary,
+        frozen_beside,
+        trainer,
+        inner_loop,
+    ],
     ids=lambda value: value.__name__,
 )
-def test_a_state_that_has_everything_claims_t1_and_is_told_nothing(tmp_path: Path, prepare: Any) -> None:
+def test_a_state_that_has_everything_claims_t1_and_is_told_nothing(
+    tmp_path: Path, prepare: Any
+) -> None:
     first, _, reports = trajectory(tmp_path / "r", prepare, steps=4)
     assert not [report for report in reports if "NOT_SAVED" in report or "PENDING" in report]
     rest, report, _ = trajectory(tmp_path / "r", prepare, steps=9, every=3)
@@ -257,7 +274,7 @@ def test_a_state_that_has_everything_claims_t1_and_is_told_nothing(tmp_path: Pat
     assert first + rest == undisturbed
 
 
-# --- generators -------------------------------------------------------------------------------------------------------
+# --- generators -----------------------------------------------------------------------------------
 
 
 class Augment:
@@ -281,8 +298,12 @@ class Noisy(nn.Linear):
         self.random = torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("kind", ["torch", "numpy", "legacy", "python", "object", "module", "nested"])
-def test_a_generator_anywhere_in_the_state_goes_on_where_it_stood(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["torch", "numpy", "legacy", "python", "object", "module", "nested"]
+)
+def test_a_generator_anywhere_in_the_state_goes_on_where_it_stood(
+    tmp_path: Path, kind: str
+) -> None:
     import random  # noqa: PLC0415 - its name is that of attributes here
 
     def make(seed: int) -> tuple[ckptfmt.State, Any]:
@@ -294,8 +315,12 @@ def test_a_generator_anywhere_in_the_state_goes_on_where_it_stood(tmp_path: Path
             "nested": {"deep": [{"g": np.random.default_rng(seed)}, 1]}, "module": 0,
         }  # fmt: skip
         generator: Any = made[kind]
-        state = ckptfmt.State(weights=weights, optimizer=optimizer, data={"p": 1}, config={}, extra={"g": generator})
-        generator = {"object": getattr(generator, "random", None), "module": weights.random}.get(kind, generator)
+        state = ckptfmt.State(
+            weights=weights, optimizer=optimizer, data={"p": 1}, config={}, extra={"g": generator}
+        )
+        generator = {"object": getattr(generator, "random", None), "module": weights.random}.get(
+            kind, generator
+        )
         return state, generator["deep"][0]["g"] if kind == "nested" else generator
 
     def draw(generator: Any) -> object:
@@ -319,23 +344,31 @@ def test_a_generator_that_an_object_holds_since_the_save_lowers_the_claim(tmp_pa
 
     def state() -> ckptfmt.State:
         weights = {"w": torch.zeros(2)}
-        return ckptfmt.State(weights=weights, optimizer={"s": 1}, data={"p": 1}, config={}, extra={"a": augment})
+        return ckptfmt.State(
+            weights=weights, optimizer={"s": 1}, data={"p": 1}, config={}, extra={"a": augment}
+        )
 
     ckptfmt.save(tmp_path / "c", state(), step=1)
     augment.random = generator
     report = ckptfmt.load(tmp_path / "c", state())
     assert report.claim != "T1"
-    assert any("STREAM_MISSING" in reason and "extra/a/random" in reason for reason in report.lowered_by)
+    assert any(
+        "STREAM_MISSING" in reason and "extra/a/random" in reason for reason in report.lowered_by
+    )
 
 
-# --- objects of unknown classes ---------------------------------------------------------------------------------------
+# --- objects of unknown classes -------------------------------------------------------------------
 
 
 class Patience:
     """A scheduler around one of torch's, whose state_dict leaves out how often nothing got better."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, is_whole: bool = False) -> None:
-        self.inner, self.count, self.is_whole = lr_scheduler.ReduceLROnPlateau(optimizer, patience=3), 0, is_whole
+        self.inner, self.count, self.is_whole = (
+            lr_scheduler.ReduceLROnPlateau(optimizer, patience=3),
+            0,
+            is_whole,
+        )
 
     def step(self, value: float) -> None:
         self.count += 1
@@ -397,13 +430,17 @@ def whole_patience(optimizer: torch.optim.Optimizer) -> Patience:
         (Average, None),
     ],
 )
-def test_what_a_state_dict_leaves_out_is_not_claimed(tmp_path: Path, make: Any, left_out: str | None) -> None:
+def test_what_a_state_dict_leaves_out_is_not_claimed(
+    tmp_path: Path, make: Any, left_out: str | None
+) -> None:
     def build() -> tuple[ckptfmt.State, Any]:
         torch.manual_seed(1)
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         own = make(optimizer)
-        return ckptfmt.State(weights=model, optimizer=optimizer, data={}, config={}, extra={"own": own}), own
+        return ckptfmt.State(
+            weights=model, optimizer=optimizer, data={}, config={}, extra={"own": own}
+        ), own
 
     state, own = build()
     with torch.no_grad():
@@ -434,7 +471,9 @@ class Momentum(torch.optim.SGD):
 def test_what_an_optimizer_keeps_in_an_attribute_of_its_own_is_not_claimed(tmp_path: Path) -> None:
     def build() -> ckptfmt.State:
         model = nn.Linear(2, 2)
-        return ckptfmt.State(weights=model, optimizer=Momentum(model.parameters(), lr=1.0), data={}, config={})
+        return ckptfmt.State(
+            weights=model, optimizer=Momentum(model.parameters(), lr=1.0), data={}, config={}
+        )
 
     state = build()
     optimizer: Any = state.optimizer

@@ -82,11 +82,20 @@ def by_fetching_ahead(checkpointer: Checkpointer, run: Tiny, total: int) -> None
     checkpointer.save()
 
 
-LOOPS = [by_steps, by_context, by_context_and_batches_outside, by_callback, by_fetching_ahead, by_saves]
+LOOPS = [
+    by_steps,
+    by_context,
+    by_context_and_batches_outside,
+    by_callback,
+    by_fetching_ahead,
+    by_saves,
+]
 
 
 def start(store: Any, run: Tiny, loop: Loop, total: int, **options: Any) -> Checkpointer:
-    with Checkpointer(store, run.state, **{"saver": "inline", "every": 3, **options}) as checkpointer:
+    with Checkpointer(
+        store, run.state, **{"saver": "inline", "every": 3, **options}
+    ) as checkpointer:
         loop(checkpointer, run, total)
     return checkpointer
 
@@ -163,10 +172,16 @@ def test_resume_whose_streams_nobody_put_back_is_no_run_to_save() -> None:
 def test_t1_is_claimed_once_the_streams_are_put_back(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     start(store, Tiny(), by_steps, 3)
-    with Checkpointer(store, Tiny(1).state, saver="inline") as checkpointer, caplog.at_level(logging.INFO, "ckptfmt"):
+    with (
+        Checkpointer(store, Tiny(1).state, saver="inline") as checkpointer,
+        caplog.at_level(logging.INFO, "ckptfmt"),
+    ):
         before = checkpointer.load_report
         assert before is not None
-        assert (before.claim, before.lowered_by) == ("S1", ("the random-number streams aren't put back yet",))
+        assert (before.claim, before.lowered_by) == (
+            "S1",
+            ("the random-number streams aren't put back yet",),
+        )
         assert "T1" not in caplog.text
         checkpointer.restore_rng()
         assert checkpointer.load_report is not None
@@ -225,7 +240,9 @@ def test_save_within_the_context_is_taken_when_the_step_is_over() -> None:
 
 def test_count_with_gaps_saves_where_it_passes_what_is_due() -> None:
     store = MemoryStore()
-    with Checkpointer(store, ckptfmt.State(weights={"w": 1}), saver="inline", every=10) as checkpointer:
+    with Checkpointer(
+        store, ckptfmt.State(weights={"w": 1}), saver="inline", every=10
+    ) as checkpointer:
         saves = [checkpointer.end_step(step) for step in (4, 8, 12, 16, 20, 24)]
     assert [handle.step for handle in saves if handle is not None] == [12, 20]
     assert committed(store) == [(12, 1), (20, 1)]
@@ -233,15 +250,21 @@ def test_count_with_gaps_saves_where_it_passes_what_is_due() -> None:
 
 def test_loop_that_begins_at_a_step_above_0_has_not_done_those_before() -> None:
     """It took itself for a thousand times as fast as it was, and asked for the time, and for signals, hours later."""
-    with Checkpointer(MemoryStore(), ckptfmt.State(weights={"w": 1}), saver="inline", every="10s") as checkpointer:
+    with Checkpointer(
+        MemoryStore(), ckptfmt.State(weights={"w": 1}), saver="inline", every="10s"
+    ) as checkpointer:
         began_s = checkpointer._pace.timer.last_s
-        checkpointer._pace.clock = lambda: began_s + checkpointer.step - 1000  # a second for each step
+        checkpointer._pace.clock = lambda: (
+            began_s + checkpointer.step - 1000
+        )  # a second for each step
         saves = [checkpointer.end_step(step) for step in range(1001, 1101)]
     assert 1010 <= next(handle.step for handle in saves if handle is not None) <= 1012
 
 
 def test_loop_that_says_where_it_begins_is_not_saved_there() -> None:
-    with Checkpointer(MemoryStore(), ckptfmt.State(weights={"w": 1}), saver="inline", every=500) as checkpointer:
+    with Checkpointer(
+        MemoryStore(), ckptfmt.State(weights={"w": 1}), saver="inline", every=500
+    ) as checkpointer:
         checkpointer.step = 1000
         saves = [checkpointer.end_step(step) for step in range(1001, 1501)]
     assert [handle.step for handle in saves if handle is not None] == [1500]
@@ -277,7 +300,9 @@ def test_steps_whose_batches_nobody_fetched_are_not_counted() -> None:
 @pytest.mark.parametrize("how", ["context", "callback"])
 def test_signal_saves_the_step_and_says_stopped(how: str) -> None:
     store = MemoryStore()
-    with Checkpointer(store, Tiny().state, saver="inline", stop_on=[signal.SIGUSR1]) as checkpointer:
+    with Checkpointer(
+        store, Tiny().state, saver="inline", stop_on=[signal.SIGUSR1]
+    ) as checkpointer:
         checkpointer.restore_rng()
         for step in range(10):
             if step == 2:
@@ -302,7 +327,9 @@ def test_writers_that_count_differently_are_refused_on_all(how: str) -> None:
     def body(writer: int) -> Code:
         state = ckptfmt.State(weights={"w": 1})
         agree = allgather.of(writer)
-        with Checkpointer(store, state, saver="inline", every=3, writer=(writer, 2), agree=agree) as checkpointer:
+        with Checkpointer(
+            store, state, saver="inline", every=3, writer=(writer, 2), agree=agree
+        ) as checkpointer:
             if how == "save":
                 checkpointer.save(step=3)
             # The step of one is saved already; that of the other is not.
@@ -319,7 +346,9 @@ def test_count_that_one_writer_refuses_is_refused_on_all() -> None:
 
     def body(writer: int) -> Code:
         state, agree = ckptfmt.State(weights={"w": 1}), allgather.of(writer)
-        with Checkpointer(store, state, saver="inline", writer=(writer, 2), agree=agree) as checkpointer:
+        with Checkpointer(
+            store, state, saver="inline", writer=(writer, 2), agree=agree
+        ) as checkpointer:
             checkpointer.save(step=3)
             with pytest.raises(CkptError) as caught:
                 checkpointer.save(step=4 - 2 * writer)
@@ -333,10 +362,12 @@ class Foreign:
 
     Args:
         run: what is trained.
-        batches_of: makes an epoch's iterator of micro-batches, and is told how many steps of the epoch to leave out.
+        batches_of: makes an epoch's iterator of micro-batches, and is told how many steps of the
+            epoch to leave out.
         draws_after_save: it evaluates after the save, and a resume doesn't evaluate again.
         is_undone: what an evaluation drew is undone after it.
-        streams_at: "right"; or "late", as where every epoch's iterator is made before the streams are put back.
+        streams_at: "right"; or "late", as where every epoch's iterator is made before the streams
+            are put back.
     """
 
     EPOCH, ACCUMULATED = 5, 2
@@ -368,7 +399,9 @@ class Foreign:
                     loss = self.run.net(next(batches)).square().mean() / self.ACCUMULATED
                     loss.backward()
                     total_loss += loss.item()
-                    checkpointer.end_step(step)  # after each micro-batch, with the steps that are done
+                    checkpointer.end_step(
+                        step
+                    )  # after each micro-batch, with the steps that are done
                 self.run.optimizer.step()
                 self.run.optimizer.zero_grad()
                 self.run.losses[step] = total_loss.hex()
@@ -409,7 +442,9 @@ def from_own_loader(run: Tiny, epoch: int, within: int) -> Iterator[torch.Tensor
     return batches
 
 
-def start_foreign(store: Any, total: int, source: Any, start_number: int = 0, **trainer: Any) -> Tiny:
+def start_foreign(
+    store: Any, total: int, source: Any, start_number: int = 0, **trainer: Any
+) -> Tiny:
     run = Tiny(start_number, micro_batches=Foreign.ACCUMULATED)
     if source is from_own_loader:
         run.state.data = {"framework": 1}
@@ -420,9 +455,12 @@ def start_foreign(store: Any, total: int, source: Any, start_number: int = 0, **
 
 @pytest.mark.parametrize("source", [from_sampler, from_own_loader])
 @pytest.mark.parametrize(
-    ("killed_at", "how"), [(5, {}), (7, {}), (11, {}), (12, {"draws_after_save": True, "is_undone": True})]
+    ("killed_at", "how"),
+    [(5, {}), (7, {}), (11, {}), (12, {"draws_after_save": True, "is_undone": True})],
 )
-def test_foreign_trainer_resumes_bit_by_bit(source: Any, killed_at: int, how: dict[str, Any]) -> None:
+def test_foreign_trainer_resumes_bit_by_bit(
+    source: Any, killed_at: int, how: dict[str, Any]
+) -> None:
     """From an epoch's end (5), and from within an epoch, before an evaluation and after one."""
     undisturbed, store = start_foreign(MemoryStore(), 18, source, **how), MemoryStore()
     first = start_foreign(store, killed_at, source, **how)
@@ -431,8 +469,12 @@ def test_foreign_trainer_resumes_bit_by_bit(source: Any, killed_at: int, how: di
     assert first.losses | second.losses == undisturbed.losses
 
 
-@pytest.mark.parametrize(("killed_at", "wrong"), [(12, {"draws_after_save": True}), (5, {"streams_at": "late"})])
-def test_foreign_trainer_that_draws_elsewhere_is_another_run(killed_at: int, wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("killed_at", "wrong"), [(12, {"draws_after_save": True}), (5, {"streams_at": "late"})]
+)
+def test_foreign_trainer_that_draws_elsewhere_is_another_run(
+    killed_at: int, wrong: dict[str, Any]
+) -> None:
     """Negative control: an evaluation after the save; streams put back after the iterator that the save preceded."""
     undisturbed, store = start_foreign(MemoryStore(), 18, from_sampler, **wrong), MemoryStore()
     first = start_foreign(store, killed_at, from_sampler, **wrong)

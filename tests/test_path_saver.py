@@ -38,7 +38,9 @@ def make(**options: Any) -> Saver:
 
 
 def state_of(number: int, *, count: int = 20_000) -> ckptfmt.State:
-    return ckptfmt.State(weights={"w": np.full(count, number, np.float32)}, data={"position": number}, rng=False)
+    return ckptfmt.State(
+        weights={"w": np.full(count, number, np.float32)}, data={"position": number}, rng=False
+    )
 
 
 def number_at(path: Any) -> int:
@@ -54,15 +56,20 @@ def number_at(path: Any) -> int:
     return int(data["position"])
 
 
-# --- places and states ------------------------------------------------------------------------------------------------
+# --- places and states ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saver", SAVERS)
-def test_states_of_different_structure_go_through_the_same_slots(tmp_path: Path, saver: str) -> None:
+def test_states_of_different_structure_go_through_the_same_slots(
+    tmp_path: Path, saver: str
+) -> None:
     """Each is saved as it was at the call, whichever the slot held before, and however large that was."""
     small: dict[str, Any] = {"a": np.zeros(7, np.int16), "b": np.zeros((2, 3))}
     large: dict[str, Any] = {"w": np.zeros(300_000, np.float32)}
-    states = {"small": ckptfmt.State(weights=small, rng=False), "large": ckptfmt.State(weights=large, data=[1, 2])}
+    states = {
+        "small": ckptfmt.State(weights=small, rng=False),
+        "large": ckptfmt.State(weights=large, data=[1, 2]),
+    }
     with make(saver=saver, slots=2) as saving:
         for step in (1, 2, 3):
             for name, state in states.items():
@@ -77,7 +84,10 @@ def test_states_of_different_structure_go_through_the_same_slots(tmp_path: Path,
             assert ckptfmt.validate(tmp_path / f"{name}-{step}")
             with ckptfmt.open(tmp_path / f"{name}-{step}") as checkpoint:
                 assert checkpoint.step == step
-                assert all((checkpoint.read(*tensor.key) == step).all() for tensor in checkpoint.index.tensors)
+                assert all(
+                    (checkpoint.read(*tensor.key) == step).all()
+                    for tensor in checkpoint.index.tensors
+                )
 
 
 @pytest.mark.parametrize("saver", SAVERS)
@@ -88,7 +98,9 @@ def test_what_is_saved_is_what_ckptfmt_save_saves(tmp_path: Path, saver: str) ->
     model(torch.ones(1, 30)).sum().backward()
     optimizer.step()
     with make(saver=saver) as saving:
-        report = saving.save(tmp_path / "one", state, step=3, metrics={"loss": 0.5}, tags=["best"]).wait()
+        report = saving.save(
+            tmp_path / "one", state, step=3, metrics={"loss": 0.5}, tags=["best"]
+        ).wait()
     ckptfmt.save(tmp_path / "other", state, step=3, metrics={"loss": 0.5}, tags=["best"])
     assert report is not None
     assert report.path == str(tmp_path / "one")
@@ -96,11 +108,15 @@ def test_what_is_saved_is_what_ckptfmt_save_saves(tmp_path: Path, saver: str) ->
         assert one.manifest.labels == other.manifest.labels
         assert (one.manifest.origin.run_id, one.manifest.origin.launch) == (None, None)
         assert one.manifest.fields == other.manifest.fields
-        assert [tensor.key for tensor in one.index.tensors] == [tensor.key for tensor in other.index.tensors]
+        assert [tensor.key for tensor in one.index.tensors] == [
+            tensor.key for tensor in other.index.tensors
+        ]
         for tensor in one.index.tensors:
             assert one.read(*tensor.key).tobytes() == other.read(*tensor.key).tobytes()
     kinds = sorted(path.name.partition("-")[0] for path in (tmp_path / "one").iterdir())
-    assert kinds == ["index", "manifest.json", "optimizer", "parts", "weights"], "nothing else lies there"
+    assert kinds == ["index", "manifest.json", "optimizer", "parts", "weights"], (
+        "nothing else lies there"
+    )
 
 
 def test_path_need_not_be_text(tmp_path: Path) -> None:
@@ -119,7 +135,9 @@ def test_store_is_a_place_for_a_thread_and_not_for_a_process() -> None:
         assert code_of(lambda: saving.save(MemoryStore(), state_of(1), step=1)) == Code.ARGUMENT
 
 
-def test_parameters_are_copied_beside_the_training_and_each_state_learns_for_itself(tmp_path: Path) -> None:
+def test_parameters_are_copied_beside_the_training_and_each_state_learns_for_itself(
+    tmp_path: Path,
+) -> None:
     """Names are the same in both trainings; what is trusted of one says nothing of the other."""
     trainings = []
     for _ in range(2):
@@ -155,7 +173,7 @@ def test_parameters_are_copied_beside_the_training_and_each_state_learns_for_its
             assert torch.equal(torch.from_numpy(checkpoint.weights["weight"][...]), weight)
 
 
-# --- refusals and failures --------------------------------------------------------------------------------------------
+# --- refusals and failures ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saver", SAVERS)
@@ -166,13 +184,20 @@ def test_nothing_that_is_there_is_touched(tmp_path: Path, saver: str) -> None:
     (tmp_path / "file").write_bytes(b"")
     with make(saver=saver) as saving:
         for place in ("taken", "run"):
-            assert code_of(lambda p=place: saving.save(tmp_path / p, state_of(3), step=3)) == Code.CHECKPOINT_EXISTS
-        assert code_of(lambda: saving.save(tmp_path / "file", state_of(3), step=3)) == Code.UNSAFE_FILE
+            assert (
+                code_of(lambda p=place: saving.save(tmp_path / p, state_of(3), step=3))
+                == Code.CHECKPOINT_EXISTS
+            )
+        assert (
+            code_of(lambda: saving.save(tmp_path / "file", state_of(3), step=3)) == Code.UNSAFE_FILE
+        )
         saving.save(tmp_path / "free", state_of(4), step=4)
     assert [number_at(tmp_path / place) for place in ("taken", "free")] == [1, 4]
 
 
-def test_path_is_refused_while_a_save_to_it_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_is_refused_while_a_save_to_it_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = threading.Event()
     monkeypatch.setattr("ckptfmt.saver.saver.decide", _behind(gate, "ckptfmt.saver.saver.decide"))
     (tmp_path / "link").symlink_to(tmp_path / "place")
@@ -216,7 +241,9 @@ def test_failure_is_raised_once_by_the_next_call(by: str) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_held_once_a_save_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
+def test_nothing_is_held_once_a_save_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
     """Whoever waited may delete the directory, or move it."""
     end = Hold.end
 
@@ -240,8 +267,12 @@ def test_callbacks_are_called_before_close_returns(tmp_path: Path, saver: str) -
     reports: list[Any] = []
     with make(saver=saver) as saving:
         for step in (1, 2):
-            saving.save(tmp_path / f"{step}", state_of(step), step=step, on_committed=reports.append)
-    assert [(report.step, report.path) for report in reports] == [(step, str(tmp_path / f"{step}")) for step in (1, 2)]
+            saving.save(
+                tmp_path / f"{step}", state_of(step), step=step, on_committed=reports.append
+            )
+    assert [(report.step, report.path) for report in reports] == [
+        (step, str(tmp_path / f"{step}")) for step in (1, 2)
+    ]
     assert [number_at(report.path) for report in reports] == [1, 2]
 
 
@@ -250,7 +281,9 @@ def test_failure_that_a_callback_takes_is_raised_by_nobody() -> None:
     errors: list[Any] = []
     with make() as saving:
         place = FaultStore(MemoryStore(), full, code=Code.NO_SPACE)
-        saving.save(place, state_of(1), step=1, on_committed=errors.append, on_failed=errors.append).wait_over(WAIT_S)
+        saving.save(
+            place, state_of(1), step=1, on_committed=errors.append, on_failed=errors.append
+        ).wait_over(WAIT_S)
         saving.save(MemoryStore(), state_of(2), step=2)
     assert [error.code for error in errors] == [Code.NO_SPACE]
 
@@ -271,7 +304,12 @@ def test_callback_that_blocks_delays_no_save_and_not_the_end(
     gate = threading.Event()
     saving = make(slots=1, deadline_s=WAIT_S)
     for step in (1, 2, 3):
-        saving.save(tmp_path / f"{step}", state_of(step), step=step, on_committed=lambda _: gate.wait(WAIT_S))
+        saving.save(
+            tmp_path / f"{step}",
+            state_of(step),
+            step=step,
+            on_committed=lambda _: gate.wait(WAIT_S),
+        )
     saving.wait(WAIT_S)
     assert [number_at(tmp_path / f"{step}") for step in (1, 2, 3)] == [1, 2, 3]
     object.__setattr__(saving._options, "deadline_s", 0.05)
@@ -286,7 +324,13 @@ def test_replaced_while_saves_to_it_are_under_way(tmp_path: Path, saver: str) ->
     reports: list[Any] = []
     with make(saver=saver, slots=2) as saving:
         for step in range(5):
-            saving.save(tmp_path / "last", state_of(step), step=step, replace=True, on_committed=reports.append)
+            saving.save(
+                tmp_path / "last",
+                state_of(step),
+                step=step,
+                replace=True,
+                on_committed=reports.append,
+            )
         saving.wait(WAIT_S)
         assert number_at(tmp_path / "last") == 4
         saving.save(tmp_path / "last", state_of(5), step=5, replace=True)
@@ -305,7 +349,7 @@ def test_closed_saver_saves_nothing(tmp_path: Path) -> None:
     assert code_of(lambda: Saver(agree="token")) == Code.ARGUMENT
 
 
-# --- several processes ------------------------------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saver", ["thread", "inline"])
@@ -328,7 +372,7 @@ def test_writers_save_to_the_same_paths_together(tmp_path: Path, saver: str) -> 
             assert checkpoint.manifest.origin.writer_count == 2
 
 
-# --- processes that end -----------------------------------------------------------------------------------------------
+# --- processes that end ---------------------------------------------------------------------------
 
 SCRIPT = """
     import os, signal, sys, numpy as np, ckptfmt
@@ -404,7 +448,9 @@ def test_kills_while_it_is_replaced_leave_the_old_or_the_new_one(tmp_path: Path,
     ckptfmt.save(place, state_of(last), step=last)
     for _ in range(4):
         command = [sys.executable, "-c", textwrap.dedent(KILLED), str(place), str(last + 1)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         with process:
             assert process.stdout is not None
             line = process.stdout.readline().split()

@@ -40,10 +40,11 @@ from tests.test_group import Allgather, run_writers
 from tests.test_node_cache import Outage, cached, committed, died, nbytes_of, spoil, wait_for
 from tests.test_saves import Run, is_whole
 
-#: How long processes may take that should take seconds: on a busy machine a minute's work takes ten.
+#: How long processes may take that should take seconds: on a busy machine a minute's work takes
+#: ten.
 PATIENCE_S = 300.0
 
-# --- who is whose partner ---------------------------------------------------------------------------------------------
+# --- who is whose partner -------------------------------------------------------------------------
 
 nodes_of_processes = st.lists(st.sampled_from("abcde"), min_size=2, max_size=24).filter(
     lambda nodes: len(set(nodes)) > 1
@@ -94,7 +95,7 @@ def test_what_can_have_no_replicas_is_refused(options: dict[str, Any], where: st
     assert (error.code, error.where) == (Code.ARGUMENT, where)
 
 
-# --- two processes in one ---------------------------------------------------------------------------------------------
+# --- two processes in one -------------------------------------------------------------------------
 
 
 class Couple:
@@ -105,7 +106,9 @@ class Couple:
         pairs: the ends of their connections, by the sender and the one whose end it is.
     """
 
-    def __init__(self, caches: list[pathlib.Path], run_id: str, *, deadline_s: float = WAIT_S, **options: Any) -> None:
+    def __init__(
+        self, caches: list[pathlib.Path], run_id: str, *, deadline_s: float = WAIT_S, **options: Any
+    ) -> None:
         self.reports: list[list[str]] = [[], []]
         self.pairs: dict[tuple[int, int], Pair] = {}
         store = c10d.HashStore()
@@ -145,7 +148,11 @@ class Couple:
 
     def close(self) -> None:
         run_writers(2, lambda rank: self.members[rank].close(WAIT_S))
-        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckptfmt-replica")]
+        assert not [
+            thread.name
+            for thread in threading.enumerate()
+            if thread.name.startswith("ckptfmt-replica")
+        ]
 
 
 @contextlib.contextmanager
@@ -173,7 +180,11 @@ def two_written(path: pathlib.Path) -> tuple[NodeCache, list[CachedPart]]:
 
 def files_of(path: pathlib.Path, part: CachedPart) -> dict[str, bytes]:
     """Return the contents of the files of a save in a cache."""
-    files = (file for file in path.rglob(f"*{part.attempt}*") if file.is_file() and file.suffix != ".held")
+    files = (
+        file
+        for file in path.rglob(f"*{part.attempt}*")
+        if file.is_file() and file.suffix != ".held"
+    )
     return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
 
 
@@ -285,10 +296,15 @@ def test_a_cache_that_takes_nothing_is_a_problem_and_no_error(tmp_path: pathlib.
     assert [len(reports) for reports in both.reports] == [1, 0]
 
 
-def test_a_replica_that_fails_asks_for_nothing_more(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_fails_asks_for_nothing_more(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does it keep a file open, as long as somebody has the error."""
     cache, (first, _) = two_written(tmp_path / "a")
-    there, open_before = NodeCache(CacheOptions(path=str(tmp_path / "b")), cache._run_id), open_fd_count()
+    there, open_before = (
+        NodeCache(CacheOptions(path=str(tmp_path / "b")), cache._run_id),
+        open_fd_count(),
+    )
 
     def refuse(_self: LocalStore, path: str, chunks: Any) -> None:
         next(iter(chunks))
@@ -311,7 +327,10 @@ def test_a_partner_that_is_lost_costs_replicas_alone(tmp_path: pathlib.Path, how
     def hang(*_: Any) -> None:
         go_on.wait(WAIT_S)
 
-    with mock.patch.object(NodeCache, "take", hang), couple([here, there], cache._run_id, deadline_s=1.0) as both:
+    with (
+        mock.patch.object(NodeCache, "take", hang),
+        couple([here, there], cache._run_id, deadline_s=1.0) as both,
+    ):
         if how == "gone":
             both.pairs[0, 1].abort()
         assert both.replicate(parts[0])
@@ -329,7 +348,9 @@ def test_a_partner_that_never_comes_is_told_at_the_launch(tmp_path: pathlib.Path
         raise err(Code.WRITERS_MISSING, "nobody")
 
     options = CacheOptions(path=str(tmp_path))
-    replicas = Replicas(options, "0" * 32, rank=0, nodes=("a", "b"), connect=connect, deadline_s=1, note=told.append)
+    replicas = Replicas(
+        options, "0" * 32, rank=0, nodes=("a", "b"), connect=connect, deadline_s=1, note=told.append
+    )
     answers: list[str] = []
     replicas.replicate(CachedPart("step-00000001-l0001", "0" * 16, 0), answers.append)
     replicas.close(WAIT_S)
@@ -338,7 +359,7 @@ def test_a_partner_that_never_comes_is_told_at_the_launch(tmp_path: pathlib.Path
     assert answers == ["there is no connection"]
 
 
-# --- trainings --------------------------------------------------------------------------------------------------------
+# --- trainings ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -358,7 +379,9 @@ def threads_as_nodes() -> Iterator[None]:
         yield
 
 
-def two_that_lost_a_node(tmp_path: pathlib.Path, peers: int, **options: Any) -> tuple[MemoryStore, pathlib.Path]:
+def two_that_lost_a_node(
+    tmp_path: pathlib.Path, peers: int, **options: Any
+) -> tuple[MemoryStore, pathlib.Path]:
     """Return what is left of home and of the first node's cache; both nodes have written step 2, and home lacks it."""
     home, caches = Outage(), [tmp_path / "a", tmp_path / "b"]
     gather, left = Allgather(2), []
@@ -366,7 +389,9 @@ def two_that_lost_a_node(tmp_path: pathlib.Path, peers: int, **options: Any) -> 
 
     def body(writer: int) -> tuple[str, ...]:
         node = {"peers": 1, "node": f"node {writer}"} if peers else {}
-        with Run(home, writer=writer, allgather=gather, cache=caches[writer], **node, **options) as run:
+        with Run(
+            home, writer=writer, allgather=gather, cache=caches[writer], **node, **options
+        ) as run:
             run.save(1).wait(timeout_s=WAIT_S)
             meeting.wait()
             home.is_down[0] = True
@@ -383,7 +408,12 @@ def two_that_lost_a_node(tmp_path: pathlib.Path, peers: int, **options: Any) -> 
     with threads_as_nodes():
         reports = run_writers(2, body)
     expected = ("HOME_UNREACHABLE", "DATA_UNCHANGED")  # the data of this training stands still
-    assert not [sentence for told in reports for sentence in told if not any(word in sentence for word in expected)]
+    assert not [
+        sentence
+        for told in reports
+        for sentence in told
+        if not any(word in sentence for word in expected)
+    ]
     (found, copies), *_ = left
     shutil.rmtree(copies[1])
     return found, copies[0]
@@ -421,7 +451,9 @@ def test_a_launch_survives_the_loss_of_a_node_of_two_processes(tmp_path: pathlib
 
 
 @pytest.mark.parametrize("peers", [1, 0])
-def test_a_launch_finishes_a_lost_node_s_saves_from_its_replicas(tmp_path: pathlib.Path, peers: int) -> None:
+def test_a_launch_finishes_a_lost_node_s_saves_from_its_replicas(
+    tmp_path: pathlib.Path, peers: int
+) -> None:
     """Without replicas it goes on from what home has: the control."""
     home, cache = two_that_lost_a_node(tmp_path, peers)
     with Run(home, cache=cache, resume="auto") as run:
@@ -433,7 +465,9 @@ def test_a_launch_finishes_a_lost_node_s_saves_from_its_replicas(tmp_path: pathl
 
 
 @pytest.mark.parametrize("how", ["peers", "node", "problem"])
-def test_what_stays_in_caches_survives_a_node_with_replicas(tmp_path: pathlib.Path, how: str) -> None:
+def test_what_stays_in_caches_survives_a_node_with_replicas(
+    tmp_path: pathlib.Path, how: str
+) -> None:
     """REQ-CMT-048: durability "peers" is true; a save without its replica goes home; "node" doesn't survive."""
     home, gather, meeting = MemoryStore(), Allgather(2), threading.Barrier(2, timeout=WAIT_S)
     caches = [tmp_path / "a", tmp_path / "b"]
@@ -441,11 +475,15 @@ def test_what_stays_in_caches_survives_a_node_with_replicas(tmp_path: pathlib.Pa
 
     def body(writer: int) -> list[str]:
         options: dict[str, Any] = {} if how == "node" else {"peers": 1, "node": f"node {writer}"}
-        with Run(home, writer=writer, allgather=gather, cache=caches[writer], upload_every=9, **options) as run:
+        with Run(
+            home, writer=writer, allgather=gather, cache=caches[writer], upload_every=9, **options
+        ) as run:
             reports = [run.save(step).wait(timeout_s=WAIT_S) for step in (1, 2)]
             meeting.wait()
             if writer == 0:
-                shutil.copytree(caches[0], tmp_path / "left", ignore=shutil.ignore_patterns("*.held"))
+                shutil.copytree(
+                    caches[0], tmp_path / "left", ignore=shutil.ignore_patterns("*.held")
+                )
                 left.append(home.snapshot())
             meeting.wait()
         return [report.durability for report in reports if report is not None]
@@ -453,7 +491,11 @@ def test_what_stays_in_caches_survives_a_node_with_replicas(tmp_path: pathlib.Pa
     def refuse(*_: Any) -> None:
         raise err(Code.NO_SPACE, "no room")
 
-    patch = mock.patch.object(NodeCache, "take", refuse) if how == "problem" else contextlib.nullcontext()
+    patch = (
+        mock.patch.object(NodeCache, "take", refuse)
+        if how == "problem"
+        else contextlib.nullcontext()
+    )
     with threads_as_nodes(), patch:
         assert run_writers(2, body) == [["home", "node" if how == "node" else "peers"]] * 2
     found = MemoryStore()
@@ -484,8 +526,17 @@ def test_replicas_of_what_is_home_are_settled(tmp_path: pathlib.Path) -> None:
     both = threading.Barrier(2)
 
     def body(writer: int) -> list[CachedPart]:
-        with Run(home, writer=writer, allgather=gather, cache=caches[writer], peers=1, node=f"node {writer}") as run:
-            cache = NodeCache(CacheOptions(path=str(caches[writer])), run.checkpointer.launch.run_id)  # type: ignore[union-attr]
+        with Run(
+            home,
+            writer=writer,
+            allgather=gather,
+            cache=caches[writer],
+            peers=1,
+            node=f"node {writer}",
+        ) as run:
+            cache = NodeCache(
+                CacheOptions(path=str(caches[writer])), run.checkpointer.launch.run_id
+            )  # type: ignore[union-attr]
 
             def is_there(step: int) -> bool:
                 """Tell whether the partner's save is here, and nobody is at work on it any more."""
@@ -545,18 +596,24 @@ def test_a_run_goes_on_on_one_node_without_replicas(tmp_path: pathlib.Path) -> N
 
         def body(writer: int, nodes: str = nodes, gather: Allgather = gather) -> None:
             cache = tmp_path / nodes[writer]
-            with Run(home, writer=writer, allgather=gather, cache=cache, peers=1, node=nodes[writer]) as run:
+            with Run(
+                home, writer=writer, allgather=gather, cache=cache, peers=1, node=nodes[writer]
+            ) as run:
                 run.save(1 + nodes.count("a")).wait(timeout_s=WAIT_S)
                 reports.append(run.checkpointer.reports)
 
         with threads_as_nodes():
             assert run_writers(2, body) == [None, None]
-    assert [[told for told in those if "saves have no replicas" in told] for those in reports[:2]] == [[], []]
-    assert all("PEER_LOST: all 2 processes are on node 'a'" in " ".join(those) for those in reports[2:])
+    assert [
+        [told for told in those if "saves have no replicas" in told] for those in reports[:2]
+    ] == [[], []]
+    assert all(
+        "PEER_LOST: all 2 processes are on node 'a'" in " ".join(those) for those in reports[2:]
+    )
     assert committed(home) == [2, 3]
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 class Processes:
@@ -567,12 +624,24 @@ class Processes:
         self.out.mkdir()
         self.codes: list[int] = []
         count = len(options["caches"])
-        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(count), **meeting}
+        variables = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(count),
+            **meeting,
+        }
         plain = json.loads(json.dumps(options, default=str))
         from tests import peer_training  # noqa: PLC0415 - it imports what the other tests here don't need
 
         self._running = [
-            fork(peer_training.main, {**variables, "RANK": str(rank)}, str(self._output(rank)), scene, plain)
+            fork(
+                peer_training.main,
+                {**variables, "RANK": str(rank)},
+                str(self._output(rank)),
+                scene,
+                plain,
+            )
             for rank in range(count)
         ]
 
@@ -581,7 +650,10 @@ class Processes:
 
     def _printed(self) -> list[str]:
         outputs = [self._output(rank) for rank in range(len(self._running))]
-        return [output.read_text(errors="replace")[-3000:] if output.exists() else "" for output in outputs]
+        return [
+            output.read_text(errors="replace")[-3000:] if output.exists() else ""
+            for output in outputs
+        ]
 
     def told(self, name: str, rank: int) -> Any:
         """Return what a process tells under a name, once it does."""
@@ -612,7 +684,9 @@ class Processes:
         return codes
 
 
-def train(scene: str, path: pathlib.Path, *, name: str, nodes: str, peers: int, **options: Any) -> Processes:
+def train(
+    scene: str, path: pathlib.Path, *, name: str, nodes: str, peers: int, **options: Any
+) -> Processes:
     """Start a training on nodes, one letter for each process; its run and its caches are in a directory."""
     path.mkdir(exist_ok=True)
     with _meeting("store", path) as meeting:
@@ -630,7 +704,12 @@ def train(scene: str, path: pathlib.Path, *, name: str, nodes: str, peers: int, 
             kill([pid for rank in range(len(nodes)) for pid in running.told("ready", rank)])
         elif scene == "stop_a_partner":
             pid, _ = running.told("stop", 1)
-            assert wait_for(lambda: pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+            assert wait_for(
+                lambda: (
+                    pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                    == "T"
+                )
+            )
             (running.out / "stopped").touch()
             running.told("lost", 0)
             os.kill(pid, signal.SIGCONT)
@@ -648,18 +727,24 @@ def kill(pids: list[int]) -> None:
 
 def states(running: Processes, kind: str) -> dict[int, bytes]:
     """Return all bits that were told, by step."""
-    return {int(file.name.rpartition("-")[2]): file.read_bytes() for file in running.out.glob(f"{kind}-*")}
+    return {
+        int(file.name.rpartition("-")[2]): file.read_bytes()
+        for file in running.out.glob(f"{kind}-*")
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("cases", [[(1, 5)], pytest.param([(1, 5), (0, 3)], marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "cases", [[(1, 5)], pytest.param([(1, 5), (0, 3)], marks=pytest.mark.exhaustive)]
+)
 def test_a_run_goes_on_from_what_a_lost_node_had_replicated(
     tmp_path: pathlib.Path, cases: list[tuple[int, int]]
 ) -> None:
     """REQ-RUN-036, REQ-RUN-039: four processes on two nodes; one node and its cache are gone for good in mid-run.
 
-    The other node goes on alone, bit for bit as the undisturbed run does. Without replicas it goes on from an older
+    The other node goes on alone, bit for bit as the undisturbed run does. Without replicas it goes
+    on from an older
     step: the control. The test of threads, above, has that too.
     """
     undisturbed = train("go_on", tmp_path / "undisturbed", name="one", nodes="aabb", peers=0)
@@ -686,8 +771,12 @@ def test_a_run_goes_on_from_what_a_lost_node_had_replicated(
 @pytest.mark.dist
 def test_a_partner_that_is_stopped_or_killed_costs_no_save(tmp_path: pathlib.Path) -> None:
     """It costs the replicas, which the reports say; and the end of the others doesn't wait for it."""
-    running = train("stop_a_partner", tmp_path / "run", name="one", nodes="ab", peers=1, deadline_s=20)
+    running = train(
+        "stop_a_partner", tmp_path / "run", name="one", nodes="ab", peers=1, deadline_s=20
+    )
     assert running.codes == [0, -signal.SIGKILL]
     reports = running.told("reports", 0)
-    assert [sum(words in sentence for sentence in reports) for words in ("takes no", "sends no")] == [1, 1]
+    assert [
+        sum(words in sentence for sentence in reports) for words in ("takes no", "sends no")
+    ] == [1, 1]
     assert committed(LocalStore(tmp_path / "run" / "home", writable=False)) == [1, 2, 3]

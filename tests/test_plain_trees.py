@@ -1,6 +1,7 @@
 """Trees of many plain values: what a load or a check does with each of them in Python.
 
-A document of 10.8 MB took a load 74 s: each value was given a name, and was copied or yielded by itself.
+A document of 10.8 MB took a load 74 s: each value was given a name, and was copied or yielded by
+itself.
 """
 
 import functools
@@ -49,7 +50,9 @@ def calls_of(action: Callable[[], object]) -> int:
     ],
     ids=["list", "tuple", "deque", "dict", "ordered", "counter"],
 )
-def test_no_step_in_python_for_each_plain_value_that_was_parsed(tmp_path: Any, action: str, make: Any) -> None:
+def test_no_step_in_python_for_each_plain_value_that_was_parsed(
+    tmp_path: Any, action: str, make: Any
+) -> None:
     saved = {"few": None, "many": make()}
     for name, history in saved.items():
         state = ckptfmt.State(weights={"w": np.zeros(2)}, extra={"history": history})
@@ -69,6 +72,11 @@ def test_no_step_in_python_for_each_plain_value_that_was_parsed(tmp_path: Any, a
 def test_references_are_found_wherever_they_are() -> None:
     one, other = TensorRef("a", "torch"), TensorRef("b", "numpy")
     assert list(iter_references(one)) == [one]
-    tree = {"x": [1, (2.5, deque([other, b""]))], "y": OrderedDict(z={"w": one}), "n": {1, 2}, "c": Counter(a=1)}
+    tree = {
+        "x": [1, (2.5, deque([other, b""]))],
+        "y": OrderedDict(z={"w": one}),
+        "n": {1, 2},
+        "c": Counter(a=1),
+    }
     assert sorted(found.name for found in iter_references(tree)) == ["a", "b"]
     assert list(iter_references({FLATTENED: "x", "d": [None] * 3})) == []

@@ -16,7 +16,8 @@ import ckptfmt
 from tests.house.sources import ROOT
 
 PAGE = ROOT / "docs" / "porting.md"
-#: Runs a program that ends by SIGKILL where it prints the loss of a step: the program itself isn't changed.
+#: Runs a program that ends by SIGKILL where it prints the loss of a step: the program itself isn't
+#: changed.
 KILLER = """
 import builtins, os, runpy, signal, sys
 
@@ -36,12 +37,16 @@ runpy.run_path(program, run_name="__main__")
 
 def program_of(name: str) -> str:
     """Return a program of the page."""
-    found = re.search(rf"^```python file={name}\n((?:.*\n)*?)```$", PAGE.read_text("utf-8"), re.MULTILINE)
+    found = re.search(
+        rf"^```python file={name}\n((?:.*\n)*?)```$", PAGE.read_text("utf-8"), re.MULTILINE
+    )
     assert found is not None
     return found[1]
 
 
-def start(place: Path, program: str, run: str, *, kill_at: int = -1) -> tuple[int, dict[tuple[str, int], str], str]:
+def start(
+    place: Path, program: str, run: str, *, kill_at: int = -1
+) -> tuple[int, dict[tuple[str, int], str], str]:
     """Run a program; return its exit code, the losses that it printed with all their bits, and its log."""
     options = ["--run", run] if program == "imagenet.py" else [run]
     done = subprocess.run(
@@ -63,11 +68,21 @@ def start(place: Path, program: str, run: str, *, kill_at: int = -1) -> tuple[in
 def contents(path: Path) -> dict[str, bytes]:
     """Return the bytes of all tensors of the newest checkpoint of a run, and of its RNG streams and position."""
     with ckptfmt.open(path) as checkpoint:
-        found: dict[str, Any] = {f"{key}": checkpoint.read(*key).tobytes() for key in checkpoint.tensors}
+        found: dict[str, Any] = {
+            f"{key}": checkpoint.read(*key).tobytes() for key in checkpoint.tensors
+        }
         found["step"] = checkpoint.step
-        found |= {f"{key}": checkpoint.leaf(*key) for key in checkpoint.leaves if key[0] in ("data", "optimizer")}
+        found |= {
+            f"{key}": checkpoint.leaf(*key)
+            for key in checkpoint.leaves
+            if key[0] in ("data", "optimizer")
+        }
         # The programs seed and draw from torch alone.
-        found |= {f"rng {key}": repr(checkpoint.stream(*key)) for key in checkpoint.streams if key[0] == "torch.cpu"}
+        found |= {
+            f"rng {key}": repr(checkpoint.stream(*key))
+            for key in checkpoint.streams
+            if key[0] == "torch.cpu"
+        }
     return found
 
 

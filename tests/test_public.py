@@ -61,7 +61,10 @@ def test_a_checkpoint_shows_its_parts_as_mappings(store: MemoryStore) -> None:
 
 def test_a_name_that_is_not_there_is_a_key_error_and_one_of_ours(store: MemoryStore) -> None:
     """Who catches either, catches it; it survives a process boundary."""
-    with ckptfmt.open(store) as checkpoint, pytest.raises(ckptfmt.CkptError, match="TENSOR_MISSING at v:") as caught:
+    with (
+        ckptfmt.open(store) as checkpoint,
+        pytest.raises(ckptfmt.CkptError, match="TENSOR_MISSING at v:") as caught,
+    ):
         checkpoint.weights["v"]
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
@@ -70,9 +73,10 @@ def test_what_is_absent_is_an_empty_mapping(tmp_path: Path) -> None:
     """Not an error: a part may be looked for before it is known to be there."""
     ckptfmt.save(tmp_path / "x", ckptfmt.State(data=24, rng=False), step=1)
     with ckptfmt.open(tmp_path / "x") as checkpoint:
-        assert [len(getattr(checkpoint, name)) for name in ("weights", "optimizer", "extra", "config", "rng")] == [
-            0
-        ] * 5
+        assert [
+            len(getattr(checkpoint, name))
+            for name in ("weights", "optimizer", "extra", "config", "rng")
+        ] == [0] * 5
         assert dict(checkpoint.data) == {"": 24}
 
 
@@ -81,13 +85,22 @@ def test_the_engines_members_are_not_shown(store: MemoryStore) -> None:
     with ckptfmt.open(store) as checkpoint:
         shown = dir(checkpoint)
         assert {*PARTS, "step", "path", "metrics", "tags", "digest"} <= set(shown)
-        assert not {"find", "closure", "open_part", "plan_reading", "stored_leaf", "block_nbytes"} & set(shown)
+        assert not {
+            "find",
+            "closure",
+            "open_part",
+            "plan_reading",
+            "stored_leaf",
+            "block_nbytes",
+        } & set(shown)
         assert all(hasattr(checkpoint, name) for name in shown)
 
 
 def test_representations_say_what_it_is_in_a_line(tmp_path: Path) -> None:
     """Of everything public that a user makes or is given."""
-    state = ckptfmt.State(weights={"w": np.zeros(3)}, data={"n": 1}, config={"lr": 1}, identity=("lr",))
+    state = ckptfmt.State(
+        weights={"w": np.zeros(3)}, data={"n": 1}, config={"lr": 1}, identity=("lr",)
+    )
     run = str(tmp_path / "run")
     assert repr(state) == "State(weights={w}, data={n}, config={lr}, identity=('lr',))"
     with ckptfmt.Checkpointer(run, state, saver="inline") as checkpointer:
@@ -97,7 +110,9 @@ def test_representations_say_what_it_is_in_a_line(tmp_path: Path) -> None:
         assert repr(handle).startswith("SaveHandle(step=2, state='COMMITTED'")
     path = handle.path
     assert repr(ckptfmt.Run(run)) == f"Run({run!r})"
-    sampler = ckptfmt.Sampler({"books": 10, "code": 5}, mixture={"books": 3, "code": 1}, global_batch=4, worker=(0, 1))
+    sampler = ckptfmt.Sampler(
+        {"books": 10, "code": 5}, mixture={"books": 3, "code": 1}, global_batch=4, worker=(0, 1)
+    )
     assert repr(sampler) == "Sampler(books: 10, code: 5, global_batch=4, seed=0, steps_done=0)"
     assert repr(ckptfmt.PerWorker(sampler)) == "PerWorker(Sampler)"
     assert repr(ckptfmt.FirstWorker({"best": np.zeros(3)})) == "FirstWorker({best})"
@@ -148,7 +163,11 @@ def test_a_type_checker_finds_what_is_misspelt_and_knows_the_results(tmp_path: P
     wrong = [
         number
         for number, line in enumerate(lines, 1)
-        if any(word in line for word in ('proces"', "wiat", "smalest", 'least"', "mising", "numpyy"))
+        if any(
+            word in line for word in ('proces"', "wiat", "smalest", 'least"', "mising", "numpyy")
+        )
     ]
-    found = sorted({int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error:" in line})
+    found = sorted(
+        {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error:" in line}
+    )
     assert found == wrong, done.stdout

@@ -77,7 +77,11 @@ def save_rows(writer_count, *, rows=8, columns=1024, **members):
     array = np.arange(writer_count * rows * columns, dtype=np.float32).reshape(-1, columns)
     boxes = [Box((writer * rows, 0), (rows, columns)) for writer in range(writer_count)]
     store = Distant()
-    save(store, *(snapshot(tensor("w", array, boxes=(box,)), leaves=[leaf("config", 1)]) for box in boxes), **members)
+    save(
+        store,
+        *(snapshot(tensor("w", array, boxes=(box,)), leaves=[leaf("config", 1)]) for box in boxes),
+        **members,
+    )
     store.forget()
     return store, array
 
@@ -90,7 +94,9 @@ def taken_by(sink, shape):
     """Return the elements that a sink was given, where they belong."""
     found = np.full(shape, np.nan, np.float32)
     for box, content in sink.taken:
-        found[box.relative_to(Box.whole(shape))] = np.frombuffer(content, np.float32).reshape(box.shape)
+        found[box.relative_to(Box.whole(shape))] = np.frombuffer(content, np.float32).reshape(
+            box.shape
+        )
     return found
 
 
@@ -131,7 +137,12 @@ def test_another_layout_reads_the_parts_and_the_blocks_that_it_needs():
 
 
 @settings(max_examples=60)
-@given(SHAPES, st.sampled_from(DTYPES), st.randoms(use_true_random=False), st.sampled_from([8 << 20, 8192, 4096]))
+@given(
+    SHAPES,
+    st.sampled_from(DTYPES),
+    st.randoms(use_true_random=False),
+    st.sampled_from([8 << 20, 8192, 4096]),
+)
 def test_any_box_of_any_tiling_is_read_from_afar(shape, dtype, rng, request_nbytes):
     """REQ-OPN-005: bit for bit, each block in one request of the longest that is allowed, or several of it together."""
     array = random_array(shape, dtype, rng)
@@ -149,7 +160,10 @@ def test_requests_are_long_and_buffers_bounded(monkeypatch):
     array = np.arange(20 << 18, dtype=np.float32).reshape(20, -1)  # rows of a MiB
     store = Distant()
     save(store, snapshot(tensor("w", array)), block_nbytes=1 << 20)
-    for request_nbytes, request_count, buffer_nbytes in ((8 << 20, 3, 25 << 20), (1 << 20, 20, 4 << 20)):
+    for request_nbytes, request_count, buffer_nbytes in (
+        (8 << 20, 3, 25 << 20),
+        (1 << 20, 20, 4 << 20),
+    ):
         monkeypatch.setattr(decoding, "REMOTE_REQUEST_NBYTES", request_nbytes)
         sink = sink_of(array, Box.whole(array.shape))
         report = Checkpoint(store).read_into([sink])
@@ -170,7 +184,9 @@ def test_no_whole_block_is_read_that_nobody_wants():
     assert report.request_count == 6
 
 
-@pytest.mark.parametrize(("kind", "path_part"), [("GET", "parts/"), ("HEAD", ".safetensors"), ("GET", ".safetensors")])
+@pytest.mark.parametrize(
+    ("kind", "path_part"), [("GET", "parts/"), ("HEAD", ".safetensors"), ("GET", ".safetensors")]
+)
 def test_a_load_asks_for_several_files_at_once(kind, path_part):
     """It would hang here if it asked for one behind the other."""
     store, array = save_rows(6)
@@ -180,12 +196,19 @@ def test_a_load_asks_for_several_files_at_once(kind, path_part):
     assert np.array_equal(taken_by(sink, array.shape), array)
 
 
-@pytest.mark.parametrize(("kind", "path_part"), [("GET", "parts/"), ("HEAD", ".safetensors"), ("DELETE", "0123456789")])
+@pytest.mark.parametrize(
+    ("kind", "path_part"), [("GET", "parts/"), ("HEAD", ".safetensors"), ("DELETE", "0123456789")]
+)
 def test_a_commit_and_a_clean_up_ask_several_things_at_once(kind, path_part):
     store = Distant()
     made = origin(writer_count=6)
     for writer in range(6):
-        write_part(store, snapshot(tensor("w", np.ones(6), boxes=(Box((writer,), (1,)),))), made, writer=writer)
+        write_part(
+            store,
+            snapshot(tensor("w", np.ones(6), boxes=(Box((writer,), (1,)),))),
+            made,
+            writer=writer,
+        )
     store.meet(kind, path_part, 6 if kind != "DELETE" else 13)
     retire(store, commit(store, made, deadline_s=1))
     assert store.list("") == ["manifest.json"]
@@ -218,14 +241,19 @@ def test_calls_are_made_once_each_and_answered_in_order(item_count):
             with lock:
                 now -= 1
 
-    assert call_each(Distant(), call, iter(range(item_count))) == [-item for item in range(item_count)]
+    assert call_each(Distant(), call, iter(range(item_count))) == [
+        -item for item in range(item_count)
+    ]
     assert sorted(called) == list(range(item_count))
     assert most <= CALLS_AT_ONCE
 
 
 def test_calls_of_a_store_at_hand_are_made_by_this_thread():
     """One behind the other: what explorers schedule, and quickest."""
-    assert call_each(MemoryStore(), lambda _: threading.get_ident(), range(5)) == [threading.get_ident()] * 5
+    assert (
+        call_each(MemoryStore(), lambda _: threading.get_ident(), range(5))
+        == [threading.get_ident()] * 5
+    )
 
 
 def test_the_first_error_is_raised_when_all_that_was_begun_has_ended():
@@ -274,7 +302,9 @@ def test_the_only_writer_of_a_run_commits_without_a_listing():
 def test_a_save_asks_as_much_however_many_checkpoints_were_retired():
     """What is aborted or retired stays so: it is read once by a saver, and looked for leftovers once."""
     store = Distant()
-    with ckptfmt.Checkpointer(store, ckptfmt.State(weights={"w": np.zeros(8)}), saver="inline", keep=2) as checkpointer:
+    with ckptfmt.Checkpointer(
+        store, ckptfmt.State(weights={"w": np.zeros(8)}), saver="inline", keep=2
+    ) as checkpointer:
         checkpointer.restore_rng()
         counts = []
         for step in range(1, 13):
@@ -290,7 +320,9 @@ def test_the_first_clean_up_of_a_launch_looks_into_many_retired_checkpoints_by_o
     store = Distant()
     lists = []
     for launch in (1, 2, 3):
-        with ckptfmt.Checkpointer(store, ckptfmt.State(weights={"w": np.zeros(8)}), saver="inline", keep=1) as run:
+        with ckptfmt.Checkpointer(
+            store, ckptfmt.State(weights={"w": np.zeros(8)}), saver="inline", keep=1
+        ) as run:
             run.restore()
             run.restore_rng()
             if launch > 1:

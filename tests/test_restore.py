@@ -127,7 +127,9 @@ def plan_of(checkpoint, worker):
 
 def test_stages_of_a_pipeline_load_their_own_and_leave_the_others():
     saved = [stage(worker, lr=0.1 * (worker + 1)) for worker in range(2)]
-    checkpoint = checkpoint_of(*(capture(one, worker=i, worker_count=2) for i, one in enumerate(saved)))
+    checkpoint = checkpoint_of(
+        *(capture(one, worker=i, worker_count=2) for i, one in enumerate(saved))
+    )
     live = [stage(worker) for worker in range(2)]
 
     plans = [plan_restore(one, plan_of(checkpoint, i)) for i, one in enumerate(live)]
@@ -139,14 +141,18 @@ def test_stages_of_a_pipeline_load_their_own_and_leave_the_others():
     assert nobody == frozenset()
     assert plans[0].leftover()
     for worker in range(2):
-        assert torch.equal(live[worker].weights[str(worker)].weight, saved[worker].weights[str(worker)].weight)
+        assert torch.equal(
+            live[worker].weights[str(worker)].weight, saved[worker].weights[str(worker)].weight
+        )
         assert live[worker].optimizer.param_groups[0]["lr"] == 0.1 * (worker + 1)
         assert live[worker].data.value == {"worker": worker}
 
 
 def test_what_no_worker_takes_is_refused():
     saved = [stage(worker) for worker in range(2)]
-    checkpoint = checkpoint_of(*(capture(one, worker=i, worker_count=2) for i, one in enumerate(saved)))
+    checkpoint = checkpoint_of(
+        *(capture(one, worker=i, worker_count=2) for i, one in enumerate(saved))
+    )
     plans = [plan_restore(stage(0), plan_of(checkpoint, i)) for i in range(2)]
 
     with pytest.raises(StateError, match=r"TENSOR_UNEXPECTED|LEAF_UNEXPECTED"):
@@ -167,10 +173,14 @@ def test_a_failed_plan_changes_nothing():
 
 def test_values_of_workers_that_are_gone_are_reported():
     states = [State(data=PerWorker({"worker": worker})) for worker in range(3)]
-    checkpoint = checkpoint_of(*(capture(one, worker=i, worker_count=3) for i, one in enumerate(states)))
+    checkpoint = checkpoint_of(
+        *(capture(one, worker=i, worker_count=3) for i, one in enumerate(states))
+    )
     data = {"worker": 9}
 
-    report = restore(State(data=PerWorker(data)), checkpoint, worker=0, worker_count=1, strict=False)
+    report = restore(
+        State(data=PerWorker(data)), checkpoint, worker=0, worker_count=1, strict=False
+    )
 
     assert data == {"worker": 0}
     assert any("2 tensors and values" in line for line in report.downgrades)

@@ -92,9 +92,15 @@ def test_another_global_batch_goes_on_at_the_same_sample():
     assert (second.steps_done, second.position) == (7, 70)
     assert batches(second, 1)[0] == sample_indices(100, seed=0, begin=70, end=74).tolist()
     second.advance(2)
-    assert second.state_dict()["commit"] == {"step": 9, "global_pos": 78, "epoch": 0, "pos_in_epoch": 78}
+    assert second.state_dict()["commit"] == {
+        "step": 9,
+        "global_pos": 78,
+        "epoch": 0,
+        "pos_in_epoch": 78,
+    }
     assert (
-        second.state_dict()["ledger"]["set_digest"] == ledger_of_range("data", 100, seed=0, begin=0, end=78).set_digest
+        second.state_dict()["ledger"]["set_digest"]
+        == ledger_of_range("data", 100, seed=0, begin=0, end=78).set_digest
     )
     with pytest.raises(CkptError):
         second.indices(6)
@@ -159,7 +165,9 @@ def test_a_dataloader_fetches_ahead_and_the_cursor_stays(num_workers):
     torch = pytest.importorskip("torch")
 
     def loader(sampler):
-        return torch.utils.data.DataLoader(range(50), batch_sampler=sampler, num_workers=num_workers)
+        return torch.utils.data.DataLoader(
+            range(50), batch_sampler=sampler, num_workers=num_workers
+        )
 
     expected = batches(Sampler(50, global_batch=8, seed=3), 12)
     sampler = Sampler(range(50), global_batch=8, seed=3)
@@ -179,18 +187,24 @@ def test_a_dataloader_fetches_ahead_and_the_cursor_stays(num_workers):
     assert raised.value.code is Code.ARGUMENT
 
 
-@given(st.integers(1, 50), st.integers(1, 4), st.integers(1, 5), st.integers(0, 3), st.integers(0, 5))
+@given(
+    st.integers(1, 50), st.integers(1, 4), st.integers(1, 5), st.integers(0, 3), st.integers(0, 5)
+)
 def test_micro_batches_are_the_pieces_of_each_step(n, workers, micro_batches, extra, done):
     """For loops that accumulate gradients: no piece is empty, and cursor and steps are as without them."""
     size = workers * micro_batches + extra
     for worker in range(workers):
         whole = Sampler(n, global_batch=size, worker=(worker, workers))
-        pieces = Sampler(n, global_batch=size, worker=(worker, workers), micro_batches=micro_batches)
+        pieces = Sampler(
+            n, global_batch=size, worker=(worker, workers), micro_batches=micro_batches
+        )
         for sampler in (whole, pieces):
             sampler.commit(done)
         found = batches(pieces, 3 * micro_batches)
         assert all(found)
-        assert [flat(found[at : at + micro_batches]) for at in range(0, len(found), micro_batches)] == batches(whole, 3)
+        assert [
+            flat(found[at : at + micro_batches]) for at in range(0, len(found), micro_batches)
+        ] == batches(whole, 3)
         for sampler in (whole, pieces):
             sampler.check_fetched(done + 3)
             sampler.commit(done + 1)
@@ -248,12 +262,16 @@ def test_the_cursor_does_not_go_back():
 
 
 def cursor_of(**options):
-    sampler = Sampler(**{"dataset": 50, "global_batch": 8, "seed": 3, "fingerprint": "one", **options})
+    sampler = Sampler(
+        **{"dataset": 50, "global_batch": 8, "seed": 3, "fingerprint": "one", **options}
+    )
     sampler.commit(9)
     return sampler.state_dict()
 
 
-@pytest.mark.parametrize("change", [{"dataset": 51}, {"seed": 4}, {"source": "other"}, {"fingerprint": "two"}])
+@pytest.mark.parametrize(
+    "change", [{"dataset": 51}, {"seed": 4}, {"source": "other"}, {"fingerprint": "two"}]
+)
 def test_a_cursor_of_other_data_is_refused(change):
     sampler = Sampler(50, global_batch=8, seed=3, fingerprint="one")
     before = sampler.state_dict()
@@ -309,11 +327,16 @@ def test_arguments_out_of_range_are_refused(options):
 
 def test_the_worker_is_that_of_torch_distributed_where_it_is_initialised(monkeypatch):
     fake = types.SimpleNamespace(
-        is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: 1, get_world_size=lambda: 2
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        get_rank=lambda: 1,
+        get_world_size=lambda: 2,
     )
     monkeypatch.setitem(sys.modules, "torch.distributed", fake)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert batches(Sampler(50, global_batch=8), 3) == batches(Sampler(50, global_batch=8, worker=(1, 2)), 3)
+    assert batches(Sampler(50, global_batch=8), 3) == batches(
+        Sampler(50, global_batch=8, worker=(1, 2)), 3
+    )
     assert batches(Sampler(50, global_batch=8, worker=(0, 1)), 1) == [
         Sampler(50, global_batch=8, worker=(0, 1)).indices(0)
     ]

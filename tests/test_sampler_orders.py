@@ -24,12 +24,18 @@ def no_launcher(monkeypatch):
 
 def sampler_of(tree, *, worker=(0, 1)):
     """The sampler that a program would make for what `orders` draws; its skips are those that begin at 0."""
-    options = {"global_batch": tree["plan"]["global_batch"], "seed": tree["order"]["seed"], "worker": worker}
+    options = {
+        "global_batch": tree["plan"]["global_batch"],
+        "seed": tree["order"]["seed"],
+        "worker": worker,
+    }
     if "mixture" not in tree:
         source = tree["sources"][0]
         return Sampler(source["n"], source=source["id"], tail=tree["plan"]["tail"], **options)
     stages = {stage["from_pos"]: stage["counts"] for stage in tree["mixture"]["stages"]}
-    return Sampler({source["id"]: source["n"] for source in tree["sources"]}, mixture=stages, **options)
+    return Sampler(
+        {source["id"]: source["n"] for source in tree["sources"]}, mixture=stages, **options
+    )
 
 
 def say_skip(sampler, skip):
@@ -42,7 +48,9 @@ def say_skip(sampler, skip):
             shard = (skip["shard"], *skip["range"])
             sampler.skip(shard=shard, source=skip["source"], from_pos=skip["from_pos"], **what)
         case _:
-            sampler.skip(samples=skip["ids"], source=skip["source"], from_pos=skip["from_pos"], **what)
+            sampler.skip(
+                samples=skip["ids"], source=skip["source"], from_pos=skip["from_pos"], **what
+            )
 
 
 def expected_step(tree, places, step, worker, workers):
@@ -86,7 +94,9 @@ def test_a_run_and_its_resumption_elsewhere_see_what_the_oracle_says(tree, worke
         resumed.load_state_dict(cursors[0])
         assert resumed.state_dict() == cursors[0]
         for step, samples in zip(range(done, STEPS), resumed, strict=False):
-            assert (samples, resumed.weights(step)) == expected_step(tree, places, step, worker, others)
+            assert (samples, resumed.weights(step)) == expected_step(
+                tree, places, step, worker, others
+            )
         counts = [place.use for place in places[done * batch : (done + 1) * batch]].count("counts")
         assert resumed.weight_sum(done) == counts
 
@@ -97,7 +107,9 @@ def test_a_sampler_of_a_cursor_alone_goes_on_as_the_oracle_says(tree, workers, d
     batch = tree["plan"]["global_batch"]
     workers = min(workers, batch)
     order = {"alg": "feistel-v1", **tree["order"]}
-    cursor = went_on({"kind": "ckptfmt.data_cursor", "v": 1, **copy.deepcopy(tree), "order": order}, done)
+    cursor = went_on(
+        {"kind": "ckptfmt.data_cursor", "v": 1, **copy.deepcopy(tree), "order": order}, done
+    )
     places = list(oracle.course(tree, (done + 3) * batch))
     for worker in range(workers):
         sampler = Sampler.from_state_dict(cursor, worker=(worker, workers))
@@ -116,7 +128,13 @@ def test_a_sampler_of_a_cursor_alone_refuses_what_is_no_cursor_of_the_order():
     cursor = Sampler(BOOKS_AND_CODE, mixture=MIXTURE, global_batch=4, worker=(0, 1)).state_dict()
     vector = cursor["order"]["vector_check"]
     for wrong in (
-        {**cursor, "order": {**cursor["order"], "vector_check": {**vector, "id": 6 if vector["id"] != 6 else 5}}},
+        {
+            **cursor,
+            "order": {
+                **cursor["order"],
+                "vector_check": {**vector, "id": 6 if vector["id"] != 6 else 5},
+            },
+        },
         {**cursor, "plan": {**cursor["plan"], "tail": "drop"}},
     ):
         with pytest.raises(CkptError) as raised:
@@ -130,7 +148,10 @@ def test_a_sampler_of_a_cursor_alone_refuses_what_is_no_cursor_of_the_order():
 @given(orders().map(with_own_seed), st.integers(0, 8), st.data())
 def test_a_skip_that_is_said_in_the_middle_is_that_of_the_cursor(tree, done, data):
     """REQ-CUR-020: the samples before it stay what they were, and those after it are the oracle's."""
-    batch, lengths = tree["plan"]["global_batch"], {source["id"]: source["n"] for source in tree["sources"]}
+    batch, lengths = (
+        tree["plan"]["global_batch"],
+        {source["id"]: source["n"] for source in tree["sources"]},
+    )
     tree = {**tree, "skips": []}
     begin = done * batch
     skip = data.draw(skip_trees(lengths, unit=1 if tree["plan"]["tail"] == "carry" else batch))
@@ -142,7 +163,10 @@ def test_a_skip_that_is_said_in_the_middle_is_that_of_the_cursor(tree, done, dat
     for _ in range(done):
         sampler.advance()
     say_skip(sampler, skip)
-    before, after = list(oracle.course(tree, 60)), list(oracle.course({**tree, "skips": [skip]}, 60))
+    before, after = (
+        list(oracle.course(tree, 60)),
+        list(oracle.course({**tree, "skips": [skip]}, 60)),
+    )
     assert before[:begin] == after[:begin]
     resumed = sampler_of(tree)
     resumed.load_state_dict(sampler.state_dict())
@@ -154,7 +178,14 @@ def test_a_skip_that_is_said_in_the_middle_is_that_of_the_cursor(tree, done, dat
 
 def mixed(**options):
     return Sampler(
-        **{"dataset": BOOKS_AND_CODE, "mixture": MIXTURE, "global_batch": 4, "seed": 7, "worker": (0, 1), **options}
+        **{
+            "dataset": BOOKS_AND_CODE,
+            "mixture": MIXTURE,
+            "global_batch": 4,
+            "seed": 7,
+            "worker": (0, 1),
+            **options,
+        }
     )
 
 
@@ -201,7 +232,9 @@ def test_a_stage_that_a_shift_reaches_over_may_not_be_another():
     after = {0: {"books": 5, "code": 3}, 40: {"books": 8, "code": 0}, 56: {"books": 1, "code": 7}}
     going_on = mixed(mixture=after)
     going_on.load_state_dict(cursor)
-    assert [going_on.indices(step) for step in range(5, 10)] == [sampler.indices(step) for step in range(5, 10)]
+    assert [going_on.indices(step) for step in range(5, 10)] == [
+        sampler.indices(step) for step in range(5, 10)
+    ]
 
 
 def test_stages_that_have_not_begun_may_be_others():
@@ -222,8 +255,19 @@ def test_a_mixture_gives_exactly_its_counts():
 @pytest.mark.parametrize(
     ("change", "requirement"),
     [
-        (lambda cursor: cursor["order"]["vector_check"].update(id=cursor["order"]["vector_check"]["id"] ^ 1), "006"),
-        (lambda cursor: (cursor["sources"][0].update(pos=48), cursor["sources"][1].update(pos=16)), "014"),
+        (
+            lambda cursor: cursor["order"]["vector_check"].update(
+                id=cursor["order"]["vector_check"]["id"] ^ 1
+            ),
+            "006",
+        ),
+        (
+            lambda cursor: (
+                cursor["sources"][0].update(pos=48),
+                cursor["sources"][1].update(pos=16),
+            ),
+            "014",
+        ),
     ],
 )
 def test_a_cursor_of_another_order_is_refused(change, requirement):
@@ -232,7 +276,10 @@ def test_a_cursor_of_another_order_is_refused(change, requirement):
     change(cursor)
     with pytest.raises(CkptError) as raised:
         mixed().load_state_dict(cursor)
-    assert (raised.value.code, raised.value.requirement) == (Code.CURSOR_FORM, f"REQ-CUR-{requirement}")
+    assert (raised.value.code, raised.value.requirement) == (
+        Code.CURSOR_FORM,
+        f"REQ-CUR-{requirement}",
+    )
 
 
 def test_a_cursor_that_tells_another_epoch_is_refused():
@@ -250,8 +297,13 @@ def test_a_cursor_that_tells_another_epoch_is_refused():
 @pytest.mark.parametrize("tail", ["drop", "pad_masked"])
 def test_with_a_tail_that_ends_epochs_the_batch_stays(tail):
     cursor = cursor_of(Sampler(10, global_batch=4, tail=tail), 5)
-    assert refusal(lambda: Sampler(10, global_batch=5, tail=tail).load_state_dict(cursor)) is Code.CONFIG_IDENTITY
-    assert refusal(lambda: Sampler(10, global_batch=4).load_state_dict(cursor)) is Code.CONFIG_IDENTITY
+    assert (
+        refusal(lambda: Sampler(10, global_batch=5, tail=tail).load_state_dict(cursor))
+        is Code.CONFIG_IDENTITY
+    )
+    assert (
+        refusal(lambda: Sampler(10, global_batch=4).load_state_dict(cursor)) is Code.CONFIG_IDENTITY
+    )
 
 
 @pytest.mark.parametrize(
@@ -341,7 +393,9 @@ def as_pairs(batch):
     return batch
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 5 worker")  # more than a small machine has cores
+@pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create 5 worker"
+)  # more than a small machine has cores
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 5), (5, 0)])
 def test_a_dataloader_with_its_queues_full_resumes_with_the_same_samples(before, after):
     """What was fetched ahead, by however many processes, is not consumed: REQ-CUR-005."""

@@ -24,7 +24,9 @@ WHOLE = np.arange(24, dtype=np.int32).reshape(6, 4)
 
 def rows(begin, end):
     """Return a state that gives these rows of the tensor."""
-    return ckptfmt.State(weights={"w": tensor("w", WHOLE, boxes=(Box((begin, 0), (end - begin, 4)),))}, rng=False)
+    return ckptfmt.State(
+        weights={"w": tensor("w", WHOLE, boxes=(Box((begin, 0), (end - begin, 4)),))}, rng=False
+    )
 
 
 def loaded(path) -> Any:
@@ -33,7 +35,9 @@ def loaded(path) -> Any:
 
 def write_all(path, states):
     attempt = ckptfmt.SaveAttempt.begin(step=7, writer_count=len(states))
-    return attempt, [attempt.write_part(path, state, writer=writer) for writer, state in enumerate(states)]
+    return attempt, [
+        attempt.write_part(path, state, writer=writer) for writer, state in enumerate(states)
+    ]
 
 
 def code_of(action):
@@ -55,7 +59,9 @@ def test_parts_of_several_writers_become_one_checkpoint(tmp_path):
     assert found.dtype == WHOLE.dtype
 
 
-def test_an_attempt_that_replaces_waits_for_an_earlier_save_and_leaves_what_a_link_leads_to(tmp_path):
+def test_an_attempt_that_replaces_waits_for_an_earlier_save_and_leaves_what_a_link_leads_to(
+    tmp_path,
+):
     """REQ-CMT-043"""
     attempt, records = write_all(tmp_path / "best", [rows(0, 6)])
     attempt.commit(tmp_path / "best", records)
@@ -66,11 +72,15 @@ def test_an_attempt_that_replaces_waits_for_an_earlier_save_and_leaves_what_a_li
     assert not (tmp_path / "last").is_symlink()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(begun[1].hold, tmp_path / "last")
-        begun[0].commit(tmp_path / "last", [begun[0].write_part(tmp_path / "last", rows(0, 6), writer=0)])
+        begun[0].commit(
+            tmp_path / "last", [begun[0].write_part(tmp_path / "last", rows(0, 6), writer=0)]
+        )
         assert not waiting.done()
         held.close()
         with waiting.result(60):
-            begun[1].commit(tmp_path / "last", [begun[1].write_part(tmp_path / "last", rows(0, 6), writer=0)])
+            begun[1].commit(
+                tmp_path / "last", [begun[1].write_part(tmp_path / "last", rows(0, 6), writer=0)]
+            )
     for name, step in (("best", 7), ("last", 9)):
         with ckptfmt.open(tmp_path / name) as checkpoint:
             assert checkpoint.step == step
@@ -81,10 +91,15 @@ def test_an_attempt_that_replaces_is_held_until_it_is_committed(tmp_path):
     attempt.commit(tmp_path / "c", records)
     anew = ckptfmt.SaveAttempt.begin(step=8, writer_count=1, replace=True)
     with anew.hold(tmp_path / "c"):
-        records = [ckptfmt.SaveAttempt.parse(anew.dump()).write_part(tmp_path / "c", rows(0, 6), writer=0)]
+        records = [
+            ckptfmt.SaveAttempt.parse(anew.dump()).write_part(tmp_path / "c", rows(0, 6), writer=0)
+        ]
         other = ckptfmt.State(weights={"other": np.zeros(2)}, rng=False)
         assert (
-            code_of(lambda: ckptfmt.save(tmp_path / "c", other, step=9, replace=True, deadline_s=0.1)) == "SAVE_PENDING"
+            code_of(
+                lambda: ckptfmt.save(tmp_path / "c", other, step=9, replace=True, deadline_s=0.1)
+            )
+            == "SAVE_PENDING"
         )
         assert anew.commit(tmp_path / "c", records).step == 8
     assert ckptfmt.validate(tmp_path / "c").valid
@@ -94,7 +109,10 @@ def test_an_attempt_that_replaces_is_held_until_it_is_committed(tmp_path):
     records = [careless.write_part(tmp_path / "c", rows(0, 6), writer=0)]
     assert code_of(lambda: careless.commit(tmp_path / "c", records)) == "ARGUMENT"
     timid = ckptfmt.SaveAttempt.begin(step=9, writer_count=1)
-    assert code_of(lambda: timid.write_part(tmp_path / "c", rows(0, 6), writer=0)) == "CHECKPOINT_EXISTS"
+    assert (
+        code_of(lambda: timid.write_part(tmp_path / "c", rows(0, 6), writer=0))
+        == "CHECKPOINT_EXISTS"
+    )
 
 
 WRITER = """
@@ -136,9 +154,14 @@ def test_each_process_writes_and_one_commits(tmp_path):
     attempt.commit(path, records)
 
     with ckptfmt.open(path) as checkpoint:
-        assert [checkpoint.leaf("data", "", f"lw/{writer}") for writer in range(2)] == [{"writer": 0}, {"writer": 1}]
+        assert [checkpoint.leaf("data", "", f"lw/{writer}") for writer in range(2)] == [
+            {"writer": 0},
+            {"writer": 1},
+        ]
         assert {name for _, name, _ in checkpoint.tensors} == {"w0", "w1"}
-        assert len({scope for _, scope in checkpoint.streams}) == 2, "each process gives its own RNG streams"
+        assert len({scope for _, scope in checkpoint.streams}) == 2, (
+            "each process gives its own RNG streams"
+        )
 
 
 @settings(max_examples=30, deadline=None)
@@ -199,14 +222,20 @@ def test_records_are_those_of_all_parts_and_of_this_attempt(tmp_path):
         [json.dumps({**json.loads(records[0]), "more": 1}), records[1]],
     ):
         assert code_of(lambda wrong=wrong: attempt.commit(tmp_path / "c", wrong)) == "ARGUMENT"
-    assert attempt.commit(tmp_path / "c", records).digest != other.commit(tmp_path / "d", others).digest
+    assert (
+        attempt.commit(tmp_path / "c", records).digest
+        != other.commit(tmp_path / "d", others).digest
+    )
 
 
 def test_a_part_that_is_another_than_its_record_says_is_refused(tmp_path):
     attempt, records = write_all(tmp_path / "c", [rows(0, 2), rows(2, 6)])
     changed = {**json.loads(records[1]), "part_digest": json.loads(records[0])["part_digest"]}
 
-    assert code_of(lambda: attempt.commit(tmp_path / "c", [records[0], json.dumps(changed)])) == "DOC_MISMATCH"
+    assert (
+        code_of(lambda: attempt.commit(tmp_path / "c", [records[0], json.dumps(changed)]))
+        == "DOC_MISMATCH"
+    )
     (tmp_path / "c" / "parts" / f"{attempt.origin.attempt}-00001.msgpack").unlink()
     assert code_of(lambda: attempt.commit(tmp_path / "c", records)) == "FILE_MISSING"
 
@@ -240,7 +269,9 @@ def test_arguments_of_an_attempt_are_checked(arguments):
 def test_metrics_and_tags_of_the_first_writer_count(tmp_path):
     attempt = ckptfmt.SaveAttempt.begin(step=1, writer_count=2)
     records = [
-        attempt.write_part(tmp_path / "c", rows(3 * n, 3 * n + 3), writer=n, metrics={"loss": n}, tags=[f"of-{n}"])
+        attempt.write_part(
+            tmp_path / "c", rows(3 * n, 3 * n + 3), writer=n, metrics={"loss": n}, tags=[f"of-{n}"]
+        )
         for n in range(2)
     ]
     attempt.commit(tmp_path / "c", records)
@@ -255,7 +286,14 @@ def test_an_attempt_that_was_not_dumped_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    "change", [{"step": "x"}, {"block_nbytes": 3}, {"nonce": 5}, {"attempt": "../../../etc/abcd"}, {"writer_count": 0}]
+    "change",
+    [
+        {"step": "x"},
+        {"block_nbytes": 3},
+        {"nonce": 5},
+        {"attempt": "../../../etc/abcd"},
+        {"writer_count": 0},
+    ],
 )
 def test_an_attempt_that_was_changed_on_the_way_is_refused(change):
     told = json.loads(ckptfmt.SaveAttempt.begin(step=1, writer_count=2).dump())
@@ -265,7 +303,9 @@ def test_an_attempt_that_was_changed_on_the_way_is_refused(change):
 @pytest.mark.parametrize("writer", [2, -1, "0", 1.0, True])
 def test_a_writer_that_is_none_of_the_attempt_is_refused(tmp_path, writer):
     attempt = ckptfmt.SaveAttempt.begin(step=1, writer_count=2)
-    assert code_of(lambda: attempt.write_part(tmp_path / "c", rows(0, 6), writer=writer)) == "ARGUMENT"
+    assert (
+        code_of(lambda: attempt.write_part(tmp_path / "c", rows(0, 6), writer=writer)) == "ARGUMENT"
+    )
     assert not (tmp_path / "c").exists()
 
 

@@ -39,16 +39,27 @@ MIB = 1 << 20
 class Run:
     """One trainer of a run whose weights are its step, everywhere; saves by hand."""
 
-    def __init__(self, store: Any, *, writer: int = 0, allgather: Allgather | None = None, **options: Any) -> None:
+    def __init__(
+        self, store: Any, *, writer: int = 0, allgather: Allgather | None = None, **options: Any
+    ) -> None:
         self.weights: dict[str, Any] = {"w": np.zeros(30_000), "v": np.zeros((3, 5), np.int16)}
         if allgather is not None:
-            options |= {"writer": (writer, allgather._barrier.parties), "agree": allgather.of(writer)}
+            options |= {
+                "writer": (writer, allgather._barrier.parties),
+                "agree": allgather.of(writer),
+            }
         self.data = {"position": 0}
         self.state = ckptfmt.State(weights=self.weights, data=self.data, config={"lr": 0.5})
         self.checkpointer = Checkpointer(
             store,
             self.state,
-            **{"saver": "thread", "deadline_s": WAIT_S, "resume": "fresh", "failed_saves": 0, **options},
+            **{
+                "saver": "thread",
+                "deadline_s": WAIT_S,
+                "resume": "fresh",
+                "failed_saves": 0,
+                **options,
+            },
         )
 
     def set(self, step: int) -> None:
@@ -86,7 +97,9 @@ def contents(store: Store, step: int) -> dict[tuple[str, ...], object]:
             found["tensor", *item.key] = (item.dtype, item.global_shape, array.tobytes())
         for field, name, scope in checkpoint.leaves:
             if field != "provenance":
-                found["leaf", field, name, scope] = dump_tree(checkpoint.leaf(field, name, scope), where="")
+                found["leaf", field, name, scope] = dump_tree(
+                    checkpoint.leaf(field, name, scope), where=""
+                )
         for name, scope in checkpoint.streams:
             kind, state = checkpoint.stream(name, scope)
             found["stream", name, scope] = (kind, dump_tree(state, where=""))
@@ -99,7 +112,7 @@ def is_whole(store: Store, step: int) -> bool:
         return all((checkpoint.read(*item.key) == step).all() for item in checkpoint.index.tensors)
 
 
-# --- who writes -----------------------------------------------------------------------------------------------------
+# --- who writes -----------------------------------------------------------------------------------
 
 
 def test_checkpoints_are_equal_whoever_writes_them(tmp_path: Path) -> None:
@@ -123,7 +136,9 @@ def test_checkpoints_of_a_training_are_equal_whoever_writes_them(tmp_path: Path)
 
     def train(saver: Any) -> list[dict[tuple[str, ...], object]]:
         torch.manual_seed(3)
-        model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 5))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 5)
+        )
         optimizer = torch.optim.AdamW(model.parameters())
         store = open_store(tmp_path / saver, writable=True)
         state = ckptfmt.State(weights=model, optimizer=optimizer)
@@ -207,7 +222,9 @@ def test_closed_checkpointer_can_save_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saver", ["thread", "process"])
-def test_checkpointer_that_nobody_has_any_more_lets_go_of_everything(tmp_path: Path, saver: str) -> None:
+def test_checkpointer_that_nobody_has_any_more_lets_go_of_everything(
+    tmp_path: Path, saver: str
+) -> None:
     """Once what is staged is safe: neither a saver nor the slots stay until the program ends."""
     store = open_store(tmp_path / "run", writable=True)
     run = Run(store, saver=saver)
@@ -222,7 +239,7 @@ def test_checkpointer_that_nobody_has_any_more_lets_go_of_everything(tmp_path: P
     assert any(committed(store) == [(1, 1)] for _ in poll(WAIT_S))
 
 
-# --- when every slot is busy ----------------------------------------------------------------------------------------
+# --- when every slot is busy ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("count", "slow"), [(1, 0), (2, 0), (2, 1), (3, 2)])
@@ -255,7 +272,9 @@ def test_all_skip_what_one_has_no_slot_for(count: int, slow: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "slow"), [(1, 0), (3, 1)])
-def test_all_wait_for_the_one_that_has_no_slot(monkeypatch: pytest.MonkeyPatch, count: int, slow: int) -> None:
+def test_all_wait_for_the_one_that_has_no_slot(
+    monkeypatch: pytest.MonkeyPatch, count: int, slow: int
+) -> None:
     inner, allgather = MemoryStore(), Allgather(count)
     gated = GateStore(inner, step=1)
     waited = []
@@ -305,7 +324,9 @@ def test_slot_that_never_gets_free_is_an_error_on_all(count: int, slow: int) -> 
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_last_step_of_the_loop_is_never_skipped(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_last_step_of_the_loop_is_never_skipped(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
     inner, allgather = MemoryStore(), Allgather(count)
     gated = GateStore(inner, step=1)
     wait_free = Background.wait_free
@@ -319,7 +340,9 @@ def test_last_step_of_the_loop_is_never_skipped(monkeypatch: pytest.MonkeyPatch,
 
     def body(writer: int) -> None:
         store = gated if writer == 0 else inner
-        with Run(store, writer=writer, allgather=allgather, slots=1, when_busy="skip", every=1) as run:
+        with Run(
+            store, writer=writer, allgather=allgather, slots=1, when_busy="skip", every=1
+        ) as run:
             for step in run.checkpointer.steps(4):
                 for array in run.weights.values():
                     array[...] = step + 1
@@ -329,12 +352,16 @@ def test_last_step_of_the_loop_is_never_skipped(monkeypatch: pytest.MonkeyPatch,
     assert is_whole(inner, 4)
 
 
-# --- failures -------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def failing(inner: Store, *, code: Code = Code.NO_SPACE) -> FaultStore:
     """Return a store that takes no tensor of the first save."""
-    return FaultStore(inner, Fault(fail_at=1, operations=frozenset({"create"}), path_end=".safetensors"), code=code)
+    return FaultStore(
+        inner,
+        Fault(fail_at=1, operations=frozenset({"create"}), path_end=".safetensors"),
+        code=code,
+    )
 
 
 @pytest.mark.parametrize(("count", "who"), [(1, 0), (2, 0), (2, 1), (3, 1)])
@@ -365,7 +392,9 @@ def test_failure_that_one_has_not_heard_of_is_raised_there_too_and_not_again() -
     handles: list[SaveHandle] = []
 
     def body(writer: int) -> list[str]:
-        with Run(failing(inner) if writer else gated, writer=writer, allgather=allgather, slots=2) as run:
+        with Run(
+            failing(inner) if writer else gated, writer=writer, allgather=allgather, slots=2
+        ) as run:
             handle = run.save(1)
             if writer == 1:
                 assert code_of(lambda: handle.wait(timeout_s=WAIT_S)) == Code.NO_SPACE
@@ -400,7 +429,9 @@ def test_failure_that_was_not_raised_is_raised_by_close_and_once(count: int, who
     assert committed(inner) == []
 
 
-def test_failure_of_a_save_does_not_hide_the_error_of_the_body(caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_of_a_save_does_not_hide_the_error_of_the_body(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     run = Run(failing(MemoryStore()))
 
     def body() -> None:
@@ -427,7 +458,9 @@ def test_failed_step_can_be_saved_again(saver: str) -> None:
     assert committed(inner) == [(1, 1)]
 
 
-def test_copy_that_fails_is_raised_by_its_save_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_that_fails_is_raised_by_its_save_and_not_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(_copy: HostCopy) -> None:
         raise MemoryError
 
@@ -465,7 +498,7 @@ def test_close_waits_for_saves_and_for_what_comes_after_them() -> None:
     assert committed(store) == [(5, 1)]
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def room_for(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
@@ -473,7 +506,9 @@ def room_for(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(ckptfmt.trainer.background, "available_nbytes", lambda: 256 * MIB + nbytes)
 
 
-@pytest.mark.parametrize(("room_nbytes", "slot_count"), [(4 * MIB, 2), (3 * MIB // 2, 1), (MIB // 2, 0)])
+@pytest.mark.parametrize(
+    ("room_nbytes", "slot_count"), [(4 * MIB, 2), (3 * MIB // 2, 1), (MIB // 2, 0)]
+)
 def test_short_memory_is_reported_and_saves_are_made_all_the_same(
     monkeypatch: pytest.MonkeyPatch, room_nbytes: int, slot_count: int
 ) -> None:
@@ -513,7 +548,9 @@ def test_memory_that_gets_short_later_is_reported_then(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("poor", [0, 1])
-def test_writer_without_a_slot_saves_with_those_that_have_some(monkeypatch: pytest.MonkeyPatch, poor: int) -> None:
+def test_writer_without_a_slot_saves_with_those_that_have_some(
+    monkeypatch: pytest.MonkeyPatch, poor: int
+) -> None:
     store, allgather = MemoryStore(), Allgather(2)
     make_slots = Background._make_slots
 
@@ -546,7 +583,9 @@ def test_writer_without_a_slot_saves_with_those_that_have_some(monkeypatch: pyte
 
 @pytest.mark.parametrize("saver", ["thread", "process"])
 @pytest.mark.parametrize("slots", [1, 2])
-def test_structure_that_grows_and_shrinks_between_saves(tmp_path: Path, saver: str, slots: int) -> None:
+def test_structure_that_grows_and_shrinks_between_saves(
+    tmp_path: Path, saver: str, slots: int
+) -> None:
     """As an optimizer's does with its first step: slots are made anew, once what they hold is written."""
     store = open_store(tmp_path / "run", writable=True)
     with Run(store, saver=saver, slots=slots) as run:
@@ -561,7 +600,9 @@ def test_structure_that_grows_and_shrinks_between_saves(tmp_path: Path, saver: s
         run.save(6)
     assert committed(store) == [(step, 1) for step in range(1, 7)]
     assert all(is_whole(store, step) for step in range(1, 7))
-    names = [sorted(key[2] for key in contents(store, step) if key[0] == "tensor") for step in (1, 2, 6)]
+    names = [
+        sorted(key[2] for key in contents(store, step) if key[0] == "tensor") for step in (1, 2, 6)
+    ]
     assert names == [["v", "w"], ["m", "v", "w"], ["w"]]
 
 

@@ -94,7 +94,9 @@ def refused(loop: Loop, num_workers: int, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("loop", [accumulates, accumulates_in_epochs, accumulates_from_an_iterator_of_each_step])
+@pytest.mark.parametrize(
+    "loop", [accumulates, accumulates_in_epochs, accumulates_from_an_iterator_of_each_step]
+)
 def test_gradient_accumulation_without_micro_batches_is_refused_at_its_second_step(
     loop: Loop, num_workers: int
 ) -> None:
@@ -127,7 +129,7 @@ def test_a_step_that_takes_one_of_four_micro_batches_is_refused(num_workers: int
     assert "step 0 took 1 micro-batches" in refused(takes(1), num_workers, micro_batches=4)
 
 
-# --- no false alarms --------------------------------------------------------------------------------------------------
+# --- no false alarms ------------------------------------------------------------------------------
 
 
 def prefetches(checkpointer: Checkpointer, loader: Any) -> None:
@@ -251,10 +253,12 @@ def test_a_loader_that_keeps_its_worker_processes_primes_them_for_each_iterator(
         prefetches_in_epochs(checkpointer, loader)
 
 
-# --- what was in hand when the streams came back ----------------------------------------------------------------------
+# --- what was in hand when the streams came back --------------------------------------------------
 
 
-def forward_before_the_step(checkpointer: Checkpointer, run: Tiny, batches: Iterator[torch.Tensor]) -> None:
+def forward_before_the_step(
+    checkpointer: Checkpointer, run: Tiny, batches: Iterator[torch.Tensor]
+) -> None:
     for batch in batches:
         loss = run.net(batch).square().mean()
         with checkpointer.training_step() as step:
@@ -266,7 +270,9 @@ def forward_before_the_step(checkpointer: Checkpointer, run: Tiny, batches: Iter
             break
 
 
-def batch_before_the_step(checkpointer: Checkpointer, run: Tiny, batches: Iterator[torch.Tensor]) -> None:
+def batch_before_the_step(
+    checkpointer: Checkpointer, run: Tiny, batches: Iterator[torch.Tensor]
+) -> None:
     for batch in batches:
         with checkpointer.training_step() as step:
             run.train(step, batch)
@@ -274,7 +280,9 @@ def batch_before_the_step(checkpointer: Checkpointer, run: Tiny, batches: Iterat
             break
 
 
-def batch_before_the_loop(checkpointer: Checkpointer, run: Tiny, batches: Iterator[torch.Tensor]) -> None:
+def batch_before_the_loop(
+    checkpointer: Checkpointer, run: Tiny, batches: Iterator[torch.Tensor]
+) -> None:
     batch = next(batches)
     for step in checkpointer.steps(12):
         run.train(step, batch)
@@ -342,7 +350,10 @@ def test_a_first_batch_drawn_with_other_streams_claims_no_t1(
     same = all(second.losses[step] == undisturbed.losses[step] for step in range(5, 12))
     assert same is is_same
     assert (report.claim == "T1") is same
-    assert any("before the RNG streams were put back" in reason for reason in report.lowered_by) is not same
+    assert (
+        any("before the RNG streams were put back" in reason for reason in report.lowered_by)
+        is not same
+    )
 
 
 def _stop_at(run: Tiny, updates: int) -> None:

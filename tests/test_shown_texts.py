@@ -48,13 +48,19 @@ def test_an_error_is_shown_without_control_characters_by_a_program() -> None:
 def test_the_lines_of_a_run_are_shown_without_control_characters(tmp_path: pathlib.Path) -> None:
     program = (
         "import sys, ckptfmt\n"
-        "with ckptfmt.Checkpointer(sys.argv[1], ckptfmt.State(data={'position': 0}), every=1) as run:\n"
+        "with ckptfmt.Checkpointer(sys.argv[1], ckptfmt.State(data={'position': 0}), every=1) as"
+        " run:\n"
         "    for _ in run.steps(2): pass\n"
     )
     run = tmp_path / f"run{_ESCAPES}"
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, "-c", program, str(run)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+            [sys.executable, "-c", program, str(run)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
         )
         assert "run\\x1b[31mX" in done.stderr
         assert [c for c in done.stderr if not c.isprintable() and c != "\n"] == []
@@ -70,15 +76,27 @@ def test_the_lines_of_a_run_are_shown_without_control_characters(tmp_path: pathl
     ],
 )
 def test_an_error_shows_no_signature_of_a_url(url: str, shown: str) -> None:
-    error = err(Code.STORE_ACCESS, f"denied in {url}: no", where=url, remedy=f"Try {url} again. Or {url}?")
-    for text in (str(error), str(error_from_json(error.as_json())), repr(error), str(error.as_json())):
+    error = err(
+        Code.STORE_ACCESS, f"denied in {url}: no", where=url, remedy=f"Try {url} again. Or {url}?"
+    )
+    for text in (
+        str(error),
+        str(error_from_json(error.as_json())),
+        repr(error),
+        str(error.as_json()),
+    ):
         assert "SECRET" not in text
         assert shown in text
     assert error.remedy == f"Try {shown} again. Or {shown}?"
 
 
 def test_a_question_behind_a_url_stays() -> None:
-    error = err(Code.NOT_COMMITTED, "nothing", where="s3://b/a", remedy="Did you mean s3://b/c? Or 's3://b/d'?")
+    error = err(
+        Code.NOT_COMMITTED,
+        "nothing",
+        where="s3://b/a",
+        remedy="Did you mean s3://b/c? Or 's3://b/d'?",
+    )
     assert error.remedy == "Did you mean s3://b/c? Or 's3://b/d'?"
 
 

@@ -9,7 +9,11 @@ from ckptfmt.state import NO_RNG, NOT_GIVEN, PerWorker, State
 def test_what_is_left_out_has_a_reason():
     state = State(weights={}, absent={"data": "synthetic"})
 
-    assert state.absent_reasons() == {"optimizer": NOT_GIVEN, "data": "synthetic", "config": NOT_GIVEN}
+    assert state.absent_reasons() == {
+        "optimizer": NOT_GIVEN,
+        "data": "synthetic",
+        "config": NOT_GIVEN,
+    }
     assert "optimizer" not in State(extra={"n": 1}).absent_reasons()
 
 
@@ -45,7 +49,10 @@ def test_per_worker_holds_its_value():
 
 def test_streams_are_left_out_by_false_alone():
     assert State(rng=False).absent_reasons()["rng"] == NO_RNG
-    assert State(rng=False, absent={"rng": "the framework's"}).absent_reasons()["rng"] == "the framework's"
+    assert (
+        State(rng=False, absent={"rng": "the framework's"}).absent_reasons()["rng"]
+        == "the framework's"
+    )
     assert "rng" not in State(rng={}).absent_reasons()
     with pytest.raises(StateError):
         State(rng=True)  # type: ignore[arg-type]

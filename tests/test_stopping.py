@@ -62,7 +62,7 @@ def train_until_signal(checkpointer: Checkpointer, trainer: Trainer) -> float:
     return sent_s
 
 
-# --- the signals ----------------------------------------------------------------------------------------------------
+# --- the signals ----------------------------------------------------------------------------------
 
 
 def test_first_signal_is_noted_and_the_second_does_what_it_did_before(before) -> None:
@@ -124,11 +124,23 @@ def test_what_was_set_from_c_is_left_to_the_system(before, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers", [(0,), (999,), ("TERM",), (None,), signal.SIGTERM, (signal.SIGKILL,), (signal.SIGTERM, signal.SIGSTOP)]
+    "numbers",
+    [
+        (0,),
+        (999,),
+        ("TERM",),
+        (None,),
+        signal.SIGTERM,
+        (signal.SIGKILL,),
+        (signal.SIGTERM, signal.SIGSTOP),
+    ],
 )
 def test_what_is_no_signal_to_catch_is_refused_at_once(before, numbers) -> None:
     """Not hours later, when the loop begins; and nothing is caught of it."""
-    for action in (lambda: StopSignals(numbers), lambda: Checkpointer(MemoryStore(), Trainer().state, stop_on=numbers)):
+    for action in (
+        lambda: StopSignals(numbers),
+        lambda: Checkpointer(MemoryStore(), Trainer().state, stop_on=numbers),
+    ):
         error = error_of(action)
         assert (error.code, error.where) == (Code.ARGUMENT, "stop_on=")
     assert signal.getsignal(signal.SIGTERM) == before.handle
@@ -138,7 +150,9 @@ def test_signals_outside_of_the_main_thread_are_refused(before) -> None:
     found = []
 
     def body() -> None:
-        with Checkpointer(MemoryStore(), Trainer().state, stop_on=NUMBERS, saver="inline") as checkpointer:
+        with Checkpointer(
+            MemoryStore(), Trainer().state, stop_on=NUMBERS, saver="inline"
+        ) as checkpointer:
             found.append(error_of(lambda: list(checkpointer.steps(3))))
 
     thread = threading.Thread(target=body)
@@ -174,15 +188,19 @@ def test_close_in_another_thread_waits_for_saves_and_leaves_the_signals(before) 
     assert signal.getsignal(signal.SIGTERM) == before.handle
 
 
-# --- the loop -------------------------------------------------------------------------------------------------------
+# --- the loop -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saver", ["thread", "inline"])
 @pytest.mark.parametrize("every", [None, 2, 4, "1h"])
 @pytest.mark.parametrize("number", NUMBERS)
-def test_signal_in_the_middle_of_a_step_saves_that_step_and_stops(before, saver, every, number) -> None:
+def test_signal_in_the_middle_of_a_step_saves_that_step_and_stops(
+    before, saver, every, number
+) -> None:
     store, trainer, done = MemoryStore(), Trainer(), []
-    with Checkpointer(store, trainer.state, stop_on=NUMBERS, every=every, saver=saver) as checkpointer:
+    with Checkpointer(
+        store, trainer.state, stop_on=NUMBERS, every=every, saver=saver
+    ) as checkpointer:
         for step in checkpointer.steps(100):
             if step == 3:
                 send(number)
@@ -213,7 +231,9 @@ def test_signal_in_the_last_step_changes_nothing(before) -> None:
 
 def test_signals_are_caught_while_the_loop_runs_and_not_longer(before) -> None:
     trainer = Trainer()
-    with Checkpointer(MemoryStore(), trainer.state, stop_on=NUMBERS, saver="thread") as checkpointer:
+    with Checkpointer(
+        MemoryStore(), trainer.state, stop_on=NUMBERS, saver="thread"
+    ) as checkpointer:
         assert signal.getsignal(signal.SIGTERM) == before.handle
         for _ in checkpointer.steps(2):
             assert signal.getsignal(signal.SIGTERM) == checkpointer._pace.signals._note
@@ -244,7 +264,9 @@ def test_second_signal_ends_even_a_save_that_hangs(before) -> None:
 
     before.action = leave
     store, trainer = GateStore(MemoryStore(), step=2), Trainer()
-    checkpointer = Checkpointer(store, trainer.state, stop_on=NUMBERS, saver="thread", stop_deadline_s=WAIT_S)
+    checkpointer = Checkpointer(
+        store, trainer.state, stop_on=NUMBERS, saver="thread", stop_deadline_s=WAIT_S
+    )
 
     def insist() -> None:
         assert store.begun.wait(WAIT_S)
@@ -270,7 +292,9 @@ def test_second_signal_ends_even_a_save_that_hangs(before) -> None:
 def test_deadline_of_a_stop_is_kept_and_the_save_left_to_the_saver() -> None:
     inner = MemoryStore()
     store, trainer = GateStore(inner, step=2), Trainer()
-    checkpointer = Checkpointer(store, trainer.state, stop_on=NUMBERS, saver="thread", stop_deadline_s=0.2)
+    checkpointer = Checkpointer(
+        store, trainer.state, stop_on=NUMBERS, saver="thread", stop_deadline_s=0.2
+    )
     begin_s = train_until_signal(checkpointer, trainer)
     assert time.monotonic() - begin_s < WAIT_S / 2
     assert (checkpointer.stopped, checkpointer.step) == (True, 2)
@@ -291,7 +315,9 @@ def test_stop_without_a_free_slot_ends_without_its_save(caplog) -> None:
     """The save of step 1 never gets on; that of step 2 finds no slot."""
     inner = MemoryStore()
     store, trainer = GateStore(inner, step=1), Trainer()
-    checkpointer = Checkpointer(store, trainer.state, every=1, slots=1, stop_on=NUMBERS, saver="thread")
+    checkpointer = Checkpointer(
+        store, trainer.state, every=1, slots=1, stop_on=NUMBERS, saver="thread"
+    )
     checkpointer._pace.signals.deadline_s = 0.2
     train_until_signal(checkpointer, trainer)
     assert (checkpointer.stopped, checkpointer.step) == (True, 2)
@@ -315,15 +341,19 @@ def test_failure_of_the_last_save_is_raised(saver) -> None:
     code_of(checkpointer.close)
 
 
-# --- several processes ----------------------------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("per_step_s", [2.0, 1.0, 0.25])
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("every", [None, 4, "1h"])
-def test_all_stop_at_the_same_step_whoever_gets_the_signal(monkeypatch, per_step_s, who, every) -> None:
+def test_all_stop_at_the_same_step_whoever_gets_the_signal(
+    monkeypatch, per_step_s, who, every
+) -> None:
     """REQ-CMT-001: saved once, and nobody goes on alone."""
-    monkeypatch.setattr(StopSignals, "install", lambda _: None)  # threads can't; the signal is noted by hand
+    monkeypatch.setattr(
+        StopSignals, "install", lambda _: None
+    )  # threads can't; the signal is noted by hand
     store, allgather = MemoryStore(), Allgather(3)
 
     def body(writer: int) -> tuple[list[int], bool]:

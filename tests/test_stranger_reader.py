@@ -92,9 +92,14 @@ def test_arrays_of_every_dtype_come_back_as_they_were(tmp_path):
     arrays = {}
     for name in DTYPES:
         dtype = np.dtype(name)
-        content = random.integers(0, 2 if name == "bool" else 256, 24 * dtype.itemsize, dtype=np.uint8)
+        content = random.integers(
+            0, 2 if name == "bool" else 256, 24 * dtype.itemsize, dtype=np.uint8
+        )
         arrays[name] = content.view(dtype).reshape(2, 3, 4)
-    arrays |= {"negative zero": np.array([-0.0, 0.0]), "transposed": np.arange(6, dtype=np.int16).reshape(2, 3).T}
+    arrays |= {
+        "negative zero": np.array([-0.0, 0.0]),
+        "transposed": np.arange(6, dtype=np.int16).reshape(2, 3).T,
+    }
     arrays |= {
         "rank 0": np.array(7, np.int32),
         "empty": np.zeros((3, 0), np.float32),
@@ -107,12 +112,19 @@ def test_arrays_of_every_dtype_come_back_as_they_were(tmp_path):
     for name, array in arrays.items():
         tensor = found["weights", name, "global"]
         little = array.astype(array.dtype.newbyteorder("<"))
-        assert (tensor["dtype"], tensor["shape"], tensor["bytes"]) == (little.dtype.name, array.shape, little.tobytes())
+        assert (tensor["dtype"], tensor["shape"], tensor["bytes"]) == (
+            little.dtype.name,
+            array.shape,
+            little.tobytes(),
+        )
 
 
 def test_a_tensor_of_many_blocks(tmp_path):
     array = np.random.default_rng(1).integers(0, 256, (3, 1 << 20), dtype=np.uint8)[:, :-1]
-    assert saved(tmp_path, weights={"w": array})["tensors"]["weights", "w", "global"]["bytes"] == array.tobytes()
+    assert (
+        saved(tmp_path, weights={"w": array})["tensors"]["weights", "w", "global"]["bytes"]
+        == array.tobytes()
+    )
 
 
 class Model(torch.nn.Module):
@@ -147,11 +159,20 @@ def trained():
 def test_a_module_its_optimizer_and_its_scheduler(tmp_path):
     model, optimizer, scheduler = trained()
     extra = {"scheduler": scheduler, "average": {"w": torch.randn(3)}}
-    read = saved(tmp_path, weights=model, optimizer=optimizer, data={"position": 24}, config={"lr": 1e-3}, extra=extra)
+    read = saved(
+        tmp_path,
+        weights=model,
+        optimizer=optimizer,
+        data={"position": 24},
+        config={"lr": 1e-3},
+        extra=extra,
+    )
     tensors, aliases, leaves = read["tensors"], read["aliases"], read["leaves"]
 
     def look(field, name):
-        assert len({scope for f, n, scope in (*tensors, *aliases) if (f, n) == (field, name)}) == 1, name
+        assert (
+            len({scope for f, n, scope in (*tensors, *aliases) if (f, n) == (field, name)}) == 1
+        ), name
         scope = next(scope for f, n, scope in (*tensors, *aliases) if (f, n) == (field, name))
         return tensors[aliases.get((field, name, scope), (field, name, scope))]
 
@@ -162,17 +183,26 @@ def test_a_module_its_optimizer_and_its_scheduler(tmp_path):
         assert found["dtype"] == str(tensor.dtype).removeprefix("torch."), name
         assert found["storage"] == (name == "scratch")
     assert {name for field, name, _ in (*tensors, *aliases) if field == "weights"} == live.keys()
-    assert {name for field, name, _ in aliases if field == "weights"} < {"embed.weight", "head.weight"}
+    assert {name for field, name, _ in aliases if field == "weights"} < {
+        "embed.weight",
+        "head.weight",
+    }
     assert len(aliases) == 1
 
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             assert look("optimizer", f"{name}/{key}")["bytes"] == raw(value)
-    group = next(leaf for (field, name, _), leaf in leaves.items() if (field, name[:6]) == ("optimizer", "group/"))
+    group = next(
+        leaf
+        for (field, name, _), leaf in leaves.items()
+        if (field, name[:6]) == ("optimizer", "group/")
+    )
     assert set(group["params"]) == {name for name, _ in model.named_parameters()}
     assert group["options"]["betas"] == (0.9, 0.999)
     assert bits(group["options"]["lr"]) == bits(optimizer.param_groups[0]["lr"])
-    assert raw(extra["average"]["w"]) in [t["bytes"] for (_, n, _), t in tensors.items() if n[:13] == "extra/average"]
+    assert raw(extra["average"]["w"]) in [
+        t["bytes"] for (_, n, _), t in tensors.items() if n[:13] == "extra/average"
+    ]
     assert leaves["data", "", "global"] == {"position": 24}
     assert leaves["config", "", "global"] == {"lr": 1e-3}
     assert all(entry["state"] == "present" for entry in read["manifest"]["fields"].values())
@@ -225,7 +255,9 @@ def test_two_writers_and_what_each_of_them_holds(tmp_path):
 
     def state_of(i):
         data = ckptfmt.PerWorker({"seen": (i, float(i))})
-        return ckptfmt.State(weights={"shared": shared, "other": shared[::2].copy()}, data=data, config={"width": 6})
+        return ckptfmt.State(
+            weights={"shared": shared, "other": shared[::2].copy()}, data=data, config={"width": 6}
+        )
 
     save_by_two(tmp_path / "ckpt", state_of)
     read = check_with_stranger(tmp_path / "ckpt")
@@ -253,8 +285,13 @@ class Piece:
 
 def test_pieces_of_two_writers_are_put_together(tmp_path):
     array = np.random.default_rng(2).standard_normal((5, 4, 3)).astype(np.float32)
-    cuts = [[((0, 0, 0), (5, 1, 3)), ((0, 1, 2), (5, 3, 1))], [((0, 1, 0), (2, 3, 2)), ((2, 1, 0), (3, 3, 2))]]
-    save_by_two(tmp_path / "ckpt", lambda i: ckptfmt.State(weights={"cut": Piece("cut", array, cuts[i])}))
+    cuts = [
+        [((0, 0, 0), (5, 1, 3)), ((0, 1, 2), (5, 3, 1))],
+        [((0, 1, 0), (2, 3, 2)), ((2, 1, 0), (3, 3, 2))],
+    ]
+    save_by_two(
+        tmp_path / "ckpt", lambda i: ckptfmt.State(weights={"cut": Piece("cut", array, cuts[i])})
+    )
     read = check_with_stranger(tmp_path / "ckpt")
     assert read["tensors"]["weights", "cut", "global"]["bytes"] == array.tobytes()
     shards = (tmp_path / "ckpt").glob("*.safetensors")
@@ -292,7 +329,10 @@ def put_msgpack(path, document):
 
 def put_manifest(path, signed):
     text = json.dumps(signed, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    path.write_text(f'{{"digest":"blake3:{blake3(text.encode()).hexdigest()}","signed":{text}}}', encoding="utf-8")
+    path.write_text(
+        f'{{"digest":"blake3:{blake3(text.encode()).hexdigest()}","signed":{text}}}',
+        encoding="utf-8",
+    )
 
 
 def examples(page):
@@ -321,19 +361,25 @@ def from_view(value, key=None):
 
 def test_the_worked_example_of_the_specification(tmp_path):
     attempt = "a1b2c3d4e5f60718"
-    documents = examples("30-manifest.md") | examples("40-index-and-parts.md") | examples("50-shards.md")
+    documents = (
+        examples("30-manifest.md") | examples("40-index-and-parts.md") | examples("50-shards.md")
+    )
     put_msgpack(tmp_path / "parts" / f"{attempt}-00000.msgpack", from_view(documents["part"]))
     put_msgpack(tmp_path / f"index-{attempt}.msgpack", from_view(documents["index"]))
     header = json.dumps(documents["shard"], separators=(",", ":")).encode().ljust(184)
     elements = struct.pack("<9f", 0.5, 1, 2, *range(6))
-    (tmp_path / f"weights-{attempt}-00000.safetensors").write_bytes(struct.pack("<Q", 184) + header + elements)
+    (tmp_path / f"weights-{attempt}-00000.safetensors").write_bytes(
+        struct.pack("<Q", 184) + header + elements
+    )
     put_manifest(tmp_path / "manifest.json", documents["manifest"])
     read = check_with_stranger(tmp_path)
     assert {key[1]: tensor["bytes"] for key, tensor in read["tensors"].items()} == {
         "layers.0.bias": elements[:12],
         "layers.0.weight": elements[12:],
     }
-    assert read["aliases"] == {("weights", "head.weight", "global"): ("weights", "layers.0.weight", "global")}
+    assert read["aliases"] == {
+        ("weights", "head.weight", "global"): ("weights", "layers.0.weight", "global")
+    }
     assert read["streams"] == {("rng", "user/noise", "lw/0"): ("python.mt19937", (3, (1, 2), None))}
     assert read["leaves"]["optimizer", "group/layers.0.bias", "global"] == {
         "params": ["layers.0.bias", "layers.0.weight"],
@@ -343,11 +389,28 @@ def test_the_worked_example_of_the_specification(tmp_path):
 
 def put_cut_tensor(root, array, cuts):  # noqa: PLR0915 documents, member by member as page 40 has them
     """A checkpoint made from the specification alone: one array, and for each writer the boxes that it wrote."""
-    attempt, tables = "0123456789abcdef", {"tensors": {}, "aliases": {"name": strings(), "tensor": packed([])}}
-    tables["tensors"] = {"field": packed([0]), "name": strings("cut"), "scope": packed([0]), "dtype": packed([0])}
-    tables["tensors"] |= {"ndim": packed([array.ndim]), "global_shape": packed(array.shape), "storage": packed([0])}
+    attempt, tables = (
+        "0123456789abcdef",
+        {"tensors": {}, "aliases": {"name": strings(), "tensor": packed([])}},
+    )
+    tables["tensors"] = {
+        "field": packed([0]),
+        "name": strings("cut"),
+        "scope": packed([0]),
+        "dtype": packed([0]),
+    }
+    tables["tensors"] |= {
+        "ndim": packed([array.ndim]),
+        "global_shape": packed(array.shape),
+        "storage": packed([0]),
+    }
     origin = {"run_id": None, "launch": None, "nonce": "0" * 32, "step": 3, "attempt": attempt}
-    origin |= {"writer_count": len(cuts), "block_nbytes": 4096, "format_version": "0.10", "saved_unix_s": 1}
+    origin |= {
+        "writer_count": len(cuts),
+        "block_nbytes": 4096,
+        "format_version": "0.10",
+        "saved_unix_s": 1,
+    }
     origin |= {"features": {"reader": [], "writer": []}}
     absent = dict.fromkeys(FIELDS[1:], "not given")
     common: dict[str, Any] = origin | {
@@ -359,7 +422,10 @@ def put_cut_tensor(root, array, cuts):  # noqa: PLR0915 documents, member by mem
     none = packed([])
     sizes, digests, tiles = [], [], []
     for writer, boxes in enumerate(cuts):
-        contents = [array[tuple(slice(b, b + n) for b, n in zip(*box, strict=True))].tobytes() for box in boxes]
+        contents = [
+            array[tuple(slice(b, b + n) for b, n in zip(*box, strict=True))].tobytes()
+            for box in boxes
+        ]
         ends = list(itertools.accumulate(map(len, contents)))
         begins = [end - len(content) for end, content in zip(ends, contents, strict=True)]
         header = {
@@ -372,21 +438,34 @@ def put_cut_tensor(root, array, cuts):  # noqa: PLR0915 documents, member by mem
         name = f"weights-{attempt}-{writer:05}.safetensors"
         root.mkdir(exist_ok=True)
         (root / name).write_bytes(head + b"".join(contents))
-        blocks = [[blake3(c[at : at + 4096]).digest() for at in range(0, len(c), 4096)] for c in contents]
+        blocks = [
+            [blake3(c[at : at + 4096]).digest() for at in range(0, len(c), 4096)] for c in contents
+        ]
         part = common | {"type": "part", "writer": writer, "references": [], "encodings": ["raw"]}
         part["tensors"] = tables["tensors"] | {"box_count": packed([len(boxes)])}
-        part["boxes"] = {"replica": packed([0] * len(boxes)), "digest_count": packed([len(own) for own in blocks])}
+        part["boxes"] = {
+            "replica": packed([0] * len(boxes)),
+            "digest_count": packed([len(own) for own in blocks]),
+        }
         cut_shape = [
-            0 if n == extent else n + 1 for _, shape in boxes for n, extent in zip(shape, array.shape, strict=True)
+            0 if n == extent else n + 1
+            for _, shape in boxes
+            for n, extent in zip(shape, array.shape, strict=True)
         ]
-        part["boxes"] |= {"begin": packed(sum((b for b, _ in boxes), ())), "cut_shape": packed(cut_shape)}
+        part["boxes"] |= {
+            "begin": packed(sum((b for b, _ in boxes), ())),
+            "cut_shape": packed(cut_shape),
+        }
         part["digests"] = b"".join(digest for own in blocks for digest in own)
         part["files"] = {
             "name": strings(name),
             "kind": strings("safetensors"),
             "nbytes": packed([len(head) + ends[-1]]),
         }
-        part["files"] |= {"header_nbytes": packed([len(head)]), "header_digest": blake3(head).digest()}
+        part["files"] |= {
+            "header_nbytes": packed([len(head)]),
+            "header_digest": blake3(head).digest(),
+        }
         zeros, counts = packed([0] * len(boxes)), packed([len(own) for own in blocks])
         part["extents"] = {"box": zeros, "block_begin": zeros, "block_count": counts, "file": zeros}
         part["extents"] |= {"gap_nbytes": zeros, "encoding": zeros, "key": strings(*header)}
@@ -397,22 +476,41 @@ def put_cut_tensor(root, array, cuts):  # noqa: PLR0915 documents, member by mem
         sizes.append(path.stat().st_size)
         tiles += [(*box, writer) for box in boxes]
     tiles.sort()
-    index = common | {"type": "index", "parts": {"nbytes": packed(sizes), "digest": b"".join(digests)}}
+    index = common | {
+        "type": "index",
+        "parts": {"nbytes": packed(sizes), "digest": b"".join(digests)},
+    }
     index["tensors"] = tables["tensors"] | {"sharding": packed([0])}
-    index["shardings"] = {"ndim": packed([array.ndim]), "form": packed([0]), "box_count": packed([len(tiles)])}
+    index["shardings"] = {
+        "ndim": packed([array.ndim]),
+        "form": packed([0]),
+        "box_count": packed([len(tiles)]),
+    }
     index["shardings"] |= {"grid_shape": none, "extent": none}
     steps, base = [], [(0,) * array.ndim] + [(*b[:-1], b[-1] + n[-1]) for b, n, _ in tiles]
     for axis in range(array.ndim):
         steps += [tile[0][axis] - before[axis] for tile, before in zip(tiles, base, strict=False)]
-    index["shardings"] |= {"begin": packed([-2 * step - 1 if step < 0 else 2 * step for step in steps])}
-    index["shardings"] |= {"box_shape": packed([n[axis] for axis in range(array.ndim) for _, n, _ in tiles])}
+    index["shardings"] |= {
+        "begin": packed([-2 * step - 1 if step < 0 else 2 * step for step in steps])
+    }
+    index["shardings"] |= {
+        "box_shape": packed([n[axis] for axis in range(array.ndim) for _, n, _ in tiles])
+    }
     writers = [-1, *(writer for _, _, writer in tiles)]
-    index["shardings"] |= {"part": packed([(b - a - 1) % len(cuts) for a, b in itertools.pairwise(writers)])}
+    index["shardings"] |= {
+        "part": packed([(b - a - 1) % len(cuts) for a, b in itertools.pairwise(writers)])
+    }
     index["streams"] = {"name": strings(), "kind": strings(), "scope": none, "part": none}
     index["leaves"] = {"field": none, "name": strings(), "scope": none, "part": none}
     path = root / f"index-{attempt}.msgpack"
-    named = {"name": path.name, "digest": "blake3:" + put_msgpack(path, index).hex(), "nbytes": path.stat().st_size}
-    fields: dict[str, Any] = {field: {"state": "absent", "reason": reason} for field, reason in absent.items()}
+    named = {
+        "name": path.name,
+        "digest": "blake3:" + put_msgpack(path, index).hex(),
+        "nbytes": path.stat().st_size,
+    }
+    fields: dict[str, Any] = {
+        field: {"state": "absent", "reason": reason} for field, reason in absent.items()
+    }
     fields["weights"] = {
         "state": "present",
         "tensor_count": 1,
@@ -420,7 +518,13 @@ def put_cut_tensor(root, array, cuts):  # noqa: PLR0915 documents, member by mem
         "stream_count": 0,
         "leaf_count": 0,
     }
-    manifest = origin | {"type": "manifest", "profile": "full", "references": [], "fields": fields, "index": named}
+    manifest = origin | {
+        "type": "manifest",
+        "profile": "full",
+        "references": [],
+        "fields": fields,
+        "index": named,
+    }
     put_manifest(root / "manifest.json", manifest)
 
 
@@ -431,12 +535,19 @@ def test_boxes_that_cut_every_dimension_are_put_together(tmp_path):
         [((0, 1, 0), (2, 3, 200)), ((2, 1, 0), (3, 3, 199)), ((2, 1, 199), (3, 3, 1))],
     ]
     put_cut_tensor(tmp_path, array, cuts)
-    assert check_with_stranger(tmp_path)["tensors"]["weights", "cut", "global"]["bytes"] == array.tobytes()
-    with ckptfmt.open(tmp_path) as checkpoint:  # and the library reads what was written from the pages alone
+    assert (
+        check_with_stranger(tmp_path)["tensors"]["weights", "cut", "global"]["bytes"]
+        == array.tobytes()
+    )
+    with ckptfmt.open(
+        tmp_path
+    ) as checkpoint:  # and the library reads what was written from the pages alone
         assert np.array_equal(checkpoint.weights["cut"][0:5], array)
 
 
-@pytest.mark.parametrize("cuts", [[[((0, 0), (2, 2))]], [[((0, 0), (2, 3)), ((0, 2), (2, 1))]], [[((0, 1), (2, 3))]]])
+@pytest.mark.parametrize(
+    "cuts", [[[((0, 0), (2, 2))]], [[((0, 0), (2, 3)), ((0, 2), (2, 1))]], [[((0, 1), (2, 3))]]]
+)
 def test_gaps_and_overlaps_and_boxes_outside_are_refused(tmp_path, cuts):
     put_cut_tensor(tmp_path, np.zeros((2, 3), np.float32), cuts)
     with pytest.raises(ValueError):
@@ -444,7 +555,11 @@ def test_gaps_and_overlaps_and_boxes_outside_are_refused(tmp_path, cuts):
 
 
 def test_one_flipped_bit_anywhere_is_refused(tmp_path):
-    saved(tmp_path, weights={"a": np.arange(40, dtype=np.int32), "b": np.ones(3)}, config={"x": (1, -0.0)})
+    saved(
+        tmp_path,
+        weights={"a": np.arange(40, dtype=np.int32), "b": np.ones(3)},
+        config={"x": (1, -0.0)},
+    )
     for path in sorted(path for path in (tmp_path / "ckpt").rglob("*") if path.is_file()):
         for at in range(0, path.stat().st_size, max(1, path.stat().st_size // 60)):
             damage(path, at)
@@ -472,7 +587,9 @@ def test_one_flipped_bit_anywhere_is_refused(tmp_path):
         ("references", ["blake3:" + "0" * 64], "references is"),
     ],
 )
-def test_other_versions_profiles_and_documents_are_refused_by_name(tmp_path, member, value, message):
+def test_other_versions_profiles_and_documents_are_refused_by_name(
+    tmp_path, member, value, message
+):
     saved(tmp_path, weights={"a": np.ones(1)})
     register = tmp_path / "ckpt" / "manifest.json"
     signed = json.loads(register.read_text())["signed"] | {member: value}

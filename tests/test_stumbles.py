@@ -50,7 +50,7 @@ def trained(model: torch.nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-# --- a State is wanted ------------------------------------------------------------------------------------------------
+# --- a State is wanted ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), {"model": torch.zeros(2)}, {}])
@@ -83,7 +83,10 @@ def test_path_and_state_in_the_wrong_order() -> None:
     for call in calls:
         text = told(call)
         assert "is wanted. Remedy: Give the path first, then the State." in text
-        assert "a str where a ckptfmt.State" in text or "a State where a path, a URL or a store" in text
+        assert (
+            "a str where a ckptfmt.State" in text
+            or "a State where a path, a URL or a store" in text
+        )
 
 
 @pytest.mark.parametrize(
@@ -117,14 +120,18 @@ def test_an_empty_path_is_shown(tmp_path: Path, capsys: Any) -> None:
         text = told(call)
         assert "ARGUMENT at path: the path is '', an empty text" in text
         assert "Give the path of a directory or file, or a URL" in text
-    for typed in (["validate", ""], ["convert", "", str(tmp_path / "x")], ["convert", str(tmp_path), ""]):
+    for typed in (
+        ["validate", ""],
+        ["convert", "", str(tmp_path / "x")],
+        ["convert", str(tmp_path), ""],
+    ):
         assert main(typed) == 2
         text = capsys.readouterr().err
         assert "an empty text" in text, typed
         assert "Give the path" in text, typed
 
 
-# --- a position in the data is wanted ---------------------------------------------------------------------------------
+# --- a position in the data is wanted -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", ["loader", "iterator", "sampler", "batch sampler", "dataset"])
@@ -140,7 +147,10 @@ def test_a_part_of_a_dataloader_names_the_sampler(part: Any, tmp_path: Path) -> 
         "dataset": dataset,
     }
     text = told(ckptfmt.save, tmp_path / "x", ckptfmt.State(data=parts[part]), step=1)
-    assert f"STATE_UNSUPPORTED at data: a {type(parts[part]).__name__} doesn't say where it stands" in text
+    assert (
+        f"STATE_UNSUPPORTED at data: a {type(parts[part]).__name__} doesn't say where it stands"
+        in text
+    )
     assert "batch_sampler=ckptfmt.Sampler(len(dataset), global_batch=..., seed=...)" in text
     assert "State(data=sampler)" in text
 
@@ -149,14 +159,16 @@ def test_a_loop_with_a_checkpointer_needs_no_advance(tmp_path: Path) -> None:
     """The docstring of `Sampler` says who moves the cursor; a `Checkpointer` does."""
     assert "don't call `advance` then" in " ".join((ckptfmt.Sampler.__doc__ or "").split())
     sampler = ckptfmt.Sampler(10, global_batch=2)
-    with ckptfmt.Checkpointer(tmp_path / "run", ckptfmt.State(data=sampler), saver="inline") as checkpointer:
+    with ckptfmt.Checkpointer(
+        tmp_path / "run", ckptfmt.State(data=sampler), saver="inline"
+    ) as checkpointer:
         batches = iter(sampler)
         for _ in checkpointer.steps(3):
             next(batches)
     assert sampler.steps_done == 3
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def test_a_renamed_layer_is_found_under_its_old_name(tmp_path: Path) -> None:
@@ -168,22 +180,34 @@ def test_a_renamed_layer_is_found_under_its_old_name(tmp_path: Path) -> None:
         text = told(ckptfmt.load, tmp_path / "x", state, allow=allow)
         assert ("UNEXPECTED at" if "missing" in allow else "TENSOR_MISSING at") in text
         assert "pass rename={'encoder': 'backbone'} to ckptfmt.load" in text
-    assert "which leaves the live tensor as it was made" in told(ckptfmt.load, tmp_path / "x", state)
+    assert "which leaves the live tensor as it was made" in told(
+        ckptfmt.load, tmp_path / "x", state
+    )
     ckptfmt.load(tmp_path / "x", state, rename={"encoder": "backbone"})
-    assert torch.equal(new.get_parameter("encoder.1.weight"), old.get_parameter("backbone.1.weight"))
+    assert torch.equal(
+        new.get_parameter("encoder.1.weight"), old.get_parameter("backbone.1.weight")
+    )
 
 
 def test_both_allowed_a_rename_is_still_offered(tmp_path: Path) -> None:
     """`allow=("missing", "unexpected")` leaves random weights: the report says which names may belong together."""
     ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=Net("backbone")), step=1)
-    report: Any = ckptfmt.load(tmp_path / "x", ckptfmt.State(weights=Net("encoder")), allow=("missing", "unexpected"))
+    report: Any = ckptfmt.load(
+        tmp_path / "x", ckptfmt.State(weights=Net("encoder")), allow=("missing", "unexpected")
+    )
     assert any("rename={'encoder': 'backbone'}" in reason for reason in report.lowered_by)
 
 
 def test_names_that_cannot_be_matched_are_listed(tmp_path: Path) -> None:
     """Two tensors of one shape became others: which is which, only the author knows."""
-    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights={"a": torch.zeros(3), "b": torch.zeros(3)}), step=1)
-    text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights={"c": torch.zeros(3), "d": torch.zeros(3)}))
+    ckptfmt.save(
+        tmp_path / "x", ckptfmt.State(weights={"a": torch.zeros(3), "b": torch.zeros(3)}), step=1
+    )
+    text = told(
+        ckptfmt.load,
+        tmp_path / "x",
+        ckptfmt.State(weights={"c": torch.zeros(3), "d": torch.zeros(3)}),
+    )
     assert "nothing here takes weights:a, weights:b" in text
     assert "the argument rename= maps live names to saved ones" in text
     assert "rename={" not in text  # code or prose, not both
@@ -205,7 +229,11 @@ def test_a_model_inside_of_another_is_found_without_its_prefix(tmp_path: Path) -
 def test_nothing_of_that_shape_was_saved_offers_no_rename(tmp_path: Path) -> None:
     """A new layer is no renamed one."""
     ckptfmt.save(tmp_path / "x", ckptfmt.State(weights={"a": torch.zeros(3)}), step=1)
-    text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights={"a": torch.zeros(3), "b": torch.zeros(5)}))
+    text = told(
+        ckptfmt.load,
+        tmp_path / "x",
+        ckptfmt.State(weights={"a": torch.zeros(3), "b": torch.zeros(5)}),
+    )
     assert "rename" not in text
 
 
@@ -213,7 +241,9 @@ def test_all_that_does_not_fit_is_in_one_message(tmp_path: Path) -> None:
     """A layer that is missing, one of another width and a value that wasn't saved: each code, each place, bounded."""
     saved = torch.nn.ParameterDict({"a": torch.zeros(3)})
     ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=saved), step=1)
-    live = torch.nn.ParameterDict({"a": torch.zeros(4), **{f"b{number:02}": torch.zeros(5) for number in range(12)}})
+    live = torch.nn.ParameterDict(
+        {"a": torch.zeros(4), **{f"b{number:02}": torch.zeros(5) for number in range(12)}}
+    )
     text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights=live, extra={"count": 1}))
     assert "SHAPE_MISMATCH at weights:a: saved with shape (3,), here (4,)" in text
     assert "TENSOR_MISSING at weights:b00: not saved" in text
@@ -227,14 +257,24 @@ def test_all_that_does_not_fit_is_in_one_message(tmp_path: Path) -> None:
     ("saved", "here", "remedy"),
     [
         (None, None, "No configuration was saved: State(config={...}) is compared by a load"),
-        ({"width": 64}, {"width": 128}, "Build the model as it was saved: config:width was 64, and is 128 here."),
+        (
+            {"width": 64},
+            {"width": 128},
+            "Build the model as it was saved: config:width was 64, and is 128 here.",
+        ),
         ({"width": 64}, None, "/x --field config` shows its configuration"),
     ],
 )
-def test_another_width_is_told_with_what_decides_it(saved: Any, here: Any, remedy: str, tmp_path: Path) -> None:
+def test_another_width_is_told_with_what_decides_it(
+    saved: Any, here: Any, remedy: str, tmp_path: Path
+) -> None:
     """`nn.Linear(8, 128)` after `nn.Linear(8, 64)`."""
-    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=torch.nn.Linear(8, 64), config=saved), step=1)
-    text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights=torch.nn.Linear(8, 128), config=here))
+    ckptfmt.save(
+        tmp_path / "x", ckptfmt.State(weights=torch.nn.Linear(8, 64), config=saved), step=1
+    )
+    text = told(
+        ckptfmt.load, tmp_path / "x", ckptfmt.State(weights=torch.nn.Linear(8, 128), config=here)
+    )
     assert "weights:weight: saved with shape (64, 8), here (128, 8)" in text
     assert remedy in text
 
@@ -245,7 +285,9 @@ def test_the_traceback_of_a_mistake_is_short(tmp_path: Path) -> None:
     ckptfmt.save(tmp_path / "x", state, step=1)
 
     def train(given: ckptfmt.State, **options: Any) -> None:
-        with ckptfmt.Checkpointer(tmp_path / "run", given, saver="inline", **options) as checkpointer:
+        with ckptfmt.Checkpointer(
+            tmp_path / "run", given, saver="inline", **options
+        ) as checkpointer:
             checkpointer.save(step=checkpointer.step + 1)
 
     train(state)
@@ -253,7 +295,9 @@ def test_the_traceback_of_a_mistake_is_short(tmp_path: Path) -> None:
         "load of another shape": lambda: ckptfmt.load(tmp_path / "x", other),
         "load from nowhere": lambda: ckptfmt.load(tmp_path / "y"),
         "save over": lambda: ckptfmt.save(tmp_path / "x", state, step=1),
-        "save of an object": lambda: ckptfmt.save(tmp_path / "y", ckptfmt.State(data=object()), step=1),
+        "save of an object": lambda: ckptfmt.save(
+            tmp_path / "y", ckptfmt.State(data=object()), step=1
+        ),
         "save of no step": lambda: ckptfmt.save(tmp_path / "y", state, step=-1),
         "Checkpointer's every": lambda: train(state, every="5 lightyears"),
         "Checkpointer's keep": lambda: train(state, keep=0),
@@ -266,7 +310,11 @@ def test_the_traceback_of_a_mistake_is_short(tmp_path: Path) -> None:
         with pytest.raises(CkptError) as caught:
             call()
         error = caught.value
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename != __file__
+        ]
         assert len(frames) <= 8, name
         assert error.__cause__ is None, name
         assert error.__suppress_context__ or error.__context__ is None, name
@@ -316,7 +364,9 @@ def test_a_new_head_is_told_how_to_take_the_rest(head: str, tmp_path: Path) -> N
 
 def test_another_width_is_no_new_head(tmp_path: Path) -> None:
     """A bias that fits by chance in a layer that doesn't: nothing of it is offered."""
-    old, new = (torch.nn.Sequential(torch.nn.Linear(8, n), torch.nn.Linear(n, 1)) for n in (64, 128))
+    old, new = (
+        torch.nn.Sequential(torch.nn.Linear(8, n), torch.nn.Linear(n, 1)) for n in (64, 128)
+    )
     ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=old), step=1)
     assert "only=" not in told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights=new))
 
@@ -325,7 +375,9 @@ def test_what_only_chooses_and_the_state_lacks_is_refused(tmp_path: Path) -> Non
     """`load(path, State(weights=model), only="extra:ema")` loaded nothing and returned a report."""
     model = torch.nn.Linear(2, 2)
     ema = torch.optim.swa_utils.AveragedModel(model)
-    saved = ckptfmt.State(weights=model, optimizer=trained(model), config={"width": 2}, extra={"ema": ema})
+    saved = ckptfmt.State(
+        weights=model, optimizer=trained(model), config={"width": 2}, extra={"ema": ema}
+    )
     ckptfmt.save(tmp_path / "x", saved, step=1)
     live = ckptfmt.State(weights=torch.nn.Linear(2, 2), rng=False)
     for only, remedy in (
@@ -336,11 +388,17 @@ def test_what_only_chooses_and_the_state_lacks_is_refused(tmp_path: Path) -> Non
     ):
         text = told(ckptfmt.load, tmp_path / "x", live, only=only)
         name = only if isinstance(only, str) else only[1]
-        assert f"ARGUMENT at only={name!r}: saved, and no part of the State takes it. Remedy: " in text
+        assert (
+            f"ARGUMENT at only={name!r}: saved, and no part of the State takes it. Remedy: " in text
+        )
         assert remedy in text
-    report: Any = ckptfmt.load(tmp_path / "x", live, only=["weights:*", "extra:ema"], allow="unexpected")
+    report: Any = ckptfmt.load(
+        tmp_path / "x", live, only=["weights:*", "extra:ema"], allow="unexpected"
+    )
     assert any("only='extra:ema'" in reason for reason in report.lowered_by)
-    assert "only='extra:ema'" in told(ckptfmt.load, tmp_path / "x", live, only="extra:ema", allow="unexpected")
+    assert "only='extra:ema'" in told(
+        ckptfmt.load, tmp_path / "x", live, only="extra:ema", allow="unexpected"
+    )
     report = ckptfmt.load(tmp_path / "x", live, only=["weights:*", "config:*", "provenance:*"])
     assert report.left_count == 0
 
@@ -358,7 +416,8 @@ def test_averaged_weights_go_into_a_plain_model(averaged: str, tmp_path: Path) -
     live = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     state = ckptfmt.State(weights=live)
     found = re.search(
-        r"with only=('[^']*'), rename=(\{.*?\})", told(ckptfmt.load, tmp_path / "x", state, only="extra:ema")
+        r"with only=('[^']*'), rename=(\{.*?\})",
+        told(ckptfmt.load, tmp_path / "x", state, only="extra:ema"),
     )
     assert found is not None
     only, rename = ast.literal_eval(found[1]), ast.literal_eval(found[2])
@@ -373,7 +432,9 @@ def test_averaged_weights_go_into_a_plain_model(averaged: str, tmp_path: Path) -
     optimizer = torch.optim.AdamW(begun.parameters())
     init = ckptfmt.InitFrom(tmp_path / "x", only=only, rename=rename)
     state = ckptfmt.State(weights=begun, optimizer=optimizer)
-    with ckptfmt.Checkpointer(tmp_path / "run", state, init_from=init, saver="inline") as checkpointer:
+    with ckptfmt.Checkpointer(
+        tmp_path / "run", state, init_from=init, saver="inline"
+    ) as checkpointer:
         assert checkpointer.step == 0
     assert all(torch.equal(tensor, expected[name]) for name, tensor in begun.state_dict().items())
 
@@ -383,7 +444,9 @@ def test_learning_rates_set_by_hand_are_told_in_one_line(tmp_path: Path, caplog:
 
     def state_at(lr: float) -> ckptfmt.State:
         model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(6)))
-        groups = [{"params": [*layer.parameters()], "lr": lr * 2**-at} for at, layer in enumerate(model)]
+        groups = [
+            {"params": [*layer.parameters()], "lr": lr * 2**-at} for at, layer in enumerate(model)
+        ]
         return ckptfmt.State(weights=model, optimizer=torch.optim.AdamW(groups))
 
     with ckptfmt.Checkpointer(tmp_path / "run", state_at(0.5), saver="inline") as checkpointer:
@@ -400,14 +463,22 @@ def test_learning_rates_set_by_hand_are_told_in_one_line(tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 2), (1, 4)])
-def test_another_number_of_processes_is_one_fact(saving: int, loading: int, tmp_path: Path, caplog: Any) -> None:
+def test_another_number_of_processes_is_one_fact(
+    saving: int, loading: int, tmp_path: Path, caplog: Any
+) -> None:
     """Not `worker_count: ...; logical_workers: ...; world_size: ...; streams of ...`, and a line for each stream."""
 
     def train(worker: int, total: int) -> Any:
         sampler = ckptfmt.Sampler(40, global_batch=4, worker=(worker, total))
-        state = ckptfmt.State(weights={"w": torch.zeros(2)}, optimizer={"step": 0}, data=sampler, config={"a": 1})
-        options: dict[str, Any] = {"writer": (worker, total), "agree": f"of-{total}"} if total > 1 else {}
-        with ckptfmt.Checkpointer(tmp_path / "run", state, every=1, saver="inline", **options) as checkpointer:
+        state = ckptfmt.State(
+            weights={"w": torch.zeros(2)}, optimizer={"step": 0}, data=sampler, config={"a": 1}
+        )
+        options: dict[str, Any] = (
+            {"writer": (worker, total), "agree": f"of-{total}"} if total > 1 else {}
+        )
+        with ckptfmt.Checkpointer(
+            tmp_path / "run", state, every=1, saver="inline", **options
+        ) as checkpointer:
             batches = iter(sampler)
             for _ in checkpointer.steps(checkpointer.step + 1):
                 next(batches)
@@ -424,7 +495,9 @@ def test_another_number_of_processes_is_one_fact(saving: int, loading: int, tmp_
         assert counts == f"processes: saved {saving}, here {loading}"
         assert len(others) == 1
         code, scopes = (
-            ("MISSING", "lw/1" if loading == 2 else "lw/1 to lw/3") if loading > saving else ("UNEXPECTED", "lw/1")
+            ("MISSING", "lw/1" if loading == 2 else "lw/1 to lw/3")
+            if loading > saving
+            else ("UNEXPECTED", "lw/1")
         )
         assert others[0].startswith(f"STREAM_{code} at rng ({scopes}): ")
         assert others[0].endswith(": numpy, python, torch.cpu")
@@ -432,7 +505,7 @@ def test_another_number_of_processes_is_one_fact(saving: int, loading: int, tmp_
     assert len(line) < 400 + len(str(tmp_path))
 
 
-# --- places -----------------------------------------------------------------------------------------------------------
+# --- places ---------------------------------------------------------------------------------------
 
 
 def test_a_place_is_printed_once(tmp_path: Path) -> None:
@@ -440,7 +513,8 @@ def test_a_place_is_printed_once(tmp_path: Path) -> None:
     ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=torch.nn.Linear(7, 7)), step=1)
     text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights=Net("net")))
     assert text.startswith(
-        "TENSOR_MISSING at weights:net.0.weight: not saved (shape here (4, 4)); weights:net.0.bias: "
+        "TENSOR_MISSING at weights:net.0.weight: not saved (shape here (4, 4));"
+        " weights:net.0.bias: "
     )
     assert text.count("weights:net.0.weight") == 1
     (tmp_path / "file").write_bytes(b"")
@@ -460,13 +534,15 @@ def test_values_of_extra_are_called_as_they_were_given(tmp_path: Path) -> None:
     text = told(ckptfmt.save, tmp_path / "x", ckptfmt.State(extra={"scheduler": object()}), step=1)
     assert "STATE_UNSUPPORTED at extra:scheduler: a value" in text
     ckptfmt.save(tmp_path / "x", ckptfmt.State(extra={"count": 3, "other": 4}), step=1)
-    assert "LEAF_MISSING at extra:counter" in told(ckptfmt.load, tmp_path / "x", ckptfmt.State(extra={"counter": 1}))
+    assert "LEAF_MISSING at extra:counter" in told(
+        ckptfmt.load, tmp_path / "x", ckptfmt.State(extra={"counter": 1})
+    )
     assert ckptfmt.load(tmp_path / "x", only="extra:count") == {"optimizer": {"extra/count": 3}}
     for name in ("extra:cuont", "optimizer:extra/cuont"):
         assert "nothing of this name was saved" in told(ckptfmt.load, tmp_path / "x", only=name)
 
 
-# --- another optimizer ------------------------------------------------------------------------------------------------
+# --- another optimizer ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -484,10 +560,19 @@ def test_state_of_another_optimizer_is_refused_whatever_is_allowed(
     model = torch.nn.Linear(3, 2)
     ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=model, optimizer=trained(model)), step=1)
     optimizer = kind(model.parameters(), **options)
-    state, before = ckptfmt.State(weights=model, optimizer=optimizer), dict(optimizer.param_groups[0])
+    state, before = (
+        ckptfmt.State(weights=model, optimizer=optimizer),
+        dict(optimizer.param_groups[0]),
+    )
     for allow in ((), ("missing", "unexpected")):
         text = told(ckptfmt.load, tmp_path / "x", state, allow=allow)
-        assert re.search(rf"saved by another kind of optimizer: that one has .*betas.*; the one here has .*{has}", text)
+        assert re.search(
+            (
+                r"saved by another kind of optimizer: that one has .*betas.*; the one here has"
+                rf" .*{has}"
+            ),
+            text,
+        )
         assert "only='weights:*'" in text
     assert optimizer.param_groups[0].keys() == before.keys()
     ckptfmt.load(tmp_path / "x", state, only="weights:*")
@@ -505,7 +590,7 @@ def test_an_option_of_the_users_own_is_no_other_optimizer(tmp_path: Path) -> Non
     ckptfmt.load(tmp_path / "x", state, allow=("missing",))
 
 
-# --- files of others --------------------------------------------------------------------------------------------------
+# --- files of others ------------------------------------------------------------------------------
 
 
 def test_what_another_format_wrote_names_the_conversion(tmp_path: Path) -> None:
@@ -530,7 +615,11 @@ def test_what_another_format_wrote_names_the_conversion(tmp_path: Path) -> None:
         ({"step": 1200}, [], "It is of step 1200, as 'step' says."),
         ({"global_step": 7}, [], "It is of step 7, as 'global_step' says."),
         ({"step": 1200}, ["--step", "5"], "It is of step 5."),
-        ({"step": "many"}, [], "It is of step 0: the source doesn't say how many training steps were done; --step N"),
+        (
+            {"step": "many"},
+            [],
+            "It is of step 0: the source doesn't say how many training steps were done; --step N",
+        ),
         ({}, [], "It is of step 0: the source"),
     ],
 )
@@ -574,7 +663,7 @@ def test_a_path_where_nothing_is_says_so(tmp_path: Path) -> None:
     assert "has no manifest.json" in told(ckptfmt.load, tmp_path / "empty")
 
 
-# --- other numbers of processes ---------------------------------------------------------------------------------------
+# --- other numbers of processes -------------------------------------------------------------------
 
 
 def test_values_of_one_process_are_told_in_one_sentence() -> None:
@@ -583,7 +672,9 @@ def test_values_of_one_process_are_told_in_one_sentence() -> None:
 
     def state(value: int) -> ckptfmt.State:
         return ckptfmt.State(
-            weights={"w": np.zeros(2)}, data=ckptfmt.PerWorker(value), extra={"a": ckptfmt.PerWorker({"n": value})}
+            weights={"w": np.zeros(2)},
+            data=ckptfmt.PerWorker(value),
+            extra={"a": ckptfmt.PerWorker({"n": value})},
         )
 
     def save(writer: int) -> object:
@@ -595,11 +686,13 @@ def test_values_of_one_process_are_told_in_one_sentence() -> None:
     assert not [found for found in run_writers(2, save) if isinstance(found, Exception)]
     reports = run_writers(3, load)
     found = [reason for reason in reports[2].lowered_by if "process 2 saved none" in reason]
-    assert found == ["extra:a, data: process 2 saved none, as one of 2 processes, and takes process 0's"]
+    assert found == [
+        "extra:a, data: process 2 saved none, as one of 2 processes, and takes process 0's"
+    ]
     assert not any("scope" in reason for report in reports for reason in report.lowered_by)
 
 
-# --- what was forgotten -----------------------------------------------------------------------------------------------
+# --- what was forgotten ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", ["nothing", "scheduler", "state_dict"])
@@ -642,7 +735,7 @@ def test_a_scheduler_that_is_in_no_state_is_missed(
     assert any("initial_lr" in reason for reason in report.lowered_by) == (given == "nothing")
 
 
-# --- values of arguments ----------------------------------------------------------------------------------------------
+# --- values of arguments --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -656,9 +749,13 @@ def test_a_scheduler_that_is_in_no_state_is_missed(
         ({"keep": 1, "keep_every": 0}, "such as keep_every=1000"),
     ],
 )
-def test_a_value_that_cannot_be_names_one_that_can(given: dict[str, Any], example: str, tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_names_one_that_can(
+    given: dict[str, Any], example: str, tmp_path: Path
+) -> None:
     """`Checkpointer(every=0)`, `every="10 steps"`, `keep=0`, `keep="3"`: the remedy is an example."""
-    text = told(ckptfmt.Checkpointer, tmp_path / "run", ckptfmt.State(data=1), saver="inline", **given)
+    text = told(
+        ckptfmt.Checkpointer, tmp_path / "run", ckptfmt.State(data=1), saver="inline", **given
+    )
     assert f"ARGUMENT at {[*given][-1]}=:" in text
     assert example in text
 
@@ -679,7 +776,9 @@ def test_a_second_save_to_a_path_is_told_of_replace(tmp_path: Path) -> None:
     """`save("x", ...)` twice: the remedy is what makes the second call work; in a run it is none."""
     state = ckptfmt.State(data=1)
     ckptfmt.save(tmp_path / "x", state, step=1)
-    assert "save(..., replace=True) takes the place of the old one" in told(ckptfmt.save, tmp_path / "x", state, step=2)
+    assert "save(..., replace=True) takes the place of the old one" in told(
+        ckptfmt.save, tmp_path / "x", state, step=2
+    )
     ckptfmt.save(tmp_path / "x", state, step=2, replace=True)
     with ckptfmt.Checkpointer(tmp_path / "run", state, saver="inline") as checkpointer:
         checkpointer.save(step=1)
@@ -702,7 +801,7 @@ def test_dir_lists_what_is_public() -> None:
     assert [name for name in dir(ckptfmt) if not name.startswith("__")] == sorted(ckptfmt.__all__)
 
 
-# --- what the answer leaves open --------------------------------------------------------------------------------------
+# --- what the answer leaves open ------------------------------------------------------------------
 
 
 def test_a_document_of_a_checkpoint_leads_to_its_directory(tmp_path: Path) -> None:
@@ -716,7 +815,9 @@ def test_a_report_says_that_there_is_more_to_read(tmp_path: Path) -> None:
     """`print(report)`, lowered by two: one is shown, and where the other is."""
     weights = {"a": torch.zeros(2)}
     ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=weights, config={"a": 1, "b": 1}), step=1)
-    report: Any = ckptfmt.load(tmp_path / "x", ckptfmt.State(weights=weights, config={"a": 2, "b": 2}))
+    report: Any = ckptfmt.load(
+        tmp_path / "x", ckptfmt.State(weights=weights, config={"a": 2, "b": 2})
+    )
     assert "; lowered by 2: config:a: saved 1, here 2; and 1 more in lowered_by)" in str(report)
 
 
@@ -726,15 +827,21 @@ def test_a_load_of_weights_alone_says_what_it_was_not_asked_for(tmp_path: Path) 
     ckptfmt.save(tmp_path / "x", state, step=1)
     report: Any = ckptfmt.load(tmp_path / "x", ckptfmt.State(weights=state.weights))
     assert repr(report) == "LoadReport(step=1, claim='S0'; not in State: optimizer, data, config)"
-    report = ckptfmt.load(tmp_path / "x", ckptfmt.State(weights=state.weights, data={"n": 2}), only="weights:*")
+    report = ckptfmt.load(
+        tmp_path / "x", ckptfmt.State(weights=state.weights, data={"n": 2}), only="weights:*"
+    )
     assert "left out by only=: 1 tensors and values" in repr(report)
 
 
 def test_a_read_only_file_system_is_no_matter_of_owner_and_mode() -> None:
     """STORE_ACCESS of EROFS: to look at owner and mode leads nowhere."""
-    assert "mounted for reading only" in (remedy_of(OSError(errno.EROFS, "Read-only file system")) or "")
+    assert "mounted for reading only" in (
+        remedy_of(OSError(errno.EROFS, "Read-only file system")) or ""
+    )
     assert remedy_of(OSError(errno.EACCES, "Permission denied")) is None
-    assert "mounted for reading only" in str(_store_error(OSError(errno.EROFS, "Read-only file system", "x"), "x"))
+    assert "mounted for reading only" in str(
+        _store_error(OSError(errno.EROFS, "Read-only file system", "x"), "x")
+    )
 
 
 def test_a_target_without_suffix_is_a_checkpoint(tmp_path: Path) -> None:
@@ -747,13 +854,17 @@ def test_a_target_without_suffix_is_a_checkpoint(tmp_path: Path) -> None:
     assert main(["convert", str(tmp_path / "imported"), str(tmp_path / "other")]) == 2
 
 
-# --- what a second newcomer met ---------------------------------------------------------------------------------------
+# --- what a second newcomer met -------------------------------------------------------------------
 
 
-def train(path: Path, *, steps: int, seed: int = 0, read: bool = True, **options: Any) -> tuple[Any, list[Any]]:
+def train(
+    path: Path, *, steps: int, seed: int = 0, read: bool = True, **options: Any
+) -> tuple[Any, list[Any]]:
     """Train with a sampler; return the Checkpointer and the batches that were taken."""
     sampler = ckptfmt.Sampler(40, global_batch=4, seed=seed, worker=(0, 1))
-    state = ckptfmt.State(weights={"w": torch.zeros(2)}, optimizer={"step": 0}, data=sampler, config={})
+    state = ckptfmt.State(
+        weights={"w": torch.zeros(2)}, optimizer={"step": 0}, data=sampler, config={}
+    )
     batches: list[Any] = []
     with ckptfmt.Checkpointer(path, state, every=1, saver="inline", **options) as checkpointer:
         taken = iter(sampler)
@@ -768,7 +879,9 @@ def test_a_sampler_that_nobody_reads_claims_no_t1(tmp_path: Path) -> None:
     assert any(report.startswith("SAMPLER_UNREAD: no batch was taken") for report in saving.reports)
     resumed, _ = train(tmp_path / "unread", steps=3)
     assert resumed.load_report.claim == "S0"
-    assert any("what was trained isn't its order" in reason for reason in resumed.load_report.lowered_by)
+    assert any(
+        "what was trained isn't its order" in reason for reason in resumed.load_report.lowered_by
+    )
     again, _ = train(tmp_path / "unread", steps=4)  # what was saved since then was read
     assert (again.load_report.claim, saving.load_report) == ("T1", None)
     saving, _ = train(tmp_path / "read", steps=2)
@@ -814,21 +927,33 @@ def test_a_scheduler_of_another_class_is_refused_before_anything_is_changed(tmp_
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    ckptfmt.save(tmp_path / "c", ckptfmt.State(weights=model, optimizer=optimizer, extra={"sched": cosine}), step=1)
+    ckptfmt.save(
+        tmp_path / "c",
+        ckptfmt.State(weights=model, optimizer=optimizer, extra={"sched": cosine}),
+        step=1,
+    )
     other = torch.nn.Linear(2, 2)
     kept = other.weight.detach().clone()
     live = torch.optim.SGD(other.parameters(), lr=0.1)
     step_lr = torch.optim.lr_scheduler.StepLR(live, 5)
     before = dict(step_lr.state_dict())
-    text = told(ckptfmt.load, tmp_path / "c", ckptfmt.State(weights=other, optimizer=live, extra={"sched": step_lr}))
-    assert "READ_BACK at extra:sched: the saved state lacks gamma, step_size, which a StepLR has" in text
+    text = told(
+        ckptfmt.load,
+        tmp_path / "c",
+        ckptfmt.State(weights=other, optimizer=live, extra={"sched": step_lr}),
+    )
+    assert (
+        "READ_BACK at extra:sched: the saved state lacks gamma, step_size, which a StepLR has"
+        in text
+    )
     assert "Give an object of the class that was saved" in text
     assert torch.equal(other.weight, kept)
     assert step_lr.state_dict() == before
 
 
 @pytest.mark.parametrize(
-    ("only", "meant"), [("weigths:*", "weights:*"), ("weights:heads", "weights:head"), ("haed", "head")]
+    ("only", "meant"),
+    [("weigths:*", "weights:*"), ("weights:heads", "weights:head"), ("haed", "head")],
 )
 def test_a_typo_in_only_is_told_what_was_meant(tmp_path: Path, only: str, meant: str) -> None:
     """And not to allow it, which loads nothing."""
@@ -841,10 +966,17 @@ def test_a_typo_in_only_is_told_what_was_meant(tmp_path: Path, only: str, meant:
     assert torch.equal(cast("Any", live.weights)["head"], torch.ones(2))
 
 
-def test_a_value_that_nothing_takes_and_one_of_another_name_are_told_how_to_take_them(tmp_path: Path) -> None:
+def test_a_value_that_nothing_takes_and_one_of_another_name_are_told_how_to_take_them(
+    tmp_path: Path,
+) -> None:
     """A scheduler that was forgotten, and one under another key: what the messages say does it."""
     ckptfmt.save(tmp_path / "c", ckptfmt.State(weights={}, extra={"sched": {"step": 7}}), step=1)
-    text = told(ckptfmt.load, tmp_path / "c", ckptfmt.State(weights={}, extra={"other": 1}), allow=("missing",))
+    text = told(
+        ckptfmt.load,
+        tmp_path / "c",
+        ckptfmt.State(weights={}, extra={"other": 1}),
+        allow=("missing",),
+    )
     assert "Give it to State: extra={'sched': ...}" in text
     live = ckptfmt.State(weights={}, extra={"scheduler": {"step": 0}})
     text = told(ckptfmt.load, tmp_path / "c", live)
@@ -858,7 +990,10 @@ def test_a_value_that_nothing_takes_and_one_of_another_name_are_told_how_to_take
 def test_an_override_that_fits_nothing_is_refused_whatever_is_allowed(tmp_path: Path) -> None:
     """`override=["optimizer:group/lrr"]` with `allow=("missing",)` kept the saved value in silence."""
     train(tmp_path / "run", steps=1)
-    for override, meant in ((["data"], "The field is 'data:*'."), (["optimizer:group/lrr"], "'optimizer:group/lr'")):
+    for override, meant in (
+        (["data"], "The field is 'data:*'."),
+        (["optimizer:group/lrr"], "'optimizer:group/lr'"),
+    ):
         text = told(train, tmp_path / "run", steps=2, override=override, allow=("missing",))
         assert f"ARGUMENT at override={override[0]!r}: nothing of this name was saved" in text
         assert meant in text
@@ -877,7 +1012,9 @@ def test_a_total_that_is_no_number_of_steps_is_refused(tmp_path: Path, total: An
 
 @pytest.mark.parametrize("given", ["16", 0, 1.5])
 def test_a_batch_that_is_no_number_of_samples_is_refused(given: Any) -> None:
-    assert f"global_batch={given!r} isn't from 1 to" in told(ckptfmt.Sampler, 40, global_batch=given)
+    assert f"global_batch={given!r} isn't from 1 to" in told(
+        ckptfmt.Sampler, 40, global_batch=given
+    )
 
 
 def test_a_checkpoint_of_a_run_is_no_run(tmp_path: Path) -> None:
@@ -888,7 +1025,9 @@ def test_a_checkpoint_of_a_run_is_no_run(tmp_path: Path) -> None:
     assert "resume='step-00000001-l0001' goes back to this checkpoint" in text
 
 
-@pytest.mark.parametrize(("resume", "meant"), [("3", "step-00000003-l0001"), ("fesh", "fresh"), ("atuo", "auto")])
+@pytest.mark.parametrize(
+    ("resume", "meant"), [("3", "step-00000003-l0001"), ("fesh", "fresh"), ("atuo", "auto")]
+)
 def test_a_wrong_resume_is_told_what_was_meant(tmp_path: Path, resume: str, meant: str) -> None:
     train(tmp_path / "run", steps=3)
     assert f"Did you mean {meant!r}?" in told(train, tmp_path / "run", steps=4, resume=resume)
@@ -915,7 +1054,12 @@ def test_an_array_in_the_configuration_is_compared_by_its_bytes(tmp_path: Path) 
     ckptfmt.save(tmp_path / "c", ckptfmt.State(weights={}, config=table), step=1)
     other = {"table": np.array([0.25, np.nan])}
     differing = [
-        [path for path, *_ in ckptfmt.load(tmp_path / "c", ckptfmt.State(weights={}, config=live)).config_differences]
+        [
+            path
+            for path, *_ in ckptfmt.load(
+                tmp_path / "c", ckptfmt.State(weights={}, config=live)
+            ).config_differences
+        ]
         for live in (table, other, {})
     ]
     assert differing == [[], ["table"], ["table"]]
@@ -963,7 +1107,9 @@ def test_a_run_without_its_launch_records_is_mended(tmp_path: Path, capsys: Any)
     shutil.rmtree(tmp_path / "run" / "launches")
     assert main(["repair", str(tmp_path / "run")]) == 0
     assert "launches/0001.json  FILE_MISSING" in capsys.readouterr().out
-    ckptfmt.load(tmp_path / "run", ckptfmt.State(weights={"w": torch.zeros(2)}, rng=False), only="weights:*")
+    ckptfmt.load(
+        tmp_path / "run", ckptfmt.State(weights={"w": torch.zeros(2)}, rng=False), only="weights:*"
+    )
 
 
 def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path, capsys: Any) -> None:
@@ -977,7 +1123,9 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path, capsys: Any) -> 
     assert re.match(r"good +run +1 committed +head step-00000001-l0001", lines[1])
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("delete", "rm"), ("verify", "validate"), ("info", "inspect")])
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("delete", "rm"), ("verify", "validate"), ("info", "inspect")]
+)
 def test_commands_of_other_programs_are_told_ours(typed: str, meant: str, capsys: Any) -> None:
     assert main([typed]) == 2
     assert f"Did you mean `ckptfmt {meant}`?" in capsys.readouterr().err
@@ -988,7 +1136,11 @@ def test_a_metric_that_comes_once_an_epoch_is_waited_for_in_silence(caplog: Any)
 
     def train(metrics: Any) -> tuple[list[str], int]:
         state, store = ckptfmt.State(weights={"w": torch.zeros(2)}, config={}), MemoryStore()
-        options: dict[str, Any] = {"keep": 1, "keep_best": ("eval_loss", "min", 2), "saver": "inline"}
+        options: dict[str, Any] = {
+            "keep": 1,
+            "keep_best": ("eval_loss", "min", 2),
+            "saver": "inline",
+        }
         caplog.clear()
         with (
             caplog.at_level("WARNING", logger="ckptfmt"),
@@ -996,10 +1148,16 @@ def test_a_metric_that_comes_once_an_epoch_is_waited_for_in_silence(caplog: Any)
         ):
             for step in range(1, 20):
                 checkpointer.save(step=step, metrics=metrics(step))
-        said = [message for message in caplog.messages if "keep_best=" in message or "clean-up" in message]
+        said = [
+            message
+            for message in caplog.messages
+            if "keep_best=" in message or "clean-up" in message
+        ]
         return said, sum(one.state == "committed" for one in ckptfmt.Run(store).list())
 
-    assert train(lambda step: {"train_loss": 1.0, **({} if step % 8 else {"eval_loss": 1 / step})}) == ([], 3)
+    assert train(
+        lambda step: {"train_loss": 1.0, **({} if step % 8 else {"eval_loss": 1 / step})}
+    ) == ([], 3)
     never, count = train(lambda _: {"train_loss": 1.0})
     assert (len(never), count) == (1, 19)
     assert "so 16 stay that keep= would let go; their metrics: train_loss" in never[0]
@@ -1012,12 +1170,17 @@ def test_a_metric_that_comes_once_an_epoch_is_waited_for_in_silence(caplog: Any)
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
-        ({}, "Without keep= this run keeps all its checkpoints: `ckptfmt gc {run} --keep 3` deletes"),
+        (
+            {},
+            "Without keep= this run keeps all its checkpoints: `ckptfmt gc {run} --keep 3` deletes",
+        ),
         ({"keep": 3}, "This run was begun with keep=3: `ckptfmt gc {run} --keep 1` deletes"),
         ({"keep": 1}, "This run keeps one checkpoint, and a save needs room for a second one"),
     ],
 )
-def test_a_full_disk_is_told_with_what_frees_space_here(saver: Any, options: Any, remedy: str) -> None:
+def test_a_full_disk_is_told_with_what_frees_space_here(
+    saver: Any, options: Any, remedy: str
+) -> None:
     """NO_SPACE said "lower keep=" where no `keep=` was given."""
     full = Fault(fail_at=1, operations=frozenset({"create"}), path_end=".safetensors")
     store = FaultStore(MemoryStore(), full, code=Code.NO_SPACE)
@@ -1058,20 +1221,28 @@ def test_the_comparison_has_a_column_for_each_framework_that_people_come_from() 
     assert all(cell.strip() for row in rows[2:] for cell in row)
 
 
-# --- what the commands say --------------------------------------------------------------------------------------------
+# --- what the commands say ------------------------------------------------------------------------
 
 
 def test_a_diff_begins_with_a_summary(tmp_path: Path, capsys: Any) -> None:
     """Two checkpoints of a small model were 240 lines, the verdict last."""
     for name, seed in (("a", 1), ("b", 2)):
         torch.manual_seed(seed)
-        model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        model = torch.nn.TransformerEncoder(
+            torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2
+        )
         optimizer = trained(model)
-        ckptfmt.save(tmp_path / name, ckptfmt.State(weights=model, optimizer=optimizer, data={"n": seed}), step=seed)
+        ckptfmt.save(
+            tmp_path / name,
+            ckptfmt.State(weights=model, optimizer=optimizer, data={"n": seed}),
+            step=seed,
+        )
     paths = [str(tmp_path / name) for name in ("a", "b")]
     assert main(["diff", *paths]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"different  .*a \(step 1\) and .*b \(step 2\): \d+ tensors and \d+ values differ", lines[0])
+    assert re.match(
+        r"different  .*a \(step 1\) and .*b \(step 2\): \d+ tensors and \d+ values differ", lines[0]
+    )
     assert re.match(r"  weights +\d+ tensors +by at most ", lines[1])
     assert len(lines) < 50
     assert re.search(r"and \d+ differences more: --all shows them", lines[-1])
@@ -1090,7 +1261,9 @@ def run_path(tmp_path: Path) -> str:
     return str(tmp_path / "run")
 
 
-def test_the_newest_checkpoint_is_not_deleted_and_the_way_out_is_told(run_path: str, capsys: Any) -> None:
+def test_the_newest_checkpoint_is_not_deleted_and_the_way_out_is_told(
+    run_path: str, capsys: Any
+) -> None:
     """`ckptfmt rm RUN 2`: not to delete what needs it, since nothing can be."""
     assert main(["rm", run_path, "2"]) == 2
     text = capsys.readouterr().err
@@ -1100,7 +1273,9 @@ def test_the_newest_checkpoint_is_not_deleted_and_the_way_out_is_told(run_path: 
     assert "To delete the whole run, delete its directory." in text
 
 
-def test_a_valid_checkpoint_that_is_no_delta_is_told_without_references(run_path: str, capsys: Any) -> None:
+def test_a_valid_checkpoint_that_is_no_delta_is_told_without_references(
+    run_path: str, capsys: Any
+) -> None:
     """`ckptfmt validate RUN`: no word of references and closure where there are none."""
     assert main(["validate", run_path]) == 0
     text = capsys.readouterr().out
@@ -1108,7 +1283,9 @@ def test_a_valid_checkpoint_that_is_no_delta_is_told_without_references(run_path
     assert not re.search("reference|closure", text)
 
 
-def test_streams_that_nobody_seeded_alike_are_told_from_another_training(tmp_path: Path, capsys: Any) -> None:
+def test_streams_that_nobody_seeded_alike_are_told_from_another_training(
+    tmp_path: Path, capsys: Any
+) -> None:
     """`ckptfmt diff calm killed`, where only the streams differ from which the training doesn't draw."""
     for name, seed in (("calm", 1), ("killed", 2)):
         stream = np.random.default_rng(seed)

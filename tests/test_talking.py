@@ -45,7 +45,10 @@ assert (list(logging.getLogger("ckptfmt").handlers), logging.getLogger("ckptfmt"
 def lines_of(*arguments: object) -> list[str]:
     """Return what a program prints that trains."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, arguments)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
@@ -58,10 +61,13 @@ def test_a_program_that_configures_no_logging_sees_a_line_for_each_event(tmp_pat
     begun, committed = lines_of(run, 0.1, 3, "plain")
     assert begun == "ckptfmt: launch 1 begins from nothing, at step 0"
     at = re.escape(str(run / "step-00000003-l0001"))
-    assert re.fullmatch(rf"ckptfmt: step 3 COMMITTED: 976\.\d KiB in \d+\.\d\d s \(\S+ [KM]iB/s\): {at}", committed)
+    assert re.fullmatch(
+        rf"ckptfmt: step 3 COMMITTED: 976\.\d KiB in \d+\.\d\d s \(\S+ [KM]iB/s\): {at}", committed
+    )
     resumed, again = lines_of(run, 0.2, 4, "plain")
     assert resumed == (
-        f"ckptfmt: launch 2 goes on from step 3 of launch 1 ({run / 'step-00000003-l0001'}): claim S1 expected;"
+        f"ckptfmt: launch 2 goes on from step 3 of launch 1 ({run / 'step-00000003-l0001'}):"
+        " claim S1 expected;"
         " config: lr 0.1 -> 0.2; config, harmless: out 0.1 -> 0.2"
     )
     assert "step 4 COMMITTED" in again
@@ -74,7 +80,10 @@ def test_a_run_that_begins_from_another_checkpoint_says_from_which(tmp_path: Pat
     """By its path."""
     lines_of(tmp_path / "run", 0.1, 3, "plain")
     begun, _ = lines_of(tmp_path / "other", 0.1, 1, "init", tmp_path / "run")
-    assert begun == f"ckptfmt: launch 1 begins from {tmp_path / 'run' / 'step-00000003-l0001'}, at step 0"
+    assert (
+        begun
+        == f"ckptfmt: launch 1 begins from {tmp_path / 'run' / 'step-00000003-l0001'}, at step 0"
+    )
 
 
 def test_who_configures_logging_is_not_talked_over(tmp_path: Path) -> None:
@@ -92,7 +101,9 @@ def test_only_process_0_speaks_and_the_others_whisper(caplog: pytest.LogCaptureF
     def train(writer: int) -> Any:
         state = ckptfmt.State(weights={"w": np.zeros(4)}, data={"n": 1})
         agree = allgather.of(writer)
-        with ckptfmt.Checkpointer(store, state, saver="inline", writer=(writer, 2), agree=agree) as checkpointer:
+        with ckptfmt.Checkpointer(
+            store, state, saver="inline", writer=(writer, 2), agree=agree
+        ) as checkpointer:
             for _ in checkpointer.steps(2):
                 pass
         return writer

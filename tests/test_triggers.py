@@ -30,17 +30,21 @@ def suspect(store: Any) -> dict[int, str | None]:
     return {one.step: one.suspect for one in Run(store).list() if one.state == "committed"}
 
 
-def train(store: Any, triggers: Triggers, feed: dict[int, dict[str, float]], **options: Any) -> tuple[Trainer, Any]:
+def train(
+    store: Any, triggers: Triggers, feed: dict[int, dict[str, float]], **options: Any
+) -> tuple[Trainer, Any]:
     """Train ten steps; feed each step's numbers, by default a loss and a norm of 1."""
     trainer = Trainer()
-    with Checkpointer(store, trainer.state, **{"saver": "inline", **options}, triggers=triggers) as checkpointer:
+    with Checkpointer(
+        store, trainer.state, **{"saver": "inline", **options}, triggers=triggers
+    ) as checkpointer:
         for step in checkpointer.steps(10):
             trainer.step(step)
             triggers.feed(**feed.get(step, {"loss": 1.0, "grad_norm": 1.0}))
     return trainer, checkpointer
 
 
-# --- what is noticed ------------------------------------------------------------------------------------------------
+# --- what is noticed ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
@@ -57,7 +61,11 @@ def test_what_is_not_finite_is_an_alarm(name: str, number: float) -> None:
 
 def test_a_norm_is_compared_with_the_average_of_those_before() -> None:
     triggers = Triggers(norm_factor=4, norm_count=10)
-    for norm in (100, 50, *[1] * 10):  # the first ten are compared with nothing; two are forgotten since
+    for norm in (
+        100,
+        50,
+        *[1] * 10,
+    ):  # the first ten are compared with nothing; two are forgotten since
         triggers.feed(grad_norm=norm)
     triggers.feed(grad_norm=4)
     assert triggers.look() is None
@@ -100,7 +108,7 @@ def test_what_is_no_trigger_is_refused_at_once(wrong: dict[str, Any]) -> None:
     assert code_of(lambda: Triggers(**wrong)) == Code.ARGUMENT
 
 
-# --- what is done about it ------------------------------------------------------------------------------------------
+# --- what is done about it ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [2, None, "1h"])
@@ -109,7 +117,11 @@ def test_the_step_is_saved_as_suspect_and_the_next_start_goes_back(every: Any) -
     with Checkpointer(store, Trainer().state, saver="inline") as checkpointer:
         checkpointer.save(step=0)
     trainer, checkpointer = train(store, Triggers(), {5: {"loss": math.nan}}, every=every)
-    assert (checkpointer.step, checkpointer.stopped, checkpointer.alarm) == (6, True, "step 6: loss is nan")
+    assert (checkpointer.step, checkpointer.stopped, checkpointer.alarm) == (
+        6,
+        True,
+        "step 6: loss is nan",
+    )
     found = suspect(store)
     assert found.pop(6) == "step 6: loss is nan"
     assert found == {0: None, 2: None, 4: None} if every == 2 else {0: None}
@@ -120,14 +132,18 @@ def test_the_step_is_saved_as_suspect_and_the_next_start_goes_back(every: Any) -
         assert checkpointer.step == good
         assert "is suspect: step 6: loss is nan" in checkpointer.passed_over[0]
     chosen = Trainer()
-    with Checkpointer(store, chosen.state, saver="inline", resume=Run(store).find(6).name) as checkpointer:
+    with Checkpointer(
+        store, chosen.state, saver="inline", resume=Run(store).find(6).name
+    ) as checkpointer:
         assert chosen.weights["w"].tobytes() == trainer.weights["w"].tobytes()
 
 
 def test_without_an_alarm_nothing_is_different() -> None:
     stores = MemoryStore(), MemoryStore()
     train(stores[0], Triggers(), {}, every=2)
-    with Checkpointer(stores[1], (trainer := Trainer()).state, saver="inline", every=2) as checkpointer:
+    with Checkpointer(
+        stores[1], (trainer := Trainer()).state, saver="inline", every=2
+    ) as checkpointer:
         for step in checkpointer.steps(10):
             trainer.step(step)
     assert committed(stores[0]) == committed(stores[1])
@@ -178,7 +194,8 @@ def test_a_notice_from_outside_is_no_evidence_against_the_state(
 ) -> None:
     """A save before a machine is lost was marked suspect, so that the next start threw its steps away.
 
-    What the program says by `alarm` is evidence with "save"; the log names the action for a notice that isn't.
+    What the program says by `alarm` is evidence with "save"; the log names the action for a notice
+    that isn't.
     """
     told: list[str] = []
     triggers = Triggers(
@@ -189,7 +206,9 @@ def test_a_notice_from_outside_is_no_evidence_against_the_state(
     )
     store, trainer = MemoryStore(), Trainer()
     before = signal.getsignal(signal.SIGUSR1)
-    with Checkpointer(store, trainer.state, saver="inline", every=2, triggers=triggers) as checkpointer:
+    with Checkpointer(
+        store, trainer.state, saver="inline", every=2, triggers=triggers
+    ) as checkpointer:
         for step in checkpointer.steps(10):
             trainer.step(step)
             if step == 2 and how == "alert":
@@ -214,7 +233,9 @@ def test_a_notice_from_outside_is_no_evidence_against_the_state(
 
 @pytest.mark.parametrize("action", ["save", "drain"])
 @pytest.mark.parametrize("order", ["alert first", "number first"])
-def test_a_number_that_is_wrong_is_evidence_beside_a_notice_from_outside(action: Any, order: str) -> None:
+def test_a_number_that_is_wrong_is_evidence_beside_a_notice_from_outside(
+    action: Any, order: str
+) -> None:
     store = MemoryStore()
     told: list[int] = []
     triggers = Triggers(action, alert=lambda: "drain node 7" if told else None)
@@ -267,7 +288,7 @@ def test_an_alert_that_fails_is_an_error_of_the_training() -> None:
         train(MemoryStore(), Triggers(alert=fail), {})
 
 
-# --- several processes ----------------------------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("action", ["save", "stop", "back"])
@@ -299,14 +320,15 @@ def test_all_do_the_same_at_one_step_whoever_notices(action: Any, who: int, ever
     assert found[0] == found[1] == found[2]
     done, stopped, alarm = found[0]
     assert (stopped, alarm) == (True, f"step {len(done)}: loss is nan")
-    # One second at most until it is asked for, by the clock of the test; sooner where a save is due.
+    # One second at most until it is asked for, by the clock of the test; sooner where a save is
+    # due.
     assert 11 <= len(done) <= (12 if every == 4 else 16)
     assert [str(error.code) for error in raised] == ["ALARM"] * 3 * (action == "back")
     good = dict.fromkeys((4, 8)) if every == 4 else {}
     assert suspect(store) == good | ({len(done): alarm} if action == "save" else {})
 
 
-# --- a step that hangs ----------------------------------------------------------------------------------------------
+# --- a step that hangs ----------------------------------------------------------------------------
 
 _HANGS = """
 import sys, time, ckptfmt
@@ -336,7 +358,9 @@ def test_a_step_that_hangs_ends_the_process_and_its_staged_save_is_committed(tmp
         check=False,
     )
     assert done.returncode == Triggers.exit_code == 75, done.stderr
-    assert re.search(r"STEP_OVERDUE at Triggers\(timeout_s=\): no step began within 3 s", done.stderr)
+    assert re.search(
+        r"STEP_OVERDUE at Triggers\(timeout_s=\): no step began within 3 s", done.stderr
+    )
     assert "in hang_here" in done.stderr
     assert "ckptfmt-watchdog" in done.stderr or "in _watch" in done.stderr  # all threads
     state = ckptfmt.State(data={"position": 0})
@@ -350,7 +374,9 @@ def test_a_watchdog_is_there_only_while_it_is_asked_for() -> None:
 
     for timeout_s in (None, 600):
         trainer, triggers = Trainer(), Triggers(timeout_s=timeout_s)
-        with Checkpointer(MemoryStore(), trainer.state, saver="inline", triggers=triggers) as checkpointer:
+        with Checkpointer(
+            MemoryStore(), trainer.state, saver="inline", triggers=triggers
+        ) as checkpointer:
             for step in checkpointer.steps(2):
                 trainer.step(step)
                 assert ("ckptfmt-watchdog" in names()) == (timeout_s is not None)
@@ -362,7 +388,9 @@ def test_no_step_is_watched_behind_a_loop_that_was_left_nor_while_a_stopped_run_
         return any(thread.name == "ckptfmt-watchdog" for thread in threading.enumerate())
 
     trainer, triggers = Trainer(), Triggers(timeout_s=600)
-    with Checkpointer(MemoryStore(), trainer.state, saver="inline", triggers=triggers) as checkpointer:
+    with Checkpointer(
+        MemoryStore(), trainer.state, saver="inline", triggers=triggers
+    ) as checkpointer:
         for step in checkpointer.steps(4):
             trainer.step(step)
             if step == 1:
@@ -395,9 +423,12 @@ def test_a_file_that_can_not_be_looked_for_is_no_alarm(tmp_path: Any, caplog: An
 def test_who_uses_no_triggers_imports_none() -> None:
     program = (
         "import sys, tempfile, ckptfmt\n"
-        "with ckptfmt.Checkpointer(tempfile.mkdtemp(), ckptfmt.State(data=1), saver='inline') as checkpointer:\n"
+        "with ckptfmt.Checkpointer(tempfile.mkdtemp(), ckptfmt.State(data=1), saver='inline') as"
+        " checkpointer:\n"
         "    checkpointer.save(step=1)\n"
         "assert 'ckptfmt.trainer.triggers' not in sys.modules\n"
         "assert 'faulthandler' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120, capture_output=True
+    )

@@ -35,11 +35,17 @@ from tests.test_saves import Run, is_whole
 
 def durabilities(store: Store) -> dict[int, str]:
     entries = list_checkpoints(store)
-    return {entry.step: entry.register.durability for entry in entries if isinstance(entry.register, Manifest)}
+    return {
+        entry.step: entry.register.durability
+        for entry in entries
+        if isinstance(entry.register, Manifest)
+    }
 
 
 def shards(store: Store, step: int, launch: int = 1) -> list[str]:
-    return [path for path in store.list(checkpoint_name(step, launch)) if path.endswith(".safetensors")]
+    return [
+        path for path in store.list(checkpoint_name(step, launch)) if path.endswith(".safetensors")
+    ]
 
 
 def save_all(run: Run, *steps: int) -> list[Any]:
@@ -54,7 +60,9 @@ def test_of_so_many_saves_one_goes_home(tmp_path: pathlib.Path) -> None:
         assert [report.durability for report in reports] == ["home", "node", "node"]
         assert durabilities(home) == {1: "home", 2: "node", 3: "node"}
         assert [bool(shards(home, step)) for step in (1, 2, 3)] == [True, False, False]
-        assert {path.partition("/")[0] for path in cached(tmp_path, ".settled")} == {checkpoint_name(1, 1)}
+        assert {path.partition("/")[0] for path in cached(tmp_path, ".settled")} == {
+            checkpoint_name(1, 1)
+        }
         (last,) = save_all(run, 4)
         assert last.durability == "home"
     assert is_whole(home, 4)
@@ -77,7 +85,9 @@ def test_what_was_asked_to_go_home_does(tmp_path: pathlib.Path) -> None:
 def test_the_last_step_goes_home(tmp_path: pathlib.Path) -> None:
     home = MemoryStore()
     state = ckptfmt.State(weights={"w": np.zeros(10)}, rng=False)
-    with Checkpointer(home, state, every=1, cache=tmp_path, upload_every=100, saver="thread") as checkpointer:
+    with Checkpointer(
+        home, state, every=1, cache=tmp_path, upload_every=100, saver="thread"
+    ) as checkpointer:
         for _ in checkpointer.steps(4):
             pass
     assert durabilities(home) == {1: "home", 4: "home"}
@@ -97,7 +107,7 @@ def test_what_caches_can_not_do_is_refused(options: dict[str, Any], remedy: str)
     assert caught.value.code == Code.ARGUMENT
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 def test_close_brings_the_last_save_home(tmp_path: pathlib.Path) -> None:
@@ -121,7 +131,9 @@ def test_close_brings_the_last_save_home(tmp_path: pathlib.Path) -> None:
     assert ckptfmt.validate(home).valid
 
 
-def test_a_training_that_ends_with_an_error_leaves_its_last_save_to_the_next_start(tmp_path: pathlib.Path) -> None:
+def test_a_training_that_ends_with_an_error_leaves_its_last_save_to_the_next_start(
+    tmp_path: pathlib.Path,
+) -> None:
     home = MemoryStore()
     run = Run(home, cache=tmp_path, upload_every=100)
 
@@ -207,7 +219,14 @@ def test_what_other_processes_have_not_brought_home_is_reported_by_the_mirror(
 
     def body(writer: int) -> None:
         options: dict[str, Any] = {"mirrors": [mirror]} if writer == 0 else {}
-        run = Run(home, writer=writer, allgather=gather, cache=tmp_path / str(writer), upload_every=100, **options)
+        run = Run(
+            home,
+            writer=writer,
+            allgather=gather,
+            cache=tmp_path / str(writer),
+            upload_every=100,
+            **options,
+        )
         with run:
             save_all(run, 1, 2)
             gather.of(writer)(b"")
@@ -224,7 +243,7 @@ def test_what_other_processes_have_not_brought_home_is_reported_by_the_mirror(
     assert durabilities(mirror) == {1: "home"}
 
 
-# --- the next launch --------------------------------------------------------------------------------------------------
+# --- the next launch ------------------------------------------------------------------------------
 
 
 def one_that_died(tmp_path: pathlib.Path, **options: Any) -> tuple[MemoryStore, pathlib.Path]:
@@ -268,7 +287,9 @@ def test_without_its_cache_a_launch_goes_on_from_home(tmp_path: pathlib.Path) ->
 
 
 @pytest.mark.parametrize("how", ["damaged", "truncated", "deleted"])
-def test_where_the_newest_is_damaged_the_next_older_one_is_taken(tmp_path: pathlib.Path, how: str) -> None:
+def test_where_the_newest_is_damaged_the_next_older_one_is_taken(
+    tmp_path: pathlib.Path, how: str
+) -> None:
     """REQ-RUN-041, REQ-RUN-035: and the report names it."""
     home, cache = one_that_died(tmp_path)
     for file in cache.rglob(f"{checkpoint_name(3, 1)}/**/*.safetensors"):
@@ -277,7 +298,9 @@ def test_where_the_newest_is_damaged_the_next_older_one_is_taken(tmp_path: pathl
         assert run.checkpointer.step == 2
         assert (run.weights["w"] == 2).all()
         assert any(checkpoint_name(3, 1) in sentence for sentence in run.checkpointer.reports)
-        assert [sentence.split()[0] for sentence in run.checkpointer.passed_over] == [checkpoint_name(3, 1)]
+        assert [sentence.split()[0] for sentence in run.checkpointer.passed_over] == [
+            checkpoint_name(3, 1)
+        ]
 
 
 def test_what_is_chosen_by_hand_is_brought_home(tmp_path: pathlib.Path) -> None:
@@ -320,7 +343,9 @@ def two_that_died(tmp_path: pathlib.Path) -> tuple[MemoryStore, list[pathlib.Pat
     meeting = threading.Barrier(2, timeout=WAIT_S)
 
     def body(writer: int) -> None:
-        with Run(home, writer=writer, allgather=gather, cache=caches[writer], upload_every=3) as run:
+        with Run(
+            home, writer=writer, allgather=gather, cache=caches[writer], upload_every=3
+        ) as run:
             save_all(run, 1, 2)
             meeting.wait()
             if writer == 0:
@@ -332,13 +357,17 @@ def two_that_died(tmp_path: pathlib.Path) -> tuple[MemoryStore, list[pathlib.Pat
 
 
 @pytest.mark.parametrize("exchanged", [False, True])
-def test_each_writers_files_come_from_wherever_they_are(tmp_path: pathlib.Path, *, exchanged: bool) -> None:
+def test_each_writers_files_come_from_wherever_they_are(
+    tmp_path: pathlib.Path, *, exchanged: bool
+) -> None:
     """REQ-RUN-041: also where the processes have other numbers on other nodes now."""
     home, caches = two_that_died(tmp_path)
     gather = Allgather(2)
 
     def body(writer: int) -> int:
-        with Run(home, writer=writer, allgather=gather, cache=caches[writer ^ exchanged], resume="auto") as run:
+        with Run(
+            home, writer=writer, allgather=gather, cache=caches[writer ^ exchanged], resume="auto"
+        ) as run:
             return run.checkpointer.step
 
     assert run_writers(2, body) == [2, 2]
@@ -379,10 +408,12 @@ def test_a_killed_saver_leaves_nothing_that_is_not_found(tmp_path: pathlib.Path)
     assert not any(step in durabilities(home) for step in (2, 3))
 
 
-# --- room -------------------------------------------------------------------------------------------------------------
+# --- room -----------------------------------------------------------------------------------------
 
 
-def test_what_nothing_at_home_replaces_stays_and_a_save_without_room_goes_home(tmp_path: pathlib.Path) -> None:
+def test_what_nothing_at_home_replaces_stays_and_a_save_without_room_goes_home(
+    tmp_path: pathlib.Path,
+) -> None:
     """REQ-RUN-037: two saves have room; step 4 goes home from its slot, and then the others may go."""
     home = MemoryStore()
     with Run(home, cache=tmp_path, cache_nbytes=600_000, upload_every=100) as run:
@@ -399,12 +430,16 @@ def test_what_nothing_at_home_replaces_stays_and_a_save_without_room_goes_home(t
     assert is_whole(home, 4)
 
 
-def test_once_a_newer_one_is_at_home_the_cache_may_let_all_older_ones_go(tmp_path: pathlib.Path) -> None:
+def test_once_a_newer_one_is_at_home_the_cache_may_let_all_older_ones_go(
+    tmp_path: pathlib.Path,
+) -> None:
     """REQ-RUN-037: of other writers, too, whom nobody is at work for; and none that is newer."""
     run_id, attempt = "a" * 32, "0" * 16
     cache = NodeCache(CacheOptions(path=str(tmp_path)), run_id)
     parts = {
-        (step, writer): CachedPart(checkpoint_name(step, 2), attempt, writer) for step in (1, 2, 3) for writer in (0, 1)
+        (step, writer): CachedPart(checkpoint_name(step, 2), attempt, writer)
+        for step in (1, 2, 3)
+        for writer in (0, 1)
     }
     newer = CachedPart(checkpoint_name(1, 3), attempt, 0)
     for part in (*parts.values(), newer):
@@ -427,7 +462,7 @@ def test_a_cache_that_goes_makes_saves_go_home(tmp_path: pathlib.Path) -> None:
     assert durabilities(home) == {1: "home", 3: "home"}
 
 
-# --- retention, deltas, and who looks at a run ------------------------------------------------------------------------
+# --- retention, deltas, and who looks at a run ----------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [None, 1, 2])
@@ -471,7 +506,13 @@ def test_a_pin_is_refused_where_the_files_are_not_at_home(tmp_path: pathlib.Path
 def test_deltas_are_made_between_those_that_go_home(tmp_path: pathlib.Path) -> None:
     """REQ-CMT-047: and what lies in between in the slots doesn't get into them."""
     home = MemoryStore()
-    with Run(home, cache=tmp_path, upload_every=3, delta={"mode": "smallest", "restore_budget": 1e9}, slots=2) as run:
+    with Run(
+        home,
+        cache=tmp_path,
+        upload_every=3,
+        delta={"mode": "smallest", "restore_budget": 1e9},
+        slots=2,
+    ) as run:
         reports = save_all(run, *range(1, 11))
     profiles = [report.profile for report in reports]
     assert [profiles[at] for at in (1, 2, 4, 5, 7, 8)] == ["full"] * 6
@@ -484,14 +525,25 @@ def test_who_looks_at_a_run_is_told(tmp_path: pathlib.Path) -> None:
     """REQ-OPN-012, REQ-RUN-020"""
     home, _ = one_that_died(tmp_path)
     run = ckptfmt.Run(home)
-    assert [(one.step, one.durability) for one in run.list()] == [(1, "home"), (2, "node"), (3, "node")]
-    for look in (lambda: ckptfmt.open(home), lambda: ckptfmt.load(home), lambda: run.open(2), run.open):
+    assert [(one.step, one.durability) for one in run.list()] == [
+        (1, "home"),
+        (2, "node"),
+        (3, "node"),
+    ]
+    for look in (
+        lambda: ckptfmt.open(home),
+        lambda: ckptfmt.load(home),
+        lambda: run.open(2),
+        run.open,
+    ):
         assert code_of(look) == Code.FILES_IN_CACHES
     with run.open(1) as checkpoint:
         assert checkpoint.manifest.durability == "home"
     report = ckptfmt.validate(home)
     assert report.valid
-    assert sorted(sentence.split()[0] for sentence in report.warnings) == [checkpoint_name(step, 1) for step in (2, 3)]
+    assert sorted(sentence.split()[0] for sentence in report.warnings) == [
+        checkpoint_name(step, 1) for step in (2, 3)
+    ]
     assert list(report.checkpoints) == [checkpoint_name(1, 1)]
 
 
@@ -505,7 +557,11 @@ def test_a_mirror_has_what_is_at_home_and_names_the_rest(tmp_path: pathlib.Path)
     with Run(home, cache=cache, upload_every=3, resume="auto"):
         pass
     report = mirror_run(home, mirror)  # the launch has brought the newest home
-    assert (report.head, report.current, report.in_caches) == (checkpoint_name(3, 1), True, (checkpoint_name(2, 1),))
+    assert (report.head, report.current, report.in_caches) == (
+        checkpoint_name(3, 1),
+        True,
+        (checkpoint_name(2, 1),),
+    )
     assert is_whole(mirror, 3)
 
 

@@ -21,7 +21,14 @@ def arguments(rank: int) -> argparse.Namespace:
 
 
 def train(
-    store: Any, allgather: Allgather, writer: int, *, config: Any, total: int = 4, count: int = 2, **state: Any
+    store: Any,
+    allgather: Allgather,
+    writer: int,
+    *,
+    config: Any,
+    total: int = 4,
+    count: int = 2,
+    **state: Any,
 ) -> tuple[Checkpointer, list[int]]:
     """Train on a process of several; return the steps that it did."""
     done: list[int] = []
@@ -88,11 +95,16 @@ def test_the_remedy_works_and_process_0s_configuration_is_saved_and_compared() -
     reports = [checkpointer.load_report for checkpointer in changed]
     assert reports[0] is not None
     assert reports[0].config_differences == (("lr", 0.1, 0.2),)
-    assert all(report is not None and any("config:lr" in one for one in report.lowered_by) for report in reports)
+    assert all(
+        report is not None and any("config:lr" in one for one in report.lowered_by)
+        for report in reports
+    )
 
 
 @pytest.mark.parametrize("wrapper", [ckptfmt.FirstWorker, ckptfmt.PerWorker])
-def test_a_wrapper_within_a_configuration_is_refused_with_what_to_write(wrapper: Any, tmp_path: Any) -> None:
+def test_a_wrapper_within_a_configuration_is_refused_with_what_to_write(
+    wrapper: Any, tmp_path: Any
+) -> None:
     """It was saved as a mapping with the key `value`."""
     with pytest.raises(CkptError, match=r"State\(config=ckptfmt.FirstWorker\(config\)\)") as caught:
         ckptfmt.save(tmp_path / "c", ckptfmt.State(config={"args": wrapper({"rank": 0})}), step=1)
@@ -105,7 +117,9 @@ def test_a_value_that_comes_to_differ_is_refused_by_the_save_itself(count: int) 
     found = refusals(count, config={}, extra=lambda _: {"best": 0.0, "epoch": 3})
     assert {error.code for error in found} == {Code.LEAF_DIVERGED}
     assert len({str(error) for error in found}) == 1
-    assert "optimizer 'extra/best': differs between writers 0 and 1 at /: 0.5 and 1.5" in str(found[0])
+    assert "optimizer 'extra/best': differs between writers 0 and 1 at /: 0.5 and 1.5" in str(
+        found[0]
+    )
     assert "ckptfmt.FirstWorker" in str(found[0])
     assert all("done: [0, 1, 2, 3]" in error.__notes__ for error in found)
 

@@ -29,14 +29,19 @@ def load(path, *arguments) -> Any:
 
 def save_all(path, states):
     attempt = ckptfmt.SaveAttempt.begin(step=1, writer_count=len(states))
-    return attempt.commit(path, [attempt.write_part(path, state, writer=n) for n, state in enumerate(states)])
+    return attempt.commit(
+        path, [attempt.write_part(path, state, writer=n) for n, state in enumerate(states)]
+    )
 
 
 def test_the_first_workers_value_counts_for_all(tmp_path):
     states = [
         ckptfmt.State(
             data=ckptfmt.FirstWorker(Counter(worker)),
-            extra={"best": ckptfmt.FirstWorker({"loss": float(worker), "w": np.full(3, worker)}), "same": 1},
+            extra={
+                "best": ckptfmt.FirstWorker({"loss": float(worker), "w": np.full(3, worker)}),
+                "same": 1,
+            },
         )
         for worker in range(3)
     ]
@@ -44,10 +49,19 @@ def test_the_first_workers_value_counts_for_all(tmp_path):
     assert ckptfmt.validate(tmp_path / "c").valid
 
     for worker in range(3):
-        held: dict[str, Any] = {"best": ckptfmt.FirstWorker({"loss": -1.0, "w": np.zeros(3, int)}), "same": 0}
+        held: dict[str, Any] = {
+            "best": ckptfmt.FirstWorker({"loss": -1.0, "w": np.zeros(3, int)}),
+            "same": 0,
+        }
         counter = Counter(-1)
         state = ckptfmt.State(data=ckptfmt.FirstWorker(counter), extra=held)
-        ckptfmt.load(tmp_path / "c", state, writer=(worker, 3), agree=lambda value: [value] * 3, allow=("streams",))
+        ckptfmt.load(
+            tmp_path / "c",
+            state,
+            writer=(worker, 3),
+            agree=lambda value: [value] * 3,
+            allow=("streams",),
+        )
         assert counter.count == 0
         assert held["best"].value["loss"] == 0.0
         assert held["best"].value["w"].tobytes() == np.zeros(3, int).tobytes()

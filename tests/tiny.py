@@ -60,9 +60,16 @@ class Tiny:
             self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=20)
             extra = {"scheduler": self.scheduler}
         seed(100 + start)
-        self.sampler = Sampler(SAMPLES, global_batch=global_batch, seed=3, worker=worker, micro_batches=micro_batches)
+        self.sampler = Sampler(
+            SAMPLES, global_batch=global_batch, seed=3, worker=worker, micro_batches=micro_batches
+        )
         self.loader = torch.utils.data.DataLoader(Points(), batch_sampler=self.sampler)
-        fields = {"weights": self.net, "data": self.sampler, "config": config or {"lr": lr}, "extra": extra or None}
+        fields = {
+            "weights": self.net,
+            "data": self.sampler,
+            "config": config or {"lr": lr},
+            "extra": extra or None,
+        }
         self.state = State(**{**fields, "optimizer": self.optimizer, **state})
         self.losses: dict[int, str] = {}
 

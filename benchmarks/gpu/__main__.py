@@ -1,6 +1,7 @@
 """Run all that needs a GPU, step by step and in order of value, and write records as it goes.
 
-It needs nothing but Python's standard library itself: a step that lacks a package says so, and the others go on.
+It needs nothing but Python's standard library itself: a step that lacks a package says so, and the
+others go on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ _TAIL: Final = 6000
 
 def find_tests() -> list[str]:
     """Return the files of tests of which some need a device: importing all of them would take half a minute."""
-    found = [path for path in (ROOT / "tests").rglob("test_*.py") if MARK in path.read_text(encoding="utf-8")]
+    found = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if MARK in path.read_text(encoding="utf-8")
+    ]
     return [str(path.relative_to(ROOT)) for path in sorted(found)]
 
 
@@ -39,7 +44,8 @@ class Step:
 
     Attributes:
         name: of its records.
-        arguments: of the interpreter; ``{device}``, ``{out}``, ``{scratch}`` and ``{nbytes}`` are filled in.
+        arguments: of the interpreter; ``{device}``, ``{out}``, ``{scratch}`` and ``{nbytes}`` are
+            filled in.
         limit_s: how long it may take, in seconds.
         nbytes: how large a state it works with, and in a rehearsal.
     """
@@ -54,13 +60,30 @@ class Step:
 MARK: Final = "@pytest.mark.cuda\n"
 _PYTEST: Final = (
     *("-m", "pytest", "-q", "-m", "cuda", "-rs", "-p", "pytest_timeout", "-p", "no:cacheprovider"),
-    *("-o", "addopts=--import-mode=importlib --strict-markers", "-W", "default", "--junitxml={out}/cuda_tests.xml"),
+    *(
+        "-o",
+        "addopts=--import-mode=importlib --strict-markers",
+        "-W",
+        "default",
+        "--junitxml={out}/cuda_tests.xml",
+    ),
 )
 STEPS: Final = (
-    Step(name="environment", arguments=("-m", "benchmarks.gpu.environment", "--device", "{device}"), limit_s=60),
+    Step(
+        name="environment",
+        arguments=("-m", "benchmarks.gpu.environment", "--device", "{device}"),
+        limit_s=60,
+    ),
     Step(
         name="round_trip",
-        arguments=("-m", "benchmarks.gpu.round_trip", "--device", "{device}", "--nbytes", "{nbytes}"),
+        arguments=(
+            "-m",
+            "benchmarks.gpu.round_trip",
+            "--device",
+            "{device}",
+            "--nbytes",
+            "{nbytes}",
+        ),
         limit_s=120,
         nbytes=(200_000_000, 2_000_000),
     ),
@@ -68,7 +91,17 @@ STEPS: Final = (
     Step(
         name="gpu_digest",
         arguments=(
-            *("-m", "benchmarks", "gpu_digest", "--device", "{device}", "--nbytes", "{nbytes}", "--rounds", "5"),
+            *(
+                "-m",
+                "benchmarks",
+                "gpu_digest",
+                "--device",
+                "{device}",
+                "--nbytes",
+                "{nbytes}",
+                "--rounds",
+                "5",
+            ),
             *("--directory", "{scratch}", "--out", "{out}/gpu_digest.json"),
         ),
         limit_s=120,
@@ -77,7 +110,17 @@ STEPS: Final = (
     Step(
         name="stall",
         arguments=(
-            *("-m", "benchmarks", "stall", "--device", "{device}", "--nbytes", "{nbytes}", "--rounds", "3"),
+            *(
+                "-m",
+                "benchmarks",
+                "stall",
+                "--device",
+                "{device}",
+                "--nbytes",
+                "{nbytes}",
+                "--rounds",
+                "3",
+            ),
             *("--directory", "{scratch}", "--out", "{out}/stall.json"),
         ),
         limit_s=220,
@@ -86,7 +129,16 @@ STEPS: Final = (
     Step(
         name="trajectories",
         arguments=(
-            *("-m", "ckptfmt", "conformance", "run", "--adapter", "reference", "--kind", "trajectory"),
+            *(
+                "-m",
+                "ckptfmt",
+                "conformance",
+                "run",
+                "--adapter",
+                "reference",
+                "--kind",
+                "trajectory",
+            ),
             *("--filter", "trajectory/t1/plain/*", "--json", "{out}/trajectories.json"),
         ),
         limit_s=180,
@@ -97,12 +149,22 @@ STEPS: Final = (
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the records, made if missing")
-    parser.add_argument("--rehearse", action="store_true", help="do the same on the processor, as far as that goes")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory of the records, made if missing"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="do the same on the processor, as far as that goes"
+    )
     parser.add_argument("--steps", help="names of steps, with commas between them (all)")
-    parser.add_argument("--bound", type=float, default=BOUND_S, help="seconds for all of it (%(default)s)")
-    parser.add_argument("--wheels", type=Path, default=WHEELS, help="packages that travelled along (%(default)s)")
-    parser.add_argument("--scratch", type=Path, help="where to write and delete (a temporary directory)")
+    parser.add_argument(
+        "--bound", type=float, default=BOUND_S, help="seconds for all of it (%(default)s)"
+    )
+    parser.add_argument(
+        "--wheels", type=Path, default=WHEELS, help="packages that travelled along (%(default)s)"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, help="where to write and delete (a temporary directory)"
+    )
     return parser.parse_args(arguments)
 
 
@@ -111,7 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     names = [step.name for step in STEPS] if options.steps is None else options.steps.split(",")
     if unknown := set(names) - {step.name for step in STEPS}:
-        print(f"no step {', '.join(sorted(unknown))}: there are {', '.join(step.name for step in STEPS)}")
+        print(
+            f"no step {', '.join(sorted(unknown))}: there are"
+            f" {', '.join(step.name for step in STEPS)}"
+        )
         return 2
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -124,22 +189,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         codes = {}
         for step in STEPS:
             if step.name in names:
-                words = {"device": device, "out": str(out), "scratch": scratch, "nbytes": step.nbytes[device == "cpu"]}
-                command = [sys.executable, *(argument.format(**words) for argument in step.arguments)]
+                words = {
+                    "device": device,
+                    "out": str(out),
+                    "scratch": scratch,
+                    "nbytes": step.nbytes[device == "cpu"],
+                }
+                command = [
+                    sys.executable,
+                    *(argument.format(**words) for argument in step.arguments),
+                ]
                 limit_s = min(step.limit_s, end_s - time.monotonic())
-                record = run_step(step.name, command, environment, limit_s=limit_s, log=out / "output.log")
+                record = run_step(
+                    step.name, command, environment, limit_s=limit_s, log=out / "output.log"
+                )
                 codes[step.name] = record["exit_code"]
                 with (out / "records.jsonl").open("a", encoding="utf-8") as records:
                     records.write(f"{json.dumps({'rehearsal': options.rehearse, **record})}\n")
-                print(f"{step.name}: exit code {record['exit_code']} after {record['seconds']:.0f} s", flush=True)
+                print(
+                    f"{step.name}: exit code {record['exit_code']} after {record['seconds']:.0f} s",
+                    flush=True,
+                )
     return int(any(codes.values()))
 
 
 def unpack(wheels: Path, site: Path) -> int:
     """Unpack the wheels that travelled along; return how many.
 
-    A wheel is an archive, so that this needs no installer: not every environment has one. One for another machine
-    fails in the first step that imports it, by name.
+    A wheel is an archive, so that this needs no installer: not every environment has one. One for
+    another machine fails in the first step that imports it, by name.
     """
     site.mkdir(parents=True)
     found = sorted(wheels.glob("*.whl")) if wheels.is_dir() else []

@@ -14,7 +14,17 @@ from typing import Any
 
 #: What the steps import, by its module.
 _MODULES = (
-    *("numpy", "torch", "blake3", "hypothesis", "jsonschema", "ml_dtypes", "msgpack", "pytest", "pytest_timeout"),
+    *(
+        "numpy",
+        "torch",
+        "blake3",
+        "hypothesis",
+        "jsonschema",
+        "ml_dtypes",
+        "msgpack",
+        "pytest",
+        "pytest_timeout",
+    ),
     *("safetensors", "xxhash", "zstandard", "ckptfmt", "ckptfmt_conformance"),
 )
 
@@ -60,12 +70,18 @@ def _version_of(name: str) -> str | None:
 def _describe_devices() -> dict[str, Any]:
     import torch  # noqa: PLC0415 - perhaps it isn't there
 
-    properties = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    properties = [
+        torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())
+    ]
     return {
         "torch_cuda": torch.version.cuda,
         "driver": _ask_driver(),
         "devices": [
-            {"name": one.name, "memory_nbytes": one.total_memory, "capability": [one.major, one.minor]}
+            {
+                "name": one.name,
+                "memory_nbytes": one.total_memory,
+                "capability": [one.major, one.minor],
+            }
             for one in properties
         ],
     }

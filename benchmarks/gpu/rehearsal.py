@@ -1,7 +1,7 @@
 """Do on this machine what will be done on one with a GPU: torch and numpy are there, and nothing else of ours.
 
-The interpreter is the one below this environment, which sees none of its packages; torch and numpy, with what they need
-themselves, are lent to it by links.
+The interpreter is the one below this environment, which sees none of its packages; torch and numpy,
+with what they need themselves, are lent to it by links.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return status
         lend(site, ("torch", "numpy"))
         below = Path(sys.base_prefix) / "bin" / f"python{python}"
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+        }
         command = [str(below), "-m", "benchmarks.gpu", "--rehearse", "--wheels", str(wheels)]
         command += sys.argv[1:] if arguments is None else arguments
-        return subprocess.run(command, cwd=ROOT, env={**own, "PYTHONPATH": str(site)}, check=False).returncode
+        return subprocess.run(
+            command, cwd=ROOT, env={**own, "PYTHONPATH": str(site)}, check=False
+        ).returncode
 
 
 def lend(site: Path, names: Sequence[str]) -> None:

@@ -20,8 +20,24 @@ _LAYERS: Final = 4
 #: Weights and two moments, in bytes of an element.
 _ELEMENT_NBYTES: Final = 12
 _DTYPES: Final = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int32),
-    *(torch.int64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.int32,
+    ),
+    *(
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ),
 )
 
 
@@ -38,7 +54,10 @@ class Training:
     def make(cls, device: torch.device, width: int, *, seed: int) -> Training:
         """Return a training that has done nothing yet."""
         torch.manual_seed(seed)
-        layers = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Dropout(0.1)) for _ in range(_LAYERS)]
+        layers = [
+            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Dropout(0.1))
+            for _ in range(_LAYERS)
+        ]
         model = torch.nn.Sequential(*layers).to(device)
         model.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
         return cls(model, torch.optim.AdamW(model.parameters(), lr=1e-3), device, {"step": 0})
@@ -47,7 +66,9 @@ class Training:
     def state(self) -> ckptfmt.State:
         """What is saved and restored."""
         config = {"width": self.model[0][0].in_features}
-        return ckptfmt.State(weights=self.model, optimizer=self.optimizer, data=self.data, config=config)
+        return ckptfmt.State(
+            weights=self.model, optimizer=self.optimizer, data=self.data, config=config
+        )
 
     def step(self) -> None:
         """Do a step; dropout draws from the device's own stream."""
@@ -104,7 +125,9 @@ def check_dtypes(path: Path, device: torch.device) -> dict[str, object]:
     for where in {device.type, "cpu"}:
         live = {name: torch.zeros_like(tensor, device=where) for name, tensor in made.items()}
         ckptfmt.load(path, ckptfmt.State(weights=live))
-        found[f"dtypes, loaded on {where}"] = all(bits_of(live[name]) == bits_of(made[name]) for name in made)
+        found[f"dtypes, loaded on {where}"] = all(
+            bits_of(live[name]) == bits_of(made[name]) for name in made
+        )
     return found
 
 

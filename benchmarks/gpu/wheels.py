@@ -11,20 +11,47 @@ from typing import Final
 
 from benchmarks.gpu.__main__ import ROOT, WHEELS
 
-#: What the steps import beside torch and numpy, and what that imports. numpy is left as torch's own environment has it.
+#: What the steps import beside torch and numpy, and what that imports. numpy is left as torch's own
+#: environment has it.
 NAMES: Final = (
-    *("attrs", "blake3", "hypothesis", "iniconfig", "jsonschema", "jsonschema-specifications", "ml_dtypes", "msgpack"),
-    *("packaging", "pluggy", "Pygments", "pytest", "pytest-timeout", "referencing", "rpds-py", "safetensors"),
+    *(
+        "attrs",
+        "blake3",
+        "hypothesis",
+        "iniconfig",
+        "jsonschema",
+        "jsonschema-specifications",
+        "ml_dtypes",
+        "msgpack",
+    ),
+    *(
+        "packaging",
+        "pluggy",
+        "Pygments",
+        "pytest",
+        "pytest-timeout",
+        "referencing",
+        "rpds-py",
+        "safetensors",
+    ),
     *("sortedcontainers", "typing_extensions", "xxhash", "zstandard"),
 )
 PYTHON: Final = "3.12"
-_PLATFORMS: Final = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
+_PLATFORMS: Final = (
+    "manylinux_2_28",
+    "manylinux_2_27",
+    "manylinux_2_24",
+    "manylinux_2_17",
+    "manylinux2014",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fetch; return the status of the installer."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.wheels", description=__doc__)
-    parser.add_argument("--python", default=PYTHON, help="version of the machine's Python (%(default)s)")
+    parser.add_argument(
+        "--python", default=PYTHON, help="version of the machine's Python (%(default)s)"
+    )
     parser.add_argument("--machine", default="x86_64", help="its processor (%(default)s)")
     parser.add_argument("--out", type=Path, default=WHEELS, help="where to put them (%(default)s)")
     options = parser.parse_args(arguments)
@@ -39,7 +66,16 @@ def fetch(out: Path, *, python: str, machine: str) -> int:
     platforms = [word for name in _PLATFORMS for word in ("--platform", f"{name}_{machine}")]
     command = [
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
-        *("--implementation", "cp", "--python-version", python, *platforms, "--dest", str(out), *pins()),
+        *(
+            "--implementation",
+            "cp",
+            "--python-version",
+            python,
+            *platforms,
+            "--dest",
+            str(out),
+            *pins(),
+        ),
     ]
     status = subprocess.run(command, check=False).returncode
     found = [wheel.stat().st_size for wheel in out.glob("*.whl")]

@@ -51,7 +51,7 @@ def own_config(config: object, *, worker: int) -> tuple[Any, bool]:
     return (None if value is None else plain_config(value, where="config:")), is_given
 
 
-def plain_config(value: Any, *, where: str, depth: int = 0) -> Any:  # noqa: ANN401 - whatever the caller configures by
+def plain_config(value: Any, *, where: str, depth: int = 0) -> Any:
     """Return a configuration as a tree.
 
     Namespaces, dataclass instances and mappings become dicts, paths become strings, and enum
@@ -61,20 +61,32 @@ def plain_config(value: Any, *, where: str, depth: int = 0) -> Any:  # noqa: ANN
     Raises: FormatError(DOC_DEPTH); StateError(STATE_UNSUPPORTED) for torch tensors.
     """
     if depth > limits.MSGPACK_DEPTH:
-        raise err(Code.DOC_DEPTH, "the value nests too deeply, or contains itself", where=where, remedy="Flatten it.")
+        raise err(
+            Code.DOC_DEPTH,
+            "the value nests too deeply, or contains itself",
+            where=where,
+            remedy="Flatten it.",
+        )
     if hasattr(value, "requires_grad"):
         detail = f"a {type(value).__module__}.{type(value).__qualname__} is no configuration"
-        remedy = "Give numbers, texts, lists and dicts here, as value.tolist() is; give tensors to weights= or extra=."
+        remedy = (
+            "Give numbers, texts, lists and dicts here, as value.tolist() is; give tensors"
+            " to weights= or extra=."
+        )
         place = where.replace(":/", "/")
-        raise err(Code.STATE_UNSUPPORTED, detail, where=place, requirement="REQ-TRE-001", remedy=remedy)
+        raise err(
+            Code.STATE_UNSUPPORTED, detail, where=place, requirement="REQ-TRE-001", remedy=remedy
+        )
     if isinstance(value, FirstWorker | PerWorker):
         name = type(value).__name__
         raise err(
             Code.ARGUMENT,
             f"{name} stands where a configuration has one value for all processes",
             where=where.replace(":/", "/"),
-            remedy="Wrap the whole of it, State(config=ckptfmt.FirstWorker(config)), which saves process 0's; what"
-            " differs between processes otherwise goes to State(extra={name: ckptfmt.PerWorker(value)}).",
+            remedy="Wrap the whole of it, State(config=ckptfmt.FirstWorker(config)), which saves"
+            " process 0's; what"
+            " differs between processes otherwise goes to State(extra={name:"
+            " ckptfmt.PerWorker(value)}).",
         )
     if isinstance(value, Enum):
         return value.name
@@ -85,10 +97,14 @@ def plain_config(value: Any, *, where: str, depth: int = 0) -> Any:  # noqa: ANN
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {key: plain_config(item, where=f"{where}/{key}", depth=depth + 1) for key, item in value.items()}
+        return {
+            key: plain_config(item, where=f"{where}/{key}", depth=depth + 1)
+            for key, item in value.items()
+        }
     if type(value) in (list, tuple):
         return type(value)(
-            plain_config(item, where=f"{where}/{index}", depth=depth + 1) for index, item in enumerate(value)
+            plain_config(item, where=f"{where}/{index}", depth=depth + 1)
+            for index, item in enumerate(value)
         )
     return value
 
@@ -104,7 +120,11 @@ def find_differences(saved: object, live: object) -> list[tuple[str, object, obj
     left, right = dict(_flatten(saved, "")), dict(_flatten(live, ""))
     # an empty container differs only by the other side's items
     for side, other in ((left, right), (right, left)):
-        empty = [path for path, value in side.items() if isinstance(value, dict | list | tuple) and path not in other]
+        empty = [
+            path
+            for path, value in side.items()
+            if isinstance(value, dict | list | tuple) and path not in other
+        ]
         for path in empty:
             if any(name.startswith(f"{path}/") for name in other):
                 del side[path]
@@ -153,7 +173,9 @@ def topology(*, worker_count: int) -> dict[str, object]:
     }
 
 
-def local_facts(*, devices: frozenset[str], meshes: list[Any], jax_facts: Mapping[str, object]) -> dict[str, object]:
+def local_facts(
+    *, devices: frozenset[str], meshes: list[Any], jax_facts: Mapping[str, object]
+) -> dict[str, object]:
     """Return facts about a single worker's machine: devices, threads, environment and meshes."""
     side = torch_side()
     return {
@@ -166,7 +188,9 @@ def local_facts(*, devices: frozenset[str], meshes: list[Any], jax_facts: Mappin
     }
 
 
-def provenance(given: Mapping[str, object] | None, init_from: Mapping[str, object] | None) -> dict[str, object]:
+def provenance(
+    given: Mapping[str, object] | None, init_from: Mapping[str, object] | None
+) -> dict[str, object]:
     """Return the origin of the run, as far as the program and the environment reveal it.
 
     Values from the caller override detected values.

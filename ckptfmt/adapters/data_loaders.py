@@ -28,7 +28,8 @@ from ckptfmt.state import FirstWorker, PerWorker, State
 #: the lowered claim.
 UNREAD_SAMPLERS: Final = "unread_samplers"
 UNREAD: Final = (
-    "no batch was taken of a Sampler in State, neither by iterating nor by indices(): what was trained isn't its order"
+    "no batch was taken of a Sampler in State, neither by iterating nor by indices():"
+    " what was trained isn't its order"
 )
 
 
@@ -57,10 +58,10 @@ def _samplers_in(value: object) -> Iterator[Sampler]:
 class _Stateful(Protocol):
     """A loader that can return its position."""
 
-    def state_dict(self) -> Any:  # noqa: ANN401 - the library's own
+    def state_dict(self) -> Any:
         """Return the position."""
 
-    def load_state_dict(self, state_dict: Any, /) -> Any:  # noqa: ANN401 - the library's own
+    def load_state_dict(self, state_dict: Any, /) -> Any:
         """Move to a position."""
 
 
@@ -80,7 +81,13 @@ class _Adapter:
 
     def _tree(self, per: Per, state: object) -> dict[str, Any]:
         return dump_foreign(
-            Foreign(lib=self._lib, version=self._version, per=per, worker_count=self.worker_count, state=state)
+            Foreign(
+                lib=self._lib,
+                version=self._version,
+                per=per,
+                worker_count=self.worker_count,
+                state=state,
+            )
         )
 
 
@@ -102,14 +109,16 @@ class ForeignLoader(_Adapter):
         worker_count: the number of workers. Default: as for `ckptfmt.Sampler`.
     """
 
-    def __init__(self, loader: _Stateful, *, lib: str, version: str = "", worker_count: int | None = None) -> None:
+    def __init__(
+        self, loader: _Stateful, *, lib: str, version: str = "", worker_count: int | None = None
+    ) -> None:
         super().__init__(lib, version, worker_count)
         self._loader: Any = loader
         #: The loader's iterator from the last loaded position; None once `__iter__` has used it.
         self._begun: Iterator[Any] | None = None
 
     @property
-    def loader(self) -> Any:  # noqa: ANN401 - the library's own
+    def loader(self) -> Any:
         """The other library's loader."""
         return self._loader
 
@@ -139,7 +148,10 @@ class ForeignLoader(_Adapter):
         foreign = _parse(state_dict, self._lib)
         if foreign.worker_count != self.worker_count:
             raise err(
-                Code.LOADER_NOT_ELASTIC, _detail(foreign, self.worker_count), where="loader", requirement="REQ-CUR-023"
+                Code.LOADER_NOT_ELASTIC,
+                _detail(foreign, self.worker_count),
+                where="loader",
+                requirement="REQ-CUR-023",
             )
         self._loader.load_state_dict(foreign.state)
         self._loaded = dict(state_dict)
@@ -200,13 +212,17 @@ class ConsumedSamples(_Adapter):
         """
         counts = _parse(state_dict, self._lib).state
         if not isinstance(counts, dict) or counts.keys() != set(self._names):
-            raise err(Code.CONFIG_IDENTITY, f"the saved counts aren't called {self._names}", where="loader/state")
+            raise err(
+                Code.CONFIG_IDENTITY,
+                f"the saved counts aren't called {self._names}",
+                where="loader/state",
+            )
         for name in self._names:
             setattr(self._holder, name, counts[name])
         self._loaded = dict(state_dict)
 
 
-def settle(loader: Any, loaded: object) -> bool:  # noqa: ANN401 - anything
+def settle(loader: Any, loaded: object) -> bool:
     """Correct the batch count of torchdata's loader of an iterable dataset after a load.
 
     The loader reaches a position by taking as many batches as before, and counts these batches
@@ -221,7 +237,11 @@ def settle(loader: Any, loaded: object) -> bool:  # noqa: ANN401 - anything
     """
     side: Any = torch_side()
     is_of_torchdata = type(loader).__module__.partition(".")[0] == "torchdata"
-    if not is_of_torchdata or side is None or not side.is_iterable_dataset(getattr(loader, "dataset", None)):
+    if (
+        not is_of_torchdata
+        or side is None
+        or not side.is_iterable_dataset(getattr(loader, "dataset", None))
+    ):
         return False
     iterator: Any = getattr(loader, "_iterator", None)
     wanted = _batches_taken(loaded)
@@ -240,7 +260,7 @@ def settle(loader: Any, loaded: object) -> bool:  # noqa: ANN401 - anything
 _SNAPSHOT_STEP: Final = "_snapshot_step"
 
 
-def _batches_taken(state: Any) -> int | None:  # noqa: ANN401 - of torchdata
+def _batches_taken(state: Any) -> int | None:
     """Return the number of batches taken in the epoch, from the state of torchdata's loader."""
     if not isinstance(state, Mapping):
         return None
@@ -274,11 +294,18 @@ def may_load(plan: LoadPlan, saved: object, live: object, where: str) -> bool:
 
 
 def _detail(foreign: Foreign, count: int) -> str:
-    return f"the position of {foreign.lib} holds for {foreign.worker_count} workers, and {count} workers load it"
+    return (
+        f"the position of {foreign.lib} holds for {foreign.worker_count} workers, and {count}"
+        " workers load it"
+    )
 
 
 def _parse(state_dict: Mapping[str, Any], lib: str) -> Foreign:
     foreign = parse_foreign(dict(state_dict))
     if foreign.lib != lib:
-        raise err(Code.CONFIG_IDENTITY, f"the saved position is of {foreign.lib!r}, not of {lib!r}", where="loader/lib")
+        raise err(
+            Code.CONFIG_IDENTITY,
+            f"the saved position is of {foreign.lib!r}, not of {lib!r}",
+            where="loader/lib",
+        )
     return foreign

@@ -118,11 +118,11 @@ def _is_abstract(value: object) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct)
 
 
-def _is_key(value: Any) -> bool:  # noqa: ANN401 - array or its shape
+def _is_key(value: Any) -> bool:
     return bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
-def _plain_key(key: Any) -> object:  # noqa: ANN401 - any of JAX's classes of keys
+def _plain_key(key: Any) -> object:
     """Return the plain key that an entry of a JAX path represents."""
     tree = jax.tree_util
     if isinstance(key, tree.DictKey | tree.FlattenedIndexKey):
@@ -132,7 +132,7 @@ def _plain_key(key: Any) -> object:  # noqa: ANN401 - any of JAX's classes of ke
     return key.name if isinstance(key, tree.GetAttrKey) else str(key)
 
 
-# --- save -------------------------------------------------------------------------------------------------------------
+# --- save -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -167,7 +167,9 @@ class ShardSource:
         Returns: None if the box spans several shards, or if the bytes aren't contiguous.
         """
         held = next((_on_host(shard) for own, shard in self.shards if own == box), None)
-        return None if held is None or not held.flags.c_contiguous else held.reshape(-1).view(np.uint8)
+        return (
+            None if held is None or not held.flags.c_contiguous else held.reshape(-1).view(np.uint8)
+        )
 
 
 def _on_host(shard: jax.Array) -> NDArray[Any]:
@@ -190,10 +192,14 @@ def source_of(array: jax.Array, *, field: str, name: str, scope: str) -> ShardSo
     if isinstance(array, jax.core.Tracer):
         raise _unsupported("a tracer has no elements", where, "Save outside of jit, grad and vmap.")
     if _is_key(array):
-        raise _unsupported("a typed key isn't one array of numbers", where, "Save jax.random.key_data(key).")
+        raise _unsupported(
+            "a typed key isn't one array of numbers", where, "Save jax.random.key_data(key)."
+        )
     if array.is_deleted():
         remedy = "Give what the step returned, not what was given to it with donate_argnums."
-        raise _unsupported("the array was donated or deleted, and its elements are gone", where, remedy)
+        raise _unsupported(
+            "the array was donated or deleted, and its elements are gone", where, remedy
+        )
     kind = dtype_name(np.dtype(array.dtype), where=where)
     first = [shard for shard in array.addressable_shards if shard.replica_id == 0]
     shards = tuple((_box_of(shard.index, array.shape), shard.data) for shard in first)
@@ -203,7 +209,9 @@ def source_of(array: jax.Array, *, field: str, name: str, scope: str) -> ShardSo
         dtype=kind,
         global_shape=array.shape,
         scope=scope,
-        boxes=(Box.whole(array.shape),) if array.is_fully_addressable else tuple(box for box, _ in shards),
+        boxes=(Box.whole(array.shape),)
+        if array.is_fully_addressable
+        else tuple(box for box, _ in shards),
         shards=shards,
     )
 
@@ -216,7 +224,9 @@ def encode(encoder: Encoder, value: jax.Array, name: str) -> object:
     if encoder.inline:
         return value
     if isinstance(value, jax.core.Tracer) or not _is_key(value):
-        encoder.sources.append(source_of(value, field=encoder.field, name=name, scope=encoder.scope))
+        encoder.sources.append(
+            source_of(value, field=encoder.field, name=name, scope=encoder.scope)
+        )
         return TensorRef(name, "numpy")
     inner = child_name(name, _KEY_DATA)
     data = jax.random.key_data(value)
@@ -234,7 +244,7 @@ def _box_of(index: Iterable[Any], shape: tuple[int, ...]) -> Box:
     return Box(tuple(span.start for span in spans), tuple(span.stop - span.start for span in spans))
 
 
-# --- load -------------------------------------------------------------------------------------------------------------
+# --- load -----------------------------------------------------------------------------------------
 
 
 def plan_tree(plan: LoadPlan, unit: Unit) -> None:
@@ -249,7 +259,9 @@ def plan_tree(plan: LoadPlan, unit: Unit) -> None:
     tree = _TreePlan(plan, unit)
     makers = [tree.plan_leaf(tuple(map(_plain_key, path)), live) for path, live in leaves]
     tree.refuse_leftover()
-    plan.actions.append(lambda: put_back(plan, unit, structure.unflatten([make() for make in makers])))
+    plan.actions.append(
+        lambda: put_back(plan, unit, structure.unflatten([make() for make in makers]))
+    )
 
 
 class _TreePlan:
@@ -264,7 +276,7 @@ class _TreePlan:
         self._name, self._scope, self._saved = plan.leaf(unit.field, [name], unit.scope)
         self._met: set[tuple[object, ...]] = set()
 
-    def plan_leaf(self, path: tuple[object, ...], live: Any) -> Callable[[], object]:  # noqa: ANN401 - any leaf
+    def plan_leaf(self, path: tuple[object, ...], live: Any) -> Callable[[], object]:
         """Return a function that returns the leaf's value. The function runs after all reads."""
         self._met.add(path)
         name = join_name((*self._unit.path, *path))
@@ -294,16 +306,20 @@ class _TreePlan:
             self._plan.miss(self._unit.field, name, f"not saved{renamed}", shape=shape)
         return saved
 
-    def _plan_key(self, path: tuple[object, ...], live: Any, name: str) -> Callable[[], object]:  # noqa: ANN401
+    def _plan_key(self, path: tuple[object, ...], live: Any, name: str) -> Callable[[], object]:
         where = place_of(self._unit.field, name)
         if _is_abstract(live):
             detail = "a key's place can't be held by its shape"
-            self._plan.problem(Code.STATE_UNSUPPORTED, where, f"{detail}: give a key, such as jax.random.key(0)")
+            self._plan.problem(
+                Code.STATE_UNSUPPORTED, where, f"{detail}: give a key, such as jax.random.key(0)"
+            )
             return lambda: live
         at = _find_at(self._saved, path)
         found = at.get(FLATTENED) if isinstance(at, dict) else None
         if found is not None and found != _kind_of_key(live):
-            self._plan.problem(Code.STATE_UNSUPPORTED, where, f"saved as {found}, here {_kind_of_key(live)}")
+            self._plan.problem(
+                Code.STATE_UNSUPPORTED, where, f"saved as {found}, here {_kind_of_key(live)}"
+            )
             return lambda: live
         data = jax.random.key_data(live)
         saved = self._find(child_name(name, _KEY_DATA), tuple(data.shape))
@@ -312,13 +328,17 @@ class _TreePlan:
         make = _plan_array(self._plan, data, saved, name)
         return lambda: jax.random.wrap_key_data(make(), impl=jax.random.key_impl(live))
 
-    def _plan_value(self, path: tuple[object, ...], live: object, name: str) -> Callable[[], object]:
+    def _plan_value(
+        self, path: tuple[object, ...], live: object, name: str
+    ) -> Callable[[], object]:
         saved = _find_at(self._saved, path)
         if saved is MISSING:
             if self._plan.only.fits(self._unit.field, name):
                 self._plan.problem(Code.LEAF_MISSING, place_of(self._unit.field, name), "not saved")
             return lambda: live
-        placed = Placer(self._plan, field=self._unit.field, scope=self._scope).place(live, saved, name)
+        placed = Placer(self._plan, field=self._unit.field, scope=self._scope).place(
+            live, saved, name
+        )
         return lambda: placed
 
     def refuse_leftover(self) -> None:
@@ -328,13 +348,19 @@ class _TreePlan:
         """
         for path, value in _iter_paths(self._saved, self._met):
             name = join_name((self._name, *path)) if self._name else join_name(path)
-            if value is not None and not isinstance(value, TensorRef) and self._plan.only.fits(self._unit.field, name):
+            if (
+                value is not None
+                and not isinstance(value, TensorRef)
+                and self._plan.only.fits(self._unit.field, name)
+            ):
                 self._plan.problem(
-                    Code.LEAF_UNEXPECTED, place_of(self._unit.field, name), "the live tree has no such leaf"
+                    Code.LEAF_UNEXPECTED,
+                    place_of(self._unit.field, name),
+                    "the live tree has no such leaf",
                 )
 
 
-def _find_at(tree: object, path: tuple[object, ...]) -> Any:  # noqa: ANN401 - any value of a tree
+def _find_at(tree: object, path: tuple[object, ...]) -> Any:
     """Return the value at a path in a saved tree, or `MISSING`."""
     for key in path:
         tree = (_items(tree) or {}).get(key, MISSING)
@@ -362,22 +388,32 @@ def _items(tree: object) -> dict[object, object] | None:
     return tree if isinstance(tree, dict) else None
 
 
-def _plan_array(plan: LoadPlan, live: Any, saved: IndexTensor, name: str) -> Callable[[], jax.Array]:  # noqa: ANN401
+def _plan_array(
+    plan: LoadPlan, live: Any, saved: IndexTensor, name: str
+) -> Callable[[], jax.Array]:
     """Plan to read the parts of an array that this process's devices need.
 
     Returns: a function that creates the array after all reads.
     """
     where = place_of(saved.field, name)
     dtype = np.dtype(live.dtype)
-    if not may_fill(plan, saved, shape=live.shape, dtype=lambda: dtype_name(dtype, where=where), where=where):
+    if not may_fill(
+        plan, saved, shape=live.shape, dtype=lambda: dtype_name(dtype, where=where), where=where
+    ):
         return lambda: live
     is_weak = bool(getattr(live, "weak_type", False))
     if is_weak and dtype != _weak_zero(dtype).dtype:
-        plan.problem(Code.STATE_UNSUPPORTED, where, f"a weak {dtype}, which no number of Python has: give it a dtype")
+        plan.problem(
+            Code.STATE_UNSUPPORTED,
+            where,
+            f"a weak {dtype}, which no number of Python has: give it a dtype",
+        )
         return lambda: live
     finish: Callable[[jax.Array, Any], jax.Array] = _weaken if is_weak else lambda array, _: array
     sharding = live.sharding if _is_abstract(live) or live.committed else None
-    cuts = [()] if sharding is None else sharding.addressable_devices_indices_map(live.shape).values()
+    cuts = (
+        [()] if sharding is None else sharding.addressable_devices_indices_map(live.shape).values()
+    )
     boxes = {_box_of(cut, live.shape) if cut else Box.whole(live.shape) for cut in cuts}
     arrays = {box: np.empty(box.shape, dtype) for box in boxes}
     plan.sinks.append(
@@ -393,12 +429,16 @@ def _plan_array(plan: LoadPlan, live: Any, saved: IndexTensor, name: str) -> Cal
     )
     if sharding is not None:
         read = functools.partial(_read_cut, arrays, live.shape)
-        return lambda: finish(jax.make_array_from_callback(live.shape, sharding, read, dtype=dtype), sharding)
+        return lambda: finish(
+            jax.make_array_from_callback(live.shape, sharding, read, dtype=dtype), sharding
+        )
     (array,) = arrays.values()
     return lambda: finish(jnp.asarray(array), None)
 
 
-def _read_cut(arrays: Mapping[Box, NDArray[Any]], shape: tuple[int, ...], cut: tuple[slice, ...]) -> NDArray[Any]:
+def _read_cut(
+    arrays: Mapping[Box, NDArray[Any]], shape: tuple[int, ...], cut: tuple[slice, ...]
+) -> NDArray[Any]:
     return arrays[_box_of(cut, shape)]
 
 
@@ -410,7 +450,7 @@ def _weak_zero(dtype: np.dtype[Any]) -> jax.Array:
     return jnp.asarray(_WEAK.get(dtype.kind, bool)())
 
 
-def _weaken(array: jax.Array, sharding: Any) -> jax.Array:  # noqa: ANN401 - of JAX, or None
+def _weaken(array: jax.Array, sharding: Any) -> jax.Array:
     """Return an array with a weak type, on the same devices.
 
     A functional write into a weakly typed array keeps the weak type.
@@ -434,7 +474,7 @@ def _sink(saved: IndexTensor, array: NDArray[Any]) -> ArraySink:
     )
 
 
-# --- context ----------------------------------------------------------------------------------------------------------
+# --- context --------------------------------------------------------------------------------------
 
 
 def local_facts(units: Iterable[Unit]) -> dict[str, object]:
@@ -447,14 +487,20 @@ def local_facts(units: Iterable[Unit]) -> dict[str, object]:
     if not arrays:
         return {}
     devices = {device for array in arrays for device in array.sharding.device_set}
-    meshes = {array.sharding.mesh for array in arrays if isinstance(array.sharding, jax.sharding.NamedSharding)}
+    meshes = {
+        array.sharding.mesh
+        for array in arrays
+        if isinstance(array.sharding, jax.sharding.NamedSharding)
+    }
     facts = {
         "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "settings": {name: _read_setting(name) for name in _SETTINGS},
         "devices": len(devices),
         "device_kinds": sorted({f"{device.platform}: {device.device_kind}" for device in devices}),
-        "meshes": sorted([list(map(str, mesh.axis_names)), list(mesh.axis_sizes)] for mesh in meshes),
+        "meshes": sorted(
+            [list(map(str, mesh.axis_names)), list(mesh.axis_sizes)] for mesh in meshes
+        ),
     }
     return {"jax": facts}
 

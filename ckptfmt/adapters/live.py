@@ -66,7 +66,8 @@ class Unit:
 
 #: The report for an optimizer with a learning-rate schedule but without a saved scheduler.
 NO_SCHEDULE: Final = (
-    "the optimizer's groups have initial_lr, as schedulers of learning rates set it, and no scheduler's state is saved:"
+    "the optimizer's groups have initial_lr, as schedulers of learning rates set it, and no"
+    " scheduler's state is saved:"
     ' give State(extra={"scheduler": scheduler})'
 )
 
@@ -79,7 +80,9 @@ def walk(state: State, *, worker: int) -> Iterator[Unit]:
     walker = _Walker(worker_scope(worker))
 
     def field(name: str) -> Iterator[Unit]:
-        return walker.units(name, (), GLOBAL, getattr(state, name), functools.partial(setattr, state, name))
+        return walker.units(
+            name, (), GLOBAL, getattr(state, name), functools.partial(setattr, state, name)
+        )
 
     yield from field("weights")
     extra = state.extra or {}
@@ -96,12 +99,16 @@ def list_doubts(state: State, *, worker: int) -> list[str]:
     their names. The second case is a learning-rate schedule without a scheduler in the State.
     """
     side, units = torch_side(), list(walk(state, worker=worker))
-    groups = [group for unit in units if unit.kind is Kind.OPTIMIZER for group in unit.value.param_groups]
+    groups = [
+        group for unit in units if unit.kind is Kind.OPTIMIZER for group in unit.value.param_groups
+    ]
     has_schedule = any("initial_lr" in group for group in groups)
     is_unsaved = has_schedule and not any(may_be_schedule(unit.name, unit.value) for unit in units)
     return [f"SCHEDULER_NOT_SAVED: {NO_SCHEDULE}"] * is_unsaved + [
-        f"SAVED_BY_POSITION: {unit.field}:{unit.name} is a {type(unit.value).__qualname__}, whose own state_dict"
-        " numbers its parameters: it loads only where they stand in this order, in this layout; to save by names, give"
+        f"SAVED_BY_POSITION: {unit.field}:{unit.name} is a {type(unit.value).__qualname__}, whose"
+        " own state_dict"
+        " numbers its parameters: it loads only where they stand in this order, in this layout;"
+        " to save by names, give"
         " the optimizer that it wraps"
         for unit in units
         if side is not None and unit.kind is Kind.STATEFUL and side.is_numbered(unit.value)
@@ -112,8 +119,16 @@ def may_be_schedule(name: str, value: object) -> bool:
     """Return whether a value may be a learning-rate scheduler, or the state of a scheduler."""
     if "sched" in name.lower() or "last_epoch" in name or hasattr(value, "last_epoch"):
         return True
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return (isinstance(value, Mapping) and "last_epoch" in value) or any(may_be_schedule("", one) for one in inner)
+    inner = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
+    return (isinstance(value, Mapping) and "last_epoch" in value) or any(
+        may_be_schedule("", one) for one in inner
+    )
 
 
 def iter_tensors(state: State) -> Iterator[tuple[str, Any]]:
@@ -150,7 +165,7 @@ def iter_tensor_readers(state: State) -> Iterator[tuple[str, Callable[[], Any]]]
                     yield f"{unit.field}:{join_name(path)}", read
 
 
-def _read_path(state: State, field: str, path: tuple[object, ...]) -> Any:  # noqa: ANN401 - a live value
+def _read_path(state: State, field: str, path: tuple[object, ...]) -> Any:
     is_extra = field == "optimizer" and path[:1] == ("extra",)
     value: Any = getattr(state, "extra" if is_extra else field)
     for key in path[1:] if is_extra else path:
@@ -161,7 +176,7 @@ def _read_path(state: State, field: str, path: tuple[object, ...]) -> Any:  # no
     return _unwrapped(value)
 
 
-def _unwrapped(value: Any) -> Any:  # noqa: ANN401 - a live value
+def _unwrapped(value: Any) -> Any:
     while isinstance(value, PerWorker | FirstWorker):
         value = value.value
     return value
@@ -176,27 +191,49 @@ class _Walker:
 
         Raises: StateError(ARGUMENT).
         """
-        if unit.scope != GLOBAL or unit.kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.PIECE, Kind.GENERATOR):
-            what = "a value of one worker alone" if unit.scope != GLOBAL else type(unit.value).__qualname__
+        if unit.scope != GLOBAL or unit.kind in (
+            Kind.MODULE,
+            Kind.OPTIMIZER,
+            Kind.PIECE,
+            Kind.GENERATOR,
+        ):
+            what = (
+                "a value of one worker alone"
+                if unit.scope != GLOBAL
+                else type(unit.value).__qualname__
+            )
             raise err(
                 Code.ARGUMENT,
-                f"FirstWorker holds {what}; worker 0's is taken of plain values and of objects with a state_dict",
+                (
+                    f"FirstWorker holds {what}; worker 0's is taken of plain values and of objects"
+                    " with a state_dict"
+                ),
                 where=place_of(unit.field, unit.name),
-                remedy="Give modules, optimizers, generators and tensor sources as they are, and PerWorker outside of"
+                remedy="Give modules, optimizers, generators and tensor sources as they are, and"
+                " PerWorker outside of"
                 " FirstWorker.",
             )
         return self.own_scope == worker_scope(0)
 
     def units(
-        self, field: str, path: tuple[object, ...], scope: str, value: object, put: Callable[[object], None] | None
+        self,
+        field: str,
+        path: tuple[object, ...],
+        scope: str,
+        value: object,
+        put: Callable[[object], None] | None,
     ) -> Iterator[Unit]:
         if value is None and not path:
             return
         if isinstance(value, PerWorker):
-            yield from self.units(field, path, self.own_scope, value.value, functools.partial(setattr, value, "value"))
+            yield from self.units(
+                field, path, self.own_scope, value.value, functools.partial(setattr, value, "value")
+            )
             return
         if isinstance(value, FirstWorker):
-            for unit in self.units(field, path, scope, value.value, functools.partial(setattr, value, "value")):
+            for unit in self.units(
+                field, path, scope, value.value, functools.partial(setattr, value, "value")
+            ):
                 yield dataclasses.replace(unit, is_given=self._counts_for_all(unit))
             return
         if isinstance(value, Parts):
@@ -215,7 +252,9 @@ class _Walker:
         else:
             yield Unit(field=field, path=path, scope=scope, kind=kind, value=value, put=put)
 
-    def _parts(self, field: str, path: tuple[object, ...], scope: str, value: Parts) -> Iterator[Unit]:
+    def _parts(
+        self, field: str, path: tuple[object, ...], scope: str, value: Parts
+    ) -> Iterator[Unit]:
         """Yield the modules of a `Parts` as units with the same name.
 
         Raises: StateError(ARGUMENT).
@@ -245,7 +284,9 @@ def _kind_of(value: object) -> Kind:
 
 def is_generator(value: object) -> bool:
     """Return whether a value is a random-number generator with a state that can be saved."""
-    if type(value) is random.Random or isinstance(value, np.random.RandomState | np.random.Generator):
+    if type(value) is random.Random or isinstance(
+        value, np.random.RandomState | np.random.Generator
+    ):
         return True
     side = torch_side()
     return side is not None and side.is_generator(value)
@@ -269,7 +310,7 @@ def _is_plain(value: object, depth: int = 0) -> bool:
     return not deep or all(_is_plain(item, depth + 1) for _, item in _items(value))
 
 
-def _items(value: Any) -> list[tuple[object, object]]:  # noqa: ANN401 - one of the containers above
+def _items(value: Any) -> list[tuple[object, object]]:
     return list(value.items()) if isinstance(value, dict) else list(enumerate(value))
 
 
@@ -312,7 +353,9 @@ class Live:
         """
         check_state(state)
         if not 0 <= worker < worker_count:
-            raise err(Code.ARGUMENT, f"there is no worker {worker} of {worker_count}", where="writer")
+            raise err(
+                Code.ARGUMENT, f"there is no worker {worker} of {worker_count}", where="writer"
+            )
         units = tuple(walk(state, worker=worker))
         side, of_jax = torch_side(), jax_side()
         trees = [unit for unit in units if unit.kind is Kind.TREE]
@@ -414,12 +457,21 @@ def check_source(value: object, *, field: str, where: str) -> TensorSource:
     if not isinstance(value, TensorSource):
         kind = type(value)
         lacking = ", ".join(name for name in _SOURCE if not hasattr(value, name))
-        detail = f"{kind.__module__}.{kind.__qualname__} isn't a ckptfmt.TensorSource: it lacks {lacking}"
+        detail = (
+            f"{kind.__module__}.{kind.__qualname__} isn't a ckptfmt.TensorSource: it lacks"
+            f" {lacking}"
+        )
         raise err(Code.STATE_UNSUPPORTED, detail, where=where)
     if value.field != field:
-        raise err(Code.STATE_NAME, f"the source's field is {value.field}, and it was given as {field}", where=where)
+        raise err(
+            Code.STATE_NAME,
+            f"the source's field is {value.field}, and it was given as {field}",
+            where=where,
+        )
     if value.dtype not in DTYPES:
-        raise err(Code.STATE_UNSUPPORTED, f"the source has the unknown dtype {value.dtype!r}", where=where)
+        raise err(
+            Code.STATE_UNSUPPORTED, f"the source has the unknown dtype {value.dtype!r}", where=where
+        )
     whole = Box.whole(tuple(value.global_shape))
     for box in value.boxes:
         if len(box.begin) != len(whole.begin) or not whole.contains(box):

@@ -82,7 +82,7 @@ def prefix_of(path: Iterable[object]) -> str:
     return f"{name}/" if name else ""
 
 
-def find_below(tree: object, path: Iterable[object]) -> Any:  # noqa: ANN401 - part of a tree
+def find_below(tree: object, path: Iterable[object]) -> Any:
     """Return the value at a path of keys and positions in a tree, or None if there is none.
 
     >>> find_below({"optimizers": [1, 2]}, ["optimizers", 1]), find_below([1], ["a"]), find_below({}, [])
@@ -128,7 +128,9 @@ def check_unique(keys: Iterable[tuple[str, str, str]], what: str) -> None:
 def _name_error(key: tuple[str, str, str], what: str) -> CkptError:
     field, name, scope = key
     return err(
-        Code.STATE_NAME, f"two {what} of {field} are called {name!r} in scope {scope}", where=place_of(field, name)
+        Code.STATE_NAME,
+        f"two {what} of {field} are called {name!r} in scope {scope}",
+        where=place_of(field, name),
     )
 
 
@@ -171,7 +173,9 @@ class Encoder:
 
         Raises: StateError(STATE_UNSUPPORTED); FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
         """
-        return self.leaf_of(name, self.encode(value, name if tensors_under is None else tensors_under))
+        return self.leaf_of(
+            name, self.encode(value, name if tensors_under is None else tensors_under)
+        )
 
     def leaf_of(self, name: str, tree: object) -> Leaf:
         """Return the leaf of a tree that `encode` returned."""
@@ -197,14 +201,18 @@ class Encoder:
         if isinstance(value, np.generic) or (self.inline and isinstance(value, np.ndarray)):
             return inline_array(value, where=place_of(self.field, name))
         if isinstance(value, np.ndarray):
-            self.sources.append(ArraySource.of(value, field=self.field, name=name, scope=self.scope))
+            self.sources.append(
+                ArraySource.of(value, field=self.field, name=name, scope=self.scope)
+            )
             return TensorRef(name, "numpy")
         is_of_jax = of_jax is not None and of_jax.is_array(value)
         # the code of a value may import torch
         side = of_jax if is_of_jax else self._side or torch_side()
         return value if side is None else side.encode(self, value, name)
 
-    def _encode_container(self, encode: Callable[[Encoder, Any, str], object], value: object, name: str) -> object:
+    def _encode_container(
+        self, encode: Callable[[Encoder, Any, str], object], value: object, name: str
+    ) -> object:
         if self._depth > limits.MSGPACK_DEPTH:
             raise too_deep(place_of(self.field, name[:64]))
         self._depth += 1
@@ -224,7 +232,7 @@ def fingerprint(value: object, *, field: str, name: str) -> tuple[bytes, dict[st
     return leaf.value, {source.name: source_digest(source) for source in encoder.sources}
 
 
-def plain_values(tree: Any) -> Any:  # noqa: ANN401 - any tree without tensors
+def plain_values(tree: Any) -> Any:
     """Return the live values of a tree without references to tensors."""
     if isinstance(tree, InlineArray):
         return array_of(tree)
@@ -245,7 +253,7 @@ def source_digest(source: TensorSource) -> bytes:
     return digest_bytes(content)
 
 
-def _encode_list(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - list, tuple or deque
+def _encode_list(encoder: Encoder, value: Any, name: str) -> object:
     if PLAIN.issuperset(map(type, value)):
         return value
     items = [
@@ -255,29 +263,32 @@ def _encode_list(encoder: Encoder, value: Any, name: str) -> object:  # noqa: AN
     return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
 
 
-def _encode_dict(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - dict or OrderedDict
+def _encode_dict(encoder: Encoder, value: Any, name: str) -> object:
     if PLAIN.issuperset(map(type, value.values())):
         return value
     items = {
-        key: item if type(item) in PLAIN else encoder.encode(item, child_name(name, key)) for key, item in value.items()
+        key: item if type(item) in PLAIN else encoder.encode(item, child_name(name, key))
+        for key, item in value.items()
     }
     return items if type(value) is dict else OrderedDict(items)
 
 
-def _encode_counter(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - Counter
+def _encode_counter(encoder: Encoder, value: Any, name: str) -> object:
     counter: Counter[object] = Counter()
     for key, item in value.items():
         counter[key] = encoder.encode(item, child_name(name, key))  # type: ignore[assignment]
     return counter
 
 
-def _encode_set(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - set or frozenset
+def _encode_set(encoder: Encoder, value: Any, name: str) -> object:
     return type(value)(encoder.encode(item, child_name(name, item)) for item in value)
 
 
-def _encode_node(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - a node of a pytree
+def _encode_node(encoder: Encoder, value: Any, name: str) -> object:
     side: Any = jax_side()
-    return {key: encoder.encode(child, child_name(name, key)) for key, child in side.children_of(value)}
+    return {
+        key: encoder.encode(child, child_name(name, key)) for key, child in side.children_of(value)
+    }
 
 
 #: Functions by exact type. An instance of a subclass may hold more than its items.

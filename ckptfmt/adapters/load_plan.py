@@ -65,14 +65,20 @@ class Only:
     """
 
     def __init__(self, patterns: Patterns, *, override: Patterns = ()) -> None:
-        self.override: Only | None = None if override is None or not tuple(override) else Only(override)
+        self.override: Only | None = (
+            None if override is None or not tuple(override) else Only(override)
+        )
         self.patterns: tuple[str, ...] | None = None
         if patterns is None:
             return
         self.patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         texts: tuple[object, ...] = self.patterns
         if not texts or not all(isinstance(text, str) and text for text in texts):
-            raise err(Code.ARGUMENT, f"only={self.patterns!r} has no pattern, or an empty one", where="only=")
+            raise err(
+                Code.ARGUMENT,
+                f"only={self.patterns!r} has no pattern, or an empty one",
+                where="only=",
+            )
         self._expressions = {field: _compile(self.patterns, field) for field in FIELDS}
 
     def fits(self, field: str, name: str) -> bool:
@@ -104,7 +110,9 @@ class Only:
         if group is not None:
             tree = value()
             members = tree.get("params") if isinstance(tree, dict) else None
-            return bool(members) and all(self.fits(field, group[1] + member) for member in members or ())
+            return bool(members) and all(
+                self.fits(field, group[1] + member) for member in members or ()
+            )
         return _STATE in name and self.fits(field, name.replace(_STATE, "", 1))
 
     def iter_idle(self, checkpoint: Checkpoint) -> Iterator[str]:
@@ -169,10 +177,16 @@ class Renaming:
         if isinstance(rename, Mapping):
             self._keys = {_spelled(live): saved for live, saved in rename.items()}
         elif rename is not None and self._function is None:
-            raise err(Code.ARGUMENT, "rename= is neither a mapping of names nor a function", where="rename=")
+            raise err(
+                Code.ARGUMENT,
+                "rename= is neither a mapping of names nor a function",
+                where="rename=",
+            )
         pairs: Iterable[tuple[object, object]] = self._keys.items()
         if not all(isinstance(text, str) for pair in pairs for text in pair):
-            raise err(Code.ARGUMENT, "rename= isn't a mapping from strings to strings", where="rename=")
+            raise err(
+                Code.ARGUMENT, "rename= isn't a mapping from strings to strings", where="rename="
+            )
         self._longest_first = sorted(self._keys, key=len, reverse=True)
 
     def saved_name(self, name: str) -> str:
@@ -185,7 +199,11 @@ class Renaming:
         if self._function is not None:
             saved: object = self._function(name)
             if not isinstance(saved, str):
-                raise err(Code.ARGUMENT, f"rename({name!r}) returned {saved!r}, not a name", where="rename=")
+                raise err(
+                    Code.ARGUMENT,
+                    f"rename({name!r}) returned {saved!r}, not a name",
+                    where="rename=",
+                )
             return saved
         fitting = [key for key in self._longest_first if _leads_to(key, name)]
         self._used.update(fitting)
@@ -200,12 +218,16 @@ class Renaming:
         return frozenset(self._keys.keys() - self._used)
 
 
-def _spelled(name: Any) -> Any:  # noqa: ANN401 - what isn't text is refused by name
+def _spelled(name: Any) -> Any:
     """Return the internal name of a value of ``State(extra=...)``.
 
     Messages spell such a name with the prefix ``extra:``. Other names stay unchanged.
     """
-    return f"{_EXTRA}{name.removeprefix('extra:')}" if isinstance(name, str) and name.startswith("extra:") else name
+    return (
+        f"{_EXTRA}{name.removeprefix('extra:')}"
+        if isinstance(name, str) and name.startswith("extra:")
+        else name
+    )
 
 
 def _saved_place(field: str, name: str) -> tuple[str, str]:
@@ -218,7 +240,9 @@ def _saved_place(field: str, name: str) -> tuple[str, str]:
 
 
 def _leads_to(key: str, name: str) -> bool:
-    return name.startswith(key) and (name == key or not key or key[-1] in _JOINTS or name[len(key)] in _JOINTS)
+    return name.startswith(key) and (
+        name == key or not key or key[-1] in _JOINTS or name[len(key)] in _JOINTS
+    )
 
 
 def _remedy_of_pattern(pattern: str, checkpoint: Checkpoint) -> str:
@@ -229,9 +253,13 @@ def _remedy_of_pattern(pattern: str, checkpoint: Checkpoint) -> str:
     names = {name for field, name in iter_saved(checkpoint) if not colon or field == head}
     known = [place_of(field, name) for field, name in iter_saved(checkpoint)] if colon else [*names]
     if colon and head not in (*FIELDS, "extra"):
-        near = [f"{field}:{tail}" for field in difflib.get_close_matches(head, [*FIELDS, "extra"], n=1)]
+        near = [
+            f"{field}:{tail}" for field in difflib.get_close_matches(head, [*FIELDS, "extra"], n=1)
+        ]
     else:
-        near = difflib.get_close_matches(pattern, sorted({*known, *(name.split(".")[0] for name in names)}), n=1)
+        near = difflib.get_close_matches(
+            pattern, sorted({*known, *(name.split(".")[0] for name in names)}), n=1
+        )
     meant = f"Did you mean {near[0]!r}? " if near else ""
     return f"{meant}`ckptfmt inspect PATH --tensors --all` lists the names that were saved."
 
@@ -374,16 +402,32 @@ class LoadPlan:
         self._destinations: dict[TensorKey, tuple[str, str]] = {}
         for pattern in self.only.iter_idle(checkpoint):
             remedy = _remedy_of_pattern(pattern, checkpoint)
-            self.problem(Code.TENSOR_MISSING, f"only={pattern!r}", "nothing of this name was saved", remedy=remedy)
+            self.problem(
+                Code.TENSOR_MISSING,
+                f"only={pattern!r}",
+                "nothing of this name was saved",
+                remedy=remedy,
+            )
         for pattern in self.only.iter_idle_overrides(checkpoint):
             remedy = _remedy_of_pattern(pattern, checkpoint)
-            remedy += " An option of an optimizer's groups is called group/ and its key: 'optimizer:group/lr'."
-            self.problem(Code.ARGUMENT, f"override={pattern!r}", "nothing of this name was saved", remedy=remedy)
+            remedy += (
+                " An option of an optimizer's groups is called group/ and its key:"
+                " 'optimizer:group/lr'."
+            )
+            self.problem(
+                Code.ARGUMENT,
+                f"override={pattern!r}",
+                "nothing of this name was saved",
+                remedy=remedy,
+            )
 
     @property
     def is_imported(self) -> bool:
         """Whether the checkpoint was converted from another format, which lacks whole fields."""
-        return any((field.reason or "").startswith(IMPORTED) for field in self.checkpoint.manifest.fields.values())
+        return any(
+            (field.reason or "").startswith(IMPORTED)
+            for field in self.checkpoint.manifest.fields.values()
+        )
 
     def has(self, field: str, name: str) -> bool:
         """Return whether any part of a unit of a State was saved.
@@ -393,12 +437,17 @@ class LoadPlan:
             name: the unit's live name; empty for a whole field.
         """
         field, saved = _saved_place(field, self.renaming.saved_name(name))
-        keys = (key for keys in (self.checkpoint.leaves, self.checkpoint.tensors) for key in keys if key[0] == field)
+        keys = (
+            key
+            for keys in (self.checkpoint.leaves, self.checkpoint.tensors)
+            for key in keys
+            if key[0] == field
+        )
         if not place_of(field, saved).startswith("extra:"):
             return any(not place_of(*key[:2]).startswith("extra:") for key in keys)
         return any(key[1] == saved or key[1].startswith((f"{saved}/", f"{saved}.")) for key in keys)
 
-    # --- choose -------------------------------------------------------------------------------------------------------
+    # --- choose -----------------------------------------------------------------------------------
 
     @property
     def is_partial(self) -> bool:
@@ -421,7 +470,9 @@ class LoadPlan:
             if field == "weights":
                 self.left_weights.append(names[0])
             if self.only.is_overridden(field, prefix + saved[0]):
-                self.downgrades.append(f"{place_of(field, names[0])} stays as it is here: override=")
+                self.downgrades.append(
+                    f"{place_of(field, names[0])} stays as it is here: override="
+                )
             return ()
         pairs = zip(names, saved, strict=True)
         self.renamed |= {(field, name): other for name, other in pairs if name != other}
@@ -439,10 +490,11 @@ class LoadPlan:
         first_live, first_saved = self._destinations.setdefault(saved.key, (live_name, saved_name))
         if first_saved != saved_name:
             self.downgrades.append(
-                f"{saved.field}:{live_name} was one tensor with {first_live} when saved (tied), and isn't here"
+                f"{saved.field}:{live_name} was one tensor with {first_live} when saved (tied),"
+                " and isn't here"
             )
 
-    # --- look up ------------------------------------------------------------------------------------------------------
+    # --- look up ----------------------------------------------------------------------------------
 
     def tensor(self, field: str, names: Iterable[str], scope: str) -> IndexTensor | None:
         """Return the first existing saved tensor among `names`, and mark the tensor as taken.
@@ -479,7 +531,9 @@ class LoadPlan:
 
     def _scopes(self, scope: str) -> tuple[str, ...]:
         own = worker_scope(self.worker)
-        return (GLOBAL, own, worker_scope(0)) if scope == GLOBAL else (scope, GLOBAL, worker_scope(0))
+        return (
+            (GLOBAL, own, worker_scope(0)) if scope == GLOBAL else (scope, GLOBAL, worker_scope(0))
+        )
 
     def _report_scope(self, field: str, name: str, wanted: str, found: str) -> None:
         if wanted == found:
@@ -493,9 +547,14 @@ class LoadPlan:
         if found == GLOBAL:
             said = "saved once for all processes, and each has its own here"
         elif wanted == GLOBAL:
-            said = f"each of {count} processes saved its own, and {_process(found)}'s is taken for all"
+            said = (
+                f"each of {count} processes saved its own, and {_process(found)}'s is taken for all"
+            )
         else:
-            said = f"{_process(wanted)} saved none, as one of {count} processes, and takes {_process(found)}'s"
+            said = (
+                f"{_process(wanted)} saved none, as one of {count} processes, and takes"
+                f" {_process(found)}'s"
+            )
         self.downgrades[at] = f"{shown}: {said}"
 
     def note_option(self, where: str, key: str, live: object, saved: object) -> None:
@@ -511,14 +570,19 @@ class LoadPlan:
         for place, before, after in changes:
             places.setdefault((repr(before), repr(after)), []).append(place)
         told = [
-            f"{before} here, {after} as saved ({same[0]}{f' and {len(same) - 1} more' if len(same) > 1 else ''})"
+            (
+                f"{before} here, {after} as saved"
+                f" ({same[0]}{f' and {len(same) - 1} more' if len(same) > 1 else ''})"
+            )
             for (before, after), same in places.items()
         ]
-        more = f"; and {len(told) - _OPTIONS_SHOWN} more values" if len(told) > _OPTIONS_SHOWN else ""
+        more = (
+            f"; and {len(told) - _OPTIONS_SHOWN} more values" if len(told) > _OPTIONS_SHOWN else ""
+        )
         said = f"{'; '.join(told[:_OPTIONS_SHOWN])}{more}"
         self.notes[at] = f"{key}: {said}; the saved value is taken, unless override= names it"
 
-    # --- problems -----------------------------------------------------------------------------------------------------
+    # --- problems ---------------------------------------------------------------------------------
 
     def problem(self, code: Code, where: str, detail: str, *, remedy: str | None = None) -> bool:
         """Record a problem, and return whether the caller allows the problem.
@@ -550,8 +614,14 @@ class LoadPlan:
         detail = first.detail
         for code, same in by_code.items():
             begin = "" if code is first.code else f"{code} at "
-            named = [f"; {begin}{problem.where}: {problem.detail}" for problem in same[:_SHOWN] if problem is not first]
-            detail += "".join(named) + (f"; and {len(same) - _SHOWN} more" if len(same) > _SHOWN else "")
+            named = [
+                f"; {begin}{problem.where}: {problem.detail}"
+                for problem in same[:_SHOWN]
+                if problem is not first
+            ]
+            detail += "".join(named) + (
+                f"; and {len(same) - _SHOWN} more" if len(same) > _SHOWN else ""
+            )
         raise err(first.code, detail, where=first.where, remedy=first.remedy)
 
     def list_idle_patterns(self, *, has_streams: bool) -> list[str]:
@@ -568,7 +638,10 @@ class LoadPlan:
         for pattern in self.only.patterns or ():
             alone = Only(pattern)
             saved = {one for one in iter_saved(self.checkpoint) if alone.fits(*one)}
-            if saved and not any(one in taken or one[0] in _COMPARED or self.only.is_overridden(*one) for one in saved):
+            if saved and not any(
+                one in taken or one[0] in _COMPARED or self.only.is_overridden(*one)
+                for one in saved
+            ):
                 idle.append(pattern)
         return idle
 
@@ -604,12 +677,18 @@ class LoadPlan:
             remedy = f"Give State the object that takes it: {field}=..."
         if not name.startswith(_EXTRA):
             return remedy
-        prefixes = [{one.removesuffix(live) for _, one in saved if one.endswith(live)} for live in self.left_weights]
+        prefixes = [
+            {one.removesuffix(live) for _, one in saved if one.endswith(live)}
+            for live in self.left_weights
+        ]
         common = set.intersection(*prefixes) if prefixes else set()
         begins = sorted(prefix for prefix in common if prefix[-1] in _JOINTS)
         if len(begins) == 1:
             prefix = f"extra:{begins[0].removeprefix(_EXTRA)}"
-            remedy += f" The live weights take it with only={prefix.rstrip(_JOINTS)!r}, rename={{'': {prefix!r}}}."
+            remedy += (
+                f" The live weights take it with only={prefix.rstrip(_JOINTS)!r},"
+                f" rename={{'': {prefix!r}}}."
+            )
         return remedy
 
     def _names_of(self, key: TensorKey) -> tuple[str, ...]:
@@ -623,9 +702,15 @@ class LoadPlan:
         Returns: pairs of ``tensor`` or ``leaf`` and the item's key.
         """
         fields = set(fields)
-        tensors = {("tensor", key) for key in self.checkpoint.tensors if key not in self.taken_tensors}
+        tensors = {
+            ("tensor", key) for key in self.checkpoint.tensors if key not in self.taken_tensors
+        }
         leaves = {("leaf", key) for key in self.checkpoint.leaves if key not in self.taken_leaves}
-        mine = {(kind, key) for kind, key in tensors | leaves if key[0] in fields and self._is_mine(key[2])}
+        mine = {
+            (kind, key)
+            for kind, key in tensors | leaves
+            if key[0] in fields and self._is_mine(key[2])
+        }
         return frozenset(item for item in mine if self._is_wanted(*item))
 
     def _is_wanted(self, kind: str, key: TensorKey) -> bool:
@@ -642,12 +727,25 @@ class LoadPlan:
 
         Weights can take the tensors of ``State(extra=...)``.
         """
-        values = [*iter_values(self.checkpoint.leaf(*key))] if place_of(*key[:2]).startswith("extra:") else []
-        found = [self.checkpoint.find(key[0], one.name, key[2]) for one in values if isinstance(one, TensorRef)]
-        return len(found) == len(values) > 0 and all(one and one.key in self.taken_tensors for one in found)
+        values = (
+            [*iter_values(self.checkpoint.leaf(*key))]
+            if place_of(*key[:2]).startswith("extra:")
+            else []
+        )
+        found = [
+            self.checkpoint.find(key[0], one.name, key[2])
+            for one in values
+            if isinstance(one, TensorRef)
+        ]
+        return len(found) == len(values) > 0 and all(
+            one and one.key in self.taken_tensors for one in found
+        )
 
     def _is_mine(self, scope: str) -> bool:
-        return scope in (GLOBAL, worker_scope(self.worker)) or int(scope.removeprefix("lw/")) >= self.worker_count
+        return (
+            scope in (GLOBAL, worker_scope(self.worker))
+            or int(scope.removeprefix("lw/")) >= self.worker_count
+        )
 
     def refuse_leftover(self, leftover: frozenset[tuple[str, TensorKey]]) -> None:
         """Add a problem for each saved item that no process takes.
@@ -655,29 +753,39 @@ class LoadPlan:
         Items of workers that no longer exist are only reported.
         """
         gone = 0
-        tensors = (self.checkpoint.tensors[key] for kind, key in sorted(leftover) if kind == "tensor")
+        tensors = (
+            self.checkpoint.tensors[key] for kind, key in sorted(leftover) if kind == "tensor"
+        )
         unused = [*self.unused, *(one for one in tensors if one.storage == "persistent")]
         renaming = guess_renaming(self.missing, unused)
         unmatched = [] if renaming else list_unmatched(self.missing, unused)
         if renaming and {"missing", "unexpected"} <= self.allow:
-            self.downgrades.append(f"tensors that weren't saved may have had other names: rename={renaming!r}")
+            self.downgrades.append(
+                f"tensors that weren't saved may have had other names: rename={renaming!r}"
+            )
         for kind, (field, name, scope) in sorted(leftover):
             if scope != GLOBAL and scope != worker_scope(self.worker):
                 gone += 1
                 continue
             tensor = self.checkpoint.tensors.get((field, name, scope)) if kind == "tensor" else None
             if tensor is not None and tensor.storage != "persistent":
-                self.downgrades.append(f"{field}:{name}: saved as a non-persistent buffer, and nothing here takes it")
+                self.downgrades.append(
+                    f"{field}:{name}: saved as a non-persistent buffer, and nothing here takes it"
+                )
                 continue
             if self.is_imported and field != "weights":
-                self.downgrades.append(f"{place_of(field, name)} was imported, and nothing here takes it")
+                self.downgrades.append(
+                    f"{place_of(field, name)} was imported, and nothing here takes it"
+                )
                 continue
             code = Code.TENSOR_UNEXPECTED if kind == "tensor" else Code.LEAF_UNEXPECTED
             suffix = "" if scope == GLOBAL else f" by {_process(scope)}"
             self.problem(code, place_of(field, name), f"saved{suffix}, and nothing here takes it")
         self._name_values()
         if gone:
-            self.downgrades.append(f"{gone} tensors and values of workers that no longer exist are left")
+            self.downgrades.append(
+                f"{gone} tensors and values of workers that no longer exist are left"
+            )
         offer = _offer_renaming(renaming) if renaming else self._offer_rest(unmatched)
         self.problems = [_offer(offer, problem) if offer else problem for problem in self.problems]
 
@@ -687,18 +795,22 @@ class LoadPlan:
         Args:
             unmatched: saved tensors that may be missing live tensors with new names.
         """
-        wrong = {problem.where for problem in self.problems if problem.code in (*_OF_NAMES, Code.SHAPE_MISMATCH)}
+        wrong = {
+            problem.where
+            for problem in self.problems
+            if problem.code in (*_OF_NAMES, Code.SHAPE_MISMATCH)
+        }
         wrong = {where.removeprefix("weights:") for where in wrong if where.startswith("weights:")}
         if not wrong:
             return ""
         offer = ""
         if unmatched:
-            shown = (
-                f"{', '.join(unmatched[:_SHOWN])}{f' and {len(unmatched) - _SHOWN} more' * (len(unmatched) > _SHOWN)}"
-            )
+            shown = f"{', '.join(unmatched[:_SHOWN])}{f' and {len(unmatched) - _SHOWN} more' * (len(unmatched) > _SHOWN)}"
             offer = (
-                "Which saved tensor belongs to which live name can't be told from their shapes; nothing here takes"
-                f" {shown}. If only names differ, the argument rename= maps live names to saved ones. "
+                "Which saved tensor belongs to which live name can't be told from their shapes;"
+                " nothing here takes"
+                f" {shown}. If only names differ, the argument rename= maps live names to saved"
+                " ones. "
             )
         fitting = {key[1] for key in self.taken_tensors if key[0] == "weights"} - wrong
         rest = _list_whole_modules(fitting, wrong)
@@ -706,22 +818,35 @@ class LoadPlan:
             return offer
         patterns = [f"weights:{name}" for name in rest]
         return (
-            f"{offer}To keep what is new here as it was made, and take the rest, pass only={patterns!r} to"
+            f"{offer}To keep what is new here as it was made, and take the rest, pass"
+            f" only={patterns!r} to"
             " ckptfmt.load; a new run begins from the rest with"
-            f" Checkpointer(NEW, state, init_from=InitFrom({self.checkpoint.store.name!r}, only={patterns!r})). "
+            f" Checkpointer(NEW, state, init_from=InitFrom({self.checkpoint.store.name!r},"
+            f" only={patterns!r})). "
         )
 
     def _name_values(self) -> None:
         """Add remedies to problems with values of ``State(extra=...)``."""
         wanted, saved = (
-            [problem.where for problem in self.problems if problem.code is code and problem.where.startswith("extra:")]
+            [
+                problem.where
+                for problem in self.problems
+                if problem.code is code and problem.where.startswith("extra:")
+            ]
             for code in (Code.LEAF_MISSING, Code.LEAF_UNEXPECTED)
         )
-        renamed = f"If only the name differs, pass rename={{{wanted[0]!r}: {saved[0]!r}}}. " if wanted and saved else ""
+        renamed = (
+            f"If only the name differs, pass rename={{{wanted[0]!r}: {saved[0]!r}}}. "
+            if wanted and saved
+            else ""
+        )
         for number, problem in enumerate(self.problems):
             name = problem.where.removeprefix("extra:")
             if problem.where in saved:
-                remedy = f"{renamed}Give it to State: extra={{{name!r}: ...}}; allow=('unexpected',) leaves it out."
+                remedy = (
+                    f"{renamed}Give it to State: extra={{{name!r}: ...}};"
+                    " allow=('unexpected',) leaves it out."
+                )
             elif problem.where in wanted:
                 remedy = f"{renamed}allow=('missing',) keeps the live one."
             else:
@@ -734,13 +859,20 @@ def _process(scope: str) -> str:
 
 
 #: The error codes that differing names cause.
-_OF_NAMES: Final = (Code.TENSOR_MISSING, Code.TENSOR_UNEXPECTED, Code.LEAF_MISSING, Code.LEAF_UNEXPECTED)
+_OF_NAMES: Final = (
+    Code.TENSOR_MISSING,
+    Code.TENSOR_UNEXPECTED,
+    Code.LEAF_MISSING,
+    Code.LEAF_UNEXPECTED,
+)
 
 
 def _offer_renaming(renaming: Mapping[str, str]) -> str:
     return (
-        f"If only the names differ, pass rename={renaming!r} to ckptfmt.load. A run goes on under other names in"
-        f" another directory: Checkpointer(NEW, state, init_from=InitFrom(RUN, only=None, rename={renaming!r})). "
+        f"If only the names differ, pass rename={renaming!r} to ckptfmt.load. A run goes on under"
+        " other names in"
+        " another directory: Checkpointer(NEW, state, init_from=InitFrom(RUN, only=None,"
+        f" rename={renaming!r})). "
     )
 
 
@@ -769,7 +901,10 @@ def _list_whole_modules(fitting: set[str], wrong: set[str]) -> list[str]:
     if {_owner(name) for name in fitting} & {_owner(name) for name in wrong}:
         return []
     blocked = {begin for name in wrong for begin in _iter_beginnings(name)}
-    found = {next((begin for begin in _iter_beginnings(name) if begin not in blocked), name) for name in fitting}
+    found = {
+        next((begin for begin in _iter_beginnings(name) if begin not in blocked), name)
+        for name in fitting
+    }
     return sorted(found) if len(found) <= _SHOWN else []
 
 
@@ -784,7 +919,9 @@ def _iter_beginnings(name: str) -> Iterator[str]:
     yield name
 
 
-def guess_renaming(missing: Mapping[tuple[str, str], tuple[int, ...]], unused: Sequence[IndexTensor]) -> dict[str, str]:
+def guess_renaming(
+    missing: Mapping[tuple[str, str], tuple[int, ...]], unused: Sequence[IndexTensor]
+) -> dict[str, str]:
     """Return a guess of the saved names of missing live tensors, as ``rename=`` takes them.
 
     Names with a common end and tensors of the same shape are matched. The remaining beginnings form
@@ -825,7 +962,9 @@ def guess_renaming(missing: Mapping[tuple[str, str], tuple[int, ...]], unused: S
     return {}
 
 
-def list_unmatched(missing: Mapping[tuple[str, str], tuple[int, ...]], unused: Sequence[IndexTensor]) -> list[str]:
+def list_unmatched(
+    missing: Mapping[tuple[str, str], tuple[int, ...]], unused: Sequence[IndexTensor]
+) -> list[str]:
     """Return the places of unused saved tensors if any of them may be a missing live tensor.
 
     Args:

@@ -24,7 +24,9 @@ def dtype_name(dtype: np.dtype[Any], *, where: str) -> str:
     """
     name = _find_name(dtype)
     if name is None:
-        raise err(Code.STATE_UNSUPPORTED, f"the format has no dtype like numpy's {dtype}", where=where)
+        raise err(
+            Code.STATE_UNSUPPORTED, f"the format has no dtype like numpy's {dtype}", where=where
+        )
     return name
 
 

@@ -50,14 +50,25 @@ def source_of(
     """
     where = place_of(field, name)
     if not isinstance(pieces, Mapping):
-        return _of_shape(_whole_source(pieces, field=field, name=name, scope=scope), global_shape, where)
-    found = {box: _whole_source(piece, field=field, name=name, scope=scope) for box, piece in _boxes(pieces, where)}
+        return _of_shape(
+            _whole_source(pieces, field=field, name=name, scope=scope), global_shape, where
+        )
+    found = {
+        box: _whole_source(piece, field=field, name=name, scope=scope)
+        for box, piece in _boxes(pieces, where)
+    }
     shape = _check_pieces(found, global_shape, where)
     dtypes = {source.dtype for source in found.values()}
     if len(dtypes) != 1:
         raise err(Code.ARGUMENT, f"pieces of {len(dtypes)} dtypes; one source has one", where=where)
     return Pieces(
-        field=field, name=name, scope=scope, dtype=dtypes.pop(), global_shape=shape, boxes=tuple(found), held=found
+        field=field,
+        name=name,
+        scope=scope,
+        dtype=dtypes.pop(),
+        global_shape=shape,
+        boxes=tuple(found),
+        held=found,
     )
 
 
@@ -86,14 +97,26 @@ def sink_of(
     """
     where = place_of(field, name)
     if not isinstance(pieces, Mapping):
-        return _of_shape(_whole_sink(pieces, field=field, name=name, scope=scope, dtype=dtype), global_shape, where)
+        return _of_shape(
+            _whole_sink(pieces, field=field, name=name, scope=scope, dtype=dtype),
+            global_shape,
+            where,
+        )
     found = {
         box: _whole_sink(piece, field=field, name=name, scope=scope, dtype=dtype)
         for box, piece in _boxes(pieces, where)
     }
     shape = _check_pieces(found, global_shape, where)
     saved = dtype or next(iter(found.values())).dtype
-    return Pieces(field=field, name=name, scope=scope, dtype=saved, global_shape=shape, boxes=tuple(found), held=found)
+    return Pieces(
+        field=field,
+        name=name,
+        scope=scope,
+        dtype=saved,
+        global_shape=shape,
+        boxes=tuple(found),
+        held=found,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,7 +163,9 @@ class Pieces:
 def _of_shape(whole: Tensor, global_shape: tuple[int, ...] | None, where: str) -> Tensor:
     """Return a whole tensor, after a check of its shape if the caller gave one."""
     if global_shape is not None and tuple(global_shape) != whole.global_shape:
-        detail = f"the tensor has the shape {whole.global_shape}, and global_shape={tuple(global_shape)}"
+        detail = (
+            f"the tensor has the shape {whole.global_shape}, and global_shape={tuple(global_shape)}"
+        )
         remedy = "Give a piece with the offsets at which it begins: {(0, 0): tensor}."
         raise err(Code.ARGUMENT, detail, where=where, remedy=remedy)
     return whole
@@ -154,29 +179,47 @@ def _boxes(pieces: Mapping[Any, Any], where: str) -> list[tuple[Box, Any]]:
         if not hasattr(piece, "shape"):
             raise _no_tensor(piece, where)
         if not isinstance(begin, tuple) or not all(type(offset) is int for offset in begin):
-            remedy = "The keys are the offsets at which a piece begins, a tuple of integers: {(0, 0): tensor}."
-            raise err(Code.ARGUMENT, f"{begin!r} isn't a tuple of offsets", where=where, remedy=remedy)
+            remedy = (
+                "The keys are the offsets at which a piece begins, a tuple of integers: {(0,"
+                " 0): tensor}."
+            )
+            raise err(
+                Code.ARGUMENT, f"{begin!r} isn't a tuple of offsets", where=where, remedy=remedy
+            )
         boxes.append((Box(begin, tuple(piece.shape)), piece))
     return boxes
 
 
-def _check_pieces(found: Mapping[Box, Any], global_shape: tuple[int, ...] | None, where: str) -> tuple[int, ...]:
+def _check_pieces(
+    found: Mapping[Box, Any], global_shape: tuple[int, ...] | None, where: str
+) -> tuple[int, ...]:
     if global_shape is None:
-        raise err(Code.ARGUMENT, "pieces at offsets need the shape of the whole", where="global_shape=")
+        raise err(
+            Code.ARGUMENT, "pieces at offsets need the shape of the whole", where="global_shape="
+        )
     whole = Box.whole(tuple(global_shape))
     for box, held in found.items():
         if held.boxes != (Box.whole(box.shape),):
             remedy = "Give a DTensor as it is, without offsets."
             raise err(Code.ARGUMENT, "a DTensor has offsets of its own", where=where, remedy=remedy)
-        if len(box.begin) != len(box.shape) or len(box.begin) != len(whole.begin) or not whole.contains(box):
-            raise err(Code.BOX_BOUNDS, f"{box} leaves {whole.shape}", where=where, remedy="Mend the offsets.")
+        if (
+            len(box.begin) != len(box.shape)
+            or len(box.begin) != len(whole.begin)
+            or not whole.contains(box)
+        ):
+            raise err(
+                Code.BOX_BOUNDS,
+                f"{box} leaves {whole.shape}",
+                where=where,
+                remedy="Mend the offsets.",
+            )
     for one, other in itertools.combinations(found, 2):
         if one.intersect(other) is not None:
             raise err(Code.TILING_OVERLAP, f"{one} and {other} overlap", where=where)
     return whole.shape
 
 
-def _whole_source(value: Any, *, field: str, name: str, scope: str) -> TensorSource:  # noqa: ANN401 - checked here
+def _whole_source(value: Any, *, field: str, name: str, scope: str) -> TensorSource:
     side = torch_side()
     if side is not None and side.is_tensor(value):
         source: TensorSource = side.source_of(value, field=field, name=name, scope=scope)
@@ -190,22 +233,32 @@ def _whole_source(value: Any, *, field: str, name: str, scope: str) -> TensorSou
     return ArraySource.of(value, field=field, name=name, scope=scope)
 
 
-def _whole_sink(value: Any, *, field: str, name: str, scope: str, dtype: str | None) -> TensorSink:  # noqa: ANN401
+def _whole_sink(value: Any, *, field: str, name: str, scope: str, dtype: str | None) -> TensorSink:
     side = torch_side()
     if side is not None and side.is_tensor(value):
         own = side.dtype_name(value.dtype, where=place_of(field, name))
-        sink: TensorSink = side.sink_of(value, field=field, name=name, scope=scope, dtype=dtype or own)
+        sink: TensorSink = side.sink_of(
+            value, field=field, name=name, scope=scope, dtype=dtype or own
+        )
         return sink
     if not isinstance(value, np.ndarray):
         raise _no_tensor(value, place_of(field, name))
     own = saved_dtype(value, where=place_of(field, name))
     boxes = (Box.whole(value.shape),)
     return ArraySink(
-        field=field, name=name, scope=scope, dtype=dtype or own, global_shape=value.shape, array=value, boxes=boxes
+        field=field,
+        name=name,
+        scope=scope,
+        dtype=dtype or own,
+        global_shape=value.shape,
+        array=value,
+        boxes=boxes,
     )
 
 
 def _no_tensor(value: object, where: str) -> CkptError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     remedy = "Give a torch tensor, a numpy array, or a mapping from offsets to them."
-    return err(Code.STATE_UNSUPPORTED, f"{kind} is neither tensor nor array", where=where, remedy=remedy)
+    return err(
+        Code.STATE_UNSUPPORTED, f"{kind} is neither tensor nor array", where=where, remedy=remedy
+    )

@@ -14,7 +14,14 @@ import numpy as np
 
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.live import Unit
-from ckptfmt.adapters.live_trees import FLATTENED, GLOBAL, child_name, flattened_kind, join_name, plain_values
+from ckptfmt.adapters.live_trees import (
+    FLATTENED,
+    GLOBAL,
+    child_name,
+    flattened_kind,
+    join_name,
+    plain_values,
+)
 from ckptfmt.adapters.load_plan import LoadPlan, Patterns
 from ckptfmt.adapters.numpy import Array, ArraySink, array_of, dtype_name
 from ckptfmt.box import Box
@@ -83,9 +90,9 @@ class Placer:
     parts: bool = False
     whole: bool = False
 
-    # --- in place -----------------------------------------------------------------------------------------------------
+    # --- in place ---------------------------------------------------------------------------------
 
-    def place(self, live: Any, saved: Any, name: str) -> Any:  # noqa: ANN401 - trees
+    def place(self, live: Any, saved: Any, name: str) -> Any:
         """Return the value to put in the place of `live`.
 
         Returns: `live` itself, to be changed in place, or a new value.
@@ -99,7 +106,9 @@ class Placer:
         if not self._fits(name) and not (type(live) in _DICTS and type(saved) in _DICTS):
             self.plan.left_count += 1
             return live
-        if _is_tensor(live) and (isinstance(saved, TensorRef) or (isinstance(saved, dict) and FLATTENED in saved)):
+        if _is_tensor(live) and (
+            isinstance(saved, TensorRef) or (isinstance(saved, dict) and FLATTENED in saved)
+        ):
             self._fill_live(live, saved)
             return live
         if type(live) in _DICTS and type(saved) in _DICTS:
@@ -114,7 +123,11 @@ class Placer:
         return fresh
 
     def _place_dict(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], name: str) -> None:
-        taken = {key: value for key, value in saved.items() if key in live or self._fits(child_name(name, key))}
+        taken = {
+            key: value
+            for key, value in saved.items()
+            if key in live or self._fits(child_name(name, key))
+        }
         if live:
             for key in [key for key in taken if key not in live]:
                 where = place_of(self.field, child_name(name, key))
@@ -122,7 +135,9 @@ class Placer:
                 if isinstance(taken[key], TensorRef):
                     self.plan.unused.append(self.referred(taken[key]))
                 self.take(taken.pop(key))
-            for key in [key for key in live if key not in saved and self._fits(child_name(name, key))]:
+            for key in [
+                key for key in live if key not in saved and self._fits(child_name(name, key))
+            ]:
                 where = place_of(self.field, child_name(name, key))
                 if _is_tensor(live[key]):
                     self.plan.missing[self.field, child_name(name, key)] = tuple(live[key].shape)
@@ -135,7 +150,7 @@ class Placer:
         }
         self.plan.actions.append(lambda: live.update(placed))
 
-    def _place_items(self, live: Any, saved: Any, name: str) -> Any:  # noqa: ANN401 - list, tuple or deque
+    def _place_items(self, live: Any, saved: Any, name: str) -> Any:
         before: list[Any] = list(live) if len(live) == len(saved) else [None] * len(saved)
         items = [
             self.place(old, value, child_name(name, index))
@@ -148,28 +163,36 @@ class Placer:
         self.plan.actions.append(lambda: _refill(live, items))
         return live
 
-    def _fill_live(self, live: Any, saved: TensorRef | dict[Any, Any]) -> None:  # noqa: ANN401 - array or tensor
+    def _fill_live(self, live: Any, saved: TensorRef | dict[Any, Any]) -> None:
         if isinstance(saved, TensorRef):
             fill(self.plan, live, self.referred(saved))
             return
         side = torch_side()
-        inner = {} if side is None else {name.removeprefix("/"): part for name, part in side.inner_tensors(live, "")}
+        inner = (
+            {}
+            if side is None
+            else {name.removeprefix("/"): part for name, part in side.inner_tensors(live, "")}
+        )
         references = {key: reference for key, reference in saved.items() if key != FLATTENED}
         if inner.keys() != references.keys():
             detail = f"made of {sorted(references)} when saved, here of {sorted(inner)}"
-            self.plan.problem(Code.SHAPE_MISMATCH, place_of(self.field, next(iter(references.values())).name), detail)
+            self.plan.problem(
+                Code.SHAPE_MISMATCH,
+                place_of(self.field, next(iter(references.values())).name),
+                detail,
+            )
             return
         for key, part in inner.items():
             fill(self.plan, part, self.referred(references[key]))
 
-    # --- new ----------------------------------------------------------------------------------------------------------
+    # --- new --------------------------------------------------------------------------------------
 
     def fresh(  # noqa: PLR0911 - one for each kind of value
         self,
-        saved: Any,  # noqa: ANN401 - a tree
+        saved: Any,
         name: _Name,
-        like: Any = None,  # noqa: ANN401 - any live value
-    ) -> Any:  # noqa: ANN401 - any live value
+        like: Any = None,
+    ) -> Any:
         """Return a new value.
 
         Tensors take device and placements from the tensors at the same place in `like`.
@@ -196,14 +219,16 @@ class Placer:
             return counter
         return self._fresh_items(saved, name, like) if type(saved) in _ITEMS else saved
 
-    def _fresh_dict(self, saved: Any, name: _Name, like: dict[Any, Any]) -> Any:  # noqa: ANN401 - dict or OrderedDict
+    def _fresh_dict(self, saved: Any, name: _Name, like: dict[Any, Any]) -> Any:
         if FLATTENED in saved and not self.parts:
             return self._fresh_flattened(saved, name)
         if PLAIN.issuperset(map(type, saved.values())):
             return saved
-        return type(saved)((key, self.fresh(item, (name, key), like.get(key))) for key, item in saved.items())
+        return type(saved)(
+            (key, self.fresh(item, (name, key), like.get(key))) for key, item in saved.items()
+        )
 
-    def _fresh_flattened(self, saved: Any, name: _Name) -> Any:  # noqa: ANN401 - a tensor that is made of several
+    def _fresh_flattened(self, saved: Any, name: _Name) -> Any:
         """Return a new tensor of a registered class. Raises: StateError(STATE_UNSUPPORTED)."""
         side, where = torch_side(), place_of(self.field, _text_of(name))
         form = saved[FLATTENED]
@@ -215,15 +240,24 @@ class Placer:
                 remedy="Create it before the load, for an optimizer by one step.",
             )
         made = self.fresh(form, name)
-        inner = {key: self.fresh(item, (name, key)) for key, item in saved.items() if key != FLATTENED}
+        inner = {
+            key: self.fresh(item, (name, key)) for key, item in saved.items() if key != FLATTENED
+        }
         return side.unflatten(made, inner, where=where)
 
-    def _fresh_items(self, saved: Any, name: _Name, like: Any) -> Any:  # noqa: ANN401 - one of _ITEMS
+    def _fresh_items(self, saved: Any, name: _Name, like: Any) -> Any:
         if PLAIN.issuperset(map(type, saved)):
             return saved
-        same = type(like) is type(saved) and len(like) == len(saved) and not isinstance(like, set | frozenset)
+        same = (
+            type(like) is type(saved)
+            and len(like) == len(saved)
+            and not isinstance(like, set | frozenset)
+        )
         old: list[Any] = list(like) if same else [None] * len(saved)
-        items = [item if type(item) in PLAIN else self.fresh(item, (name, i), old[i]) for i, item in enumerate(saved)]
+        items = [
+            item if type(item) in PLAIN else self.fresh(item, (name, i), old[i])
+            for i, item in enumerate(saved)
+        ]
         return deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
 
     def _fresh_tensor(self, saved: TensorRef, like: object) -> object:
@@ -231,7 +265,9 @@ class Placer:
         side = torch_side()
         dtype, shape = tensor.dtype, tensor.global_shape
         if (self.framework or saved.kind) == "torch" and side is not None:
-            made = allocate(tensor, lambda: side.allocate(dtype, shape, like=like, device=self.device))
+            made = allocate(
+                tensor, lambda: side.allocate(dtype, shape, like=like, device=self.device)
+            )
         else:
             made = allocate(tensor, lambda: np.empty(shape, numpy_dtype(dtype)))
         if 0 not in shape:  # skips reads of empty tensors, of which an index may list many
@@ -245,7 +281,12 @@ class Placer:
         """
         tensor = self.plan.checkpoint.find(self.field, saved.name, self.scope)
         if tensor is None:
-            raise err(Code.TREE_REFERENCE, f"no tensor {saved.name!r}", where=self.field, requirement="REQ-TRE-004")
+            raise err(
+                Code.TREE_REFERENCE,
+                f"no tensor {saved.name!r}",
+                where=self.field,
+                requirement="REQ-TRE-004",
+            )
         self.plan.taken_tensors.add(tensor.key)
         return tensor
 
@@ -260,7 +301,7 @@ class Placer:
 
 def fill(
     plan: LoadPlan,
-    live: Any,  # noqa: ANN401 - array or tensor
+    live: Any,
     saved: IndexTensor,
     *,
     field: str | None = None,
@@ -279,7 +320,9 @@ def fill(
     Raises: StateError(STATE_UNSUPPORTED).
     """
     where = place_of(saved.field if field is None else field, saved.name if name is None else name)
-    if not may_fill(plan, saved, shape=tuple(live.shape), dtype=lambda: _dtype_name(live, where), where=where):
+    if not may_fill(
+        plan, saved, shape=tuple(live.shape), dtype=lambda: _dtype_name(live, where), where=where
+    ):
         return
     if isinstance(live, np.ndarray):
         plan.sinks.append(_array_sink(live, saved, where))
@@ -288,11 +331,20 @@ def fill(
     if side is not None and side.is_meta(live):
         plan.problem(Code.META_DESTINATION, where, "the live tensor is on the meta device")
     elif side is not None:
-        plan.sinks.append(side.sink_of(live, field=saved.field, name=saved.name, scope=saved.scope, dtype=saved.dtype))
+        plan.sinks.append(
+            side.sink_of(
+                live, field=saved.field, name=saved.name, scope=saved.scope, dtype=saved.dtype
+            )
+        )
 
 
 def may_fill(
-    plan: LoadPlan, saved: IndexTensor, *, shape: tuple[int, ...], dtype: Callable[[], str], where: str
+    plan: LoadPlan,
+    saved: IndexTensor,
+    *,
+    shape: tuple[int, ...],
+    dtype: Callable[[], str],
+    where: str,
 ) -> bool:
     """Return whether a saved tensor fits a live tensor of this shape and dtype.
 
@@ -301,7 +353,9 @@ def may_fill(
     Problems: SHAPE_MISMATCH, DTYPE_MISMATCH, STATE_UNSUPPORTED.
     """
     if shape != saved.global_shape:
-        return plan.problem(Code.SHAPE_MISMATCH, where, f"saved with shape {saved.global_shape}, here {shape}")
+        return plan.problem(
+            Code.SHAPE_MISMATCH, where, f"saved with shape {saved.global_shape}, here {shape}"
+        )
     kind = dtype()
     return kind == saved.dtype or _may_convert(plan, where, saved.dtype, kind)
 
@@ -315,7 +369,9 @@ def _may_convert(plan: LoadPlan, where: str, saved: str, live: str) -> bool:
         return False
     if converts(saved, live):
         return True
-    plan.problem(Code.STATE_UNSUPPORTED, where, f"saved as {saved}, which can't be converted to {live}")
+    plan.problem(
+        Code.STATE_UNSUPPORTED, where, f"saved as {saved}, which can't be converted to {live}"
+    )
     return False
 
 
@@ -333,7 +389,7 @@ def converts(saved: str, live: str) -> bool:
     return not saved.startswith(_COMPLEX) or live.startswith(_COMPLEX)
 
 
-def refuses(live: Any, saved: IndexTensor) -> bool:  # noqa: ANN401 - anything
+def refuses(live: Any, saved: IndexTensor) -> bool:
     """Return whether `live` is unsuitable: not a tensor or array of the saved dtype and shape."""
     if not _is_tensor(live) or tuple(live.shape) != saved.global_shape:
         return True
@@ -342,7 +398,12 @@ def refuses(live: Any, saved: IndexTensor) -> bool:  # noqa: ANN401 - anything
 
 def _array_sink(live: Array, saved: IndexTensor, where: str) -> ArraySink:
     if not live.flags.writeable:
-        raise err(Code.STATE_UNSUPPORTED, "the live array is read-only", where=where, remedy="Pass a copy of it.")
+        raise err(
+            Code.STATE_UNSUPPORTED,
+            "the live array is read-only",
+            where=where,
+            remedy="Pass a copy of it.",
+        )
     return ArraySink(
         field=saved.field,
         name=saved.name,
@@ -354,7 +415,7 @@ def _array_sink(live: Array, saved: IndexTensor, where: str) -> ArraySink:
     )
 
 
-def _dtype_name(live: Any, where: str) -> str:  # noqa: ANN401 - array or tensor
+def _dtype_name(live: Any, where: str) -> str:
     if isinstance(live, np.ndarray):
         return dtype_name(live.dtype, where=where)
     side = torch_side()
@@ -366,7 +427,7 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, np.ndarray) or (side is not None and side.is_tensor(value))
 
 
-def _refill(live: Any, items: Any) -> None:  # noqa: ANN401 - a mutable container and new contents
+def _refill(live: Any, items: Any) -> None:
     live.clear()
     if isinstance(live, list | deque):
         live.extend(items)
@@ -404,7 +465,11 @@ def plan_named_tensors(plan: LoadPlan, unit: Unit) -> bool:
         as one value, and the load neither selects a part of the checkpoint nor renames tensors.
     Problems: TENSOR_MISSING and the problems of `fill`.
     """
-    saved_as_one = (unit.field, plan.renaming.saved_name(unit.name), unit.scope) in plan.checkpoint.leaves
+    saved_as_one = (
+        unit.field,
+        plan.renaming.saved_name(unit.name),
+        unit.scope,
+    ) in plan.checkpoint.leaves
     as_one = saved_as_one and plan.worker_count == 1 and not plan.is_partial and not plan.renaming
     if not is_named_tensors(unit) or as_one:
         return False
@@ -429,7 +494,9 @@ def take_named_leaf(plan: LoadPlan, unit: Unit) -> None:
     key = (unit.field, plan.renaming.saved_name(unit.name), unit.scope)
     if key in plan.checkpoint.leaves:
         tree = plan.checkpoint.leaf(*key)
-        if isinstance(tree, dict) and all(isinstance(value, TensorRef) for value in iter_values(tree)):
+        if isinstance(tree, dict) and all(
+            isinstance(value, TensorRef) for value in iter_values(tree)
+        ):
             plan.taken_leaves.add(key)
 
 
@@ -439,7 +506,9 @@ _FRAMEWORKS: Final = (None, "numpy", "torch")
 _NOTHING: Final = object()
 
 
-def load_trees(checkpoint: Checkpoint, framework: str | None = None, *, only: Patterns = None) -> dict[str, Any]:
+def load_trees(
+    checkpoint: Checkpoint, framework: str | None = None, *, only: Patterns = None
+) -> dict[str, Any]:
     """Return the contents of a checkpoint, by field.
 
     A field that was saved as a single tree is returned as that tree. Any other field is a mapping
@@ -478,26 +547,35 @@ def _is_there(plan: LoadPlan, field: str) -> bool:
     return any(key[0] == field for key in (*plan.checkpoint.leaves, *plan.checkpoint.tensors))
 
 
-def _field(plan: LoadPlan, field: str, framework: str | None) -> Any:  # noqa: ANN401 - a tree
+def _field(plan: LoadPlan, field: str, framework: str | None) -> Any:
     values: dict[str, dict[str, Any]] = {}
     for key in plan.checkpoint.leaves:
         tree = _choose(plan, key, plan.checkpoint.leaf(*key)) if key[0] == field else _NOTHING
         if tree is not _NOTHING:
             placer = Placer(plan, field=field, scope=key[2], framework=framework, parts=True)
             values.setdefault(key[2], {})[key[1]] = placer.fresh(tree, key[1])
-    alone = [key for key in plan.checkpoint.tensors if key[0] == field and key not in plan.taken_tensors]
+    alone = [
+        key for key in plan.checkpoint.tensors if key[0] == field and key not in plan.taken_tensors
+    ]
     if plan.is_partial:
-        alone = [key for key in alone if any(plan.only.fits(field, name) for name in _names(plan, key))]
+        alone = [
+            key for key in alone if any(plan.only.fits(field, name) for name in _names(plan, key))
+        ]
     if not alone and list(values) == [GLOBAL] and list(values[GLOBAL]) == [""]:
         return values[GLOBAL][""]
     kind = framework or ("torch" if "torch" in sys.modules else "numpy")
-    placers = {scope: Placer(plan, field=field, scope=scope, framework=kind) for scope in {key[2] for key in alone}}
+    placers = {
+        scope: Placer(plan, field=field, scope=scope, framework=kind)
+        for scope in {key[2] for key in alone}
+    }
     for key in alone:
         _add_tensor(plan, key, placers[key[2]], kind, values.setdefault(key[2], {}))
     return {**values.pop(GLOBAL, {}), **values}
 
 
-def _add_tensor(plan: LoadPlan, key: TensorKey, placer: Placer, kind: str, values: dict[str, Any]) -> None:
+def _add_tensor(
+    plan: LoadPlan, key: TensorKey, placer: Placer, kind: str, values: dict[str, Any]
+) -> None:
     tensor = plan.checkpoint.tensors[key]
     if tensor.storage == "persistent":
         made = placer.fresh(TensorRef(tensor.name, kind), tensor.name)
@@ -508,15 +586,21 @@ def _names(plan: LoadPlan, key: TensorKey) -> tuple[str, ...]:
     return (key[1], *plan.checkpoint.tensors[key].aliases)
 
 
-def _choose(plan: LoadPlan, key: TensorKey, tree: Any, name: str | None = None) -> Any:  # noqa: ANN401 - a tree
+def _choose(plan: LoadPlan, key: TensorKey, tree: Any, name: str | None = None) -> Any:
     """Return the selected part of a saved value: the value, a smaller mapping, or `_NOTHING`."""
     field = key[0]
-    if plan.only.fits_leaf(key[0], key[1], lambda: tree) if name is None else plan.only.fits(field, name):
+    if (
+        plan.only.fits_leaf(key[0], key[1], lambda: tree)
+        if name is None
+        else plan.only.fits(field, name)
+    ):
         return tree
     if type(tree) not in (dict, OrderedDict):
         return _NOTHING
     at = key[1] if name is None else name
-    parts = ((item, _choose(plan, key, value, child_name(at, item))) for item, value in tree.items())
+    parts = (
+        (item, _choose(plan, key, value, child_name(at, item))) for item, value in tree.items()
+    )
     chosen = [(item, part) for item, part in parts if part is not _NOTHING]
     return type(tree)(chosen) if chosen else _NOTHING
 
@@ -539,7 +623,9 @@ def plan_sink(plan: LoadPlan, value: object, *, field: str, where: str) -> None:
     """
     if not isinstance(value, TensorSink) or value.field != field:
         kind = type(value)
-        detail = f"{kind.__module__}.{kind.__qualname__} isn't a ckptfmt.TensorSink of the field {field}"
+        detail = (
+            f"{kind.__module__}.{kind.__qualname__} isn't a ckptfmt.TensorSink of the field {field}"
+        )
         plan.problem(Code.STATE_UNSUPPORTED, where, detail)
         return
     chosen = plan.choose(field, [value.name])

@@ -61,7 +61,9 @@ class LiveRngStream:
     write: Callable[[Any], None]
 
 
-def capture_rng(generators: Mapping[str, object] | None = None, *, devices: Iterable[object] = ()) -> CapturedRng:
+def capture_rng(
+    generators: Mapping[str, object] | None = None, *, devices: Iterable[object] = ()
+) -> CapturedRng:
     """Return the current state of this process's RNG streams, to be saved or restored later.
 
     A resumed run continues from the saved streams. Some trainers draw random numbers between the
@@ -84,14 +86,18 @@ def capture_rng(generators: Mapping[str, object] | None = None, *, devices: Iter
     True
     """
     live = live_streams(generators, frozenset(map(str, devices)))
-    return CapturedRng(tuple(dataclasses.replace(stream, read=_returning(stream.read())) for stream in live))
+    return CapturedRng(
+        tuple(dataclasses.replace(stream, read=_returning(stream.read())) for stream in live)
+    )
 
 
 def _returning(state: object) -> Callable[[], object]:
     return lambda: state
 
 
-def live_streams(rng: Mapping[str, object] | CapturedRng | None, devices: frozenset[str]) -> list[LiveRngStream]:
+def live_streams(
+    rng: Mapping[str, object] | CapturedRng | None, devices: frozenset[str]
+) -> list[LiveRngStream]:
     """Return the RNG streams of this process.
 
     Args:
@@ -103,13 +109,18 @@ def live_streams(rng: Mapping[str, object] | CapturedRng | None, devices: frozen
     """
     if isinstance(rng, CapturedRng):
         captured: list[Any] = list(rng.streams)
-        missing = {stream.name for stream in live_streams(None, devices)} - {stream.name for stream in captured}
+        missing = {stream.name for stream in live_streams(None, devices)} - {
+            stream.name for stream in captured
+        }
         if missing:
             raise err(
                 Code.STREAM_MISSING,
                 f"{', '.join(sorted(missing))} wasn't captured",
                 where="State(rng=...)",
-                remedy="Capture once torch is imported and its devices are in use; pass capture_rng(devices=...).",
+                remedy=(
+                    "Capture once torch is imported and its devices are in use; pass"
+                    " capture_rng(devices=...)."
+                ),
             )
         return captured
     streams = [
@@ -124,7 +135,9 @@ def live_streams(rng: Mapping[str, object] | CapturedRng | None, devices: frozen
     side = torch_side()
     if side is not None:
         streams += [LiveRngStream(**stream) for stream in side.global_streams(devices)]
-    return streams + [_user_stream(f"user/{name}", generator) for name, generator in (rng or {}).items()]
+    return streams + [
+        _user_stream(f"user/{name}", generator) for name, generator in (rng or {}).items()
+    ]
 
 
 def unit_streams(
@@ -170,7 +183,9 @@ def _generators_in(value: object, path: str, depth: int) -> Iterator[tuple[str, 
     for name, part in list(attributes_of(value).items()):
         if is_generator(part):
             yield f"{path}{name}", part
-        elif depth < _HELD_DEPTH and attributes_of(part) and not isinstance(part, type | ModuleType):
+        elif (
+            depth < _HELD_DEPTH and attributes_of(part) and not isinstance(part, type | ModuleType)
+        ):
             side: Any = torch_side()
             if side is None or not (side.is_module(part) or side.is_optimizer(part)):
                 yield from _generators_in(part, f"{path}{name}.", depth + 1)
@@ -210,7 +225,9 @@ def make_stream_digest(stream: LiveRngStream) -> Callable[[], int]:
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined] # numpy's stubs lack it
         if type(bits) is np.random.MT19937:
             address = bits.ctypes.state_address + _MT19937_NBYTES - _TAIL_NBYTES
-            return functools.partial(_digest_numpy, bits, (ctypes.c_uint8 * _TAIL_NBYTES).from_address(address))
+            return functools.partial(
+                _digest_numpy, bits, (ctypes.c_uint8 * _TAIL_NBYTES).from_address(address)
+            )
     if stream.name == "torch.cpu":
         return functools.partial(_digest_torch, stream.read)
     return lambda: _digest_value(stream.read())
@@ -221,7 +238,7 @@ def _digest_python(read: Callable[[], Any]) -> int:
     return hash((words[-_WORDS:], gauss or 0.0)) & 0xFFFFFFFF
 
 
-def _digest_numpy(known: object, tail: Any) -> int:  # noqa: ANN401 - an array of ctypes
+def _digest_numpy(known: object, tail: Any) -> int:
     if np.random.get_bit_generator() is known:  # type: ignore[attr-defined] # numpy's stubs lack it
         return zlib.crc32(tail)
     return _digest_value(np.random.get_state(legacy=False))  # noqa: NPY002 - the stream is the process's own
@@ -241,7 +258,9 @@ def _digest_value(state: object) -> int:
     return zlib.crc32(repr(state).encode())
 
 
-def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) -> list[Callable[[], None]]:
+def plan_streams(
+    plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool
+) -> list[Callable[[], None]]:
     """Return the actions that restore the RNG streams.
 
     Streams that can't be restored become problems. With another number of workers they are only
@@ -253,7 +272,11 @@ def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) 
     left = [stream.name for stream in streams if plan.only.is_overridden("rng", stream.name)]
     plan.downgrades += [f"rng:{name} stays as it is here: override=" for name in left]
     streams = [stream for stream in streams if plan.only.fits("rng", stream.name)]
-    saved_streams = {key: stream for key, stream in plan.checkpoint.streams.items() if plan.only.fits("rng", key[0])}
+    saved_streams = {
+        key: stream
+        for key, stream in plan.checkpoint.streams.items()
+        if plan.only.fits("rng", key[0])
+    }
     if not saved_streams and (plan.is_imported or (plan.is_partial and not streams)):
         return []
     saved_count = plan.checkpoint.manifest.origin.writer_count
@@ -336,7 +359,10 @@ def _mark(stream: LiveRngStream) -> int:
 
 
 def _list_moved(
-    saved: Collection[tuple[str, str]], live: Iterable[LiveRngStream], saved_count: int, worker_count: int
+    saved: Collection[tuple[str, str]],
+    live: Iterable[LiveRngStream],
+    saved_count: int,
+    worker_count: int,
 ) -> list[str]:
     """Return sentences on the RNG streams of absent workers and of new workers.
 
@@ -352,7 +378,9 @@ def _list_moved(
     if gone:
         scopes = _scopes(worker_count, saved_count)
         detail = "streams of processes that this load doesn't have are left out"
-        said.append(f"{Code.STREAM_UNEXPECTED} at rng ({scopes}): {detail}: {', '.join(sorted(gone))}")
+        said.append(
+            f"{Code.STREAM_UNEXPECTED} at rng ({scopes}): {detail}: {', '.join(sorted(gone))}"
+        )
     if new and saved_count < worker_count:
         scopes = _scopes(saved_count, worker_count)
         detail = "no streams were saved for these processes, which go on with fresh ones"
@@ -366,12 +394,18 @@ def _number(scope: str) -> int:
 
 def _scopes(first: int, end: int) -> str:
     """Return a text for the scopes of workers from `first` up to, but without, `end`."""
-    return worker_scope(first) if end - first == 1 else f"{worker_scope(first)} to {worker_scope(end - 1)}"
+    return (
+        worker_scope(first)
+        if end - first == 1
+        else f"{worker_scope(first)} to {worker_scope(end - 1)}"
+    )
 
 
 def _user_stream(name: str, generator: object) -> LiveRngStream:
     if type(generator) is random.Random:
-        return LiveRngStream(name=name, kind=_PYTHON, read=generator.getstate, write=generator.setstate)
+        return LiveRngStream(
+            name=name, kind=_PYTHON, read=generator.getstate, write=generator.setstate
+        )
     if isinstance(generator, np.random.RandomState):
         read = functools.partial(generator.get_state, legacy=False)
         return LiveRngStream(name=name, kind=_NUMPY_LEGACY, read=read, write=generator.set_state)
@@ -391,5 +425,8 @@ def _user_stream(name: str, generator: object) -> LiveRngStream:
         Code.STATE_UNSUPPORTED,
         f"{kind} is no generator that can be saved",
         where=f"rng:{name}",
-        remedy="Use random.Random, numpy.random.Generator or torch.Generator; a key of JAX is a value: State(extra=).",
+        remedy=(
+            "Use random.Random, numpy.random.Generator or torch.Generator; a key of JAX is a"
+            " value: State(extra=)."
+        ),
     )

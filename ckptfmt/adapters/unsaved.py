@@ -71,12 +71,16 @@ class Unheld:
             return []
         units = list(walk(state, worker=self._worker))
         values = [unit.value for unit in units]
-        trees = [unit.value for unit in units if unit.kind is Kind.TREE and unit.field == "optimizer"]
+        trees = [
+            unit.value for unit in units if unit.kind is Kind.TREE and unit.field == "optimizer"
+        ]
 
         def is_copied(value: object) -> bool:
             # A program may keep the result of state_dict() in the State, if it renews it for each
             # save.
-            return bool(side.is_copied(value, [copy for tree in trees for copy in _mappings_in(tree)]))
+            return bool(
+                side.is_copied(value, [copy for tree in trees for copy in _mappings_in(tree)])
+            )
 
         if looks_around:
             unheld = [value for value in side.list_unheld(values) if not is_copied(value)]
@@ -100,37 +104,50 @@ class Unheld:
 def _mappings_in(value: object, depth: int = 0) -> list[Mapping[Any, Any]]:
     """Return the mappings in a tree, the root included, down to `_DEPTH` levels."""
     found = [value] if isinstance(value, Mapping) else []
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return found + [one for part in parts if depth < _DEPTH for one in _mappings_in(part, depth + 1)]
+    parts = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
+    return found + [
+        one for part in parts if depth < _DEPTH for one in _mappings_in(part, depth + 1)
+    ]
 
 
 #: The report of gradients that exist at a save and that no step has applied yet.
 PENDING: Final = Unsaved(
     "GRADIENTS_PENDING",
-    "gradients that the next optimizer.step() uses were there at the save, and gradients aren't saved: save where the"
+    "gradients that the next optimizer.step() uses were there at the save, and gradients aren't"
+    " saved: save where the"
     " next backward() begins with zero_grad(), not within an accumulation",
 )
 
 
-def _of_holder(side: Any, value: object) -> Unsaved:  # noqa: ANN401 - ckptfmt.adapters.torch
+def _of_holder(side: Any, value: object) -> Unsaved:
     kind = side.describe(value)
     if side.is_scaler(value):
         text = (
-            f"a {kind} scales the gradients, and no State holds it: give extra={{'scaler': scaler}}, the object itself"
+            f"a {kind} scales the gradients, and no State holds it: give extra={{'scaler':"
+            f" scaler}}, the object itself"
         )
         return Unsaved("SCALER_NOT_SAVED", text)
     does = "changes the options of" if side.is_schedule(value) else "has a step() and holds"
     text = (
-        f"a {kind} {does} an optimizer in State, and no State holds it: give State(extra={{'scheduler': scheduler}}),"
+        f"a {kind} {does} an optimizer in State, and no State holds it: give"
+        f" State(extra={{'scheduler': scheduler}}),"
         " the object itself"
     )
     return Unsaved("SCHEDULER_NOT_SAVED", text)
 
 
-def _of_optimizer(optimizer: Any) -> Unsaved:  # noqa: ANN401 - of torch
+def _of_optimizer(optimizer: Any) -> Unsaved:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     text = (
-        f"another optimizer ({type(optimizer).__qualname__}, {count} parameters) makes steps in this training, and no"
-        " State holds it: give the object itself, as in State(optimizer={'first': optimizer, 'second': other})"
+        f"another optimizer ({type(optimizer).__qualname__}, {count} parameters) makes steps in"
+        " this training, and no"
+        " State holds it: give the object itself, as in State(optimizer={'first': optimizer,"
+        " 'second': other})"
     )
     return Unsaved("OPTIMIZER_NOT_SAVED", text)

@@ -23,7 +23,16 @@ from ckptfmt.digest import digest_bytes
 from ckptfmt.state import place_of
 
 #: Packages whose classes save their complete state.
-_KNOWN: Final = ("torch", "torchdata", "ckptfmt", "numpy", "jax", "accelerate", "transformers", "lightning")
+_KNOWN: Final = (
+    "torch",
+    "torchdata",
+    "ckptfmt",
+    "numpy",
+    "jax",
+    "accelerate",
+    "transformers",
+    "lightning",
+)
 #: The attribute by which a class says that its state_dict is complete.
 EXACT: Final = "ckptfmt_exact"
 #: Limits of the traversal: depth, number of values, number of tensors. Objects at greater depth
@@ -61,7 +70,9 @@ def look_at(units: Iterable[Unit]) -> dict[str, dict[str, str]]:
     return {
         place_of(unit.field, unit.name): dict(_Look(others - {id(unit.value)}).of(unit.value))
         for unit in units
-        if unit.is_given and unit.kind in (Kind.STATEFUL, Kind.OPTIMIZER) and not is_known(unit.value)
+        if unit.is_given
+        and unit.kind in (Kind.STATEFUL, Kind.OPTIMIZER)
+        and not is_known(unit.value)
     }
 
 
@@ -82,12 +93,16 @@ def compare(units: Iterable[Unit], saved: object) -> list[str]:
         if not isinstance(before, Mapping):
             continue
         paths = [*before, *(path for path in now if path not in before)]
-        differing = [path for path in paths if before.get(path) != now.get(path) or before[path] == _HIDDEN]
+        differing = [
+            path for path in paths if before.get(path) != now.get(path) or before[path] == _HIDDEN
+        ]
         if differing:
             more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
             found.append(
-                f"{place}: the state_dict of {kinds[place]} leaves out what changes: its attribute {differing[0]}{more}"
-                f" isn't as it was at the save; add it to state_dict, or set {EXACT} = True in the class if it decides"
+                f"{place}: the state_dict of {kinds[place]} leaves out what changes: its"
+                f" attribute {differing[0]}{more}"
+                f" isn't as it was at the save; add it to state_dict, or set {EXACT} = True in"
+                " the class if it decides"
                 " no step"
             )
     return found
@@ -108,7 +123,7 @@ class _Look:
             if not (is_optimizer and side.is_of_every_optimizer(name)):
                 yield from self._look(part, name, 1)
 
-    def _look(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - anything
+    def _look(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
         self._count += 1
         if self._count > _MOST or depth > _DEPTH:
             return
@@ -132,7 +147,7 @@ class _Look:
         else:
             yield from self._parts(value, path, depth)
 
-    def _parts(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - anything
+    def _parts(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping):
             items: list[tuple[object, object]] = list(value.items())
         elif isinstance(value, list | tuple | set | frozenset) or type(value).__name__ == "deque":
@@ -140,15 +155,28 @@ class _Look:
             numbers = [_number_text(one) for one in first if isinstance(one, _PLAIN)]
             items = [(at, one) for at, one in enumerate(first) if not isinstance(one, _PLAIN)]
             is_set = isinstance(value, set | frozenset)
-            yield path, _digest(repr((len(value), sorted(map(str, numbers)) if is_set else numbers)))
+            yield (
+                path,
+                _digest(repr((len(value), sorted(map(str, numbers)) if is_set else numbers))),
+            )
         elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
             items = []  # a callback's owner isn't part of the object
-        elif type(value).__module__.partition(".")[0] in ("logging", "threading", "_thread", "pathlib", "torch"):
+        elif type(value).__module__.partition(".")[0] in (
+            "logging",
+            "threading",
+            "_thread",
+            "pathlib",
+            "torch",
+        ):
             # Of torch's objects only schedulers count: the user doesn't save the contents of
             # others.
             side: Any = torch_side()
             is_schedule = side is not None and side.is_schedule(value)
-            items = [item for item in attributes_of(value).items() if item[0] != "optimizer"] if is_schedule else []
+            items = (
+                [item for item in attributes_of(value).items() if item[0] != "optimizer"]
+                if is_schedule
+                else []
+            )
         else:
             items = list(attributes_of(value).items())
         for at, (key, part) in enumerate(items):
@@ -156,7 +184,7 @@ class _Look:
             yield from self._look(part, f"{path}.{name}", depth + 1)
 
 
-def _number_text(value: Any) -> str | None:  # noqa: ANN401 - a number or None
+def _number_text(value: Any) -> str | None:
     """Return a text of a number, equal for equal numbers; None for a timestamp.
 
     Timestamps differ in each process.
@@ -164,11 +192,13 @@ def _number_text(value: Any) -> str | None:  # noqa: ANN401 - a number or None
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, bool | int) or (isinstance(value, float) and value.is_integer()):
         value = int(value)
-    is_time = isinstance(value, int | float) and abs(value) < _FAR and abs(value - time.time()) < _CLOCK_S
+    is_time = (
+        isinstance(value, int | float) and abs(value) < _FAR and abs(value - time.time()) < _CLOCK_S
+    )
     return None if is_time else value.hex() if isinstance(value, float) else repr(value)
 
 
-def _tensor_text(value: Any) -> str:  # noqa: ANN401 - tensor or array
+def _tensor_text(value: Any) -> str:
     """Return the shape and a sample of the elements of a tensor or an array."""
     shape = tuple(value.shape)
     try:

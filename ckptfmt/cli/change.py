@@ -16,7 +16,8 @@ from ckptfmt.run.catalog import Run
 def run(arguments: argparse.Namespace) -> int:
     """Run the command, print the resulting labels or deletions, and return the exit code.
 
-    Raises: CommitError(CHECKPOINT_NEEDED, CHECKPOINT_CONDEMNED); IntegrityError; StateError(ARGUMENT); StoreError.
+    Raises: CommitError(CHECKPOINT_NEEDED, CHECKPOINT_CONDEMNED); IntegrityError;
+        StateError(ARGUMENT); StoreError.
     """
     open_run_place(arguments.path)
     found = Run(arguments.path)
@@ -25,7 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _delete(arguments, found)
     name = found.find(_which(arguments.checkpoint)).name
     if action == "tag":
-        found.add_labels(name, metrics=dict(map(_parse_metric, arguments.metric)), tags=arguments.tags)
+        found.add_labels(
+            name, metrics=dict(map(_parse_metric, arguments.metric)), tags=arguments.tags
+        )
     elif action == "untag":
         found.untag(name, *arguments.tags)
     else:
@@ -34,7 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"target": arguments.path, "checked": "registers", **dataclasses.asdict(now)})
         return 0
-    labels = labels_text(now.metrics, now.tags, pinned=now.pinned, suspect=now.suspect) or "no labels"
+    labels = (
+        labels_text(now.metrics, now.tags, pinned=now.pinned, suspect=now.suspect) or "no labels"
+    )
     Console().line((clean(name), "bold"), "  ", labels)
     return 0
 
@@ -55,7 +60,9 @@ def _delete(arguments: argparse.Namespace, found: Run) -> int:
     named = {one.name: one for one in (found.find(_which(text)) for text in arguments.checkpoints)}
     refused: dict[str, CkptError] = {}
     gone: list[str] = []
-    for name in sorted(named, key=lambda name: (named[name].step, named[name].launch), reverse=True):
+    for name in sorted(
+        named, key=lambda name: (named[name].step, named[name].launch), reverse=True
+    ):
         try:
             found.delete(name, dry_run=arguments.dry_run, force=arguments.force, gone=gone)
             gone.append(name)
@@ -70,13 +77,22 @@ def _delete(arguments: argparse.Namespace, found: Run) -> int:
         }
         if len(named) == 1:
             members |= dataclasses.asdict(found.find(next(iter(named))))
-        print_json({"target": arguments.path, "checked": "registers", "dry_run": arguments.dry_run, **members})
+        print_json(
+            {
+                "target": arguments.path,
+                "checked": "registers",
+                "dry_run": arguments.dry_run,
+                **members,
+            }
+        )
     else:
         console = Console()
         done = "would be deleted" if arguments.dry_run else "deleted"
         for name in named:
             if name in gone:
-                console.line((done, "green bold"), f"  {clean(name)}: `ckptfmt ls --all` lists it as retired")
+                console.line(
+                    (done, "green bold"), f"  {clean(name)}: `ckptfmt ls --all` lists it as retired"
+                )
         print_errors(console, refused.values(), "red bold")
     return 2 if refused else 0
 

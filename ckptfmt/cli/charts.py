@@ -55,7 +55,10 @@ def _svg(height: float, body: Iterable[str], label: str) -> str:
 
 
 def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{style}" text-anchor="{anchor}">{text_of(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" class="{style}"'
+        f' text-anchor="{anchor}">{text_of(text)}</text>'
+    )
 
 
 def _line(x: float, y: float, to_x: float, to_y: float, style: str) -> str:
@@ -65,7 +68,10 @@ def _line(x: float, y: float, to_x: float, to_y: float, style: str) -> str:
 def _rectangle(at: Rectangle, style: str, title: str) -> str:
     x, y, width, height = at
     size = f'width="{max(width, 0):.2f}" height="{max(height, 0):.2f}"'
-    return f'<rect x="{x:.2f}" y="{y:.2f}" {size} class="{style}"><title>{text_of(title)}</title></rect>'
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" {size}'
+        f' class="{style}"><title>{text_of(title)}</title></rect>'
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,18 +99,26 @@ class Scale:
             scaled = dataclasses.replace(self, low=self.low / unit, high=self.high / unit)
             return [tick * unit for tick in scaled.ticks(most, whole=whole)]
         span = self.high - self.low
-        if not math.isfinite(span) or span <= 0 or math.ulp(max(abs(self.low), abs(self.high))) * 100 > span:
+        if (
+            not math.isfinite(span)
+            or span <= 0
+            or math.ulp(max(abs(self.low), abs(self.high))) * 100 > span
+        ):
             return [self.low]
         power = 10.0 ** math.floor(math.log10(span / most))
         if not power:
             return [self.low]
-        step = next((power * factor for factor in (1, 2, 5) if power * factor * most >= span), power * 10)
+        step = next(
+            (power * factor for factor in (1, 2, 5) if power * factor * most >= span), power * 10
+        )
         step = max(step, 1.0) if whole else step
         first = math.ceil(self.low / step)
         return [number * step for number in range(first, math.floor(self.high / step) + 1)]
 
 
-def _axes(x: Scale, y: Scale, label: Callable[[float], str], *, steps: bool = True, unit: float = 1.0) -> Iterator[str]:
+def _axes(
+    x: Scale, y: Scale, label: Callable[[float], str], *, steps: bool = True, unit: float = 1.0
+) -> Iterator[str]:
     """Yield grid lines and numbers: those of `y` on the left, those of `x` below."""
     for tick in y.ticks(4, unit=unit):
         yield _line(x.begin, y.at(tick), x.end, y.at(tick), "grid")
@@ -116,7 +130,7 @@ def _axes(x: Scale, y: Scale, label: Callable[[float], str], *, steps: bool = Tr
             yield _text(x.at(tick), y.begin + 16, f"{tick:.0f}", "tick", "middle")
 
 
-# --- launches ---------------------------------------------------------------------------------------------------------
+# --- launches -------------------------------------------------------------------------------------
 
 
 def draw_timeline(picture: RunPicture) -> tuple[str, str]:
@@ -124,7 +138,9 @@ def draw_timeline(picture: RunPicture) -> tuple[str, str]:
     launches = picture.launches[-_LANES:]
     left_out = len(picture.launches) - len(launches)
     lane_height = 26 if len(launches) <= 40 else 16
-    last_step = max([1, *(launch.reached_step for launch in launches), *(save.step for save in picture.saves)])
+    last_step = max(
+        [1, *(launch.reached_step for launch in launches), *(save.step for save in picture.saves)]
+    )
     x = Scale(0, last_step, _LEFT, WIDTH - _RIGHT - 8)
     lanes = {launch.launch: 20 + lane_height * row for row, launch in enumerate(launches)}
     bottom = 20 + lane_height * len(launches)
@@ -142,11 +158,17 @@ def draw_timeline(picture: RunPicture) -> tuple[str, str]:
     body.append(_text(WIDTH - _RIGHT, bottom + 30, "training steps", "tick", "end"))
     for launch in launches:
         body += _draw_launch(launch, own.get(launch.launch, []), lanes, x)
-    sentence = f"Not drawn: the {count_text(left_out, 'oldest launch', 'oldest launches')}." if left_out else ""
+    sentence = (
+        f"Not drawn: the {count_text(left_out, 'oldest launch', 'oldest launches')}."
+        if left_out
+        else ""
+    )
     return _svg(bottom + 36, body, "launches over training steps"), sentence
 
 
-def _draw_launch(launch: LaunchFacts, saves: list[SaveFacts], lanes: dict[int, int], x: Scale) -> Iterator[str]:
+def _draw_launch(
+    launch: LaunchFacts, saves: list[SaveFacts], lanes: dict[int, int], x: Scale
+) -> Iterator[str]:
     y = lanes[launch.launch]
     is_on = any(save.on_lineage for save in saves)
     begin, end = x.at(launch.begin_step), x.at(max(launch.begin_step, launch.last_step or 0))
@@ -160,7 +182,10 @@ def _draw_launch(launch: LaunchFacts, saves: list[SaveFacts], lanes: dict[int, i
         back_x = x.at(launch.begin_step + launch.back_steps)
         yield f'<path d="M{back_x:.1f} {back_y} L{back_x:.1f} {y} L{begin:.1f} {y}" class="back"/>'
     yield _line(begin, y, max(end, begin + 3), y, "lane on" if is_on else "lane")
-    yield f'<text x="8" y="{y + 4}" class="{"strong" if is_on else "tick"}">launch {launch.launch}</text></g>'
+    yield (
+        f'<text x="8" y="{y + 4}" class="{"strong" if is_on else "tick"}">launch'
+        f" {launch.launch}</text></g>"
+    )
     yield from _draw_marks(saves, x, y)
 
 
@@ -169,10 +194,15 @@ def launch_text(launch: LaunchFacts) -> str:
     if launch.chosen_by is None:
         return f"launch {launch.launch}: its record can't be read"
     start = f"resumed from {launch.resume_name}" if launch.resume_name else "began from nothing"
-    how = {"fallback": ", a newer one was passed over", "hand": ", chosen by hand"}.get(launch.chosen_by, "")
+    how = {"fallback": ", a newer one was passed over", "hand": ", chosen by hand"}.get(
+        launch.chosen_by, ""
+    )
     back = ""
     if launch.back_from is not None:
-        back = f"; {count_text(launch.back_steps, 'step')} back from where launch {launch.back_from} had come to"
+        back = (
+            f"; {count_text(launch.back_steps, 'step')} back from where launch"
+            f" {launch.back_from} had come to"
+        )
     return f"launch {launch.launch} {start}{how}{back}"
 
 
@@ -186,13 +216,20 @@ def _draw_marks(saves: Iterable[SaveFacts], x: Scale, y: float) -> Iterator[str]
     for save in saves:
         kinds.setdefault(kind_of(save), []).append(save)
     # Failed saves are drawn last, on top.
-    for (state, on_lineage), of_kind in sorted(kinds.items(), key=lambda item: (item[0][0] in _CROSSED, item[0])):
-        for _, group in itertools.groupby(of_kind, key=lambda save: int(x.at(save.step) / _MARK_WIDTH)):
+    for (state, on_lineage), of_kind in sorted(
+        kinds.items(), key=lambda item: (item[0][0] in _CROSSED, item[0])
+    ):
+        for _, group in itertools.groupby(
+            of_kind, key=lambda save: int(x.at(save.step) / _MARK_WIDTH)
+        ):
             shared = list(group)
             at = x.at(shared[-1].step)
             title = text_of(save_text(shared[0]) if len(shared) == 1 else _group_text(shared))
             style = f"mark {state}{' on' if on_lineage else ''}"
-            yield f'<path d="{_mark_path(state, at, y)}" class="{style}"><title>{title}</title></path>'
+            yield (
+                f'<path d="{_mark_path(state, at, y)}"'
+                f' class="{style}"><title>{title}</title></path>'
+            )
     for save in (save for saves in kinds.values() for save in saves):
         at = x.at(save.step)
         title = f"<title>{text_of(save_text(save))}</title>"
@@ -218,9 +255,17 @@ def _mark_path(state: str, x: float, y: float) -> str:
 
 def save_text(save: SaveFacts) -> str:
     """Return a description of a checkpoint, in a line."""
-    facts = [save.state, *["head"] * save.is_head, *["pinned"] * save.pinned, *["suspect"] * bool(save.suspect)]
+    facts = [
+        save.state,
+        *["head"] * save.is_head,
+        *["pinned"] * save.pinned,
+        *["suspect"] * bool(save.suspect),
+    ]
     if save.nbytes is not None:
-        facts.append(f"{save.profile}, {bytes_text(save.stored_nbytes or 0)} stored of {bytes_text(save.nbytes)}")
+        facts.append(
+            f"{save.profile}, {bytes_text(save.stored_nbytes or 0)} stored of"
+            f" {bytes_text(save.nbytes)}"
+        )
     if save.durability not in (None, HOME):
         facts.append(f"durability {save.durability}")
     facts += [f"{name}={number:.6g}" for name, number in itertools.islice(save.metrics.items(), 8)]
@@ -233,7 +278,7 @@ def _group_text(saves: Sequence[SaveFacts]) -> str:
     return f"{len(saves)} {saves[0].state} saves, steps {saves[0].step} to {saves[-1].step}"
 
 
-# --- sizes and metrics ------------------------------------------------------------------------------------------------
+# --- sizes and metrics ----------------------------------------------------------------------------
 
 
 def draw_sizes(saves: Sequence[SaveFacts]) -> tuple[str, str]:
@@ -243,7 +288,9 @@ def draw_sizes(saves: Sequence[SaveFacts]) -> tuple[str, str]:
     """
     per_bar = -(-len(saves) // _BARS)
     groups = [saves[at : at + per_bar] for at in range(0, len(saves), per_bar)]
-    most_nbytes = max([1, *(save.nbytes or 0 for save in saves), *(save.stored_nbytes or 0 for save in saves)])
+    most_nbytes = max(
+        [1, *(save.nbytes or 0 for save in saves), *(save.stored_nbytes or 0 for save in saves)]
+    )
     x = Scale(0, len(groups), _LEFT, WIDTH - _RIGHT)
     y = Scale(0, most_nbytes, 190, 14)
     unit = 1024.0 ** ((most_nbytes.bit_length() - 1) // 10)
@@ -254,11 +301,18 @@ def draw_sizes(saves: Sequence[SaveFacts]) -> tuple[str, str]:
         at = x.at(number + 0.5)
         nbytes = sum(save.nbytes or 0 for save in group) / len(group)
         by_profile = {
-            profile: sum(save.stored_nbytes or 0 for save in group if save.profile == profile) / len(group)
+            profile: sum(save.stored_nbytes or 0 for save in group if save.profile == profile)
+            / len(group)
             for profile in ("full", "delta")
         }
-        title = save_text(group[0]) if len(group) == 1 else _bar_text(group, nbytes, sum(by_profile.values()))
-        body.append(_rectangle((at - width / 2, y.at(nbytes), width, 190 - y.at(nbytes)), "whole", title))
+        title = (
+            save_text(group[0])
+            if len(group) == 1
+            else _bar_text(group, nbytes, sum(by_profile.values()))
+        )
+        body.append(
+            _rectangle((at - width / 2, y.at(nbytes), width, 190 - y.at(nbytes)), "whole", title)
+        )
         off = "" if any(save.on_lineage for save in group) else " off"
         top = 190.0
         for profile, stored_nbytes in by_profile.items():
@@ -271,7 +325,11 @@ def draw_sizes(saves: Sequence[SaveFacts]) -> tuple[str, str]:
             labelled = at
     body.append(_text(WIDTH - _RIGHT, 222, "training steps, launch by launch", "tick", "end"))
     sentence = (
-        f"A bar is the mean of up to {per_bar} checkpoints that follow each other, full ones and deltas."
+        (
+            f"A bar is the mean of up to {per_bar} checkpoints that follow each other, full ones"
+            " and"
+            " deltas."
+        )
         if per_bar > 1
         else ""
     )
@@ -280,7 +338,10 @@ def draw_sizes(saves: Sequence[SaveFacts]) -> tuple[str, str]:
 
 def _bar_text(saves: Sequence[SaveFacts], nbytes: float, stored_nbytes: float) -> str:
     span = f"{saves[0].name} to {saves[-1].name}"
-    return f"{len(saves)} checkpoints, {span}: mean {bytes_text(int(stored_nbytes))} of {bytes_text(int(nbytes))}"
+    return (
+        f"{len(saves)} checkpoints, {span}: mean {bytes_text(int(stored_nbytes))} of"
+        f" {bytes_text(int(nbytes))}"
+    )
 
 
 def draw_lines(
@@ -309,7 +370,8 @@ def draw_lines(
             joined = " ".join(f"{at:.1f},{height:.1f}" for at, height, _ in places)
             body.append(f'<polyline points="{joined}" class="line {style}"/>')
         body += [
-            f'<circle cx="{at:.1f}" cy="{height:.1f}" r="{2.5 if len(places) < 200 else 1.5}" class="dot {style}">'
+            f'<circle cx="{at:.1f}" cy="{height:.1f}" r="{2.5 if len(places) < 200 else 1.5}"'
+            f' class="dot {style}">'
             f"<title>{text_of(note)}</title></circle>"
             for at, height, note in places
         ]
@@ -329,7 +391,7 @@ def _thin(points: Sequence[tuple[float, float, str]], x: Scale) -> list[tuple[fl
     return kept
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def squarify(sizes: Sequence[float], within: Rectangle) -> list[Rectangle]:
@@ -352,14 +414,18 @@ def squarify(sizes: Sequence[float], within: Rectangle) -> list[Rectangle]:
     while at < len(areas):
         short = min(width, height)
         end = at + 1
-        while end < len(areas) and _worst(areas[at : end + 1], short) <= _worst(areas[at:end], short):
+        while end < len(areas) and _worst(areas[at : end + 1], short) <= _worst(
+            areas[at:end], short
+        ):
             end += 1
         depth = math.fsum(areas[at:end]) / short if short > 0 else 0.0
         offset = 0.0
         for area in areas[at:end]:
             length = area / depth if depth > 0 else 0.0
             is_row = width < height
-            found.append((x + offset, y, length, depth) if is_row else (x, y + offset, depth, length))
+            found.append(
+                (x + offset, y, length, depth) if is_row else (x, y + offset, depth, length)
+            )
             offset += length
         if width < height:
             y, height = y + depth, max(0.0, height - depth)
@@ -388,7 +454,9 @@ def draw_tree_map(cells: Sequence[TreeCell]) -> str:
     return _svg(height, body, "tensors by size")
 
 
-def _draw_cell(cell: TreeCell, place: Rectangle, style: str, prefix: str, depth: int = 0) -> Iterator[str]:
+def _draw_cell(
+    cell: TreeCell, place: Rectangle, style: str, prefix: str, depth: int = 0
+) -> Iterator[str]:
     x, y, width, height = place
     title = f"{cell.name}: {count_text(cell.tensor_count, 'tensor')}, {bytes_text(cell.nbytes)}"
     yield _rectangle(place, f"cell {style} depth-{min(depth, 3)}", title)
@@ -419,20 +487,27 @@ def draw_pieces(tensors: Sequence[TensorFacts]) -> str:
     row_height, begin = 24, 430
     for row, tensor in enumerate(tensors):
         y = row * row_height
-        name = f"{tensor.field} {tensor.name}" + (f" ({tensor.scope})" if tensor.scope != "global" else "")
+        name = f"{tensor.field} {tensor.name}" + (
+            f" ({tensor.scope})" if tensor.scope != "global" else ""
+        )
         body.append(_text(0, y + 15, shorten(name, 44), "strong"))
         shape = f"{tensor.dtype} {list(tensor.global_shape)}"
         body.append(_text(begin - 10, y + 15, shorten(shape, 24), "tick", "end"))
         if tensor.pieces is None:
-            body.append(_text(begin, y + 15, f"{tensor.piece_count} pieces: too many to draw", "tick"))
+            body.append(
+                _text(begin, y + 15, f"{tensor.piece_count} pieces: too many to draw", "tick")
+            )
             continue
         at = float(begin)
         for piece in tensor.pieces:
             width = (WIDTH - begin) * piece.nbytes / (tensor.nbytes or 1)
             ranges = ", ".join(
-                f"{low}:{low + extent}" for low, extent in zip(piece.begin, piece.box_shape, strict=True)
+                f"{low}:{low + extent}"
+                for low, extent in zip(piece.begin, piece.box_shape, strict=True)
             )
-            title = f"{tensor.name}[{ranges}] from writer {piece.writer}, {bytes_text(piece.nbytes)}"
+            title = (
+                f"{tensor.name}[{ranges}] from writer {piece.writer}, {bytes_text(piece.nbytes)}"
+            )
             style = f"piece writer-{piece.writer % WRITER_COLOURS}"
             body.append(_rectangle((at, y + 3, width, row_height - 6), style, title))
             if width > 16:
@@ -456,13 +531,15 @@ def draw_writers(rows: Sequence[tuple[str, dict[str, int], str]]) -> str:
         at = 0
         for field, nbytes in by_field.items():
             place = (x.at(at), y + 3.0, x.at(nbytes) - x.at(0), 12.0)
-            body.append(_rectangle(place, f"share field-{field}", f"{title}; {field} {bytes_text(nbytes)}"))
+            body.append(
+                _rectangle(place, f"share field-{field}", f"{title}; {field} {bytes_text(nbytes)}")
+            )
             at += nbytes
         body.append(_text(x.at(at) + 6, y + 13, bytes_text(at), "tick"))
     return _svg(18 * len(rows), body, "bytes by writer")
 
 
-# --- divergence -------------------------------------------------------------------------------------------------------
+# --- divergence -----------------------------------------------------------------------------------
 
 #: The ratios of a difference to its element at which the rectangle becomes darker.
 _FAR: Final = (1e-6, 1e-4, 1e-2, 1.0)
@@ -478,15 +555,33 @@ def draw_divergence(divergence: Divergence) -> str:
         y = row * _ROW_HEIGHT
         name = shorten(place_of(one.field, one.name), int(_NAMES_WIDTH / _CHARACTER) - 2)
         body.append(_text(_NAMES_WIDTH - 6, y + 12, name, "", "end"))
-        for column, (step, distance) in enumerate(zip(divergence.steps, one.distances, strict=True)):
+        for column, (step, distance) in enumerate(
+            zip(divergence.steps, one.distances, strict=True)
+        ):
             style = "same" if distance is None else f"far far-{_far(one.ratios[column])}"
             note = f"{place_of(one.field, one.name)} at step {step.step}: {distance or 'the same'}"
-            body.append(_rectangle((_NAMES_WIDTH + column * width, y + 1, width - 1, _ROW_HEIGHT - 2), style, note))
+            body.append(
+                _rectangle(
+                    (_NAMES_WIDTH + column * width, y + 1, width - 1, _ROW_HEIGHT - 2), style, note
+                )
+            )
     end = len(divergence.names) * _ROW_HEIGHT
-    shown = max(1, math.ceil(len(str(divergence.steps[-1].step)) * _CHARACTER * 1.4 / width)) if divergence.steps else 1
+    shown = (
+        max(1, math.ceil(len(str(divergence.steps[-1].step)) * _CHARACTER * 1.4 / width))
+        if divergence.steps
+        else 1
+    )
     for column, step in enumerate(divergence.steps):
         if column % shown == 0:
-            body.append(_text(_NAMES_WIDTH + (column + 0.5) * width, end + 14, str(step.step), "tick", "middle"))
+            body.append(
+                _text(
+                    _NAMES_WIDTH + (column + 0.5) * width,
+                    end + 14,
+                    str(step.step),
+                    "tick",
+                    "middle",
+                )
+            )
     return _svg(end + 20, body, "what differs, by step")
 
 

@@ -18,9 +18,15 @@ PROGRAM: Final = "ckptfmt"
 GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "look": {
         "ls": ("the checkpoints of a run; the runs and checkpoints of a directory", "listing"),
-        "inspect": ("the contents of a checkpoint, or of a run and its newest checkpoint", "inspect"),
+        "inspect": (
+            "the contents of a checkpoint, or of a run and its newest checkpoint",
+            "inspect",
+        ),
         "log": ("the checkpoints of a run and their lineage, newest first", "log"),
-        "goodput": ("the time of a run, over all launches: training, saves, work that was lost", "goodput_table"),
+        "goodput": (
+            "the time of a run, over all launches: training, saves, work that was lost",
+            "goodput_table",
+        ),
         "report": ("a picture of a run, as one page of HTML", "run_report"),
         "diff": ("the tensors and values in which two checkpoints differ, and by how much", "diff"),
         "du": ("the space that each part of a run or checkpoint takes", "listing"),
@@ -28,37 +34,71 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "check": {
         "validate": ("check every byte of a checkpoint or of a run", "validate"),
         "repair": (
-            "rewrite what is damaged in a run or checkpoint from its copies, and say what can't be mended",
+            (
+                "rewrite what is damaged in a run or checkpoint from its copies, and say what can't"
+                " be mended"
+            ),
             "copies",
         ),
-        "rehearse": ("kill a training on purpose, and say whether a resume is the same run", "rehearse"),
-        "doctor": ("whether this machine and this place will do: versions, memory, promises of the store", "doctor"),
+        "rehearse": (
+            "kill a training on purpose, and say whether a resume is the same run",
+            "rehearse",
+        ),
+        "doctor": (
+            "whether this machine and this place will do: versions, memory, promises of the store",
+            "doctor",
+        ),
     },
     "keep and delete": {
         "pin": ("keep a checkpoint of a run, whatever retention says", "change"),
         "unpin": ("leave a checkpoint of a run to retention again", "change"),
         "tag": (
-            "give a checkpoint tags, or metrics known only after its save; neither keeps it, as pin does",
+            (
+                "give a checkpoint tags, or metrics known only after its save; neither keeps it, as"
+                " pin does"
+            ),
             "change",
         ),
         "untag": ("take tags of a checkpoint away", "change"),
         "rm": ("delete a checkpoint of a run, unless something needs it", "change"),
-        "gc": ("delete old checkpoints (--keep N), and files that killed saves left; --dry-run says which", "garbage"),
+        "gc": (
+            (
+                "delete old checkpoints (--keep N), and files that killed saves left; --dry-run"
+                " says"
+                " which"
+            ),
+            "garbage",
+        ),
     },
     "copy and convert": {
         "mirror": ("copy a run to another place, every byte compared with its digest", "copies"),
         "promote": ("let a run go on from its mirror", "copies"),
-        "scrub": ("read all copies of a run, and rewrite what is damaged from a good copy", "copies"),
+        "scrub": (
+            "read all copies of a run, and rewrite what is damaged from a good copy",
+            "copies",
+        ),
         "compact": ("make a full checkpoint of a delta", "compact"),
-        "convert": ("from and to torch.save files, DCP directories and Hugging Face directories", "convert"),
+        "convert": (
+            "from and to torch.save files, DCP directories and Hugging Face directories",
+            "convert",
+        ),
     },
     "plan": {
-        "interval": ("how often to save: the expected waste by interval, from what saves and failures cost", "waste"),
-        "simulate": ("play runs that fail, save and restore, on 8 to 100,000 nodes: their goodput", "waste"),
+        "interval": (
+            "how often to save: the expected waste by interval, from what saves and failures cost",
+            "waste",
+        ),
+        "simulate": (
+            "play runs that fail, save and restore, on 8 to 100,000 nodes: their goodput",
+            "waste",
+        ),
     },
     "try": {
         "demo": ("the whole story on this machine, in about a minute", ""),
-        "completion": ("a script for bash, zsh or tcsh, which then complete what is typed", "completion"),
+        "completion": (
+            "a script for bash, zsh or tcsh, which then complete what is typed",
+            "completion",
+        ),
         "conformance": ("judge a reader or writer, in any language", ""),
     },
 }
@@ -73,9 +113,15 @@ def help_text() -> str:
     width = max(map(len, COMMANDS))
     lines = [USAGE, "", "Checkpoints: weights and the context they came from."]
     for title, group in GROUPS.items():
-        lines += ["", title, *(f"  {name.ljust(width)}  {text}" for name, (text, _) in group.items())]
+        lines += [
+            "",
+            title,
+            *(f"  {name.ljust(width)}  {text}" for name, (text, _) in group.items()),
+        ]
     lines += ["", "PATH, RUN and CHECKPOINT are directories, or URLs such as s3://bucket/run."]
-    lines += ["Exit codes: 0 done; 1 found (violations, differences, damage); 2 it couldn't be done."]
+    lines += [
+        "Exit codes: 0 done; 1 found (violations, differences, damage); 2 it couldn't be done."
+    ]
     return "\n".join(lines)
 
 

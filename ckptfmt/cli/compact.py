@@ -28,21 +28,36 @@ def run(arguments: argparse.Namespace) -> int:
     begin_s = time.perf_counter()
     with Progress(total_nbytes, quiet=False) as progress:
         report = compact(
-            path, out=arguments.out, take_over=take_over, bases=arguments.bases, on_progress=progress.advance
+            path,
+            out=arguments.out,
+            take_over=take_over,
+            bases=arguments.bases,
+            on_progress=progress.advance,
         )
     elapsed_s = time.perf_counter() - begin_s
     if arguments.json:
         checked = "registers" if report.reason == FULL_ALREADY else "bytes"
-        print_json({"source": path, "checked": checked, **dataclasses.asdict(report), "elapsed_s": round(elapsed_s, 6)})
+        print_json(
+            {
+                "source": path,
+                "checked": checked,
+                **dataclasses.asdict(report),
+                "elapsed_s": round(elapsed_s, 6),
+            }
+        )
         return 0
     console = Console()
     if report.reason == FULL_ALREADY:
         console.line(("full already", "green bold"), f"  {clean(report.path)}: nothing was written")
-        console.line(("  Its manifest says so; its bytes were not read: validate checks them.", "dim"))
+        console.line(
+            ("  Its manifest says so; its bytes were not read: validate checks them.", "dim")
+        )
         return 0
     done = f"step {report.step}, {bytes_text(report.nbytes)} in {elapsed_s:.2f} s"
     console.line(("compacted", "green bold"), f"  {clean(path)} to {clean(report.path)}: {done}")
     console.line(("  Every block was compared with its digest before it was written.", "dim"))
     if take_over:
-        console.line(("  The run goes on from it; what it was made from goes with a later clean-up.", "dim"))
+        console.line(
+            ("  The run goes on from it; what it was made from goes with a later clean-up.", "dim")
+        )
     return 0

@@ -23,7 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
         import shtab
     except ModuleNotFoundError as error:
         remedy = 'Install it: pip install "ckptfmt[completion]".'
-        raise err(Code.STATE_UNSUPPORTED, "completion is made by shtab", where="shtab", remedy=remedy) from error
+        raise err(
+            Code.STATE_UNSUPPORTED, "completion is made by shtab", where="shtab", remedy=remedy
+        ) from error
     parser = make_parser()
     for action in parser._actions:  # noqa: SLF001 - argparse has no public access to actions
         for command in (action.choices or {}).values() if isinstance(action.choices, dict) else ():

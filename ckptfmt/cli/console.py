@@ -43,7 +43,9 @@ def clean(text: str) -> str:
 
 
 def _escape(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+    return (
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+    )
 
 
 def bytes_text(nbytes: int) -> str:
@@ -102,7 +104,9 @@ def shorten(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     tail = max(0, (width - 3) // 3)
-    return f"{text[: max(0, width - 3 - tail)]}...{text[len(text) - tail :] if tail else ''}"[: max(width, 0)]
+    return f"{text[: max(0, width - 3 - tail)]}...{text[len(text) - tail :] if tail else ''}"[
+        : max(width, 0)
+    ]
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
@@ -129,7 +133,9 @@ class Console:
         self._stream = sys.stdout if stream is None else stream
         self._held: list[str] | None = [] if holds else None
         terminal = is_terminal(self._stream)
-        self.colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self.colour = (
+            terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        )
         self.width = max(40, shutil.get_terminal_size((100, 24)).columns) if terminal else None
         with contextlib.suppress(AttributeError, ValueError, OSError):
             self._stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -165,7 +171,12 @@ class Console:
         self.line((text, "bold"))
 
     def table(
-        self, rows: Iterable[Sequence[Cell | str]], *, right: Sequence[int] = (), indent: int = 2, cut: bool = True
+        self,
+        rows: Iterable[Sequence[Cell | str]],
+        *,
+        right: Sequence[int] = (),
+        indent: int = 2,
+        cut: bool = True,
     ) -> None:
         """Print rows in aligned columns, without columns that have only empty cells.
 
@@ -180,14 +191,19 @@ class Console:
             return
         # Cells are padded to `_WIDEST` at most: with 300,000 rows, a single name of 4 KiB would
         # cause a gigabyte of blanks.
-        widths = [min(_WIDEST, max(len(row[column][0]) for row in table)) for column in range(len(table[0]))]
+        widths = [
+            min(_WIDEST, max(len(row[column][0]) for row in table))
+            for column in range(len(table[0]))
+        ]
         shown = [column for column, width in enumerate(widths) if width]
         for row in table:
             pieces: list[Cell] = [(" " * indent, "")]
             for column in shown:
                 text, style = row[column]
                 gap = " " * (widths[column] - len(text))
-                pieces += [(gap, ""), (text, style)] if column in right else [(text, style), (gap, "")]
+                pieces += (
+                    [(gap, ""), (text, style)] if column in right else [(text, style), (gap, "")]
+                )
                 pieces.append(("  ", ""))
             self.line(*(self._fit(pieces[:-1]) if cut else pieces[:-1]))
 
@@ -213,7 +229,9 @@ class Console:
 
 def print_errors(console: Console, errors: Iterable[CkptError], style: str) -> None:
     """Print a line for each error, and a shared remedy of consecutive errors once."""
-    for (code, remedy), same in itertools.groupby(errors, key=lambda error: (error.code, error.remedy)):
+    for (code, remedy), same in itertools.groupby(
+        errors, key=lambda error: (error.code, error.remedy)
+    ):
         for error in same:
             cells: list[Cell] = [(str(code), style)]
             if error.where:
@@ -225,7 +243,9 @@ def print_errors(console: Console, errors: Iterable[CkptError], style: str) -> N
             console.line((f"  remedy: {clean(remedy)}", "dim"))
 
 
-def labels_text(metrics: Mapping[str, float], tags: Iterable[str], *, pinned: bool, suspect: str | None = None) -> str:
+def labels_text(
+    metrics: Mapping[str, float], tags: Iterable[str], *, pinned: bool, suspect: str | None = None
+) -> str:
     """Return the labels of a checkpoint, on one line.
 
     >>> labels_text({"eval_loss": 2.5}, ["release"], pinned=True)
@@ -277,7 +297,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._drawn:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -64,7 +64,9 @@ def _refusal(conversion: Conversion) -> Exception:
         Code.STATE_UNSUPPORTED,
         f"{count_text(count, 'thing')} would be left out, first {first.what}: {first.reason}",
         where=conversion.target,
-        remedy="Convert without --strict to see the list, or a field that passes whole with --only.",
+        remedy=(
+            "Convert without --strict to see the list, or a field that passes whole with --only."
+        ),
     )
 
 
@@ -90,7 +92,8 @@ def _print_text(conversion: Conversion, elapsed_s: float) -> None:
         ("converted", "green bold"),
         f"  {clean(conversion.source)} ({conversion.source_kind}) to"
         f" {clean(conversion.target)} ({conversion.target_kind}):"
-        f" {count_text(conversion.tensor_count, 'tensor')}, {bytes_text(conversion.nbytes)} in {elapsed_s:.2f} s",
+        f" {count_text(conversion.tensor_count, 'tensor')}, {bytes_text(conversion.nbytes)} in"
+        f" {elapsed_s:.2f} s",
     )
     checked = "The source has no digests: its bytes were taken as they are."
     if conversion.source_kind == "ckptfmt":
@@ -100,13 +103,21 @@ def _print_text(conversion: Conversion, elapsed_s: float) -> None:
         console.line((f"  {_step_text(conversion)}", "dim"))
     ordered = sorted(conversion.left_out, key=lambda left_out: left_out.reason)
     for reason, same in itertools.groupby(ordered, key=lambda left_out: left_out.reason):
-        console.line(("left out", "yellow bold"), f"  {_names(list(same))}", (f"  {clean(reason)}", "dim"))
+        console.line(
+            ("left out", "yellow bold"), f"  {_names(list(same))}", (f"  {clean(reason)}", "dim")
+        )
 
 
 def _step_text(conversion: Conversion) -> str:
     if conversion.step is None:
-        return "It is of step 0: the source doesn't say how many training steps were done; --step N does."
-    return f"It is of step {conversion.step}{f', as {conversion.step_key!r} says' if conversion.step_key else ''}."
+        return (
+            "It is of step 0: the source doesn't say how many training steps were done; --step"
+            " N does."
+        )
+    return (
+        "It is of step"
+        f" {conversion.step}{f', as {conversion.step_key!r} says' if conversion.step_key else ''}."
+    )
 
 
 def _names(same: list[LeftOut]) -> str:

@@ -10,7 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_errors, print_json
+from ckptfmt.cli.console import (
+    Console,
+    Progress,
+    bytes_text,
+    clean,
+    count_text,
+    print_errors,
+    print_json,
+)
 from ckptfmt.cli.places import open_checkpoint_place, open_place, open_run_place
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.run.catalog import Run
@@ -24,7 +32,8 @@ from ckptfmt.store import open_store
 def run(arguments: argparse.Namespace) -> int:
     """Run the command, print the result, and return the exit code.
 
-    Raises: CommitError(HOMES_DIVERGED); FormatError(RUN_MISMATCH); IntegrityError; StateError(ARGUMENT); StoreError.
+    Raises: CommitError(HOMES_DIVERGED); FormatError(RUN_MISMATCH); IntegrityError;
+        StateError(ARGUMENT); StoreError.
     """
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "mirror": _mirror,
@@ -41,10 +50,19 @@ def _mirror(arguments: argparse.Namespace) -> int:
         return _follow(arguments)
     begin_s = time.perf_counter()
     with Progress(lambda: None, quiet=False) as progress:
-        report = Run(arguments.path).mirror(arguments.mirror, retire=arguments.retire, on_progress=progress.advance)
+        report = Run(arguments.path).mirror(
+            arguments.mirror, retire=arguments.retire, on_progress=progress.advance
+        )
     if arguments.json:
         elapsed_s = round(time.perf_counter() - begin_s, 6)
-        print_json({"target": arguments.path, "checked": "bytes", **report.as_json(), "elapsed_s": elapsed_s})
+        print_json(
+            {
+                "target": arguments.path,
+                "checked": "bytes",
+                **report.as_json(),
+                "elapsed_s": elapsed_s,
+            }
+        )
     else:
         _print_mirror(Console(), report)
     return 1 if report.problems else 0
@@ -55,13 +73,22 @@ def _print_mirror(console: Console, report: MirrorReport) -> None:
     for name in report.retired:
         console.line(("retired", "yellow"), f"  {clean(name)}")
     for name in report.in_caches:
-        console.line(("in caches", "yellow"), f"  {clean(name)}: not copied, its files are in caches of nodes")
-    what = f"{count_text(len(report.copied), 'checkpoint')}, {count_text(len(report.launches), 'launch record')}"
+        console.line(
+            ("in caches", "yellow"),
+            f"  {clean(name)}: not copied, its files are in caches of nodes",
+        )
+    what = (
+        f"{count_text(len(report.copied), 'checkpoint')},"
+        f" {count_text(len(report.launches), 'launch record')}"
+    )
     head = "no checkpoint yet" if report.head is None else report.head
     state = "has" if report.current else "lacks"
     console.line(
         ("mirrored", "green bold" if report.current else "yellow bold"),
-        f"  {what}, {bytes_text(report.nbytes)} to {clean(report.mirror)}, which {state} the newest: {clean(head)}",
+        (
+            f"  {what}, {bytes_text(report.nbytes)} to {clean(report.mirror)}, which {state} the"
+            f" newest: {clean(head)}"
+        ),
     )
 
 
@@ -86,7 +113,10 @@ def _follow(arguments: argparse.Namespace) -> int:
 
     if arguments.every <= 0:
         raise err(Code.ARGUMENT, f"{arguments.every:g} s isn't a pause", where="--every")
-    home, mirror = open_store(arguments.path, writable=False), open_store(arguments.mirror, writable=True)
+    home, mirror = (
+        open_store(arguments.path, writable=False),
+        open_store(arguments.mirror, writable=True),
+    )
     with _until_signal() as stop:
         follow_run(
             home,
@@ -128,13 +158,25 @@ def _promote(arguments: argparse.Namespace) -> int:
     console = Console()
     for passed in report.passed_over:
         console.line(("passed over", "yellow bold"), f"  {clean(passed)}")
-    console.line(("promoted", "green bold"), f"  {clean(report.mirror)}: launch {report.launch}, from {report.name}")
+    console.line(
+        ("promoted", "green bold"),
+        f"  {clean(report.mirror)}: launch {report.launch}, from {report.name}",
+    )
     if report.fenced is None:
-        console.line(("  The old home wasn't asked: what it saved since the last copy isn't here.", "dim"))
+        console.line(
+            ("  The old home wasn't asked: what it saved since the last copy isn't here.", "dim")
+        )
     else:
-        console.line((f"  Nobody saves into the old home any more: launch {report.fenced} took it over.", "dim"))
+        console.line(
+            (
+                f"  Nobody saves into the old home any more: launch {report.fenced} took it over.",
+                "dim",
+            )
+        )
     if report.unfinished:
-        console.line(("  A save was still in hand there, and isn't here if it is committed now.", "yellow"))
+        console.line(
+            ("  A save was still in hand there, and isn't here if it is committed now.", "yellow")
+        )
     return 0
 
 
@@ -144,9 +186,13 @@ def _scrub(arguments: argparse.Namespace) -> int:
     with Progress(lambda: None, quiet=False) as progress:
         dry_run, on_progress = arguments.dry_run, progress.advance
         if is_run:
-            report = Run(arguments.path).scrub(arguments.others, dry_run=dry_run, on_progress=on_progress)
+            report = Run(arguments.path).scrub(
+                arguments.others, dry_run=dry_run, on_progress=on_progress
+            )
         else:
-            paths = [open_checkpoint_place(path).path for path in (arguments.path, *arguments.others)]
+            paths = [
+                open_checkpoint_place(path).path for path in (arguments.path, *arguments.others)
+            ]
             stores = [open_store(path, writable=not dry_run) for path in paths]
             report = scrub_checkpoint(stores, dry_run=dry_run, on_progress=on_progress)
     elapsed_s = time.perf_counter() - begin_s
@@ -166,13 +212,23 @@ def _scrub(arguments: argparse.Namespace) -> int:
         if damage.repaired_from is None:
             state = ("beyond repair", "red bold")
         else:
-            state = ("rewritten", "yellow bold") if damage.repaired else ("can be rewritten", "yellow bold")
+            state = (
+                ("rewritten", "yellow bold")
+                if damage.repaired
+                else ("can be rewritten", "yellow bold")
+            )
         source = "" if damage.repaired_from is None else f", from {clean(damage.repaired_from)}"
         where = f"{damage.copy}/{damage.path}"
         console.line(state, "  ", (clean(where), "bold"), f"  {damage.error.code}{source}")
     for name in report.in_caches:
-        console.line(("in caches", "yellow"), f"  {clean(name)}: files of it are in caches of nodes, and in no copy")
-    what = f"{count_text(len(report.checkpoints), 'checkpoint')} in {count_text(len(report.copies), 'place')}"
+        console.line(
+            ("in caches", "yellow"),
+            f"  {clean(name)}: files of it are in caches of nodes, and in no copy",
+        )
+    what = (
+        f"{count_text(len(report.checkpoints), 'checkpoint')} in"
+        f" {count_text(len(report.copies), 'place')}"
+    )
     read = f"{bytes_text(report.nbytes)} compared in {elapsed_s:.2f} s"
     damaged = f", {count_text(len(report.damages), 'damaged file')}" if report.damages else ""
     verdict = ("whole", "green bold") if report.whole else ("damaged", "red bold")
@@ -184,19 +240,44 @@ def _scrub(arguments: argparse.Namespace) -> int:
     return 0 if report.whole else 1
 
 
-def _print_outlook(console: Console, arguments: argparse.Namespace, report: ScrubReport, *, is_run: bool) -> None:
+def _print_outlook(
+    console: Console, arguments: argparse.Namespace, report: ScrubReport, *, is_run: bool
+) -> None:
     """Print the consequences of the remaining damage for the run, and possible repairs."""
     head = _find_sound_head(arguments.path, report) if is_run else None
     if not is_run:
-        console.line((f"  Loads that need one of the damaged files are refused: {clean(arguments.path)}", "red"))
+        console.line(
+            (
+                f"  Loads that need one of the damaged files are refused: {clean(arguments.path)}",
+                "red",
+            )
+        )
     elif head is None:
-        console.line(("  No checkpoint on the lineage is whole: the next launch would refuse to start.", "red"))
+        console.line(
+            (
+                "  No checkpoint on the lineage is whole: the next launch would refuse to start.",
+                "red",
+            )
+        )
     else:
-        console.line((f"  The next launch goes on from {head}, and passes over what is newer and damaged.", "yellow"))
+        console.line(
+            (
+                (
+                    f"  The next launch goes on from {head}, and passes over what is newer and"
+                    " damaged."
+                ),
+                "yellow",
+            )
+        )
     if len(report.copies) == 1:
         console.line(("  Another copy can mend it: --with DEST.", "dim"))
     elif arguments.dry_run:
-        console.line(("  Nothing was changed: `ckptfmt repair` without --dry-run rewrites what can be.", "dim"))
+        console.line(
+            (
+                "  Nothing was changed: `ckptfmt repair` without --dry-run rewrites what can be.",
+                "dim",
+            )
+        )
 
 
 def _print_beside(console: Console, path: str) -> None:
@@ -206,12 +287,22 @@ def _print_beside(console: Console, path: str) -> None:
     """
     store = open_store(path, writable=False)
     launches, entries = list_launches(store), list_checkpoints(store, with_labels=False)
-    head = next((entry for entry in iter_lineage(launches, entries) if entry.manifest is not None), None)
+    head = next(
+        (entry for entry in iter_lineage(launches, entries) if entry.manifest is not None), None
+    )
     beside = [entry for entry, _ in iter_beside(launches, entries) if not entry.is_suspect]
     newer = [entry.name for entry in beside if head is not None and entry.step > head.step]
     if head is not None and newer:
-        told = f"  The next launch goes on from {head.name}. Newer, and beside the lineage: {', '.join(newer[:8])};"
-        console.line((f"{told} to go on from one of these, begin one launch with resume= and its name.", "yellow"))
+        told = (
+            f"  The next launch goes on from {head.name}. Newer, and beside the lineage:"
+            f" {', '.join(newer[:8])};"
+        )
+        console.line(
+            (
+                f"{told} to go on from one of these, begin one launch with resume= and its name.",
+                "yellow",
+            )
+        )
 
 
 def _find_sound_head(path: str, report: ScrubReport) -> str | None:
@@ -220,7 +311,11 @@ def _find_sound_head(path: str, report: ScrubReport) -> str | None:
     Returns: None without such a checkpoint, or if a launch record is damaged.
     """
     store = open_store(path, writable=False)
-    stays = {one.path.partition("/")[0] for one in report.damages if one.copy == store.name and not one.repaired}
+    stays = {
+        one.path.partition("/")[0]
+        for one in report.damages
+        if one.copy == store.name and not one.repaired
+    }
     try:
         launches, entries = list_launches(store), list_checkpoints(store, with_labels=False)
     except StoreError:
@@ -228,5 +323,7 @@ def _find_sound_head(path: str, report: ScrubReport) -> str | None:
     except CkptError:
         return None  # a launch record is among the damages
     lineage = (entry for entry in iter_lineage(launches, entries) if entry.manifest is not None)
-    broken = stays | {entry.name for entry in entries if any(one.name in stays for one in entry.references)}
+    broken = stays | {
+        entry.name for entry in entries if any(one.name in stays for one in entry.references)
+    }
     return next((entry.name for entry in lineage if entry.name not in broken), None)

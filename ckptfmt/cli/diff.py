@@ -55,18 +55,26 @@ def run(arguments: argparse.Namespace) -> int:
     check_field(arguments.field)
     bases, verify, paths = arguments.bases, arguments.verify, (arguments.one, arguments.other)
     if arguments.third is not None:  # a run, and two checkpoints of it
-        paths = checkpoint_path(arguments.one, arguments.other), checkpoint_path(arguments.one, arguments.third)
+        paths = (
+            checkpoint_path(arguments.one, arguments.other),
+            checkpoint_path(arguments.one, arguments.third),
+        )
 
     def show() -> Comparison:
         begin_s = time.perf_counter()
-        with open_checkpoint(paths[0], bases=bases) as first, open_checkpoint(paths[1], bases=bases) as second:
+        with (
+            open_checkpoint(paths[0], bases=bases) as first,
+            open_checkpoint(paths[1], bases=bases) as second,
+        ):
             total_nbytes = (first.manifest.nbytes + second.manifest.nbytes) // 2
             if verify:
                 total_nbytes += first.manifest.stored_nbytes + second.manifest.stored_nbytes
             with Progress(lambda: total_nbytes, quiet=False) as progress:
                 fields = FIELDS if arguments.field is None else (arguments.field,)
                 with first.while_current(), second.while_current():
-                    found = compare(first, second, fields=fields, verify=verify, on_progress=progress.advance)
+                    found = compare(
+                        first, second, fields=fields, verify=verify, on_progress=progress.advance
+                    )
             for side, damages in zip((first, second), found.damages, strict=True):
                 if damages:
                     side.check_current()
@@ -76,18 +84,27 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.json:
                 _print_json(paths, (first, second), found, elapsed_s)
             else:
-                _print_text(paths, (first, second), found, elapsed_s, shown=None if arguments.all else _SHOWN)
+                _print_text(
+                    paths,
+                    (first, second),
+                    found,
+                    elapsed_s,
+                    shown=None if arguments.all else _SHOWN,
+                )
         return found
 
     found = read_anew(show)
     return 2 if found.is_damaged else 0 if found.is_same else 1
 
 
-# --- JSON -------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def _print_json(
-    paths: tuple[str, str], sides: tuple[Checkpoint, Checkpoint], found: Comparison, elapsed_s: float
+    paths: tuple[str, str],
+    sides: tuple[Checkpoint, Checkpoint],
+    found: Comparison,
+    elapsed_s: float,
 ) -> None:
     print_json(
         {
@@ -117,7 +134,11 @@ def _tensor_members(tensor: TensorDifference) -> dict[str, Any]:
         for name in ("max_abs", "max_rel"):
             distance[name] = _number(distance[name])
         distance["largest"] = [
-            {"index": one.index, "values": [dump_view(value) for value in one.values], "gap": _number(one.gap)}
+            {
+                "index": one.index,
+                "values": [dump_view(value) for value in one.values],
+                "gap": _number(one.gap),
+            }
             for one in tensor.distance.largest
         ]
     return {**dataclasses.asdict(tensor), "only_in": _side(tensor.only_in), "distance": distance}
@@ -136,7 +157,9 @@ def _value_members(sides: tuple[Checkpoint, Checkpoint], value: ValueDifference)
     return {**dataclasses.asdict(value), "only_in": _side(value.only_in), "changes": changes}
 
 
-def _list_changes(sides: tuple[Checkpoint, Checkpoint], value: ValueDifference) -> list[tuple[str, Any, Any]]:
+def _list_changes(
+    sides: tuple[Checkpoint, Checkpoint], value: ValueDifference
+) -> list[tuple[str, Any, Any]]:
     """Return the differing places within a plain value, each with both values.
 
     The list is empty for an RNG stream, and for a value that only a single checkpoint has.
@@ -151,12 +174,13 @@ def _side(only_in: int | None) -> str | None:
     return None if only_in is None else "ab"[only_in]
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 #: The explanation of a difference in RNG streams only, as between two runs with different seeds.
 _ONLY_RNG: Final = (
-    "Only RNG streams differ: the programs seeded them otherwise, or not at all, or drew from them otherwise. Streams"
+    "Only RNG streams differ: the programs seeded them otherwise, or not at all, or drew from"
+    " them otherwise. Streams"
     " from which the training doesn't draw don't matter."
 )
 
@@ -174,31 +198,49 @@ def _print_text(
     if found.is_damaged:
         _print_damages(console, paths, found)
         return
-    steps = " and ".join(f"{clean(path)} (step {side.step})" for path, side in zip(paths, sides, strict=True))
+    steps = " and ".join(
+        f"{clean(path)} (step {side.step})" for path, side in zip(paths, sides, strict=True)
+    )
     same = "the same" if found.is_verified else "the same by digest"
     verdict: Cell = (same, "green bold") if found.is_same else ("different", "yellow bold")
     counts = found.counts
     console.line(
         verdict,
-        f"  {steps}: {count_text(len(found.tensors), 'tensor')} and {count_text(len(found.values), 'value')} differ",
+        (
+            f"  {steps}: {count_text(len(found.tensors), 'tensor')} and"
+            f" {count_text(len(found.values), 'value')} differ"
+        ),
     )
-    if not found.is_same and not found.tensors and {value.field for value in found.values} == {"rng"}:
+    if (
+        not found.is_same
+        and not found.tensors
+        and {value.field for value in found.values} == {"rng"}
+    ):
         console.line((_ONLY_RNG, "yellow"))
     console.table(_field_rows(found))
     compared = f"{count_text(counts.tensor_count, 'tensor')} compared"
-    blocks = f"{counts.differing_count} of {count_text(counts.block_count, 'block')} differ by digest"
+    blocks = (
+        f"{counts.differing_count} of {count_text(counts.block_count, 'block')} differ by digest"
+    )
     read = f"{bytes_text(counts.read_nbytes)} read of {bytes_text(counts.content_nbytes)}"
     console.line((f"  {compared}: {blocks}, {read} in {elapsed_s:.2f} s", "dim"))
-    how = "recorded digests were compared, the bytes behind equal ones were not read: --verify reads and checks them"
+    how = (
+        "recorded digests were compared, the bytes behind equal ones were not read: --verify"
+        " reads and checks them"
+    )
     if found.is_verified:
         how = "before that, every byte of both was read and compared with its digest"
     console.line((f"  {how}", "dim"))
-    for field, of_field in itertools.groupby(found.tensors[:shown], key=lambda tensor: tensor.field):
+    for field, of_field in itertools.groupby(
+        found.tensors[:shown], key=lambda tensor: tensor.field
+    ):
         console.title(f"{field} tensors")
         console.table([cells for tensor in of_field for cells in _tensor_rows(tensor)], right=(3,))
     if found.values:
         console.title("values")
-        console.table([cells for value in found.values[:shown] for cells in _value_rows(sides, value)])
+        console.table(
+            [cells for value in found.values[:shown] for cells in _value_rows(sides, value)]
+        )
     rest = len(found.tensors[_SHOWN:]) + len(found.values[_SHOWN:])
     if rest and shown is not None:
         console.line()
@@ -210,7 +252,11 @@ def _field_rows(found: Comparison) -> Iterator[list[Cell | str]]:
     for field in FIELDS:
         tensors = [tensor for tensor in found.tensors if tensor.field == field]
         values = [value for value in found.values if value.field == field]
-        told = [count_text(len(one), noun) for one, noun in ((tensors, "tensor"), (values, "value")) if one]
+        told = [
+            count_text(len(one), noun)
+            for one, noun in ((tensors, "tensor"), (values, "value"))
+            if one
+        ]
         if not told:
             continue
         alone = sum(tensor.only_in is not None for tensor in tensors)
@@ -242,7 +288,9 @@ def _print_damages(console: Console, paths: tuple[str, str], found: Comparison) 
 def _tensor_rows(tensor: TensorDifference) -> list[list[Cell | str]]:
     """Return a row of a tensor, and a row for each of the elements that differ most."""
     changes = () if tensor.distance is None else tensor.distance.largest
-    elements: list[list[Cell | str]] = [["", "", "", "", _change_text(change), ""] for change in changes]
+    elements: list[list[Cell | str]] = [
+        ["", "", "", "", _change_text(change), ""] for change in changes
+    ]
     return [_tensor_cells(tensor), *elements]
 
 
@@ -258,11 +306,16 @@ def _tensor_cells(tensor: TensorDifference) -> list[Cell | str]:
     ]  # fmt: skip
     if tensor.only_in is not None:
         return [*cells, "", (f"only in {'AB'[tensor.only_in]}", "yellow"), ""]
-    remarks = [f"{what}: {_said(one)} and {_said(other)}" for what, (one, other) in tensor.described.items()]
+    remarks = [
+        f"{what}: {_said(one)} and {_said(other)}"
+        for what, (one, other) in tensor.described.items()
+    ]
     distance = tensor.distance
     if distance is None:
         return [*cells, "", "", ("; ".join(remarks), "yellow")]
-    changed = f"{distance.changed_count} ({share_text(distance.changed_count, distance.element_count)})"
+    changed = (
+        f"{distance.changed_count} ({share_text(distance.changed_count, distance.element_count)})"
+    )
     sizes = [] if distance.max_abs is None else [f"by at most {format(distance.max_abs, _DIGITS)}"]
     if distance.max_rel is not None:
         sizes.append(f"relative {format(distance.max_rel, _DIGITS)}")
@@ -273,26 +326,38 @@ def _tensor_cells(tensor: TensorDifference) -> list[Cell | str]:
 
 
 def _said(value: object) -> str:
-    return clean(", ".join(map(str, value)) or "none") if isinstance(value, tuple) else clean(str(value))
+    return (
+        clean(", ".join(map(str, value)) or "none")
+        if isinstance(value, tuple)
+        else clean(str(value))
+    )
 
 
 def _shown(value: object) -> str:
     return "nothing" if value is ABSENT else value_text(value)
 
 
-def _value_rows(sides: tuple[Checkpoint, Checkpoint], value: ValueDifference) -> list[list[Cell | str]]:
+def _value_rows(
+    sides: tuple[Checkpoint, Checkpoint], value: ValueDifference
+) -> list[list[Cell | str]]:
     """Return rows of a plain value: both values at each place that differs."""
     scope = f" ({value.scope})" if value.scope != "global" else ""
     field, _, name = place_of(value.field, value.name).partition(":")
     title: list[Cell | str] = [(field, "dim"), (f"{clean(name)}{scope}", "bold")]
     changes = _list_changes(sides, value)
     if not changes:
-        where = f"only in {'AB'[value.only_in]}" if value.only_in is not None else f"at {clean(value.place)}"
+        where = (
+            f"only in {'AB'[value.only_in]}"
+            if value.only_in is not None
+            else f"at {clean(value.place)}"
+        )
         return [[*title, (where, "yellow" if value.only_in is not None else ""), ""]]
     rows: list[list[Cell | str]] = [
         [*title, clean(place), (f"{_shown(one)} -> {_shown(other)}", "cyan")]
         for place, one, other in changes[:_SHOWN_PLACES]
     ]
     if len(changes) > _SHOWN_PLACES:
-        rows.append([*title, (f"and {count_text(len(changes) - _SHOWN_PLACES, 'place')} more", "dim"), ""])
+        rows.append(
+            [*title, (f"and {count_text(len(changes) - _SHOWN_PLACES, 'place')} more", "dim"), ""]
+        )
     return rows

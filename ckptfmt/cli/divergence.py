@@ -117,7 +117,10 @@ def find_divergence(place: Place, other: Place) -> Divergence:
             break
         compared_count += 1
         try:
-            with _open(place, one_by_step[step]) as first, _open(other, other_by_step[step]) as second:
+            with (
+                _open(place, one_by_step[step]) as first,
+                _open(other, other_by_step[step]) as second,
+            ):
                 comparison = compare(first, second, fields=_FIELDS)
         except StoreError:
             raise
@@ -127,7 +130,9 @@ def find_divergence(place: Place, other: Place) -> Divergence:
         if not comparison.is_same:
             found.append((step, comparison))
             sides = (first.manifest.fields, second.manifest.fields)
-            unsaved[step] = tuple(field for field in _FIELDS if any(side[field].reason for side in sides))
+            unsaved[step] = tuple(
+                field for field in _FIELDS if any(side[field].reason for side in sides)
+            )
         elif not found:
             last_same_step = step
     names = _list_names(found)
@@ -144,7 +149,10 @@ def find_divergence(place: Place, other: Place) -> Divergence:
                 value_count=len(comparison.values),
                 unsaved=unsaved[step],
                 fields=tuple(
-                    sorted({one.field for one in comparison.tensors} | {one.field for one in comparison.values})
+                    sorted(
+                        {one.field for one in comparison.tensors}
+                        | {one.field for one in comparison.values}
+                    )
                 ),
             )
             for step, comparison in found
@@ -157,21 +165,35 @@ def find_divergence(place: Place, other: Place) -> Divergence:
 
 def divergence_text(found: Divergence) -> str:
     """Return sentences on the first difference of two runs, if any, and on its possible cause."""
-    shared = f"This run and {found.other} have checkpoints at {count_text(found.shared_count, 'step')} in common"
+    shared = (
+        f"This run and {found.other} have checkpoints at"
+        f" {count_text(found.shared_count, 'step')} in common"
+    )
     if not found.steps:
         same_count = found.compared_count - len(found.problems)
         same = f"weights, optimizer, RNG streams and data are the same at {same_count}"
         return f"{shared}: {same if same_count else 'none compared'}."
     first = found.steps[0]
     before = (
-        "the same at none before" if found.last_same_step is None else f"the same up to step {found.last_same_step}"
+        "the same at none before"
+        if found.last_same_step is None
+        else f"the same up to step {found.last_same_step}"
     )
-    said = [f"{shared}: {before}, and different from step {first.step} on ({' and '.join(first.names)})."]
-    name = next((one for one in found.names if one.first_step == first.step and one.ratios[0] is not None), None)
+    said = [
+        (
+            f"{shared}: {before}, and different from step {first.step} on"
+            f" ({' and '.join(first.names)})."
+        )
+    ]
+    name = next(
+        (one for one in found.names if one.first_step == first.step and one.ratios[0] is not None),
+        None,
+    )
     name = name or next((one for one in found.names if one.first_step == first.step), None)
     if name is not None:
         said.append(
-            f"The first difference is {place_of(name.field, name.name)} at step {first.step}: {name.distances[0]}."
+            f"The first difference is {place_of(name.field, name.name)} at step {first.step}:"
+            f" {name.distances[0]}."
         )
     said.append(_cause_text(found))
     return " ".join(said)
@@ -184,17 +206,23 @@ def _cause_text(found: Divergence) -> str:
     if not fields - {"rng"}:
         return "Only RNG streams differ."
     if "data" in fields:
-        return f"The position in the data differs at step {first.step}, too: the runs took other samples {since} it."
+        return (
+            f"The position in the data differs at step {first.step}, too: the runs took other"
+            f" samples {since} it."
+        )
     if "rng" in fields:
         return (
-            f"RNG streams differ at step {first.step}, too, and the position in the data is the same: one of the runs"
+            f"RNG streams differ at step {first.step}, too, and the position in the data is the"
+            " same: one of the runs"
             f" drew other random numbers {since} it."
         )
     if unsaved := [_NAMED[field] for field in first.unsaved if field in _NAMED]:
         return f"The cause can't be told: the checkpoints don't have {' and '.join(unsaved)}."
     return (
-        f"RNG streams and the position in the data are the same at step {first.step}: the runs differ {since} it by a"
-        " state that isn't saved, by the contents of the samples, or by kernels that aren't deterministic."
+        f"RNG streams and the position in the data are the same at step {first.step}: the runs"
+        f" differ {since} it by a"
+        " state that isn't saved, by the contents of the samples, or by kernels that aren't"
+        " deterministic."
     )
 
 
@@ -229,10 +257,14 @@ def _list_names(found: list[tuple[int, Comparison]]) -> list[DivergedName]:
                 ratios=tuple(None if told is None else told[1] for told in told_by_step),
             )
         )
-    return sorted(names, key=lambda one: (one.first_step, FIELDS.index(one.field), one.name, one.scope))
+    return sorted(
+        names, key=lambda one: (one.first_step, FIELDS.index(one.field), one.name, one.scope)
+    )
 
 
-def _iter_told(comparison: Comparison) -> Iterator[tuple[tuple[str, str, str], tuple[str, float | None]]]:
+def _iter_told(
+    comparison: Comparison,
+) -> Iterator[tuple[tuple[str, str, str], tuple[str, float | None]]]:
     for tensor in comparison.tensors:
         yield (tensor.field, tensor.name, tensor.scope), _tell(tensor)
     for value in comparison.values:
@@ -251,5 +283,7 @@ def _tell(tensor: TensorDifference) -> tuple[str, float | None]:
         sizes += f", by at most {distance.max_abs:.3g}"
     if distance.max_rel is not None:
         sizes += f", relative {distance.max_rel:.3g}"
-    is_number = distance.max_rel is not None and math.isfinite(distance.max_rel) and not distance.nan_count
+    is_number = (
+        distance.max_rel is not None and math.isfinite(distance.max_rel) and not distance.nan_count
+    )
     return sizes, distance.max_rel if is_number else None

@@ -36,7 +36,9 @@ _SLOTS: Final = 2
 _STYLES: Final = {"ok": "green", "warning": "yellow bold", "failed": "red bold"}
 #: The optional libraries, and their purposes.
 _OPTIONAL: Final = {
-    "torch": "tensors of torch", "obstore": "object stores: s3://, gs://, az://", "jax": "arrays of JAX"
+    "torch": "tensors of torch", "obstore": "object stores: s3://, gs://, az://", "jax": ("arrays"
+    " of"
+    " JAX")
 }  # fmt: skip
 
 
@@ -75,19 +77,23 @@ def run(arguments: argparse.Namespace) -> int:
         image_nbytes = _find_image_nbytes(arguments.path)
     findings.append(_look_at_memory(image_nbytes, arguments.processes))
     if arguments.json:
-        print_json({"target": arguments.path, "findings": [dataclasses.asdict(one) for one in findings]})
+        print_json(
+            {"target": arguments.path, "findings": [dataclasses.asdict(one) for one in findings]}
+        )
     else:
         console = Console()
         for one in findings:
             console.line(
-                (one.state.ljust(9), _STYLES[one.state]), (one.about.ljust(12), "bold"), f"{clean(one.detail)}"
+                (one.state.ljust(9), _STYLES[one.state]),
+                (one.about.ljust(12), "bold"),
+                f"{clean(one.detail)}",
             )
             if one.remedy:
                 console.line((f"  {clean(one.remedy)}", "dim"))
     return 1 if any(one.state == "failed" for one in findings) else 0
 
 
-# --- versions ---------------------------------------------------------------------------------------------------------
+# --- versions -------------------------------------------------------------------------------------
 
 
 def _look_at_versions() -> Iterator[Finding]:
@@ -102,15 +108,24 @@ def _look_at_versions() -> Iterator[Finding]:
     names = [re.split(r"[^A-Za-z0-9._-]", text)[0] for text in required if "extra ==" not in text]
     versions = {name: _version_of(name) for name in names}
     missing = [name for name, version in versions.items() if version is None]
-    detail = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    detail = ", ".join(
+        f"{name} {version}" for name, version in versions.items() if version is not None
+    )
     if missing:
         remedy = "Install ckptfmt again: pip install --force-reinstall ckptfmt"
-        yield Finding(about="libraries", state="failed", detail=f"not there: {', '.join(missing)}", remedy=remedy)
+        yield Finding(
+            about="libraries",
+            state="failed",
+            detail=f"not there: {', '.join(missing)}",
+            remedy=remedy,
+        )
     elif detail:
         yield Finding(about="libraries", state="ok", detail=detail)
     found = {name: _version_of(name) for name in _OPTIONAL}
     there = [f"{name} {version}" for name, version in found.items() if version is not None]
-    lacking = [f"no {name} ({_OPTIONAL[name]})" for name, version in found.items() if version is None]
+    lacking = [
+        f"no {name} ({_OPTIONAL[name]})" for name, version in found.items() if version is None
+    ]
     yield Finding(about="optional", state="ok", detail=", ".join([*there, *lacking]))
 
 
@@ -121,7 +136,7 @@ def _version_of(name: str) -> str | None:
         return None
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def _find_image_nbytes(path: str) -> int | None:
@@ -144,18 +159,30 @@ def _look_at_memory(image_nbytes: int | None, processes: int) -> Finding:
     except CkptError as error:
         remedy = "Saves need shared memory (memfd_create); saver='inline' does without."
         return Finding(about="slots", state="failed", detail=str(error), remedy=remedy)
-    room = f"{bytes_text(room_nbytes)} of memory left for {count_text(processes, 'process', 'processes')}"
+    room = (
+        f"{bytes_text(room_nbytes)} of memory left for"
+        f" {count_text(processes, 'process', 'processes')}"
+    )
     if image_nbytes is None:
         return Finding(about="slots", state="ok", detail=room)
     count = plan_slots(image_nbytes, _SLOTS, room_nbytes, processes)
-    detail = f"{room}: {count} of {_SLOTS} slots of {bytes_text(image_nbytes)} each, as the newest checkpoint has it"
+    detail = (
+        f"{room}: {count} of {_SLOTS} slots of {bytes_text(image_nbytes)} each, as the"
+        " newest checkpoint has it"
+    )
     if count == _SLOTS:
         return Finding(about="slots", state="ok", detail=detail)
-    remedy = "A save will wait for the one before." if count else "Saves need saver='inline', or more memory."
-    return Finding(about="slots", state="warning" if count else "failed", detail=detail, remedy=remedy)
+    remedy = (
+        "A save will wait for the one before."
+        if count
+        else "Saves need saver='inline', or more memory."
+    )
+    return Finding(
+        about="slots", state="warning" if count else "failed", detail=detail, remedy=remedy
+    )
 
 
-# --- the place --------------------------------------------------------------------------------------------------------
+# --- the place ------------------------------------------------------------------------------------
 
 
 def _look_at_place(path: str) -> Iterator[Finding]:
@@ -168,7 +195,12 @@ def _look_at_place(path: str) -> Iterator[Finding]:
         trial = tempfile.TemporaryDirectory(prefix=f"{TEMPORARY_PREFIX}doctor-", dir=directory)
     except OSError as error:
         detail = f"nothing can be created in {directory}: {error.strerror}"
-        yield Finding(about="place", state="failed", detail=detail, remedy="Give a directory that may be written.")
+        yield Finding(
+            about="place",
+            state="failed",
+            detail=detail,
+            remedy="Give a directory that may be written.",
+        )
         return
     free_nbytes = shutil.disk_usage(directory).free
     yield Finding(about="place", state="ok", detail=f"{directory}, {bytes_text(free_nbytes)} free")
@@ -192,7 +224,9 @@ def _try_store(trial: str, path: str) -> Iterator[Finding]:
         try:
             return Finding(about=about, state="ok", detail=action())
         except CkptError as error:
-            return Finding(about=about, state="failed", detail=str(error).replace(trial, path), remedy=remedy)
+            return Finding(
+                about=about, state="failed", detail=str(error).replace(trial, path), remedy=remedy
+            )
 
     stores: list[Store] = []
 
@@ -200,19 +234,36 @@ def _try_store(trial: str, path: str) -> Iterator[Finding]:
         stores.append(open_store(trial, writable=True))
         return "of several that create one name at once, exactly one succeeds, durably"
 
-    yield attempt("commits", open_it, "A checkpoint can't be committed there: choose another file system or server.")
+    yield attempt(
+        "commits",
+        open_it,
+        "A checkpoint can't be committed there: choose another file system or server.",
+    )
     for store in stores:
         yield attempt("a file", functools.partial(_try_file, store))
         if store.holds_expire:
-            yield Finding(about="holds", state="ok", detail="by leases: a killed saver counts as living for a minute")
+            yield Finding(
+                about="holds",
+                state="ok",
+                detail="by leases: a killed saver counts as living for a minute",
+            )
             continue
         with store.hold("savers/doctor"):
             is_held = store.list_held("savers") == ["doctor"]
         if is_held:
-            yield Finding(about="holds", state="ok", detail="by locks: a launch waits for the saver of the one before")
+            yield Finding(
+                about="holds",
+                state="ok",
+                detail="by locks: a launch waits for the saver of the one before",
+            )
         else:
-            remedy = "A launch can't see that an older one still saves: end it before you start the next."
-            yield Finding(about="holds", state="warning", detail="the file system has no locks", remedy=remedy)
+            remedy = (
+                "A launch can't see that an older one still saves: end it before you start"
+                " the next."
+            )
+            yield Finding(
+                about="holds", state="warning", detail="the file system has no locks", remedy=remedy
+            )
 
 
 def _try_file(store: Store) -> str:
@@ -231,7 +282,10 @@ def _try_file(store: Store) -> str:
     store.delete(path)
     if found != content:
         raise err(Code.STORE_IO, "what was read isn't what was written", where=store.name)
-    return f"{bytes_text(_TRY_NBYTES)} written durably in {elapsed_s * 1000:.0f} ms, read back and compared"
+    return (
+        f"{bytes_text(_TRY_NBYTES)} written durably in {elapsed_s * 1000:.0f} ms, read back"
+        " and compared"
+    )
 
 
 def _try_direct(directory: Path) -> Finding:
@@ -247,4 +301,6 @@ def _try_direct(directory: Path) -> Finding:
             name = errno.errorcode.get(error.errno or 0, str(error))
             detail = f"the file system refuses it ({name}): files go through the page cache"
             return Finding(about="direct I/O", state="warning", detail=detail)
-    return Finding(about="direct I/O", state="ok", detail="large files are written past the page cache")
+    return Finding(
+        about="direct I/O", state="ok", detail="large files are written past the page cache"
+    )

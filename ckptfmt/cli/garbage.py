@@ -12,7 +12,13 @@ from ckptfmt.documents.run import RunRecord
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_loadable
-from ckptfmt.run.lineage import RunEntry, iter_lineage, list_checkpoints, list_launches, read_known_run
+from ckptfmt.run.lineage import (
+    RunEntry,
+    iter_lineage,
+    list_checkpoints,
+    list_launches,
+    read_known_run,
+)
 from ckptfmt.run.retention import KeepBest, LastLoadable, Retention, clean_up, find_last_loadable
 from ckptfmt.run.survey import Survey, survey_run
 from ckptfmt.store import Store, open_store
@@ -59,12 +65,21 @@ def run(arguments: argparse.Namespace) -> int:
     for option, count in (("--keep", arguments.keep), ("--keep-every", arguments.keep_every)):
         if count is not None and count < 1:
             remedy = f"Give a whole number from 1 on, such as {option} 3."
-            raise err(Code.ARGUMENT, f"{count} isn't a positive number", where=option, remedy=remedy)
-    for option, given in (("--keep-every", arguments.keep_every), ("--keep-best", arguments.keep_best)):
+            raise err(
+                Code.ARGUMENT, f"{count} isn't a positive number", where=option, remedy=remedy
+            )
+    for option, given in (
+        ("--keep-every", arguments.keep_every),
+        ("--keep-best", arguments.keep_best),
+    ):
         if arguments.keep is None and given is not None:
             remedy = "Say with --keep how many of the newest stay beside them."
-            raise err(Code.ARGUMENT, "without --keep all checkpoints stay", where=option, remedy=remedy)
-    retention = Retention.of(arguments.keep, arguments.keep_every, parse_keep_best(arguments.keep_best))
+            raise err(
+                Code.ARGUMENT, "without --keep all checkpoints stay", where=option, remedy=remedy
+            )
+    retention = Retention.of(
+        arguments.keep, arguments.keep_every, parse_keep_best(arguments.keep_best)
+    )
     place = open_run_place(arguments.path)
     record = read_known_run(place.store)
     survey = survey_run(place.store, record, retention)
@@ -82,13 +97,19 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         store = open_store(arguments.path, writable=True)
         staying = {item.name for item in items if item.what == "needed"}
-        removed = set(clean_up(store, record, launch=survey.launch, retention=retention, staying=staying))
+        removed = set(
+            clean_up(store, record, launch=survey.launch, retention=retention, staying=staying)
+        )
         items = [_as_done(item, removed) for item in items]
     if arguments.json:
         _print_json(arguments, survey, items)
     else:
         _print_text(arguments, survey, items)
-    return 1 if last is not None or any(item.what in ("damaged", "unreadable") for item in items) else 0
+    return (
+        1
+        if last is not None or any(item.what in ("damaged", "unreadable") for item in items)
+        else 0
+    )
 
 
 def _find_last(store: Store, run: RunRecord, survey: Survey) -> LastLoadable | None:
@@ -99,9 +120,16 @@ def _find_last(store: Store, run: RunRecord, survey: Survey) -> LastLoadable | N
     if not survey.going:
         return None
     launches, entries = list_launches(store, run), list_checkpoints(store, run)
-    newest = next((entry.manifest for entry in iter_lineage(launches, entries) if entry.manifest is not None), None)
-    with Progress(lambda: None if newest is None else newest.stored_nbytes, quiet=False) as progress:
-        return find_last_loadable(store, launches, entries, survey.going, on_progress=progress.advance)
+    newest = next(
+        (entry.manifest for entry in iter_lineage(launches, entries) if entry.manifest is not None),
+        None,
+    )
+    with Progress(
+        lambda: None if newest is None else newest.stored_nbytes, quiet=False
+    ) as progress:
+        return find_last_loadable(
+            store, launches, entries, survey.going, on_progress=progress.advance
+        )
 
 
 def parse_keep_best(text: str | None) -> KeepBest | None:
@@ -116,7 +144,9 @@ def parse_keep_best(text: str | None) -> KeepBest | None:
     metric, _, mode = metric.rpartition(":")
     if not metric or mode not in ("min", "max") or not rest.isdecimal():
         remedy = "Write a metric, min or max, and how many, as in eval_loss:min:3."
-        raise err(Code.ARGUMENT, f"{text!r} doesn't say what is best", where="--keep-best", remedy=remedy)
+        raise err(
+            Code.ARGUMENT, f"{text!r} doesn't say what is best", where="--keep-best", remedy=remedy
+        )
     return metric, mode, int(rest)
 
 
@@ -126,7 +156,9 @@ def _find_damages(store: Store, survey: Survey) -> dict[str, CkptError | None]:
     Returns: the first violation of each checkpoint, by name; None for an undamaged checkpoint.
     """
     found: dict[str, CkptError | None] = {}
-    total_nbytes = sum(entry.manifest.stored_nbytes for entry, _ in survey.beside if entry.manifest is not None)
+    total_nbytes = sum(
+        entry.manifest.stored_nbytes for entry, _ in survey.beside if entry.manifest is not None
+    )
     with Progress(lambda: total_nbytes, quiet=False) as progress:
         for entry, _ in survey.beside:
             assert entry.manifest is not None  # noqa: S101 - survey lists committed entries
@@ -138,11 +170,15 @@ def _find_damages(store: Store, survey: Survey) -> dict[str, CkptError | None]:
     return found
 
 
-def _list_items(store: Store, survey: Survey, damages: dict[str, CkptError | None], *, verified: bool) -> list[_Item]:
+def _list_items(
+    store: Store, survey: Survey, damages: dict[str, CkptError | None], *, verified: bool
+) -> list[_Item]:
     """Return the directories that the clean-up removes or keeps, with the reasons."""
 
     def item(entry: RunEntry, what: str, reason: str) -> _Item:
-        return _Item(name=entry.name, what=what, nbytes=directory_nbytes(store.at(entry.name)), reason=reason)
+        return _Item(
+            name=entry.name, what=what, nbytes=directory_nbytes(store.at(entry.name)), reason=reason
+        )
 
     by_hand = "`ckptfmt rm` deletes it"
     items = [item(entry, "retired", "retention doesn't keep it") for entry in survey.going]
@@ -150,23 +186,43 @@ def _list_items(store: Store, survey: Survey, damages: dict[str, CkptError | Non
     items += [item(entry, "given_up", left) for entry in survey.abandoned]
     for name in survey.remains:
         nbytes = directory_nbytes(store.at(name))
-        items.append(_Item(name=name, what="swept", nbytes=nbytes, reason="left by an interrupted clean-up"))
+        items.append(
+            _Item(name=name, what="swept", nbytes=nbytes, reason="left by an interrupted clean-up")
+        )
     next_launch = "the next launch gives it up, or finishes it from a node's cache"
     items += [item(entry, "unfinished", next_launch) for entry in survey.unfinished]
-    items += [item(entry, "saving", "a living saver has saves of its launch in hand") for entry in survey.in_hand]
+    items += [
+        item(entry, "saving", "a living saver has saves of its launch in hand")
+        for entry in survey.in_hand
+    ]
     for entry, reason in survey.beside:
         damage = damages.get(entry.name)
         pinned = "it is pinned" if entry.is_pinned else by_hand
         if damage is not None:
-            items.append(item(entry, "damaged", f"{damage.code} at {damage.where}; {reason}; {pinned}"))
+            items.append(
+                item(entry, "damaged", f"{damage.code} at {damage.where}; {reason}; {pinned}")
+            )
         else:
             items.append(item(entry, "beside", f"{'sound; ' * verified}{reason}; {pinned}"))
     for entry, error in survey.unreadable:
-        mend = "`ckptfmt repair --with MIRROR` restores it; until then no delta and no base of one is retired"
+        mend = (
+            "`ckptfmt repair --with MIRROR` restores it; until then no delta and no base of"
+            " one is retired"
+        )
         items.append(item(entry, "unreadable", f"{error.code}; {mend}"))
     for launch in survey.lost:
-        mend = f"`ckptfmt repair {clean(store.name)}` mends it; until then nothing of older launches goes"
-        items.append(_Item(name=launch.path, what="unreadable", nbytes=None, reason=f"{launch.error.code}; {mend}"))
+        mend = (
+            f"`ckptfmt repair {clean(store.name)}` mends it; until then nothing of older"
+            " launches goes"
+        )
+        items.append(
+            _Item(
+                name=launch.path,
+                what="unreadable",
+                nbytes=None,
+                reason=f"{launch.error.code}; {mend}",
+            )
+        )
     return items
 
 
@@ -228,12 +284,25 @@ def _print_text(arguments: argparse.Namespace, survey: Survey, items: list[_Item
     stays = count_text(len(items) - len(done), "other directory", "other directories")
     console.line(
         (verb, "green bold"),
-        f"  {bytes_text(_freed_nbytes(items))} of files in {count_text(len(done), 'directory', 'directories')}",
+        (
+            f"  {bytes_text(_freed_nbytes(items))} of files in"
+            f" {count_text(len(done), 'directory', 'directories')}"
+        ),
         f"; {stays} to look at" if len(items) > len(done) else "",
     )
     if survey.problem:
         console.line((clean(survey.problem), "yellow"))
     if arguments.keep is None:
-        console.line(("  Retention wasn't asked for: --keep N says how many of the newest stay.", "dim"))
+        console.line(
+            ("  Retention wasn't asked for: --keep N says how many of the newest stay.", "dim")
+        )
     if survey.beside and not arguments.verify:
-        console.line(("  What lies beside the lineage was not read: --verify tells what of it is damaged.", "dim"))
+        console.line(
+            (
+                (
+                    "  What lies beside the lineage was not read: --verify tells what of it is"
+                    " damaged."
+                ),
+                "dim",
+            )
+        )

@@ -13,7 +13,9 @@ from ckptfmt.goodput.accounts import Goodput
 from ckptfmt.run.spent_time import read_goodput
 
 #: The meaning of the training time if a launch has no ledger.
-_UNMEASURED: Final = "from the first save to the last one of launches without a ledger; what saves cost is in it"
+_UNMEASURED: Final = (
+    "from the first save to the last one of launches without a ledger; what saves cost is in it"
+)
 #: The meanings of the members of `Goodput.times_s`.
 _MEANINGS: Final = {
     "training": "training that counts",
@@ -79,7 +81,12 @@ def time_rows(goodput: Goodput) -> Iterator[tuple[str, str, str, str]]:
 def simulate_line(goodput: Goodput) -> str:
     """Return the command that simulates a run with this run's costs; empty if a cost is unknown."""
     costs = goodput.costs
-    named = (("lost", costs.lost_s), ("commit", costs.commit_s), ("restore", costs.restore_s), ("mtbf", costs.mtbf_s))
+    named = (
+        ("lost", costs.lost_s),
+        ("commit", costs.commit_s),
+        ("restore", costs.restore_s),
+        ("mtbf", costs.mtbf_s),
+    )
     if costs.interval_s is None or any(seconds is None for _, seconds in named):
         return ""
     options = " ".join(f"--{name} {seconds:.4g}" for name, seconds in named)

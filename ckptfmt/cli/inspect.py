@@ -116,7 +116,9 @@ def _show_run(place: Place, arguments: argparse.Namespace) -> int:
     view, failure = None, None
     if head is not None:
         try:
-            view = _open_view(place.store.at(head.name), f"{place.path.rstrip('/')}/{head.name}", arguments)
+            view = _open_view(
+                place.store.at(head.name), f"{place.path.rstrip('/')}/{head.name}", arguments
+            )
         except (StoreError, ReplacedError):
             raise
         except CkptError as error:
@@ -125,7 +127,11 @@ def _show_run(place: Place, arguments: argparse.Namespace) -> int:
     if arguments.json:
         checkpoint = None if view is None else _members(view)
         problem = None if failure is None else failure.as_json()
-        members = {**run_members(place, history), "checkpoint": checkpoint, "checkpoint_error": problem}
+        members = {
+            **run_members(place, history),
+            "checkpoint": checkpoint,
+            "checkpoint_error": problem,
+        }
     else:
         if arguments.tensors is None and arguments.field is None:
             print_summary(console, place, history)
@@ -190,7 +196,7 @@ class _View:
         """The fields to show."""
         return FIELDS if self.field is None else (self.field,)
 
-    def attempt(self, otherwise: Any, read: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - as `read`
+    def attempt(self, otherwise: Any, read: Callable[..., Any], *arguments: object) -> Any:
         """Return the result of `read`; after an error, record it once and return `otherwise`."""
         try:
             return read(*arguments)
@@ -235,7 +241,9 @@ class _View:
         The place is None for a reference that can't be found; otherwise the error code is None.
         """
         found: list[tuple[Reference, str | None, str | None]] = []
-        for reference in sorted(self.checkpoint.manifest.references, key=lambda one: one.name, reverse=True):
+        for reference in sorted(
+            self.checkpoint.manifest.references, key=lambda one: one.name, reverse=True
+        ):
             try:
                 found.append((reference, self.checkpoint.closure.find(reference).name, None))
             except CkptError as error:
@@ -254,7 +262,9 @@ class _View:
             part = self.attempt(None, self.checkpoint.read_part, number)
             if part is not None:
                 extents = part.holdings.extents
-                for encoding, blocks in zip(extents.encoding.tolist(), extents.block_count.tolist(), strict=True):
+                for encoding, blocks in zip(
+                    extents.encoding.tolist(), extents.block_count.tolist(), strict=True
+                ):
                     counts[ENCODINGS[encoding]] += blocks
         return {name: counts[name] for name in ENCODINGS if name in counts}
 
@@ -277,7 +287,9 @@ class _View:
     def claim(self) -> tuple[str, list[str]]:
         """Return the highest claim of a load of this checkpoint, and the reasons that lower it."""
         fields = self.checkpoint.manifest.fields
-        lowered_by = [f"{field} is absent: {fields[field].reason}" for field in FIELDS if fields[field].reason]
+        lowered_by = [
+            f"{field} is absent: {fields[field].reason}" for field in FIELDS if fields[field].reason
+        ]
         if not lowered_by:
             return "T1", lowered_by
         if self.cursor is not None:
@@ -287,7 +299,7 @@ class _View:
         return "S0", lowered_by
 
 
-# --- JSON -------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def _members(view: _View) -> dict[str, object]:
@@ -311,7 +323,8 @@ def _members(view: _View) -> dict[str, object]:
         "pinned": pinned,
         "durability": manifest.durability,
         "references": [
-            {**dataclasses.asdict(one), "path": path, "reason": why} for one, path, why in view.references()
+            {**dataclasses.asdict(one), "path": path, "reason": why}
+            for one, path, why in view.references()
         ],
         "encodings": view.encodings(),
         "stored_nbytes": manifest.stored_nbytes,
@@ -331,7 +344,10 @@ def _members(view: _View) -> dict[str, object]:
             if "rng" in view.fields
         ]
         members["leaves"] = [
-            {**dataclasses.asdict(leaf), "value": dump_view(view.attempt(None, checkpoint.leaf, *key))}
+            {
+                **dataclasses.asdict(leaf),
+                "value": dump_view(view.attempt(None, checkpoint.leaf, *key)),
+            }
             for key, leaf in checkpoint.leaves.items()
             if leaf.field in view.fields
         ]
@@ -355,14 +371,15 @@ def _tensor_members(tensor: IndexTensor, *, with_boxes: bool) -> dict[str, objec
         "aliases": list(tensor.aliases),
         "box_count": len(tensor.sharding),
         "boxes": [
-            {"begin": list(box.begin), "box_shape": list(box.shape), "part": part} for box, part in tensor.sharding
+            {"begin": list(box.begin), "box_shape": list(box.shape), "part": part}
+            for box, part in tensor.sharding
         ]
         if with_boxes
         else None,
     }
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def _print_text(view: _View, console: Console) -> None:
@@ -387,10 +404,18 @@ def _print_text(view: _View, console: Console) -> None:
     shown = _SCREEN_FIELDS if is_screen else _CONTEXT
     for key in view.checkpoint.leaves:
         if key[0] == view.field or (view.field is None and key[0] in shown):
-            _print_leaf(view, console, key, _SCREEN_LINES if is_screen else None if view.field else _LEAF_LINES)
+            _print_leaf(
+                view,
+                console,
+                key,
+                _SCREEN_LINES if is_screen else None if view.field else _LEAF_LINES,
+            )
     if is_screen:
         console.line()
-        rest = "All tensors, files, data, topology and provenance: --all; one field and all of it: --field FIELD."
+        rest = (
+            "All tensors, files, data, topology and provenance: --all; one field and all of"
+            " it: --field FIELD."
+        )
         console.line((rest, "dim"))
     if view.field is None:
         if not is_screen:
@@ -405,21 +430,34 @@ def _no_tensor(view: _View, pattern: str) -> Exception:
     """Return the error for a pattern without a matching name. JSON has an empty list instead."""
     tensors = [tensor for tensor in view.checkpoint.index.tensors if tensor.field in view.fields]
     near = suggest(pattern, [name for tensor in tensors for name in (tensor.name, *tensor.aliases)])
-    remedy = f"Did you mean {near}?" if near else "`--tensors` alone lists all; a * stands for any characters."
+    remedy = (
+        f"Did you mean {near}?"
+        if near
+        else "`--tensors` alone lists all; a * stands for any characters."
+    )
     return err(Code.ARGUMENT, f"no tensor is called {pattern!r}", where="--tensors", remedy=remedy)
 
 
 def _print_header(view: _View, console: Console) -> None:
     manifest = view.checkpoint.manifest
     origin = manifest.origin
-    launch = "outside of a run" if origin.launch is None else f"launch {origin.launch} of run {origin.run_id}"
+    launch = (
+        "outside of a run"
+        if origin.launch is None
+        else f"launch {origin.launch} of run {origin.run_id}"
+    )
     nbytes = sum(nbytes for _, nbytes in view.files())
     size = f"{bytes_text(nbytes)} ({nbytes} bytes)"
     absent = sum(map(len, view.attempt({}, find_elsewhere, view.checkpoint).values()))
-    durability = manifest.durability + (f", {count_text(absent, 'file')} in caches and not at home" if absent else "")
+    durability = manifest.durability + (
+        f", {count_text(absent, 'file')} in caches and not at home" if absent else ""
+    )
     if manifest.profile == "delta":
         stored, whole = manifest.stored_nbytes, manifest.nbytes
-        size += f", {bytes_text(stored)} of tensors: {share_text(stored, whole)} of their {bytes_text(whole)}"
+        size += (
+            f", {bytes_text(stored)} of tensors: {share_text(stored, whole)} of their"
+            f" {bytes_text(whole)}"
+        )
     form = manifest.profile
     form += f", {count_text(len(manifest.references), 'reference')}" if manifest.references else ""
     writers = count_text(origin.writer_count, "writer")
@@ -449,7 +487,9 @@ def _print_fields(view: _View, console: Console) -> None:
     for field in FIELDS:
         summary = view.checkpoint.manifest.fields[field]
         if summary.reason is not None:
-            rows.append([(field, "dim"), "", "", "", (f"absent: {clean(summary.reason)}", "yellow")])
+            rows.append(
+                [(field, "dim"), "", "", "", (f"absent: {clean(summary.reason)}", "yellow")]
+            )
             continue
         others = (
             (summary.stream_count, "stream", "streams"), (summary.leaf_count, "value", "values"),
@@ -471,7 +511,10 @@ def _stored_text(summary: FieldSummary) -> str:
     """Return the bytes that a delta stores of a field; "" for a full checkpoint."""
     if summary.stored_nbytes is None or not summary.tensor_count:
         return ""
-    return f"{bytes_text(summary.stored_nbytes)} stored, {share_text(summary.stored_nbytes, summary.nbytes)}"
+    return (
+        f"{bytes_text(summary.stored_nbytes)} stored,"
+        f" {share_text(summary.stored_nbytes, summary.nbytes)}"
+    )
 
 
 def _print_references(view: _View, console: Console) -> None:
@@ -496,20 +539,34 @@ def _print_facts(view: _View, console: Console) -> None:
     """Print the facts that determine how exactly a run can resume from the checkpoint."""
     claim, lowered_by = view.claim()
     meaning = {
-        "T1": "the same layout goes on bit for bit", "S1": "each sample once", "S0": "the same bytes in any layout"
+        "T1": "the same layout goes on bit for bit", "S1": "each sample once", "S0": ("the same"
+        " bytes"
+        " in"
+        " any layout")
     }[claim]  # fmt: skip
     console.title("what it can resume as")
     style = "green" if claim == "T1" else ""
     rows: list[list[Cell | str]] = [[("claim", "dim"), (f"{claim} at most: {meaning}", style)]]
     rows += [[("", ""), (clean(reason), "yellow")] for reason in lowered_by]
     cursor = view.cursor
-    data = "no cursor: another number of workers can't take it over" if cursor is None else _cursor_text(cursor)
+    data = (
+        "no cursor: another number of workers can't take it over"
+        if cursor is None
+        else _cursor_text(cursor)
+    )
     if view.checkpoint.manifest.fields["data"].reason is None:
         rows.append([("data", "dim"), data])
-    workers = {scope for _, scope in view.checkpoint.streams} | {t.scope for t in view.checkpoint.index.tensors}
+    workers = {scope for _, scope in view.checkpoint.streams} | {
+        t.scope for t in view.checkpoint.index.tensors
+    }
     workers.discard("global")
     if workers:
-        rows.append([("workers", "dim"), f"{count_text(len(workers), 'logical worker')} with state of its own"])
+        rows.append(
+            [
+                ("workers", "dim"),
+                f"{count_text(len(workers), 'logical worker')} with state of its own",
+            ]
+        )
     console.table(rows)
     begun: Any = view.attempt(None, view.checkpoint.provenance.get, INIT_FROM)
     if isinstance(begun, dict):
@@ -525,7 +582,10 @@ def _cursor_text(tree: dict[Any, Any]) -> str:
         return f"a cursor that can't be used: {clean(str(error))}"
     commit, source = cursor.commit, cursor.sources[0]
     left_out = f"; {count_text(len(cursor.skips), 'skip')}" if cursor.skips else ""
-    steps = f"{count_text(cursor.ledger.count, 'sample')} consumed in {count_text(commit.step, 'step')}: "
+    steps = (
+        f"{count_text(cursor.ledger.count, 'sample')} consumed in"
+        f" {count_text(commit.step, 'step')}: "
+    )
     if cursor.mixture is None:
         # With skips, or a tail other than carry, the positions of an epoch don't end at n.
         is_plain = cursor.plan.tail == "carry" and not cursor.skips
@@ -544,7 +604,10 @@ def _print_files(console: Console, files: list[tuple[str, int]]) -> None:
         folder, _, last = name.rpartition("/")
         kinds.setdefault(f"{folder}/" if folder else last.partition("-")[0], []).append(nbytes)
     console.table(
-        [[bytes_text(sum(sizes)), count_text(len(sizes), "file"), clean(kind)] for kind, sizes in kinds.items()],
+        [
+            [bytes_text(sum(sizes)), count_text(len(sizes), "file"), clean(kind)]
+            for kind, sizes in kinds.items()
+        ],
         right=(0, 1),
     )
 
@@ -556,7 +619,9 @@ def _print_tensors(console: Console, rows: list[TensorRow], most: int | None = N
         console.title(f"{field} tensors")
         console.table([_tensor_cells(row) for row in listed[:most]], right=(1, 4))
         if most is not None and len(listed) > most:
-            console.line((f"  and {count_text(len(listed) - most, 'row')} more: --tensors lists each", "dim"))
+            console.line(
+                (f"  and {count_text(len(listed) - most, 'row')} more: --tensors lists each", "dim")
+            )
 
 
 def _tensor_cells(row: TensorRow) -> list[Cell | str]:
@@ -565,7 +630,9 @@ def _tensor_cells(row: TensorRow) -> list[Cell | str]:
     remarks += [row.scope] if row.scope != "global" else []
     remarks += [first.storage] if first.storage != "persistent" else []
     if first.aliases:
-        remarks.append("also " + ", ".join(map(clean, first.aliases)) if count == 1 else "with other names")
+        remarks.append(
+            "also " + ", ".join(map(clean, first.aliases)) if count == 1 else "with other names"
+        )
     return [
         (clean(row.name), "bold"),
         (f"x{count}" if count > 1 else "", "dim"),
@@ -579,10 +646,17 @@ def _tensor_cells(row: TensorRow) -> list[Cell | str]:
 def _print_streams(view: _View, console: Console) -> None:
     console.title("random-number streams")
     streams = view.checkpoint.streams.values()
-    console.table([[(clean(stream.name), "bold"), stream.scope, (clean(stream.kind), "cyan")] for stream in streams])
+    console.table(
+        [
+            [(clean(stream.name), "bold"), stream.scope, (clean(stream.kind), "cyan")]
+            for stream in streams
+        ]
+    )
 
 
-def _print_leaf(view: _View, console: Console, key: tuple[str, str, str], limit: int | None) -> None:
+def _print_leaf(
+    view: _View, console: Console, key: tuple[str, str, str], limit: int | None
+) -> None:
     field, name, scope = key
     readable, value = view.leaf(key)
     if not readable:
@@ -593,5 +667,7 @@ def _print_leaf(view: _View, console: Console, key: tuple[str, str, str], limit:
         console.line("  " * (depth + 1), (text, "cyan"), f"  {item}" if text else item)
     rest = sum(1 for _ in itertools.islice(lines, _COUNTED_LINES + 1))
     if rest:
-        count = count_text(rest, "line") if rest <= _COUNTED_LINES else f"over {_COUNTED_LINES} lines"
+        count = (
+            count_text(rest, "line") if rest <= _COUNTED_LINES else f"over {_COUNTED_LINES} lines"
+        )
         console.line((f"  ... and {count} more: --field {field} shows all", "dim"))

@@ -42,7 +42,9 @@ def _read_report(path: str) -> dict[str, Any]:
         report = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise _no_report(path, str(error)) from error
-    if not isinstance(report, dict) or any(not isinstance(report.get(key), kind) for key, kind in _MEMBERS.items()):
+    if not isinstance(report, dict) or any(
+        not isinstance(report.get(key), kind) for key, kind in _MEMBERS.items()
+    ):
         raise _no_report(path, "it isn't what `ckptfmt validate --json` prints")
     numbers = [report["split"].get(key) for key in ("slice", "count")]
     if report["verdict"] not in _EXIT_CODES or any(type(number) is not int for number in numbers):
@@ -66,21 +68,42 @@ def _check_slices(paths: list[str], reports: list[dict[str, Any]]) -> None:
     for path, report in zip(paths, reports, strict=True):
         # Digests only: the machines may have different paths of the same place.
         if report["kind"] != first["kind"] or _digests(report) != _digests(first):
-            remedy = "Join reports of one checkpoint, or of a run into which nobody saved meanwhile."
-            raise err(Code.ARGUMENT, f"it isn't of the same checkpoints as {paths[0]}", where=path, remedy=remedy)
+            remedy = (
+                "Join reports of one checkpoint, or of a run into which nobody saved meanwhile."
+            )
+            raise err(
+                Code.ARGUMENT,
+                f"it isn't of the same checkpoints as {paths[0]}",
+                where=path,
+                remedy=remedy,
+            )
         number = report["split"]["slice"]
         if report["split"]["count"] != count:
             detail = f"{report['split']['count']} slices, where {paths[0]} says {count}"
-            raise err(Code.ARGUMENT, detail, where=path, remedy="Split into as many slices on each machine.")
+            raise err(
+                Code.ARGUMENT,
+                detail,
+                where=path,
+                remedy="Split into as many slices on each machine.",
+            )
         if number in slices:
             remedy = "Give the report of each slice once."
-            raise err(Code.ARGUMENT, f"slice {number} is that of {slices[number]}, too", where=path, remedy=remedy)
+            raise err(
+                Code.ARGUMENT,
+                f"slice {number} is that of {slices[number]}, too",
+                where=path,
+                remedy=remedy,
+            )
         slices[number] = path
-    missing = [number for number in range(1, min(count, len(slices) + 17) + 1) if number not in slices]
+    missing = [
+        number for number in range(1, min(count, len(slices) + 17) + 1) if number not in slices
+    ]
     if missing:
         shown = ", ".join(map(str, missing[:16])) + (" and more" if len(missing) > 16 else "")
         remedy = "Give the reports of all slices."
-        raise err(Code.ARGUMENT, f"of {count} slices, {shown} aren't there", where="--join", remedy=remedy)
+        raise err(
+            Code.ARGUMENT, f"of {count} slices, {shown} aren't there", where="--join", remedy=remedy
+        )
 
 
 def _digests(report: dict[str, Any]) -> list[str]:
@@ -92,7 +115,9 @@ def _join_reports(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
     All machines read the documents, so equal violations and warnings appear only once.
     """
-    violations = {json.dumps(one, sort_keys=True): one for report in reports for one in report["violations"]}
+    violations = {
+        json.dumps(one, sort_keys=True): one for report in reports for one in report["violations"]
+    }
     verdicts = {report["verdict"] for report in reports}
     verdict = next(verdict for verdict in ("incomplete", "invalid", "valid") if verdict in verdicts)
     return {
@@ -112,11 +137,20 @@ def _print_text(joined: dict[str, Any]) -> None:
     console = Console()
     for one in joined["violations"]:
         members = one if isinstance(one, dict) else {"detail": one}
-        cells = [clean(str(members[key])) for key in ("where", "requirement", "detail") if members.get(key)]
+        cells = [
+            clean(str(members[key]))
+            for key in ("where", "requirement", "detail")
+            if members.get(key)
+        ]
         console.line((clean(str(members.get("code"))), "red bold"), "  ", "  ".join(cells))
     for warning in joined["warnings"]:
         console.line(("warning", "yellow bold"), f"  {clean(warning)}")
-    counts = [count_text(len(joined["checkpoints"]), "checkpoint"), count_text(len(joined["violations"]), "violation")]
-    read = f"{bytes_text(joined['nbytes'])} checked in {count_text(joined['split']['count'], 'slice')}"
+    counts = [
+        count_text(len(joined["checkpoints"]), "checkpoint"),
+        count_text(len(joined["violations"]), "violation"),
+    ]
+    read = (
+        f"{bytes_text(joined['nbytes'])} checked in {count_text(joined['split']['count'], 'slice')}"
+    )
     verdict = (joined["verdict"], _STYLES[joined["verdict"]])
     console.line(verdict, f"  {clean(joined['target'])}: {', '.join(counts)}, {read}")

@@ -85,10 +85,16 @@ def judge(scratch: Path, kills: list[int]) -> Outcome:
     outcome = Outcome(kills=kills)
     if not calm:
         remedy = "The program makes no Checkpointer, takes no step with it, or has witness=False."
-        raise err(Code.ARGUMENT, "the undisturbed run recorded no step", where="rehearse", remedy=remedy)
+        raise err(
+            Code.ARGUMENT, "the undisturbed run recorded no step", where="rehearse", remedy=remedy
+        )
     outcome.writer_count = max(steps.header.writer_count for steps in calm.values())
     first_launch = min(launch for _, launch, _ in calm)
-    undisturbed = {(name, writer): steps for (name, launch, writer), steps in calm.items() if launch == first_launch}
+    undisturbed = {
+        (name, writer): steps
+        for (name, launch, writer), steps in calm.items()
+        if launch == first_launch
+    }
     references = {key: [_with_streams(steps, set())] for key, steps in undisturbed.items()}
     sizes = {name: steps.header.writer_count for (name, _), steps in undisturbed.items()}
     found_in: list[tuple[tuple[int, int, int, int], Finding]] = []
@@ -106,8 +112,10 @@ def judge(scratch: Path, kills: list[int]) -> Outcome:
         if is_first and found is not None:
             outcome.is_repeatable = False
             outcome.notes.append(
-                f"two fresh starts differ by themselves from step {found[0]} on ({WORDS[found[1].what or 'weights']}):"
-                " seed the program to compare it with an undisturbed run; the steps behind a kill are compared with"
+                f"two fresh starts differ by themselves from step {found[0]} on"
+                f" ({WORDS[found[1].what or 'weights']}):"
+                " seed the program to compare it with an undisturbed run; the steps behind a kill"
+                " are compared with"
                 " those before it alone"
             )
             known.clear()
@@ -118,7 +126,9 @@ def judge(scratch: Path, kills: list[int]) -> Outcome:
             step, comparison = found
             what = comparison.what or ""
             where = f"launch {launch}, which resumed from step {steps.header.first_step}"
-            finding = Finding(launch=where, writer=writer, step=step, what=what, text=comparison.detail)
+            finding = Finding(
+                launch=where, writer=writer, step=step, what=what, text=comparison.detail
+            )
             found_in.append(((launch, step, list(WORDS).index(what), writer), finding))
         if not is_first and writer == 0:
             outcome.resumed.append(steps.header.first_step)
@@ -127,7 +137,9 @@ def judge(scratch: Path, kills: list[int]) -> Outcome:
         outcome.difference = min(found_in, key=lambda pair: pair[0])[1]
     if not outcome.resumed:
         outcome.notes.append("no launch resumed from a checkpoint of a killed one")
-    is_one_size = len({steps.header.writer_count for steps in (*calm.values(), *killed.values())}) == 1
+    is_one_size = (
+        len({steps.header.writer_count for steps in (*calm.values(), *killed.values())}) == 1
+    )
     compares_modules = is_one_size and outcome.is_repeatable and bool(outcome.resumed)
     accounts = read_accounts(scratch / "calm"), read_accounts(scratch / "killed")
     _judge_accounts(outcome, *accounts, compares_modules=compares_modules)
@@ -149,10 +161,26 @@ def _judge_accounts(
     if compares_modules:
         for key, account in killed.items():
             for name, digests in account.modules.items() if key in calm else ():
-                if len(calm[key].modules.get(name, [])) == len(digests) and calm[key].modules[name] != digests:
-                    where = f"launch {account.launch}, which resumed from step {outcome.resumed[-1]}"
-                    text = f"{name} isn't in State, and differs in the end: give it in extra=, if a resume needs it"
-                    found.append(Finding(launch=where, writer=key[1], step=account.step, what="outside", text=text))
+                if (
+                    len(calm[key].modules.get(name, [])) == len(digests)
+                    and calm[key].modules[name] != digests
+                ):
+                    where = (
+                        f"launch {account.launch}, which resumed from step {outcome.resumed[-1]}"
+                    )
+                    text = (
+                        f"{name} isn't in State, and differs in the end: give it in extra=, if"
+                        " a resume needs it"
+                    )
+                    found.append(
+                        Finding(
+                            launch=where,
+                            writer=key[1],
+                            step=account.step,
+                            what="outside",
+                            text=text,
+                        )
+                    )
     if found and outcome.difference is None:
         outcome.difference = found.pop(0)
     outcome.notes += list(dict.fromkeys(finding.text for finding in found))
@@ -161,7 +189,9 @@ def _judge_accounts(
 def _with_streams(steps: Steps, names: set[str]) -> Steps:
     """Return the records with only the named RNG streams."""
     places = [place for place, name in enumerate(steps.header.streams) if name in names]
-    header = dataclasses.replace(steps.header, streams=tuple(steps.header.streams[place] for place in places))
+    header = dataclasses.replace(
+        steps.header, streams=tuple(steps.header.streams[place] for place in places)
+    )
     records = {
         number: dataclasses.replace(
             one, streams=tuple(one.streams[place] for place in places if place < len(one.streams))
@@ -206,13 +236,17 @@ def _compare_launch(
             outcome.step_count += 1
             words = tuple(WORDS[name] for name in found.compared)
             is_new = outcome.step_count == 1
-            outcome.compared = words if is_new else tuple(word for word in outcome.compared if word in words)
+            outcome.compared = (
+                words if is_new else tuple(word for word in outcome.compared if word in words)
+            )
         if found.what is not None:
             return number, found
     return None
 
 
-def _compare(one: Steps, earlier: StepRecord, other: Steps, now: StepRecord, *, is_first: bool) -> Comparison:
+def _compare(
+    one: Steps, earlier: StepRecord, other: Steps, now: StepRecord, *, is_first: bool
+) -> Comparison:
     return compare_steps(
         earlier,
         now,

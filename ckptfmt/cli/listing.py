@@ -25,7 +25,14 @@ from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.catalog import RunCheckpoint, describe_entry, state_of
-from ckptfmt.run.lineage import LostLaunch, RunEntry, iter_lineage, list_checkpoints, list_launches, read_run
+from ckptfmt.run.lineage import (
+    LostLaunch,
+    RunEntry,
+    iter_lineage,
+    list_checkpoints,
+    list_launches,
+    read_run,
+)
 from ckptfmt.run.survey import iter_beside
 from ckptfmt.store import Store
 
@@ -44,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _measure(arguments) if arguments.command == "du" else _list(arguments)
 
 
-# --- ls ---------------------------------------------------------------------------------------------------------------
+# --- ls -------------------------------------------------------------------------------------------
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -56,7 +63,8 @@ def _list(arguments: argparse.Namespace) -> int:
     shown = [one for one in found if arguments.all or one.state in _SHOWN]
     if arguments.json:
         members = [
-            {**dataclasses.asdict(one), "is_head": one.name == head, "beside": beside.get(one.name)} for one in shown
+            {**dataclasses.asdict(one), "is_head": one.name == head, "beside": beside.get(one.name)}
+            for one in shown
         ]
         problems = [error.as_json() for error in lost]
         told = {"kind": "run", "target": place.path, "checked": "registers", "checkpoints": members}
@@ -67,7 +75,9 @@ def _list(arguments: argparse.Namespace) -> int:
     return 2 if lost or any(one.state == "unreadable" for one in found) else 0
 
 
-def _read_checkpoints(store: Store) -> tuple[list[RunCheckpoint], str | None, dict[str, str], list[CkptError]]:
+def _read_checkpoints(
+    store: Store,
+) -> tuple[list[RunCheckpoint], str | None, dict[str, str], list[CkptError]]:
     """Return the checkpoints of a run, and their roles; read each register once.
 
     Returns: the checkpoints; the name of the checkpoint that the run goes on from; the reasons, by
@@ -79,12 +89,19 @@ def _read_checkpoints(store: Store) -> tuple[list[RunCheckpoint], str | None, di
     run = read_run(store)
     entries = list_checkpoints(store, run)
     launches, lost = read_launches(store, run)
-    head = next((entry.name for entry in iter_lineage(launches, entries) if entry.manifest is not None), None)
-    beside = {entry.name: reason for entry, reason in iter_beside(launches, entries)} if launches else {}
+    head = next(
+        (entry.name for entry in iter_lineage(launches, entries) if entry.manifest is not None),
+        None,
+    )
+    beside = (
+        {entry.name: reason for entry, reason in iter_beside(launches, entries)} if launches else {}
+    )
     return [describe_entry(entry, held) for entry in entries], head, beside, lost
 
 
-def read_launches(store: Store, run: RunRecord | None) -> tuple[list[Launch | LostLaunch], list[CkptError]]:
+def read_launches(
+    store: Store, run: RunRecord | None
+) -> tuple[list[Launch | LostLaunch], list[CkptError]]:
     """Return the launches of a run, and the errors of their records.
 
     A record that belongs to a different run counts as an error.
@@ -97,10 +114,14 @@ def read_launches(store: Store, run: RunRecord | None) -> tuple[list[Launch | Lo
     except CkptError as error:
         launches = []
         problems.append(error)
-    return launches, problems + [launch.as_error() for launch in launches if isinstance(launch, LostLaunch)]
+    return launches, problems + [
+        launch.as_error() for launch in launches if isinstance(launch, LostLaunch)
+    ]
 
 
-def _print_list(shown: list[RunCheckpoint], head: str | None, beside: dict[str, str], *, hidden_count: int) -> None:
+def _print_list(
+    shown: list[RunCheckpoint], head: str | None, beside: dict[str, str], *, hidden_count: int
+) -> None:
     console = Console()
     has_labels = any(one.metrics or one.tags or one.pinned for one in shown)
     header = ("checkpoint", "state", "tensors", "saved", "labels" if has_labels else "", "")
@@ -120,12 +141,25 @@ def _print_list(shown: list[RunCheckpoint], head: str | None, beside: dict[str, 
     if not shown:
         console.line(("no checkpoint yet", "dim"))
     if hidden_count:
-        console.line((f"{count_text(hidden_count, 'retired or given-up checkpoint')} more: --all shows all", "dim"))
+        console.line(
+            (
+                (
+                    f"{count_text(hidden_count, 'retired or given-up checkpoint')} more: --all"
+                    " shows"
+                    " all"
+                ),
+                "dim",
+            )
+        )
 
 
 def _state_cell(one: RunCheckpoint, *, is_head: bool, is_beside: bool) -> Cell:
     is_elsewhere = one.durability not in (None, HOME)
-    words = ["head"] * is_head + ["beside"] * is_beside + [f"durability {one.durability}"] * is_elsewhere
+    words = (
+        ["head"] * is_head
+        + ["beside"] * is_beside
+        + [f"durability {one.durability}"] * is_elsewhere
+    )
     return ", ".join([one.state, *words]), "yellow" if is_beside else _STYLES.get(one.state, "dim")
 
 
@@ -148,23 +182,36 @@ def _list_places(arguments: argparse.Namespace, places: list[Place]) -> int:
             rows.append({"name": name, "kind": "checkpoint"})
     code = 2 if any("error" in row for row in rows) else 0
     if arguments.json:
-        print_json({"kind": "directory", "target": arguments.path, "checked": "registers", "entries": rows})
+        print_json(
+            {"kind": "directory", "target": arguments.path, "checked": "registers", "entries": rows}
+        )
         return code
     cells: list[list[Cell | str]] = []
     for row in rows:
         if isinstance(failure := row.get("error"), dict):
             text = f"{failure['code']} at {failure.get('where') or row['name']}"
-            cells.append([(clean(str(row["name"])), "bold"), "run", (f"can't be read: {clean(text)}", "red"), ""])
+            cells.append(
+                [
+                    (clean(str(row["name"])), "bold"),
+                    "run",
+                    (f"can't be read: {clean(text)}", "red"),
+                    "",
+                ]
+            )
             continue
         states = row.get("states")
-        text = ", ".join(f"{count} {state}" for state, count in states.items()) if isinstance(states, dict) else ""
+        text = (
+            ", ".join(f"{count} {state}" for state, count in states.items())
+            if isinstance(states, dict)
+            else ""
+        )
         head = f"head {row['head']}" if row.get("head") else ""
         cells.append([(clean(str(row["name"])), "bold"), str(row["kind"]), text, (head, "green")])
     Console().table(cells, indent=0)
     return code
 
 
-# --- du ---------------------------------------------------------------------------------------------------------------
+# --- du -------------------------------------------------------------------------------------------
 
 
 def entry_nbytes(store: Store, entry: RunEntry) -> int:
@@ -212,7 +259,11 @@ def _measure(arguments: argparse.Namespace) -> int:
     total_nbytes = directory_nbytes(place.store)
     uses = _uses_of_run(place) if place.is_run else _uses_of_checkpoint(place)
     rest_nbytes = total_nbytes - sum(use.nbytes for use in uses)
-    rest = "records of the run" if place.is_run else "index, parts, headers, and what doesn't belong to it"
+    rest = (
+        "records of the run"
+        if place.is_run
+        else "index, parts, headers, and what doesn't belong to it"
+    )
     uses.append(_Use(name="", nbytes=rest_nbytes, content_nbytes=None, note=rest))
     if arguments.json:
         print_json(
@@ -230,8 +281,17 @@ def _measure(arguments: argparse.Namespace) -> int:
     for use in uses:
         is_less = use.content_nbytes is not None and use.nbytes < use.content_nbytes
         whole = f"of {bytes_text(use.content_nbytes or 0)}" if is_less else ""
-        rows.append([bytes_text(use.nbytes), (whole, "dim"), (clean(use.name), "bold"), (clean(use.note), "dim")])
-    rows.append([(bytes_text(total_nbytes), "bold"), "", ("in all", "bold"), (clean(place.path), "dim")])
+        rows.append(
+            [
+                bytes_text(use.nbytes),
+                (whole, "dim"),
+                (clean(use.name), "bold"),
+                (clean(use.note), "dim"),
+            ]
+        )
+    rows.append(
+        [(bytes_text(total_nbytes), "bold"), "", ("in all", "bold"), (clean(place.path), "dim")]
+    )
     console.table(rows, right=(0,), indent=0)
     return 0
 
@@ -253,7 +313,11 @@ def _uses_of_run(place: Place) -> list[_Use]:
             notes.append(f"{count_text(count, 'checkpoint')} read{'s' * (count == 1)} from it")
         notes += ["pinned"] if entry.is_pinned else []
         nbytes = directory_nbytes(place.store.at(entry.name))
-        uses.append(_Use(name=entry.name, nbytes=nbytes, content_nbytes=content_nbytes, note=", ".join(notes)))
+        uses.append(
+            _Use(
+                name=entry.name, nbytes=nbytes, content_nbytes=content_nbytes, note=", ".join(notes)
+            )
+        )
     return uses
 
 
@@ -264,7 +328,11 @@ def _uses_of_checkpoint(place: Place) -> list[_Use]:
     for field in FIELDS:
         summary = manifest.fields[field]
         if summary.reason is None and summary.tensor_count:
-            stored_nbytes = summary.nbytes if summary.stored_nbytes is None else summary.stored_nbytes
+            stored_nbytes = (
+                summary.nbytes if summary.stored_nbytes is None else summary.stored_nbytes
+            )
             note = count_text(summary.tensor_count, "tensor")
-            uses.append(_Use(name=field, nbytes=stored_nbytes, content_nbytes=summary.nbytes, note=note))
+            uses.append(
+                _Use(name=field, nbytes=stored_nbytes, content_nbytes=summary.nbytes, note=note)
+            )
     return uses

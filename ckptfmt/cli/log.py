@@ -45,7 +45,14 @@ _STYLES: Final = {
     "retired": "dim",
     "unreadable": "red",
 }
-_MARKS: Final = {"committed": "o", "saving": "x", "unfinished": "x", "aborted": "x", "retired": "-", "unreadable": "!"}
+_MARKS: Final = {
+    "committed": "o",
+    "saving": "x",
+    "unfinished": "x",
+    "aborted": "x",
+    "retired": "-",
+    "unreadable": "!",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,8 +88,14 @@ def print_summary(console: Console, place: Place, history: History) -> None:
     else:
         console.line(("head", "dim"), "  nothing to resume from")
     for launch in history.launches[-1:]:
-        resume = "from nothing" if launch.resume_from is None else f"from {clean(launch.resume_from.name)}"
-        console.line(("newest", "dim"), f" launch {launch.launch}, {resume}, chosen by {launch.chosen_by}")
+        resume = (
+            "from nothing"
+            if launch.resume_from is None
+            else f"from {clean(launch.resume_from.name)}"
+        )
+        console.line(
+            ("newest", "dim"), f" launch {launch.launch}, {resume}, chosen by {launch.chosen_by}"
+        )
     _print_problems(console, history)
     console.line()
     console.line((f"All its checkpoints: ckptfmt log {clean(place.path)}", "dim"))
@@ -137,7 +150,9 @@ class History:
         before: dict[int, str] = {}
         for entry in reversed(self.entries):
             resume = resumed.get(entry.launch)
-            parents[entry.name] = before.get(entry.launch, resume.name if resume is not None else None)
+            parents[entry.name] = before.get(
+                entry.launch, resume.name if resume is not None else None
+            )
             if entry.register is not None and not isinstance(entry.register, Abort):
                 before[entry.launch] = entry.name
         return parents
@@ -162,7 +177,11 @@ def read_history(place: Place) -> History:
         pending=pending,
         verdicts=read_verdicts(place.store),
         problems=problems
-        + [entry.register.below(entry.name) for entry in entries if isinstance(entry.register, CkptError)]
+        + [
+            entry.register.below(entry.name)
+            for entry in entries
+            if isinstance(entry.register, CkptError)
+        ]
         + [entry.record for entry in entries if isinstance(entry.record, CkptError)],
     )
 
@@ -181,7 +200,7 @@ def _short(digest: str) -> str:
     return digest.removeprefix("blake3:")[:12]
 
 
-# --- JSON -------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def run_members(place: Place, history: History) -> dict[str, object]:
@@ -197,12 +216,19 @@ def run_members(place: Place, history: History) -> dict[str, object]:
         "lineage": history.lineage,
         "checkpoints": [
             _entry_members(
-                entry, history.state(entry), history.nbytes[entry.name], parents[entry.name], history.lineage
+                entry,
+                history.state(entry),
+                history.nbytes[entry.name],
+                parents[entry.name],
+                history.lineage,
             )
             for entry in history.entries
         ],
         "launches": [
-            {**dataclasses.asdict(launch), "witness": _verdict_members(history.verdicts.get(launch.launch))}
+            {
+                **dataclasses.asdict(launch),
+                "witness": _verdict_members(history.verdicts.get(launch.launch)),
+            }
             for launch in reversed(history.launches)
         ],
         "problems": [problem.as_json() for problem in history.problems],
@@ -229,7 +255,9 @@ def _entry_members(
         "state": state,
         "nbytes": nbytes,
         "saved_unix_s": manifest.saved_unix_s if manifest is not None else None,
-        "digest": register.manifest_digest if isinstance(register, Tombstone) else manifest and manifest.digest,
+        "digest": register.manifest_digest
+        if isinstance(register, Tombstone)
+        else manifest and manifest.digest,
         "profile": manifest and manifest.profile,
         "stored_nbytes": manifest and manifest.stored_nbytes,
         "durability": manifest and manifest.durability,
@@ -258,7 +286,7 @@ def _field_members(manifest: Manifest) -> dict[str, dict[str, int]]:
     }
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def _print_checked(console: Console) -> None:
@@ -280,7 +308,9 @@ def _print_header(console: Console, place: Place, history: History) -> None:
     )
     if history.pending:
         whose = clean(describe_savers(history.pending))
-        console.line(("saving", "yellow"), f" {whose}: a newer checkpoint may be committed at any moment")
+        console.line(
+            ("saving", "yellow"), f" {whose}: a newer checkpoint may be committed at any moment"
+        )
 
 
 def _print_checkpoints(console: Console, history: History) -> None:
@@ -288,7 +318,11 @@ def _print_checkpoints(console: Console, history: History) -> None:
         return
     parents, lineage = history.parents(), set(history.lineage)
     nodes = [
-        (entry.name, parents[entry.name], "*" if entry.name in lineage else _MARKS[history.state(entry)])
+        (
+            entry.name,
+            parents[entry.name],
+            "*" if entry.name in lineage else _MARKS[history.state(entry)],
+        )
         for entry in history.entries
     ]
     header = ("", "step", "launch", "state", "tensors", "saved", "digest", "delta", "")
@@ -297,7 +331,9 @@ def _print_checkpoints(console: Console, history: History) -> None:
     for entry, lines in zip(history.entries, draw_graph(nodes), strict=True):
         rows += [[(line, "blue"), *[""] * (len(header) - 1)] for line in lines[:-1]]
         on_lineage = entry.name in lineage
-        rows.append([(lines[-1], "green" if on_lineage else "blue"), *_entry_cells(entry, history, head)])
+        rows.append(
+            [(lines[-1], "green" if on_lineage else "blue"), *_entry_cells(entry, history, head)]
+        )
     console.line()
     console.table(rows, right=(1, 2, 4), indent=0)
 
@@ -311,11 +347,20 @@ def _entry_cells(entry: RunEntry, history: History, head: RunEntry | None) -> li
         remark = (str(register.code), "red")
     elif isinstance(register, Abort):
         remark = (clean(register.reason), "dim")
-    digest = register.manifest_digest if isinstance(register, Tombstone) else manifest.digest if manifest else ""
+    digest = (
+        register.manifest_digest
+        if isinstance(register, Tombstone)
+        else manifest.digest
+        if manifest
+        else ""
+    )
     return [
         (str(entry.step), "bold"),
         str(entry.launch),
-        (f"{state}, head" if entry is head else state, f"bold {_STYLES[state]}" if entry is head else _STYLES[state]),
+        (
+            f"{state}, head" if entry is head else state,
+            f"bold {_STYLES[state]}" if entry is head else _STYLES[state],
+        ),
         bytes_text(manifest.stored_nbytes) if manifest is not None else "",
         time_text(manifest.saved_unix_s) if manifest is not None else "",
         (_short(digest), "yellow" if manifest is not None else "dim"),
@@ -348,7 +393,9 @@ def _print_launches(console: Console, history: History) -> None:
                 (launch.chosen_by, "yellow" if launch.chosen_by == "fallback" else ""),
                 (clean(resume.name), "") if resume is not None else ("nothing", "dim"),
                 (
-                    f"{_short(resume.digest)}{', which is gone' if gone else ''}" if resume is not None else "",
+                    f"{_short(resume.digest)}{', which is gone' if gone else ''}"
+                    if resume is not None
+                    else "",
                     "dim",
                 ),
                 _verdict_cell(history.verdicts.get(launch.launch)),
@@ -367,7 +414,13 @@ def _verdict_cell(verdict: WitnessRecord | None) -> Cell:
     if verdict is None or verdict.verdict == "expected":
         return "", "dim"
     if verdict.verdict == "refuted":
-        return f"refuted at step {verdict.first_step if verdict.difference is None else verdict.difference.step}", "red"
+        return (
+            (
+                "refuted at step"
+                f" {verdict.first_step if verdict.difference is None else verdict.difference.step}"
+            ),
+            "red",
+        )
     return verdict.summary, "green"
 
 

@@ -19,8 +19,13 @@ from ckptfmt.store import LocalStore, Store, open_store, suggest_path
 
 #: The names in the directory of a checkpoint, also before its commit (specification, page 30).
 _OF_A_CHECKPOINT: Final = re.compile(r"manifest\.json|parts|[a-z_]+-[0-9a-f]{16}([-.].*)?")
-_FILE_REMEDY = "`ckptfmt convert` makes a checkpoint of a file of torch.save; a checkpoint or run is a directory."
-_REMEDY = "Give the directory of a checkpoint (it has a manifest.json) or of a run (it has a run.json)."
+_FILE_REMEDY = (
+    "`ckptfmt convert` makes a checkpoint of a file of torch.save; a checkpoint or run"
+    " is a directory."
+)
+_REMEDY = (
+    "Give the directory of a checkpoint (it has a manifest.json) or of a run (it has a run.json)."
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +57,20 @@ def open_place(path: str) -> Place:
     try:
         is_directory = stat.S_ISDIR(Path(store.name).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        raise err(Code.FILE_MISSING, "no such file or directory", where=path, remedy=suggest_path(path)) from None
+        raise err(
+            Code.FILE_MISSING, "no such file or directory", where=path, remedy=suggest_path(path)
+        ) from None
     except ValueError:
-        raise err(Code.ARGUMENT, "the path has a NUL character", where=path, remedy=_REMEDY) from None
+        raise err(
+            Code.ARGUMENT, "the path has a NUL character", where=path, remedy=_REMEDY
+        ) from None
     except OSError as error:
         code = Code.STORE_ACCESS if isinstance(error, PermissionError) else Code.STORE_IO
         raise err(code, error.strerror or str(error), where=path) from error
     if not is_directory:
-        raise err(Code.ARGUMENT, "the path is a file, not a directory", where=path, remedy=_FILE_REMEDY)
+        raise err(
+            Code.ARGUMENT, "the path is a file, not a directory", where=path, remedy=_FILE_REMEDY
+        )
     return _place(path, store)
 
 
@@ -75,7 +86,9 @@ def find_places(path: str) -> list[Place] | None:
         with contextlib.suppress(CkptError):  # the path may be a file
             store = open_store(path, writable=False)
             for name in sorted(name for name in store.list_names("") if name.endswith("/")):
-                with contextlib.suppress(StateError, FormatError):  # neither a run nor a checkpoint, or an invalid name
+                with contextlib.suppress(
+                    StateError, FormatError
+                ):  # neither a run nor a checkpoint, or an invalid name
                     found.append(_place(f"{path.rstrip('/')}/{name[:-1]}", store.at(name[:-1])))
         if not found:
             raise
@@ -93,7 +106,12 @@ def _place(path: str, store: Store) -> Place:
         raise err(Code.FILE_MISSING, "no object there", where=path, remedy=_REMEDY)
     is_run = MANIFEST_NAME not in names and not names.isdisjoint((RUN_NAME, LAUNCHES))
     if not is_run and not any(map(_OF_A_CHECKPOINT.fullmatch, names)):
-        raise err(Code.ARGUMENT, "the directory is neither a checkpoint nor a run", where=path, remedy=_REMEDY)
+        raise err(
+            Code.ARGUMENT,
+            "the directory is neither a checkpoint nor a run",
+            where=path,
+            remedy=_REMEDY,
+        )
     return Place(path=path, store=store, is_run=is_run)
 
 
@@ -120,7 +138,10 @@ def open_run_place(path: str) -> Place:
     if not place.is_run:
         raise err(
             Code.ARGUMENT,
-            f"the directory isn't a run: it has neither {RUN_NAME} nor {LAUNCHES}/, or it has a {MANIFEST_NAME}",
+            (
+                f"the directory isn't a run: it has neither {RUN_NAME} nor {LAUNCHES}/, or it has a"
+                f" {MANIFEST_NAME}"
+            ),
             where=path,
             remedy="Give the directory of a run; `ckptfmt inspect` shows a checkpoint.",
         )
@@ -132,14 +153,21 @@ def open_checkpoint_place(path: str) -> Place:
     place = open_place(path)
     if place.is_run:
         remedy = "Give the directory of a checkpoint in it, as for the other."
-        raise err(Code.ARGUMENT, "this is a run, and the other path is a checkpoint", where=path, remedy=remedy)
+        raise err(
+            Code.ARGUMENT,
+            "this is a run, and the other path is a checkpoint",
+            where=path,
+            remedy=remedy,
+        )
     return place
 
 
 def check_field(field: str | None) -> None:
     """Check that a name is the name of a field, or None. Raises: StateError(ARGUMENT)."""
     if field == "extra":
-        remedy = "Values of State(extra=...) are in the field optimizer, with extra/ before their names."
+        remedy = (
+            "Values of State(extra=...) are in the field optimizer, with extra/ before their names."
+        )
         raise err(Code.ARGUMENT, "there is no field 'extra'", where="--field", remedy=remedy)
     if field is not None and field not in FIELDS:
         near = suggest(field, FIELDS)

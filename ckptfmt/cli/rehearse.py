@@ -25,7 +25,9 @@ from ckptfmt.trainer.rehearsal import Rehearsal
 #: The number of last lines shown of a failed launch's output.
 _TAIL: Final = 12
 #: The last line of a traceback; torchrun may put the rank before it.
-_EXCEPTION: Final = re.compile(r"(\[rank[0-9]+\]: ?)?[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit): ")
+_EXCEPTION: Final = re.compile(
+    r"(\[rank[0-9]+\]: ?)?[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit): "
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,8 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
         remedy = "Write it behind two dashes: ckptfmt rehearse -- python train.py --lr 0.1"
         raise err(Code.ARGUMENT, "no program is given", where="rehearse", remedy=remedy)
     worlds = _parse_worlds(arguments.world)
-    plan_kills(arguments.steps, arguments.every, arguments.kills, arguments.seed)  # refuses before any launch
-    scratch = Path(tempfile.mkdtemp(prefix="ckptfmt-rehearsal-")) if arguments.keep is None else Path(arguments.keep)
+    plan_kills(
+        arguments.steps, arguments.every, arguments.kills, arguments.seed
+    )  # refuses before any launch
+    scratch = (
+        Path(tempfile.mkdtemp(prefix="ckptfmt-rehearsal-"))
+        if arguments.keep is None
+        else Path(arguments.keep)
+    )
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         begun_s = time.monotonic()
@@ -53,7 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.junit is not None:
         Path(arguments.junit).write_bytes(_junit(outcome, command, seconds))
     if arguments.json:
-        print_json({"kind": "rehearsal", "program": command, "verdict": outcome.verdict, **dataclasses.asdict(outcome)})
+        print_json(
+            {
+                "kind": "rehearsal",
+                "program": command,
+                "verdict": outcome.verdict,
+                **dataclasses.asdict(outcome),
+            }
+        )
     else:
         _print(Console(), outcome, command, arguments)
     return {"same": 0, "different": 1, "unknown": 2}[outcome.verdict]
@@ -76,7 +91,7 @@ def plan_kills(steps: int, every: int, count: int, seed: int) -> list[int]:
     return sorted(chosen.choice(place) for place in chosen.sample(places, count))
 
 
-# --- launches ---------------------------------------------------------------------------------------------------------
+# --- launches -------------------------------------------------------------------------------------
 
 
 def _parse_worlds(text: str | None) -> list[int | None]:
@@ -91,12 +106,21 @@ def _parse_worlds(text: str | None) -> list[int | None]:
     except ValueError:
         worlds = [0]
     if min(worlds) < 1:
-        remedy = "Pass numbers of processes, such as --world 2, or one for each launch: --world 2,1."
-        raise err(Code.ARGUMENT, f"{text!r} isn't a list of numbers of processes", where="--world", remedy=remedy)
+        remedy = (
+            "Pass numbers of processes, such as --world 2, or one for each launch: --world 2,1."
+        )
+        raise err(
+            Code.ARGUMENT,
+            f"{text!r} isn't a list of numbers of processes",
+            where="--world",
+            remedy=remedy,
+        )
     return [*worlds]
 
 
-def _play(command: list[str], worlds: list[int | None], scratch: Path, arguments: argparse.Namespace) -> list[int]:
+def _play(
+    command: list[str], worlds: list[int | None], scratch: Path, arguments: argparse.Namespace
+) -> list[int]:
     """Start the undisturbed run, then the launches of the killed run, one after another.
 
     Returns: the numbers of steps after which launches were killed.
@@ -105,7 +129,9 @@ def _play(command: list[str], worlds: list[int | None], scratch: Path, arguments
     kills: dict[int, int | None] = dict.fromkeys(
         plan_kills(arguments.steps, arguments.every, arguments.kills, arguments.seed)
     )
-    rehearsal = Rehearsal(folder=str(scratch / "calm"), every=arguments.every, steps=arguments.steps, kill_at=None)
+    rehearsal = Rehearsal(
+        folder=str(scratch / "calm"), every=arguments.every, steps=arguments.steps, kill_at=None
+    )
     total = len(kills) + 2
     _start(command, worlds[0], rehearsal, scratch / "calm-1.log", f"launch 1 of {total}")
     save_at = _find_change(scratch / "calm", [*kills], arguments.every)
@@ -131,18 +157,26 @@ def _find_change(calm: Path, kills: list[int], every: int) -> int | None:
     return changes[0] if changes and not resumed & set(changes) else None
 
 
-def _start(command: list[str], world: int | None, rehearsal: Rehearsal, log: Path, name: str) -> None:
+def _start(
+    command: list[str], world: int | None, rehearsal: Rehearsal, log: Path, name: str
+) -> None:
     """Start a launch and wait for its end.
 
     Raises: StateError(ARGUMENT) if the launch ends by itself with an error.
     """
     kill_at = rehearsal.kill_at
-    ends = f"is killed behind step {kill_at}" if kill_at is not None else f"goes on to step {rehearsal.steps}"
+    ends = (
+        f"is killed behind step {kill_at}"
+        if kill_at is not None
+        else f"goes on to step {rehearsal.steps}"
+    )
     Console(sys.stderr).line((f"{name} {ends}", "dim"))
     started = _command(command, world)
     environment = {**os.environ, **rehearsal.as_environment()}
     with log.open("w+b") as output:
-        code = subprocess.run(started, env=environment, stdout=output, stderr=output, check=False).returncode  # noqa: S603 - the user's own
+        code = subprocess.run(  # noqa: S603 - the user's own
+            started, env=environment, stdout=output, stderr=output, check=False
+        ).returncode
         output.seek(0)
         said = output.read().decode(errors="replace").splitlines()
     was_killed = kill_at is not None and code != 0
@@ -151,7 +185,10 @@ def _start(command: list[str], world: int | None, rehearsal: Rehearsal, log: Pat
             Code.ARGUMENT,
             f"{name}, which {ends}, ended with exit code {code}: {_last_words(said)}"[:2000],
             where=" ".join(started)[:200],
-            remedy="Run the program by itself first; a resume that is refused says why in its last line.",
+            remedy=(
+                "Run the program by itself first; a resume that is refused says why in its"
+                " last line."
+            ),
         )
 
 
@@ -169,26 +206,39 @@ def _command(command: list[str], world: int | None) -> list[str]:
     if world is None:
         return command
     if not re.fullmatch(r"python[0-9.]*", Path(command[0]).name):
-        remedy = "Give the program as `python train.py ...`, or start torchrun yourself and leave --world out."
+        remedy = (
+            "Give the program as `python train.py ...`, or start torchrun yourself and leave"
+            " --world out."
+        )
         raise err(Code.ARGUMENT, f"{command[0]} isn't Python", where="--world", remedy=remedy)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     return [command[0], *torchrun, *command[1:]]
 
 
-# --- output -----------------------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
-def _print(console: Console, outcome: Outcome, command: Sequence[str], arguments: argparse.Namespace) -> None:
+def _print(
+    console: Console, outcome: Outcome, command: Sequence[str], arguments: argparse.Namespace
+) -> None:
     processes = count_text(outcome.writer_count, "process", "processes")
     kills = _joined(outcome.kills)
     resumed = _joined(outcome.resumed) or "nothing"
     console.line(("program", "dim"), f"   {clean(' '.join(command))}")
-    console.line(("calm", "dim"), f"      {arguments.steps} steps, {processes}, a save every {arguments.every}")
+    console.line(
+        ("calm", "dim"),
+        f"      {arguments.steps} steps, {processes}, a save every {arguments.every}",
+    )
     console.line(("killed", "dim"), f"    behind step {kills}; resumed from step {resumed}")
     steps = count_text(outcome.step_count, "step")
-    console.line(("compared", "dim"), f"  {steps} behind resumes: {', '.join(outcome.compared) or 'nothing'}")
+    console.line(
+        ("compared", "dim"), f"  {steps} behind resumes: {', '.join(outcome.compared) or 'nothing'}"
+    )
     if outcome.lowered_by:
-        console.line(("claim", "yellow"), f"     {outcome.claim} at a resume: {clean('; '.join(outcome.lowered_by))}")
+        console.line(
+            ("claim", "yellow"),
+            f"     {outcome.claim} at a resume: {clean('; '.join(outcome.lowered_by))}",
+        )
     for note in outcome.notes:
         console.line(("note", "yellow"), f"      {clean(note)}")
     console.line()
@@ -200,7 +250,9 @@ def _print(console: Console, outcome: Outcome, command: Sequence[str], arguments
     elif outcome.step_count:
         is_claimed = outcome.claim in (None, "T1")
         verdict = (
-            f"T1 verified over {steps}" if is_claimed else f"{steps} identical, claim {outcome.claim} all the same"
+            f"T1 verified over {steps}"
+            if is_claimed
+            else f"{steps} identical, claim {outcome.claim} all the same"
         )
         console.line(("the same trajectory", "green bold"), f": {verdict}")
     else:
@@ -215,11 +267,15 @@ def _joined(numbers: Sequence[int]) -> str:
 def _junit(outcome: Outcome, command: Sequence[str], seconds: float) -> bytes:
     """Return the outcome as JUnit XML, with a single test."""
     failures = int(outcome.verdict != "same")
-    suite = ET.Element("testsuite", name="ckptfmt rehearse", tests="1", failures=str(failures), errors="0")
+    suite = ET.Element(
+        "testsuite", name="ckptfmt rehearse", tests="1", failures=str(failures), errors="0"
+    )
     name = clean(" ".join(command))
     case = ET.SubElement(suite, "testcase", classname="rehearse", name=name, time=f"{seconds:.3f}")
     if outcome.difference is not None:
-        ET.SubElement(case, "failure", message="NOT the same trajectory").text = clean(outcome.difference.text)
+        ET.SubElement(case, "failure", message="NOT the same trajectory").text = clean(
+            outcome.difference.text
+        )
     elif failures:
         ET.SubElement(case, "failure", message="no step behind a resume could be compared")
     return bytes(ET.tostring(suite, encoding="utf-8", xml_declaration=True))

@@ -151,7 +151,9 @@ def _paragraph(text: str, style: str = "") -> str:
     return f'<p class="{style}">{text_of(text)}</p>\n' if text else ""
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> Iterator[str]:
+def _table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()
+) -> Iterator[str]:
     """Yield the pieces of a table; the columns in `numbers` are aligned to the right."""
 
     def cells(tag: str, texts: Sequence[str]) -> str:
@@ -179,7 +181,7 @@ def _square(style: str) -> str:
     return f'<rect x="2" y="2" width="12" height="12" class="{style}"/>'
 
 
-# --- sections ---------------------------------------------------------------------------------------------------------
+# --- sections -------------------------------------------------------------------------------------
 
 
 def _summary(picture: RunPicture) -> Iterator[str]:
@@ -197,7 +199,9 @@ def _summary(picture: RunPicture) -> Iterator[str]:
         yield _paragraph("There is no checkpoint to go on from.")
     if picture.pending:
         savers = count_text(len(picture.pending), "saver")
-        yield _paragraph(f"{savers} had a save in hand: a newer checkpoint may be committed at any moment.")
+        yield _paragraph(
+            f"{savers} had a save in hand: a newer checkpoint may be committed at any moment."
+        )
     blocks = "" if picture.divergence is None else ", and the blocks in which the two runs differ,"
     yield _paragraph(
         f"Only registers, records and the index of the newest checkpoint{blocks} were read: ckptfmt validate checks the"
@@ -212,7 +216,9 @@ def _problems(picture: RunPicture) -> Iterator[str]:
         for problem in picture.problems[:_MARKED_ROWS]:
             yield _paragraph(shorten(str(problem), 500), "bad")
         if len(picture.problems) > _MARKED_ROWS:
-            yield _paragraph(f"And {len(picture.problems) - _MARKED_ROWS} more: ckptfmt log names them.", "bad")
+            yield _paragraph(
+                f"And {len(picture.problems) - _MARKED_ROWS} more: ckptfmt log names them.", "bad"
+            )
 
 
 def _divergence(picture: RunPicture) -> Iterator[str]:
@@ -229,7 +235,9 @@ def _divergence(picture: RunPicture) -> Iterator[str]:
         ('<rect x="2" y="2" width="12" height="12" class="same"/>', "the same"),
         *(
             (_square(f"far far-{number}"), text)
-            for number, text in enumerate(("below 1e-6 relative", "1e-6", "1e-4", "1e-2", "1 and more, or no number"))
+            for number, text in enumerate(
+                ("below 1e-6 relative", "1e-6", "1e-4", "1e-2", "1 and more, or no number")
+            )
         ),
     )
     yield draw_divergence(found)
@@ -237,7 +245,8 @@ def _divergence(picture: RunPicture) -> Iterator[str]:
     yield from _table(("step", "tensors", "values"), rows, numbers=(0, 1, 2))
     if found.more_count:
         yield _paragraph(
-            f"{count_text(found.more_count, 'tensor or value', 'tensors and values')} more differ.", "note"
+            f"{count_text(found.more_count, 'tensor or value', 'tensors and values')} more differ.",
+            "note",
         )
     if found.compared_count < found.shared_count:
         yield _paragraph(f"Steps after {found.steps[-1].step} weren't compared.", "note")
@@ -273,21 +282,40 @@ def _launches(picture: RunPicture) -> Iterator[str]:
 
 def _launch_keys(picture: RunPicture) -> str:
     """Return the legend of the timeline, with only the marks that occur."""
-    circle, cross = '<circle cx="8" cy="8" r="4" class="mark{}"/>', '<path d="M4 4 l8 8 m0 -8 l-8 8" class="mark {}"/>'
+    circle, cross = (
+        '<circle cx="8" cy="8" r="4" class="mark{}"/>',
+        '<path d="M4 4 l8 8 m0 -8 l-8 8" class="mark {}"/>',
+    )
     saves = picture.saves
     states = {save.state for save in saves}
     keys = (
         (any(save.on_lineage for save in saves), circle.format(" on"), "checkpoint on the lineage"),
-        (any(not save.on_lineage for save in picture.committed), circle.format(""), "checkpoint beside it"),
+        (
+            any(not save.on_lineage for save in picture.committed),
+            circle.format(""),
+            "checkpoint beside it",
+        ),
         (any(save.is_head for save in saves), '<circle cx="8" cy="8" r="6" class="head"/>', "head"),
         ("retired" in states, '<path d="M8 3 v10" class="mark retired"/>', "retired"),
         ("unfinished" in states, cross.format("unfinished"), "save cut off before its commit"),
         ("unreadable" in states, cross.format("unreadable"), "register that can't be read"),
         ("aborted" in states, '<path d="M4 4 h8 v8 h-8 z" class="mark aborted"/>', "save given up"),
         ("saving" in states, circle.format(" saving"), "save in hand"),
-        (any(save.tags or save.pinned for save in saves), '<path d="M8 12 l-4 -7 h8 z" class="label"/>', "tag or pin"),
-        (any(one.resume_step for one in picture.launches), '<path d="M0 8 H16" class="branch"/>', "resumed from"),
-        (any(one.back_steps for one in picture.launches), '<path d="M0 8 H16" class="back"/>', "rolled back"),
+        (
+            any(save.tags or save.pinned for save in saves),
+            '<path d="M8 12 l-4 -7 h8 z" class="label"/>',
+            "tag or pin",
+        ),
+        (
+            any(one.resume_step for one in picture.launches),
+            '<path d="M0 8 H16" class="branch"/>',
+            "resumed from",
+        ),
+        (
+            any(one.back_steps for one in picture.launches),
+            '<path d="M0 8 H16" class="back"/>',
+            "rolled back",
+        ),
     )
     return _keys(*((drawing, text) for occurs, drawing, text in keys if occurs))
 
@@ -306,7 +334,10 @@ def _sizes(picture: RunPicture) -> Iterator[str]:
     )
     deltas = [save for save in committed if save.profile == "delta"]
     if deltas:
-        of_deltas = sum(save.nbytes or 0 for save in deltas), sum(save.stored_nbytes or 0 for save in deltas)
+        of_deltas = (
+            sum(save.nbytes or 0 for save in deltas),
+            sum(save.stored_nbytes or 0 for save in deltas),
+        )
         yield _paragraph(
             f"{count_text(len(deltas), 'delta')} store {share_text(of_deltas[1], of_deltas[0])} of what they hold;"
             f" {bytes_text(max(0, of_deltas[0] - of_deltas[1]))} are saved."
@@ -331,9 +362,15 @@ def _tensors(picture: RunPicture) -> Iterator[str]:
     newest = picture.newest
     yield '<h2 id="tensors">Tensors of the newest checkpoint</h2>\n'
     if newest is None or not newest.nbytes:
-        yield _paragraph("There are none to show." if newest is None else f"{newest.name} has no bytes of tensors.")
+        yield _paragraph(
+            "There are none to show."
+            if newest is None
+            else f"{newest.name} has no bytes of tensors."
+        )
         return
-    yield _paragraph(f"{newest.name}: {count_text(newest.tensor_count, 'tensor')}, {bytes_text(newest.nbytes)}.")
+    yield _paragraph(
+        f"{newest.name}: {count_text(newest.tensor_count, 'tensor')}, {bytes_text(newest.nbytes)}."
+    )
     yield draw_tree_map(newest.cells)
     yield _paragraph(
         "Areas are sizes. Tensors too small to be seen share a rectangle with others whose names begin alike, or lie"
@@ -342,7 +379,11 @@ def _tensors(picture: RunPicture) -> Iterator[str]:
     )
     yield '<h3 id="writers">Who stored what</h3>\n'
     yield _keys(
-        *((_square(f"field-{field}"), field) for field in FIELDS if any(cell.name == field for cell in newest.cells))
+        *(
+            (_square(f"field-{field}"), field)
+            for field in FIELDS
+            if any(cell.name == field for cell in newest.cells)
+        )
     )
     yield draw_writers(_writer_rows(newest))
     if len(newest.writers) == 1 and all(tensor.piece_count == 1 for tensor in newest.largest):
@@ -362,11 +403,15 @@ def _writer_rows(newest: NewestFacts) -> list[tuple[str, dict[str, int], str]]:
     rows = []
     for at in range(0, len(newest.writers), per_row):
         group: Sequence[WriterFacts] = newest.writers[at : at + per_row]
-        nbytes = {field: sum(writer.nbytes_by_field.get(field, 0) for writer in group) for field in FIELDS}
+        nbytes = {
+            field: sum(writer.nbytes_by_field.get(field, 0) for writer in group) for field in FIELDS
+        }
         one = len(group) == 1
         name = f"writer {at}" if one else f"writers {at} to {at + len(group) - 1}"
         pieces = count_text(sum(writer.piece_count for writer in group), "piece")
-        rows.append((name, {field: count for field, count in nbytes.items() if count}, f"{name}: {pieces}"))
+        rows.append(
+            (name, {field: count for field, count in nbytes.items() if count}, f"{name}: {pieces}")
+        )
     return rows
 
 
@@ -383,7 +428,10 @@ def _goodput(picture: RunPicture) -> Iterator[str]:
 
 def _durations(picture: RunPicture) -> Iterator[str]:
     yield '<h2 id="times">Times</h2>\n'
-    names = ("training that it cost: while it was staged, and beside it", "from its begin to its commit")
+    names = (
+        "training that it cost: while it was staged, and beside it",
+        "from its begin to its commit",
+    )
     told = ["not recorded" if one is None else seconds_text(one) for one in durations_of(picture)]
     yield from _table(("a save, on average", ""), zip(names, told, strict=True))
     if "not recorded" in told:
@@ -408,8 +456,15 @@ def _durations(picture: RunPicture) -> Iterator[str]:
         ]
         yield "<h3>Time of each committed checkpoint, since the first</h3>\n"
         span_s = max(save.saved_unix_s or 0 for save in timed) - first_s
-        name, unit_s = next((unit for unit in _TIME_UNITS if span_s >= 2 * unit[1]), _TIME_UNITS[-1])
-        yield draw_lines(lines, lambda s: f"{s / unit_s:.4g} {name}", "time of saves over training steps", unit=unit_s)
+        name, unit_s = next(
+            (unit for unit in _TIME_UNITS if span_s >= 2 * unit[1]), _TIME_UNITS[-1]
+        )
+        yield draw_lines(
+            lines,
+            lambda s: f"{s / unit_s:.4g} {name}",
+            "time of saves over training steps",
+            unit=unit_s,
+        )
         yield _paragraph("A line is a launch.", "note")
 
 
@@ -428,14 +483,24 @@ def _metrics(picture: RunPicture) -> Iterator[str]:
     shown = sorted(names, key=lambda name: (-names[name], name))[:_METRICS]
     for name in shown:
         lines = [
-            (style, [_metric_point(save, name) for save in committed if name in save.metrics and save.on_lineage is on])
+            (
+                style,
+                [
+                    _metric_point(save, name)
+                    for save in committed
+                    if name in save.metrics and save.on_lineage is on
+                ],
+            )
             for style, on in (("off", False), ("on", True))
         ]
         yield f"<h3>{text_of(shorten(name, _TEXT_LENGTH))}</h3>\n"
         yield draw_lines(lines, lambda value: f"{value:.5g}", f"metric {name}")
     yield _paragraph("Green: checkpoints on the lineage. Grey: those beside it.", "note")
     if len(names) > _METRICS:
-        yield _paragraph(f"{len(names) - _METRICS} more metrics aren't drawn: ckptfmt report --json has all.", "note")
+        yield _paragraph(
+            f"{len(names) - _METRICS} more metrics aren't drawn: ckptfmt report --json has all.",
+            "note",
+        )
 
 
 def _metric_point(save: SaveFacts, name: str) -> tuple[float, float, str]:
@@ -448,9 +513,13 @@ def _checkpoints(picture: RunPicture) -> Iterator[str]:
     if marked:
         yield from _save_table(marked[-_MARKED_ROWS:])
         if len(marked) > _MARKED_ROWS:
-            yield _paragraph(f"The newest {_MARKED_ROWS} of {len(marked)}; all are in the list below.", "note")
+            yield _paragraph(
+                f"The newest {_MARKED_ROWS} of {len(marked)}; all are in the list below.", "note"
+            )
     else:
-        yield _paragraph("No checkpoint has a tag or a pin, and all were at home when they were committed.")
+        yield _paragraph(
+            "No checkpoint has a tag or a pin, and all were at home when they were committed."
+        )
     if picture.saves:
         listed = picture.saves[-_ROWS:]
         yield f"<details><summary>All {count_text(len(listed), 'checkpoint')}</summary>\n"
@@ -462,7 +531,12 @@ def _checkpoints(picture: RunPicture) -> Iterator[str]:
 
 def _is_marked(save: SaveFacts) -> bool:
     return bool(
-        save.tags or save.pinned or save.suspect or save.reason or save.error or save.durability not in (None, HOME)
+        save.tags
+        or save.pinned
+        or save.suspect
+        or save.reason
+        or save.error
+        or save.durability not in (None, HOME)
     )
 
 
@@ -485,4 +559,6 @@ def _save_table(saves: Iterable[SaveFacts]) -> Iterator[str]:
         )
         for save in saves
     )
-    yield from _table(("checkpoint", "state", "stored", "saved", "durability", ""), rows, numbers=(2,))
+    yield from _table(
+        ("checkpoint", "state", "stored", "saved", "durability", ""), rows, numbers=(2,)
+    )

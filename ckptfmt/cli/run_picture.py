@@ -288,7 +288,10 @@ def _list_saves(history: History, head: RunEntry | None) -> tuple[SaveFacts, ...
 
 def _list_launches(history: History, saves: Iterable[SaveFacts]) -> tuple[LaunchFacts, ...]:
     records = {launch.launch: launch for launch in history.launches}
-    of_launch = {number: list(group) for number, group in itertools.groupby(saves, key=lambda save: save.launch)}
+    of_launch = {
+        number: list(group)
+        for number, group in itertools.groupby(saves, key=lambda save: save.launch)
+    }
     launches: list[LaunchFacts] = []
     for number in sorted(records.keys() | of_launch.keys()):
         record, own = records.get(number), of_launch.get(number, [])
@@ -296,7 +299,9 @@ def _list_launches(history: History, saves: Iterable[SaveFacts]) -> tuple[Launch
         place = None if resume is None else parse_checkpoint_name(resume.name)
         begin_step = 0 if place is None else place[0]
         before = launches[-1] if launches else None
-        back_steps = 0 if before is None or record is None else max(0, before.reached_step - begin_step)
+        back_steps = (
+            0 if before is None or record is None else max(0, before.reached_step - begin_step)
+        )
         launches.append(
             LaunchFacts(
                 launch=number,
@@ -324,12 +329,14 @@ def _read_goodput(place: Place, found: Iterable[RunEntry]) -> Goodput | None:
         return None
 
 
-# --- the newest checkpoint --------------------------------------------------------------------------------------------
+# --- the newest checkpoint ------------------------------------------------------------------------
 
 
 def _read_newest(place: Place, head: RunEntry) -> NewestFacts:
     manifest = head.manifest
-    checkpoint = Checkpoint(place.store.at(head.name), digest=None if manifest is None else manifest.digest)
+    checkpoint = Checkpoint(
+        place.store.at(head.name), digest=None if manifest is None else manifest.digest
+    )
     tensors = checkpoint.index.tensors
     by_size = sorted(tensors, key=lambda tensor: -tensor.nbytes)
     return NewestFacts(
@@ -355,7 +362,9 @@ def _list_writers(tensors: Iterable[IndexTensor], writer_count: int) -> tuple[Wr
             if count:
                 pieces[writer] += count
                 of_field = nbytes[writer]
-                of_field[tensor.field] = of_field.get(tensor.field, 0) + elements[writer] * element_nbytes
+                of_field[tensor.field] = (
+                    of_field.get(tensor.field, 0) + elements[writer] * element_nbytes
+                )
     return tuple(
         WriterFacts(writer=writer, piece_count=count, nbytes_by_field=nbytes[writer])
         for writer, count in enumerate(pieces)
@@ -371,7 +380,9 @@ def _count_elements(sharding: Sharding, writer_count: int) -> tuple[list[int], l
 
 def _tensor_facts(tensor: IndexTensor) -> TensorFacts:
     element_nbytes = DTYPES[tensor.dtype].nbytes
-    listed: Iterable[tuple[Box, int]] | None = tensor.sharding if len(tensor.sharding) <= _PIECES else None
+    listed: Iterable[tuple[Box, int]] | None = (
+        tensor.sharding if len(tensor.sharding) <= _PIECES else None
+    )
     return TensorFacts(
         field=tensor.field,
         name=_short_name(tensor.name),
@@ -383,7 +394,12 @@ def _tensor_facts(tensor: IndexTensor) -> TensorFacts:
         pieces=None
         if listed is None
         else tuple(
-            PieceFacts(writer=part, begin=box.begin, box_shape=box.shape, nbytes=box.element_count * element_nbytes)
+            PieceFacts(
+                writer=part,
+                begin=box.begin,
+                box_shape=box.shape,
+                nbytes=box.element_count * element_nbytes,
+            )
             for box, part in listed
         ),
     )
@@ -462,7 +478,8 @@ def _cut(node: _Node, room: int, smallest_nbytes: float) -> list[_Node]:
     """
     children = list(node.children.values())
     large = sorted(
-        (one for one in children if one.nbytes >= smallest_nbytes and one.nbytes), key=lambda one: -one.nbytes
+        (one for one in children if one.nbytes >= smallest_nbytes and one.nbytes),
+        key=lambda one: -one.nbytes,
     )
     if len(large) == len(children) <= room:
         return large
@@ -471,7 +488,9 @@ def _cut(node: _Node, room: int, smallest_nbytes: float) -> list[_Node]:
     apart = {id(one) for one in large}
     small = [one for one in children if id(one) not in apart]
     small_nbytes = sum(one.nbytes for one in small)
-    range_count = min(_RANGES, len(small), room - len(large), int(small_nbytes / (8 * smallest_nbytes or 1)))
+    range_count = min(
+        _RANGES, len(small), room - len(large), int(small_nbytes / (8 * smallest_nbytes or 1))
+    )
     if range_count < 2:
         return [*large, *_join_range(node, small, whole=True)] if large else []
     ranges: list[list[_Node]] = [[] for _ in range(range_count)]
@@ -479,7 +498,10 @@ def _cut(node: _Node, room: int, smallest_nbytes: float) -> list[_Node]:
     for one in small:  # in the order of the index
         ranges[min(range_count - 1, before_nbytes * range_count // small_nbytes)].append(one)
         before_nbytes += one.nbytes
-    return [*large, *itertools.chain.from_iterable(_join_range(node, part, whole=False) for part in ranges)]
+    return [
+        *large,
+        *itertools.chain.from_iterable(_join_range(node, part, whole=False) for part in ranges),
+    ]
 
 
 def _join_range(parent: _Node, nodes: Sequence[_Node], *, whole: bool) -> list[_Node]:
@@ -498,7 +520,10 @@ def _join_range(parent: _Node, nodes: Sequence[_Node], *, whole: bool) -> list[_
     name = (
         f"{parent.name}*"
         if whole
-        else f"{nodes[0].name.rstrip('./')} to {nodes[-1].name.removeprefix(parent.name).rstrip('./')}"
+        else (
+            f"{nodes[0].name.rstrip('./')} to"
+            f" {nodes[-1].name.removeprefix(parent.name).rstrip('./')}"
+        )
     )
     return [_Node(name, nbytes, sum(one.tensor_count for one in nodes))]
 
@@ -512,13 +537,19 @@ def durations_of(picture: RunPicture) -> tuple[float | None, float | None]:
 
     The run's ledger has both; None without a ledger.
     """
-    return (None, None) if picture.goodput is None else (picture.goodput.costs.lost_s, picture.goodput.costs.commit_s)
+    return (
+        (None, None)
+        if picture.goodput is None
+        else (picture.goodput.costs.lost_s, picture.goodput.costs.commit_s)
+    )
 
 
 def picture_members(picture: RunPicture) -> dict[str, object]:
     """Return the facts as members of a JSON object, with null for unrecorded facts."""
     members = {
-        field.name: getattr(picture, field.name) for field in dataclasses.fields(picture) if field.name != "problems"
+        field.name: getattr(picture, field.name)
+        for field in dataclasses.fields(picture)
+        if field.name != "problems"
     }
     return {
         "kind": "report",
@@ -533,7 +564,9 @@ def picture_members(picture: RunPicture) -> dict[str, object]:
 def _plain(value: object) -> object:
     """Return a value for JSON, with dataclasses as mappings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, CkptError):

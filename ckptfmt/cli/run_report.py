@@ -38,15 +38,22 @@ def run(arguments: argparse.Namespace) -> int:
             Path(arguments.html).write_bytes(content)
         except OSError as error:
             remedy = "Give a path in a directory that is there and may be written to."
-            code = Code.NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else Code.STORE_ACCESS
+            code = (
+                Code.NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else Code.STORE_ACCESS
+            )
             raise err(
-                code, error.strerror or str(error), where=arguments.html, remedy=remedy_of(error) or remedy
+                code,
+                error.strerror or str(error),
+                where=arguments.html,
+                remedy=remedy_of(error) or remedy,
             ) from error
         if not arguments.json:
             states = Counter(save.state for save in picture.saves)
             counted = ", ".join(f"{count} {state}" for state, count in states.most_common())
             saves = f"{count_text(len(picture.saves), 'checkpoint')}{f' ({counted})' if counted else ''}"
-            Console().line((clean(arguments.html), "bold"), f"  {saves}, page of {bytes_text(len(content))}")
+            Console().line(
+                (clean(arguments.html), "bold"), f"  {saves}, page of {bytes_text(len(content))}"
+            )
             if picture.divergence is not None:
                 Console().line(clean(divergence_text(picture.divergence)))
     if arguments.json:

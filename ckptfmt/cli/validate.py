@@ -18,7 +18,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ckptfmt.cli.console import Cell, Console, Progress, bytes_text, clean, count_text, print_errors, print_json
+from ckptfmt.cli.console import (
+    Cell,
+    Console,
+    Progress,
+    bytes_text,
+    clean,
+    count_text,
+    print_errors,
+    print_json,
+)
 from ckptfmt.cli.places import Place, open_bases, open_place
 from ckptfmt.commit.decision import read_register
 from ckptfmt.documents.manifest import Manifest
@@ -84,7 +93,12 @@ def parse_split(text: str | None) -> tuple[int, int]:
     if text is None:
         return 0, 1
     number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and len(count) < 7 and 1 <= int(number) <= int(count)):
+    if not (
+        number.isdecimal()
+        and count.isdecimal()
+        and len(count) < 7
+        and 1 <= int(number) <= int(count)
+    ):
         remedy = "Write the number of the slice and how many there are: 1/8, 2/8 and so on to 8/8."
         raise err(Code.ARGUMENT, f"{text!r} is no slice", where="--split", remedy=remedy)
     return int(number) - 1, int(count)
@@ -111,10 +125,15 @@ def _total_nbytes(place: Place, bases: Sequence[Store]) -> int | None:
     """Return the bytes of tensors to check, by the manifests; None if a manifest is unreadable."""
     try:
         if place.is_run:
-            manifests = [entry.manifest for entry in list_checkpoints(place.store, with_labels=False)]
+            manifests = [
+                entry.manifest for entry in list_checkpoints(place.store, with_labels=False)
+            ]
         else:
             checkpoint = Checkpoint(place.store, bases=bases)
-            found = [read_register(checkpoint.closure.find(one)) for one in checkpoint.manifest.references]
+            found = [
+                read_register(checkpoint.closure.find(one))
+                for one in checkpoint.manifest.references
+            ]
             manifests = [checkpoint.manifest, *(one for one in found if isinstance(one, Manifest))]
     except CkptError:
         return None
@@ -164,10 +183,16 @@ def _print_references(console: Console, report: Report) -> None:
         member = members.get(one.digest)
         state: Cell = (one.reason, "red") if one.path is None else ("there, not checked", "yellow")
         if member is not None:
-            state = ("valid", "green") if member.valid else (count_text(member.violation_count, "violation"), "red")
+            state = (
+                ("valid", "green")
+                if member.valid
+                else (count_text(member.violation_count, "violation"), "red")
+            )
         size = bytes_text(member.nbytes) if member is not None else ""
         digest = one.digest.removeprefix("blake3:")[:12]
-        rows.append([("reads from", "dim"), (clean(one.name), "bold"), (digest, "yellow"), size, state])
+        rows.append(
+            [("reads from", "dim"), (clean(one.name), "bold"), (digest, "yellow"), size, state]
+        )
     console.table(rows, indent=0, right=(3,))
     if rows:
         console.line()
@@ -175,7 +200,9 @@ def _print_references(console: Console, report: Report) -> None:
 
 def _verdict_cells(outcome: _Outcome) -> list[Cell]:
     report = outcome.report
-    style = {"valid": "green bold", "invalid": "red bold", "incomplete": "magenta bold"}[outcome.verdict]
+    style = {"valid": "green bold", "invalid": "red bold", "incomplete": "magenta bold"}[
+        outcome.verdict
+    ]
     found = ((len(outcome.report.violations), "violation"), (len(report.warnings), "warning"))
     counts = [count_text(len(report.checkpoints), "checkpoint")]
     counts += [count_text(count, noun) for count, noun in found if count]
@@ -195,8 +222,13 @@ def _closure_text(report: Report) -> str:
     references = count_text(len(report.references), "reference")
     if report.closure:
         nbytes = sum(member.nbytes for member in report.closure)
-        return f"; {references}, closure of {count_text(len(report.closure), 'checkpoint')}, {bytes_text(nbytes)}"
+        return (
+            f"; {references}, closure of {count_text(len(report.closure), 'checkpoint')},"
+            f" {bytes_text(nbytes)}"
+        )
     if report.kind == "checkpoint":
         return f"; {references}, no closure"
     is_whole = all(reference.path is not None for reference in report.references)
-    return f"; {references}, " + ("all of the closure within the run" if is_whole else "not all of the closure there")
+    return f"; {references}, " + (
+        "all of the closure within the run" if is_whole else "not all of the closure there"
+    )

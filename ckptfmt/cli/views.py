@@ -5,8 +5,9 @@ member, with a name that begins with $:
 
     None, bool, str; list, tuple, deque     null, true, "text"; array
     int                                     number up to 2^53-1 in size, else {"$int": "0x..."}
-    float                                   number (its shortest decimal), else {"$float": "nan" | "inf" | "-inf"}
-    dict, OrderedDict, Counter              object if all keys are strings without a leading $,
+    float                                   number (its shortest decimal), else {"$float": "nan" |
+    "inf" | "-inf"} dict, OrderedDict, Counter              object if all keys are strings without a
+    leading $,
                                             else {"$map": [[key, value], ...]}; in the saved order
     set, frozenset                          {"$set": [...]}
     complex                                 {"$complex": [real, imaginary]}
@@ -48,7 +49,7 @@ _LINED: Final = (dict, list, tuple, deque)
 _ARRAY_ELEMENTS: Final = 8
 
 
-def dump_view(value: Any) -> Any:  # noqa: ANN401, PLR0911 - any plain value; one line for each kind
+def dump_view(value: Any) -> Any:  # noqa: PLR0911 - any plain value; one line for each kind
     """Return the JSON view of a plain value, in the forms of the module's docstring.
 
     >>> dump_view({"lr": (0.5, float("nan")), "seed": 1 << 64})
@@ -81,7 +82,9 @@ def _dump_map(value: dict[Any, Any]) -> dict[str, Any]:
 
 def _dump_named(value: object) -> dict[str, Any]:
     if isinstance(value, InlineArray):
-        return {"$array": {"dtype": value.dtype, "shape": list(value.shape), "hex": value.content.hex()}}
+        return {
+            "$array": {"dtype": value.dtype, "shape": list(value.shape), "hex": value.content.hex()}
+        }
     if isinstance(value, TensorRef):
         return {"$tensor": value.name}
     if isinstance(value, DtypeName):
@@ -107,7 +110,11 @@ def iter_lines(value: object, depth: int = 0) -> Iterator[tuple[int, str, str]]:
     width = min(max(map(len, keys)), 28)
     for key, (_, item) in zip(keys, pairs, strict=True):
         text = _text(item)
-        if isinstance(item, _LINED) and item and (isinstance(item, dict) or len(text) > _TEXT_WIDTH):
+        if (
+            isinstance(item, _LINED)
+            and item
+            and (isinstance(item, dict) or len(text) > _TEXT_WIDTH)
+        ):
             yield depth, key, ""
             yield from iter_lines(item, depth + 1)
         else:
@@ -132,7 +139,7 @@ def _pairs(value: object) -> list[tuple[Any, Any]]:
     return []
 
 
-def _text(value: Any) -> str:  # noqa: ANN401, PLR0911 - any plain value; one line for each kind
+def _text(value: Any) -> str:  # noqa: PLR0911 - any plain value; one line for each kind
     """Return a value as a line."""
     if isinstance(value, str):
         return f'"{clean(value)}"'
@@ -221,7 +228,10 @@ class TensorRow:
 def list_tensors(tensors: Iterable[IndexTensor]) -> list[TensorRow]:
     """Return a row for each tensor."""
     cuts: dict[Sharding, str] = {}
-    return [TensorRow(name=one.name, scope=one.scope, tensors=(one,), cut=_cut_of(one, cuts)) for one in tensors]
+    return [
+        TensorRow(name=one.name, scope=one.scope, tensors=(one,), cut=_cut_of(one, cuts))
+        for one in tensors
+    ]
 
 
 def group_tensors(tensors: Iterable[IndexTensor]) -> list[TensorRow]:

@@ -43,7 +43,9 @@ _FEW_CHANGES: Final = 0.3
 _GOOD: Final = 1.01
 
 
-def encode(encoding: str, content: memoryview, *, dtype: str, base: memoryview | None = None) -> bytes:
+def encode(
+    encoding: str, content: memoryview, *, dtype: str, base: memoryview | None = None
+) -> bytes:
     """Return the stored bytes of a block.
 
     Args:
@@ -67,7 +69,13 @@ def encode(encoding: str, content: memoryview, *, dtype: str, base: memoryview |
 
 
 def decode(
-    encoding: str, stored: memoryview, out: memoryview, *, dtype: str, base: memoryview | None = None, where: str
+    encoding: str,
+    stored: memoryview,
+    out: memoryview,
+    *,
+    dtype: str,
+    base: memoryview | None = None,
+    where: str,
 ) -> None:
     """Decode a block's stored bytes into `out`.
 
@@ -145,13 +153,17 @@ def _sample(content: memoryview) -> memoryview:
     if stride <= piece:
         return content
     view = content.cast("B")
-    return memoryview(b"".join(view[at * stride : at * stride + piece] for at in range(_SAMPLE_PIECES)))
+    return memoryview(
+        b"".join(view[at * stride : at * stride + piece] for at in range(_SAMPLE_PIECES))
+    )
 
 
 def _lane_of(encoding: str, dtype: str, nbytes: int, base: memoryview | None) -> Lane:
     lane = LANES.get(dtype)
     if lane is None or encoding not in ENCODINGS:
-        raise err(Code.ARGUMENT, f"no encoding {encoding!r} of {dtype!r}", requirement="REQ-ENC-001")
+        raise err(
+            Code.ARGUMENT, f"no encoding {encoding!r} of {dtype!r}", requirement="REQ-ENC-001"
+        )
     if nbytes % lane.nbytes:
         raise err(Code.ARGUMENT, f"{nbytes} bytes aren't whole elements of {dtype}")
     if encoding in NEEDS_BASE and (base is None or base.nbytes != nbytes):
@@ -174,7 +186,9 @@ def _dump(encoding: str, words: Words, base: Words, lane: Lane) -> bytes:
             places = np.flatnonzero(words != base)
             if places.size == words.size:
                 return dump_changes(places, words.size, steps_between(words, base, lane))
-            return dump_changes(places, words.size, steps_between(words[places], base[places], lane))
+            return dump_changes(
+                places, words.size, steps_between(words[places], base[places], lane)
+            )
     return dump_classes(words, base, lane)
 
 

@@ -62,7 +62,9 @@ def _lane_of(name: str, nbytes: int) -> Lane:
 
 
 #: The lane of each dtype.
-LANES: Final[dict[str, Lane]] = {entry.name: _lane_of(entry.name, entry.nbytes) for entry in DTYPES.values()}
+LANES: Final[dict[str, Lane]] = {
+    entry.name: _lane_of(entry.name, entry.nbytes) for entry in DTYPES.values()
+}
 
 
 def _ordered(words: Words, lane: Lane) -> NDArray[Any]:
@@ -156,13 +158,17 @@ def dump_plane(plane: Bytes, *, beside_nbytes: int = 0) -> bytes:
         return min(_dump_scattered(plane), dump_string(plane), key=len)
     # If most bytes are zero, zstd spends at least a bit on each, unless there are runs.
     sample = plane[(plane.size - _SAMPLE_NBYTES) // 2 :][:_SAMPLE_NBYTES]
-    saved_nbytes = (len(dump_string(sample)) - len(_dump_scattered(sample))) * plane.size / _SAMPLE_NBYTES
+    saved_nbytes = (
+        (len(dump_string(sample)) - len(_dump_scattered(sample))) * plane.size / _SAMPLE_NBYTES
+    )
     return _dump_scattered(plane) if saved_nbytes > _WORTH * beside_nbytes else dump_string(plane)
 
 
 def _dump_scattered(plane: Bytes) -> bytes:
     places = np.flatnonzero(plane != 0)
-    return b"".join((bytes((_SCATTERED,)), dump_set(places, plane.size), dump_string(plane[places])))
+    return b"".join(
+        (bytes((_SCATTERED,)), dump_set(places, plane.size), dump_string(plane[places]))
+    )
 
 
 def take_plane(source: Source, count: int) -> Bytes:
@@ -228,7 +234,9 @@ def take_changes(source: Source, count: int, words: np.dtype[Any]) -> tuple[Plac
     for level in range(levels):
         if level and not reached.size:
             raise source.refuse("a level above an empty one", "REQ-ENC-018")
-        reached = reached[take_set(source, reached.size)] if level else take_set(source, places.size)
+        reached = (
+            reached[take_set(source, reached.size)] if level else take_set(source, places.size)
+        )
         steps[reached] += 1
     if reached.size:
         more = np.empty(reached.size, words)
@@ -357,7 +365,9 @@ def _sort(base: Words, lane: Lane) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
 
 def _spans(counts: NDArray[np.intp], cuts: list[int]) -> Iterator[list[slice]]:
     """Yield the spans of each class in the sorted parts; a class without lanes is left out."""
-    ends = np.concatenate((np.zeros((counts.shape[0], 1), np.intp), np.cumsum(counts, axis=1)), axis=1)
+    ends = np.concatenate(
+        (np.zeros((counts.shape[0], 1), np.intp), np.cumsum(counts, axis=1)), axis=1
+    )
     for low, high in itertools.pairwise((0, *cuts, 256)):
         spans = [slice(begin, end) for begin, end in ends[:, [low, high]].tolist()]
         if any(span.start < span.stop for span in spans):

@@ -47,7 +47,9 @@ def check_float_environment() -> None:
         raise err(Code.FLOAT_ENVIRONMENT, detail, requirement="REQ-PRE-003")
 
 
-def _probe(digits: int, least: int, words: type[np.unsignedinteger[Any]], floats: str) -> tuple[NDArray[Any], ...]:
+def _probe(
+    digits: int, least: int, words: type[np.unsignedinteger[Any]], floats: str
+) -> tuple[NDArray[Any], ...]:
     """Return a factor, values, addends, and the expected bits of the products and of the sums.
 
     The inputs are given as bits, since this thread's arithmetic is under test. The probes: half of
@@ -57,7 +59,10 @@ def _probe(digits: int, least: int, words: type[np.unsignedinteger[Any]], floats
     width = np.dtype(words).itemsize * 8
     bias = (1 << (width - digits - 2)) - 1
     one, sign = bias << digits, 1 << (width - 1)
-    half, three_quarters = (bias - digits - 1) << digits, (bias - digits - 1) << digits | 1 << (digits - 1)
+    half, three_quarters = (
+        (bias - digits - 1) << digits,
+        (bias - digits - 1) << digits | 1 << (digits - 1),
+    )
     rows = [
         # value, addend, product with 1/2, sum of product and addend
         (least, least >> 1, least >> 1, least),
@@ -66,7 +71,9 @@ def _probe(digits: int, least: int, words: type[np.unsignedinteger[Any]], floats
         (sign | one + (1 << digits), sign | half, sign | one, sign | one),
         (sign | one + (1 << digits), sign | three_quarters, sign | one, sign | one + 1),
     ]
-    values, addend, products, sums = (np.array(column * 4, words) for column in zip(*rows, strict=True))
+    values, addend, products, sums = (
+        np.array(column * 4, words) for column in zip(*rows, strict=True)
+    )
     factor = np.array([bias - 1 << digits], words).view(floats)
     return factor, values.view(floats), addend.view(floats), products, sums
 
@@ -79,7 +86,9 @@ def bits_of(values: Floats) -> NDArray[np.uint32]:
     return values.view(np.uint32)
 
 
-def multiply_add(factor: Any, values: NDArray[Any], addend: NDArray[Any], *, separate: bool) -> Floats:  # noqa: ANN401 - array or scalar
+def multiply_add(
+    factor: Any, values: NDArray[Any], addend: NDArray[Any], *, separate: bool
+) -> Floats:
     """Return factor * values + addend in binary32, rounded once, or twice if `separate`.
 
     Args:
@@ -284,5 +293,5 @@ class Step:
     def _scalar(self, value: float) -> np.float32 | np.float64:
         return np.float64(value) if self.rule.arithmetic == "double" else np.float32(value)
 
-    def _multiply_add(self, factor: Any, values: Any, addend: Any) -> Floats:  # noqa: ANN401 - array or scalar
+    def _multiply_add(self, factor: Any, values: Any, addend: Any) -> Floats:
         return multiply_add(factor, values, addend, separate=self.rule.arithmetic == "separate")

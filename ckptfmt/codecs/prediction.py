@@ -94,7 +94,9 @@ class _Copies:
     def of(self, key: TensorKey) -> TensorKey | None:
         """Return the only tensor that may be a rounded copy of a binary32 tensor, or None."""
         _, shape = self._tensors[key]
-        found = {copy for tail in _tails(key) for copy in self._by_tail.get((tail, key[2], shape), ())}
+        found = {
+            copy for tail in _tails(key) for copy in self._by_tail.get((tail, key[2], shape), ())
+        }
         return found.pop() if len(found) == 1 else None
 
 
@@ -120,7 +122,11 @@ def _iter_states(
     leaves: Leaves, field: str, name: str, scope: str, parameters: Iterable[object]
 ) -> Iterator[tuple[str, Mapping[object, object]]]:
     """Yield the parameters in a group's leaf with their states, which share the leaf's prefix."""
-    starts = [at for at in range(len(name)) if name.startswith("group/", at) and (at == 0 or name[at - 1] == "/")]
+    starts = [
+        at
+        for at in range(len(name))
+        if name.startswith("group/", at) and (at == 0 or name[at - 1] == "/")
+    ]
     for parameter in parameters:
         for prefix in (name[:at] for at in starts):
             state = leaves.get((field, f"{prefix}state/{parameter}", scope))
@@ -138,8 +144,14 @@ def _members_of(
     field: str,
     scope: str,
 ) -> Members | None:
-    held = {key: (field, value.name, scope) for key, value in state.items() if isinstance(value, TensorRef)}
-    places = ((at, parameter, where) for at in _FIELDS for where in dict.fromkeys((scope, "global")))
+    held = {
+        key: (field, value.name, scope)
+        for key, value in state.items()
+        if isinstance(value, TensorRef)
+    }
+    places = (
+        (at, parameter, where) for at in _FIELDS for where in dict.fromkeys((scope, "global"))
+    )
     weight = next((place for place in places if place in tensors), None)
     for kind, (needed, option, more) in _KINDS.items():
         if weight is None or option not in options or not set(needed) <= held.keys():
@@ -152,17 +164,26 @@ def _members_of(
         master = _master(tensors, held, shape) if tensors[weight][0] in LOW else None
         if master is not None:
             found |= {"weight": master, COPY: weight}
-        if any(tensors.get(key) != ("float32", shape) for role, key in found.items() if role != COPY):
+        if any(
+            tensors.get(key) != ("float32", shape) for role, key in found.items() if role != COPY
+        ):
             continue
         step = held.get("step", number_of(state.get("step")))
         return Members(kind=kind, tensors=found, options=options, step=step)
     return None
 
 
-def _master(tensors: Tensors, held: Mapping[object, TensorKey], shape: tuple[int, ...]) -> TensorKey | None:
+def _master(
+    tensors: Tensors, held: Mapping[object, TensorKey], shape: tuple[int, ...]
+) -> TensorKey | None:
     """Return an optimizer's binary32 master of a weight, found by its name, or None."""
     return next(
-        (key for name, key in held.items() if "master" in str(name) and tensors.get(key) == ("float32", shape)), None
+        (
+            key
+            for name, key in held.items()
+            if "master" in str(name) and tensors.get(key) == ("float32", shape)
+        ),
+        None,
     )
 
 
@@ -189,7 +210,9 @@ _ESCAPES: Final = 0.02
 class Encode(Protocol):
     """A function that encodes a block against a base, like `ckptfmt.codecs.encodings.choose`."""
 
-    def __call__(self, content: memoryview, /, *, dtype: str, base: memoryview) -> tuple[str, bytes]:
+    def __call__(
+        self, content: memoryview, /, *, dtype: str, base: memoryview
+    ) -> tuple[str, bytes]:
         """Return an encoding and the stored bytes."""
 
 
@@ -316,7 +339,9 @@ def _fill(out: memoryview, rule: Rule, role: str, bases: Views, news: Views) -> 
         words[piece] = predicted
 
 
-def _iter_predictions(rule: Rule, role: str, bases: Views, news: Views) -> Iterator[tuple[slice, NDArray[Any]]]:
+def _iter_predictions(
+    rule: Rule, role: str, bases: Views, news: Views
+) -> Iterator[tuple[slice, NDArray[Any]]]:
     """Yield the prediction for a member, piece by piece."""
     check_float_environment()
     step = Step(rule)
@@ -344,23 +369,36 @@ def _encode_gradient(rule: Rule, new: memoryview, bases: Views) -> tuple[bytes, 
     return b"".join((_HEAD.pack(index, len(part)), part, changes)), missed
 
 
-def _decode_gradient(rule: Rule, stored: memoryview, out: memoryview, bases: Views, where: str) -> None:
+def _decode_gradient(
+    rule: Rule, stored: memoryview, out: memoryview, bases: Views, where: str
+) -> None:
     check_float_environment()
     step, role = Step(rule), FIRST_MOMENT[rule.kind]
     old = _contents(rule, bases)
     if stored.nbytes < _HEAD.size:
-        raise err(Code.ENCODED_FORM, "a gradient without a head", where=where, requirement="REQ-PRE-014")
+        raise err(
+            Code.ENCODED_FORM, "a gradient without a head", where=where, requirement="REQ-PRE-014"
+        )
     index, nbytes = _HEAD.unpack_from(stored)
     if index >= len(_GRADIENT_ENCODINGS) or nbytes > stored.nbytes - _HEAD.size:
-        raise err(Code.ENCODED_FORM, "a gradient's head is out of range", where=where, requirement="REQ-PRE-014")
+        raise err(
+            Code.ENCODED_FORM,
+            "a gradient's head is out of range",
+            where=where,
+            requirement="REQ-PRE-014",
+        )
     moment = np.frombuffer(out, np.float32)
     count = _count(old, {role: moment})
     gradient = np.empty(count, np.uint16)
     part = stored[_HEAD.size : _HEAD.size + nbytes]
-    encodings.decode(_GRADIENT_ENCODINGS[index], part, _view(gradient), dtype=rule.gradient, where=where)
+    encodings.decode(
+        _GRADIENT_ENCODINGS[index], part, _view(gradient), dtype=rule.gradient, where=where
+    )
     for piece in _pieces(count):
         cut = _cut(old, piece)
-        moment[piece] = without_nan(step.moment(cut, step.whole_gradient(cut, gradient[piece])), cut[role])
+        moment[piece] = without_nan(
+            step.moment(cut, step.whole_gradient(cut, gradient[piece])), cut[role]
+        )
     rest = stored[_HEAD.size + nbytes :]
     encodings.decode("sparse", rest, out, dtype="float32", base=out, where=where)
 

@@ -136,7 +136,13 @@ def roles(rule: Rule) -> tuple[str, ...]:
     last = (COPY,) if rule.copy else ()
     if rule.kind == "sgd":
         return ("momentum_buffer", "weight", *last)
-    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if rule.amsgrad else ()), "weight", *last)
+    return (
+        "exp_avg",
+        "exp_avg_sq",
+        *(("max_exp_avg_sq",) if rule.amsgrad else ()),
+        "weight",
+        *last,
+    )
 
 
 def role_dtype(rule: Rule, role: str) -> str:
@@ -144,14 +150,20 @@ def role_dtype(rule: Rule, role: str) -> str:
     return rule.copy if role == COPY or (rule.kind, role) == ("cast", "weight") else "float32"
 
 
-def _check(members: Any, where: str) -> None:  # noqa: ANN401 - whatever a tree holds
-    if type(members) is not dict or type(members.get("kind")) is not str or members["kind"] not in _WORDS:
+def _check(members: Any, where: str) -> None:
+    if (
+        type(members) is not dict
+        or type(members.get("kind")) is not str
+        or members["kind"] not in _WORDS
+    ):
         raise _refuse("a rule isn't a dict with a known kind", where, "REQ-PRE-006")
     kind = members["kind"]
     expected = {"kind", *_WORDS[kind], *_FLAGS[kind], *_SCALARS[kind]}
     if set(members) != expected:
         raise _refuse(
-            f"members {sorted(map(str, set(members) ^ expected))} are missing or unknown", where, "REQ-PRE-006"
+            f"members {sorted(map(str, set(members) ^ expected))} are missing or unknown",
+            where,
+            "REQ-PRE-006",
         )
     for name, values in _WORDS[kind].items():
         if members[name] not in values:
@@ -165,13 +177,17 @@ def _check(members: Any, where: str) -> None:  # noqa: ANN401 - whatever a tree 
 
 
 def _refuse(detail: str, where: str, requirement: str) -> CkptError:
-    return err(Code.ENCODED_FORM, detail[: limits.NAME_NBYTES], where=where, requirement=requirement)
+    return err(
+        Code.ENCODED_FORM, detail[: limits.NAME_NBYTES], where=where, requirement=requirement
+    )
 
 
 _FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 
 
-def list_templates(kind: str, options: Mapping[str, object], base_options: Mapping[str, object]) -> list[Rule]:
+def list_templates(
+    kind: str, options: Mapping[str, object], base_options: Mapping[str, object]
+) -> list[Rule]:
     """Return rules with all plausible readings of the options, and defaults for the rest.
 
     A scheduler changes options before or after a step, so that the base's options count too. There
@@ -179,7 +195,9 @@ def list_templates(kind: str, options: Mapping[str, object], base_options: Mappi
     apart.
     """
     steps = number_of(options.get("step")), number_of(base_options.get("step"))
-    if kind == "adam" and (steps[0] is None or steps[0] < 1 or steps[1] not in (None, steps[0], steps[0] - 1)):
+    if kind == "adam" and (
+        steps[0] is None or steps[0] < 1 or steps[1] not in (None, steps[0], steps[0] - 1)
+    ):
         return []
     make = _adam if kind == "adam" else _sgd
     both = [options] if dict(options) == dict(base_options) else [options, base_options]
@@ -208,10 +226,15 @@ def _adam(options: Mapping[str, object]) -> Iterator[Rule]:
     betas = options.get("betas")
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         return
-    numbers = [number_of(value) for value in (*betas, *map(options.get, ("lr", "eps", "weight_decay", "step")))]
+    numbers = [
+        number_of(value)
+        for value in (*betas, *map(options.get, ("lr", "eps", "weight_decay", "step")))
+    ]
     if None in numbers:
         return
-    beta1, beta2, rate, eps, weight_decay, step = (float(number) for number in numbers if number is not None)
+    beta1, beta2, rate, eps, weight_decay, step = (
+        float(number) for number in numbers if number is not None
+    )
     try:
         corrections = 1 - beta1**step, 1 - beta2**step
         step_size, bias = rate / corrections[0], corrections[1] ** 0.5
@@ -237,10 +260,15 @@ def _adam(options: Mapping[str, object]) -> Iterator[Rule]:
 
 
 def _sgd(options: Mapping[str, object]) -> Iterator[Rule]:
-    numbers = [number_of(options.get(name, 0.0)) for name in ("lr", "momentum", "dampening", "weight_decay")]
+    numbers = [
+        number_of(options.get(name, 0.0))
+        for name in ("lr", "momentum", "dampening", "weight_decay")
+    ]
     if None in numbers:
         return
-    rate, momentum, dampening, weight_decay = (float(number) for number in numbers if number is not None)
+    rate, momentum, dampening, weight_decay = (
+        float(number) for number in numbers if number is not None
+    )
     if not momentum:
         return
     yield Rule(

@@ -12,7 +12,14 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptfmt.codecs.optimizer_steps import Doubles, Floats, Step, bits_of, check_float_environment, round_low
+from ckptfmt.codecs.optimizer_steps import (
+    Doubles,
+    Floats,
+    Step,
+    bits_of,
+    check_float_environment,
+    round_low,
+)
 from ckptfmt.codecs.rule import COPY, FIRST_MOMENT, LOW, Rule, list_templates, roles
 from ckptfmt.errors import Code, err
 
@@ -49,7 +56,9 @@ def factor_candidates(values: Doubles, tolerance: Doubles, digits: int) -> list[
     factors = np.concatenate(([1.0], np.where(factors < 1, factors * 2, factors)))
     slack = np.concatenate(([0.0], np.repeat(tolerance[:_REFERENCES], steps.size)))
     few = slice(_REFERENCES, _REFERENCES + _WITNESSES)
-    fits = _fits(mantissas[few], tolerance[few] + slack[:, None], factors[:, None], digits).mean(axis=1)
+    fits = _fits(mantissas[few], tolerance[few] + slack[:, None], factors[:, None], digits).mean(
+        axis=1
+    )
     found: list[float] = []
     for index in np.argsort(-fits, kind="stable")[:_REFERENCES]:
         if fits[index] < _FITTING:
@@ -68,7 +77,9 @@ def _whole_steps(mantissas: Doubles, factor: Doubles | float, digits: int) -> Do
     return np.asarray(np.where(quotient < 1, quotient * 2, quotient) * (1 << (digits - 1)))
 
 
-def _fits(mantissas: Doubles, tolerance: Doubles, factor: Doubles | float, digits: int) -> NDArray[np.bool_]:
+def _fits(
+    mantissas: Doubles, tolerance: Doubles, factor: Doubles | float, digits: int
+) -> NDArray[np.bool_]:
     steps = _whole_steps(mantissas, factor, digits)
     return np.asarray(np.abs(steps - np.rint(steps)) <= steps * tolerance)
 
@@ -109,7 +120,13 @@ _NEAR: Final = 2.0**-16
 _SCALES: Final = range(-40, 25)
 #: Possible forms and arithmetics of the first moment.
 _MOMENTS: Final = {
-    "adam": (("lerp", "fused"), ("lerp", "separate"), ("sum", "fused"), ("sum", "separate"), ("sum", "double")),
+    "adam": (
+        ("lerp", "fused"),
+        ("lerp", "separate"),
+        ("sum", "fused"),
+        ("sum", "separate"),
+        ("sum", "double"),
+    ),
     "sgd": (("sum", "fused"), ("sum", "separate")),
 }
 
@@ -171,13 +188,16 @@ def find_rule(
     return dataclasses.replace(best[1], copy=copy)
 
 
-# --- samples ---
+# --- samples --------------------------------------------------------------------------------------
 
 
 def _state_of(kind: str, samples: Mapping[str, Sample]) -> _State:
     low = "weight" if kind == "cast" else COPY
     arrays = [
-        {role: np.frombuffer(pair[side], np.uint16 if role == low else np.float32) for role, pair in samples.items()}
+        {
+            role: np.frombuffer(pair[side], np.uint16 if role == low else np.float32)
+            for role, pair in samples.items()
+        }
         for side in (0, 1)
     ]
     counts = {content.size for contents in arrays for content in contents.values()}
@@ -193,12 +213,15 @@ def _state_of(kind: str, samples: Mapping[str, Sample]) -> _State:
 def _copy_of(state: _State, master: str, copy: str) -> str:
     """Return the precision of a rounded copy; an empty string if `copy` is no such copy."""
     with np.errstate(all="ignore"):
-        shares = {low: float(np.mean(round_low(state.news[master], low) == state.news[copy])) for low in LOW}
+        shares = {
+            low: float(np.mean(round_low(state.news[master], low) == state.news[copy]))
+            for low in LOW
+        }
     best = max(shares, key=lambda low: shares[low])
     return best if shares[best] >= _COPIED else ""
 
 
-# --- the cost of a rule ---
+# --- the cost of a rule ---------------------------------------------------------------------------
 
 
 def _cost(predicted: Floats, new: Floats) -> float:
@@ -219,7 +242,9 @@ def _cost_of_bases(rule: Rule, state: _State) -> float:
 
 def _cost_of(rule: Rule, state: _State, *among: str) -> float:
     step = Step(rule)
-    return sum(_cost(step.predict(role, state.bases, state.news), state.news[role]) for role in among)
+    return sum(
+        _cost(step.predict(role, state.bases, state.news), state.news[role]) for role in among
+    )
 
 
 def _exactness(rule: Rule, state: _State) -> float:
@@ -230,7 +255,7 @@ def _exactness(rule: Rule, state: _State) -> float:
     return float(np.mean(bits_of(step.moment(state.bases, whole)) == bits_of(new)))
 
 
-# --- the search ---
+# --- the search -----------------------------------------------------------------------------------
 
 
 def _without_update(rule: Rule) -> Rule:
@@ -262,13 +287,20 @@ def _with_gradient(template: Rule, state: _State, hint: Rule | None) -> Iterable
     forms = _MOMENTS[template.kind]
     if hint is not None and hint.kind == template.kind:
         forms = ((hint.moment, hint.arithmetic),)
-    rules = [dataclasses.replace(template, moment=moment, arithmetic=arithmetic) for moment, arithmetic in forms]
+    rules = [
+        dataclasses.replace(template, moment=moment, arithmetic=arithmetic)
+        for moment, arithmetic in forms
+    ]
     low = _low_rules(rules, state, hint)
     # A rule with a binary32 gradient has weight decay in the gradient.
     found = low or [dataclasses.replace(rule, l2=0.0) for rule in rules]
     if template.kind == "sgd":
         return found
-    squares = [dataclasses.replace(rule, square=square) for rule in found for square in ("gain_first", "gain_last")]
+    squares = [
+        dataclasses.replace(rule, square=square)
+        for rule in found
+        for square in ("gain_first", "gain_last")
+    ]
     return (min(squares, key=lambda rule: _cost_of(rule, state, "exp_avg_sq")),)
 
 
@@ -277,13 +309,17 @@ def _low_rules(rules: list[Rule], state: _State, hint: Rule | None) -> list[Rule
     if hint is not None and hint.kind == rules[0].kind:
         if hint.gradient not in LOW:
             return []
-        hinted = [dataclasses.replace(rule, gradient=hint.gradient, clip=hint.clip) for rule in rules]
+        hinted = [
+            dataclasses.replace(rule, gradient=hint.gradient, clip=hint.clip) for rule in rules
+        ]
         if found := [rule for rule in hinted if _exactness(rule, state) >= _EXACT]:
             return found
     for low in LOW:
         found = []
         for moment in dict.fromkeys(rule.moment for rule in rules):
-            alike = [dataclasses.replace(rule, gradient=low) for rule in rules if rule.moment == moment]
+            alike = [
+                dataclasses.replace(rule, gradient=low) for rule in rules if rule.moment == moment
+            ]
             found += _clipped(alike, state)
         if found:
             return found
@@ -311,7 +347,9 @@ def _clipped(rules: list[Rule], state: _State) -> list[Rule]:
     return [rule for _, rule in found.values()]
 
 
-def _known_gradients(rule: Rule, state: _State, digits: int) -> tuple[Doubles, Doubles, NDArray[np.intp]]:
+def _known_gradients(
+    rule: Rule, state: _State, digits: int
+) -> tuple[Doubles, Doubles, NDArray[np.intp]]:
     """Return gradients before weight decay, their relative errors and their places.
 
     The gradients with the smallest errors come first.
@@ -346,5 +384,7 @@ def _scale_of(values: Doubles, tolerance: Doubles) -> float:
             held = np.ldexp(values, -scale)
             off = np.abs(held.astype(np.float16).astype(np.float64) - held)
             shares.append(float(np.mean(off <= np.abs(held) * tolerance)))
-    good = [scale for scale, share in zip(_SCALES, shares, strict=True) if share >= max(shares) - 1e-3]
+    good = [
+        scale for scale, share in zip(_SCALES, shares, strict=True) if share >= max(shares) - 1e-3
+    ]
     return float(2.0 ** good[len(good) // 2])

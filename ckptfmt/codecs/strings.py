@@ -60,7 +60,11 @@ def dump_string(content: Bytes) -> bytes:
     """Return bytes as the shortest of the three kinds of strings; no bytes for an empty string."""
     if not content.size:
         return b""
-    if content.size > 1 and content[0] == content[-1] == content[content.size // 2] and (content == content[0]).all():
+    if (
+        content.size > 1
+        and content[0] == content[-1] == content[content.size // 2]
+        and (content == content[0]).all()
+    ):
         return bytes((FILL, content[0]))
     if content.size >= _FRAME_NBYTES:
         frame = zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress(content.data)
@@ -165,15 +169,21 @@ class Source:
         # The library allocates the size that a frame states, beyond any limit: check the size
         # first.
         if bytes(frame[:4]) != _MAGIC or said.content_size != nbytes or said.dict_id:
-            raise self.refuse(f"a frame isn't one of {nbytes} bytes without a dictionary", "REQ-ENC-009")
+            raise self.refuse(
+                f"a frame isn't one of {nbytes} bytes without a dictionary", "REQ-ENC-009"
+            )
         if said.window_size > max(nbytes, _WINDOW_NBYTES):
-            raise self.refuse(f"a frame asks for a window of {said.window_size} bytes", "REQ-ENC-009")
+            raise self.refuse(
+                f"a frame asks for a window of {said.window_size} bytes", "REQ-ENC-009"
+            )
         try:
             content = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise self.refuse(f"a frame is damaged: {error}", "REQ-ENC-009") from None
         if len(content) != nbytes:
-            raise self.refuse(f"a frame holds {len(content)} bytes instead of {nbytes}", "REQ-ENC-009")
+            raise self.refuse(
+                f"a frame holds {len(content)} bytes instead of {nbytes}", "REQ-ENC-009"
+            )
         return np.frombuffer(content, np.uint8)
 
 
@@ -259,7 +269,9 @@ def dump_low_bits(words: NDArray[Any], low_bits: int) -> bytes:
     The lowest plane comes first.
     """
     whole, rest = divmod(low_bits, 8)
-    out = [(words >> words.dtype.type(8 * index)).astype(np.uint8).tobytes() for index in range(whole)]
+    out = [
+        (words >> words.dtype.type(8 * index)).astype(np.uint8).tobytes() for index in range(whole)
+    ]
     if rest:
         top = (words >> words.dtype.type(8 * whole)).astype(np.uint8)
         planes = np.empty((rest, words.size), np.bool_)
@@ -277,7 +289,11 @@ def take_low_bits(source: Source, low_bits: int, count: int, words: np.dtype[Any
     for index in range(whole):
         lanes[:, index] = source.take(count)
     if rest and count:
-        planes = source.unpack(source.take((rest * count + 7) // 8), rest * count).view(np.uint8).reshape(rest, count)
+        planes = (
+            source.unpack(source.take((rest * count + 7) // 8), rest * count)
+            .view(np.uint8)
+            .reshape(rest, count)
+        )
         top = planes[rest - 1].copy()
         for bit in range(rest - 2, -1, -1):
             top <<= 1
@@ -293,5 +309,8 @@ def _choose_low_bits(gaps: Places) -> int:
         return 0  # runs, which unary and zstd store best
     mean = float(sample.mean())
     guess = math.ceil(math.log2(mean * math.log(2))) if mean > 1 else 0
-    costs = {bits: int((sample >> bits).sum()) + sample.size * bits for bits in range(max(0, guess - 1), guess + 2)}
+    costs = {
+        bits: int((sample >> bits).sum()) + sample.size * bits
+        for bits in range(max(0, guess - 1), guess + 2)
+    }
     return min(costs, key=lambda bits: costs[bits])

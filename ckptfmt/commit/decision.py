@@ -63,7 +63,10 @@ _VERDICTS: Final = frozenset(
         Code.WRITERS_MISSING,
     }
 )  # fmt: skip
-_REPLACE: Final = "Save to another path; on a file system, save(..., replace=True) takes the place of the old one."
+_REPLACE: Final = (
+    "Save to another path; on a file system, save(..., replace=True) takes the"
+    " place of the old one."
+)
 #: Prefix of the names of condemnation files.
 CONDEMNED: Final = "condemned-"
 #: Number of tries of a store call that gets no answer, before the outcome counts as unknown.
@@ -118,7 +121,9 @@ def read_register(store: Store, *, known: Known | None = None) -> Register | Non
     Raises: FormatError, IntegrityError, UnsupportedError, StoreError. Spec: REQ-MAN-001.
     """
     try:
-        return (known or Known()).parse_register(store.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES))
+        return (known or Known()).parse_register(
+            store.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES)
+        )
     except CkptError as error:
         if error.code == Code.FILE_MISSING:
             return None
@@ -132,9 +137,15 @@ def check_vacant(store: Store) -> None:
     """
     register = read_register(store)
     if register is not None:
-        told = "Checkpoint already exists" + {Manifest: "", Abort: ", given up"}.get(type(register), ", and is retired")
-        remedy = _REPLACE if isinstance(register, Manifest) and register.origin.run_id is None else None
-        raise err(Code.CHECKPOINT_EXISTS, told, where=store.name, requirement="REQ-CMT-008", remedy=remedy)
+        told = "Checkpoint already exists" + {Manifest: "", Abort: ", given up"}.get(
+            type(register), ", and is retired"
+        )
+        remedy = (
+            _REPLACE if isinstance(register, Manifest) and register.origin.run_id is None else None
+        )
+        raise err(
+            Code.CHECKPOINT_EXISTS, told, where=store.name, requirement="REQ-CMT-008", remedy=remedy
+        )
 
 
 def create_once(
@@ -171,13 +182,17 @@ def create_once(
             if error.code != Code.STORE_EXISTS or (content is None and attempt == 0):
                 raise
             same = (
-                store.nbytes(path) == len(content) and store.read(path, limit_nbytes=len(content)) == content
+                store.nbytes(path) == len(content)
+                and store.read(path, limit_nbytes=len(content)) == content
                 if content is not None
                 else store.nbytes(path) == (nbytes() if callable(nbytes) else nbytes)
             )
             if not same:
                 raise err(
-                    Code.COMMIT_CONFLICT, "the file is there with other contents", where=path, requirement="REQ-CMT-006"
+                    Code.COMMIT_CONFLICT,
+                    "the file is there with other contents",
+                    where=path,
+                    requirement="REQ-CMT-006",
                 ) from error
         return
 
@@ -322,10 +337,17 @@ def check_base(store: Store, reference: Reference, *, known: Known | None = None
     condemned = any(name.startswith(CONDEMNED) for name in base.list_names(""))
     register = read_register(base, known=known)
     if condemned or register is None:
-        detail = "the checkpoint is about to be retired" if condemned else "there is no such checkpoint"
+        detail = (
+            "the checkpoint is about to be retired" if condemned else "there is no such checkpoint"
+        )
         raise err(Code.BASE_MISSING, detail, where=base.name, requirement="REQ-CMT-031")
     if not isinstance(register, Manifest) or register.digest != reference.digest:
-        raise err(Code.BASE_MISMATCH, "another checkpoint is there", where=base.name, requirement="REQ-CMT-031")
+        raise err(
+            Code.BASE_MISMATCH,
+            "another checkpoint is there",
+            where=base.name,
+            requirement="REQ-CMT-031",
+        )
     if register.durability != HOME:
         detail = "its files may be in caches of nodes only"
         raise err(Code.BASE_MISSING, detail, where=base.name, requirement="REQ-CMT-047")
@@ -346,7 +368,11 @@ def abort(store: Store, *, run_id: str | None, launch: int | None, step: int, re
         _decide(store, record.dump())
     except CkptError as error:
         if error.code == Code.COMMIT_UNKNOWN or not isinstance(read_register(store), Abort):
-            if error.code in (Code.COMMIT_CONFLICT, Code.CHECKPOINT_ABORTED, Code.CHECKPOINT_RETIRED):
+            if error.code in (
+                Code.COMMIT_CONFLICT,
+                Code.CHECKPOINT_ABORTED,
+                Code.CHECKPOINT_RETIRED,
+            ):
                 return False
             raise
     store.sync("")
@@ -363,7 +389,12 @@ def retire(store: Store, manifest: Manifest) -> None:
     Spec: REQ-CMT-022, REQ-CMT-023.
     """
     origin = manifest.origin
-    tombstone = Tombstone(run_id=origin.run_id, launch=origin.launch, step=origin.step, manifest_digest=manifest.digest)
+    tombstone = Tombstone(
+        run_id=origin.run_id,
+        launch=origin.launch,
+        step=origin.step,
+        manifest_digest=manifest.digest,
+    )
     store.replace(MANIFEST_NAME, tombstone.dump())
     store.sync("")
     _delete_all_but_register(store)
@@ -401,7 +432,11 @@ def sweep_attempts(store: Store, origin: Origin, *, known: Known | None = None) 
     Spec: REQ-CMT-027, REQ-CMT-044.
     """
     if origin.launch is None:
-        paths = [prefix + name for prefix in ("", "parts/") for name in store.list_names(prefix.rstrip("/"))]
+        paths = [
+            prefix + name
+            for prefix in ("", "parts/")
+            for name in store.list_names(prefix.rstrip("/"))
+        ]
         held = list_held_attempts(store, but=origin.attempt)
     else:  # in a run, this directory has the attempts of one step, and no holds
         paths, held = store.list(""), []
@@ -412,13 +447,21 @@ def sweep_attempts(store: Store, origin: Origin, *, known: Known | None = None) 
     kept = {committed, origin.attempt, *held}
     named = ((path, found[1]) for path in paths if (found := _ATTEMPT.fullmatch(path)) is not None)
     # Pins of the committed attempt aren't needed any more: its manifest lists the references.
-    going = [path for path, of in named if of not in kept or (of == committed and path.endswith(PINS_SUFFIX))]
+    going = [
+        path
+        for path, of in named
+        if of not in kept or (of == committed and path.endswith(PINS_SUFFIX))
+    ]
     call_each(store, store.delete, going)
-    for prefix in () if held or (store.holds_expire and origin.launch is not None) else ("", "parts"):
+    for prefix in (
+        () if held or (store.holds_expire and origin.launch is not None) else ("", "parts")
+    ):
         store.delete_leftovers(prefix)
 
 
-def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float, replace: bool = False) -> Manifest:
+def wait_for_decision(
+    store: Store, origin: Origin, *, deadline_s: float, replace: bool = False
+) -> Manifest:
     """Wait until the committer has decided, or until a writer leaves a failure record.
 
     Args:
@@ -442,7 +485,10 @@ def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float, replac
     missing = _list_missing(origin, set(store.list_names("parts")))
     if missing:
         whom = ", ".join(map(str, missing[:16]))
-        code, detail = Code.WRITERS_MISSING, f"no part of writers {whom} within {deadline_s:g} s, and no decision"
+        code, detail = (
+            Code.WRITERS_MISSING,
+            f"no part of writers {whom} within {deadline_s:g} s, and no decision",
+        )
     else:
         # All parts are present: the committer, or another process that finishes the attempt, may
         # commit.
@@ -468,7 +514,11 @@ def _wait_for_parts(store: Store, origin: Origin, deadline_s: float) -> None:
 def _list_missing(origin: Origin, present: set[str]) -> list[int]:
     """Return the writers without a part among the names in ``parts/``."""
     writers = range(origin.writer_count)
-    return [writer for writer in writers if part_path(origin.attempt, writer)[len("parts/") :] not in present]
+    return [
+        writer
+        for writer in writers
+        if part_path(origin.attempt, writer)[len("parts/") :] not in present
+    ]
 
 
 def _raise_failures(store: Store, origin: Origin, present: set[str] | None = None) -> None:
@@ -485,9 +535,22 @@ def _error_of_record(record: Mapping[str, Any], path: str) -> CkptError:
 
     Spec: REQ-CMT-038.
     """
-    writer, code, detail, remedy = record["writer"], record["code"], record["detail"], record["remedy"]
-    if code in _VERDICTS or (code in Code.__members__ and issubclass(Code[code].error, LayoutError)):
-        return err(Code[code], detail, where=record["where"], requirement=record["requirement"], remedy=remedy)
+    writer, code, detail, remedy = (
+        record["writer"],
+        record["code"],
+        record["detail"],
+        record["remedy"],
+    )
+    if code in _VERDICTS or (
+        code in Code.__members__ and issubclass(Code[code].error, LayoutError)
+    ):
+        return err(
+            Code[code],
+            detail,
+            where=record["where"],
+            requirement=record["requirement"],
+            remedy=remedy,
+        )
     place = f" at {record['where']}" if record["where"] else ""
     remedy = f"On writer {writer}: {remedy}" if remedy else None
     told = f"writer {writer}: {code}{place}: {detail}"
@@ -528,11 +591,18 @@ def _read_equal_index(store: Store, path: str, content: bytes) -> tuple[int, byt
     except (FormatError, IntegrityError):
         said, digest = b"", b""
     if said != open_packed_document(content, where=path)[0]:
-        raise err(Code.COMMIT_CONFLICT, "an index is there with other contents", where=path, requirement="REQ-CMT-006")
+        raise err(
+            Code.COMMIT_CONFLICT,
+            "an index is there with other contents",
+            where=path,
+            requirement="REQ-CMT-006",
+        )
     return len(found), digest
 
 
-def _iter_parts(store: Store, origin: Origin, known: dict[bytes, TensorTable]) -> Iterator[PartFileEntry]:
+def _iter_parts(
+    store: Store, origin: Origin, known: dict[bytes, TensorTable]
+) -> Iterator[PartFileEntry]:
     """Read, check and yield the parts of an attempt.
 
     At most `CALLS_AT_ONCE` parts are in memory.
@@ -545,7 +615,9 @@ def _iter_parts(store: Store, origin: Origin, known: dict[bytes, TensorTable]) -
             yield _parse_part(origin, writer, content, known)
 
 
-def _parse_part(origin: Origin, writer: int, content: bytes, known: dict[bytes, TensorTable]) -> PartFileEntry:
+def _parse_part(
+    origin: Origin, writer: int, content: bytes, known: dict[bytes, TensorTable]
+) -> PartFileEntry:
     path = part_path(origin.attempt, writer)
     part, digest = Part.parse(content, where=path, known=known)
     if part.origin != origin or part.writer != writer:
@@ -556,7 +628,12 @@ def _parse_part(origin: Origin, writer: int, content: bytes, known: dict[bytes, 
 
 def _check_file(store: Store, path: str, nbytes: int) -> None:
     if (actual := store.nbytes(path)) != nbytes:
-        raise err(Code.FILE_NBYTES, f"the file has {actual} bytes, not {nbytes}", where=path, requirement="REQ-CMT-007")
+        raise err(
+            Code.FILE_NBYTES,
+            f"the file has {actual} bytes, not {nbytes}",
+            where=path,
+            requirement="REQ-CMT-007",
+        )
 
 
 def _decide(store: Store, content: bytes) -> None:
@@ -595,7 +672,11 @@ def _decide_anew(store: Store, content: bytes) -> None:
     try:
         _decide(store, content)
     except CkptError as error:
-        if error.code not in (Code.COMMIT_CONFLICT, Code.CHECKPOINT_ABORTED, Code.CHECKPOINT_RETIRED):
+        if error.code not in (
+            Code.COMMIT_CONFLICT,
+            Code.CHECKPOINT_ABORTED,
+            Code.CHECKPOINT_RETIRED,
+        ):
             raise
     else:
         return
@@ -638,7 +719,10 @@ def refusal_of(register: Manifest | Abort | Tombstone) -> CkptError:
             register.reason,
             where=MANIFEST_NAME,
             requirement="REQ-MAN-001",
-            remedy="A newer launch cleaned up. A process that saves here must stop; else take another checkpoint.",
+            remedy=(
+                "A newer launch cleaned up. A process that saves here must stop; else take"
+                " another checkpoint."
+            ),
         )
     if isinstance(register, Tombstone):
         return err(
@@ -646,7 +730,10 @@ def refusal_of(register: Manifest | Abort | Tombstone) -> CkptError:
             "a checkpoint was here and was retired",
             where=MANIFEST_NAME,
             requirement="REQ-MAN-001",
-            remedy="It can't be had again: take another checkpoint, or save under another step or path.",
+            remedy=(
+                "It can't be had again: take another checkpoint, or save under another step or"
+                " path."
+            ),
         )
     return err(
         Code.COMMIT_CONFLICT,

@@ -8,9 +8,21 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from ckptfmt.commit.decision import Register, check_vacant, create_once, is_of_attempt, read_register
+from ckptfmt.commit.decision import (
+    Register,
+    check_vacant,
+    create_once,
+    is_of_attempt,
+    read_register,
+)
 from ckptfmt.commit.waiting import wait_for_attempts
-from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, Tombstone, parse_checkpoint_name
+from ckptfmt.documents.manifest import (
+    MANIFEST_NAME,
+    Abort,
+    Manifest,
+    Tombstone,
+    parse_checkpoint_name,
+)
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store import LocalStore, is_url, split_path
@@ -30,7 +42,13 @@ def _check_replaceable(store: Store) -> None:
     if register is not None and (run_id := _run_of(register)) is not None:
         problem = f"the checkpoint belongs to the run {run_id}"
         remedy = "Save to a directory of its own, or through a Checkpointer."
-        raise err(Code.CHECKPOINT_EXISTS, problem, where=store.name, requirement="REQ-CMT-042", remedy=remedy)
+        raise err(
+            Code.CHECKPOINT_EXISTS,
+            problem,
+            where=store.name,
+            requirement="REQ-CMT-042",
+            remedy=remedy,
+        )
 
 
 def is_run(store: Store) -> bool:
@@ -45,7 +63,9 @@ def refuse_checkpoint(store: Store) -> CkptError:
     if parse_checkpoint_name(name) is not None:
         detail = f"this is a checkpoint of the run {parent}"
         remedy = f"Give the run's directory; resume={name!r} goes back to this checkpoint."
-    return err(Code.CHECKPOINT_EXISTS, detail, where=store.name, requirement="REQ-RUN-016", remedy=remedy)
+    return err(
+        Code.CHECKPOINT_EXISTS, detail, where=store.name, requirement="REQ-RUN-016", remedy=remedy
+    )
 
 
 def check_no_run(store: Store, *, replace: bool = False) -> None:
@@ -147,7 +167,9 @@ def _end(store: Store) -> None:
             register = read_register(store)  # a save without a hold has committed meanwhile
     if isinstance(register, Manifest):
         origin = register.origin
-        tombstone = Tombstone(run_id=None, launch=None, step=origin.step, manifest_digest=register.digest)
+        tombstone = Tombstone(
+            run_id=None, launch=None, step=origin.step, manifest_digest=register.digest
+        )
         store.replace(MANIFEST_NAME, tombstone.dump())
 
 

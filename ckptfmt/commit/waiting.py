@@ -53,7 +53,9 @@ def list_held(store: Store) -> list[str]:
     return store.list_held(SAVERS)
 
 
-def wait_for_savers(store: Store, *, deadline_s: float, on_wait: Callable[[list[str]], Any] | None = None) -> list[str]:
+def wait_for_savers(
+    store: Store, *, deadline_s: float, on_wait: Callable[[list[str]], Any] | None = None
+) -> list[str]:
     """Wait until no living saver of a run has a save in progress.
 
     Args:
@@ -97,7 +99,12 @@ def describe_savers(names: Iterable[str]) -> str:
             others.append(f"attempt {name}" if _ATTEMPT.fullmatch(name) else repr(name))
         else:
             launches.setdefault(int(found[1]), []).append(int(found[2]))
-    return ", ".join([*(f"launch {launch} ({_writers(writers)})" for launch, writers in launches.items()), *others])
+    return ", ".join(
+        [
+            *(f"launch {launch} ({_writers(writers)})" for launch, writers in launches.items()),
+            *others,
+        ]
+    )
 
 
 def _writers(writers: list[int]) -> str:
@@ -121,8 +128,17 @@ def hold_attempt(store: Store, origin: Origin, writer: int, *, must: bool) -> It
     """
     remedy = "Save to a path where nothing is, and remove the old checkpoint afterwards."
     if must and store.holds_expire:
-        detail = "holds on an object store run out while their holder may still commit: replace= needs locks"
-        raise err(Code.STORE_UNSUPPORTED, detail, where=store.name, requirement="REQ-STO-011", remedy=remedy)
+        detail = (
+            "holds on an object store run out while their holder may still commit: replace="
+            " needs locks"
+        )
+        raise err(
+            Code.STORE_UNSUPPORTED,
+            detail,
+            where=store.name,
+            requirement="REQ-STO-011",
+            remedy=remedy,
+        )
     earlier = list_held_attempts(store, but=origin.attempt)
     with store.hold(held_path(origin.attempt, writer)):
         if must and origin.attempt not in list_held_attempts(store):
@@ -146,7 +162,9 @@ def list_held_attempts(store: Store, *, but: str = "") -> list[str]:
     return sorted({attempt for name in held if (attempt := parse_held_path(name)) is not None})
 
 
-def wait_for_attempts(store: Store, attempts: Iterable[str] | None = None, *, deadline_s: float) -> None:
+def wait_for_attempts(
+    store: Store, attempts: Iterable[str] | None = None, *, deadline_s: float
+) -> None:
     """Wait until no living process holds an attempt of `attempts` in a checkpoint directory.
 
     Args:
@@ -159,9 +177,16 @@ def wait_for_attempts(store: Store, attempts: Iterable[str] | None = None, *, de
     awaited = None if attempts is None else set(attempts)
     held: list[str] = []
     for _ in _poll_holds(store, deadline_s) if awaited != set() else ():
-        held = [attempt for attempt in list_held_attempts(store) if awaited is None or attempt in awaited]
+        held = [
+            attempt
+            for attempt in list_held_attempts(store)
+            if awaited is None or attempt in awaited
+        ]
         if not held:
             return
     if held:
-        detail = f"after {deadline_s:g} s another saver still has a save to this path in hand: attempt {held[0]}"
+        detail = (
+            f"after {deadline_s:g} s another saver still has a save to this path in hand:"
+            f" attempt {held[0]}"
+        )
         raise err(Code.SAVE_PENDING, detail, where=store.name, requirement="REQ-CMT-043")

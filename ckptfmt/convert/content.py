@@ -33,7 +33,8 @@ COPY: Final = "Copy it again from where it came from."
 
 #: Remedy for an inconvertible value.
 ANEW: Final = (
-    "Load the file with the program that wrote it, if you trust the file, and save tensors and plain values alone."
+    "Load the file with the program that wrote it, if you trust the file, and save"
+    " tensors and plain values alone."
 )
 
 #: Number of plain values allowed to a source of any size. A scalar counts as 1, a container as
@@ -80,7 +81,9 @@ def tensor_budget(nbytes: int, *, where: str) -> Budget:
         _TENSORS_NBYTES + _TENSORS_RATIO * nbytes,
         what=f"bytes of tensors of {nbytes:,} bytes that are stored",
         where=where,
-        remedy="Save it anew with contiguous() of tensors that repeat few elements, or without them.",
+        remedy=(
+            "Save it anew with contiguous() of tensors that repeat few elements, or without them."
+        ),
     )
 
 
@@ -97,7 +100,13 @@ def member_of(root: Path, name: object, *, named_by: str) -> Path:
 
     Raises: FormatError(UNSAFE_PATH, UNSAFE_FILE); IntegrityError(FILE_MISSING).
     """
-    if type(name) is not str or name in ("", ".", "..") or "/" in name or "\0" in name or os.sep in name:
+    if (
+        type(name) is not str
+        or name in ("", ".", "..")
+        or "/" in name
+        or "\0" in name
+        or os.sep in name
+    ):
         raise err(Code.UNSAFE_PATH, f"it names a file {str(name)[:200]!r}", where=named_by)
     path = root / name
     try:
@@ -106,12 +115,19 @@ def member_of(root: Path, name: object, *, named_by: str) -> Path:
         regular = stat.S_ISREG(resolved.stat().st_mode)
     except (OSError, ValueError, RuntimeError):
         remedy = "Fetch the missing file, or copy the directory again."
-        raise err(Code.FILE_MISSING, f"{named_by} names this file", where=str(path), remedy=remedy) from None
+        raise err(
+            Code.FILE_MISSING, f"{named_by} names this file", where=str(path), remedy=remedy
+        ) from None
     home = root.resolve()
     blobs = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
     if stat.S_ISLNK(kind) and not any(resolved.parent == place for place in (home, *blobs)):
         remedy = "Replace the link by the file, if you trust it."
-        raise err(Code.UNSAFE_FILE, "the file is a link out of the directory", where=str(path), remedy=remedy)
+        raise err(
+            Code.UNSAFE_FILE,
+            "the file is a link out of the directory",
+            where=str(path),
+            remedy=remedy,
+        )
     if not regular:
         raise err(Code.UNSAFE_FILE, "not a regular file", where=str(path))
     return path
@@ -240,7 +256,9 @@ class Memory:
         """Return `nbytes` bytes of memory: the previous call's memory where large enough."""
         if self._held.nbytes < nbytes:
             private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._held = memoryview(bytearray(nbytes) if nbytes < _SMALL_NBYTES else mmap.mmap(-1, nbytes, private))
+            self._held = memoryview(
+                bytearray(nbytes) if nbytes < _SMALL_NBYTES else mmap.mmap(-1, nbytes, private)
+            )
         return self._held[:nbytes]
 
 
@@ -293,12 +311,18 @@ class Content:
         Raises: StateError(STATE_NAME) for a taken name; FormatError(LIMIT_EXCEEDED).
         """
         if len(tensor.global_shape) > limits.NDIM or len(tensor.name) > limits.NAME_NBYTES:
-            detail = f"a name of {len(tensor.name)} characters, or {len(tensor.global_shape)} dimensions"
-            raise err(Code.LIMIT_EXCEEDED, detail, where=tensor.name[:64], requirement="REQ-LIM-001")
+            detail = (
+                f"a name of {len(tensor.name)} characters, or {len(tensor.global_shape)} dimensions"
+            )
+            raise err(
+                Code.LIMIT_EXCEEDED, detail, where=tensor.name[:64], requirement="REQ-LIM-001"
+            )
         if self.budget is not None:
             self.budget.spend(tensor.nbytes)
         if tensor.key in self.tensors:
-            raise err(Code.STATE_NAME, f"{tensor.field} has {tensor.name!r} twice", where=tensor.name)
+            raise err(
+                Code.STATE_NAME, f"{tensor.field} has {tensor.name!r} twice", where=tensor.name
+            )
         self.tensors[tensor.key] = tensor
 
 
@@ -325,7 +349,7 @@ def check_depth(depth: int, name: str) -> None:
 
 
 def map_tree(
-    value: Any,  # noqa: ANN401 - a tree
+    value: Any,
     leaf: Callable[[Any, str], Any],
     name: str = "",
     *,
@@ -333,7 +357,7 @@ def map_tree(
     whole: tuple[type, ...] = (),
     kept: frozenset[type] = _SCALARS,
     depth: int = 0,
-) -> Any:  # noqa: ANN401 - the tree with other leaves
+) -> Any:
     """Return a tree of the same containers, with each leaf value replaced by `leaf`'s result.
 
     Args:
@@ -350,8 +374,10 @@ def map_tree(
     """
     check_depth(depth, name)
 
-    def below(item: Any, key: object) -> Any:  # noqa: ANN401
-        return map_tree(item, leaf, child_name(name, key), drop=drop, whole=whole, kept=kept, depth=depth + 1)
+    def below(item: Any, key: object) -> Any:
+        return map_tree(
+            item, leaf, child_name(name, key), drop=drop, whole=whole, kept=kept, depth=depth + 1
+        )
 
     kind = type(value)
     if kind in whole or kind not in _CONTAINERS:

@@ -143,17 +143,33 @@ def plan_conversion(
     from_kind = from_kind or source_kind(source)
     to_kind = to_kind or target_kind(target, from_kind)
     if only is not None and only not in FIELDS:
-        raise err(Code.ARGUMENT, f"{only!r} is none of the fields {', '.join(FIELDS)}", where="--only")
+        raise err(
+            Code.ARGUMENT, f"{only!r} is none of the fields {', '.join(FIELDS)}", where="--only"
+        )
     if (from_kind, to_kind) == ("ckptfmt", "ckptfmt"):
         remedy = "Copy the directory; of a delta, `ckptfmt compact` makes a full one."
-        raise err(Code.ARGUMENT, "source and target are both checkpoints of ckptfmt", where=target, remedy=remedy)
+        raise err(
+            Code.ARGUMENT,
+            "source and target are both checkpoints of ckptfmt",
+            where=target,
+            remedy=remedy,
+        )
     for place, kind in ((source, from_kind), (target, to_kind)):
         if kind != "ckptfmt" and is_url(place):
-            remedy = "Give a path on this machine, and copy between it and the bucket by other means."
-            raise err(Code.ARGUMENT, f"what is of kind {kind} can't be in a bucket", where=place, remedy=remedy)
+            remedy = (
+                "Give a path on this machine, and copy between it and the bucket by other means."
+            )
+            raise err(
+                Code.ARGUMENT,
+                f"what is of kind {kind} can't be in a bucket",
+                where=place,
+                remedy=remedy,
+            )
     rules = parse_rules(rules)
     if rules and from_kind not in _TORCH_FORMATS:
-        raise err(Code.ARGUMENT, f"a source of kind {from_kind} has its fields already", where="--field")
+        raise err(
+            Code.ARGUMENT, f"a source of kind {from_kind} has its fields already", where="--field"
+        )
     if step is not None and to_kind in ("hf", "safetensors"):
         raise err(Code.ARGUMENT, f"a target of kind {to_kind} has no step", where="--step")
     if step is not None and from_kind == "ckptfmt":
@@ -172,7 +188,10 @@ def plan_conversion(
         plan = _PLANS[to_kind](content, only, max_shard_nbytes)
         kept = content.left_out if only is None or from_kind != "ckptfmt" else []
         if from_kind == "ckptfmt" and only is None:
-            of_step = LeftOut(f"step {content.step}", "the target has no place for it; to convert it back, pass --step")
+            of_step = LeftOut(
+                f"step {content.step}",
+                "the target has no place for it; to convert it back, pass --step",
+            )
             kept = [*_PROOF, *([of_step] if to_kind in ("hf", "safetensors") else []), *kept]
         yield Conversion(
             source=source,
@@ -191,12 +210,18 @@ def plan_conversion(
 #: Remedies for a foreign source, by code or class of the error: the table of codes has remedies for
 #: checkpoints only.
 _FOREIGN_REMEDIES: Final[dict[object, str]] = {
-    FormatError: "Fetch the file again; if the error stays, write it anew with the program that made it.",
+    FormatError: (
+        "Fetch the file again; if the error stays, write it anew with the program that made it."
+    ),
     IntegrityError: COPY,
-    LayoutError: "Copy the directory again from where it came from; if the error stays, save it anew.",
+    LayoutError: (
+        "Copy the directory again from where it came from; if the error stays, save it anew."
+    ),
     Code.STATE_UNSUPPORTED: ANEW,
     Code.STATE_NAME: "Save it anew with other keys; or convert one field of it, by --only.",
-    Code.SHAPE_MISMATCH: "Copy the directory again from where it came from; if the error stays, save it anew.",
+    Code.SHAPE_MISMATCH: (
+        "Copy the directory again from where it came from; if the error stays, save it anew."
+    ),
 }
 
 
@@ -207,7 +232,9 @@ def _foreign_remedies() -> Iterator[None]:
         yield
     except CkptError as error:
         if error.remedy == error.code.remedy:
-            error.remedy = _FOREIGN_REMEDIES.get(error.code, _FOREIGN_REMEDIES.get(type(error), error.remedy))
+            error.remedy = _FOREIGN_REMEDIES.get(
+                error.code, _FOREIGN_REMEDIES.get(type(error), error.remedy)
+            )
         raise
 
 
@@ -230,7 +257,9 @@ def _check_refused(content: Content, only: str | None) -> None:
             error = refused.error
             held = {key[0] for key in content.tensors}
             if only is None and "weights" in held and "weights" not in content.refused:
-                error.remedy = f"Convert the weights without it, by --only weights. Or: {error.remedy}"
+                error.remedy = (
+                    f"Convert the weights without it, by --only weights. Or: {error.remedy}"
+                )
             raise error
 
 
@@ -255,7 +284,9 @@ def _torch_side() -> ModuleType:
         if error.name != "torch":
             raise
         remedy = 'pip install "ckptfmt[torch]"'
-        raise err(Code.ARGUMENT, "this kind of checkpoint needs torch", where="torch", remedy=remedy) from None
+        raise err(
+            Code.ARGUMENT, "this kind of checkpoint needs torch", where="torch", remedy=remedy
+        ) from None
 
 
 def _plan_native(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
@@ -287,7 +318,9 @@ def _plan_safetensors(content: Content, only: str | None, _max_shard_nbytes: int
 
     def write(path: Path, on_progress: Callable[[int], None]) -> None:
         (rows,) = layout.files.values()
-        hf.write_file(LocalStore(path.parent, writable=True), path.name, rows, on_progress=on_progress)
+        hf.write_file(
+            LocalStore(path.parent, writable=True), path.name, rows, on_progress=on_progress
+        )
 
     return _Target(tensors=layout.tensors, left_out=layout.left_out, write=write)
 
@@ -314,7 +347,9 @@ def _plan_dcp(content: Content, only: str | None, _max_shard_nbytes: int) -> _Ta
     def write(path: Path, on_progress: Callable[[int], None]) -> None:
         side.write_directory(path, flat, on_progress=on_progress)
 
-    return _Target(tensors=list(flat.tensors.values()), left_out=left_out + flat.left_out, write=write)
+    return _Target(
+        tensors=list(flat.tensors.values()), left_out=left_out + flat.left_out, write=write
+    )
 
 
 def _fitting(
@@ -360,7 +395,9 @@ def source_kind(path: str) -> str:
         else:
             names = {entry.name for entry in Path(path).iterdir()}
     except FileNotFoundError:
-        raise err(Code.FILE_MISSING, "no such file or directory", where=path, remedy=suggest_path(path)) from None
+        raise err(
+            Code.FILE_MISSING, "no such file or directory", where=path, remedy=suggest_path(path)
+        ) from None
     except NotADirectoryError:
         return _file_kind(path)
     except OSError as error:
@@ -375,7 +412,12 @@ def source_kind(path: str) -> str:
     remedy = f"{_SAY} (--from)"
     if files := sorted(name for name in names if name.endswith(_TORCH_SUFFIXES)):
         remedy = f"Give one file of it, such as {Path(path) / files[0]}."
-    raise err(Code.ARGUMENT, f"not a kind of checkpoint that is known: {detail}", where=path, remedy=remedy)
+    raise err(
+        Code.ARGUMENT,
+        f"not a kind of checkpoint that is known: {detail}",
+        where=path,
+        remedy=remedy,
+    )
 
 
 def _file_kind(path: str) -> str:
@@ -405,7 +447,12 @@ def target_kind(path: str, from_kind: str) -> str:
         return "safetensors"
     if from_kind != "ckptfmt":
         return "ckptfmt"
-    raise err(Code.ARGUMENT, "the name doesn't say which kind to write", where=path, remedy=f"{_SAY} (--to)")
+    raise err(
+        Code.ARGUMENT,
+        "the name doesn't say which kind to write",
+        where=path,
+        remedy=f"{_SAY} (--to)",
+    )
 
 
 def check_paths(source: str, target: str) -> None:
@@ -421,7 +468,12 @@ def check_paths(source: str, target: str) -> None:
     if os.path.lexists(target):
         raise _exists(target)
     if not is_url(source) and Path(target).resolve().is_relative_to(Path(source).resolve()):
-        raise err(Code.ARGUMENT, "the target is in the source", where=target, remedy="Give a path outside of it.")
+        raise err(
+            Code.ARGUMENT,
+            "the target is in the source",
+            where=target,
+            remedy="Give a path outside of it.",
+        )
 
 
 @contextlib.contextmanager
@@ -453,7 +505,9 @@ def _publish(scratch: Path, path: Path) -> None:
         except FileExistsError:
             raise _exists(str(path)) from None
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP) or os.path.lexists(path):
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP) or os.path.lexists(
+                path
+            ):
                 raise
             (scratch / path.name).rename(path)
         os.fsync(directory)
@@ -462,7 +516,12 @@ def _publish(scratch: Path, path: Path) -> None:
 
 
 def _exists(path: str) -> CkptError:
-    return err(Code.STORE_EXISTS, "the target exists already", where=path, remedy="Give a path that isn't there yet.")
+    return err(
+        Code.STORE_EXISTS,
+        "the target exists already",
+        where=path,
+        remedy="Give a path that isn't there yet.",
+    )
 
 
 def _store_error(error: OSError, where: str) -> CkptError:
@@ -474,7 +533,9 @@ def _store_error(error: OSError, where: str) -> CkptError:
         errno.EROFS: Code.STORE_ACCESS,
     }
     code = codes.get(error.errno or 0, Code.STORE_IO)
-    return err(code, error.strerror or str(error), where=error.filename or where, remedy=remedy_of(error))
+    return err(
+        code, error.strerror or str(error), where=error.filename or where, remedy=remedy_of(error)
+    )
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> Content:
@@ -523,14 +584,18 @@ def snapshot_of(content: Content) -> Snapshot:
     snapshot = Snapshot(
         tensors=tuple(content.tensors[key] for key in sorted(content.tensors, key=sort_key)),
         streams=(),
-        leaves=tuple(sorted(leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope)))),
+        leaves=tuple(
+            sorted(leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope)))
+        ),
         absent={field: f"{IMPORTED}{content.origin}" for field in FIELDS if field not in given},
     )
     check_snapshot(snapshot)
     return snapshot
 
 
-def write_checkpoint(store: Store, snapshot: Snapshot, *, step: int, on_progress: Callable[[int], None]) -> Manifest:
+def write_checkpoint(
+    store: Store, snapshot: Snapshot, *, step: int, on_progress: Callable[[int], None]
+) -> Manifest:
     """Write and commit a checkpoint of a conversion's tensors, with one chunk in memory at a time.
 
     Raises: StoreError; errors of reading the source. Spec: REQ-CMT-003 to REQ-CMT-008.

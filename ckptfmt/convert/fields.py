@@ -8,7 +8,16 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.adapters.live_trees import GLOBAL, key_text
-from ckptfmt.convert.content import Array, Content, LeftOut, Refused, Tensor, Unfit, map_tree, text_of
+from ckptfmt.convert.content import (
+    Array,
+    Content,
+    LeftOut,
+    Refused,
+    Tensor,
+    Unfit,
+    map_tree,
+    text_of,
+)
 from ckptfmt.convert.numbering import nest, take_optimizers
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef, iter_references
@@ -20,9 +29,12 @@ FIELDS_TAKEN: Final = ("weights", "optimizer", "data", "config", "extra")
 
 #: Field of an entry by its key, if the caller gives no rule. An entry with any other key is extra.
 _USUAL: Final = {
-    **dict.fromkeys(("weights", "model", "module", "state_dict", "model_state_dict", "net"), "weights"),
     **dict.fromkeys(
-        ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_states"), "optimizer"
+        ("weights", "model", "module", "state_dict", "model_state_dict", "net"), "weights"
+    ),
+    **dict.fromkeys(
+        ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_states"),
+        "optimizer",
     ),
     "data": "data",
     "config": "config",
@@ -55,18 +67,24 @@ def parse_rules(texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         key, equals, field = text.rpartition("=")
         if field not in FIELDS_TAKEN or (not equals and field == "extra"):
-            detail = f"{text!r} is neither KEY=FIELD nor FIELD, with one of {', '.join(FIELDS_TAKEN)}"
+            detail = (
+                f"{text!r} is neither KEY=FIELD nor FIELD, with one of {', '.join(FIELDS_TAKEN)}"
+            )
             raise err(Code.ARGUMENT, detail, where="--field", remedy="Such as --field ema=extra.")
         rules[key] = field
     if "" in rules and len(rules) > 1:
-        raise err(Code.ARGUMENT, "--field gives a field for the whole source, and others for entries", where="--field")
+        raise err(
+            Code.ARGUMENT,
+            "--field gives a field for the whole source, and others for entries",
+            where="--field",
+        )
     return rules
 
 
 # --- from a foreign file --------------------------------------------------------------------------
 
 
-def sort_fields(root: Any, rules: Mapping[str, str], content: Content, *, where: str) -> None:  # noqa: ANN401
+def sort_fields(root: Any, rules: Mapping[str, str], content: Content, *, where: str) -> None:
     """Add each entry of a nested mapping to `content`, with its field and names.
 
     A mapping of tensors alone is weights. In any other mapping, the keys of the entries decide.
@@ -90,10 +108,17 @@ def sort_fields(root: Any, rules: Mapping[str, str], content: Content, *, where:
             Code.ARGUMENT,
             f"the file holds {type(root).__name__}, not a mapping with names as keys",
             where=where,
-            remedy="Save a dict, such as {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}.",
+            remedy=(
+                "Save a dict, such as {'model': model.state_dict(), 'optimizer':"
+                " optimizer.state_dict()}."
+            ),
         )
     for key in rules.keys() - root.keys():
-        raise err(Code.ARGUMENT, f"the file has no entry {key!r}, but {', '.join(map(repr, root))}"[:500], where=where)
+        raise err(
+            Code.ARGUMENT,
+            f"the file has no entry {key!r}, but {', '.join(map(repr, root))}"[:500],
+            where=where,
+        )
     if not rules and _is_flat(root):
         namer.add_weights(root, "")
         return
@@ -113,12 +138,14 @@ def sort_fields(root: Any, rules: Mapping[str, str], content: Content, *, where:
 
 def _usual(key: str, value: object) -> str:
     field = _USUAL.get(key, "extra")
-    if key == "extra" and not (isinstance(value, dict) and all(isinstance(name, str) for name in value)):
+    if key == "extra" and not (
+        isinstance(value, dict) and all(isinstance(name, str) for name in value)
+    ):
         return "optimizer"
     return field
 
 
-def _is_flat(value: Any) -> bool:  # noqa: ANN401 - anything
+def _is_flat(value: Any) -> bool:
     """Return whether a value is like a module's state_dict: tensors by name, and extra state."""
     return (
         type(value) in (dict, OrderedDict)
@@ -134,7 +161,7 @@ def _is_tensor(item: object) -> bool:
     return isinstance(item, Array) or (isinstance(item, Refused) and item.is_tensor)
 
 
-def find_step(root: Any) -> tuple[int, str] | None:  # noqa: ANN401 - anything
+def find_step(root: Any) -> tuple[int, str] | None:
     """Return the number of training steps recorded in a foreign file, and the number's key.
 
     >>> find_step({"model": {}, "global_step": 1200}), find_step({"step": -1}), find_step([])
@@ -181,7 +208,9 @@ class _Namer:
             else:
                 self._add_tensor("weights", f"{prefix}{key}", value)
 
-    def add_leaf(self, field: str, name: str, value: object, *, tensors_under: str | None = None) -> None:
+    def add_leaf(
+        self, field: str, name: str, value: object, *, tensors_under: str | None = None
+    ) -> None:
         """Add a tree; tensors in the tree are named by their paths of keys."""
 
         def refer(item: object, path: str) -> object:
@@ -206,15 +235,21 @@ class _Namer:
                 self.add_leaf("optimizer", name, value, tensors_under=under)
 
     def _add_tensor(self, field: str, name: str, array: Array) -> Tensor:
-        tensor = Tensor(field=field, name=name, dtype=array.dtype, global_shape=array.shape, read=array.read)
+        tensor = Tensor(
+            field=field, name=name, dtype=array.dtype, global_shape=array.shape, read=array.read
+        )
         self.content.add(tensor)
         self._named[field, id(array)] = tensor
         return tensor
 
 
-def _is_native_optimizer(value: Any) -> bool:  # noqa: ANN401 - anything
+def _is_native_optimizer(value: Any) -> bool:
     """Return whether `assemble` made this value of an optimizer saved by parameter names."""
-    return type(value) is dict and bool(value) and all(str(key).startswith(("state/", "group/")) for key in value)
+    return (
+        type(value) is dict
+        and bool(value)
+        and all(str(key).startswith(("state/", "group/")) for key in value)
+    )
 
 
 # --- to a foreign file ----------------------------------------------------------------------------
@@ -242,7 +277,9 @@ def assemble(
         if only is None or field == only:
             root.update(builder.field(field))
     left_out = builder.left_out + [
-        LeftOut(text_of(key), f"the target has no place for {key[0]}") for key in content.leaves if key[0] in _SPOKEN_OF
+        LeftOut(text_of(key), f"the target has no place for {key[0]}")
+        for key in content.leaves
+        if key[0] in _SPOKEN_OF
     ]
     if only is None:
         return root, left_out
@@ -256,8 +293,13 @@ def assemble(
 
 def nothing_in(field: str) -> CkptError:
     """Return the error for a requested field missing in the source."""
-    remedy = f"Give another field; or, of a torch.save file, say which entries belong there: --field KEY={field}."
-    return err(Code.ARGUMENT, f"there is nothing in the field {field!r}", where="--only", remedy=remedy)
+    remedy = (
+        "Give another field; or, of a torch.save file, say which entries belong there:"
+        f" --field KEY={field}."
+    )
+    return err(
+        Code.ARGUMENT, f"there is nothing in the field {field!r}", where="--only", remedy=remedy
+    )
 
 
 def _why_not(tensor: Tensor, content: Content) -> str:
@@ -313,10 +355,12 @@ class _Builder:
             made[field] = values[""] if whole and len(values) == 1 else values
         return {**made, "extra": extra} if extra else made
 
-    def _with_state_dicts(self, values: dict[str, Any], where: str) -> Any:  # noqa: ANN401 - a tree
+    def _with_state_dicts(self, values: dict[str, Any], where: str) -> Any:
         """Return values in which a state_dict replaces the leaves of each optimizer."""
         found, errors = take_optimizers(values, where=where)
-        self.left_out += [LeftOut(error.where or where, f"{error.detail}; it stays by names") for error in errors]
+        self.left_out += [
+            LeftOut(error.where or where, f"{error.detail}; it stays by names") for error in errors
+        ]
         trees = nest(found) if found else {}
         return {**trees, **values} if isinstance(trees, dict) else trees
 
@@ -340,7 +384,11 @@ class _Builder:
             return
 
         def value_of(item: object, _path: str) -> object:
-            return self._by_name[field, item.name, scope] if isinstance(item, TensorRef) else self._fit(item)
+            return (
+                self._by_name[field, item.name, scope]
+                if isinstance(item, TensorRef)
+                else self._fit(item)
+            )
 
         def drop(path: str, reason: str) -> None:
             self.left_out.append(LeftOut(f"{field}:{path}", reason))
@@ -351,7 +399,10 @@ class _Builder:
             drop(name, str(unfit))
 
     def _is_referred(self, tensor: Tensor) -> bool:
-        return any((tensor.field, name, tensor.scope) in self._referred for name in (tensor.name, *tensor.aliases))
+        return any(
+            (tensor.field, name, tensor.scope) in self._referred
+            for name in (tensor.name, *tensor.aliases)
+        )
 
     def _add_tensor(self, tensor: Tensor, values: dict[str, Any]) -> None:
         reason = _why_not(tensor, self._content)

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from ckptfmt.box import Box
-from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree, member_of, read_exactly, text_of
+from ckptfmt.convert.content import (
+    Content,
+    LeftOut,
+    Tensor,
+    map_tree,
+    member_of,
+    read_exactly,
+    text_of,
+)
 from ckptfmt.convert.fields import assemble
 from ckptfmt.convert.recognition import check_format, check_pointer, is_torch, read_head
 from ckptfmt.documents.shard import ShardEntry, plan_shard
@@ -27,7 +35,16 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 
 _SHARD_OF: Final = re.compile(r".*-\d+-of-\d+\.safetensors")
 _METADATA: Final = "__metadata__"
-_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_UNITS: Final = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+}
 #: Tag, and elements in a byte, of dtypes that safetensors has and shards lack: safetensors' shapes
 #: count elements.
 _PACKED: Final = {"float4_e2m1fn_x2": ("F4", 2)}
@@ -46,7 +63,12 @@ def parse_nbytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?", text.strip().upper())
     nbytes = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
     if nbytes < 1:
-        raise err(Code.ARGUMENT, f"{text!r} isn't a size", where="--max-shard-size", remedy="Such as 5GB or 200MiB.")
+        raise err(
+            Code.ARGUMENT,
+            f"{text!r} isn't a size",
+            where="--max-shard-size",
+            remedy="Such as 5GB or 200MiB.",
+        )
     return nbytes
 
 
@@ -66,8 +88,12 @@ def read_directory(path: str) -> Content:
     else:
         names = _files_of(root)
         paths = {name: member_of(root, name, named_by=str(root / INDEX_NAME)) for name in names}
-        others = sorted(entry.name for entry in root.iterdir() if entry.name not in {*names, INDEX_NAME})
-        content.left_out = [LeftOut(name, "only tensors are converted") for name in others if name[:1] != "."]
+        others = sorted(
+            entry.name for entry in root.iterdir() if entry.name not in {*names, INDEX_NAME}
+        )
+        content.left_out = [
+            LeftOut(name, "only tensors are converted") for name in others if name[:1] != "."
+        ]
         for name, wanted in names.items():
             _read_file(paths[name], wanted, content)
     return content
@@ -80,14 +106,18 @@ def _files_of(root: Path) -> dict[str, set[str] | None]:
         if WEIGHTS_NAME in present:
             return {WEIGHTS_NAME: None}
         if len(present) != 1 or _SHARD_OF.fullmatch(present[0]):
-            detail = f"{len(present)} safetensors files, and nothing that says which tensor is where"
+            detail = (
+                f"{len(present)} safetensors files, and nothing that says which tensor is where"
+            )
             remedy = "Fetch the index file of the model as well, or give one file."
             raise err(Code.FILE_MISSING, detail, where=str(root / INDEX_NAME), remedy=remedy)
         return {present[0]: None}
     files: dict[str, set[str] | None] = {}
     for tensor, name in _weight_map(member_of(root, INDEX_NAME, named_by=str(root))).items():
         if not isinstance(name, str):
-            raise err(Code.UNSAFE_PATH, f"{tensor[:200]!r} is in no file", where=str(root / INDEX_NAME))
+            raise err(
+                Code.UNSAFE_PATH, f"{tensor[:200]!r} is in no file", where=str(root / INDEX_NAME)
+            )
         wanted = files.setdefault(name, set())
         assert wanted is not None  # noqa: S101 - made in this loop
         wanted.add(tensor)
@@ -116,7 +146,9 @@ def _read_file(path: Path, wanted: set[str] | None, content: Content) -> None:
     check_format(head, where=where)
     if is_torch(head):
         detail = "the file is one of torch.save, by its content"
-        raise err(Code.ARGUMENT, detail, where=where, remedy="Convert this file alone, with --from torch.")
+        raise err(
+            Code.ARGUMENT, detail, where=where, remedy="Convert this file alone, with --from torch."
+        )
     try:
         with safe_open(where, framework="numpy") as file, path.open("rb") as raw:
             at = 8 + int.from_bytes(raw.read(8), "little")
@@ -126,7 +158,9 @@ def _read_file(path: Path, wanted: set[str] | None, content: Content) -> None:
     except SafetensorError as error:
         raise err(Code.SHARD_HEADER_SYNTAX, f"safetensors says: {error}", where=where) from None
     content.left_out += [
-        LeftOut(f"{path.name}:{_METADATA}/{key}", "only tensors are converted") for key in metadata if key != "format"
+        LeftOut(f"{path.name}:{_METADATA}/{key}", "only tensors are converted")
+        for key in metadata
+        if key != "format"
     ]
     present = set()
     for key, tag, extents in types:
@@ -141,10 +175,18 @@ def _read_file(path: Path, wanted: set[str] | None, content: Content) -> None:
             content.left_out.append(LeftOut(f"{path.name}:{key}", "the index doesn't name it"))
             continue
         element_nbytes = DTYPES[_DTYPE_OF[tag]].nbytes
-        read = functools.partial(_read, path=path, begin=begin, shape=shape, element_nbytes=element_nbytes)
-        content.add(Tensor(field="weights", name=key, dtype=_DTYPE_OF[tag], global_shape=shape, read=read))
+        read = functools.partial(
+            _read, path=path, begin=begin, shape=shape, element_nbytes=element_nbytes
+        )
+        content.add(
+            Tensor(field="weights", name=key, dtype=_DTYPE_OF[tag], global_shape=shape, read=read)
+        )
     for key in sorted((wanted or set()) - present):
-        raise err(Code.SHARD_MISMATCH, f"{key!r} isn't in this file, where {INDEX_NAME} says it is", where=where)
+        raise err(
+            Code.SHARD_MISMATCH,
+            f"{key!r} isn't in this file, where {INDEX_NAME} says it is",
+            where=where,
+        )
 
 
 def _shape_of(key: str, dtype: str, extents: tuple[int, ...], *, where: str) -> tuple[int, ...]:
@@ -154,7 +196,10 @@ def _shape_of(key: str, dtype: str, extents: tuple[int, ...], *, where: str) -> 
     """
     _, count = _PACKED.get(dtype, ("", 1))
     if count > 1 and (not extents or extents[-1] % count):
-        detail = f"the last dimension of {key[:200]!r}, of the shape {extents}, isn't a multiple of {count} elements"
+        detail = (
+            f"the last dimension of {key[:200]!r}, of the shape {extents}, isn't a multiple"
+            f" of {count} elements"
+        )
         raise err(Code.SHARD_DTYPE, detail, where=where)
     return extents if count == 1 else (*extents[:-1], extents[-1] // count)
 
@@ -167,7 +212,15 @@ def _entry_of(key: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...]]:
     return key, tag, (*tensor.global_shape[:-1], tensor.global_shape[-1] * count)
 
 
-def _read(box: Box, out: memoryview, *, path: Path, begin: int, shape: tuple[int, ...], element_nbytes: int) -> None:
+def _read(
+    box: Box,
+    out: memoryview,
+    *,
+    path: Path,
+    begin: int,
+    shape: tuple[int, ...],
+    element_nbytes: int,
+) -> None:
     """Read the bytes of a box of `Tensor.iter_chunks`; such a box is contiguous in the file."""
     strides = strides_of(shape, element_nbytes)
     offset = begin + sum(index * stride for index, stride in zip(box.begin, strides, strict=True))
@@ -205,7 +258,10 @@ def plan_layout(content: Content, *, max_shard_nbytes: int | None, only: str | N
 
     Raises: StateError(ARGUMENT) for another field than weights, or where there are no weights.
     """
-    holds = f"a {'safetensors file' if max_shard_nbytes is None else 'Hugging Face directory'} holds weights only"
+    holds = (
+        f"a {'safetensors file' if max_shard_nbytes is None else 'Hugging Face directory'}"
+        " holds weights only"
+    )
     if only not in (None, "weights"):
         raise err(Code.ARGUMENT, holds, where="--only")
     root, left_out = assemble(content, "weights", lambda value: value, numbered=False)
@@ -229,10 +285,17 @@ def plan_layout(content: Content, *, max_shard_nbytes: int | None, only: str | N
         shards[-1].append((name, tensor))
         room -= tensor.nbytes
     if not shards:
-        raise err(Code.ARGUMENT, "there are no weights that a safetensors file could hold", where="weights")
+        raise err(
+            Code.ARGUMENT,
+            "there are no weights that a safetensors file could hold",
+            where="weights",
+        )
     numbers = range(1, len(shards) + 1)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
-    return Layout(files=dict(zip(names if len(shards) > 1 else [WEIGHTS_NAME], shards, strict=True)), left_out=left_out)
+    return Layout(
+        files=dict(zip(names if len(shards) > 1 else [WEIGHTS_NAME], shards, strict=True)),
+        left_out=left_out,
+    )
 
 
 def _iter_named(root: dict[str, Any], left_out: list[LeftOut]) -> Iterator[tuple[str, Tensor]]:
@@ -247,14 +310,18 @@ def _iter_named(root: dict[str, Any], left_out: list[LeftOut]) -> Iterator[tuple
             if isinstance(item, Tensor):
                 found.append((path, item))
             else:
-                left_out.append(LeftOut(f"weights:{path}", "a safetensors file holds no plain values"))
+                left_out.append(
+                    LeftOut(f"weights:{path}", "a safetensors file holds no plain values")
+                )
 
         map_tree(value, take, key, kept=frozenset())
         yield from found
 
 
 def _why_not(name: str, tensor: Tensor) -> str:
-    if DTYPES[tensor.dtype].safetensors is None and (tensor.dtype not in _PACKED or not tensor.global_shape):
+    if DTYPES[tensor.dtype].safetensors is None and (
+        tensor.dtype not in _PACKED or not tensor.global_shape
+    ):
         return f"safetensors has no dtype {tensor.dtype}"
     return "safetensors keeps this name for itself" if name == _METADATA else ""
 
@@ -268,26 +335,41 @@ def write_directory(store: Store, layout: Layout, *, on_progress: Callable[[int]
         write_file(store, name, rows, on_progress=on_progress)
     if list(layout.files) != [WEIGHTS_NAME]:
         weight_map = {key: name for name, rows in layout.files.items() for key, _ in rows}
-        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in layout.tensors)}, "weight_map": weight_map}
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in layout.tensors)},
+            "weight_map": weight_map,
+        }
         store.create(INDEX_NAME, [json.dumps(index, ensure_ascii=False, indent=2).encode()])
     store.sync("")
 
 
-def write_file(store: Store, name: str, rows: list[tuple[str, Tensor]], *, on_progress: Callable[[int], None]) -> None:
+def write_file(
+    store: Store, name: str, rows: list[tuple[str, Tensor]], *, on_progress: Callable[[int], None]
+) -> None:
     """Write one safetensors file, created whole.
 
     Raises: StoreError; errors of reading the source.
     """
     header, entries = plan_shard([_entry_of(key, tensor) for key, tensor in rows])
     nbytes = max(entry.byte_end for entry in entries)
-    store.create(name, SizedChunks(_iter_file(header, entries, [tensor for _, tensor in rows], on_progress), nbytes))
+    store.create(
+        name,
+        SizedChunks(
+            _iter_file(header, entries, [tensor for _, tensor in rows], on_progress), nbytes
+        ),
+    )
 
 
 def _iter_file(
-    header: bytes, entries: list[ShardEntry], tensors: list[Tensor], on_progress: Callable[[int], None]
+    header: bytes,
+    entries: list[ShardEntry],
+    tensors: list[Tensor],
+    on_progress: Callable[[int], None],
 ) -> Iterator[Buffer]:
     yield header
-    for _, tensor in sorted(zip(entries, tensors, strict=True), key=lambda row: (row[0].byte_begin, row[0].byte_end)):
+    for _, tensor in sorted(
+        zip(entries, tensors, strict=True), key=lambda row: (row[0].byte_begin, row[0].byte_end)
+    ):
         for chunk in tensor.iter_content():
             yield chunk
             on_progress(chunk.nbytes)

@@ -15,11 +15,14 @@ from ckptfmt.errors import CkptError, Code, err
 
 _GROUP: Final = re.compile(r"(?:^|(?<=/))group/")
 _REMEDY: Final = (
-    "Load the checkpoint into a State with the live model and optimizer, and save the optimizer.state_dict() of these."
+    "Load the checkpoint into a State with the live model and optimizer, and save"
+    " the optimizer.state_dict() of these."
 )
 
 
-def take_optimizers(values: dict[str, Any], *, where: str) -> tuple[dict[tuple[Any, ...], Any], list[CkptError]]:
+def take_optimizers(
+    values: dict[str, Any], *, where: str
+) -> tuple[dict[tuple[Any, ...], Any], list[CkptError]]:
     """Remove torch optimizers' leaves from a field's values, and return their state_dicts.
 
     Args:
@@ -52,7 +55,7 @@ def take_optimizers(values: dict[str, Any], *, where: str) -> tuple[dict[tuple[A
     return found, errors
 
 
-def nest(found: Mapping[tuple[Any, ...], Any]) -> Any:  # noqa: ANN401 - a tree
+def nest(found: Mapping[tuple[Any, ...], Any]) -> Any:
     """Return a tree with each value under its keys.
 
     The containers are dicts, or lists where the keys are all positions.
@@ -66,12 +69,20 @@ def nest(found: Mapping[tuple[Any, ...], Any]) -> Any:  # noqa: ANN401 - a tree
     for (key, *path), value in found.items():
         below.setdefault(key, {})[tuple(path)] = value
     made = {key: nest(values) for key, values in below.items()}
-    return [made[number] for number in range(len(made))] if made.keys() == set(range(len(made))) else made
+    return (
+        [made[number] for number in range(len(made))]
+        if made.keys() == set(range(len(made)))
+        else made
+    )
 
 
 def _prefix_of(name: str, tree: object) -> str | None:
     """Return the name prefix of an optimizer's leaves, if this leaf is a group; else None."""
-    if not (isinstance(tree, dict) and isinstance(tree.get("params"), list) and isinstance(tree.get("options"), dict)):
+    if not (
+        isinstance(tree, dict)
+        and isinstance(tree.get("params"), list)
+        and isinstance(tree.get("options"), dict)
+    ):
         return None
     for found in _GROUP.finditer(name):
         member = name[found.end() :].rpartition("/")[0]
@@ -80,7 +91,9 @@ def _prefix_of(name: str, tree: object) -> str | None:
     return None
 
 
-def _state_dict(values: Mapping[str, Any], prefix: str, groups: list[dict[str, Any]], *, where: str) -> dict[str, Any]:
+def _state_dict(
+    values: Mapping[str, Any], prefix: str, groups: list[dict[str, Any]], *, where: str
+) -> dict[str, Any]:
     """Return the argument of `torch.optim.Optimizer.load_state_dict`.
 
     Raises: StateError(GROUP_MISMATCH).
@@ -89,8 +102,12 @@ def _state_dict(values: Mapping[str, Any], prefix: str, groups: list[dict[str, A
         raise _unknown("a ckptfmt saved it that sorted their names", where)
     groups.sort(key=lambda group: group["number"])
     members = [name for group in groups for name in group["params"]]
-    if [group["number"] for group in groups] != list(range(len(groups))) or len({*members}) < len(members):
-        raise _unknown("processes had optimizers of different parameters, which were never in one list", where)
+    if [group["number"] for group in groups] != list(range(len(groups))) or len({*members}) < len(
+        members
+    ):
+        raise _unknown(
+            "processes had optimizers of different parameters, which were never in one list", where
+        )
     number_of = {name: number for number, name in enumerate(members)}
     return {
         "state": {
@@ -99,7 +116,8 @@ def _state_dict(values: Mapping[str, Any], prefix: str, groups: list[dict[str, A
             if f"{prefix}state/{name}" in values
         },
         "param_groups": [
-            {**group["options"], "params": [number_of[name] for name in group["params"]]} for group in groups
+            {**group["options"], "params": [number_of[name] for name in group["params"]]}
+            for group in groups
         ],
     }
 

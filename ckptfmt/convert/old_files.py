@@ -92,7 +92,7 @@ class OldFile:
         self.pickle_nbytes = 0
         self._storages: dict[str, StoredBytes] = {}
 
-    def root(self) -> Any:  # noqa: ANN401 - the value of a pickle
+    def root(self) -> Any:
         """Return the value of the object's pickle, and locate its storages.
 
         Raises: as `parse_pickle`.
@@ -100,8 +100,16 @@ class OldFile:
         with _open(self.path) as file:
             magic, protocol, _machine = (parse_pickle(file, where=self.where) for _ in range(3))
             if (magic, protocol) != (_MAGIC, _PROTOCOL):
-                detail = f"the file is of version {str(protocol)[:20]} of torch.save's old form, which isn't known"
-                raise err(Code.STATE_UNSUPPORTED, detail, where=self.where, remedy="Save it anew with a newer torch.")
+                detail = (
+                    f"the file is of version {str(protocol)[:20]} of torch.save's old form,"
+                    " which isn't known"
+                )
+                raise err(
+                    Code.STATE_UNSUPPORTED,
+                    detail,
+                    where=self.where,
+                    remedy="Save it anew with a newer torch.",
+                )
             begin = file.tell()
             # Class and count by key, from the first reference to each storage.
             said: dict[str, tuple[str, object]] = {}
@@ -127,8 +135,17 @@ class OldFile:
         element_nbytes = DTYPES[dtype].nbytes if dtype else _QUANTIZED.get(kind, 1)
         raw = file.take(_COUNT_NBYTES)
         if int.from_bytes(raw, "little") != count and int.from_bytes(raw, "big") != count:
-            raise ValueError(f"a storage of {int.from_bytes(raw, 'little')} elements where the pickle says {count}")
-        return _skip(file, size_of(count) * element_nbytes, dtype, key, big=int.from_bytes(raw, "little") != count)
+            raise ValueError(
+                f"a storage of {int.from_bytes(raw, 'little')} elements where the pickle says"
+                f" {count}"
+            )
+        return _skip(
+            file,
+            size_of(count) * element_nbytes,
+            dtype,
+            key,
+            big=int.from_bytes(raw, "little") != count,
+        )
 
     def find_storage(self, made: object, where: str) -> StoredBytes:
         """Return the place of a storage, or of a storage's part, which old versions called a view.
@@ -138,7 +155,9 @@ class OldFile:
         kind, key, _count, view = storage_id(made)
         held = self._storages.get(key)
         if held is None:
-            raise err(Code.FILE_NBYTES, f"the file has no storage {key[:200]!r}", where=where, remedy=COPY)
+            raise err(
+                Code.FILE_NBYTES, f"the file has no storage {key[:200]!r}", where=where, remedy=COPY
+            )
         dtype = dtype_of_storage(kind, where)
         begin, nbytes = held.begin, held.nbytes
         if view is not None:
@@ -148,7 +167,9 @@ class OldFile:
             if skipped + nbytes > held.nbytes:
                 raise err(Code.FILE_NBYTES, "a view exceeds its storage", where=where, remedy=COPY)
             begin += skipped
-        return StoredBytes(dtype=dtype, record=key, begin=begin, nbytes=nbytes, big_endian=held.big_endian)
+        return StoredBytes(
+            dtype=dtype, record=key, begin=begin, nbytes=nbytes, big_endian=held.big_endian
+        )
 
 
 def _skip(file: Mapped, nbytes: int, dtype: str | None, key: str, *, big: bool) -> StoredBytes:
@@ -183,11 +204,19 @@ class TarFile:
                 if member.isreg() and not member.issparse():
                     self._members[member.name] = (member.offset_data, member.size)
         if lacking := [name for name in _MEMBERS if name not in self._members]:
-            detail = f"the file is a tar archive, but not one of torch.save: it has no member {lacking[0]!r}"
-            raise err(Code.ARGUMENT, detail, where=self.where, remedy="Unpack it, and convert the file that is in it.")
+            detail = (
+                "the file is a tar archive, but not one of torch.save: it has no member"
+                f" {lacking[0]!r}"
+            )
+            raise err(
+                Code.ARGUMENT,
+                detail,
+                where=self.where,
+                remedy="Unpack it, and convert the file that is in it.",
+            )
         self.pickle_nbytes = self._members["pickle"][1]
 
-    def root(self) -> Any:  # noqa: ANN401 - the value of a pickle
+    def root(self) -> Any:
         """Return the value of the object's pickle, with tensors in torch's current form.
 
         Raises: as `parse_pickle`.
@@ -209,7 +238,9 @@ class TarFile:
             big = little * element_nbytes > len(file)
             count = int.from_bytes(raw, "big" if big else "little")
             self._order = ">" if big else self._order
-            self._storages[str(key)] = _skip(file, size_of(count) * element_nbytes, dtype, str(key), big=big)
+            self._storages[str(key)] = _skip(
+                file, size_of(count) * element_nbytes, dtype, str(key), big=big
+            )
         for row in only(parse_pickle(file, where=self.where), list):
             target, root, first, count = only(row, tuple)
             held = self._storages[str(root)]
@@ -245,5 +276,10 @@ class TarFile:
         """Return the place of a storage. Raises: IntegrityError(FILE_NBYTES)."""
         key = only(made, Made).args[0]
         if key not in self._storages:
-            raise err(Code.FILE_NBYTES, f"the file has no storage {str(key)[:200]!r}", where=where, remedy=COPY)
+            raise err(
+                Code.FILE_NBYTES,
+                f"the file has no storage {str(key)[:200]!r}",
+                where=where,
+                remedy=COPY,
+            )
         return self._storages[key]

@@ -90,7 +90,7 @@ def parse_pickle(
     where: str,
     permitted: Collection[str] | None = None,
     persistent: Callable[[Made], Made] = lambda made: made,
-) -> Any:  # noqa: ANN401 - the value of a pickle
+) -> Any:
     """Return the value of a pickle.
 
     The value consists of None, bool, int, float, str, bytes, list, tuple, `Named` and `Made`.
@@ -116,7 +116,9 @@ def parse_pickle(
 
 
 def _damaged(where: str, detail: str) -> CkptError:
-    return err(Code.FILE_NBYTES, f"the file's pickle isn't whole: {detail}", where=where, remedy=COPY)
+    return err(
+        Code.FILE_NBYTES, f"the file's pickle isn't whole: {detail}", where=where, remedy=COPY
+    )
 
 
 class PickleFile(Protocol):
@@ -151,7 +153,7 @@ class _Machine:
         self.persistent = persistent
         self._named: dict[str, Named] = {}
 
-    def run(self) -> Any:  # noqa: ANN401 - the value of a pickle
+    def run(self) -> Any:
         """Execute all operations up to STOP, and return the top of the stack."""
         for operation, operand, _ in pickletools.genops(cast(Any, self._content)):
             do = _OPERATIONS.get(operation.name)
@@ -168,7 +170,8 @@ class _Machine:
             Code.STATE_UNSUPPORTED,
             f"the file holds something that isn't safe to load: {what[:300]}",
             where=self.where,
-            remedy="Where you trust it, load it with the program that wrote it, and save its state_dict and plain"
+            remedy="Where you trust it, load it with the program that wrote it, and save its"
+            " state_dict and plain"
             " values alone.",
         )
 
@@ -177,7 +180,9 @@ class _Machine:
         if type(module) is not str or type(name) is not str:
             raise TypeError("a name that isn't text")
         if len(module) + len(name) > _NAME_LENGTH or len(self._named) > _NAME_COUNT:
-            raise self.refuse(f"names of more than {_NAME_LENGTH} characters, or more than {_NAME_COUNT} names")
+            raise self.refuse(
+                f"names of more than {_NAME_LENGTH} characters, or more than {_NAME_COUNT} names"
+            )
         full = f"{_RENAMED.get(module, module)}.{name}"
         if self._permitted is not None and full not in self._permitted:
             raise self.refuse(full)
@@ -301,7 +306,9 @@ def _make(machine: _Machine, _operand: None) -> None:
 def _build(machine: _Machine, _operand: None) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
     if type(target) is not Made:
-        raise machine.refuse(f"a state for {target.name if type(target) is Named else type(target).__name__}")
+        raise machine.refuse(
+            f"a state for {target.name if type(target) is Named else type(target).__name__}"
+        )
     target.state = state
 
 
@@ -340,5 +347,7 @@ _OPERATIONS: Final[dict[str, _Operation]] = {
     "STACK_GLOBAL": _stack_global,
     **dict.fromkeys(("REDUCE", "NEWOBJ"), _make),
     "BUILD": _build,
-    "BINPERSID": lambda machine, _: machine.push(machine.persistent(Made(PERSISTENT, (machine.stack.pop(),)))),
+    "BINPERSID": lambda machine, _: machine.push(
+        machine.persistent(Made(PERSISTENT, (machine.stack.pop(),)))
+    ),
 }

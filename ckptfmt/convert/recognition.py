@@ -24,7 +24,9 @@ _HEAD_NBYTES: Final = 512
 _TAR_AT: Final = slice(257, 262)
 _LFS_SIZE: Final = re.compile(rb"^size (\d{1,19})$", re.MULTILINE)
 _SAVE: Final = 'In Python: ckptfmt.save("imported", ckptfmt.State(weights={}, rng=False), step=0).'
-_TRUST: Final = 'In Python, if you trust the file: torch.save({}, "weights.pt"); then convert weights.pt.'
+_TRUST: Final = (
+    'In Python, if you trust the file: torch.save({}, "weights.pt"); then convert weights.pt.'
+)
 _UNPACK: Final = "Unpack it, and convert the file that is in it."
 
 #: First bytes, the file in words, and a remedy in which ``PATH`` is the file's path.
@@ -32,7 +34,11 @@ _FORMATS: Final[tuple[tuple[tuple[bytes, ...], str, str], ...]] = (
     (
         (b"GGUF", b"ggml", b"lmgg", b"ggjt", b"tjgg", b"ggmf", b"fmgg"),
         "a GGUF file, as llama.cpp has it",
-        "Convert the model that it was made from, such as a Hugging Face directory of safetensors files.",
+        (
+            "Convert the model that it was made from, such as a Hugging Face directory of"
+            " safetensors"
+            " files."
+        ),
     ),
     (
         (b"\x93NUMPY",),
@@ -42,7 +48,10 @@ _FORMATS: Final[tuple[tuple[tuple[bytes, ...], str, str], ...]] = (
     (
         (b"\x89HDF\r\n\x1a\n",),
         "an HDF5 file, as Keras writes it",
-        "Read its arrays with h5py, and save them as a dict: ckptfmt.State(weights=arrays, rng=False).",
+        (
+            "Read its arrays with h5py, and save them as a dict: ckptfmt.State(weights=arrays,"
+            " rng=False)."
+        ),
     ),
     (
         (b"<!DOCTYPE", b"<!doctype", b"<html", b"<HTML"),
@@ -97,7 +106,12 @@ def check_pointer(head: bytes, *, where: str) -> None:
         size = _LFS_SIZE.search(head)
         content = f"content of {int(size[1]):,} bytes" if size else "content"
         detail = f"the file is a pointer of git-LFS, and its {content} isn't here"
-        raise err(Code.FILE_MISSING, detail, where=where, remedy="Fetch it: git lfs pull, in the clone of the file.")
+        raise err(
+            Code.FILE_MISSING,
+            detail,
+            where=where,
+            remedy="Fetch it: git lfs pull, in the clone of the file.",
+        )
 
 
 def check_format(head: bytes, *, where: str) -> None:
@@ -119,12 +133,18 @@ def unknown_format(head: bytes, *, where: str) -> CkptError:
         return _other("a safetensors file", "Convert it with --from safetensors.", where)
     if head[:1] == b"\x80":
         remedy = (
-            "Load it with the program that wrote it, if you trust the file, and save tensors and plain values with"
+            "Load it with the program that wrote it, if you trust the file, and save tensors and"
+            " plain values with"
             " torch.save."
         )
         return _other("a pickle, but not one of torch.save", remedy, where)
     detail = f"the file isn't one of torch.save: it begins with {head[:8]!r}"
-    return err(Code.ARGUMENT, detail, where=where, remedy="Give a file that torch.save made, or a safetensors file.")
+    return err(
+        Code.ARGUMENT,
+        detail,
+        where=where,
+        remedy="Give a file that torch.save made, or a safetensors file.",
+    )
 
 
 def check_records(names: Iterable[str], *, where: str) -> None:
@@ -134,15 +154,19 @@ def check_records(names: Iterable[str], *, where: str) -> None:
     """
     names = list(names)
     if any(map(_SCRIPT.search, names)):
-        raise _other("a program of TorchScript", _TRUST.format('torch.jit.load("PATH").state_dict()'), where)
+        raise _other(
+            "a program of TorchScript", _TRUST.format('torch.jit.load("PATH").state_dict()'), where
+        )
     if any(map(_EXPORT.search, names)):
         remedy = (
-            'In Python, if you trust the file: torch.save(torch.export.load("PATH").state_dict, "weights.pt"); then'
+            "In Python, if you trust the file:"
+            ' torch.save(torch.export.load("PATH").state_dict, "weights.pt"); then'
         )
         raise _other("a program of torch.export", f"{remedy} convert weights.pt.", where)
     if names and all(name.endswith(".npy") for name in names):
         remedy = (
-            'In Python: ckptfmt.save("imported", ckptfmt.State(weights=dict(numpy.load("PATH")), rng=False), step=0).'
+            'In Python: ckptfmt.save("imported",'
+            ' ckptfmt.State(weights=dict(numpy.load("PATH")), rng=False), step=0).'
         )
         raise _other("an archive of numpy's arrays (npz)", remedy, where)
 
@@ -150,9 +174,18 @@ def check_records(names: Iterable[str], *, where: str) -> None:
 def unknown_archive(names: list[str], *, where: str) -> CkptError:
     """Return the error for an archive other than a torch.save file."""
     found = ", ".join(name[:100] for name in names[:3]) or "nothing"
-    detail = f"the file is an archive, but not of torch.save, which has one data.pkl: it holds {found}"
-    return err(Code.ARGUMENT, detail[:500], where=where, remedy="Give a file that torch.save made; or unpack it first.")
+    detail = (
+        f"the file is an archive, but not of torch.save, which has one data.pkl: it holds {found}"
+    )
+    return err(
+        Code.ARGUMENT,
+        detail[:500],
+        where=where,
+        remedy="Give a file that torch.save made; or unpack it first.",
+    )
 
 
 def _other(is_what: str, remedy: str, where: str) -> CkptError:
-    return err(Code.ARGUMENT, f"the file is {is_what}", where=where, remedy=remedy.replace("PATH", where))
+    return err(
+        Code.ARGUMENT, f"the file is {is_what}", where=where, remedy=remedy.replace("PATH", where)
+    )

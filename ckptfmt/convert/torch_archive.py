@@ -46,7 +46,9 @@ _CLASSES: Final = {
     "ComplexDouble": "complex128",
 }
 _MODULES: Final = ("torch", "torch.cuda")
-_STORAGES: Final = {f"{at}.{name}Storage": dtype for at in _MODULES for name, dtype in _CLASSES.items()}
+_STORAGES: Final = {
+    f"{at}.{name}Storage": dtype for at in _MODULES for name, dtype in _CLASSES.items()
+}
 _UNTYPED: Final = "torch.storage.UntypedStorage"
 
 #: Tensors of more than dense elements, by the function in the pickle.
@@ -57,18 +59,28 @@ _OTHER_TENSORS: Final = {
     "torch._utils._rebuild_nested_tensor": "a nested tensor",
     "torch._utils._rebuild_wrapper_subclass": "the tensor is of a class of its own",
     "torch._utils._rebuild_meta_tensor_no_storage": "a tensor without contents",
-    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of a device that torch.save can't write",
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of a device that torch.save can't write",
+    "torch._utils._rebuild_device_tensor_from_numpy": (
+        "a tensor of a device that torch.save can't write"
+    ),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": (
+        "a tensor of a device that torch.save can't write"
+    ),
 }
 _DENSE: Final = "Save its parts as dense tensors."
-_PARAMETERS: Final = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_PARAMETERS: Final = (
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+)
 _TENSOR: Final = "torch._utils._rebuild_tensor"
 _TENSOR_V2: Final = "torch._utils._rebuild_tensor_v2"
 _TENSOR_V3: Final = "torch._utils._rebuild_tensor_v3"
 _WITH_ATTRIBUTES: Final = "torch._tensor._rebuild_from_type_v2"
 _PLAIN_TENSORS: Final = ("torch.Tensor", "torch.nn.parameter.Parameter")
 #: Tensors before torch 0.4: objects with a state of storage, offset, shape and strides.
-_OLD_TENSORS: Final = ("torch.Tensor", *(f"{at}.{name}Tensor" for at in _MODULES for name in _CLASSES))
+_OLD_TENSORS: Final = (
+    "torch.Tensor",
+    *(f"{at}.{name}Tensor" for at in _MODULES for name in _CLASSES),
+)
 #: Parameters before torch 0.4: objects around a tensor, which the state of the object may hold.
 _OLD_PARAMETERS: Final = ("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable")
 TENSORS: Final = frozenset(
@@ -132,7 +144,7 @@ class TorchFile(Protocol):
     where: str
     pickle_nbytes: int
 
-    def root(self) -> Any:  # noqa: ANN401 - the value of a pickle
+    def root(self) -> Any:
         """Return the value of the pickle. Raises: as `parse_pickle`."""
 
     def find_storage(self, made: object, where: str) -> StoredBytes:
@@ -154,7 +166,9 @@ class Archive:
     Raises: StateError(ARGUMENT, STATE_UNSUPPORTED); IntegrityError(FILE_NBYTES).
     """
 
-    def __init__(self, path: str, begin: int = 0, nbytes: int | None = None, *, where: str | None = None) -> None:
+    def __init__(
+        self, path: str, begin: int = 0, nbytes: int | None = None, *, where: str | None = None
+    ) -> None:
         self.path = path
         self.where = where or path
         self._records: dict[str, tuple[int, int]] = {}
@@ -169,10 +183,16 @@ class Archive:
             raise unknown_archive(list(self._records), where=self.where)
         self._prefix = pickles[0].removesuffix("data.pkl")
         self.pickle_nbytes = self._records[pickles[0]][1]
-        order = self._read("byteorder", 16) if f"{self._prefix}byteorder" in self._records else b"little"
+        order = (
+            self._read("byteorder", 16)
+            if f"{self._prefix}byteorder" in self._records
+            else b"little"
+        )
         if order not in (b"little", b"big"):
             raise err(
-                Code.STATE_UNSUPPORTED, "the file's record `byteorder` says neither little nor big", where=self.where
+                Code.STATE_UNSUPPORTED,
+                "the file's record `byteorder` says neither little nor big",
+                where=self.where,
             )
         self._big_endian = order == b"big"
 
@@ -184,25 +204,39 @@ class Archive:
             window.seek(0)
             if window.read(4) == b"PK\x03\x04":
                 detail = f"the archive isn't whole: {error}"
-                raise err(Code.FILE_NBYTES, detail, where=self.where, remedy="Copy the file again.") from None
+                raise err(
+                    Code.FILE_NBYTES, detail, where=self.where, remedy="Copy the file again."
+                ) from None
             remedy = "Give a file that torch.save made."
-            raise err(Code.ARGUMENT, "the file isn't one of torch.save", where=self.where, remedy=remedy) from None
+            raise err(
+                Code.ARGUMENT, "the file isn't one of torch.save", where=self.where, remedy=remedy
+            ) from None
 
     def _add(self, record: zipfile.ZipInfo, window: _Window, begin: int) -> None:
         name = record.filename
         if name in self._records:
             detail = f"the archive has two records called {name[:200]!r}"
-            raise err(Code.STATE_UNSUPPORTED, detail, where=self.where, remedy="Save it anew with torch.save.")
+            raise err(
+                Code.STATE_UNSUPPORTED,
+                detail,
+                where=self.where,
+                remedy="Save it anew with torch.save.",
+            )
         if record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1:
-            detail = f"the record {name[:200]!r} is compressed or encrypted, as torch.save doesn't write it"
+            detail = (
+                f"the record {name[:200]!r} is compressed or encrypted, as torch.save"
+                " doesn't write it"
+            )
             remedy = "Unpack the archive and pack it anew without compression (zip -0)."
             raise err(Code.STATE_UNSUPPORTED, detail, where=self.where, remedy=remedy)
         at = begin_of(record, window)
         if at + record.file_size > window.nbytes:
-            raise err(Code.FILE_NBYTES, f"the file ends in {name[:200]!r}", where=self.where, remedy=COPY)
+            raise err(
+                Code.FILE_NBYTES, f"the file ends in {name[:200]!r}", where=self.where, remedy=COPY
+            )
         self._records[name] = (begin + at, record.file_size)
 
-    def root(self) -> Any:  # noqa: ANN401 - the value of a pickle
+    def root(self) -> Any:
         """Return the value of the pickle. Raises: as `parse_pickle`."""
         return parse_pickle(self._read("data.pkl"), where=self.where)
 
@@ -220,10 +254,17 @@ class Archive:
         kind, key, *_ = storage_id(made)
         record = f"{self._prefix}data/{key}"
         if record not in self._records:
-            raise err(Code.FILE_NBYTES, f"the archive has no record {record[:200]!r}", where=where, remedy=COPY)
+            raise err(
+                Code.FILE_NBYTES,
+                f"the archive has no record {record[:200]!r}",
+                where=where,
+                remedy=COPY,
+            )
         begin, nbytes = self._records[record]
         dtype = dtype_of_storage(kind, where)
-        return StoredBytes(dtype=dtype, record=record, begin=begin, nbytes=nbytes, big_endian=self._big_endian)
+        return StoredBytes(
+            dtype=dtype, record=record, begin=begin, nbytes=nbytes, big_endian=self._big_endian
+        )
 
 
 def storage_id(made: object) -> tuple[str, str, object, object]:
@@ -271,11 +312,21 @@ def tensor_of(file: TorchFile, made: object, *, where: str) -> StoredTensor:
         # flags.
         state: tuple[Any, ...] = only(made.state, tuple) if made.state is not None else (False,)
         data, requires_grad = (state[0], state[3]) if len(state) == 5 else (made.args[0], state[0])
-        return dataclasses.replace(tensor_of(file, data, where=where), requires_grad=requires_grad is True)
+        return dataclasses.replace(
+            tensor_of(file, data, where=where), requires_grad=requires_grad is True
+        )
     if made.kind == _WITH_ATTRIBUTES:
         maker, kind, args, attributes = made.args
-        if only(kind, Named).name not in _PLAIN_TENSORS or only(maker, Named).name == _WITH_ATTRIBUTES:
-            raise err(Code.STATE_UNSUPPORTED, "the tensor is of a class of its own", where=where, remedy=_DENSE)
+        if (
+            only(kind, Named).name not in _PLAIN_TENSORS
+            or only(maker, Named).name == _WITH_ATTRIBUTES
+        ):
+            raise err(
+                Code.STATE_UNSUPPORTED,
+                "the tensor is of a class of its own",
+                where=where,
+                remedy=_DENSE,
+            )
         inner = tensor_of(file, Made(maker.name, only(args, tuple)), where=where)
         return dataclasses.replace(inner, attributes=inner.attributes or attributes)
     if made.kind in _OLD_TENSORS:
@@ -292,7 +343,9 @@ def _plain_tensor(file: TorchFile, made: Made, where: str) -> StoredTensor:
     dtype = stored.dtype if named is None else DTYPE_NAMES.get(only(named, Named).name)
     if dtype is None:
         of = only(named, Named).name[:200] if named is not None else "a storage of bytes"
-        raise err(Code.STATE_UNSUPPORTED, f"the format has no dtype like {of}", where=where, remedy=_DENSE)
+        raise err(
+            Code.STATE_UNSUPPORTED, f"the format has no dtype like {of}", where=where, remedy=_DENSE
+        )
     bits = _flags(lazy)
     tensor = StoredTensor(
         path=file.path,
@@ -311,7 +364,7 @@ def _plain_tensor(file: TorchFile, made: Made, where: str) -> StoredTensor:
     return tensor
 
 
-def begin_of(record: zipfile.ZipInfo, file: Any) -> int:  # noqa: ANN401 - a file, or a piece of one
+def begin_of(record: zipfile.ZipInfo, file: Any) -> int:
     """Return the first byte of a record's contents, which follow a header of variable size."""
     if record.header_offset < 0:
         raise ValueError("a record that begins before the file")
@@ -320,7 +373,7 @@ def begin_of(record: zipfile.ZipInfo, file: Any) -> int:  # noqa: ANN401 - a fil
     return record.header_offset + 30 + int(name_nbytes) + int(extra_nbytes)
 
 
-def only(value: Any, kind: type) -> Any:  # noqa: ANN401 - of just this type
+def only(value: Any, kind: type) -> Any:
     """Return `value` if its type is exactly `kind`. Raises: TypeError."""
     if type(value) is not kind:
         raise TypeError(f"a {type(value).__name__} where a {kind.__name__} belongs")
@@ -343,7 +396,11 @@ def shape_of(value: object) -> tuple[int, ...]:
         (value,) = value.args
     sizes = only(value, tuple)
     if len(sizes) > limits.NDIM:
-        raise err(Code.LIMIT_EXCEEDED, f"a tensor has more than {limits.NDIM} dimensions", requirement="REQ-LIM-001")
+        raise err(
+            Code.LIMIT_EXCEEDED,
+            f"a tensor has more than {limits.NDIM} dimensions",
+            requirement="REQ-LIM-001",
+        )
     return tuple(map(size_of, sizes))
 
 
@@ -354,7 +411,9 @@ def _flags(value: object) -> dict[object, object]:
     items = only(value, Made).items or []
     if only(value, Made).kind != DICT or len(items) > 16:
         raise TypeError("bits of a tensor that are no dict")
-    return {key: item for key, item in zip(items[::2], items[1::2], strict=True) if type(key) is str}
+    return {
+        key: item for key, item in zip(items[::2], items[1::2], strict=True) if type(key) is str
+    }
 
 
 class _Window(io.RawIOBase):
@@ -379,10 +438,12 @@ class _Window(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Set the position."""
-        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.nbytes}[whence])
+        self._at = max(
+            0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.nbytes}[whence]
+        )
         return self._at
 
-    def readinto(self, out: Any) -> int:  # noqa: ANN401 - a buffer
+    def readinto(self, out: Any) -> int:
         """Read into `out`, up to the end of the part."""
         view = memoryview(out).cast("B")[: max(0, self.nbytes - self._at)]
         self._file.seek(self._begin + self._at)
@@ -451,7 +512,9 @@ class StoredTensor:
     @property
     def end(self) -> int:
         """The end of the last element in the file, in bytes."""
-        reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        reach = sum(
+            (size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)
+        )
         return self.begin + (reach + 1) * DTYPES[self.dtype].nbytes
 
     def check(self, storage_end: int) -> None:
@@ -462,11 +525,17 @@ class StoredTensor:
         if len(self.shape) != len(self.strides):
             raise ValueError("a shape and strides of different lengths")
         if (0 not in self.shape and self.end > storage_end) or self.begin > storage_end:
-            raise err(Code.FILE_NBYTES, "the tensor exceeds its storage", where=self.where, remedy=COPY)
+            raise err(
+                Code.FILE_NBYTES, "the tensor exceeds its storage", where=self.where, remedy=COPY
+            )
         is_complex = self.dtype.startswith("complex")
-        if (self.conj and not is_complex) or (self.neg and self.dtype not in _SIGNED and "int" not in self.dtype):
+        if (self.conj and not is_complex) or (
+            self.neg and self.dtype not in _SIGNED and "int" not in self.dtype
+        ):
             detail = f"a tensor of {self.dtype} is stored as its negative or conjugate"
-            raise err(Code.STATE_UNSUPPORTED, detail, where=self.where, remedy="Save a clone() of it.")
+            raise err(
+                Code.STATE_UNSUPPORTED, detail, where=self.where, remedy="Save a clone() of it."
+            )
 
     def read(self, box: Box, out: memoryview) -> None:
         """Fill memory with the bytes of a box. Raises: IntegrityError(FILE_NBYTES)."""
@@ -493,7 +562,9 @@ class StoredTensor:
     def _gather(self, box: Box, out: memoryview) -> None:
         element = np.dtype((np.void, DTYPES[self.dtype].nbytes))
         with damaged(self.where):
-            held = np.memmap(self.path, np.uint8, mode="r", offset=self.begin, shape=(self.end - self.begin,))
+            held = np.memmap(
+                self.path, np.uint8, mode="r", offset=self.begin, shape=(self.end - self.begin,)
+            )
             flat: Any = held.view(element)
         strides = [stride * element.itemsize for stride in self.strides]
         view: Any = np.lib.stride_tricks.as_strided(flat, self.shape, strides, writeable=False)

@@ -143,7 +143,7 @@ class Trees:
         self._content.left_out += _lost_of_tensors(self._seen)
         return tree
 
-    def _value(self, item: Any, name: str, depth: int) -> Any:  # noqa: ANN401 - of a pickle, and of a tree
+    def _value(self, item: Any, name: str, depth: int) -> Any:
         kind = type(item)
         if kind in _SCALARS:
             self._budget.spend(1 + _size(item))
@@ -158,7 +158,7 @@ class Trees:
             return self._refuse(_without_form(item, name or self._file.where))
         return DtypeName(DTYPE_NAMES[item.name])
 
-    def _made(self, item: Made, name: str, depth: int) -> Any:  # noqa: ANN401 - of a tree
+    def _made(self, item: Made, name: str, depth: int) -> Any:
         try:
             if item.kind in TENSORS:
                 return self._tensor(item, name)
@@ -181,12 +181,16 @@ class Trees:
         error.where = error.where or where[:500] or self._file.where
         return Refused(error.with_traceback(None), is_tensor=is_tensor)
 
-    def _items(self, items: Any, name: str, depth: int) -> Any:  # noqa: ANN401 - list or tuple
+    def _items(self, items: Any, name: str, depth: int) -> Any:
         kinds = set(map(type, items))
-        if kinds <= _SIMPLE or (kinds == {int} and -_KEY_INTEGER <= min(items) <= max(items) < _KEY_INTEGER):
+        if kinds <= _SIMPLE or (
+            kinds == {int} and -_KEY_INTEGER <= min(items) <= max(items) < _KEY_INTEGER
+        ):
             self._budget.spend(len(items))
             return items[:]
-        return type(items)([self._value(item, _below(name, index), depth + 1) for index, item in enumerate(items)])
+        return type(items)(
+            [self._value(item, _below(name, index), depth + 1) for index, item in enumerate(items)]
+        )
 
     def _tensor(self, made: Made, name: str) -> Array:
         tensor = tensor_of(self._file, made, where=name)
@@ -196,7 +200,7 @@ class Trees:
             self._arrays[key] = Array(tensor.dtype, tensor.shape, tensor.read)
         return self._arrays[key]
 
-    def dict_of(self, made: Made, name: str, depth: int) -> Any:  # noqa: ANN401 - dict or OrderedDict
+    def dict_of(self, made: Made, name: str, depth: int) -> Any:
         """Return a mapping, and list the mapping's attributes as left out."""
         found: dict[Any, Any] = OrderedDict() if made.kind == ORDERED_DICT else {}
         items = [*_pairs_of(made), *(made.items or ())] if made.args else made.items or []
@@ -206,23 +210,25 @@ class Trees:
         if made.state is not None:
             for key in (only(made.state, Made).items or [])[::2]:
                 self._budget.spend(8 + len(name) // 8)
-                lost = LeftOut(f"{name or 'the file'}: {key}"[:500], "a dict is kept without attributes")
+                lost = LeftOut(
+                    f"{name or 'the file'}: {key}"[:500], "a dict is kept without attributes"
+                )
                 self._content.left_out.append(lost)
         return found
 
-    def counter_of(self, made: Made, name: str, depth: int) -> Any:  # noqa: ANN401
+    def counter_of(self, made: Made, name: str, depth: int) -> Any:
         """Return a Counter."""
         counter: Counter[Any] = Counter()
         counter.update(self.dict_of(only(made.args[0], Made), name, depth) if made.args else {})
         return counter
 
-    def set_of(self, made: Made) -> Any:  # noqa: ANN401 - set or frozenset
+    def set_of(self, made: Made) -> Any:
         """Return a set."""
         items = [*(only(made.args[0], list) if made.args else ()), *(made.items or ())]
         members = [self._key(item) for item in items]
         return frozenset(members) if made.kind == FROZENSET else set(members)
 
-    def _key(self, item: Any) -> Any:  # noqa: ANN401 - of a pickle, and of a tree
+    def _key(self, item: Any) -> Any:
         """Return a mapping's key or a set's member, if its type can't make a hash table slow.
 
         The hash of text differs in each process. The hash of numbers, and of tuples of numbers, is
@@ -237,14 +243,27 @@ class Trees:
         self._compound += 1
         if self._compound > _COMPOUND_KEYS:
             detail = f"more than {_COMPOUND_KEYS} keys that are neither text nor usual numbers"
-            raise err(Code.LIMIT_EXCEEDED, detail, where=self._file.where, remedy="Save it with texts as keys.")
-        if kind is tuple and len(item) <= _COMPOUND_LENGTH and not any(type(part) is tuple for part in item):
+            raise err(
+                Code.LIMIT_EXCEEDED,
+                detail,
+                where=self._file.where,
+                remedy="Save it with texts as keys.",
+            )
+        if (
+            kind is tuple
+            and len(item) <= _COMPOUND_LENGTH
+            and not any(type(part) is tuple for part in item)
+        ):
             return tuple(map(self._key, item))
         if kind is Made and item.kind == "builtins.complex":
             return self.complex_of(item)
         raise err(
             Code.STATE_UNSUPPORTED,
-            f"a key of type {(item.kind if kind is Made else kind.__name__)[:200]} has no form in a checkpoint",
+            (
+                f"a key of type {(item.kind if kind is Made else kind.__name__)[:200]} has no"
+                " form in"
+                " a checkpoint"
+            ),
             remedy=ANEW,
         )
 
@@ -285,7 +304,13 @@ _CONTAINERS: Final[dict[str, Callable[[Trees, Made, str, int], Any]]] = {
     COUNTER: Trees.counter_of,
 }
 #: Records of calls with the object's class as first argument.
-_MAKERS: Final = (CALLED, PERSISTENT, "copyreg._reconstructor", "copy_reg._reconstructor", "copyreg.__newobj__")
+_MAKERS: Final = (
+    CALLED,
+    PERSISTENT,
+    "copyreg._reconstructor",
+    "copy_reg._reconstructor",
+    "copyreg.__newobj__",
+)
 #: Functions to turn a record into a value.
 _VALUES: Final[dict[str, Callable[[Trees, Made], Any]]] = {
     SET: Trees.set_of,
@@ -326,7 +351,13 @@ def _without_form(item: Named | Made, name: str) -> CkptError:
         found = found.args[0]
         if type(found) is tuple and len(found) > 1:  # a class and its source, by a persistent id
             found = found[1]
-    kind = found.name if type(found) is Named else found.kind if type(found) is Made else type(found).__name__
+    kind = (
+        found.name
+        if type(found) is Named
+        else found.kind
+        if type(found) is Made
+        else type(found).__name__
+    )
     return err(
         Code.STATE_UNSUPPORTED,
         f"an object of {kind[:200]} isn't loaded: only tensors and plain values are safe to load",
@@ -340,7 +371,9 @@ def _lost_of_tensors(tensors: list[tuple[str, StoredTensor]]) -> Iterable[LeftOu
     spans = []
     for name, tensor in tensors:
         if tensor.requires_grad:
-            yield LeftOut(f"{name}: requires_grad", "a checkpoint keeps values, not what is trained")
+            yield LeftOut(
+                f"{name}: requires_grad", "a checkpoint keeps values, not what is trained"
+            )
         if tensor.attributes is not None:
             yield LeftOut(f"{name}: attributes", "a tensor is kept without attributes")
         if tensor.memory is not None:
@@ -349,7 +382,10 @@ def _lost_of_tensors(tensors: list[tuple[str, StoredTensor]]) -> Iterable[LeftOu
     end, holder, held = 0, "", None
     for begin, span_end, name, memory in spans:
         if begin < end and memory != held:
-            yield LeftOut(f"{name}: the memory that it shares with {holder}", "only tensors of one shape can be tied")
+            yield LeftOut(
+                f"{name}: the memory that it shares with {holder}",
+                "only tensors of one shape can be tied",
+            )
         if span_end > end:
             end, holder, held = span_end, name, memory
 
@@ -367,7 +403,11 @@ _PERMITTED: Final = frozenset(
     {
         *(f"{_METADATA}.{name}" for name in _CLASSES),
         *DTYPE_NAMES,
-        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath")),
+        *(
+            f"{module}.{name}"
+            for module in ("pathlib", "pathlib._local")
+            for name in ("Path", "PosixPath")
+        ),
         *(f"{module}.PurePosixPath" for module in ("pathlib", "pathlib._local")),
         _STORAGE_INFO,
         "torch.serialization._get_layout",
@@ -450,7 +490,10 @@ class _Directory:
         """Return the attributes of a record by name."""
         full = kind if "." in kind else f"{_METADATA}.{kind}"
         if type(made) is not Made or made.kind != full:
-            detail = f"the file isn't the metadata of a distributed checkpoint: no {kind} where one belongs"
+            detail = (
+                f"the file isn't the metadata of a distributed checkpoint: no {kind} where"
+                " one belongs"
+            )
             raise err(Code.STATE_UNSUPPORTED, detail, where=self._where)
         return {name: value for name, value in self._pairs(made.state) if type(name) is str}
 
@@ -489,13 +532,22 @@ class _Directory:
             check_pointer(read_head(path), where=str(path))
         if begin + nbytes > self._sizes[path.name]:
             remedy = "Copy the directory again."
-            raise err(Code.FILE_NBYTES, f"the file ends within {name[:200]!r}", where=str(path), remedy=remedy)
+            raise err(
+                Code.FILE_NBYTES,
+                f"the file ends within {name[:200]!r}",
+                where=str(path),
+                remedy=remedy,
+            )
         return _Stored(path, begin, nbytes, f"{path}: {name[:200]}")
 
     def _item(self, name: str, offsets: tuple[int, ...] | None) -> _Stored:
         stored = self._items.get((name, "" if offsets is None else str(offsets)))
         if stored is None:
-            raise err(Code.FILE_MISSING, f"nothing says where {name[:200]!r} is stored", where=str(self._root))
+            raise err(
+                Code.FILE_MISSING,
+                f"nothing says where {name[:200]!r} is stored",
+                where=str(self._root),
+            )
         self._reading.spend(stored.nbytes)
         return stored
 
@@ -505,9 +557,9 @@ class _Directory:
         stored = self._item(name, None)
         archive = stored.archive()
         with damaged(stored.where):
-            return Trees(archive, self._content, value_budget(archive.pickle_nbytes, where=stored.where)).whole(
-                archive.root()
-            )
+            return Trees(
+                archive, self._content, value_budget(archive.pickle_nbytes, where=stored.where)
+            ).whole(archive.root())
 
     def _array(self, name: str, described: dict[str, Any]) -> Array:
         where = f"{self._root}: {name[:200]}"
@@ -532,7 +584,11 @@ class _Directory:
         if type(properties) is not Made or properties.kind != f"{_METADATA}.TensorProperties":
             raise TypeError("a tensor without properties")
         state = properties.state
-        named = state[0] if type(state) is tuple else self._state(properties, "TensorProperties").get("dtype")
+        named = (
+            state[0]
+            if type(state) is tuple
+            else self._state(properties, "TensorProperties").get("dtype")
+        )
         if type(named) is not Named or named.name not in DTYPE_NAMES:
             raise err(Code.STATE_UNSUPPORTED, "the format lacks the tensor's dtype", where=where)
         return DTYPE_NAMES[named.name]
@@ -556,13 +612,17 @@ class _Directory:
             at[path[-1]] = value
         return root
 
-    def _take(self, at: Any, key: object) -> object:  # noqa: ANN401 - dict or list
+    def _take(self, at: Any, key: object) -> object:
         """Return the value under a key, or None; extend a list to hold the position."""
         if type(at) is dict and type(key) is str:
             self._budget.spend(1 + len(key) // 8)
             return at.get(key)
         if type(at) is not list or type(key) is not int or key < 0:
-            raise err(Code.STATE_UNSUPPORTED, "the paths of two names contradict each other", where=self._where)
+            raise err(
+                Code.STATE_UNSUPPORTED,
+                "the paths of two names contradict each other",
+                where=self._where,
+            )
         self._budget.spend(1 + max(0, key + 1 - len(at)))
         at += [None] * (key + 1 - len(at))
         return at[key]
@@ -608,4 +668,6 @@ def _read(chunks: list[_Chunk], box: Box, out: memoryview) -> None:
 
 def _within(box: Box, chunk: Box) -> Box:
     """Return a box relative to the containing chunk."""
-    return Box(tuple(at - begin for at, begin in zip(box.begin, chunk.begin, strict=True)), box.shape)
+    return Box(
+        tuple(at - begin for at, begin in zip(box.begin, chunk.begin, strict=True)), box.shape
+    )

@@ -46,7 +46,7 @@ _PLAIN: Final = frozenset({type(None), bool, float, str, bytes, complex, bytearr
 _INT_BITS: Final = 255 * 8
 
 
-def fit(value: Any) -> Any:  # noqa: ANN401 - a leaf of a tree
+def fit(value: Any) -> Any:
     """Return torch's form of a plain value, if ``torch.load(weights_only=True)`` restores it.
 
     Raises: Unfit.
@@ -86,7 +86,11 @@ def write_file(root: dict[str, Any], path: Path, *, on_progress: Callable[[int],
 
     Raises: OSError; StateError(STATE_UNSUPPORTED); errors of reading the source.
     """
-    tensors = [tensor for tensor in {id(tensor): tensor for tensor in iter_tensors(root)}.values() if tensor.nbytes]
+    tensors = [
+        tensor
+        for tensor in {id(tensor): tensor for tensor in iter_tensors(root)}.values()
+        if tensor.nbytes
+    ]
     places = _find_places(path, zip(tensors, _save_placeholders(root, tensors, path), strict=True))
     checksums: dict[str, int] = {}
     memory = Memory()
@@ -109,7 +113,9 @@ def _save_placeholders(root: dict[str, Any], tensors: list[Tensor], path: Path) 
     The memory of the placeholders is mapped read-only and never touched: the system allocates no
     pages.
     """
-    held = mmap.mmap(-1, max(1, sum(map(_step, tensors))), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+    held = mmap.mmap(
+        -1, max(1, sum(map(_step, tensors))), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ
+    )
     made: dict[int, torch.Tensor] = {}
     at = 0
     for tensor in tensors:
@@ -146,7 +152,9 @@ def _step(tensor: Tensor) -> int:
     return -(-tensor.nbytes // 64) * 64
 
 
-def _find_places(path: Path, keys: Iterable[tuple[Tensor, str]]) -> list[tuple[Tensor, tuple[str, int]]]:
+def _find_places(
+    path: Path, keys: Iterable[tuple[Tensor, str]]
+) -> list[tuple[Tensor, tuple[str, int]]]:
     """Return each tensor with its record and the record's first byte, in the file's order.
 
     Raises: StateError(STATE_UNSUPPORTED) if torch left no room of the tensor's size.
@@ -159,10 +167,18 @@ def _find_places(path: Path, keys: Iterable[tuple[Tensor, str]]) -> list[tuple[T
                 continue
             tensor = by_key.pop(record.filename.rpartition("/")[2], None)
             if tensor is None or tensor.nbytes != record.file_size:
-                raise err(Code.STATE_UNSUPPORTED, "this torch writes files of another layout", where=torch.__version__)
+                raise err(
+                    Code.STATE_UNSUPPORTED,
+                    "this torch writes files of another layout",
+                    where=torch.__version__,
+                )
             places.append((tensor, (record.filename, begin_of(record, file))))
     if by_key:
-        raise err(Code.STATE_UNSUPPORTED, "this torch writes files of another layout", where=torch.__version__)
+        raise err(
+            Code.STATE_UNSUPPORTED,
+            "this torch writes files of another layout",
+            where=torch.__version__,
+        )
     return places
 
 
@@ -230,15 +246,20 @@ def plan_flat(root: dict[str, Any]) -> Flat:
     try:
         flat, paths = _nested_dict.flatten_state_dict(lists)
     except ValueError as error:
-        remedy = "Convert it to a torch.save file, which keeps nested names, or one field of it with --only."
-        raise err(Code.STATE_NAME, f"torch joins names with dots: {error}", where="", remedy=remedy) from None
+        remedy = (
+            "Convert it to a torch.save file, which keeps nested names, or one field of it"
+            " with --only."
+        )
+        raise err(
+            Code.STATE_NAME, f"torch joins names with dots: {error}", where="", remedy=remedy
+        ) from None
     tensors = {name: by_meta[id(value)] for name, value in flat.items() if id(value) in by_meta}
     assert len(tensors) == len(by_meta)  # noqa: S101 - else a placeholder would be pickled in a tensor's place
     left_out += _differences(metas, _nested_dict.unflatten_state_dict(flat, paths), "")
     return Flat(state_dict=lists, tensors=tensors, left_out=left_out)
 
 
-def _tuples_of_tensors_as_lists(value: Any) -> Any:  # noqa: ANN401 - a tree
+def _tuples_of_tensors_as_lists(value: Any) -> Any:
     if isinstance(value, dict):
         return type(value)((key, _tuples_of_tensors_as_lists(item)) for key, item in value.items())
     if not isinstance(value, list | tuple):
@@ -250,16 +271,22 @@ def _tuples_of_tensors_as_lists(value: Any) -> Any:  # noqa: ANN401 - a tree
 def _has_tensors(value: object) -> bool:
     if isinstance(value, dict):
         value = list(value.values())
-    return any(map(_has_tensors, value)) if isinstance(value, list) else isinstance(value, torch.Tensor)
+    return (
+        any(map(_has_tensors, value))
+        if isinstance(value, list)
+        else isinstance(value, torch.Tensor)
+    )
 
 
-def _differences(before: Any, after: Any, path: str) -> list[LeftOut]:  # noqa: ANN401 - trees
+def _differences(before: Any, after: Any, path: str) -> list[LeftOut]:
     """Return the differences of two trees: torch keeps dicts with strings as keys, and lists."""
     if isinstance(before, torch.Tensor) or before is after:
         return []
     found = []
     if type(before) is not type(after):
-        found.append(LeftOut(path, f"a {type(before).__name__} comes back as a {type(after).__name__}"))
+        found.append(
+            LeftOut(path, f"a {type(before).__name__} comes back as a {type(after).__name__}")
+        )
     if isinstance(before, dict) and isinstance(after, dict):
         for key, item in before.items():
             below = f"{path}/{key}" if path else str(key)
@@ -305,7 +332,9 @@ class _StreamingPlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Return torch's plan, with several items for each large tensor."""
         plan = super().create_local_plan()
-        self.plan = dataclasses.replace(plan, items=[piece for item in plan.items for piece in self._cut(item)])
+        self.plan = dataclasses.replace(
+            plan, items=[piece for item in plan.items for piece in self._cut(item)]
+        )
         return self.plan
 
     def _cut(self, item: WriteItem) -> list[WriteItem]:

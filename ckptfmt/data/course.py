@@ -110,7 +110,9 @@ class Walk:
         `draw` must not be smaller than in earlier calls of `remove` and `jump`.
         """
         removed = np.union1d(self._stretches[-1].removed, samples)
-        self._stretches.append(dataclasses.replace(self._stretch_at(draw), first=draw, removed=removed))
+        self._stretches.append(
+            dataclasses.replace(self._stretch_at(draw), first=draw, removed=removed)
+        )
 
     def jump(self, draw: int, count: int) -> None:
         """Move the draws from ``draw + count`` on to `draw`; call order as for `remove`."""
@@ -162,7 +164,9 @@ class Walk:
         length = self._plan.epoch_positions(whole)
         epochs, at = divmod(at - positions, length)
         epoch = stretch.epoch + 1 + epochs
-        return number, _Epoch(epoch=epoch, behind=0, first_kept=0, kept=whole, positions=length, at=at)
+        return number, _Epoch(
+            epoch=epoch, behind=0, first_kept=0, kept=whole, positions=length, at=at
+        )
 
     def _stretch_at(self, draw: int) -> _Stretch:
         """Return the state of the last stretch at one of its draws."""
@@ -172,7 +176,13 @@ class Walk:
         if epoch.at < epoch.kept:
             kept = np.array([epoch.first_kept + epoch.at])
             place = int(_skip_over(self._removed_places(removed, epoch.epoch), kept)[0])
-        return _Stretch(first=draw, epoch=epoch.epoch, drawn=epoch.behind + epoch.at, place=place, removed=removed)
+        return _Stretch(
+            first=draw,
+            epoch=epoch.epoch,
+            drawn=epoch.behind + epoch.at,
+            place=place,
+            removed=removed,
+        )
 
     def _removed_places(self, removed: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         """Return the places of the removed samples in an epoch, ascending."""
@@ -182,7 +192,9 @@ class Walk:
         if key not in self._places:
             if len(self._places) >= 4:
                 self._places.pop(next(iter(self._places)))
-            self._places[key] = np.sort(positions_of(self._n, seed=self._seed, epoch=epoch, samples=removed))
+            self._places[key] = np.sort(
+                positions_of(self._n, seed=self._seed, epoch=epoch, samples=removed)
+            )
         return self._places[key]
 
 
@@ -200,7 +212,9 @@ def source_seed(seed: int, source_id: str) -> int:
     >>> source_seed(7, "books") == source_seed(7, "code")
     False
     """
-    digest = blake3(b"ckptfmt/source-v1" + struct.pack("<Q", seed) + source_id.encode()).digest(length=8)
+    digest = blake3(b"ckptfmt/source-v1" + struct.pack("<Q", seed) + source_id.encode()).digest(
+        length=8
+    )
     (own,) = struct.unpack("<Q", digest)
     return int(own)
 
@@ -240,7 +254,9 @@ class Blocks:
             block=mixture.block,
             seed=mixture.seed,
             begins=tuple(stage.from_pos for stage in mixture.stages),
-            counts=tuple(tuple(stage.counts[name] for name in source_ids) for stage in mixture.stages),
+            counts=tuple(
+                tuple(stage.counts[name] for name in source_ids) for stage in mixture.stages
+            ),
         )
 
     def sources_between(self, begin: int, end: int) -> NDArray[np.int64]:
@@ -270,7 +286,9 @@ class Blocks:
 
 
 @functools.lru_cache(maxsize=16)
-def _sources_of_block(block: int, seed: int, number: int, counts: tuple[int, ...]) -> NDArray[np.int64]:
+def _sources_of_block(
+    block: int, seed: int, number: int, counts: tuple[int, ...]
+) -> NDArray[np.int64]:
     places = sample_indices(block, seed=seed, begin=number * block, end=(number + 1) * block)
     sources = np.searchsorted(np.cumsum(counts), places, side="right").astype(np.int64)
     sources.flags.writeable = False
@@ -301,13 +319,19 @@ def ledger_of_samples(source_id: str, epoch: int, samples: NDArray[np.integer]) 
     """
     key = blake3(b"ckptfmt/ledger-v1" + struct.pack("<Q", epoch) + source_id.encode()).digest()
     values = samples.astype(np.uint64)
-    sums = [int(mix64(values + np.uint64(word)).sum(dtype=np.uint64)) for word in struct.unpack(_LANES, key)]
+    sums = [
+        int(mix64(values + np.uint64(word)).sum(dtype=np.uint64))
+        for word in struct.unpack(_LANES, key)
+    ]
     return Ledger(count=len(values), set_digest=struct.pack(_LANES, *sums).hex())
 
 
 def add_ledgers(first: Ledger, second: Ledger) -> Ledger:
     """Return the ledger of the union of two multisets, with repetitions."""
-    words = zip(*(struct.unpack(_LANES, bytes.fromhex(one.set_digest)) for one in (first, second)), strict=True)
+    words = zip(
+        *(struct.unpack(_LANES, bytes.fromhex(one.set_digest)) for one in (first, second)),
+        strict=True,
+    )
     sums = [(a + b) & _MASK for a, b in words]
     return Ledger(count=first.count + second.count, set_digest=struct.pack(_LANES, *sums).hex())
 
@@ -382,11 +406,15 @@ class Course:
         self._ids = tuple(source.id for source in sources)
         self._blocks = None if mixture is None else Blocks.of(mixture, self._ids)
         seeds = [seed if mixture is None else source_seed(seed, source.id) for source in sources]
-        self._walks = [Walk(source.n, seed=own, plan=plan) for source, own in zip(sources, seeds, strict=True)]
+        self._walks = [
+            Walk(source.n, seed=own, plan=plan) for source, own in zip(sources, seeds, strict=True)
+        ]
         self._skips = [skip for skip in skips if skip.policy != "shift"]
         named = (skip for skip in self._skips if isinstance(skip, SampleSkip))
         self._named = {id(skip): np.array(skip.ids, np.int64) for skip in named}  # ascending
-        for skip in sorted((skip for skip in skips if skip.policy == "shift"), key=lambda skip: skip.begin):
+        for skip in sorted(
+            (skip for skip in skips if skip.policy == "shift"), key=lambda skip: skip.begin
+        ):
             self._shift(skip)
 
     def draws_before(self, position: int) -> tuple[int, ...]:
@@ -439,7 +467,9 @@ class Course:
                 walk.jump(draw, until - draw)
             return
         source = self._ids.index(skip.source)
-        samples = np.concatenate([np.arange(begin, end, dtype=np.int64) for begin, end in skip.ranges()])
+        samples = np.concatenate(
+            [np.arange(begin, end, dtype=np.int64) for begin, end in skip.ranges()]
+        )
         self._walks[source].remove(before[source], samples)
 
     def _use(self, stretch: Stretch, skip: Skip, begin: int, use: int) -> None:
@@ -451,11 +481,15 @@ class Course:
         named = stretch.sources[first:] == self._ids.index(skip.source)
         stretch.uses[first:][named & self._are_in(skip, samples)] = use
 
-    def _are_in(self, skip: SampleSkip | ShardSkip, samples: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _are_in(
+        self, skip: SampleSkip | ShardSkip, samples: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
         if isinstance(skip, ShardSkip):
             return (samples >= skip.range[0]) & (samples < skip.range[1])
         ids = self._named[id(skip)]
-        found: NDArray[np.bool_] = ids[np.minimum(np.searchsorted(ids, samples), len(ids) - 1)] == samples
+        found: NDArray[np.bool_] = (
+            ids[np.minimum(np.searchsorted(ids, samples), len(ids) - 1)] == samples
+        )
         return found
 
 
@@ -488,7 +522,11 @@ def check_order(cursor: Cursor) -> None:
     Raises: FormatError(CURSOR_FORM).
     """
     course = Course(
-        cursor.sources, seed=cursor.order.seed, plan=cursor.plan, mixture=cursor.mixture, skips=cursor.skips
+        cursor.sources,
+        seed=cursor.order.seed,
+        plan=cursor.plan,
+        mixture=cursor.mixture,
+        skips=cursor.skips,
     )
     _check_vector(cursor, course)
     _check_stand(cursor, course)
@@ -499,8 +537,13 @@ def _check_vector(cursor: Cursor, course: Course) -> None:
     vector = cursor.order.vector_check
     source, sample = course.sample_at(vector.pos)
     if sample != vector.id or vector.source not in (None, source):
-        detail = f"the order has sample {sample} of {source!r} at position {vector.pos}, the cursor says {vector.id}"
-        raise err(Code.CURSOR_FORM, detail, where="cursor/order/vector_check", requirement="REQ-CUR-006")
+        detail = (
+            f"the order has sample {sample} of {source!r} at position {vector.pos}, the"
+            f" cursor says {vector.id}"
+        )
+        raise err(
+            Code.CURSOR_FORM, detail, where="cursor/order/vector_check", requirement="REQ-CUR-006"
+        )
 
 
 def _check_stand(cursor: Cursor, course: Course) -> None:
@@ -510,7 +553,13 @@ def _check_stand(cursor: Cursor, course: Course) -> None:
         said: object = (commit.epoch, commit.pos_in_epoch)
         computed: object = course.epoch_at(commit.global_pos)
     else:
-        said, computed = tuple(one.pos for one in cursor.sources), course.draws_before(commit.global_pos)
+        said, computed = (
+            tuple(one.pos for one in cursor.sources),
+            course.draws_before(commit.global_pos),
+        )
     if said != computed:
-        detail = f"at position {commit.global_pos} the sources stand at {computed}, the cursor says {said}"
+        detail = (
+            f"at position {commit.global_pos} the sources stand at {computed}, the cursor"
+            f" says {said}"
+        )
         raise err(Code.CURSOR_FORM, detail, where="cursor/commit", requirement="REQ-CUR-014")

@@ -192,7 +192,12 @@ class Sampler:
         for name, number in (("global_batch", global_batch), ("micro_batches", micro_batches)):
             if not hasattr(number, "__index__") or not 1 <= number <= limits.DIM:
                 remedy = "Pass a whole number."
-                raise err(Code.ARGUMENT, f"{name}={number!r} isn't from 1 to {limits.DIM}", where=name, remedy=remedy)
+                raise err(
+                    Code.ARGUMENT,
+                    f"{name}={number!r} isn't from 1 to {limits.DIM}",
+                    where=name,
+                    remedy=remedy,
+                )
         check_worker(worker or (0, 1), global_batch // micro_batches)
         self._sources = _sources(dataset, fingerprint, source, is_mixed=mixture is not None)
         for one in self._sources:
@@ -209,7 +214,9 @@ class Sampler:
         self._course = self._try_course(self._skips)
 
     @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any], *, worker: tuple[int, int] | None = None) -> Sampler:
+    def from_state_dict(
+        cls, state_dict: Mapping[str, Any], *, worker: tuple[int, int] | None = None
+    ) -> Sampler:
         """Return a sampler that continues from a cursor, with data sets and options of the cursor.
 
         The options are the order, the mixture and the tail.
@@ -228,12 +235,16 @@ class Sampler:
         cursor = parse_cursor(dict(state_dict))
         mixture = cursor.mixture
         sampler = cls(
-            cursor.sources[0].n if mixture is None else {source.id: source.n for source in cursor.sources},
+            cursor.sources[0].n
+            if mixture is None
+            else {source.id: source.n for source in cursor.sources},
             global_batch=cursor.plan.global_batch,
             seed=cursor.order.seed,
             worker=worker,
             source=cursor.sources[0].id,
-            mixture=None if mixture is None else {stage.from_pos: stage.counts for stage in mixture.stages},
+            mixture=None
+            if mixture is None
+            else {stage.from_pos: stage.counts for stage in mixture.stages},
             tail=cursor.plan.tail,
         )
         sampler._mixture = mixture  # its seed may differ from the order's
@@ -263,7 +274,8 @@ class Sampler:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{source.id}: {source.n}" for source in self._sources)
         return (
-            f"Sampler({sizes}, global_batch={self._plan.global_batch}, seed={self._seed}, steps_done={self.steps_done})"
+            f"Sampler({sizes}, global_batch={self._plan.global_batch}, seed={self._seed},"
+            f" steps_done={self.steps_done})"
         )
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -277,7 +289,9 @@ class Sampler:
             StateError(WRITERS_UNKNOWN).
         """
         progress, first, count = self._progress, self.steps_done, self._micro_batches
-        fetches = _Fetches(first_step=first, primed=count_primed(), counted_step=first, counted_taken=0)
+        fetches = _Fetches(
+            first_step=first, primed=count_primed(), counted_step=first, counted_taken=0
+        )
         progress.fetches.append(fetches)
         indices: list[Any] = []
         step = first
@@ -286,9 +300,13 @@ class Sampler:
             while True:
                 if progress is not self._progress:
                     if fetches not in self._progress.fetches:
-                        detail = "load_state_dict or skip was called after this iterator's first batch"
+                        detail = (
+                            "load_state_dict or skip was called after this iterator's first batch"
+                        )
                         raise err(
-                            Code.ARGUMENT, detail, remedy="Restore and skip first, then call iter() on the loader."
+                            Code.ARGUMENT,
+                            detail,
+                            remedy="Restore and skip first, then call iter() on the loader.",
                         )
                     progress = self._progress
                     step = self.steps_done
@@ -299,7 +317,10 @@ class Sampler:
                 fetches.taken += 1
                 fetches.threads.add(threading.get_ident())
                 if not progress.moved or progress.moved[-1] is not fetches:
-                    progress.moved = [*(one for one in progress.moved if one is not fetches), fetches]
+                    progress.moved = [
+                        *(one for one in progress.moved if one is not fetches),
+                        fetches,
+                    ]
                 if self.note_fetch is not None:
                     fetches.mark = self.note_fetch()
                 yield indices[piece * len(indices) // count : (piece + 1) * len(indices) // count]
@@ -378,7 +399,11 @@ class Sampler:
         Raises: StateError(ARGUMENT) for a step before the loaded cursor.
         """
         position = self._first_position(step)
-        return int((self._course.stretch(position, position + self._plan.global_batch).uses == COUNTS).sum())
+        return int(
+            (
+                self._course.stretch(position, position + self._plan.global_batch).uses == COUNTS
+            ).sum()
+        )
 
     def advance(self, steps: int = 1) -> None:
         """Record that `steps` more steps are done.
@@ -393,7 +418,10 @@ class Sampler:
         Raises: StateError(ARGUMENT) if more steps are done: only `load_state_dict` goes back.
         """
         if step < self.steps_done:
-            raise err(Code.ARGUMENT, f"{self.steps_done} steps are done; the cursor doesn't go back to {step}")
+            raise err(
+                Code.ARGUMENT,
+                f"{self.steps_done} steps are done; the cursor doesn't go back to {step}",
+            )
         self._progress.told = True
         self._progress.steps_done = step
         drawn = self._progress.drawn
@@ -446,7 +474,12 @@ class Sampler:
             return
         spare = fetches.taken - fetches.primed - (step - fetches.first_step) * size
         if spare < 0:
-            raise _shares(fetches, step, size, "Take the batches of a step in the step that trains on them, once each")
+            raise _shares(
+                fetches,
+                step,
+                size,
+                "Take the batches of a step in the step that trains on them, once each",
+            )
         is_anew = fetches.first_spare is None
         if fetches.first_spare is None:
             fetches.first_spare = spare
@@ -459,7 +492,9 @@ class Sampler:
         # Another thread may have prefetched any number of batches up to the length of its queue.
         bound = 0 if fetches.threads <= {threading.get_ident()} else _AHEAD_MAX * size
         if is_wasted or spare > fetches.first_spare + bound:
-            raise _shares(fetches, step, size, "A batch that is to be left out goes to Sampler.skip")
+            raise _shares(
+                fetches, step, size, "A batch that is to be left out goes to Sampler.skip"
+            )
         fetches.counted_step, fetches.counted_taken, fetches.spare = step, fetches.taken, spare
         progress.serving = fetches
 
@@ -469,7 +504,9 @@ class Sampler:
         Args:
             mark: current result of `note_fetch`.
         """
-        return any(one.is_in_hand and one.mark not in (None, mark) for one in self._progress.fetches)
+        return any(
+            one.is_in_hand and one.mark not in (None, mark) for one in self._progress.fetches
+        )
 
     def skip(
         self,
@@ -518,14 +555,24 @@ class Sampler:
         elif name is None:
             raise err(Code.ARGUMENT, "there are several sources: say with source= which")
         elif shard is not None:
-            skip = ShardSkip(policy=policy, from_pos=begin, reason=reason, source=name, shard=shard[0], range=shard[1:])
+            skip = ShardSkip(
+                policy=policy,
+                from_pos=begin,
+                reason=reason,
+                source=name,
+                shard=shard[0],
+                range=shard[1:],
+            )
         else:
             ids = tuple(sorted({int(sample) for sample in samples or ()}))
             skip = SampleSkip(policy=policy, from_pos=begin, reason=reason, source=name, ids=ids)
         if any(_says_the_same(known, skip) for known in self._skips):
             return
         if begin < self.position:
-            detail = f"the skip begins at position {begin}, and {self.position} positions are consumed already"
+            detail = (
+                f"the skip begins at position {begin}, and {self.position} positions are"
+                " consumed already"
+            )
             raise err(Code.ARGUMENT, detail, requirement="REQ-CUR-020")
         self._course = self._try_course((*self._skips, skip))
         self._skips = (*self._skips, skip)
@@ -545,13 +592,21 @@ class Sampler:
         ahead = self._progress.steps_fetched - self.steps_done
         if ahead > _AHEAD_MAX and not self._progress.told:
             detail = f"{ahead} batches were fetched, and no step was counted"
-            raise err(Code.ARGUMENT, detail, remedy="Call sampler.advance() after each step, or sampler.commit(step).")
+            raise err(
+                Code.ARGUMENT,
+                detail,
+                remedy="Call sampler.advance() after each step, or sampler.commit(step).",
+            )
         if self._loaded is not None and self._loaded.commit.step == self.steps_done:
             return dump_cursor(self._loaded)
         self._count()
         progress = self._progress
         cursor = self._cursor(
-            self._course, self._skips, step=progress.steps_done, position=self.position, ledger=progress.counted
+            self._course,
+            self._skips,
+            step=progress.steps_done,
+            position=self.position,
+            ledger=progress.counted,
         )
         return dump_cursor(cursor)
 
@@ -590,11 +645,16 @@ class Sampler:
         )
 
     def _position_of(self, step: int) -> int:
-        return self._progress.first_position + (step - self._progress.first_step) * self._plan.global_batch
+        return (
+            self._progress.first_position
+            + (step - self._progress.first_step) * self._plan.global_batch
+        )
 
     def _first_position(self, step: int) -> int:
         if step < self._progress.first_step:
-            raise err(Code.ARGUMENT, f"step {step} is before the first one, {self._progress.first_step}")
+            raise err(
+                Code.ARGUMENT, f"step {step} is before the first one, {self._progress.first_step}"
+            )
         return self._position_of(step)
 
     def _part(self, step: int) -> Stretch:
@@ -603,7 +663,9 @@ class Sampler:
         self._progress.read = True
         number, count = self._worker or distributed_worker()
         check_worker((number, count), size // self._micro_batches)
-        part = self._course.stretch(position + number * size // count, position + (number + 1) * size // count)
+        part = self._course.stretch(
+            position + number * size // count, position + (number + 1) * size // count
+        )
         if step >= self.steps_done and len(self._progress.drawn) <= _AHEAD_MAX:
             self._progress.drawn[step] = part
         return part
@@ -617,11 +679,15 @@ class Sampler:
     def _try_course(self, skips: tuple[Skip, ...]) -> Course:
         """Return the course with these skips. Raises: StateError(ARGUMENT)."""
         with _as_argument():
-            course = Course(self._sources, seed=self._seed, plan=self._plan, mixture=self._mixture, skips=skips)
+            course = Course(
+                self._sources, seed=self._seed, plan=self._plan, mixture=self._mixture, skips=skips
+            )
             dump_cursor(self._cursor(course, skips, step=0, position=0, ledger=EMPTY))
         return course
 
-    def _cursor(self, course: Course, skips: tuple[Skip, ...], *, step: int, position: int, ledger: Ledger) -> Cursor:
+    def _cursor(
+        self, course: Course, skips: tuple[Skip, ...], *, step: int, position: int, ledger: Ledger
+    ) -> Cursor:
         source, sample = course.sample_at(position)
         epoch, pos_in_epoch = course.epoch_at(position)
         commit = Commit(step=step, global_pos=position, epoch=epoch, pos_in_epoch=pos_in_epoch)
@@ -631,7 +697,9 @@ class Sampler:
             commit = Commit(step=step, global_pos=position)
             vector = VectorCheck(pos=position, id=sample, source=source)
             draws = course.draws_before(position)
-            sources = tuple(dataclasses.replace(one, pos=pos) for one, pos in zip(sources, draws, strict=True))
+            sources = tuple(
+                dataclasses.replace(one, pos=pos) for one, pos in zip(sources, draws, strict=True)
+            )
         return Cursor(
             plan=self._plan,
             commit=commit,
@@ -650,8 +718,14 @@ class Sampler:
             if None not in (saved.fingerprint, ours.fingerprint)
         ]
         # A shifting skip depends on all stages of the mixture within its range.
-        shifts = (skip for skip in cursor.skips if isinstance(skip, PosSkip) and skip.policy == "shift")
-        position = max(cursor.commit.global_pos, *(s.range[1] for s in shifts if s.begin < cursor.commit.global_pos), 0)
+        shifts = (
+            skip for skip in cursor.skips if isinstance(skip, PosSkip) and skip.policy == "shift"
+        )
+        position = max(
+            cursor.commit.global_pos,
+            *(s.range[1] for s in shifts if s.begin < cursor.commit.global_pos),
+            0,
+        )
         pairs: dict[str, tuple[object, object]] = {
             "number of samples": _each([source.n for source in sources] for sources in both),
             "source": _each([source.id for source in sources] for sources in both),
@@ -668,7 +742,8 @@ class Sampler:
                     Code.CONFIG_IDENTITY,
                     f"the cursor's {name} is {theirs!r}, the sampler's {ours!r}",
                     where="cursor",
-                    remedy="Make the sampler of the same data set and seed. To begin the data anew: override=['data:*']"
+                    remedy="Make the sampler of the same data set and seed. To begin the data"
+                    " anew: override=['data:*']"
                     " for one start of a Checkpointer, or a load without the data.",
                 )
 
@@ -682,12 +757,14 @@ def _shares(fetches: _Fetches, step: int, size: int, remedy: str) -> CkptError:
     which = f"step {step - 1}" if count == 1 else f"steps {fetches.counted_step} to {step - 1}"
     if taken > count * size and taken % count == 0:
         remedy = (
-            f"Where a step accumulates the gradients of {taken // count} batches, pass micro_batches={taken // count}"
+            f"Where a step accumulates the gradients of {taken // count} batches, pass"
+            f" micro_batches={taken // count}"
             f" to Sampler, and as global_batch= the samples of the whole step. {remedy}"
         )
     return err(
         Code.ARGUMENT,
-        f"{which} took {taken} {pieces} of the sampler by iterating, where {count * size} is right: the cursor of a"
+        f"{which} took {taken} {pieces} of the sampler by iterating, where {count * size} is"
+        " right: the cursor of a"
         " save would not be the place where the training stands",
         where=_STEPS,
         remedy=f"{remedy}; a Sampler that isn't read as the training goes stays out of State.",
@@ -702,7 +779,9 @@ def _says_the_same(known: Skip, skip: Skip) -> bool:
     if isinstance(skip, PosSkip) or isinstance(known, PosSkip):
         return known == dataclasses.replace(skip, reason=known.reason)
     begins_earlier = known.from_pos <= skip.from_pos
-    return begins_earlier and known == dataclasses.replace(skip, reason=known.reason, from_pos=known.from_pos)
+    return begins_earlier and known == dataclasses.replace(
+        skip, reason=known.reason, from_pos=known.from_pos
+    )
 
 
 def _each(sides: Iterable[list[Any]]) -> tuple[object, object]:
@@ -731,7 +810,11 @@ def _sources(
 ) -> tuple[Source, ...]:
     if not is_mixed:
         if isinstance(dataset, Mapping) and any(isinstance(key, str) for key in dataset):
-            raise err(Code.ARGUMENT, "there are several sources, and no mixture", remedy="Pass mixture={name: count}.")
+            raise err(
+                Code.ARGUMENT,
+                "there are several sources, and no mixture",
+                remedy="Pass mixture={name: count}.",
+            )
         if isinstance(fingerprint, Mapping):
             raise err(Code.ARGUMENT, "fingerprint is a mapping, but there is one source only")
         return (Source(id=source, fingerprint=fingerprint, n=_length(dataset)),)
@@ -740,7 +823,10 @@ def _sources(
     if not (fingerprint is None or isinstance(fingerprint, Mapping)):
         raise err(Code.ARGUMENT, "a mixture needs a mapping from names to fingerprints")
     prints = fingerprint or {}
-    return tuple(Source(id=name, fingerprint=prints.get(name), n=_length(one)) for name, one in dataset.items())
+    return tuple(
+        Source(id=name, fingerprint=prints.get(name), n=_length(one))
+        for name, one in dataset.items()
+    )
 
 
 def _length(dataset: int | Sized) -> int:
@@ -748,7 +834,9 @@ def _length(dataset: int | Sized) -> int:
 
 
 def _mixture(
-    mixture: Mapping[str, int] | Mapping[int, Mapping[str, int]], seed: int, sources: Iterable[Source]
+    mixture: Mapping[str, int] | Mapping[int, Mapping[str, int]],
+    seed: int,
+    sources: Iterable[Source],
 ) -> Mixture:
     stages: dict[Any, Any] = dict(mixture)
     if not any(isinstance(counts, Mapping) for counts in stages.values()):
@@ -763,7 +851,9 @@ def _mixture(
         "stages": [{"from_pos": begin, "counts": dict(counts)} for begin, counts in stages.items()],
     }
     with _as_argument():
-        return parse_mixture(CursorMap(tree, "mixture="), {source.id: source.n for source in sources})
+        return parse_mixture(
+            CursorMap(tree, "mixture="), {source.id: source.n for source in sources}
+        )
 
 
 @contextlib.contextmanager

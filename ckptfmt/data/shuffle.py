@@ -2,14 +2,17 @@
 
 The normative text, in unsigned integers; ``div`` rounds down, LE64 is eight bytes, little-endian:
 
-    Given n in [1, 2^48], seed and epoch in [0, 2^64), and a position p in [0, n), the sample at p is found thus.
+    Given n in [1, 2^48], seed and epoch in [0, 2^64), and a position p in [0, n), the sample at p
+    is found thus.
 
     1. a is the smallest integer with a * a >= n; b is the smallest integer with a * b >= n.
-    2. The round keys K[0] to K[7] are the first 64 bytes of the BLAKE3 output (hash mode, extended) of the 18 ASCII
+    2. The round keys K[0] to K[7] are the first 64 bytes of the BLAKE3 output (hash mode, extended)
+    of the 18 ASCII
        bytes ``ckptfmt/feistel-v1`` followed by LE64(seed) and LE64(epoch), read as eight LE64.
     3. mix(x) is the finaliser of SplitMix64, all products modulo 2^64:
-       x = (x xor (x >> 30)) * 0xBF58476D1CE4E5B9; x = (x xor (x >> 27)) * 0x94D049BB133111EB; x xor (x >> 31).
-       F(i, x, m) = ((mix((x + K[i]) mod 2^64) >> 24) * m) >> 40; no intermediate value exceeds 64 bits.
+       x = (x xor (x >> 30)) * 0xBF58476D1CE4E5B9; x = (x xor (x >> 27)) * 0x94D049BB133111EB; x xor
+       (x >> 31). F(i, x, m) = ((mix((x + K[i]) mod 2^64) >> 24) * m) >> 40; no intermediate value
+       exceeds 64 bits.
     4. l = p div b; r = p mod b. For i = 0 to 7: if i is even, l = (l + F(i, r, a)) mod a;
        if i is odd, r = (r + F(i, l, b)) mod b. Then p = l * b + r.
     5. If p >= n, go to step 4 with this p. Otherwise p is the sample.
@@ -18,13 +21,15 @@ The normative text, in unsigned integers; ``div`` rounds down, LE64 is eight byt
 
     Vectors: n, seed, epoch; the samples at 0, 1, 2, 3; the sample at n - 1.
 
-        10                0                       0    3  1  4  2                                       7
-        1000              1                       2    988  25  850  372                                936
+        10                0                       0    3  1  4  2
+           7 1000              1                       2    988  25  850  372
+                   936
         281474976710656   18446744073709551615    3    37976156300933  205035813167397
-                                                       203094510729350  248246830510441      41421302834276
+                                                       203094510729350  248246830510441
+                                                       41421302834276
 
-Step 4 permutes [0, a * b): each round adds to one half a function of the other half, and the inverse
-subtracts the same terms in reverse order. Since a * b - n < a, step 5 seldom repeats: the
+Step 4 permutes [0, a * b): each round adds to one half a function of the other half, and the
+inverse subtracts the same terms in reverse order. Since a * b - n < a, step 5 seldom repeats: the
 probability is below 1 / sqrt(n).
 
 Source: alternating Feistel over Z_a x Z_b with cycle walking: J. Black, P. Rogaway, "Ciphers with
@@ -126,7 +131,9 @@ def _epoch(n: int, seed: int, epoch: int) -> _Epoch:
     if not (0 <= seed <= _MASK and 0 <= epoch <= _MASK):
         raise err(Code.ARGUMENT, f"seed {seed} and epoch {epoch} must be in [0, 2^64)")
     a = math.isqrt(n - 1) + 1
-    stream = blake3(b"ckptfmt/feistel-v1" + struct.pack("<QQ", seed, epoch)).digest(length=8 * ROUNDS)
+    stream = blake3(b"ckptfmt/feistel-v1" + struct.pack("<QQ", seed, epoch)).digest(
+        length=8 * ROUNDS
+    )
     return _Epoch(a, -(-n // a), struct.unpack(f"<{ROUNDS}Q", stream))
 
 
@@ -164,6 +171,8 @@ def _add(half: NDArray[np.uint64], mixed: NDArray[np.uint64], m: np.uint64) -> N
     return np.where(total >= m, total - m, total)
 
 
-def _subtract(half: NDArray[np.uint64], mixed: NDArray[np.uint64], m: np.uint64) -> NDArray[np.uint64]:
+def _subtract(
+    half: NDArray[np.uint64], mixed: NDArray[np.uint64], m: np.uint64
+) -> NDArray[np.uint64]:
     term = ((mixed >> np.uint64(24)) * m) >> np.uint64(40)
     return np.where(half >= term, half - term, half + m - term)

@@ -18,7 +18,10 @@ def check_worker(worker: tuple[int, int], size: int) -> None:
     if not 0 <= number < count:
         raise err(Code.ARGUMENT, f"there is no worker {number} of {count}")
     if count > size:
-        raise err(Code.ARGUMENT, f"a batch, or micro-batch, of {size} samples can't be spread over {count} workers")
+        raise err(
+            Code.ARGUMENT,
+            f"a batch, or micro-batch, of {size} samples can't be spread over {count} workers",
+        )
 
 
 def distributed_worker() -> tuple[int, int]:
@@ -31,8 +34,14 @@ def distributed_worker() -> tuple[int, int]:
         return distributed.get_rank(), distributed.get_world_size()
     # Otherwise all ranks would silently read the same samples.
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        detail = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed isn't initialised"
-        raise err(Code.WRITERS_UNKNOWN, detail, remedy="Initialise torch.distributed first, or pass worker=(i, n).")
+        detail = (
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed isn't initialised"
+        )
+        raise err(
+            Code.WRITERS_UNKNOWN,
+            detail,
+            remedy="Initialise torch.distributed first, or pass worker=(i, n).",
+        )
     return 0, 1
 
 

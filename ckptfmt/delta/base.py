@@ -48,7 +48,9 @@ def pin_base(
     Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH) if the base is being deleted; StoreError.
     Spec: REQ-CMT-035, REQ-CMT-031.
     """
-    references = tuple(sorted({base.reference, *base.manifest.references}, key=lambda one: one.digest))
+    references = tuple(
+        sorted({base.reference, *base.manifest.references}, key=lambda one: one.digest)
+    )
     content = Pins(attempt=origin.attempt, writer=writer, references=references).dump()
     create_once(store, pins_path(origin.attempt, writer), lambda: [content], content=content)
     store.sync("parts")
@@ -98,7 +100,9 @@ class BaseContents:
 
     def elements(self, number: int, elements: range, width: int) -> memoryview:
         """Return a range of elements of a piece of the base."""
-        return join_blocks(lambda block: self.content(number, block), elements, width, self._image.block_nbytes)
+        return join_blocks(
+            lambda block: self.content(number, block), elements, width, self._image.block_nbytes
+        )
 
 
 class BaseFiles:

@@ -69,7 +69,9 @@ class Sides:
         """Return the range of a piece's elements that a block holds."""
         piece, width = self.image.pieces[number], self.width(number)
         per_block = self.image.block_nbytes // width
-        return range(block * per_block, min((block + 1) * per_block, (piece.end - piece.begin) // width))
+        return range(
+            block * per_block, min((block + 1) * per_block, (piece.end - piece.begin) // width)
+        )
 
     def end_of(self, number: int, elements: range) -> int:
         """Return how many bytes of the slot must be filled before elements of a piece are there."""
@@ -112,7 +114,9 @@ class PlannedGroup:
         return encoding in NEEDS_BASE and role != "master"
 
 
-def find_groups(snapped: Snapped, base_leaves: Sequence[Leaf], contents: BaseContents) -> tuple[PlannedGroup, ...]:
+def find_groups(
+    snapped: Snapped, base_leaves: Sequence[Leaf], contents: BaseContents
+) -> tuple[PlannedGroup, ...]:
     """Return the groups of a snapshot and its base; groups don't overlap.
 
     Args:
@@ -135,7 +139,9 @@ def dump_rules(groups: Iterable[PlannedGroup]) -> dict[int, bytes]:
 
 
 class _Finder:
-    def __init__(self, snapped: Snapped, base_leaves: Sequence[Leaf], contents: BaseContents) -> None:
+    def __init__(
+        self, snapped: Snapped, base_leaves: Sequence[Leaf], contents: BaseContents
+    ) -> None:
         self._snapped = snapped
         self._leaves = snapped.context.leaves, base_leaves
         self._image = snapped.image
@@ -153,7 +159,11 @@ class _Finder:
         found: list[PlannedGroup] = []
         for alike in self._sort_by_rule(members):
             rows = [row for one in alike for row in self._rows_of(one)]
-            rule = self._find_rule(alike[0], before.get(_names_of(alike[0]), {}), rows) if rows else None
+            rule = (
+                self._find_rule(alike[0], before.get(_names_of(alike[0]), {}), rows)
+                if rows
+                else None
+            )
             if rule is not None:
                 self._hints[rule.kind] = rule
                 found += [PlannedGroup(rule=rule, pieces=row[: len(roles(rule))]) for row in rows]
@@ -186,7 +196,11 @@ class _Finder:
         The pieces of a row are in the order of roles.
         """
         keys = [members.tensors[role] for role in _roles_of(members)]
-        boxes = [box for box in self._pieces[keys[0]] if all(box in self._pieces.get(key, {}) for key in keys)]
+        boxes = [
+            box
+            for box in self._pieces[keys[0]]
+            if all(box in self._pieces.get(key, {}) for key in keys)
+        ]
         return [tuple(self._pieces[key][box] for key in keys) for box in boxes]
 
     def _steps_of(self, members: Members) -> tuple[float, float] | None:
@@ -194,7 +208,12 @@ class _Finder:
         if not isinstance(members.step, tuple):
             return None if members.step is None else (members.step - 1, members.step)
         number = next(iter(self._pieces.get(members.step, {}).values()), None)
-        if number is None or (dtype := self._sides.dtype(number)) not in ("float32", "float64", "int64", "int32"):
+        if number is None or (dtype := self._sides.dtype(number)) not in (
+            "float32",
+            "float64",
+            "int64",
+            "int32",
+        ):
             return None
         pair = self._sample(number, range(1))
         base, new = (float(np.frombuffer(content, dtype)[0]) for content in pair)
@@ -204,13 +223,18 @@ class _Finder:
         self, members: Members, base_options: Mapping[str, object], rows: Sequence[tuple[int, ...]]
     ) -> Rule | None:
         """Return the rule that a sample of the largest box confirms, or None."""
-        row = max(rows, key=lambda row: self._image.pieces[row[0]].end - self._image.pieces[row[0]].begin)
+        row = max(
+            rows, key=lambda row: self._image.pieces[row[0]].end - self._image.pieces[row[0]].begin
+        )
         piece = self._image.pieces[row[0]]
         per_block = self._image.block_nbytes // max(map(self._sides.width, row))
         count = (piece.end - piece.begin) // self._sides.width(row[0])
         first = count // per_block // 2 * per_block
         elements = range(first, min(count, first + per_block))
-        samples = {role: self._sample(number, elements) for role, number in zip(_roles_of(members), row, strict=True)}
+        samples = {
+            role: self._sample(number, elements)
+            for role, number in zip(_roles_of(members), row, strict=True)
+        }
         options, before = dict(members.options), dict(base_options or members.options)
         steps = self._steps_of(members)
         if steps is not None:
@@ -239,7 +263,9 @@ def _names_of(members: Members) -> frozenset[TensorKey]:
 def _roles_of(members: Members) -> tuple[str, ...]:
     """Return all roles that a rule of these members may have, in decoding order."""
     order = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "weight")
-    return tuple(sorted(members.tensors, key=lambda role: order.index(role) if role in order else len(order)))
+    return tuple(
+        sorted(members.tensors, key=lambda role: order.index(role) if role in order else len(order))
+    )
 
 
 #: Smallest block that is encoded, in bytes: below, the digest of the stored bytes costs the gain.
@@ -339,7 +365,9 @@ class BlockCoder:
         members = group.pieces[: group.pieces.index(number) + 1]
         return max(self._sides.end_of(member, elements) for member in members)
 
-    def code(self, number: int, block: int, *, digest: bytes | None = None) -> tuple[Verdict, bytes]:
+    def code(
+        self, number: int, block: int, *, digest: bytes | None = None
+    ) -> tuple[Verdict, bytes]:
         """Return the verdict on a block, and the encoded bytes.
 
         The bytes are empty for a raw or unchanged block.
@@ -378,7 +406,9 @@ class BlockCoder:
         if is_small:
             encoding, stored = encode_small(content, dtype=dtype, base=base)
         else:
-            encoding, stored = self._encode(number, content, dtype=dtype, base=base, among=self._among)
+            encoding, stored = self._encode(
+                number, content, dtype=dtype, base=base, among=self._among
+            )
         clock = _Clock()
         decode = functools.partial(encodings.decode, dtype=dtype, base=base)
         if encoding == "raw" or not _decodes(encoding, stored, content, decode, clock):
@@ -395,7 +425,13 @@ class BlockCoder:
         return encodings.encode(encoding, content, dtype=self._sides.dtype(number), base=base)
 
     def _encode(
-        self, like: int | str, content: memoryview, *, dtype: str, base: memoryview, among: Sequence[str]
+        self,
+        like: int | str,
+        content: memoryview,
+        *,
+        dtype: str,
+        base: memoryview,
+        among: Sequence[str],
     ) -> tuple[str, bytes]:
         """Return the encoding and bytes of a block, trying the last choice for `like` first.
 
@@ -411,7 +447,9 @@ class BlockCoder:
         self._chosen[like] = encoding, len(stored) / len(content)
         return encoding, stored
 
-    def _predict(self, group: PlannedGroup, number: int, block: int, content: memoryview) -> _Encoded | None:
+    def _predict(
+        self, group: PlannedGroup, number: int, block: int, content: memoryview
+    ) -> _Encoded | None:
         """Return a block encoded with its group's prediction; None if that doesn't work or pay."""
         place, elements = group.pieces.index(number), self._sides.elements_of(number, block)
         role = group.roles[place]
@@ -431,11 +469,15 @@ class BlockCoder:
         # gains no bytes there.
         encode = functools.partial(self._encode, role, among=encodings.QUICK)
         dtype = self._sides.dtype(number)
-        encoding, stored = prediction.encode_member(group.rule, role, content, dtype=dtype, encode=encode, **given)
+        encoding, stored = prediction.encode_member(
+            group.rule, role, content, dtype=dtype, encode=encode, **given
+        )
         decode = functools.partial(prediction.decode_member, group.rule, role, **given)
         if encoding == "raw" or not _decodes(encoding, stored, content, decode, clock):
             return None
-        return _Encoded(encoding, stored, clock.seconds, predicted=group.is_predicted(role, encoding))
+        return _Encoded(
+            encoding, stored, clock.seconds, predicted=group.is_predicted(role, encoding)
+        )
 
     def _bases_of(self, group: PlannedGroup, role: str, elements: range) -> dict[str, memoryview]:
         """Return the base's elements of all members from which a role is decoded."""
@@ -477,7 +519,9 @@ class _Clock:
         self.seconds += time.perf_counter() - self._begin_s
 
 
-def _decodes(encoding: str, stored: bytes, content: memoryview, decode: Callable[..., None], clock: _Clock) -> bool:
+def _decodes(
+    encoding: str, stored: bytes, content: memoryview, decode: Callable[..., None], clock: _Clock
+) -> bool:
     """Return whether the stored bytes decode to the content."""
     out = memoryview(bytearray(content.nbytes))
     with clock:

@@ -113,16 +113,22 @@ class Chain:
                         base=base,
                         references=references,
                         fields=fields,
-                        among=encodings.ENCODINGS if options.mode == "smallest" else encodings.QUICK,
+                        among=encodings.ENCODINGS
+                        if options.mode == "smallest"
+                        else encodings.QUICK,
                         coders=self._coders,
                         held=held,
                     )
-                    link = self._write_delta(delta, store, origin, writer, begin_s=begin_s, mode=options.mode)
+                    link = self._write_delta(
+                        delta, store, origin, writer, begin_s=begin_s, mode=options.mode
+                    )
                 self._written[origin.attempt] = link
                 self._in_slots[snapped.slot] = snapped.image, link.digests
                 return plan
         with SlotContents(snapped, held) as contents:
-            part = write_image(store, snapped.image, contents, origin, snapped.context, writer=writer)
+            part = write_image(
+                store, snapped.image, contents, origin, snapped.context, writer=writer
+            )
         nbytes = _content_nbytes(snapped.image)
         link = _Link(
             snapped=snapped,
@@ -134,7 +140,9 @@ class Chain:
         self._written[origin.attempt] = link
         self._in_slots[snapped.slot] = snapped.image, link.digests
         seconds = time.monotonic() - begin_s
-        self.history.note_full(nbytes=int(nbytes.sum()), seconds=seconds, unchanged=self._unchanged(link, nbytes))
+        self.history.note_full(
+            nbytes=int(nbytes.sum()), seconds=seconds, unchanged=self._unchanged(link, nbytes)
+        )
         if plan_save(options, self.history, base_reference_count=0).fields:
             self._start_coders(snapped.image)  # ready for the next save, which may be a delta
         return plan
@@ -159,14 +167,18 @@ class Chain:
         if origin.launch is None:  # outside a run, any base may be deleted
             return plan_save(options, self.history, base_reference_count=None), None
         base = Base(
-            reference=Reference(name=checkpoint_name(origin.step, origin.launch), digest=last.manifest.digest),
+            reference=Reference(
+                name=checkpoint_name(origin.step, origin.launch), digest=last.manifest.digest
+            ),
             manifest=last.manifest,
             part=last.part,
             digests=last.digests,
             view=None if is_taken else last.snapped.view,
             slot=None if is_taken else last.snapped.slot,
         )
-        return plan_save(options, self.history, base_reference_count=len(last.manifest.references)), base
+        return plan_save(
+            options, self.history, base_reference_count=len(last.manifest.references)
+        ), base
 
     def _write_delta(
         self, delta: Delta, store: Store, origin: Origin, writer: int, *, begin_s: float, mode: str
@@ -212,7 +224,10 @@ class Chain:
         last = self._last
         if last is None or last.snapped.image is not link.snapped.image:
             return 0.0
-        old, new = (np.frombuffer(b"".join(one.digests), np.uint8).reshape(-1, DIGEST_NBYTES) for one in (last, link))
+        old, new = (
+            np.frombuffer(b"".join(one.digests), np.uint8).reshape(-1, DIGEST_NBYTES)
+            for one in (last, link)
+        )
         equal = (old == new).all(axis=1)
         return float(nbytes[equal].sum() / max(int(nbytes.sum()), 1))
 

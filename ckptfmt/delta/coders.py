@@ -32,7 +32,10 @@ from ckptfmt.write.image import Image
 from ckptfmt.write.slot_contents import Snapped
 
 #: Coders allocate and free arrays of a block's size all the time: malloc keeps the memory.
-_ENVIRONMENT: Final = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
+_ENVIRONMENT: Final = {
+    "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
+}
 #: Longest wait for the answer to a few blocks, in seconds: a thousand times the usual time. After
 #: that the saver encodes the blocks by itself.
 _PATIENCE_S: Final = 60.0
@@ -139,7 +142,9 @@ class Coders:
             self._idle.append(coder)
             self._alive_count += 1
 
-    def code(self, blocks: Sequence[tuple[int, int]], nbytes: int) -> dict[tuple[int, int], tuple[Any, bytes]]:
+    def code(
+        self, blocks: Sequence[tuple[int, int]], nbytes: int
+    ) -> dict[tuple[int, int], tuple[Any, bytes]]:
         """Return the verdict and the encoded bytes of blocks, by block. Waits for a free process.
 
         Args:
@@ -173,11 +178,22 @@ class Coders:
             coder.results = Slot.attach(fd)
         assert coder.results is not None  # noqa: S101 - the first answer carries the shared memory
         verdicts = np.frombuffer(told["verdicts"], VERDICT)
-        encoded = np.where((verdicts["encoding"] == RAW) | (verdicts["encoding"] == UNDECIDED), 0, verdicts["nbytes"])
+        encoded = np.where(
+            (verdicts["encoding"] == RAW) | (verdicts["encoding"] == UNDECIDED),
+            0,
+            verdicts["nbytes"],
+        )
         ends = np.cumsum(encoded).tolist()
-        stored = [bytes(coder.results.view[end - size : end]) for end, size in zip(ends, encoded.tolist(), strict=True)]
+        stored = [
+            bytes(coder.results.view[end - size : end])
+            for end, size in zip(ends, encoded.tolist(), strict=True)
+        ]
         rows = zip(blocks, verdicts, stored, strict=True)
-        return {at: (verdict, content) for at, verdict, content in rows if verdict["encoding"] != UNDECIDED}
+        return {
+            at: (verdict, content)
+            for at, verdict, content in rows
+            if verdict["encoding"] != UNDECIDED
+        }
 
     def close(self) -> None:
         """Stop the processes and wait until they have exited."""
@@ -283,9 +299,13 @@ def _serve(channel: Channel) -> None:
 
 
 def _make_coder(message: dict[str, Any], image: Image, slots: dict[int, Slot]) -> BlockCoder:
-    contents = BaseContents(image, message["digests"], slots[message["base_slot"]].view, otherwise=_refuse)
+    contents = BaseContents(
+        image, message["digests"], slots[message["base_slot"]].view, otherwise=_refuse
+    )
     rules = [(Rule.parse(rule, "delta"), rows) for rule, rows in message["groups"]]
-    groups = [PlannedGroup(rule=rule, pieces=tuple(pieces)) for rule, rows in rules for pieces in rows]
+    groups = [
+        PlannedGroup(rule=rule, pieces=tuple(pieces)) for rule, rows in rules for pieces in rows
+    ]
     view = slots[message["slot"]].view
     fields, among = frozenset(message["fields"]), message["among"]
     return BlockCoder(image, view, contents=contents, groups=groups, fields=fields, among=among)

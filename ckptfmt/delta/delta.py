@@ -22,10 +22,24 @@ from numpy.typing import NDArray
 
 from ckptfmt.commit.decision import create_once
 from ckptfmt.delta.base import Base, BaseContents, BaseFiles
-from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder, Verdict, dump_rules, find_groups
+from ckptfmt.delta.block_coder import (
+    UNDECIDED,
+    VERDICT,
+    BlockCoder,
+    Verdict,
+    dump_rules,
+    find_groups,
+)
 from ckptfmt.delta.coders import Coders, coder_count
 from ckptfmt.digest import digest_at, digest_bytes
-from ckptfmt.documents.extents import RAW, SAME, Extents, PredictionGroup, StoredBlocks, count_stored
+from ckptfmt.documents.extents import (
+    RAW,
+    SAME,
+    Extents,
+    PredictionGroup,
+    StoredBlocks,
+    count_stored,
+)
 from ckptfmt.documents.manifest import Origin, Reference, pack_name
 from ckptfmt.documents.packed import Strings, join_integers
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
@@ -88,14 +102,18 @@ class Delta:
         contents = BaseContents(image, base.digests, base.view, otherwise=self._files.content)
         groups = find_groups(snapped, base.part.leaves, contents) if fields else ()
         self._groups = {number: group for group in groups for number in group.pieces}
-        counts = [block_count(piece.end - piece.begin, image.block_nbytes) for piece in image.pieces]
+        counts = [
+            block_count(piece.end - piece.begin, image.block_nbytes) for piece in image.pieces
+        ]
         #: The row of each piece's first block; the last entry is the number of blocks.
         self._first = [0, *itertools.accumulate(counts)]
         #: The verdict on each block, piece after piece.
         self.verdicts = np.zeros(self._first[-1], VERDICT)
         self.verdicts["encoding"] = UNDECIDED
         self._holders = _find_holders(image, base, self._references, self._first)
-        self._coder = BlockCoder(image, self._view, contents=contents, groups=groups, fields=fields, among=among)
+        self._coder = BlockCoder(
+            image, self._view, contents=contents, groups=groups, fields=fields, among=among
+        )
         self._encodes = bool(fields)
         self._coders: Coders | None = None
         if coders is not None and fields and base.slot is not None:
@@ -124,15 +142,27 @@ class Delta:
         with removed_after_error(store, names):
             # One stream through all packs: the next pack is coded while the previous one is
             # written.
-            with contextlib.closing(self._code_all([at for of_shard in blocks for at in of_shard])) as stream:
+            with contextlib.closing(
+                self._code_all([at for of_shard in blocks for at in of_shard])
+            ) as stream:
                 for name, of_shard in zip(names, blocks, strict=True):
-                    files.extend(self._write_pack(store, name, of_shard, itertools.islice(stream, len(of_shard))))
+                    files.extend(
+                        self._write_pack(
+                            store, name, of_shard, itertools.islice(stream, len(of_shard))
+                        )
+                    )
             self._digest_rest()
             part = self._image.part(
-                origin, self.digests, self.snapped.context, writer=writer, extents=self._extents(files)
+                origin,
+                self.digests,
+                self.snapped.context,
+                writer=writer,
+                extents=self._extents(files),
             )
             groups = self._part_groups()
-            return dataclasses.replace(part, files=tuple(files), references=self._references, groups=groups)
+            return dataclasses.replace(
+                part, files=tuple(files), references=self._references, groups=groups
+            )
 
     def _part_groups(self) -> tuple[PredictionGroup, ...]:
         """Return the groups with a predicted block, in the order and form of the part."""
@@ -258,7 +288,7 @@ class Delta:
     def _is_decided(self, number: int, block: int) -> bool:
         return bool(self.verdicts["encoding"][self._row(number, block)] != UNDECIDED)
 
-    def _note(self, number: int, block: int, verdict: Any, stored: bytes) -> bytes | memoryview:  # noqa: ANN401 - a row
+    def _note(self, number: int, block: int, verdict: Any, stored: bytes) -> bytes | memoryview:
         """Keep the verdict on a block, and return the block's stored bytes."""
         row = self._row(number, block)
         self.verdicts[row] = verdict
@@ -273,7 +303,9 @@ class Delta:
         if self._held is None:
             return None
         seen = self.snapped.progress.seen(self._image.pieces[number].begin)
-        return digest_at(self._held[number], block) if seen is not None and seen.kept[block] else None
+        return (
+            digest_at(self._held[number], block) if seen is not None and seen.kept[block] else None
+        )
 
     def _code_again(self, number: int, block: int) -> bytes | memoryview:
         """Return the stored bytes of a block again, for a retry after the store didn't answer.
@@ -288,7 +320,10 @@ class Delta:
             return self._content(number, block) if encoding == "raw" else b""
         stored = self._coder.code_as(encoding, number, block, predicted=bool(known["predicted"]))
         if digest_bytes(stored) != known["stored_digest"].tobytes():
-            raise err(Code.STORE_NO_ANSWER, "a block encoded twice isn't the same, and the first may be there")
+            raise err(
+                Code.STORE_NO_ANSWER,
+                "a block encoded twice isn't the same, and the first may be there",
+            )
         return stored
 
     def _digest_rest(self) -> None:
@@ -296,7 +331,9 @@ class Delta:
         for number, block in self._blocks_of(None):
             self._wait(self._image.span(number, block)[1])
             digest = self._known_digest(number, block) or digest_bytes(self._content(number, block))
-            self.verdicts[self._row(number, block)] = Verdict(RAW, predicted=False, nbytes=0, digest=digest)
+            self.verdicts[self._row(number, block)] = Verdict(
+                RAW, predicted=False, nbytes=0, digest=digest
+            )
 
     @functools.cached_property
     def digests(self) -> list[bytes]:
@@ -315,16 +352,27 @@ class Delta:
         An extent covers a run of blocks that are stored alike. An extent without a file, which
         names the base, stands for a box without blocks.
         """
-        numbers = {file.name.rpartition("-")[0].rpartition("-")[0]: number for number, file in enumerate(files)}
+        numbers = {
+            file.name.rpartition("-")[0].rpartition("-")[0]: number
+            for number, file in enumerate(files)
+        }
         file_of = np.array([*(numbers.get(shard.stem, -1) for shard in self._image.shards), -1])
-        shard_of = np.array([-1 if piece.shard is None else piece.shard for piece in self._image.pieces], np.int64)
+        shard_of = np.array(
+            [-1 if piece.shard is None else piece.shard for piece in self._image.pieces], np.int64
+        )
         written = np.flatnonzero(shard_of[self._piece_of] >= 0)
         blocks, piece = self.verdicts[written], self._piece_of[written]
         encoding, predicted = blocks["encoding"].astype(np.int64), blocks["predicted"]
-        has_base = np.isin(encoding, [ENCODINGS.index(name) for name in sorted(NEEDS_BASE)]) & ~predicted
-        reference = np.where(encoding == SAME, self._holders[written] + 1, has_base * (self._base_number + 1))
+        has_base = (
+            np.isin(encoding, [ENCODINGS.index(name) for name in sorted(NEEDS_BASE)]) & ~predicted
+        )
+        reference = np.where(
+            encoding == SAME, self._holders[written] + 1, has_base * (self._base_number + 1)
+        )
         is_new = np.ones(len(written), np.bool_)
-        is_new[1:] = np.any([np.diff(column) != 0 for column in (piece, encoding, reference, predicted)], axis=0)
+        is_new[1:] = np.any(
+            [np.diff(column) != 0 for column in (piece, encoding, reference, predicted)], axis=0
+        )
         first = np.flatnonzero(is_new)
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(blocks["nbytes"])])[first]
         shard = shard_of[piece[first]]  # pieces are sorted by shard
@@ -336,7 +384,9 @@ class Delta:
         of_encoded = count_stored(np.concatenate([encoding[first], none + SAME]), block_count)
         found = Extents(
             box=np.array(self._image.rows, np.int64)[np.concatenate([piece[first], empty])],
-            block_begin=np.concatenate([written[first] - np.array(self._first)[piece[first]], none]),
+            block_begin=np.concatenate(
+                [written[first] - np.array(self._first)[piece[first]], none]
+            ),
             block_count=block_count,
             file=np.concatenate([file, none - 1]),
             byte_begin=np.concatenate([np.where(file < 0, 0, place), none]),
@@ -359,7 +409,9 @@ def _stored_of(blocks: NDArray[Any]) -> StoredBlocks:
     return StoredBlocks(nbytes=encoded["nbytes"], digests=encoded["stored_digest"].tobytes())
 
 
-def _find_holders(image: Image, base: Base, references: Sequence[Reference], first: Sequence[int]) -> NDArray[np.int64]:
+def _find_holders(
+    image: Image, base: Base, references: Sequence[Reference], first: Sequence[int]
+) -> NDArray[np.int64]:
     """Return, for each block, the number of the reference that has the block in its own file.
 
     Args:
@@ -369,8 +421,14 @@ def _find_holders(image: Image, base: Base, references: Sequence[Reference], fir
     holders = np.array([numbers[one] for one in (base.reference, *base.part.references)], np.int64)
     extents = base.part.holdings.extents
     of_extents = holders[np.where(extents.encoding == SAME, extents.reference, 0)]
-    block_counts = np.bincount(extents.box, extents.block_count, minlength=len(base.part.holdings.replica))
-    of_boxes = np.split(np.repeat(of_extents, extents.block_count), np.cumsum(block_counts.astype(np.int64)))
+    block_counts = np.bincount(
+        extents.box, extents.block_count, minlength=len(base.part.holdings.replica)
+    )
+    of_boxes = np.split(
+        np.repeat(of_extents, extents.block_count), np.cumsum(block_counts.astype(np.int64))
+    )
     # A box that another writer stores has no extents, and its holder is never used.
     rows = zip(image.rows, np.diff(first).tolist(), strict=True)
-    return join_integers([of_boxes[row] if len(of_boxes[row]) else np.zeros(count, np.int64) for row, count in rows])
+    return join_integers(
+        [of_boxes[row] if len(of_boxes[row]) else np.zeros(count, np.int64) for row, count in rows]
+    )

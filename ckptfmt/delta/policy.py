@@ -71,7 +71,9 @@ class DeltaOptions:
         if unknown:
             raise _refused(f"{{...}} has unknown options: {', '.join(unknown)}")
         fields = given.get("fields", FIELDS)
-        return cls(**{**given, "fields": frozenset((fields,) if isinstance(fields, str) else fields)})
+        return cls(
+            **{**given, "fields": frozenset((fields,) if isinstance(fields, str) else fields)}
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the options as plain values."""
@@ -180,7 +182,9 @@ class SavePlan:
     reason: str
 
 
-def plan_save(options: DeltaOptions, history: History, *, base_reference_count: int | None) -> SavePlan:
+def plan_save(
+    options: DeltaOptions, history: History, *, base_reference_count: int | None
+) -> SavePlan:
     """Return the decision whether the next save is a delta.
 
     A delta refers to all checkpoints to which its base refers, including the references of other
@@ -207,7 +211,9 @@ def plan_save(options: DeltaOptions, history: History, *, base_reference_count: 
         return SavePlan(fields=options.fields, reason="the store is slower than encoding")
     if history.unchanged >= _UNCHANGED:
         return SavePlan(fields=frozenset(), reason=f"{changed:.0%} changed")
-    return SavePlan(fields=None, reason=f"{changed:.0%} changed, and the store is faster than encoding")
+    return SavePlan(
+        fields=None, reason=f"{changed:.0%} changed, and the store is faster than encoding"
+    )
 
 
 def _find_reason(options: DeltaOptions, history: History, base_reference_count: int | None) -> str:
@@ -217,7 +223,8 @@ def _find_reason(options: DeltaOptions, history: History, base_reference_count: 
         "deltas are off": options.mode == "off",
         "there is no base of this layout": base_reference_count is None,
         "there is nothing to compare": not history.nbytes,
-        f"{reference_count} deltas since the last full one": reference_count + 1 >= options.full_every,
+        f"{reference_count} deltas since the last full one": reference_count + 1
+        >= options.full_every,
         "a delta didn't pay lately": history.pause_count > 0,
         "reading the chain would take too long": history.chain_count > 0
         and history.restore_s() > options.restore_budget * history.full_s,

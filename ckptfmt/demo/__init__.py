@@ -54,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 Code.STATE_UNSUPPORTED,
                 f"the demo trains a small model with {module}",
                 where="demo",
-                remedy='Install it: pip install "ckptfmt[conformance,torch]"; in a checkout, `make venv`.',
+                remedy=(
+                    'Install it: pip install "ckptfmt[conformance,torch]"; in a checkout,'
+                    " `make venv`."
+                ),
             )
     try:
         with _ended_as_by_ctrl_c(signal.SIGTERM):
@@ -76,7 +79,12 @@ def _run(arguments: argparse.Namespace) -> int:
     with _home(arguments.store) as home:
         try:
             outcome = tell(
-                directory, settings, options, without=arguments.leave_out, show_phase=progress.phase, home=home
+                directory,
+                settings,
+                options,
+                without=arguments.leave_out,
+                show_phase=progress.phase,
+                home=home,
             )
         finally:
             progress.end()
@@ -140,24 +148,35 @@ def _ended_as_by_ctrl_c(number: signal.Signals) -> Iterator[None]:
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ckptfmt demo",
-        description="Train a small GPT on two processes, kill one, resume, and compare every bit with a run left in"
-        " peace; then resume on three processes, and compare every bit again. About a minute on two cores.",
+        description="Train a small GPT on two processes, kill one, resume, and compare every bit"
+        " with a run left in"
+        " peace; then resume on three processes, and compare every bit again. About a minute on"
+        " two cores.",
     )
-    parser.add_argument("--run", type=Path, metavar="DIR", help="where to leave the run: an empty or a new directory")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="where to leave the run: an empty or a new directory",
+    )
     parser.add_argument(
         "--store",
         type=_store,
         metavar="STORE",
-        help="keep the runs in an object store: `s3` starts a server for them, Ceph's gateway or else moto; or the URL"
+        help="keep the runs in an object store: `s3` starts a server for them, Ceph's gateway or"
+        " else moto; or the URL"
         " of an empty place, such as s3://bucket/demo",
     )
-    parser.add_argument("--steps", type=_steps, metavar="N", help=f"training steps, at least {STEPS_MIN}")
+    parser.add_argument(
+        "--steps", type=_steps, metavar="N", help=f"training steps, at least {STEPS_MIN}"
+    )
     parser.add_argument("--quick", action="store_true", help="a much smaller model and fewer steps")
     parser.add_argument(
         "--leave-out",
         choices=ITEMS,
         metavar="ITEM",
-        help="a negative control: leave this out when the killed run is restored, so that the comparison fails; one"
+        help="a negative control: leave this out when the killed run is restored, so that the"
+        " comparison fails; one"
         f" of {', '.join(ITEMS)}",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -166,7 +185,9 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _store(text: str) -> str:
     if text != _SERVER and not is_url(text):
-        raise argparse.ArgumentTypeError(f"{_SERVER}, or a URL such as s3://bucket/demo; --run takes a directory")
+        raise argparse.ArgumentTypeError(
+            f"{_SERVER}, or a URL such as s3://bucket/demo; --run takes a directory"
+        )
     return text.rstrip("/")
 
 

@@ -114,7 +114,9 @@ def read_journal(path: Path) -> Journal:
     # The last line of a killed process may be incomplete.
     whole = content[: content.rfind("\n") + 1]
     records: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
-    header = Header(**records[0] | {"lowered_by": tuple(records[0]["lowered_by"])}) if records else None
+    header = (
+        Header(**records[0] | {"lowered_by": tuple(records[0]["lowered_by"])}) if records else None
+    )
     return Journal(header=header, entries=tuple(_parse_entry(record) for record in records[1:]))
 
 
@@ -132,7 +134,9 @@ def read_progress(path: Path) -> tuple[int | None, int]:
         *lines, _ = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         lines = []
-    return (json.loads(lines[0])["pid"] if lines else None), (json.loads(lines[-1])["step"] if len(lines) > 1 else 0)
+    return (json.loads(lines[0])["pid"] if lines else None), (
+        json.loads(lines[-1])["step"] if len(lines) > 1 else 0
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +186,9 @@ class Comparison:
 
     def names_of(self, category: str) -> list[str]:
         """Return the names of the facts of a category, without the category."""
-        return sorted(name.partition("/")[2] for name in self.names if name.partition("/")[0] == category)
+        return sorted(
+            name.partition("/")[2] for name in self.names if name.partition("/")[0] == category
+        )
 
     def identical_steps(self, category: str | None = None) -> int:
         """Return the number of steps with identical facts, or facts of a category, everywhere."""
@@ -204,8 +210,16 @@ class Comparison:
         first = self.differences[0]
         place = f"step {first.step}, process {first.rank}"
         if first.category == _ENTRY:
-            return f"{place}: " + ("not in the journal" if first.found is None else "in the journal, and shouldn't be")
-        names = sorted({one.name for one in self.differences if (one.step, one.rank) == (first.step, first.rank)})
+            return f"{place}: " + (
+                "not in the journal" if first.found is None else "in the journal, and shouldn't be"
+            )
+        names = sorted(
+            {
+                one.name
+                for one in self.differences
+                if (one.step, one.rank) == (first.step, first.rank)
+            }
+        )
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f"first divergence after {place}: {', '.join(names[:3])}{more}; {_guess(names)}"
 
@@ -217,7 +231,10 @@ _ENTRY = "entry"
 def _guess(names: Sequence[str]) -> str:
     kinds = {_describe(name) for name in names if not name.startswith(("sample/", "loss/"))}
     if not kinds:
-        return "the state before it was the same, so look at what it doesn't hold: data, threads, kernels"
+        return (
+            "the state before it was the same, so look at what it doesn't hold: data, threads,"
+            " kernels"
+        )
     if len(kinds) == 1:
         return f"most likely not restored: {kinds.pop()}"
     return "several kinds of state at once, so look at what this step reads first"
@@ -238,7 +255,11 @@ def _describe(name: str) -> str:
 
 
 def compare(
-    reference: Sequence[Iterable[Entry]], candidate: Sequence[Iterable[Entry]], *, first: int = 0, steps: int
+    reference: Sequence[Iterable[Entry]],
+    candidate: Sequence[Iterable[Entry]],
+    *,
+    first: int = 0,
+    steps: int,
 ) -> Comparison:
     """Compare the entries of a run with the entries of an uninterrupted run, process by process.
 
@@ -266,12 +287,19 @@ def compare(
                 differences += _compare_entries(expected[entry.step], entry, rank, names)
     differences.sort(key=lambda one: (one.step, one.rank, one.category != _ENTRY, one.name))
     return Comparison(
-        steps=steps - first, names=dict(names), repeated=tuple(sorted(repeated)), differences=tuple(differences)
+        steps=steps - first,
+        names=dict(names),
+        repeated=tuple(sorted(repeated)),
+        differences=tuple(differences),
     )
 
 
 def compare_worlds(
-    reference: Sequence[Sequence[Entry]], candidate: Sequence[Sequence[Entry]], *, first: int = 0, steps: int
+    reference: Sequence[Sequence[Entry]],
+    candidate: Sequence[Sequence[Entry]],
+    *,
+    first: int = 0,
+    steps: int,
 ) -> Comparison:
     """Compare a run with an uninterrupted run on another number of processes.
 
@@ -284,34 +312,49 @@ def compare_worlds(
     both, count = min(len(reference), len(candidate)), len(candidate)
     ours, theirs = join_samples(reference), join_samples(candidate)
     return compare(
-        [_shared(reference[rank if rank < both else 0], ours, streams=rank < both) for rank in range(count)],
+        [
+            _shared(reference[rank if rank < both else 0], ours, streams=rank < both)
+            for rank in range(count)
+        ],
         [_shared(candidate[rank], theirs, streams=rank < both) for rank in range(count)],
         first=first,
         steps=steps,
     )
 
 
-def _shared(entries: Sequence[Entry], samples: Mapping[int, tuple[int, ...]], *, streams: bool) -> list[Entry]:
+def _shared(
+    entries: Sequence[Entry], samples: Mapping[int, tuple[int, ...]], *, streams: bool
+) -> list[Entry]:
     """Return a process's entries with the samples of all, with or without RNG streams."""
     return [
         dataclasses.replace(
             entry,
-            digests={name: digest for name, digest in entry.digests.items() if streams or not name.startswith("rng/")},
+            digests={
+                name: digest
+                for name, digest in entry.digests.items()
+                if streams or not name.startswith("rng/")
+            },
             samples=None if entry.samples is None else samples[entry.step],
         )
         for entry in entries
     ]
 
 
-def _compare_presence(due: set[int], expected: set[int], found: set[int], rank: int) -> Iterator[Difference]:
+def _compare_presence(
+    due: set[int], expected: set[int], found: set[int], rank: int
+) -> Iterator[Difference]:
     """Yield the steps that are missing on one side, or superfluous."""
     for step in sorted(due | expected | found):
         if not (step in due and step in expected and step in found):
             sides = ["present" if step in side else None for side in (expected, found)]
-            yield Difference(step=step, rank=rank, name=f"{_ENTRY}/whole", expected=sides[0], found=sides[1])
+            yield Difference(
+                step=step, rank=rank, name=f"{_ENTRY}/whole", expected=sides[0], found=sides[1]
+            )
 
 
-def _compare_entries(expected: Entry, found: Entry, rank: int, names: Counter[str]) -> list[Difference]:
+def _compare_entries(
+    expected: Entry, found: Entry, rank: int, names: Counter[str]
+) -> list[Difference]:
     ours, theirs = expected.facts(), found.facts()
     # At the start of a launch, there is state, and no step yet.
     if found.samples is None or expected.samples is None:
@@ -320,7 +363,9 @@ def _compare_entries(expected: Entry, found: Entry, rank: int, names: Counter[st
             facts.pop("loss/bits", None)
     names.update(ours.keys() | theirs.keys())
     return [
-        Difference(step=found.step, rank=rank, name=name, expected=ours.get(name), found=theirs.get(name))
+        Difference(
+            step=found.step, rank=rank, name=name, expected=ours.get(name), found=theirs.get(name)
+        )
         for name in sorted(ours.keys() | theirs.keys())
         if ours.get(name) != theirs.get(name)
     ]
@@ -333,12 +378,16 @@ def join_samples(processes: Sequence[Iterable[Entry]]) -> dict[int, tuple[int, .
     """
     samples: dict[int, tuple[int, ...]] = {}
     for entries in processes:
-        for step, taken in sorted((entry.step, entry.samples) for entry in entries if entry.samples is not None):
+        for step, taken in sorted(
+            (entry.step, entry.samples) for entry in entries if entry.samples is not None
+        ):
             samples[step] = samples.get(step, ()) + taken
     return samples
 
 
-def check_history(history: Mapping[int, Sequence[int]], *, sample_count: int, global_batch: int, steps: int) -> str:
+def check_history(
+    history: Mapping[int, Sequence[int]], *, sample_count: int, global_batch: int, steps: int
+) -> str:
     """Check by counting, in any order, that no sample was skipped or repeated.
 
     Each epoch takes every sample once: so the counts of two samples may differ by one at most.

@@ -27,7 +27,11 @@ from ckptfmt_conformance.elastic import Trainer
 
 
 def digest_state(
-    model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, sampler: Sampler, trainer: Trainer
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    sampler: Sampler,
+    trainer: Trainer,
 ) -> dict[str, str]:
     """Return the digests, 128 bits of BLAKE3 in hex, of each piece of state.
 
@@ -36,7 +40,9 @@ def digest_state(
     Names are ``<category>/<name>``. Tensors are digested by their bytes: -0.0 differs from 0.0, and
     a NaN equals itself.
     """
-    digests = {f"parameter/{name}": _digest_tensor(tensor) for name, tensor in model.named_parameters()}
+    digests = {
+        f"parameter/{name}": _digest_tensor(tensor) for name, tensor in model.named_parameters()
+    }
     digests |= {f"buffer/{name}": _digest_tensor(tensor) for name, tensor in model.named_buffers()}
     digests |= dict(_iter_optimizer(model, optimizer))
     digests["schedule/scheduler"] = _digest_tree(scheduler.state_dict())
@@ -55,7 +61,9 @@ def _iter_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[st
         options = {key: value for key, value in group.items() if key != "params"}
         yield f"schedule/group {number}", _digest_tree(options)
         for parameter in group["params"]:
-            for key, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
+            for key, value in (
+                optimizer.state[parameter].items() if parameter in optimizer.state else ()
+            ):
                 category = "step" if key == "step" else f"moment/{key}"
                 yield f"{category}/{names[id(parameter)]}", _digest_tensor(value)
 

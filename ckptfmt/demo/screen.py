@@ -39,7 +39,9 @@ class Look:
     @classmethod
     def of(cls, stream: TextIO) -> Look:
         """Return the look for `stream`: box characters if encodable, colour on a terminal."""
-        colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        colour = (
+            stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        )
         boxes = {"save": "●", "kill": "✗", "begin": "├", "resume": "╰", "line": "─", "rule": "─"}
         try:
             "".join(boxes.values()).encode(stream.encoding or "ascii")
@@ -73,9 +75,12 @@ def _iter_what(outcome: Outcome) -> Iterator[str]:
     header, settings = outcome.header, outcome.settings
     before, after = outcome.losses
     text = (
-        f"A GPT of {header.parameter_count:,} parameters on {settings.text_nbytes >> 10:,} KiB of text, {header.text}:"
-        f" AdamW, dropout to {settings.dropout}, warm-up, cosine; {header.world_size} processes under torchrun"
-        f" with gloo; {settings.steps} steps, {outcome.sample_count:,} samples; loss {before:.2f} to {after:.2f}."
+        f"A GPT of {header.parameter_count:,} parameters on {settings.text_nbytes >> 10:,} KiB of"
+        f" text, {header.text}:"
+        f" AdamW, dropout to {settings.dropout}, warm-up, cosine; {header.world_size} processes"
+        " under torchrun"
+        f" with gloo; {settings.steps} steps, {outcome.sample_count:,} samples; loss {before:.2f}"
+        f" to {after:.2f}."
     )
     if outcome.home is not None:
         text += f" Checkpoints in {outcome.home}."
@@ -101,7 +106,9 @@ def _fits(step: int, steps: int) -> bool:
 
 
 def _draw(strip: Strip, steps: int, look: Look) -> str:
-    columns = {step: step * _STRIP_WIDTH // steps for step in (strip.first, strip.last, *strip.saves)}
+    columns = {
+        step: step * _STRIP_WIDTH // steps for step in (strip.first, strip.last, *strip.saves)
+    }
     begin, end = columns[strip.first], columns[strip.last]
     cells = [look.line] * (end - begin + 1)
     for step in strip.saves:
@@ -111,7 +118,13 @@ def _draw(strip: Strip, steps: int, look: Look) -> str:
         cells[-1] = look.style(look.kill, "1;31")
     before = f"on {strip.world_size} processes, resumes from {strip.first} " if strip.first else ""
     after = f" SIGKILL after step {strip.last}" if strip.killed else ""
-    return "  " + strip.name.ljust(_LABEL_WIDTH) + before.rjust(begin) + "".join(cells) + look.style(after, "31")
+    return (
+        "  "
+        + strip.name.ljust(_LABEL_WIDTH)
+        + before.rjust(begin)
+        + "".join(cells)
+        + look.style(after, "31")
+    )
 
 
 def _iter_comparison(outcome: Outcome, look: Look) -> Iterator[str]:
@@ -124,7 +137,9 @@ def _iter_comparison(outcome: Outcome, look: Look) -> Iterator[str]:
         yield f"    {name:<14} {what:<30} {verdict}  {done} of {steps} steps"
     again = sorted({step for step, _ in same.repeated})
     if again:
-        steps_text = f"Steps {again[0]} to {again[-1]} were" if len(again) > 1 else f"Step {again[0]} was"
+        steps_text = (
+            f"Steps {again[0]} to {again[-1]} were" if len(again) > 1 else f"Step {again[0]} was"
+        )
         yield f"    {steps_text} done before the kill and again after it: both compared."
     yield f"    {_claim(outcome.claim)}"
 
@@ -140,7 +155,11 @@ def _list_rows(same: Comparison) -> list[tuple[str, tuple[str, ...], str]]:
     names = same.names_of
     return [
         ("parameters", ("parameter",), f"{len(names('parameter'))} tensors"),
-        ("AdamW", ("moment", "step"), f"{len(names('moment'))} moments, {len(names('step'))} step counts"),
+        (
+            "AdamW",
+            ("moment", "step"),
+            f"{len(names('moment'))} moments, {len(names('step'))} step counts",
+        ),
         ("buffer", ("buffer",), ", ".join(names("buffer"))),
         ("learning rate", ("schedule",), "scheduler, options of AdamW"),
         ("trainer", ("trainer",), "plan, steps, sums under way"),
@@ -152,7 +171,9 @@ def _list_rows(same: Comparison) -> list[tuple[str, tuple[str, ...], str]]:
 
 def _iter_resized(resized: Resized, look: Look) -> Iterator[str]:
     same = resized.same
-    yield f"  Launch 3, on {resized.world_size} processes instead of 2, against the undisturbed run:"
+    yield (
+        f"  Launch 3, on {resized.world_size} processes instead of 2, against the undisturbed run:"
+    )
     verdict = look.verdict(good=same.identical, text="identical" if same.identical else "DIFFERENT")
     what = f"all of the above, {same.compared:,} digests"
     yield f"    {what:<45} {verdict}  {same.identical_steps()} of {same.steps} steps"
@@ -175,12 +196,18 @@ def _iter_verdict(outcome: Outcome, look: Look, seconds: float) -> Iterator[str]
     else:
         text = f"NOT the same run: {same.identical_steps()} of {steps} steps agree"
     compared = same.compared + (outcome.resized.same.compared if outcome.resized else 0)
-    yield f"  {look.verdict(good=outcome.holds, text=text)}   ({compared:,} digests compared; {seconds:.0f} s)"
+    yield (
+        f"  {look.verdict(good=outcome.holds, text=text)}   ({compared:,} digests compared;"
+        f" {seconds:.0f} s)"
+    )
 
 
 def _iter_problems(outcome: Outcome) -> Iterator[str]:
     if outcome.without:
-        yield f"Negative control: {outcome.without} was left out when launch 2 restored. The comparison has to fail."
+        yield (
+            f"Negative control: {outcome.without} was left out when launch 2 restored. The"
+            " comparison has to fail."
+        )
     if not outcome.same.identical:
         yield _sentence(outcome.same)
     resized = outcome.resized
@@ -200,7 +227,11 @@ def _sentence(comparison: Comparison) -> str:
 
 def _iter_next(outcome: Outcome) -> Iterator[str]:
     yield "  The run is left behind to look at:"
-    for command, path in (("log", outcome.run), ("inspect", outcome.last_checkpoint), ("validate", outcome.run)):
+    for command, path in (
+        ("log", outcome.run),
+        ("inspect", outcome.last_checkpoint),
+        ("validate", outcome.run),
+    ):
         yield f"    ckptfmt {command} {path}"
 
 
@@ -271,7 +302,9 @@ class Progress:
             if self._live:
                 bar = ("#" * (step * _BAR_WIDTH // steps)).ljust(_BAR_WIDTH, ".")
                 what = f"step {step} of {steps}" if step else "starting"
-                print(f"\r\x1b[K  {self._text}  [{bar}] {what}", end="", file=self._stream, flush=True)
+                print(
+                    f"\r\x1b[K  {self._text}  [{bar}] {what}", end="", file=self._stream, flush=True
+                )
 
         if not self._live:
             print(f"  {self._text}", file=self._stream, flush=True)
@@ -281,5 +314,9 @@ class Progress:
     def end(self) -> None:
         """End the current phase, if any."""
         if self._live and self._text:
-            print(f"\r\x1b[K  {self._text}  {time.monotonic() - self._begin_s:.0f} s", file=self._stream, flush=True)
+            print(
+                f"\r\x1b[K  {self._text}  {time.monotonic() - self._begin_s:.0f} s",
+                file=self._stream,
+                flush=True,
+            )
         self._text = ""

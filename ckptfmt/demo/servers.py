@@ -33,7 +33,9 @@ from typing import Any, Final, Self
 KINDS: Final = {"moto": "moto's S3 server", "ceph": "Ceph's S3 gateway"}
 #: The programs of Ceph that are started, and the command that installs them.
 CEPH_PROGRAMS: Final = ("monmaptool", "ceph-mon", "ceph-osd", "ceph", "radosgw", "radosgw-admin")
-CEPH_REMEDY: Final = "On Debian: apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ceph-common"
+CEPH_REMEDY: Final = (
+    "On Debian: apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ceph-common"
+)
 #: Time limit for the start of a server, in seconds: other work may leave the server a tenth of a
 #: processor.
 START_S: Final = 240
@@ -63,7 +65,7 @@ class Endpoint:
         user = {f"AWS_{name.upper()}": value for name, value in _USER.items()}
         return {**user, "AWS_ENDPOINT_URL": self.url, "AWS_ALLOW_HTTP": "true"}
 
-    def client(self) -> Any:  # noqa: ANN401 - boto3 makes its classes as it runs
+    def client(self) -> Any:
         """Return a client of boto3, for buckets and multipart uploads, which obstore lacks."""
         import boto3  # takes half a second, which a user with a bucket needn't spend
         from botocore.config import Config
@@ -102,7 +104,9 @@ class Server:
         line = output.readline() if output else ""  # printed when the server answers
         if not line:
             self.close()
-            raise ServerError(f"the server {kind} didn't start; what it said stands on standard error")
+            raise ServerError(
+                f"the server {kind} didn't start; what it said stands on standard error"
+            )
         self.endpoint: Final = Endpoint(json.loads(line)["url"])
 
     def close(self) -> None:
@@ -114,7 +118,10 @@ class Server:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
     ) -> None:
         self.close()
 
@@ -129,7 +136,9 @@ def choose_kind() -> str:
         return "ceph"
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise ServerError(f'there is no server of S3 here: pip install "moto[s3,server]" (missing: {missing[0]})')
+        raise ServerError(
+            f'there is no server of S3 here: pip install "moto[s3,server]" (missing: {missing[0]})'
+        )
     return "moto"
 
 
@@ -216,7 +225,10 @@ class Ceph:
         self._launch("radosgw", "-n", "client.rgw.x", *self._common)
         self._wait()
         names = ("--uid=test", "--display-name=test")
-        keys = (f"--access-key={_USER['access_key_id']}", f"--secret-key={_USER['secret_access_key']}")
+        keys = (
+            f"--access-key={_USER['access_key_id']}",
+            f"--secret-key={_USER['secret_access_key']}",
+        )
         self._call("radosgw-admin", "-c", self._configuration, "user", "create", *names, *keys)
 
     def stop(self) -> None:
@@ -274,7 +286,9 @@ rgw_gc_processor_max_time = 60
     def _call(self, *command: str | pathlib.Path) -> None:
         with self._log.open("ab") as log:
             try:
-                code = subprocess.run(command, stdout=log, stderr=log, timeout=START_S, check=False).returncode
+                code = subprocess.run(
+                    command, stdout=log, stderr=log, timeout=START_S, check=False
+                ).returncode
             except subprocess.TimeoutExpired:
                 code = -1
         if code:
@@ -299,7 +313,9 @@ rgw_gc_processor_max_time = 60
         # In the foreground, as a child of this process. Ctrl-C at the terminal is for this process
         # alone.
         with self._log.open("ab") as log:
-            process = subprocess.Popen([*command, "-f"], stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                [*command, "-f"], stdout=log, stderr=log, start_new_session=True
+            )
         self._processes.append(process)
 
     def _wait(self) -> None:
@@ -308,7 +324,10 @@ rgw_gc_processor_max_time = 60
             ended = [process for process in self._processes if process.poll() is not None]
             if ended:
                 raise self._error(f"{ended[0].args!r} ended with {ended[0].returncode}")
-            with contextlib.suppress(OSError), urllib.request.urlopen(self.endpoint.url, timeout=10):  # noqa: S310 - HTTP
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(self.endpoint.url, timeout=10),  # noqa: S310 - HTTP
+            ):
                 return
             time.sleep(0.2)
         raise self._error(f"the gateway doesn't answer after {START_S} s")
@@ -335,10 +354,16 @@ def run_ceph(port: int) -> Iterator[Endpoint]:
 
 def main(arguments: list[str]) -> int:
     """Run a server until Ctrl-C, or until standard input ends."""
-    parser = argparse.ArgumentParser(prog="python -m ckptfmt.demo.servers", description="Run an S3 server on loopback.")
+    parser = argparse.ArgumentParser(
+        prog="python -m ckptfmt.demo.servers", description="Run an S3 server on loopback."
+    )
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--port", type=int, default=0, help="where it answers; a free port if left out")
-    parser.add_argument("--until-eof", action="store_true", help="say where as JSON, and end with standard input")
+    parser.add_argument(
+        "--port", type=int, default=0, help="where it answers; a free port if left out"
+    )
+    parser.add_argument(
+        "--until-eof", action="store_true", help="say where as JSON, and end with standard input"
+    )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if options.until_eof:
@@ -352,9 +377,13 @@ def main(arguments: list[str]) -> int:
                 print(json.dumps({"url": endpoint.url}), flush=True)  # for the parent process
                 sys.stdin.read()
                 return 0
-            names = "\n".join(f"export {name}={value}" for name, value in endpoint.environment.items())
+            names = "\n".join(
+                f"export {name}={value}" for name, value in endpoint.environment.items()
+            )
             bucket = endpoint.make_bucket()
-            print(f"{names}\n# An empty bucket: s3://{bucket}\n# Ctrl-C ends the server.", flush=True)
+            print(
+                f"{names}\n# An empty bucket: s3://{bucket}\n# Ctrl-C ends the server.", flush=True
+            )
             threading.Event().wait()
     except KeyboardInterrupt:
         pass

@@ -84,5 +84,12 @@ def make_settings(*, steps: int | None = None, quick: bool = False) -> Settings:
     if not quick:
         return settings
     return dataclasses.replace(
-        settings, global_batch=12, chunk_nbytes=256, text_nbytes=48 << 10, context=64, layers=1, width=64, heads=2
+        settings,
+        global_batch=12,
+        chunk_nbytes=256,
+        text_nbytes=48 << 10,
+        context=64,
+        layers=1,
+        width=64,
+        heads=2,
     )

@@ -61,7 +61,9 @@ class Job:
         options: further arguments of the training script.
     """
 
-    def __init__(self, directory: Path, *, run: str, name: str, world_size: int, options: Sequence[str]) -> None:
+    def __init__(
+        self, directory: Path, *, run: str, name: str, world_size: int, options: Sequence[str]
+    ) -> None:
         self.name = name
         journals = directory / "journals"
         self._journal_paths = [journal_path(journals, name, rank) for rank in range(world_size)]
@@ -69,7 +71,16 @@ class Job:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
         script = ["-m", "ckptfmt.demo.train", "--checkpoints", run]
-        command = [sys.executable, *launcher, *script, "--journals", str(journals), "--name", name, *options]
+        command = [
+            sys.executable,
+            *launcher,
+            *script,
+            "--journals",
+            str(journals),
+            "--name",
+            name,
+            *options,
+        ]
         with self._log.open("wb") as log:
             # In a separate session: Ctrl-C reaches only the demo, which then ends the job in order.
             self._process = subprocess.Popen(
@@ -144,9 +155,15 @@ class Job:
             time.sleep(_POLL_S)
 
     def _failure(self, what: str) -> JobError:
-        lines = self._log.read_text("utf-8", errors="replace").splitlines() if self._log.exists() else []
+        lines = (
+            self._log.read_text("utf-8", errors="replace").splitlines()
+            if self._log.exists()
+            else []
+        )
         # After the last output of the processes, torchrun reports their failure at length.
-        own = list(itertools.takewhile(lambda line: not _TORCHRUN_ERROR.match(line), lines)) or lines
+        own = (
+            list(itertools.takewhile(lambda line: not _TORCHRUN_ERROR.match(line), lines)) or lines
+        )
         said = "".join(f"\n    {line}" for line in own[-15:])
         return JobError(f"the launch {self.name!r} {what}; its output, {self._log}, says:{said}")
 
@@ -270,7 +287,12 @@ class Outcome:
     @property
     def holds(self) -> bool:
         """Whether all claims of the demo hold."""
-        return self.same.identical and self.resized is not None and self.resized.holds and not self.violations
+        return (
+            self.same.identical
+            and self.resized is not None
+            and self.resized.holds
+            and not self.violations
+        )
 
 
 def tell(
@@ -295,21 +317,34 @@ def tell(
     place = str(directory) if home is None else home.url
 
     def launch(run: str, name: str, world_size: int, *more: str) -> Job:
-        return Job(directory, run=f"{place}/{run}", name=name, world_size=world_size, options=[*options, *more])
+        return Job(
+            directory,
+            run=f"{place}/{run}",
+            name=name,
+            world_size=world_size,
+            options=[*options, *more],
+        )
 
     with launch(UNDISTURBED, "undisturbed", 2) as job:
         job.wait(show_phase("an undisturbed run, to compare with", settings.steps))
         undisturbed = job.journals()
     with launch(RUN, "killed", 2) as job:
-        job.kill_after(settings.killed_step, 1, show_phase("the run; one process gets SIGKILL", settings.steps))
+        job.kill_after(
+            settings.killed_step, 1, show_phase("the run; one process gets SIGKILL", settings.steps)
+        )
         killed = job.journals()
     control = ["--leave-out", without] if without else []
     with launch(RUN, "resumed", 2, *control) as job:
         job.wait(show_phase("the same command again: it resumes", settings.steps))
         resumed = job.journals()
-    both = [[*before.entries, *after.entries] for before, after in zip(killed, resumed, strict=True)]
+    both = [
+        [*before.entries, *after.entries] for before, after in zip(killed, resumed, strict=True)
+    ]
     same = compare([journal.entries for journal in undisturbed], both, steps=settings.steps)
-    resized, strips = None, [_strip(settings, "launch 1", killed, killed=True), _strip(settings, "launch 2", resumed)]
+    resized, strips = (
+        None,
+        [_strip(settings, "launch 1", killed, killed=True), _strip(settings, "launch 2", resumed)],
+    )
     if same.identical:
         saved_by = 2 if settings.resized_step > resumed[0].entries[0].step else 1
         name = checkpoint_name(settings.resized_step, saved_by)
@@ -343,7 +378,9 @@ def _compare_resized(
 ) -> Resized:
     step = settings.resized_step
     entries = [journal.entries for journal in wider]
-    same = compare_worlds([journal.entries for journal in undisturbed], entries, first=step, steps=settings.steps)
+    same = compare_worlds(
+        [journal.entries for journal in undisturbed], entries, first=step, steps=settings.steps
+    )
     streams = [sum(name.startswith("rng/") for name in process[0].digests) for process in entries]
     history = {past: ids for past, ids in join_samples(_last_times(both)).items() if past <= step}
     history |= join_samples(entries)
@@ -368,15 +405,26 @@ def _compare_resized(
 
 def _last_times(processes: list[list[Entry]]) -> list[list[Entry]]:
     """Return each step once, as done last: steps between the last save and a kill are void."""
-    latest = [{entry.step: entry for entry in entries if entry.samples is not None} for entries in processes]
+    latest = [
+        {entry.step: entry for entry in entries if entry.samples is not None}
+        for entries in processes
+    ]
     return [list(entries.values()) for entries in latest]
 
 
-def _strip(settings: Settings, name: str, journals: list[Journal], *, killed: bool = False) -> Strip:
+def _strip(
+    settings: Settings, name: str, journals: list[Journal], *, killed: bool = False
+) -> Strip:
     first = journals[0].entries[0].step
     last = max(journal.last_step for journal in journals)
-    saves = tuple(step for step in range(first + 1, last + 1) if step == settings.steps or step % settings.every == 0)
-    return Strip(name=name, world_size=len(journals), first=first, last=last, saves=saves, killed=killed)
+    saves = tuple(
+        step
+        for step in range(first + 1, last + 1)
+        if step == settings.steps or step % settings.every == 0
+    )
+    return Strip(
+        name=name, world_size=len(journals), first=first, last=last, saves=saves, killed=killed
+    )
 
 
 def _header(journals: list[Journal]) -> Header:
@@ -387,4 +435,6 @@ def _header(journals: list[Journal]) -> Header:
 
 def _loss(journal: Journal, step: int) -> float:
     """Return the loss of a step, which is the same on every process."""
-    return next(float.fromhex(entry.loss) for entry in journal.entries if entry.step == step and entry.loss)
+    return next(
+        float.fromhex(entry.loss) for entry in journal.entries if entry.step == step and entry.loss
+    )

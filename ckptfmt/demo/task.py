@@ -58,7 +58,9 @@ def read_text(*, text_nbytes: int, chunk_nbytes: int) -> Text:
             break
         content += path.read_bytes()
         file_count += 1
-    text = Text(content=bytes(content[:text_nbytes]), file_count=file_count, chunk_nbytes=chunk_nbytes)
+    text = Text(
+        content=bytes(content[:text_nbytes]), file_count=file_count, chunk_nbytes=chunk_nbytes
+    )
     if len(text) == 0:
         raise FileNotFoundError(f"{library} has no sources of the standard library")
     return text
@@ -92,7 +94,9 @@ def draw_augmentation(settings: Settings) -> Augmentation:
     drawn = torch.tensor([begin, masked, dropout], dtype=torch.float64)
     if dist.is_initialized():
         dist.broadcast(drawn, src=0)
-    return Augmentation(begin=int(drawn[0].item()), masked=float(drawn[1].item()), dropout=float(drawn[2].item()))
+    return Augmentation(
+        begin=int(drawn[0].item()), masked=float(drawn[1].item()), dropout=float(drawn[2].item())
+    )
 
 
 class Task:
@@ -130,7 +134,9 @@ class Task:
         samples = [self._samples[position % len(self._samples)] for position in positions]
         self.taken += samples
         tokens, targets = make_batch(self._text, samples, self._augmentation, self._settings)
-        loss = functional.cross_entropy(self._model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = functional.cross_entropy(
+            self._model(tokens).flatten(0, 1), targets.flatten(), reduction="sum"
+        )
         self._model.count(targets)
         return loss, targets.numel()
 
@@ -168,14 +174,19 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.mix = nn.Linear(width, width)
         self.norm_feed = nn.LayerNorm(width)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.feed = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.dropout = nn.Dropout(settings.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the residual stream, (batch, context, width), after this block."""
         batch, context, width = x.shape
         split = (batch, context, self.heads, width // self.heads)
-        q, k, v = (part.view(split).transpose(1, 2) for part in self.qkv(self.norm_attention(x)).chunk(3, dim=-1))
+        q, k, v = (
+            part.view(split).transpose(1, 2)
+            for part in self.qkv(self.norm_attention(x)).chunk(3, dim=-1)
+        )
         heard = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.mix(heard.transpose(1, 2).reshape(batch, context, width)))
         fed: torch.Tensor = self.dropout(self.feed(self.norm_feed(x)))

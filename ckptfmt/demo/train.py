@@ -32,7 +32,13 @@ from ckptfmt_conformance.elastic import Plan, Trainer, pin_arithmetic
 
 
 def train(
-    settings: Settings, run: str, journals: Path, name: str, *, resume: str = "auto", without: str | None = None
+    settings: Settings,
+    run: str,
+    journals: Path,
+    name: str,
+    *,
+    resume: str = "auto",
+    without: str | None = None,
 ) -> None:
     """Train until the last step, from the run's newest checkpoint on.
 
@@ -47,12 +53,18 @@ def train(
     text = read_text(text_nbytes=settings.text_nbytes, chunk_nbytes=settings.chunk_nbytes)
     torch.manual_seed(settings.seed)  # the same first weights on every process
     model = TinyGPT(settings)
-    optimizer = AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, foreach=False)
+    optimizer = AdamW(
+        model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, foreach=False
+    )
     scheduler = make_scheduler(optimizer, settings)
     # Every process knows the samples of the whole step; the trainer knows the positions of this
     # process.
     sampler = Sampler(
-        text, global_batch=settings.global_batch, seed=settings.seed, worker=(0, 1), fingerprint=text.fingerprint()
+        text,
+        global_batch=settings.global_batch,
+        seed=settings.seed,
+        worker=(0, 1),
+        fingerprint=text.fingerprint(),
     )
     task = Task(model, text, sampler, settings)
     trainer = Trainer(model, optimizer, make_plan(settings), task.loss_of)
@@ -61,7 +73,14 @@ def train(
     extra = {"scheduler": scheduler, "trainer": trainer}
     state = State(weights=model, optimizer=optimizer, data=sampler, config=settings, extra=extra)
     put_back = (
-        leave_out(without, model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, trainer=trainer)
+        leave_out(
+            without,
+            model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            sampler=sampler,
+            trainer=trainer,
+        )
         if without
         else lambda: None
     )
@@ -94,7 +113,9 @@ def make_plan(settings: Settings) -> Plan:
 def make_scheduler(optimizer: AdamW, settings: Settings) -> SequentialLR:
     """Return a linear warm-up followed by a cosine down to nearly zero."""
     warm_up = LinearLR(optimizer, start_factor=0.1, total_iters=settings.warmup_steps)
-    cosine = CosineAnnealingLR(optimizer, T_max=settings.steps - settings.warmup_steps, eta_min=settings.lr / 20)
+    cosine = CosineAnnealingLR(
+        optimizer, T_max=settings.steps - settings.warmup_steps, eta_min=settings.lr / 20
+    )
     return SequentialLR(optimizer, [warm_up, cosine], milestones=[settings.warmup_steps])
 
 
@@ -105,7 +126,9 @@ def seed_streams(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def describe(checkpointer: Checkpointer, model: nn.Module, text: Text, rank: int, world_size: int) -> Header:
+def describe(
+    checkpointer: Checkpointer, model: nn.Module, text: Text, rank: int, world_size: int
+) -> Header:
     """Return the journal's header."""
     launch, report = checkpointer.launch, checkpointer.load_report
     resume = launch.resume_from if launch else None
@@ -119,20 +142,29 @@ def describe(checkpointer: Checkpointer, model: nn.Module, text: Text, rank: int
         lowered_by=tuple(report.lowered_by) if report else (),
         parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         sample_count=len(text),
-        text=f"{text.file_count} modules of Python {sys.version_info[0]}.{sys.version_info[1]}'s standard library",
+        text=(
+            f"{text.file_count} modules of Python {sys.version_info[0]}.{sys.version_info[1]}'s"
+            " standard library"
+        ),
     )
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments of one process."""
-    parser = argparse.ArgumentParser(prog="python -m ckptfmt.demo.train", description="One process of the demo's run.")
-    parser.add_argument("--checkpoints", required=True, help="directory of the checkpoints, or its URL")
+    parser = argparse.ArgumentParser(
+        prog="python -m ckptfmt.demo.train", description="One process of the demo's run."
+    )
+    parser.add_argument(
+        "--checkpoints", required=True, help="directory of the checkpoints, or its URL"
+    )
     parser.add_argument("--journals", type=Path, required=True, help="directory of the journals")
     parser.add_argument("--name", required=True, help="name of this launch's journals")
     parser.add_argument("--steps", type=int, help="training steps in all")
     parser.add_argument("--quick", action="store_true", help="a much smaller model, fewer steps")
     parser.add_argument("--resume", default="auto", help="auto, fresh, or the name of a checkpoint")
-    parser.add_argument("--leave-out", choices=ITEMS, help="leave this out of the restore: a negative control")
+    parser.add_argument(
+        "--leave-out", choices=ITEMS, help="leave this out of the restore: a negative control"
+    )
     return parser.parse_args(argv)
 
 

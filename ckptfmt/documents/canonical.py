@@ -27,7 +27,9 @@ _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
 _FEATURES: Final = 64
 _FEATURE: Final = re.compile(r"[a-z][a-z0-9._-]{0,63}")
-_FORBIDDEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_FORBIDDEN: Final = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def dump_canonical(value: object) -> bytes:
@@ -36,7 +38,9 @@ def dump_canonical(value: object) -> bytes:
     >>> dump_canonical({"b": 1, "a": ["é"]}).decode()
     '{"a":["é"],"b":1}'
     """
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return json.dumps(
+        value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False
+    ).encode()
 
 
 def dump_document(signed: dict[str, Any]) -> bytes:
@@ -44,7 +48,9 @@ def dump_document(signed: dict[str, Any]) -> bytes:
 
     Spec: REQ-DOC-001, REQ-DOC-009.
     """
-    return dump_canonical({"digest": digest_text(digest_bytes(dump_canonical(signed))), "signed": signed})
+    return dump_canonical(
+        {"digest": digest_text(digest_bytes(dump_canonical(signed))), "signed": signed}
+    )
 
 
 def parse_document(
@@ -73,14 +79,27 @@ def parse_document(
     value = _parse_json(content, where)
     if set(value) != {"digest", "signed"} or not isinstance(value["signed"], dict):
         raise err(
-            Code.DOC_SCHEMA, "a document has the members digest and signed", where=where, requirement="REQ-DOC-011"
+            Code.DOC_SCHEMA,
+            "a document has the members digest and signed",
+            where=where,
+            requirement="REQ-DOC-011",
         )
     if dump_canonical(value) != content:
-        raise err(Code.DOC_NOT_CANONICAL, "the bytes aren't the canonical form", where=where, requirement="REQ-DOC-001")
+        raise err(
+            Code.DOC_NOT_CANONICAL,
+            "the bytes aren't the canonical form",
+            where=where,
+            requirement="REQ-DOC-001",
+        )
     signed: dict[str, Any] = value["signed"]
     digest = digest_text(digest_bytes(dump_canonical(signed)))
     if value["digest"] != digest:
-        raise err(Code.DOC_DIGEST, f"its contents have the digest {digest}", where=where, requirement="REQ-DOC-009")
+        raise err(
+            Code.DOC_DIGEST,
+            f"its contents have the digest {digest}",
+            where=where,
+            requirement="REQ-DOC-009",
+        )
     check_version(signed, where)
     if signed.get("type") not in types:
         raise err(
@@ -120,12 +139,19 @@ def check_version(signed: dict[str, Any], where: str) -> None:
     for needed in features.values():
         # Checked before the schema: the schema's check for unique items takes quadratic time on
         # items other than strings.
-        if not isinstance(needed, list) or len(needed) > _FEATURES or not all(map(_is_feature, needed)):
+        if (
+            not isinstance(needed, list)
+            or len(needed) > _FEATURES
+            or not all(map(_is_feature, needed))
+        ):
             raise _features_error("features aren't two short lists of names", where)
         if len(set(needed)) != len(needed):
             raise _features_error("a feature is named twice", where)
     needed = features["reader"]
-    unknown = sorted(set(needed) - (READER_FEATURES if signed.get("type") in ("manifest", "part") else frozenset()))
+    unknown = sorted(
+        set(needed)
+        - (READER_FEATURES if signed.get("type") in ("manifest", "part") else frozenset())
+    )
     if unknown:
         raise err(
             Code.FEATURE_UNSUPPORTED,
@@ -140,7 +166,9 @@ def _is_feature(name: object) -> bool:
 
 
 def _features_error(detail: str, where: str) -> CkptError:
-    return err(Code.DOC_SCHEMA, detail, where=f"{where}#/signed/features", requirement="REQ-VER-008")
+    return err(
+        Code.DOC_SCHEMA, detail, where=f"{where}#/signed/features", requirement="REQ-VER-008"
+    )
 
 
 def check_string(text: str, where: str) -> None:
@@ -181,10 +209,20 @@ def fit_string(text: str, length: int) -> str:
 def _parse_json(content: bytes, where: str) -> dict[str, Any]:
     """Return the single JSON object of `content`, after all checks that need no schema."""
     if nests_deeper(content, limits.JSON_DEPTH):
-        raise err(Code.DOC_DEPTH, f"nests deeper than {limits.JSON_DEPTH}", where=where, requirement="REQ-DOC-007")
+        raise err(
+            Code.DOC_DEPTH,
+            f"nests deeper than {limits.JSON_DEPTH}",
+            where=where,
+            requirement="REQ-DOC-007",
+        )
 
     def raise_number(text: str) -> NoReturn:
-        raise err(Code.DOC_NUMBER, f"{text[:32]!r} isn't an allowed number", where=where, requirement="REQ-DOC-005")
+        raise err(
+            Code.DOC_NUMBER,
+            f"{text[:32]!r} isn't an allowed number",
+            where=where,
+            requirement="REQ-DOC-005",
+        )
 
     def parse_integer(text: str) -> int:
         # Every allowed integer has at most 17 characters; int() takes quadratic time on long texts.
@@ -196,11 +234,21 @@ def _parse_json(content: bytes, where: str) -> dict[str, Any]:
         members = dict(pairs)
         if len(members) != len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise err(Code.DOC_DUPLICATE_KEY, f"member {twice[:64]!r} twice", where=where, requirement="REQ-DOC-004")
+            raise err(
+                Code.DOC_DUPLICATE_KEY,
+                f"member {twice[:64]!r} twice",
+                where=where,
+                requirement="REQ-DOC-004",
+            )
         return members
 
     if content.startswith(b"\xef\xbb\xbf"):
-        raise err(Code.DOC_ENCODING, "starts with a byte-order mark", where=where, requirement="REQ-DOC-002")
+        raise err(
+            Code.DOC_ENCODING,
+            "starts with a byte-order mark",
+            where=where,
+            requirement="REQ-DOC-002",
+        )
     try:
         value = json.loads(
             content.decode("utf-8"),
@@ -211,11 +259,17 @@ def _parse_json(content: bytes, where: str) -> dict[str, Any]:
         )
     except UnicodeDecodeError as error:
         raise err(
-            Code.DOC_ENCODING, f"byte {error.start} isn't UTF-8", where=where, requirement="REQ-DOC-002"
+            Code.DOC_ENCODING,
+            f"byte {error.start} isn't UTF-8",
+            where=where,
+            requirement="REQ-DOC-002",
         ) from None
     except json.JSONDecodeError as error:
         raise err(
-            Code.DOC_SYNTAX, f"{error.msg} at character {error.pos}", where=where, requirement="REQ-DOC-003"
+            Code.DOC_SYNTAX,
+            f"{error.msg} at character {error.pos}",
+            where=where,
+            requirement="REQ-DOC-003",
         ) from None
     if not isinstance(value, dict):
         raise err(Code.DOC_SYNTAX, "not a JSON object", where=where, requirement="REQ-DOC-003")
@@ -270,7 +324,9 @@ def schema_text(name: str) -> str:
     shipped = resources.files("ckptfmt") / "_schema" / f"{name}.schema.json"
     if shipped.is_file():
         return shipped.read_text("utf-8")
-    return (resources.files("ckptfmt") / ".." / "spec" / "schema" / f"{name}.schema.json").read_text("utf-8")
+    return (
+        resources.files("ckptfmt") / ".." / "spec" / "schema" / f"{name}.schema.json"
+    ).read_text("utf-8")
 
 
 @functools.cache
@@ -282,9 +338,11 @@ def _validator(name: str) -> Draft202012Validator:
 
     whole = Draft202012Validator.VALIDATORS["items"]
 
-    def check_items(validator: Any, items: Any, instance: Any, schema: Any) -> Any:  # noqa: ANN401 - as jsonschema has it
+    def check_items(validator: Any, items: Any, instance: Any, schema: Any) -> Any:
         """Check an array's items. A too long array is a violation anyway, without this check."""
-        is_long = isinstance(instance, list) and len(instance) > schema.get("maxItems", len(instance))
+        is_long = isinstance(instance, list) and len(instance) > schema.get(
+            "maxItems", len(instance)
+        )
         return () if is_long else whole(validator, items, instance, schema)
 
     schema = _inline(json.loads(schema_text(name)), json.loads(schema_text("defs"))["$defs"])
@@ -292,7 +350,7 @@ def _validator(name: str) -> Draft202012Validator:
     return with_items(schema)
 
 
-def _inline(schema: Any, definitions: dict[str, Any]) -> Any:  # noqa: ANN401 - any JSON
+def _inline(schema: Any, definitions: dict[str, Any]) -> Any:
     """Return a JSON Schema with each reference replaced by its definition.
 
     All definitions are in ``defs.schema.json``, a reference has no sibling members, and no
@@ -304,7 +362,9 @@ def _inline(schema: Any, definitions: dict[str, Any]) -> Any:  # noqa: ANN401 - 
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
-        return _inline(definitions[schema["$ref"].removeprefix("defs.schema.json#/$defs/")], definitions)
+        return _inline(
+            definitions[schema["$ref"].removeprefix("defs.schema.json#/$defs/")], definitions
+        )
     return {key: _inline(value, definitions) for key, value in schema.items()}
 
 
@@ -318,7 +378,9 @@ def check_schema(name: str, value: object, *, where: str) -> None:
 
     Raises: FormatError(DOC_SCHEMA), with the JSON pointer and the clause from the schema.
     """
-    violations = sorted(_validator(name).iter_errors(value), key=lambda violation: [str(p) for p in violation.path])
+    violations = sorted(
+        _validator(name).iter_errors(value), key=lambda violation: [str(p) for p in violation.path]
+    )
     if not violations:
         return
     first = violations[0]

@@ -30,8 +30,8 @@ In a mixture of sources, each source has its own epochs and its own position:
 
     {...
      "commit":  {"step": 1200, "global_pos": 76800},
-     "order":   {"alg": "feistel-v1", "seed": 7, "vector_check": {"pos": 76800, "source": "books", "id": 991823}},
-     "sources": [{"id": "books", "fingerprint": null, "n": 5000000, "pos": 53776},
+     "order":   {"alg": "feistel-v1", "seed": 7, "vector_check": {"pos": 76800, "source": "books",
+     "id": 991823}}, "sources": [{"id": "books", "fingerprint": null, "n": 5000000, "pos": 53776},
                  {"id": "code", "fingerprint": null, "n": 900000, "pos": 23024}],
      "mixture": {"alg": "block-det-v1", "block": 1024, "seed": 7,
                  "stages": [{"from_pos": 0, "counts": {"books": 717, "code": 307}}]},
@@ -39,7 +39,8 @@ In a mixture of sources, each source has its own epochs and its own position:
 
 The position of another library's data loader is opaque and valid for one number of workers only:
 
-    {"kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0", "per": "worker",
+    {"kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0", "per":
+    "worker",
      "worker_count": 8, "state": {...}}
 
 `state` is the library's own value, and only the library can interpret it. With `per` ``worker``,
@@ -99,7 +100,9 @@ class BatchPlan:
         """
         if self.tail == "carry":
             return count
-        steps = count // self.global_batch if self.tail == "drop" else -(-count // self.global_batch)
+        steps = (
+            count // self.global_batch if self.tail == "drop" else -(-count // self.global_batch)
+        )
         return steps * self.global_batch
 
 
@@ -202,23 +205,31 @@ def dump_cursor(cursor: Cursor) -> dict[str, Any]:
         "v": VERSION,
         "plan": dataclasses.asdict(cursor.plan),
         "commit": _given(cursor.commit, "epoch", "pos_in_epoch"),
-        "order": {**dataclasses.asdict(cursor.order), "vector_check": _given(cursor.order.vector_check, "source")},
+        "order": {
+            **dataclasses.asdict(cursor.order),
+            "vector_check": _given(cursor.order.vector_check, "source"),
+        },
         "sources": [_given(source, "pos") for source in cursor.sources],
         "ledger": dataclasses.asdict(cursor.ledger),
         "skips": [dump_skip(skip) for skip in cursor.skips],
     }
     if cursor.mixture is not None:
-        stages = [{"from_pos": stage.from_pos, "counts": dict(stage.counts)} for stage in cursor.mixture.stages]
+        stages = [
+            {"from_pos": stage.from_pos, "counts": dict(stage.counts)}
+            for stage in cursor.mixture.stages
+        ]
         members = {name: getattr(cursor.mixture, name) for name in ("alg", "block", "seed")}
         tree["mixture"] = {**members, "stages": stages}
     parse_cursor(tree)
     return tree
 
 
-def _given(record: Any, *optional: str) -> dict[str, Any]:  # noqa: ANN401 - any of the records above
+def _given(record: Any, *optional: str) -> dict[str, Any]:
     """Return the members of a record, without members of `optional` that are None."""
     members = dataclasses.asdict(record)
-    return {name: value for name, value in members.items() if value is not None or name not in optional}
+    return {
+        name: value for name, value in members.items() if value is not None or name not in optional
+    }
 
 
 def parse_cursor(tree: object, *, where: str = "cursor") -> Cursor:
@@ -254,14 +265,25 @@ def parse_cursor(tree: object, *, where: str = "cursor") -> Cursor:
 
 def _check_header(top: CursorMap) -> None:
     if top.members.get("kind") != KIND:
-        refuse(f"not a cursor: {show_value(top.members.get('kind'))}", f"{top.where}/kind", "REQ-CUR-001")
+        refuse(
+            f"not a cursor: {show_value(top.members.get('kind'))}",
+            f"{top.where}/kind",
+            "REQ-CUR-001",
+        )
     version = top.integer("v", UINT64)
     if version != VERSION:
         detail = f"version {version} of the cursor; this reader knows {VERSION}"
-        raise err(Code.VERSION_UNSUPPORTED, detail, where=f"{top.where}/v", requirement="REQ-CUR-001")
+        raise err(
+            Code.VERSION_UNSUPPORTED, detail, where=f"{top.where}/v", requirement="REQ-CUR-001"
+        )
     for name in _RESERVED:
         if name in top.members:
-            raise err(Code.FEATURE_UNSUPPORTED, name, where=f"{top.where}/{name}", requirement="REQ-CUR-003")
+            raise err(
+                Code.FEATURE_UNSUPPORTED,
+                name,
+                where=f"{top.where}/{name}",
+                requirement="REQ-CUR-003",
+            )
     if "mixture" in top.members:
         top.inner("mixture").known("alg", "block-det-v1")
 
@@ -304,7 +326,9 @@ def _parse_sources(top: CursorMap, *, is_mixed: bool) -> tuple[Source, ...]:
         source.check_names("id", "fingerprint", "n", *(("pos",) if is_mixed else ()))
         one = Source(
             id=source.text("id"),
-            fingerprint=None if source.members["fingerprint"] is None else source.text("fingerprint"),
+            fingerprint=None
+            if source.members["fingerprint"] is None
+            else source.text("fingerprint"),
             n=source.integer("n", limits.DIM, least=1),
             pos=source.integer("pos", UINT64) if is_mixed else None,
         )
@@ -341,13 +365,21 @@ def _parse_stage(stage: CursorMap, block: int, lengths: Mapping[str, int]) -> St
     stage.check_names("from_pos", "counts")
     from_pos = stage.integer("from_pos", UINT64)
     if from_pos % block:
-        refuse(f"{from_pos} is no multiple of the block, {block}", f"{stage.where}/from_pos", "REQ-CUR-011")
+        refuse(
+            f"{from_pos} is no multiple of the block, {block}",
+            f"{stage.where}/from_pos",
+            "REQ-CUR-011",
+        )
     counts = stage.inner("counts")
     if counts.members.keys() != lengths.keys():
         refuse("it doesn't name each source, and no others", counts.where, "REQ-CUR-011")
     parsed = {name: counts.integer(name, block) for name in lengths}
     if sum(parsed.values()) != block:
-        refuse(f"the counts add up to {sum(parsed.values())}, the block is {block}", counts.where, "REQ-CUR-011")
+        refuse(
+            f"the counts add up to {sum(parsed.values())}, the block is {block}",
+            counts.where,
+            "REQ-CUR-011",
+        )
     return Stage(from_pos=from_pos, counts=parsed)
 
 
@@ -380,7 +412,11 @@ def check_cursor(cursor: Cursor, where: str = "cursor") -> None:
 
 
 def check_rules(
-    plan: BatchPlan, sources: tuple[Source, ...], mixture: Mixture | None, skips: tuple[Skip, ...], where: str
+    plan: BatchPlan,
+    sources: tuple[Source, ...],
+    mixture: Mixture | None,
+    skips: tuple[Skip, ...],
+    where: str,
 ) -> None:
     """Raise if no order can follow from plan, sources, mixture and skips.
 
@@ -396,17 +432,24 @@ def check_rules(
     for source in sources:
         removed = count_removed(by_source.get(source.id, ()), source.id)
         if removed > limits.SKIPPED:
-            refuse(f"{removed} samples of {source.id!r} are removed", f"{where}/skips", "REQ-CUR-019")
+            refuse(
+                f"{removed} samples of {source.id!r} are removed", f"{where}/skips", "REQ-CUR-019"
+            )
         if plan.epoch_positions(source.n - removed) < 1:
             # Without a skip, the batch is too large.
-            place, clause = (f"{where}/skips", "REQ-CUR-019") if removed else (f"{where}/plan", "REQ-CUR-015")
+            place, clause = (
+                (f"{where}/skips", "REQ-CUR-019") if removed else (f"{where}/plan", "REQ-CUR-015")
+            )
             refuse(f"an epoch of {source.id!r} has no batch left", place, clause)
     if plan.tail == "carry":
         return
     for number, skip in enumerate(skips):
         edges = skip.range if isinstance(skip, PosSkip) else (skip.from_pos,)
         if skip.policy == "shift" and any(edge % plan.global_batch for edge in edges):
-            detail = f"with the tail {plan.tail!r}, what shifts the order begins and ends where a step does"
+            detail = (
+                f"with the tail {plan.tail!r}, what shifts the order begins and ends where a"
+                " step does"
+            )
             refuse(detail, f"{where}/skips/{number}", "REQ-CUR-019")
 
 
@@ -414,7 +457,11 @@ def _check_sample(cursor: Cursor, where: str) -> None:
     vector = cursor.order.vector_check
     lengths = {source.id: source.n for source in cursor.sources}
     if vector.source is not None and vector.source not in lengths:
-        refuse(f"there is no source {vector.source!r}", f"{where}/order/vector_check/source", "REQ-CUR-010")
+        refuse(
+            f"there is no source {vector.source!r}",
+            f"{where}/order/vector_check/source",
+            "REQ-CUR-010",
+        )
     n = cursor.sources[0].n if vector.source is None else lengths[vector.source]
     if vector.id >= n:
         clause = "REQ-CUR-004" if vector.source is None else "REQ-CUR-010"
@@ -427,7 +474,10 @@ def _check_epoch(cursor: Cursor, where: str) -> None:
         return  # the lengths of epochs follow only from the order (REQ-CUR-014)
     length = cursor.plan.epoch_positions(cursor.sources[0].n)
     if (commit.epoch, commit.pos_in_epoch) != divmod(commit.global_pos, length):
-        detail = f"position {commit.global_pos} of {length} in an epoch is not {commit.pos_in_epoch} in {commit.epoch}"
+        detail = (
+            f"position {commit.global_pos} of {length} in an epoch is not"
+            f" {commit.pos_in_epoch} in {commit.epoch}"
+        )
         refuse(detail, f"{where}/commit", "REQ-CUR-004")
 
 
@@ -482,7 +532,11 @@ def parse_foreign(tree: object, *, where: str = "loader") -> Foreign:
     """
     top = CursorMap.of(tree, where, clause="REQ-CUR-022")
     if top.members.get("kind") != _LOADER_KIND:
-        refuse(f"not a loader's position: {show_value(top.members.get('kind'))}", f"{where}/kind", "REQ-CUR-022")
+        refuse(
+            f"not a loader's position: {show_value(top.members.get('kind'))}",
+            f"{where}/kind",
+            "REQ-CUR-022",
+        )
     version = top.integer("v", limits.JSON_INTEGER)
     if version != _LOADER_VERSION:
         detail = f"version {version} of a loader's position; this reader knows {_LOADER_VERSION}"

@@ -2,8 +2,9 @@
 
 A skip excludes samples, a shard or positions from a run, each from a position on:
 
-    {"scope": "sample", "policy": "shift", "from_pos": 41024, "reason": "corrupt", "source": "books", "ids": [10422]}
-    {"scope": "shard", "policy": "mask", "from_pos": 0, "reason": "licence", "source": "code", "shard": "00017.tar",
+    {"scope": "sample", "policy": "shift", "from_pos": 41024, "reason": "corrupt", "source":
+    "books", "ids": [10422]} {"scope": "shard", "policy": "mask", "from_pos": 0, "reason":
+    "licence", "source": "code", "shard": "00017.tar",
      "range": [0, 18000]}
     {"scope": "pos", "policy": "hole", "reason": "loss spike", "range": [70400, 70464]}
 
@@ -62,7 +63,12 @@ class CursorMap:
             if word == value:
                 return word
         detail = f"{name} {value!r}; this reader knows {', '.join(map(repr, known))}"
-        raise err(Code.FEATURE_UNSUPPORTED, detail, where=f"{self.where}/{name}", requirement="REQ-CUR-003")
+        raise err(
+            Code.FEATURE_UNSUPPORTED,
+            detail,
+            where=f"{self.where}/{name}",
+            requirement="REQ-CUR-003",
+        )
 
     def inner(self, name: str) -> CursorMap:
         """Return a member, a map. Raises: CURSOR_FORM."""
@@ -72,13 +78,18 @@ class CursorMap:
         """Return a member, a list. Raises: CURSOR_FORM."""
         value = self.members.get(name)
         if type(value) is not list:
-            refuse(f"a {type(value).__name__} where a list belongs", f"{self.where}/{name}", self.clause)
+            refuse(
+                f"a {type(value).__name__} where a list belongs",
+                f"{self.where}/{name}",
+                self.clause,
+            )
         return value
 
     def maps(self, name: str) -> list[CursorMap]:
         """Return a member, a list of maps, each with its place. Raises: CURSOR_FORM."""
         return [
-            CursorMap.of(value, f"{self.where}/{name}/{i}", self.clause) for i, value in enumerate(self.items(name))
+            CursorMap.of(value, f"{self.where}/{name}/{i}", self.clause)
+            for i, value in enumerate(self.items(name))
         ]
 
     def text(self, name: str) -> str:
@@ -100,9 +111,12 @@ class CursorMap:
         """
         values = self.items(name)
         if count is not None and len(values) != count:
-            refuse(f"{len(values)} integers where {count} belong", f"{self.where}/{name}", self.clause)
+            refuse(
+                f"{len(values)} integers where {count} belong", f"{self.where}/{name}", self.clause
+            )
         return tuple(
-            _integer(value, f"{self.where}/{name}/{i}", most, 0, self.clause) for i, value in enumerate(values)
+            _integer(value, f"{self.where}/{name}/{i}", most, 0, self.clause)
+            for i, value in enumerate(values)
         )
 
 
@@ -117,7 +131,9 @@ def show_value(value: object) -> str:
     >>> show_value("a"), show_value(1 << 20_000)
     ("'a'", 'a value of the type int')
     """
-    if type(value) in (str, int, bool, type(None)) and not (type(value) is int and value.bit_length() > _SHOWN_BITS):
+    if type(value) in (str, int, bool, type(None)) and not (
+        type(value) is int and value.bit_length() > _SHOWN_BITS
+    ):
         return f"{value!r:.80}"
     # Lists and maps aren't printed: Python refuses to print the very long integers that they may
     # contain.
@@ -251,7 +267,14 @@ def _parse_skip(one: CursorMap, lengths: dict[str, int]) -> Skip:
         one.check_names("scope", "policy", "reason", "range")
         begin, end = _range(one, _POSITION)
         return PosSkip(policy=_policy(one), reason=one.text("reason"), range=(begin, end))
-    one.check_names("scope", "policy", "from_pos", "reason", "source", *(("ids",) if scope == "sample" else _SHARD))
+    one.check_names(
+        "scope",
+        "policy",
+        "from_pos",
+        "reason",
+        "source",
+        *(("ids",) if scope == "sample" else _SHARD),
+    )
     policy, reason, source = _policy(one), one.text("reason"), one.text("source")
     from_pos = one.integer("from_pos", _POSITION)
     if source not in lengths:
@@ -260,7 +283,12 @@ def _parse_skip(one: CursorMap, lengths: dict[str, int]) -> Skip:
         shard, (begin, end) = one.text("shard"), _range(one, limits.DIM)
         _check_samples((end - 1,), lengths[source], f"{one.where}/range")
         return ShardSkip(
-            policy=policy, from_pos=from_pos, reason=reason, source=source, shard=shard, range=(begin, end)
+            policy=policy,
+            from_pos=from_pos,
+            reason=reason,
+            source=source,
+            shard=shard,
+            range=(begin, end),
         )
     ids = one.integers("ids", limits.DIM)
     if not ids:

@@ -39,7 +39,12 @@ def asks_for_home(durability: object) -> bool:
     """
     if durability not in (None, HOME):
         remedy = "upload_every= says which saves stay in caches."
-        raise err(Code.ARGUMENT, f"durability={durability!r} isn't {HOME!r}", where="durability=", remedy=remedy)
+        raise err(
+            Code.ARGUMENT,
+            f"durability={durability!r} isn't {HOME!r}",
+            where="durability=",
+            remedy=remedy,
+        )
     return durability == HOME
 
 
@@ -48,7 +53,9 @@ def durability_members(durability: str) -> dict[str, Any]:
     return {} if durability == HOME else {"durability": durability}
 
 
-def parse_durability(members: Mapping[str, Any], features: Iterable[str], run_id: object, where: str) -> str:
+def parse_durability(
+    members: Mapping[str, Any], features: Iterable[str], run_id: object, where: str
+) -> str:
     """Return the durability of a manifest or part, a member behind the feature ``caches``.
 
     Args:

@@ -72,7 +72,9 @@ class StoredBlocks:
         return {"nbytes": dump_packed(self.nbytes), "digest": self.digests}
 
 
-def delta_features(encodings: Sequence[str], groups: Sequence[PredictionGroup], references: Sized) -> list[str]:
+def delta_features(
+    encodings: Sequence[str], groups: Sequence[PredictionGroup], references: Sized
+) -> list[str]:
     """Return the reader features that a part needs. Spec: REQ-DEL-001, REQ-VER-007.
 
     >>> delta_features(["raw"], [], []), delta_features(["raw", "sparse"], [], [])
@@ -84,21 +86,32 @@ def delta_features(encodings: Sequence[str], groups: Sequence[PredictionGroup], 
 
 def dump_references(references: Sequence[Reference]) -> list[dict[str, object]]:
     """Return references in the form of a part: digests as bytes."""
-    return [{"name": one.name, "digest": bytes.fromhex(one.digest.removeprefix(PREFIX))} for one in references]
+    return [
+        {"name": one.name, "digest": bytes.fromhex(one.digest.removeprefix(PREFIX))}
+        for one in references
+    ]
 
 
 def parse_references(columns: Columns) -> tuple[Reference, ...]:
     """Return the references of a part. Raises: FormatError. Spec: REQ-DEL-002."""
     rows = columns.any("references")
     if not isinstance(rows, list) or len(rows) > limits.REFERENCES:
-        raise columns.broken("references", f"not a list of at most {limits.REFERENCES}", "REQ-LIM-001")
+        raise columns.broken(
+            "references", f"not a list of at most {limits.REFERENCES}", "REQ-LIM-001"
+        )
     found = []
     for row in rows:
         if not isinstance(row, dict) or row.keys() != {"name", "digest"}:
             raise columns.broken("references", "not maps of name and digest")
         name, digest = row["name"], row["digest"]
-        if not isinstance(name, str) or not isinstance(digest, bytes) or len(digest) != DIGEST_NBYTES:
-            raise columns.broken("references", "a name that is no string, or a digest that isn't 32 bytes")
+        if (
+            not isinstance(name, str)
+            or not isinstance(digest, bytes)
+            or len(digest) != DIGEST_NBYTES
+        ):
+            raise columns.broken(
+                "references", "a name that is no string, or a digest that isn't 32 bytes"
+            )
         found.append(Reference(name=name, digest=digest_text(digest)))
     check_references(found, columns.place("references"))
     return tuple(found)
@@ -113,7 +126,9 @@ def parse_encodings(columns: Columns) -> tuple[str, ...]:
     known = {name: number for number, name in enumerate(ENCODINGS)}
     numbers = [known.get(name, -1) for name in names]
     if -1 in numbers:
-        raise columns.broken("encodings", f"{names[numbers.index(-1)][:64]!r} isn't an encoding", "REQ-DEL-003")
+        raise columns.broken(
+            "encodings", f"{names[numbers.index(-1)][:64]!r} isn't an encoding", "REQ-DEL-003"
+        )
     columns.check_increasing("encodings", numbers)
     return tuple(names)
 
@@ -124,7 +139,9 @@ def dump_groups(groups: Sequence[PredictionGroup]) -> dict[str, object]:
     return {
         "kind": dump_strings([group.kind for group in groups]),
         "rule": [group.rule for group in groups],
-        "reference": dump_packed([0 if group.reference is None else group.reference + 1 for group in groups]),
+        "reference": dump_packed(
+            [0 if group.reference is None else group.reference + 1 for group in groups]
+        ),
         "member_count": dump_packed([len(group.boxes) for group in groups]),
         "box": dump_packed(fold(np.diff(boxes, prepend=0))),
     }
@@ -158,22 +175,33 @@ def parse_groups(
         raise table.broken("box", "a box that is in two groups, or twice in one", "REQ-DEL-009")
     _check_members(table, boxes, member_count, box_nbytes // element_nbytes)
     ends = np.cumsum(member_count).tolist()
-    members = [tuple(boxes[end - count : end].tolist()) for count, end in zip(member_count, ends, strict=True)]
+    members = [
+        tuple(boxes[end - count : end].tolist())
+        for count, end in zip(member_count, ends, strict=True)
+    ]
     table.check_increasing("box", members)
     rows = zip(kinds, rules, reference, members, strict=True)
     return [
-        PredictionGroup(kind=kind, rule=rule, reference=None if not number else number - 1, boxes=boxes)
+        PredictionGroup(
+            kind=kind, rule=rule, reference=None if not number else number - 1, boxes=boxes
+        )
         for kind, rule, number, boxes in rows
     ]
 
 
-def _check_members(table: Columns, boxes: NDArray[np.int64], member_count: Sequence[int], elements: Integers) -> None:
+def _check_members(
+    table: Columns, boxes: NDArray[np.int64], member_count: Sequence[int], elements: Integers
+) -> None:
     """Raise unless all members of a group have the same number of elements. Spec: REQ-DEL-009."""
     if any(count < 2 for count in member_count):
         raise table.broken("member_count", "a group of fewer than two boxes", "REQ-DEL-009")
     first = np.cumsum(member_count) - member_count
-    if (elements[boxes] != np.repeat(elements[boxes[first]] if len(boxes) else first, member_count)).any():
-        raise table.broken("box", "boxes of different numbers of elements in one group", "REQ-DEL-009")
+    if (
+        elements[boxes] != np.repeat(elements[boxes[first]] if len(boxes) else first, member_count)
+    ).any():
+        raise table.broken(
+            "box", "boxes of different numbers of elements in one group", "REQ-DEL-009"
+        )
 
 
 def check_encodings_used(used: Collection[str], encodings: Sequence[str], where: str) -> None:
@@ -242,7 +270,11 @@ class Extent:
 
     def stored_nbytes(self, block: int) -> int:
         """Return the stored size of an encoded block in bytes."""
-        return int(self._extents.stored.nbytes[self._extents.stored_row[self._row] + block - self.block_begin])
+        return int(
+            self._extents.stored.nbytes[
+                self._extents.stored_row[self._row] + block - self.block_begin
+            ]
+        )
 
     def stored_digest(self, block: int) -> bytes:
         """Return the digest of an encoded block's stored bytes."""
@@ -277,7 +309,13 @@ class Extents:
 
     @classmethod
     def of_raw(
-        cls, *, box: Integers, block_count: Integers, file: Integers, byte_begin: Integers, key: Strings
+        cls,
+        *,
+        box: Integers,
+        block_count: Integers,
+        file: Integers,
+        byte_begin: Integers,
+        key: Strings,
     ) -> Extents:
         """Return the extents of boxes that are stored unchanged, each in one extent."""
         none = np.zeros(len(box), np.int64)
@@ -341,7 +379,9 @@ class Extents:
         """Return the rows in a given order."""
         if order is None:
             return self
-        names = (name.name for name in dataclasses.fields(self) if name.name not in {"key", "stored"})
+        names = (
+            name.name for name in dataclasses.fields(self) if name.name not in {"key", "stored"}
+        )
         columns = {name: getattr(self, name)[order] for name in names}
         return Extents(key=self.key.take(order), stored=self.stored, **columns)
 
@@ -357,8 +397,13 @@ class Extents:
         first = self.block_begin * block_nbytes
         content = np.minimum(box_nbytes[self.box], first + self.block_count * block_nbytes) - first
         ends = self.stored_ends
-        encoded = ends[self.stored_row + np.where(self.is_encoded, self.block_count, 0)] - ends[self.stored_row]
-        found: Integers = np.where(self.is_encoded, encoded, np.where(self.encoding == RAW, content, 0))
+        encoded = (
+            ends[self.stored_row + np.where(self.is_encoded, self.block_count, 0)]
+            - ends[self.stored_row]
+        )
+        found: Integers = np.where(
+            self.is_encoded, encoded, np.where(self.encoding == RAW, content, 0)
+        )
         return found
 
 
@@ -416,16 +461,24 @@ def parse_extents(
         byte_begin=table.packed("gap_nbytes", count=count),
         key=key,
         encoding=encoding,
-        reference=table.packed("reference", count=count, below=references + 1) if is_delta else none,
+        reference=table.packed("reference", count=count, below=references + 1)
+        if is_delta
+        else none,
         predicted=(table.packed("predicted", count=count, below=2) if is_delta else none) > 0,
         stored_row=np.cumsum(blocks) - blocks,
-        stored=_parse_stored(columns, total_of(blocks)) if is_delta else StoredBlocks(nbytes=none[:0], digests=b""),
+        stored=_parse_stored(columns, total_of(blocks))
+        if is_delta
+        else StoredBlocks(nbytes=none[:0], digests=b""),
     )
     if (np.diff(found.file) < 0).any():
         raise table.unsorted("file")
     for row in key.rows_with_text():
         if key[row] == tensors.keys[owner[box[row]]][1]:
-            raise table.broken("key", f"{key[row][:64]!r} stands there, and not the empty string for it", "REQ-PRT-012")
+            raise table.broken(
+                "key",
+                f"{key[row][:64]!r} stands there, and not the empty string for it",
+                "REQ-PRT-012",
+            )
     if is_delta:
         _check_encoded(found, files, encodings, table)
     return found
@@ -457,14 +510,22 @@ def _check_encoded(found: Extents, files: Files, encodings: Sequence[str], table
     is_pack = np.append(files.is_pack, False)[found.file]
     is_stored = found.file < len(files.nbytes)
     if ((found.encoding == SAME) == is_stored).any() or (found.is_encoded & ~is_pack).any():
-        raise table.broken("file", "a block is stored where its encoding doesn't allow it", "REQ-DEL-004")
+        raise table.broken(
+            "file", "a block is stored where its encoding doesn't allow it", "REQ-DEL-004"
+        )
     needs_base = np.isin(found.encoding, _NEEDS_BASE)
     if (found.predicted & (~needs_base | (found.encoding == SAME))).any():
-        raise table.broken("predicted", "a block is predicted whose encoding has no base", "REQ-DEL-006")
+        raise table.broken(
+            "predicted", "a block is predicted whose encoding has no base", "REQ-DEL-006"
+        )
     if ((found.encoding == _GRADIENT) & ~found.predicted).any():
         raise table.broken("predicted", "a gradient that isn't predicted", "REQ-DEL-006")
     if ((needs_base & ~found.predicted) != (found.reference > 0)).any():
-        raise table.broken("reference", "a block has a base that it doesn't need, or none that it needs", "REQ-DEL-006")
+        raise table.broken(
+            "reference",
+            "a block has a base that it doesn't need, or none that it needs",
+            "REQ-DEL-006",
+        )
 
 
 def check_smaller(rows: Extents, box_nbytes: Integers, block_nbytes: int, columns: Columns) -> None:
@@ -475,10 +536,17 @@ def check_smaller(rows: Extents, box_nbytes: Integers, block_nbytes: int, column
     encoded = np.flatnonzero(rows.is_encoded)
     blocks = rows.block_count[encoded]
     number = spread(rows.block_begin[encoded], blocks)
-    nbytes = np.minimum(np.repeat(box_nbytes[rows.box[encoded]], blocks) - number * block_nbytes, block_nbytes)
+    nbytes = np.minimum(
+        np.repeat(box_nbytes[rows.box[encoded]], blocks) - number * block_nbytes, block_nbytes
+    )
     if (rows.stored.nbytes >= nbytes).any():
-        detail = f"an encoded block of {rows.stored.nbytes[(rows.stored.nbytes >= nbytes).argmax()]} bytes"
-        raise columns.broken("stored", f"{detail}, which isn't fewer than its content has", "REQ-DEL-005")
+        detail = (
+            "an encoded block of"
+            f" {rows.stored.nbytes[(rows.stored.nbytes >= nbytes).argmax()]} bytes"
+        )
+        raise columns.broken(
+            "stored", f"{detail}, which isn't fewer than its content has", "REQ-DEL-005"
+        )
 
 
 def place_extents(rows: Extents, nbytes: Integers, files: Files) -> Integers:
@@ -504,11 +572,15 @@ def place_extents(rows: Extents, nbytes: Integers, files: Files) -> Integers:
         )
     # For each file, its header's size minus the stored bytes of earlier files.
     before = files.header_nbytes - (np.cumsum(stored) - stored)
-    begins: Integers = np.where(rows.file < len(files.nbytes), ends - nbytes + np.append(before, 0)[rows.file], 0)
+    begins: Integers = np.where(
+        rows.file < len(files.nbytes), ends - nbytes + np.append(before, 0)[rows.file], 0
+    )
     empty = nbytes == 0
     boxes, blocks = np.diff(rows.box), np.diff(rows.block_begin)
     unsorted = (boxes < 0) | ((boxes == 0) & (blocks <= 0))
     if (empty[1:] & empty[:-1] & (np.diff(rows.file) == 0) & unsorted).any():
-        raise files.table.unsorted("nbytes", "extents without bytes aren't sorted by their boxes", "REQ-IDX-003")
+        raise files.table.unsorted(
+            "nbytes", "extents without bytes aren't sorted by their boxes", "REQ-IDX-003"
+        )
     rows.file[rows.file == len(files.nbytes)] = -1
     return begins

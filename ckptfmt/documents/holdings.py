@@ -19,7 +19,15 @@ from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.extents import Extents, Files, check_smaller, parse_extents, place_extents
 from ckptfmt.documents.msgpk import dump_packed_document, parse_packed_document
-from ckptfmt.documents.packed import Columns, Integers, dump_packed, dump_strings, fold, spread, total_of
+from ckptfmt.documents.packed import (
+    Columns,
+    Integers,
+    dump_packed,
+    dump_strings,
+    fold,
+    spread,
+    total_of,
+)
 from ckptfmt.documents.tables import TABLE_KEYS, TensorKey, TensorTable, dump_table, parse_table
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import ENCODINGS
@@ -80,7 +88,8 @@ class Boxes:
     def box_nbytes(self) -> Integers:
         """Return the size of each box in bytes."""
         nbytes: Integers = (
-            _products(self.box_shape, self.table.ndim[self.owner]) * self.table.element_nbytes[self.owner]
+            _products(self.box_shape, self.table.ndim[self.owner])
+            * self.table.element_nbytes[self.owner]
         )
         return nbytes
 
@@ -92,7 +101,10 @@ class Boxes:
         """Return the boxes as columns of a document of their own, for `parse_boxes`."""
         members = dump_table(self.table)
         members["tensors"]["box_count"] = dump_packed(self.box_count)
-        return {**members, "boxes": {"begin": dump_packed(self.begin), "box_shape": dump_packed(self.box_shape)}}
+        return {
+            **members,
+            "boxes": {"begin": dump_packed(self.begin), "box_shape": dump_packed(self.box_shape)},
+        }
 
 
 def parse_boxes(columns: Columns, *more: str) -> tuple[Boxes, Columns]:
@@ -152,7 +164,12 @@ class Holdings(Boxes):
         return self.digests[begin * DIGEST_NBYTES : (begin + count) * DIGEST_NBYTES]
 
     def box_columns(
-        self, block_nbytes: int, header_nbytes: Sequence[int], encodings: Sequence[str], *, is_delta: bool
+        self,
+        block_nbytes: int,
+        header_nbytes: Sequence[int],
+        encodings: Sequence[str],
+        *,
+        is_delta: bool,
     ) -> dict[str, object]:
         """Return the tables of boxes and extents, and the digests, for a part.
 
@@ -169,7 +186,9 @@ class Holdings(Boxes):
         shapes = _of_boxes(self.table.extents, self.table.ndim, self.box_count)
         if (self.begin < 0).any() or (self.begin + self.box_shape > shapes).any():
             raise err(Code.BOX_BOUNDS, "a box leaves its tensor", requirement="REQ-PRT-004")
-        extents, stored = self._extent_columns(block_nbytes, np.array(header_nbytes, np.int64), encodings)
+        extents, stored = self._extent_columns(
+            block_nbytes, np.array(header_nbytes, np.int64), encodings
+        )
         delta = {name: extents.pop(name) for name in ("reference", "predicted")}
         return {
             "boxes": {
@@ -199,9 +218,13 @@ class Holdings(Boxes):
         order = np.lexsort((found.block_begin, found.box, nbytes > 0, found.byte_begin, files))
         box, file, begin = found.box[order], files[order], found.byte_begin[order]
         ends = np.concatenate([np.zeros(1, np.int64), begin + nbytes[order]])[:-1]
-        gap = begin - np.where(np.diff(file, prepend=-1) != 0, np.append(header_nbytes, 0)[file], ends)
+        gap = begin - np.where(
+            np.diff(file, prepend=-1) != 0, np.append(header_nbytes, 0)[file], ends
+        )
         if (gap < 0).any():
-            raise err(Code.FILE_COVERAGE, "two extents overlap in a file", requirement="REQ-PRT-007")
+            raise err(
+                Code.FILE_COVERAGE, "two extents overlap in a file", requirement="REQ-PRT-007"
+            )
         numbers = np.full(len(ENCODINGS), -1, np.int64)
         numbers[[ENCODINGS.index(name) for name in encodings]] = np.arange(len(encodings))
         columns: dict[str, object] = {
@@ -253,16 +276,25 @@ def parse_holdings(
     cut = boxes.packed("cut_shape", count=len(shapes), below=limits.DIM + 1)
     box_shape = np.where(cut == 0, shapes, cut - 1)
     if (cut == shapes + 1).any():
-        raise boxes.broken("cut_shape", "the whole extent of a tensor, which is stored as 0", "REQ-PRT-013")
+        raise boxes.broken(
+            "cut_shape", "the whole extent of a tensor, which is stored as 0", "REQ-PRT-013"
+        )
     if (cut > shapes).any() or (begin + box_shape > shapes).any():
-        raise err(Code.BOX_BOUNDS, "a box leaves its tensor", where=boxes.place("begin"), requirement="REQ-PRT-004")
+        raise err(
+            Code.BOX_BOUNDS,
+            "a box leaves its tensor",
+            where=boxes.place("begin"),
+            requirement="REQ-PRT-004",
+        )
     digest_count = boxes.packed("digest_count", count=count)
     digests = columns.digests("digests", count=total_of(digest_count))
     element_nbytes = np.repeat(table.element_nbytes, box_count)
     elements = _products(box_shape, np.repeat(table.ndim, box_count))
     blocks = -(-elements // (block_nbytes // element_nbytes))
     owner = np.repeat(np.arange(len(box_count)), box_count)
-    rows = parse_extents(columns, table, owner, files, encodings=encodings, reference_count=reference_count)
+    rows = parse_extents(
+        columns, table, owner, files, encodings=encodings, reference_count=reference_count
+    )
     order = rows.order()
     held = Holdings(
         table=table,
@@ -278,15 +310,22 @@ def parse_holdings(
     # Written boxes have a digest for each block, so their sizes can't overflow an int64.
     check_smaller(rows, elements * element_nbytes, block_nbytes, columns)
     begins = place_extents(rows, rows.stored_nbytes(elements * element_nbytes, block_nbytes), files)
-    return dataclasses.replace(held, extents=dataclasses.replace(rows, byte_begin=begins).take(order))
+    return dataclasses.replace(
+        held, extents=dataclasses.replace(rows, byte_begin=begins).take(order)
+    )
 
 
 def _check_blocks(held: Holdings, blocks: Integers, table: Columns) -> None:
     """Check digests and extents of each box. Spec: REQ-PRT-005, REQ-PRT-006."""
-    unequal = (held.digest_count != blocks) & (held.written | ~held.replica | (held.digest_count > 0))
+    unequal = (held.digest_count != blocks) & (
+        held.written | ~held.replica | (held.digest_count > 0)
+    )
     if unequal.any():
         row = int(unequal.argmax())
-        detail = f"{held.digest_count[row]} digests for the {blocks[row]} blocks of {_name_of(held, row)}"
+        detail = (
+            f"{held.digest_count[row]} digests for the {blocks[row]} blocks of"
+            f" {_name_of(held, row)}"
+        )
         raise _uncovered(detail, table.place("digest_count"), "REQ-PRT-005")
     found = held.extents
     first = np.diff(found.box, prepend=-1) != 0
@@ -299,7 +338,9 @@ def _check_blocks(held: Holdings, blocks: Integers, table: Columns) -> None:
     wrong |= np.append(first, True)[1:] & (end != total)
     if wrong.any():
         row = int(found.box[wrong.argmax()])
-        detail = f"the extents of {_name_of(held, row)} don't hold each of its {blocks[row]} blocks once"
+        detail = (
+            f"the extents of {_name_of(held, row)} don't hold each of its {blocks[row]} blocks once"
+        )
         raise _uncovered(detail, table.place("begin"), "REQ-PRT-006")
 
 
@@ -355,7 +396,10 @@ class Structure(Boxes):
         Equal structures give equal bytes in one program.
         """
         signed = self.as_dict()
-        signed["tensors"] |= {"declared_by": dump_strings(self.declared_by), "replica": dump_packed(self.replica)}
+        signed["tensors"] |= {
+            "declared_by": dump_strings(self.declared_by),
+            "replica": dump_packed(self.replica),
+        }
         return dump_packed_document(signed)
 
     @classmethod

@@ -100,7 +100,9 @@ class Index:
         return Weight(
             rows=rows + sum(1 + len(tensor.aliases) for tensor in self.tensors),
             extents=sum(len(tensor.global_shape) for tensor in self.tensors)
-            + sum(each.begin.size if each.extents is None else len(each.extents) for each in shardings),
+            + sum(
+                each.begin.size if each.extents is None else len(each.extents) for each in shardings
+            ),
         )
 
     def _signed(self) -> dict[str, Any]:
@@ -111,7 +113,9 @@ class Index:
         for tensor in self.tensors:
             numbers.setdefault(tensor.sharding, len(numbers))
         return {
-            **tables.document_head("index", self.origin, saved_unix_s=self.saved_unix_s, scopes=scopes, dtypes=dtypes),
+            **tables.document_head(
+                "index", self.origin, saved_unix_s=self.saved_unix_s, scopes=scopes, dtypes=dtypes
+            ),
             "parts": {
                 "nbytes": dump_packed([part.nbytes for part in self.parts]),
                 "digest": b"".join(part.digest for part in self.parts),
@@ -154,7 +158,9 @@ def _parse_index(signed: dict[str, Any], where: str, budget: Budget) -> Index:
     check_version(signed, where)
     columns = Columns(signed, _INDEX_KEYS, where, budget=budget)
     if columns.any("type") != "index":
-        raise err(Code.DOC_SCHEMA, "not an index", where=columns.place("type"), requirement="REQ-DOC-011")
+        raise err(
+            Code.DOC_SCHEMA, "not an index", where=columns.place("type"), requirement="REQ-DOC-011"
+        )
     origin = tables.parse_origin(columns)
     saved_unix_s = tables.parse_counter(columns, "saved_unix_s")
     writers = origin.writer_count
@@ -164,13 +170,19 @@ def _parse_index(signed: dict[str, Any], where: str, budget: Budget) -> Index:
     nbytes = part_table.packed("nbytes", count=writers, below=limits.MSGPACK_NBYTES + 1).tolist()
     digests = part_table.digests("digest", count=writers)
     tensors, table = _parse_tensors(columns, scopes, writers)
-    streams = _parse_streams(columns.columns("streams", ("name", "scope", "kind", "part")), scopes, writers)
-    leaves = _parse_leaves(columns.columns("leaves", ("field", "name", "scope", "part")), scopes, writers)
+    streams = _parse_streams(
+        columns.columns("streams", ("name", "scope", "kind", "part")), scopes, writers
+    )
+    leaves = _parse_leaves(
+        columns.columns("leaves", ("field", "name", "scope", "part")), scopes, writers
+    )
     tables.check_scopes_used(columns, table, (*streams, *leaves))
     return Index(
         origin=origin,
         saved_unix_s=saved_unix_s,
-        parts=tuple(PartEntry(nbytes=size, digest=digest_at(digests, at)) for at, size in enumerate(nbytes)),
+        parts=tuple(
+            PartEntry(nbytes=size, digest=digest_at(digests, at)) for at, size in enumerate(nbytes)
+        ),
         tensors=tensors,
         streams=streams,
         leaves=leaves,
@@ -178,16 +190,22 @@ def _parse_index(signed: dict[str, Any], where: str, budget: Budget) -> Index:
     )
 
 
-def _parse_tensors(columns: Columns, scopes: list[str], part_count: int) -> tuple[tuple[IndexTensor, ...], TensorTable]:
+def _parse_tensors(
+    columns: Columns, scopes: list[str], part_count: int
+) -> tuple[tuple[IndexTensor, ...], TensorTable]:
     rows = columns.columns("tensors", (*tables.TENSOR_KEYS, "sharding"))
-    table = tables.parse_tensor_table(rows, columns.columns("aliases", ("tensor", "name")), scopes, columns)
+    table = tables.parse_tensor_table(
+        rows, columns.columns("aliases", ("tensor", "name")), scopes, columns
+    )
     shardings = parse_shardings(columns, part_count)
     numbers = rows.packed("sharding", count=len(table.keys), below=len(shardings))
     tensors = []
     for row, number in enumerate(numbers.tolist()):
         tensor = IndexTensor(**table.members(row), sharding=shardings[number])
         if len(tensor.sharding) and tensor.sharding.ndim != len(tensor.global_shape):
-            raise rows.broken("sharding", f"{tensor.name[:64]!r} has the sharding of a tensor of another rank")
+            raise rows.broken(
+                "sharding", f"{tensor.name[:64]!r} has the sharding of a tensor of another rank"
+            )
         tensors.append(tensor)
     _check_first_uses(columns, numbers, len(shardings))
     return tuple(tensors), table
@@ -200,11 +218,15 @@ def _check_first_uses(columns: Columns, numbers: Integers, count: int) -> None:
     """
     used, first = np.unique(numbers, return_index=True)
     if len(used) != count or (np.diff(first) < 0).any():
-        detail = "shardings aren't those that tensors have, in the order in which they first have them"
+        detail = (
+            "shardings aren't those that tensors have, in the order in which they first have them"
+        )
         raise columns.unsorted("shardings", detail, "REQ-IDX-009")
 
 
-def _parse_streams(table: Columns, scopes: list[str], part_count: int) -> tuple[IndexRngStream, ...]:
+def _parse_streams(
+    table: Columns, scopes: list[str], part_count: int
+) -> tuple[IndexRngStream, ...]:
     rows = tables.parse_stream_rows(table, scopes)
     parts = table.packed("part", count=len(rows), below=part_count).tolist()
     return tuple(IndexRngStream(**row, part=part) for row, part in zip(rows, parts, strict=True))

@@ -67,7 +67,10 @@ class Labels:
 
     @classmethod
     def of(
-        cls, metrics: Mapping[str, SupportsFloat] | None = None, tags: Iterable[str] = (), suspect: str | None = None
+        cls,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        tags: Iterable[str] = (),
+        suspect: str | None = None,
     ) -> Labels:
         """Return labels from a caller's values.
 
@@ -75,11 +78,21 @@ class Labels:
             limit.
         """
         if not isinstance(metrics, Mapping | None):
-            raise err(Code.ARGUMENT, f"a {type(metrics).__name__} isn't a mapping of numbers", where="metrics=")
+            raise err(
+                Code.ARGUMENT,
+                f"a {type(metrics).__name__} isn't a mapping of numbers",
+                where="metrics=",
+            )
         tags = (tags,) if isinstance(tags, str) else tuple(tags)
-        numbers = {check_name(name, "metrics="): _text_of(name, value) for name, value in (metrics or {}).items()}
+        numbers = {
+            check_name(name, "metrics="): _text_of(name, value)
+            for name, value in (metrics or {}).items()
+        }
         names = tuple(sorted({check_name(tag, "tags=") for tag in tags}))
-        for count, limit, where in ((len(numbers), limits.METRICS, "metrics="), (len(names), limits.TAGS, "tags=")):
+        for count, limit, where in (
+            (len(numbers), limits.METRICS, "metrics="),
+            (len(names), limits.TAGS, "tags="),
+        ):
             if count > limit:
                 raise err(Code.ARGUMENT, f"{count} of them; at most {limit} are kept", where=where)
         reason = "" if suspect is None else _check_text(suspect, "suspect=", _REASON_LENGTH)
@@ -122,8 +135,14 @@ def check_labels(metrics: object, tags: object, where: str) -> Labels:
 
     Raises: FormatError(DOC_SCHEMA). Spec: REQ-MAN-011.
     """
-    if not isinstance(metrics, dict) or len(metrics) > limits.METRICS or not all(map(_is_name, metrics)):
-        raise _broken(f"metrics aren't a map of at most {limits.METRICS} names", where, "REQ-MAN-011")
+    if (
+        not isinstance(metrics, dict)
+        or len(metrics) > limits.METRICS
+        or not all(map(_is_name, metrics))
+    ):
+        raise _broken(
+            f"metrics aren't a map of at most {limits.METRICS} names", where, "REQ-MAN-011"
+        )
     if not all(map(_is_number, metrics.values())):
         raise _broken("a metric isn't a finite decimal number as text", where, "REQ-MAN-011")
     if not isinstance(tags, list) or len(tags) > limits.TAGS or not all(map(_is_name, tags)):
@@ -138,7 +157,11 @@ def _broken(detail: str, where: str, requirement: str) -> CkptError:
 
 
 def _is_number(text: object) -> bool:
-    is_decimal = isinstance(text, str) and len(text) <= _NUMBER_LENGTH and _NUMBER.fullmatch(text) is not None
+    is_decimal = (
+        isinstance(text, str)
+        and len(text) <= _NUMBER_LENGTH
+        and _NUMBER.fullmatch(text) is not None
+    )
     return is_decimal and math.isfinite(float(str(text)))
 
 

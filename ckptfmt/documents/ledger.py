@@ -113,5 +113,7 @@ class LedgerEntry:
         if parse_launch_name(where.rpartition("/")[2]) != signed["launch"]:
             detail = f"the entry is that of launch {signed['launch']}"
             raise err(Code.RUN_MISMATCH, detail, where=where, requirement="REQ-RUN-043")
-        members: dict[str, Any] = {key.name: signed[key.name] for key in dataclasses.fields(cls) if key.name != "times"}
+        members: dict[str, Any] = {
+            key.name: signed[key.name] for key in dataclasses.fields(cls) if key.name != "times"
+        }
         return cls(**members, times=LaunchTimes(**signed["times_ms"]))

@@ -120,7 +120,10 @@ def check_references(references: Sequence[Reference], where: str) -> None:
             )
     if any(one.digest >= other.digest for one, other in itertools.pairwise(references)):
         raise err(
-            Code.COLUMN_ORDER, "references aren't sorted by digest, each once", where=where, requirement="REQ-DEL-002"
+            Code.COLUMN_ORDER,
+            "references aren't sorted by digest, each once",
+            where=where,
+            requirement="REQ-DEL-002",
         )
 
 
@@ -187,7 +190,9 @@ class FieldSummary:
         """Return the JSON object."""
         if self.reason is not None:
             return {"state": "absent", "reason": self.reason}
-        counts = {name: count for name, count in dataclasses.asdict(self).items() if count is not None}
+        counts = {
+            name: count for name, count in dataclasses.asdict(self).items() if count is not None
+        }
         return {"state": "present", **counts}
 
     @classmethod
@@ -240,7 +245,8 @@ class Manifest:
     def stored_nbytes(self) -> int:
         """Number of the tensors' bytes that the checkpoint's own files store."""
         stored = (
-            field.nbytes if field.stored_nbytes is None else field.stored_nbytes for field in self.fields.values()
+            field.nbytes if field.stored_nbytes is None else field.stored_nbytes
+            for field in self.fields.values()
         )
         return sum(stored)
 
@@ -310,13 +316,18 @@ class Manifest:
             features=tuple(signed["features"]["reader"]),
             references=references,
             labels=parse_labels(signed, signed["features"]["reader"], f"{where}#/signed"),
-            durability=parse_durability(signed, signed["features"]["reader"], origin.run_id, f"{where}#/signed"),
+            durability=parse_durability(
+                signed, signed["features"]["reader"], origin.run_id, f"{where}#/signed"
+            ),
             digest=digest,
         )
 
 
 def _check_profile(
-    signed: dict[str, Any], references: Sequence[Reference], fields: dict[str, FieldSummary], where: str
+    signed: dict[str, Any],
+    references: Sequence[Reference],
+    fields: dict[str, FieldSummary],
+    where: str,
 ) -> None:
     """Raise unless features, references and summaries fit the profile.
 
@@ -325,7 +336,11 @@ def _check_profile(
     features = signed["features"]["reader"]
     is_delta = signed["profile"] == "delta"
     stored = [field.stored_nbytes is not None for field in fields.values() if field.reason is None]
-    if is_of_delta(features) != is_delta or (is_delta and DELTAS not in features) or features != sorted(features):
+    if (
+        is_of_delta(features) != is_delta
+        or (is_delta and DELTAS not in features)
+        or features != sorted(features)
+    ):
         problem = f"features {', '.join(features) or 'none'}"
     elif references and not is_delta:
         problem = "references"
@@ -379,13 +394,20 @@ def parse_register(content: bytes, *, where: str = MANIFEST_NAME) -> Manifest | 
     Raises: FormatError, IntegrityError, UnsupportedError. Spec: REQ-MAN-001.
     """
     signed, digest = parse_document(
-        content, where=where, types=("manifest", "abort", "tombstone"), limit_nbytes=limits.MANIFEST_NBYTES
+        content,
+        where=where,
+        types=("manifest", "abort", "tombstone"),
+        limit_nbytes=limits.MANIFEST_NBYTES,
     )
     check_membership(signed["run_id"], signed["launch"], f"{where}#/signed/launch")
     kind = signed["type"]
     if kind == "manifest":
         return Manifest.from_signed(signed, digest, where=where)
-    record = {key: value for key, value in signed.items() if key not in {"type", "format_version", "features"}}
+    record = {
+        key: value
+        for key, value in signed.items()
+        if key not in {"type", "format_version", "features"}
+    }
     return Abort(**record) if kind == "abort" else Tombstone(**record)
 
 

@@ -51,7 +51,11 @@ _ENVELOPE_KEYS: Final = {"digest", "nbytes", "signed"}
 _ZLIB_LEVEL: Final = 4
 #: Tried compressions, as level and strategy. Huffman codes alone keep an eighth of the size at
 #: least, level 0 all.
-_COMPRESSIONS: Final = ((_ZLIB_LEVEL, zlib.Z_DEFAULT_STRATEGY), (_ZLIB_LEVEL, zlib.Z_HUFFMAN_ONLY), (0, 0))
+_COMPRESSIONS: Final = (
+    (_ZLIB_LEVEL, zlib.Z_DEFAULT_STRATEGY),
+    (_ZLIB_LEVEL, zlib.Z_HUFFMAN_ONLY),
+    (0, 0),
+)
 
 
 def dump_msgpack(value: object) -> bytes:
@@ -110,13 +114,19 @@ class Weight:
 
     def fits(self, most: Weight) -> bool:
         """Return whether no member exceeds the same member of `most`."""
-        return self.rows <= most.rows and self.extents <= most.extents and self.tree_nbytes <= most.tree_nbytes
+        return (
+            self.rows <= most.rows
+            and self.extents <= most.extents
+            and self.tree_nbytes <= most.tree_nbytes
+        )
 
 
 _NO_WEIGHT: Final = Weight()
 
 
-def dump_packed_document(signed: dict[str, Any], weight: Weight = _NO_WEIGHT) -> tuple[bytes, bytes]:
+def dump_packed_document(
+    signed: dict[str, Any], weight: Weight = _NO_WEIGHT
+) -> tuple[bytes, bytes]:
     """Return the file of a msgpack document and the digest in its envelope.
 
     Spec: REQ-DOC-025, REQ-DOC-027 to REQ-DOC-030.
@@ -133,7 +143,9 @@ def _deflate(content: bytes, weight: Weight) -> bytes:
     for level, strategy in _COMPRESSIONS:
         stream = zlib.compressobj(level, strategy=strategy)
         stored = stream.compress(content) + stream.flush()
-        if len(content) <= most_inflated_nbytes(len(stored)) and weight.fits(Weight.most(len(stored))):
+        if len(content) <= most_inflated_nbytes(len(stored)) and weight.fits(
+            Weight.most(len(stored))
+        ):
             break
     return stored
 
@@ -144,7 +156,9 @@ def most_inflated_nbytes(stored_nbytes: int) -> int:
     return min(most, limits.MSGPACK_NBYTES)
 
 
-def open_packed_document(content: bytes, *, where: str, digest: bytes | None = None) -> tuple[bytes, bytes, int]:
+def open_packed_document(
+    content: bytes, *, where: str, digest: bytes | None = None
+) -> tuple[bytes, bytes, int]:
     """Return the inflated, unparsed content, the digest in the envelope, and the stored size.
 
     Args:
@@ -171,7 +185,10 @@ def open_packed_document(content: bytes, *, where: str, digest: bytes | None = N
     actual = digest_bytes(envelope["signed"])
     if actual != envelope["digest"] or (digest is not None and actual != digest):
         raise err(
-            Code.DOC_DIGEST, f"its contents have the digest {actual.hex()}", where=where, requirement="REQ-DOC-025"
+            Code.DOC_DIGEST,
+            f"its contents have the digest {actual.hex()}",
+            where=where,
+            requirement="REQ-DOC-025",
         )
     stored = envelope["signed"]
     return _inflate(stored, envelope["nbytes"], where), actual, len(stored)
@@ -197,7 +214,9 @@ def parse_packed_document(
         limit_containers=limits.MSGPACK_CONTAINERS,
     )
     if not isinstance(signed, dict):
-        raise err(Code.DOC_SCHEMA, "what is signed isn't a map", where=where, requirement="REQ-DOC-025")
+        raise err(
+            Code.DOC_SCHEMA, "what is signed isn't a map", where=where, requirement="REQ-DOC-025"
+        )
     return signed, actual, stored_nbytes
 
 
@@ -219,7 +238,9 @@ def _inflate(stored: bytes, nbytes: int, where: str) -> bytes:
         # to find the stream's end.
         inflated = stream.decompress(stored, nbytes + 1)
     except zlib.error as error:
-        raise err(Code.DOC_COMPRESSION, f"no zlib stream: {error}", where=where, requirement="REQ-DOC-027") from None
+        raise err(
+            Code.DOC_COMPRESSION, f"no zlib stream: {error}", where=where, requirement="REQ-DOC-027"
+        ) from None
     if len(inflated) != nbytes or not stream.eof or stream.unused_data:
         raise err(
             Code.DOC_COMPRESSION,
@@ -230,7 +251,9 @@ def _inflate(stored: bytes, nbytes: int, where: str) -> bytes:
     return inflated
 
 
-def parse_msgpack(content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None) -> Any:  # noqa: ANN401 - any value of the profile
+def parse_msgpack(
+    content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None
+) -> Any:
     """Return the single value of `content`, after checks of all lengths, counts and depths.
 
     Raises: FormatError(MSGPACK_SYNTAX, MSGPACK_TYPE, DOC_DEPTH, LIMIT_EXCEEDED, DOC_DUPLICATE_KEY,
@@ -240,12 +263,27 @@ def parse_msgpack(content: bytes, *, where: str, limit_items: int, limit_contain
 
     def check_pairs(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
         if not all(isinstance(key, str) for key, _ in pairs):
-            raise err(Code.MSGPACK_TYPE, "a map key isn't a string", where=where, requirement="REQ-DOC-020")
+            raise err(
+                Code.MSGPACK_TYPE,
+                "a map key isn't a string",
+                where=where,
+                requirement="REQ-DOC-020",
+            )
         members = dict(pairs)
         if len(members) != len(pairs):
-            raise err(Code.DOC_DUPLICATE_KEY, "a map has one key twice", where=where, requirement="REQ-DOC-020")
+            raise err(
+                Code.DOC_DUPLICATE_KEY,
+                "a map has one key twice",
+                where=where,
+                requirement="REQ-DOC-020",
+            )
         if list(members) != sorted(members):  # code points have the order of UTF-8 bytes
-            raise err(Code.DOC_NOT_CANONICAL, "the keys of a map aren't sorted", where=where, requirement="REQ-DOC-022")
+            raise err(
+                Code.DOC_NOT_CANONICAL,
+                "the keys of a map aren't sorted",
+                where=where,
+                requirement="REQ-DOC-022",
+            )
         return members
 
     try:
@@ -260,13 +298,19 @@ def parse_msgpack(content: bytes, *, where: str, limit_items: int, limit_contain
             max_map_len=len(content),
         )
     except UnicodeDecodeError:
-        raise err(Code.DOC_ENCODING, "a string isn't UTF-8", where=where, requirement="REQ-DOC-020") from None
+        raise err(
+            Code.DOC_ENCODING, "a string isn't UTF-8", where=where, requirement="REQ-DOC-020"
+        ) from None
     if dump_mapless(value) != content:  # maps keep their order
-        raise err(Code.DOC_NOT_CANONICAL, "not in canonical form", where=where, requirement="REQ-DOC-022")
+        raise err(
+            Code.DOC_NOT_CANONICAL, "not in canonical form", where=where, requirement="REQ-DOC-022"
+        )
     return value
 
 
-def check_msgpack(content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None) -> None:
+def check_msgpack(
+    content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None
+) -> None:
     """Check the values of `content` without building objects.
 
     Spec: REQ-DOC-020, REQ-DOC-021, REQ-DOC-023.
@@ -274,7 +318,9 @@ def check_msgpack(content: bytes, *, where: str, limit_items: int, limit_contain
     count_items(content, where=where, limit_items=limit_items, limit_containers=limit_containers)
 
 
-def count_items(content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None) -> int:
+def count_items(
+    content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None
+) -> int:
     """Return the number of values of `content`, checked without building objects. Raises: as `parse_msgpack`."""
     at = items = containers = 0
     # Values left in the innermost container, and in those around it.
@@ -300,7 +346,10 @@ def count_items(content: bytes, *, where: str, limit_items: int, limit_container
         # Each remaining value takes at least one byte, so a greater count is wrong.
         if children > len(content) - at:
             raise err(
-                Code.MSGPACK_SYNTAX, "a container is longer than the file", where=where, requirement="REQ-DOC-023"
+                Code.MSGPACK_SYNTAX,
+                "a container is longer than the file",
+                where=where,
+                requirement="REQ-DOC-023",
             )
         containers += 1
         if limit_containers is not None and containers > limit_containers:
@@ -309,17 +358,25 @@ def count_items(content: bytes, *, where: str, limit_items: int, limit_container
         left = children
         if len(open_counts) > limits.MSGPACK_DEPTH:
             raise err(
-                Code.DOC_DEPTH, f"nests deeper than {limits.MSGPACK_DEPTH}", where=where, requirement="REQ-DOC-023"
+                Code.DOC_DEPTH,
+                f"nests deeper than {limits.MSGPACK_DEPTH}",
+                where=where,
+                requirement="REQ-DOC-023",
             )
     if at != len(content):
         raise err(
-            Code.MSGPACK_SYNTAX, f"{len(content) - at} bytes after the value", where=where, requirement="REQ-DOC-021"
+            Code.MSGPACK_SYNTAX,
+            f"{len(content) - at} bytes after the value",
+            where=where,
+            requirement="REQ-DOC-021",
         )
     return items
 
 
 def _too_many(most: int, what: str, where: str) -> CkptError:
-    return err(Code.LIMIT_EXCEEDED, f"more than {most} {what}", where=where, requirement="REQ-DOC-023")
+    return err(
+        Code.LIMIT_EXCEEDED, f"more than {most} {what}", where=where, requirement="REQ-DOC-023"
+    )
 
 
 def _step(content: bytes, at: int, where: str) -> tuple[int, int]:
@@ -328,7 +385,9 @@ def _step(content: bytes, at: int, where: str) -> tuple[int, int]:
     The end of a container is the begin of its first child.
     """
     if at >= len(content):
-        raise err(Code.MSGPACK_SYNTAX, "ends within a value", where=where, requirement="REQ-DOC-021")
+        raise err(
+            Code.MSGPACK_SYNTAX, "ends within a value", where=where, requirement="REQ-DOC-021"
+        )
     form = _FORMS[content[at]]
     if form is None:
         raise _unknown_form(content[at], where)
@@ -342,7 +401,9 @@ def _step(content: bytes, at: int, where: str) -> tuple[int, int]:
         else:
             at += length
     if at > len(content):
-        raise err(Code.MSGPACK_SYNTAX, "ends within a value", where=where, requirement="REQ-DOC-021")
+        raise err(
+            Code.MSGPACK_SYNTAX, "ends within a value", where=where, requirement="REQ-DOC-021"
+        )
     return at, children
 
 

@@ -56,10 +56,19 @@ def parse_packed(value: object, where: str, *, count: int | None = None) -> Inte
             planes = np.frombuffer(content, np.uint8).reshape(width, -1)
             # A non-zero upper half of the planes shows that no smaller width fits; the last plane
             # shows that int64 fits.
-            if width == 1 or (planes[width // 2 :].any() and (width < 8 or int(planes[-1].max()) < 0x80)):
-                integers = np.ascontiguousarray(planes.T).view(f"<u{width}") if width > 1 else planes
+            if width == 1 or (
+                planes[width // 2 :].any() and (width < 8 or int(planes[-1].max()) < 0x80)
+            ):
+                integers = (
+                    np.ascontiguousarray(planes.T).view(f"<u{width}") if width > 1 else planes
+                )
                 return integers.reshape(-1).astype(np.int64)
-    raise err(Code.PACKED_FORM, "not [width, bytes] in the smallest width", where=where, requirement="REQ-DOC-024")
+    raise err(
+        Code.PACKED_FORM,
+        "not [width, bytes] in the smallest width",
+        where=where,
+        requirement="REQ-DOC-024",
+    )
 
 
 def _width(greatest: int) -> int:
@@ -102,7 +111,7 @@ def spread(first: Integers, counts: Integers) -> Integers:
     return begins + np.arange(len(begins))
 
 
-def make_integers(values: Any) -> Integers:  # noqa: ANN401 - any iterable of integers
+def make_integers(values: Any) -> Integers:
     """Return an array of integers."""
     return np.array(list(values), np.int64)
 
@@ -122,14 +131,21 @@ class Strings(Sequence[str]):
     __slots__ = ("_begins", "_content", "_ends")
 
     def __init__(self, ends: Integers, content: bytes, begins: Integers | None = None) -> None:
-        self._begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)] if begins is None else begins
+        self._begins = (
+            np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)]
+            if begins is None
+            else begins
+        )
         self._ends = ends
         self._content = content
 
     @classmethod
     def of(cls, strings: Sequence[str]) -> Strings:
         """Return strings as a column."""
-        return cls(np.cumsum(make_integers(len(string.encode()) for string in strings)), "".join(strings).encode())
+        return cls(
+            np.cumsum(make_integers(len(string.encode()) for string in strings)),
+            "".join(strings).encode(),
+        )
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -165,7 +181,11 @@ def dump_strings(strings: Sequence[str]) -> list[object]:
     [[1, b'\n\x02'], 'layers.0.wé']
     """
     text = "".join(strings)
-    nbytes = [len(string) for string in strings] if text.isascii() else [len(string.encode()) for string in strings]
+    nbytes = (
+        [len(string) for string in strings]
+        if text.isascii()
+        else [len(string.encode()) for string in strings]
+    )
     return [dump_packed(nbytes), text]
 
 
@@ -185,7 +205,9 @@ class Budget:
         self._rows -= rows
         self._extents -= extents
         if self._rows < 0 or self._extents < 0:
-            detail = "more rows, or extents, than a document may have of which so few bytes are stored"
+            detail = (
+                "more rows, or extents, than a document may have of which so few bytes are stored"
+            )
             raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-DOC-029")
 
 
@@ -201,7 +223,9 @@ class Columns:
 
     __slots__ = ("_budget", "_value", "_where")
 
-    def __init__(self, value: object, keys: tuple[str, ...], where: str, *, budget: Budget | None = None) -> None:
+    def __init__(
+        self, value: object, keys: tuple[str, ...], where: str, *, budget: Budget | None = None
+    ) -> None:
         if not isinstance(value, dict) or value.keys() != set(keys):
             found = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__
             raise err(
@@ -218,7 +242,7 @@ class Columns:
         """Return the place of a member, for messages."""
         return f"{self._where}/{key}" if "#" in self._where else f"{self._where}#/{key}"
 
-    def any(self, key: str) -> Any:  # noqa: ANN401 - any value
+    def any(self, key: str) -> Any:
         """Return a member unchanged."""
         return self._value[key]
 
@@ -234,7 +258,9 @@ class Columns:
         if self._budget is not None:
             self._budget.take(self.place(key), rows=rows, extents=extents)
 
-    def packed(self, key: str, *, count: int | None = None, below: int = limits.ELEMENTS + 1) -> Integers:
+    def packed(
+        self, key: str, *, count: int | None = None, below: int = limits.ELEMENTS + 1
+    ) -> Integers:
         """Return a packed column of `count` entries, each less than `below`.
 
         Without `count`, the entries are subtracted from the budget as rows.
@@ -246,7 +272,9 @@ class Columns:
             raise self.broken(key, f"an entry of {array.max()}, not below {below}")
         return array
 
-    def strings(self, key: str, *, count: int | None = None, limit_nbytes: int = limits.NAME_NBYTES) -> Strings:
+    def strings(
+        self, key: str, *, count: int | None = None, limit_nbytes: int = limits.NAME_NBYTES
+    ) -> Strings:
         """Return a column of `count` strings, each of at most `limit_nbytes` bytes.
 
         Without `count`, the strings are subtracted from the budget as rows.
@@ -268,8 +296,12 @@ class Columns:
                 requirement="REQ-LIM-001",
             )
         content = text.encode()
-        if int(nbytes.sum()) != len(content) or not (text.isascii() or _cuts_characters(nbytes, content)):
-            raise self.broken(key, f"lengths that don't cut a text of {len(content)} bytes into strings")
+        if int(nbytes.sum()) != len(content) or not (
+            text.isascii() or _cuts_characters(nbytes, content)
+        ):
+            raise self.broken(
+                key, f"lengths that don't cut a text of {len(content)} bytes into strings"
+            )
         return Strings(np.cumsum(nbytes), content)
 
     def texts(self, key: str) -> list[str]:
@@ -282,7 +314,11 @@ class Columns:
     def blobs(self, key: str, *, count: int) -> list[bytes]:
         """Return a column of `count` byte strings."""
         value = self._value[key]
-        if not isinstance(value, list) or len(value) != count or not all(isinstance(entry, bytes) for entry in value):
+        if (
+            not isinstance(value, list)
+            or len(value) != count
+            or not all(isinstance(entry, bytes) for entry in value)
+        ):
             raise self.broken(key, f"not a list of {count} byte strings")
         return value
 
@@ -306,7 +342,10 @@ class Columns:
             raise self.unsorted(key)
 
     def unsorted(
-        self, key: str, detail: str = "rows aren't sorted and unique", requirement: str = "REQ-IDX-003"
+        self,
+        key: str,
+        detail: str = "rows aren't sorted and unique",
+        requirement: str = "REQ-IDX-003",
     ) -> CkptError:
         """Return the error for rows that aren't in the required order."""
         return err(Code.COLUMN_ORDER, detail, where=self.place(key), requirement=requirement)
@@ -368,7 +407,9 @@ def _number_kind(kind: type, values: Collection[Any]) -> str | None:
     least, most = min(values), max(values)
     if least >= 0:
         return next((f"uint{bits}" for bits in _BITS if most < 1 << bits), None)
-    return next((f"int{bits}" for bits in _BITS if -1 << bits - 1 <= least and most < 1 << bits - 1), None)
+    return next(
+        (f"int{bits}" for bits in _BITS if -1 << bits - 1 <= least and most < 1 << bits - 1), None
+    )
 
 
 def unpack_items(items: list[Any], *, where: str) -> list[Any]:
@@ -378,7 +419,9 @@ def unpack_items(items: list[Any], *, where: str) -> list[Any]:
     """
     kind, content = items[0], items[1:]
     if kind == "str":
-        values: list[Any] = Columns({"": content}, ("",), where).strings("", limit_nbytes=len(content[1])).tolist()
+        values: list[Any] = (
+            Columns({"": content}, ("",), where).strings("", limit_nbytes=len(content[1])).tolist()
+        )
     else:
         (numbers,) = content
         values = np.frombuffer(numbers, _NUMBERS[kind]).tolist()

@@ -18,7 +18,13 @@ from ckptfmt.documents.extents import Files, PredictionGroup
 from ckptfmt.documents.holdings import Holdings, parse_holdings
 from ckptfmt.documents.labels import NO_LABELS, Labels, parse_labels
 from ckptfmt.documents.manifest import Origin, Reference, failure_path
-from ckptfmt.documents.msgpk import Weight, count_items, dump_mapless, dump_packed_document, parse_packed_document
+from ckptfmt.documents.msgpk import (
+    Weight,
+    count_items,
+    dump_mapless,
+    dump_packed_document,
+    parse_packed_document,
+)
 from ckptfmt.documents.packed import Budget, Columns, dump_packed, dump_strings, total_of
 from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import CkptError, Code, FormatError, err
@@ -32,7 +38,9 @@ PACK_HEADER: Final = b"ckptfmt pack 0.10\n".ljust(64, b"\0")
 
 #: Longest text of a failure record in characters, equal to the longest reason.
 _TEXT_LENGTH: Final = 1000
-_FILE_NAME: Final = re.compile(r"[a-z][a-z_]{0,40}-([0-9a-f]{16})-([0-9]{5,9})(\.safetensors|\.pack)")
+_FILE_NAME: Final = re.compile(
+    r"[a-z][a-z_]{0,40}-([0-9a-f]{16})-([0-9]{5,9})(\.safetensors|\.pack)"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +114,12 @@ class Part:
 
     def _weigh(self) -> Weight:
         held = self.holdings
-        rows = len(held.box_count) + len(held.replica) + len(held.extents.box) + sum(map(len, held.table.aliases))
+        rows = (
+            len(held.box_count)
+            + len(held.replica)
+            + len(held.extents.box)
+            + sum(map(len, held.table.aliases))
+        )
         return Weight(
             rows=rows + len(self.files) + len(self.groups) + len(self.streams) + len(self.leaves),
             extents=len(held.table.extents) + len(held.begin),
@@ -127,7 +140,9 @@ class Part:
         is_delta = is_of_delta(features)
         header_nbytes = [file.header_nbytes for file in self.files]
         return {
-            **tables.document_head("part", self.origin, saved_unix_s=self.saved_unix_s, scopes=scopes, dtypes=dtypes),
+            **tables.document_head(
+                "part", self.origin, saved_unix_s=self.saved_unix_s, scopes=scopes, dtypes=dtypes
+            ),
             "features": {"reader": features, "writer": []},
             "writer": self.writer,
             "references": extents.dump_references(self.references),
@@ -138,7 +153,9 @@ class Part:
                 "box_count": dump_packed(held.box_count),
             },
             "aliases": tables.alias_columns(held.table),
-            **held.box_columns(self.origin.block_nbytes, header_nbytes, encodings, is_delta=is_delta),
+            **held.box_columns(
+                self.origin.block_nbytes, header_nbytes, encodings, is_delta=is_delta
+            ),
             **({"groups": extents.dump_groups(self.groups)} if is_delta else {}),
             **self.labels.featured_members(),
             **durability_members(self.durability),
@@ -183,7 +200,9 @@ class Part:
         Spec: REQ-PRT-001 to REQ-PRT-010.
         """
         signed, actual, stored_nbytes = parse_packed_document(content, where=where, digest=digest)
-        part = _parse_part(signed, where, {} if known is None else known, Weight.most(stored_nbytes))
+        part = _parse_part(
+            signed, where, {} if known is None else known, Weight.most(stored_nbytes)
+        )
         return part, actual
 
 
@@ -234,7 +253,9 @@ _PART_KEYS: Final = (
 _DELTA_KEYS: Final = (*_PART_KEYS, "stored", "groups")
 
 
-def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTable], most: Weight) -> Part:
+def _parse_part(
+    signed: dict[str, Any], where: str, known: dict[bytes, TensorTable], most: Weight
+) -> Part:
     check_version(signed, where)
     features = signed["features"]["reader"]
     is_delta = is_of_delta(features)
@@ -243,7 +264,9 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
     keys = (*(_DELTA_KEYS if is_delta else _PART_KEYS), *added)
     columns = Columns(signed, keys, where, budget=Budget(most))
     if columns.any("type") != "part":
-        raise err(Code.DOC_SCHEMA, "not a part", where=columns.place("type"), requirement="REQ-DOC-011")
+        raise err(
+            Code.DOC_SCHEMA, "not a part", where=columns.place("type"), requirement="REQ-DOC-011"
+        )
     if not is_delta and (columns.any("references"), columns.any("encodings")) != ([], ["raw"]):
         raise err(
             Code.PROFILE_MISMATCH,
@@ -256,7 +279,9 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
     writer = tables.parse_counter(columns, "writer", below=origin.writer_count)
     if features != sorted(features):
         detail = "the features aren't sorted"
-        raise err(Code.DOC_SCHEMA, detail, where=columns.place("features"), requirement="REQ-DEL-001")
+        raise err(
+            Code.DOC_SCHEMA, detail, where=columns.place("features"), requirement="REQ-DEL-001"
+        )
     labels = parse_labels(signed, features, where)
     if labels and writer != 0:
         detail, place = (
@@ -268,7 +293,9 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
     scopes = tables.check_scopes(columns)
     files = _parse_files(columns, origin, writer, is_delta=is_delta)
     references = extents.parse_references(columns)
-    held = _parse_holdings(columns, origin, scopes, files, known, reference_count=len(references) if is_delta else None)
+    held = _parse_holdings(
+        columns, origin, scopes, files, known, reference_count=len(references) if is_delta else None
+    )
     groups = _parse_groups(columns, held, len(references)) if is_delta else ()
     streams = _parse_streams(columns.columns("streams", ("name", "scope", "kind", "state")), scopes)
     leaves = _parse_leaves(columns.columns("leaves", ("field", "name", "scope", "value")), scopes)
@@ -294,12 +321,16 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
     )
 
 
-def _tree_nbytes(streams: Sequence[RngStream], leaves: Sequence[Leaf], groups: Sequence[PredictionGroup]) -> int:
+def _tree_nbytes(
+    streams: Sequence[RngStream], leaves: Sequence[Leaf], groups: Sequence[PredictionGroup]
+) -> int:
     """Return the size of all trees of a part in bytes."""
     return sum(map(len, _list_trees(streams, leaves, groups)))
 
 
-def _list_trees(streams: Sequence[RngStream], leaves: Sequence[Leaf], groups: Sequence[PredictionGroup]) -> list[bytes]:
+def _list_trees(
+    streams: Sequence[RngStream], leaves: Sequence[Leaf], groups: Sequence[PredictionGroup]
+) -> list[bytes]:
     return [
         *(stream.state for stream in streams), *(leaf.value for leaf in leaves), *(group.rule for group in groups)
     ]  # fmt: skip
@@ -320,7 +351,9 @@ def _check_tree_items(trees: Sequence[bytes], where: str) -> None:
             raise err(error.code, detail, where=where, requirement="REQ-DOC-030") from None
 
 
-def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tuple[PredictionGroup, ...]:
+def _parse_groups(
+    columns: Columns, held: Holdings, reference_count: int
+) -> tuple[PredictionGroup, ...]:
     """Return the groups. Raise unless the features fit groups, encodings and references.
 
     Spec: REQ-DEL-001.
@@ -333,7 +366,9 @@ def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tup
         references=reference_count,
     )
     _check_predicted(table, held, groups)
-    features = [feature for feature in columns.any("features")["reader"] if feature not in OF_ANY_PROFILE]
+    features = [
+        feature for feature in columns.any("features")["reader"] if feature not in OF_ANY_PROFILE
+    ]
     needed = extents.delta_features(held.encodings(), groups, range(reference_count))
     if features != needed:
         raise err(
@@ -354,13 +389,17 @@ def _check_predicted(table: Columns, held: Holdings, groups: Sequence[Prediction
     if not held.written[members].all():
         raise table.broken("box", "a box that another writer stores is in a group", "REQ-DEL-009")
     if any((group.kind == "cast") != (group.reference is None) for group in groups):
-        raise table.broken("reference", "a group without the base that it needs, or with one", "REQ-DEL-010")
+        raise table.broken(
+            "reference", "a group without the base that it needs, or with one", "REQ-DEL-010"
+        )
     masters = [group.boxes[0] for group in groups if group.kind == "cast"]
     if np.isin(predicted, masters).any():
         raise table.broken("box", "the master of a group is predicted from nothing", "REQ-DEL-006")
 
 
-def _parse_files(columns: Columns, origin: Origin, writer: int, *, is_delta: bool) -> tuple[PartFile, ...]:
+def _parse_files(
+    columns: Columns, origin: Origin, writer: int, *, is_delta: bool
+) -> tuple[PartFile, ...]:
     table = columns.columns("files", _FILE_KEYS)
     names = table.strings("name").tolist()
     table.check_increasing("name", names)
@@ -375,10 +414,15 @@ def _parse_files(columns: Columns, origin: Origin, writer: int, *, is_delta: boo
             )
     kinds = table.strings("kind", count=len(names)).tolist()
     known = FILE_KINDS if is_delta else ("safetensors",)
-    if any(kind not in known or not name.endswith(FILE_KINDS[kind]) for kind, name in zip(kinds, names, strict=True)):
+    if any(
+        kind not in known or not name.endswith(FILE_KINDS[kind])
+        for kind, name in zip(kinds, names, strict=True)
+    ):
         raise table.broken("kind", "unknown file kind, or a name of another", "REQ-PRT-003")
     nbytes = table.packed("nbytes", count=len(names)).tolist()
-    header_nbytes = table.packed("header_nbytes", count=len(names), below=8 + limits.SHARD_HEADER_NBYTES + 1).tolist()
+    header_nbytes = table.packed(
+        "header_nbytes", count=len(names), below=8 + limits.SHARD_HEADER_NBYTES + 1
+    ).tolist()
     joined = table.digests("header_digest", count=len(names))
     digests = [digest_at(joined, number) for number in range(len(names))]
     for kind, header, digest in zip(kinds, header_nbytes, digests, strict=True):
@@ -386,7 +430,9 @@ def _parse_files(columns: Columns, origin: Origin, writer: int, *, is_delta: boo
             raise table.broken("header_digest", "a pack begins with another header", "REQ-DEL-012")
     return tuple(
         PartFile(name=name, kind=kind, nbytes=total, header_nbytes=header, header_digest=digest)
-        for name, kind, total, header, digest in zip(names, kinds, nbytes, header_nbytes, digests, strict=True)
+        for name, kind, total, header, digest in zip(
+            names, kinds, nbytes, header_nbytes, digests, strict=True
+        )
     )
 
 
@@ -407,7 +453,12 @@ def _parse_holdings(
     counts = rows.packed("box_count", count=len(table.keys), below=limits.BOXES + 1)
     box_count = total_of(counts)
     if box_count > limits.BOXES:
-        raise err(Code.LIMIT_EXCEEDED, f"{box_count} boxes", where=rows.place("box_count"), requirement="REQ-LIM-001")
+        raise err(
+            Code.LIMIT_EXCEEDED,
+            f"{box_count} boxes",
+            where=rows.place("box_count"),
+            requirement="REQ-LIM-001",
+        )
     rows.take("box_count", rows=box_count, extents=int((table.ndim * counts).sum()))
     return parse_holdings(
         columns,
@@ -425,9 +476,15 @@ def _parse_holdings(
     )
 
 
-def _parse_table(columns: Columns, rows: Columns, scopes: list[str], known: dict[bytes, TensorTable]) -> TensorTable:
+def _parse_table(
+    columns: Columns, rows: Columns, scopes: list[str], known: dict[bytes, TensorTable]
+) -> TensorTable:
     aliases = columns.columns("aliases", ("tensor", "name"))
-    columns_of_all = (aliases.any("tensor"), aliases.any("name"), *(rows.any(key) for key in tables.TENSOR_KEYS))
+    columns_of_all = (
+        aliases.any("tensor"),
+        aliases.any("name"),
+        *(rows.any(key) for key in tables.TENSOR_KEYS),
+    )
     same = dump_mapless([scopes, columns.any("dtypes"), columns_of_all])
     table = known.get(same)
     if table is not None:

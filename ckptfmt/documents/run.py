@@ -228,7 +228,11 @@ class LabelsRecord:
             raise err(Code.RUN_MISMATCH, detail, where=where, requirement="REQ-RUN-023")
         labels = check_labels(signed["metrics"], signed["tags"], f"{where}#/signed")
         return cls(
-            run_id=signed["run_id"], checkpoint=checkpoint, number=number, pinned=signed["pinned"], labels=labels
+            run_id=signed["run_id"],
+            checkpoint=checkpoint,
+            number=number,
+            pinned=signed["pinned"],
+            labels=labels,
         )
 
 
@@ -254,7 +258,9 @@ class Pins:
             "features": {"reader": [], "writer": []},
             **dataclasses.asdict(self),
         }
-        return dump_document({**signed, "references": [dataclasses.asdict(one) for one in self.references]})
+        return dump_document(
+            {**signed, "references": [dataclasses.asdict(one) for one in self.references]}
+        )
 
     @classmethod
     def parse(cls, content: bytes, *, where: str) -> Pins:
@@ -269,7 +275,12 @@ class Pins:
         references = tuple(Reference(**one) for one in signed["references"])
         check_references(references, f"{where}#/signed/references")
         if pins_path(signed["attempt"], signed["writer"]) != where:
-            raise err(Code.DOC_MISMATCH, "they belong to another writer", where=where, requirement="REQ-CMT-037")
+            raise err(
+                Code.DOC_MISMATCH,
+                "they belong to another writer",
+                where=where,
+                requirement="REQ-CMT-037",
+            )
         return cls(attempt=signed["attempt"], writer=signed["writer"], references=references)
 
 
@@ -284,11 +295,15 @@ def check_record(name: str, launch: int, numbers: Collection[int | None]) -> Non
             f"{name} is of launch {launch}, which has no record",
             where=f"{LAUNCHES}/{launch_name(launch)}",
             requirement="REQ-RUN-015",
-            remedy="Restore the record from a copy, or resume by hand from a checkpoint that you name.",
+            remedy=(
+                "Restore the record from a copy, or resume by hand from a checkpoint that you name."
+            ),
         )
 
 
-def check_place(register: Manifest | Abort | Tombstone, step_and_launch: tuple[int, int], run_id: str | None) -> None:
+def check_place(
+    register: Manifest | Abort | Tombstone, step_and_launch: tuple[int, int], run_id: str | None
+) -> None:
     """Raise unless a register has the step and launch of its directory, and the id of the run.
 
     Raises: FormatError(STEP_MISMATCH, RUN_MISMATCH). Spec: REQ-MAN-002, REQ-RUN-003.
@@ -310,4 +325,6 @@ def check_run_id(run_id: str | None, said: str | None, where: str) -> None:
     Raises: FormatError(RUN_MISMATCH). Spec: REQ-RUN-003.
     """
     if run_id is not None and said != run_id:
-        raise err(Code.RUN_MISMATCH, f"it belongs to run {said}", where=where, requirement="REQ-RUN-003")
+        raise err(
+            Code.RUN_MISMATCH, f"it belongs to run {said}", where=where, requirement="REQ-RUN-003"
+        )

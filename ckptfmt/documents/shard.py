@@ -28,7 +28,9 @@ _ENTRY_NBYTES: Final = 128
 #: Largest size of an extent of a shape in bytes: the digits of 2^60, and a comma.
 _EXTENT_NBYTES: Final = 20
 _ENTRY_KEYS: Final = {"dtype", "shape", "data_offsets"}
-_ELEMENT_NBYTES: Final = {dtype.safetensors: dtype.nbytes for dtype in DTYPES.values() if dtype.safetensors}
+_ELEMENT_NBYTES: Final = {
+    dtype.safetensors: dtype.nbytes for dtype in DTYPES.values() if dtype.safetensors
+}
 #: Includes F4, a safetensors dtype for exported files only; shards have no F4.
 _ELEMENT_NBITS: Final = {**{tag: 8 * nbytes for tag, nbytes in _ELEMENT_NBYTES.items()}, "F4": 4}
 
@@ -65,7 +67,8 @@ def plan_shard(boxes: list[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, li
     """
     sizes = [math.prod(shape) * _ELEMENT_NBITS[tag] // 8 for _, tag, shape in boxes]
     order = sorted(
-        range(len(boxes)), key=lambda index: (-_ELEMENT_NBITS[boxes[index][1]], sizes[index] >= _SMALL_NBYTES)
+        range(len(boxes)),
+        key=lambda index: (-_ELEMENT_NBITS[boxes[index][1]], sizes[index] >= _SMALL_NBYTES),
     )
     begin = 0
     header: dict[str, Any] = {_METADATA_KEY: _METADATA}
@@ -97,7 +100,11 @@ def most_entry_nbytes(name: str, ndim: int) -> int:
         name: name of the tensor; the key may add a number.
         ndim: number of dimensions of the box.
     """
-    return len(json.dumps(name, ensure_ascii=False).encode()) + _ENTRY_NBYTES + _EXTENT_NBYTES * max(1, ndim)
+    return (
+        len(json.dumps(name, ensure_ascii=False).encode())
+        + _ENTRY_NBYTES
+        + _EXTENT_NBYTES * max(1, ndim)
+    )
 
 
 def dump_shard_header(header: dict[str, Any]) -> bytes:
@@ -129,7 +136,9 @@ def parse_shard_header(content: bytes, *, file_nbytes: int, where: str) -> dict[
     header = _parse_header(text, where)
     header_nbytes = _PREFIX_NBYTES + len(text)
     metadata = header.pop(_METADATA_KEY, {})
-    if not isinstance(metadata, dict) or not all(isinstance(member, str) for member in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(member, str) for member in metadata.values()
+    ):
         raise _schema_error(_METADATA_KEY, "isn't a map of strings", where)
     entries = {key: _parse_entry(key, value, header_nbytes, where) for key, value in header.items()}
     at = header_nbytes
@@ -154,7 +163,9 @@ def parse_shard_header(content: bytes, *, file_nbytes: int, where: str) -> dict[
 
 def _header_text(content: bytes, file_nbytes: int, where: str) -> bytes:
     def refuse(detail: str) -> NoReturn:
-        raise err(Code.SHARD_HEADER_NBYTES, detail, where=f"{where}[0:8]", requirement="REQ-SHD-001")
+        raise err(
+            Code.SHARD_HEADER_NBYTES, detail, where=f"{where}[0:8]", requirement="REQ-SHD-001"
+        )
 
     if len(content) < _PREFIX_NBYTES:
         refuse(f"a file of {len(content)} bytes has no header length")
@@ -164,7 +175,10 @@ def _header_text(content: bytes, file_nbytes: int, where: str) -> bytes:
     if text_nbytes == 0 or _PREFIX_NBYTES + text_nbytes > min(file_nbytes, len(content)):
         refuse(f"a header of {text_nbytes} bytes in a file of {file_nbytes}")
     if (_PREFIX_NBYTES + text_nbytes) % limits.SHARD_ALIGN_NBYTES:
-        refuse(f"the data begins at byte {_PREFIX_NBYTES + text_nbytes}, no multiple of {limits.SHARD_ALIGN_NBYTES}")
+        refuse(
+            f"the data begins at byte {_PREFIX_NBYTES + text_nbytes}, no multiple of"
+            f" {limits.SHARD_ALIGN_NBYTES}"
+        )
     return content[_PREFIX_NBYTES : _PREFIX_NBYTES + text_nbytes]
 
 
@@ -175,7 +189,12 @@ def _parse_header(text: bytes, where: str) -> dict[str, Any]:
     def check_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         members = dict(pairs)
         if len(members) != len(pairs):
-            raise err(Code.DOC_DUPLICATE_KEY, "the header has one key twice", where=where, requirement="REQ-SHD-005")
+            raise err(
+                Code.DOC_DUPLICATE_KEY,
+                "the header has one key twice",
+                where=where,
+                requirement="REQ-SHD-005",
+            )
         return members
 
     def parse_integer(digits: str) -> int:
@@ -198,7 +217,9 @@ def _parse_header(text: bytes, where: str) -> dict[str, Any]:
         # JSON escapes can contain lone surrogates, which aren't Unicode text.
         json.dumps([*header, header.get(_METADATA_KEY)], ensure_ascii=False).encode()
     except (UnicodeError, json.JSONDecodeError) as error:
-        raise err(Code.SHARD_HEADER_SYNTAX, str(error)[:200], where=where, requirement="REQ-SHD-004") from None
+        raise err(
+            Code.SHARD_HEADER_SYNTAX, str(error)[:200], where=where, requirement="REQ-SHD-004"
+        ) from None
     if not text.rstrip(b" ").endswith(b"}"):
         syntax_error("padded with something other than spaces")
     return dict(header)
@@ -210,18 +231,33 @@ def _parse_entry(key: str, value: object, header_nbytes: int, where: str) -> Sha
     tag, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(tag, str) or tag not in _ELEMENT_NBYTES:
         raise err(
-            Code.SHARD_DTYPE, f"{key[:64]!r} has the dtype {str(tag)[:32]!r}", where=where, requirement="REQ-SHD-006"
+            Code.SHARD_DTYPE,
+            f"{key[:64]!r} has the dtype {str(tag)[:32]!r}",
+            where=where,
+            requirement="REQ-SHD-006",
         )
     if (
         not isinstance(shape, list)
         or len(shape) > limits.NDIM
         or not all(type(extent) is int and 0 <= extent <= limits.DIM for extent in shape)
     ):
-        raise err(Code.SHARD_SHAPE, f"{key[:64]!r} has a shape out of range", where=where, requirement="REQ-SHD-007")
+        raise err(
+            Code.SHARD_SHAPE,
+            f"{key[:64]!r} has a shape out of range",
+            where=where,
+            requirement="REQ-SHD-007",
+        )
     if math.prod(extent for extent in shape if extent) > limits.ELEMENTS:
-        raise err(Code.SHARD_SHAPE, f"{key[:64]!r} has too many elements", where=where, requirement="REQ-SHD-007")
+        raise err(
+            Code.SHARD_SHAPE,
+            f"{key[:64]!r} has too many elements",
+            where=where,
+            requirement="REQ-SHD-007",
+        )
     match offsets:
-        case [int() as begin, int() as end] if type(begin) is int and type(end) is int and 0 <= begin <= end:
+        case [int() as begin, int() as end] if (
+            type(begin) is int and type(end) is int and 0 <= begin <= end
+        ):
             pass
         case _:
             raise _schema_error(key, "has data_offsets that aren't [begin, end]", where)
@@ -234,9 +270,15 @@ def _parse_entry(key: str, value: object, header_nbytes: int, where: str) -> Sha
             requirement="REQ-SHD-008",
         )
     return ShardEntry(
-        key=key, tag=tag, shape=tuple(shape), byte_begin=header_nbytes + begin, byte_end=header_nbytes + end
+        key=key,
+        tag=tag,
+        shape=tuple(shape),
+        byte_begin=header_nbytes + begin,
+        byte_end=header_nbytes + end,
     )
 
 
 def _schema_error(key: str, detail: str, where: str) -> Exception:
-    return err(Code.SHARD_HEADER_SCHEMA, f"{key[:64]!r} {detail}", where=where, requirement="REQ-SHD-006")
+    return err(
+        Code.SHARD_HEADER_SCHEMA, f"{key[:64]!r} {detail}", where=where, requirement="REQ-SHD-006"
+    )

@@ -41,14 +41,29 @@ class Sharding(Sequence[tuple[Box, int]]):
     Sharding(2 boxes, grid of (2,))
     """
 
-    __slots__ = ("_begin", "_box_shape", "_edges", "_end", "_full", "_hash", "_whole", "extents", "ndim", "part")
+    __slots__ = (
+        "_begin",
+        "_box_shape",
+        "_edges",
+        "_end",
+        "_full",
+        "_hash",
+        "_whole",
+        "extents",
+        "ndim",
+        "part",
+    )
 
     ndim: int
     extents: tuple[Integers, ...] | None
     part: Integers
 
     def __init__(
-        self, extents: tuple[Integers, ...] | None, begin: Integers | None, box_shape: Integers | None, part: Integers
+        self,
+        extents: tuple[Integers, ...] | None,
+        begin: Integers | None,
+        box_shape: Integers | None,
+        part: Integers,
     ) -> None:
         self.extents = extents
         self.part = part
@@ -59,7 +74,13 @@ class Sharding(Sequence[tuple[Box, int]]):
         self._full: Integers | slice | None = None
         self._hash: int | None = None
         self._whole: tuple[Box, int] | None = None
-        self.ndim = len(extents) if extents is not None else begin.shape[1] if begin is not None and len(begin) else 0
+        self.ndim = (
+            len(extents)
+            if extents is not None
+            else begin.shape[1]
+            if begin is not None and len(begin)
+            else 0
+        )
         for array in (*(extents or ()), begin, box_shape, part):
             if array is not None:
                 array.flags.writeable = False
@@ -81,7 +102,9 @@ class Sharding(Sequence[tuple[Box, int]]):
         Shapes: `begin` and `box_shape` are (n, ndim), `part` is (n,).
         """
         extents = _find_extents(begin, box_shape)
-        return cls(None, begin, box_shape, part) if extents is None else cls(extents, None, None, part)
+        return (
+            cls(None, begin, box_shape, part) if extents is None else cls(extents, None, None, part)
+        )
 
     @classmethod
     def of(cls, pieces: Iterable[tuple[Box, int]]) -> Self:
@@ -116,7 +139,11 @@ class Sharding(Sequence[tuple[Box, int]]):
 
     def _spread(self, columns: Sequence[Integers]) -> Integers:
         grid = np.meshgrid(*columns, indexing="ij")
-        return np.stack([axis.reshape(-1) for axis in grid], axis=1) if grid else np.zeros((len(self), 0), np.int64)
+        return (
+            np.stack([axis.reshape(-1) for axis in grid], axis=1)
+            if grid
+            else np.zeros((len(self), 0), np.int64)
+        )
 
     def __len__(self) -> int:
         return len(self.part)
@@ -130,7 +157,9 @@ class Sharding(Sequence[tuple[Box, int]]):
             return tuple(self)[at]
         row = range(len(self))[at]
         if self.extents is None:
-            (piece,) = _pieces(self.begin[row : row + 1], self.box_shape[row : row + 1], self.part[row : row + 1])
+            (piece,) = _pieces(
+                self.begin[row : row + 1], self.box_shape[row : row + 1], self.part[row : row + 1]
+            )
             return piece
         place = np.unravel_index(row, tuple(map(len, self.extents)))
         begin = (edges[i] for edges, i in zip(self._cuts(), place, strict=True))
@@ -156,8 +185,12 @@ class Sharding(Sequence[tuple[Box, int]]):
         if self.extents is None:
             return _pieces(self.begin[rows], self.box_shape[rows], self.part[rows])
         places = np.unravel_index(rows, tuple(map(len, self.extents)))
-        begin = np.stack([edges[place] for edges, place in zip(self._cuts(), places, strict=True)], axis=1)
-        shape = np.stack([extents[place] for extents, place in zip(self.extents, places, strict=True)], axis=1)
+        begin = np.stack(
+            [edges[place] for edges, place in zip(self._cuts(), places, strict=True)], axis=1
+        )
+        shape = np.stack(
+            [extents[place] for extents, place in zip(self.extents, places, strict=True)], axis=1
+        )
         return _pieces(begin, shape, self.part[rows])
 
     @property
@@ -196,9 +229,14 @@ class Sharding(Sequence[tuple[Box, int]]):
         if self.extents is not None or not len(self):
             return next((part for held, part in self.iter_common(box) if held == box), None)
         low, high = 0, len(self)
-        for column, value in zip((*self.begin.T, *self.box_shape.T), (*box.begin, *box.shape), strict=True):
+        for column, value in zip(
+            (*self.begin.T, *self.box_shape.T), (*box.begin, *box.shape), strict=True
+        ):
             among = column[low:high]
-            low, high = low + int(among.searchsorted(value, "left")), low + int(among.searchsorted(value, "right"))
+            low, high = (
+                low + int(among.searchsorted(value, "left")),
+                low + int(among.searchsorted(value, "right")),
+            )
         return int(self.part[low]) if low < high else None
 
     def _find_full(self) -> Integers | slice:
@@ -218,14 +256,21 @@ class Sharding(Sequence[tuple[Box, int]]):
     def _only(self) -> tuple[Box, int]:
         """Return the piece of an uncut tensor: one object for all tensors with this sharding."""
         if self._whole is None:
-            self._whole = Box.whole(tuple(int(extents[0]) for extents in self.extents or ())), int(self.part[0])
+            self._whole = (
+                Box.whole(tuple(int(extents[0]) for extents in self.extents or ())),
+                int(self.part[0]),
+            )
         return self._whole
 
     def _iter_common_of_grid(self, wanted: Box) -> Iterator[tuple[Box, int]]:
         cuts = self._cuts()
-        low = [max(0, int(edges.searchsorted(at, "right")) - 1) for edges, at in zip(cuts, wanted.begin, strict=True)]
+        low = [
+            max(0, int(edges.searchsorted(at, "right")) - 1)
+            for edges, at in zip(cuts, wanted.begin, strict=True)
+        ]
         high = [
-            min(len(edges) - 1, int(edges.searchsorted(at, "left"))) for edges, at in zip(cuts, wanted.end, strict=True)
+            min(len(edges) - 1, int(edges.searchsorted(at, "left")))
+            for edges, at in zip(cuts, wanted.end, strict=True)
         ]
         shape = tuple(max(0, end - begin) for begin, end in zip(low, high, strict=True))
         count = math.prod(shape)
@@ -271,11 +316,15 @@ class Sharding(Sequence[tuple[Box, int]]):
             return False
         # Most shardings have few boxes: NumPy's comparison of small arrays takes ten times as long.
         pairs = zip(self._content(), other._content(), strict=True)
-        return self.ndim == other.ndim and all(own.tobytes() == theirs.tobytes() for own, theirs in pairs)
+        return self.ndim == other.ndim and all(
+            own.tobytes() == theirs.tobytes() for own, theirs in pairs
+        )
 
     def __hash__(self) -> int:
         if self._hash is None:
-            self._hash = hash((self.ndim, self.extents is None, *(array.tobytes() for array in self._content())))
+            self._hash = hash(
+                (self.ndim, self.extents is None, *(array.tobytes() for array in self._content()))
+            )
         return self._hash
 
     def __repr__(self) -> str:
@@ -349,11 +398,15 @@ def sharding_columns(shardings: Sequence[Sharding], part_count: int) -> dict[str
     parts = join_integers([sharding.part for sharding in shardings])
     return {
         "ndim": dump_packed([sharding.ndim for sharding in shardings]),
-        "form": dump_packed([_BOXES if sharding.extents is None else _GRID for sharding in shardings]),
+        "form": dump_packed(
+            [_BOXES if sharding.extents is None else _GRID for sharding in shardings]
+        ),
         "box_count": dump_packed([len(sharding) for sharding in shardings]),
         "grid_shape": dump_packed([len(extents) for extents in axes]),
         "extent": dump_packed(join_integers(axes)),
-        "begin": dump_packed(fold(join_integers([_steps(one.begin, one.box_shape) for one in boxes]))),
+        "begin": dump_packed(
+            fold(join_integers([_steps(one.begin, one.box_shape) for one in boxes]))
+        ),
         "box_shape": dump_packed(join_integers([one.box_shape.T.reshape(-1) for one in boxes])),
         # Usually boxes have the order of their writers, and every entry is 0.
         "part": dump_packed((np.diff(parts, prepend=-1) - 1) % part_count),
@@ -374,7 +427,12 @@ def parse_shardings(columns: Columns, part_count: int) -> list[Sharding]:
     # Checked before any array with an entry for each box is allocated: such arrays may compress to
     # a few bytes.
     if total > limits.BOXES:
-        raise err(Code.LIMIT_EXCEEDED, f"{total} boxes", where=table.place("box_count"), requirement="REQ-LIM-001")
+        raise err(
+            Code.LIMIT_EXCEEDED,
+            f"{total} boxes",
+            where=table.place("box_count"),
+            requirement="REQ-LIM-001",
+        )
     parts = _parse_parts(table, total, part_count)
     is_grid = forms == _GRID
     grids = _iter_grids(table, ndim[is_grid].tolist(), counts[is_grid].tolist())
@@ -382,7 +440,11 @@ def parse_shardings(columns: Columns, part_count: int) -> list[Sharding]:
     shardings, at = [], 0
     for form, count in zip(forms.tolist(), counts.tolist(), strict=True):
         part = parts[at : at + count]
-        shardings.append(Sharding.grid(next(grids), part) if form == _GRID else Sharding.boxes(*next(boxes), part))
+        shardings.append(
+            Sharding.grid(next(grids), part)
+            if form == _GRID
+            else Sharding.boxes(*next(boxes), part)
+        )
         if form == _BOXES and shardings[-1].extents is not None:
             raise columns.unsorted("shardings", "a grid is listed box by box", "REQ-IDX-012")
         at += count
@@ -407,7 +469,9 @@ def _iter_grids(table: Columns, ndim: list[int], counts: list[int]) -> Iterator[
     lengths = table.packed("grid_shape", count=sum(ndim), below=limits.BOXES + 1)
     extents = table.packed("extent", count=int(lengths.sum()), below=limits.DIM + 1)
     if not lengths.all() or not extents.all():
-        raise table.broken("extent", "a dimension without intervals, or an interval without elements")
+        raise table.broken(
+            "extent", "a dimension without intervals, or an interval without elements"
+        )
     ends = np.cumsum(lengths).tolist()
     axes = [extents[begin:end] for begin, end in itertools.pairwise([0, *ends])]
     grids, at = [], 0
@@ -429,10 +493,14 @@ def _check_box_count(table: Columns, grid: list[Integers], count: int) -> None:
         raise table.broken("box_count", f"{count} boxes where the intervals make {product} or more")
     # Exact up to the limit, and without overflow.
     if any(axis.sum(dtype=np.float64) > limits.DIM for axis in grid):
-        raise table.broken("extent", f"intervals of more than {limits.DIM} elements in one dimension")
+        raise table.broken(
+            "extent", f"intervals of more than {limits.DIM} elements in one dimension"
+        )
 
 
-def _iter_boxes(table: Columns, ndim: list[int], counts: list[int]) -> Iterator[tuple[Integers, Integers]]:
+def _iter_boxes(
+    table: Columns, ndim: list[int], counts: list[int]
+) -> Iterator[tuple[Integers, Integers]]:
     """Check all other shardings, then yield begin and shape of the boxes of each."""
     sizes = [rank * count for rank, count in zip(ndim, counts, strict=True)]
     table.take("begin", extents=sum(sizes))

@@ -156,7 +156,10 @@ def tensor_columns(table: TensorTable, scopes: list[str], dtypes: list[str]) -> 
 def alias_columns(table: TensorTable) -> dict[str, object]:
     """Return the columns of the tensors' aliases."""
     pairs = [(number, alias) for number, aliases in enumerate(table.aliases) for alias in aliases]
-    return {"tensor": dump_packed([number for number, _ in pairs]), "name": dump_strings([alias for _, alias in pairs])}
+    return {
+        "tensor": dump_packed([number for number, _ in pairs]),
+        "name": dump_strings([alias for _, alias in pairs]),
+    }
 
 
 def dump_table(table: TensorTable) -> dict[str, Any]:
@@ -184,7 +187,9 @@ TABLE_KEYS: Final = ("scopes", "dtypes", "tensors", "aliases")
 TENSOR_KEYS: Final = ("field", "name", "scope", "dtype", "ndim", "global_shape", "storage")
 
 
-def parse_tensor_table(table: Columns, aliases: Columns, scopes: list[str], dtypes: Columns) -> TensorTable:
+def parse_tensor_table(
+    table: Columns, aliases: Columns, scopes: list[str], dtypes: Columns
+) -> TensorTable:
     """Return a table of tensors and their aliases.
 
     Args:
@@ -281,7 +286,9 @@ def _parse_aliases(columns: Columns, tensor_count: int) -> tuple[tuple[str, ...]
     """Return the aliases of each tensor."""
     names = columns.strings("name").tolist()
     owners = columns.packed("tensor", count=len(names), below=tensor_count).tolist()
-    columns.check_increasing("name", [(owner, name.encode()) for owner, name in zip(owners, names, strict=True)])
+    columns.check_increasing(
+        "name", [(owner, name.encode()) for owner, name in zip(owners, names, strict=True)]
+    )
     aliases: list[list[str]] = [[] for _ in range(tensor_count)] if names else []
     for owner, name in zip(owners, names, strict=True):
         aliases[owner].append(name)
@@ -290,7 +297,9 @@ def _parse_aliases(columns: Columns, tensor_count: int) -> tuple[tuple[str, ...]
 
 def collect_scopes(table: TensorTable, *others: Sequence[Any]) -> list[str]:
     """Return the scopes of tensors and of rows of other tables, sorted."""
-    return sorted({scope for _, _, scope in table.keys} | {row.scope for rows in others for row in rows})
+    return sorted(
+        {scope for _, _, scope in table.keys} | {row.scope for rows in others for row in rows}
+    )
 
 
 def check_scopes(columns: Columns) -> list[str]:
@@ -302,7 +311,12 @@ def check_scopes(columns: Columns) -> list[str]:
     columns.check_increasing("scopes", scopes)
     for scope in scopes:
         if not _SCOPE.fullmatch(scope):
-            raise err(Code.SCOPE_FORM, f"{scope[:64]!r}", where=columns.place("scopes"), requirement="REQ-IDX-006")
+            raise err(
+                Code.SCOPE_FORM,
+                f"{scope[:64]!r}",
+                where=columns.place("scopes"),
+                requirement="REQ-IDX-006",
+            )
     return scopes
 
 
@@ -337,9 +351,13 @@ def parse_origin(columns: Columns) -> Origin:
     Raises: FormatError(DOC_SCHEMA).
     """
     values = {key: columns.any(key) for key in ORIGIN_KEYS}
-    hexadecimal = {"nonce": 32, "attempt": 16} | ({"run_id": 32} if values["run_id"] is not None else {})
+    hexadecimal = {"nonce": 32, "attempt": 16} | (
+        {"run_id": 32} if values["run_id"] is not None else {}
+    )
     for key, digits in hexadecimal.items():
-        if not isinstance(values[key], str) or not re.fullmatch(f"[0-9a-f]{{{digits}}}", values[key]):
+        if not isinstance(values[key], str) or not re.fullmatch(
+            f"[0-9a-f]{{{digits}}}", values[key]
+        ):
             raise _schema_error(columns, key)
     bounds = {
         "step": (0, limits.JSON_INTEGER),

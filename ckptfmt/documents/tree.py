@@ -125,14 +125,19 @@ def dump_tree(value: object, *, where: str) -> bytes:
     return content
 
 
-def parse_tree(content: bytes, *, where: str) -> Any:  # noqa: ANN401 - any value of the closed set
+def parse_tree(content: bytes, *, where: str) -> Any:
     """Return the value of a tree's bytes.
 
     Raises: FormatError(TREE_TAG and the codes of a msgpack document).
     Spec: REQ-TRE-001, REQ-TRE-002.
     """
     if len(content) > limits.TREE_NBYTES:
-        raise err(Code.LIMIT_EXCEEDED, f"a tree of {len(content)} bytes", where=where, requirement="REQ-LIM-001")
+        raise err(
+            Code.LIMIT_EXCEEDED,
+            f"a tree of {len(content)} bytes",
+            where=where,
+            requirement="REQ-LIM-001",
+        )
     return _decode(parse_msgpack(content, where=where, limit_items=limits.TREE_ITEMS), where)
 
 
@@ -155,13 +160,22 @@ def find_difference(left: object, right: object, path: str = "") -> str | None:
     """
     if type(left) is type(right):
         if isinstance(left, dict) and isinstance(right, dict) and list(left) == list(right):
-            pairs: Iterator[tuple[object, object, object]] = ((key, left[key], right[key]) for key in left)
-        elif isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
+            pairs: Iterator[tuple[object, object, object]] = (
+                (key, left[key], right[key]) for key in left
+            )
+        elif (
+            isinstance(left, list | tuple)
+            and isinstance(right, list | tuple)
+            and len(left) == len(right)
+        ):
             pairs = ((index, *pair) for index, pair in enumerate(zip(left, right, strict=True)))
         else:
             same = dump_tree(left, where=path) == dump_tree(right, where=path)
             return None if same else path or "/"
-        return next((found for key, a, b in pairs if (found := find_difference(a, b, _below(path, key)))), None)
+        return next(
+            (found for key, a, b in pairs if (found := find_difference(a, b, _below(path, key)))),
+            None,
+        )
     return path or "/"
 
 
@@ -212,7 +226,7 @@ def _below(where: str, key: object) -> str:
 # --- encode ---------------------------------------------------------------------------------------
 
 
-def _encode(value: Any, where: _Where, depth: int) -> object:  # noqa: ANN401 - any value
+def _encode(value: Any, where: _Where, depth: int) -> object:
     kind = type(value)
     if kind in _UNCHANGED:
         return value
@@ -258,7 +272,10 @@ def _check_text(text: str, where: _Where) -> str:
             "a string with a lone surrogate",
             where=_place(where),
             requirement="REQ-DOC-020",
-            remedy="Save it as bytes (os.fsencode, if it is a path), or decode what it came from as UTF-8.",
+            remedy=(
+                "Save it as bytes (os.fsencode, if it is a path), or decode what it came from"
+                " as UTF-8."
+            ),
         ) from None
     return text
 
@@ -275,11 +292,13 @@ def _are_unchanged(values: Collection[Any]) -> bool:
 
 
 def _big_int(value: int) -> bytes:
-    return value.to_bytes((value if value >= 0 else ~value).bit_length() // 8 + 1, "little", signed=True)
+    return value.to_bytes(
+        (value if value >= 0 else ~value).bit_length() // 8 + 1, "little", signed=True
+    )
 
 
 def _encode_items(tag: str, compact_tag: str) -> _Encoder:
-    def encode(value: Any, where: _Where, depth: int) -> object:  # noqa: ANN401 - list or tuple
+    def encode(value: Any, where: _Where, depth: int) -> object:
         packed = pack_items(value)
         if packed is not None:
             _check_depth(depth + (packed[0] == "str"), where)
@@ -296,17 +315,25 @@ def _encode_deque(value: deque[Any], where: _Where, depth: int) -> object:
     if packed is not None:
         _check_depth(depth + (packed[0] == "str"), where)
         return ["Q", value.maxlen, *packed]
-    return ["q", value.maxlen, *(_encode(item, (where, index), depth) for index, item in enumerate(value))]
+    return [
+        "q",
+        value.maxlen,
+        *(_encode(item, (where, index), depth) for index, item in enumerate(value)),
+    ]
 
 
 def _encode_set(tag: str) -> _Encoder:
-    def encode(value: Any, where: _Where, depth: int) -> object:  # noqa: ANN401 - set or frozenset
+    def encode(value: Any, where: _Where, depth: int) -> object:
         strange = next((item for item in value if not _is_member(item)), None)
         if strange is not None:
             kind = type(strange)
             raise err(
                 Code.STATE_UNSUPPORTED,
-                f"a member of type {kind.__module__}.{kind.__qualname__} of a set has no form in a checkpoint",
+                (
+                    f"a member of type {kind.__module__}.{kind.__qualname__} of a set has no form"
+                    " in"
+                    " a checkpoint"
+                ),
                 where=_place(where),
                 requirement="REQ-TRE-009",
             )
@@ -316,7 +343,10 @@ def _encode_set(tag: str) -> _Encoder:
             # NaN is unequal to itself: a Python set can contain the same bits twice, a checkpoint
             # can't.
             raise err(
-                Code.STATE_UNSUPPORTED, "a set with one value twice", where=_place(where), requirement="REQ-TRE-005"
+                Code.STATE_UNSUPPORTED,
+                "a set with one value twice",
+                where=_place(where),
+                requirement="REQ-TRE-005",
             )
         return [tag, *members]
 
@@ -324,7 +354,7 @@ def _encode_set(tag: str) -> _Encoder:
 
 
 def _encode_pairs(tag: str) -> _Encoder:
-    def encode(value: Any, where: _Where, depth: int) -> object:  # noqa: ANN401 - a dict
+    def encode(value: Any, where: _Where, depth: int) -> object:
         _check_hashes(value, where)  # a dict that a reader may reject isn't written
         flat: list[object] = [tag]
         for key, item in value.items():
@@ -332,7 +362,10 @@ def _encode_pairs(tag: str) -> _Encoder:
                 kind = type(key)
                 raise err(
                     Code.STATE_UNSUPPORTED,
-                    f"a key of type {kind.__module__}.{kind.__qualname__} has no form in a checkpoint",
+                    (
+                        f"a key of type {kind.__module__}.{kind.__qualname__} has no form in a"
+                        " checkpoint"
+                    ),
                     where=_place(where),
                     requirement="REQ-TRE-008",
                 )
@@ -354,7 +387,9 @@ def _is_member(value: object) -> bool:
     """Return whether a value may be in a set: a scalar, or a tuple or frozenset of such values."""
     if type(value) in (tuple, frozenset):
         return all(map(_is_member, value))  # type: ignore[call-overload]
-    is_scalar = isinstance(value, DtypeName | DeviceName | Size) or (isinstance(value, InlineArray) and value.scalar)
+    is_scalar = isinstance(value, DtypeName | DeviceName | Size) or (
+        isinstance(value, InlineArray) and value.scalar
+    )
     return is_scalar or _is_key(value)
 
 
@@ -404,9 +439,11 @@ def _one_by_one(items: list[Any], where: _Where) -> list[Any]:
 # --- decode ---------------------------------------------------------------------------------------
 
 
-def _decode(value: object, where: _Where) -> Any:  # noqa: ANN401 - any value of the closed set
+def _decode(value: object, where: _Where) -> Any:
     if isinstance(value, dict):
-        raise err(Code.TREE_TAG, "a map stands in a tree", where=_place(where), requirement="REQ-TRE-001")
+        raise err(
+            Code.TREE_TAG, "a map stands in a tree", where=_place(where), requirement="REQ-TRE-001"
+        )
     if not isinstance(value, list):
         return value
     decoder = _DECODERS.get(value[0]) if value and isinstance(value[0], str) else None
@@ -426,7 +463,10 @@ def _decode(value: object, where: _Where) -> Any:  # noqa: ANN401 - any value of
 def _decode_items(items: list[object], where: _Where) -> list[Any]:
     if _CONTAINERS.isdisjoint(map(type, items)):
         return items
-    return [_decode(item, (where, index)) if type(item) in _CONTAINERS else item for index, item in enumerate(items)]
+    return [
+        _decode(item, (where, index)) if type(item) in _CONTAINERS else item
+        for index, item in enumerate(items)
+    ]
 
 
 def _decode_pairs(items: list[object], where: _Where) -> list[tuple[Any, Any]]:
@@ -442,7 +482,12 @@ def _decode_pairs(items: list[object], where: _Where) -> list[tuple[Any, Any]]:
         _check_hashes(keys, where)
         are_unique = len(set(keys)) == len(keys) == len({dump_mapless(key) for key in trees})
     if not are_unique:
-        raise err(Code.DOC_DUPLICATE_KEY, "a dict has one key twice", where=_place(where), requirement="REQ-TRE-002")
+        raise err(
+            Code.DOC_DUPLICATE_KEY,
+            "a dict has one key twice",
+            where=_place(where),
+            requirement="REQ-TRE-002",
+        )
     if _CONTAINERS.isdisjoint(map(type, values)):
         return list(zip(keys, values, strict=True))
     return [(key, _decode(item, (where, key))) for key, item in zip(keys, values, strict=True)]
@@ -464,7 +509,7 @@ def _decode_set(items: list[object], where: _Where) -> list[Any]:
     return decoded
 
 
-def _comparable(member: Any) -> Any:  # noqa: ANN401 - any member of a set
+def _comparable(member: Any) -> Any:
     """Return a value that stands for a set's member when members are compared as values.
 
     Spec: REQ-TRE-005.

@@ -128,7 +128,9 @@ class StepRecord:
         if step == 0 or zlib.crc32(body) != checksum or stream_count > STREAM_COUNT:
             return None
         values = numbers[: len(_MEMBERS)]
-        members: dict[str, Any] = {name: values[bit] if mask >> bit & 1 else None for bit, name in enumerate(_MEMBERS)}
+        members: dict[str, Any] = {
+            name: values[bit] if mask >> bit & 1 else None for bit, name in enumerate(_MEMBERS)
+        }
         streams = tuple(numbers[len(_MEMBERS) : len(_MEMBERS) + stream_count])
         flags = {
             "is_before": bool(mask & _BEFORE),
@@ -169,7 +171,9 @@ class StepsHeader:
         content = _MAGIC + json.dumps(dataclasses.asdict(self), ensure_ascii=False).encode() + b"\n"
         if len(content) > HEADER_NBYTES:  # the caller's names of streams may be long
             count = len(self.streams)
-            return dataclasses.replace(self, streams=tuple(f"stream {number}" for number in range(count))).dump()
+            return dataclasses.replace(
+                self, streams=tuple(f"stream {number}" for number in range(count))
+            ).dump()
         return content.ljust(HEADER_NBYTES, b"\0")
 
     @classmethod
@@ -234,7 +238,10 @@ class WitnessRecord:
         if self.verdict == "refuted" and self.difference is not None:
             return f"NOT the same trajectory: {self.difference.text}"
         if self.verdict == "verified":
-            return f"{self.expected} verified over {self.step_count} step{'s' * (self.step_count != 1)}"
+            return (
+                f"{self.expected} verified over {self.step_count}"
+                f" step{'s' * (self.step_count != 1)}"
+            )
         return f"{self.expected} expected" if self.expected != "S0" else "S0"
 
     def dump(self) -> bytes:
@@ -261,7 +268,13 @@ class WitnessRecord:
         if parse_launch_name(where.rpartition("/")[2]) != signed["launch"]:
             detail = f"the verdict is that on launch {signed['launch']}"
             raise err(Code.RUN_MISMATCH, detail, where=where, requirement="REQ-RUN-060")
-        members: dict[str, Any] = {field.name: signed[field.name] for field in dataclasses.fields(cls)}
+        members: dict[str, Any] = {
+            field.name: signed[field.name] for field in dataclasses.fields(cls)
+        }
         difference = members.pop("difference")
         compared = tuple(members.pop("compared"))
-        return cls(**members, compared=compared, difference=None if difference is None else Difference(**difference))
+        return cls(
+            **members,
+            compared=compared,
+            difference=None if difference is None else Difference(**difference),
+        )

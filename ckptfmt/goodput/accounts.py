@@ -105,7 +105,17 @@ class Goodput:
     @property
     def times_s(self) -> dict[str, float]:
         """The time of the run by use, in seconds."""
-        names = ("training", "blocked", "lost", "redone", "initialising", "restoring", "waiting", "down", "unknown")
+        names = (
+            "training",
+            "blocked",
+            "lost",
+            "redone",
+            "initialising",
+            "restoring",
+            "waiting",
+            "down",
+            "unknown",
+        )
         return {name: getattr(self, f"{name}_s") for name in names}
 
     @property
@@ -193,7 +203,9 @@ class _Account:
                 passed.append(number)
                 continue
             one = self._known[number]
-            late_s, gap_s = self._add_gap(one, has_untimed=any(other in self._untimed for other in passed))
+            late_s, gap_s = self._add_gap(
+                one, has_untimed=any(other in self._untimed for other in passed)
+            )
             # With a launch lost before its first step, this is the gap of two failures.
             self._add(number, one, late_s, None if passed else gap_s)
             passed.clear()
@@ -236,7 +248,9 @@ class _Account:
             self._restores.append(gap_s + initialising_s + (times.waiting + times.restoring) / 1000)
         kept_step, steps = self._kept.get(number, one.first_step), one.step - one.first_step
         # With a single remaining save, no number of steps is known: the share is 1 or 0.
-        share = 1.0 if kept_step >= one.step else max(0.0, (kept_step - one.first_step) / max(1, steps))
+        share = (
+            1.0 if kept_step >= one.step else max(0.0, (kept_step - one.first_step) / max(1, steps))
+        )
         sums.training_s += share * times.training / 1000
         sums.blocked_s += share * times.blocked / 1000
         sums.lost_s += share * times.lost / 1000
@@ -245,7 +259,10 @@ class _Account:
         # For a save committed after the last entry, the steps are known, but not their time.
         behind = max(0.0, kept_step - one.step) if math.isfinite(kept_step) else 0.0
         self._extra_s = behind * times.in_training / 1000 / steps if steps else 0.0
-        self._until_s, self._has_ended = max(self._until_s or -math.inf, one.measured_s), one.ended_s is not None
+        self._until_s, self._has_ended = (
+            max(self._until_s or -math.inf, one.measured_s),
+            one.ended_s is not None,
+        )
         if one.ended_s is not None:
             rest_s = max(0.0, one.ended_s - self._until_s)
             extra_s = min(self._extra_s, rest_s)
@@ -256,7 +273,10 @@ class _Account:
 
     def _costs(self) -> Costs:
         measured = [one for one in self._known.values() if one.is_measured]
-        saves, commits = sum(one.save_count for one in measured), sum(one.commit_count for one in measured)
+        saves, commits = (
+            sum(one.save_count for one in measured),
+            sum(one.commit_count for one in measured),
+        )
         stopped_ms = sum(one.times.blocked + one.times.lost for one in measured)
         committing_ms = sum(one.committing_ms for one in measured)
         in_training_ms = sum(one.times.in_training for one in measured)
@@ -265,7 +285,9 @@ class _Account:
             lost_s=stopped_ms / 1000 / commits if commits else None,
             commit_s=committing_ms / 1000 / commits if commits else None,
             restore_s=sum(self._restores) / len(self._restores) if self._restores else None,
-            mtbf_s=self._sums.elapsed_s / restarts if restarts > 0 and self._sums.elapsed_s > 0 else None,
+            mtbf_s=self._sums.elapsed_s / restarts
+            if restarts > 0 and self._sums.elapsed_s > 0
+            else None,
             interval_s=in_training_ms / 1000 / saves if saves else None,
         )
 
@@ -281,13 +303,16 @@ class _Account:
         if unmeasured:
             first = ", ".join(map(str, unmeasured[:5])) + (", ..." if len(unmeasured) > 5 else "")
             doubts.append(
-                f"{len(unmeasured)} of {len(self._resumed)} launches have no ledger entry ({first}): of these only the"
-                " times of saves are known whose checkpoints are still there, to the second; what saves cost is counted"
+                f"{len(unmeasured)} of {len(self._resumed)} launches have no ledger entry"
+                f" ({first}): of these only the"
+                " times of saves are known whose checkpoints are still there, to the second; what"
+                " saves cost is counted"
                 " as training, and all before the first and behind the last of them is unknown"
             )
         if self._sums.unknown_s > 0 and len(unmeasured) < len(self._resumed):
             doubts.append(
-                "of some launches nobody saw the end: from their last entry until the next launch, training that was"
+                "of some launches nobody saw the end: from their last entry until the next"
+                " launch, training that was"
                 " thrown away can't be told from the time between launches"
             )
         return doubts

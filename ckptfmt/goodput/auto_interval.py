@@ -114,7 +114,9 @@ class AutoInterval:
     """
 
     def __init__(self, *, mtbf_s: float, every: Sequence[int] = (1,)) -> None:
-        self.meters = [LevelMeter(min(one, MOST_EVERY), min(mtbf_s * len(every), LIMIT_S)) for one in every]
+        self.meters = [
+            LevelMeter(min(one, MOST_EVERY), min(mtbf_s * len(every), LIMIT_S)) for one in every
+        ]
         self._unmeasured = 0
         #: The chosen interval, and the estimate at the time of the choice: Young's interval, or the
         #: shortest.
@@ -162,7 +164,9 @@ class AutoInterval:
             more_s = max(0.0, known.lost_s - lost_s)
             lost_s += more_s
             costs = {"lost_s": more_s, "commit_s": known.commit_s, "restore_s": 0.0}
-            found.append(Level(name=f"level {number}", **costs, mtbf_s=meter.mtbf_s, every=meter.every))
+            found.append(
+                Level(name=f"level {number}", **costs, mtbf_s=meter.mtbf_s, every=meter.every)
+            )
         return found
 
     def interval_s(self) -> float:

@@ -72,13 +72,32 @@ class Level:
     def __post_init__(self) -> None:
         for what in ("lost_s", "commit_s", "restore_s"):
             if not 0 <= getattr(self, what) <= LIMIT_S:
-                detail = f"{what} of {self.name} is {getattr(self, what)!r}, and no time from 0 to {LIMIT_S:g} s"
-                raise err(Code.ARGUMENT, detail, where=what, remedy="Give seconds that were measured, or an estimate.")
+                detail = (
+                    f"{what} of {self.name} is {getattr(self, what)!r}, and no time from 0"
+                    f" to {LIMIT_S:g} s"
+                )
+                raise err(
+                    Code.ARGUMENT,
+                    detail,
+                    where=what,
+                    remedy="Give seconds that were measured, or an estimate.",
+                )
         if not (SHORTEST_S <= self.mtbf_s <= LIMIT_S or self.mtbf_s == math.inf):
-            detail = f"mtbf_s of {self.name} is {self.mtbf_s!r}, and no time from {SHORTEST_S:g} to {LIMIT_S:g} s"
-            raise err(Code.ARGUMENT, detail, where="mtbf_s", remedy="Give the mean time between failures, or infinity.")
+            detail = (
+                f"mtbf_s of {self.name} is {self.mtbf_s!r}, and no time from {SHORTEST_S:g}"
+                f" to {LIMIT_S:g} s"
+            )
+            raise err(
+                Code.ARGUMENT,
+                detail,
+                where="mtbf_s",
+                remedy="Give the mean time between failures, or infinity.",
+            )
         if not 1 <= self.every <= MOST_EVERY:
-            detail = f"of {self.every} saves one goes to {self.name}; this must be from 1 to {MOST_EVERY:,}"
+            detail = (
+                f"of {self.every} saves one goes to {self.name}; this must be from 1 to"
+                f" {MOST_EVERY:,}"
+            )
             raise err(Code.ARGUMENT, detail, where="every")
 
 
@@ -110,12 +129,23 @@ class Waste:
 def check_levels(levels: Sequence[Level]) -> None:
     """Check that a run can have these levels. Raises: StateError(ARGUMENT)."""
     if not 1 <= len(levels) <= _LEVELS:
-        raise err(Code.ARGUMENT, f"there are {len(levels)} levels, and not 1 to {_LEVELS}", where="levels")
+        raise err(
+            Code.ARGUMENT, f"there are {len(levels)} levels, and not 1 to {_LEVELS}", where="levels"
+        )
     if levels[0].every != 1:
-        raise err(Code.ARGUMENT, f"{levels[0].name} is the nearest level: every save goes there", where="every")
+        raise err(
+            Code.ARGUMENT,
+            f"{levels[0].name} is the nearest level: every save goes there",
+            where="every",
+        )
     if all(level.mtbf_s == math.inf for level in levels):
         detail = "there are no failures, so that any save is waste"
-        raise err(Code.ARGUMENT, detail, where="mtbf_s", remedy="Give at least one finite mean time between failures.")
+        raise err(
+            Code.ARGUMENT,
+            detail,
+            where="mtbf_s",
+            remedy="Give at least one finite mean time between failures.",
+        )
 
 
 def lost_per_save_s(levels: Iterable[Level]) -> float:
@@ -135,10 +165,14 @@ def check_interval(interval_s: float, levels: Sequence[Level]) -> None:
     if not shortest_s * (1 - 1e-9) <= interval_s <= LIMIT_S:
         raise err(
             Code.ARGUMENT,
-            f"an interval of {interval_s:g} s isn't between {shortest_s:g} s, within which saves would wait for each"
+            f"an interval of {interval_s:g} s isn't between {shortest_s:g} s, within which saves"
+            " would wait for each"
             f" other, and {LIMIT_S:g} s",
             where="interval",
-            remedy="Give a longer interval; or let fewer saves go to the level whose commit takes longest.",
+            remedy=(
+                "Give a longer interval; or let fewer saves go to the level whose commit takes"
+                " longest."
+            ),
         )
 
 
@@ -167,7 +201,9 @@ def expected_waste(interval_s: float, levels: Sequence[Level]) -> Waste:
         kept *= period * math.exp(-period - delay) / -math.expm1(-period)
         restored *= math.exp(-level.restore_s / level.mtbf_s)
     saving = lost_per_save_s(levels) / interval_s
-    return Waste(saving=restored * kept * saving, redone=restored * (1 - kept), restoring=1 - restored)
+    return Waste(
+        saving=restored * kept * saving, redone=restored * (1 - kept), restoring=1 - restored
+    )
 
 
 def young_interval_s(levels: Sequence[Level]) -> float:
@@ -179,7 +215,9 @@ def young_interval_s(levels: Sequence[Level]) -> float:
     60.0
     """
     check_levels(levels)
-    return math.sqrt(2 * lost_per_save_s(levels) / sum(level.every / level.mtbf_s for level in levels))
+    return math.sqrt(
+        2 * lost_per_save_s(levels) / sum(level.every / level.mtbf_s for level in levels)
+    )
 
 
 def best_interval_s(levels: Sequence[Level], *, shortest_s: float = 0.0) -> float:
@@ -227,7 +265,9 @@ def choose_every(levels: Sequence[Level]) -> list[Level]:
     """
     once = [dataclasses.replace(level, every=1) for level in levels]
     lost_s = lost_per_save_s(once)
-    alone = [[dataclasses.replace(level, lost_s=lost_s)] for level in once if level.mtbf_s != math.inf]
+    alone = [
+        [dataclasses.replace(level, lost_s=lost_s)] for level in once if level.mtbf_s != math.inf
+    ]
     begins = [best_interval_s(once), shortest_interval_s(once[:1]), *map(best_interval_s, alone)]
     ends = [once, *(_improve_every(once, interval_s) for interval_s in begins)]
     return min(ends, key=lambda end: expected_waste(best_interval_s(end), end).total)
@@ -246,7 +286,11 @@ def _improve_every(once: list[Level], interval_s: float) -> list[Level]:
 def _with_every(level: Level, interval_s: float) -> Level:
     once = dataclasses.replace(level, every=1)
     fewest = math.ceil(level.commit_s / interval_s - 1e-9)
-    alone_s = best_interval_s([once]) if level.lost_s and level.mtbf_s != math.inf else level.commit_s
+    alone_s = (
+        best_interval_s([once]) if level.lost_s and level.mtbf_s != math.inf else level.commit_s
+    )
     if level.mtbf_s == math.inf:
         alone_s = max(_UNNEEDED_S, level.commit_s)
-    return dataclasses.replace(once, every=max(1, min(MOST_EVERY, max(fewest, round(alone_s / interval_s)))))
+    return dataclasses.replace(
+        once, every=max(1, min(MOST_EVERY, max(fewest, round(alone_s / interval_s))))
+    )

@@ -23,7 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptfmt.errors import Code, err
-from ckptfmt.goodput.interval import Level, check_interval, check_levels, lost_per_save_s, shortest_interval_s
+from ckptfmt.goodput.interval import (
+    Level,
+    check_interval,
+    check_levels,
+    lost_per_save_s,
+    shortest_interval_s,
+)
 
 #: Most failures in a simulation, all runs together: about a minute.
 FAILURES: Final = 3_000_000
@@ -36,7 +42,23 @@ _LONGEST_S: Final = 1e10
 NODE: Final = -1
 #: Two-sided 95 % quantiles of Student's t by degrees of freedom; then steps down to the normal
 #: distribution's.
-_T95: Final = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+_T95: Final = (
+    12.71,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+)
 _T95_BEYOND: Final = ((30, 2.131), (60, 2.042), (120, 2.0), (math.inf, 1.98))
 
 
@@ -90,13 +112,27 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if not 0 < self.duration_s <= _LONGEST_S:
-            raise err(Code.ARGUMENT, f"a run of {self.duration_s!r} s can't be simulated", where="duration")
+            raise err(
+                Code.ARGUMENT,
+                f"a run of {self.duration_s!r} s can't be simulated",
+                where="duration",
+            )
         if not 1 <= self.nodes <= NODES:
-            raise err(Code.ARGUMENT, f"{self.nodes} nodes can't be simulated, but 1 to {NODES:,}", where="nodes")
+            raise err(
+                Code.ARGUMENT,
+                f"{self.nodes} nodes can't be simulated, but 1 to {NODES:,}",
+                where="nodes",
+            )
         if not self.node_mtbf_s > 0:
-            raise err(Code.ARGUMENT, f"{self.node_mtbf_s!r} isn't a time between failures", where="node_mtbf")
+            raise err(
+                Code.ARGUMENT,
+                f"{self.node_mtbf_s!r} isn't a time between failures",
+                where="node_mtbf",
+            )
         if not 0.1 <= self.shape <= 10:
-            raise err(Code.ARGUMENT, f"a shape of {self.shape!r} isn't between 0.1 and 10", where="shape")
+            raise err(
+                Code.ARGUMENT, f"a shape of {self.shape!r} isn't between 0.1 and 10", where="shape"
+            )
         check_levels(self.levels_with_nodes())
 
     def levels_with_nodes(self) -> tuple[Level, ...]:
@@ -136,7 +172,9 @@ class Spent:
     @property
     def goodput(self) -> float:
         """The share of kept training in the time."""
-        return self.training_s / (self.training_s + self.saving_s + self.redone_s + self.restoring_s)
+        return self.training_s / (
+            self.training_s + self.saving_s + self.redone_s + self.restoring_s
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,21 +218,34 @@ def simulate(
     Raises: StateError(ARGUMENT).
     """
     if not 1 <= runs <= _RUNS:
-        raise err(Code.ARGUMENT, f"{runs} runs can't be simulated, but 1 to {_RUNS:,}", where="runs")
+        raise err(
+            Code.ARGUMENT, f"{runs} runs can't be simulated, but 1 to {_RUNS:,}", where="runs"
+        )
     if seed < 0:
         raise err(Code.ARGUMENT, f"a seed of {seed} isn't a number from 0 on", where="seed")
     if isinstance(interval, float | int):
         check_interval(interval, scenario.levels)
-    _check_work(scenario, interval, runs * (scenario.expected_failures() if trace is None else len(trace)), runs)
+    _check_work(
+        scenario,
+        interval,
+        runs * (scenario.expected_failures() if trace is None else len(trace)),
+        runs,
+    )
     played = []
     for number, rng in enumerate(np.random.default_rng(seed).spawn(runs)):
-        failures = draw_failures(scenario, rng) if trace is None else _checked_trace(scenario, trace)
-        fixed_s, pilot = (interval, None) if isinstance(interval, float | int) else (0.0, interval[number])
+        failures = (
+            draw_failures(scenario, rng) if trace is None else _checked_trace(scenario, trace)
+        )
+        fixed_s, pilot = (
+            (interval, None) if isinstance(interval, float | int) else (0.0, interval[number])
+        )
         played.append(_Play(scenario, fixed_s, pilot).play(failures))
     return _summarize(played, scenario.duration_s)
 
 
-def _check_work(scenario: Scenario, interval: float | Sequence[Pilot], failures: float, runs: int) -> None:
+def _check_work(
+    scenario: Scenario, interval: float | Sequence[Pilot], failures: float, runs: int
+) -> None:
     """Check that the simulation takes a minute or so at most. Raises: StateError(ARGUMENT)."""
     saves = 0.0
     if isinstance(interval, float | int):
@@ -232,7 +283,9 @@ def draw_failures(scenario: Scenario, rng: np.random.Generator) -> list[Failure]
     return sorted(failures, key=lambda failure: failure.at_s)
 
 
-def _draw_times(mtbf_s: float, scenario: Scenario, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+def _draw_times(
+    mtbf_s: float, scenario: Scenario, rng: np.random.Generator
+) -> npt.NDArray[np.float64]:
     """Return random times of failures in a run: sums of Weibull times with the given mean."""
     if mtbf_s == math.inf:
         return np.empty(0)
@@ -250,9 +303,13 @@ def _checked_trace(scenario: Scenario, trace: Sequence[Failure]) -> list[Failure
     for failure in trace:
         is_known = failure.level == NODE or 0 <= failure.level < len(scenario.levels)
         if not (is_known and failure.at_s >= 0 and 0 <= failure.node < scenario.nodes):
-            detail = f"{failure} is none of {len(scenario.levels)} levels and {scenario.nodes} nodes"
+            detail = (
+                f"{failure} is none of {len(scenario.levels)} levels and {scenario.nodes} nodes"
+            )
             raise err(Code.ARGUMENT, detail, where="trace")
-    return sorted((one for one in trace if one.at_s < scenario.duration_s), key=lambda failure: failure.at_s)
+    return sorted(
+        (one for one in trace if one.at_s < scenario.duration_s), key=lambda failure: failure.at_s
+    )
 
 
 @dataclasses.dataclass(slots=True)
@@ -318,7 +375,11 @@ class _Play:
             if self._pilot is not None:
                 self._pilot.note_time(now_s - begin_s)
                 if now_s < end_s:
-                    farthest = max(place for place, level in enumerate(self._levels) if (number - 1) % level.every == 0)
+                    farthest = max(
+                        place
+                        for place, level in enumerate(self._levels)
+                        if (number - 1) % level.every == 0
+                    )
                     self._pilot.note_save(lost_s, self._levels[farthest].commit_s, farthest)
 
     def _save(self, save_s: float, number: int) -> float:
@@ -327,7 +388,9 @@ class _Play:
         for level, held in zip(self._levels, self._held, strict=True):
             if number % level.every == 0:
                 lost_s += level.lost_s
-                while len(held) > 1 and held[1].at_s <= save_s:  # only the newest committed save is needed
+                while (
+                    len(held) > 1 and held[1].at_s <= save_s
+                ):  # only the newest committed save is needed
                     del held[0]
                 held.append(_Saved(save_s + level.commit_s, self._trained_s, self._saving_s))
         self._spent.saves += 1
@@ -355,7 +418,10 @@ class _Play:
 
     def _lost_s(self, first: int, end: int) -> float:
         """Return the training time lost to the saves from `first` up to `end`, in seconds."""
-        return sum(level.lost_s * (-(-end // level.every) - -(-first // level.every)) for level in self._levels)
+        return sum(
+            level.lost_s * (-(-end // level.every) - -(-first // level.every))
+            for level in self._levels
+        )
 
     def _fail(self, failure: Failure) -> Level:
         """Drop the data destroyed by a failure, and go back to the newest remaining save.
@@ -375,7 +441,9 @@ class _Play:
         saved = self._held[place][-1] if left else _Saved(failure.at_s, 0.0, 0.0)
         if self._pilot is not None:  # a run knows only whether newer data was lost
             self._pilot.note_failure(nearest if lost_s > saved.trained_s else 0)
-        self._spent.redone_s += (self._trained_s - saved.trained_s) + (self._saving_s - saved.saving_s)
+        self._spent.redone_s += (self._trained_s - saved.trained_s) + (
+            self._saving_s - saved.saving_s
+        )
         self._trained_s, self._saving_s = saved.trained_s, saved.saving_s
         return self._levels[place]
 

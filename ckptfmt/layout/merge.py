@@ -90,11 +90,21 @@ def merge_deltas(parts: Sequence[Part]) -> tuple[tuple[str, ...], tuple[Referenc
     Raises: FormatError(LIMIT_EXCEEDED, REFERENCE_CLOSURE). Spec: REQ-DEL-001, REQ-DEL-021.
     """
     features = sorted({feature for part in parts for feature in part.features})
-    references = sorted({one for part in parts for one in part.references}, key=lambda one: one.digest)
+    references = sorted(
+        {one for part in parts for one in part.references}, key=lambda one: one.digest
+    )
     if len(references) > limits.REFERENCES:
-        raise err(Code.LIMIT_EXCEEDED, f"the parts refer to {len(references)} checkpoints", requirement="REQ-LIM-001")
+        raise err(
+            Code.LIMIT_EXCEEDED,
+            f"the parts refer to {len(references)} checkpoints",
+            requirement="REQ-LIM-001",
+        )
     if len({one.digest for one in references}) != len(references):
-        raise err(Code.REFERENCE_CLOSURE, "two parts refer to one checkpoint by two names", requirement="REQ-DEL-002")
+        raise err(
+            Code.REFERENCE_CLOSURE,
+            "two parts refer to one checkpoint by two names",
+            requirement="REQ-DEL-002",
+        )
     return tuple(features), tuple(references)
 
 
@@ -112,7 +122,9 @@ def add_stored(fields: dict[str, FieldSummary], parts: Sequence[Part]) -> dict[s
         for (field, _, _), count in zip(held.table.keys, of_tensors.tolist(), strict=True):
             stored[field] += count
     return {
-        name: field if field.reason is not None else dataclasses.replace(field, stored_nbytes=stored[name])
+        name: field
+        if field.reason is not None
+        else dataclasses.replace(field, stored_nbytes=stored[name])
         for name, field in fields.items()
     }
 
@@ -142,7 +154,11 @@ def _check_origins(parts: Sequence[Part]) -> Origin:
                 requirement="REQ-CMT-010",
             )
     if len(parts) != origin.writer_count:
-        raise err(Code.WRITERS_MISSING, f"{len(parts)} parts of {origin.writer_count}", requirement="REQ-CMT-010")
+        raise err(
+            Code.WRITERS_MISSING,
+            f"{len(parts)} parts of {origin.writer_count}",
+            requirement="REQ-CMT-010",
+        )
     return origin
 
 
@@ -154,8 +170,13 @@ def _merge_tensors(parts: Sequence[Part], block_nbytes: int) -> tuple[IndexTenso
         tables.setdefault(id(holdings.table), (part.writer, holdings.table))
     table = _unite_tables(list(tables.values()))
     numbers = {key: number for number, key in enumerate(table.keys)}
-    rows = {one: np.array([numbers[key] for key in of.keys], np.int64) for one, (_, of) in tables.items()}
-    shardings = merge_all_boxes(held, [rows[id(holdings.table)] for holdings in held], table, block_nbytes)
+    rows = {
+        one: np.array([numbers[key] for key in of.keys], np.int64)
+        for one, (_, of) in tables.items()
+    }
+    shardings = merge_all_boxes(
+        held, [rows[id(holdings.table)] for holdings in held], table, block_nbytes
+    )
     return tuple(_list_tensors(table, shardings))
 
 
@@ -187,7 +208,9 @@ def _unite_tables(tables: Sequence[tuple[int, TensorTable]]) -> TensorTable:
     return TensorTable.of([found[key][1] for key in sorted(found, key=sort_key)])
 
 
-def _find_divergence(first_writer: int, first: IndexTensor, writer: int, tensor: IndexTensor) -> Exception | None:
+def _find_divergence(
+    first_writer: int, first: IndexTensor, writer: int, tensor: IndexTensor
+) -> Exception | None:
     """Return the error if two writers describe a tensor differently; else None.
 
     Spec: REQ-CMT-011.
@@ -218,7 +241,10 @@ def _check_names(tensors: Sequence[IndexTensor]) -> None:
             if owner is not tensor:
                 raise err(
                     Code.TENSOR_DIVERGED,
-                    f"{alias!r} is another name of {tensor.name!r} on one writer, and of {owner.name!r} on another",
+                    (
+                        f"{alias!r} is another name of {tensor.name!r} on one writer, and of"
+                        f" {owner.name!r} on another"
+                    ),
                     where=title_of(tensor.key),
                     requirement="REQ-IDX-008",
                 )
@@ -233,7 +259,9 @@ def _merge_streams(parts: Sequence[Part]) -> tuple[IndexRngStream, ...]:
                 raise _diverged(f"rng {stream.name} ({stream.scope})", writer, part.writer, None)
     return tuple(
         IndexRngStream(name=stream.name, scope=stream.scope, kind=stream.kind, part=writer)
-        for _, (writer, stream) in sorted(found.items(), key=lambda item: [part.encode() for part in item[0]])
+        for _, (writer, stream) in sorted(
+            found.items(), key=lambda item: [part.encode() for part in item[0]]
+        )
     )
 
 
@@ -259,7 +287,9 @@ def leaf_diverged(key: TensorKey, one: tuple[int, bytes], other: tuple[int, byte
         one, other: a writer's number, and the bytes of this writer's tree.
     """
     title = title_of(key)
-    (first, left), (second, right) = ((writer, parse_tree(value, where=title)) for writer, value in (one, other))
+    (first, left), (second, right) = (
+        (writer, parse_tree(value, where=title)) for writer, value in (one, other)
+    )
     path = find_difference(left, right)
     keys = path.split("/")[1:] if path else []
     values = " and ".join(_shown(tree, keys) for tree in (left, right))
@@ -293,7 +323,10 @@ def _shown(tree: object, keys: Sequence[str]) -> str:
 def _diverged(title: str, one: int, other: int, path: str | None) -> Exception:
     place = f" at {path}" if path else ""
     return err(
-        Code.LEAF_DIVERGED, f"differs between writers {one} and {other}{place}", where=title, requirement="REQ-CMT-014"
+        Code.LEAF_DIVERGED,
+        f"differs between writers {one} and {other}{place}",
+        where=title,
+        requirement="REQ-CMT-014",
     )
 
 
@@ -339,7 +372,9 @@ class HeldBoxes:
     def take(self, rows: NDArray[np.intp]) -> HeldBoxes:
         """Return some rows in a given order."""
         columns = (field.name for field in dataclasses.fields(self) if field.name != "digests")
-        return HeldBoxes(digests=self.digests, **{name: getattr(self, name)[rows] for name in columns})
+        return HeldBoxes(
+            digests=self.digests, **{name: getattr(self, name)[rows] for name in columns}
+        )
 
     def box(self, row: int) -> Box:
         """Return the box of a row."""
@@ -348,7 +383,9 @@ class HeldBoxes:
     def digests_of(self, row: int) -> bytes:
         """Return the digests of a row."""
         begin, count = int(self.digest_begin[row]), int(self.digest_count[row])
-        return self.digests[int(self.writer[row])][begin * DIGEST_NBYTES : (begin + count) * DIGEST_NBYTES]
+        return self.digests[int(self.writer[row])][
+            begin * DIGEST_NBYTES : (begin + count) * DIGEST_NBYTES
+        ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -377,7 +414,9 @@ class _Gathered:
         rows = slice(int(self.end[tensor - 1]) if tensor else 0, int(self.end[tensor]))
         place = self.place[rows, None] + np.arange(self.ndim[tensor])
         own = {name: column[rows] for name, column in self.columns.items()}
-        return HeldBoxes(begin=self.begin[place], box_shape=self.box_shape[place], digests=self.digests, **own)
+        return HeldBoxes(
+            begin=self.begin[place], box_shape=self.box_shape[place], digests=self.digests, **own
+        )
 
     def merge_alone(self) -> dict[int, Sharding]:
         """Return, by tensor number, the shardings of tensors with one box, written by its holder.
@@ -391,14 +430,25 @@ class _Gathered:
             tensors = alone[self.ndim[alone] == rank]
             rows = self.end[tensors] - 1
             place = self.place[rows, None] + np.arange(rank)
-            begin, box_shape, writer = self.begin[place], self.box_shape[place], self.columns["writer"][rows]
+            begin, box_shape, writer = (
+                self.begin[place],
+                self.box_shape[place],
+                self.columns["writer"][rows],
+            )
             full = box_shape.all(axis=1)
             described = np.column_stack([writer, begin, box_shape])[full]
             _, first, kinds = np.unique(described, axis=0, return_index=True, return_inverse=True)
             shardings = [
-                Sharding.boxes(row[None, 1 : 1 + rank], row[None, 1 + rank :], row[:1]) for row in described[first]
+                Sharding.boxes(row[None, 1 : 1 + rank], row[None, 1 + rank :], row[:1])
+                for row in described[first]
             ]
-            found.update(zip(tensors[full].tolist(), (shardings[kind] for kind in kinds.ravel().tolist()), strict=True))
+            found.update(
+                zip(
+                    tensors[full].tolist(),
+                    (shardings[kind] for kind in kinds.ravel().tolist()),
+                    strict=True,
+                )
+            )
         return found
 
 
@@ -420,17 +470,23 @@ def merge_all_boxes(
     alone = gathered.merge_alone()
     known = {sharding: sharding for sharding in alone.values()}
     shardings = []
-    for number, (key, global_shape) in enumerate(zip(tensors.keys, tensors.global_shapes, strict=True)):
+    for number, (key, global_shape) in enumerate(
+        zip(tensors.keys, tensors.global_shapes, strict=True)
+    ):
         sharding = alone.get(number)
         if sharding is None:
-            merged = merge_boxes(gathered.of(number), global_shape, block_nbytes, where=title_of(key))
+            merged = merge_boxes(
+                gathered.of(number), global_shape, block_nbytes, where=title_of(key)
+            )
             sharding = known.setdefault(merged, merged)
         shardings.append(sharding)
     return shardings
 
 
 def _gather(held: Sequence[Holdings], numbers: Sequence[Integers], ndim: Integers) -> _Gathered:
-    tensor = join_integers([np.repeat(of, holdings.box_count) for of, holdings in zip(numbers, held, strict=True)])
+    tensor = join_integers(
+        [np.repeat(of, holdings.box_count) for of, holdings in zip(numbers, held, strict=True)]
+    )
     # NumPy sorts 16-bit integers by radix sort, ten times as fast. The stable sort keeps the order
     # of writers.
     order = np.argsort(tensor.astype(np.uint16) if len(ndim) <= 1 << 16 else tensor, kind="stable")
@@ -445,14 +501,18 @@ def _gather(held: Sequence[Holdings], numbers: Sequence[Integers], ndim: Integer
             "writer": np.repeat(np.arange(len(held)), [len(one.replica) for one in held])[order],
             "replica": np.concatenate([one.replica for one in held])[order],
             "written": np.concatenate([one.written for one in held])[order],
-            "digest_begin": join_integers([np.cumsum(one.digest_count) - one.digest_count for one in held])[order],
+            "digest_begin": join_integers(
+                [np.cumsum(one.digest_count) - one.digest_count for one in held]
+            )[order],
             "digest_count": join_integers([one.digest_count for one in held])[order],
         },
         digests=[one.digests for one in held],
     )
 
 
-def merge_boxes(held: HeldBoxes, global_shape: tuple[int, ...], block_nbytes: int, *, where: str) -> Sharding:
+def merge_boxes(
+    held: HeldBoxes, global_shape: tuple[int, ...], block_nbytes: int, *, where: str
+) -> Sharding:
     """Compare all copies of each box by their digests, and return the sharding of the tensor.
 
     Args:
@@ -483,13 +543,19 @@ def _sort(held: HeldBoxes, global_shape: tuple[int, ...]) -> tuple[HeldBoxes, ND
     ndim = len(global_shape)
     # The offset of a box's first element usually sorts the boxes; the result is checked before use.
     strides = [math.prod(global_shape[dim + 1 :]) for dim in range(ndim)]
-    place = held.begin @ np.array(strides, np.int64) if 0 not in global_shape else np.zeros(len(held.writer), np.int64)
+    place = (
+        held.begin @ np.array(strides, np.int64)
+        if 0 not in global_shape
+        else np.zeros(len(held.writer), np.int64)
+    )
     found = held.take(np.argsort(place, kind="stable"))
     if rows_increase([*found.begin.T, *found.box_shape.T]):
         return found, np.arange(len(held.writer))
     columns = [*held.begin.T, *held.box_shape.T]
     found = held.take(np.lexsort(columns[::-1])) if columns else held
-    new = (np.diff(found.begin, axis=0) != 0).any(axis=1) | (np.diff(found.box_shape, axis=0) != 0).any(axis=1)
+    new = (np.diff(found.begin, axis=0) != 0).any(axis=1) | (
+        np.diff(found.box_shape, axis=0) != 0
+    ).any(axis=1)
     return found, np.concatenate([np.zeros(1, np.intp), np.flatnonzero(new) + 1])
 
 
@@ -506,11 +572,18 @@ def _check_listed_once(held: HeldBoxes, first: NDArray[np.intp], where: str) -> 
         )
 
 
-def _check_replicas(held: HeldBoxes, first: NDArray[np.intp], block_nbytes: int, where: str) -> None:
+def _check_replicas(
+    held: HeldBoxes, first: NDArray[np.intp], block_nbytes: int, where: str
+) -> None:
     """Raise for the first box with different copies, or without a writer."""
     holders = np.diff(first, append=len(held.writer))
     known = np.add.reduceat((held.digest_count > 0).astype(np.int64), first)
-    wrong = (holders > 1) & ~np.logical_and.reduceat(held.replica, first) & (known != 0) & (known != holders)
+    wrong = (
+        (holders > 1)
+        & ~np.logical_and.reduceat(held.replica, first)
+        & (known != 0)
+        & (known != holders)
+    )
     silent = wrong.copy()
     wrong |= ~np.logical_or.reduceat(held.written, first)
     for box in np.flatnonzero(known > 1).tolist():
@@ -531,10 +604,15 @@ def _find_different(held: HeldBoxes, rows: range) -> tuple[int, int] | None:
     return next(((known[0], row) for row in known[1:] if held.digests_of(row) != digests), None)
 
 
-def _describe_wrong(held: HeldBoxes, rows: range, block_nbytes: int, where: str, *, silent: bool) -> CkptError:
+def _describe_wrong(
+    held: HeldBoxes, rows: range, block_nbytes: int, where: str, *, silent: bool
+) -> CkptError:
     if silent:
         writer = next(int(held.writer[row]) for row in rows if not held.digest_count[row])
-        detail = f"writer {writer} gives no digest of what it holds, and not every holder says that it is a replica"
+        detail = (
+            f"writer {writer} gives no digest of what it holds, and not every holder says"
+            " that it is a replica"
+        )
         return err(Code.REPLICA_DIVERGED, detail, where=where, requirement="REQ-CMT-012")
     pair = _find_different(held, rows)
     if pair is None:
@@ -546,10 +624,13 @@ def _describe_wrong(held: HeldBoxes, rows: range, block_nbytes: int, where: str,
     block = next(number for number, (a, b) in enumerate(different) if a != b)
     writers = " and ".join(str(held.writer[row]) for row in pair)
     detail = (
-        f"block {block} (from byte {block * block_nbytes}) of {held.box(rows[0])} differs between writers {writers}"
+        f"block {block} (from byte {block * block_nbytes}) of {held.box(rows[0])} differs"
+        f" between writers {writers}"
     )
     return err(Code.REPLICA_DIVERGED, detail, where=where, requirement="REQ-CMT-012")
 
 
 def _split(digests: bytes) -> list[bytes]:
-    return [digests[begin : begin + DIGEST_NBYTES] for begin in range(0, len(digests), DIGEST_NBYTES)]
+    return [
+        digests[begin : begin + DIGEST_NBYTES] for begin in range(0, len(digests), DIGEST_NBYTES)
+    ]

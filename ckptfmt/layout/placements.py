@@ -119,14 +119,22 @@ def local_boxes(
     Raises: STATE_UNSUPPORTED when no reading has this shape, or both have this shape with different
         pieces; ARGUMENT.
     """
-    both = (boxes_of(global_shape, mesh_shape, coordinate, placements, fsdp2=fsdp2) for fsdp2 in (False, True))
+    both = (
+        boxes_of(global_shape, mesh_shape, coordinate, placements, fsdp2=fsdp2)
+        for fsdp2 in (False, True)
+    )
     readings = {pieces for pieces in both if _fits(pieces, local_shape)}
     if len(readings) != 1:
         detail = (
             f"a local tensor of shape {local_shape} at {coordinate} of a mesh of {mesh_shape} fits"
-            f" {len(readings)} readings of {placements} for the shape {global_shape}; exactly one is needed"
+            f" {len(readings)} readings of {placements} for the shape {global_shape}; exactly one"
+            " is needed"
         )
-        raise err(Code.STATE_UNSUPPORTED, detail, remedy="Shard the dimension evenly, or in the mesh's order.")
+        raise err(
+            Code.STATE_UNSUPPORTED,
+            detail,
+            remedy="Shard the dimension evenly, or in the mesh's order.",
+        )
     return readings.pop()
 
 
@@ -137,7 +145,8 @@ def is_replica(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -
     (True, False)
     """
     return any(
-        count > 1 and isinstance(placement, Replicate) for count, placement in zip(mesh_shape, placements, strict=True)
+        count > 1 and isinstance(placement, Replicate)
+        for count, placement in zip(mesh_shape, placements, strict=True)
     )
 
 
@@ -145,7 +154,11 @@ def _steps(
     mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], *, fsdp2: bool
 ) -> list[tuple[int, Shard | StridedShard]]:
     """Return the cuts in the order of their application, each with its mesh dimension."""
-    cuts = [(i, placement) for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
+    cuts = [
+        (i, placement)
+        for i, placement in enumerate(placements)
+        if not isinstance(placement, Replicate)
+    ]
     if not fsdp2:
         return cuts
     first: list[tuple[int, Shard | StridedShard]] = []
@@ -159,7 +172,9 @@ def _steps(
     return first + after
 
 
-def _shard(intervals: _Intervals, placement: Shard | StridedShard, rank_count: int, rank: int) -> _Intervals:
+def _shard(
+    intervals: _Intervals, placement: Shard | StridedShard, rank_count: int, rank: int
+) -> _Intervals:
     factor = placement.split_factor if isinstance(placement, StridedShard) else 1
     taken: list[tuple[int, int]] = []
     for chunk in range(factor):
@@ -189,11 +204,19 @@ def _pieces(intervals: list[_Intervals]) -> tuple[LocalPiece, ...]:
     placed = []
     for dimension in intervals:
         ends = list(itertools.accumulate((end - begin for begin, end in dimension), initial=0))
-        placed.append([(begin, at, end - begin) for (begin, end), at in zip(dimension, ends[:-1], strict=True)])
+        placed.append(
+            [
+                (begin, at, end - begin)
+                for (begin, end), at in zip(dimension, ends[:-1], strict=True)
+            ]
+        )
     pieces = []
     for choice in itertools.product(*placed):
         shape = tuple(extent for _, _, extent in choice)
-        begin, local_begin = tuple(begin for begin, _, _ in choice), tuple(at for _, at, _ in choice)
+        begin, local_begin = (
+            tuple(begin for begin, _, _ in choice),
+            tuple(at for _, at, _ in choice),
+        )
         pieces.append(LocalPiece(Box(begin, shape), Box(local_begin, shape)))
     return tuple(pieces)
 
@@ -201,7 +224,9 @@ def _pieces(intervals: list[_Intervals]) -> tuple[LocalPiece, ...]:
 def _fits(pieces: tuple[LocalPiece, ...], local_shape: tuple[int, ...]) -> bool:
     if not pieces:
         return 0 in local_shape
-    whole = tuple(max(ends) for ends in zip(*(piece.local_box.end for piece in pieces), strict=True))
+    whole = tuple(
+        max(ends) for ends in zip(*(piece.local_box.end for piece in pieces), strict=True)
+    )
     return whole == local_shape
 
 
@@ -212,7 +237,10 @@ def _check(
     placements: tuple[Placement, ...],
 ) -> None:
     if not len(mesh_shape) == len(coordinate) == len(placements):
-        detail = f"mesh {mesh_shape}, coordinate {coordinate} and {len(placements)} placements differ in length"
+        detail = (
+            f"mesh {mesh_shape}, coordinate {coordinate} and {len(placements)} placements"
+            " differ in length"
+        )
         raise err(Code.ARGUMENT, detail)
     if not all(0 <= at < count for at, count in zip(coordinate, mesh_shape, strict=True)):
         raise err(Code.ARGUMENT, f"coordinate {coordinate} is not in the mesh of {mesh_shape}")
@@ -222,6 +250,8 @@ def _check(
         if isinstance(placement, Replicate):
             continue
         if not 0 <= placement.dim < len(global_shape):
-            raise err(Code.ARGUMENT, f"{placement} doesn't name a dimension of the shape {global_shape}")
+            raise err(
+                Code.ARGUMENT, f"{placement} doesn't name a dimension of the shape {global_shape}"
+            )
         if isinstance(placement, StridedShard) and placement.split_factor < 1:
             raise err(Code.ARGUMENT, f"{placement}: split_factor is at least 1")

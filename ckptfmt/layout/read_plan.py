@@ -109,7 +109,9 @@ def _blocks_of(
     """Return the blocks with an element of a box, as rows of first block and end block."""
     strides = strides_of(stored.shape, element_nbytes)
     offsets = [begin - base for begin, base in zip(wanted.begin, stored.begin, strict=True)]
-    starts = np.array([sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))], np.int64)
+    starts = np.array(
+        [sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))], np.int64
+    )
     # From the innermost dimension outwards. Two stretches with a gap of less than a block have no
     # unwanted block between them and are merged. So there are never more stretches than blocks.
     span = element_nbytes
@@ -120,7 +122,9 @@ def _blocks_of(
         else:
             outer.append((extent, stride))
     for extent, stride in outer:
-        starts = (starts[None, :] + (np.arange(extent, dtype=np.int64) * stride)[:, None]).reshape(-1)
+        starts = (starts[None, :] + (np.arange(extent, dtype=np.int64) * stride)[:, None]).reshape(
+            -1
+        )
     return np.stack([starts // block_nbytes, (starts + span - 1) // block_nbytes + 1], axis=1)
 
 
@@ -152,7 +156,12 @@ def plan_requests(
             else:
                 requests.append([part])
     return tuple(
-        Request(group[0].path, group[0].byte_begin, group[-1].byte_end - group[0].byte_begin, tuple(group))
+        Request(
+            group[0].path,
+            group[0].byte_begin,
+            group[-1].byte_end - group[0].byte_begin,
+            tuple(group),
+        )
         for group in requests
     )
 
@@ -163,11 +172,15 @@ def _split(blocks: BlockRange, step: int) -> Iterator[BlockRange]:
         yield (
             blocks
             if nbytes == blocks.nbytes
-            else BlockRange(blocks.path, blocks.byte_begin + at, nbytes, blocks.box, blocks.box_byte_begin + at)
+            else BlockRange(
+                blocks.path, blocks.byte_begin + at, nbytes, blocks.box, blocks.box_byte_begin + at
+            )
         )
 
 
-def cut_range(stored: Box, byte_begin: int, byte_end: int, element_nbytes: int) -> tuple[tuple[int, Box], ...]:
+def cut_range(
+    stored: Box, byte_begin: int, byte_end: int, element_nbytes: int
+) -> tuple[tuple[int, Box], ...]:
     """Return the boxes in bytes ``[byte_begin, byte_end)`` of a stored box, with first bytes.
 
     The result is in order and has at most ``2 * ndim - 1`` boxes: whole rows in the middle, and for
@@ -177,15 +190,22 @@ def cut_range(stored: Box, byte_begin: int, byte_end: int, element_nbytes: int) 
         byte_begin, byte_end: offsets of elements within the box.
 
     >>> cut_range(Box((5, 0), (3, 4)), 2, 9, 1)
-    ((2, Box(begin=(5, 2), shape=(1, 2))), (4, Box(begin=(6, 0), shape=(1, 4))), (8, Box(begin=(7, 0), shape=(1, 1))))
+    ((2, Box(begin=(5, 2), shape=(1, 2))), (4, Box(begin=(6, 0), shape=(1, 4))), (8, Box(begin=(7,
+    0), shape=(1, 1))))
     """
     counts = [math.prod(stored.shape[axis:]) for axis in range(len(stored.shape) + 1)]
     found: list[tuple[int, Box]] = []
     at, end = byte_begin // element_nbytes, byte_end // element_nbytes
     while at < end:
         # The outermost dimension with a whole row that begins here and fits.
-        axis = next(axis for axis in range(len(counts)) if at % counts[axis] == 0 and at + counts[axis] <= end)
-        index = [at // counts[inner + 1] % stored.shape[inner] for inner in range(len(stored.shape))]
+        axis = next(
+            axis
+            for axis in range(len(counts))
+            if at % counts[axis] == 0 and at + counts[axis] <= end
+        )
+        index = [
+            at // counts[inner + 1] % stored.shape[inner] for inner in range(len(stored.shape))
+        ]
         shape = [1] * axis + list(stored.shape[axis:])
         row_count = 1
         if axis > 0:
@@ -209,7 +229,11 @@ def find_stretch(outer: Box, inner: Box) -> int | None:
     first, count = 0, 1
     is_cut = False
     for base, outer_extent, begin, extent in zip(
-        reversed(outer.begin), reversed(outer.shape), reversed(inner.begin), reversed(inner.shape), strict=True
+        reversed(outer.begin),
+        reversed(outer.shape),
+        reversed(inner.begin),
+        reversed(inner.shape),
+        strict=True,
     ):
         if is_cut and extent > 1:
             return None

@@ -46,10 +46,17 @@ def check_sharding(sharding: Sharding, global_shape: tuple[int, ...], *, where: 
     if sharding.extents is None:
         # Tensors without elements may share a sharding and differ in shape. A comparison with the
         # sharding's end avoids a check of all boxes for each of them.
-        if 0 in global_shape and all(end <= extent for end, extent in zip(sharding.end, global_shape, strict=False)):
+        if 0 in global_shape and all(
+            end <= extent for end, extent in zip(sharding.end, global_shape, strict=False)
+        ):
             return
         rows = (len(sharding), len(global_shape))
-        check_tiling(global_shape, sharding.begin.reshape(rows), sharding.box_shape.reshape(rows), where=where)
+        check_tiling(
+            global_shape,
+            sharding.begin.reshape(rows),
+            sharding.box_shape.reshape(rows),
+            where=where,
+        )
         return
     _check_cuts(len(sharding), sum(len(extents) > 1 for extents in sharding.extents), where)
     sums = [int(extents.sum()) for extents in sharding.extents]
@@ -71,11 +78,16 @@ def _check_cuts(box_count: int, split_ndim: int, where: str) -> None:
         detail = f"cut in {split_ndim} dimensions; at most {limits.SPLIT_NDIM} are allowed"
         raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-LIM-001")
     if box_count << split_ndim > limits.CORNERS:
-        detail = f"{box_count} boxes cut in {split_ndim} dimensions; at most {limits.CORNERS} corners are allowed"
+        detail = (
+            f"{box_count} boxes cut in {split_ndim} dimensions; at most {limits.CORNERS}"
+            " corners are allowed"
+        )
         raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-LIM-001")
 
 
-def check_tiling(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *, where: str) -> None:
+def check_tiling(
+    global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *, where: str
+) -> None:
     """Check that boxes tile ``[0, global_shape)``: every element is in exactly one box.
 
     Empty boxes are ignored, so a tensor without elements needs no box.
@@ -96,7 +108,8 @@ def check_tiling(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *,
     >>> check_tiling((4, 6), np.array([[0, 0], [0, 2]]), np.array([[4, 2], [4, 4]]), where="w")
     >>> check_tiling((4, 6), np.array([[0, 0], [0, 2]]), np.array([[4, 2], [3, 4]]), where="w")
     Traceback (most recent call last):
-    ckptfmt.errors.LayoutError: TILING_GAP at w: element (3, 2) is in no box of the 2 [REQ-IDX-004]. Remedy: ...
+    ckptfmt.errors.LayoutError: TILING_GAP at w: element (3, 2) is in no box of the 2 [REQ-IDX-004].
+        Remedy: ...
     """
     check_bounds(global_shape, begin, box_shape, where=where)
     held = (box_shape > 0).all(axis=1)
@@ -104,7 +117,11 @@ def check_tiling(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *,
     end = begin + box_shape[held].astype(np.int64)
     if 0 in global_shape:
         return
-    split = [j for j, extent in enumerate(global_shape) if (begin[:, j] > 0).any() or (end[:, j] < extent).any()]
+    split = [
+        j
+        for j, extent in enumerate(global_shape)
+        if (begin[:, j] > 0).any() or (end[:, j] < extent).any()
+    ]
     _check_cuts(len(begin), len(split), where)
     wrong = _first_wrong(tuple(global_shape[j] for j in split), begin[:, split], end[:, split])
     if wrong is None:
@@ -114,7 +131,9 @@ def check_tiling(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *,
     raise _tiling_error(point, begin, end, where)
 
 
-def check_bounds(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *, where: str) -> None:
+def check_bounds(
+    global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *, where: str
+) -> None:
     """Check that each box, even an empty box, lies within the tensor.
 
     Shapes: `begin` and `box_shape` are (n, ndim), of any integer dtype, in elements.
@@ -124,24 +143,35 @@ def check_bounds(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *,
 
     >>> check_bounds((4,), np.array([[3]]), np.array([[2]]), where="w")
     Traceback (most recent call last):
-    ckptfmt.errors.LayoutError: BOX_BOUNDS at w: box 0, begin (3,) and shape (2,), leaves the tensor's (4,) ...
+    ckptfmt.errors.LayoutError: BOX_BOUNDS at w: box 0, begin (3,) and shape (2,), leaves the
+        tensor's (4,) ...
     """
     ndim = len(global_shape)
     if ndim > limits.NDIM or any(not 0 <= extent <= limits.DIM for extent in global_shape):
-        detail = f"shape {global_shape}: at most {limits.NDIM} dimensions of at most {limits.DIM} elements are allowed"
+        detail = (
+            f"shape {global_shape}: at most {limits.NDIM} dimensions of at most {limits.DIM}"
+            " elements are allowed"
+        )
         raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-LIM-001")
     if begin.ndim != 2 or begin.shape != box_shape.shape or begin.shape[1] != ndim:
-        detail = f"arrays of {begin.shape} and {box_shape.shape} don't hold boxes of {ndim} dimensions"
+        detail = (
+            f"arrays of {begin.shape} and {box_shape.shape} don't hold boxes of {ndim} dimensions"
+        )
         raise err(Code.ARGUMENT, detail, where=where)
     for j, extent in enumerate(global_shape):
         low, count = begin[:, j], box_shape[:, j]
         outside = (low < 0) | (count < 0) | (low > extent) | (count > extent)
         # Only small values are added, and in int64: a sum in the array's own dtype may overflow.
-        outside |= np.where(outside, 0, low).astype(np.int64) + np.where(outside, 0, count).astype(np.int64) > extent
+        outside |= (
+            np.where(outside, 0, low).astype(np.int64)
+            + np.where(outside, 0, count).astype(np.int64)
+            > extent
+        )
         if outside.any():
             row = int(outside.argmax())
             detail = (
-                f"box {row}, begin {_ints(begin[row])} and shape {_ints(box_shape[row])}, leaves the tensor's"
+                f"box {row}, begin {_ints(begin[row])} and shape {_ints(box_shape[row])}, leaves"
+                " the tensor's"
                 f" {global_shape} in dimension {j}"
             )
             raise err(Code.BOX_BOUNDS, detail, where=where, requirement=_REQUIREMENT)

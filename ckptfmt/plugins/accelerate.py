@@ -48,7 +48,7 @@ XLA and FSDP1 are refused. Hooks for `save_state` and `load_state` are refused t
 would write and read outside the checkpoint.
 """
 
-# ruff: noqa: ANN401, PTH111, PTH118, PTH119, PTH120 - accelerate and ckptfmt say Any; a path may be a URL
+# ruff: noqa: PTH111, PTH118, PTH119, PTH120 - accelerate and ckptfmt say Any; a path may be a URL
 
 from __future__ import annotations
 
@@ -104,8 +104,12 @@ class CkptfmtAccelerator(Accelerator):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if self.distributed_type in _REFUSED or (self.distributed_type == DistributedType.FSDP and not self.is_fsdp2):
-            raise NotImplementedError(f"{self.distributed_type} of this version: use accelerate.Accelerator")
+        if self.distributed_type in _REFUSED or (
+            self.distributed_type == DistributedType.FSDP and not self.is_fsdp2
+        ):
+            raise NotImplementedError(
+                f"{self.distributed_type} of this version: use accelerate.Accelerator"
+            )
         naming = self.project_configuration
         if run is None and naming.automatic_checkpoint_naming:
             run = os.path.join(self.project_dir, "checkpoints")
@@ -123,7 +127,12 @@ class CkptfmtAccelerator(Accelerator):
 
     # --- methods that users call ------------------------------------------------------------------
 
-    def save_state(self, output_dir: _Path | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:  # noqa: ARG002, FBT001, FBT002 - accelerate's
+    def save_state(
+        self,
+        output_dir: _Path | None = None,
+        safe_serialization: bool = True,
+        **kwargs: Any,  # noqa: ARG002, FBT001, FBT002 - the framework's signature
+    ) -> Any:
         """Save all prepared or registered objects in the background; every process calls this.
 
         Args:
@@ -140,13 +149,17 @@ class CkptfmtAccelerator(Accelerator):
             prepared optimizer counts steps.
         """
         if self._save_model_state_pre_hook:
-            raise NotImplementedError("hooks for save_state would write beside the checkpoint: save what they do apart")
+            raise NotImplementedError(
+                "hooks for save_state would write beside the checkpoint: save what they do apart"
+            )
         counts_steps = bool(self._optimizers) and "step" not in kwargs
         is_counted, step = counts_steps or "step" in kwargs, kwargs.pop("step", self.updates)
         self._stepped.clear()
         self._fill(self._state)
         if output_dir is not None and not self.project_configuration.automatic_checkpoint_naming:
-            self._saver = self._saver or ckptfmt.Saver(**{k: v for k, v in self._saving.items() if k in _OF_SAVER})
+            self._saver = self._saver or ckptfmt.Saver(
+                **{k: v for k, v in self._saving.items() if k in _OF_SAVER}
+            )
             path = os.path.expanduser(output_dir)
             saved: Any = self._saver.save(path, self._state, step=step, replace=True, **kwargs)
         else:
@@ -154,11 +167,17 @@ class CkptfmtAccelerator(Accelerator):
             self.counts_steps = counts_steps
             saved = checkpointer.save(step, **kwargs)
             if saved is None and not is_counted:
-                raise ValueError(f"step {step} is saved already: prepare the optimizer, which counts, or pass step=")
+                raise ValueError(
+                    f"step {step} is saved already: prepare the optimizer, which counts, or"
+                    " pass"
+                    " step="
+                )
         self.project_configuration.iteration += 1
         return saved
 
-    def load_state(self, input_dir: _Path | None = None, load_kwargs: _Options | None = None, **kwargs: Any) -> Any:
+    def load_state(
+        self, input_dir: _Path | None = None, load_kwargs: _Options | None = None, **kwargs: Any
+    ) -> Any:
         """Load into every prepared or registered object; every process calls this method.
 
         Args:
@@ -173,11 +192,15 @@ class CkptfmtAccelerator(Accelerator):
             NotImplementedError where hooks for loading are registered; TypeError for `kwargs`.
         """
         if self._load_model_state_pre_hook:
-            raise NotImplementedError("hooks for load_state would read beside the checkpoint: load what they do apart")
+            raise NotImplementedError(
+                "hooks for load_state would read beside the checkpoint: load what they do apart"
+            )
         if kwargs:
             raise TypeError(f"load_state of a ckptfmt checkpoint takes no {', '.join(kwargs)}=")
         path = None if input_dir is None else os.path.realpath(os.path.expanduser(input_dir))
-        if path is not None and (self._run is None or os.path.dirname(path) != os.path.realpath(self._run)):
+        if path is not None and (
+            self._run is None or os.path.dirname(path) != os.path.realpath(self._run)
+        ):
             self._close()
             report: Any = ckptfmt.load(path, self._fill(self._state), **(load_kwargs or {}))
         else:
@@ -193,8 +216,12 @@ class CkptfmtAccelerator(Accelerator):
         Raises: ValueError where the loader wasn't prepared here, or one process fetches for
             several.
         """
-        if id(loader) not in self._positions or (isinstance(loader, DataLoaderDispatcher) and self.num_processes > 1):
-            raise ValueError("no position: give the loader that prepare returned, without dispatch_batches")
+        if id(loader) not in self._positions or (
+            isinstance(loader, DataLoaderDispatcher) and self.num_processes > 1
+        ):
+            raise ValueError(
+                "no position: give the loader that prepare returned, without dispatch_batches"
+            )
         return self._positions[id(loader)].count()
 
     def end_training(self) -> None:
@@ -278,13 +305,20 @@ class CkptfmtAccelerator(Accelerator):
         self._close()
         self._fill(self._state)
         self.counts_steps = False
-        self.checkpointer = checkpointer = ckptfmt.Checkpointer(self._run, self._state, resume=resume, **self._saving)
+        self.checkpointer = checkpointer = ckptfmt.Checkpointer(
+            self._run, self._state, resume=resume, **self._saving
+        )
         checkpointer.restore()
         checkpointer.restore_rng()
         return checkpointer
 
     def _close(self) -> None:
-        checkpointer, self.checkpointer, saver, self._saver = self.checkpointer, None, self._saver, None
+        checkpointer, self.checkpointer, saver, self._saver = (
+            self.checkpointer,
+            None,
+            self._saver,
+            None,
+        )
         with contextlib.ExitStack() as closing:
             closing.callback(checkpointer.close if checkpointer else bool)
             closing.callback(saver.close if saver else bool)
@@ -294,7 +328,11 @@ class CkptfmtAccelerator(Accelerator):
         models = _numbered("model", self._models)
         state.weights = self._models[0] if len(self._models) == 1 else models or None
         state.optimizer = [*self._optimizers] or None
-        positions = (self._positions[id(loader)] for loader in self._dataloaders if id(loader) in self._positions)
+        positions = (
+            self._positions[id(loader)]
+            for loader in self._dataloaders
+            if id(loader) in self._positions
+        )
         state.data = _numbered("dataloader", [position.scoped() for position in positions]) or None
         registered = _numbered("registered", map(_scoped, self._custom_objects))
         scaler = {} if self.scaler is None else {"scaler": self.scaler}
@@ -354,7 +392,9 @@ class _Position:
 
     def scoped(self) -> ckptfmt.PerWorker | ckptfmt.FirstWorker:
         """Return this position as a part of a state: per process for a StatefulDataLoader."""
-        return (ckptfmt.PerWorker if self._loader.use_stateful_dataloader else ckptfmt.FirstWorker)(self)
+        return (ckptfmt.PerWorker if self._loader.use_stateful_dataloader else ckptfmt.FirstWorker)(
+            self
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
@@ -362,7 +402,9 @@ class _Position:
             return self.loaded
         began, generators = self._began or (None, self._own_streams())
         state = {"position": self.count(), "began": began, "generators": generators}
-        return state | ({"loader": self._loader.state_dict()} if self._loader.use_stateful_dataloader else {})
+        return state | (
+            {"loader": self._loader.state_dict()} if self._loader.use_stateful_dataloader else {}
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the position."""
@@ -377,9 +419,13 @@ class _Position:
                 # restored RNG streams.
                 self._loader.base_dataloader.state_dict()
 
-    def _iterate(self, loader: Any, skipped: int, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _iterate(
+        self, loader: Any, skipped: int, make: Callable[[], Iterator[Any]]
+    ) -> Iterator[Any]:
         loaded, self.loaded, self._done = self.loaded, None, 0
-        skipped = loaded["position"][1] if loaded and self._loader.use_stateful_dataloader else skipped
+        skipped = (
+            loaded["position"][1] if loaded and self._loader.use_stateful_dataloader else skipped
+        )
         began, now = loaded["began"] if loaded else None, _streams()
         _put_streams(began or now)
         self._began, updates = (began or now, self._own_streams()), self._accelerator.updates
@@ -400,7 +446,10 @@ class _Position:
     def _generators(self) -> dict[str, torch.Generator]:
         """Return the loader's own generators."""
         base = self._loader.base_dataloader
-        found = {"loader": base.generator, "sampler": getattr(self._loader.get_sampler(), "generator", None)}
+        found = {
+            "loader": base.generator,
+            "sampler": getattr(self._loader.get_sampler(), "generator", None),
+        }
         return {name: generator for name, generator in found.items() if generator is not None}
 
     def _own_streams(self) -> dict[str, Any]:
@@ -409,7 +458,11 @@ class _Position:
 
 def _streams() -> dict[str, Any]:
     """Return the RNG streams from which the creation of an iterator may draw."""
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}  # noqa: NPY002
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 - the framework's stream
+        "torch": torch.get_rng_state(),
+    }
 
 
 def _put_streams(streams: Mapping[str, Any]) -> None:
@@ -420,9 +473,15 @@ def _put_streams(streams: Mapping[str, Any]) -> None:
 
 def _numbered(name: str, objects: Iterable[Any]) -> dict[str, Any]:
     """Return objects under the names that accelerate gives to their files."""
-    return {name if number == 0 else f"{name}_{number}": item for number, item in enumerate(objects)}
+    return {
+        name if number == 0 else f"{name}_{number}": item for number, item in enumerate(objects)
+    }
 
 
 def _scoped(value: Any) -> Any:
     """Return a registered object as a part of a state: process 0's object, as in accelerate."""
-    return value if isinstance(value, torch.nn.Module | torch.optim.Optimizer) else ckptfmt.FirstWorker(value)
+    return (
+        value
+        if isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+        else ckptfmt.FirstWorker(value)
+    )

@@ -75,7 +75,19 @@ _EXTRA: Final = "extra/"
 _EXACT: Final = "ckptfmt.exact_resume"
 _MAPPINGS: Final = (dict, OrderedDict, Counter)
 _LISTS: Final = (list, tuple, deque, set, frozenset)
-_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, np.ndarray, torch.Size, torch.dtype, torch.device)
+_PLAIN: Final = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    np.ndarray,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+)
 
 
 class _Saves:
@@ -91,20 +103,22 @@ class _Saves:
         #: The handle of the last save to each path.
         self._handles: dict[str, Any] = {}
 
-    def save(self, path: Any, state: ckptfmt.State, step: int) -> None:  # noqa: ANN401 - Lightning's
+    def save(self, path: Any, state: ckptfmt.State, step: int) -> None:
         """Begin a save, which replaces a checkpoint at the path. Raises: `ckptfmt.CkptError`."""
         self.check()
         self._saver = self._saver or ckptfmt.Saver(**self._options)
-        self._handles[os.path.abspath(path)] = self._saver.save(path, state, step=step, replace=True)  # noqa: PTH100 - a link stays one
+        self._handles[os.path.abspath(path)] = self._saver.save(  # noqa: PTH100 - a link stays one
+            path, state, step=step, replace=True
+        )
 
-    def wait(self, path: Any) -> None:  # noqa: ANN401 - Lightning's
+    def wait(self, path: Any) -> None:
         """Wait until this process no longer writes to a path. Raises: the save's error."""
         handle = self._handles.pop(os.path.abspath(path), None)  # noqa: PTH100 - a link stays one
         if handle is not None:
             handle.wait()
             handle.wait_over()
 
-    def remove(self, path: Any) -> None:  # noqa: ANN401 - Lightning's
+    def remove(self, path: Any) -> None:
         """Delete the checkpoint at a path, once its save has ended.
 
         A deletion that a crash interrupts leaves a directory that isn't a checkpoint.
@@ -148,17 +162,21 @@ class CkptfmtIO(CheckpointIO):
         saving: keyword arguments of `ckptfmt.Saver`.
     """
 
-    def __init__(self, **saving: Any) -> None:  # noqa: ANN401 - of several types
+    def __init__(self, **saving: Any) -> None:
         self.saves = _Saves({"writer": (0, 1), "overlap": False, **saving})
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ANN401
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         """Begin a save.
 
         Raises: `ckptfmt.CkptError`, also for the failure of an earlier save; TypeError for
             `storage_options`, and for a value that isn't plain, which the error names.
         """
         if storage_options is not None:
-            raise TypeError("CkptfmtIO takes no storage_options: pass what a ckptfmt.Saver takes to CkptfmtIO")
+            raise TypeError(
+                "CkptfmtIO takes no storage_options: pass what a ckptfmt.Saver takes to CkptfmtIO"
+            )
         state = ckptfmt.State(
             weights=checkpoint[_WEIGHTS],
             optimizer=checkpoint.get(_OPTIMIZERS),
@@ -167,7 +185,12 @@ class CkptfmtIO(CheckpointIO):
         )
         self.saves.save(path, state, checkpoint.get("global_step", 0))
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: ANN401, ARG002, FBT001 - Lightning's
+    def load_checkpoint(
+        self,
+        path: Any,
+        map_location: Any = None,
+        weights_only: bool | None = None,  # noqa: ARG002, FBT001 - the framework's signature
+    ) -> dict[str, Any]:
         """Return the saved checkpoint, with tensors on the CPU or on the given device.
 
         Args:
@@ -179,10 +202,16 @@ class CkptfmtIO(CheckpointIO):
         """
         self.saves.wait(path)
         trees: Any = ckptfmt.load(path, framework="torch")
-        checkpoint = {_key_of(name): value for name, value in trees["optimizer"].items()} | {_WEIGHTS: trees["weights"]}
-        return checkpoint if map_location is None else move_data_to_device(checkpoint, torch.device(map_location))
+        checkpoint = {_key_of(name): value for name, value in trees["optimizer"].items()} | {
+            _WEIGHTS: trees["weights"]
+        }
+        return (
+            checkpoint
+            if map_location is None
+            else move_data_to_device(checkpoint, torch.device(map_location))
+        )
 
-    def remove_checkpoint(self, path: Any) -> None:  # noqa: ANN401 - Lightning's
+    def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint, once its save has ended. Raises: the save's error."""
         self.saves.remove(path)
 
@@ -203,7 +232,7 @@ class CkptfmtModelParallelStrategy(ModelParallelStrategy):
         saving: keyword arguments of `ckptfmt.Saver`.
     """
 
-    def __init__(self, *args: Any, saving: Mapping[str, Any] | None = None, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(self, *args: Any, saving: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.saves = _Saves(saving or {})
         self._state = ckptfmt.State(rng=False)
@@ -212,20 +241,30 @@ class CkptfmtModelParallelStrategy(ModelParallelStrategy):
         """Return an empty dict: the live module is saved."""
         return {}
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ANN401, ARG002 - Lightning's
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002 - Lightning's
         """Return an empty dict: the live optimizer is saved."""
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:  # noqa: ANN401
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         """Begin a save; every process calls it. Raises: like `CkptfmtIO.save_checkpoint`."""
         if storage_options is not None:
-            raise TypeError("storage_options aren't supported: pass saving= to CkptfmtModelParallelStrategy")
+            raise TypeError(
+                "storage_options aren't supported: pass saving= to CkptfmtModelParallelStrategy"
+            )
         self._state.weights = self.model
         self._state.optimizer = [*self.optimizers] if checkpoint.get(_OPTIMIZERS) else None
-        self._state.extra = {key: ckptfmt.FirstWorker(value) for key, value in _extra_of(checkpoint).items()}
+        self._state.extra = {
+            key: ckptfmt.FirstWorker(value) for key, value in _extra_of(checkpoint).items()
+        }
         self.saves.save(self.broadcast(filepath), self._state, checkpoint.get("global_step", 0))
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: ANN401, ARG002, FBT001 - Lightning's
+    def load_checkpoint(
+        self,
+        checkpoint_path: Any,
+        weights_only: bool | None = None,  # noqa: ARG002, FBT001 - the framework's signature
+    ) -> dict[str, Any]:
         """Load into the live module and optimizers, and return the other entries.
 
         Raises: `ckptfmt.CkptError`.
@@ -239,12 +278,14 @@ class CkptfmtModelParallelStrategy(ModelParallelStrategy):
                 if field == "optimizer" and name.startswith(_EXTRA)
             }
             digest = found.digest
-        state = ckptfmt.State(weights=self.model, optimizer=[*self.optimizers] or None, extra=extra, rng=False)
+        state = ckptfmt.State(
+            weights=self.model, optimizer=[*self.optimizers] or None, extra=extra, rng=False
+        )
         only = None if self.optimizers else ("weights:*", f"optimizer:{_EXTRA}*")
         ckptfmt.load(path, state, only=only, digest=digest)
         return {**extra, _WEIGHTS: {}, _OPTIMIZERS: []}
 
-    def remove_checkpoint(self, filepath: Any) -> None:  # noqa: ANN401 - Lightning's
+    def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint, once its save has ended. Raises: the save's error."""
         self.saves.wait(filepath)
         if self.is_global_zero:
@@ -273,13 +314,18 @@ class ExactResume(Callback):
         """Record the RNG streams from which the order of the epoch is drawn."""
         self._began = _iterator(trainer), _streams(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Raise the error of a failed save."""
         for part in (trainer.strategy, trainer.strategy.checkpoint_io):
             if isinstance(part, CkptfmtIO | CkptfmtModelParallelStrategy):
                 part.saves.check()
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+    def on_save_checkpoint(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        checkpoint: dict[str, Any],  # noqa: ARG002 - the framework's signature
+    ) -> None:
         """Add the RNG streams and loader positions of all processes to a checkpoint."""
         mine: dict[str, Any] = {"now": _streams(trainer), "began": None}
         progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -288,20 +334,31 @@ class ExactResume(Callback):
             # Lightning creates the iterator of the first epoch before the epoch begins, and later
             # iterators after the epoch has begun.
             is_made_anew = _iterator(trainer) is not iterator
-            mine |= {"began": began, "is_made_anew": is_made_anew, "batch_count": progress.current.ready}
+            mine |= {
+                "began": began,
+                "is_made_anew": is_made_anew,
+                "batch_count": progress.current.ready,
+            }
         everyone: list[Any] = [mine] * trainer.world_size
         if trainer.world_size > 1:
             torch.distributed.all_gather_object(everyone, mine)
         checkpoint[_EXACT] = everyone
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+    def on_load_checkpoint(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        checkpoint: dict[str, Any],  # noqa: ARG002 - the framework's signature
+    ) -> None:
         """Keep this process's part of the checkpoint for `on_train_start`."""
         saved = checkpoint.get(_EXACT, ())
         if len(saved) == trainer.world_size:
             self._loaded = saved[trainer.global_rank]
         else:
             told = f"{len(saved)} processes" if saved else "none: it was made without ExactResume"
-            rank_zero_warn(f"the checkpoint has random numbers of {told}; the training goes on with others")
+            rank_zero_warn(
+                f"the checkpoint has random numbers of {told}; the training goes on with others"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Advance the loaders to their saved position, and restore the RNG streams.
@@ -327,26 +384,35 @@ class ExactResume(Callback):
             _put_streams(trainer, loaded["now"])
 
 
-def _loaders(trainer: Trainer) -> Any:  # noqa: ANN401 - Lightning's
+def _loaders(trainer: Trainer) -> Any:
     return trainer.fit_loop._combined_loader  # noqa: SLF001 - no public access
 
 
-def _iterator(trainer: Trainer) -> Any:  # noqa: ANN401 - Lightning's
+def _iterator(trainer: Trainer) -> Any:
     return _loaders(trainer)._iterator  # noqa: SLF001 - a different object means a new iterator
 
 
 def _generators(trainer: Trainer) -> dict[str, torch.Generator]:
     """Return the loaders' own generators."""
     loaders = _loaders(trainer).flattened
-    found = {f"loader/{number}": getattr(loader, "generator", None) for number, loader in enumerate(loaders)}
+    found = {
+        f"loader/{number}": getattr(loader, "generator", None)
+        for number, loader in enumerate(loaders)
+    }
     for number, loader in enumerate(loaders):
         found[f"sampler/{number}"] = getattr(getattr(loader, "sampler", None), "generator", None)
-    return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
+    return {
+        name: generator
+        for name, generator in found.items()
+        if isinstance(generator, torch.Generator)
+    }
 
 
 def _streams(trainer: Trainer) -> dict[str, Any]:
     """Return the RNG streams of this process and of its loaders."""
-    streams: dict[str, Any] = {name: generator.get_state() for name, generator in _generators(trainer).items()}
+    streams: dict[str, Any] = {
+        name: generator.get_state() for name, generator in _generators(trainer).items()
+    }
     streams |= {"python": random.getstate(), "numpy": np.random.get_state()}  # noqa: NPY002 - the global one
     return streams | {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
 
@@ -368,18 +434,24 @@ def _key_of(name: str) -> str:
 def _extra_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries for ``extra``. Raises: TypeError for a value that isn't plain."""
     extra = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
-    opaque = next((found for key, value in extra.items() if (found := _find_opaque(value, key))), None)
+    opaque = next(
+        (found for key, value in extra.items() if (found := _find_opaque(value, key))), None
+    )
     if opaque is not None:
-        remedy = "leave it out, as with save_hyperparameters(ignore=...), or turn it into plain values"
+        remedy = (
+            "leave it out, as with save_hyperparameters(ignore=...), or turn it into plain values"
+        )
         raise TypeError(f"{opaque} is no plain value: {remedy}")
     return extra
 
 
-def _find_opaque(value: Any, name: str) -> str | None:  # noqa: ANN401 - anything
+def _find_opaque(value: Any, name: str) -> str | None:
     """Return name and type of the first value that isn't plain."""
     kind = type(value)
     if kind in _MAPPINGS or kind in _LISTS:
         items = value.items() if kind in _MAPPINGS else enumerate(value)
-        return next((found for key, item in items if (found := _find_opaque(item, f"{name}/{key}"))), None)
+        return next(
+            (found for key, item in items if (found := _find_opaque(item, f"{name}/{key}"))), None
+        )
     is_plain = kind in _PLAIN or isinstance(value, torch.Tensor | np.generic)
     return None if is_plain else f"{name}, a {kind.__module__}.{kind.__qualname__},"

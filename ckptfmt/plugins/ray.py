@@ -33,7 +33,9 @@ import ckptfmt
 __all__ = ["checkpointer", "report"]
 
 
-def checkpointer(state: ckptfmt.State, *, name: str = "ckptfmt", **options: Any) -> ckptfmt.Checkpointer:  # noqa: ANN401
+def checkpointer(
+    state: ckptfmt.State, *, name: str = "ckptfmt", **options: Any
+) -> ckptfmt.Checkpointer:
     """Return the checkpointer of this worker; every worker calls it.
 
     Args:
@@ -48,7 +50,9 @@ def checkpointer(state: ckptfmt.State, *, name: str = "ckptfmt", **options: Any)
     storage = context.get_storage()
     kind = storage.storage_filesystem.type_name
     if kind != "local":
-        raise ValueError(f"the experiment's storage is {kind!r}: give RunConfig(storage_path=) a directory")
+        raise ValueError(
+            f"the experiment's storage is {kind!r}: give RunConfig(storage_path=) a directory"
+        )
     worker = context.get_world_rank(), context.get_world_size()
     # The workers agree on a launch through files in the storage. The token is new at each start.
     token = str(broadcast_from_rank_zero(secrets.token_hex(8)))
@@ -56,10 +60,12 @@ def checkpointer(state: ckptfmt.State, *, name: str = "ckptfmt", **options: Any)
     # process that survives would hold a save that no process completes, and the next launch would
     # wait for this save.
     options = {"saver": "thread", **options}
-    return ckptfmt.Checkpointer(f"{storage.experiment_fs_path}/{name}", state, writer=worker, agree=token, **options)
+    return ckptfmt.Checkpointer(
+        f"{storage.experiment_fs_path}/{name}", state, writer=worker, agree=token, **options
+    )
 
 
-def report(metrics: Mapping[str, Any], handle: Any = None) -> None:  # noqa: ANN401 - a SaveHandle, or None
+def report(metrics: Mapping[str, Any], handle: Any = None) -> None:
     """Report metrics to Ray, and the checkpoint once it is committed; every worker calls it.
 
     The training doesn't wait for the commit: a thread of Ray waits. The error of a failed save ends

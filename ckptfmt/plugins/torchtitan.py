@@ -61,19 +61,23 @@ class CkptfmtManager(BaseCheckpointManager):
         self,
         config: Config,
         *,
-        dataloader: Any,  # noqa: ANN401 - TorchTitan's own, here and below
+        dataloader: Any,
         model_parts: list[Any],
-        optimizers: Any,  # noqa: ANN401
-        lr_schedulers: Any,  # noqa: ANN401
+        optimizers: Any,
+        lr_schedulers: Any,
         states: dict[str, Any],
-        sd_adapter: Any = None,  # noqa: ANN401, ARG002
+        sd_adapter: Any = None,  # noqa: ARG002
         base_folder: str = "",
     ) -> None:
         self.enable = config.enable
         if not self.enable:
             return
         refused = [name for name in _REFUSED if getattr(config, name)]
-        refused += [f"exclude_from_loading={[name]}" for name in config.exclude_from_loading if name not in _EXCLUDED]
+        refused += [
+            f"exclude_from_loading={[name]}"
+            for name in config.exclude_from_loading
+            if name not in _EXCLUDED
+        ]
         if refused or len(model_parts) > 1:
             what = ", ".join(refused) or "several model parts in one process"
             raise ValueError(f"CkptfmtManager doesn't take {what}")
@@ -83,20 +87,32 @@ class CkptfmtManager(BaseCheckpointManager):
         self._handle: Any = None
         self._run: ckptfmt.Checkpointer | None = None
         #: The state under the names that TorchTitan's own manager uses.
-        self._theirs = {"optimizer": optimizers, "lr_scheduler": lr_schedulers, "dataloader": dataloader, **states}
+        self._theirs = {
+            "optimizer": optimizers,
+            "lr_scheduler": lr_schedulers,
+            "dataloader": dataloader,
+            **states,
+        }
         if isinstance(dataloader, ParallelAwareDataloader):
             dataloader = _Position(dataloader)
         self._state = ckptfmt.State(
             weights=model_parts[0],
             optimizer=list(optimizers),
             data=None if dataloader is None else ckptfmt.PerWorker(dataloader),
-            extra={"lr_scheduler": lr_schedulers, **{name: ckptfmt.FirstWorker(one) for name, one in states.items()}},
+            extra={
+                "lr_scheduler": lr_schedulers,
+                **{name: ckptfmt.FirstWorker(one) for name, one in states.items()},
+            },
         )
 
     def _load(self, step: int = -1) -> bool:
         resume = "auto" if step == -1 else ckptfmt.Run(self._path).find(step).name
         override = [_EXCLUDED[name] for name in self._config.exclude_from_loading]
-        options: dict[str, Any] = {"keep": self._config.keep_latest_k or None, "resume": resume, "override": override}
+        options: dict[str, Any] = {
+            "keep": self._config.keep_latest_k or None,
+            "resume": resume,
+            "override": override,
+        }
         options |= self._config.options
         initial = self._config.initial_load_path
         if not initial:
@@ -110,20 +126,31 @@ class CkptfmtManager(BaseCheckpointManager):
 
     def _begin_from(self, path: str) -> None:
         """Load the initial state of an empty run: a ckptfmt checkpoint, or TorchTitan's own."""
-        is_model_only, excluded = self._config.initial_load_model_only, self._config.exclude_from_loading
+        is_model_only, excluded = (
+            self._config.initial_load_model_only,
+            self._config.exclude_from_loading,
+        )
         if not os.path.exists(os.path.join(path, ".metadata")):  # noqa: PTH110, PTH118
             if is_model_only:
                 ckptfmt.load(path, ckptfmt.State(weights=self._state.weights, rng=False))
                 return
             data = None if "dataloader" in excluded else self._state.data
-            extra = {name: one for name, one in (self._state.extra or {}).items() if name not in excluded}
-            state = ckptfmt.State(weights=self._state.weights, optimizer=self._state.optimizer, data=data, extra=extra)
+            extra = {
+                name: one for name, one in (self._state.extra or {}).items() if name not in excluded
+            }
+            state = ckptfmt.State(
+                weights=self._state.weights, optimizer=self._state.optimizer, data=data, extra=extra
+            )
             ckptfmt.load(path, state, allow=["unexpected"] if "lr_scheduler" in excluded else ())
             return
         model_of_theirs = ModelWrapper(self._state.weights)
         weights = model_of_theirs.state_dict()
         excluded = [*self._theirs] if is_model_only else excluded
-        others = {name: one for name, one in self._theirs.items() if name not in excluded and one is not None}
+        others = {
+            name: one
+            for name, one in self._theirs.items()
+            if name not in excluded and one is not None
+        }
         state_dict_loader.load({**weights, **others}, checkpoint_id=path)
         model_of_theirs.load_state_dict(weights)
 
@@ -139,8 +166,10 @@ class CkptfmtManager(BaseCheckpointManager):
         if theirs:
             newest = max(theirs, key=lambda place: int(place.name.removeprefix("step-"))).absolute()
             raise ValueError(
-                f"{self._path} has checkpoints of TorchTitan's own manager, and none of ckptfmt. To go on from the"
-                f" newest one, give another checkpoint.folder, initial_load_path={str(newest)!r} and"
+                f"{self._path} has checkpoints of TorchTitan's own manager, and none of ckptfmt."
+                " To go on from the"
+                f" newest one, give another checkpoint.folder, initial_load_path={str(newest)!r}"
+                " and"
                 " initial_load_model_only=False; to begin anew, give another checkpoint.folder"
             )
 
@@ -193,9 +222,12 @@ class _Position:
         saved = {name: state_dict[name] for name in self._place}
         if saved != self._place:
             raise ValueError(
-                f"the loader's position was saved by rank {saved['dp_rank']} of {saved['dp_world_size']}, and this is"
-                f" rank {self._place['dp_rank']} of {self._place['dp_world_size']}: TorchTitan's loaders aren't"
-                " resharded. Train on as many data-parallel ranks as before, or begin the data anew:"
+                f"the loader's position was saved by rank {saved['dp_rank']} of"
+                f" {saved['dp_world_size']}, and this is"
+                f" rank {self._place['dp_rank']} of {self._place['dp_world_size']}: TorchTitan's"
+                " loaders aren't"
+                " resharded. Train on as many data-parallel ranks as before, or begin the data"
+                " anew:"
                 ' checkpoint.exclude_from_loading=["dataloader"]'
             )
         self._inner.load_state_dict(state_dict["loader"])

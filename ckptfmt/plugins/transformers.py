@@ -123,14 +123,16 @@ class CkptfmtTrainer(Trainer):
     Raises: NotImplementedError for arguments that the plug-in doesn't support.
     """
 
-    def __init__(self, *args: Any, ckptfmt: Mapping[str, Any] | None = None, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(self, *args: Any, ckptfmt: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.checkpointer: Any = None
         self._ckptfmt_options = ckptfmt or {}
         self._ckptfmt: Any = None
         _refuse_unsupported(self)
 
-    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Train, as `transformers.Trainer.train` does.
 
         Args:
@@ -141,16 +143,24 @@ class CkptfmtTrainer(Trainer):
 
         Raises: `ckptfmt.CkptError`.
         """
-        with _Training(self, self._ckptfmt_options, Path(self._get_output_dir(trial))) as self._ckptfmt:
+        with _Training(
+            self, self._ckptfmt_options, Path(self._get_output_dir(trial))
+        ) as self._ckptfmt:
             self._ckptfmt.callback(setattr, self, "_ckptfmt", None)
-            return super().train(self._ckptfmt.choose(resume_from_checkpoint), trial, *args, **kwargs)
+            return super().train(
+                self._ckptfmt.choose(resume_from_checkpoint), trial, *args, **kwargs
+            )
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if resume_from_checkpoint != self._ckptfmt.place:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:  # noqa: ANN401
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        prepared = super()._prepare_for_training(
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
         # Model, optimizer, scheduler and scaler exist and are wrapped; no state of the run is
         # loaded yet.
         self.checkpointer.restore(self._ckptfmt.state())
@@ -160,26 +170,36 @@ class CkptfmtTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         # The iterator exists, and the completed batches are skipped.
-        self.checkpointer.restore_rng() if checkpoint == self._ckptfmt.place else super()._load_rng_state(checkpoint)
+        self.checkpointer.restore_rng() if checkpoint == self._ckptfmt.place else super()._load_rng_state(
+            checkpoint
+        )
 
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Train a batch as the Trainer does, and record the loss and the batch for the witness."""
         loss = super().training_step(model, inputs, *args, **kwargs)
         if self.checkpointer is not None:
             self.checkpointer.observe(loss=loss, batch=inputs)
         return loss
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ANN401
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._ckptfmt.save() if self._ckptfmt else super()._save_checkpoint(model, trial)
 
-    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        is_again, self._ckptfmt.seen = self._ckptfmt.seen == self.state.global_step, self.state.global_step
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        is_again, self._ckptfmt.seen = (
+            self._ckptfmt.seen == self.state.global_step,
+            self.state.global_step,
+        )
         if not is_again:
             self.checkpointer.observe(grad_norm=grad_norm)
         if is_again and self.checkpointer.stopped:
             # A stop in mid-epoch: the checkpoint doesn't contain later events.
             self.control.should_evaluate = self.control.should_save = False
-        is_last = self.state.global_step >= self.state.max_steps or float(self.state.epoch or 0).is_integer()
+        is_last = (
+            self.state.global_step >= self.state.max_steps
+            or float(self.state.epoch or 0).is_integer()
+        )
         if is_last and not is_again:  # The next call, after on_epoch_end, ends the step.
             is_to_save, self.control.should_save = self.control.should_save, False
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
@@ -189,7 +209,7 @@ class CkptfmtTrainer(Trainer):
         self.checkpointer.end_step(self.state.global_step)
         self.control.should_training_stop |= self.checkpointer.stopped
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._ckptfmt.finish()
         return super()._finalize_training(*args, **kwargs)
 
@@ -206,18 +226,22 @@ class _Training(contextlib.ExitStack):
         seen: the last step for which the Trainer has logged, evaluated and saved.
     """
 
-    def __init__(self, trainer: Any, options: Mapping[str, Any], output_dir: Path) -> None:  # noqa: ANN401
+    def __init__(self, trainer: Any, options: Mapping[str, Any], output_dir: Path) -> None:
         super().__init__()
         self.trainer, self.output_dir, self.options = trainer, output_dir, dict(options)
         self.exports = str(output_dir / trainer_utils.PREFIX_CHECKPOINT_DIR)
         self.run = Path(self.options.pop("run", None) or output_dir / "ckptfmt")
         self.does_export = self.options.pop("export_hf", False)
-        self.best, self.seen, self.place = "", -1, self.enter_context(tempfile.TemporaryDirectory(prefix="ckptfmt-"))
+        self.best, self.seen, self.place = (
+            "",
+            -1,
+            self.enter_context(tempfile.TemporaryDirectory(prefix="ckptfmt-")),
+        )
         self.exporter = self.enter_context(ThreadPoolExecutor(1))
         self.exported = self.exporter.submit(lambda: None)
         self.resumed: tuple[int, dict[str, str]] = -1, {}
 
-    def choose(self, resume: Any) -> Any:  # noqa: ANN401 - as the Trainer is told
+    def choose(self, resume: Any) -> Any:
         """Begin a launch of the run, and return the path from which the Trainer resumes.
 
         The path is `place` for a checkpoint of the run.
@@ -225,15 +249,25 @@ class _Training(contextlib.ExitStack):
         Raises: ValueError for an export of another run; `ckptfmt.CkptError`.
         """
         wanted = "auto" if resume is True else (resume and self._find(Path(str(resume)))) or "fresh"
-        options = _retention_of(self.trainer.args, self.options.pop("keep_best", True)) | self.options
-        self.trainer.checkpointer = self.enter_context(ckptfmt.Checkpointer(self.run, resume=wanted, **options))
+        options = (
+            _retention_of(self.trainer.args, self.options.pop("keep_best", True)) | self.options
+        )
+        self.trainer.checkpointer = self.enter_context(
+            ckptfmt.Checkpointer(self.run, resume=wanted, **options)
+        )
         checkpoint = self.trainer.checkpointer.choose()
         if checkpoint is None:
-            last = resume is True and trainer_utils.get_last_checkpoint(self.trainer.args.output_dir)
+            last = resume is True and trainer_utils.get_last_checkpoint(
+                self.trainer.args.output_dir
+            )
             if last and Path(last, _MARK).is_file():
-                raise ValueError(f"{last} is an export without optimizer, of another run: pass run=")
+                raise ValueError(
+                    f"{last} is an export without optimizer, of another run: pass run="
+                )
             if not resume and any(one.state == "committed" for one in ckptfmt.Run(self.run).list()):
-                _LOG.warning("%s has checkpoints: resume_from_checkpoint=True goes on from them", self.run)
+                _LOG.warning(
+                    "%s has checkpoints: resume_from_checkpoint=True goes on from them", self.run
+                )
             return resume
         self.resumed = checkpoint.step, checkpoint.leaf(*_TRAINER_STATE)
         state = TrainerState(**json.loads(self.resumed[1]["json"]))
@@ -256,15 +290,26 @@ class _Training(contextlib.ExitStack):
         """Return the state to save and load, once the Trainer's objects exist."""
         trainer, args = self.trainer, self.trainer.args
         extra: dict[str, object] = {"trainer": ckptfmt.FirstWorker(_Asked(self._dump_trainer))}
-        config = {"args": _plain(args), "model": _plain(getattr(trainer.model, "config", None), _NOT_COMPARED)}
+        config = {
+            "args": _plain(args),
+            "model": _plain(getattr(trainer.model, "config", None), _NOT_COMPARED),
+        }
         harmless = tuple(f"args/{name}" for name in config["args"] if name.startswith(_HARMLESS))
-        data = ckptfmt.FirstWorker(_Asked(lambda: {"epoch": trainer.state.epoch, "step": trainer.state.global_step}))
-        state = ckptfmt.State(weights=trainer.model_wrapped, data=data, extra=extra, config=config, harmless=harmless)
+        data = ckptfmt.FirstWorker(
+            _Asked(lambda: {"epoch": trainer.state.epoch, "step": trainer.state.global_step})
+        )
+        state = ckptfmt.State(
+            weights=trainer.model_wrapped, data=data, extra=extra, config=config, harmless=harmless
+        )
         if args.save_only_model:
             state.rng = False
         else:
             state.optimizer, extra["scheduler"] = trainer.optimizer, trainer.lr_scheduler
-            extra |= {"scaler": scaler} if (scaler := getattr(trainer.accelerator, "scaler", None)) else {}
+            extra |= (
+                {"scaler": scaler}
+                if (scaler := getattr(trainer.accelerator, "scaler", None))
+                else {}
+            )
         return state
 
     def _dump_trainer(self) -> dict[str, str]:
@@ -274,7 +319,9 @@ class _Training(contextlib.ExitStack):
             return self.resumed[1]  # no step was made since the resume
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         exportable = [callback for callback in callbacks if isinstance(callback, ExportableState)]
-        trainer.state.stateful_callbacks |= TrainerState(stateful_callbacks=exportable).stateful_callbacks
+        trainer.state.stateful_callbacks |= TrainerState(
+            stateful_callbacks=exportable
+        ).stateful_callbacks
         return {"json": json.dumps(dataclasses.asdict(trainer.state))}
 
     def save(self) -> None:
@@ -292,17 +339,23 @@ class _Training(contextlib.ExitStack):
             if handle.state == "COMMITTED":
                 self.exported.result()
 
-    def _export(self, handle: Any) -> None:  # noqa: ANN401 - a save's handle
+    def _export(self, handle: Any) -> None:
         """Create ``checkpoint-N`` atomically from a checkpoint once it is committed."""
         digest, target = handle.wait().digest, Path(f"{self.exports}-{handle.step}")
-        trees: Any = ckptfmt.load(handle.path, only=["weights:*", "optimizer:extra/trainer"], framework="torch")
+        trees: Any = ckptfmt.load(
+            handle.path, only=["weights:*", "optimizer:extra/trainer"], framework="torch"
+        )
         state = TrainerState(**json.loads(trees["optimizer"]["extra/trainer"]["json"]))
-        state.best_model_checkpoint = state.best_global_step and f"{self.exports}-{state.best_global_step}"
+        state.best_model_checkpoint = (
+            state.best_global_step and f"{self.exports}-{state.best_global_step}"
+        )
         place = self.output_dir / ".exporting"
         shutil.rmtree(place, ignore_errors=True)  # perhaps left by a killed process
         self.trainer._save(str(place / "made"), state_dict=trees["weights"])  # noqa: SLF001 - users override it
         state.save_to_json(str(place / "made" / TRAINER_STATE_NAME))
-        (place / "made" / _MARK).write_text(json.dumps({"checkpoint": handle.path, "digest": digest}))
+        (place / "made" / _MARK).write_text(
+            json.dumps({"checkpoint": handle.path, "digest": digest})
+        )
         if target.exists():  # an export of an earlier launch
             target.rename(place / "replaced")
         (place / "made").rename(target)
@@ -328,10 +381,16 @@ class _Training(contextlib.ExitStack):
         """Load the best model. Raises: `ckptfmt.CkptError`."""
         metric, score = _best_of(self.trainer.args)[0], self.trainer.state.best_metric
         found = ckptfmt.Run(self.run).list()
-        equal = [one.name for one in found if one.state == "committed" and one.metrics.get(metric) == score]
+        equal = [
+            one.name
+            for one in found
+            if one.state == "committed" and one.metrics.get(metric) == score
+        ]
         # Among equal checkpoints the newest is kept.
         self.best = equal[-1] if equal and self.best not in equal else self.best
-        ckptfmt.load(self.run / self.best, ckptfmt.State(weights=self.trainer.model_wrapped, rng=False))
+        ckptfmt.load(
+            self.run / self.best, ckptfmt.State(weights=self.trainer.model_wrapped, rng=False)
+        )
 
 
 class _Asked:
@@ -344,7 +403,7 @@ class _Asked:
         """Do nothing: `CkptfmtTrainer.train` has passed the state to the Trainer."""
 
 
-def _retention_of(args: Any, keep_best: Any) -> dict[str, Any]:  # noqa: ANN401
+def _retention_of(args: Any, keep_best: Any) -> dict[str, Any]:
     """Return the retention options for ``save_total_limit`` checkpoints, including the best."""
     limit = max(args.save_total_limit or 0, 0) or None
     if keep_best is True:
@@ -353,34 +412,52 @@ def _retention_of(args: Any, keep_best: Any) -> dict[str, Any]:  # noqa: ANN401
     return {"keep": limit and max(1, limit - bool(keep_best)), "keep_best": keep_best or None}
 
 
-def _best_of(args: Any) -> tuple[str, str]:  # noqa: ANN401
+def _best_of(args: Any) -> tuple[str, str]:
     """Return the metric of the best model, as evaluations name it, and ``"max"`` or ``"min"``."""
     metric = args.metric_for_best_model
-    return metric if metric.startswith("eval_") else f"eval_{metric}", "max" if args.greater_is_better else "min"
+    return metric if metric.startswith(
+        "eval_"
+    ) else f"eval_{metric}", "max" if args.greater_is_better else "min"
 
 
 def _metrics_of(state: TrainerState) -> dict[str, float]:
     """Return the finite losses and metrics that were logged at this step."""
     entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
-    pairs = [pair for entry in entries for pair in entry.items() if pair[0] == "loss" or pair[0].startswith("eval_")]
-    return {name: value for name, value in pairs if isinstance(value, int | float) and math.isfinite(value)}
+    pairs = [
+        pair
+        for entry in entries
+        for pair in entry.items()
+        if pair[0] == "loss" or pair[0].startswith("eval_")
+    ]
+    return {
+        name: value
+        for name, value in pairs
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
 
 
-def _plain(value: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:  # noqa: ANN401
+def _plain(value: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a configuration as JSON, with the type's name for values that JSON lacks."""
-    told = {name: what for name, what in value.to_dict().items() if name not in without} if value else {}
+    told = (
+        {name: what for name, what in value.to_dict().items() if name not in without}
+        if value
+        else {}
+    )
     return json.loads(json.dumps(told, default=lambda other: type(other).__qualname__))
 
 
-def _refuse_unsupported(trainer: Any) -> None:  # noqa: ANN401
+def _refuse_unsupported(trainer: Any) -> None:
     """Check the arguments and the environment. Raises: NotImplementedError."""
     args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
     is_fsdp1 = trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1
     refused = {
-        "DeepSpeed and FSDP but for version 2": trainer.is_deepspeed_enabled or is_fsdp1 or trainer.is_fsdp_xla_enabled,
+        "DeepSpeed and FSDP but for version 2": trainer.is_deepspeed_enabled
+        or is_fsdp1
+        or trainer.is_fsdp_xla_enabled,
         "enable_jit_checkpoint saves in mid-step: pass ckptfmt={'stop_on': [SIGTERM]}": args.enable_jit_checkpoint,
         "auto_find_batch_size would begin the run twice": args.auto_find_batch_size,
-        "a save is pushed before it is over: hub_strategy='end'": args.push_to_hub and args.hub_strategy != "end",
+        "a save is pushed before it is over: hub_strategy='end'": args.push_to_hub
+        and args.hub_strategy != "end",
     }
     if found := [sentence for sentence, is_so in refused.items() if is_so]:
         raise NotImplementedError("; ".join(found))

@@ -20,7 +20,9 @@ from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.read.verified_files import VerifiedFile, stored_files_of
 from ckptfmt.store.protocol import Buffer, Names, RangeReader, Store, join_path
 
-_STORED_NAME: Final = re.compile(r"[a-z][a-z_]{0,40}-([0-9a-f]{16})-([0-9]{5,9})\.(?:safetensors|pack)")
+_STORED_NAME: Final = re.compile(
+    r"[a-z][a-z_]{0,40}-([0-9a-f]{16})-([0-9]{5,9})\.(?:safetensors|pack)"
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,14 +76,16 @@ class CachedStore:
 
     def at(self, prefix: str) -> CachedStore:
         """Return the same store with the directory `prefix` as root; see `Store.at`."""
-        return self._of(self._home.at(prefix), self._cache.at(prefix), join_path(self._prefix, prefix))
+        return self._of(
+            self._home.at(prefix), self._cache.at(prefix), join_path(self._prefix, prefix)
+        )
 
     def beside(self, name: str) -> CachedStore:
         """Return the store of the sibling directory `name`; see `Store.beside`."""
         upper = self._prefix.rpartition("/")[0]
         return self._of(self._home.beside(name), self._cache.beside(name), join_path(upper, name))
 
-    # --- reading ------------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     def read(self, path: str, *, limit_nbytes: int) -> bytes:
         """Return a whole small file from the home store; see `Store.read`."""
@@ -102,7 +106,9 @@ class CachedStore:
             if self._is_whole(path):
                 with contextlib.suppress(CkptError):
                     cached = stack.enter_context(self._cache.open_ranges(path))
-                    found = _Ranges(cached, lambda: stack.enter_context(self._home.open_ranges(path)))
+                    found = _Ranges(
+                        cached, lambda: stack.enter_context(self._home.open_ranges(path))
+                    )
             yield found or stack.enter_context(self._home.open_ranges(path))
 
     def nbytes(self, path: str) -> int:
@@ -205,7 +211,9 @@ class CachedStore:
             for _ in file.iter_chunks(self._cache):
                 pass
         except CkptError as error:
-            self._seen.report(f"CACHE_DAMAGED: {join_path(self._prefix, file.path)} is read from home: {error}")
+            self._seen.report(
+                f"CACHE_DAMAGED: {join_path(self._prefix, file.path)} is read from home: {error}"
+            )
             if not isinstance(error, StoreError):  # a store error doesn't prove damage
                 with contextlib.suppress(CkptError):
                     self._cache.delete(file.path)

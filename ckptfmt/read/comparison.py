@@ -161,7 +161,9 @@ def compare(
     if verify:
         damages = _verify(one, on_progress), _verify(other, on_progress)
         if any(damages):
-            return Comparison(tensors=(), values=(), counts=Counts(), is_verified=True, damages=damages)
+            return Comparison(
+                tensors=(), values=(), counts=Counts(), is_verified=True, damages=damages
+            )
     counts = Counts()
     tensors: list[TensorDifference] = []
     for key in sorted(one.tensors.keys() | other.tensors.keys(), key=sort_key):
@@ -173,7 +175,9 @@ def compare(
                 on_progress(sum(tensor.nbytes for tensor in pair if tensor is not None) // 2)
     values = [*_compare_leaves(one, other, fields)]
     values += _compare_streams(one, other) if "rng" in fields else ()
-    return Comparison(tensors=tuple(tensors), values=tuple(values), counts=counts, is_verified=verify)
+    return Comparison(
+        tensors=tuple(tensors), values=tuple(values), counts=counts, is_verified=verify
+    )
 
 
 def _verify(side: Checkpoint, on_progress: Callable[[int], None] | None) -> tuple[CkptError, ...]:
@@ -183,18 +187,24 @@ def _verify(side: Checkpoint, on_progress: Callable[[int], None] | None) -> tupl
     return tuple(report.violations)
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def _compare_tensor(
-    sides: tuple[Checkpoint, Checkpoint], pair: tuple[IndexTensor | None, IndexTensor | None], counts: Counts
+    sides: tuple[Checkpoint, Checkpoint],
+    pair: tuple[IndexTensor | None, IndexTensor | None],
+    counts: Counts,
 ) -> TensorDifference | None:
     """Return the difference of a tensor; None if both sides are equal."""
     one, other = pair
     shown = one or other
     assert shown is not None  # noqa: S101 - at least one side has the tensor
     difference = TensorDifference(
-        field=shown.field, name=shown.name, scope=shown.scope, dtype=shown.dtype, global_shape=shown.global_shape
+        field=shown.field,
+        name=shown.name,
+        scope=shown.scope,
+        dtype=shown.dtype,
+        global_shape=shown.global_shape,
     )
     if one is None or other is None:
         return dataclasses.replace(difference, only_in=0 if other is None else 1)
@@ -214,7 +224,9 @@ def _compare_tensor(
         distance = distance.add(part)
     if not distance.changed_count and not described:
         return None
-    distance = dataclasses.replace(distance, element_count=Box.whole(one.global_shape).element_count)
+    distance = dataclasses.replace(
+        distance, element_count=Box.whole(one.global_shape).element_count
+    )
     return dataclasses.replace(difference, described=described, distance=distance)
 
 
@@ -231,7 +243,8 @@ def _iter_alike(
     def iter_blocks() -> Iterator[tuple[list[StoredBox], int]]:
         for box in parts[0]:
             found = [
-                side.stored_box(tensor, box, own[box]) for side, tensor, own in zip(sides, pair, parts, strict=True)
+                side.stored_box(tensor, box, own[box])
+                for side, tensor, own in zip(sides, pair, parts, strict=True)
             ]
             digests = [np.frombuffer(stored.digests, f"V{DIGEST_NBYTES}") for stored in found]
             counts.block_count += len(digests[0])
@@ -241,7 +254,10 @@ def _iter_alike(
 
     def read(task: tuple[list[StoredBox], int]) -> tuple[Distance, int]:
         found, block = task
-        read = [library.read_blocks(stored, [block]) for library, stored in zip(libraries, found, strict=True)]
+        read = [
+            library.read_blocks(stored, [block])
+            for library, stored in zip(libraries, found, strict=True)
+        ]
         ((one,), _), ((other,), _) = read
         first = block * sides[0].manifest.origin.block_nbytes // DTYPES[pair[0].dtype].nbytes
         distance = measure(one, other, pair[0].dtype).within(found[0].box, first)
@@ -271,13 +287,18 @@ def _iter_otherwise(
         yield measure(contents[0], contents[1], one.dtype).within(chunk, 0)
 
 
-# --- plain values -----------------------------------------------------------------------------------------------------
+# --- plain values ---------------------------------------------------------------------------------
 
 
-def _compare_leaves(one: Checkpoint, other: Checkpoint, fields: Collection[str]) -> Iterator[ValueDifference]:
+def _compare_leaves(
+    one: Checkpoint, other: Checkpoint, fields: Collection[str]
+) -> Iterator[ValueDifference]:
     for key in sorted(one.leaves.keys() | other.leaves.keys(), key=sort_key):
         if key[0] in fields:
-            values = [side.stored_leaf(side.leaves[key]).value if key in side.leaves else None for side in (one, other)]
+            values = [
+                side.stored_leaf(side.leaves[key]).value if key in side.leaves else None
+                for side in (one, other)
+            ]
             yield from _compare_trees(key, *values)
 
 
@@ -285,7 +306,8 @@ def _compare_streams(one: Checkpoint, other: Checkpoint) -> Iterator[ValueDiffer
     for name, scope in sorted(one.streams.keys() | other.streams.keys()):
         entries = [side.streams.get((name, scope)) for side in (one, other)]
         found = [
-            side.stored_stream(entry) if entry else None for side, entry in zip((one, other), entries, strict=True)
+            side.stored_stream(entry) if entry else None
+            for side, entry in zip((one, other), entries, strict=True)
         ]
         if len({stream.kind for stream in found if stream is not None}) > 1:
             yield ValueDifference(field="rng", name=name, scope=scope, place="kind")
@@ -294,7 +316,9 @@ def _compare_streams(one: Checkpoint, other: Checkpoint) -> Iterator[ValueDiffer
         yield from _compare_trees(("rng", name, scope), *states)
 
 
-def _compare_trees(key: TensorKey, one: bytes | None, other: bytes | None) -> Iterator[ValueDifference]:
+def _compare_trees(
+    key: TensorKey, one: bytes | None, other: bytes | None
+) -> Iterator[ValueDifference]:
     """Yield the difference of two trees, given as bytes; yield no item if they are equal."""
     if one == other:
         return
@@ -387,9 +411,13 @@ class Distance:
             nan_count=self.nan_count + other.nan_count,
             max_abs=_greater(self.max_abs, other.max_abs),
             max_ulps=_greater(self.max_ulps, other.max_ulps),
-            ulp_counts=tuple(map(sum, itertools.zip_longest(self.ulp_counts, other.ulp_counts, fillvalue=0))),
+            ulp_counts=tuple(
+                map(sum, itertools.zip_longest(self.ulp_counts, other.ulp_counts, fillvalue=0))
+            ),
             max_rel=_greater(self.max_rel, other.max_rel),
-            largest=tuple(sorted((*self.largest, *other.largest), key=lambda one: -one.gap)[:_LARGEST_COUNT]),
+            largest=tuple(
+                sorted((*self.largest, *other.largest), key=lambda one: -one.gap)[:_LARGEST_COUNT]
+            ),
         )
 
     def within(self, box: Box, first: int) -> Distance:
@@ -401,7 +429,10 @@ class Distance:
         """
         return dataclasses.replace(
             self,
-            largest=tuple(dataclasses.replace(one, index=_index(box, first + one.index[0])) for one in self.largest),
+            largest=tuple(
+                dataclasses.replace(one, index=_index(box, first + one.index[0]))
+                for one in self.largest
+            ),
         )
 
 
@@ -434,10 +465,16 @@ def measure(one: memoryview, other: memoryview, dtype: str) -> Distance:
         return dataclasses.replace(
             found,
             max_abs=int(gaps.max()),
-            max_rel=float(_ratios(gaps.astype(np.float64), *(lanes.astype(np.float64) for lanes in values)).max()),
+            max_rel=float(
+                _ratios(
+                    gaps.astype(np.float64), *(lanes.astype(np.float64) for lanes in values)
+                ).max()
+            ),
             largest=_largest(changed, values, gaps.astype(np.float64)),
         )
-    return found.add(_measure_floats(words[0], words[1], dtype, changed, lanes=nbytes // lane_nbytes))
+    return found.add(
+        _measure_floats(words[0], words[1], dtype, changed, lanes=nbytes // lane_nbytes)
+    )
 
 
 def _measure_floats(
@@ -451,7 +488,9 @@ def _measure_floats(
     """
     import ml_dtypes  # noqa: PLC0415 - the import takes 50 ms, which other commands save
 
-    kind = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
+    kind = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}.get(
+        dtype, dtype
+    )
     floats = np.dtype(getattr(ml_dtypes, kind, None) or kind)
     with np.errstate(invalid="ignore", over="ignore"):  # NaNs, and differences that overflow
         values = [words.view(floats).astype(np.float64) for words in (one, other)]
@@ -459,13 +498,17 @@ def _measure_floats(
     are_numbers = ~(np.isnan(values[0]) | np.isnan(values[1]))
     nan_count = int((~are_numbers.reshape(-1, lanes).all(axis=1)).sum())
     compared = are_numbers & (one != other)  # in a complex element, only one half may have changed
-    far = np.where(compared, gaps, np.where(are_numbers, 0.0, np.inf)).reshape(-1, lanes).max(axis=1)
+    far = (
+        np.where(compared, gaps, np.where(are_numbers, 0.0, np.inf)).reshape(-1, lanes).max(axis=1)
+    )
     elements = [lane.view(np.complex128) if lanes > 1 else lane for lane in values]
     largest = _largest(changed, elements, far)
     if not compared.any():
         return Distance(nan_count=nan_count, largest=largest)
     is_signed = kind not in _UNSIGNED_FLOATS
-    ordered = [_in_order(words[compared]) if is_signed else words[compared] for words in (one, other)]
+    ordered = [
+        _in_order(words[compared]) if is_signed else words[compared] for words in (one, other)
+    ]
     steps = _gaps(ordered[0], ordered[1], is_signed=is_signed).astype(np.uint64)
     return Distance(
         nan_count=nan_count,
@@ -509,14 +552,20 @@ def _ratios(gaps: NDArray[Any], one: NDArray[Any], other: NDArray[Any]) -> NDArr
     return np.where(np.isinf(gaps), np.inf, np.nan_to_num(ratios, nan=0.0))
 
 
-def _largest(changed: NDArray[Any], values: list[NDArray[Any]], gaps: NDArray[Any]) -> tuple[Change, ...]:
+def _largest(
+    changed: NDArray[Any], values: list[NDArray[Any]], gaps: NDArray[Any]
+) -> tuple[Change, ...]:
     """Return the changes with the greatest gaps, greatest first.
 
     Equal gaps stay in the order of the elements.
     """
     order = np.argsort(-gaps, kind="stable")[:_LARGEST_COUNT].tolist()
     return tuple(
-        Change(index=(int(changed[at]),), values=(values[0][at].item(), values[1][at].item()), gap=float(gaps[at]))
+        Change(
+            index=(int(changed[at]),),
+            values=(values[0][at].item(), values[1][at].item()),
+            gap=float(gaps[at]),
+        )
         for at in order
     )
 
@@ -527,6 +576,6 @@ def _index(box: Box, number: int) -> tuple[int, ...]:
     return tuple(begin + int(at) for begin, at in zip(box.begin, within, strict=True))
 
 
-def _greater(one: Any, other: Any) -> Any:  # noqa: ANN401 - numbers of one kind
+def _greater(one: Any, other: Any) -> Any:
     """Return the greater of two values, either of which may be None; None if both are None."""
     return max((value for value in (one, other) if value is not None), default=None)

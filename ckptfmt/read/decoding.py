@@ -61,7 +61,10 @@ def iter_spans(stored: StoredBox, first: int, last: int) -> Iterator[BlockSpan]:
     Raises: the errors of `Decoder.content` that don't depend on the bytes of blocks.
     """
     for extent in stored.extents_of(first, last):
-        begin, end = max(first, extent.block_begin), min(last, extent.block_begin + extent.block_count)
+        begin, end = (
+            max(first, extent.block_begin),
+            min(last, extent.block_begin + extent.block_count),
+        )
         if extent.encoding != "same":
             yield BlockSpan(stored=stored, first=begin, last=end, encoding=extent.encoding)
             continue
@@ -87,7 +90,9 @@ def _find_base(stored: StoredBox, number: int | None) -> StoredBox:
         or (tensor.dtype, tensor.global_shape) != (stored.dtype, stored.global_shape)
         or files.block_nbytes != stored.block_nbytes
     ):
-        raise _no_base(stored, f"isn't in {reference.name} as dtype {stored.dtype} and in this shape")
+        raise _no_base(
+            stored, f"isn't in {reference.name} as dtype {stored.dtype} and in this shape"
+        )
     part = tensor.sharding.part_of(stored.box)
     if part is None:
         raise _no_base(stored, f"is cut otherwise in {reference.name}")
@@ -193,7 +198,10 @@ def _elements_of(stored: StoredBox, block: int) -> range:
 
 def _blocks_of(elements: range, element_nbytes: int, block_nbytes: int) -> range:
     """Return the numbers of the blocks that contain the elements."""
-    return range(elements.start * element_nbytes // block_nbytes, -(-elements.stop * element_nbytes // block_nbytes))
+    return range(
+        elements.start * element_nbytes // block_nbytes,
+        -(-elements.stop * element_nbytes // block_nbytes),
+    )
 
 
 def join_blocks(
@@ -213,7 +221,7 @@ def join_blocks(
     return whole[begin - first : end - first]
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -254,7 +262,9 @@ class Library:
             box: a number chosen by the caller, which identifies the box in the returned range.
         """
         name, byte_begin, nbytes = stored.span_of(first, last)
-        return BlockRange(self._path_of(stored.opened, name), byte_begin, nbytes, box, first * stored.block_nbytes)
+        return BlockRange(
+            self._path_of(stored.opened, name), byte_begin, nbytes, box, first * stored.block_nbytes
+        )
 
     def _path_of(self, opened: OpenPart, name: str) -> str:
         path = name
@@ -328,7 +338,9 @@ class Library:
             found.nbytes += blocks_range.nbytes
         for request in self.plan_requests(ranges):
             opened, name = self._opened[request.path]
-            content = memoryview(opened.files.store.read_range(name, request.byte_begin, request.nbytes))
+            content = memoryview(
+                opened.files.store.read_range(name, request.byte_begin, request.nbytes)
+            )
             found.read_nbytes += request.nbytes
             found.request_count += 1
             for one in request.ranges:
@@ -373,7 +385,9 @@ class Library:
             for number in _blocks_of(elements, member.element_nbytes, member.block_nbytes):
                 yield member, number
 
-    def read_blocks(self, stored: StoredBox, blocks: Iterable[int]) -> tuple[list[memoryview], Fetched]:
+    def read_blocks(
+        self, stored: StoredBox, blocks: Iterable[int]
+    ) -> tuple[list[memoryview], Fetched]:
         """Return the contents of some blocks of a box, and the record of the reads.
 
         Raises: as `Decoder.content`.
@@ -438,10 +452,14 @@ class Decoder:
         self.decoded_nbytes += content.nbytes
         if digest_bytes(content) != stored.digests_of(block, block + 1):
             detail = f"{stored.title_of(block)} decodes to something else"
-            raise err(Code.DECODED_DIGEST, detail, where=stored.place_of(block), requirement="REQ-DEL-008")
+            raise err(
+                Code.DECODED_DIGEST, detail, where=stored.place_of(block), requirement="REQ-DEL-008"
+            )
         return content
 
-    def _fill(self, stored: StoredBox, block: int, encoding: str, found: memoryview, content: memoryview) -> None:
+    def _fill(
+        self, stored: StoredBox, block: int, encoding: str, found: memoryview, content: memoryview
+    ) -> None:
         """Decode the stored bytes of a block into `content`."""
         sources, where = self._library.sources_of(stored, block), stored.place_of(block)
         if sources.rule is None:
@@ -452,11 +470,21 @@ class Decoder:
         news = {role: self._elements(member, elements) for role, member in sources.news}
         bases = {role: self._elements(member, elements) for role, member in sources.bases}
         prediction.decode_member(
-            sources.rule, sources.role, encoding, found, content, bases=bases, news=news, where=where
+            sources.rule,
+            sources.role,
+            encoding,
+            found,
+            content,
+            bases=bases,
+            news=news,
+            where=where,
         )
 
     def _elements(self, stored: StoredBox, elements: range) -> memoryview:
         """Return the bytes of some elements of a box."""
         return join_blocks(
-            lambda block: self.content(stored, block), elements, stored.element_nbytes, stored.block_nbytes
+            lambda block: self.content(stored, block),
+            elements,
+            stored.element_nbytes,
+            stored.block_nbytes,
         )

@@ -22,7 +22,14 @@ from ckptfmt.digest import DIGEST_NBYTES, PREFIX, digest_at, digest_bytes, iter_
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.extents import Extent, PredictionGroup
 from ckptfmt.documents.index import Index, IndexLeaf, IndexRngStream, IndexTensor
-from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, Reference, index_name, part_path
+from ckptfmt.documents.manifest import (
+    MANIFEST_NAME,
+    Abort,
+    Manifest,
+    Reference,
+    index_name,
+    part_path,
+)
 from ckptfmt.documents.part import Leaf, Part, PartFile, RngStream
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
@@ -52,7 +59,10 @@ def replaced(digest: str) -> ReplacedError:
     """
     return ReplacedError(
         Code.CHECKPOINT_RETIRED,
-        f"the checkpoint {digest} isn't there any more: it was replaced or retired while it was open",
+        (
+            f"the checkpoint {digest} isn't there any more: it was replaced or retired while it was"
+            " open"
+        ),
         where=MANIFEST_NAME,
         requirement="REQ-OPN-013",
         remedy="Open the path again: another checkpoint is there now, or none.",
@@ -122,13 +132,21 @@ class CheckpointFiles:
         self.store = store
         self._is_base = closure is not None
         self.manifest, self.index = read_anew(lambda: self._open(digest, check))
-        self.tensors: dict[TensorKey, IndexTensor] = {tensor.key: tensor for tensor in self.index.tensors}
-        self.leaves: dict[TensorKey, IndexLeaf] = {(one.field, one.name, one.scope): one for one in self.index.leaves}
-        self.streams: dict[tuple[str, str], IndexRngStream] = {(one.name, one.scope): one for one in self.index.streams}
+        self.tensors: dict[TensorKey, IndexTensor] = {
+            tensor.key: tensor for tensor in self.index.tensors
+        }
+        self.leaves: dict[TensorKey, IndexLeaf] = {
+            (one.field, one.name, one.scope): one for one in self.index.leaves
+        }
+        self.streams: dict[tuple[str, str], IndexRngStream] = {
+            (one.name, one.scope): one for one in self.index.streams
+        }
         self.title = store.name.rstrip("/").rpartition("/")[2] if title is None else title
         self.closure = closure or Closure(store, self.manifest, bases)
         self._aliases = {
-            (tensor.field, alias, tensor.scope): tensor for tensor in self.index.tensors for alias in tensor.aliases
+            (tensor.field, alias, tensor.scope): tensor
+            for tensor in self.index.tensors
+            for alias in tensor.aliases
         }
         self._parts: dict[int, OpenPart] = {}
         self._checked: set[str] = set()
@@ -141,7 +159,9 @@ class CheckpointFiles:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, digest: str | None, check: Callable[[Manifest], None] | None) -> tuple[Manifest, Index]:
+    def _open(
+        self, digest: str | None, check: Callable[[Manifest], None] | None
+    ) -> tuple[Manifest, Index]:
         """Return a manifest and an index that belong together."""
         self.manifest = read_manifest(self.store)
         if check is not None:
@@ -199,7 +219,12 @@ class CheckpointFiles:
     @property
     def metadata_nbytes(self) -> int:
         """Number of bytes of manifest, index, parts and shard headers read so far."""
-        return self._manifest_nbytes + self.manifest.index_nbytes + self._part_nbytes + self._header_nbytes
+        return (
+            self._manifest_nbytes
+            + self.manifest.index_nbytes
+            + self._part_nbytes
+            + self._header_nbytes
+        )
 
     @functools.cached_property
     def _manifest_nbytes(self) -> int:
@@ -242,7 +267,9 @@ class CheckpointFiles:
         """
         stream = self.open_part(entry.part).streams.get((entry.name, entry.scope))
         if stream is None or stream.kind != entry.kind:
-            raise self._contradiction(entry.part, f"has no stream {entry.name!r} of kind {entry.kind!r}")
+            raise self._contradiction(
+                entry.part, f"has no stream {entry.name!r} of kind {entry.kind!r}"
+            )
         return stream
 
     def stored_box(self, tensor: IndexTensor, box: Box, part: int) -> StoredBox:
@@ -319,7 +346,9 @@ class CheckpointFiles:
             return  # `open_part` reads each part on demand
         with self._lock, self._placed():
             missing = sorted(set(numbers) - self._parts.keys())
-            for number, part in zip(missing, call_each(self.store, self.read_part, missing), strict=True):
+            for number, part in zip(
+                missing, call_each(self.store, self.read_part, missing), strict=True
+            ):
                 self._keep_part(number, part)
 
     def _keep_part(self, number: int, part: Part) -> None:
@@ -341,15 +370,22 @@ class CheckpointFiles:
         if not set(part.features) <= set(self.manifest.features) or not set(part.references) <= set(
             self.manifest.references
         ):
-            raise self._contradiction(number, "needs features or reads from checkpoints that the manifest doesn't list")
+            raise self._contradiction(
+                number, "needs features or reads from checkpoints that the manifest doesn't list"
+            )
         return part
 
     def _contradiction(self, number: int, detail: str) -> Exception:
         path = part_path(self.manifest.origin.attempt, number)
-        return err(Code.DOC_MISMATCH, f"unlike the index says, {path} {detail}", where=path, requirement="REQ-IDX-001")
+        return err(
+            Code.DOC_MISMATCH,
+            f"unlike the index says, {path} {detail}",
+            where=path,
+            requirement="REQ-IDX-001",
+        )
 
 
-# --- bases ------------------------------------------------------------------------------------------------------------
+# --- bases ----------------------------------------------------------------------------------------
 
 
 class Closure:
@@ -425,10 +461,16 @@ class Closure:
             if isinstance(register, Manifest) and register.digest == reference.digest:
                 return place
             if register is not None:
-                kind = register.digest if isinstance(register, Manifest) else type(register).__name__.lower()
+                kind = (
+                    register.digest
+                    if isinstance(register, Manifest)
+                    else type(register).__name__.lower()
+                )
                 found.append(f"{place.name}: {kind}")
         code = Code.BASE_MISMATCH if found else Code.BASE_MISSING
-        detail = f"the base {reference.digest} isn't there" + (f"; found {'; '.join(found)}" if found else "")
+        detail = f"the base {reference.digest} isn't there" + (
+            f"; found {'; '.join(found)}" if found else ""
+        )
         raise err(code, detail, where=reference.name, requirement="REQ-DEL-020")
 
 
@@ -436,7 +478,7 @@ def _open_base(store: Store, reference: Reference, closure: Closure) -> Checkpoi
     return CheckpointFiles(store, digest=reference.digest, closure=closure, title=reference.name)
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 class OpenPart:
@@ -605,7 +647,11 @@ class StoredBox:
         first = blocks.box_byte_begin // self.block_nbytes
         extent = self.extent_of(first)
         if extent.is_encoded:
-            digests, requirement, saved = extent.stored_digest(first), "REQ-DEL-007", "stored as it was saved"
+            digests, requirement, saved = (
+                extent.stored_digest(first),
+                "REQ-DEL-007",
+                "stored as it was saved",
+            )
         else:  # raw, in this checkpoint or in a base
             digests = self.digests_of(first, first - (-blocks.nbytes // self.block_nbytes))
             requirement, saved = "REQ-OPN-006", "what was saved"
@@ -637,7 +683,10 @@ def read_manifest(store: Store) -> Manifest:
     elif isinstance(register, Abort):
         code, detail = Code.CHECKPOINT_ABORTED, register.reason
     else:
-        code, detail = Code.CHECKPOINT_RETIRED, f"the checkpoint {register.manifest_digest} was retired"
+        code, detail = (
+            Code.CHECKPOINT_RETIRED,
+            f"the checkpoint {register.manifest_digest} was retired",
+        )
     raise err(code, detail, where=MANIFEST_NAME, requirement="REQ-MAN-001")
 
 
@@ -654,9 +703,15 @@ def read_index(store: Store, manifest: Manifest) -> Index:
     index = Index.parse(content, where=path, digest=digest)
     if index.origin != manifest.origin or index.saved_unix_s != manifest.saved_unix_s:
         raise err(
-            Code.DOC_MISMATCH, "manifest and index are of different attempts", where=path, requirement="REQ-IDX-001"
+            Code.DOC_MISMATCH,
+            "manifest and index are of different attempts",
+            where=path,
+            requirement="REQ-IDX-001",
         )
-    said = {name: dataclasses.replace(field, stored_nbytes=None) for name, field in manifest.fields.items()}
+    said = {
+        name: dataclasses.replace(field, stored_nbytes=None)
+        for name, field in manifest.fields.items()
+    }
     if summarise(index) != said:
         raise err(
             Code.MANIFEST_SUMMARY,
@@ -670,8 +725,15 @@ def read_index(store: Store, manifest: Manifest) -> Index:
 
 def in_caches(durability: str, names: Sequence[str]) -> CkptError:
     """Return the error for files that were saved to caches and are missing from the home store."""
-    others = f", and {len(names) - 1} more files of the checkpoint aren't at home either" if len(names) > 1 else ""
-    detail = f"the file isn't at home: it was written to a cache of its node (durability {durability}){others}"
+    others = (
+        f", and {len(names) - 1} more files of the checkpoint aren't at home either"
+        if len(names) > 1
+        else ""
+    )
+    detail = (
+        "the file isn't at home: it was written to a cache of its node (durability"
+        f" {durability}){others}"
+    )
     return err(Code.FILES_IN_CACHES, detail, where=names[0], requirement="REQ-OPN-012")
 
 

@@ -40,4 +40,6 @@ def check_at_home(files: CheckpointFiles) -> None:
     """
     elsewhere = find_elsewhere(files)
     if elsewhere:
-        raise in_caches(files.manifest.durability, [name for names in elsewhere.values() for name in names])
+        raise in_caches(
+            files.manifest.durability, [name for names in elsewhere.values() for name in names]
+        )

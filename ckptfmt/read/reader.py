@@ -155,7 +155,10 @@ class Checkpoint(CheckpointFiles):
     def __repr__(self) -> str:
         fields = [name for name, field in self.manifest.fields.items() if field.reason is None]
         kind = "" if self.manifest.profile == "full" else f", {self.manifest.profile}"
-        return f"Checkpoint({self.path!r}, step={self.step}, nbytes={self.manifest.nbytes}{kind}, {' '.join(fields)})"
+        return (
+            f"Checkpoint({self.path!r}, step={self.step}, nbytes={self.manifest.nbytes}{kind},"
+            f" {' '.join(fields)})"
+        )
 
     def __dir__(self) -> list[str]:
         """Return the names for users who read a checkpoint, without the names for engines."""
@@ -165,7 +168,7 @@ class Checkpoint(CheckpointFiles):
         """Return the tensors of a field by name."""
         return TensorView(self, field)
 
-    def leaf(self, field: str, name: str = "", scope: str = "global") -> Any:  # noqa: ANN401 - any plain value
+    def leaf(self, field: str, name: str = "", scope: str = "global") -> Any:
         """Return a plain value.
 
         A tensor in the value is a `TensorRef` with the name of a tensor of the same field.
@@ -183,8 +186,16 @@ class Checkpoint(CheckpointFiles):
             near = difflib.get_close_matches(
                 name, [one for of, one, at in self.leaves if (of, at) == (field, scope)], n=1
             )
-            remedy = f"{f'Did you mean {near[0]!r}? ' if near else ''}`leaves` has the values that were saved."
-            raise err(Code.LEAF_MISSING, f"{field} has no value {name!r} ({scope})", where=name, remedy=remedy)
+            remedy = (
+                f"{f'Did you mean {near[0]!r}? ' if near else ''}`leaves` has the values"
+                " that were saved."
+            )
+            raise err(
+                Code.LEAF_MISSING,
+                f"{field} has no value {name!r} ({scope})",
+                where=name,
+                remedy=remedy,
+            )
         where = part_path(self.manifest.origin.attempt, entry.part)
         return parse_tree(self.stored_leaf(entry).value, where=f"{where}#/leaves/{field}/{name}")
 
@@ -197,9 +208,13 @@ class Checkpoint(CheckpointFiles):
         if entry is None:
             raise err(Code.STREAM_MISSING, f"there is no RNG stream {name!r} ({scope})", where=name)
         where = part_path(self.manifest.origin.attempt, entry.part)
-        return entry.kind, parse_tree(self.stored_stream(entry).state, where=f"{where}#/streams/{name}")
+        return entry.kind, parse_tree(
+            self.stored_stream(entry).state, where=f"{where}#/streams/{name}"
+        )
 
-    def read(self, field: str, name: str, scope: str = "global", box: Box | None = None) -> NDArray[Any]:
+    def read(
+        self, field: str, name: str, scope: str = "global", box: Box | None = None
+    ) -> NDArray[Any]:
         """Return a tensor, or a box of a tensor, as a new numpy array.
 
         Shapes: the box's shape; without a box, the global shape.
@@ -276,7 +291,9 @@ def _check_within(tensor: IndexTensor, box: Box) -> None:
     whole = Box.whole(tensor.global_shape)
     is_one = len(box.begin) == len(box.shape) == len(whole.shape) and min(box.shape, default=0) >= 0
     if not is_one or not whole.contains(box):
-        raise err(Code.ARGUMENT, f"{box} leaves the tensor's {tensor.global_shape}", where=tensor.name)
+        raise err(
+            Code.ARGUMENT, f"{box} leaves the tensor's {tensor.global_shape}", where=tensor.name
+        )
 
 
 class MissingNameError(StateError, KeyError):
@@ -284,7 +301,9 @@ class MissingNameError(StateError, KeyError):
 
 
 def _missing(code: Code, detail: str, name: object) -> MissingNameError:
-    return MissingNameError(code, detail, where=str(name), remedy="List the names: they are the keys of this mapping.")
+    return MissingNameError(
+        code, detail, where=str(name), remedy="List the names: they are the keys of this mapping."
+    )
 
 
 class TensorView(Mapping[str, "TensorHandle"]):
@@ -296,7 +315,13 @@ class TensorView(Mapping[str, "TensorHandle"]):
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, field: str, scope: str | None = None, *, under: str = "", without: str = ""
+        self,
+        checkpoint: Checkpoint,
+        field: str,
+        scope: str | None = None,
+        *,
+        under: str = "",
+        without: str = "",
     ) -> None:
         self._checkpoint = checkpoint
         self._field = field
@@ -310,7 +335,9 @@ class TensorView(Mapping[str, "TensorHandle"]):
 
     def scoped(self, scope: str) -> TensorView:
         """Return the view of a single scope, such as ``lw/0``."""
-        return TensorView(self._checkpoint, self._field, scope, under=self._under, without=self._without)
+        return TensorView(
+            self._checkpoint, self._field, scope, under=self._under, without=self._without
+        )
 
     def __getitem__(self, name: str) -> TensorHandle:
         found = self._find(name)
@@ -332,7 +359,9 @@ class TensorView(Mapping[str, "TensorHandle"]):
         return (self._scope,) if self._scope else ("global", "lw/0")
 
     def _shows(self, name: str) -> bool:
-        return name.startswith(self._under) and not (self._without and name.startswith(self._without))
+        return name.startswith(self._under) and not (
+            self._without and name.startswith(self._without)
+        )
 
     def __contains__(self, name: object) -> bool:
         return self._find(name) is not None
@@ -363,14 +392,18 @@ class ValueView(Mapping[str, Any]):
 
     @functools.cached_property
     def _values(self) -> dict[str, Any]:
-        names = [name for field, name, scope in self._checkpoint.leaves if (field, scope) == (self._field, "global")]
+        names = [
+            name
+            for field, name, scope in self._checkpoint.leaves
+            if (field, scope) == (self._field, "global")
+        ]
         values = {name: _with_handles(self._checkpoint, self._field, name) for name in names}
         whole = values.pop("", None)
         # A value that isn't a mapping has no members, and appears under the empty name.
         members = whole if isinstance(whole, dict) else {"": whole} if "" in names else {}
         return {**members, **values}
 
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - any plain value
+    def __getitem__(self, name: str) -> Any:
         if name not in self._values:
             raise _missing(Code.LEAF_MISSING, f"{self._field} has no value {name!r}", name)
         return self._values[name]
@@ -399,11 +432,13 @@ class ExtraView(Mapping[str, Any]):
         checkpoint = self._checkpoint
         keys = (key for keys in (checkpoint.leaves, checkpoint.tensors) for key in keys)
         names = (
-            name.removeprefix(_EXTRA) for field, name, _ in keys if field == "optimizer" and name.startswith(_EXTRA)
+            name.removeprefix(_EXTRA)
+            for field, name, _ in keys
+            if field == "optimizer" and name.startswith(_EXTRA)
         )
         return dict.fromkeys(sorted(name.partition("/")[0] for name in names))
 
-    def __getitem__(self, key: str) -> Any:  # noqa: ANN401 - any plain value, or a view
+    def __getitem__(self, key: str) -> Any:
         if key not in self._keys:
             raise _missing(Code.LEAF_MISSING, f"extra has no value {key!r}", key)
         if ("optimizer", f"{_EXTRA}{key}", "global") in self._checkpoint.leaves:
@@ -445,10 +480,10 @@ class StreamView(Mapping[str, tuple[str, Any]]):
         return f"StreamView({self._scope}: {', '.join(self)})"
 
 
-def _with_handles(checkpoint: Checkpoint, field: str, name: str) -> Any:  # noqa: ANN401 - any plain value
+def _with_handles(checkpoint: Checkpoint, field: str, name: str) -> Any:
     """Return a saved value with references to tensors replaced by handles."""
 
-    def replace(value: Any) -> Any:  # noqa: ANN401
+    def replace(value: Any) -> Any:
         if isinstance(value, TensorRef):
             tensor = checkpoint.find(field, value.name)
             return value if tensor is None else TensorHandle(checkpoint, tensor)
@@ -493,12 +528,12 @@ class TensorHandle:
     def __repr__(self) -> str:
         return f"TensorHandle({self._tensor.name!r}, {self.dtype}, {self.shape})"
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: ANN401, FBT001 - numpy's
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: FBT001 - numpy's
         del copy
         array = self[...]
         return array if dtype is None else array.astype(dtype)
 
-    def __getitem__(self, item: Any) -> NDArray[Any]:  # noqa: ANN401 - as in numpy
+    def __getitem__(self, item: Any) -> NDArray[Any]:
         """Return elements as an array. Only basic indices with step 1 are accepted.
 
         Only the blocks that contain the elements are read.
@@ -511,7 +546,9 @@ class TensorHandle:
         return kept
 
 
-def _box_of(items: tuple[Any, ...], shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any, ...]]:
+def _box_of(
+    items: tuple[Any, ...], shape: tuple[int, ...], name: str
+) -> tuple[Box, tuple[Any, ...]]:
     """Return the box selected by basic indices, and the index that drops the integer axes."""
     # Compare by identity, because an array in the indices compares element by element.
     dots = [at for at, item in enumerate(items) if item is Ellipsis]
@@ -526,14 +563,22 @@ def _box_of(items: tuple[Any, ...], shape: tuple[int, ...], name: str) -> tuple[
         if isinstance(index, slice):
             start, stop, step = index.indices(extent)
             if step != 1:
-                raise err(Code.ARGUMENT, "slices with a step aren't read: slice the array", where=name)
+                raise err(
+                    Code.ARGUMENT, "slices with a step aren't read: slice the array", where=name
+                )
             begin.append(start)
             extents.append(max(0, stop - start))
             keep.append(slice(None))
-        elif isinstance(index, int | np.integer) and not isinstance(index, bool) and -extent <= index < extent:
+        elif (
+            isinstance(index, int | np.integer)
+            and not isinstance(index, bool)
+            and -extent <= index < extent
+        ):
             begin.append(int(index) % extent)
             extents.append(1)
             keep.append(0)  # type: ignore[arg-type]
         else:
-            raise err(Code.ARGUMENT, f"index {index!r} doesn't fit an extent of {extent}", where=name)
+            raise err(
+                Code.ARGUMENT, f"index {index!r} doesn't fit an extent of {extent}", where=name
+            )
     return Box(tuple(begin), tuple(extents)), tuple(keep)

@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from ckptfmt.box import Box
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.layout.read_plan import BlockRange, Request, cut_range, find_blocks, find_stretch, iter_stored_boxes
+from ckptfmt.layout.read_plan import (
+    BlockRange,
+    Request,
+    cut_range,
+    find_blocks,
+    find_stretch,
+    iter_stored_boxes,
+)
 from ckptfmt.read.decoding import BlockSpan, Decoder, Fetched, Library, iter_spans
 from ckptfmt.read.files import CheckpointFiles, StoredBox
 from ckptfmt.read.sharing import Peers, Rounds, Take, share_ranges
@@ -57,7 +64,7 @@ _CARRIERS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 Bundle: TypeAlias = list[tuple[int, int]]
 
 
-# --- destinations -----------------------------------------------------------------------------------------------------
+# --- destinations ---------------------------------------------------------------------------------
 
 
 def carrier_of(element_nbytes: int) -> np.dtype[Any]:
@@ -106,7 +113,9 @@ class ArrayTarget:
         first = find_stretch(self.boxes[0], box) if self.array.flags.c_contiguous else None
         if first is None:
             return None
-        flat: NDArray[np.uint8] = self.array.reshape(-1)[first : first + box.element_count].view(np.uint8)
+        flat: NDArray[np.uint8] = self.array.reshape(-1)[first : first + box.element_count].view(
+            np.uint8
+        )
         return flat
 
 
@@ -136,7 +145,9 @@ class WantedBox:
         """
         stored = self.stored
         wanted = [box for _, box in self.wanted]
-        for first, last in find_blocks(stored.box, wanted, stored.element_nbytes, stored.block_nbytes):
+        for first, last in find_blocks(
+            stored.box, wanted, stored.element_nbytes, stored.block_nbytes
+        ):
             yield from iter_spans(stored, first, last)
 
     def open_sinks(self) -> None:
@@ -168,11 +179,15 @@ class WantedBox:
                 np.copyto(memory[low - first : high - first], found)
         if not self._others:
             return
-        for at, box in cut_range(self.stored.box, begin, begin + blocks.nbytes, self.stored.element_nbytes):
+        for at, box in cut_range(
+            self.stored.box, begin, begin + blocks.nbytes, self.stored.element_nbytes
+        ):
             for sink, wanted in self._others:
                 common = box.intersect(wanted)
                 if common is not None:
-                    sink.copy_from(common, _cut(content[at - begin :], box, common, self.stored.element_nbytes))
+                    sink.copy_from(
+                        common, _cut(content[at - begin :], box, common, self.stored.element_nbytes)
+                    )
 
 
 def _cut(content: memoryview, box: Box, wanted: Box, element_nbytes: int) -> memoryview:
@@ -186,14 +201,18 @@ def _cut(content: memoryview, box: Box, wanted: Box, element_nbytes: int) -> mem
         return content[begin : begin + wanted.element_count * element_nbytes]
     carrier = carrier_of(element_nbytes)
     held = np.frombuffer(content[: box.element_count * element_nbytes], carrier).reshape(box.shape)
-    cut: memoryview = np.ascontiguousarray(held[wanted.relative_to(box)]).reshape(-1).view(np.uint8).data
+    cut: memoryview = (
+        np.ascontiguousarray(held[wanted.relative_to(box)]).reshape(-1).view(np.uint8).data
+    )
     return cut
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
-def plan_reading(files: CheckpointFiles, sinks: Sequence[TensorSink], borrow: Borrow | None = None) -> Reading:
+def plan_reading(
+    files: CheckpointFiles, sinks: Sequence[TensorSink], borrow: Borrow | None = None
+) -> Reading:
     """Return a read that fills sinks; see `ckptfmt.read.reader.Checkpoint.plan_reading`."""
     tensors = [_find_for(files, sink) for sink in sinks]
     files.open_parts(_list_parts(tensors, sinks) if files.store.is_remote else ())
@@ -224,9 +243,15 @@ def _list_parts(tensors: Sequence[IndexTensor], sinks: Sequence[TensorSink]) -> 
 def _find_for(files: CheckpointFiles, sink: TensorSink) -> IndexTensor:
     tensor = files.find(sink.field, sink.name, sink.scope)
     if tensor is None:
-        raise err(Code.TENSOR_MISSING, f"{sink.field} has no tensor {sink.name!r} ({sink.scope})", where=sink.name)
+        raise err(
+            Code.TENSOR_MISSING,
+            f"{sink.field} has no tensor {sink.name!r} ({sink.scope})",
+            where=sink.name,
+        )
     if sink.dtype != tensor.dtype:
-        raise err(Code.DTYPE_MISMATCH, f"saved as {tensor.dtype}, wanted as {sink.dtype}", where=sink.name)
+        raise err(
+            Code.DTYPE_MISMATCH, f"saved as {tensor.dtype}, wanted as {sink.dtype}", where=sink.name
+        )
     if tuple(sink.global_shape) != tensor.global_shape:
         raise err(
             Code.SHAPE_MISMATCH,
@@ -264,7 +289,9 @@ class Reading:
         """Add blocks of a box to the read, given the box's number."""
         for span in spans:
             if span.encoding == "raw":
-                self.ranges.append(self.library.range_of(span.stored, span.first, span.last, number))
+                self.ranges.append(
+                    self.library.range_of(span.stored, span.first, span.last, number)
+                )
                 continue
             for block in range(span.first, span.last):
                 self._bundles.setdefault(_bundle_of(span.stored, block), []).append((number, block))
@@ -276,7 +303,9 @@ class Reading:
 
         Raises: the errors of the gather.
         """
-        self.ranges, self._rounds = share_ranges(self.ranges, peers, block_nbytes=self.library.files.block_nbytes)
+        self.ranges, self._rounds = share_ranges(
+            self.ranges, peers, block_nbytes=self.library.files.block_nbytes
+        )
 
     def run(self) -> ReadReport:
         """Read, verify and place all blocks.
@@ -325,7 +354,9 @@ class Reading:
 
     def _check_files(self, ranges: list[BlockRange]) -> list[BlockRange]:
         """Compare size and header of the ranges' files, and return the ranges that can be read."""
-        call_each(self.library.files.store, self.library.check, sorted({blocks.path for blocks in ranges}))
+        call_each(
+            self.library.files.store, self.library.check, sorted({blocks.path for blocks in ranges})
+        )
         return ranges
 
     def _take(self, blocks: BlockRange, stored: memoryview) -> None:
@@ -349,10 +380,14 @@ class Reading:
         count = max(1, min(most, room // (WAITING + 1))) if self._waits() else 0
 
         def fetch(batch: list[Bundle]) -> tuple[list[Bundle], Fetched]:
-            wanted = ((self.boxes[number].stored, block) for bundle in batch for number, block in bundle)
+            wanted = (
+                (self.boxes[number].stored, block) for bundle in batch for number, block in bundle
+            )
             return batch, self.library.fetch(wanted)
 
-        for batch, fetched in iter_ahead(fetch, batches, count=count) if count else map(fetch, batches):
+        for batch, fetched in (
+            iter_ahead(fetch, batches, count=count) if count else map(fetch, batches)
+        ):
             self._read_nbytes += fetched.read_nbytes
             self._request_count += fetched.request_count
             self._verified_nbytes += fetched.nbytes
@@ -381,7 +416,9 @@ class Reading:
             sorts[self._nbytes_of(bundle) * _BATCH_COUNT < _BATCH_NBYTES].append(bundle)
         placed: list[tuple[float, list[Bundle]]] = []
         for bundles in sorts:
-            batches = list(iter_batches(bundles, self._nbytes_of, nbytes=_BATCH_NBYTES, count=_BATCH_COUNT))
+            batches = list(
+                iter_batches(bundles, self._nbytes_of, nbytes=_BATCH_NBYTES, count=_BATCH_COUNT)
+            )
             placed += [((at + 0.5) / len(batches), batch) for at, batch in enumerate(batches)]
         return [batch for _, batch in sorted(placed, key=lambda row: row[0])]
 
@@ -393,7 +430,10 @@ class Reading:
         for number, block in bundle:
             wanted = self.boxes[number]
             content = decoder.content(wanted.stored, block)
-            wanted.place(BlockRange("", 0, content.nbytes, number, block * wanted.stored.block_nbytes), content)
+            wanted.place(
+                BlockRange("", 0, content.nbytes, number, block * wanted.stored.block_nbytes),
+                content,
+            )
 
     def _report(self) -> ReadReport:
         received_nbytes = 0 if self._rounds is None else self._rounds.received_nbytes
@@ -404,14 +444,17 @@ class Reading:
             request_count=self._request_count,
             received_nbytes=received_nbytes,
             decoded_nbytes=self._decoded_nbytes,
-            buffer_nbytes=self._buffer_nbytes + (0 if self._rounds is None else self._rounds.buffer_nbytes),
+            buffer_nbytes=self._buffer_nbytes
+            + (0 if self._rounds is None else self._rounds.buffer_nbytes),
             metadata_nbytes=self.library.files.metadata_nbytes,
         )
 
 
 def _bundle_of(stored: StoredBox, block: int) -> tuple[StoredBox, int]:
     """Return the key of a block's bundle: the first box of the group, and a number."""
-    members = [stored] if stored.group is None else [stored.opened.box(row) for row in stored.group.boxes]
+    members = (
+        [stored] if stored.group is None else [stored.opened.box(row) for row in stored.group.boxes]
+    )
     narrowest = min(member.element_nbytes for member in members)
     # The same number of elements fills more blocks if the elements are wider.
     return members[0], block * narrowest // stored.element_nbytes

@@ -36,7 +36,11 @@ class FoundReference:
 
     def as_json(self) -> dict[str, Any]:
         """Return the members of the JSON report."""
-        return {**dataclasses.asdict(self), "found": self.path is not None, "reason": self.reason or None}
+        return {
+            **dataclasses.asdict(self),
+            "found": self.path is not None,
+            "reason": self.reason or None,
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +156,11 @@ class Report:
         return self.valid
 
     def __repr__(self) -> str:
-        found = "valid" if self.valid else f"{len(self.violations)} violations, first {self.violations[0]}"
+        found = (
+            "valid"
+            if self.valid
+            else f"{len(self.violations)} violations, first {self.violations[0]}"
+        )
         return f"Report({self.target!r}, {self.kind}, nbytes={self.nbytes}, {found})"
 
     @property
@@ -198,7 +206,11 @@ def is_violation(error: BaseException | None) -> bool:
 
     Errors of the store and of the floating-point environment don't describe the checked data.
     """
-    return isinstance(error, CkptError) and not isinstance(error, StoreError) and error.code != Code.FLOAT_ENVIRONMENT
+    return (
+        isinstance(error, CkptError)
+        and not isinstance(error, StoreError)
+        and error.code != Code.FLOAT_ENVIRONMENT
+    )
 
 
 def without_frames(error: CkptError) -> CkptError:

@@ -62,7 +62,9 @@ def split_shared(
     (Parcel(path='a', byte_begin=4, nbytes=4, reader=0, wanters=(0, 1)),)
     """
     load = [sum(end - begin for _, begin, end in spans) for spans in wanted]
-    stretches = [stretch for stretch in _iter_stretches(wanted) if stretch[2] - stretch[1] >= least_nbytes]
+    stretches = [
+        stretch for stretch in _iter_stretches(wanted) if stretch[2] - stretch[1] >= least_nbytes
+    ]
     for _, begin, end, wanters in stretches:
         for process in wanters:
             load[process] -= end - begin
@@ -76,7 +78,9 @@ def split_shared(
     return tuple(parcels)
 
 
-def plan_rounds(parcels: Sequence[Parcel], process_count: int, round_nbytes: int) -> tuple[tuple[Parcel, ...], ...]:
+def plan_rounds(
+    parcels: Sequence[Parcel], process_count: int, round_nbytes: int
+) -> tuple[tuple[Parcel, ...], ...]:
     """Return the parcels in rounds.
 
     In a round, no process holds more than `round_nbytes`, or more than one parcel if the parcel is
@@ -85,7 +89,9 @@ def plan_rounds(parcels: Sequence[Parcel], process_count: int, round_nbytes: int
     rounds: list[list[Parcel]] = []
     held = [0] * process_count
     for parcel in parcels:
-        if not rounds or any(held[process] + parcel.nbytes > round_nbytes for process in parcel.wanters):
+        if not rounds or any(
+            held[process] + parcel.nbytes > round_nbytes for process in parcel.wanters
+        ):
             rounds.append([])
             held = [0] * process_count
         rounds[-1].append(parcel)
@@ -94,7 +100,9 @@ def plan_rounds(parcels: Sequence[Parcel], process_count: int, round_nbytes: int
     return tuple(tuple(group) for group in rounds)
 
 
-def _iter_stretches(wanted: Sequence[Sequence[FileSpan]]) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+def _iter_stretches(
+    wanted: Sequence[Sequence[FileSpan]],
+) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
     """Yield the stretches wanted by at least two processes: path, begin, end, processes.
 
     A stretch lies between two consecutive ends of spans.
@@ -166,7 +174,9 @@ def refuse_sharing(count: int) -> CkptError:
     )
 
 
-def share_ranges(ranges: Iterable[BlockRange], peers: Peers, *, block_nbytes: int) -> tuple[list[BlockRange], Rounds]:
+def share_ranges(
+    ranges: Iterable[BlockRange], peers: Peers, *, block_nbytes: int
+) -> tuple[list[BlockRange], Rounds]:
     """Return the ranges that this process reads alone, and the shared rounds.
 
     Every process calls this function.
@@ -179,7 +189,10 @@ def share_ranges(ranges: Iterable[BlockRange], peers: Peers, *, block_nbytes: in
     if any(type(theirs) is not dict or theirs.keys() != {"wanted"} for theirs in told):
         raise err(Code.WRITERS_DIVERGED, "not every process has share=True", where="share=")
     parcels = split_shared(
-        [[(path, begin, end) for path, spans in theirs["wanted"].items() for begin, end in spans] for theirs in told],
+        [
+            [(path, begin, end) for path, spans in theirs["wanted"].items() for begin, end in spans]
+            for theirs in told
+        ],
         parcel_nbytes=max(1, PARCEL_NBYTES // block_nbytes) * block_nbytes,
         least_nbytes=LEAST_NBYTES,
     )
@@ -207,7 +220,9 @@ class Rounds:
         self._shared = shared
         self.received_nbytes = 0
         # Each parcel has an extra byte: a mark that the bytes are good.
-        self.buffer_nbytes = max((sum(parcel.nbytes + 1 for parcel in parcels) for parcels in rounds), default=0)
+        self.buffer_nbytes = max(
+            (sum(parcel.nbytes + 1 for parcel in parcels) for parcels in rounds), default=0
+        )
         self._buffer = memoryview(bytearray(self.buffer_nbytes))
 
     def run(self, read: Read, take: Take) -> None:
@@ -240,13 +255,16 @@ class Rounds:
     def _places(self, parcels: Sequence[Parcel]) -> dict[Parcel, memoryview]:
         ends = list(itertools.accumulate(parcel.nbytes + 1 for parcel in parcels))
         places = {
-            parcel: self._buffer[begin:end] for parcel, begin, end in zip(parcels, [0, *ends], ends, strict=False)
+            parcel: self._buffer[begin:end]
+            for parcel, begin, end in zip(parcels, [0, *ends], ends, strict=False)
         }
         for place in places.values():
             place[-1] = 0
         return places
 
-    def _read(self, parcels: Sequence[Parcel], places: dict[Parcel, memoryview], read: Read) -> None:
+    def _read(
+        self, parcels: Sequence[Parcel], places: dict[Parcel, memoryview], read: Read
+    ) -> None:
         own = [parcel for parcel in parcels if parcel.reader == self._peers.number]
         begins = [(parcel.path, parcel.byte_begin) for parcel in own]
 
@@ -269,15 +287,22 @@ class Rounds:
             if peer != number
         ]
         self._peers.exchange(
-            outgoing, [(parcel.reader, places[parcel]) for parcel in parcels if parcel.reader != number]
+            outgoing,
+            [(parcel.reader, places[parcel]) for parcel in parcels if parcel.reader != number],
         )
 
-    def _take(self, parcels: Sequence[Parcel], places: dict[Parcel, memoryview], take: Take) -> None:
+    def _take(
+        self, parcels: Sequence[Parcel], places: dict[Parcel, memoryview], take: Take
+    ) -> None:
         for parcel in parcels:
             if parcel.reader == self._peers.number:
                 continue
             if places[parcel][-1] != _GOOD:
-                raise err(Code.PEER_FAILED, f"process {parcel.reader} couldn't read this file", where=parcel.path)
+                raise err(
+                    Code.PEER_FAILED,
+                    f"process {parcel.reader} couldn't read this file",
+                    where=parcel.path,
+                )
             # Each receiver checks the bytes, because only the receiver can detect damage by the
             # network.
             take(self._shared.range_of(parcel), places[parcel][:-1])
@@ -298,14 +323,18 @@ class _Shared:
 
     def range_of(self, parcel: Parcel) -> BlockRange:
         """Return the part of a range covered by a parcel."""
-        return _part_of(self._ranges[self._find(parcel)], parcel.byte_begin, parcel.byte_begin + parcel.nbytes)
+        return _part_of(
+            self._ranges[self._find(parcel)], parcel.byte_begin, parcel.byte_begin + parcel.nbytes
+        )
 
     def left(self) -> list[BlockRange]:
         """Return the parts of the ranges that aren't shared."""
         left = []
         for number, blocks in enumerate(self._ranges):
             at = blocks.byte_begin
-            for parcel in sorted(self._parcels.get(number, ()), key=lambda parcel: parcel.byte_begin):
+            for parcel in sorted(
+                self._parcels.get(number, ()), key=lambda parcel: parcel.byte_begin
+            ):
                 if at < parcel.byte_begin:
                     left.append(_part_of(blocks, at, parcel.byte_begin))
                 at = parcel.byte_begin + parcel.nbytes

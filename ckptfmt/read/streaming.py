@@ -100,7 +100,9 @@ class Ranges(Protocol):
         """Return whether reads of a file wait; see `Store.waits`."""
 
 
-def stream_requests(store: Ranges, requests: Sequence[Request], take: _Take, *, borrow: Borrow | None = None) -> int:
+def stream_requests(
+    store: Ranges, requests: Sequence[Request], take: _Take, *, borrow: Borrow | None = None
+) -> int:
     """Read every request, and call `take` with each; return the total size of the buffers in bytes.
 
     After an error no further request begins. If several requests fail, the error of the first of
@@ -120,7 +122,11 @@ def stream_requests(store: Ranges, requests: Sequence[Request], take: _Take, *, 
     buffer_nbytes = (-(-longest_nbytes // PAGE_NBYTES) + 2) * PAGE_NBYTES
     reader_count, count, most_nbytes = 0, thread_count(), IN_FLIGHT_NBYTES
     if store.is_remote:
-        reader_count, count, most_nbytes = REMOTE_READER_COUNT, 2 * REMOTE_READER_COUNT, REMOTE_IN_FLIGHT_NBYTES
+        reader_count, count, most_nbytes = (
+            REMOTE_READER_COUNT,
+            2 * REMOTE_READER_COUNT,
+            REMOTE_IN_FLIGHT_NBYTES,
+        )
     elif sum(request.nbytes for request in requests) <= _SMALL_NBYTES:
         count = 1
     elif store.waits(requests[0].path):
@@ -128,7 +134,9 @@ def stream_requests(store: Ranges, requests: Sequence[Request], take: _Take, *, 
     count = max(1, min(count, len(requests), most_nbytes // buffer_nbytes))
     memory = make_memory(buffer_nbytes * count)
     with contextlib.nullcontext() if borrow is None else borrow(memory):
-        buffers = [memory[number * buffer_nbytes : (number + 1) * buffer_nbytes] for number in range(count)]
+        buffers = [
+            memory[number * buffer_nbytes : (number + 1) * buffer_nbytes] for number in range(count)
+        ]
         if reader_count and count > 1:
             _read_beside_taking(_Work(store, requests, take), buffers, reader_count)
         else:
@@ -283,7 +291,9 @@ class _Work:
         After a failure, wait until all requests that had begun are finished.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._open_count and self._next == len(self._requests))
+            self._changed.wait_for(
+                lambda: not self._open_count and self._next == len(self._requests)
+            )
 
     def end(self, wake: Callable[[], None] = lambda: None) -> None:
         """Let no further request begin, and wait for the other threads.
@@ -356,7 +366,7 @@ class _Files:
         self._open.clear()
 
 
-# --- work ahead -------------------------------------------------------------------------------------------------------
+# --- work ahead -----------------------------------------------------------------------------------
 
 
 Item = TypeVar("Item")
@@ -368,7 +378,11 @@ WAITING: Final = 2
 
 
 def iter_ahead(
-    work: Callable[[Item], Result], items: Iterable[Item], *, count: int | None = None, ahead_count: int | None = None
+    work: Callable[[Item], Result],
+    items: Iterable[Item],
+    *,
+    count: int | None = None,
+    ahead_count: int | None = None,
 ) -> Iterator[Result]:
     """Yield the result of `work` for each item, in order, with few results in memory at a time.
 

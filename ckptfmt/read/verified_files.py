@@ -107,13 +107,18 @@ def index_file(manifest: Manifest) -> VerifiedFile:
 def part_files(files: CheckpointFiles) -> list[VerifiedFile]:
     """Return the parts of a checkpoint as verified files."""
     attempt = files.manifest.origin.attempt
-    return [packed_file(part_path(attempt, at), one.nbytes, one.digest) for at, one in enumerate(files.index.parts)]
+    return [
+        packed_file(part_path(attempt, at), one.nbytes, one.digest)
+        for at, one in enumerate(files.index.parts)
+    ]
 
 
 def stored_files(opened: OpenPart) -> list[VerifiedFile]:
     """Return the shards and packs of a part as verified files."""
     files = opened.part.files
-    spans: list[list[Span]] = [[(0, file.header_nbytes, functools.partial(_check_header, file))] for file in files]
+    spans: list[list[Span]] = [
+        [(0, file.header_nbytes, functools.partial(_check_header, file))] for file in files
+    ]
     for stored in opened.iter_boxes():
         for extent in stored.extents:
             if extent.file is None:
@@ -124,7 +129,10 @@ def stored_files(opened: OpenPart) -> list[VerifiedFile]:
                 spans[extent.file].append(_block_span(stored, first, min(first + step, end)))
     for found in spans:
         found.sort(key=lambda span: span[0])
-    return [VerifiedFile(path=file.name, nbytes=file.nbytes, spans=own) for file, own in zip(files, spans, strict=True)]
+    return [
+        VerifiedFile(path=file.name, nbytes=file.nbytes, spans=own)
+        for file, own in zip(files, spans, strict=True)
+    ]
 
 
 def stored_files_of(part: Part) -> list[VerifiedFile]:
@@ -136,7 +144,9 @@ def stored_files_of(part: Part) -> list[VerifiedFile]:
     return stored_files(OpenPart(cast("CheckpointFiles", None), part))
 
 
-def create_verified(store: Store, file: VerifiedFile, chunks: Callable[[], Generator[memoryview, None, None]]) -> bool:
+def create_verified(
+    store: Store, file: VerifiedFile, chunks: Callable[[], Generator[memoryview, None, None]]
+) -> bool:
     """Create a copy of a file; return False if another process has already created the same copy.
 
     Args:
@@ -162,7 +172,9 @@ def create_verified(store: Store, file: VerifiedFile, chunks: Callable[[], Gener
         return True
 
 
-def for_each_file(work: Callable[[VerifiedFile], None], files: Iterable[VerifiedFile], failed: threading.Event) -> None:
+def for_each_file(
+    work: Callable[[VerifiedFile], None], files: Iterable[VerifiedFile], failed: threading.Event
+) -> None:
     """Call `work` with each file, for several files at a time.
 
     Args:

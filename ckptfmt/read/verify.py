@@ -46,7 +46,14 @@ from ckptfmt.features import is_of_delta
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.layout.read_plan import BlockRange
 from ckptfmt.read.decoding import Decoder, iter_spans
-from ckptfmt.read.files import CheckpointFiles, OpenPart, ReplacedError, StoredBox, is_current, read_anew
+from ckptfmt.read.files import (
+    CheckpointFiles,
+    OpenPart,
+    ReplacedError,
+    StoredBox,
+    is_current,
+    read_anew,
+)
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Bundle, Reading, WantedBox
@@ -103,7 +110,9 @@ def verify_checkpoint(
         report.absorb(found)
 
 
-def verify_loadable(store: Store, report: Report, *, digest: str | None = None) -> Checkpoint | None:
+def verify_loadable(
+    store: Store, report: Report, *, digest: str | None = None
+) -> Checkpoint | None:
     """Check every byte of a checkpoint, and the blocks of its bases needed to load the checkpoint.
 
     Damage in other blocks of a base doesn't prevent a resume from this checkpoint.
@@ -178,7 +187,9 @@ def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> 
     """
     if held := list_held(store):  # first: a save committed in between is still checked
         report.warnings.append(
-            f"{describe_savers(held)} still has saves in hand: only what was committed before is checked"
+            f"{describe_savers(held)} still has saves in hand: only what was committed before"
+            " is"
+            " checked"
         )
     run: RunRecord | None = None
     with report.collect():
@@ -193,7 +204,9 @@ def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> 
                 launch = Launch.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
                 check_run_id(run_id, launch.run_id, path)
     names = {name.removesuffix("/") for name in store.list_names("")}
-    places = {name: place for name in sorted(names) if (place := parse_checkpoint_name(name)) is not None}
+    places = {
+        name: place for name in sorted(names) if (place := parse_checkpoint_name(name)) is not None
+    }
     found = {name: report.begin(name) for name in places}
     try:
         digests: dict[str, str] = {}
@@ -257,7 +270,9 @@ class _Verification:
     ) -> Checkpoint | None:
         """Return a checkpoint if manifest and index are sound, else None."""
         with report.collect(directory):
-            return Checkpoint(store, digest=digest, bases=self._bases, check=self._collecting(report))
+            return Checkpoint(
+                store, digest=digest, bases=self._bases, check=self._collecting(report)
+            )
         return None
 
     def _collecting(self, report: Report) -> Callable[[Manifest], None] | None:
@@ -278,7 +293,10 @@ class _Verification:
     def check_opened(self, checkpoint: Checkpoint, report: Report, directory: str = "") -> None:
         """Check one checkpoint with sound manifest and index, without its closure."""
         report.checkpoints[directory or report.target] = checkpoint.digest
-        found = [self._look(checkpoint, reference, report, directory) for reference in _newest_first(checkpoint)]
+        found = [
+            self._look(checkpoint, reference, report, directory)
+            for reference in _newest_first(checkpoint)
+        ]
         self._check_contents(checkpoint, report, directory, can_decode=all(found))
 
     def check_in_run(self, store: Store, report: Report, directory: str) -> None:
@@ -307,7 +325,9 @@ class _Verification:
                 self._known.add(reference.digest)
                 self._check_member(checkpoint, reference, report)
 
-    def _look(self, checkpoint: Checkpoint, reference: Reference, report: Report, directory: str) -> bool:
+    def _look(
+        self, checkpoint: Checkpoint, reference: Reference, report: Report, directory: str
+    ) -> bool:
         """Search for a base once, for all blocks; return whether the base can be read."""
         path, reason, can_read = None, "", False
         try:
@@ -325,7 +345,13 @@ class _Verification:
                 report.add(error.below(directory) if directory else error)
         name = directory or checkpoint.title
         report.references.append(
-            FoundReference(checkpoint=name, name=reference.name, digest=reference.digest, path=path, reason=reason)
+            FoundReference(
+                checkpoint=name,
+                name=reference.name,
+                digest=reference.digest,
+                path=path,
+                reason=reason,
+            )
         )
         return can_read
 
@@ -351,7 +377,9 @@ class _Verification:
                 )
             )
 
-    def _check_contents(self, checkpoint: CheckpointFiles, report: Report, directory: str, *, can_decode: bool) -> None:
+    def _check_contents(
+        self, checkpoint: CheckpointFiles, report: Report, directory: str, *, can_decode: bool
+    ) -> None:
         """Check every byte of an open checkpoint, and the agreement of its documents."""
         before = len(report.violations)
         manifest = checkpoint.manifest
@@ -364,7 +392,9 @@ class _Verification:
             expected.add(part_path(manifest.origin.attempt, number))
             with report.collect(directory):
                 opened = checkpoint.open_part(number)
-                sound[number] = PartFileEntry(part=opened.part, digest=entry.digest, nbytes=entry.nbytes)
+                sound[number] = PartFileEntry(
+                    part=opened.part, digest=entry.digest, nbytes=entry.nbytes
+                )
                 report.count(entry.nbytes)
                 expected.update(file.name for file in opened.part.files)
                 self._check_part(opened, report, directory, can_decode=can_decode)
@@ -375,9 +405,13 @@ class _Verification:
         for path in checkpoint.store.list(""):
             if path not in expected:
                 place = f"{directory}/{path}" if directory else path
-                report.warnings.append(f"{encodable(place)} doesn't belong to the checkpoint; readers ignore it")
+                report.warnings.append(
+                    f"{encodable(place)} doesn't belong to the checkpoint; readers ignore it"
+                )
 
-    def _check_part(self, opened: OpenPart, report: Report, directory: str, *, can_decode: bool) -> None:
+    def _check_part(
+        self, opened: OpenPart, report: Report, directory: str, *, can_decode: bool
+    ) -> None:
         """Check the files, the encoded blocks and the values of a part."""
         part = opened.part
         check = _BlockCheck(opened, self._done, report.count, with_bases=self._with_bases)
@@ -415,7 +449,9 @@ class _BlockCheck(Reading):
             otherwise the bases are checked by themselves.
     """
 
-    def __init__(self, opened: OpenPart, done: Done, count: Callable[[int], None], *, with_bases: bool) -> None:
+    def __init__(
+        self, opened: OpenPart, done: Done, count: Callable[[int], None], *, with_bases: bool
+    ) -> None:
         super().__init__(opened.files)
         self._opened = opened
         self._done = done
@@ -428,7 +464,12 @@ class _BlockCheck(Reading):
         self._lock = threading.Lock()
 
     def plan(
-        self, readable: Collection[int], *, as_stored: Collection[int], can_decode: bool, share: tuple[int, int]
+        self,
+        readable: Collection[int],
+        *,
+        as_stored: Collection[int],
+        can_decode: bool,
+        share: tuple[int, int],
     ) -> None:
         """Plan the reads.
 
@@ -454,7 +495,10 @@ class _BlockCheck(Reading):
                         self.ranges.append(self.library.range_of(stored, first, last, number))
                     continue
                 if extent.file in as_stored:
-                    self.ranges += [self.library.range_of(stored, at, at + 1, number) for at in range(first, last)]
+                    self.ranges += [
+                        self.library.range_of(stored, at, at + 1, number)
+                        for at in range(first, last)
+                    ]
                 if can_decode:
                     self._add_decoded(number, stored, first, last)
 
@@ -474,7 +518,9 @@ class _BlockCheck(Reading):
             extent, done = span.stored.extent_of(span.first), self._done.get(_key(span.stored), ())
             self._count(sum(extent.stored_nbytes(at) for at in range(span.first, span.last)))
             left = (at for at in range(span.first, span.last) if at not in done)
-            self.add_blocks(number, (dataclasses.replace(span, first=at, last=at + 1) for at in left))
+            self.add_blocks(
+                number, (dataclasses.replace(span, first=at, last=at + 1) for at in left)
+            )
 
     def find_damages(self) -> list[CkptError]:
         """Return an error for each damaged block, ordered by stage, file and place.
@@ -486,7 +532,9 @@ class _BlockCheck(Reading):
         # check of the base reports the damage.
         attempt = self._opened.part.origin.attempt
         damages = [error for _, error in sorted(self._damages, key=lambda row: row[0])]
-        return [one for one in damages if self._with_bases or one.where is None or attempt in one.where]
+        return [
+            one for one in damages if self._with_bases or one.where is None or attempt in one.where
+        ]
 
     def _note(self, at: tuple[int, str, int, int], error: CkptError) -> None:
         if not is_violation(error):
@@ -507,14 +555,18 @@ class _BlockCheck(Reading):
                 self._note((2, path, -1, 0), error)
                 wrong.add(path)
 
-        call_each(self.library.files.store, check, sorted({blocks.path for blocks in ranges} - self._own))
+        call_each(
+            self.library.files.store, check, sorted({blocks.path for blocks in ranges} - self._own)
+        )
         return [blocks for blocks in ranges if blocks.path not in wrong]
 
     def _take(self, blocks: BlockRange, stored: memoryview) -> None:
         damages = list(self.boxes[blocks.box].stored.iter_damages(blocks, stored))
         with self._lock:
             for error in damages:
-                self._note((0 if blocks.path in self._own else 2, blocks.path, blocks.byte_begin, 0), error)
+                self._note(
+                    (0 if blocks.path in self._own else 2, blocks.path, blocks.byte_begin, 0), error
+                )
             self._count(blocks.nbytes)
 
     def _decode_bundle(self, bundle: Bundle, decoder: Decoder) -> None:
@@ -536,7 +588,11 @@ def _newest_first(checkpoint: CheckpointFiles) -> list[Reference]:
 
     The manifest sorts references by digest.
     """
-    return sorted(checkpoint.manifest.references, key=lambda one: parse_checkpoint_name(one.name) or (), reverse=True)
+    return sorted(
+        checkpoint.manifest.references,
+        key=lambda one: parse_checkpoint_name(one.name) or (),
+        reverse=True,
+    )
 
 
 def _can_open(checkpoint: CheckpointFiles, reference: Reference) -> bool:
@@ -571,18 +627,32 @@ def _verify_values(checkpoint: CheckpointFiles, part: Part, report: Report, dire
     for stream in part.streams:
         with report.collect(directory):
             place = f"{where}#/streams/{stream.name}"
-            _check_references(checkpoint, "rng", stream.scope, parse_tree(stream.state, where=place), place)
+            _check_references(
+                checkpoint, "rng", stream.scope, parse_tree(stream.state, where=place), place
+            )
     for leaf in part.leaves:
         with report.collect(directory):
             value = parse_tree(leaf.value, where=f"{where}#/leaves/{leaf.field}/{leaf.name}")
-            _check_references(checkpoint, leaf.field, leaf.scope, value, f"{where}#/leaves/{leaf.field}/{leaf.name}")
-            if leaf.field == "data" and isinstance(value, dict) and value.get("kind") == CURSOR_KIND:
+            _check_references(
+                checkpoint,
+                leaf.field,
+                leaf.scope,
+                value,
+                f"{where}#/leaves/{leaf.field}/{leaf.name}",
+            )
+            if (
+                leaf.field == "data"
+                and isinstance(value, dict)
+                and value.get("kind") == CURSOR_KIND
+            ):
                 parse_cursor(value)
             elif leaf.field == "data" and is_foreign(value):
                 parse_foreign(value)
 
 
-def _check_references(checkpoint: CheckpointFiles, field: str, scope: str, value: object, where: str) -> None:
+def _check_references(
+    checkpoint: CheckpointFiles, field: str, scope: str, value: object, where: str
+) -> None:
     for item in iter_references(value):
         if checkpoint.find(field, item.name, scope) is None:
             raise err(
@@ -593,7 +663,9 @@ def _check_references(checkpoint: CheckpointFiles, field: str, scope: str, value
             )
 
 
-def _verify_header(files: CheckpointFiles, file: PartFile, extents: Sequence[tuple[StoredBox, Extent]]) -> None:
+def _verify_header(
+    files: CheckpointFiles, file: PartFile, extents: Sequence[tuple[StoredBox, Extent]]
+) -> None:
     """Check a file's header against its digest; check a shard's header against the part, too."""
     header = files.read_header(file)
     if file.kind == "pack":  # all packs have the same header
@@ -602,7 +674,8 @@ def _verify_header(files: CheckpointFiles, file: PartFile, extents: Sequence[tup
     # The keys are compared as lists: a set would hide a key that the part names twice.
     keys = [extent.key or stored.key[1] for stored, extent in extents]
     if sorted(keys) != sorted(entries) or not all(
-        _agrees(entries[key], stored, extent) for key, (stored, extent) in zip(keys, extents, strict=True)
+        _agrees(entries[key], stored, extent)
+        for key, (stored, extent) in zip(keys, extents, strict=True)
     ):
         raise err(
             Code.SHARD_MISMATCH,
@@ -631,7 +704,10 @@ def _check_merge(checkpoint: CheckpointFiles, entries: list[PartFileEntry]) -> N
     """
     manifest, parts = checkpoint.manifest, [entry.part for entry in entries]
     if merge_parts(entries) != checkpoint.index:
-        detail, where = "the index isn't the one that follows from the parts", index_name(manifest.origin.attempt)
+        detail, where = (
+            "the index isn't the one that follows from the parts",
+            index_name(manifest.origin.attempt),
+        )
         raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-IDX-001")
     features, references = merge_deltas(parts)
     for what, said, merged in (
@@ -639,20 +715,34 @@ def _check_merge(checkpoint: CheckpointFiles, entries: list[PartFileEntry]) -> N
         ("references", manifest.references, references),
     ):
         if said != merged:
-            detail, where = f"the {what} aren't those that follow from the parts", f"{MANIFEST_NAME}#/signed/{what}"
+            detail, where = (
+                f"the {what} aren't those that follow from the parts",
+                f"{MANIFEST_NAME}#/signed/{what}",
+            )
             raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-DEL-021")
     if manifest.labels != parts[0].labels:
-        detail, where = "metrics, tags and suspect aren't those of part 0", f"{MANIFEST_NAME}#/signed/metrics"
+        detail, where = (
+            "metrics, tags and suspect aren't those of part 0",
+            f"{MANIFEST_NAME}#/signed/metrics",
+        )
         raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-CMT-039")
     if manifest.durability != weakest(part.durability for part in parts):
-        detail, where = "the durability isn't the weakest of the parts", f"{MANIFEST_NAME}#/signed/durability"
+        detail, where = (
+            "the durability isn't the weakest of the parts",
+            f"{MANIFEST_NAME}#/signed/durability",
+        )
         raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-CMT-046")
     if is_of_delta(features) and add_stored(summarise(checkpoint.index), parts) != manifest.fields:
-        detail, where = "stored_nbytes isn't what the parts store", f"{MANIFEST_NAME}#/signed/fields"
+        detail, where = (
+            "stored_nbytes isn't what the parts store",
+            f"{MANIFEST_NAME}#/signed/fields",
+        )
         raise err(Code.MANIFEST_SUMMARY, detail, where=where, requirement="REQ-MAN-006")
 
 
-def _verify_holders(checkpoint: CheckpointFiles, sound: set[int], report: Report, directory: str) -> None:
+def _verify_holders(
+    checkpoint: CheckpointFiles, sound: set[int], report: Report, directory: str
+) -> None:
     """Check that the sound parts contain all entries that the index assigns to them."""
     is_sound = np.zeros(checkpoint.manifest.origin.writer_count, np.bool_)
     is_sound[list(sound)] = True

@@ -37,7 +37,12 @@ from ckptfmt.run.spent_time import read_goodput
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 
-_STATES: Final = ((Manifest, "committed"), (Abort, "aborted"), (Tombstone, "retired"), (CkptError, "unreadable"))
+_STATES: Final = (
+    (Manifest, "committed"),
+    (Abort, "aborted"),
+    (Tombstone, "retired"),
+    (CkptError, "unreadable"),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +169,10 @@ class Run:
             known = sorted({name for entry in entries for name in entry.labels.metrics})
             raise err(
                 Code.NOT_COMMITTED,
-                f"no committed checkpoint has the metric {metric!r}; there are: {', '.join(known) or 'none'}",
+                (
+                    f"no committed checkpoint has the metric {metric!r}; there are:"
+                    f" {', '.join(known) or 'none'}"
+                ),
                 where=self._store.name,
                 remedy="Pass metrics= to save, or give them to Run.set_metrics.",
             )
@@ -197,7 +205,11 @@ class Run:
         self.add_labels(which, tags=tags)
 
     def add_labels(
-        self, which: Which, *, metrics: Mapping[str, SupportsFloat] | None = None, tags: Iterable[str] = ()
+        self,
+        which: Which,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        tags: Iterable[str] = (),
     ) -> None:
         """Set metrics and add tags in one step; without metrics and tags, no record is written.
 
@@ -207,14 +219,18 @@ class Run:
         if given:
             self._change(
                 which,
-                lambda known: Labels.of({**known.numbers(), **given.numbers()}, {*known.tags, *given.tags}),
+                lambda known: Labels.of(
+                    {**known.numbers(), **given.numbers()}, {*known.tags, *given.tags}
+                ),
             )
 
     def untag(self, which: Which, *tags: str) -> None:
         """Remove tags; missing tags are ignored. Raises: as `set_metrics`."""
         gone = {check_name(tag, "tags=") for tag in tags}
         if gone:
-            self._change(which, lambda known: dataclasses.replace(known, tags=_without(known.tags, gone)))
+            self._change(
+                which, lambda known: dataclasses.replace(known, tags=_without(known.tags, gone))
+            )
 
     def pin(self, which: Which) -> None:
         """Pin a committed checkpoint: retention rules don't apply until the checkpoint is unpinned.
@@ -229,9 +245,16 @@ class Run:
     def unpin(self, which: Which) -> None:
         """Remove the pin, so that the retention rules apply again. Raises: as `set_metrics`."""
         store, run = self._writable()
-        change_labels(store, run, self.find(which).name, lambda record: dataclasses.replace(record, pinned=False))
+        change_labels(
+            store,
+            run,
+            self.find(which).name,
+            lambda record: dataclasses.replace(record, pinned=False),
+        )
 
-    def delete(self, which: Which, *, dry_run: bool = False, force: bool = False, gone: Iterable[str] = ()) -> None:
+    def delete(
+        self, which: Which, *, dry_run: bool = False, force: bool = False, gone: Iterable[str] = ()
+    ) -> None:
         """Delete a committed checkpoint: retire the checkpoint in one step, then remove the files.
 
         First, every byte of another checkpoint is read, once for each `Run` object: the last
@@ -252,7 +275,13 @@ class Run:
         """
         store, run = (self._store, read_known_run(self._store)) if dry_run else self._writable()
         delete_checkpoint(
-            store, run, self.find(which).name, dry_run=dry_run, force=force, gone=gone, loadable=self._loadable
+            store,
+            run,
+            self.find(which).name,
+            dry_run=dry_run,
+            force=force,
+            gone=gone,
+            loadable=self._loadable,
         )
 
     def mirror(
@@ -278,7 +307,9 @@ class Run:
         """
         # Before the store is opened for writing, which makes the directory.
         read_known_run(self._store)
-        return mirror_run(self._store, open_store(mirror, writable=True), retire=retire, on_progress=on_progress)
+        return mirror_run(
+            self._store, open_store(mirror, writable=True), retire=retire, on_progress=on_progress
+        )
 
     def scrub(
         self,
@@ -302,9 +333,13 @@ class Run:
         # Before the stores are opened for writing, which makes the directories.
         for path in paths:
             if not is_run(open_store(path, writable=False)):
-                raise err(Code.FILE_MISSING, "no run is here", where=open_store(path, writable=False).name)
+                raise err(
+                    Code.FILE_MISSING, "no run is here", where=open_store(path, writable=False).name
+                )
         return scrub_run(
-            [open_store(path, writable=not dry_run) for path in paths], dry_run=dry_run, on_progress=on_progress
+            [open_store(path, writable=not dry_run) for path in paths],
+            dry_run=dry_run,
+            on_progress=on_progress,
         )
 
     def promote(
@@ -358,7 +393,8 @@ class Run:
         found = [
             entry
             for entry in entries
-            if wanted in (entry.name, entry.step) or (entry.manifest is not None and entry.manifest.digest == wanted)
+            if wanted in (entry.name, entry.step)
+            or (entry.manifest is not None and entry.manifest.digest == wanted)
         ]
         if len(found) > 1:
             lineage = {entry.name for entry in iter_lineage(list_launches(self._store), entries)}
@@ -368,7 +404,10 @@ class Run:
             saving = f"; {describe_savers(held)} has a save in hand" if held else ""
             raise err(
                 Code.NOT_COMMITTED,
-                f"{'several checkpoints are' if found else 'no checkpoint is'} {str(wanted)[:100]!r}{saving}",
+                (
+                    f"{'several checkpoints are' if found else 'no checkpoint is'}"
+                    f" {str(wanted)[:100]!r}{saving}"
+                ),
                 where=self._store.name,
                 remedy=_suggest(str(wanted), entries),
             )
@@ -388,7 +427,12 @@ def _check_wanted(which: object) -> str | int:
         return which
     remedy = "Give a name, a digest or a step."
     if isinstance(which, bool) or not hasattr(which, "__index__"):
-        raise err(Code.ARGUMENT, f"a {type(which).__name__} doesn't say which", where="which=", remedy=remedy)
+        raise err(
+            Code.ARGUMENT,
+            f"a {type(which).__name__} doesn't say which",
+            where="which=",
+            remedy=remedy,
+        )
     step = operator.index(which)
     if not 0 <= step <= limits.JSON_INTEGER:
         detail = f"no step is outside of 0 to {limits.JSON_INTEGER}"

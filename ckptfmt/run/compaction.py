@@ -57,7 +57,10 @@ def compact_checkpoint(
 
 
 def compact_run(
-    store: Store, *, deadline_s: float = _DEADLINE_S, on_progress: Callable[[int], None] | None = None
+    store: Store,
+    *,
+    deadline_s: float = _DEADLINE_S,
+    on_progress: Callable[[int], None] | None = None,
 ) -> tuple[str, Manifest, bool]:
     """Write a full checkpoint of a run's head, as the first commit of a new launch.
 
@@ -79,7 +82,10 @@ def compact_run(
     Spec: REQ-RUN-002, REQ-RUN-004, REQ-RUN-006, REQ-RUN-008, REQ-RUN-018, REQ-VER-003.
     """
     if held := wait_for_savers(store, deadline_s=deadline_s):
-        remedy = "Wait until the training has ended, or compact its newest checkpoint to a place of its own."
+        remedy = (
+            "Wait until the training has ended, or compact its newest checkpoint to a place"
+            " of its own."
+        )
         detail = f"{describe_savers(held)} still hasn't finished its saves after {deadline_s:g} s"
         raise err(Code.SAVE_PENDING, detail, where=store.name, remedy=remedy)
     name, head = find_head(store)
@@ -88,14 +94,18 @@ def compact_run(
     run = open_run(store)
     launch, checkpoint = begin_launch(store, run, choose=head.digest, on_progress=on_progress)
     assert checkpoint is not None  # noqa: S101 - a choice by name or digest opens one
-    origin = dataclasses.replace(head.origin, launch=launch.launch, nonce=launch.nonce, attempt=secrets.token_hex(8))
+    origin = dataclasses.replace(
+        head.origin, launch=launch.launch, nonce=launch.nonce, attempt=secrets.token_hex(8)
+    )
     full_name = checkpoint_name(origin.step, launch.launch)
     with checkpoint:
         check_not_fenced(store, launch.launch)
         return full_name, _write(checkpoint, store.at(full_name), origin, on_progress), True
 
 
-def _write(checkpoint: Checkpoint, store: Store, origin: Origin, on_progress: Callable[[int], None] | None) -> Manifest:
+def _write(
+    checkpoint: Checkpoint, store: Store, origin: Origin, on_progress: Callable[[int], None] | None
+) -> Manifest:
     """Write every part again, and commit them.
 
     After an error the files stay: once all parts are there, any process may still commit them. The
@@ -119,7 +129,9 @@ def _write(checkpoint: Checkpoint, store: Store, origin: Origin, on_progress: Ca
             absent=dict(part.absent),
             labels=part.labels,
         )
-        write_image(store, image, _Decoded(opened, image, on_progress), origin, context, writer=number)
+        write_image(
+            store, image, _Decoded(opened, image, on_progress), origin, context, writer=number
+        )
     return decide(store, origin, writer=0, deadline_s=_DEADLINE_S)
 
 
@@ -134,7 +146,9 @@ class _Decoded:
 
     shards_at_once = 1  # one stream of decoded blocks, in order
 
-    def __init__(self, opened: OpenPart, image: Image, on_progress: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, opened: OpenPart, image: Image, on_progress: Callable[[int], None] | None
+    ) -> None:
         self._opened = opened
         self._library = Library(opened.files)
         self._image = image

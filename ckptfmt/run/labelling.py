@@ -14,7 +14,13 @@ from ckptfmt.commit.decision import CONDEMNED, create_once, read_register, refus
 from ckptfmt.commit.waiting import poll
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import Manifest
-from ckptfmt.documents.run import LABELS_FOLDER, LabelsRecord, RunRecord, labels_name, parse_labels_name
+from ckptfmt.documents.run import (
+    LABELS_FOLDER,
+    LabelsRecord,
+    RunRecord,
+    labels_name,
+    parse_labels_name,
+)
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import LABELS
 from ckptfmt.read.files import CheckpointFiles
@@ -40,7 +46,9 @@ def list_newest_labels(store: Store) -> dict[str, int]:
     return found
 
 
-def read_labels(store: Store, checkpoint: str, number: int, run_id: str | None) -> LabelsRecord | CkptError:
+def read_labels(
+    store: Store, checkpoint: str, number: int, run_id: str | None
+) -> LabelsRecord | CkptError:
     """Return a record of labels, or the error of an unreadable record, also without permission.
 
     Raises: StoreError, except STORE_ACCESS. Spec: REQ-RUN-023, REQ-RUN-026.
@@ -50,7 +58,9 @@ def read_labels(store: Store, checkpoint: str, number: int, run_id: str | None) 
     # be read.
     for is_last in (False, True) if store.is_remote else (True,):
         try:
-            record = LabelsRecord.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
+            record = LabelsRecord.parse(
+                store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path
+            )
             break
         except CkptError as error:
             if isinstance(error, StoreError) and error.code != Code.STORE_ACCESS:
@@ -58,7 +68,12 @@ def read_labels(store: Store, checkpoint: str, number: int, run_id: str | None) 
             if is_last:
                 return error
     if run_id is not None and record.run_id != run_id:
-        return err(Code.RUN_MISMATCH, f"it belongs to run {record.run_id}", where=path, requirement="REQ-RUN-023")
+        return err(
+            Code.RUN_MISMATCH,
+            f"it belongs to run {record.run_id}",
+            where=path,
+            requirement="REQ-RUN-023",
+        )
     return record
 
 
@@ -101,14 +116,20 @@ def change_labels(
         return made
     raise err(
         Code.COMMIT_CONFLICT,
-        f"other processes recorded labels of this checkpoint {_TRIES} times while this change was being made",
+        (
+            f"other processes recorded labels of this checkpoint {_TRIES} times while this change"
+            " was"
+            " being made"
+        ),
         where=f"{LABELS_FOLDER}/{labels_name(checkpoint, number)}",
         requirement="REQ-RUN-024",
         remedy="Find out which process writes these records, and repeat the change.",
     )
 
 
-def _read_newest(store: Store, run: RunRecord, manifest: Manifest, checkpoint: str, number: int) -> LabelsRecord:
+def _read_newest(
+    store: Store, run: RunRecord, manifest: Manifest, checkpoint: str, number: int
+) -> LabelsRecord:
     """Return a record; if unreadable, a pin with the labels of the last readable record before.
 
     Args:
@@ -125,9 +146,17 @@ def _read_newest(store: Store, run: RunRecord, manifest: Manifest, checkpoint: s
         record = read_labels(store, checkpoint, candidate, run.run_id)
         if isinstance(record, LabelsRecord):
             # An unreadable record counts as a pin until the checkpoint is unpinned.
-            return dataclasses.replace(record, number=number, pinned=record.pinned or candidate != number)
+            return dataclasses.replace(
+                record, number=number, pinned=record.pinned or candidate != number
+            )
     pinned = number > 0
-    return LabelsRecord(run_id=run.run_id, checkpoint=checkpoint, number=number, pinned=pinned, labels=manifest.labels)
+    return LabelsRecord(
+        run_id=run.run_id,
+        checkpoint=checkpoint,
+        number=number,
+        pinned=pinned,
+        labels=manifest.labels,
+    )
 
 
 def pin_checkpoint(store: Store, run: RunRecord, checkpoint: str) -> LabelsRecord:
@@ -150,7 +179,9 @@ def pin_checkpoint(store: Store, run: RunRecord, checkpoint: str) -> LabelsRecor
         with CheckpointFiles(store.at(checkpoint)) as files:
             # Files in a node's cache may vanish with the node, in spite of the pin.
             check_at_home(files)
-    made = change_labels(store, run, checkpoint, lambda known: dataclasses.replace(known, pinned=True))
+    made = change_labels(
+        store, run, checkpoint, lambda known: dataclasses.replace(known, pinned=True)
+    )
     wait_for_cleaners(store, checkpoint, requirement="REQ-CMT-041")
     return made
 
@@ -178,10 +209,17 @@ def wait_for_cleaners(store: Store, checkpoint: str, *, requirement: str) -> Non
             return
     raise err(
         Code.CHECKPOINT_CONDEMNED,
-        f"{condemned[0]} is still there after {_CLEANER_S:g} s: a clean-up is slow, or was killed and left the file",
+        (
+            f"{condemned[0]} is still there after {_CLEANER_S:g} s: a clean-up is slow, or was"
+            " killed"
+            " and left the file"
+        ),
         where=place.name,
         requirement=requirement,
-        remedy="If a clean-up runs, ask again when it has ended. If none does, delete the file, and ask again.",
+        remedy=(
+            "If a clean-up runs, ask again when it has ended. If none does, delete the file,"
+            " and ask again."
+        ),
     )
 
 
@@ -205,7 +243,13 @@ def _read_manifest(store: Store, checkpoint: str) -> Manifest:
     register = read_register(place)
     if register is None:
         remedy = "Wait for its save: the handle of a save has wait()."
-        raise err(Code.NOT_COMMITTED, "it isn't committed", where=place.name, requirement="REQ-CMT-041", remedy=remedy)
+        raise err(
+            Code.NOT_COMMITTED,
+            "it isn't committed",
+            where=place.name,
+            requirement="REQ-CMT-041",
+            remedy=remedy,
+        )
     if not isinstance(register, Manifest):
         raise refusal_of(register).below(checkpoint)
     return register

@@ -49,7 +49,10 @@ from ckptfmt.store import open_store, split_path
 from ckptfmt.store.protocol import Store, call_each
 
 #: The remedy where all remaining checkpoints are suspect.
-_SUSPECT: Final = "Begin one launch with resume= and the name of one that you trust, or 'fresh'; later ones follow it."
+_SUSPECT: Final = (
+    "Begin one launch with resume= and the name of one that you trust, or 'fresh';"
+    " later ones follow it."
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +104,9 @@ class RunEntry:
 
         Spec: REQ-CMT-040.
         """
-        return isinstance(self.record, CkptError) or (self.record is not None and self.record.pinned)
+        return isinstance(self.record, CkptError) or (
+            self.record is not None and self.record.pinned
+        )
 
     @property
     def manifest(self) -> Manifest | None:
@@ -140,7 +145,8 @@ class LostLaunch:
             f"{self.error.detail}; what launch {self.launch} went on from can't be known",
             where=self.path,
             requirement=self.error.requirement,
-            remedy="`ckptfmt repair RUN --with MIRROR` restores the record from a copy; without a copy,"
+            remedy="`ckptfmt repair RUN --with MIRROR` restores the record from a copy; without a"
+            " copy,"
             " `ckptfmt repair RUN` writes the record anew. Or name a checkpoint.",
         )
 
@@ -182,7 +188,9 @@ def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> RunRecord:
     store.sync("")
     run = read_run(store)
     if run is None:
-        raise err(Code.STORE_IO, "the run's record was just created, and isn't there", where=RUN_NAME)
+        raise err(
+            Code.STORE_IO, "the run's record was just created, and isn't there", where=RUN_NAME
+        )
     check_writer_features(run)  # another process may have made the record
     return run
 
@@ -238,7 +246,10 @@ def read_known_run(store: Store) -> RunRecord:
             "launches or checkpoints of a run are here, and its record isn't",
             where=RUN_NAME,
             requirement="REQ-RUN-015",
-            remedy="Restore run.json from a copy; each launch record and each manifest says the run_id.",
+            remedy=(
+                "Restore run.json from a copy; each launch record and each manifest says the"
+                " run_id."
+            ),
         )
     return run
 
@@ -260,7 +271,9 @@ def list_launches(store: Store, run: RunRecord | None = None) -> list[Launch | L
             if store.is_remote and not is_doubted:  # the network answer may have been damaged
                 return read(number, is_doubted=True)
             return LostLaunch(launch=number, error=error)
-        check_run_id(None if run is None else run.run_id, launch.run_id, f"{LAUNCHES}/{launch_name(number)}")
+        check_run_id(
+            None if run is None else run.run_id, launch.run_id, f"{LAUNCHES}/{launch_name(number)}"
+        )
         return launch
 
     return call_each(store, read, list_launch_numbers(store))
@@ -281,7 +294,11 @@ def read_launch(store: Store, number: int, run: RunRecord | None = None) -> Laun
 
 
 def list_checkpoints(
-    store: Store, run: RunRecord | None = None, *, known: Known | None = None, with_labels: bool = True
+    store: Store,
+    run: RunRecord | None = None,
+    *,
+    known: Known | None = None,
+    with_labels: bool = True,
 ) -> list[RunEntry]:
     """Return every checkpoint directory of a run by step, then launch, compared as numbers.
 
@@ -301,16 +318,30 @@ def list_checkpoints(
 
     Spec: REQ-RUN-014, REQ-RUN-026.
     """
-    entries, places, is_unsure = dict[tuple[int, int], RunEntry](), _list_places(store), store.is_remote
+    entries, places, is_unsure = (
+        dict[tuple[int, int], RunEntry](),
+        _list_places(store),
+        store.is_remote,
+    )
     while True:
         newest = list_newest_labels(store) if with_labels else {}
-        read = functools.partial(_read_entry, store, run_id=run.run_id if run else None, known=known, newest=newest)
-        undecided = [place for place in places if place not in entries or entries[place].register is None]
+        read = functools.partial(
+            _read_entry, store, run_id=run.run_id if run else None, known=known, newest=newest
+        )
+        undecided = [
+            place for place in places if place not in entries or entries[place].register is None
+        ]
         # A remote store is asked for several registers at once.
         pairs = zip(undecided, call_each(store, read, undecided), strict=True)
-        found = {place: read(place) if store.is_remote and entry.register is None else entry for place, entry in pairs}
+        found = {
+            place: read(place) if store.is_remote and entry.register is None else entry
+            for place, entry in pairs
+        }
         entries |= found
-        is_retired, listed = any(isinstance(entry.register, Tombstone) for entry in found.values()), places
+        is_retired, listed = (
+            any(isinstance(entry.register, Tombstone) for entry in found.values()),
+            places,
+        )
         if is_retired or is_unsure:  # a damaged network answer may look like a shorter listing
             places, is_unsure = sorted({*places, *_list_places(store)}), False
         if places == listed:
@@ -346,10 +377,16 @@ def iter_lineage(
     seen: set[int] = set()
     while number is not None and number not in seen:
         seen.add(number)
-        own = [entry for entry in entries if entry.launch == number and (bound is None or entry.step <= bound)]
+        own = [
+            entry
+            for entry in entries
+            if entry.launch == number and (bound is None or entry.step <= bound)
+        ]
         for entry in sorted(own, key=lambda entry: -entry.step):
             is_candidate = not entry.is_suspect or with_suspect or entry.name == named
-            if is_candidate and (entry.manifest is not None or isinstance(entry.register, CkptError)):
+            if is_candidate and (
+                entry.manifest is not None or isinstance(entry.register, CkptError)
+            ):
                 yield entry
         record = by_number.get(number)
         if isinstance(record, LostLaunch):
@@ -378,10 +415,18 @@ def infer_launch(store: Store, run: RunRecord, number: int) -> Launch | None:
     own commits, as chosen by hand: no checkpoint of an older launch counts as late or as passed
     over.
     """
-    known = {launch.launch: launch for launch in list_launches(store, run) if launch.launch < number}
+    known = {
+        launch.launch: launch for launch in list_launches(store, run) if launch.launch < number
+    }
     lost = LostLaunch(launch=number, error=err(Code.FILE_MISSING, "it is inferred"))
-    entries = [entry for entry in list_checkpoints(store, run, with_labels=False) if entry.launch <= number]
-    nonces = {entry.manifest.origin.nonce for entry in entries if entry.launch == number and entry.manifest is not None}
+    entries = [
+        entry for entry in list_checkpoints(store, run, with_labels=False) if entry.launch <= number
+    ]
+    nonces = {
+        entry.manifest.origin.nonce
+        for entry in entries
+        if entry.launch == number and entry.manifest is not None
+    }
     if len(nonces) > 1:
         return None
     found = list(iter_lineage([*known.values(), lost], entries))
@@ -389,18 +434,24 @@ def infer_launch(store: Store, run: RunRecord, number: int) -> Launch | None:
     resume = ResumeFrom(name=older[0].name, digest=_digest_of(older[0])) if older else None
     if resume is None and any(entry.is_record for entry in found):
         # All checkpoints of older launches are retired. A tombstone has the digest of the manifest.
-        first = min((entry.step for entry in entries if entry.launch == number), default=limits.JSON_INTEGER)
+        first = min(
+            (entry.step for entry in entries if entry.launch == number), default=limits.JSON_INTEGER
+        )
         retired = [
             entry
             for entry in entries
-            if entry.launch < number and entry.step <= first and isinstance(entry.register, Tombstone)
+            if entry.launch < number
+            and entry.step <= first
+            and isinstance(entry.register, Tombstone)
         ]
         if not retired:
             return None
         newest = max(retired, key=lambda entry: (entry.launch, entry.step))
         resume = ResumeFrom(name=newest.name, digest=_digest_of(newest))
     nonce = nonces.pop() if nonces else secrets.token_hex(16)
-    return Launch(run_id=run.run_id, launch=number, nonce=nonce, chosen_by="hand", resume_from=resume)
+    return Launch(
+        run_id=run.run_id, launch=number, nonce=nonce, chosen_by="hand", resume_from=resume
+    )
 
 
 def _digest_of(entry: RunEntry) -> str:
@@ -438,11 +489,20 @@ def _find_replacement(
     """
     match register:
         case None:
-            code, what = Code.NOT_COMMITTED, "a launch record names this checkpoint, which has no register"
+            code, what = (
+                Code.NOT_COMMITTED,
+                "a launch record names this checkpoint, which has no register",
+            )
         case Abort():
-            code, what = Code.CHECKPOINT_ABORTED, "a launch record names this checkpoint, which was given up"
+            code, what = (
+                Code.CHECKPOINT_ABORTED,
+                "a launch record names this checkpoint, which was given up",
+            )
         case Manifest() if register.digest != resume.digest:
-            code, what = Code.DOC_DIGEST, f"a launch record names {resume.digest}, and here is {register.digest}"
+            code, what = (
+                Code.DOC_DIGEST,
+                f"a launch record names {resume.digest}, and here is {register.digest}",
+            )
         case _:
             return None
     return err(code, what, where=resume.name, requirement="REQ-RUN-022")
@@ -508,7 +568,9 @@ def begin_launch(
             checkpoint, chosen_by = _choose_by_hand(store, entries, choose, on_progress), "hand"
         else:
             check_records(store, entries)
-            checkpoint, chosen_by = _choose_by_lineage(store, run, (launches, entries), on_passed_over, on_progress)
+            checkpoint, chosen_by = _choose_by_lineage(
+                store, run, (launches, entries), on_passed_over, on_progress
+            )
         resume = None if checkpoint is None else _name_in_run(checkpoint.manifest)
         taken = {launch.launch for launch in launches} | {entry.launch for entry in entries}
         number = max(taken, default=0) + 1
@@ -517,7 +579,11 @@ def begin_launch(
             # the run without a head.
             wait_for_cleaners(store, resume.name, requirement="REQ-RUN-013")
         launch = Launch(
-            run_id=run.run_id, launch=number, nonce=secrets.token_hex(16), chosen_by=chosen_by, resume_from=resume
+            run_id=run.run_id,
+            launch=number,
+            nonce=secrets.token_hex(16),
+            chosen_by=chosen_by,
+            resume_from=resume,
         )
         try:
             create_once(store, f"{LAUNCHES}/{launch_name(number)}", content=launch.dump())
@@ -538,7 +604,9 @@ def begin_launch(
         # names another checkpoint.
 
 
-def open_head(store: Store, *, digest: str | None = None, bases: Sequence[Store] = ()) -> Checkpoint:
+def open_head(
+    store: Store, *, digest: str | None = None, bases: Sequence[Store] = ()
+) -> Checkpoint:
     """Open the checkpoint from which a run goes on, or its successor after a retirement.
 
     Raises: as `find_head` and `Checkpoint`. Spec: REQ-RUN-020.
@@ -571,7 +639,10 @@ def find_head_entry(store: Store, *, with_labels: bool = True) -> RunEntry:
     Spec: REQ-RUN-006, REQ-RUN-015.
     """
     run = read_known_run(store)
-    launches, entries = list_launches(store, run), list_checkpoints(store, run, with_labels=with_labels)
+    launches, entries = (
+        list_launches(store, run),
+        list_checkpoints(store, run, with_labels=with_labels),
+    )
     check_records(store, entries)
     for entry in iter_lineage(launches, entries):
         if isinstance(entry.register, CkptError):
@@ -581,17 +652,26 @@ def find_head_entry(store: Store, *, with_labels: bool = True) -> RunEntry:
     head = _named_by_newest(launches)
     if suspect := [entry.name for entry in iter_lineage(launches, entries, with_suspect=True)]:
         detail = (
-            "all checkpoints on the way that led to the newest launch are suspect, and nothing goes on from a suspect"
+            "all checkpoints on the way that led to the newest launch are suspect, and"
+            " nothing goes on from a suspect"
         )
         detail += f" one unless it is chosen by hand: {', '.join(suspect[:8])}"
-        remedy = f"`ckptfmt log` says why. Open one by its name. To train on: {_SUSPECT[0].lower()}{_SUSPECT[1:]}"
+        remedy = (
+            "`ckptfmt log` says why. Open one by its name. To train on:"
+            f" {_SUSPECT[0].lower()}{_SUSPECT[1:]}"
+        )
     elif head is not None or any(entry.manifest is not None for entry in entries):
         detail = "no committed checkpoint is on the way that led to the newest launch"
         detail += "" if head is None else f", which began from {head.name}"
-        remedy = "Open a checkpoint by its name, or begin a launch with resume= and a name, or with resume='fresh'."
+        remedy = (
+            "Open a checkpoint by its name, or begin a launch with resume= and a name, or"
+            " with resume='fresh'."
+        )
     else:
         detail, remedy = "the run has no checkpoint yet", "Train until the first save."
-    raise err(Code.NOT_COMMITTED, detail, where=store.name, requirement="REQ-RUN-006", remedy=remedy)
+    raise err(
+        Code.NOT_COMMITTED, detail, where=store.name, requirement="REQ-RUN-006", remedy=remedy
+    )
 
 
 def _named_by_newest(launches: Sequence[Launch | LostLaunch]) -> ResumeFrom | None:
@@ -632,7 +712,9 @@ def check_records(store: Store, entries: list[RunEntry]) -> None:
     """
     if not entries and store.is_remote and RUN_NAME not in store.list_names(""):
         # obstore reads an error in the body of a listing's answer as an empty listing.
-        raise err(Code.STORE_NO_ANSWER, "the store lists nothing where the run is", where=store.name)
+        raise err(
+            Code.STORE_NO_ANSWER, "the store lists nothing where the run is", where=store.name
+        )
     # The entries were listed before: a launch creates the record before the first directory.
     numbers = set(list_launch_numbers(store))
     for entry in entries:
@@ -650,7 +732,11 @@ def _choose_by_hand(
             return found
     names = ["auto", "fresh", *(entry.name for entry in entries if entry.manifest is not None)]
     near = difflib.get_close_matches(str(choose), names, n=1)
-    of_step = [entry.name for entry in entries if entry.manifest is not None and str(entry.step) == str(choose)]
+    of_step = [
+        entry.name
+        for entry in entries
+        if entry.manifest is not None and str(entry.step) == str(choose)
+    ]
     meant = "".join(f"Did you mean {name!r}? " for name in (of_step or near)[-1:])
     raise err(
         Code.NOT_COMMITTED,
@@ -711,9 +797,18 @@ def _choose_by_lineage(
     head = _named_by_newest(seen[0])
     if passed_over or head is not None:
         named = ", ".join(passed_over) or (head.name if head else "")
-        detail = f"the lineage leads to {named}; none of them is valid{' and not suspect' if suspect else ''}"
+        detail = (
+            f"the lineage leads to {named}; none of them is"
+            f" valid{' and not suspect' if suspect else ''}"
+        )
         remedy = _SUSPECT if suspect else None
-        raise err(Code.NO_VALID_CHECKPOINT, detail, where=store.name, requirement="REQ-RUN-006", remedy=remedy)
+        raise err(
+            Code.NO_VALID_CHECKPOINT,
+            detail,
+            where=store.name,
+            requirement="REQ-RUN-006",
+            remedy=remedy,
+        )
     return None, "lineage"
 
 
@@ -724,7 +819,9 @@ def _tell_lost(launches: Iterable[Launch | LostLaunch], *, but: Container[str]) 
             yield f"{launch.path} can't be read: {launch.as_error()}"
 
 
-def _open_valid(store: Store, entry: RunEntry, on_progress: Callable[[int], None] | None) -> Checkpoint | CkptError:
+def _open_valid(
+    store: Store, entry: RunEntry, on_progress: Callable[[int], None] | None
+) -> Checkpoint | CkptError:
     """Return a candidate, open, after a check of every byte for a load; or the first error.
 
     Damage comes before unknown features: only an undamaged candidate is refused for a feature.
@@ -758,7 +855,9 @@ def _is_retired(store: Store, run: RunRecord, entry: RunEntry) -> bool:
 
     A tombstone of another run or step counts as damage.
     """
-    return isinstance(_read_entry(store, (entry.step, entry.launch), run.run_id).register, Tombstone)
+    return isinstance(
+        _read_entry(store, (entry.step, entry.launch), run.run_id).register, Tombstone
+    )
 
 
 def _list_places(store: Store) -> list[tuple[int, int]]:

@@ -15,7 +15,13 @@ from ckptfmt import limits
 from ckptfmt.commit.decision import check_base, create_once, sweep
 from ckptfmt.commit.lone import refuse_checkpoint
 from ckptfmt.commit.waiting import wait_for_savers
-from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Tombstone, parse_checkpoint_name, parse_register
+from ckptfmt.documents.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    Tombstone,
+    parse_checkpoint_name,
+    parse_register,
+)
 from ckptfmt.documents.run import (
     LABELS_FOLDER,
     LAUNCHES,
@@ -99,7 +105,10 @@ class MirrorReport:
 
     def as_json(self) -> dict[str, object]:
         """Return the report as a JSON-ready mapping."""
-        return {**dataclasses.asdict(self), "problems": [problem.as_json() for problem in self.problems]}
+        return {
+            **dataclasses.asdict(self),
+            "problems": [problem.as_json() for problem in self.problems],
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +247,10 @@ def promote(
 def _begin(store: Store, run: RunRecord, **options: Callable[..., None] | None) -> Launch:
     """Begin a launch without saves, and return the launch. Raises: as `begin_launch`."""
     launch, checkpoint = begin_launch(
-        store, run, on_passed_over=options.get("on_passed_over"), on_progress=options.get("on_progress")
+        store,
+        run,
+        on_passed_over=options.get("on_passed_over"),
+        on_progress=options.get("on_progress"),
     )
     if checkpoint is not None:
         checkpoint.close()
@@ -281,7 +293,9 @@ def check_same_history(
             raise entry.register.below(entry.name)
         digest, here = _digest_of(entry.register), registers.get(entry.name)
         if digest is not None and not isinstance(here, CkptError) and _digest_of(here) != digest:
-            raise _diverged(entry.name, "isn't" if _digest_of(here) is None else "is another one", names)
+            raise _diverged(
+                entry.name, "isn't" if _digest_of(here) is None else "is another one", names
+            )
 
 
 def _digest_of(register: object) -> str | None:
@@ -292,7 +306,10 @@ def _digest_of(register: object) -> str | None:
 
 
 def _diverged(path: str, how: str, names: tuple[str, str]) -> CkptError:
-    detail = f"it is at {names[1]}, and {how} at {names[0]}: the run went on at {names[1]}, and perhaps at both"
+    detail = (
+        f"it is at {names[1]}, and {how} at {names[0]}: the run went on at {names[1]}, and"
+        " perhaps at both"
+    )
     return err(Code.HOMES_DIVERGED, detail, where=path, requirement="REQ-RUN-030")
 
 
@@ -300,7 +317,11 @@ class _Mirroring:
     """The state of one copy of a run: the listings of both stores, and the work done."""
 
     def __init__(
-        self, home: Store, mirror: Store, on_progress: Callable[[int], None] | None, stop: threading.Event
+        self,
+        home: Store,
+        mirror: Store,
+        on_progress: Callable[[int], None] | None,
+        stop: threading.Event,
     ) -> None:
         self._home = home
         self._mirror = mirror
@@ -324,7 +345,9 @@ class _Mirroring:
         check_records(self._home, entries)
         self._entries = {entry.name: entry for entry in entries}
         self._problems += [
-            entry.register.below(entry.name) for entry in entries if isinstance(entry.register, CkptError)
+            entry.register.below(entry.name)
+            for entry in entries
+            if isinstance(entry.register, CkptError)
         ]
         is_new, there = self._meet(run, found, entries)
         launches = self._fill_in(found, there)
@@ -354,7 +377,9 @@ class _Mirroring:
             stopped=self._stop.is_set(),
         )
 
-    def _fill_in(self, launches: Iterable[Launch | LostLaunch], there: Iterable[Launch | LostLaunch]) -> list[Launch]:
+    def _fill_in(
+        self, launches: Iterable[Launch | LostLaunch], there: Iterable[Launch | LostLaunch]
+    ) -> list[Launch]:
         """Return the launches of the home; for an unreadable record, the record of the mirror.
 
         Raises: the error of a record missing at the mirror, too: newer records can't be created
@@ -381,21 +406,37 @@ class _Mirroring:
             raise refuse_checkpoint(self._mirror)
         if record is not None and record.run_id != run.run_id:
             detail = f"run {record.run_id} is here, not run {run.run_id}"
-            raise err(Code.RUN_MISMATCH, detail, where=f"{self._mirror.name}/{RUN_NAME}", requirement="REQ-RUN-030")
+            raise err(
+                Code.RUN_MISMATCH,
+                detail,
+                where=f"{self._mirror.name}/{RUN_NAME}",
+                requirement="REQ-RUN-030",
+            )
         there, there_entries = _look(self._mirror, run)
-        check_same_history((launches, entries), (there, there_entries), (self._home.name, self._mirror.name))
+        check_same_history(
+            (launches, entries), (there, there_entries), (self._home.name, self._mirror.name)
+        )
         self._there = {entry.name: entry for entry in there_entries}
         return record is None, there
 
     def _find_head(self, lineage: list[RunEntry]) -> RunEntry | None:
         """Return the lineage's best checkpoint, without checkpoints in caches of nodes."""
-        return next((one for one in lineage if one.manifest is not None and one.name not in self._in_caches), None)
+        return next(
+            (
+                one
+                for one in lineage
+                if one.manifest is not None and one.name not in self._in_caches
+            ),
+            None,
+        )
 
     def _has(self, entry: RunEntry) -> bool:
         """Return whether the checkpoint is committed at the mirror."""
         found = self._there.get(entry.name)
         return entry.name in self._copied or (
-            found is not None and found.manifest is not None and found.manifest.digest == _digest_of(entry.register)
+            found is not None
+            and found.manifest is not None
+            and found.manifest.digest == _digest_of(entry.register)
         )
 
     def _check_stop(self) -> None:
@@ -443,7 +484,11 @@ class _Mirroring:
         At a new mirror, ``run.json`` follows the lineage's first checkpoint.
         """
         found = [entry for entry in lineage if entry.manifest is not None]
-        beside = [entry for entry in self._entries.values() if entry.manifest is not None and entry not in found]
+        beside = [
+            entry
+            for entry in self._entries.values()
+            if entry.manifest is not None and entry not in found
+        ]
         for entry in found:
             self._check_stop()
             if self._bring(entry) and is_new:
@@ -456,7 +501,11 @@ class _Mirroring:
             self._create_run()
         for entry in self._entries.values():
             there = self._there.get(entry.name)
-            if isinstance(entry.register, Tombstone) and there is not None and there.register is None:
+            if (
+                isinstance(entry.register, Tombstone)
+                and there is not None
+                and there.register is None
+            ):
                 self._bury(entry)  # it was retired during the copy
 
     def _create_run(self) -> None:
@@ -509,11 +558,17 @@ class _Mirroring:
 
         Spec: REQ-RUN-031.
         """
-        named = {one.resume_from.name for one in launches if one.resume_from and is_overtaken(one, entries)}
+        named = {
+            one.resume_from.name
+            for one in launches
+            if one.resume_from and is_overtaken(one, entries)
+        }
         going = {
             entry.name
             for entry in entries
-            if isinstance(entry.register, Tombstone) and self._has(entry) and (everything or entry.name in named)
+            if isinstance(entry.register, Tombstone)
+            and self._has(entry)
+            and (everything or entry.name in named)
         }
         return retire_as_elsewhere(self._mirror, run, going) if going else []
 
@@ -536,11 +591,15 @@ class _Mirroring:
         try:
             # Bases have smaller steps, and the manifest lists bases
             # completely.
-            for one in sorted(manifest.references, key=lambda one: parse_checkpoint_name(one.name) or ()):
+            for one in sorted(
+                manifest.references, key=lambda one: parse_checkpoint_name(one.name) or ()
+            ):
                 base = self._entries.get(one.name)
                 if base is None or _digest_of(base.register) != one.digest or not self._bring(base):
                     detail = f"it reads from {one.name}, which can't be copied"
-                    raise err(Code.BASE_MISSING, detail, where=entry.name, requirement="REQ-RUN-028")
+                    raise err(
+                        Code.BASE_MISSING, detail, where=entry.name, requirement="REQ-RUN-028"
+                    )
             self._copy(entry.name, manifest)
         except CkptError as error:
             if not is_violation(error):
@@ -558,7 +617,9 @@ class _Mirroring:
         """Return the entry of a directory of the home after a second reading of the register."""
         place = self._home.at(entry.name)
         try:
-            register = parse_register(place.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES))
+            register = parse_register(
+                place.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES)
+            )
         except CkptError as error:
             if isinstance(error, StoreError):
                 raise
@@ -578,7 +639,9 @@ class _Mirroring:
             content = home.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES)
         register = parse_register(content)
         if not isinstance(register, Manifest) or register.digest != manifest.digest:
-            raise err(Code.CHECKPOINT_RETIRED, "it was retired while it was copied", where=MANIFEST_NAME)
+            raise err(
+                Code.CHECKPOINT_RETIRED, "it was retired while it was copied", where=MANIFEST_NAME
+            )
         for reference in manifest.references:
             check_base(mirror, reference)
         mirror.sync("parts")
@@ -587,13 +650,17 @@ class _Mirroring:
         for prefix in ("", "parts"):
             mirror.delete_leftovers(prefix)  # of a killed process
 
-    def _copy_files(self, home: Store, mirror: Store, present: set[str], files: Iterable[VerifiedFile]) -> None:
+    def _copy_files(
+        self, home: Store, mirror: Store, present: set[str], files: Iterable[VerifiedFile]
+    ) -> None:
         """Copy files, several at a time; an error stops the other copies, and is raised."""
         failed = threading.Event()
 
         def copy_file(file: VerifiedFile) -> None:
             if file.path not in present:
-                create_verified(mirror, file, functools.partial(self._iter_counted, file, home, failed))
+                create_verified(
+                    mirror, file, functools.partial(self._iter_counted, file, home, failed)
+                )
             try:
                 check_nbytes(mirror, file.path, file.nbytes)
             except CkptError as error:

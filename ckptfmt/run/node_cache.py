@@ -37,7 +37,13 @@ from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.read.files import CheckpointFiles, check_nbytes
 from ckptfmt.read.in_caches import find_elsewhere
 from ckptfmt.read.report import is_violation
-from ckptfmt.read.verified_files import StoppedError, VerifiedFile, create_verified, for_each_file, stored_files_of
+from ckptfmt.read.verified_files import (
+    StoppedError,
+    VerifiedFile,
+    create_verified,
+    for_each_file,
+    stored_files_of,
+)
 from ckptfmt.run.lineage import iter_lineage, list_checkpoints, list_launch_numbers, list_launches
 from ckptfmt.store import LocalStore, is_url
 from ckptfmt.store.protocol import SizedChunks, Source, Store
@@ -82,7 +88,12 @@ class CacheOptions:
                 raise err(Code.ARGUMENT, "there is no cache to limit", where="cache_nbytes=")
             if upload_every > 1:
                 remedy = "Pass cache=, a directory on a disk of this node."
-                raise err(Code.ARGUMENT, "without a cache all saves go home", where="upload_every=", remedy=remedy)
+                raise err(
+                    Code.ARGUMENT,
+                    "without a cache all saves go home",
+                    where="upload_every=",
+                    remedy=remedy,
+                )
             return None
         if limit_nbytes is not None and (type(limit_nbytes) is not int or limit_nbytes < 1):
             detail = f"cache_nbytes={limit_nbytes!r} isn't a number of bytes"
@@ -188,7 +199,9 @@ class NodeCache:
         return [part for part in self._list_unsettled() if self.is_held(part)]
 
     def _list_unsettled(self) -> list[CachedPart]:
-        found = [part for part, files in self._scan().items() if files.has_part and files.settled is None]
+        found = [
+            part for part, files in self._scan().items() if files.has_part and files.settled is None
+        ]
         return sorted(found, key=_order)
 
     def is_unfinished(self, part: CachedPart) -> bool:
@@ -209,8 +222,15 @@ class NodeCache:
         found, _ = Part.parse(content, where=part.path)
         origin = found.origin
         name = None if origin.launch is None else checkpoint_name(origin.step, origin.launch)
-        if (origin.run_id, name, origin.attempt, found.writer) != (self._run_id, part.name, part.attempt, part.writer):
-            raise err(Code.DOC_MISMATCH, "the cached part isn't the one of its name", where=part.path)
+        if (origin.run_id, name, origin.attempt, found.writer) != (
+            self._run_id,
+            part.name,
+            part.attempt,
+            part.writer,
+        ):
+            raise err(
+                Code.DOC_MISMATCH, "the cached part isn't the one of its name", where=part.path
+            )
         return found
 
     def list_parts(self) -> list[CachedPart]:
@@ -234,7 +254,12 @@ class NodeCache:
         home.sync("parts")
 
     def upload_files(
-        self, part: CachedPart, home: Store, found: Part | None = None, *, deadline_s: float = math.inf
+        self,
+        part: CachedPart,
+        home: Store,
+        found: Part | None = None,
+        *,
+        deadline_s: float = math.inf,
     ) -> None:
         """Copy the files of a save to the home, each byte compared with a digest.
 
@@ -289,11 +314,18 @@ class NodeCache:
         present = {*place.list_names(""), *(f"parts/{name}" for name in place.list_names("parts"))}
         if present & {part.path, *(file.path for file in files)}:
             remedy = "Pass cache= a directory that only the processes of one node share."
-            raise err(Code.STORE_EXISTS, "both nodes have one cache", where=place.name, remedy=remedy)
+            raise err(
+                Code.STORE_EXISTS, "both nodes have one cache", where=place.name, remedy=remedy
+            )
         nbytes = sum(file.nbytes for file in files) + len(content)
         if not self.make_room(nbytes):
             detail = f"no room for a replica of {nbytes} bytes"
-            raise err(Code.NO_SPACE, detail, where=self.store.name, remedy="Raise cache_nbytes=, or free space.")
+            raise err(
+                Code.NO_SPACE,
+                detail,
+                where=self.store.name,
+                remedy="Raise cache_nbytes=, or free space.",
+            )
         with self.hold(part):
             try:
                 for file in files:  # in sequence, to hold few chunks at a time
@@ -324,8 +356,15 @@ class NodeCache:
         bound = _order(part)
         for found, files in self._scan_safely().items():
             with contextlib.suppress(CkptError):
-                is_older = all(ours <= theirs for ours, theirs in zip(_order(found), bound, strict=True))
-                if is_older and files.has_part and files.settled is None and not self.is_held(found):
+                is_older = all(
+                    ours <= theirs for ours, theirs in zip(_order(found), bound, strict=True)
+                )
+                if (
+                    is_older
+                    and files.has_part
+                    and files.settled is None
+                    and not self.is_held(found)
+                ):
                     self.settle(found)
 
     def drop(self, part: CachedPart) -> None:
@@ -347,7 +386,9 @@ class NodeCache:
             for part, files in found.items()
             if files.settled is not None
         ]
-        for _, run_id, part, files in sorted(settled, key=lambda row: (len(row[0]), row[0], row[1], _order(row[2]))):
+        for _, run_id, part, files in sorted(
+            settled, key=lambda row: (len(row[0]), row[0], row[1], _order(row[2]))
+        ):
             if self._fits(nbytes, used_nbytes):
                 return True
             self._delete(f"{run_id}/", part, files)
@@ -375,7 +416,9 @@ class NodeCache:
                 elif files.settled is None:
                     self.settle(part)
         with contextlib.suppress(CkptError):
-            for name in {entry[:-1] for entry in self.store.list_names("") if entry.endswith("/")} - names:
+            for name in {
+                entry[:-1] for entry in self.store.list_names("") if entry.endswith("/")
+            } - names:
                 for prefix in (name, f"{name}/parts"):
                     self.store.delete_leftovers(prefix)
                 self.store.remove_directory(name)
@@ -425,7 +468,9 @@ class NodeCache:
             room = os.statvfs(self._root.name)
         except OSError as error:
             raise err(Code.STORE_IO, str(error), where=self._root.name) from error
-        spare_nbytes = 0 if self._limit_nbytes is not None else room.f_blocks * room.f_frsize // _FREE_SHARE
+        spare_nbytes = (
+            0 if self._limit_nbytes is not None else room.f_blocks * room.f_frsize // _FREE_SHARE
+        )
         return room.f_bavail * room.f_frsize - nbytes >= spare_nbytes
 
 
@@ -440,7 +485,9 @@ def _as_damage() -> Iterator[None]:
         yield
     except StoreError as error:
         raise err(
-            Code.FILE_MISSING, f"the cache can't be read: {error.code}: {error.detail}", where=error.where
+            Code.FILE_MISSING,
+            f"the cache can't be read: {error.code}: {error.detail}",
+            where=error.where,
         ) from error
 
 
@@ -452,7 +499,9 @@ def _iter_cached(
             if failed.is_set():
                 raise StoppedError
             if time.monotonic() > end_s:
-                raise err(Code.SAVE_PENDING, "the file isn't at home by the deadline", where=file.path)
+                raise err(
+                    Code.SAVE_PENDING, "the file isn't at home by the deadline", where=file.path
+                )
             yield chunk
 
     # --- a launch after a dead launch -------------------------------------------------------------
@@ -474,9 +523,13 @@ def plan_finish(home: Store, tables: Iterable[Iterable[Sequence[Any]]]) -> list[
     holders: dict[tuple[str, str, int], dict[int, list[int]]] = {}
     for process, table in enumerate(tables):
         for name, attempt, writer, writer_count in table:
-            holders.setdefault((name, attempt, writer_count), {}).setdefault(writer, []).append(process)
+            holders.setdefault((name, attempt, writer_count), {}).setdefault(writer, []).append(
+                process
+            )
     plan: list[list[Any]] = []
-    for (name, attempt, writer_count), writers in sorted(holders.items(), key=lambda row: _step_of(row[0][0])):
+    for (name, attempt, writer_count), writers in sorted(
+        holders.items(), key=lambda row: _step_of(row[0][0])
+    ):
         parsed, place = parse_checkpoint_name(name), home.at(name)
         if parsed is None or parsed[1] != newest or read_register(place) is not None:
             continue
@@ -549,7 +602,10 @@ def list_in_caches(home: Store, by_hand: str | None = None) -> list[str]:
 
 
 def plan_fetch(
-    home: Store, name: str, tables: Sequence[Iterable[Sequence[Any]]], tried: Iterable[tuple[int, int]]
+    home: Store,
+    name: str,
+    tables: Sequence[Iterable[Sequence[Any]]],
+    tried: Iterable[tuple[int, int]],
 ) -> list[list[Any]] | None:
     """Return a process for each part of a checkpoint to copy files home; None if all are there.
 
@@ -574,7 +630,11 @@ def plan_fetch(
     plan = []
     for writer in elsewhere:
         wanted = [name, attempt, writer]
-        holders = [process for process, table in enumerate(tables) if wanted in [list(row) for row in table]]
+        holders = [
+            process
+            for process, table in enumerate(tables)
+            if wanted in [list(row) for row in table]
+        ]
         left = [process for process in holders if (writer, process) not in tried]
         if not left:
             return []

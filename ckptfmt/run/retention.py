@@ -68,7 +68,12 @@ class Retention:
         for name, count in (("keep", keep), ("keep_every", keep_every)):
             if count is not None and (type(count) is not int or count < 1):
                 remedy = f"Pass a whole number from 1 on, such as {_COUNTS[name]}."
-                raise err(Code.ARGUMENT, f"{name}={count!r} isn't a positive number", where=f"{name}=", remedy=remedy)
+                raise err(
+                    Code.ARGUMENT,
+                    f"{name}={count!r} isn't a positive number",
+                    where=f"{name}=",
+                    remedy=remedy,
+                )
         if keep_best is not None:
             _check_keep_best(keep_best, keep)
         return cls(keep, keep_every, keep_best)
@@ -86,7 +91,9 @@ class Retention:
 #: An example of each number, and the meaning of a missing number.
 _COUNTS: Final = {
     "keep": "keep=3 for the newest three; without it all stay",
-    "keep_every": "keep_every=1000 for those of steps that it divides; without it none stays for its step",
+    "keep_every": (
+        "keep_every=1000 for those of steps that it divides; without it none stays for its step"
+    ),
 }
 #: Number of checkpoints without the metric from which on a training reports.
 _MANY: Final = 16
@@ -94,7 +101,8 @@ _MANY: Final = 16
 KEEP_ALL: Final = Retention()
 _ALL: Final = "To delete the whole run, delete its directory."
 _SAVING: Final = Need(
-    "a save that isn't committed yet will read from it", "Delete it once that save is over: `ckptfmt ls` shows it."
+    "a save that isn't committed yet will read from it",
+    "Delete it once that save is over: `ckptfmt ls` shows it.",
 )
 
 
@@ -107,10 +115,20 @@ def _check_keep_best(keep_best: object, keep: int | None) -> None:
         case (str(), "min" | "max", int(count)) if count > 0 and type(count) is int:
             if keep is None:
                 remedy = "Say with keep= how many of the newest stay beside the best."
-                raise err(Code.ARGUMENT, "without keep= all checkpoints stay", where="keep_best=", remedy=remedy)
+                raise err(
+                    Code.ARGUMENT,
+                    "without keep= all checkpoints stay",
+                    where="keep_best=",
+                    remedy=remedy,
+                )
         case _:
             remedy = "Pass a metric, 'min' or 'max', and how many, such as ('eval_loss', 'min', 3)."
-            raise err(Code.ARGUMENT, f"{keep_best!r} doesn't say what is best", where="keep_best=", remedy=remedy)
+            raise err(
+                Code.ARGUMENT,
+                f"{keep_best!r} doesn't say what is best",
+                where="keep_best=",
+                remedy=remedy,
+            )
 
 
 def explain_no_space(error: CkptError, run: Store, retention: Retention) -> CkptError:
@@ -125,21 +143,28 @@ def explain_no_space(error: CkptError, run: Store, retention: Retention) -> Ckpt
     keep = retention.keep
     if keep is None:
         remedy = (
-            f"Without keep= this run keeps all its checkpoints: `ckptfmt gc {run.name} --keep 3` deletes all but the"
+            f"Without keep= this run keeps all its checkpoints: `ckptfmt gc {run.name} --keep 3`"
+            " deletes all but the"
             " newest three now, and Checkpointer(keep=3) does so after each save."
         )
     elif keep > 1 or retention.keep_every is not None or retention.keep_best is not None:
-        chosen = ", ".join(f"{name}={value!r}" for name, value in dataclasses.asdict(retention).items() if value)
+        chosen = ", ".join(
+            f"{name}={value!r}" for name, value in dataclasses.asdict(retention).items() if value
+        )
         remedy = (
-            f"This run was begun with {chosen}: `ckptfmt gc {run.name} --keep 1` deletes all but the newest checkpoint"
+            f"This run was begun with {chosen}: `ckptfmt gc {run.name} --keep 1` deletes all but"
+            " the newest checkpoint"
             " now, and a Checkpointer that keeps less does so after each save."
         )
     else:
         remedy = (
-            "This run keeps one checkpoint, and a save needs room for a second one until it is committed: free space"
+            "This run keeps one checkpoint, and a save needs room for a second one until it is"
+            " committed: free space"
             f" outside of {run.name}."
         )
-    return err(error.code, error.detail, where=error.where, requirement=error.requirement, remedy=remedy)
+    return err(
+        error.code, error.detail, where=error.where, requirement=error.requirement, remedy=remedy
+    )
 
 
 def plan_retention(
@@ -176,8 +201,14 @@ def plan_retention(
     newest = launches[-1] if launches else None
     if not own and isinstance(newest, Launch) and newest.resume_from is not None:
         protected.add(newest.resume_from.name)
-    behind = [entry for entry in _iter_behind(entries, lineage, at_home, own) if entry.name not in protected]
-    ended = _list_ended(launches, entries, retention, at_home, has_own=bool(own), protected=protected)
+    behind = [
+        entry
+        for entry in _iter_behind(entries, lineage, at_home, own)
+        if entry.name not in protected
+    ]
+    ended = _list_ended(
+        launches, entries, retention, at_home, has_own=bool(own), protected=protected
+    )
     going = {entry.name for entry in (*behind, *ended)}
     # Bases of checkpoints that stay, also of checkpoints off the lineage.
     going -= {one.name for entry in entries if entry.name not in going for one in entry.references}
@@ -194,7 +225,9 @@ def find_barrier(launches: Sequence[Launch | LostLaunch], entries: list[RunEntry
 
     No checkpoint of an older launch may go by retention. Spec: REQ-CMT-051.
     """
-    return max((entry.launch for entry in iter_lineage(launches, entries) if entry.is_record), default=0)
+    return max(
+        (entry.launch for entry in iter_lineage(launches, entries) if entry.is_record), default=0
+    )
 
 
 def is_at_home(entry: RunEntry) -> bool:
@@ -225,15 +258,29 @@ def _list_ended(
     late: list[RunEntry] = []
     given_up: list[RunEntry] = []
     if has_own:
-        beside = [one for one in _iter_beside(launches, entries, at_home, chosen_by="lineage") if is_at_home(one)]
+        beside = [
+            one
+            for one in _iter_beside(launches, entries, at_home, chosen_by="lineage")
+            if is_at_home(one)
+        ]
         late = [one for one in beside if not one.is_suspect]
         names = {one.name for one in at_home}
-        suspect = [one for one in iter_lineage(launches, entries, with_suspect=True) if one.name not in names]
-        passed_over = [*suspect, *beside, *_iter_beside(launches, entries, at_home, chosen_by="fallback")]
+        suspect = [
+            one
+            for one in iter_lineage(launches, entries, with_suspect=True)
+            if one.name not in names
+        ]
+        passed_over = [
+            *suspect,
+            *beside,
+            *_iter_beside(launches, entries, at_home, chosen_by="fallback"),
+        ]
         given_up = [
             one
             for one in {one.name: one for one in passed_over}.values()
-            if is_at_home(one) and one not in late and sum(other.step > one.step for other in at_home) >= max(1, keep)
+            if is_at_home(one)
+            and one not in late
+            and sum(other.step > one.step for other in at_home) >= max(1, keep)
         ]
     return [
         *(
@@ -271,13 +318,19 @@ def sort_by_metric(entries: Iterable[RunEntry], metric: str, mode: str) -> list[
         mode: ``min`` where less is better, ``max`` where more is better.
     """
     sign = 1 if mode == "min" else -1
-    known = [(value, entry) for entry in entries if (value := entry.labels.number(metric)) is not None]
+    known = [
+        (value, entry) for entry in entries if (value := entry.labels.number(metric)) is not None
+    ]
     known.sort(key=lambda one: (sign * one[0], -one[1].step, -one[1].launch))
     return [entry for _, entry in known]
 
 
 def _iter_beside(
-    found: Sequence[Launch | LostLaunch], entries: list[RunEntry], lineage: list[RunEntry], *, chosen_by: str
+    found: Sequence[Launch | LostLaunch],
+    entries: list[RunEntry],
+    lineage: list[RunEntry],
+    *,
+    chosen_by: str,
 ) -> Iterator[RunEntry]:
     """Yield the checkpoints off the lineage ranking before the next launch's choice.
 
@@ -291,16 +344,29 @@ def _iter_beside(
     Spec: REQ-CMT-026.
     """
     launches = [launch for launch in found if isinstance(launch, Launch)]
-    known = {entry.name for entry in lineage} | {one.resume_from.name for one in launches if one.resume_from}
+    known = {entry.name for entry in lineage} | {
+        one.resume_from.name for one in launches if one.resume_from
+    }
     standing = [launch for launch in launches if not is_overtaken(launch, entries)]
     for entry in entries:
         successor = next((launch for launch in standing if launch.launch > entry.launch), None)
-        if entry.manifest is None or entry.name in known or successor is None or successor.chosen_by != chosen_by:
+        if (
+            entry.manifest is None
+            or entry.name in known
+            or successor is None
+            or successor.chosen_by != chosen_by
+        ):
             continue
-        between = [launch for launch in launches if entry.launch < launch.launch <= successor.launch]
+        between = [
+            launch for launch in launches if entry.launch < launch.launch <= successor.launch
+        ]
         if len(between) < successor.launch - entry.launch:
             continue  # a record is lost, perhaps the record of a rollback
-        chosen = None if successor.resume_from is None else parse_checkpoint_name(successor.resume_from.name)
+        chosen = (
+            None
+            if successor.resume_from is None
+            else parse_checkpoint_name(successor.resume_from.name)
+        )
         if chosen is None or chosen[::-1] < (entry.launch, entry.step):
             yield entry
 
@@ -353,7 +419,9 @@ def find_last_loadable(
         assert entry.manifest is not None  # noqa: S101 - it is at home
         if entry.manifest.digest in known:
             return True
-        problem = find_damage(store.at(entry.name), digest=entry.manifest.digest, on_progress=on_progress)
+        problem = find_damage(
+            store.at(entry.name), digest=entry.manifest.digest, on_progress=on_progress
+        )
         if problem is None:
             known.add(entry.manifest.digest)
         else:
@@ -366,7 +434,10 @@ def find_last_loadable(
     last = next((entry for entry in at_home if entry.name in names and can_load(entry)), None)
     if last is None:
         return LastLoadable(frozenset(), f"no checkpoint of the run can be loaded ({others})")
-    reason = f"it is the last checkpoint of the run that can be loaded ({others or 'no other is at home'})"
+    reason = (
+        "it is the last checkpoint of the run that can be loaded"
+        f" ({others or 'no other is at home'})"
+    )
     return LastLoadable(frozenset({last.name, *(one.name for one in last.references)}), reason)
 
 
@@ -407,18 +478,31 @@ def clean_up(
         _delete_ended_holds(store, launch)
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run, known=known)
-    going = [entry for entry in plan_retention(launches, entries, retention) if entry.name not in staying]
+    going = [
+        entry for entry in plan_retention(launches, entries, retention) if entry.name not in staying
+    ]
     if on_problem is not None and (number := find_barrier(launches, entries)):
         on_problem(
-            f"the record of launch {number} can't be read: nothing of older launches is retired until"
+            f"the record of launch {number} can't be read: nothing of older launches is retired"
+            " until"
             f" `ckptfmt repair {store.name}` has mended it"
         )
-    if retention.keep_best is not None and not any(map(is_at_home, going)) and on_problem is not None:
-        problem = find_missing_metric(launches, entries, retention, retention.keep_best[0], is_due=_is_worth_a_line)
+    if (
+        retention.keep_best is not None
+        and not any(map(is_at_home, going))
+        and on_problem is not None
+    ):
+        problem = find_missing_metric(
+            launches, entries, retention, retention.keep_best[0], is_due=_is_worth_a_line
+        )
         if problem is not None:
             on_problem(problem)
     is_shared = not {REFERENCED, LABELS}.isdisjoint(run.writer_features)
-    removed = _retire_unread(store, run, launches, going, known)[0] if is_shared and going else _retire(store, going)
+    removed = (
+        _retire_unread(store, run, launches, going, known)[0]
+        if is_shared and going
+        else _retire(store, going)
+    )
     abandoned = {entry.name for entry in list_abandoned(launches, entries, launch)}
     for entry in entries:
         if entry.name in abandoned:
@@ -454,7 +538,9 @@ def _count_files(store: Store, names: list[str]) -> list[int]:
     return call_each(store, lambda name: len(store.at(name).list("")), names)
 
 
-def list_abandoned(launches: Sequence[Launch | LostLaunch], entries: list[RunEntry], launch: int) -> list[RunEntry]:
+def list_abandoned(
+    launches: Sequence[Launch | LostLaunch], entries: list[RunEntry], launch: int
+) -> list[RunEntry]:
     """Return the undecided directories of older launches, which no process will decide any more.
 
     Args:
@@ -464,7 +550,11 @@ def list_abandoned(launches: Sequence[Launch | LostLaunch], entries: list[RunEnt
     """
     # A checkpoint named in a record was committed: a missing register there is damage, and no
     # unfinished save.
-    named = {past.resume_from.name for past in launches if isinstance(past, Launch) and past.resume_from is not None}
+    named = {
+        past.resume_from.name
+        for past in launches
+        if isinstance(past, Launch) and past.resume_from is not None
+    }
     # An unreadable record may name any directory of an older launch.
     lost = max((past.launch for past in launches if isinstance(past, LostLaunch)), default=0)
     return [
@@ -510,7 +600,8 @@ def find_missing_metric(
         return None
     meant = f"; did you mean {near!r}?" if near else ""
     return (
-        f"keep_best= names the metric {metric!r}, which no checkpoint has, so {count} stay that keep= would let go;"
+        f"keep_best= names the metric {metric!r}, which no checkpoint has, so {count} stay that"
+        " keep= would let go;"
         f" their metrics: {', '.join(known[:8]) or 'none'}{meant}"
     )
 
@@ -529,7 +620,11 @@ def _is_worth_a_line(count: int, near: str | None) -> bool:
 
 
 def _retire_unread(
-    store: Store, run: RunRecord, launches: Sequence[Launch | LostLaunch], going: list[RunEntry], known: Known | None
+    store: Store,
+    run: RunRecord,
+    launches: Sequence[Launch | LostLaunch],
+    going: list[RunEntry],
+    known: Known | None,
 ) -> tuple[list[str], dict[str, Need]]:
     """Retire the checkpoints that aren't pinned and have no readers, including saves in progress.
 
@@ -551,7 +646,9 @@ def _retire_unread(
             store.at(entry.name).create(name, [b""])
         read = _find_read(store, run, going, known)
         read |= _find_begun_from(store, run, launches)
-        staying = [entry for entry in going if entry.manifest is None or entry.manifest.digest in read]
+        staying = [
+            entry for entry in going if entry.manifest is None or entry.manifest.digest in read
+        ]
     finally:
         for entry in staying:
             store.at(entry.name).delete(name)
@@ -559,7 +656,9 @@ def _retire_unread(
     return _retire(store, [entry for entry in reversed(going) if entry not in staying]), read
 
 
-def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known | None) -> dict[str, Need]:
+def _find_read(
+    store: Store, run: RunRecord, going: list[RunEntry], known: Known | None
+) -> dict[str, Need]:
     """Return, by digest, the need of checkpoints in `going` with readers or labels.
 
     Readers are checkpoints outside of `going`, and unfinished saves.
@@ -573,7 +672,10 @@ def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known
     if any(isinstance(entry.register, CkptError) for entry in entries):
         unreadable = next(entry.name for entry in entries if isinstance(entry.register, CkptError))
         reason = f"{unreadable} can't be read, so that nobody knows what it reads from"
-        need = Need(reason, f"Restore that one from a mirror first: ckptfmt repair {store.name} --with MIRROR")
+        need = Need(
+            reason,
+            f"Restore that one from a mirror first: ckptfmt repair {store.name} --with MIRROR",
+        )
         return {entry.manifest.digest: need for entry in going if entry.manifest}
     names = {entry.name for entry in going}
     read = {
@@ -585,13 +687,19 @@ def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known
     return dict.fromkeys(pinned, _SAVING) | read | labelled
 
 
-def _find_begun_from(store: Store, run: RunRecord, launches: Sequence[Launch | LostLaunch]) -> dict[str, Need]:
+def _find_begun_from(
+    store: Store, run: RunRecord, launches: Sequence[Launch | LostLaunch]
+) -> dict[str, Need]:
     """Return, by digest, the checkpoints from which launches outside of `launches` resume.
 
     Spec: REQ-CMT-026.
     """
     known = {launch.launch for launch in launches}
-    new = [read_launch(store, number, run) for number in list_launch_numbers(store) if number not in known]
+    new = [
+        read_launch(store, number, run)
+        for number in list_launch_numbers(store)
+        if number not in known
+    ]
     return {
         one.resume_from.digest: Need(
             f"launch {one.launch} has just begun, and resumes from it", _after_a_save(one.launch)
@@ -607,7 +715,10 @@ def _find_labelled(store: Store, going: list[RunEntry]) -> dict[str, Need]:
     Spec: REQ-CMT-040.
     """
     newest, found = list_newest_labels(store), {}
-    changed = Need("its pin, metrics or tags were changed just now", "Give the command again: it reads what holds now.")
+    changed = Need(
+        "its pin, metrics or tags were changed just now",
+        "Give the command again: it reads what holds now.",
+    )
     for entry in going:
         seen = entry.record.number if isinstance(entry.record, LabelsRecord) else 0
         if entry.manifest is not None and newest.get(entry.name, 0) > seen:
@@ -652,7 +763,9 @@ def delete_checkpoint(
         raise err(Code.NOT_COMMITTED, "it isn't committed", where=name)
     if entry.manifest is None:
         assert entry.register is not None  # noqa: S101
-        raise (entry.register if isinstance(entry.register, CkptError) else refusal_of(entry.register)).below(name)
+        raise (
+            entry.register if isinstance(entry.register, CkptError) else refusal_of(entry.register)
+        ).below(name)
     gone = {*gone}
     left = [one for one in entries if one.name not in gone]
     need = _find_need(store.name, launches, left, entry)
@@ -661,15 +774,23 @@ def delete_checkpoint(
         if last is not None and entry.name in last.names:
             need = Need(
                 last.reason,
-                f"ckptfmt repair {store.name} --with MIRROR mends the others. To delete it all the same: ckptfmt rm"
-                f" --force {store.name} {entry.name}; in a program, Run(...).delete(..., force=True).",
+                f"ckptfmt repair {store.name} --with MIRROR mends the others. To delete it all"
+                " the same: ckptfmt rm"
+                f" --force {store.name} {entry.name}; in a program, Run(...).delete(...,"
+                " force=True).",
             )
     if need is None and dry_run:
         need = _SAVING if entry.manifest.digest in _find_pinned(store, entries) else None
     elif need is None:
         need = _retire_unread(store, run, launches, [entry], None)[1].get(entry.manifest.digest)
     if need is not None:
-        raise err(Code.CHECKPOINT_NEEDED, need.reason, where=name, requirement="REQ-CMT-026", remedy=need.remedy)
+        raise err(
+            Code.CHECKPOINT_NEEDED,
+            need.reason,
+            where=name,
+            requirement="REQ-CMT-026",
+            remedy=need.remedy,
+        )
 
 
 def retire_as_elsewhere(store: Store, run: RunRecord, names: Iterable[str]) -> list[str]:
@@ -684,9 +805,15 @@ def retire_as_elsewhere(store: Store, run: RunRecord, names: Iterable[str]) -> l
     if any(isinstance(entry.register, CkptError) for entry in entries):
         return []
     wanted = set(names)
-    going = [entry for entry in entries if entry.name in wanted and entry.manifest is not None and not entry.is_pinned]
+    going = [
+        entry
+        for entry in entries
+        if entry.name in wanted and entry.manifest is not None and not entry.is_pinned
+    ]
     kept = {one.name for entry in entries if entry not in going for one in entry.references}
-    return _retire_unread(store, run, launches, [entry for entry in going if entry.name not in kept], None)[0]
+    return _retire_unread(
+        store, run, launches, [entry for entry in going if entry.name not in kept], None
+    )[0]
 
 
 def _find_need(
@@ -700,7 +827,8 @@ def _find_need(
         other = "resume='fresh'" if older is None else f"resume={older!r}"
         return Need(
             "the run goes on from it",
-            "It may go once the run has a newer checkpoint: train on until the next save, or go on from elsewhere with"
+            "It may go once the run has a newer checkpoint: train on until the next save, or go"
+            " on from elsewhere with"
             f" Checkpointer(..., {other}) until that has saved. {_ALL}",
         )
     last = launches[-1] if launches else None
@@ -708,14 +836,22 @@ def _find_need(
     if last is not None and not has_own and (need := _find_beginning(run, last, entry)) is not None:
         return need
     if is_at_home(entry) and all(one is entry for one in entries if is_at_home(one)):
-        return Need("it is the last committed checkpoint of the run", f"It may go once the run has a newer one. {_ALL}")
+        return Need(
+            "it is the last committed checkpoint of the run",
+            f"It may go once the run has a newer one. {_ALL}",
+        )
     if isinstance(entry.record, CkptError):
         reason = f"it may be pinned: its newest record in {LABELS_FOLDER}/ can't be read"
-        remedy = f"ckptfmt repair {run} --with MIRROR restores the record. Without a mirror, ckptfmt unpin {run}"
+        remedy = (
+            f"ckptfmt repair {run} --with MIRROR restores the record. Without a mirror,"
+            f" ckptfmt unpin {run}"
+        )
         return Need(reason, f"{remedy} {entry.name} lets the checkpoint go.")
     if entry.is_pinned:
         return Need("it is pinned", f"Take its pin away first: ckptfmt unpin {run} {entry.name}")
-    readers = [one.name for one in entries if any(found.name == entry.name for found in one.references)]
+    readers = [
+        one.name for one in entries if any(found.name == entry.name for found in one.references)
+    ]
     return _need_of_readers(run, readers) if readers else None
 
 
@@ -728,7 +864,9 @@ def _find_beginning(run: str, launch: Launch | LostLaunch, entry: RunEntry) -> N
         if entry.launch >= launch.launch:
             return None
         reason = f"launch {launch.launch} may resume from it: {launch.path} can't be read"
-        return Need(reason, f"ckptfmt repair {run} mends the record; with --with MIRROR from a copy.")
+        return Need(
+            reason, f"ckptfmt repair {run} mends the record; with --with MIRROR from a copy."
+        )
     if launch.resume_from is None or launch.resume_from.name != entry.name:
         return None
     return Need(f"launch {launch.launch} resumes from it", _after_a_save(launch.launch))
@@ -741,14 +879,18 @@ def _need_of_readers(run: str, readers: list[str]) -> Need:
         reason = f"{readers[0]} and {len(readers) - 1} more read from it, up to {readers[-1]}"
     return Need(
         reason,
-        "Delete these first, or name all of them in one command. Where the run goes on from one of these, either train"
+        "Delete these first, or name all of them in one command. Where the run goes on from one"
+        " of these, either train"
         f" on until a full checkpoint, or make one: ckptfmt compact {run} --take-over",
     )
 
 
 def _after_a_save(launch: int) -> str:
     """Return the remedy where a launch may still return to the checkpoint resumed from."""
-    return f"Delete it once launch {launch}, or a later one, has committed a checkpoint of its own. {_ALL}"
+    return (
+        f"Delete it once launch {launch}, or a later one, has committed a checkpoint of its"
+        f" own. {_ALL}"
+    )
 
 
 def _retire(store: Store, going: list[RunEntry]) -> list[str]:
@@ -793,7 +935,9 @@ def tidy_up(
     """
     problems: list[str] = []
     try:
-        removed = clean_up(store, run, launch=launch, retention=retention, known=known, on_problem=problems.append)
+        removed = clean_up(
+            store, run, launch=launch, retention=retention, known=known, on_problem=problems.append
+        )
     except CkptError as error:
         return [], f"clean-up stopped: {error}"
     return removed, "; ".join(problems)

@@ -15,7 +15,14 @@ from typing import Final
 from ckptfmt import limits
 from ckptfmt.commit.decision import create_once, read_register
 from ckptfmt.documents.durability import HOME
-from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, Tombstone, index_name, parse_register
+from ckptfmt.documents.manifest import (
+    MANIFEST_NAME,
+    Abort,
+    Manifest,
+    Tombstone,
+    index_name,
+    parse_register,
+)
 from ckptfmt.documents.run import (
     LABELS_FOLDER,
     LAUNCHES,
@@ -122,7 +129,10 @@ class ScrubReport:
 
 
 def scrub_run(
-    copies: Sequence[Store], *, dry_run: bool = False, on_progress: Callable[[int], None] | None = None
+    copies: Sequence[Store],
+    *,
+    dry_run: bool = False,
+    on_progress: Callable[[int], None] | None = None,
 ) -> ScrubReport:
     """Compare every byte of all copies of a run, and rewrite damaged or missing files.
 
@@ -143,7 +153,10 @@ def scrub_run(
 
 
 def scrub_checkpoint(
-    copies: Sequence[Store], *, dry_run: bool = False, on_progress: Callable[[int], None] | None = None
+    copies: Sequence[Store],
+    *,
+    dry_run: bool = False,
+    on_progress: Callable[[int], None] | None = None,
 ) -> ScrubReport:
     """Compare and repair all copies of one checkpoint, as `scrub_run` does for a run.
 
@@ -164,7 +177,9 @@ class _Scrubbing:
     Copies are referred to by their numbers; a checkpoint outside of a run has the name "".
     """
 
-    def __init__(self, copies: Sequence[Store], on_progress: Callable[[int], None] | None, *, dry_run: bool) -> None:
+    def __init__(
+        self, copies: Sequence[Store], on_progress: Callable[[int], None] | None, *, dry_run: bool
+    ) -> None:
         self._copies = copies
         self._on_progress = on_progress
         self._dry_run = dry_run
@@ -184,7 +199,8 @@ class _Scrubbing:
         check_writer_features(run, doing="repairing this run", undone="nothing was changed")
         # Launch records aren't needed for these listings: such a record may be damaged.
         entries = [
-            {entry.name: entry for entry in list_checkpoints(store, run, with_labels=False)} for store in self._copies
+            {entry.name: entry for entry in list_checkpoints(store, run, with_labels=False)}
+            for store in self._copies
         ]
         self._scrub_records(run, entries)
         for name in sorted({name for found in entries for name in found}):
@@ -193,11 +209,16 @@ class _Scrubbing:
 
     def run_alone(self) -> ScrubReport:
         """Scrub one checkpoint. Raises: as `scrub_checkpoint`."""
-        entries = [RunEntry(name="", step=0, launch=0, register=_read_any(store)) for store in self._copies]
+        entries = [
+            RunEntry(name="", step=0, launch=0, register=_read_any(store)) for store in self._copies
+        ]
         if not any(entry.manifest for entry in entries):
             detail = f"no copy has a {MANIFEST_NAME} that can be read"
             raise err(
-                Code.NOT_COMMITTED, detail, where=self._copies[0].name, remedy="Name a copy that has it: --with COPY."
+                Code.NOT_COMMITTED,
+                detail,
+                where=self._copies[0].name,
+                remedy="Name a copy that has it: --with COPY.",
             )
         self._scrub_checkpoint("", list(entries))
         return self._report()
@@ -244,7 +265,10 @@ class _Scrubbing:
             # No checkpoint of a run is chosen without the record of its launch.
             if folder == LAUNCHES:
                 names |= {
-                    launch_name(one.launch) for own in entries for one in own.values() if one.manifest is not None
+                    launch_name(one.launch)
+                    for own in entries
+                    for one in own.values()
+                    if one.manifest is not None
                 }
             for name in sorted(names):
                 number = parse_launch_name(name)
@@ -260,12 +284,18 @@ class _Scrubbing:
                         self._mend_records(path, found, missing=())
                     continue
                 # A copy needs no record of a launch without a checkpoint there.
-                needed = [at for at, own in enumerate(entries) if any(entry.launch == number for entry in own.values())]
+                needed = [
+                    at
+                    for at, own in enumerate(entries)
+                    if any(entry.launch == number for entry in own.values())
+                ]
                 self._check_nonces(path, number, contents, entries)
                 found += [] if contents else self._write_anew(run, number, needed)
                 self._mend_records(path, found, missing=needed)
 
-    def _check_nonces(self, path: str, number: int, contents: set[bytes], entries: list[dict[str, RunEntry]]) -> None:
+    def _check_nonces(
+        self, path: str, number: int, contents: set[bytes], entries: list[dict[str, RunEntry]]
+    ) -> None:
         """Raise unless all copies have the same launch.
 
         A record must not come from a run continued elsewhere.
@@ -280,7 +310,9 @@ class _Scrubbing:
             detail = f"copies of the run have different launches {number}"
             raise err(Code.HOMES_DIVERGED, detail, where=path, requirement="REQ-RUN-030")
 
-    def _write_anew(self, run: RunRecord, number: int, needed: Sequence[int]) -> list[bytes | CkptError]:
+    def _write_anew(
+        self, run: RunRecord, number: int, needed: Sequence[int]
+    ) -> list[bytes | CkptError]:
         """Return the record of a launch, inferred from a copy's checkpoints and older records.
 
         The nonce is copied from the launch's checkpoints. The checkpoint resumed from is recorded
@@ -292,7 +324,9 @@ class _Scrubbing:
                 continue
             record = infer_launch(store, run, number)
             if record is not None:
-                self._anew[f"{LAUNCHES}/{launch_name(number)}"] = f"what the checkpoints in {store.name} say"
+                self._anew[f"{LAUNCHES}/{launch_name(number)}"] = (
+                    f"what the checkpoints in {store.name} say"
+                )
                 return [record.dump()]
         return []
 
@@ -322,7 +356,9 @@ class _Scrubbing:
                 found.append(corrected)
         return found
 
-    def _mend_records(self, path: str, found: list[bytes | CkptError], missing: Sequence[int]) -> None:
+    def _mend_records(
+        self, path: str, found: list[bytes | CkptError], missing: Sequence[int]
+    ) -> None:
         """Rewrite a record in one step in the copies where it is damaged, or missing but needed."""
         donor = next((at for at, content in enumerate(found) if isinstance(content, bytes)), None)
         for at, error in enumerate(found[: len(self._copies)]):
@@ -339,11 +375,24 @@ class _Scrubbing:
 
     def _scrub_checkpoint(self, name: str, entries: list[RunEntry | None]) -> None:
         """Repair one checkpoint in its copies, the register last, after all files are whole."""
-        manifests = {at: entry.manifest for at, entry in enumerate(entries) if entry is not None and entry.manifest}
+        manifests = {
+            at: entry.manifest
+            for at, entry in enumerate(entries)
+            if entry is not None and entry.manifest
+        }
         if len({manifest.digest for manifest in manifests.values()}) > 1:
             detail = "the copies have different checkpoints of this name"
-            raise err(Code.HOMES_DIVERGED, detail, where=name or self._copies[0].name, requirement="REQ-RUN-030")
-        lost = {at: error for at, entry in enumerate(entries) if (error := self._find_lost(at, entry, manifests))}
+            raise err(
+                Code.HOMES_DIVERGED,
+                detail,
+                where=name or self._copies[0].name,
+                requirement="REQ-RUN-030",
+            )
+        lost = {
+            at: error
+            for at, entry in enumerate(entries)
+            if (error := self._find_lost(at, entry, manifests))
+        }
         if not manifests:
             for at, error in lost.items():
                 self._note(at, _path(name, MANIFEST_NAME), _below(error, name), None)
@@ -360,11 +409,17 @@ class _Scrubbing:
             store = self._copies[at]
             can_mend = at in candidates and store.name not in broken
             if can_mend and not self._dry_run:
-                content = self._place(donor, name).read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES)
+                content = self._place(donor, name).read(
+                    MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES
+                )
                 self._write_register(self._place(at, name), content, error)
-            self._note(at, _path(name, MANIFEST_NAME), _below(error, name), donor if can_mend else None)
+            self._note(
+                at, _path(name, MANIFEST_NAME), _below(error, name), donor if can_mend else None
+            )
 
-    def _find_lost(self, at: int, entry: RunEntry | None, manifests: dict[int, Manifest]) -> CkptError | None:
+    def _find_lost(
+        self, at: int, entry: RunEntry | None, manifests: dict[int, Manifest]
+    ) -> CkptError | None:
         """Return the error of an unreadable or missing register; None for any other register.
 
         A register is missing if the files of a committed checkpoint are in the directory.
@@ -377,7 +432,9 @@ class _Scrubbing:
             index = index_name(next(iter(manifests.values())).origin.attempt)
             if index in self._copies[at].list_names(entry.name):
                 detail = "the files of a checkpoint are here, and its register isn't"
-                return err(Code.FILE_MISSING, detail, where=MANIFEST_NAME, requirement="REQ-CKP-004")
+                return err(
+                    Code.FILE_MISSING, detail, where=MANIFEST_NAME, requirement="REQ-CKP-004"
+                )
         return None
 
     def _write_register(self, place: Store, content: bytes, error: CkptError) -> None:
@@ -400,11 +457,15 @@ class _Scrubbing:
             part = next(self._iter_parts(opened, number), None)
             if part is not None:
                 is_at_home = part.part.durability == HOME
-                self._scrub_files(name, manifest, stored_files(part), members, is_at_home=is_at_home)
+                self._scrub_files(
+                    name, manifest, stored_files(part), members, is_at_home=is_at_home
+                )
         for files in opened:
             files.close()
 
-    def _iter_opened(self, name: str, manifest: Manifest, members: list[int]) -> Iterator[CheckpointFiles]:
+    def _iter_opened(
+        self, name: str, manifest: Manifest, members: list[int]
+    ) -> Iterator[CheckpointFiles]:
         """Yield the opened checkpoint of each copy, except of damaged copies."""
         for at in members:
             try:
@@ -437,16 +498,30 @@ class _Scrubbing:
             is_at_home: whether at least one copy must have the files; False for files in caches of
                 nodes.
         """
-        work = functools.partial(self._scrub_file, name, manifest, members=members, is_at_home=is_at_home)
+        work = functools.partial(
+            self._scrub_file, name, manifest, members=members, is_at_home=is_at_home
+        )
         for_each_file(work, files, self._failed)
 
     def _scrub_file(
-        self, name: str, manifest: Manifest, file: VerifiedFile, *, members: list[int], is_at_home: bool
+        self,
+        name: str,
+        manifest: Manifest,
+        file: VerifiedFile,
+        *,
+        members: list[int],
+        is_at_home: bool,
     ) -> None:
         """Read a file in all copies, and rewrite damaged copies."""
-        wrong = {at: error for at in members if (error := self._find_damage(name, file, at)) is not None}
+        wrong = {
+            at: error for at in members if (error := self._find_damage(name, file, at)) is not None
+        }
         donor = next((at for at in members if at not in wrong), None)
-        if donor is None and not is_at_home and all(error.code == Code.FILE_MISSING for error in wrong.values()):
+        if (
+            donor is None
+            and not is_at_home
+            and all(error.code == Code.FILE_MISSING for error in wrong.values())
+        ):
             with self._lock:
                 self._in_caches.add(name or self._copies[0].name)
             return
@@ -458,7 +533,12 @@ class _Scrubbing:
             repaired_from = donor
             if donor is not None and not self._dry_run:
                 try:
-                    self._rewrite(file, self._place(donor, name), place, is_missing=error.code == Code.FILE_MISSING)
+                    self._rewrite(
+                        file,
+                        self._place(donor, name),
+                        place,
+                        is_missing=error.code == Code.FILE_MISSING,
+                    )
                 except CkptError as failure:
                     if not is_violation(failure):
                         raise

@@ -14,7 +14,13 @@ from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch, RunRecord, check_run_id, parse_launch_name
 from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.goodput.accounts import Goodput, KnownLaunch, account
-from ckptfmt.run.lineage import LostLaunch, RunEntry, list_checkpoints, list_launches, read_known_run
+from ckptfmt.run.lineage import (
+    LostLaunch,
+    RunEntry,
+    list_checkpoints,
+    list_launches,
+    read_known_run,
+)
 from ckptfmt.store.protocol import Store, call_each
 
 
@@ -65,7 +71,9 @@ def read_entries(store: Store, run: RunRecord) -> tuple[dict[int, LedgerEntry], 
     numbers = sorted(number for number in map(parse_launch_name, names) if number is not None)
     read = call_each(store, functools.partial(_read_entry, store, run), numbers)
     entries = {entry.launch: entry for entry in read if isinstance(entry, LedgerEntry)}
-    return entries, [f"an entry can't be read: {error}" for error in read if isinstance(error, CkptError)]
+    return entries, [
+        f"an entry can't be read: {error}" for error in read if isinstance(error, CkptError)
+    ]
 
 
 def _read_entry(store: Store, run: RunRecord, number: int) -> LedgerEntry | CkptError:
@@ -101,7 +109,9 @@ def _of_entry(entry: LedgerEntry) -> KnownLaunch:
 
 def _of_saves(saves: Iterable[RunEntry]) -> KnownLaunch | None:
     """Return a launch's times from its manifests; None if no manifest has a time."""
-    taken = sorted((one.step, one.manifest.saved_unix_s) for one in saves if one.manifest is not None)
+    taken = sorted(
+        (one.step, one.manifest.saved_unix_s) for one in saves if one.manifest is not None
+    )
     taken = [(step, at_s) for step, at_s in taken if at_s > 0]
     if not taken:
         return None

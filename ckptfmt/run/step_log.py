@@ -68,7 +68,9 @@ class StepLog:
         self.path = path
         self._fd = -1
         self._error: CkptError | None = None
-        self._tasks: queue.SimpleQueue[StepRecord | Callable[[], object] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[StepRecord | Callable[[], object] | None] = (
+            queue.SimpleQueue()
+        )
         self._tasks.put(functools.partial(self._open, header))
         self._thread = threading.Thread(target=self._work, name="ckptfmt-steps", daemon=True)
         self._thread.start()

@@ -17,7 +17,13 @@ from ckptfmt.run.lineage import (
     list_checkpoints,
     list_launches,
 )
-from ckptfmt.run.retention import Retention, find_missing_metric, is_at_home, list_abandoned, plan_retention
+from ckptfmt.run.retention import (
+    Retention,
+    find_missing_metric,
+    is_at_home,
+    list_abandoned,
+    plan_retention,
+)
 from ckptfmt.store.protocol import Store
 
 
@@ -84,21 +90,30 @@ def survey_run(store: Store, run: RunRecord, retention: Retention) -> Survey:
         remains=tuple(
             entry.name
             for entry in entries
-            if isinstance(entry.register, Abort | Tombstone) and len(store.at(entry.name).list("")) > 1
+            if isinstance(entry.register, Abort | Tombstone)
+            and len(store.at(entry.name).list("")) > 1
         ),
         unfinished=tuple(entry for entry in undecided if entry.launch not in held),
         in_hand=tuple(entry for entry in undecided if entry.launch in held),
         beside=tuple(one for one in iter_beside(launches, entries) if one[0].name not in names),
-        unreadable=tuple((entry, entry.register) for entry in entries if isinstance(entry.register, CkptError)),
+        unreadable=tuple(
+            (entry, entry.register) for entry in entries if isinstance(entry.register, CkptError)
+        ),
         lost=tuple(launch for launch in launches if isinstance(launch, LostLaunch)),
         problem=problem or "",
     )
 
 
-def iter_beside(launches: Sequence[Launch | LostLaunch], entries: list[RunEntry]) -> Iterator[tuple[RunEntry, str]]:
+def iter_beside(
+    launches: Sequence[Launch | LostLaunch], entries: list[RunEntry]
+) -> Iterator[tuple[RunEntry, str]]:
     """Yield the committed checkpoints off the lineage, each with the reason."""
     lineage = {entry.name for entry in iter_lineage(launches, entries)}
-    beside = {entry.name: entry for entry in entries if entry.manifest is not None and entry.name not in lineage}
+    beside = {
+        entry.name: entry
+        for entry in entries
+        if entry.manifest is not None and entry.name not in lineage
+    }
     before: set[str] = set()
     for count, launch in enumerate(launches, 1) if beside else ():
         own = [entry for entry in entries if entry.launch < launch.launch]

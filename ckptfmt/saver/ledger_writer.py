@@ -25,7 +25,9 @@ def put_entry(store: Store, launch: int | None, content: bytes) -> None:
     path = ledger_path(launch)
     with contextlib.suppress(CkptError):
         with contextlib.suppress(FormatError, IntegrityError):  # no entry yet, or a damaged entry
-            present = LedgerEntry.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
+            present = LedgerEntry.parse(
+                store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path
+            )
             if present.measured_unix_ms > LedgerEntry.parse(content, where=path).measured_unix_ms:
                 return
         store.replace(path, content)
@@ -37,5 +39,7 @@ def end_entry(store: Store, launch: int, ended_unix_ms: int) -> None:
     with contextlib.suppress(CkptError):
         entry = LedgerEntry.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
         if entry.ended_unix_ms is None:
-            ended = dataclasses.replace(entry, ended_unix_ms=max(ended_unix_ms, entry.measured_unix_ms))
+            ended = dataclasses.replace(
+                entry, ended_unix_ms=max(ended_unix_ms, entry.measured_unix_ms)
+            )
             store.replace(path, ended.dump())

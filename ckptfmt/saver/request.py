@@ -99,7 +99,9 @@ class SaveRequest:
 
 def _columns(rows: Iterable[RngStream | Leaf], kind: type[RngStream | Leaf]) -> dict[str, Any]:
     rows = tuple(rows)
-    return {field.name: [getattr(row, field.name) for row in rows] for field in dataclasses.fields(kind)}
+    return {
+        field.name: [getattr(row, field.name) for row in rows] for field in dataclasses.fields(kind)
+    }
 
 
 def _rows(columns: dict[str, Any]) -> Iterator[dict[str, Any]]:

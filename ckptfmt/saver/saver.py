@@ -65,7 +65,10 @@ class _Work:
     """
 
     def __init__(
-        self, run_store: Store | None, request: SaveRequest, report: Callable[[str, dict[str, Any]], None]
+        self,
+        run_store: Store | None,
+        request: SaveRequest,
+        report: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self.request, self.report = request, report
         self.held = contextlib.ExitStack()
@@ -80,7 +83,9 @@ class _Work:
             assert origin.launch is not None  # noqa: S101
             self.store = run_store.at(checkpoint_name(origin.step, origin.launch))
         else:
-            self.store = open_address(place, writable=True) if isinstance(place, bytes | dict) else place
+            self.store = (
+                open_address(place, writable=True) if isinstance(place, bytes | dict) else place
+            )
 
     @property
     def is_in_run(self) -> bool:
@@ -109,7 +114,9 @@ class _Work:
         try:
             if request.writer == 0:
                 self._check()
-            plan = chain.write(self.store, request.origin, request.writer, snapped, options=request.delta)
+            plan = chain.write(
+                self.store, request.origin, request.writer, snapped, options=request.delta
+            )
             self.report("WRITTEN", {})
             manifest = self._decide(known)
         except Exception as error:  # noqa: BLE001 - every error is reported to the trainer
@@ -125,7 +132,9 @@ class _Work:
         self._end("DONE", self._tidy_up(known))
         return manifest
 
-    def write_to_cache(self, cache: NodeCache, uploads: Uploads, snapped: Snapped, chain: Chain) -> str:
+    def write_to_cache(
+        self, cache: NodeCache, uploads: Uploads, snapped: Snapped, chain: Chain
+    ) -> str:
         """Write a snapshot from a slot into the cache, and report WRITTEN.
 
         Returns: the reason why the save is a full save or a delta, or why it stays in the cache.
@@ -136,7 +145,12 @@ class _Work:
         while not cache.make_room(nbytes):
             if not uploads.wait_for_one():
                 detail = f"no room for a save of {nbytes} bytes"
-                raise err(Code.NO_SPACE, detail, where=cache.store.name, remedy="Raise cache_nbytes=, or free space.")
+                raise err(
+                    Code.NO_SPACE,
+                    detail,
+                    where=cache.store.name,
+                    remedy="Raise cache_nbytes=, or free space.",
+                )
         part = part_of(request.origin, request.writer)
         self.held.enter_context(cache.hold(part))
         stays = request.durability != HOME
@@ -146,7 +160,8 @@ class _Work:
                 request.origin,
                 request.writer,
                 dataclasses.replace(
-                    snapped, context=dataclasses.replace(snapped.context, durability=request.durability)
+                    snapped,
+                    context=dataclasses.replace(snapped.context, durability=request.durability),
                 ),
                 options=request.delta if uploads.is_well and not stays else DeltaOptions(),
                 home=self.store,
@@ -158,7 +173,12 @@ class _Work:
         return "it stays in the cache of its node" if stays else plan.reason
 
     def bring_home(
-        self, cache: NodeCache, uploads: Uploads, known: Known, reason: str, on_commit: Callable[[Manifest], object]
+        self,
+        cache: NodeCache,
+        uploads: Uploads,
+        known: Known,
+        reason: str,
+        on_commit: Callable[[Manifest], object],
     ) -> None:
         """Copy the result of `write_to_cache` home; report COMMITTED and DONE, or FAILED.
 
@@ -206,7 +226,10 @@ class _Work:
         )
 
     def _tell_committed(self, manifest: Manifest, reason: str) -> None:
-        self.report("COMMITTED", {name: getattr(manifest, name) for name in OF_MANIFEST} | {"reason": reason})
+        self.report(
+            "COMMITTED",
+            {name: getattr(manifest, name) for name in OF_MANIFEST} | {"reason": reason},
+        )
         if self._run_store is not None:
             put_entry(self._run_store, self.request.origin.launch, self.request.ledger)
 
@@ -255,7 +278,9 @@ class _Work:
         run = RunRecord(run_id=origin.run_id, writer_features=self.request.writer_features)
         retention = self.request.retention
         try:
-            removed, problem = tidy_up(self._run_store, run, launch=origin.launch, retention=retention, known=known)
+            removed, problem = tidy_up(
+                self._run_store, run, launch=origin.launch, retention=retention, known=known
+            )
         except Exception as error:  # noqa: BLE001 - committed; the next save tries again
             removed, problem = [], str(as_ckpt_error(error))
         return {"removed": removed, "problem": encodable(problem)}
@@ -324,7 +349,10 @@ class Saver:
         elif (progress := self._pending.get(number)) is not None:
             if kind == "staged":
                 seen = message.get("seen", ())
-                progress.advance(message["nbytes"], [Seen(begin=at, digests=of, kept=kept) for at, of, kept in seen])
+                progress.advance(
+                    message["nbytes"],
+                    [Seen(begin=at, digests=of, kept=kept) for at, of, kept in seen],
+                )
             elif kind == "complete":
                 self._report(number, "STAGED", {})
                 progress.complete()
@@ -342,7 +370,9 @@ class Saver:
         self._ended_unix_ms = time.time_ns() // 1_000_000
         for work in list(self._works.values()):
             work.replicated.put("the trainer is gone")
-        self.give_up(err(Code.TRAINER_LOST, "the trainer ended while it copied", requirement="REQ-CMT-029"))
+        self.give_up(
+            err(Code.TRAINER_LOST, "the trainer ended while it copied", requirement="REQ-CMT-029")
+        )
 
     def give_up(self, error: CkptError) -> None:
         """Give up all saves with an incomplete snapshot."""
@@ -372,7 +402,11 @@ class Saver:
         assert self._image is not None  # noqa: S101 - the trainer sends it first
         progress = Progress()
         snapped = Snapped(
-            image=self._image, view=self._views[slot], slot=slot, context=request.context, progress=progress
+            image=self._image,
+            view=self._views[slot],
+            slot=slot,
+            context=request.context,
+            progress=progress,
         )
         try:
             work = _Work(self._store, request, functools.partial(self._report, number))
@@ -389,10 +423,16 @@ class Saver:
         def task() -> None:
             is_on_its_way = False
             try:
-                is_on_its_way = self._uploads is not None and self._save_by_cache(number, work, snapped, self._uploads)
+                is_on_its_way = self._uploads is not None and self._save_by_cache(
+                    number, work, snapped, self._uploads
+                )
                 if not is_on_its_way:
                     manifest = work.save(snapped, self._chain, self._known)
-                    if self._uploads is not None and manifest is not None and manifest.durability == HOME:
+                    if (
+                        self._uploads is not None
+                        and manifest is not None
+                        and manifest.durability == HOME
+                    ):
                         self._settle_older(request)
             finally:
                 if not is_on_its_way:
@@ -470,7 +510,9 @@ class Saver:
                     uploads.add(functools.partial(self._adopt, self._cache, part, request, uploads))
         return self._cache
 
-    def _adopt(self, cache: NodeCache, part: CachedPart, request: SaveRequest, uploads: Uploads) -> None:
+    def _adopt(
+        self, cache: NodeCache, part: CachedPart, request: SaveRequest, uploads: Uploads
+    ) -> None:
         """Finish a cached save of a saver that died. Spec: REQ-RUN-036."""
         assert self._store is not None  # noqa: S101 - only runs have caches
         try:
@@ -486,7 +528,10 @@ class Saver:
                     deadline_s=request.deadline_s,
                 )
         except Exception as error:  # noqa: BLE001 - no handle waits for this save
-            self._note(f"CACHE_UNFINISHED: {part.name}, which a saver left when it died: {as_ckpt_error(error)}")
+            self._note(
+                f"CACHE_UNFINISHED: {part.name}, which a saver left when it died:"
+                f" {as_ckpt_error(error)}"
+            )
 
     def _note(self, sentence: str) -> None:
         self._send({"type": "note", "sentence": encodable(sentence)})
@@ -542,7 +587,11 @@ class Saver:
             self._coders.close()
             if self._uploads is not None:
                 self._uploads.end()
-            if self._store is not None and self._launch is not None and self._ended_unix_ms is not None:
+            if (
+                self._store is not None
+                and self._launch is not None
+                and self._ended_unix_ms is not None
+            ):
                 end_entry(self._store, self._launch, self._ended_unix_ms)
             with contextlib.suppress(CkptError):
                 self._held.close()

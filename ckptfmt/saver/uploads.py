@@ -62,14 +62,17 @@ def bring_home(
         if part.writer == 0:
             check_not_fenced(run_store, origin.launch or 0)
             register = read_register(home)
-            if not isinstance(register, Manifest) or register.origin != origin:  # else an answer was lost
+            if (
+                not isinstance(register, Manifest) or register.origin != origin
+            ):  # else an answer was lost
                 check_vacant(home)
 
     try:
         uploads.until_home_answers(check)
         uploads.until_home_answers(lambda: cache.upload(part, home, has_replica=has_replica))
         manifest = uploads.until_home_answers(
-            lambda: decide(home, origin, writer=part.writer, deadline_s=deadline_s, known=known), passing=passing
+            lambda: decide(home, origin, writer=part.writer, deadline_s=deadline_s, known=known),
+            passing=passing,
         )
     except Exception as error:
         if not (isinstance(error, CkptError) and error.code in passing):
@@ -89,7 +92,9 @@ class Uploads:
         on_broken: called with the exception that ends the thread; the remaining jobs aren't run.
     """
 
-    def __init__(self, note: Callable[[str], None], on_broken: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, note: Callable[[str], None], on_broken: Callable[[BaseException], None]
+    ) -> None:
         self._note = note
         self._on_broken = on_broken
         self._changed = threading.Condition()
@@ -180,7 +185,11 @@ class Uploads:
         """Wait for some time, but not beyond the deadline; a new deadline ends the wait."""
         with self._changed:
             had = self._end_s is not None
-            rest_s = pause_s if self._end_s is None else min(pause_s, max(0.0, self._end_s - time.monotonic()))
+            rest_s = (
+                pause_s
+                if self._end_s is None
+                else min(pause_s, max(0.0, self._end_s - time.monotonic()))
+            )
             self._changed.wait_for(lambda: not had and self._end_s is not None, rest_s)
 
     def _work(self) -> None:

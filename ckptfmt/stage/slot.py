@@ -99,7 +99,11 @@ class MemoryCalls:
 
     def populate(self, address: int, nbytes: int, *, writable: bool) -> None:
         """Allocate each page without changing it. Raises: OSError(EINVAL) before Linux 5.14."""
-        _checked(_libc().madvise(address, nbytes, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ))
+        _checked(
+            _libc().madvise(
+                address, nbytes, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
+            )
+        )
 
     def allocate(self, fd: int, byte_begin: int, nbytes: int) -> None:
         """Allocate memory for a part of a memory file, without mapping or changing it."""
@@ -170,11 +174,15 @@ class Slot:
         with _no_fork(), _named_errors(None), _closed_if_failed(fd):
             os.set_inheritable(fd, False)  # noqa: FBT003 - the standard library's signature
             if not calls.has_sealed_size(fd):
-                raise err(Code.SLOT_MEMORY, "the size of the attached memory isn't sealed", remedy="")
+                raise err(
+                    Code.SLOT_MEMORY, "the size of the attached memory isn't sealed", remedy=""
+                )
             return cls(fd, os.fstat(fd).st_size, writable=False, calls=calls)
 
     def __repr__(self) -> str:
-        state = "closed" if self._mapping is None else "read-write" if self._writable else "read-only"
+        state = (
+            "closed" if self._mapping is None else "read-write" if self._writable else "read-only"
+        )
         return f"<Slot of {self.nbytes} bytes, {state}>"
 
     @property
@@ -216,7 +224,9 @@ class Slot:
         for byte_begin in range(0, self.nbytes, _PIECE_NBYTES):
             byte_end = min(byte_begin + _PIECE_NBYTES, self.nbytes)
             with _named_errors(self.nbytes):
-                self._touch_piece(view[byte_begin:byte_end], address + byte_begin, self.fd, byte_begin)
+                self._touch_piece(
+                    view[byte_begin:byte_end], address + byte_begin, self.fd, byte_begin
+                )
             if on_progress:
                 on_progress(byte_end)
 
@@ -244,7 +254,11 @@ class Slot:
     def _open_mapping(self) -> _Mapping:
         mapping = self._mapping
         if mapping is None:
-            raise err(Code.SLOT_MEMORY, "the slot is closed, or belongs to the process that forked this one", remedy="")
+            raise err(
+                Code.SLOT_MEMORY,
+                "the slot is closed, or belongs to the process that forked this one",
+                remedy="",
+            )
         return mapping
 
 
@@ -266,7 +280,9 @@ def _named_errors(nbytes: int | None) -> Iterator[None]:
     except (OSError, OverflowError) as error:
         slot = "the attached slot" if nbytes is None else f"a slot of {nbytes} bytes"
         reason = error.strerror if isinstance(error, OSError) else None
-        raise err(Code.SLOT_MEMORY, f"the system refuses memory for {slot}: {reason or error}") from error
+        raise err(
+            Code.SLOT_MEMORY, f"the system refuses memory for {slot}: {reason or error}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -335,7 +351,9 @@ def _watch_forks() -> None:
 
     This isn't done at import, since most programs that import this package make no slot.
     """
-    os.register_at_fork(before=_GATE.acquire, after_in_parent=_GATE.release, after_in_child=_forget_all)
+    os.register_at_fork(
+        before=_GATE.acquire, after_in_parent=_GATE.release, after_in_child=_forget_all
+    )
 
 
 def _forget_all() -> None:
@@ -416,7 +434,11 @@ def available_nbytes(root: str | os.PathLike[str] = "/") -> int:
     """
     base = pathlib.Path(root)
     rooms = [kib * 1024 for kib in _iter_table(base / "proc/meminfo", frozenset({"MemAvailable:"}))]
-    rooms += [room_nbytes for level, names in _iter_levels(base) for room_nbytes in _iter_rooms(level, names)]
+    rooms += [
+        room_nbytes
+        for level, names in _iter_levels(base)
+        for room_nbytes in _iter_rooms(level, names)
+    ]
     return max(0, min(rooms, default=0))
 
 
@@ -437,7 +459,9 @@ def plan_slots(image_nbytes: int, wanted: int, available_nbytes: int, shared_by:
     [0, 1, 2]
     """
     if min(wanted, available_nbytes) < 0 or shared_by < 1:
-        raise err(Code.ARGUMENT, f"{wanted} slots of {available_nbytes} bytes, shared by {shared_by}")
+        raise err(
+            Code.ARGUMENT, f"{wanted} slots of {available_nbytes} bytes, shared by {shared_by}"
+        )
     share_nbytes = available_nbytes // shared_by
     free_nbytes = max(0, share_nbytes - margin_nbytes(share_nbytes))
     return min(wanted, free_nbytes // slot_nbytes(image_nbytes))
@@ -451,7 +475,9 @@ def margin_nbytes(share_nbytes: int) -> int:
 def is_shortage(error: BaseException) -> bool:
     """Return whether an error means a shortage of memory, threads or descriptors."""
     known = isinstance(error, CkptError) and error.code == Code.SLOT_MEMORY
-    known |= isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORT)
+    known |= isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno in _SHORT
+    )
     known |= isinstance(error, RuntimeError) and "can't start new thread" in str(error)
     return known or (error.__cause__ is not None and is_shortage(error.__cause__))
 

@@ -60,8 +60,12 @@ def open_store(path_or_store: str | os.PathLike[str] | Store, *, writable: bool)
     """
     if not isinstance(path_or_store, str | os.PathLike):
         if not callable(getattr(path_or_store, "list_names", None)):
-            detail = f"a {type(path_or_store).__qualname__} where a path, a URL or a store is wanted"
-            raise err(Code.ARGUMENT, detail, where="path", remedy="Give the path first, then the State.")
+            detail = (
+                f"a {type(path_or_store).__qualname__} where a path, a URL or a store is wanted"
+            )
+            raise err(
+                Code.ARGUMENT, detail, where="path", remedy="Give the path first, then the State."
+            )
         return path_or_store
     path = os.fspath(path_or_store)
     if not path:
@@ -79,7 +83,10 @@ def empty_path(where: str) -> CkptError:
     Args:
         where: the name of the argument.
     """
-    remedy = "Give the path of a directory or file, or a URL. Perhaps the path is from a variable that isn't set."
+    remedy = (
+        "Give the path of a directory or file, or a URL. Perhaps the path is from a variable"
+        " that isn't set."
+    )
     return err(Code.ARGUMENT, "the path is '', an empty text", where=where, remedy=remedy)
 
 
@@ -93,7 +100,10 @@ def local_path(path: str | os.PathLike[str]) -> str | None:
     """
     text = os.fspath(path)
     if _SPOILT.match(os.fsdecode(text)):
-        remedy = "Write two slashes, and pass the URL as a str: a Path makes one of two. A directory: ./s3:/..."
+        remedy = (
+            "Write two slashes, and pass the URL as a str: a Path makes one of two. A"
+            " directory: ./s3:/..."
+        )
         raise err(Code.ARGUMENT, "a URL with one slash", where=text, remedy=remedy)
     if not is_url(text):
         return text
@@ -101,7 +111,12 @@ def local_path(path: str | os.PathLike[str]) -> str | None:
     if parts.scheme != "file":
         return None
     if parts.netloc not in ("", "localhost"):
-        raise err(Code.ARGUMENT, f"a file on {parts.netloc!r}", where=text, remedy="Write file:///the/path.")
+        raise err(
+            Code.ARGUMENT,
+            f"a file on {parts.netloc!r}",
+            where=text,
+            remedy="Write file:///the/path.",
+        )
     return text.partition("://")[2].removeprefix("localhost")
 
 
@@ -118,7 +133,13 @@ def _refuse_file(path: str | bytes, *, writable: bool) -> None:
         if name in ("manifest.json", "run.json"):
             remedy = f"Give its directory, {folder or '.'}"
         detail = "this is a file, and a checkpoint or a run is a directory"
-        raise err(Code.UNSAFE_FILE, detail, where=os.fsdecode(path), requirement="REQ-CKP-002", remedy=remedy)
+        raise err(
+            Code.UNSAFE_FILE,
+            detail,
+            where=os.fsdecode(path),
+            requirement="REQ-CKP-002",
+            remedy=remedy,
+        )
 
 
 def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
@@ -175,9 +196,16 @@ def check_apart(copies: Sequence[Store]) -> None:
     """
     for one, other in itertools.permutations(copies, 2):
         outer, inner = _root_of(one), _root_of(other)
-        if outer and inner and outer[0] == inner[0] and f"{inner[1]}/".startswith(f"{outer[1].rstrip('/')}/"):
+        if (
+            outer
+            and inner
+            and outer[0] == inner[0]
+            and f"{inner[1]}/".startswith(f"{outer[1].rstrip('/')}/")
+        ):
             detail = f"this is in {one.name}, of which it is to be a copy"
-            raise err(Code.ARGUMENT, detail, where=other.name, remedy="Give each copy a place of its own.")
+            raise err(
+                Code.ARGUMENT, detail, where=other.name, remedy="Give each copy a place of its own."
+            )
 
 
 def _root_of(store: Store) -> tuple[Any, str] | None:

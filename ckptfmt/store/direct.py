@@ -74,7 +74,10 @@ class FileWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._requests is None:
             return
@@ -93,7 +96,9 @@ class FileWriter:
         if self._may_go_direct(rest) and (requests := self._begin_direct()):
             whole_nbytes = len(rest) - len(rest) % PAGE_NBYTES
             for byte_begin in range(0, whole_nbytes, REQUEST_NBYTES):
-                self._submit(requests, rest[byte_begin : min(byte_begin + REQUEST_NBYTES, whole_nbytes)])
+                self._submit(
+                    requests, rest[byte_begin : min(byte_begin + REQUEST_NBYTES, whole_nbytes)]
+                )
             rest = rest[whole_nbytes:]
         if rest:
             self._write_buffered(rest)
@@ -323,7 +328,9 @@ class FileReader:
         self.nbytes: Final = nbytes
         self._calls = calls
         self._fd = fd
-        self._is_direct = nbytes >= DIRECT_NBYTES and not is_cached(calls, fd, nbytes) and self._set_direct()
+        self._is_direct = (
+            nbytes >= DIRECT_NBYTES and not is_cached(calls, fd, nbytes) and self._set_direct()
+        )
 
     def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
         """Read a range into `buffer`, and return a view of the bytes read.
@@ -346,7 +353,9 @@ class FileReader:
         """Fill `buffer`, up to the end of the file; return the number of bytes read."""
         done_nbytes = 0
         while done_nbytes < len(buffer):
-            taken_nbytes = self._calls.read_into_at(self._fd, buffer[done_nbytes:], byte_begin + done_nbytes)
+            taken_nbytes = self._calls.read_into_at(
+                self._fd, buffer[done_nbytes:], byte_begin + done_nbytes
+            )
             done_nbytes += taken_nbytes
             if not taken_nbytes or (self._is_direct and taken_nbytes % PAGE_NBYTES):
                 break  # a direct read ends inside a page only at the file's end
@@ -378,7 +387,9 @@ def make_memory(nbytes: int) -> memoryview:
         return memoryview(mmap.mmap(-1, nbytes))  # the mapping is freed with its last view
     # A mapping starts at any small page. Only the part between boundaries of huge pages can be
     # huge.
-    memory = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(
+        -1, nbytes + 2 * _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     first = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_NBYTES
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # No huge page for the last bytes: the kernel clears a whole page at the first access.

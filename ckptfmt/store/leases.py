@@ -159,7 +159,7 @@ class Leases:
             if now_s - modified_s >= self._term_s:
                 self._objects.delete(key)
 
-    # --- asking ------------------------------------------------------------------------------------------------------
+    # --- asking -----------------------------------------------------------------------------------
 
     def _look(self, directory: str) -> tuple[list[tuple[str, float]], float]:
         """Return a directory's leases with their times, and a lower bound of the store's clock."""
@@ -199,7 +199,7 @@ class Leases:
             self._known = store_s, answered_s
         return [entry for entry in found if entry[0] != key], store_s
 
-    # --- holding -----------------------------------------------------------------------------------------------------
+    # --- holding ----------------------------------------------------------------------------------
 
     def _reset(self) -> None:
         """Start without leases, as in a forked child: the parent keeps its leases."""
@@ -301,7 +301,11 @@ class Leases:
         now_s = self._local_s()
         with self._changed:
             if problem is None:
-                lease.renewed_s, lease.due_s, lease.is_told = begun_s, begun_s + self._term_s / _RENEWALS, False
+                lease.renewed_s, lease.due_s, lease.is_told = (
+                    begun_s,
+                    begun_s + self._term_s / _RENEWALS,
+                    False,
+                )
             else:
                 lease.due_s = now_s + self._term_s / _REPEATS
             is_ended = lease.is_ended
@@ -315,7 +319,9 @@ class Leases:
                 self._note_renewed()
         elif problem is not None and now_s - lease.renewed_s >= self._term_s and not lease.is_told:
             lease.is_told = True
-            _LOG.warning("no new launch waits for this process, which can't renew its lease: %s", problem)
+            _LOG.warning(
+                "no new launch waits for this process, which can't renew its lease: %s", problem
+            )
 
     def _note_renewed(self) -> None:
         del self._renewing[threading.current_thread()]
@@ -367,7 +373,9 @@ class HeldByLeases:
     def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
         """Return the held names below `prefix`; see `Store.list_held`."""
         check_prefix(prefix)
-        return [name for name in self._leases.list_held(join_path(self._prefix, prefix)) if wanted(name)]
+        return [
+            name for name in self._leases.list_held(join_path(self._prefix, prefix)) if wanted(name)
+        ]
 
     def delete_leftovers(self, prefix: str) -> None:
         """Remove expired leases; see `Store`. An unfinished put leaves no listed object."""

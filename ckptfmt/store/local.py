@@ -54,7 +54,9 @@ _CLAUSES: Final = {
     Code.UNSAFE_PATH: "REQ-CKP-001",
 }
 #: Errors of a file system that doesn't support a call.
-_REFUSALS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK, errno.EXDEV})
+_REFUSALS: Final = frozenset(
+    {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK, errno.EXDEV}
+)
 #: Errors that are tolerated for an ancestor of the root that belongs to another user.
 _FOREIGN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL})
 _KINDS: Final = {
@@ -95,7 +97,9 @@ class LocalStore:
     #: A lock ends only with its process; see `Store`.
     holds_expire = False
 
-    def __init__(self, root: str | os.PathLike[str], *, writable: bool, calls: PosixCalls | None = None) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, writable: bool, calls: PosixCalls | None = None
+    ) -> None:
         self._root = os.path.realpath(root)
         self._prefix = ""
         self._writable = writable
@@ -141,7 +145,9 @@ class LocalStore:
             try:
                 self._publish(directory, temporary, name)
             except FileExistsError as error:
-                raise err(Code.STORE_EXISTS, f"the file is in {self.name} already", where=path) from error
+                raise err(
+                    Code.STORE_EXISTS, f"the file is in {self.name} already", where=path
+                ) from error
 
     def replace(self, path: str, data: bytes) -> None:
         """Write `data` in place of a file; see `Store.replace`."""
@@ -172,7 +178,11 @@ class LocalStore:
 
     def delete(self, path: str) -> None:
         """Remove a file; see `Store.delete`."""
-        with self._changing(path), contextlib.suppress(FileNotFoundError), self._parent(path) as (directory, name):
+        with (
+            self._changing(path),
+            contextlib.suppress(FileNotFoundError),
+            self._parent(path) as (directory, name),
+        ):
             self._calls.unlink(name, directory)
 
     def delete_leftovers(self, prefix: str) -> None:
@@ -197,7 +207,10 @@ class LocalStore:
         """Make the names in `path` and its parents durable; see `Store.sync`."""
         check_prefix(path)
         self._check_writable(path)
-        with self._named_errors(path), self._directory(self._full(path), on_each=self._calls.fsync_directory):
+        with (
+            self._named_errors(path),
+            self._directory(self._full(path), on_each=self._calls.fsync_directory),
+        ):
             pass
 
     # Reading
@@ -339,12 +352,23 @@ class LocalStore:
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
-                raise err(Code.STORE_UNSUPPORTED, "the file system can't fsync directories", where=self.name) from error
+                raise err(
+                    Code.STORE_UNSUPPORTED,
+                    "the file system can't fsync directories",
+                    where=self.name,
+                ) from error
             # Three tries, since the cleanup after another save may delete the test's files.
-            for publish, is_link in ((self._calls.link, True), (self._calls.rename_noreplace, False)):
+            for publish, is_link in (
+                (self._calls.link, True),
+                (self._calls.rename_noreplace, False),
+            ):
                 if any(self._is_exclusive(directory, publish) for _ in range(3)):
                     return is_link
-        raise err(Code.STORE_UNSUPPORTED, "neither link nor renameat2 refuses a taken name", where=self.name)
+        raise err(
+            Code.STORE_UNSUPPORTED,
+            "neither link nor renameat2 refuses a taken name",
+            where=self.name,
+        )
 
     @contextlib.contextmanager
     def _at_path(self, path: str) -> Iterator[int]:
@@ -541,7 +565,10 @@ class LocalStore:
         pending = [prefix]
         while pending:
             path = pending.pop()
-            with contextlib.suppress(FileNotFoundError), self._directory(self._full(path)) as directory:
+            with (
+                contextlib.suppress(FileNotFoundError),
+                self._directory(self._full(path)) as directory,
+            ):
                 entries = self._calls.scan(directory)
                 pending += [join_path(path, name) for name, is_directory in entries if is_directory]
                 yield path, directory, [name for name, is_directory in entries if not is_directory]
@@ -568,7 +595,9 @@ class LocalStore:
 
     def _check_writable(self, path: str) -> None:
         if not self._writable:
-            raise err(Code.STORE_ACCESS, f"{self.name} is open for reading only", where=path, remedy="")
+            raise err(
+                Code.STORE_ACCESS, f"{self.name} is open for reading only", where=path, remedy=""
+            )
 
     def _reading(self, path: str, action: Callable[[], T]) -> T:
         """Return the result of `action`; repeat the call if an NFS file handle became stale."""
@@ -595,7 +624,9 @@ class LocalStore:
         code = _CODES.get(error.errno or 0, Code.STORE_IO)
         code = missing if code is Code.FILE_MISSING else code
         detail = f"{error.strerror or error}" + ("" if path == self.name else f" in {self.name}")
-        return err(code, detail, where=path, requirement=_CLAUSES.get(code), remedy=remedy_of(error))
+        return err(
+            code, detail, where=path, requirement=_CLAUSES.get(code), remedy=remedy_of(error)
+        )
 
 
 class _Ranges:
@@ -622,7 +653,9 @@ class _Ranges:
 def _regular_nbytes(status: os.stat_result, path: str) -> int:
     """Return the size of a regular file; raise UNSAFE_FILE for any other kind of file."""
     if not stat.S_ISREG(status.st_mode):
-        detail = f"it is a {_KINDS.get(stat.S_IFMT(status.st_mode), 'special file')}, not a regular file"
+        detail = (
+            f"it is a {_KINDS.get(stat.S_IFMT(status.st_mode), 'special file')}, not a regular file"
+        )
         raise err(Code.UNSAFE_FILE, detail, where=path, requirement="REQ-CKP-002")
     return status.st_size
 

@@ -199,7 +199,9 @@ class MemoryStore(HeldByLeases):
         directory = _directory_key(join_path(self._prefix, prefix))
         root = _directory_key(self._prefix)
         with self._bucket.lock:
-            return sorted(key.removeprefix(root) for key in self._bucket.objects if key.startswith(directory))
+            return sorted(
+                key.removeprefix(root) for key in self._bucket.objects if key.startswith(directory)
+            )
 
     def list_names(self, prefix: str) -> Names:
         """Return the first components of the keys below `prefix`; see `Store.list_names`."""
@@ -232,7 +234,12 @@ class MemoryStore(HeldByLeases):
         return data
 
     def _missing(self, path: str) -> CkptError:
-        return err(Code.FILE_MISSING, f"no such object in {self.name}", where=path, requirement="REQ-CKP-004")
+        return err(
+            Code.FILE_MISSING,
+            f"no such object in {self.name}",
+            where=path,
+            requirement="REQ-CKP-004",
+        )
 
 
 def _directory_key(prefix: str) -> str:
@@ -258,7 +265,11 @@ class _LeaseObjects:
     def list_modified(self, directory: str) -> list[tuple[str, float]]:
         """Return keys and times; see `LeaseObjects.list_modified`."""
         with self._bucket.lock:
-            return [entry for entry in self._bucket.leases.items() if entry[0].startswith(f"{directory}/")]
+            return [
+                entry
+                for entry in self._bucket.leases.items()
+                if entry[0].startswith(f"{directory}/")
+            ]
 
 
 class _Ranges:

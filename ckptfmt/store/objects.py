@@ -119,7 +119,7 @@ class ObjectStore(HeldByLeases):
         config: Mapping[str, Any] | None = None,
         client_options: Mapping[str, Any] | None = None,
         retry_config: Mapping[str, Any] | None = None,
-        credential_provider: Any = None,  # noqa: ANN401 - a callable of obstore's
+        credential_provider: Any = None,
     ) -> None:
         self._place, self._prefix = _split(url)
         options = {"config": config, "client_options": client_options, "retry_config": retry_config}
@@ -136,7 +136,9 @@ class ObjectStore(HeldByLeases):
             self._once: Client = make({**retries, "max_retries": 0}, {})
             patience = {"timeout": (client_options or {}).get("timeout", _PART_TIMEOUT)}
             self._uploads: Client = make({"retry_timeout": _PART_PATIENCE, **retries}, patience)
-            lease_client = make({**retries, "max_retries": _LEASE_RETRIES}, {"timeout": _LEASE_TIMEOUT})
+            lease_client = make(
+                {**retries, "max_retries": _LEASE_RETRIES}, {"timeout": _LEASE_TIMEOUT}
+            )
         self._lease_objects = _LeaseObjects(self, lease_client)
         self._leases = Leases(self._lease_objects, writable=writable)
         if writable:
@@ -151,7 +153,9 @@ class ObjectStore(HeldByLeases):
     def address(self) -> dict[str, Any] | None:
         """The arguments for the same store in another process; None for non-plain options."""
         values = [value for options in self._options.values() for value in options.values()]
-        if self._has_provider or not all(isinstance(value, str | int | float | None) for value in values):
+        if self._has_provider or not all(
+            isinstance(value, str | int | float | None) for value in values
+        ):
             return None
         return {"url": self.name, **self._options}
 
@@ -170,7 +174,12 @@ class ObjectStore(HeldByLeases):
         """
         check_path(name)
         if not self._prefix:
-            raise err(Code.UNSAFE_PATH, f"beside {self.name} is nothing", where=name, requirement="REQ-CKP-001")
+            raise err(
+                Code.UNSAFE_PATH,
+                f"beside {self.name} is nothing",
+                where=name,
+                requirement="REQ-CKP-001",
+            )
         other = self._with_prefix(join_path(self._prefix.rpartition("/")[0], name))
         other._writable = False  # noqa: SLF001 - a copy of ourselves
         other._leases = Leases(self._lease_objects, writable=False)  # noqa: SLF001
@@ -197,7 +206,9 @@ class ObjectStore(HeldByLeases):
         if isinstance(chunks, SizedChunks) and chunks.most_nbytes > _PART_NBYTES:
             first, rest = _draw_first(chunks)
             if rest is not None:
-                self._create_in_parts(path, key, itertools.chain(first, rest), most_nbytes=chunks.most_nbytes)
+                self._create_in_parts(
+                    path, key, itertools.chain(first, rest), most_nbytes=chunks.most_nbytes
+                )
                 return
             chunks = first
         self._create_at_once(path, key, b"".join(chunks))
@@ -215,7 +226,10 @@ class ObjectStore(HeldByLeases):
     def delete(self, path: str) -> None:
         """Remove an object; see `Store.delete`."""
         key = self._key_to_change(path)
-        with self._named_errors(path, missing=Code.STORE_IO), contextlib.suppress(FileNotFoundError):
+        with (
+            self._named_errors(path, missing=Code.STORE_IO),
+            contextlib.suppress(FileNotFoundError),
+        ):
             self._client.delete(key)
 
     # --- reading ----------------------------------------------------------------------------------
@@ -269,13 +283,15 @@ class ObjectStore(HeldByLeases):
         names += [posixpath.basename(directory) + "/" for directory in found["common_prefixes"]]
         return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
 
-    def _get_range(self, path: str, byte_begin: int, nbytes: int) -> Any:  # noqa: ANN401 - obstore's Bytes, or bytes
+    def _get_range(self, path: str, byte_begin: int, nbytes: int) -> Any:
         key = self._key(path)
         file_nbytes = None
         with self._named_errors(path):
             if min(byte_begin, nbytes) >= 0 and 0 < nbytes < _END_LIMIT - byte_begin:
                 try:
-                    found = self._client.get(key, options={"range": (byte_begin, byte_begin + nbytes)})
+                    found = self._client.get(
+                        key, options={"range": (byte_begin, byte_begin + nbytes)}
+                    )
                     content, file_nbytes = found.bytes(), found.meta["size"]
                 except Exception as error:
                     if status_of(error) != 416:  # no such range
@@ -300,7 +316,9 @@ class ObjectStore(HeldByLeases):
         unknown: CkptError | None = None  # the error of the last attempt without an answer
         for _ in _pauses(_DEADLINE_S):
             try:
-                self._once.put(key, data, mode="create", attributes={_OWNER: owner}, use_multipart=False)
+                self._once.put(
+                    key, data, mode="create", attributes={_OWNER: owner}, use_multipart=False
+                )
             except Exception as error:  # noqa: BLE001 - named below
                 named = self._named(error, path, missing=Code.STORE_IO, taken=Code.STORE_EXISTS)
             else:
@@ -309,7 +327,9 @@ class ObjectStore(HeldByLeases):
                 try:
                     found = self._owner_of(key)
                 except Exception as error:  # noqa: BLE001 - the object's creator is unknown
-                    raise err(Code.STORE_NO_ANSWER, self._named(error, path).detail, where=path) from None
+                    raise err(
+                        Code.STORE_NO_ANSWER, self._named(error, path).detail, where=path
+                    ) from None
                 if found == owner:
                     return  # an earlier attempt succeeded, and its answer was lost
                 if found is not None:
@@ -318,9 +338,13 @@ class ObjectStore(HeldByLeases):
             if named.code != Code.STORE_NO_ANSWER:
                 raise named if unknown is None else unknown
             unknown = named
-        raise unknown or err(Code.STORE_NO_ANSWER, f"{self.name} answers with conflicts", where=path)
+        raise unknown or err(
+            Code.STORE_NO_ANSWER, f"{self.name} answers with conflicts", where=path
+        )
 
-    def _create_in_parts(self, path: str, key: str, chunks: Iterable[Buffer], *, most_nbytes: int) -> None:
+    def _create_in_parts(
+        self, path: str, key: str, chunks: Iterable[Buffer], *, most_nbytes: int
+    ) -> None:
         """Create a large object from concurrent parts; a part without an answer is sent again."""
         with self._named_errors(path, missing=Code.STORE_IO):
             if self._owner_of(key) is not None:
@@ -403,7 +427,13 @@ class ObjectStore(HeldByLeases):
         if winners > 1:
             detail = f"of {_PROBE_COUNT} creations of one name at once {winners} succeeded"
             remedy = "Use a server that honours If-None-Match: * when several writers come at once."
-            raise err(Code.STORE_UNSUPPORTED, detail, where=self.name, requirement="REQ-STO-001", remedy=remedy)
+            raise err(
+                Code.STORE_UNSUPPORTED,
+                detail,
+                where=self.name,
+                requirement="REQ-STO-001",
+                remedy=remedy,
+            )
         if other and (winners == 0 or any(error.code != Code.STORE_NO_ANSWER for error in other)):
             raise other[0]
         if winners == 0:
@@ -418,7 +448,9 @@ class ObjectStore(HeldByLeases):
     def _key_to_change(self, path: str) -> str:
         key = self._key(path)
         if not self._writable:
-            raise err(Code.STORE_ACCESS, f"{self.name} is open for reading only", where=path, remedy="")
+            raise err(
+                Code.STORE_ACCESS, f"{self.name} is open for reading only", where=path, remedy=""
+            )
         return key
 
     # --- errors -----------------------------------------------------------------------------------
@@ -436,7 +468,12 @@ class ObjectStore(HeldByLeases):
             raise self._named(error, path, missing=missing) from None  # may have a signature
 
     def _named(
-        self, error: BaseException, path: str, *, missing: Code = Code.FILE_MISSING, taken: Code = Code.STORE_NO_ANSWER
+        self,
+        error: BaseException,
+        path: str,
+        *,
+        missing: Code = Code.FILE_MISSING,
+        taken: Code = Code.STORE_NO_ANSWER,
     ) -> CkptError:
         """Return the error with a code for an error of obstore.
 
@@ -445,11 +482,16 @@ class ObjectStore(HeldByLeases):
             taken: the code for the answers 409 and 412, which mean no refusal where the request had
                 no condition.
         """
-        if type(error).__name__ in ("AlreadyExistsError", "PreconditionError") and taken == Code.STORE_EXISTS:
+        if (
+            type(error).__name__ in ("AlreadyExistsError", "PreconditionError")
+            and taken == Code.STORE_EXISTS
+        ):
             return self._taken(path)
         code, remedy = code_of(error, missing=missing)
         if code == Code.FILE_MISSING:
-            return err(code, f"no such object in {self.name}", where=path, requirement="REQ-CKP-004")
+            return err(
+                code, f"no such object in {self.name}", where=path, requirement="REQ-CKP-004"
+            )
         return err(code, f"{text_of(error)} in {self.name}", where=path, remedy=remedy)
 
     def _taken(self, path: str) -> CkptError:
@@ -470,7 +512,10 @@ class _LeaseObjects:
 
     def delete(self, key: str) -> None:
         """Remove a lease; see `LeaseObjects.delete`."""
-        with self._store._named_errors(key, missing=Code.STORE_IO), contextlib.suppress(FileNotFoundError):  # noqa: SLF001
+        with (
+            self._store._named_errors(key, missing=Code.STORE_IO),  # noqa: SLF001
+            contextlib.suppress(FileNotFoundError),
+        ):
             self._client.delete(key)
 
     def list_modified(self, directory: str) -> list[tuple[str, float]]:
@@ -566,9 +611,17 @@ def _split(url: str) -> tuple[str, str]:
     shown = without_secrets(url)
     if parts.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise err(Code.STORE_UNSUPPORTED, "no such kind of URL", where=shown, remedy=f"One of {known}, or a path.")
+        raise err(
+            Code.STORE_UNSUPPORTED,
+            "no such kind of URL",
+            where=shown,
+            remedy=f"One of {known}, or a path.",
+        )
     if not parts.netloc or "@" in parts.netloc:
-        remedy = f"{parts.scheme}://bucket/prefix; credentials come from the environment or from ObjectStore(config=)."
+        remedy = (
+            f"{parts.scheme}://bucket/prefix; credentials come from the environment or from"
+            " ObjectStore(config=)."
+        )
         raise err(Code.ARGUMENT, "the URL doesn't name a bucket alone", where=shown, remedy=remedy)
     prefix = url.partition("://")[2].partition("/")[2].strip("/")
     check_prefix(prefix)
@@ -579,7 +632,7 @@ def _client_maker(
     place: str,
     config: Mapping[str, Any] | None,
     client_options: Mapping[str, Any] | None,
-    credential_provider: Any,  # noqa: ANN401
+    credential_provider: Any,
 ) -> Callable[[Mapping[str, Any], Mapping[str, Any]], Client]:
     """Return a function that creates a client of a bucket.
 
@@ -589,17 +642,26 @@ def _client_maker(
         from obstore.store import from_url  # noqa: PLC0415 - an extra, which takes time to import
     except ImportError as error:
         remedy = 'pip install "ckptfmt[cloud]"'
-        raise err(Code.STORE_UNSUPPORTED, "URLs need obstore", where=place, remedy=remedy) from error
+        raise err(
+            Code.STORE_UNSUPPORTED, "URLs need obstore", where=place, remedy=remedy
+        ) from error
     options = {**_CLIENT_OPTIONS, **(client_options or {})}
     provider = {} if credential_provider is None else {"credential_provider": credential_provider}
 
     def make(retries: Mapping[str, Any], more: Mapping[str, Any]) -> Client:
-        given = {"config": dict(config or {}), "client_options": {**options, **more}, "retry_config": retries}
+        given = {
+            "config": dict(config or {}),
+            "client_options": {**options, **more},
+            "retry_config": retries,
+        }
         try:
             return from_url(place, **given, **provider)  # type: ignore[arg-type, no-any-return, call-overload, unused-ignore]
         except Exception as error:  # noqa: BLE001 - any error of obstore
             raise err(
-                Code.ARGUMENT, text_of(error), where=place, remedy="See obstore's documentation of options."
+                Code.ARGUMENT,
+                text_of(error),
+                where=place,
+                remedy="See obstore's documentation of options.",
             ) from None
 
     return make

@@ -13,7 +13,9 @@ _REMEDIES: Final = {
     "InvalidUri": "Begin the endpoint (AWS_ENDPOINT_URL, or config=) with http:// or https://.",
     # The address of a cloud machine's credential service, used if the environment has no
     # credentials.
-    "169.254.169.254": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: this machine tells of no role.",
+    "169.254.169.254": (
+        "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: this machine tells of no role."
+    ),
 }
 _STATUS: Final = re.compile(r"status code: ([0-9]{3})")
 #: The query of a URL may contain a signature, and the part before an @ a password.
@@ -60,14 +62,25 @@ def _code_of(error: BaseException, missing: Code) -> tuple[Code, str | None]:
         return missing, None
     if "Quota" in text or status == 507:
         return Code.NO_SPACE, None
-    is_denied = isinstance(error, PermissionError) or kind in ("PermissionDeniedError", "UnauthenticatedError")
+    is_denied = isinstance(error, PermissionError) or kind in (
+        "PermissionDeniedError",
+        "UnauthenticatedError",
+    )
     if is_denied or status in (401, 403):
-        return Code.STORE_ACCESS, "Check the credentials, what they permit, and the name of the bucket."
+        return (
+            Code.STORE_ACCESS,
+            "Check the credentials, what they permit, and the name of the bucket.",
+        )
     is_refused = status is not None and 400 <= status < 500 and status not in (408, 409, 429)
-    is_ours = isinstance(error, ValueError | TypeError | FileNotFoundError) or "builder error" in text
+    is_ours = (
+        isinstance(error, ValueError | TypeError | FileNotFoundError) or "builder error" in text
+    )
     if is_refused or is_ours or is_panic(error):
         return Code.STORE_IO, None
-    return Code.STORE_NO_ANSWER, "Try again when it answers; if it never did, check the endpoint and the network."
+    return (
+        Code.STORE_NO_ANSWER,
+        "Try again when it answers; if it never did, check the endpoint and the network.",
+    )
 
 
 def status_of(error: BaseException) -> int | None:

@@ -209,7 +209,9 @@ class PosixCalls:
 
     def link(self, name: str, new_name: str, directory_fd: int) -> None:
         """Give the file `name` a second name; EEXIST if the new name is taken."""
-        os.link(name, new_name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd, follow_symlinks=False)
+        os.link(
+            name, new_name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd, follow_symlinks=False
+        )
 
     def rename_noreplace(self, name: str, new_name: str, directory_fd: int) -> None:
         """Rename `name`; EEXIST if `new_name` is taken. Used on file systems without hard links.
@@ -238,7 +240,7 @@ class PosixCalls:
         os.rmdir(name, dir_fd=directory_fd)
 
 
-# --- holds ------------------------------------------------------------------------------------------------------------
+# --- holds ----------------------------------------------------------------------------------------
 
 #: Errors of a file system without locks.
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})

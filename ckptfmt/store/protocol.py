@@ -67,7 +67,9 @@ class SizedChunks:
         most_nbytes: an upper bound of the size, used where `nbytes` is None.
     """
 
-    def __init__(self, chunks: Iterable[Buffer], nbytes: int | None, *, most_nbytes: int = 0) -> None:
+    def __init__(
+        self, chunks: Iterable[Buffer], nbytes: int | None, *, most_nbytes: int = 0
+    ) -> None:
         self._chunks = chunks
         self.nbytes: Final = nbytes
         self.most_nbytes: Final = most_nbytes if nbytes is None else nbytes
@@ -376,7 +378,11 @@ def _unsafe(path: str, detail: str) -> CkptError:
 
 
 def call_each(
-    store: Store, call: Callable[[Item], Answer], items: Iterable[Item], *, at_once: int = CALLS_AT_ONCE
+    store: Store,
+    call: Callable[[Item], Answer],
+    items: Iterable[Item],
+    *,
+    at_once: int = CALLS_AT_ONCE,
 ) -> list[Answer]:
     """Return the results of `call` for each item, in the items' order.
 

@@ -49,7 +49,9 @@ class AutoEvery:
 
     def __init__(self, mtbf_s: float | None, process_count: int, upload_every: int = 1) -> None:
         expected_s = DEVICE_MTBF_S / process_count if mtbf_s is None else mtbf_s
-        self._auto = AutoInterval(mtbf_s=expected_s, every=(1, upload_every) if upload_every > 1 else (1,))
+        self._auto = AutoInterval(
+            mtbf_s=expected_s, every=(1, upload_every) if upload_every > 1 else (1,)
+        )
         self._home = len(self._auto.meters) - 1
         #: For each earlier launch the steps, and the level of the successor's source. Empty once
         #: the launches are counted. Until then `_early_s` has this launch's training time.
@@ -70,7 +72,10 @@ class AutoEvery:
             source = found.resume_from and parse_checkpoint_name(found.resume_from.name)
             level = self._home if found.chosen_by == "fallback" else 0
             resumed.append((source[1], source[0], level) if source else (0, 0, level))
-        self._launches = [(max(0, after[1] - before[1]), after[2]) for before, after in itertools.pairwise(resumed)]
+        self._launches = [
+            (max(0, after[1] - before[1]), after[2])
+            for before, after in itertools.pairwise(resumed)
+        ]
 
     def note_steps(self, now_s: float, count: int) -> None:
         """Record the end of `count` steps at the time `now_s`."""
@@ -94,17 +99,27 @@ class AutoEvery:
         is_told = self._told_s / _TOLD <= interval_s <= self._told_s * _TOLD
         if count > self._told_count or (count and not is_told):
             self._told_s, self._told_count = interval_s, count
-            _LOG.info("every='auto': saves every %.3g s: %s", interval_s, "; ".join(self._reasons()))
+            _LOG.info(
+                "every='auto': saves every %.3g s: %s", interval_s, "; ".join(self._reasons())
+            )
         return interval_s
 
     def _reasons(self) -> Iterator[str]:
         places = (
-            [("", "")] if not self._home else [(" to caches", " that leaves them"), (" home", " that takes caches")]
+            [("", "")]
+            if not self._home
+            else [(" to caches", " that leaves them"), (" home", " that takes caches")]
         )
         for meter, (to, of) in zip(self._auto.meters, places, strict=True):
             if meter.is_measured:
-                yield f"a save{to} costs {meter.lost_s:.3g} s of training and is committed after {meter.commit_s:.3g} s"
-            yield f"a failure{of} is expected every {meter.mtbf_s / 3600:.3g} h ({meter.failures} seen)"
+                yield (
+                    f"a save{to} costs {meter.lost_s:.3g} s of training and is committed after"
+                    f" {meter.commit_s:.3g} s"
+                )
+            yield (
+                f"a failure{of} is expected every {meter.mtbf_s / 3600:.3g} h ({meter.failures}"
+                " seen)"
+            )
 
     def _note_committed(self, over: Beside) -> None:
         alone_s = math.inf
@@ -113,10 +128,14 @@ class AutoEvery:
             self._count_launches(alone_s)
         lost_s = sum(over.steps_s) - len(over.steps_s) * alone_s
         if self._home:  # the cost of other saves during the upload
-            lost_s -= sum(max(other.blocked_s, self._auto.meters[0].lost_s) for other in over.others)
+            lost_s -= sum(
+                max(other.blocked_s, self._auto.meters[0].lost_s) for other in over.others
+            )
         report = over.handle.report
         level = self._home if report is None or report.durability == HOME else 0
-        self._auto.note_save(max(over.handle.blocked_s, lost_s), over.handle.times["COMMITTED"], level)
+        self._auto.note_save(
+            max(over.handle.blocked_s, lost_s), over.handle.times["COMMITTED"], level
+        )
 
     def _count_launches(self, step_s: float) -> None:
         """Count the launches before this launch, once the duration of a step is known."""

@@ -166,13 +166,19 @@ class Background:
         self._failures: list[tuple[str, SaveHandle]] = []
         self._told: set[str] = set()
         self.thread_count = staging_thread_count()
-        self._threads = concurrent.futures.ThreadPoolExecutor(max(1, self.thread_count - 1), "ckptfmt-copy")
+        self._threads = concurrent.futures.ThreadPoolExecutor(
+            max(1, self.thread_count - 1), "ckptfmt-copy"
+        )
         self._stager = concurrent.futures.ThreadPoolExecutor(1, "ckptfmt-stager")
 
     # --- getting ready ----------------------------------------------------------------------------
 
     def prepare(
-        self, image: Image, *, shared_by: int, pin: Callable[[Slot], Callable[[], None]] = lambda _: lambda: None
+        self,
+        image: Image,
+        *,
+        shared_by: int,
+        pin: Callable[[Slot], Callable[[], None]] = lambda _: lambda: None,
     ) -> str:
         """Make and touch slots for an image, and start the saver, unless both are ready.
 
@@ -186,12 +192,19 @@ class Background:
         """
         self._check_process()
         self._image = image
-        if self._places and not self._wants_slots and all(place.slot.nbytes >= image.nbytes for place in self._places):
+        if (
+            self._places
+            and not self._wants_slots
+            and all(place.slot.nbytes >= image.nbytes for place in self._places)
+        ):
             self._ready_link()
             return ""
         room_nbytes = available_nbytes()
         count = plan_slots(image.nbytes, self._slot_count, room_nbytes, shared_by)
-        reason = f"{image.nbytes} bytes each, and {room_nbytes} are left for {shared_by} trainers of this machine"
+        reason = (
+            f"{image.nbytes} bytes each, and {room_nbytes} are left for {shared_by} trainers"
+            " of this machine"
+        )
         while True:
             try:
                 self._make_slots(count, image.nbytes, pin)
@@ -201,12 +214,17 @@ class Background:
                 # as available.
                 if not (count and is_shortage(error)):
                     raise
-                count, reason = count - 1, error.detail if isinstance(error, CkptError) else repr(error)
+                count, reason = (
+                    count - 1,
+                    error.detail if isinstance(error, CkptError) else repr(error),
+                )
         if count == self._slot_count:
             return ""
         return f"SLOTS_REDUCED: {count} of {self._slot_count} slots: {reason}"
 
-    def _make_slots(self, count: int, nbytes: int, pin: Callable[[Slot], Callable[[], None]]) -> None:
+    def _make_slots(
+        self, count: int, nbytes: int, pin: Callable[[Slot], Callable[[], None]]
+    ) -> None:
         """Wait until the slots are free, close them, make new slots, and hand them to the saver."""
         if not self._wait(lambda: all(place.handle is None for place in self._places)):
             raise self._busy_error(self._deadline_s)
@@ -235,7 +253,12 @@ class Background:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             remedy = "Save from the process that made the checkpointer."
-            raise err(Code.SAVER_LOST, "this process is a fork of the one that saves", where=self._name, remedy=remedy)
+            raise err(
+                Code.SAVER_LOST,
+                "this process is a fork of the one that saves",
+                where=self._name,
+                remedy=remedy,
+            )
 
     def _ready_link(self) -> Link:
         """Return the link to a saver with all slots; start a saver if none is running.
@@ -249,17 +272,32 @@ class Background:
                 link.add_slot(place.number, place.slot)
                 place.given_to = link
         number = self._link_number
-        if not self._wait(lambda: self._link is not link or all(place.ready_for == number for place in self._places)):
-            self._drop(err(Code.SAVER_LOST, f"the saver isn't ready in {self._deadline_s:g} s", where=self._name))
+        if not self._wait(
+            lambda: (
+                self._link is not link or all(place.ready_for == number for place in self._places)
+            )
+        ):
+            self._drop(
+                err(
+                    Code.SAVER_LOST,
+                    f"the saver isn't ready in {self._deadline_s:g} s",
+                    where=self._name,
+                )
+            )
         with self._lock:
             if self._link is not link:
-                raise self._lost or err(Code.SAVER_LOST, "the saver ended just now", where=self._name)
+                raise self._lost or err(
+                    Code.SAVER_LOST, "the saver ended just now", where=self._name
+                )
         return link
 
     def _start_link(self) -> Link:
         number = self._number_link()
         link: Link | None = None
-        on_message, on_lost = functools.partial(self._on_message, number), functools.partial(self._on_lost, number)
+        on_message, on_lost = (
+            functools.partial(self._on_message, number),
+            functools.partial(self._on_lost, number),
+        )
         try:
             link = self._make_link(on_message, on_lost)
             with self._lock:
@@ -278,10 +316,16 @@ class Background:
             self._lost = self._sent_image = None
             return self._link_number
 
-    def _make_link(self, on_message: Callable[[dict[str, Any]], None], on_lost: Callable[[Lost], None]) -> Link:
+    def _make_link(
+        self, on_message: Callable[[dict[str, Any]], None], on_lost: Callable[[Lost], None]
+    ) -> Link:
         if self._in_process:
             return ProcessLink(
-                self._address, cache=self._cache, nice=self._nice, on_message=on_message, on_lost=on_lost
+                self._address,
+                cache=self._cache,
+                nice=self._nice,
+                on_message=on_message,
+                on_lost=on_lost,
             )
         return ThreadLink(self._store, cache=self._cache, on_message=on_message, on_lost=on_lost)
 
@@ -304,11 +348,18 @@ class Background:
 
     def _busy_error(self, timeout_s: float) -> CkptError:
         with self._lock:
-            saves = ", ".join(str(save.handle) for save in self._saves.values() if not save.handle.is_over)
-        return err(Code.SLOTS_BUSY, f"no slot became free within {timeout_s:g} s; they hold {saves}")
+            saves = ", ".join(
+                str(save.handle) for save in self._saves.values() if not save.handle.is_over
+            )
+        return err(
+            Code.SLOTS_BUSY, f"no slot became free within {timeout_s:g} s; they hold {saves}"
+        )
 
     def save(
-        self, request: SaveRequest, handle: SaveHandle, plan: Callable[[Place], tuple[list[Copy], list[Copy]]]
+        self,
+        request: SaveRequest,
+        handle: SaveHandle,
+        plan: Callable[[Place], tuple[list[Copy], list[Copy]]],
     ) -> None:
         """Save into a free slot; the saver reads behind the copies, and finishes by itself.
 
@@ -325,7 +376,9 @@ class Background:
 
         def tell(nbytes: int, seen: Sequence[Seen]) -> None:
             rows = [[one.begin, one.digests, one.kept] for one in seen]
-            save.link.send({"type": "staged", "number": save.number, "nbytes": nbytes, "seen": rows})
+            save.link.send(
+                {"type": "staged", "number": save.number, "nbytes": nbytes, "seen": rows}
+            )
 
         copies = sorted((*now, *later), key=lambda copy: copy.begin)
         assert self._image is not None  # noqa: S101 - set by prepare()
@@ -350,15 +403,30 @@ class Background:
             # The slot with the oldest snapshot, so that the newest snapshot stays in memory.
             place = min(free, key=lambda place: place.last_save)
             self._count += 1
-            save = _Save(number=self._count, request=request, handle=handle, link=link, thread=threading.get_ident())
-            self._saves = {known.number: known for known in self._saves.values() if not known.handle.is_over}
+            save = _Save(
+                number=self._count,
+                request=request,
+                handle=handle,
+                link=link,
+                thread=threading.get_ident(),
+            )
+            self._saves = {
+                known.number: known for known in self._saves.values() if not known.handle.is_over
+            }
             self._saves[save.number] = save
             handle.tell_begun(self.look)
             place.handle, place.last_save = handle, self._count
         if self._sent_image is not self._image:
             link.send({"type": "image", "image": self._image.as_dict()})
             self._sent_image = self._image
-        link.send({"type": "save", "number": save.number, "slot": place.number, "request": request.as_dict()})
+        link.send(
+            {
+                "type": "save",
+                "number": save.number,
+                "slot": place.number,
+                "request": request.as_dict(),
+            }
+        )
         return save, place
 
     def abandon(self, handle: SaveHandle, attempt: str, problem: BaseException) -> None:
@@ -398,7 +466,9 @@ class Background:
             save.link.send({"type": "complete", "number": save.number})
         else:
             self._fail(save, _copy_error(problem))
-            save.link.send({"type": "abandon", "number": save.number, "detail": encodable(str(problem))})
+            save.link.send(
+                {"type": "abandon", "number": save.number, "detail": encodable(str(problem))}
+            )
         with self._lock:
             if save.later is None or save.later.done() or threading.get_ident() != save.thread:
                 save.handle.tell_copied()  # else the stager calls this, after its copies
@@ -438,7 +508,9 @@ class Background:
         elif state == "COMMITTED":
             origin = save.request.origin
             told = {name: message[name] for name in (*OF_MANIFEST, "reason")}
-            report = SaveReport(path=handle.path, step=origin.step, writer_count=origin.writer_count, **told)
+            report = SaveReport(
+                path=handle.path, step=origin.step, writer_count=origin.writer_count, **told
+            )
             handle.tell_state(state, report)
             tell_committed(save.request.writer, report, handle.times.get(state, 0.0))
         else:
@@ -488,11 +560,15 @@ class Background:
             link, number = self._link, self._link_number
         for save in saves:
             if save.is_left():
-                self._end_copies(save, None if save.is_complete else RuntimeError("the copying thread has ended"))
+                self._end_copies(
+                    save, None if save.is_complete else RuntimeError("the copying thread has ended")
+                )
         failure = None if link is None else link.failure()
         if failure is not None:
             self._lose(number, Lost(error=failure, has_ended=False))
-        for save in saves if link is None else ():  # the saver was dropped or closed, and finishes its saves
+        for save in (
+            saves if link is None else ()
+        ):  # the saver was dropped or closed, and finishes its saves
             failure = save.link.failure()
             if failure is not None:
                 self._fail(save, _at(save, failure))
@@ -560,10 +636,18 @@ class Background:
         end_s = time.monotonic() + timeout_s
         with self._lock:
             handles = [save.handle for save in self._saves.values()]
-        rest = [handle for handle in handles if not handle.wait_over(max(0.0, end_s - time.monotonic()))]
+        rest = [
+            handle for handle in handles if not handle.wait_over(max(0.0, end_s - time.monotonic()))
+        ]
         for handle in rest if self._in_process else ():
             # The link ends, so no further message arrives; a thread may wait for the handle.
-            handle.tell_failed(err(Code.SAVER_LOST, "the checkpointer was closed during the save", where=handle.path))
+            handle.tell_failed(
+                err(
+                    Code.SAVER_LOST,
+                    "the checkpointer was closed during the save",
+                    where=handle.path,
+                )
+            )
         self._threads.shutdown(wait=not rest, cancel_futures=True)
         self._end_link(1.0 if rest else 5.0)
         self._end_staging()
@@ -627,6 +711,10 @@ def _at(save: _Save, error: CkptError) -> CkptError:
 def _copy_error(problem: BaseException) -> CkptError:
     if isinstance(problem, CkptError):
         return problem
-    error = err(Code.STATE_CHANGED, f"copying the state failed: {type(problem).__qualname__}: {problem}", remedy="")
+    error = err(
+        Code.STATE_CHANGED,
+        f"copying the state failed: {type(problem).__qualname__}: {problem}",
+        remedy="",
+    )
     error.__cause__ = problem
     return error

@@ -36,13 +36,17 @@ RESULTS: Final[frozenset[What]] = frozenset({"loss", "grad_norm", "weights"})
 _CAUSES: Final[dict[str, str]] = {
     "position": "a step took another number of batches, or another global batch",
     "samples": "the data set or its order is another one",
-    "grad_norm": "gradients that were there at the save (an accumulation half-way), or kernels that aren't"
+    "grad_norm": "gradients that were there at the save (an accumulation half-way), or kernels"
+    " that aren't"
     " deterministic",
-    "options": "a scheduler that isn't in State, or was stepped after the save, or a program that sets the option by"
+    "options": "a scheduler that isn't in State, or was stepped after the save, or a program that"
+    " sets the option by"
     " something that isn't in State",
 }
 _KERNELS: Final = "kernels that aren't deterministic"
-_WORKERS: Final = "prepared with random numbers that aren't in State, such as those of a worker process"
+_WORKERS: Final = (
+    "prepared with random numbers that aren't in State, such as those of a worker process"
+)
 _RANDOM: Final = "random numbers that were drawn after the save"
 _GRADIENTS: Final = "gradients that were there at the save (an accumulation half-way)"
 
@@ -84,7 +88,9 @@ def compare_steps(
     differs: dict[What, bool] = {}
     if earlier.position is not None and now.position is not None:
         of_samples = earlier.samples is not None and now.samples is not None
-        differs["samples"] = earlier.position != now.position or (of_samples and earlier.samples != now.samples)
+        differs["samples"] = earlier.position != now.position or (
+            of_samples and earlier.samples != now.samples
+        )
     if drawn is not None:
         differs["rng"] = bool(drawn)
     is_alike = earlier.is_several == now.is_several
@@ -93,7 +99,12 @@ def compare_steps(
             continue  # a single number isn't comparable with a digest of several numbers
         if getattr(earlier, name) is not None and getattr(now, name) is not None:
             differs[name] = getattr(earlier, name) != getattr(now, name)
-    if same_tensors and earlier.is_full == now.is_full and earlier.weights is not None and now.weights is not None:
+    if (
+        same_tensors
+        and earlier.is_full == now.is_full
+        and earlier.weights is not None
+        and now.weights is not None
+    ):
         differs["weights"] = earlier.weights != now.weights
     compared = tuple(differs)
     what = next((name for name in compared if differs[name]), None)
@@ -112,7 +123,11 @@ def _differing_streams(
     if earlier.is_before != now.is_before:
         return None
     then = dict(zip(earlier_streams, earlier.streams, strict=False))
-    both = [(name, then[name], digest) for name, digest in zip(streams, now.streams, strict=False) if name in then]
+    both = [
+        (name, then[name], digest)
+        for name, digest in zip(streams, now.streams, strict=False)
+        if name in then
+    ]
     return [name for name, one, other in both if one != other] if both else None
 
 
@@ -127,9 +142,14 @@ def _explain(
 ) -> str:
     if what == "rng":
         return _explain_streams(now, drawn, is_first=is_first)
-    differs, cause = _DIFFERS[what], _cause_of(what, compared, has_streams=earlier.is_full and now.is_full)
+    differs, cause = (
+        _DIFFERS[what],
+        _cause_of(what, compared, has_streams=earlier.is_full and now.is_full),
+    )
     if what == "samples" and earlier.position != now.position:
-        differs = f"its data ends at position {now.position}, and ended at {earlier.position} before"
+        differs = (
+            f"its data ends at position {now.position}, and ended at {earlier.position} before"
+        )
         cause = _CAUSES["position"]
     elif what in ("loss", "grad_norm") and not now.is_several:
         number, before = (_number(getattr(one, what)) for one in (now, earlier))
@@ -144,8 +164,15 @@ def _cause_of(what: What, compared: Sequence[What], *, has_streams: bool) -> str
     if what in _CAUSES:
         return _CAUSES[what]
     if what == "batch":
-        order = [] if "samples" in compared else ["has an order that isn't in State, such as that of shuffle=True"]
-        return f"the batch {_either(['was fetched before the state was restored', *order, f'was {_WORKERS}'])}"
+        order = (
+            []
+            if "samples" in compared
+            else ["has an order that isn't in State, such as that of shuffle=True"]
+        )
+        return (
+            "the batch"
+            f" {_either(['was fetched before the state was restored', *order, f'was {_WORKERS}'])}"
+        )
     causes = [] if "batch" in compared else ["the batch"]
     causes += [_RANDOM] if has_streams and "rng" not in compared else []
     if what == "loss":
@@ -160,13 +187,18 @@ def _cause_of(what: What, compared: Sequence[What], *, has_streams: bool) -> str
 
 
 def _explain_streams(now: StepRecord, drawn: Sequence[str], *, is_first: bool) -> str:
-    names = f"the RNG stream {drawn[0]} differs" if len(drawn) == 1 else f"the RNG streams {_joined(drawn)} differ"
+    names = (
+        f"the RNG stream {drawn[0]} differs"
+        if len(drawn) == 1
+        else f"the RNG streams {_joined(drawn)} differ"
+    )
     if not now.is_before:
         return f"{names} after it: the step, or something since the save, drew other random numbers"
     cause = "the step before, or something after it, drew other random numbers"
     if is_first:
         cause = (
-            "something drew random numbers after the save (an evaluation, the iterator of a loader, a prefetched batch)"
+            "something drew random numbers after the save (an evaluation, the iterator of a"
+            " loader, a prefetched batch)"
         )
     return f"{names} before the step: {cause}"
 

@@ -18,15 +18,20 @@ from ckptfmt.write.snapshot import TensorSource
 STILL: Final = "still_data"
 SHUFFLED: Final = "unsaved_shuffle"
 DATA_DOUBTS: Final = {
-    STILL: "the position in the data was the same at an earlier step of the launch: it doesn't move with the training",
+    STILL: (
+        "the position in the data was the same at an earlier step of the launch: it doesn't"
+        " move with the training"
+    ),
     SHUFFLED: (
-        "the position in the data is plain values, and a DataLoader of the launch took its order from torch's random"
+        "the position in the data is plain values, and a DataLoader of the launch took its order"
+        " from torch's random"
         " numbers (shuffle=True): a resume within an epoch sees other samples"
     ),
 }
 #: The remedy for each doubt.
 _REMEDY: Final = (
-    "give what knows the position, State(data=ckptfmt.Sampler(...)) or a StatefulDataLoader, or keep the mapping in the"
+    "give what knows the position, State(data=ckptfmt.Sampler(...)) or a StatefulDataLoader, or"
+    " keep the mapping in the"
     " State up to date as the training goes: state.data['position'] = position"
 )
 #: Largest size of compared tensors in the field `data`, in bytes.
@@ -77,12 +82,15 @@ class DataPosition:
         self.doubts = tuple(self._found)
         if not mine or sum(map(_nbytes, sources)) > _TENSORS_NBYTES:
             return self.doubts
-        values = [leaf.name.encode() + leaf.value for leaf in mine] + [source_digest(source) for source in sources]
+        values = [leaf.name.encode() + leaf.value for leaf in mine] + [
+            source_digest(source) for source in sources
+        ]
         digest = digest_bytes(b"".join(digest_bytes(value) for value in values))
         if self._digest and is_save and step > self._step and digest == self._digest:
             if self._is_of_save:
                 told = (
-                    f"DATA_UNCHANGED: data is the same at the saves of steps {self._step} and {step}: it says nothing"
+                    f"DATA_UNCHANGED: data is the same at the saves of steps {self._step} and"
+                    f" {step}: it says nothing"
                     f" of where the training stands, and a resume claims no T1; {_REMEDY}"
                 )
                 self._found.setdefault(STILL, told)

@@ -59,7 +59,9 @@ class SaveReport:
         """Return the report of a committed save."""
         told = {name: getattr(manifest, name) for name in OF_MANIFEST}
         origin = manifest.origin
-        return cls(path=path, step=origin.step, writer_count=origin.writer_count, reason=reason, **told)
+        return cls(
+            path=path, step=origin.step, writer_count=origin.writer_count, reason=reason, **told
+        )
 
 
 def tell_committed(writer: int, report: SaveReport, seconds: float) -> None:
@@ -76,7 +78,15 @@ def tell_committed(writer: int, report: SaveReport, seconds: float) -> None:
         size += f" in caches alone (durability {report.durability})"
     rate = f" ({bytes_text(report.stored_nbytes / seconds)}/s)" if seconds > 0 else ""
     level = logging.INFO if writer == 0 else logging.DEBUG
-    _LOG.log(level, "step %d COMMITTED: %s in %.2f s%s: %s", report.step, size, seconds, rate, report.path)
+    _LOG.log(
+        level,
+        "step %d COMMITTED: %s in %.2f s%s: %s",
+        report.step,
+        size,
+        seconds,
+        rate,
+        report.path,
+    )
 
 
 def bytes_text(nbytes: float) -> str:
@@ -183,7 +193,13 @@ class SaveHandle:
     """
 
     def __init__(
-        self, *, step: int, path: str, begin_s: float, state: str = "STAGING", callbacks: Callbacks | None = None
+        self,
+        *,
+        step: int,
+        path: str,
+        begin_s: float,
+        state: str = "STAGING",
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.step = step
         self.path = path
@@ -308,7 +324,9 @@ class SaveHandle:
         return self._holds_in_time(lambda: self.is_over, timeout_s)
 
     def _wait_for(self, is_there: Callable[[], bool], state: str, timeout_s: float | None) -> None:
-        if not self._holds_in_time(lambda: self._state in ("FAILED", "SKIPPED") or is_there(), timeout_s):
+        if not self._holds_in_time(
+            lambda: self._state in ("FAILED", "SKIPPED") or is_there(), timeout_s
+        ):
             detail = f"the save is {self._state}, and not yet {state} after {timeout_s:g} s"
             raise err(Code.SAVE_PENDING, detail, where=self.path)
         if self.error is not None:
@@ -317,7 +335,9 @@ class SaveHandle:
     def _holds_in_time(self, is_there: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait until a condition holds. Returns: whether the condition held in time."""
         look = lambda: self._look()  # noqa: E731, PLW0108 - `tell_begun` may set it during a wait
-        return wait_until(is_there, lock=self._lock, changed=self._changed, look=look, timeout_s=timeout_s)
+        return wait_until(
+            is_there, lock=self._lock, changed=self._changed, look=look, timeout_s=timeout_s
+        )
 
     def _has_reached(self, state: str) -> bool:
         return self._state in STATES and STATES.index(self._state) >= STATES.index(state)

@@ -28,7 +28,8 @@ class InitFrom:
         digest: expected manifest digest; None for any.
 
     >>> InitFrom("imported", rename={"encoder": "backbone"})
-    InitFrom(path='imported', only='weights:*', rename={'encoder': 'backbone'}, allow=(), digest=None)
+    InitFrom(path='imported', only='weights:*', rename={'encoder': 'backbone'}, allow=(),
+    digest=None)
     """
 
     path: str | os.PathLike[str] | Store = dataclasses.field(kw_only=False)
@@ -47,7 +48,9 @@ class InitFrom:
         """Whether everything is loaded, so that the run continues from the checkpoint's step."""
         return self.only is None
 
-    def load(self, state: State, checkpoint: Checkpoint, group: Group, **choices: Any) -> LoadReport:  # noqa: ANN401
+    def load(
+        self, state: State, checkpoint: Checkpoint, group: Group, **choices: Any
+    ) -> LoadReport:
         """Load the checkpoint at `path`, without RNG streams; every process calls this.
 
         Args:
@@ -74,7 +77,11 @@ class InitFrom:
             "path": checkpoint.store.name,
             "step": checkpoint.step,
             "digest": checkpoint.digest,
-            "only": [self.only] if isinstance(self.only, str) else None if self.only is None else [*self.only],
+            "only": [self.only]
+            if isinstance(self.only, str)
+            else None
+            if self.only is None
+            else [*self.only],
         }
         return report
 

@@ -37,7 +37,8 @@ _LOG: Final = logging.getLogger("ckptfmt")
 #: Pauses before another try to read the disk of a cache, in seconds.
 _PAUSES_S: Final = (0.05, 0.5)
 _CACHE_REMEDY: Final = (
-    "Mend the disk, and start again. A start without cache=, or with another directory, goes on without the saves that"
+    "Mend the disk, and start again. A start without cache=, or with another directory, goes on"
+    " without the saves that"
     " this cache alone has, and these may be retired then."
 )
 
@@ -91,7 +92,9 @@ def take_launch(
     reports: list[str] = []
     opened: list[Checkpoint] = []
     waited_s: list[float] = []
-    waited = _run_on_first(group, lambda: _open_and_wait(store, writer_features, deadline_s / 2, waited_s))
+    waited = _run_on_first(
+        group, lambda: _open_and_wait(store, writer_features, deadline_s / 2, waited_s)
+    )
     if cache is None:
         reading: Store = store
         told = _run_on_first(group, lambda: _begin(store, waited, resume, (), opened))
@@ -128,7 +131,9 @@ def _run_on_first(group: Group, action: Callable[[], dict[str, Any]]) -> dict[st
     """Run an action on process 0, and return its result on all. Raises: as `Group.run_on_first`."""
     told = group.run_on_first(action)
     if not isinstance(told, dict) or "writer_features" not in told:
-        raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
+        raise err(
+            Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001"
+        )
     return told
 
 
@@ -141,24 +146,43 @@ def _open_and_wait(
     if missing:
         raise err(
             Code.ARGUMENT,
-            f"the run was begun without {', '.join(missing)}: programs that don't know deltas may clean it up",
+            (
+                f"the run was begun without {', '.join(missing)}: programs that don't know deltas"
+                " may"
+                " clean it up"
+            ),
             where="delta=",
             requirement="REQ-CMT-036",
-            remedy="Pass delta='off', or begin another run with delta= and load this one's checkpoint into it.",
+            remedy=(
+                "Pass delta='off', or begin another run with delta= and load this one's"
+                " checkpoint into it."
+            ),
         )
     passed_over: list[str] = []
     # A saver that hangs mustn't stop the run. A later commit of that saver is outside of the
     # lineage.
     begin_s = time.monotonic()
-    if held := wait_for_savers(store, deadline_s=wait_s, on_wait=functools.partial(_say_waiting, wait_s)):
-        passed_over.append(f"the saves of {describe_savers(held)} weren't committed within {wait_s:g} s")
+    if held := wait_for_savers(
+        store, deadline_s=wait_s, on_wait=functools.partial(_say_waiting, wait_s)
+    ):
+        passed_over.append(
+            f"the saves of {describe_savers(held)} weren't committed within {wait_s:g} s"
+        )
         _LOG.warning("passed over: %s", passed_over[0])
     waited_s.append(time.monotonic() - begin_s)
-    return {"run_id": run.run_id, "writer_features": list(run.writer_features), "passed_over": passed_over}
+    return {
+        "run_id": run.run_id,
+        "writer_features": list(run.writer_features),
+        "passed_over": passed_over,
+    }
 
 
 def _begin(
-    store: Store, waited: dict[str, Any], resume: str, names: Sequence[str], opened: list[Checkpoint]
+    store: Store,
+    waited: dict[str, Any],
+    resume: str,
+    names: Sequence[str],
+    opened: list[Checkpoint],
 ) -> dict[str, Any]:
     """Choose and record the checkpoint from which this launch resumes; on process 0 only.
 
@@ -174,7 +198,9 @@ def _begin(
 
     run = RunRecord(run_id=waited["run_id"], writer_features=tuple(waited["writer_features"]))
     by_hand = None if resume in ("auto", "fresh") else resume
-    launch, checkpoint = begin_launch(store, run, choose=by_hand, fresh=resume == "fresh", on_passed_over=note)
+    launch, checkpoint = begin_launch(
+        store, run, choose=by_hand, fresh=resume == "fresh", on_passed_over=note
+    )
     if checkpoint is not None:
         opened.append(checkpoint)
     committed = list_committed(store, names)
@@ -188,7 +214,9 @@ def _begin(
 
 def _say_waiting(wait_s: float, names: list[str]) -> None:
     """Log the reason and the longest duration of the following wait."""
-    _LOG.warning("waiting at most %g s for the saves that %s has in hand", wait_s, describe_savers(names))
+    _LOG.warning(
+        "waiting at most %g s for the saves that %s has in hand", wait_s, describe_savers(names)
+    )
 
 
 class _Finish:
@@ -197,7 +225,9 @@ class _Finish:
     Spec: REQ-RUN-036, REQ-RUN-037.
     """
 
-    def __init__(self, store: Store, group: Group, options: CacheOptions, run_id: str, reports: list[str]) -> None:
+    def __init__(
+        self, store: Store, group: Group, options: CacheOptions, run_id: str, reports: list[str]
+    ) -> None:
         self._store = store
         self._group = group
         self._reports = reports
@@ -218,9 +248,13 @@ class _Finish:
         """
         told = self._group.all_gather(self._group.together(lambda: self._look(wait_s)))
         self._parts = [theirs[2] for theirs in told]
-        plan = self._group.run_on_first(lambda: plan_finish(self._store, [theirs[0] for theirs in told]))
+        plan = self._group.run_on_first(
+            lambda: plan_finish(self._store, [theirs[0] for theirs in told])
+        )
         if plan:
-            rows = [[name, attempt_id, writer, process] for name, attempt_id, writer, _, process in plan]
+            rows = [
+                [name, attempt_id, writer, process] for name, attempt_id, writer, _, process in plan
+            ]
             self._group.together(lambda: self._copy(rows, NodeCache.upload))
             for problem in self._group.run_on_first(lambda: commit_finished(self._store, plan)):
                 self._report(problem)
@@ -238,9 +272,15 @@ class _Finish:
         Raises: errors of home, on all processes.
         Spec: REQ-RUN-041.
         """
-        for name in () if resume == "fresh" else self._group.run_on_first(lambda: list_in_caches(self._store, resume)):
+        for name in (
+            ()
+            if resume == "fresh"
+            else self._group.run_on_first(lambda: list_in_caches(self._store, resume))
+        ):
             tried: set[tuple[int, int]] = set()
-            while plan := self._group.run_on_first(lambda: plan_fetch(self._store, name, self._parts, tried)):  # noqa: B023 - called at once
+            while plan := self._group.run_on_first(
+                lambda: plan_fetch(self._store, name, self._parts, tried)  # noqa: B023 - called at once
+            ):
                 self._group.together(lambda: self._copy(plan, NodeCache.upload_files))
                 tried |= {(row[2], row[3]) for row in plan}
             if plan is None:
@@ -266,7 +306,9 @@ class _Finish:
         except CkptError as error:
             if isinstance(error, StoreError) and error.code != Code.STORE_UNSUPPORTED:
                 raise
-            self._report(f"CACHE_FAILED: {error}")  # no directory, or a directory that never held a save
+            self._report(
+                f"CACHE_FAILED: {error}"
+            )  # no directory, or a directory that never held a save
             return None
 
     def _ask(self, action: Callable[[], T], *, asks_home: bool = False) -> T:
@@ -284,12 +326,16 @@ class _Finish:
             try:
                 return action()
             except CkptError as error:
-                failure = error.__cause__ if asks_home or not isinstance(error, StoreError) else error
+                failure = (
+                    error.__cause__ if asks_home or not isinstance(error, StoreError) else error
+                )
                 if not isinstance(failure, StoreError) or failure.code == Code.STORE_UNSUPPORTED:
                     raise
                 if pause_s is None:
                     detail = f"the cache {self._options.path} can't be read: {failure.detail}"
-                    raise err(failure.code, detail, where=failure.where, remedy=_CACHE_REMEDY) from error
+                    raise err(
+                        failure.code, detail, where=failure.where, remedy=_CACHE_REMEDY
+                    ) from error
             time.sleep(pause_s)
         raise AssertionError  # the last try returns or raises
 
@@ -306,9 +352,16 @@ class _Finish:
             if not held:
                 return
             if turn == 0:
-                _LOG.warning("waiting at most %g s for the saver that has %s in hand", wait_s, ", ".join(held))
+                _LOG.warning(
+                    "waiting at most %g s for the saver that has %s in hand",
+                    wait_s,
+                    ", ".join(held),
+                )
         if held:
-            self._report(f"CACHE_UNFINISHED: {', '.join(held)}: a living saver has it in hand, after {wait_s:g} s")
+            self._report(
+                f"CACHE_UNFINISHED: {', '.join(held)}: a living saver has it in hand, after"
+                f" {wait_s:g} s"
+            )
 
     def _look(self, wait_s: float) -> list[list[Any]]:
         """Return the contents of the cache: unfinished parts, names of checkpoints, and all parts.
@@ -332,7 +385,9 @@ class _Finish:
         parts = [[part.name, part.attempt, part.writer] for part in self._ask(cache.list_parts)]
         return [table, self._ask(cache.list_names), parts]
 
-    def _copy(self, rows: list[list[Any]], copy: Callable[[NodeCache, CachedPart, Store], None]) -> None:
+    def _copy(
+        self, rows: list[list[Any]], copy: Callable[[NodeCache, CachedPart, Store], None]
+    ) -> None:
         """Upload the rows of this process. A row is a name, an attempt, a writer and a process."""
         for name, attempt_id, writer, process in rows:
             if process != self._group.writer or self._cache is None:
@@ -343,7 +398,10 @@ class _Finish:
                 with contextlib.suppress(CkptError):  # a missing cache raises below
                     held.enter_context(self._cache.hold(part))
                 try:
-                    self._ask(functools.partial(copy, self._cache, part, self._store.at(name)), asks_home=True)
+                    self._ask(
+                        functools.partial(copy, self._cache, part, self._store.at(name)),
+                        asks_home=True,
+                    )
                 except StoreError:
                     raise
                 except Exception as error:  # noqa: BLE001 - a damaged part is reported and passed over

@@ -78,12 +78,16 @@ class ProcessLink:
         self._is_closing = False
         #: The exception that ended a thread of this link.
         self._problem: BaseException | None = None
-        self._outgoing: queue.SimpleQueue[tuple[dict[str, Any], Slot | None] | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[tuple[dict[str, Any], Slot | None] | None] = (
+            queue.SimpleQueue()
+        )
         opening = {"type": "open", "address": address, "nice": nice, "trainer_pid": os.getpid()}
         opening["cache"] = None if cache is None else cache.as_dict()
         self._outgoing.put((opening, None))
         self._sender = threading.Thread(target=self._send_all, name="ckptfmt-send", daemon=True)
-        self._receiver = threading.Thread(target=self._receive_all, name="ckptfmt-receive", daemon=True)
+        self._receiver = threading.Thread(
+            target=self._receive_all, name="ckptfmt-receive", daemon=True
+        )
         try:
             self._sender.start()
             self._receiver.start()
@@ -100,7 +104,9 @@ class ProcessLink:
 
     def add_slot(self, number: int, slot: Slot) -> None:
         """Send a slot to the saver, which answers ``ready``."""
-        self._outgoing.put(({"type": "slot", "slot": number}, slot))  # the queue keeps the slot alive
+        self._outgoing.put(
+            ({"type": "slot", "slot": number}, slot)
+        )  # the queue keeps the slot alive
 
     def send(self, message: dict[str, Any]) -> None:
         """Queue a message for the saver. The end of the saver loses queued messages."""
@@ -111,7 +117,10 @@ class ProcessLink:
         if self._is_closing or (self._sender.is_alive() and self._receiver.is_alive()):
             return None
         if self._problem is None and self._process.poll() is None:
-            return err(Code.SAVER_LOST, f"a thread of the connection to the saver process (pid {self.pid}) has ended")
+            return err(
+                Code.SAVER_LOST,
+                f"a thread of the connection to the saver process (pid {self.pid}) has ended",
+            )
         return self._why()
 
     def drop(self) -> None:
@@ -166,7 +175,9 @@ class ProcessLink:
             self._problem = self._problem or error
             self._channel.shut_down()
         # If the saver closed the channel, the process ends soon.
-        has_ended = self._has_ended(0.0 if self._problem is not None or self._is_closing else _END_S)
+        has_ended = self._has_ended(
+            0.0 if self._problem is not None or self._is_closing else _END_S
+        )
         self._on_lost(Lost(error=self._why(), has_ended=has_ended))
         if not self._is_closing:
             self._clean_up()
@@ -181,7 +192,10 @@ class ProcessLink:
         if problem is not None and not isinstance(problem, ConnectionError):
             error = err(
                 Code.SAVER_LOST,
-                f"the connection to the saver (pid {pid}) broke: {type(problem).__qualname__}: {problem}",
+                (
+                    f"the connection to the saver (pid {pid}) broke: {type(problem).__qualname__}:"
+                    f" {problem}"
+                ),
             )
             error.__cause__ = problem
             return error
@@ -203,7 +217,12 @@ class ProcessLink:
 
 def _not_started(error: BaseException) -> CkptError:
     remedy = "Pass saver='thread' where no process can be started."
-    return err(Code.SAVER_LOST, f"the saver process can't be started: {error}", where=sys.executable, remedy=remedy)
+    return err(
+        Code.SAVER_LOST,
+        f"the saver process can't be started: {error}",
+        where=sys.executable,
+        remedy=remedy,
+    )
 
 
 class ThreadLink:
@@ -217,12 +236,19 @@ class ThreadLink:
     """
 
     def __init__(
-        self, store: Store | None, *, cache: CacheOptions | None = None, on_message: _OnMessage, on_lost: _OnLost
+        self,
+        store: Store | None,
+        *,
+        cache: CacheOptions | None = None,
+        on_message: _OnMessage,
+        on_lost: _OnLost,
     ) -> None:
         self._on_message, self._on_lost = on_message, on_lost
         self._is_closing = False
         self._incoming: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._handle_all, name="ckptfmt-messages", daemon=True)
+        self._thread = threading.Thread(
+            target=self._handle_all, name="ckptfmt-messages", daemon=True
+        )
         self._saver = Saver(store, on_message, cache=cache)
         try:
             self._thread.start()
@@ -249,7 +275,9 @@ class ThreadLink:
     def drop(self) -> None:
         """End the connection without waiting; incomplete saves are abandoned."""
         self._incoming.put(None)
-        self._saver.give_up(err(Code.SAVER_LOST, "the trainer has ended its connection to the saver"))
+        self._saver.give_up(
+            err(Code.SAVER_LOST, "the trainer has ended its connection to the saver")
+        )
         self._saver.finish(0.0)
 
     def close(self, timeout_s: float, *, drain_s: float = 0.0) -> bool:
@@ -264,7 +292,10 @@ class ThreadLink:
             while (message := self._incoming.get()) is not None:
                 self._saver.handle(message)
         except BaseException as problem:  # noqa: BLE001 - any exception is reported
-            error = err(Code.SAVER_LOST, f"the saver failed at a message: {type(problem).__qualname__}: {problem}")
+            error = err(
+                Code.SAVER_LOST,
+                f"the saver failed at a message: {type(problem).__qualname__}: {problem}",
+            )
             error.__cause__ = problem
             self._saver.give_up(error)
             self._on_lost(Lost(error=error, has_ended=False))

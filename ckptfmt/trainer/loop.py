@@ -33,15 +33,20 @@ _LOG: Final = logging.getLogger("ckptfmt")
 _WHERE: Final = "step="
 #: The reason for a lower claim if the first batch was taken or used without the saved RNG streams.
 DRAWN_IN_HAND: Final = (
-    "the first step's batch was taken before the RNG streams were put back, and random numbers were drawn after that"
-    " (by its transforms, or by a forward pass outside of the step): make the iterator, call restore_rng(), then take"
+    "the first step's batch was taken before the RNG streams were put back, and random numbers"
+    " were drawn after that"
+    " (by its transforms, or by a forward pass outside of the step): make the iterator, call"
+    " restore_rng(), then take"
     " the batch; or take it within the step"
 )
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")
 #: Longest time between exchanges of the processes about signals, in seconds.
 _ASK_S: Final = 1.0
 #: Remedies for invalid times.
-_EVERY: Final = "Such as every=100 for each hundredth step, every='5min' or every='auto'; None leaves it to save()."
+_EVERY: Final = (
+    "Such as every=100 for each hundredth step, every='5min' or every='auto'; None"
+    " leaves it to save()."
+)
 _MTBF: Final = "Pass a number with a unit, s, min or h, such as mtbf='3h'."
 _UNIT_S: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -73,7 +78,12 @@ class StepCount:
         Raises: StateError(ARGUMENT) within another step.
         """
         if self.is_under_way:
-            raise err(Code.ARGUMENT, "a step begins within another one", where=_WHERE, remedy="End the first one.")
+            raise err(
+                Code.ARGUMENT,
+                "a step begins within another one",
+                where=_WHERE,
+                remedy="End the first one.",
+            )
         self.is_under_way = self._is_left = True
         try:
             yield
@@ -89,22 +99,32 @@ class StepCount:
                 Code.ARGUMENT,
                 f"step {step} is counted within the body of a step, which counts itself",
                 where=_WHERE,
-                remedy="Count after the body; or leave it to steps() or training_step(), and call save() without step.",
+                remedy=(
+                    "Count after the body; or leave it to steps() or training_step(), and call"
+                    " save() without step."
+                ),
             )
         if step < self.step:
             raise err(
                 Code.ARGUMENT,
                 f"{self.step} steps are done, and the count doesn't go back to {step}",
                 where=_WHERE,
-                remedy="Count on from checkpointer.step; to go back, start with resume= and the name of a checkpoint.",
+                remedy=(
+                    "Count on from checkpointer.step; to go back, start with resume= and the"
+                    " name of a checkpoint."
+                ),
             )
         if step > self.step and self.is_streamless:
             raise err(
                 Code.ARGUMENT,
-                f"step {step} is counted, but the RNG streams of step {self.step} were never put back: what"
+                f"step {step} is counted, but the RNG streams of step {self.step} were never put"
+                " back: what"
                 " was trained since then isn't this run",
                 where=_WHERE,
-                remedy="Call restore_rng() before the first step, once the iterators exist; or use training_step().",
+                remedy=(
+                    "Call restore_rng() before the first step, once the iterators exist; or"
+                    " use training_step()."
+                ),
             )
 
     def tell(self, step: int) -> int:
@@ -156,16 +176,30 @@ class StepCount:
         if not self._is_told:
             raise err(
                 Code.ARGUMENT,
-                f"the steps aren't counted: the state would be saved as that of step {self.step}, whatever was trained",
+                (
+                    "the steps aren't counted: the state would be saved as that of step"
+                    f" {self.step},"
+                    " whatever was trained"
+                ),
                 where="save()",
-                remedy="Pass the number of steps done: save(step=...); or let steps() or training_step() count them.",
+                remedy=(
+                    "Pass the number of steps done: save(step=...); or let steps() or"
+                    " training_step() count them."
+                ),
             )
         if self._is_left:
             raise err(
                 Code.ARGUMENT,
-                f"step {self.step} was left half-way, by break or an exception: the live state is no step's end",
+                (
+                    f"step {self.step} was left half-way, by break or an exception: the live"
+                    " state is"
+                    " no step's end"
+                ),
                 where="save()",
-                remedy="Leave the loop at a step's end; or call save(step=...) if you know that nothing has changed.",
+                remedy=(
+                    "Leave the loop at a step's end; or call save(step=...) if you know that"
+                    " nothing has changed."
+                ),
             )
 
 
@@ -189,7 +223,9 @@ class StopSignals:
 
     def __init__(self, numbers: Iterable[int], *, deadline_s: float = 30.0) -> None:
         if not deadline_s > 0:
-            raise err(Code.ARGUMENT, f"{deadline_s!r} isn't a positive time", where="stop_deadline_s=")
+            raise err(
+                Code.ARGUMENT, f"{deadline_s!r} isn't a positive time", where="stop_deadline_s="
+            )
         self.deadline_s = deadline_s
         try:
             # Without duplicates: the second `signal.signal` would return our own handler as the
@@ -213,14 +249,18 @@ class StopSignals:
 
         Units: seconds by the monotonic clock; infinity without a signal, or after the agreement.
         """
-        return math.inf if self.first_s is None or self.is_agreed else self.first_s + self.deadline_s
+        return (
+            math.inf if self.first_s is None or self.is_agreed else self.first_s + self.deadline_s
+        )
 
     def install(self) -> None:
         """Install the handlers. Raises: StateError(ARGUMENT) outside of the main thread."""
         if not self._numbers or self._previous:
             return
         if threading.current_thread() is not threading.main_thread():
-            raise err(Code.ARGUMENT, "signals can be caught in the main thread only", where="stop_on=")
+            raise err(
+                Code.ARGUMENT, "signals can be caught in the main thread only", where="stop_on="
+            )
         for number in self._numbers:
             self._previous[number] = signal.signal(number, self._note)
 
@@ -253,7 +293,9 @@ class Timer:
     steps_since: int = 0
     next_step: int = 0
 
-    def answer(self, step: int, now_s: float, every_s: float, *, asks: bool, is_alone: bool) -> dict[str, Any]:
+    def answer(
+        self, step: int, now_s: float, every_s: float, *, asks: bool, is_alone: bool
+    ) -> dict[str, Any]:
         """Return whether a save is due, and the step of the next question.
 
         The next question comes after half of the remaining time.
@@ -363,17 +405,26 @@ class Meters:
 
 
 def make_meters(
-    every: int | str | None, mtbf: str | None, group: Group, cache: CacheOptions | None, *, ledger: bool
+    every: int | str | None,
+    mtbf: str | None,
+    group: Group,
+    cache: CacheOptions | None,
+    *,
+    ledger: bool,
 ) -> Meters:
     """Return the requested meters, on process 0. Raises: StateError(ARGUMENT)."""
-    mtbf_s = None if mtbf is None else _parse_time(mtbf, f"mtbf={mtbf!r} isn't a time", "mtbf=", _MTBF)
+    mtbf_s = (
+        None if mtbf is None else _parse_time(mtbf, f"mtbf={mtbf!r} isn't a time", "mtbf=", _MTBF)
+    )
     if every != "auto" and mtbf is not None:
         raise err(Code.ARGUMENT, "mtbf= says nothing without every='auto'", where="mtbf=")
     meters = Meters(None, None)
     if group.writer == 0 and every == "auto":
         from ckptfmt.trainer.auto_every import AutoEvery  # noqa: PLC0415 - imported only for every='auto'
 
-        meters.auto = AutoEvery(mtbf_s, group.writer_count, 1 if cache is None else cache.upload_every)
+        meters.auto = AutoEvery(
+            mtbf_s, group.writer_count, 1 if cache is None else cache.upload_every
+        )
     if group.writer == 0 and ledger:
         from ckptfmt.trainer.time_keeping import TimeKeeper  # noqa: PLC0415 - imported only with a ledger
 

@@ -74,12 +74,16 @@ class Mirrors:
             self._join(end_s)
         if brought_home in self._in_caches:
             self._report(
-                f"MIRROR_BEHIND: {brought_home} isn't at home yet, with the files of all processes; `mirror`"
+                f"MIRROR_BEHIND: {brought_home} isn't at home yet, with the files of all"
+                " processes; `mirror`"
                 " copies it once it is"
             )
         thread = self._thread
         if thread is not None:
-            self._report("MIRROR_BEHIND: the last checkpoints weren't copied by the deadline; `mirror` copies them")
+            self._report(
+                "MIRROR_BEHIND: the last checkpoints weren't copied by the deadline; `mirror`"
+                " copies them"
+            )
             self._stop.set()
             thread.join(_STOP_S)
 
@@ -93,7 +97,9 @@ class Mirrors:
             self._is_wanted = True
             if self._thread is None and not self._stop.is_set():
                 # A daemon: unfinished copies at the interpreter's exit are made another time.
-                self._thread = threading.Thread(target=self._run, name="ckptfmt-mirror", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="ckptfmt-mirror", daemon=True
+                )
                 self._thread.start()
 
     def _run(self) -> None:

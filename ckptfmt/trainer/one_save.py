@@ -38,7 +38,14 @@ from ckptfmt.trainer.data_position import DataPosition
 from ckptfmt.trainer.same_leaves import check_same_leaves, mark_leaves
 from ckptfmt.write.image import Image, assign_writers, plan_image
 from ckptfmt.write.snapshot import Snapshot, TensorSource
-from ckptfmt.write.writer import as_ckpt_error, check_snapshot, for_saving, structure_of, tell_failure, write_part
+from ckptfmt.write.writer import (
+    as_ckpt_error,
+    check_snapshot,
+    for_saving,
+    structure_of,
+    tell_failure,
+    write_part,
+)
 
 #: Fields whose values are equal on all processes of a launch. A difference makes a save wrong.
 _CONSTANT: Final = frozenset({"config", "topology"})
@@ -119,7 +126,9 @@ def save_once(
         label=label,
         unsaved=unsaved,
     )
-    return write_and_commit(store, group, agreed, ownership=ownership, deadline_s=deadline_s, replace=replace)
+    return write_and_commit(
+        store, group, agreed, ownership=ownership, deadline_s=deadline_s, replace=replace
+    )
 
 
 def agree_on_save(
@@ -164,7 +173,9 @@ def agree_on_save(
         "fingerprint": "" if snapshot is None else ownership.fingerprint,
         "nonce": secrets.token_hex(16) if launch is None else launch.nonce,
         "attempt": secrets.token_hex(8),
-        "leaves": {} if snapshot is None or group.writer_count == 1 else mark_leaves(snapshot.leaves),
+        "leaves": {}
+        if snapshot is None or group.writer_count == 1
+        else mark_leaves(snapshot.leaves),
         "say": say,
     }
     told = group.agree(error, mine)
@@ -196,14 +207,23 @@ def prepare_once(
     Raises: StateError; FormatError; LayoutError.
     """
     snapshot = group.together(lambda: _take(state, group, ownership, step=step, is_save=False))
-    mine = {"fingerprint": ownership.fingerprint, "leaves": mark_leaves(snapshot.leaves, fields=_CONSTANT)}
+    mine = {
+        "fingerprint": ownership.fingerprint,
+        "leaves": mark_leaves(snapshot.leaves, fields=_CONSTANT),
+    }
     told = group.all_gather(mine)
     check_same_leaves(group, snapshot.leaves, [theirs["leaves"] for theirs in told])
     _assign(group, snapshot, ownership, [theirs["fingerprint"] for theirs in told], block_nbytes)
     return snapshot
 
 
-def _assign(group: Group, snapshot: Snapshot, ownership: Ownership, fingerprints: list[str], block_nbytes: int) -> None:
+def _assign(
+    group: Group,
+    snapshot: Snapshot,
+    ownership: Ownership,
+    fingerprints: list[str],
+    block_nbytes: int,
+) -> None:
     """Assign the pieces to writers and plan the image, unless no writer's structure has changed."""
     if fingerprints != ownership.fingerprints:
         ownership.written = _find_written(group, snapshot)
@@ -211,7 +231,10 @@ def _assign(group: Group, snapshot: Snapshot, ownership: Ownership, fingerprints
         ownership.image = None
     if ownership.image is None or ownership.image.block_nbytes != block_nbytes:
         ownership.image = plan_image(
-            snapshot, written=ownership.written, block_nbytes=block_nbytes, check_replicas=ownership.check_replicas
+            snapshot,
+            written=ownership.written,
+            block_nbytes=block_nbytes,
+            check_replicas=ownership.check_replicas,
         )
 
 
@@ -224,10 +247,16 @@ def _take(
     is_save: bool = True,
     unsaved: Callable[[], Sequence[str]] | None = None,
 ) -> Snapshot:
-    look = None if step is None else functools.partial(ownership.position.look, step=step, is_save=is_save)
+    look = (
+        None
+        if step is None
+        else functools.partial(ownership.position.look, step=step, is_save=is_save)
+    )
     lacking = () if unsaved is None else unsaved()
     try:
-        snapshot = capture(state, worker=group.writer, worker_count=group.writer_count, look=look, unsaved=lacking)
+        snapshot = capture(
+            state, worker=group.writer, worker_count=group.writer_count, look=look, unsaved=lacking
+        )
         _look_at(snapshot, ownership)
     except CkptError as error:
         if (found := for_saving(error)) is not error:
@@ -238,7 +267,11 @@ def _take(
 
 def check_step(step: object, where: str = "step=") -> None:
     """Check that a value is a number of steps. Raises: StateError(ARGUMENT)."""
-    if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= operator.index(step) <= limits.JSON_INTEGER:
+    if (
+        isinstance(step, bool)
+        or not hasattr(step, "__index__")
+        or not 0 <= operator.index(step) <= limits.JSON_INTEGER
+    ):
         remedy = "Pass a whole number of steps, from 0 on, such as 100."
         raise err(Code.ARGUMENT, f"{step!r} isn't a number of steps", where=where, remedy=remedy)
 
@@ -275,7 +308,10 @@ def _find_written(group: Group, snapshot: Snapshot) -> frozenset[tuple[TensorKey
     content, _ = structure_of(snapshot).dump()
     gathered = group.all_gather(base64.b64encode(content).decode())
     holdings = [
-        [((key, box, declared_by), nbytes) for key, box, declared_by, nbytes in Structure.parse(theirs).iter_pieces()]
+        [
+            ((key, box, declared_by), nbytes)
+            for key, box, declared_by, nbytes in Structure.parse(theirs).iter_pieces()
+        ]
         for theirs in map(base64.b64decode, gathered)
     ]
     return frozenset((key, box) for key, box, _ in assign_writers(holdings)[group.writer])
@@ -308,7 +344,9 @@ def write_and_commit(
                     wait_for_attempts(store, earlier, deadline_s=deadline_s)
                     sweep_attempts(store, origin)
             write_part(store, agreed.snapshot, origin, writer=writer, image=ownership.image)
-            return decide(store, origin, writer=writer, deadline_s=deadline_s, known=known, replace=replace)
+            return decide(
+                store, origin, writer=writer, deadline_s=deadline_s, known=known, replace=replace
+            )
     except Exception as error:
         found = as_ckpt_error(error)
         tell_failure(store, origin, writer, found)
@@ -329,7 +367,8 @@ def capture(
     *,
     worker: int,
     worker_count: int,
-    look: Callable[[Sequence[Unit], Sequence[Leaf], Sequence[TensorSource]], Iterable[str]] | None = None,
+    look: Callable[[Sequence[Unit], Sequence[Leaf], Sequence[TensorSource]], Iterable[str]]
+    | None = None,
     unsaved: Sequence[str] = (),
 ) -> Snapshot:
     """Return this worker's contribution to a save.
@@ -362,12 +401,22 @@ def capture(
         leaves += _capture_unit(unit, encoder, live, number)
         tensors += encoder.sources
     doubts = () if look is None else tuple(look(live.units, leaves, tensors))
-    leaves += _context_leaves(state, live, unsaved, worker=worker, worker_count=worker_count, doubts=doubts)
-    aliases = [(tensor.field, alias, tensor.scope) for tensor in tensors for alias in tensor.aliases]
-    check_unique([*((tensor.field, tensor.name, tensor.scope) for tensor in tensors), *aliases], "tensors")
+    leaves += _context_leaves(
+        state, live, unsaved, worker=worker, worker_count=worker_count, doubts=doubts
+    )
+    aliases = [
+        (tensor.field, alias, tensor.scope) for tensor in tensors for alias in tensor.aliases
+    ]
+    check_unique(
+        [*((tensor.field, tensor.name, tensor.scope) for tensor in tensors), *aliases], "tensors"
+    )
     check_unique([(leaf.field, leaf.name, leaf.scope) for leaf in leaves], "values")
     streams = capture_streams(list_streams(state, live), worker=worker)
-    given = {tensor.field for tensor in tensors} | {leaf.field for leaf in leaves} | ({"rng"} if streams else set())
+    given = (
+        {tensor.field for tensor in tensors}
+        | {leaf.field for leaf in leaves}
+        | ({"rng"} if streams else set())
+    )
     return Snapshot(
         tensors=tuple(sorted(tensors, key=_key_order)),
         streams=streams,
@@ -401,11 +450,15 @@ def _capture_unit(unit: Unit, encoder: Encoder, live: Live, number: int) -> list
         case Kind.OPTIMIZER:
             prefix = optimizer_prefix(unit)
             path = () if prefix else unit.path
-            leaves = side.capture_optimizer(unit.value, live.names, prefix=prefix, path=path, encoder=encoder)
+            leaves = side.capture_optimizer(
+                unit.value, live.names, prefix=prefix, path=path, encoder=encoder
+            )
         case Kind.STATEFUL:
             leaves = [encoder.leaf(unit.name, unit.value.state_dict())]
         case Kind.PIECE:
-            encoder.sources.append(check_source(unit.value, field=unit.field, where=place_of(unit.field, unit.name)))
+            encoder.sources.append(
+                check_source(unit.value, field=unit.field, where=place_of(unit.field, unit.name))
+            )
         case Kind.TREE if live.worker_count > 1 and is_named_tensors(unit):
             encoder.encode(unit.value, unit.name)
         case Kind.TREE:
@@ -414,7 +467,13 @@ def _capture_unit(unit: Unit, encoder: Encoder, live: Live, number: int) -> list
 
 
 def _context_leaves(
-    state: State, live: Live, unsaved: Sequence[str], *, worker: int, worker_count: int, doubts: Iterable[str]
+    state: State,
+    live: Live,
+    unsaved: Sequence[str],
+    *,
+    worker: int,
+    worker_count: int,
+    doubts: Iterable[str],
 ) -> list[Leaf]:
     values: list[tuple[str, str, Any]] = [("topology", "", topology(worker_count=worker_count))]
     config, is_given = own_config(state.config, worker=worker)

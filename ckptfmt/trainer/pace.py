@@ -115,7 +115,10 @@ class Pace:
         """
         self._cadence = self.meters.cadence(self._cadence)
         every_s = self._cadence if isinstance(self._cadence, float) else float("inf")
-        asks, is_alone = bool(self.signals) or self._triggers is not None, self._group.writer_count == 1
+        asks, is_alone = (
+            bool(self.signals) or self._triggers is not None,
+            self._group.writer_count == 1,
+        )
         answer = self.timer.answer(step, self.clock(), every_s, asks=asks, is_alone=is_alone)
         answer["stop"] = self.signals.first_s is not None
         noticed, error = self.look()
@@ -144,8 +147,12 @@ class Pace:
         the first evidence against the state.
         """
         noticed = [theirs for theirs in told if theirs["alarm"] is not None]
-        noticed.sort(key=lambda theirs: not theirs["suspects"])  # stable: the lowest process stays first
-        if not noticed or (self.alarm is not None and (self.is_suspect or not noticed[0]["suspects"])):
+        noticed.sort(
+            key=lambda theirs: not theirs["suspects"]
+        )  # stable: the lowest process stays first
+        if not noticed or (
+            self.alarm is not None and (self.is_suspect or not noticed[0]["suspects"])
+        ):
             return
         self.alarm, self.is_suspect = f"step {step}: {noticed[0]['alarm']}", noticed[0]["suspects"]
         if self._group.writer == 0:
@@ -156,7 +163,11 @@ class Pace:
 
         Raises: StateError(ALARM), if the run must go back to an earlier checkpoint.
         """
-        if self.alarm is None or self._triggers is None or self._triggers.action in ("save", "drain"):
+        if (
+            self.alarm is None
+            or self._triggers is None
+            or self._triggers.action in ("save", "drain")
+        ):
             return False
         if self._triggers.action == "back":
             raise err(Code.ALARM, self.alarm, where="Triggers(action='back')")
@@ -179,5 +190,7 @@ class Pace:
 
     def rest_s(self, deadline_s: float) -> float:
         """Return the rest of a deadline in seconds, shortened after a signal to stop the run."""
-        stop_s = min(self._stop_s, math.inf if self.signals.first_s is None else self.signals.first_s)
+        stop_s = min(
+            self._stop_s, math.inf if self.signals.first_s is None else self.signals.first_s
+        )
         return max(0.0, min(deadline_s, stop_s + self.signals.deadline_s - time.monotonic()))

@@ -67,7 +67,12 @@ class Saver:
     ) -> None:
         if isinstance(agree, str):
             remedy = "Pass an all-gather of bytes, or None for torch.distributed."
-            raise err(Code.ARGUMENT, "a Saver has no directory to meet in by a token", where="agree=", remedy=remedy)
+            raise err(
+                Code.ARGUMENT,
+                "a Saver has no directory to meet in by a token",
+                where="agree=",
+                remedy=remedy,
+            )
         self._options = SaveOptions(
             saver=saver,
             overlap=overlap,
@@ -92,7 +97,8 @@ class Saver:
 
     def __repr__(self) -> str:
         return (
-            f"Saver(saver={self._options.saver!r}, {len(self._in_hand())} saves in hand{', closed' * self._is_closed})"
+            f"Saver(saver={self._options.saver!r}, {len(self._in_hand())} saves in"
+            f" hand{', closed' * self._is_closed})"
         )
 
     def __enter__(self) -> Self:
@@ -196,7 +202,9 @@ class Saver:
         deadline_s = self._options.deadline_s
         for handle in self._in_hand():
             if handle.path == place.name and not handle.wait_over(deadline_s):
-                detail = f"the save of step {handle.step} to this path isn't over after {deadline_s:g} s"
+                detail = (
+                    f"the save of step {handle.step} to this path isn't over after {deadline_s:g} s"
+                )
                 raise err(Code.SAVE_PENDING, detail, where=handle.path)
         remove_alone(open_store(path, writable=True), deadline_s=deadline_s)
         if isinstance(path, str | os.PathLike):
@@ -220,7 +228,9 @@ class Saver:
         if self._is_closed:
             raise err(Code.ARGUMENT, "this Saver is closed", remedy="Make another one.")
         if self._saves is None or self._group is None:
-            self._group = make_group(self._writer, self._agree, None, deadline_s=self._options.deadline_s)
+            self._group = make_group(
+                self._writer, self._agree, None, deadline_s=self._options.deadline_s
+            )
             self._saves = Saves(None, self._group, self._options)
         return self._group, self._saves
 

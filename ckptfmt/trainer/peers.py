@@ -57,15 +57,28 @@ class PeerOptions:
         if node is not None and (type(node) is not str or not node):
             raise err(Code.ARGUMENT, f"node={node!r} isn't the name of a node", where="node=")
         if type(peers) is not int or peers not in (0, 1):
-            remedy = "Pass peers=1: replicas on more nodes would need a partner of each process on each of these."
+            remedy = (
+                "Pass peers=1: replicas on more nodes would need a partner of each process"
+                " on each of these."
+            )
             raise err(Code.ARGUMENT, f"peers={peers!r} isn't 0 or 1", where=_WHERE, remedy=remedy)
         if peers == 0:
             if node is not None:
-                raise err(Code.ARGUMENT, "there are no replicas to place", where="node=", remedy="Pass peers=1, too.")
+                raise err(
+                    Code.ARGUMENT,
+                    "there are no replicas to place",
+                    where="node=",
+                    remedy="Pass peers=1, too.",
+                )
             return None
         if not has_cache:
             remedy = "Pass cache=, a directory on a disk of this node."
-            raise err(Code.ARGUMENT, "replicas lie in caches, and there is none", where=_WHERE, remedy=remedy)
+            raise err(
+                Code.ARGUMENT,
+                "replicas lie in caches, and there is none",
+                where=_WHERE,
+                remedy=remedy,
+            )
         return cls(node=node or socket.gethostname())
 
     def check(self, group: Group) -> None:
@@ -75,10 +88,14 @@ class PeerOptions:
         if found != (group.writer, group.writer_count):
             raise err(
                 Code.ARGUMENT,
-                f"replicas go through torch.distributed, with gloo, and it isn't initialised for writer {group.writer}"
+                "replicas go through torch.distributed, with gloo, and it isn't initialised for"
+                f" writer {group.writer}"
                 f" of {group.writer_count}",
                 where=_WHERE,
-                remedy="Call torch.distributed.init_process_group first, and leave writer= out; or leave peers= out.",
+                remedy=(
+                    "Call torch.distributed.init_process_group first, and leave writer= out;"
+                    " or leave peers= out."
+                ),
             )
 
     def meet(self, group: Group, home: Store) -> tuple[str, ...]:
@@ -100,7 +117,10 @@ class PeerOptions:
                 Code.ARGUMENT,
                 f"peers= needs another node: all {len(nodes)} processes are on {nodes[0]!r}",
                 where=_WHERE,
-                remedy="Start processes on several nodes, tell the nodes apart by node=, or leave peers= out.",
+                remedy=(
+                    "Start processes on several nodes, tell the nodes apart by node=, or leave"
+                    " peers= out."
+                ),
             )
         return nodes
 
@@ -160,7 +180,9 @@ def connect_by_torch(rank: int, *, name: str, deadline_s: float) -> Connect:
         side = torch_side()
         assert side is not None  # noqa: S101 - PeerOptions.check() requires torch
         pair: Connection = side.Pair(
-            f"ckptfmt/peers/{name}/{sender}-{receiver}", int(rank == receiver), deadline_s=deadline_s
+            f"ckptfmt/peers/{name}/{sender}-{receiver}",
+            int(rank == receiver),
+            deadline_s=deadline_s,
         )
         return pair
 
@@ -198,7 +220,9 @@ class _Line:
             raise err(Code.WRITERS_MISSING, f"a message of {nbytes} bytes")
         message = json.loads(self._connection.receive(nbytes, timeout_s=deadline_s))
         nbytes = message["nbytes"]
-        return message, self._connection.receive(nbytes, timeout_s=deadline_s) if nbytes else bytearray()
+        return message, self._connection.receive(
+            nbytes, timeout_s=deadline_s
+        ) if nbytes else bytearray()
 
 
 # --- the side that has the files ------------------------------------------------------------------
@@ -215,12 +239,26 @@ class _Sender:
     """
 
     def __init__(
-        self, options: CacheOptions, run_id: str, line: _Line | None, *, title: str, note: Callable[[str], None]
+        self,
+        options: CacheOptions,
+        run_id: str,
+        line: _Line | None,
+        *,
+        title: str,
+        note: Callable[[str], None],
     ) -> None:
-        self._options, self._run_id, self._line, self._title, self._note = options, run_id, line, title, note
+        self._options, self._run_id, self._line, self._title, self._note = (
+            options,
+            run_id,
+            line,
+            title,
+            note,
+        )
         self._lost = "" if line is not None else "there is no connection"
         self._has_problem = self._is_closing = False
-        self._jobs: queue.SimpleQueue[tuple[CachedPart, Callable[[str], None]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[CachedPart, Callable[[str], None]] | None] = (
+            queue.SimpleQueue()
+        )
         self.thread = threading.Thread(target=self._work, name="ckptfmt-replica-send", daemon=True)
         self.thread.start()
 
@@ -247,7 +285,9 @@ class _Sender:
                 except Exception as error:  # noqa: BLE001 - any exception is reported; the thread must answer
                     problem = self._lost = str(as_ckpt_error(error))
                     if not self._is_closing:
-                        self._note(f"PEER_LOST: {self._title} takes no replicas any more: {problem}")
+                        self._note(
+                            f"PEER_LOST: {self._title} takes no replicas any more: {problem}"
+                        )
                     self.abort()
             answer(self._lost or problem)
         if self._line is not None and not self._lost:
@@ -262,7 +302,9 @@ class _Sender:
                 return "the cache has no such save, or it is decided already"
         except CkptError as error:  # the saver reports a failing cache
             return str(error)
-        self._line.tell({"type": "offer", "name": part.name, "attempt": part.attempt, "writer": part.writer})
+        self._line.tell(
+            {"type": "offer", "name": part.name, "attempt": part.attempt, "writer": part.writer}
+        )
         with contextlib.closing(_OfferedFiles(cache.at(part.name))) as files:
             while (asked := self._line.hear()[0])["type"] != "end":
                 self._line.tell(*files.answer(asked))
@@ -293,9 +335,13 @@ class _OfferedFiles:
             if asked["type"] == "nbytes":
                 told["value"] = self._place.nbytes(asked["path"])
             elif asked["type"] == "read":
-                content = bytearray(self._place.read(asked["path"], limit_nbytes=asked["limit_nbytes"]))
+                content = bytearray(
+                    self._place.read(asked["path"], limit_nbytes=asked["limit_nbytes"])
+                )
             else:
-                return told, self._read(asked["path"], asked["begin"], asked["end"] - asked["begin"])
+                return told, self._read(
+                    asked["path"], asked["begin"], asked["end"] - asked["begin"]
+                )
         except CkptError as error:
             told = {"type": "problem", "error": error.as_json()}
         return told, content
@@ -308,7 +354,10 @@ class _OfferedFiles:
     def _read(self, path: str, byte_begin: int, nbytes: int) -> memoryview:
         if self._ranges is None or path != self._path:
             self.close()
-            self._ranges, self._path = self._opened.enter_context(self._place.open_ranges(path)), path
+            self._ranges, self._path = (
+                self._opened.enter_context(self._place.open_ranges(path)),
+                path,
+            )
         if len(self._memory) < nbytes + 2 * PAGE_NBYTES:
             self._memory = make_memory(nbytes + 2 * PAGE_NBYTES)
         return self._ranges.read_into(byte_begin, nbytes, self._memory)
@@ -350,14 +399,18 @@ class _PartnersFiles:
 class _PartnersRanges:
     """A file of a partner's offered save, as a `RangeReader`."""
 
-    def __init__(self, ask: Callable[[dict[str, Any]], tuple[dict[str, Any], bytearray]], path: str) -> None:
+    def __init__(
+        self, ask: Callable[[dict[str, Any]], tuple[dict[str, Any], bytearray]], path: str
+    ) -> None:
         self._ask = ask
         self._path = path
 
     def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
         """Return a range in new memory instead of `buffer`; else as `RangeReader.read_into`."""
         del buffer
-        _, content = self._ask({"type": "range", "path": self._path, "begin": byte_begin, "end": byte_begin + nbytes})
+        _, content = self._ask(
+            {"type": "range", "path": self._path, "begin": byte_begin, "end": byte_begin + nbytes}
+        )
         return memoryview(content)
 
 
@@ -370,11 +423,25 @@ class _Receiver:
     """
 
     def __init__(
-        self, options: CacheOptions, run_id: str, line: _Line, *, title: str, note: Callable[[str], None]
+        self,
+        options: CacheOptions,
+        run_id: str,
+        line: _Line,
+        *,
+        title: str,
+        note: Callable[[str], None],
     ) -> None:
-        self._options, self._run_id, self._line, self._title, self._note = options, run_id, line, title, note
+        self._options, self._run_id, self._line, self._title, self._note = (
+            options,
+            run_id,
+            line,
+            title,
+            note,
+        )
         self._is_closing = False
-        self.thread = threading.Thread(target=self._work, name="ckptfmt-replica-receive", daemon=True)
+        self.thread = threading.Thread(
+            target=self._work, name="ckptfmt-replica-receive", daemon=True
+        )
         self.thread.start()
 
     def end(self) -> None:
@@ -393,7 +460,9 @@ class _Receiver:
         except Exception as error:  # noqa: BLE001 - any exception is reported
             self._line.abort()  # the other side must not wait
             if not self._is_closing:
-                self._note(f"PEER_LOST: {self._title} sends no replicas any more: {as_ckpt_error(error)}")
+                self._note(
+                    f"PEER_LOST: {self._title} sends no replicas any more: {as_ckpt_error(error)}"
+                )
 
     def _take(self, part: CachedPart) -> str:
         """Copy a save's files into the cache. Returns: the problem, or an empty string."""
@@ -473,7 +542,10 @@ class Replicas:
         """
         if os.getpid() != self._pid:
             return  # a fork has neither threads nor connections
-        ends: list[_Sender | _Receiver] = [*([] if self._sender is None else [self._sender]), *self._receivers]
+        ends: list[_Sender | _Receiver] = [
+            *([] if self._sender is None else [self._sender]),
+            *self._receivers,
+        ]
         end_s = time.monotonic() + timeout_s
         for one in ends:
             one.end()

@@ -85,8 +85,12 @@ class Rehearsal:
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError) as error:
-            remedy = f"Unset {VARIABLE}; `ckptfmt rehearse` sets it for the programs that it starts."
-            raise err(Code.ARGUMENT, f"{text!r} is no rehearsal", where=VARIABLE, remedy=remedy) from error
+            remedy = (
+                f"Unset {VARIABLE}; `ckptfmt rehearse` sets it for the programs that it starts."
+            )
+            raise err(
+                Code.ARGUMENT, f"{text!r} is no rehearsal", where=VARIABLE, remedy=remedy
+            ) from error
 
     def as_environment(self) -> dict[str, str]:
         """Return the environment variable that passes the rehearsal to a program."""
@@ -95,7 +99,9 @@ class Rehearsal:
     def place(self, run: str | os.PathLike[str] | Store) -> str:
         """Return the directory of the rehearsal's run, which replaces the program's run."""
         name = os.fsdecode(os.fspath(run)) if isinstance(run, str | os.PathLike) else run.name
-        return str(Path(self.folder) / f"run-{zlib.crc32(name.encode('utf-8', 'surrogateescape')):08x}")
+        return str(
+            Path(self.folder) / f"run-{zlib.crc32(name.encode('utf-8', 'surrogateescape')):08x}"
+        )
 
     def give(self, run: str, account: Account) -> None:
         """Write the account of this process beside the directory of the run."""

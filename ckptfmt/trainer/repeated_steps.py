@@ -10,7 +10,14 @@ from typing import Any, Final
 from ckptfmt.documents.canonical import fit_string
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch
-from ckptfmt.documents.witness import Difference, StepRecord, StepsHeader, Verdict, What, WitnessRecord
+from ckptfmt.documents.witness import (
+    Difference,
+    StepRecord,
+    StepsHeader,
+    Verdict,
+    What,
+    WitnessRecord,
+)
 from ckptfmt.group import Group
 from ckptfmt.run.step_log import Steps, read_steps
 from ckptfmt.store.protocol import Store
@@ -109,7 +116,9 @@ class RepeatedSteps:
             if not named[1] <= number < self._launch.launch:
                 continue
             steps = read_steps(store, self._launch.run_id, number, self._group.writer)
-            if steps is None or not self._is_comparable(steps, is_saver=number == named[1], digest=resumed.digest):
+            if steps is None or not self._is_comparable(
+                steps, is_saver=number == named[1], digest=resumed.digest
+            ):
                 continue
             for record in steps.records.values():
                 if record.step > step:
@@ -149,7 +158,10 @@ class RepeatedSteps:
             return
         if found.what is not None and has_new_skips:
             self._references.clear()
-            text = "step %d differs, and samples were skipped since the resume: later steps aren't compared"
+            text = (
+                "step %d differs, and samples were skipped since the resume: later steps"
+                " aren't compared"
+            )
             _LOG.log(self._level(logging.INFO), text, record.step)
             return
         if self._first_step is None:
@@ -160,11 +172,15 @@ class RepeatedSteps:
         if found.what is not None:
             # The names of RNG streams are the caller's.
             text = fit_string(found.detail, _TEXT_LENGTH)
-            difference = Difference(step=record.step, writer=self._group.writer, what=found.what, text=text)
+            difference = Difference(
+                step=record.step, writer=self._group.writer, what=found.what, text=text
+            )
             self._refute(difference, level=logging.WARNING)
             return
         sparse = set() if earlier.is_full and record.is_full else {"rng", "weights"}
-        self._compared = tuple(name for name in self._compared if name in found.compared or name in sparse)
+        self._compared = tuple(
+            name for name in self._compared if name in found.compared or name in sparse
+        )
         self._last_step = record.step
         self._identical.append(record.step)
         if self._group.writer_count == 1:
@@ -185,7 +201,11 @@ class RepeatedSteps:
         earliest member: a differing loss on one process makes the weights of all processes differ.
         """
         told = list(told)
-        found = [Difference(**theirs["difference"]) for theirs in told if theirs["difference"] is not None]
+        found = [
+            Difference(**theirs["difference"])
+            for theirs in told
+            if theirs["difference"] is not None
+        ]
         if found:
             earliest = min(found, key=lambda one: (one.step, _ORDER.index(one.what), one.writer))
             if earliest != self._difference:
@@ -237,9 +257,16 @@ class RepeatedSteps:
             steps = f"steps {record.first_step} to {record.last_step}"
             if record.step_count != (record.last_step or 0) - (record.first_step or 0) + 1:
                 steps += f", {record.step_count} of them compared,"
-        claim = "T1 verified" if self._expected == "T1" else f"claim {self._expected} all the same, see load_report"
+        claim = (
+            "T1 verified"
+            if self._expected == "T1"
+            else f"claim {self._expected} all the same, see load_report"
+        )
         if not self._has_results:
-            claim = f"claim {self._expected} still expected, since neither loss nor weights could be compared"
+            claim = (
+                f"claim {self._expected} still expected, since neither loss nor weights could"
+                " be compared"
+            )
         text = "%s done again: identical (%s): %s"
         _LOG.log(self._level(logging.INFO), text, steps, ", ".join(record.compared), claim)
 

@@ -11,12 +11,24 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar, cast
 
 from ckptfmt.adapters import jax_side, torch_side
-from ckptfmt.adapters.context import PROCESS_COUNTS, find_differences, local_facts, own_config, topology
+from ckptfmt.adapters.context import (
+    PROCESS_COUNTS,
+    find_differences,
+    local_facts,
+    own_config,
+    topology,
+)
 from ckptfmt.adapters.data_loaders import UNREAD, UNREAD_SAMPLERS, may_load, settle
 from ckptfmt.adapters.live import NO_SCHEDULE, Kind, Live, Unit, may_be_schedule, optimizer_prefix
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, fingerprint, prefix_of
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan, Patterns, Rename, check_allow
-from ckptfmt.adapters.placing import Placer, plan_named_tensors, plan_sink, put_back, take_named_leaf
+from ckptfmt.adapters.placing import (
+    Placer,
+    plan_named_tensors,
+    plan_sink,
+    put_back,
+    take_named_leaf,
+)
 from ckptfmt.adapters.rng_streams import capture_streams, live_streams, plan_streams, settling
 from ckptfmt.adapters.unsaved import UNSAVED
 from ckptfmt.adapters.visible import compare
@@ -123,7 +135,9 @@ class LoadReport:
 
     def with_witness(self, record: WitnessRecord) -> LoadReport:
         """Return the report with the verdict of a witness."""
-        refuted_by = record.difference.text if record.verdict == "refuted" and record.difference else None
+        refuted_by = (
+            record.difference.text if record.verdict == "refuted" and record.difference else None
+        )
         return dataclasses.replace(
             self,
             claim=self.claim if refuted_by is None else REFUTED,
@@ -206,7 +220,8 @@ def load_once(
         raise err(Code.WRITERS_DIVERGED, f"the processes load {len(digests)} different checkpoints")
     leftovers = [{(kind, tuple(key)) for kind, key in theirs["leftover"]} for theirs in told]
     unused, idle = (
-        frozenset.intersection(*(frozenset(theirs[name]) for theirs in told)) for name in ("unused", "idle")
+        frozenset.intersection(*(frozenset(theirs[name]) for theirs in told))
+        for name in ("unused", "idle")
     )
 
     def check() -> Reading:
@@ -217,11 +232,15 @@ def load_once(
     with contextlib.ExitStack() as stack:
         if share and group.writer_count > 1:
             reading.share(stack.enter_context(_open_peers(group)))
-        report = _read_together(group, checkpoint, lambda: restoration.apply(reading, streams=streams))
+        report = _read_together(
+            group, checkpoint, lambda: restoration.apply(reading, streams=streams)
+        )
     return claim_of_all(report, group)
 
 
-def load_anew(group: Group, open_checkpoint: Callable[[], Checkpoint], load: Callable[[Checkpoint], T]) -> T:
+def load_anew(
+    group: Group, open_checkpoint: Callable[[], Checkpoint], load: Callable[[Checkpoint], T]
+) -> T:
     """Return the result of a load on all processes; repeat the load if the checkpoint is replaced.
 
     Args:
@@ -252,7 +271,8 @@ def _check_filled(checkpoint: Checkpoint, filled: frozenset[TensorKey]) -> None:
     if lacking:
         raise err(
             Code.CHECKPOINT_RETIRED,
-            "another checkpoint took the place of the one that was being loaded, and lacks some of the tensors, first"
+            "another checkpoint took the place of the one that was being loaded, and lacks some"
+            " of the tensors, first"
             f" {place_of(lacking[0][0], lacking[0][1])}: the state is partly loaded",
             where=checkpoint.store.name,
             requirement="REQ-OPN-013",
@@ -347,7 +367,13 @@ def restore_streams(
     Raises: StateError(STREAM_MISSING, STREAM_UNEXPECTED).
     """
     live = Live.of(state, worker=worker, worker_count=worker_count)
-    plan = LoadPlan(checkpoint, worker=worker, worker_count=worker_count, allow=frozenset(allow), override=override)
+    plan = LoadPlan(
+        checkpoint,
+        worker=worker,
+        worker_count=worker_count,
+        allow=frozenset(allow),
+        override=override,
+    )
     plan.settled |= set(settled)
     actions = _plan_streams(plan, state, live, strict=strict)
     plan.check()
@@ -376,7 +402,9 @@ def plan_restore(state: State, plan: LoadPlan, *, strict: bool = False) -> Resto
     """
     live = Live.of(state, worker=plan.worker, worker_count=plan.worker_count)
     lacking = [unit for unit in live.units if plan.is_imported and _lacks(plan, unit)]
-    plan.downgrades += [f"{place_of(unit.field, unit.name)} wasn't imported: it stays as it is" for unit in lacking]
+    plan.downgrades += [
+        f"{place_of(unit.field, unit.name)} wasn't imported: it stays as it is" for unit in lacking
+    ]
     side: Any = torch_side()  # only torch has entries, modules and optimizers
     for field, entries in live.entries.items():
         left = tuple(prefix_of(unit.path) for unit in lacking if unit.field == field)
@@ -454,9 +482,14 @@ class Restoration:
         if unused_renames:
             raise err(
                 Code.ARGUMENT,
-                f"no live name is one of these, or lies beneath it: {', '.join(map(repr, sorted(unused_renames)))}",
+                (
+                    "no live name is one of these, or lies beneath it:"
+                    f" {', '.join(map(repr, sorted(unused_renames)))}"
+                ),
                 where="rename=",
-                remedy="The keys are names of the live state; the values are those in the checkpoint.",
+                remedy=(
+                    "The keys are names of the live state; the values are those in the checkpoint."
+                ),
             )
         self.plan.refuse_leftover(leftover)
         self.plan.refuse_idle_patterns(idle_patterns)
@@ -504,7 +537,11 @@ class Restoration:
         if not lowered:
             return "T1"
         checkpoint = self.plan.checkpoint
-        if self.plan.is_partial or self.plan.reorders or ("data", "", GLOBAL) not in self.plan.taken_leaves:
+        if (
+            self.plan.is_partial
+            or self.plan.reorders
+            or ("data", "", GLOBAL) not in self.plan.taken_leaves
+        ):
             return "S0"
         cursor = checkpoint.leaf("data", "", GLOBAL)
         return "S1" if isinstance(cursor, dict) and cursor.get("kind") == CURSOR_KIND else "S0"
@@ -558,7 +595,9 @@ def _compare_cursors(plan: LoadPlan, saved: object, now: object, where: str) -> 
 
     Another mixture changes the order of samples, which lowers the claim to S0.
     """
-    if not all(isinstance(cursor, dict) and cursor.get("kind") == CURSOR_KIND for cursor in (saved, now)):
+    if not all(
+        isinstance(cursor, dict) and cursor.get("kind") == CURSOR_KIND for cursor in (saved, now)
+    ):
         return
     cursors: tuple[Any, Any] = (saved, now)
     for part in ("plan", "mixture"):
@@ -567,17 +606,27 @@ def _compare_cursors(plan: LoadPlan, saved: object, now: object, where: str) -> 
             plan.reorders |= part == "mixture"
 
 
-def _compare_schedules(plan: LoadPlan, live: object, saved: object, now: object, where: str) -> None:
+def _compare_schedules(
+    plan: LoadPlan, live: object, saved: object, now: object, where: str
+) -> None:
     """Refuse the saved state of another class of scheduler before any live object changes.
 
     A scheduler's own load_state_dict accepts any attributes.
     """
-    if not (hasattr(live, "last_epoch") and isinstance(saved, Mapping) and isinstance(now, Mapping)):
+    if not (
+        hasattr(live, "last_epoch") and isinstance(saved, Mapping) and isinstance(now, Mapping)
+    ):
         return
     if lacking := sorted(str(name) for name in now.keys() - saved.keys()):
-        detail = f"the saved state lacks {', '.join(lacking[:4])}, which a {type(live).__qualname__} has: it was saved"
+        detail = (
+            f"the saved state lacks {', '.join(lacking[:4])}, which a"
+            f" {type(live).__qualname__} has: it was saved"
+        )
         detail += " from another class, or by another version of it"
-        remedy = "Give an object of the class that was saved; or keep the live one: Checkpointer(override=...)."
+        remedy = (
+            "Give an object of the class that was saved; or keep the live one:"
+            " Checkpointer(override=...)."
+        )
         plan.problem(Code.READ_BACK, where, detail, remedy=remedy)
 
 
@@ -594,9 +643,17 @@ def _load_stateful(plan: LoadPlan, unit: Unit, value: object, where: str) -> Non
     # streams are put back afterwards.
     found = fingerprint(live.state_dict(), field=where, name="")
     if found != wanted and not settle(live, value):
-        path = find_difference(parse_tree(wanted[0], where=where), parse_tree(found[0], where=where))
-        differing = path or next(name for name, digest in wanted[1].items() if found[1].get(name) != digest)
-        raise err(Code.READ_BACK, f"its state_dict differs from the loaded one, first at {differing}", where=where)
+        path = find_difference(
+            parse_tree(wanted[0], where=where), parse_tree(found[0], where=where)
+        )
+        differing = path or next(
+            name for name, digest in wanted[1].items() if found[1].get(name) != digest
+        )
+        raise err(
+            Code.READ_BACK,
+            f"its state_dict differs from the loaded one, first at {differing}",
+            where=where,
+        )
 
 
 def _plan_tree(plan: LoadPlan, unit: Unit) -> None:
@@ -628,7 +685,9 @@ def _plan_tree(plan: LoadPlan, unit: Unit) -> None:
 # --- comparisons ----------------------------------------------------------------------------------
 
 
-def _plan_streams(plan: LoadPlan, state: State, live: Live, *, strict: bool) -> list[Callable[[], None]]:
+def _plan_streams(
+    plan: LoadPlan, state: State, live: Live, *, strict: bool
+) -> list[Callable[[], None]]:
     streams = list_streams(state, live)
     return plan_streams(plan, streams, strict=strict) if streams or state.rng is not False else []
 
@@ -639,9 +698,18 @@ def _is_left_out(state: State, field: str) -> bool:
 
 def _missing_fields(plan: LoadPlan, state: State) -> list[str]:
     left = state.absent_reasons()
-    named = [field if reason in (NOT_GIVEN, NO_RNG) else f"{field} ({reason})" for field, reason in left.items()]
-    reasons = {field: plan.checkpoint.manifest.fields[field].reason for field in FIELDS if field not in left}
-    absent = [f"{field} wasn't saved: {reason}" for field, reason in reasons.items() if reason is not None]
+    named = [
+        field if reason in (NOT_GIVEN, NO_RNG) else f"{field} ({reason})"
+        for field, reason in left.items()
+    ]
+    reasons = {
+        field: plan.checkpoint.manifest.fields[field].reason
+        for field in FIELDS
+        if field not in left
+    }
+    absent = [
+        f"{field} wasn't saved: {reason}" for field, reason in reasons.items() if reason is not None
+    ]
     return absent + [f"{_NOT_IN_STATE}{', '.join(named)}"] * bool(named)
 
 
@@ -659,7 +727,9 @@ def _compare_config(plan: LoadPlan, state: State) -> list[tuple[str, object, obj
             raise err(Code.ARGUMENT, f"config has no key {identity!r}", where="State(identity=...)")
         for path, before, now in differences:
             if _lies_under(path, identity):
-                plan.problem(Code.CONFIG_IDENTITY, f"config:{path}", f"saved {before!r}, here {now!r}")
+                plan.problem(
+                    Code.CONFIG_IDENTITY, f"config:{path}", f"saved {before!r}, here {now!r}"
+                )
     return [] if _is_absent(plan, "config") else differences
 
 
@@ -669,18 +739,27 @@ def _explain_shapes(plan: LoadPlan, differences: list[tuple[str, object, object]
     The remedy lists the differing values. Otherwise the remedy asks for a configuration.
     """
     if differences:
-        told = "; ".join(f"config:{path} was {before!r}, and is {now!r} here" for path, before, now in differences[:3])
+        told = "; ".join(
+            f"config:{path} was {before!r}, and is {now!r} here"
+            for path, before, now in differences[:3]
+        )
         remedy = f"Build the model as it was saved: {told}."
     elif plan.checkpoint.manifest.fields["config"].reason is None:
         path = plan.checkpoint.store.name
-        remedy = f"Build the model as it was saved: `ckptfmt inspect {path} --field config` shows its configuration."
+        remedy = (
+            f"Build the model as it was saved: `ckptfmt inspect {path} --field config` shows"
+            " its configuration."
+        )
     else:
         remedy = (
-            "Build the model with the saved sizes. No configuration was saved: State(config={...}) is compared by a"
+            "Build the model with the saved sizes. No configuration was saved:"
+            " State(config={...}) is compared by a"
             " load, which then names the value that differs."
         )
     plan.problems = [
-        dataclasses.replace(problem, remedy=remedy) if problem.code == Code.SHAPE_MISMATCH else problem
+        dataclasses.replace(problem, remedy=remedy)
+        if problem.code == Code.SHAPE_MISMATCH
+        else problem
         for problem in plan.problems
     ]
 
@@ -713,8 +792,12 @@ def _find_lost_schedule(plan: LoadPlan) -> list[str]:
         return []
     # A value may need a read of another process's part, so the names are checked first.
     groups = (plan.checkpoint.leaf(*key) for key in keys if "group" in key[1].split("/"))
-    has_schedule = any(isinstance(group, Mapping) and "initial_lr" in group.get("options", ()) for group in groups)
-    is_lost = has_schedule and not any(may_be_schedule("", plan.checkpoint.leaf(*key)) for key in keys)
+    has_schedule = any(
+        isinstance(group, Mapping) and "initial_lr" in group.get("options", ()) for group in groups
+    )
+    is_lost = has_schedule and not any(
+        may_be_schedule("", plan.checkpoint.leaf(*key)) for key in keys
+    )
     return [NO_SCHEDULE] * is_lost
 
 
@@ -731,7 +814,9 @@ def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
         return []
     facts: dict[str, object] = {"": topology(worker_count=plan.worker_count)}
     if plan.worker == 0:
-        facts[LOCAL_TOPOLOGY] = local_facts(devices=live.devices, meshes=live.meshes, jax_facts=live.jax_facts)
+        facts[LOCAL_TOPOLOGY] = local_facts(
+            devices=live.devices, meshes=live.meshes, jax_facts=live.jax_facts
+        )
     lowered = []
     for name, now in facts.items():
         key = ("topology", name, GLOBAL)
@@ -744,7 +829,10 @@ def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
                 lowered.append(reason)
                 plan.reorders = True
         lowered += [reason for reason in saved.pop(UNSAVED, ()) if isinstance(reason, str)]
-        lowered += [f"{path}: saved {before!r}, here {after!r}" for path, before, after in _list_topology(saved, now)]
+        lowered += [
+            f"{path}: saved {before!r}, here {after!r}"
+            for path, before, after in _list_topology(saved, now)
+        ]
     return lowered
 
 
@@ -757,7 +845,10 @@ def _list_topology(saved: dict[str, object], now: object) -> list[tuple[str, obj
     counts = [(before, after) for path, before, after in differences if path in PROCESS_COUNTS]
     if len(counts) != len(PROCESS_COUNTS) or len(set(counts)) > 1:
         return differences
-    return [("processes", *counts[0]), *(one for one in differences if one[0] not in PROCESS_COUNTS)]
+    return [
+        ("processes", *counts[0]),
+        *(one for one in differences if one[0] not in PROCESS_COUNTS),
+    ]
 
 
 def _compare_objects(plan: LoadPlan, live: Live) -> list[str]:

@@ -58,19 +58,27 @@ def check_same_leaves(group: Group, leaves: Iterable[Leaf], told: list[Marks]) -
     differing = next((name for name in groups if _differs(name, told)), None)
     if differing is None:
         return
-    mine = {leaf.name: leaf for leaf in leaves if leaf.scope == GLOBAL and _group_of(leaf) == differing}
+    mine = {
+        leaf.name: leaf for leaf in leaves if leaf.scope == GLOBAL and _group_of(leaf) == differing
+    }
     digests = group.all_gather({name: _digest(leaf.value) for name, leaf in mine.items()})
     pair = _find_pair(digests)
     if pair is None:
         return
     name, (one, other) = pair
     own = mine[name].value if group.writer in (one, other) else b""
-    values = [base64.b64decode(theirs) for theirs in group.all_gather(base64.b64encode(own).decode())]
-    raise leaf_diverged((differing.partition("/")[0], name, GLOBAL), (one, values[one]), (other, values[other]))
+    values = [
+        base64.b64decode(theirs) for theirs in group.all_gather(base64.b64encode(own).decode())
+    ]
+    raise leaf_diverged(
+        (differing.partition("/")[0], name, GLOBAL), (one, values[one]), (other, values[other])
+    )
 
 
 def _group_of(leaf: Leaf) -> str:
-    extra = leaf.name.removeprefix(_EXTRA).partition("/")[0] if leaf.name.startswith(_EXTRA) else None
+    extra = (
+        leaf.name.removeprefix(_EXTRA).partition("/")[0] if leaf.name.startswith(_EXTRA) else None
+    )
     return leaf.field if extra is None else f"{leaf.field}/{_EXTRA}{extra}"
 
 

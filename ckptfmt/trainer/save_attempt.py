@@ -31,7 +31,9 @@ from ckptfmt.write.writer import as_ckpt_error, for_saving, write_part
 
 _ID: Final = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
 #: Held attempts of this process by place, at most one for each place.
-_HOLDS: Final[weakref.WeakValueDictionary[str, contextlib.ExitStack]] = weakref.WeakValueDictionary()
+_HOLDS: Final[weakref.WeakValueDictionary[str, contextlib.ExitStack]] = (
+    weakref.WeakValueDictionary()
+)
 #: Members of a part's record.
 _RECORD: Final = {"attempt", "writer", "part_digest"}
 #: Path of a published attempt, and the largest size of its file in bytes.
@@ -118,8 +120,12 @@ class SaveAttempt:
     def parse(cls, text: str) -> Self:
         """Return the attempt from the text of `dump`. Raises: StateError(ARGUMENT)."""
         where = "SaveAttempt.parse()"
-        told = _parse(text, {"note", "replace", *(field.name for field in dataclasses.fields(Origin))}, where)
-        begun = cls.begin(**{name: told[name] for name in ("step", "writer_count", "block_nbytes")}).origin
+        told = _parse(
+            text, {"note", "replace", *(field.name for field in dataclasses.fields(Origin))}, where
+        )
+        begun = cls.begin(
+            **{name: told[name] for name in ("step", "writer_count", "block_nbytes")}
+        ).origin
         ids = {"nonce": told["nonce"], "attempt": told["attempt"]}
         if not all(isinstance(text, str) and _ID.fullmatch(text) for text in ids.values()):
             raise err(Code.ARGUMENT, "ids that SaveAttempt.begin doesn't make", where=where)
@@ -226,7 +232,9 @@ class SaveAttempt:
         except Exception as error:
             raise as_ckpt_error(error) from error
         part_digest = digest_text(part.dump()[1])
-        return json.dumps({"attempt": self.origin.attempt, "writer": writer, "part_digest": part_digest})
+        return json.dumps(
+            {"attempt": self.origin.attempt, "writer": writer, "part_digest": part_digest}
+        )
 
     def commit(self, path: str | os.PathLike[str] | Store, records: Iterable[str]) -> SaveReport:
         """Commit the parts as a durable checkpoint, and return the report.
@@ -247,7 +255,9 @@ class SaveAttempt:
         digests = self._digests(records)
         store = self._open(path)
         if self.replace and self.origin.attempt not in list_held_attempts(store):
-            detail = "an attempt that replaces is held from before its first part until it is committed"
+            detail = (
+                "an attempt that replaces is held from before its first part until it is committed"
+            )
             raise err(Code.ARGUMENT, detail, where="SaveAttempt.hold()", requirement="REQ-CMT-043")
         manifest = finalize(store, self.origin, part_digests=digests, replace=self.replace)
         # The save is done. Files left by a failed clean-up only take space.
@@ -270,16 +280,28 @@ class SaveAttempt:
         for record in records:
             told = _parse(record, _RECORD, "records")
             if type(told["writer"]) is not int:
-                raise err(Code.ARGUMENT, f"a record is of the writer {told['writer']!r}", where="records")
+                raise err(
+                    Code.ARGUMENT, f"a record is of the writer {told['writer']!r}", where="records"
+                )
             if told["attempt"] != self.origin.attempt:
-                raise err(Code.ARGUMENT, f"a record is of the attempt {told['attempt']!r}", where="records")
+                raise err(
+                    Code.ARGUMENT,
+                    f"a record is of the attempt {told['attempt']!r}",
+                    where="records",
+                )
             if told["writer"] in digests:
-                raise err(Code.ARGUMENT, f"two records are of writer {told['writer']}", where="records")
+                raise err(
+                    Code.ARGUMENT, f"two records are of writer {told['writer']}", where="records"
+                )
             digests[told["writer"]] = told["part_digest"]
-        missing = [str(writer) for writer in range(self.origin.writer_count) if writer not in digests]
+        missing = [
+            str(writer) for writer in range(self.origin.writer_count) if writer not in digests
+        ]
         if missing or len(digests) != self.origin.writer_count:
             named = ", ".join(missing[:16]) or "none"
-            detail = f"{len(digests)} records for {self.origin.writer_count} writers; missing: {named}"
+            detail = (
+                f"{len(digests)} records for {self.origin.writer_count} writers; missing: {named}"
+            )
             remedy = "Gather what write_part returned on every process, and commit with all of it."
             raise err(Code.ARGUMENT, detail, where="records", remedy=remedy)
         return [digests[writer] for writer in range(self.origin.writer_count)]
@@ -308,7 +330,10 @@ def check_block_nbytes(block_nbytes: int) -> None:
     ):
         raise err(
             Code.ARGUMENT,
-            f"block_nbytes={block_nbytes}: a power of two from {limits.BLOCK_NBYTES_MIN} to {limits.BLOCK_NBYTES_MAX}",
+            (
+                f"block_nbytes={block_nbytes}: a power of two from {limits.BLOCK_NBYTES_MIN} to"
+                f" {limits.BLOCK_NBYTES_MAX}"
+            ),
             where="block_nbytes=",
             requirement="REQ-TEN-005",
         )

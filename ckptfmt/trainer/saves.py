@@ -44,7 +44,13 @@ from ckptfmt.trainer.background import Background, Place
 from ckptfmt.trainer.handle import STATES, Callbacks, SaveHandle, SaveReport, tell_committed
 from ckptfmt.trainer.mirrors import Mirrors
 from ckptfmt.trainer.mirrors import Place as MirrorPlace
-from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
+from ckptfmt.trainer.one_save import (
+    Agreed,
+    Ownership,
+    agree_on_save,
+    prepare_once,
+    write_and_commit,
+)
 from ckptfmt.trainer.peers import PeerOptions, Replicas, connect_by_torch
 from ckptfmt.write.image import Context
 from ckptfmt.write.snapshot import Snapshot
@@ -58,7 +64,14 @@ _SAVERS: Final = ("process", "thread", "inline")
 _POLICIES: Final = ("wait", "skip")
 #: Codes of failures of the storage: the store is full, unreachable, or reports an error.
 _STORAGE: Final = frozenset(
-    {Code.STORE_IO, Code.STORE_NO_ANSWER, Code.STORE_ACCESS, Code.NO_SPACE, Code.COMMIT_UNKNOWN, Code.SLOTS_BUSY}
+    {
+        Code.STORE_IO,
+        Code.STORE_NO_ANSWER,
+        Code.STORE_ACCESS,
+        Code.NO_SPACE,
+        Code.COMMIT_UNKNOWN,
+        Code.SLOTS_BUSY,
+    }
 )
 #: Codes of the other processes' saves after such a failure.
 _FOLLOWING: Final = frozenset({Code.WRITER_FAILED, Code.WRITERS_MISSING, Code.CHECKPOINT_ABORTED})
@@ -94,23 +107,43 @@ class SaveOptions:
     def __post_init__(self) -> None:
         if type(self.failed_saves) is not int or self.failed_saves < 0:
             detail = f"failed_saves={self.failed_saves!r} isn't a number from 0 on"
-            remedy = "Pass how many saves in a row may fail before the run ends, such as failed_saves=10."
+            remedy = (
+                "Pass how many saves in a row may fail before the run ends, such as"
+                " failed_saves=10."
+            )
             raise err(Code.ARGUMENT, detail, where="failed_saves=", remedy=remedy)
-        for name, value, known in (("saver", self.saver, _SAVERS), ("when_busy", self.when_busy, _POLICIES)):
+        for name, value, known in (
+            ("saver", self.saver, _SAVERS),
+            ("when_busy", self.when_busy, _POLICIES),
+        ):
             if value not in known:
-                raise err(Code.ARGUMENT, f"{name}={value!r} isn't one of {', '.join(known)}", where=f"{name}=")
+                raise err(
+                    Code.ARGUMENT,
+                    f"{name}={value!r} isn't one of {', '.join(known)}",
+                    where=f"{name}=",
+                )
         if type(self.slots) is not int or not 1 <= self.slots <= 8:
-            raise err(Code.ARGUMENT, f"slots={self.slots!r} isn't a number from 1 to 8", where="slots=")
+            raise err(
+                Code.ARGUMENT, f"slots={self.slots!r} isn't a number from 1 to 8", where="slots="
+            )
         if not self.deadline_s > 0:
-            raise err(Code.ARGUMENT, f"deadline_s={self.deadline_s!r} isn't a positive time", where="deadline_s=")
+            raise err(
+                Code.ARGUMENT,
+                f"deadline_s={self.deadline_s!r} isn't a positive time",
+                where="deadline_s=",
+            )
         if self.delta.mode != "off" and self.saver == "inline":
             remedy = "Pass saver='process' or saver='thread': a delta is made from a snapshot."
-            raise err(Code.ARGUMENT, "saver='inline' can't save deltas", where="delta=", remedy=remedy)
+            raise err(
+                Code.ARGUMENT, "saver='inline' can't save deltas", where="delta=", remedy=remedy
+            )
         if self.cache is not None and self.saver == "inline":
             remedy = "Pass saver='process' or saver='thread': the upload goes on behind the save."
             raise err(Code.ARGUMENT, "saver='inline' has no cache", where="cache=", remedy=remedy)
         if type(self.nice) is not int or not 0 <= self.nice <= 19:
-            raise err(Code.ARGUMENT, f"nice={self.nice!r} isn't a number from 0 to 19", where="nice=")
+            raise err(
+                Code.ARGUMENT, f"nice={self.nice!r} isn't a number from 0 to 19", where="nice="
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +172,14 @@ class Target:
 
     @classmethod
     def in_run(
-        cls, store: Store, run: RunRecord, launch: Launch, *, step: int, retention: Retention, ledger: bytes = b""
+        cls,
+        store: Store,
+        run: RunRecord,
+        launch: Launch,
+        *,
+        step: int,
+        retention: Retention,
+        ledger: bytes = b"",
     ) -> Target:
         """Return the target of a step of a run.
 
@@ -159,13 +199,19 @@ class Target:
 
         request = {"retention": retention, "writer_features": run.writer_features, "ledger": ledger}
         explain = functools.partial(explain_no_space, run=store, retention=retention)
-        return cls(store=place, check=check, request=request, launch=launch, tidy_up=clean, explain=explain)
+        return cls(
+            store=place, check=check, request=request, launch=launch, tidy_up=clean, explain=explain
+        )
 
     @classmethod
     def alone(cls, store: Store, *, replace: bool) -> Target:
         """Return the target of a checkpoint outside of a run, at the root of `store`."""
         address = address_of(store)
-        request = {"place": store if address is None else address, "replace": replace, "writer_features": ()}
+        request = {
+            "place": store if address is None else address,
+            "replace": replace,
+            "writer_features": (),
+        }
         check = functools.partial(check_no_run, store, replace=replace)
         return cls(store=store, check=check, request=request, replace=replace)
 
@@ -186,12 +232,18 @@ class Saves:
     """
 
     def __init__(
-        self, store: Store | None, group: Group, options: SaveOptions, mirrors: Iterable[MirrorPlace] = ()
+        self,
+        store: Store | None,
+        group: Group,
+        options: SaveOptions,
+        mirrors: Iterable[MirrorPlace] = (),
     ) -> None:
         if options.peers is not None:
             options.peers.check(group)
         self.reports: list[str] = []
-        self._mirrors = None if store is None or group.writer else Mirrors(store, mirrors, self.reports)
+        self._mirrors = (
+            None if store is None or group.writer else Mirrors(store, mirrors, self.reports)
+        )
         self._near_limit: set[tuple[str, str]] = set()
         self._store = store
         self._group = group
@@ -238,7 +290,10 @@ class Saves:
                 replicas, and a report says so.
         """
         if len(set(nodes)) == 1:
-            told = f"PEER_LOST: all {len(nodes)} processes are on node {nodes[0]!r}: saves have no replicas"
+            told = (
+                f"PEER_LOST: all {len(nodes)} processes are on node {nodes[0]!r}: saves have"
+                " no replicas"
+            )
             add_report(self.reports, told)
             return
         options, number = self._options, self._group.writer
@@ -265,7 +320,9 @@ class Saves:
 
         Raises: StateError; FormatError; LayoutError.
         """
-        snapshot = prepare_once(self._group, state, self._ownership, block_nbytes=limits.BLOCK_NBYTES, step=step)
+        snapshot = prepare_once(
+            self._group, state, self._ownership, block_nbytes=limits.BLOCK_NBYTES, step=step
+        )
         self._look_for_devices(snapshot)
         self._unheld.follow(state)
         self.unsaved = self._find_unsaved(state, saves=False)
@@ -280,14 +337,19 @@ class Saves:
         """
         # The search of the process runs at the first check, and again at the first save: a program
         # may make its schedulers as late as that.
-        looks_around, self._has_looked = not (self._begun_count if saves else self._has_looked), True
+        looks_around, self._has_looked = (
+            not (self._begun_count if saves else self._has_looked),
+            True,
+        )
         found = self._unheld.find(state, looks_around=looks_around, saves=saves)
         for unsaved in found:
             self._report(f"{unsaved}; a resume claims no T1")
         return [unsaved.text for unsaved in found]
 
     def _look_for_devices(self, snapshot: Snapshot) -> None:
-        self._has_device_tensors |= self._devices is not None and self._devices.holds_any(snapshot.tensors)
+        self._has_device_tensors |= self._devices is not None and self._devices.holds_any(
+            snapshot.tensors
+        )
 
     def prepare(self, state: State, *, step: int | None = None) -> None:
         """Check a state, make and touch the slots for the state, and start the saver.
@@ -314,7 +376,9 @@ class Saves:
 
     def _make_background(self) -> Background:
         options = self._options
-        in_process = options.saver == "process" and (self._store is None or address_of(self._store) is not None)
+        in_process = options.saver == "process" and (
+            self._store is None or address_of(self._store) is not None
+        )
         if options.saver == "process" and not in_process:
             kind = type(self._store).__qualname__
             self._report(f"SAVER_IN_THREAD: a {kind} can't be handed to another process")
@@ -326,14 +390,18 @@ class Saves:
             deadline_s=options.deadline_s,
             cache=options.cache,
             note=functools.partial(add_report, self.reports),  # holds the list, not this object
-            **({} if self._replicas is None else {"on_written": functools.partial(_replicate, self._replicas)}),
+            **(
+                {}
+                if self._replicas is None
+                else {"on_written": functools.partial(_replicate, self._replicas)}
+            ),
         )
         # Runs at the interpreter's exit, or when the checkpointer is garbage-collected, so that no
         # staged save is lost.
         self._finalizer = weakref.finalize(self, _let_go, background, self._guards)
         return background
 
-    def _guard_of(self, state: State) -> Any:  # noqa: ANN401 - a ckptfmt.adapters.torch.Guard, or None
+    def _guard_of(self, state: State) -> Any:
         """Return the guard against changes of a state during copies; freed with the state."""
         side, key = torch_side(), id(state)
         if side is None or not self._options.overlap:
@@ -360,8 +428,10 @@ class Saves:
                 self._near_limit.add(key)
                 title = f"{leaf.field}:{leaf.name}"
                 self._report(
-                    f"LIMIT_NEAR: {title} has more than half of the {limits.TREE_ITEMS} values, or of the"
-                    f" {limits.TREE_NBYTES} bytes, that a plain value may have; put large data into tensors or arrays"
+                    f"LIMIT_NEAR: {title} has more than half of the {limits.TREE_ITEMS} values,"
+                    " or of the"
+                    f" {limits.TREE_NBYTES} bytes, that a plain value may have; put large data"
+                    " into tensors or arrays"
                 )
 
     # --- saving -----------------------------------------------------------------------------------
@@ -395,7 +465,11 @@ class Saves:
         if self._options.saver != "inline" and self._background is None:
             self.prepare(state)
         # If memory is too short for slots, the save is made inline.
-        background = self._background if self._background is not None and self._background.has_slots else None
+        background = (
+            self._background
+            if self._background is not None and self._background.has_slots
+            else None
+        )
         path = target.store.name
         waits = must or self._options.when_busy == "wait"
         problem = self._wait_for_slot(background, deadline_s) if waits else None
@@ -414,7 +488,8 @@ class Saves:
                 say={
                     "failure": self._say_failure(),
                     "committed": self._has_committed(),
-                    "busy": problem is not None or (background is not None and background.is_busy()),
+                    "busy": problem is not None
+                    or (background is not None and background.is_busy()),
                     "durability": HOME
                     if must or to_home or self._is_homes_turn()
                     else (NODE if self._replicas is None else PEERS),
@@ -431,7 +506,9 @@ class Saves:
         self._warn_of_limits(agreed.snapshot.leaves)
         if any(theirs["busy"] for theirs in agreed.told):
             if waits:
-                busy = problem or err(Code.SLOTS_BUSY, "another writer has no free slot", where=path)
+                busy = problem or err(
+                    Code.SLOTS_BUSY, "another writer has no free slot", where=path
+                )
                 self._fail_together(handle, busy, must=must)
                 return handle
             _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
@@ -440,10 +517,15 @@ class Saves:
         self._last = handle, agreed.origin, os.getpid()
         self._undecided.append(handle)
         try:
-            if background is None or not self._save_beside(background, agreed, handle, state, target):
+            if background is None or not self._save_beside(
+                background, agreed, handle, state, target
+            ):
                 self._save_inline(agreed, handle, target)
         except CkptError as error:
-            if not (self._options.failed_saves and (error.code in _FOLLOWING or _is_of_storage(error.as_json()))):
+            if not (
+                self._options.failed_saves
+                and (error.code in _FOLLOWING or _is_of_storage(error.as_json()))
+            ):
                 raise
             if handle.tell_failed(error):
                 _LOG.error("step %d FAILED: %s", step, error)
@@ -460,7 +542,9 @@ class Saves:
         cache = self._options.cache
         return cache is None or self._begun_count % cache.upload_every == 0
 
-    def _wait_for_slot(self, background: Background | None, deadline_s: float | None) -> CkptError | None:
+    def _wait_for_slot(
+        self, background: Background | None, deadline_s: float | None
+    ) -> CkptError | None:
         """Return the error if no slot becomes free in time. All writers exchange these errors."""
         if background is not None and background.has_slots:
             try:
@@ -494,7 +578,12 @@ class Saves:
         handle.tell_over(tuple(removed))
 
     def _save_beside(
-        self, background: Background, agreed: Agreed, handle: SaveHandle, state: State, target: Target
+        self,
+        background: Background,
+        agreed: Agreed,
+        handle: SaveHandle,
+        state: State,
+        target: Target,
     ) -> bool:
         """Start a save in the background.
 
@@ -514,7 +603,9 @@ class Saves:
             self._prepare_slots()  # the structure may have grown
             if not background.has_slots:
                 return False
-            background.save(request, handle, lambda place: self._plan_copies(agreed, handle, state, place))
+            background.save(
+                request, handle, lambda place: self._plan_copies(agreed, handle, state, place)
+            )
         except BaseException as error:
             # Interrupts included. The error is raised here; all writers can read of the failure in
             # the store.
@@ -539,10 +630,17 @@ class Saves:
         if guard is not None:
             constant = guard.find_constant(sources)
         filling = None
-        if self._options.delta.mode != "off":  # without deltas every block is copied, without checksums
+        if (
+            self._options.delta.mode != "off"
+        ):  # without deltas every block is copied, without checksums
             filling = self._fillings.begin(place.number, image, was_written=place.was_written)
         now, later = plan_copies(
-            agreed.snapshot, image, place.slot.view, later=constant, devices=self._devices, filling=filling
+            agreed.snapshot,
+            image,
+            place.slot.view,
+            later=constant,
+            devices=self._devices,
+            filling=filling,
         )
         if guard is not None:
             later = guard.hold(later, sources, handle)
@@ -553,7 +651,11 @@ class Saves:
 
     def _next_failure(self, *, at_end: bool = False) -> tuple[str, CkptError] | None:
         """Return attempt and error of a failed save, if not yet raised or reported."""
-        own = ((attempt, handle.error) for attempt, handle in self._own_failures if not handle.is_failure_taken)
+        own = (
+            (attempt, handle.error)
+            for attempt, handle in self._own_failures
+            if not handle.is_failure_taken
+        )
         found = next(((attempt, error) for attempt, error in own if error is not None), None)
         if found is None and self._background is not None:
             found = self._background.next_failure(at_end=at_end)
@@ -584,7 +686,10 @@ class Saves:
         if first is None:
             return
         errors = [failure["error"] for failure in failures if failure is not None]
-        if not (any(map(_is_of_storage, errors)) and all(_is_of_storage(e) or e["code"] in _FOLLOWING for e in errors)):
+        if not (
+            any(map(_is_of_storage, errors))
+            and all(_is_of_storage(e) or e["code"] in _FOLLOWING for e in errors)
+        ):
             raise error_from_json(first["error"])
         self._count_failure(error_from_json(first["error"]))
 
@@ -615,8 +720,10 @@ class Saves:
             raise error
         self.reports[:] = [report for report in self.reports if not report.startswith(_SAVE_FAILED)]
         self._report(
-            f"{_SAVE_FAILED}a checkpoint is missing, and the training goes on: {error} The run saves again when the"
-            f" next save is due, and ends when more than {most} saves in a row have failed (failed_saves=); it is"
+            f"{_SAVE_FAILED}a checkpoint is missing, and the training goes on: {error} The run"
+            " saves again when the"
+            f" next save is due, and ends when more than {most} saves in a row have failed"
+            " (failed_saves=); it is"
             f" {self._failed_count} now"
         )
 
@@ -674,13 +781,19 @@ class Saves:
         )
         thread.start()
         thread.join(max(0.0, end_s - time.monotonic()))
-        late = err(Code.SAVE_PENDING, "its files aren't at home by the deadline", remedy="The next start brings them.")
+        late = err(
+            Code.SAVE_PENDING,
+            "its files aren't at home by the deadline",
+            remedy="The next start brings them.",
+        )
         is_there, error = outcomes[0] if outcomes else (None, late)
         if error is not None:
             self._report(f"CACHE_UNFINISHED: {part.name}: {as_ckpt_error(error)}")
         if not is_there:
             return None
-        _LOG.info("step %d is at home now, with the files of writer %d", handle.step, self._group.writer)
+        _LOG.info(
+            "step %d is at home now, with the files of writer %d", handle.step, self._group.writer
+        )
         return part.name
 
     def _upload_last(self, part: CachedPart, origin: Origin, end_s: float) -> bool:
@@ -708,7 +821,9 @@ class Saves:
                 self._guards.clear()
         problem = self._find_last_problem(background)
         if rest and problem is None:
-            detail = f"{len(rest)} saves aren't over {deadline_s:g} s after the checkpointer was closed"
+            detail = (
+                f"{len(rest)} saves aren't over {deadline_s:g} s after the checkpointer was closed"
+            )
             problem = err(Code.SAVE_PENDING, detail, where=rest[0].path)
         if problem is not None and not quietly:
             raise problem
@@ -726,9 +841,15 @@ class Saves:
                 attempt, error = failure
                 self._note_told(attempt)
                 is_made_up_for = self._last is not None and self._last[0].state == "COMMITTED"
-                if not (self._options.failed_saves and is_made_up_for and _is_of_storage(error.as_json())):
+                if not (
+                    self._options.failed_saves
+                    and is_made_up_for
+                    and _is_of_storage(error.as_json())
+                ):
                     return error
-                self._report(f"{_SAVE_FAILED}a checkpoint is missing, and a later one was saved: {error}")
+                self._report(
+                    f"{_SAVE_FAILED}a checkpoint is missing, and a later one was saved: {error}"
+                )
         finally:
             self._background = None
         return None

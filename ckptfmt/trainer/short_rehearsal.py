@@ -33,7 +33,12 @@ class ShortRehearsal:
     def __init__(self, steps: int, every: object) -> None:
         if steps < 0 or (isinstance(every, int) and steps >= every):
             detail = f"rehearse={steps} with every={every!r}: the steps must lie between two saves"
-            raise err(Code.ARGUMENT, detail, where="rehearse=", remedy="Pass fewer steps than every=, such as 3.")
+            raise err(
+                Code.ARGUMENT,
+                detail,
+                where="rehearse=",
+                remedy="Pass fewer steps than every=, such as 3.",
+            )
         self.first: int | None = None
         self.name = ""
         self._steps = steps
@@ -72,14 +77,20 @@ class ShortRehearsal:
         except CkptError as error:
             return f"the save of step {self.first} failed: {error}"
         if report is None or report.durability != HOME:
-            return f"the save of step {self.first} isn't at home: it is in caches alone, or was skipped"
+            return (
+                f"the save of step {self.first} isn't at home: it is in caches alone, or was"
+                " skipped"
+            )
         if not all(sampler.can_go_back for sampler in find_samplers(state)):
             return f"a batch is fetched ahead, as worker processes of a loader do: {_COMMAND}"
         for unit in walk(state, worker=0):
             is_position = unit.field == "data" and not isinstance(unit.value, Sampler)
             if is_position or (unit.kind is Kind.STATEFUL and _has_iterators(unit.value)):
                 place = place_of(unit.field, unit.name)
-                return f"{place} is no ckptfmt.Sampler, and what reads it may not go back with it: {_COMMAND}"
+                return (
+                    f"{place} is no ckptfmt.Sampler, and what reads it may not go back with"
+                    f" it: {_COMMAND}"
+                )
         self.name = report.path.rstrip("/").rpartition("/")[2]
         return ""
 
@@ -92,5 +103,7 @@ def keep_iterators(state: State) -> contextlib.ExitStack:
     return stack
 
 
-def _has_iterators(value: Any) -> bool:  # noqa: ANN401 - an object of the program
-    return isinstance(value, ForeignLoader) or (hasattr(value, "__iter__") and not isinstance(value, Sampler))
+def _has_iterators(value: Any) -> bool:
+    return isinstance(value, ForeignLoader) or (
+        hasattr(value, "__iter__") and not isinstance(value, Sampler)
+    )

@@ -56,7 +56,11 @@ class Talk:
         """Log the start of a run, the source, and the highest possible claim of a resume."""
         begins, left = "nothing" if source is None else source, state.absent_reasons()
         most = "S0" if "data" in left else "S1"
-        more = f"; not in State: {', '.join(left)}, so that a resume claims {most} at most" if left else ""
+        more = (
+            f"; not in State: {', '.join(left)}, so that a resume claims {most} at most"
+            if left
+            else ""
+        )
         self.say("launch %d begins from %s, at step %d%s", launch.launch, begins, step, more)
 
     def tell_changed(self, report: LoadReport) -> None:
@@ -64,16 +68,31 @@ class Talk:
         for sentence in report.notes[:_TOLD]:
             self.say("changed by the load: %s", sentence, level=logging.WARNING)
         if len(report.notes) > _TOLD:
-            self.say("changed by the load: %d more, in load_report", len(report.notes) - _TOLD, level=logging.WARNING)
+            self.say(
+                "changed by the load: %d more, in load_report",
+                len(report.notes) - _TOLD,
+                level=logging.WARNING,
+            )
 
-    def tell_resumed(self, launch: Launch, source: str, report: LoadReport, *, harmless: Iterable[str]) -> None:
+    def tell_resumed(
+        self, launch: Launch, source: str, report: LoadReport, *, harmless: Iterable[str]
+    ) -> None:
         """Log the source from which a run continues, the claim, and the reasons for the claim."""
         left = [reason for reason in report.lowered_by if was_not_asked(reason)]
-        reasons = [reason for reason in report.lowered_by if not (was_not_asked(reason) or reason.startswith(_CONFIG))]
-        differences = [(path, f"{path} {old!r} -> {new!r}") for path, old, new in report.config_differences]
+        reasons = [
+            reason
+            for reason in report.lowered_by
+            if not (was_not_asked(reason) or reason.startswith(_CONFIG))
+        ]
+        differences = [
+            (path, f"{path} {old!r} -> {new!r}") for path, old, new in report.config_differences
+        ]
         decisive = [text for path, text in differences if not _lies_under(path, harmless)]
         others = [text for path, text in differences if _lies_under(path, harmless)]
-        text = f"launch {launch.launch} goes on from step {report.step} of {source}: claim {_claim_text(report.claim)}"
+        text = (
+            f"launch {launch.launch} goes on from step {report.step} of {source}: claim"
+            f" {_claim_text(report.claim)}"
+        )
         text += "".join(f" ({reason})" for reason in left)
         text += f", lowered by: {_first(reasons)}" if reasons else ""
         text += f"; config: {_first(decisive)}" if decisive else ""
@@ -151,7 +170,9 @@ class _Fallback(logging.Handler):
         """Print a line, unless another handler prints the line."""
         if _is_handled_elsewhere():
             return
-        with contextlib.suppress(OSError, ValueError):  # a closed standard error is no reason to stop a training
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # a closed standard error is no reason to stop a training
             print(printable(self.format(record)), file=sys.stderr)  # noqa: T201 - the log of last resort
 
 

@@ -56,7 +56,9 @@ class TimeKeeper:
     def note_restored(self) -> None:
         """Record the end of the load."""
         if self._taken is not None:
-            self._restoring_s = self._clock() - self._taken_s + self._taken.seconds - self._waiting_s
+            self._restoring_s = (
+                self._clock() - self._taken_s + self._taken.seconds - self._waiting_s
+            )
 
     def note_begun(self, step: int) -> None:
         """Record the start of the first step, after `step` steps, and write the entry."""
@@ -163,7 +165,9 @@ def process_age_s() -> float:
     with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
         # Field 2 is the program's name, which may contain any characters. Counted from the end of
         # the name, field 22 is the start in ticks since the boot.
-        ticks = int(Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19])
+        ticks = int(
+            Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19]
+        )
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
     return 0.0
 

@@ -26,8 +26,10 @@ _FEWEST_NORMS: Final = 10
 
 #: Log line after `Triggers.alarm` with the action "save".
 _TOLD_OF_ALARM: Final = (
-    "Triggers.alarm(%r): the save that follows is suspect, and the next start passes it over. For a notice that says"
-    " nothing against the state, such as of a machine that is to be drained, create Triggers('drain'), or return the"
+    "Triggers.alarm(%r): the save that follows is suspect, and the next start passes it over. For"
+    " a notice that says"
+    " nothing against the state, such as of a machine that is to be drained, create"
+    " Triggers('drain'), or return the"
     " text from alert="
 )
 
@@ -130,7 +132,9 @@ class Triggers:
     def __repr__(self) -> str:
         return f"Triggers({self.action!r}, reason={self.reason!r})"
 
-    def feed(self, *, loss: SupportsFloat | None = None, grad_norm: SupportsFloat | None = None) -> None:
+    def feed(
+        self, *, loss: SupportsFloat | None = None, grad_norm: SupportsFloat | None = None
+    ) -> None:
         """Check the numbers of a step. A tensor on a device is waited for, as by ``item()``."""
         if loss is not None:
             self._feed_loss(_number_of(loss))
@@ -156,7 +160,11 @@ class Triggers:
             self._notice(self._signals.first_name)
         if self.reason is None and self._file is not None:
             self._look_for(self._file)
-        if self.reason is None and self._alert is not None and (reason := self._alert()) is not None:
+        if (
+            self.reason is None
+            and self._alert is not None
+            and (reason := self._alert()) is not None
+        ):
             self._notice(reason)
         return self.reason
 
@@ -203,10 +211,15 @@ class Triggers:
     def _feed_norm(self, norm: float) -> None:
         if not math.isfinite(norm):
             return self._notice(f"grad_norm is {norm}", is_alarm=True)
-        if self._norm_factor is not None and len(self._norms) >= min(_FEWEST_NORMS, self._norms.maxlen or 0):
+        if self._norm_factor is not None and len(self._norms) >= min(
+            _FEWEST_NORMS, self._norms.maxlen or 0
+        ):
             average = math.fsum(self._norms) / len(self._norms)
             if norm > self._norm_factor * average:
-                text = f"grad_norm is {norm:.6g}, more than {self._norm_factor:g} times the average of {average:.6g}"
+                text = (
+                    f"grad_norm is {norm:.6g}, more than {self._norm_factor:g} times the"
+                    f" average of {average:.6g}"
+                )
                 return self._notice(text, is_alarm=True)
         self._norms.append(norm)
         return None
@@ -219,7 +232,9 @@ class Triggers:
             pass
         except OSError as error:  # the file's storage may be unreachable for a while
             if not self._has_warned:
-                _LOG.warning("Triggers(file=) can't look for %s: %s", os.fspath(path), error.strerror)
+                _LOG.warning(
+                    "Triggers(file=) can't look for %s: %s", os.fspath(path), error.strerror
+                )
             self._has_warned = True
 
 
@@ -243,7 +258,9 @@ class _Watchdog:
         with self._changed:
             self._due_s = time.monotonic() + self._timeout_s
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="ckptfmt-watchdog", daemon=True)
+            self._thread = threading.Thread(
+                target=self._watch, name="ckptfmt-watchdog", daemon=True
+            )
             self._thread.start()
 
     def end(self) -> None:
@@ -271,6 +288,12 @@ class _Watchdog:
         os._exit(self._exit_code)
 
     def _tell(self) -> None:
-        faulthandler.dump_traceback(file=2, all_threads=True)  # a descriptor, since sys.stderr may be replaced
-        error = err(Code.STEP_OVERDUE, f"no step began within {self._timeout_s:g} s", where="Triggers(timeout_s=)")
+        faulthandler.dump_traceback(
+            file=2, all_threads=True
+        )  # a descriptor, since sys.stderr may be replaced
+        error = err(
+            Code.STEP_OVERDUE,
+            f"no step began within {self._timeout_s:g} s",
+            where="Triggers(timeout_s=)",
+        )
         _LOG.critical("%s; process %d ends with exit code %d", error, os.getpid(), self._exit_code)

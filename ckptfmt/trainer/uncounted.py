@@ -17,13 +17,16 @@ _STEPS_MIN: Final = 100
 _UNSAVED_S: Final = 600.0
 
 _UNCOUNTED: Final = (
-    "NOTHING_SAVED: {updates} optimizer steps are done since the checkpointer was entered, and no step was counted, so"
+    "NOTHING_SAVED: {updates} optimizer steps are done since the checkpointer was entered, and no"
+    " step was counted, so"
     " that every={every!r} saves nothing: loop over checkpointer.steps(total), hold each step in"
     " checkpointer.training_step(), or call checkpointer.end_step(n) after each"
 )
 _AT_END: Final = (
-    "NOTHING_SAVED: {count} steps are done since the checkpointer was entered, and none is saved: every=None saves at"
-    " the end of steps() and when save() is called, and until then a crash loses all of them; pass every=, such as"
+    "NOTHING_SAVED: {count} steps are done since the checkpointer was entered, and none is saved:"
+    " every=None saves at"
+    " the end of steps() and when save() is called, and until then a crash loses all of them;"
+    " pass every=, such as"
     " every='5min'"
 )
 
@@ -40,7 +43,9 @@ class Unsaved:
         has_counted: whether a step was counted or the first counted step has begun.
     """
 
-    def __init__(self, every: int | str | None, cadence: float | None, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, every: int | str | None, cadence: float | None, report: Callable[[str], None]
+    ) -> None:
         self._every, self._cadence, self._report = every, cadence, report
         self._begin_s = math.nan
         self._updates: dict[int, int] = {}
@@ -86,14 +91,17 @@ class Unsaved:
             self._tell(_UNCOUNTED.format(updates=updates, every=self._every))
         elif self._steps:
             self._tell(
-                f"NOTHING_SAVED: {self._steps} steps were counted, and the checkpointer was closed without a save of"
+                f"NOTHING_SAVED: {self._steps} steps were counted, and the checkpointer was"
+                " closed without a save of"
                 " them: call checkpointer.save() behind the loop, or pass every="
             )
         elif self._every is not None and not self.has_counted and torch_side() is None:
             # Without torch there are no optimizers to watch.
             self._tell(
-                f"NOTHING_SAVED: the checkpointer was closed, and no step was counted, so that every={self._every!r}"
-                " saved nothing: count the steps of a training by steps(), training_step() or end_step()"
+                "NOTHING_SAVED: the checkpointer was closed, and no step was counted, so that"
+                f" every={self._every!r}"
+                " saved nothing: count the steps of a training by steps(), training_step() or"
+                " end_step()"
             )
 
     def _note_update(self, optimizer: object) -> None:

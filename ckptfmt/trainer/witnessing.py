@@ -63,7 +63,9 @@ _GROUPS: Final = 64
 P = ParamSpec("P")
 
 
-def _harmless(method: Callable[Concatenate[Witness, P], None]) -> Callable[Concatenate[Witness, P], None]:
+def _harmless(
+    method: Callable[Concatenate[Witness, P], None],
+) -> Callable[Concatenate[Witness, P], None]:
     """Return a method that switches the witness off on an exception.
 
     An error of the witness must not end a training.
@@ -93,7 +95,11 @@ class _Open:
 
     def is_ready(self) -> bool:
         """Return whether all copies from devices are finished."""
-        return all(_is_here(value) or value.is_ready() for values in self.observed.values() for value in values)
+        return all(
+            _is_here(value) or value.is_ready()
+            for values in self.observed.values()
+            for value in values
+        )
 
     def wait(self) -> None:
         """Wait until all copies from devices are finished."""
@@ -132,7 +138,9 @@ class Witness:
             random numbers that were drawn between a save and the next step.
     """
 
-    def __init__(self, group: Group, *, is_on: bool, kept_count: int = 0, is_thorough: bool = False) -> None:
+    def __init__(
+        self, group: Group, *, is_on: bool, kept_count: int = 0, is_thorough: bool = False
+    ) -> None:
         self.restores_streams_itself = False
         self.changes: list[int] = []
         self._is_thorough = is_thorough
@@ -184,7 +192,9 @@ class Witness:
         return report.with_witness(self._repeated.record)
 
     @_harmless
-    def begin(self, store: Store, launch: Launch, step: int, report: LoadReport | None, state: State) -> None:
+    def begin(
+        self, store: Store, launch: Launch, step: int, report: LoadReport | None, state: State
+    ) -> None:
         """Start recording. A second call has no effect.
 
         The RNG streams must be restored before the call.
@@ -232,10 +242,14 @@ class Witness:
         saved, self._saved = self._saved, None
         if saved is not None and saved.step == step:
             self._compare_saved(saved, state)
-        if self._last is not None and self._last.step == step and self._last != self._look(step, state):
+        if (
+            self._last is not None
+            and self._last.step == step
+            and self._last != self._look(step, state)
+        ):
             self.changes.append(step)
 
-    def observe(self, *, loss: Any, grad_norm: Any, batch: Any) -> None:  # noqa: ANN401 - numbers and tensors
+    def observe(self, *, loss: Any, grad_norm: Any, batch: Any) -> None:
         """Record numbers of the current step, without a wait for values on a device.
 
         Raises: StateError(ARGUMENT) for a loss or a norm that is no number.
@@ -286,7 +300,9 @@ class Witness:
             "is_full": is_full,
         }
         observed = self._observed if is_single else {}
-        weights = None if self._fingerprint is None else self._fingerprint.start(step, is_full=is_full)
+        weights = (
+            None if self._fingerprint is None else self._fingerprint.start(step, is_full=is_full)
+        )
         if weights is not None:
             observed["weights"] = [weights]
         self._open.append(_Open(known, observed))
@@ -317,7 +333,9 @@ class Witness:
         self._flush(is_last=True)
         if self._header is not None:
             self._repeated = RepeatedSteps(self._group, launch, expected)
-            self._repeated.expect([record for record in self._newest if record.step > step], self._header)
+            self._repeated.expect(
+                [record for record in self._newest if record.step > step], self._header
+            )
             self._is_first = True
             self._saved = self._last = None
 
@@ -326,7 +344,9 @@ class Witness:
 
     def turn_off(self, error: Exception) -> None:
         """Stop recording, and report the reason."""
-        self._report(f"WITNESS_OFF: steps aren't recorded any more: {type(error).__name__}: {error}")
+        self._report(
+            f"WITNESS_OFF: steps aren't recorded any more: {type(error).__name__}: {error}"
+        )
         self._switch_off(timeout_s=0.0)
 
     def answer(self) -> dict[str, Any] | None:
@@ -376,21 +396,25 @@ class Witness:
         launch = self._header.launch
         self._log = StepLog(folder / steps_path(launch, self._header.writer), self._header)
         if self._group.writer == 0:
-            remove = functools.partial(remove_old, self._store, self._header.run_id, launch, spared=self._spared)
+            remove = functools.partial(
+                remove_old, self._store, self._header.run_id, launch, spared=self._spared
+            )
             self._log.call(remove)
 
     def _look_up_tensors(self, state: State) -> None:
         """Look up the tensors of the state again after a save.
 
         A launch that resumes from the save looks up the tensors at the same time. Digests aren't
-        comparable if the tensors differ from the tensors of the first step. In this case the witness
-        takes no digests of tensors until the next save.
+        comparable if the tensors differ from the tensors of the first step. In this case the
+        witness takes no digests of tensors until the next save.
         """
         if self._header is not None and self._log is not None:
             found = _make_fingerprint(state)
             self._optimizers = _find_optimizers(state)
             self._samplers = list(find_samplers(state))
-            self._fingerprint = found if found is not None and found.plan == self._header.tensors else None
+            self._fingerprint = (
+                found if found is not None and found.plan == self._header.tensors else None
+            )
 
     def _is_full(self, step: int) -> bool:
         """Return whether the record of the step after `step` done steps is full.
@@ -431,7 +455,12 @@ class Witness:
     def _write(self) -> None:
         """Write the verdict beside the run if the verdict has changed, on process 0 only."""
         repeated = self._repeated
-        if self._group.writer == 0 and repeated is not None and not repeated.is_written and self._log is not None:
+        if (
+            self._group.writer == 0
+            and repeated is not None
+            and not repeated.is_written
+            and self._log is not None
+        ):
             repeated.is_written = True
             self._log.call(functools.partial(self._write_verdict, repeated.record))
 
@@ -457,7 +486,10 @@ class Witness:
         log.call(functools.partial(self._bring_home, log.path, header))
         try:
             if not log.close(timeout_s) and timeout_s:
-                self._report(f"WITNESS_OFF: the storage hasn't taken the last records of steps in {timeout_s:.0f} s")
+                self._report(
+                    "WITNESS_OFF: the storage hasn't taken the last records of steps in"
+                    f" {timeout_s:.0f} s"
+                )
         except CkptError as error:
             if timeout_s:  # else the caller has reported the error
                 self._report(f"WITNESS_OFF: the last steps aren't recorded: {error}")
@@ -479,17 +511,25 @@ class Witness:
             self._warn(
                 f"the RNG stream {name} was drawn from",
                 saved.step,
-                "draws other numbers (an evaluation, a prefetched batch): draw within the step, or undo the draws by"
+                "draws other numbers (an evaluation, a prefetched batch): draw within the step,"
+                " or undo the draws by"
                 " capture_rng() and put_back()",
             )
         for name, value in _schedules(state).items():
             if saved.schedules.get(name, value) != value:
-                self._warn(f"{name} changed", saved.step, "goes on from the saved value: step it before the save")
+                self._warn(
+                    f"{name} changed",
+                    saved.step,
+                    "goes on from the saved value: step it before the save",
+                )
 
     def _warn(self, change: str, step: int, outcome: str) -> None:
         if change not in self._warned:
             self._warned.add(change)
-            self._report(f"{change} between the save of step {step} and the next step, so that a resume {outcome}")
+            self._report(
+                f"{change} between the save of step {step} and the next step, so that a resume"
+                f" {outcome}"
+            )
 
     def _report(self, sentence: str) -> None:
         self._own_reports.append(sentence)
@@ -505,7 +545,7 @@ class _End:
     schedules: dict[str, object]
 
 
-def _fetch(name: str, value: Any, side: Any) -> Any:  # noqa: ANN401 - a number, or a pending copy from a device
+def _fetch(name: str, value: Any, side: Any) -> Any:
     """Return a number, or a pending copy of a torch tensor or of a JAX array.
 
     Args:
@@ -525,7 +565,9 @@ def _fetch(name: str, value: Any, side: Any) -> Any:  # noqa: ANN401 - a number,
         return float(value)
     except (TypeError, ValueError) as error:
         remedy = f"Pass a number, or a tensor of one element, such as {name}.mean()."
-        raise err(Code.ARGUMENT, f"{name} is no number: {error}", where="observe()", remedy=remedy) from error
+        raise err(
+            Code.ARGUMENT, f"{name} is no number: {error}", where="observe()", remedy=remedy
+        ) from error
 
 
 def _combine(values: list[Any]) -> int:
@@ -537,11 +579,11 @@ def _combine(values: list[Any]) -> int:
     return total
 
 
-def _is_here(value: Any) -> bool:  # noqa: ANN401 - a number, or a pending copy from a device
+def _is_here(value: Any) -> bool:
     return type(value) is float or type(value) is int
 
 
-def _bits(value: Any) -> int:  # noqa: ANN401 - a number, or a pending copy from a device
+def _bits(value: Any) -> int:
     if type(value) is float:
         return int(_BITS.unpack(_FLOAT.pack(value))[0])
     return value if type(value) is int else int(value.bits())
@@ -552,7 +594,11 @@ def _witnessed_streams(state: State) -> list[LiveRngStream]:
         return []
     generators = None if isinstance(state.rng, CapturedRng) else state.rng
     side: Any = torch_side()
-    devices = frozenset[str]() if side is None else side.devices_of([tensor for _, tensor in iter_tensors(state)])
+    devices = (
+        frozenset[str]()
+        if side is None
+        else side.devices_of([tensor for _, tensor in iter_tensors(state)])
+    )
     return live_streams(generators, devices)
 
 
@@ -567,7 +613,11 @@ def digest_outside_modules(state: State) -> dict[str, list[int]]:
     Without torch the result is empty.
     """
     side: Any = torch_side()
-    return {} if side is None else side.digest_outside_modules([tensor for _, tensor in iter_tensors(state)])
+    return (
+        {}
+        if side is None
+        else side.digest_outside_modules([tensor for _, tensor in iter_tensors(state)])
+    )
 
 
 def _find_optimizers(state: State) -> list[Any]:
@@ -588,7 +638,7 @@ def _digest_options(optimizers: Iterable[Any]) -> int | None:
     return zlib.crc32(repr(values).encode()) if values else None
 
 
-def _without_waiting(value: Any) -> Any:  # noqa: ANN401 - an option of any kind
+def _without_waiting(value: Any) -> Any:
     """Return an option, or "tensor" for a tensor on a device: its value would need a wait."""
     return value if type(value) is float or getattr(value, "is_cpu", True) else "tensor"
 

@@ -25,7 +25,14 @@ from ckptfmt.documents.extents import Extents
 from ckptfmt.documents.holdings import BOXES_KEYS, Boxes, Holdings, parse_boxes
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import Origin, shard_name
-from ckptfmt.documents.packed import Columns, Integers, Strings, dump_packed, dump_strings, make_integers
+from ckptfmt.documents.packed import (
+    Columns,
+    Integers,
+    Strings,
+    dump_packed,
+    dump_strings,
+    make_integers,
+)
 from ckptfmt.documents.part import Leaf, Part, PartFile, RngStream
 from ckptfmt.documents.shard import most_entry_nbytes, plan_shard
 from ckptfmt.documents.tables import TensorKey, TensorTable, parse_counter, sort_key
@@ -168,8 +175,17 @@ class Image:
                 for shard in self.shards
             ),
             holdings=dataclasses.replace(held, digests=b"".join(of_boxes), extents=extents),
-            streams=tuple(sorted(context.streams, key=lambda stream: (stream.name.encode(), stream.scope.encode()))),
-            leaves=tuple(sorted(context.leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope)))),
+            streams=tuple(
+                sorted(
+                    context.streams,
+                    key=lambda stream: (stream.name.encode(), stream.scope.encode()),
+                )
+            ),
+            leaves=tuple(
+                sorted(
+                    context.leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope))
+                )
+            ),
             absent=context.absent,
             labels=context.labels,
             durability=context.durability,
@@ -255,7 +271,9 @@ def plan_image(
     # A box written by another writer is digested here to prove that both copies are equal, unless
     # the mesh or the caller declares the box a replica.
     digested = is_written | ~replica | check_replicas
-    return lay_out(boxes, block_nbytes=block_nbytes, written=is_written, replica=replica, digested=digested)
+    return lay_out(
+        boxes, block_nbytes=block_nbytes, written=is_written, replica=replica, digested=digested
+    )
 
 
 def lay_out(
@@ -277,14 +295,20 @@ def lay_out(
     """
     tensors, extents = boxes.table, iter(boxes.box_shape.tolist())
     owners = boxes.owner.tolist()
-    shapes = [tuple(itertools.islice(extents, len(tensors.global_shapes[owner]))) for owner in owners]
+    shapes = [
+        tuple(itertools.islice(extents, len(tensors.global_shapes[owner]))) for owner in owners
+    ]
     file, byte_begin = np.full(len(owners), -1), np.zeros(len(owners), np.int64)
     keys = [""] * len(owners)
     stems, headers, nbytes = [], [], []
-    for number, (stem, rows) in enumerate(_divide(tensors, owners, np.flatnonzero(written).tolist())):
+    for number, (stem, rows) in enumerate(
+        _divide(tensors, owners, np.flatnonzero(written).tolist())
+    ):
         names = [tensors.keys[owners[row]][1] for row in rows]
         types = (_shard_type(tensors.dtypes[owners[row]], shapes[row]) for row in rows)
-        header, entries = plan_shard([(key, *of) for key, of in zip(_shard_keys(names), types, strict=True)])
+        header, entries = plan_shard(
+            [(key, *of) for key, of in zip(_shard_keys(names), types, strict=True)]
+        )
         stems.append(stem)
         headers.append(header)
         nbytes.append(max(entry.byte_end for entry in entries))
@@ -292,8 +316,18 @@ def lay_out(
         for row, name, entry in zip(rows, names, entries, strict=True):
             keys[row] = "" if entry.key == name else entry.key
     key = Strings.of(list(itertools.compress(keys, written)))
-    held = _hold(boxes, block_nbytes, replica=replica, digested=digested, file=file, byte_begin=byte_begin, key=key)
-    return Image(block_nbytes=block_nbytes, shards=_place_shards(stems, headers, nbytes), holdings=held)
+    held = _hold(
+        boxes,
+        block_nbytes,
+        replica=replica,
+        digested=digested,
+        file=file,
+        byte_begin=byte_begin,
+        key=key,
+    )
+    return Image(
+        block_nbytes=block_nbytes, shards=_place_shards(stems, headers, nbytes), holdings=held
+    )
 
 
 def sort_sources(snapshot: Snapshot) -> list[TensorSource]:
@@ -337,7 +371,11 @@ def _hold(
         digest_count=np.where(digested, block_count, 0),
         digests=b"",
         extents=Extents.of_raw(
-            box=rows, block_count=block_count[rows], file=file[rows], byte_begin=byte_begin[rows], key=key
+            box=rows,
+            block_count=block_count[rows],
+            file=file[rows],
+            byte_begin=byte_begin[rows],
+            key=key,
         ),
     )
 
@@ -347,7 +385,9 @@ def key_of(source: TensorSource) -> TensorKey:
     return source.field, source.name, source.scope
 
 
-def _place_shards(stems: list[str], headers: list[bytes], nbytes: list[int]) -> tuple[ImageShard, ...]:
+def _place_shards(
+    stems: list[str], headers: list[bytes], nbytes: list[int]
+) -> tuple[ImageShard, ...]:
     shards, begin = [], 0
     for stem, header, length in zip(stems, headers, nbytes, strict=True):
         shards.append(ImageShard(stem=stem, header=header, begin=begin, nbytes=length))
@@ -355,7 +395,9 @@ def _place_shards(stems: list[str], headers: list[bytes], nbytes: list[int]) -> 
     return tuple(shards)
 
 
-def _list_pieces(shards: tuple[ImageShard, ...], held: Holdings) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+def _list_pieces(
+    shards: tuple[ImageShard, ...], held: Holdings
+) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
     """Return the numbers of the copied boxes, and the pieces, both by first byte.
 
     Boxes without a file follow the files.
@@ -363,7 +405,9 @@ def _list_pieces(shards: tuple[ImageShard, ...], held: Holdings) -> tuple[tuple[
     nbytes, extents = held.box_nbytes(), held.extents
     begin, shard = np.zeros_like(nbytes), np.full_like(nbytes, -1)
     shard[extents.box] = extents.file
-    begin[extents.box] = np.array([one.begin for one in shards], np.int64)[extents.file] + extents.byte_begin
+    begin[extents.box] = (
+        np.array([one.begin for one in shards], np.int64)[extents.file] + extents.byte_begin
+    )
     behind = np.flatnonzero(~held.written & (held.digest_count > 0))
     padded = nbytes[behind] + -nbytes[behind] % 64
     end_of_files = sum(one.nbytes + -one.nbytes % ALIGN_NBYTES for one in shards)
@@ -373,13 +417,21 @@ def _list_pieces(shards: tuple[ImageShard, ...], held: Holdings) -> tuple[tuple[
     boxes, keys = held.list_boxes(), held.table.keys
     columns = (column[rows].tolist() for column in (held.owner, begin, begin + nbytes, shard))
     pieces = tuple(
-        Piece(key=keys[owner], box=boxes[row], begin=first, end=end, shard=None if number < 0 else number)
+        Piece(
+            key=keys[owner],
+            box=boxes[row],
+            begin=first,
+            end=end,
+            shard=None if number < 0 else number,
+        )
         for row, owner, first, end, number in zip(rows.tolist(), *columns, strict=True)
     )
     return tuple(rows.tolist()), pieces
 
 
-def _divide(tensors: TensorTable, owners: Sequence[int], written: Iterable[int]) -> list[tuple[str, list[int]]]:
+def _divide(
+    tensors: TensorTable, owners: Sequence[int], written: Iterable[int]
+) -> list[tuple[str, list[int]]]:
     """Return stem and boxes of each file, by stem.
 
     Boxes that exceed the size of one header go into further files, `weights_aa` and so on after
@@ -396,9 +448,15 @@ def _divide(tensors: TensorTable, owners: Sequence[int], written: Iterable[int])
     for row in written:
         first = _stem(tensors, owners[row])
         stem, header_nbytes, more = open_stems.get(first, (first, 0, 0))
-        entry_nbytes = most_entry_nbytes(tensors.keys[owners[row]][1], len(tensors.global_shapes[owners[row]]))
+        entry_nbytes = most_entry_nbytes(
+            tensors.keys[owners[row]][1], len(tensors.global_shapes[owners[row]])
+        )
         if header_nbytes + entry_nbytes > _ENTRIES_NBYTES:
-            stem, header_nbytes, more = f"{first}_{_LETTERS[more // 26]}{_LETTERS[more % 26]}", 0, more + 1
+            stem, header_nbytes, more = (
+                f"{first}_{_LETTERS[more // 26]}{_LETTERS[more % 26]}",
+                0,
+                more + 1,
+            )
         open_stems[first] = stem, header_nbytes + entry_nbytes, more
         by_stem.setdefault(stem, []).append(row)
     return sorted(by_stem.items())
@@ -490,6 +548,9 @@ def _invert(holdings: Sequence[Sequence[tuple[K, int]]]) -> tuple[dict[K, list[i
                 raise err(Code.ARGUMENT, f"writer {writer} lists {key} twice")
             of_key.append(writer)
             if nbytes.setdefault(key, key_nbytes) != key_nbytes:
-                detail = f"{key} has {nbytes[key]} bytes on writer {of_key[0]} and {key_nbytes} on writer {writer}"
+                detail = (
+                    f"{key} has {nbytes[key]} bytes on writer {of_key[0]} and {key_nbytes}"
+                    f" on writer {writer}"
+                )
                 raise err(Code.TENSOR_DIVERGED, detail)
     return holders, nbytes

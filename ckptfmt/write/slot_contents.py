@@ -123,10 +123,16 @@ class Snapped:
                 if digest_at(now, block) != digest_at(before, block):
                     raise err(
                         Code.STATE_CHANGED,
-                        f"block {block} of the tensor's copy changed since an earlier save, and nothing copied it",
+                        (
+                            f"block {block} of the tensor's copy changed since an earlier save, and"
+                            " nothing copied it"
+                        ),
                         where=where,
                         requirement="REQ-CMT-028",
-                        remedy="The next save copies all. If it happens again, something writes where it shouldn't.",
+                        remedy=(
+                            "The next save copies all. If it happens again, something writes"
+                            " where it shouldn't."
+                        ),
                     )
 
 

@@ -127,7 +127,11 @@ class Filling:
         self.found: dict[int, list[bytes]] = {}
 
     def copy_changed(
-        self, begin: int, content: NDArray[np.uint8], place: NDArray[np.uint8], copy_all: Callable[[], None]
+        self,
+        begin: int,
+        content: NDArray[np.uint8],
+        place: NDArray[np.uint8],
+        copy_all: Callable[[], None],
     ) -> bytes:
         """Copy the blocks of a piece that the slot doesn't hold.
 
@@ -145,7 +149,10 @@ class Filling:
             raise ValueError(f"{content.nbytes} bytes don't fill {place.nbytes}")
         source, slot = content.data, place.data
         blocks = list(iter_blocks(content.nbytes, self.block_nbytes))
-        samples = [self._checksum(source[first : min(end, first + _SAMPLE_NBYTES)]) for first, end in blocks]
+        samples = [
+            self._checksum(source[first : min(end, first + _SAMPLE_NBYTES)])
+            for first, end in blocks
+        ]
         last, self._samples[begin] = self._samples.get(begin, samples), samples
         moved = [one != other for one, other in zip(samples, last, strict=True)]
         if all(moved):
@@ -183,7 +190,9 @@ class Fillings:
         self._image: Image | None = None
         self._samples: dict[int, list[bytes]] = {}
         self._fillings: dict[int, Filling] = {}
-        self._checksum: Callable[[memoryview], bytes] = functools.partial(xxh3_128_digest, seed=secrets.randbits(64))
+        self._checksum: Callable[[memoryview], bytes] = functools.partial(
+            xxh3_128_digest, seed=secrets.randbits(64)
+        )
 
     def begin(self, slot: int, image: Image, *, was_written: bool) -> Filling:
         """Return the next filling of a slot.
@@ -295,7 +304,9 @@ class HostCopy:
             self.source.copy_into(self.box, out)
             return
         place = np.frombuffer(out, np.uint8)
-        kept = self.filling.copy_changed(self.begin, memory, place, lambda: self.source.copy_into(self.box, out))
+        kept = self.filling.copy_changed(
+            self.begin, memory, place, lambda: self.source.copy_into(self.box, out)
+        )
         if any(kept):
             self.seen = (Seen(begin=self.begin, digests=b"", kept=kept),)
 
@@ -309,7 +320,7 @@ def plan_copies(
     view: memoryview,
     *,
     later: Collection[TensorKey],
-    devices: Any,  # noqa: ANN401 - torch's side, which this module must not import
+    devices: Any,
     filling: Filling | None = None,
 ) -> tuple[list[Copy], list[Copy]]:
     """Return the copies that fill `view` as planned in `image`: copies to do now, later copies.
@@ -332,7 +343,7 @@ def plan_copies(
 def _plan(
     rows: Sequence[tuple[TensorSource, Piece]],
     view: memoryview,
-    devices: Any,  # noqa: ANN401 - see plan_copies
+    devices: Any,
     filling: Filling | None,
 ) -> list[Copy]:
     copies: list[Copy] = []
@@ -371,7 +382,11 @@ class Staging:
     """
 
     def __init__(
-        self, image: Image, copies: Sequence[Copy], view: memoryview, tell: Callable[[int, Sequence[Seen]], None]
+        self,
+        image: Image,
+        copies: Sequence[Copy],
+        view: memoryview,
+        tell: Callable[[int, Sequence[Seen]], None],
     ) -> None:
         for shard in image.shards:
             view[shard.begin : shard.begin + len(shard.header)] = shard.header
@@ -384,7 +399,9 @@ class Staging:
         self._tell = tell
         self._lock = threading.Lock()
 
-    def run(self, copies: Sequence[Copy], *, threads: Executor | None = None, thread_count: int = 1) -> None:
+    def run(
+        self, copies: Sequence[Copy], *, threads: Executor | None = None, thread_count: int = 1
+    ) -> None:
         """Do some of the copies, which were started before, and return when they are finished.
 
         Args:
@@ -431,7 +448,9 @@ class Staging:
             nbytes = self._begins[self._front]
             # Notifications are more frequent at the beginning, when the saver is idle, and at the
             # end, so that little work is left for the saver then.
-            step_nbytes = min(_TELL_NBYTES, max(_FIRST_NBYTES, min(self._told, self._begins[-1] - nbytes)))
+            step_nbytes = min(
+                _TELL_NBYTES, max(_FIRST_NBYTES, min(self._told, self._begins[-1] - nbytes))
+            )
             if nbytes - self._told >= step_nbytes or self._front == len(self._done):
                 self._told = nbytes
                 seen, self._seen = self._seen, []

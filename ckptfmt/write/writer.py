@@ -18,19 +18,31 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.direct import in_pages, make_memory
 from ckptfmt.store.protocol import Buffer, SizedChunks, Store, call_each
-from ckptfmt.write.image import Context, Image, Piece, gather_boxes, key_of, plan_image, sort_sources
+from ckptfmt.write.image import (
+    Context,
+    Image,
+    Piece,
+    gather_boxes,
+    key_of,
+    plan_image,
+    sort_sources,
+)
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 
 #: Remedies for a save that exceeds a limit, by the violated clause; `_REMEDY` for all other
 #: clauses.
 _REMEDIES: Final = {
-    "REQ-DOC-023": "Save fewer plain values there: a long history or table belongs in a tensor, a numpy array or a log"
+    "REQ-DOC-023": "Save fewer plain values there: a long history or table belongs in a tensor, a"
+    " numpy array or a log"
     " of its own.",
-    "REQ-SHD-001": "Save fewer, larger tensors: stack small ones, or divide them among more processes.",
+    "REQ-SHD-001": (
+        "Save fewer, larger tensors: stack small ones, or divide them among more processes."
+    ),
     "REQ-MAN-004": "Save fewer references: pass delta='off', or a smaller full_every.",
 }
 _REMEDY: Final = (
-    "Save less there: large data as tensors or arrays, in fewer pieces; or leave it out of the state."
+    "Save less there: large data as tensors or arrays, in fewer pieces; or leave it out of the"
+    " state."
     " spec/90-limits.md has the limits."
 )
 
@@ -41,13 +53,22 @@ def check_snapshot(snapshot: Snapshot) -> None:
     Raises: StateError(STATE_NAME, LIMIT_EXCEEDED). Spec: REQ-IDX-003, REQ-IDX-008, REQ-LIM-001.
     """
     rows = [key_of(source) for source in snapshot.tensors]
-    rows += [(source.field, alias, source.scope) for source in snapshot.tensors for alias in source.aliases]
+    rows += [
+        (source.field, alias, source.scope)
+        for source in snapshot.tensors
+        for alias in source.aliases
+    ]
     rows += [("rng", stream.name, stream.scope) for stream in snapshot.streams]
     rows += [(f"leaf of {leaf.field}", leaf.name, leaf.scope) for leaf in snapshot.leaves]
     seen = set()
     for row in rows:
         if row in seen:
-            raise err(Code.STATE_NAME, f"{row[0]} has {row[1]!r} twice", where=row[1], requirement="REQ-IDX-003")
+            raise err(
+                Code.STATE_NAME,
+                f"{row[0]} has {row[1]!r} twice",
+                where=row[1],
+                requirement="REQ-IDX-003",
+            )
         _check_name(*row[:2])
         seen.add(row)
     for source in snapshot.tensors:
@@ -71,7 +92,10 @@ def _check_name(kind: str, name: str) -> None:
             f"{kind} has a name of {nbytes} bytes; {limits.NAME_NBYTES} is the limit",
             where=f"{name[:64]}...",
             requirement="REQ-LIM-001",
-            remedy="Rename it; names of nested modules and mappings are joined by dots, so flatten them.",
+            remedy=(
+                "Rename it; names of nested modules and mappings are joined by dots, so"
+                " flatten them."
+            ),
         )
 
 
@@ -80,11 +104,15 @@ def _check_shape(source: TensorSource) -> None:
     if len(shape) > limits.NDIM or max(shape, default=0) > limits.DIM:
         raise err(
             Code.LIMIT_EXCEEDED,
-            f"a tensor of {len(shape)} dimensions, the largest of {max(shape)} elements; {limits.NDIM} dimensions of"
+            f"a tensor of {len(shape)} dimensions, the largest of {max(shape)} elements;"
+            f" {limits.NDIM} dimensions of"
             f" {limits.DIM} elements are the limit",
             where=f"{source.field}:{source.name}",
             requirement="REQ-LIM-001",
-            remedy="Save it in another shape, with dimensions joined: tensor.flatten(), or a view of it.",
+            remedy=(
+                "Save it in another shape, with dimensions joined: tensor.flatten(), or a view"
+                " of it."
+            ),
         )
 
 
@@ -97,7 +125,9 @@ def for_saving(error: CkptError) -> CkptError:
     if error.code not in (Code.LIMIT_EXCEEDED, Code.DOC_DEPTH) or error.remedy != error.code.remedy:
         return error
     remedy = _REMEDIES.get(error.requirement or "", _REMEDY)
-    return type(error)(error.code, error.detail, where=error.where, requirement=error.requirement, remedy=remedy)
+    return type(error)(
+        error.code, error.detail, where=error.where, requirement=error.requirement, remedy=remedy
+    )
 
 
 def structure_of(snapshot: Snapshot) -> Structure:
@@ -171,7 +201,9 @@ def write_image(
     Raises: StoreError; the errors of `contents`. The shards are removed after an error.
     Spec: REQ-CMT-003, REQ-CMT-004, REQ-CMT-005.
     """
-    digests = _write_shards(store, image, contents, [shard_name(s.stem, origin.attempt, writer) for s in image.shards])
+    digests = _write_shards(
+        store, image, contents, [shard_name(s.stem, origin.attempt, writer) for s in image.shards]
+    )
     part = image.part(origin, digests, context, writer=writer)
     write_part_file(store, part)
     return part
@@ -182,7 +214,9 @@ def write_part_file(store: Store, part: Part) -> None:
     content, _ = part.dump()
     if part.files:
         store.sync("")
-    create_once(store, part_path(part.origin.attempt, part.writer), lambda: [content], content=content)
+    create_once(
+        store, part_path(part.origin.attempt, part.writer), lambda: [content], content=content
+    )
     store.sync("parts")
 
 
@@ -223,7 +257,10 @@ def removed_after_error(store: Store, paths: Sequence[str]) -> Iterator[None]:
     except Exception as error:
         # Without an answer of the store, a document that refers to the files may exist or appear
         # later.
-        unknown = isinstance(error, CkptError) and error.code in (Code.STORE_NO_ANSWER, Code.COMMIT_UNKNOWN)
+        unknown = isinstance(error, CkptError) and error.code in (
+            Code.STORE_NO_ANSWER,
+            Code.COMMIT_UNKNOWN,
+        )
         for path in () if unknown else paths:
             with contextlib.suppress(CkptError):
                 store.delete(path)
@@ -238,7 +275,12 @@ def _write_shards(store: Store, image: Image, contents: Contents, names: list[st
 
     def write(number: int) -> None:
         nbytes = image.shards[number].nbytes
-        create_once(store, names[number], functools.partial(_chunks_of, contents, number, nbytes), nbytes=nbytes)
+        create_once(
+            store,
+            names[number],
+            functools.partial(_chunks_of, contents, number, nbytes),
+            nbytes=nbytes,
+        )
 
     with removed_after_error(store, names):
         call_each(store, write, range(len(names)), at_once=contents.shards_at_once)
@@ -254,7 +296,9 @@ class LiveContents:
 
     shards_at_once = 1  # the caller's objects are used in the caller's thread only
 
-    def __init__(self, snapshot: Snapshot, image: Image, on_progress: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, snapshot: Snapshot, image: Image, on_progress: Callable[[int], None] | None
+    ) -> None:
         self._sources = {key_of(source): source for source in snapshot.tensors}
         self._image = image
         self._on_progress = on_progress

@@ -37,7 +37,9 @@ EXIT_INTERRUPTED: Final = 130
 JOBS_MAX: Final = 4
 
 
-def main(argv: Sequence[str] | None = None, *, program: str = "python -m ckptfmt_conformance") -> int:
+def main(
+    argv: Sequence[str] | None = None, *, program: str = "python -m ckptfmt_conformance"
+) -> int:
     """Run one command and return its exit code.
 
     Args:
@@ -56,7 +58,10 @@ def main(argv: Sequence[str] | None = None, *, program: str = "python -m ckptfmt
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except OSError as error:
-        print(f"error: {clean(str(error))}\n  See that the file can be read or written.", file=sys.stderr)
+        print(
+            f"error: {clean(str(error))}\n  See that the file can be read or written.",
+            file=sys.stderr,
+        )
         return EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -66,20 +71,30 @@ def main(argv: Sequence[str] | None = None, *, program: str = "python -m ckptfmt
 
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program, description="Judge a reader or writer of checkpoints, in any language, by the conformance suite."
+        prog=program,
+        description=(
+            "Judge a reader or writer of checkpoints, in any language, by the conformance suite."
+        ),
     )
     parser.add_argument("--version", action="version", version=f"ckptfmt_conformance {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     run = commands.add_parser(
         "run",
         help="run the suite against an adapter",
-        description="Run the suite. Exit code 0: all green; 1: something fails; 2: it couldn't be run.",
+        description=(
+            "Run the suite. Exit code 0: all green; 1: something fails; 2: it couldn't be run."
+        ),
     )
     run.add_argument(
-        "--adapter", required=True, metavar="ADAPTER", help="`reference`, package.module:Class, or a command line"
+        "--adapter",
+        required=True,
+        metavar="ADAPTER",
+        help="`reference`, package.module:Class, or a command line",
     )
     _add_selection(run)
-    run.add_argument("--jobs", type=_positive(int), default=None, metavar="N", help="how many cases at once")
+    run.add_argument(
+        "--jobs", type=_positive(int), default=None, metavar="N", help="how many cases at once"
+    )
     run.add_argument(
         "--timeout",
         type=_positive(float),
@@ -91,14 +106,26 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--seed",
         type=int,
         metavar="N",
-        help="ask in an order drawn by N, and the questions that N draws, as a report says (drawn anew if left out)",
+        help=(
+            "ask in an order drawn by N, and the questions that N draws, as a report says (drawn"
+            " anew if left out)"
+        ),
     )
-    run.add_argument("--no-serve", action="store_true", help="a process for each case, also of a command that serves")
+    run.add_argument(
+        "--no-serve",
+        action="store_true",
+        help="a process for each case, also of a command that serves",
+    )
     run.add_argument("--json", type=Path, metavar="FILE", help="write a report for programs")
     run.add_argument("--junit", type=Path, metavar="FILE", help="write a report as JUnit XML")
     run.add_argument("--html", type=Path, metavar="FILE", help="write a report as one page")
     run.add_argument("--badge", type=Path, metavar="FILE", help="write a badge, as SVG")
-    run.add_argument("--xfails", type=Path, metavar="FILE", help="list of expected failures, if not <adapter>.xfails")
+    run.add_argument(
+        "--xfails",
+        type=Path,
+        metavar="FILE",
+        help="list of expected failures, if not <adapter>.xfails",
+    )
     run.add_argument("--list", action="store_true", help="only list what would be asked")
     run.add_argument("-v", "--verbose", action="store_true", help="say how every case went")
     run.set_defaults(command=_run)
@@ -107,14 +134,22 @@ def _parser(program: str) -> argparse.ArgumentParser:
     _add_selection(listing)
     listing.set_defaults(command=_list)
 
-    extract = commands.add_parser("extract", help="write the files of cases into a folder, to look at them")
+    extract = commands.add_parser(
+        "extract", help="write the files of cases into a folder, to look at them"
+    )
     _add_selection(extract)
-    extract.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder, made if it isn't there")
+    extract.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="a folder, made if it isn't there"
+    )
     extract.set_defaults(command=_extract)
 
-    badge = commands.add_parser("badge", help="make a badge, or a page, of the JSON report of a run")
+    badge = commands.add_parser(
+        "badge", help="make a badge, or a page, of the JSON report of a run"
+    )
     badge.add_argument("report", type=Path, metavar="REPORT", help="what `run --json` wrote")
-    badge.add_argument("--out", type=Path, metavar="FILE", help="where to; standard output if it isn't given")
+    badge.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to; standard output if it isn't given"
+    )
     badge.add_argument("--html", type=Path, metavar="FILE", help="write the page as well")
     badge.set_defaults(command=_badge)
     add_chaos(commands)
@@ -123,12 +158,22 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--filter", action="append", default=[], metavar="GLOB", help="only cases whose id fits; may be repeated"
+        "--filter",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="only cases whose id fits; may be repeated",
     )
     parser.add_argument(
-        "--kind", action="append", default=[], choices=KINDS, help="only cases of this kind; may be repeated"
+        "--kind",
+        action="append",
+        default=[],
+        choices=KINDS,
+        help="only cases of this kind; may be repeated",
     )
-    parser.add_argument("--vectors", type=Path, metavar="DIR", help="other vectors than those of the suite")
+    parser.add_argument(
+        "--vectors", type=Path, metavar="DIR", help="other vectors than those of the suite"
+    )
 
 
 def _positive(kind: type[int | float]) -> Callable[[str], int | float]:
@@ -163,12 +208,16 @@ def _run(arguments: argparse.Namespace) -> int:
         """
         found = [*cases, *_choose_cells(arguments, description, drawn_by)]
         if not found:
-            raise SuiteError("no case fits", remedy="See `list` for the ids and kinds that there are.")
+            raise SuiteError(
+                "no case fits", remedy="See `list` for the ids and kinds that there are."
+            )
         progress.append(Progress(len(found)))
         return found
 
     selection = [f"--vectors {arguments.vectors}"] * (arguments.vectors is not None)
-    selection += [f"--filter {pattern}" for pattern in arguments.filter] + [f"--kind {kind}" for kind in arguments.kind]
+    selection += [f"--filter {pattern}" for pattern in arguments.filter] + [
+        f"--kind {kind}" for kind in arguments.kind
+    ]
     try:
         run = run_cases(
             target,
@@ -199,7 +248,9 @@ def _run(arguments: argparse.Namespace) -> int:
     return EXIT_RED
 
 
-def _choose_cells(arguments: argparse.Namespace, description: Description, drawn_by: int) -> Sequence[Case]:
+def _choose_cells(
+    arguments: argparse.Namespace, description: Description, drawn_by: int
+) -> Sequence[Case]:
     if "trajectory" not in (arguments.kind or description.kinds) or arguments.vectors is not None:
         return ()
     found = cells.find_cases(arguments.filter)
@@ -232,7 +283,9 @@ def read_xfails(target: Target, path: Path | None) -> Xfails:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    cases = list(select_cases(load_cases(arguments.vectors or vectors_root()), kinds=arguments.kind))
+    cases = list(
+        select_cases(load_cases(arguments.vectors or vectors_root()), kinds=arguments.kind)
+    )
     if "trajectory" in (arguments.kind or KINDS) and arguments.vectors is None:
         cases += cells.find_cases(arguments.filter)
     cases = list(select_cases(cases, patterns=arguments.filter))

@@ -56,7 +56,9 @@ def claim_of(run: Run) -> str:
             break
         least = [result for result in asked if _is_needed(result, level)]
         is_reached = bool(least) and all(result.status is Status.PASS for result in least)
-        if level == "S0" and not (is_reached and {"open", "read", "reshard", SEEDED} <= _kinds_that_pass(asked)):
+        if level == "S0" and not (
+            is_reached and {"open", "read", "reshard", SEEDED} <= _kinds_that_pass(asked)
+        ):
             break
         if level in ("T1", "T2") and WITNESSED not in passed:
             break
@@ -72,7 +74,11 @@ def said_claim(run: Run) -> str:
 
 
 def _level_of(result: Result) -> str:
-    return str((result.case.request or {}).get("claim", "")) if result.case.kind == "trajectory" else "S0"
+    return (
+        str((result.case.request or {}).get("claim", ""))
+        if result.case.kind == "trajectory"
+        else "S0"
+    )
 
 
 def _is_needed(result: Result, level: str) -> bool:
@@ -119,10 +125,12 @@ def badge_svg(run: Run) -> str:
     title = html.escape(f"{left}: {right}")
     shown = "".join(f'<text x="{x:g}" y="14">{html.escape(text)}</text>' for text, x in texts)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{sum(widths)}" height="20" role="img" aria-label="{title}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{sum(widths)}" height="20" role="img"'
+        f' aria-label="{title}">'
         f"<title>{title}</title>"
         f'<rect width="{widths[0]}" height="20" fill="#3c4043"/>'
         f'<rect x="{widths[0]}" width="{widths[1]}" height="20" fill="{colour}"/>'
-        f'<g fill="#fff" text-anchor="middle" font-family="Verdana,Geneva,DejaVu Sans,sans-serif" font-size="11">'
+        '<g fill="#fff" text-anchor="middle" font-family="Verdana,Geneva,DejaVu Sans,sans-serif"'
+        ' font-size="11">'
         f"{shown}</g></svg>\n"
     )

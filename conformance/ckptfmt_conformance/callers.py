@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
 from ckptfmt_conformance.errors import SuiteError
-from ckptfmt_conformance.protocol import Answer, Description, parse_answer, parse_description, parse_ready, parse_reply
+from ckptfmt_conformance.protocol import (
+    Answer,
+    Description,
+    parse_answer,
+    parse_description,
+    parse_ready,
+    parse_reply,
+)
 
 __all__ = [
     "BUILTIN",
@@ -51,12 +58,16 @@ TAIL_NBYTES: Final = 1200
 START_S: Final = 120.0
 #: How long an adapter's process may take to exit after its input is closed, in seconds.
 END_S: Final = 5.0
-_NO_CELLS: Final = Answer(outcome="unsupported", body={"feature": "trajectory: it needs a Python class"})
+_NO_CELLS: Final = Answer(
+    outcome="unsupported", body={"feature": "trajectory: it needs a Python class"}
+)
 
 _CLASS: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 #: The short name of a broken adapter.
 _BROKEN: Final = re.compile(r"broken/[a-z_]+")
-_REMEDY: Final = "Give `reference`, `package.module:Class`, or a command line; see README.md of the suite."
+_REMEDY: Final = (
+    "Give `reference`, `package.module:Class`, or a command line; see README.md of the suite."
+)
 
 
 class Caller(Protocol):
@@ -90,7 +101,9 @@ class Target:
             there; None where the adapter has no such path.
     """
 
-    def __init__(self, text: str, *, class_name: str = "", argv: tuple[str, ...] = (), xfails: Path | None) -> None:
+    def __init__(
+        self, text: str, *, class_name: str = "", argv: tuple[str, ...] = (), xfails: Path | None
+    ) -> None:
         self.text = text
         self.xfails = xfails
         self._class_name = class_name
@@ -118,13 +131,17 @@ def find_target(text: str) -> Target:
         name = f"ckptfmt_conformance.adapters.{text.replace('/', ':')}"
     if name != text and importlib.util.find_spec("ckptfmt") is None:
         remedy = 'Install it: pip install "ckptfmt[conformance]".'
-        raise SuiteError(f"the adapter {text} is one of ckptfmt, which isn't installed", remedy=remedy)
+        raise SuiteError(
+            f"the adapter {text} is one of ckptfmt, which isn't installed", remedy=remedy
+        )
     if _CLASS.fullmatch(name):
         return Target(text, class_name=name, xfails=_xfails_of_class(name.partition(":")[0]))
     try:
         argv = shlex.split(text)
     except ValueError as error:
-        raise SuiteError(f"the adapter {text!r} is no command line: {error}", remedy=_REMEDY) from error
+        raise SuiteError(
+            f"the adapter {text!r} is no command line: {error}", remedy=_REMEDY
+        ) from error
     found = shutil.which(argv[0]) if argv else None
     if found is None:
         raise SuiteError(f"there is no adapter {text!r}", remedy=_REMEDY)
@@ -144,14 +161,18 @@ def _xfails_of_class(module: str) -> Path | None:
         with _search_path():
             found = importlib.util.find_spec(module)
     except (ImportError, ValueError) as error:
-        raise SuiteError(f"the adapter's module {module!r} can't be imported: {error}", remedy=_REMEDY) from error
+        raise SuiteError(
+            f"the adapter's module {module!r} can't be imported: {error}", remedy=_REMEDY
+        ) from error
     if found is None:
-        raise SuiteError(f"there is no module {module!r} for an adapter", remedy="Is its folder on PYTHONPATH?")
+        raise SuiteError(
+            f"there is no module {module!r} for an adapter", remedy="Is its folder on PYTHONPATH?"
+        )
     return Path(found.origin).with_suffix(".xfails") if found.origin else None
 
 
 @contextlib.contextmanager
-def _search_path() -> Any:  # noqa: ANN401 - a context
+def _search_path() -> Any:
     """Search modules in the current directory too, as the worker process does."""
     sys.path.append(str(Path.cwd()))
     try:
@@ -161,7 +182,9 @@ def _search_path() -> Any:  # noqa: ANN401 - a context
 
 
 @contextlib.contextmanager
-def open_described(target: Target, *, may_serve: bool = True) -> Iterator[tuple[Caller, Description]]:
+def open_described(
+    target: Target, *, may_serve: bool = True
+) -> Iterator[tuple[Caller, Description]]:
     """Open an adapter, ask for its description, and yield a caller and the description.
 
     For a serving command, the caller uses a single process for all questions.
@@ -185,9 +208,15 @@ def describe(caller: Caller) -> Description:
     Raises: SuiteError where the adapter gives no valid description. No case can be asked then.
     """
     answer = caller.call("describe", timeout_s=START_S)
-    remedy = "An adapter answers `describe` with a JSON object of name, version, spec, roles, features and kinds."
+    remedy = (
+        "An adapter answers `describe` with a JSON object of name, version, spec, roles,"
+        " features and kinds."
+    )
     if answer.outcome != "accepted":
-        raise SuiteError(f"the adapter doesn't describe itself: {answer.message or answer.outcome}", remedy=remedy)
+        raise SuiteError(
+            f"the adapter doesn't describe itself: {answer.message or answer.outcome}",
+            remedy=remedy,
+        )
     try:
         return parse_description(answer.body)
     except ValueError as error:
@@ -226,7 +255,10 @@ class CommandCaller:
                 argv += ["--request", str(file)]
             if output is not None:
                 argv += ["--output", str(output)]
-            with (Path(folder) / "stdout").open("w+b") as stdout, (Path(folder) / "stderr").open("w+b") as stderr:
+            with (
+                (Path(folder) / "stdout").open("w+b") as stdout,
+                (Path(folder) / "stderr").open("w+b") as stderr,
+            ):
                 try:
                     exit_code = _run(argv, stdout, stderr, timeout_s)
                 except OSError as error:
@@ -235,7 +267,9 @@ class CommandCaller:
                     return Answer(outcome="error", message=f"no answer within {timeout_s:g} s")
                 content = _read_back(stdout, OUTPUT_NBYTES + 1)
                 if len(content) > OUTPUT_NBYTES:
-                    return Answer(outcome="error", message=f"more than {OUTPUT_NBYTES} bytes of output")
+                    return Answer(
+                        outcome="error", message=f"more than {OUTPUT_NBYTES} bytes of output"
+                    )
                 answer = parse_answer(exit_code, content)
                 return _with_tail(answer, stderr)
 
@@ -254,7 +288,11 @@ class ServerCaller:
     """
 
     def __init__(
-        self, argv: tuple[str, ...], *, environment: Mapping[str, str] | None = None, has_cells: bool = False
+        self,
+        argv: tuple[str, ...],
+        *,
+        environment: Mapping[str, str] | None = None,
+        has_cells: bool = False,
     ) -> None:
         self._argv = argv
         self._environment = environment
@@ -414,7 +452,9 @@ class ServerCaller:
         """End the process. Return an error with the end of standard error."""
         assert self._process is not None
         assert self._stderr is not None
-        answer = _with_tail(Answer(outcome="error", message=message), self._stderr, self._said_nbytes)
+        answer = _with_tail(
+            Answer(outcome="error", message=message), self._stderr, self._said_nbytes
+        )
         self._end(self._process, self._stderr)
         self._process = self._stderr = None
         return answer
@@ -437,7 +477,10 @@ class ClassCaller(ServerCaller):
         package = str(Path(__file__).parents[1])
         super().__init__(
             (sys.executable, "-m", "ckptfmt_conformance.worker", class_name),
-            environment={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, package]))},
+            environment={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, package])),
+            },
             has_cells=True,
         )
 
@@ -452,7 +495,9 @@ def _wait_for(descriptor: int, end_s: float, *, is_writing: bool = False) -> Non
 
 def _run(argv: list[str], stdout: IO[bytes], stderr: IO[bytes], timeout_s: float) -> int | None:
     """Run a command and return the exit code; None at the deadline. Raises: OSError."""
-    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True)
+    process = subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+    )
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:

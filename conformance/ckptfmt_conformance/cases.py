@@ -43,7 +43,9 @@ _MEMBERS: Final[dict[str, Any]] = {
     "files": dict,
 }
 _OPTIONAL: Final[dict[str, Any]] = {"request": (dict, type(None))}
-_REMEDY: Final = "Install the wheel again, or generate the vectors anew; a released case is never edited."
+_REMEDY: Final = (
+    "Install the wheel again, or generate the vectors anew; a released case is never edited."
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,9 @@ class Case:
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
 
-    def write_files(self, folder: Path, change: Callable[[str, bytes], bytes] | None = None) -> Path:
+    def write_files(
+        self, folder: Path, change: Callable[[str, bytes], bytes] | None = None
+    ) -> Path:
         """Write the files below a folder, and return the path to open.
 
         Args:
@@ -126,7 +130,8 @@ def vectors_root() -> Path:
         if root.is_dir():
             return root
     raise SuiteError(
-        "there are no vectors in this installation", remedy="Install the wheel of ckptfmt-conformance again."
+        "there are no vectors in this installation",
+        remedy="Install the wheel of ckptfmt-conformance again.",
     )
 
 
@@ -136,15 +141,22 @@ def load_cases(root: Path) -> tuple[Case, ...]:
     Raises: SuiteError for a case without the form of the vectors' README.md.
     """
     if not root.is_dir():
-        raise SuiteError(f"{root} is no folder", remedy="Give the folder of the vectors with --vectors.")
+        raise SuiteError(
+            f"{root} is no folder", remedy="Give the folder of the vectors with --vectors."
+        )
     areas = list(root.glob("*.json"))
     if not areas:
-        raise SuiteError(f"{root} has no areas: no *.json", remedy="Give the folder of the vectors with --vectors.")
+        raise SuiteError(
+            f"{root} has no areas: no *.json",
+            remedy="Give the folder of the vectors with --vectors.",
+        )
     found = [case for path in areas for case in _load_area(path)]
     return tuple(sorted(found, key=lambda case: case.id))
 
 
-def select_cases(cases: Iterable[Case], *, patterns: Sequence[str] = (), kinds: Sequence[str] = ()) -> tuple[Case, ...]:
+def select_cases(
+    cases: Iterable[Case], *, patterns: Sequence[str] = (), kinds: Sequence[str] = ()
+) -> tuple[Case, ...]:
     """Return the cases whose id fits a pattern and whose kind is in `kinds`.
 
     An empty `patterns` or `kinds` selects all cases.
@@ -165,18 +177,22 @@ def _load_area(path: Path) -> list[Case]:
     for number, members in enumerate(cases):
         case = _parse_case(f"{path}, case {number}", members, contents)
         if case.id in found or not case.id.startswith(f"{path.stem}/"):
-            raise SuiteError(f"{path}: the id {case.id!r} is there twice, or of another area", remedy=_REMEDY)
+            raise SuiteError(
+                f"{path}: the id {case.id!r} is there twice, or of another area", remedy=_REMEDY
+            )
         found[case.id] = case
     return list(found.values())
 
 
-def _read_json(path: Path, kind: type[list[Any] | dict[str, Any]]) -> Any:  # noqa: ANN401 - a value of `kind`
+def _read_json(path: Path, kind: type[list[Any] | dict[str, Any]]) -> Any:
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise SuiteError(f"{path} can't be read: {error}", remedy=_REMEDY) from error
     if not isinstance(value, kind):
-        raise SuiteError(f"{path} isn't a JSON {'array' if kind is list else 'object'}", remedy=_REMEDY)
+        raise SuiteError(
+            f"{path} isn't a JSON {'array' if kind is list else 'object'}", remedy=_REMEDY
+        )
     return value
 
 
@@ -207,7 +223,9 @@ def _parse_case(where: str, members: dict[str, Any], contents: Mapping[str, byte
     where = f"{where}, {members['id']}"
     for name, key in members["files"].items():
         if not _is_inside(name) or key not in contents:
-            raise SuiteError(f"{where}: the file {name!r} has no content, or no place", remedy=_REMEDY)
+            raise SuiteError(
+                f"{where}: the file {name!r} has no content, or no place", remedy=_REMEDY
+            )
     if not _is_inside(members["path"]):
         raise SuiteError(f"{where}: the path {members['path']!r} leads elsewhere", remedy=_REMEDY)
     return Case(
@@ -245,7 +263,13 @@ def _parse_expectation(where: str, members: Mapping[str, Any]) -> Expectation:
     outcome, phase = members.get("outcome"), members.get("phase", "")
     codes = members.get("error", [])
     errors = (codes,) if isinstance(codes, str) else tuple(codes)
-    if outcome not in ("accept", "reject") or (phase and phase not in PHASES) or bool(errors) != (outcome == "reject"):
+    if (
+        outcome not in ("accept", "reject")
+        or (phase and phase not in PHASES)
+        or bool(errors) != (outcome == "reject")
+    ):
         raise SuiteError(f"{where}: it doesn't say what to expect", remedy=_REMEDY)
-    rest = {name: value for name, value in members.items() if name not in ("outcome", "error", "phase")}
+    rest = {
+        name: value for name, value in members.items() if name not in ("outcome", "error", "phase")
+    }
     return Expectation(outcome=outcome, errors=errors, phase=phase, members=rest)

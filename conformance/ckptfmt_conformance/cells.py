@@ -16,7 +16,16 @@ from typing import Any, Final
 
 from ckptfmt_conformance.cases import Case, Expectation, select_cases
 
-__all__ = ["ABSENT", "PREFIX", "WITNESSED", "draw_witnessed", "find_cases", "judge_witnessed", "list_cases", "run_cell"]
+__all__ = [
+    "ABSENT",
+    "PREFIX",
+    "WITNESSED",
+    "draw_witnessed",
+    "find_cases",
+    "judge_witnessed",
+    "list_cases",
+    "run_cell",
+]
 
 #: The prefix of a cell's id.
 PREFIX: Final = "trajectory/"
@@ -35,7 +44,9 @@ def find_cases(patterns: Sequence[str]) -> tuple[Case, ...]:
     No cell is listed, and no framework is imported, where no pattern can fit the id of a cell.
     """
     begins = [re.split(r"[*?[]", pattern, maxsplit=1)[0] for pattern in patterns]
-    if patterns and not any(PREFIX.startswith(begin) or begin.startswith(PREFIX) for begin in begins):
+    if patterns and not any(
+        PREFIX.startswith(begin) or begin.startswith(PREFIX) for begin in begins
+    ):
         return ()
     return select_cases(list_cases(), patterns=patterns)
 
@@ -93,28 +104,36 @@ def judge_witnessed(case: Case, ask: Callable[[str, Mapping[str, Any]], None]) -
     return found
 
 
-def _case_of(cell: Any) -> Case:  # noqa: ANN401 - a Cell of a module that may be absent
+def _case_of(cell: Any) -> Case:
     return Case(
         id=PREFIX + str(cell.id),
         description=str(getattr(cell, "description", "") or cell.id),
         kind="trajectory",
         roles=(),
         features=tuple(cell.features),
-        request={"claim": str(cell.claim), "tier": str(cell.tier), "processes": int(getattr(cell, "processes", 0))},
+        request={
+            "claim": str(cell.claim),
+            "tier": str(cell.tier),
+            "processes": int(getattr(cell, "processes", 0)),
+        },
         expect=Expectation(outcome="accept"),
         bug_class="TRAJECTORY",
         why="a run that resumes isn't the same run",
     )
 
 
-def run_cell(adapter: Any, case_id: str, directory: Path) -> Mapping[str, Any]:  # noqa: ANN401 - a class
+def run_cell(adapter: Any, case_id: str, directory: Path) -> Mapping[str, Any]:
     """Run a cell with an adapter's checkpoints, and return status, divergence and seconds.
 
     Raises: ImportError; any exception of the adapter.
     """
     make = getattr(adapter, "checkpointing", None)
     if make is None:
-        return {"status": "SKIPPED", "divergence": "the adapter has no checkpointing()", "seconds": 0.0}
+        return {
+            "status": "SKIPPED",
+            "divergence": "the adapter has no checkpointing()",
+            "seconds": 0.0,
+        }
     module = importlib.import_module(_MODULE)
     wanted = case_id.removeprefix(PREFIX)
     cell = next(cell for cell in module.list_cells() if str(cell.id) == wanted)

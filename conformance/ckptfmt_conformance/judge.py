@@ -87,11 +87,17 @@ def judge(  # noqa: PLR0911 - a return for each kind of answer
     expect = due(case, description)
     # The version is compared before the features, because a feature may mean another thing in
     # another version.
-    lacking = set(case.features) - set(description.features) if _speaks(case, description) else set()
+    lacking = (
+        set(case.features) - set(description.features) if _speaks(case, description) else set()
+    )
     if answer.outcome == "unsupported":
         if lacking:
             return Verdict(status=Status.UNSUPPORTED, message=str(answer.body["feature"]))
-        needs = f"needs {', '.join(case.features)}, which it says it has" if case.features else "needs no feature"
+        needs = (
+            f"needs {', '.join(case.features)}, which it says it has"
+            if case.features
+            else "needs no feature"
+        )
         message = f"it says that it doesn't support {answer.body['feature']}; the case {needs}"
         return Verdict(status=Status.FAIL, message=message)
     if answer.outcome == "rejected":
@@ -163,7 +169,9 @@ def _compare_tensors(expected: Mapping[str, Any], found: object) -> str:
         if not isinstance(found[name], dict):
             return f"tensor {name!r} isn't an object"
         for member, value in expected[name].items():
-            if complaint := _difference(f"tensor {name!r}: {member}", value, found[name].get(member)):
+            if complaint := _difference(
+                f"tensor {name!r}: {member}", value, found[name].get(member)
+            ):
                 return complaint
     return ""
 

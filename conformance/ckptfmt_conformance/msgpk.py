@@ -23,7 +23,7 @@ _NUMBERS: Final = {
 _CONSTANTS: Final = {0xC0: None, 0xC2: False, 0xC3: True}
 
 
-def parse(content: bytes) -> Any:  # noqa: ANN401 - any value of the profile
+def parse(content: bytes) -> Any:
     r"""Return the value of some msgpack bytes.
 
     Raises: ValueError unless the bytes are exactly one value in canonical form.

@@ -55,12 +55,20 @@ def dump_html(run: Run) -> str:
     described = run.description
     name = html.escape(f"{described.name} {described.version}")
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.unix_s))
-    chosen = f"Only a selection was asked: {html.escape(', '.join(run.selection))}. " if run.selection else ""
+    chosen = (
+        f"Only a selection was asked: {html.escape(', '.join(run.selection))}. "
+        if run.selection
+        else ""
+    )
     idle = "".join(
-        f"<p class=FAIL>No case fits the line <code>{html.escape(p)}</code> of xfails.</p>" for p in run.idle
+        f"<p class=FAIL>No case fits the line <code>{html.escape(p)}</code> of xfails.</p>"
+        for p in run.idle
     )
     boxes = "".join(
-        f"<label><input type=checkbox value={status} checked> <span class={status}>{status}</span> {count}</label>"
+        (
+            f"<label><input type=checkbox value={status} checked> <span"
+            f" class={status}>{status}</span> {count}</label>"
+        )
         for status, count in run.counts.items()
         if count
     )
@@ -88,9 +96,14 @@ def _group(clause: str, results: Sequence[Result]) -> str:
 def _row(result: Result) -> str:
     case = result.case
     message = f"<pre>{html.escape(result.message)}</pre>" if result.message else ""
-    harm = f" <small>{html.escape(case.bug_class)}</small>" if result.status in RED | {Status.XFAIL} else ""
+    harm = (
+        f" <small>{html.escape(case.bug_class)}</small>"
+        if result.status in RED | {Status.XFAIL}
+        else ""
+    )
     return (
         f'<tr data-status={result.status}><td class="s {result.status}">{result.status}'
         f"<td><code>{html.escape(case.id)}</code>{harm}<br>{html.escape(case.description)}{message}"
-        f"<td><code>{html.escape(' '.join(case.requirements))}</code><td class=n>{result.seconds:.2f}</tr>\n"
+        f"<td><code>{html.escape(' '.join(case.requirements))}</code><td"
+        f" class=n>{result.seconds:.2f}</tr>\n"
     )

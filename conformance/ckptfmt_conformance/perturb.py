@@ -17,7 +17,15 @@ from typing import Any, TypeAlias
 from blake3 import blake3
 
 from ckptfmt_conformance import msgpk
-from ckptfmt_conformance.readback import DTYPES, ReadbackError, canonical, entries_of, read_back, rows, unfold
+from ckptfmt_conformance.readback import (
+    DTYPES,
+    ReadbackError,
+    canonical,
+    entries_of,
+    read_back,
+    rows,
+    unfold,
+)
 
 __all__ = ["perturb"]
 
@@ -36,10 +44,15 @@ def perturb(root: Path, rng: random.Random) -> None:
     if list(root.rglob("*.pack")):
         raise ReadbackError("it isn't a full checkpoint")
     drawn: _Drawn = {}
-    parts = [_perturb_part(root, signed, number, rng, drawn) for number in range(signed["writer_count"])]
+    parts = [
+        _perturb_part(root, signed, number, rng, drawn) for number in range(signed["writer_count"])
+    ]
     place = root / signed["index"]["name"]
     index = _parse(place.read_bytes())
-    index["parts"] = {"nbytes": _packed([nbytes for nbytes, _ in parts]), "digest": b"".join(one for _, one in parts)}
+    index["parts"] = {
+        "nbytes": _packed([nbytes for nbytes, _ in parts]),
+        "digest": b"".join(one for _, one in parts),
+    }
     nbytes, digest = _write(place, index)
     signed["index"] |= {"nbytes": nbytes, "digest": f"blake3:{digest.hex()}"}
     manifest["digest"] = f"blake3:{blake3(canonical(signed).encode()).hexdigest()}"
@@ -75,7 +88,9 @@ def _perturb_part(
             found[position] = [blake3(block).digest() for block in blocks]
     extents = rows(document, "extents")
     positions = itertools.accumulate(step + 1 for step in unfold(row["box"] for row in extents))
-    owned = [(position - 1, extent["file"]) for position, extent in zip(positions, extents, strict=True)]
+    owned = [
+        (position - 1, extent["file"]) for position, extent in zip(positions, extents, strict=True)
+    ]
     for file_number, file in enumerate(rows(document, "files")):
         data = b"".join(contents[position] for position, in_file in owned if in_file == file_number)
         header = (root / file["name"]).read_bytes()[: file["header_nbytes"]]
@@ -109,10 +124,13 @@ def _write(place: Path, document: Mapping[str, Any]) -> tuple[int, bytes]:
 def _packed(values: list[int]) -> list[Any]:
     """Return a packed array: the bytes of all entries in planes, the lowest first."""
     width = next(n for n in (1, 2, 4, 8) if max(values, default=0) < 1 << 8 * n)
-    return [width, b"".join(bytes(value >> 8 * plane & 255 for value in values) for plane in range(width))]
+    return [
+        width,
+        b"".join(bytes(value >> 8 * plane & 255 for value in values) for plane in range(width)),
+    ]
 
 
-def _dump(value: Any) -> bytes:  # noqa: ANN401, PLR0911 - a return for each kind of value
+def _dump(value: Any) -> bytes:  # noqa: PLR0911 - a return for each kind of value
     """Return the canonical msgpack of a value of the profile."""
     if value is None:
         return b"\xc0"

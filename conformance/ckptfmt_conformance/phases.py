@@ -28,7 +28,9 @@ _OTHER_BYTES: Final = bytes(byte ^ 0xFF for byte in range(256))
 Ask = Callable[[Path, Mapping[str, Any] | None], Answer]
 
 
-def ask_in_phases(case: Case, expect: Expectation, ask: Ask, judge: Callable[[Answer], Verdict]) -> Verdict:
+def ask_in_phases(
+    case: Case, expect: Expectation, ask: Ask, judge: Callable[[Answer], Verdict]
+) -> Verdict:
     """Ask a case with only the expected phase's content. Return the verdict.
 
     Args:
@@ -37,7 +39,12 @@ def ask_in_phases(case: Case, expect: Expectation, ask: Ask, judge: Callable[[An
         ask: asks the case's question about a directory, with a request.
         judge: returns the verdict on an answer.
     """
-    if expect.outcome != "reject" or not expect.phase or case.kind == "parse" or "launch" in (case.request or {}):
+    if (
+        expect.outcome != "reject"
+        or not expect.phase
+        or case.kind == "parse"
+        or "launch" in (case.request or {})
+    ):
         # An accepted case shows the whole content. A single document has no tensors. A launch
         # asks which checkpoints are whole.
         return judge(_ask_about(case, ask, case.request))
@@ -52,11 +59,20 @@ def ask_in_phases(case: Case, expect: Expectation, ask: Ask, judge: Callable[[An
     if said not in PHASES or PHASES.index(said) >= PHASES.index(due):
         return verdict
     again = _ask_until(said, case, ask)
-    if again.outcome == "rejected" and again.body["error"] == answer.body["error"] and again.body.get("phase") == said:
+    if (
+        again.outcome == "rejected"
+        and again.body["error"] == answer.body["error"]
+        and again.body.get("phase") == said
+    ):
         return verdict
-    found = f"refused with {again.body['error']}" if again.outcome == "rejected" else again.message or again.outcome
+    found = (
+        f"refused with {again.body['error']}"
+        if again.outcome == "rejected"
+        else again.message or again.outcome
+    )
     message = (
-        f"it says that it refused with {answer.body['error']} in phase {said}, and asked {_WITHOUT[said]}: {found}"
+        f"it says that it refused with {answer.body['error']} in phase {said}, and asked"
+        f" {_WITHOUT[said]}: {found}"
     )
     return Verdict(status=Status.FAIL, message=message)
 
@@ -73,7 +89,10 @@ def _explain(verdict: Verdict, due: str, whole: Verdict) -> Verdict:
         return whole
     return Verdict(
         status=Status.FAIL,
-        message=f"it isn't found in phase {due}: asked {_WITHOUT[due].removeprefix('again ')}: {verdict.message}",
+        message=(
+            f"it isn't found in phase {due}: asked {_WITHOUT[due].removeprefix('again ')}:"
+            f" {verdict.message}"
+        ),
     )
 
 
@@ -81,12 +100,17 @@ def _ask_until(phase: str, case: Case, ask: Ask) -> Answer:
     """Ask a case with only a phase's content."""
     if phase == PHASES[-1]:
         return _ask_about(case, ask, case.request)
-    request = case.request and {name: value for name, value in case.request.items() if name != "verify"}
+    request = case.request and {
+        name: value for name, value in case.request.items() if name != "verify"
+    }
     return _ask_about(case, ask, request, _exchange_tensors if phase == "open" else None)
 
 
 def _ask_about(
-    case: Case, ask: Ask, request: Mapping[str, Any] | None, change: Callable[[str, bytes], bytes] | None = None
+    case: Case,
+    ask: Ask,
+    request: Mapping[str, Any] | None,
+    change: Callable[[str, bytes], bytes] | None = None,
 ) -> Answer:
     """Ask about files written for this question only."""
     with tempfile.TemporaryDirectory(prefix="ckptfmt-conformance-") as folder:

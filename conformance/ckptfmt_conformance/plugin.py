@@ -19,9 +19,21 @@ __all__ = ["pytest_addoption"]
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the suite."""
     group = parser.getgroup("ckptfmt conformance")
-    group.addoption("--adapter", metavar="ADAPTER", help="`reference`, package.module:Class, or a command line")
-    group.addoption("--filter", action="append", default=[], metavar="GLOB", help="only cases whose id fits")
-    group.addoption("--kind", action="append", default=[], metavar="KIND", help="only cases of this kind")
-    group.addoption("--case-timeout", type=float, default=None, metavar="S", help="seconds for each case")
-    group.addoption("--xfails", metavar="FILE", help="list of expected failures, if not the one beside the adapter")
+    group.addoption(
+        "--adapter", metavar="ADAPTER", help="`reference`, package.module:Class, or a command line"
+    )
+    group.addoption(
+        "--filter", action="append", default=[], metavar="GLOB", help="only cases whose id fits"
+    )
+    group.addoption(
+        "--kind", action="append", default=[], metavar="KIND", help="only cases of this kind"
+    )
+    group.addoption(
+        "--case-timeout", type=float, default=None, metavar="S", help="seconds for each case"
+    )
+    group.addoption(
+        "--xfails",
+        metavar="FILE",
+        help="list of expected failures, if not the one beside the adapter",
+    )
     group.addoption("--vectors", metavar="DIR", help="other vectors than those of the suite")

@@ -102,7 +102,9 @@ class Adapter(Protocol):
     def reshard(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the digests of several boxes of a tensor, in their order."""
 
-    def write(self, path: Path | None, request: Mapping[str, Any], output: Path) -> Mapping[str, Any]:
+    def write(
+        self, path: Path | None, request: Mapping[str, Any], output: Path
+    ) -> Mapping[str, Any]:
         """Save the requested state as a checkpoint at `output`."""
 
     def context(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -146,7 +148,11 @@ class Answer:
     message: str = ""
 
 
-_OUTCOMES: Final = {EXIT_ACCEPTED: "accepted", EXIT_REJECTED: "rejected", EXIT_UNSUPPORTED: "unsupported"}
+_OUTCOMES: Final = {
+    EXIT_ACCEPTED: "accepted",
+    EXIT_REJECTED: "rejected",
+    EXIT_UNSUPPORTED: "unsupported",
+}
 _NEEDED: Final = {"rejected": "error", "unsupported": "feature"}
 
 
@@ -161,12 +167,18 @@ def parse_answer(exit_code: int, stdout: bytes) -> Answer:
     'exit code 1, which is no answer'
     """
     if exit_code not in _OUTCOMES:
-        what = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}, which is no answer"
+        what = (
+            f"killed by signal {-exit_code}"
+            if exit_code < 0
+            else f"exit code {exit_code}, which is no answer"
+        )
         return Answer(outcome="error", message=what)
     try:
         body = json.loads(stdout)
     except (ValueError, RecursionError) as error:
-        return Answer(outcome="error", message=f"exit code {exit_code}, but the output isn't JSON: {error}")
+        return Answer(
+            outcome="error", message=f"exit code {exit_code}, but the output isn't JSON: {error}"
+        )
     return _answer_of(exit_code, body)
 
 
@@ -189,7 +201,10 @@ def parse_reply(line: bytes, number: int) -> Answer:
         raise ValueError(f"its answer's 'exit' is {exit_code!r} instead of a number")
     if exit_code in _OUTCOMES:
         return _answer_of(exit_code, reply.get("answer"))
-    return Answer(outcome="error", message=str(reply.get("message") or f"exit code {exit_code}, which is no answer"))
+    return Answer(
+        outcome="error",
+        message=str(reply.get("message") or f"exit code {exit_code}, which is no answer"),
+    )
 
 
 def parse_ready(line: bytes) -> None:
@@ -217,10 +232,15 @@ def _answer_of(exit_code: int, body: object) -> Answer:
     """Return the answer for a valid exit code and an output."""
     outcome = _OUTCOMES[exit_code]
     if not isinstance(body, dict):
-        return Answer(outcome="error", message=f"exit code {exit_code}, but the output isn't one JSON object")
+        return Answer(
+            outcome="error", message=f"exit code {exit_code}, but the output isn't one JSON object"
+        )
     needed = _NEEDED.get(outcome)
     if needed is not None and (not isinstance(body.get(needed), str) or not body[needed]):
-        return Answer(outcome="error", message=f"exit code {exit_code}, but the output doesn't name its {needed!r}")
+        return Answer(
+            outcome="error",
+            message=f"exit code {exit_code}, but the output doesn't name its {needed!r}",
+        )
     return Answer(outcome=outcome, body=body)
 
 
@@ -231,8 +251,14 @@ def parse_description(body: Mapping[str, Any]) -> Description:
     """
     lists: dict[str, tuple[str, ...]] = {}
     for member in ("spec", "roles", "features", "kinds"):
-        values = [body["spec"]] if member == "spec" and isinstance(body.get("spec"), str) else body.get(member)
-        if not isinstance(values, list | tuple) or not all(isinstance(value, str) for value in values):
+        values = (
+            [body["spec"]]
+            if member == "spec" and isinstance(body.get("spec"), str)
+            else body.get(member)
+        )
+        if not isinstance(values, list | tuple) or not all(
+            isinstance(value, str) for value in values
+        ):
             raise ValueError(f"{member!r} isn't a list of strings")
         lists[member] = tuple(values)
     for member in ("name", "version"):
@@ -240,11 +266,13 @@ def parse_description(body: Mapping[str, Any]) -> Description:
             raise ValueError(f"{member!r} isn't a string")  # noqa: TRY004 - the answer is wrong, not a type
     if not isinstance(body.get("serve", False), bool):
         raise ValueError("'serve' is neither true nor false")  # noqa: TRY004 - the answer is wrong, not a type
-    return Description(name=body["name"], version=body["version"], serve=body.get("serve", False), **lists)
+    return Description(
+        name=body["name"], version=body["version"], serve=body.get("serve", False), **lists
+    )
 
 
 def ask(
-    adapter: Any,  # noqa: ANN401 - any class
+    adapter: Any,
     kind: str,
     *,
     path: Path | None,
@@ -269,7 +297,7 @@ def ask(
     return EXIT_ACCEPTED, body
 
 
-def run_as_command(adapter: Any, argv: Sequence[str]) -> int:  # noqa: ANN401 - any class
+def run_as_command(adapter: Any, argv: Sequence[str]) -> int:
     """Run an adapter's class as a command: print the output, return the exit code.
 
     The command supports ``serve`` too.
@@ -287,8 +315,14 @@ def run_as_command(adapter: Any, argv: Sequence[str]) -> int:  # noqa: ANN401 - 
             serve(sys.stdin.buffer, answers, lambda question: ask_line(adapter, question))
         return EXIT_ACCEPTED
     request = None if arguments.request is None else json.loads(arguments.request.read_bytes())
-    exit_code, body = ask(adapter, arguments.kind, path=arguments.input, request=request, output=arguments.output)
-    print(json.dumps({**body, "serve": True} if arguments.kind == "describe" else body, sort_keys=True))
+    exit_code, body = ask(
+        adapter, arguments.kind, path=arguments.input, request=request, output=arguments.output
+    )
+    print(
+        json.dumps(
+            {**body, "serve": True} if arguments.kind == "describe" else body, sort_keys=True
+        )
+    )
     return exit_code
 
 
@@ -324,9 +358,11 @@ def serve(
         _print_line(answers, text)
 
 
-def ask_line(adapter: Any, question: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:  # noqa: ANN401 - a class
+def ask_line(adapter: Any, question: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
     """Ask an adapter's class the question of a line. Raises: as `ask` does."""
-    path, output = (Path(question[name]) if name in question else None for name in ("input", "output"))
+    path, output = (
+        Path(question[name]) if name in question else None for name in ("input", "output")
+    )
     return ask(adapter, question["kind"], path=path, request=question.get("request"), output=output)
 
 

@@ -18,7 +18,16 @@ from blake3 import blake3
 
 from ckptfmt_conformance import msgpk, tagged
 
-__all__ = ["DTYPES", "ReadbackError", "canonical", "entries_of", "read_back", "read_contents", "rows", "unfold"]
+__all__ = [
+    "DTYPES",
+    "ReadbackError",
+    "canonical",
+    "entries_of",
+    "read_back",
+    "read_contents",
+    "rows",
+    "unfold",
+]
 
 FIELDS: Final = ("weights", "optimizer", "rng", "data", "config", "topology", "provenance")
 ORIGIN: Final = ("run_id", "launch", "nonce", "step", "attempt", "writer_count", "block_nbytes")
@@ -58,7 +67,9 @@ def read_contents(root: Path) -> dict[str, tuple[int, Shape, bytes]]:
     return found
 
 
-def read_back(root: Path, contents: dict[str, tuple[int, Shape, bytes]] | None = None) -> dict[str, Any]:
+def read_back(
+    root: Path, contents: dict[str, tuple[int, Shape, bytes]] | None = None
+) -> dict[str, Any]:
     """Return the content of a full checkpoint in the form of an adapter's result.
 
     Args:
@@ -71,7 +82,15 @@ def read_back(root: Path, contents: dict[str, tuple[int, Shape, bytes]] | None =
     """
     try:
         return _read_back(root, {} if contents is None else contents)
-    except (LookupError, OSError, TypeError, ValueError, AttributeError, RecursionError, zlib.error) as error:
+    except (
+        LookupError,
+        OSError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+        zlib.error,
+    ) as error:
         raise ReadbackError(f"{type(error).__name__}: {error}") from error
 
 
@@ -81,7 +100,9 @@ def _read_back(root: Path, contents: dict[str, tuple[int, Shape, bytes]]) -> dic
     named = manifest["index"]
     _require(named["name"] == f"index-{manifest['attempt']}.msgpack", "the index has a wrong name")
     index = _read_document(
-        root / named["name"], named["nbytes"], bytes.fromhex(named["digest"].removeprefix("blake3:"))
+        root / named["name"],
+        named["nbytes"],
+        bytes.fromhex(named["digest"].removeprefix("blake3:")),
     )
     _check_members(named["name"], index, {**origin, "type": "index"})
     entries = rows(index, "parts")
@@ -98,7 +119,9 @@ def _read_back(root: Path, contents: dict[str, tuple[int, Shape, bytes]]) -> dic
             "blake3": blake3(content).hexdigest(),
             "first16": content[:16].hex(),
         }
-    leaves = {_key_of(row): parts[row["part"]].leaves[_key_of(row)] for row in rows(index, "leaves")}
+    leaves = {
+        _key_of(row): parts[row["part"]].leaves[_key_of(row)] for row in rows(index, "leaves")
+    }
     _check_summaries(manifest, index)
     return {"step": manifest["step"], "tensors": tensors, "leaves": leaves}
 
@@ -110,7 +133,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     _require(document.keys() == {"digest", "signed"}, f"{path.name} isn't an envelope")
     signed = document["signed"]
     content = canonical(signed).encode()
-    _require(document["digest"] == f"blake3:{blake3(content).hexdigest()}", f"{path.name}: a wrong digest")
+    _require(
+        document["digest"] == f"blake3:{blake3(content).hexdigest()}",
+        f"{path.name}: a wrong digest",
+    )
     _require(raw == canonical(document).encode(), f"{path.name} isn't in its canonical form")
     _check_members(path.name, signed, {"type": "manifest", "profile": "full", "references": []})
     _require(signed["features"]["reader"] == [], f"{path.name} needs features of readers")
@@ -124,7 +150,11 @@ def canonical(value: object) -> str:
     Members are sorted, white space is omitted, and only quote and backslash are escaped.
     """
     if isinstance(value, dict):
-        return "{" + ",".join(f"{canonical(name)}:{canonical(value[name])}" for name in sorted(value)) + "}"
+        return (
+            "{"
+            + ",".join(f"{canonical(name)}:{canonical(value[name])}" for name in sorted(value))
+            + "}"
+        )
     if isinstance(value, list):
         return "[" + ",".join(map(canonical, value)) + "]"
     if isinstance(value, str):
@@ -134,7 +164,9 @@ def canonical(value: object) -> str:
 
 def _check_members(where: str, document: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for name, value in expected.items():
-        _require(document[name] == value, f"{where}: {name} is {document[name]!r} instead of {value!r}")
+        _require(
+            document[name] == value, f"{where}: {name} is {document[name]!r} instead of {value!r}"
+        )
 
 
 def _check_summaries(manifest: Mapping[str, Any], index: Tables) -> None:
@@ -152,7 +184,9 @@ def _check_summaries(manifest: Mapping[str, Any], index: Tables) -> None:
         if field in index["absent"]:
             found = {"state": "absent", "reason": index["absent"][field]}
         said = manifest["fields"][field]
-        _require(said == found, f"manifest.json: of {field} it says {said}, and the index has {found}")
+        _require(
+            said == found, f"manifest.json: of {field} it says {said}, and the index has {found}"
+        )
 
 
 # --- documents of tables --------------------------------------------------------------------------
@@ -168,7 +202,10 @@ def _read_exactly(path: Path, nbytes: int) -> bytes:
 def _read_document(path: Path, nbytes: int, digest: bytes) -> Tables:
     envelope = msgpk.parse(_read_exactly(path, nbytes))
     _require(envelope.keys() == {"digest", "nbytes", "signed"}, f"{path.name} isn't an envelope")
-    _require(envelope["digest"] == digest == blake3(envelope["signed"]).digest(), f"{path.name}: a wrong digest")
+    _require(
+        envelope["digest"] == digest == blake3(envelope["signed"]).digest(),
+        f"{path.name}: a wrong digest",
+    )
     stream = zlib.decompressobj()
     inflated = stream.decompress(envelope["signed"], envelope["nbytes"] + 1)
     is_whole = stream.eof and not stream.unused_data and len(inflated) == envelope["nbytes"]
@@ -178,7 +215,7 @@ def _read_document(path: Path, nbytes: int, digest: bytes) -> Tables:
     return dict(document)
 
 
-def entries_of(value: Any) -> list[Any]:  # noqa: ANN401 - any of the forms of a column
+def entries_of(value: Any) -> list[Any]:
     """Return the entries of a column: plain, packed, strings, or digests."""
     if isinstance(value, bytes):
         _require(len(value) % 32 == 0, "a column of digests of a wrong length")
@@ -211,7 +248,9 @@ def rows(document: Tables, name: str, ndims: Sequence[int] = ()) -> list[Row]:
     table = {column: entries_of(value) for column, value in document[name].items()}
     for column in _FLATTENED & table.keys():
         counts, flat = table["ndim"] if column == "global_shape" else ndims, iter(table[column])
-        _require(sum(counts) == len(table[column]), f"{name}: {column} has a wrong number of entries")
+        _require(
+            sum(counts) == len(table[column]), f"{name}: {column} has a wrong number of entries"
+        )
         table[column] = [tuple(itertools.islice(flat, count)) for count in counts]
     for column, texts in (("scope", "scopes"), ("dtype", "dtypes")):
         if column in table:
@@ -220,7 +259,9 @@ def rows(document: Tables, name: str, ndims: Sequence[int] = ()) -> list[Row]:
 
 
 def _key_of(row: Row) -> str:
-    return f"{FIELDS[row['field']]}/{row['name']}" + ("" if row["scope"] == "global" else f"@{row['scope']}")
+    return f"{FIELDS[row['field']]}/{row['name']}" + (
+        "" if row["scope"] == "global" else f"@{row['scope']}"
+    )
 
 
 def _iter_shardings(index: Tables) -> Iterator[list[tuple[Shape, Shape, int]]]:
@@ -231,7 +272,10 @@ def _iter_shardings(index: Tables) -> Iterator[list[tuple[Shape, Shape, int]]]:
         boxes: list[tuple[Shape, Shape]]
         if form:
             cuts = list(itertools.islice(table["grid_shape"], ndim))
-            axes = [list(itertools.accumulate(itertools.islice(table["extent"], cut), initial=0)) for cut in cuts]
+            axes = [
+                list(itertools.accumulate(itertools.islice(table["extent"], cut), initial=0))
+                for cut in cuts
+            ]
             intervals = itertools.product(*map(itertools.pairwise, axes))
             boxes = [(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in intervals]
         else:
@@ -266,24 +310,34 @@ class _Part:
         self._block_nbytes = int(manifest["block_nbytes"])
         where = f"parts/{self._stem}.msgpack"
         self._document = document = _read_document(root / where, entry["nbytes"], entry["digest"])
-        expected = {name: manifest[name] for name in ORIGIN} | {"type": "part", "writer": number, "references": []}
+        expected = {name: manifest[name] for name in ORIGIN} | {
+            "type": "part",
+            "writer": number,
+            "references": [],
+        }
         _check_members(where, document, {**expected, "encodings": ["raw"]})
         self._contents: dict[tuple[str, Shape, Shape], bytes] = {}
-        self.leaves = {_key_of(row): tagged.from_tree(msgpk.parse(row["value"])) for row in self.rows("leaves")}
+        self.leaves = {
+            _key_of(row): tagged.from_tree(msgpk.parse(row["value"])) for row in self.rows("leaves")
+        }
         self._owners = [row for row in self.rows("tensors") for _ in range(row["box_count"])]
         self._boxes = rows(document, "boxes", [owner["ndim"] for owner in self._owners])
         for box, owner in zip(self._boxes, self._owners, strict=True):
             cuts = zip(box["cut_shape"], owner["global_shape"], strict=True)
             box["shape"] = tuple(cut - 1 if cut else extent for cut, extent in cuts)
         digests = iter(entries_of(document["digests"]))
-        self._digests = [list(itertools.islice(digests, box["digest_count"])) for box in self._boxes]
+        self._digests = [
+            list(itertools.islice(digests, box["digest_count"])) for box in self._boxes
+        ]
         _require(next(digests, None) is None, f"{where} has digests of no box")
         extents = self.rows("extents")
         ahead = itertools.accumulate(step + 1 for step in unfold(row["box"] for row in extents))
         for extent, position in zip(extents, ahead, strict=True):
             extent["box"] = position - 1
         for position, file in enumerate(self.rows("files")):
-            self._read_shard(root, file, [extent for extent in extents if extent["file"] == position])
+            self._read_shard(
+                root, file, [extent for extent in extents if extent["file"] == position]
+            )
 
     def rows(self, name: str) -> list[Row]:
         """Return the rows of a table."""
@@ -291,15 +345,24 @@ class _Part:
 
     def content(self, key: str, begin: Shape, shape: Shape) -> bytes:
         """Return the bytes of a stored box."""
-        _require((key, begin, shape) in self._contents, f"part {self._stem} doesn't store {begin} of {key}")
+        _require(
+            (key, begin, shape) in self._contents,
+            f"part {self._stem} doesn't store {begin} of {key}",
+        )
         return self._contents[key, begin, shape]
 
     def _read_shard(self, root: Path, file: Row, extents: Sequence[Row]) -> None:
         name = file["name"]
         pattern = rf"[a-z][a-z_]{{0,40}}-{self._stem}\.safetensors"
-        _require(re.fullmatch(pattern, name) and file["kind"] == "safetensors", f"{name} isn't the name of a shard")
+        _require(
+            re.fullmatch(pattern, name) and file["kind"] == "safetensors",
+            f"{name} isn't the name of a shard",
+        )
         raw, at = _read_exactly(root / name, file["nbytes"]), int(file["header_nbytes"])
-        _require(blake3(raw[:at]).digest() == file["header_digest"], f"{name}: a wrong digest of the header")
+        _require(
+            blake3(raw[:at]).digest() == file["header_digest"],
+            f"{name}: a wrong digest of the header",
+        )
         listed = _parse_header(name, raw, at)
         for extent in extents:
             owner, box = self._owners[extent["box"]], self._boxes[extent["box"]]
@@ -308,14 +371,25 @@ class _Part:
             content, begin, at = raw[at : at + nbytes], at, at + nbytes
             size = self._block_nbytes
             digests = [blake3(content[i : i + size]).digest() for i in range(0, nbytes, size)]
-            whole = (extent["block_begin"], extent["block_count"], extent["gap_nbytes"]) == (0, len(digests), 0)
+            whole = (extent["block_begin"], extent["block_count"], extent["gap_nbytes"]) == (
+                0,
+                len(digests),
+                0,
+            )
             fits = whole and digests == self._digests[extent["box"]]
             _require(fits, f"{name}: {owner['name']!r} isn't what was saved")
             first = int(file["header_nbytes"])
             shape = list(box["shape"]) if tag else [nbytes]
-            expected = {"dtype": tag or "U8", "shape": shape, "data_offsets": [begin - first, at - first]}
+            expected = {
+                "dtype": tag or "U8",
+                "shape": shape,
+                "data_offsets": [begin - first, at - first],
+            }
             key = extent["key"] or owner["name"]
-            _require(listed.pop(key, None) == expected, f"{name}: the header doesn't say {expected} of {key!r}")
+            _require(
+                listed.pop(key, None) == expected,
+                f"{name}: the header doesn't say {expected} of {key!r}",
+            )
             self._contents[_key_of(owner), box["begin"], box["shape"]] = content
         _require(not listed and at == len(raw), f"{name}: there is more in it than the part says")
 
@@ -323,12 +397,21 @@ class _Part:
 def _parse_header(name: str, raw: bytes, header_nbytes: int) -> dict[str, Any]:
     """Return the entries of a shard's header, by key."""
     length = int.from_bytes(raw[:8], "little")
-    _require(length + 8 == header_nbytes and header_nbytes % 64 == 0, f"{name}: a header of {length} bytes")
+    _require(
+        length + 8 == header_nbytes and header_nbytes % 64 == 0,
+        f"{name}: a header of {length} bytes",
+    )
     text = raw[8:header_nbytes].decode()
-    _require(text.startswith("{") and text.rstrip(" ").endswith("}"), f"{name}: the header isn't a padded object")
+    _require(
+        text.startswith("{") and text.rstrip(" ").endswith("}"),
+        f"{name}: the header isn't a padded object",
+    )
     listed = json.loads(text)
     metadata = listed.pop("__metadata__", {})
-    _require(all(isinstance(value, str) for value in metadata.values()), f"{name}: metadata that aren't strings")
+    _require(
+        all(isinstance(value, str) for value in metadata.values()),
+        f"{name}: metadata that aren't strings",
+    )
     return dict(listed)
 
 
@@ -340,7 +423,9 @@ def _assemble(row: Row, boxes: Sequence[tuple[Shape, Shape, int]], parts: Sequen
         inside = all(b + n <= extent for b, n, extent in zip(begin, extents, shape, strict=True))
         _require(inside, f"{key}: a box leaves the tensor")
         content, run = parts[part].content(key, begin, extents), width * math.prod(extents[-1:])
-        corners = itertools.product(*(range(b, b + n) for b, n in zip(begin[:-1], extents[:-1], strict=True)))
+        corners = itertools.product(
+            *(range(b, b + n) for b, n in zip(begin[:-1], extents[:-1], strict=True))
+        )
         for number, corner in enumerate(corners if content else ()):
             place = (*corner, *begin[-1:])
             at = sum(i * math.prod(shape[axis:]) for axis, i in enumerate(place, 1)) * width

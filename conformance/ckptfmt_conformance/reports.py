@@ -19,7 +19,15 @@ from ckptfmt_conformance.judge import RED, Status
 from ckptfmt_conformance.protocol import parse_description
 from ckptfmt_conformance.runner import Result, Run
 
-__all__ = ["Progress", "count_text", "dump_json", "dump_junit", "group_by_clause", "parse_json", "text_of"]
+__all__ = [
+    "Progress",
+    "count_text",
+    "dump_json",
+    "dump_junit",
+    "group_by_clause",
+    "parse_json",
+    "text_of",
+]
 
 _COLOURS: Final = {
     Status.PASS: "32",
@@ -72,7 +80,9 @@ def clean(text: str) -> str:
     >>> clean("a\x1b[31m\n  b")
     'a\\x1b[31m\n  b'
     """
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def group_by_clause(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -108,7 +118,9 @@ def text_of(run: Run, *, verbose: bool = False, stream: IO[str] | None = None) -
 
     lines = []
     for clause, results in group_by_clause(run.results).items():
-        shown = [one for one in results if verbose or one.status in RED or one.status is Status.XFAIL]
+        shown = [
+            one for one in results if verbose or one.status in RED or one.status is Status.XFAIL
+        ]
         if shown:
             lines.append(f"{clause}: {count_text(results)}")
         for result in shown:
@@ -116,8 +128,12 @@ def text_of(run: Run, *, verbose: bool = False, stream: IO[str] | None = None) -
             if result.message:
                 lines += [f"            {line}" for line in clean(result.message).splitlines()]
             if result.status in RED:
-                lines.append(f"            {', '.join(result.case.requirements)}: {result.case.description}")
-    lines += [f"{'idle':11} {pattern}: no case is expected to fail by this line" for pattern in run.idle]
+                lines.append(
+                    f"            {', '.join(result.case.requirements)}: {result.case.description}"
+                )
+    lines += [
+        f"{'idle':11} {pattern}: no case is expected to fail by this line" for pattern in run.idle
+    ]
     if lines:
         lines.append("")
     if not verbose:
@@ -154,7 +170,9 @@ def dump_json(run: Run) -> str:
         {
             "suite": __version__,
             "adapter": run.adapter,
-            "implementation": {name: getattr(described, name) for name in described.__dataclass_fields__},
+            "implementation": {
+                name: getattr(described, name) for name in described.__dataclass_fields__
+            },
             "selection": run.selection,
             "green": run.is_green,
             "claim": claim_of(run) or None,
@@ -223,7 +241,12 @@ def _parse_result(members: Mapping[str, Any]) -> Result:
         expect=Expectation(outcome="accept"),
         bug_class=members["bug_class"],
     )
-    return Result(case=case, status=Status(members["status"]), message=members["message"], seconds=members["seconds"])
+    return Result(
+        case=case,
+        status=Status(members["status"]),
+        message=members["message"],
+        seconds=members["seconds"],
+    )
 
 
 def dump_junit(run: Run) -> str:
@@ -242,16 +265,23 @@ def dump_junit(run: Run) -> str:
 def _junit_counts(results: tuple[Result, ...] | list[Result]) -> str:
     failures = sum(result.status in (Status.FAIL, Status.XPASS) for result in results)
     errors = sum(result.status is Status.ERROR for result in results)
-    skipped = sum(result.status in (Status.SKIPPED, Status.UNSUPPORTED, Status.XFAIL) for result in results)
+    skipped = sum(
+        result.status in (Status.SKIPPED, Status.UNSUPPORTED, Status.XFAIL) for result in results
+    )
     seconds = sum(result.seconds for result in results)
-    return f' tests="{len(results)}" failures="{failures}" errors="{errors}" skipped="{skipped}" time="{seconds:.3f}"'
+    return (
+        f' tests="{len(results)}" failures="{failures}" errors="{errors}" skipped="{skipped}"'
+        f' time="{seconds:.3f}"'
+    )
 
 
 def _junit_case(result: Result) -> list[str]:
     folder, _, name = result.case.id.rpartition("/")
     head = f"    <testcase classname={_attribute(folder)} name={_attribute(name)}"
     head += f' time="{result.seconds:.3f}"'
-    element = {Status.FAIL: "failure", Status.XPASS: "failure", Status.ERROR: "error"}.get(result.status, "skipped")
+    element = {Status.FAIL: "failure", Status.XPASS: "failure", Status.ERROR: "error"}.get(
+        result.status, "skipped"
+    )
     if result.status is Status.PASS:
         return [f"{head}/>"]
     first = result.message.partition("\n")[0]

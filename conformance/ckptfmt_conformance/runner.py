@@ -74,7 +74,11 @@ class Run:
     @property
     def is_green(self) -> bool:
         """Whether no result is red, no expected failure is idle, and some case was judged."""
-        return not any(result.status in RED for result in self.results) and not self.idle and self.has_answers
+        return (
+            not any(result.status in RED for result in self.results)
+            and not self.idle
+            and self.has_answers
+        )
 
     @property
     def has_answers(self) -> bool:
@@ -82,7 +86,9 @@ class Run:
 
         A run of skipped cases shows no conformance.
         """
-        return any(result.status not in (Status.SKIPPED, Status.UNSUPPORTED) for result in self.results)
+        return any(
+            result.status not in (Status.SKIPPED, Status.UNSUPPORTED) for result in self.results
+        )
 
 
 def run_cases(
@@ -124,7 +130,10 @@ def run_cases(
         cases = choose(description, cases) if choose is not None else cases
         work = _Work(_shuffled(cases, seed), description, timeout_s, listed, on_result)
         open_other = functools.partial(target.open, is_serving=description.serve and may_serve)
-        others = [threading.Thread(target=work.take_with, args=(open_other,)) for _ in range(min(jobs, len(cases)) - 1)]
+        others = [
+            threading.Thread(target=work.take_with, args=(open_other,))
+            for _ in range(min(jobs, len(cases)) - 1)
+        ]
         for thread in others:
             thread.start()
         try:
@@ -138,7 +147,9 @@ def run_cases(
     return Run(
         adapter=target.text,
         description=description,
-        results=tuple(work.results[number] for number in range(len(cases)) if number in work.results),
+        results=tuple(
+            work.results[number] for number in range(len(cases)) if number in work.results
+        ),
         selection=tuple(selection),
         idle=listed.find_idle(list(known) or [case.id for case in cases]),
         seconds=time.monotonic() - begin_s,
@@ -206,9 +217,14 @@ class _Work:
             while True:
                 number, case = queue.get_nowait()
                 begin_s = time.monotonic()
-                verdict = self._xfails.apply(case.id, ask_case(caller, case, self._description, self._timeout_s))
+                verdict = self._xfails.apply(
+                    case.id, ask_case(caller, case, self._description, self._timeout_s)
+                )
                 result = Result(
-                    case=case, status=verdict.status, message=verdict.message, seconds=time.monotonic() - begin_s
+                    case=case,
+                    status=verdict.status,
+                    message=verdict.message,
+                    seconds=time.monotonic() - begin_s,
                 )
                 self.results[number] = result
                 if self._on_result is not None:
@@ -216,7 +232,9 @@ class _Work:
                         self._on_result(result)
 
 
-def ask_case(caller: Caller, case: Case, description: Description, timeout_s: float = TIMEOUT_S) -> Verdict:
+def ask_case(
+    caller: Caller, case: Case, description: Description, timeout_s: float = TIMEOUT_S
+) -> Verdict:
     """Ask an adapter a case, and return the verdict."""
     reason = find_reason_to_skip(case, description)
     if reason:
@@ -227,7 +245,9 @@ def ask_case(caller: Caller, case: Case, description: Description, timeout_s: fl
         if (case.request or {}).get("witnessed"):
             return _judge_witnessed(caller, case, timeout_s * CELL_TIMEOUTS)
         with _scratch() as folder:
-            answer = caller.call("trajectory", cell=case.id, output=folder, timeout_s=timeout_s * CELL_TIMEOUTS)
+            answer = caller.call(
+                "trajectory", cell=case.id, output=folder, timeout_s=timeout_s * CELL_TIMEOUTS
+            )
         return _judge_cell(answer)
     if case.kind == "write":
         with _scratch() as folder:
@@ -238,7 +258,9 @@ def ask_case(caller: Caller, case: Case, description: Description, timeout_s: fl
     def ask(path: Path, request: Mapping[str, Any] | None) -> Answer:
         return caller.call(case.kind, path=path, request=request, timeout_s=timeout_s)
 
-    return ask_in_phases(case, due(case, description), ask, functools.partial(judge, case, description))
+    return ask_in_phases(
+        case, due(case, description), ask, functools.partial(judge, case, description)
+    )
 
 
 @contextlib.contextmanager

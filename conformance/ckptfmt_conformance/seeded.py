@@ -50,8 +50,15 @@ def draw_cases(cases: Sequence[Case], seed: int) -> tuple[Case, ...]:
 
 
 def _is_source(case: Case) -> bool:
-    is_plain = not case.features and not set(case.request or {}) - {"verify"} and "reader" in case.roles
-    return case.kind == "open" and case.expect.outcome == "accept" and is_plain and "tensors" in case.expect.members
+    is_plain = (
+        not case.features and not set(case.request or {}) - {"verify"} and "reader" in case.roles
+    )
+    return (
+        case.kind == "open"
+        and case.expect.outcome == "accept"
+        and is_plain
+        and "tensors" in case.expect.members
+    )
 
 
 def _version(spec: str) -> tuple[int, ...]:

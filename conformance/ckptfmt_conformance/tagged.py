@@ -19,7 +19,7 @@ _COMPACT_ITEMS: Final = 16
 _MAPPINGS: Final = {"d": "dict", "O": "ordered_dict", "C": "counter"}
 
 
-def from_tree(tree: object) -> Any:  # noqa: ANN401, PLR0911 - any value of JSON, a return for each form
+def from_tree(tree: object) -> Any:  # noqa: PLR0911 - any value of JSON, a return for each form
     """Return a tree in msgpack form as tagged JSON.
 
     Raises: ValueError for a value other than a tree.
@@ -44,9 +44,16 @@ def from_tree(tree: object) -> Any:  # noqa: ANN401, PLR0911 - any value of JSON
         pairs = zip(items[::2], items[1::2], strict=True)
         return {_MAPPINGS[tag]: [[from_tree(key), from_tree(value)] for key, value in pairs]}
     if tag in ("L", "U") and items:
-        return {"list" if tag == "L" else "tuple": [from_tree(item) for item in _unpacked(items[0], items[1:])]}
+        return {
+            "list" if tag == "L" else "tuple": [
+                from_tree(item) for item in _unpacked(items[0], items[1:])
+            ]
+        }
     if tag == "Q" and len(items) > 1:
-        return {"deque": [from_tree(item) for item in _unpacked(items[1], items[2:])], "maxlen": items[0]}
+        return {
+            "deque": [from_tree(item) for item in _unpacked(items[1], items[2:])],
+            "maxlen": items[0],
+        }
     if tag == "q" and items:
         if _is_to_be_packed(items[1:]):
             raise ValueError(f"{len(items) - 1} numbers or strings stand one by one (REQ-TRE-010)")
@@ -110,7 +117,9 @@ def _unpacked(kind: str, content: list[Any]) -> list[Any]:
     if len(entries) < _COMPACT_ITEMS:
         raise ValueError(f"{len(entries)} entries are packed (REQ-TRE-010)")
     if "int" in kind and _integer_kind(entries) != kind:
-        raise ValueError(f"entries are packed as {kind} that {_integer_kind(entries)} holds (REQ-TRE-011)")
+        raise ValueError(
+            f"entries are packed as {kind} that {_integer_kind(entries)} holds (REQ-TRE-011)"
+        )
     return entries
 
 

@@ -25,7 +25,7 @@ from ckptfmt_conformance.runner import TIMEOUT_S, ask_case
 from ckptfmt_conformance.xfails import Xfails
 
 
-def _option(config: pytest.Config, name: str, default: Any = None) -> Any:  # noqa: ANN401 - any option
+def _option(config: pytest.Config, name: str, default: Any = None) -> Any:
     return config.getoption(name, default=default) or default
 
 
@@ -33,7 +33,8 @@ def _adapter(config: pytest.Config) -> str:
     adapter = _option(config, "--adapter") or os.environ.get("CKPTFMT_ADAPTER")
     if not adapter:
         raise pytest.UsageError(
-            "which adapter? Give `-p ckptfmt_conformance.plugin --adapter ADAPTER`, or set CKPTFMT_ADAPTER."
+            "which adapter? Give `-p ckptfmt_conformance.plugin --adapter ADAPTER`, or set"
+            " CKPTFMT_ADAPTER."
         )
     return str(adapter)
 
@@ -42,7 +43,10 @@ def _cases(config: pytest.Config) -> tuple[Case, ...]:
     with contextlib.closing(find_target(_adapter(config)).open()) as caller:
         description = describe(caller)
     root, kinds = _option(config, "--vectors"), _option(config, "--kind", [])
-    cases, patterns = load_cases(Path(root) if root else vectors_root()), _option(config, "--filter", [])
+    cases, patterns = (
+        load_cases(Path(root) if root else vectors_root()),
+        _option(config, "--filter", []),
+    )
     # Listing trajectories imports a framework.
     if "trajectory" in (kinds or description.kinds) and not root:
         cases += cells.find_cases(patterns)
@@ -67,7 +71,9 @@ def asked(pytestconfig: pytest.Config) -> Iterator[tuple[Caller, Description, Xf
         yield caller, description, read_xfails(target, Path(xfails) if xfails else None)
 
 
-def test_case(case: Case, asked: tuple[Caller, Description, Xfails], pytestconfig: pytest.Config) -> None:
+def test_case(
+    case: Case, asked: tuple[Caller, Description, Xfails], pytestconfig: pytest.Config
+) -> None:
     """Ask one case."""
     caller, description, xfails = asked
     timeout_s = float(_option(pytestconfig, "--case-timeout", TIMEOUT_S))
@@ -78,4 +84,7 @@ def test_case(case: Case, asked: tuple[Caller, Description, Xfails], pytestconfi
         pytest.xfail(verdict.message)
     if verdict.status is not Status.PASS:
         clauses = ", ".join(case.requirements)
-        pytest.fail(f"{verdict.status}: {verdict.message}\n{clauses}: {case.description}\n{case.why}", pytrace=False)
+        pytest.fail(
+            f"{verdict.status}: {verdict.message}\n{clauses}: {case.description}\n{case.why}",
+            pytrace=False,
+        )

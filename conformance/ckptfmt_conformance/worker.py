@@ -18,7 +18,7 @@ from ckptfmt_conformance.protocol import EXIT_ACCEPTED, EXIT_FAILED, ask_line, s
 __all__ = ["load_class", "main"]
 
 
-def load_class(name: str) -> Any:  # noqa: ANN401 - any class
+def load_class(name: str) -> Any:
     """Return an instance of ``package.module:Class``.
 
     Raises: ImportError, AttributeError, and any exception of the class.
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     return EXIT_ACCEPTED
 
 
-def _answer(adapter: Any, question: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:  # noqa: ANN401 - a class
+def _answer(adapter: Any, question: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
     if question["kind"] == "witness":
         from ckptfmt_conformance.trajectories.witness import answer_witness  # noqa: PLC0415 - the module imports a framework
 

@@ -43,7 +43,8 @@ class Xfails:
             return cls.parse(path.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise SuiteError(
-                f"the list of expected failures can't be read: {error}", remedy="Give another file with --xfails."
+                f"the list of expected failures can't be read: {error}",
+                remedy="Give another file with --xfails.",
             ) from error
 
     def expects(self, case_id: str) -> bool:
@@ -57,7 +58,9 @@ class Xfails:
         if verdict.status in (Status.FAIL, Status.ERROR):
             return Verdict(status=Status.XFAIL, message=verdict.message)
         if verdict.status is Status.PASS:
-            return Verdict(status=Status.XPASS, message="it passes: take it off the list of expected failures")
+            return Verdict(
+                status=Status.XPASS, message="it passes: take it off the list of expected failures"
+            )
         return verdict
 
     def find_idle(self, case_ids: list[str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Files of the vectors: for each area, its cases in one file, and beside it the contents of their files in another.
 
-`vectors/README.md` says how both are read. They are written without a clock or chance: the same cases are the same
-bytes.
+`vectors/README.md` says how both are read. They are written without a clock or chance: the same
+cases are the same bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ def dump_areas(cases: Iterable[Case]) -> dict[str, bytes]:
     areas: dict[str, list[Case]] = {}
     for case in cases:
         areas.setdefault(case.id.partition("/")[0], []).append(case)
-    return {name: text for area, of_area in areas.items() for name, text in _dump_area(area, of_area).items()}
+    return {
+        name: text
+        for area, of_area in areas.items()
+        for name, text in _dump_area(area, of_area).items()
+    }
 
 
 def _dump_area(area: str, cases: Sequence[Case]) -> dict[str, bytes]:
@@ -47,7 +51,10 @@ def _dump_area(area: str, cases: Sequence[Case]) -> dict[str, bytes]:
             if contents.setdefault(key, entry) != entry:
                 raise ValueError(f"{area}: two contents have the key {key}")
     lines = ",\n".join(f'"{key}": {entry}' for key, entry in contents.items())
-    return {f"{area}.json": f"{_text(rows)}\n".encode(), f"files/{area}.json": f"{{\n{lines}\n}}\n".encode()}
+    return {
+        f"{area}.json": f"{_text(rows)}\n".encode(),
+        f"files/{area}.json": f"{{\n{lines}\n}}\n".encode(),
+    }
 
 
 def _key(content: bytes) -> str:
@@ -63,11 +70,18 @@ def _entry(content: bytes) -> dict[str, str]:
 def _text(value: object, indent: str = "") -> str:
     """Return JSON text: what fits is on one line, of the rest each member or entry begins one."""
     line = json.dumps(value, ensure_ascii=False)
-    if not isinstance(value, dict | list) or not value or (indent and len(indent) + len(line) < _WIDTH):
+    if (
+        not isinstance(value, dict | list)
+        or not value
+        or (indent and len(indent) + len(line) < _WIDTH)
+    ):
         return line
     inner = indent + "  "
     if isinstance(value, dict):
-        rows, (begin, end) = [f"{json.dumps(name)}: {_text(value[name], inner)}" for name in value], "{}"
+        rows, (begin, end) = (
+            [f"{json.dumps(name)}: {_text(value[name], inner)}" for name in value],
+            "{}",
+        )
     else:
         rows, (begin, end) = [_text(entry, inner) for entry in value], "[]"
     return f"{begin}\n{inner}" + f",\n{inner}".join(rows) + f"\n{indent}{end}"
@@ -85,7 +99,12 @@ def write_areas(cases: Sequence[Case], root: Path) -> None:
 
 def _names(root: Path) -> set[str]:
     """Return the files below `root` that are generated, or were: all but those of earlier versions."""
-    found = (path for pattern in ("*.json", "files/*.json") for path in root.glob(pattern) if not is_kept(path.stem))
+    found = (
+        path
+        for pattern in ("*.json", "files/*.json")
+        for path in root.glob(pattern)
+        if not is_kept(path.stem)
+    )
     return {path.relative_to(root).as_posix() for path in found}
 
 
@@ -97,11 +116,16 @@ def find_differences(cases: Sequence[Case], root: Path) -> list[str]:
     found = []
     for area in sorted({name.removeprefix("files/").removesuffix(".json") for name in wrong}):
         lines = _explain(
-            *({name: files.get(name) for name in (f"{area}.json", f"files/{area}.json")} for files in (made, there))
+            *(
+                {name: files.get(name) for name in (f"{area}.json", f"files/{area}.json")}
+                for files in (made, there)
+            )
         )
         # Where no case differs, it is the writing alone: spaces, order, contents that no case uses.
         found += lines or [
-            f"{name} isn't written as it is generated" for name in sorted(wrong) if Path(name).stem == area
+            f"{name} isn't written as it is generated"
+            for name in sorted(wrong)
+            if Path(name).stem == area
         ]
     return found
 
@@ -115,10 +139,15 @@ def _explain(made: dict[str, bytes | None], there: dict[str, bytes | None]) -> l
     for name in sorted(wanted.keys() | given.keys()):
         one, other = wanted.get(name), given.get(name)
         if one is None or other is None:
-            lines.append(f"{name} " + ("is missing" if other is None else "isn't among the cases that are generated"))
+            lines.append(
+                f"{name} "
+                + ("is missing" if other is None else "isn't among the cases that are generated")
+            )
         elif one != other:
             names = sorted(
-                member for member in one.keys() | other.keys() if one.get(member, ...) != other.get(member, ...)
+                member
+                for member in one.keys() | other.keys()
+                if one.get(member, ...) != other.get(member, ...)
             )
             lines.append(f"{name} isn't what is generated: {', '.join(names)}")
     return lines

@@ -13,7 +13,7 @@ __all__ = ["alter", "flip", "pop_at", "put_file", "replace", "set_at", "small", 
 RUN_ID = "9f8b6c0d2e4a4f1c8d7e6b5a49382716"
 
 
-def small(**members: Any) -> Plan:  # noqa: ANN401 - members of a record, by name
+def small(**members: Any) -> Plan:
     """Return the smallest checkpoint that has a tensor, a leaf and a stream."""
     return Plan(
         tensors=[Tensor(name="w", shape=(2, 3))],
@@ -23,9 +23,12 @@ def small(**members: Any) -> Plan:  # noqa: ANN401 - members of a record, by nam
     )
 
 
-def two_writers(**members: Any) -> Plan:  # noqa: ANN401 - members of a record, by name
+def two_writers(**members: Any) -> Plan:
     """Return a checkpoint of two writers that has something of every kind."""
-    halves = [Piece(writer=0, begin=(0, 0), shape=(3, 4)), Piece(writer=1, begin=(3, 0), shape=(3, 4))]
+    halves = [
+        Piece(writer=0, begin=(0, 0), shape=(3, 4)),
+        Piece(writer=1, begin=(3, 0), shape=(3, 4)),
+    ]
     return Plan(
         tensors=[
             Tensor(name="embedding", shape=(6, 4), aliases=("head",), pieces=halves),
@@ -33,12 +36,24 @@ def two_writers(**members: Any) -> Plan:  # noqa: ANN401 - members of a record, 
             Tensor(name="scale", dtype="float64", shape=()),
             Tensor(name="empty", dtype="int8", shape=(0, 3)),
             Tensor(name="cache", dtype="uint8", shape=(5,), storage=1, scope="lw/0"),
-            Tensor(name="cache", dtype="uint8", shape=(5,), storage=1, scope="lw/1", pieces=[whole((5,), 1)]),
+            Tensor(
+                name="cache",
+                dtype="uint8",
+                shape=(5,),
+                storage=1,
+                scope="lw/1",
+                pieces=[whole((5,), 1)],
+            ),
             Tensor(name="moment", shape=(2,), field="optimizer", pieces=[whole((2,), 1)]),
         ],
         leaves=[
             Leaf(field="config", value=["d", "width", 3], writers=(0, 1)),
-            Leaf(field="optimizer", name="state", value=["d", "m", ["T", "moment", "torch"]], writers=(0, 1)),
+            Leaf(
+                field="optimizer",
+                name="state",
+                value=["d", "m", ["T", "moment", "torch"]],
+                writers=(0, 1),
+            ),
             Leaf(field="data", value=["l", 0], scope="lw/0"),
             Leaf(field="data", value=["l", 1], scope="lw/1", writers=(1,)),
         ],
@@ -62,7 +77,7 @@ def replace(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
     return change
 
 
-def set_at(document: str, *path: str | int, value: Any) -> Edit:  # noqa: ANN401 - whatever stands in a document
+def set_at(document: str, *path: str | int, value: Any) -> Edit:
     """Return an edit that puts a value into a document: `set_at("index", "tensors", "field", 0, value=1)`."""
 
     def edit(made: Checkpoint) -> None:
@@ -95,11 +110,13 @@ def put_file(path: str, content: bytes | None) -> Edit:
     return edit
 
 
-def _place(made: Checkpoint, document: str) -> Any:  # noqa: ANN401 - whatever stands in a document
-    return made.parts[int(document[5:])] if document.startswith("part/") else getattr(made, document)
+def _place(made: Checkpoint, document: str) -> Any:
+    return (
+        made.parts[int(document[5:])] if document.startswith("part/") else getattr(made, document)
+    )
 
 
-def alter(document: str, **changes: Any) -> Edit:  # noqa: ANN401 - members of a record, by name
+def alter(document: str, **changes: Any) -> Edit:
     """Return an edit that bends the bytes of a document; see `Bend`."""
     return lambda made: made.bend(document, **changes)
 

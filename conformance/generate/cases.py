@@ -110,7 +110,10 @@ class Page:
             clauses,
             says,
             files,
-            expect={"outcome": "accept", "tensors": expected(checkpoint.plan) if tensors is None else tensors},
+            expect={
+                "outcome": "accept",
+                "tensors": expected(checkpoint.plan) if tensors is None else tensors,
+            },
             path=(place if path is None else path) or ".",
             bug=bug,
             why=why,
@@ -165,7 +168,11 @@ class Page:
             clauses,
             says,
             files,
-            expect={"outcome": "reject", "error": codes[0] if len(codes) == 1 else codes, "phase": phase},
+            expect={
+                "outcome": "reject",
+                "error": codes[0] if len(codes) == 1 else codes,
+                "phase": phase,
+            },
             path=(place if path is None else path) or ".",
             bug=bug,
             why=why,
@@ -173,7 +180,9 @@ class Page:
             request={"verify": "all"} if request is None else request,
             edit=says,
             derived_from=of if "/" in of else f"{self.name}/valid/{of}",
-            features=(base.manifest["features"]["reader"] if base else []) if features is None else features,
+            features=(base.manifest["features"]["reader"] if base else [])
+            if features is None
+            else features,
         )
 
     def ask(  # noqa: PLR0917 - a row of a table of cases
@@ -210,7 +219,9 @@ class Page:
             why=why,
             request=request,
             kind=kind,
-            features=(base.manifest["features"]["reader"] if base else []) if features is None else features,
+            features=(base.manifest["features"]["reader"] if base else [])
+            if features is None
+            else features,
         )
 
     def _add(
@@ -248,7 +259,9 @@ class Page:
             "why": why,
             "source": {"generator": self.module, "version": VERSION},
         }
-        self.cases.append(Case(members=members | ({} if request is None else {"request": request}), files=files))
+        self.cases.append(
+            Case(members=members | ({} if request is None else {"request": request}), files=files)
+        )
 
 
 def _placed(files: FileMap, place: str) -> FileMap:

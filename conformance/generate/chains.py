@@ -35,12 +35,12 @@ class Chain:
     beside: dict[str, bytes]
 
 
-def in_run(step: int, **members: Any) -> Plan:  # noqa: ANN401 - members of a record, by name
+def in_run(step: int, **members: Any) -> Plan:
     """Return a plan of a step of one run."""
     return Plan(run_id=RUN_ID, launch=1, step=step, attempt=f"{step:016x}", **members)
 
 
-def base_plan(*tensors: Tensor, **members: Any) -> Plan:  # noqa: ANN401 - members of a record, by name
+def base_plan(*tensors: Tensor, **members: Any) -> Plan:
     """Return a full checkpoint, the first of the run."""
     return in_run(3, tensors=list(tensors), **members)
 
@@ -56,11 +56,20 @@ def placed(made: Checkpoint) -> dict[str, bytes]:
     return {f"{name}/{path}": content for path, content in made.seal().items()}
 
 
-def stored_as(encoding: str, tensor: Tensor, content: bytes, **members: Any) -> Tensor:  # noqa: ANN401 - members of a record, by name
+def stored_as(encoding: str, tensor: Tensor, content: bytes, **members: Any) -> Tensor:
     """Return a tensor of one block with new content, against its base's."""
-    needs_base = encoding in ("same", "xor", "difference", "sparse", "classes") and not members.get("predicted")
-    blocks = [] if encoding in ("same", "raw") else [encode(encoding, content, tensor.content, tensor.dtype)]
-    stored = Stored(encoding=encoding, **({"blocks": blocks, "reference": BASE if needs_base else None} | members))
+    needs_base = encoding in ("same", "xor", "difference", "sparse", "classes") and not members.get(
+        "predicted"
+    )
+    blocks = (
+        []
+        if encoding in ("same", "raw")
+        else [encode(encoding, content, tensor.content, tensor.dtype)]
+    )
+    stored = Stored(
+        encoding=encoding,
+        **({"blocks": blocks, "reference": BASE if needs_base else None} | members),
+    )
     return Tensor(
         name=tensor.name,
         dtype=tensor.dtype,
@@ -73,12 +82,12 @@ def stored_as(encoding: str, tensor: Tensor, content: bytes, **members: Any) -> 
     )
 
 
-def later(*bases: Checkpoint, step: int = 4, **members: Any) -> Plan:  # noqa: ANN401 - members of a record, by name
+def later(*bases: Checkpoint, step: int = 4, **members: Any) -> Plan:
     """Return a plan that refers to checkpoints of the run."""
     return in_run(step, references=[reference_to(base) for base in bases], **members)
 
 
-def chain(base: Plan | Checkpoint, *tensors: Tensor, **members: Any) -> Chain:  # noqa: ANN401 - members of a record, by name
+def chain(base: Plan | Checkpoint, *tensors: Tensor, **members: Any) -> Chain:
     """Return a delta of these tensors, against one base."""
     made = build(base) if isinstance(base, Plan) else base
     return Chain(build(later(made, tensors=list(tensors), **members)), placed(made))

@@ -41,8 +41,11 @@ def read_clauses(spec: Path = ROOT / "spec") -> list[Clause]:
                         label=label,
                         page=path.stem,
                         roles=roles or "",
-                        codes=tuple(text.partition(" -> ")[2].split(", ")) if " -> " in text else (),
-                        is_testable="untestable: " not in notes and not text.startswith("withdrawn"),
+                        codes=tuple(text.partition(" -> ")[2].split(", "))
+                        if " -> " in text
+                        else (),
+                        is_testable="untestable: " not in notes
+                        and not text.startswith("withdrawn"),
                     )
                 )
     return found

@@ -43,7 +43,9 @@ def broken_adapters(folder: Path = _BROKEN) -> list[Conviction]:
         }
         if "breaks" in given:
             name = re.sub(r"(?<=.)(?=[A-Z])", "_", one.name).lower()
-            found.append(Conviction(name=f"broken/{name}", clauses=given["breaks"], by=given["convicted_by"]))
+            found.append(
+                Conviction(name=f"broken/{name}", clauses=given["breaks"], by=given["convicted_by"])
+            )
     return sorted(found, key=lambda conviction: conviction.name)
 
 
@@ -64,9 +66,14 @@ def _entries(module: ast.Module) -> Iterator[tuple[str, dict[str, tuple[str, ...
     for node in module.body:
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if not (isinstance(target, ast.Name) and target.id == "MUTANTS" and isinstance(value, ast.Dict)):
+        if not (
+            isinstance(target, ast.Name) and target.id == "MUTANTS" and isinstance(value, ast.Dict)
+        ):
             continue
         for key, call in zip(value.keys, value.values, strict=True):
             if isinstance(key, ast.Constant) and isinstance(call, ast.Call):
                 said = {word.arg: word.value for word in call.keywords}
-                yield str(key.value), {name: ast.literal_eval(said[name]) for name in ("clauses", "tests")}
+                yield (
+                    str(key.value),
+                    {name: ast.literal_eval(said[name]) for name in ("clauses", "tests")},
+                )

@@ -1,7 +1,7 @@
 """What each position of a cursor has: its mixture, its skips and its tail played through, one position after another.
 
-Written from spec/60-context.md, in plain Python and without a closed form, as slow as it is simple: the vectors are
-made by it, and the tests hold the library to it.
+Written from spec/60-context.md, in plain Python and without a closed form, as slow as it is simple:
+the vectors are made by it, and the tests hold the library to it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,11 @@ def positions(cursor: Mapping[str, Any], count: int) -> dict[str, int]:
 def worker_part(places: Sequence[Place], worker: int, workers: int) -> list[Place]:
     """Return what a worker is given of a step's positions."""
     size = len(places)
-    return [place for place in places[worker * size // workers : (worker + 1) * size // workers] if place.use != "hole"]
+    return [
+        place
+        for place in places[worker * size // workers : (worker + 1) * size // workers]
+        if place.use != "hole"
+    ]
 
 
 def ledger_of(places: Sequence[Place]) -> dict[str, Any]:
@@ -102,8 +106,15 @@ def ledger_of(places: Sequence[Place]) -> dict[str, Any]:
     members = [place for place in places if place.use == "counts"]
     for place in members:
         keys = ledger_keys(place.source, place.epoch)
-        sums = [(total + mix((place.sample + key) % 2**64)) % 2**64 for total, key in zip(sums, keys, strict=True)]
-    return {"alg": "mix64-add4-v1", "count": len(members), "set_digest": struct.pack("<4Q", *sums).hex()}
+        sums = [
+            (total + mix((place.sample + key) % 2**64)) % 2**64
+            for total, key in zip(sums, keys, strict=True)
+        ]
+    return {
+        "alg": "mix64-add4-v1",
+        "count": len(members),
+        "set_digest": struct.pack("<4Q", *sums).hex(),
+    }
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,12 +150,16 @@ def _begin(skip: Mapping[str, Any]) -> int:
     return int(skip["range"][0] if skip["scope"] == "pos" else skip["from_pos"])
 
 
-def _shift(cursor: Mapping[str, Any], sources: Mapping[str, _Source], skip: Mapping[str, Any]) -> None:
+def _shift(
+    cursor: Mapping[str, Any], sources: Mapping[str, _Source], skip: Mapping[str, Any]
+) -> None:
     if skip["scope"] == "pos":
         for position in range(*skip["range"]):
             sources[_source_at(cursor, position)].draw()
     else:
-        sources[skip["source"]].removed |= set(range(*skip["range"]) if skip["scope"] == "shard" else skip["ids"])
+        sources[skip["source"]].removed |= set(
+            range(*skip["range"]) if skip["scope"] == "shard" else skip["ids"]
+        )
 
 
 def _meets(skip: Mapping[str, Any], position: int, source: str, sample: int) -> bool:

@@ -91,7 +91,11 @@ def find_gaps(cases: Sequence[Case]) -> list[str]:
     labels = {row.clause.label for row in rows}
     named = {label: one.name for one in (*broken_adapters(), *mutants()) for label in one.clauses}
     named |= {label: case.id for case in cases for label in case.members["requirements"]}
-    wrong = [f"{name} names {label}, and no page has it" for label, name in named.items() if label not in labels]
+    wrong = [
+        f"{name} names {label}, and no page has it"
+        for label, name in named.items()
+        if label not in labels
+    ]
     for row in rows:
         if row.clause.is_testable:
             wrong += [f"{row.clause.label} has nothing that is accepted"] * (not row.accepted)
@@ -121,7 +125,11 @@ def table_text(cases: Sequence[Case]) -> str:
         own = [_cell(row.accepted), _cell(row.refused), _cell(row.tests[:1])]
         if not row.clause.is_testable:
             own = ["can't be tested: its page says why", "", own[2]]
-        lines.append(("| " + " | ".join([row.clause.label, *own]) + " |").replace("|  |", "| |").replace("|  |", "| |"))
+        lines.append(
+            ("| " + " | ".join([row.clause.label, *own]) + " |")
+            .replace("|  |", "| |")
+            .replace("|  |", "| |")
+        )
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 

@@ -70,10 +70,14 @@ def _zlib_stream(bits: _Bits, content: bytes) -> bytes:
 
 def deflate_stored(content: bytes, *, piece_nbytes: int = 65535) -> bytes:
     """Return a zlib stream that holds `content` as it is (RFC 1951, 3.2.4)."""
-    pieces = [content[at : at + piece_nbytes] for at in range(0, len(content), piece_nbytes)] or [b""]
+    pieces = [content[at : at + piece_nbytes] for at in range(0, len(content), piece_nbytes)] or [
+        b""
+    ]
     out = bytearray(b"\x78\x01")
     for number, piece in enumerate(pieces):
-        out += struct.pack("<BHH", number == len(pieces) - 1, len(piece), len(piece) ^ 0xFFFF) + piece
+        out += (
+            struct.pack("<BHH", number == len(pieces) - 1, len(piece), len(piece) ^ 0xFFFF) + piece
+        )
     return bytes(out) + struct.pack(">I", zlib.adler32(content))
 
 

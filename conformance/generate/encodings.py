@@ -27,7 +27,9 @@ LANES: dict[str, tuple[int, bool]] = {
     **dict.fromkeys(("bfloat16", "float16", "complex32"), (2, True)),
     **dict.fromkeys(("float32", "complex64"), (4, True)),
     **dict.fromkeys(("float64", "complex128"), (8, True)),
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), (1, True)),
+    **dict.fromkeys(
+        ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), (1, True)
+    ),
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e8m0fnu", "float4_e2m1fn_x2"), (1, False)),
     **dict.fromkeys(("uint16", "int16"), (2, False)),
     **dict.fromkeys(("uint32", "int32"), (4, False)),
@@ -41,7 +43,9 @@ AS_CHANGES = 255
 def lanes(content: bytes, dtype: str) -> list[int]:
     """Return the lanes of a content."""
     width = LANES[dtype][0]
-    return [int.from_bytes(content[at : at + width], "little") for at in range(0, len(content), width)]
+    return [
+        int.from_bytes(content[at : at + width], "little") for at in range(0, len(content), width)
+    ]
 
 
 def steps_between(content: bytes, base: bytes, dtype: str) -> list[int]:
@@ -99,7 +103,9 @@ def zstd_string(content: bytes, made: bytes | None = None) -> bytes:
 def _bits(bits: Iterable[int]) -> bytes:
     rows = list(bits)
     rows += [0] * (-len(rows) % 8)
-    return bytes(sum(bit << i for i, bit in enumerate(rows[at : at + 8])) for at in range(0, len(rows), 8))
+    return bytes(
+        sum(bit << i for i, bit in enumerate(rows[at : at + 8])) for at in range(0, len(rows), 8)
+    )
 
 
 def _low_bits(words: Sequence[int], k: int) -> bytes:
@@ -116,7 +122,13 @@ def set_bytes(places: Sequence[int], count: int, *, k: int = 0) -> bytes:
         return head
     gaps = [after - before - 1 for before, after in zip([-1, *listed], listed, strict=False)]
     unary = [bit for gap in gaps for bit in [0] * (gap >> k) + [1]]
-    return head + bytes([k]) + number(len(unary) - len(listed)) + string(_bits(unary)) + _low_bits(gaps, k)
+    return (
+        head
+        + bytes([k])
+        + number(len(unary) - len(listed))
+        + string(_bits(unary))
+        + _low_bits(gaps, k)
+    )
 
 
 def sparse_plane(content: bytes) -> bytes:
@@ -125,9 +137,11 @@ def sparse_plane(content: bytes) -> bytes:
     return b"\3" + set_bytes(places, len(content)) + string(bytes(content[at] for at in places))
 
 
-def planes(words: Sequence[int], width: int, *, plane: Any = string) -> bytes:  # noqa: ANN401 - bytes to bytes
+def planes(words: Sequence[int], width: int, *, plane: Any = string) -> bytes:
     """Return the planes of words."""
-    return b"".join(plane(bytes(word >> 8 * byte & 0xFF for word in words)) for byte in range(width))
+    return b"".join(
+        plane(bytes(word >> 8 * byte & 0xFF for word in words)) for byte in range(width)
+    )
 
 
 def changes(steps: Sequence[int], width: int, *, levels: int = 1, k: int = 0) -> bytes:
@@ -146,11 +160,19 @@ def changes(steps: Sequence[int], width: int, *, levels: int = 1, k: int = 0) ->
 
 
 def classes(
-    steps: Sequence[int], base: bytes, dtype: str, *, cuts: Sequence[int] = (), k: Sequence[int] = (0,)
+    steps: Sequence[int],
+    base: bytes,
+    dtype: str,
+    *,
+    cuts: Sequence[int] = (),
+    k: Sequence[int] = (0,),
 ) -> bytes:
     """Return steps class by class; `k` says how each class that has lanes is stored."""
     width = LANES[dtype][0]
-    keys = [(lane >> 8 * width - 9) & 0xFF if width > 1 else (lane & 0x7F) << 1 for lane in lanes(base, dtype)]
+    keys = [
+        (lane >> 8 * width - 9) & 0xFF if width > 1 else (lane & 0x7F) << 1
+        for lane in lanes(base, dtype)
+    ]
     found: dict[int, list[tuple[int, int]]] = {}
     for at, key in enumerate(keys):
         found.setdefault(sum(cut <= key for cut in cuts), []).append((key, at))
@@ -161,7 +183,9 @@ def classes(
         if how == AS_CHANGES:
             out += changes(own, width)
         elif how:
-            out += string(_bits(step & 1 for step in own)) + _low_bits([step >> 1 for step in own], how - 1)
+            out += string(_bits(step & 1 for step in own)) + _low_bits(
+                [step >> 1 for step in own], how - 1
+            )
         if how != AS_CHANGES:
             out += planes([step >> how for step in own], -(-(8 * width - how) // 8))
     return out

@@ -1,7 +1,7 @@
 """The fenced examples of the specification (spec/00-overview.md, Notation), and the files that they stand for.
 
-`text` is a picture, and `python` a session with the reference implementation; every other line or document is bytes
-that any reader takes or refuses.
+`text` is a picture, and `python` a session with the reference implementation; every other line or
+document is bytes that any reader takes or refuses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from conformance.generate.wire import Bend, json_document, msgpack, table_docume
 
 __all__ = ["REFUSAL", "Example", "Fence", "edited", "file_of", "read_examples", "read_fences"]
 
-#: What a line of examples ends with: code and clause of the refusal, and other clauses that it shows.
+#: What a line of examples ends with: code and clause of the refusal, and other clauses that it
+#: shows.
 REFUSAL = re.compile(r"(.*) -> ([A-Z_0-9]+) (REQ-[A-Z]{3}-[0-9]{3})((?: REQ-[A-Z]{3}-[0-9]{3})*)")
 _EDIT = re.compile(r"(add|replace|remove) (/\S+)(?: (.+))?")
 _FENCE = re.compile(r"```(\S*)((?: \S+)*)")
@@ -46,7 +47,8 @@ class Example:
     """Bytes of a form, and what a reader makes of them.
 
     Attributes:
-        form: what they are to be parsed as: a document's type, `index`, `part`, `cursor`, `shard`, or a form of values.
+        form: what they are to be parsed as: a document's type, `index`, `part`, `cursor`, `shard`,
+            or a form of values.
         name: of the example, or of that which it is an edit of; "" for a line by itself.
         says: the line, or what is called so.
         clauses: those that it shows; of a refusal, that by which it is refused first.
@@ -78,7 +80,11 @@ def read_fences(spec: Path = ROOT / "spec") -> list[Fence]:
             if opening:
                 tags = dict(tag.partition("=")[::2] for tag in opening[2].split())
                 content = "\n".join(_until_end(lines)) + "\n"
-                found.append(Fence(page=path.name, line=number, language=opening[1], tags=tags, content=content))
+                found.append(
+                    Fence(
+                        page=path.name, line=number, language=opening[1], tags=tags, content=content
+                    )
+                )
     return found
 
 
@@ -97,7 +103,11 @@ def read_examples(spec: Path = ROOT / "spec") -> list[Example]:
     for fence in fences:
         match fence.language:
             case "json":
-                found.append(_document(fence, json.loads(fence.content), says=f"the example {fence.tags['name']}"))
+                found.append(
+                    _document(
+                        fence, json.loads(fence.content), says=f"the example {fence.tags['name']}"
+                    )
+                )
             case "edits":
                 found += [_edit(named[fence.tags["of"]], fence, line) for line in _lines(fence)]
             case "rejects":
@@ -112,7 +122,7 @@ def _lines(fence: Fence) -> list[str]:
     return [line for line in fence.content.splitlines() if line.strip()]
 
 
-def _document(fence: Fence, value: Any, *, says: str, **members: Any) -> Example:  # noqa: ANN401 - any value of JSON
+def _document(fence: Fence, value: Any, *, says: str, **members: Any) -> Example:
     original = json.loads(fence.content)
     features = original["features"]["reader"] if "features" in original else ()
     return Example(
@@ -132,7 +142,7 @@ def _form(fence: Fence) -> str:
     return tags.get("document") or tags.get("view") or tags.get("tree") or "shard"
 
 
-def file_of(fence: Fence, value: Any) -> bytes:  # noqa: ANN401 - any value of JSON
+def file_of(fence: Fence, value: Any) -> bytes:
     """Return the file that an example stands for, or an edit of it."""
     if "document" in fence.tags:
         return json_document(value)[0]
@@ -141,10 +151,12 @@ def file_of(fence: Fence, value: Any) -> bytes:  # noqa: ANN401 - any value of J
         return table_document(signed, Bend(stream=lambda _: deflate_stored(msgpack(signed))))[0]
     if "tree" in fence.tags:
         return msgpack(_tree_of(value))
-    return _padded(json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()) + bytes(SHARD_DATA_NBYTES)
+    return _padded(json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()) + bytes(
+        SHARD_DATA_NBYTES
+    )
 
 
-def _tree_of(value: Any) -> Any:  # noqa: ANN401 - any value of JSON
+def _tree_of(value: Any) -> Any:
     """Return the tree of a value whose maps and lists stand as themselves."""
     if isinstance(value, dict):
         return ["d", *(item for row in value.items() for item in (row[0], _tree_of(row[1])))]
@@ -173,7 +185,12 @@ def _edit(source: Fence, fence: Fence, line: str) -> Example:
 def _line(fence: Fence, line: str, *, place: str = "document") -> Example:
     """Return a line of whole documents or values, with what comes of it."""
     shown = fence.tags.get("shows")
-    members: dict[str, Any] = {"form": fence.tags["parse"], "name": "", "page": fence.page, "place": place}
+    members: dict[str, Any] = {
+        "form": fence.tags["parse"],
+        "name": "",
+        "page": fence.page,
+        "place": place,
+    }
     if fence.language == "hex" and " -> " not in line:
         digits, _, says = line.partition(" = ")
         clauses = tuple(shown.split(",")) if shown else ()
@@ -197,7 +214,7 @@ def _refusal(fence: Fence, line: str) -> tuple[str, str, tuple[str, ...]]:
     return text, code, (clause, *others.split())
 
 
-def edited(value: Any, text: str) -> Any:  # noqa: ANN401 - any value of JSON
+def edited(value: Any, text: str) -> Any:
     """Return a value after one edit: `add`, `replace` or `remove`, a JSON pointer, and the new value.
 
     Raises: ValueError for an edit that is none, or changes nothing.

@@ -45,7 +45,10 @@ class _Schemas:
     """The schemas of a version, by the names that they call each other."""
 
     def __init__(self, folder: Path) -> None:
-        self._named = {path.name: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.schema.json"))}
+        self._named = {
+            path.name: json.loads(path.read_text("utf-8"))
+            for path in sorted(folder.glob("*.schema.json"))
+        }
 
     def documents(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield those of whole documents, and the names by which they are called in prose."""
@@ -98,7 +101,11 @@ def fields_text() -> str:
                 tables.setdefault(name, {}).setdefault(member, {})[version] = how
     lines = [_HEAD]
     for name, members in tables.items():
-        lines += [f"## {name}\n", "| Member | " + " | ".join(VERSIONS) + " |", "|---|" + "---|" * len(VERSIONS)]
+        lines += [
+            f"## {name}\n",
+            "| Member | " + " | ".join(VERSIONS) + " |",
+            "|---|" + "---|" * len(VERSIONS),
+        ]
         lines += [
             f"| `{member}` | " + " | ".join(how.get(version, "-") for version in VERSIONS) + " |"
             for member, how in members.items()

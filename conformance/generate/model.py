@@ -1,6 +1,7 @@
 """A checkpoint in memory: documents that may be edited, and then signed anew from the parts upwards.
 
-So what is wrong with an invalid case is the one edit that it names, and never a digest that no longer fits.
+So what is wrong with an invalid case is the one edit that it names, and never a digest that no
+longer fits.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Checkpoint:
         manifest, index, parts: what the documents sign.
         files: shards and packs, by name.
         bends: what is done to the bytes of `"manifest"`, `"index"` or `"part/0"`.
-        kept: which of `"index/nbytes"`, `"index/digest"`, `"parts/nbytes"`, `"parts/digest"` aren't made to fit.
+        kept: which of `"index/nbytes"`, `"index/digest"`, `"parts/nbytes"`, `"parts/digest"` aren't
+            made to fit.
         extra: files that are put over the others at the end, by path; None takes one away.
     """
 
@@ -47,7 +49,7 @@ class Checkpoint:
     kept: set[str] = field(default_factory=set)
     extra: dict[str, bytes | None] = field(default_factory=dict)
 
-    def bend(self, document: str, **changes: Any) -> None:  # noqa: ANN401 - members of a record, by name
+    def bend(self, document: str, **changes: Any) -> None:
         """Say what is done to a document's bytes."""
         self.bends[document] = Bend(**changes)
 
@@ -78,7 +80,9 @@ class Checkpoint:
     def seal(self) -> dict[str, bytes]:
         """Return all files, digests and sizes made to fit from the parts upwards."""
         made: dict[str, bytes] = dict(self.files)
-        documents = [table_document(part, self.bends.get(f"part/{i}")) for i, part in enumerate(self.parts)]
+        documents = [
+            table_document(part, self.bends.get(f"part/{i}")) for i, part in enumerate(self.parts)
+        ]
         for writer, (content, _) in enumerate(documents):
             made[self.part_name(writer)] = content
         index = copy.deepcopy(self.index)
@@ -116,7 +120,9 @@ def build(plan: Plan) -> Checkpoint:
     parts = [part for part, _ in made]
     files = {name: content for _, own in made for name, content in own.items()}
     index = index_of(plan, parts)
-    return Checkpoint(plan=plan, manifest=_manifest_of(plan, parts, index), index=index, parts=parts, files=files)
+    return Checkpoint(
+        plan=plan, manifest=_manifest_of(plan, parts, index), index=index, parts=parts, files=files
+    )
 
 
 def _manifest_of(plan: Plan, parts: list[dict[str, Any]], index: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +133,9 @@ def _manifest_of(plan: Plan, parts: list[dict[str, Any]], index: dict[str, Any])
         **head,
         "features": {"reader": features, "writer": []},
         "profile": "delta" if features else "full",
-        "references": [{"name": references[one], "digest": "blake3:" + one.hex()} for one in sorted(references)],
+        "references": [
+            {"name": references[one], "digest": "blake3:" + one.hex()} for one in sorted(references)
+        ],
         "fields": {name: _summary(plan, name, index, is_delta=bool(features)) for name in FIELDS},
         "index": {"name": f"index-{plan.attempt}.msgpack", "nbytes": 0, "digest": ""},
     }

@@ -25,7 +25,9 @@ def sample_at(count: int, seed: int, position: int) -> int:
     a = math.isqrt(count)
     a += a * a < count
     b = -(-count // a)
-    keys = struct.unpack("<8Q", blake3(b"ckptfmt/feistel-v1" + struct.pack("<QQ", seed, epoch)).digest(length=64))
+    keys = struct.unpack(
+        "<8Q", blake3(b"ckptfmt/feistel-v1" + struct.pack("<QQ", seed, epoch)).digest(length=64)
+    )
     while True:
         left, right = divmod(p, b)
         for i, key in enumerate(keys):
@@ -42,7 +44,9 @@ def sample_at(count: int, seed: int, position: int) -> int:
 
 def ledger_keys(source: str, epoch: int) -> tuple[int, ...]:
     """Return the key words of an epoch of a source."""
-    return struct.unpack("<4Q", blake3(b"ckptfmt/ledger-v1" + struct.pack("<Q", epoch) + source.encode()).digest())
+    return struct.unpack(
+        "<4Q", blake3(b"ckptfmt/ledger-v1" + struct.pack("<Q", epoch) + source.encode()).digest()
+    )
 
 
 def ledger(source: str, count: int, seed: int, end: int) -> str:
@@ -52,5 +56,8 @@ def ledger(source: str, count: int, seed: int, end: int) -> str:
         epoch = position // count
         keys = ledger_keys(source, epoch)
         sample = sample_at(count, seed, position)
-        sums = [(total + mix((sample + key) & _MASK)) & _MASK for total, key in zip(sums, keys, strict=True)]
+        sums = [
+            (total + mix((sample + key) & _MASK)) & _MASK
+            for total, key in zip(sums, keys, strict=True)
+        ]
     return struct.pack("<4Q", *sums).hex()

@@ -12,7 +12,14 @@ from typing import Any
 from blake3 import blake3
 
 from conformance.generate.plans import DTYPES, Group, Piece, Plan, Stored, Tensor, box_bytes
-from conformance.generate.tables import alias_rows, base_document, leaf_rows, scopes_of, stream_rows, tensor_rows
+from conformance.generate.tables import (
+    alias_rows,
+    base_document,
+    leaf_rows,
+    scopes_of,
+    stream_rows,
+    tensor_rows,
+)
 from conformance.generate.wire import FORMAT_VERSION, Folded, Packed, Strings, msgpack
 
 __all__ = ["ENCODINGS", "PACK_HEADER", "Files", "part_of", "shard_header", "stored_nbytes"]
@@ -48,14 +55,31 @@ def part_of(plan: Plan, writer: int) -> tuple[dict[str, Any], Files]:
     """Return what the part of a writer signs, and the files that it wrote."""
     known = (one for one in plan.tensors if any(piece.writer == writer for piece in one.pieces))
     held = sorted(known, key=lambda one: one.order)
-    leaves = sorted((one for one in plan.leaves if writer in one.writers), key=lambda one: one.order)
-    streams = sorted((one for one in plan.streams if writer in one.writers), key=lambda one: one.order)
+    leaves = sorted(
+        (one for one in plan.leaves if writer in one.writers), key=lambda one: one.order
+    )
+    streams = sorted(
+        (one for one in plan.streams if writer in one.writers), key=lambda one: one.order
+    )
     scopes, dtypes = scopes_of(held, leaves, streams), sorted({one.dtype for one in held})
     boxes = [(one, piece) for one in held for piece in _pieces(one, writer)]
-    extents = [extent for row, (one, piece) in enumerate(boxes) for extent in _extents_of(plan, row, one, piece)]
+    extents = [
+        extent
+        for row, (one, piece) in enumerate(boxes)
+        for extent in _extents_of(plan, row, one, piece)
+    ]
     groups = [group for group in plan.groups if group.writer == writer]
     names, files = _lay_out(plan, writer, extents)
-    extents.sort(key=lambda one: (not one.file, one.file, one.begin, len(one.content) > 0, one.box, one.first))
+    extents.sort(
+        key=lambda one: (
+            not one.file,
+            one.file,
+            one.begin,
+            len(one.content) > 0,
+            one.box,
+            one.first,
+        )
+    )
     references = _references(plan, extents, groups)
     features = _features(references, extents, groups)
     part = {
@@ -65,7 +89,10 @@ def part_of(plan: Plan, writer: int) -> tuple[dict[str, Any], Files]:
         "scopes": scopes,
         "dtypes": dtypes,
         "references": references,
-        "encodings": [name for name in ENCODINGS if any(one.stored.encoding == name for one in extents)] or ["raw"],
+        "encodings": [
+            name for name in ENCODINGS if any(one.stored.encoding == name for one in extents)
+        ]
+        or ["raw"],
         "files": _file_table(names, files),
         "tensors": {
             **tensor_rows(held, scopes, dtypes),
@@ -74,7 +101,10 @@ def part_of(plan: Plan, writer: int) -> tuple[dict[str, Any], Files]:
         "aliases": alias_rows(held),
         "boxes": _box_table(plan, boxes),
         "digests": b"".join(_digests(plan, one, piece) for one, piece in boxes),
-        "streams": {**stream_rows(streams, scopes), "state": [msgpack(one.state) for one in streams]},
+        "streams": {
+            **stream_rows(streams, scopes),
+            "state": [msgpack(one.state) for one in streams],
+        },
         "leaves": {**leaf_rows(leaves, scopes), "value": [msgpack(one.value) for one in leaves]},
         "absent": plan.reasons(),
     }
@@ -107,7 +137,13 @@ def _extents_of(plan: Plan, row: int, tensor: Tensor, piece: Piece) -> list[_Ext
         content = raw if stored.encoding == "raw" else b"".join(stored.blocks)
         found.append(
             _Extent(
-                box=row, tensor=tensor, piece=piece, stored=stored, first=stored.first, count=count, content=content
+                box=row,
+                tensor=tensor,
+                piece=piece,
+                stored=stored,
+                first=stored.first,
+                count=count,
+                content=content,
             )
         )
     return found
@@ -122,7 +158,9 @@ def stored_nbytes(plan: Plan, tensor: Tensor) -> int:
 def _file_of(plan: Plan, writer: int, extent: _Extent) -> str:
     if extent.stored.encoding == "same":
         return ""
-    tail = "_buffers" if extent.tensor.storage else "" if DTYPES[extent.tensor.dtype][1] else "_opaque"
+    tail = (
+        "_buffers" if extent.tensor.storage else "" if DTYPES[extent.tensor.dtype][1] else "_opaque"
+    )
     is_pack = extent.stored.encoding != "raw" or extent.stored.in_pack
     ending = "pack" if is_pack and extent.piece.stored is not None else "safetensors"
     return f"{extent.tensor.field}{tail}-{plan.attempt}-{writer:05d}.{ending}"
@@ -136,7 +174,15 @@ def _lay_out(plan: Plan, writer: int, extents: Sequence[_Extent]) -> tuple[list[
     files: Files = {}
     for name in names:
         own = [extent for extent in extents if extent.file == name]
-        own.sort(key=lambda one: (-one.tensor.width, len(one.content) >= 1 << 20, one.stored.place, one.box, one.first))
+        own.sort(
+            key=lambda one: (
+                -one.tensor.width,
+                len(one.content) >= 1 << 20,
+                one.stored.place,
+                one.box,
+                one.first,
+            )
+        )
         at = 0
         for extent in own:
             extent.begin, at = at, at + len(extent.content)
@@ -164,7 +210,7 @@ def _entries(own: Sequence[_Extent]) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def shard_header(entries: dict[str, Any], *, metadata: Any = None, pad: bytes = b" ") -> bytes:  # noqa: ANN401 - any JSON
+def shard_header(entries: dict[str, Any], *, metadata: Any = None, pad: bytes = b" ") -> bytes:
     """Return length, JSON text and padding of a shard."""
     value = {"__metadata__": {"format": "pt"} if metadata is None else metadata, **entries}
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
@@ -172,13 +218,17 @@ def shard_header(entries: dict[str, Any], *, metadata: Any = None, pad: bytes = 
     return len(text).to_bytes(8, "little") + text
 
 
-def _features(references: Sequence[Any], extents: Sequence[_Extent], groups: Sequence[Group]) -> list[str]:
+def _features(
+    references: Sequence[Any], extents: Sequence[_Extent], groups: Sequence[Group]
+) -> list[str]:
     used = {one.stored.encoding for one in extents}
     names = (used - {"raw", "same"}) | {group.kind for group in groups}
     return sorted({"deltas", *names}) if names or references or "same" in used else []
 
 
-def _references(plan: Plan, extents: Sequence[_Extent], groups: Sequence[Group]) -> list[dict[str, Any]]:
+def _references(
+    plan: Plan, extents: Sequence[_Extent], groups: Sequence[Group]
+) -> list[dict[str, Any]]:
     """Return the references of a part: all of the plan, where the part reads from any."""
     reads = any(one.stored.reference for one in extents) or any(one.reference for one in groups)
     rows = sorted(plan.references, key=lambda one: one.digest) if reads else []
@@ -186,20 +236,26 @@ def _references(plan: Plan, extents: Sequence[_Extent], groups: Sequence[Group])
 
 
 def _file_table(names: Sequence[str], files: Files) -> dict[str, Any]:
-    headers = [64 if name.endswith(".pack") else 8 + int.from_bytes(files[name][:8], "little") for name in names]
+    headers = [
+        64 if name.endswith(".pack") else 8 + int.from_bytes(files[name][:8], "little")
+        for name in names
+    ]
     return {
         "name": Strings(names),
         "kind": Strings(name.rpartition(".")[2] for name in names),
         "nbytes": Packed(len(files[name]) for name in names),
         "header_nbytes": Packed(headers),
         "header_digest": b"".join(
-            blake3(files[name][:nbytes]).digest() for name, nbytes in zip(names, headers, strict=True)
+            blake3(files[name][:nbytes]).digest()
+            for name, nbytes in zip(names, headers, strict=True)
         ),
     }
 
 
 def _box_table(plan: Plan, boxes: Sequence[tuple[Tensor, Piece]]) -> dict[str, Any]:
-    counts = [-(-tensor.width * math.prod(piece.shape) // plan.block_nbytes) for tensor, piece in boxes]
+    counts = [
+        -(-tensor.width * math.prod(piece.shape) // plan.block_nbytes) for tensor, piece in boxes
+    ]
     return {
         "begin": Packed(begin for _, piece in boxes for begin in piece.begin),
         "cut_shape": Packed(
@@ -208,7 +264,9 @@ def _box_table(plan: Plan, boxes: Sequence[tuple[Tensor, Piece]]) -> dict[str, A
             for cut, extent in zip(piece.shape, tensor.shape, strict=True)
         ),
         "replica": Packed(int(piece.replica) for _, piece in boxes),
-        "digest_count": Packed(count if piece.digested else 0 for count, (_, piece) in zip(counts, boxes, strict=True)),
+        "digest_count": Packed(
+            count if piece.digested else 0 for count, (_, piece) in zip(counts, boxes, strict=True)
+        ),
     }
 
 
@@ -228,13 +286,20 @@ def _extent_table(
     }
     if is_delta:
         places = {one["name"]: number for number, one in enumerate(part["references"], 1)}
-        table["reference"] = Packed(places[one.stored.reference] if one.stored.reference else 0 for one in rows)
+        table["reference"] = Packed(
+            places[one.stored.reference] if one.stored.reference else 0 for one in rows
+        )
         table["predicted"] = Packed(int(one.stored.predicted) for one in rows)
     return table
 
 
 def _stored_table(extents: Sequence[_Extent]) -> dict[str, Any]:
-    blocks = [block for one in extents if one.stored.encoding not in ("raw", "same") for block in one.stored.blocks]
+    blocks = [
+        block
+        for one in extents
+        if one.stored.encoding not in ("raw", "same")
+        for block in one.stored.blocks
+    ]
     return {
         "nbytes": Packed(len(block) for block in blocks),
         "digest": b"".join(blake3(block).digest() for block in blocks),

@@ -212,7 +212,7 @@ def payload(nbytes: int) -> bytes:
     return bytes(i % 251 for i in range(nbytes))
 
 
-def whole(shape: Shape, writer: int = 0, **members: Any) -> Piece:  # noqa: ANN401 - members of a record, by name
+def whole(shape: Shape, writer: int = 0, **members: Any) -> Piece:
     """Return all of a tensor, as one writer's piece."""
     return Piece(writer=writer, begin=(0,) * len(shape), shape=shape, **members)
 
@@ -225,14 +225,18 @@ def box_bytes(tensor: Tensor, begin: Shape, shape: Shape) -> bytes:
         return tensor.content
     strides = [tensor.width * math.prod(tensor.shape[axis + 1 :]) for axis in range(len(shape))]
     run = shape[-1] * tensor.width
-    rows = itertools.product(*(range(b, b + n) for b, n in zip(begin[:-1], shape[:-1], strict=True)))
+    rows = itertools.product(
+        *(range(b, b + n) for b, n in zip(begin[:-1], shape[:-1], strict=True))
+    )
     starts = (sum(i * s for i, s in zip((*row, begin[-1]), strides, strict=True)) for row in rows)
     return b"".join(tensor.content[start : start + run] for start in starts)
 
 
 def key_of(tensor: Tensor) -> str:
     """Return what a case calls a tensor: field and name; with the scope behind, where that isn't global."""
-    return f"{tensor.field}/{tensor.name}" + ("" if tensor.scope == "global" else f"@{tensor.scope}")
+    return f"{tensor.field}/{tensor.name}" + (
+        "" if tensor.scope == "global" else f"@{tensor.scope}"
+    )
 
 
 def expected(plan: Plan) -> dict[str, dict[str, Any]]:

@@ -27,7 +27,8 @@ Rule = dict[str, Any]
 def rule_tree(rule: Rule) -> list[Any]:
     """Return the tree of a rule."""
     rows = (
-        (key, ["f", struct.pack("<d", value)] if isinstance(value, float) else value) for key, value in rule.items()
+        (key, ["f", struct.pack("<d", value)] if isinstance(value, float) else value)
+        for key, value in rule.items()
     )
     return ["d", *(item for row in rows for item in row)]
 
@@ -50,7 +51,11 @@ def narrow(value: float, dtype: str) -> bytes:
 
 def widen(content: bytes, dtype: str) -> float:
     """Return 16 bits as binary32."""
-    found: float = struct.unpack("<e", content)[0] if dtype == "float16" else struct.unpack("<f", b"\0\0" + content)[0]
+    found: float = (
+        struct.unpack("<e", content)[0]
+        if dtype == "float16"
+        else struct.unpack("<f", b"\0\0" + content)[0]
+    )
     return found
 
 
@@ -66,7 +71,9 @@ class _Arithmetic:
 
     def bracket(self, name: str) -> float:
         """A scalar that stays binary64 in the arithmetic `double`."""
-        return float(self.rule[name]) if self.rule["arithmetic"] == "double" else f32(self.rule[name])
+        return (
+            float(self.rule[name]) if self.rule["arithmetic"] == "double" else f32(self.rule[name])
+        )
 
     def product(self, a: float, b: float) -> float:
         """A product with a scalar in brackets."""
@@ -129,7 +136,9 @@ def predicted(rule: Rule, g: float, m: float, v: float, x: float, w: float) -> d
     else:
         v = own.fma(share, own.product(g, g), kept)
     x = max(x, v)
-    r = f32(f32(f32(math.sqrt(x if rule["amsgrad"] else v)) / own.scalar("bias")) + own.scalar("eps"))
+    r = f32(
+        f32(f32(math.sqrt(x if rule["amsgrad"] else v)) / own.scalar("bias")) + own.scalar("eps")
+    )
     u = w if rule["shrink"] == 1 else f32(own.bracket("shrink") * w)
     if rule["update"] == "product":
         w = f32(u - f32(f32(own.scalar("step_size") * m) / r))

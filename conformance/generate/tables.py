@@ -9,7 +9,14 @@ from typing import Any
 from conformance.generate.plans import FIELDS, Box, Leaf, Plan, Stream, Tensor
 from conformance.generate.wire import FORMAT_VERSION, Folded, Packed, Strings
 
-__all__ = ["base_document", "index_of", "leaf_rows", "sharding_tables", "stream_rows", "tensor_rows"]
+__all__ = [
+    "base_document",
+    "index_of",
+    "leaf_rows",
+    "sharding_tables",
+    "stream_rows",
+    "tensor_rows",
+]
 
 #: The boxes of a tensor with their writers, and how many dimensions they have.
 Sharding = tuple[tuple[tuple[Box, int], ...], int]
@@ -46,8 +53,15 @@ def tensor_rows(tensors: Sequence[Tensor], scopes: list[str], dtypes: list[str])
 
 def alias_rows(tensors: Sequence[Tensor]) -> dict[str, Any]:
     """Return the table of other names."""
-    rows = [(number, name) for number, one in enumerate(tensors) for name in sorted(one.aliases, key=str.encode)]
-    return {"tensor": Packed(number for number, _ in rows), "name": Strings(name for _, name in rows)}
+    rows = [
+        (number, name)
+        for number, one in enumerate(tensors)
+        for name in sorted(one.aliases, key=str.encode)
+    ]
+    return {
+        "tensor": Packed(number for number, _ in rows),
+        "name": Strings(name for _, name in rows),
+    }
 
 
 def stream_rows(streams: Sequence[Stream], scopes: list[str]) -> dict[str, Any]:
@@ -84,7 +98,10 @@ def index_of(plan: Plan, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "tensors": {**tensor_rows(tensors, scopes, dtypes), "sharding": Packed(numbers)},
         "aliases": alias_rows(tensors),
         "shardings": sharding_tables(list(shardings), plan.writer_count),
-        "streams": {**stream_rows(streams, scopes), "part": Packed(min(one.writers) for one in streams)},
+        "streams": {
+            **stream_rows(streams, scopes),
+            "part": Packed(min(one.writers) for one in streams),
+        },
         "leaves": {**leaf_rows(leaves, scopes), "part": Packed(min(one.writers) for one in leaves)},
         "absent": plan.reasons(),
     }
@@ -107,16 +124,21 @@ def _grid_of(boxes: Sequence[Box], ndim: int) -> list[list[int]] | None:
         return None
     axes = [sorted({(begin[axis], shape[axis]) for begin, shape in boxes}) for axis in range(ndim)]
     for axis in axes:
-        if [begin for begin, _ in axis] != list(itertools.accumulate((n for _, n in axis), initial=0))[:-1]:
+        if [begin for begin, _ in axis] != list(
+            itertools.accumulate((n for _, n in axis), initial=0)
+        )[:-1]:
             return None
-    product = {(tuple(b for b, _ in box), tuple(n for _, n in box)) for box in itertools.product(*axes)}
+    product = {
+        (tuple(b for b, _ in box), tuple(n for _, n in box)) for box in itertools.product(*axes)
+    }
     return [[extent for _, extent in axis] for axis in axes] if product == set(boxes) else None
 
 
 def sharding_tables(shardings: Sequence[Sharding], writer_count: int) -> dict[str, Any]:
     """Return the tables of shardings."""
     table: dict[str, Any] = {
-        key: Packed() for key in ("ndim", "form", "box_count", "grid_shape", "extent", "box_shape", "part")
+        key: Packed()
+        for key in ("ndim", "form", "box_count", "grid_shape", "extent", "box_shape", "part")
     }
     table["begin"] = Folded()
     before = -1

@@ -1,7 +1,8 @@
 """Trees as tagged JSON, so that cases can say what a tree is in a way that every language has.
 
-Null, booleans, strings and integers up to 2^53 - 1 stand as themselves; everything else is an object of one member, or
-of a few, named after what it is: `{"float": "3ff0000000000000"}` has the bits of a float, the highest first.
+Null, booleans, strings and integers up to 2^53 - 1 stand as themselves; everything else is an
+object of one member, or of a few, named after what it is: `{"float": "3ff0000000000000"}` has the
+bits of a float, the highest first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _ROWS = {"l": "list", "t": "tuple", "s": "set", "z": "frozenset", "L": "list", "
 _PAIRS = {"d": "dict", "O": "ordered_dict", "C": "counter"}
 
 
-def tagged(tree: Any) -> Any:  # noqa: ANN401, PLR0911 - any tree, as msgpack has it; one answer for each form
+def tagged(tree: Any) -> Any:  # noqa: PLR0911 - any tree, as msgpack has it; one answer for each form
     """Return the tagged JSON of a tree.
 
     >>> tagged(["t", 1, ["f", bytes.fromhex("000000000000f03f")]])
@@ -36,7 +37,11 @@ def tagged(tree: Any) -> Any:  # noqa: ANN401, PLR0911 - any tree, as msgpack ha
         case ["l" | "t" | "s" | "z" as tag, *items]:
             return {_ROWS[tag]: [tagged(item) for item in items]}
         case ["d" | "O" | "C" as tag, *items]:
-            return {_PAIRS[tag]: [[tagged(k), tagged(v)] for k, v in zip(items[::2], items[1::2], strict=True)]}
+            return {
+                _PAIRS[tag]: [
+                    [tagged(k), tagged(v)] for k, v in zip(items[::2], items[1::2], strict=True)
+                ]
+            }
         case ["q", most, *items]:
             return {"deque": [tagged(item) for item in items], "maxlen": most}
         case ["L" | "U" as tag, kind, *content]:

@@ -32,7 +32,9 @@ def resolve(schema: Schema) -> Schema:
         target = load_schema(file.removesuffix(".schema.json"))
         for step in pointer.strip("/").split("/"):
             target = target[step]
-        schema = target | {key: value for key, value in schema.items() if key not in {"$ref", "$comment"}}
+        schema = target | {
+            key: value for key, value in schema.items() if key not in {"$ref", "$comment"}
+        }
     return schema
 
 
@@ -44,7 +46,7 @@ def _properties_of(schema: Schema) -> dict[str, Schema]:
     return known
 
 
-def document_of(view: Any, schema: Schema) -> Any:  # noqa: ANN401 - any value of JSON
+def document_of(view: Any, schema: Schema) -> Any:
     """Return the signed map of a view; the schema says which strings are bytes. What it doesn't know stays as it is."""
     schema = resolve(schema)
     if isinstance(view, str):
@@ -57,5 +59,8 @@ def document_of(view: Any, schema: Schema) -> Any:  # noqa: ANN401 - any value o
     if isinstance(view, list):
         prefix = schema.get("prefixItems", [])
         rest = schema.get("items") or {}
-        return [document_of(member, prefix[at] if at < len(prefix) else rest) for at, member in enumerate(view)]
+        return [
+            document_of(member, prefix[at] if at < len(prefix) else rest)
+            for at, member in enumerate(view)
+        ]
     return view

@@ -1,7 +1,7 @@
 """Bytes of the format, as spec/10-documents.md has them: canonical JSON, msgpack, packed columns, zlib, digests.
 
-Streams are written by hand: what a compressor makes of the same bytes differs between versions of it, and vectors
-must not.
+Streams are written by hand: what a compressor makes of the same bytes differs between versions of
+it, and vectors must not.
 """
 
 from __future__ import annotations
@@ -70,7 +70,11 @@ def canonical_string(text: str) -> str:
 def canonical(value: object) -> str:
     """Return the canonical JSON text of a value; spec/10-documents.md, "JSON documents"."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{canonical_string(key)}:{canonical(value[key])}" for key in sorted(value)) + "}"
+        return (
+            "{"
+            + ",".join(f"{canonical_string(key)}:{canonical(value[key])}" for key in sorted(value))
+            + "}"
+        )
     if isinstance(value, list):
         return "[" + ",".join(map(canonical, value)) + "]"
     if isinstance(value, str):
@@ -87,7 +91,8 @@ class Bend:
     """What is done to a document's bytes on the way to its file, after which everything above is signed anew.
 
     Attributes:
-        inner: to what is signed: the JSON text of `signed`; of msgpack the bytes before they are compressed.
+        inner: to what is signed: the JSON text of `signed`; of msgpack the bytes before they are
+            compressed.
         stream: of msgpack, to the compressed bytes.
         envelope: of msgpack, to the members of the envelope.
         outer: to the whole file.
@@ -122,7 +127,10 @@ def packed(values: Iterable[int], width: int = 0) -> list[Any]:
     values = list(values)
     most = max(values, default=0)
     width = width or next(width for width in (1, 2, 4, 8) if most < 1 << 8 * width)
-    return [width, b"".join(bytes(value >> 8 * plane & 0xFF for value in values) for plane in range(width))]
+    return [
+        width,
+        b"".join(bytes(value >> 8 * plane & 0xFF for value in values) for plane in range(width)),
+    ]
 
 
 def _strings(values: list[str]) -> list[Any]:

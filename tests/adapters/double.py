@@ -18,16 +18,26 @@ def checkpoint_of(*snapshots: Snapshot, step: int = 7) -> Checkpoint:
 
 def save(state, *, worker_count=1):
     """Capture a state, the same on all workers, and write it."""
-    return checkpoint_of(*(capture(state, worker=worker, worker_count=worker_count) for worker in range(worker_count)))
+    return checkpoint_of(
+        *(
+            capture(state, worker=worker, worker_count=worker_count)
+            for worker in range(worker_count)
+        )
+    )
 
 
-def restore(state, checkpoint, *, worker, worker_count, allow=(), strict=False, streams=True, **chosen) -> LoadReport:
+def restore(
+    state, checkpoint, *, worker, worker_count, allow=(), strict=False, streams=True, **chosen
+) -> LoadReport:
     """Load as one of several workers, who aren't asked: what this one leaves may be another's."""
-    plan = LoadPlan(checkpoint, worker=worker, worker_count=worker_count, allow=frozenset(allow), **chosen)
+    plan = LoadPlan(
+        checkpoint, worker=worker, worker_count=worker_count, allow=frozenset(allow), **chosen
+    )
     restoration = plan_restore(state, plan, strict=strict)
     alone = worker_count == 1
     restoration.check(
-        restoration.leftover() if alone else frozenset(), restoration.unused_renames() if alone else frozenset()
+        restoration.leftover() if alone else frozenset(),
+        restoration.unused_renames() if alone else frozenset(),
     )
     return restoration.apply(restoration.plan_reading(), streams=streams)
 

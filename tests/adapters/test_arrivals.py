@@ -31,7 +31,13 @@ def _saved(monkeypatch):
 
 def fill(store, live, cuda, reports):
     sinks = [
-        sink_of(tensor, field="weights", name=name, scope="global", dtype=str(tensor.dtype).removeprefix("torch."))
+        sink_of(
+            tensor,
+            field="weights",
+            name=name,
+            scope="global",
+            dtype=str(tensor.dtype).removeprefix("torch."),
+        )
         for name, tensor in live.items()
     ]
     for sink in sinks:
@@ -116,7 +122,10 @@ def test_a_fill_counts_as_a_change(kind):
 def test_on_a_real_device(tmp_path):
     weights = {"w": torch.randn(3000, 1000), "t": torch.randn(500, 400)}
     ckptfmt.save(tmp_path / "c", ckptfmt.State(weights=weights), step=1)
-    live = {"w": torch.zeros(3000, 1000, device="cuda"), "t": torch.zeros(400, 500, device="cuda").T}
+    live = {
+        "w": torch.zeros(3000, 1000, device="cuda"),
+        "t": torch.zeros(400, 500, device="cuda").T,
+    }
     report = ckptfmt.load(tmp_path / "c", ckptfmt.State(weights=live))
     assert report.notes == ()
     for name, tensor in live.items():

@@ -27,7 +27,10 @@ def as_tensor(content):
 
 
 def expected(content, block_nbytes):
-    return b"".join(oracle(content[at : at + block_nbytes]).digest() for at in range(0, len(content), block_nbytes))
+    return b"".join(
+        oracle(content[at : at + block_nbytes]).digest()
+        for at in range(0, len(content), block_nbytes)
+    )
 
 
 def of(digests):
@@ -38,7 +41,9 @@ def of(digests):
 
 def by_the_host(content, digests, block_nbytes):
     """A program as the kernels are, on the host."""
-    found = digest.block_digests(memoryview(content.as_subclass(torch.Tensor).numpy()), block_nbytes)
+    found = digest.block_digests(
+        memoryview(content.as_subclass(torch.Tensor).numpy()), block_nbytes
+    )
     digests.copy_(torch.frombuffer(bytearray(found), dtype=torch.int32).reshape(digests.shape))
 
 
@@ -63,7 +68,9 @@ def kernels(monkeypatch, _fresh):
     return fake.digest_batch
 
 
-@pytest.mark.parametrize("block_nbytes", [0, 1024, LEAST + 1, 3 * LEAST, 2 * limits.BLOCK_NBYTES_MAX, -LEAST])
+@pytest.mark.parametrize(
+    "block_nbytes", [0, 1024, LEAST + 1, 3 * LEAST, 2 * limits.BLOCK_NBYTES_MAX, -LEAST]
+)
 def test_other_sizes_of_blocks_are_refused(block_nbytes):
     """REQ-TEN-005."""
     with pytest.raises(StateError) as raised:
@@ -122,7 +129,10 @@ def test_without_triton_there_are_no_digests(monkeypatch):
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [(wrong, "other digests than the host"), (RuntimeError("no C compiler"), "RuntimeError: no C compiler")],
+    [
+        (wrong, "other digests than the host"),
+        (RuntimeError("no C compiler"), "RuntimeError: no C compiler"),
+    ],
 )
 def test_kernels_that_do_not_do_are_not_used_and_a_warning_says_why(kernels, fault, words):
     kernels.side_effect = fault
@@ -131,7 +141,9 @@ def test_kernels_that_do_not_do_are_not_used_and_a_warning_says_why(kernels, fau
         assert block_digests(torch.zeros(9000, dtype=torch.uint8), LEAST) is None
     calls = kernels.call_count
 
-    assert block_digests(torch.zeros(9000, dtype=torch.uint8), LEAST) is None  # another warning would be an error
+    assert (
+        block_digests(torch.zeros(9000, dtype=torch.uint8), LEAST) is None
+    )  # another warning would be an error
     assert kernels.call_count == calls
 
 
@@ -161,13 +173,19 @@ print("equal")
 
 @pytest.mark.slow
 @pytest.mark.cuda
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with torch's CUDA builds alone")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton comes with torch's CUDA builds alone"
+)
 def test_the_interpreted_kernels_give_the_digests_of_the_host():
     """REQ-TEN-006."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
 
     done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", INTERPRETED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
     assert (done.returncode, done.stdout.strip()) == (0, "equal"), done.stderr

@@ -49,7 +49,11 @@ def stepped(net, kind=torch.optim.AdamW, **options):
 
 def bits(value):
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.detach().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
     return value
@@ -59,11 +63,14 @@ def everything(net, optimizer):
     """Return weights by name, and state by name, with the encoder always called so."""
     state = {name: optimizer.state[parameter] for name, parameter in net.named_parameters()}
     found = {"weights": bits(net.state_dict()), "state": bits(state)}
-    found = {part: {k.replace(net.path, "encoder"): v for k, v in values.items()} for part, values in found.items()}
+    found = {
+        part: {k.replace(net.path, "encoder"): v for k, v in values.items()}
+        for part, values in found.items()
+    }
     return {**found, "lr": [group["lr"] for group in optimizer.param_groups]}
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -106,19 +113,30 @@ def test_a_function_that_returns_no_name_is_refused():
 def test_a_prefix_with_its_joint_is_replaced_as_it_stands():
     renaming = Renaming({"module.": "", "gen/": "generator/"})
     names = ["module.a", "modules.a", "module", "gen/a", "gen"]
-    assert [renaming.saved_name(name) for name in names] == ["a", "modules.a", "module", "generator/a", "gen"]
+    assert [renaming.saved_name(name) for name in names] == [
+        "a",
+        "modules.a",
+        "module",
+        "generator/a",
+        "gen",
+    ]
     assert Renaming({"a": "b", "b": "a"}).saved_name("a.w") == "b.w"
     assert Renaming({"a": "b", "c": "d"}).unused() == {"a", "c"}
 
 
-# --- only -------------------------------------------------------------------------------------------------------------
+# --- only -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def saved():
     net = Net(1)
     optimizer = stepped(net)
-    state = State(weights=net, optimizer=optimizer, data={"position": 3}, extra={"calls": 7, "ema": {"a": np.ones(2)}})
+    state = State(
+        weights=net,
+        optimizer=optimizer,
+        data={"position": 3},
+        extra={"calls": 7, "ema": {"a": np.ones(2)}},
+    )
     return save(state), everything(net, optimizer)
 
 
@@ -133,7 +151,9 @@ def test_some_tensors_with_their_state_and_nothing_else(saved):
     torch.manual_seed(5)
     stream = torch.get_rng_state()
 
-    report = load(State(weights=net, optimizer=optimizer, data=data, extra=extra), checkpoint, only="encoder")
+    report = load(
+        State(weights=net, optimizer=optimizer, data=data, extra=extra), checkpoint, only="encoder"
+    )
 
     after = everything(net, optimizer)
     for part in ("weights", "state"):
@@ -187,16 +207,24 @@ def test_what_is_chosen_may_not_be_missing_nor_unexpected():
     net = Net(2)
     net.encoder = nn.Sequential(nn.Linear(3, 4))
     error = error_of(lambda: load(State(weights=net), checkpoint, only="encoder"))
-    assert (error.code, "5 " in str(error) or "encoder.1" in str(error)) == (Code.TENSOR_UNEXPECTED, True)
+    assert (error.code, "5 " in str(error) or "encoder.1" in str(error)) == (
+        Code.TENSOR_UNEXPECTED,
+        True,
+    )
     net.encoder = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    assert error_of(lambda: load(State(weights=net), checkpoint, only="encoder")).code == Code.TENSOR_MISSING
+    assert (
+        error_of(lambda: load(State(weights=net), checkpoint, only="encoder")).code
+        == Code.TENSOR_MISSING
+    )
 
 
 def test_a_pattern_that_fits_nothing_is_an_error_unless_allowed():
     checkpoint = save(State(weights=Net(1)))
     error = error_of(lambda: load(State(weights=Net(2)), checkpoint, only=["encoder", "haed"]))
     assert (error.code, error.where) == (Code.TENSOR_MISSING, "only='haed'")
-    assert "'weights:*'" in str(error_of(lambda: load(State(weights=Net(2)), checkpoint, only="weights")))
+    assert "'weights:*'" in str(
+        error_of(lambda: load(State(weights=Net(2)), checkpoint, only="weights"))
+    )
     report = load(State(weights=Net(2)), checkpoint, only=["encoder", "haed"], allow=["missing"])
     assert any("haed" in line for line in report.downgrades)
 
@@ -231,12 +259,16 @@ def test_trees_of_some_tensors(tmp_path):
     net = Net(1)
     optimizer = stepped(net)
     mapping = {"a": np.arange(3), "b": {"c": np.ones(2), "d": 4}}
-    ckptfmt.save(tmp_path, State(weights=net, optimizer=optimizer, data=mapping, config={"lr": 1}), step=1)
+    ckptfmt.save(
+        tmp_path, State(weights=net, optimizer=optimizer, data=mapping, config={"lr": 1}), step=1
+    )
 
     trees: Any = ckptfmt.load(tmp_path, only=["head", "data:b/c"])
 
     assert trees.keys() == {"weights", "optimizer", "data"}
-    assert bits(trees["weights"]) == {f"head.{key}": value for key, value in bits(net.head.state_dict()).items()}
+    assert bits(trees["weights"]) == {
+        f"head.{key}": value for key, value in bits(net.head.state_dict()).items()
+    }
     assert {"state/head.weight", "state/head.bias"} < trees["optimizer"].keys()
     assert all("encoder" not in key for key in trees["optimizer"])
     assert [key.startswith("group/head") for key in trees["optimizer"]].count(True) == 1
@@ -247,11 +279,13 @@ def test_trees_of_some_tensors(tmp_path):
     assert error_of(lambda: ckptfmt.load(tmp_path, only="haed")).code == Code.TENSOR_MISSING
 
 
-# --- rename -----------------------------------------------------------------------------------------------------------
+# --- rename ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "rename", [{"backbone": "encoder"}, lambda name: name.replace("backbone", "encoder")], ids=["mapping", "function"]
+    "rename",
+    [{"backbone": "encoder"}, lambda name: name.replace("backbone", "encoder")],
+    ids=["mapping", "function"],
 )
 @pytest.mark.parametrize("fresh", [True, False])
 def test_a_module_of_another_name_takes_weights_state_and_options(saved, rename, fresh):
@@ -264,7 +298,11 @@ def test_a_module_of_another_name_takes_weights_state_and_options(saved, rename,
         group["lr"] = 0.125
     extra = {"calls": 0, "ema": {"a": np.zeros(2)}}
 
-    report = load(State(weights=net, optimizer=optimizer, data={"position": 0}, extra=extra), checkpoint, rename=rename)
+    report = load(
+        State(weights=net, optimizer=optimizer, data={"position": 0}, extra=extra),
+        checkpoint,
+        rename=rename,
+    )
 
     assert everything(net, optimizer) == expected
     assert ("weights:backbone.0.weight", "weights:encoder.0.weight") in report.renamed
@@ -275,8 +313,13 @@ def test_a_module_of_another_name_takes_weights_state_and_options(saved, rename,
 
 def test_without_the_rename_both_names_are_named():
     checkpoint = save(State(weights=Net(1)))
-    assert error_of(lambda: load(State(weights=Net(2, "backbone")), checkpoint)).code == Code.TENSOR_MISSING
-    error = error_of(lambda: load(State(weights=Net(2, "backbone")), checkpoint, rename={"backbone": "enc"}))
+    assert (
+        error_of(lambda: load(State(weights=Net(2, "backbone")), checkpoint)).code
+        == Code.TENSOR_MISSING
+    )
+    error = error_of(
+        lambda: load(State(weights=Net(2, "backbone")), checkpoint, rename={"backbone": "enc"})
+    )
     assert error.code == Code.TENSOR_MISSING
     assert "backbone.0.weight" in str(error)
     assert "enc.0.weight" in str(error)
@@ -286,7 +329,9 @@ def test_keys_that_are_no_live_names_are_refused_before_anything_changes():
     checkpoint = save(State(weights=Net(1)))
     net = Net(2)
     before = bits(net.state_dict())
-    error = error_of(lambda: load(State(weights=net), checkpoint, rename={"encoder": "encoder", "tail": "head"}))
+    error = error_of(
+        lambda: load(State(weights=net), checkpoint, rename={"encoder": "encoder", "tail": "head"})
+    )
     assert (error.code, error.where) == (Code.ARGUMENT, "rename=")
     assert "'tail'" in str(error)
     assert bits(net.state_dict()) == before
@@ -302,12 +347,17 @@ def test_several_live_names_may_take_one_saved_tensor_and_its_state():
     experts: Any = nn.ModuleDict({"0": nn.Linear(2, 2), "1": nn.Linear(2, 2)})
     again = torch.optim.AdamW(experts.parameters())
 
-    report = load(State(weights=experts, optimizer=again), checkpoint, rename={"0": "mlp", "1": "mlp"})
+    report = load(
+        State(weights=experts, optimizer=again), checkpoint, rename={"0": "mlp", "1": "mlp"}
+    )
 
     for expert in experts.values():
         assert bits(expert.state_dict()) == bits(dense["mlp"].state_dict())
         assert bits(again.state[expert.weight]) == bits(optimizer.state[dense["mlp"].weight])
-    assert again.state[experts["0"].weight]["exp_avg"] is not again.state[experts["1"].weight]["exp_avg"]
+    assert (
+        again.state[experts["0"].weight]["exp_avg"]
+        is not again.state[experts["1"].weight]["exp_avg"]
+    )
     assert len(report.renamed) == 4
     assert report.downgrades == ()
 
@@ -315,7 +365,10 @@ def test_several_live_names_may_take_one_saved_tensor_and_its_state():
 def test_a_live_name_that_meets_one_by_accident_leaves_another_unexpected():
     checkpoint = save(State(weights={"a": np.ones(2), "b": np.zeros(2)}))
     live = {"a": np.zeros(2), "b": np.zeros(2)}
-    assert error_of(lambda: load(State(weights=live), checkpoint, rename={"b": "a"})).code == Code.TENSOR_UNEXPECTED
+    assert (
+        error_of(lambda: load(State(weights=live), checkpoint, rename={"b": "a"})).code
+        == Code.TENSOR_UNEXPECTED
+    )
     load(State(weights=live), checkpoint, rename={"b": "a", "a": "b"})
     assert [live["a"].tolist(), live["b"].tolist()] == [[0, 0], [1, 1]]
 
@@ -348,7 +401,7 @@ def test_patterns_go_by_saved_names():
     assert report.left_count == 2
 
 
-# --- dtypes -----------------------------------------------------------------------------------------------------------
+# --- dtypes ---------------------------------------------------------------------------------------
 
 FLOATS = [name for name in TORCH_DTYPES if "float" in name and not name.endswith("_x2")]
 PAIRS = list(itertools.permutations(FLOATS, 2))
@@ -429,7 +482,7 @@ def test_an_optimizer_goes_on_in_the_dtype_that_its_parameters_were_converted_to
         again.step()
 
 
-# --- modules that come from meta --------------------------------------------------------------------------------------
+# --- modules that come from meta ------------------------------------------------------------------
 
 
 class TiedNet(nn.Module):

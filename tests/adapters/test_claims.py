@@ -42,7 +42,10 @@ def test_ddp_that_rebuilds_its_buckets_is_not_the_same_run_from_three_processes_
     workers: int, buckets: str, claim: str
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(workers), buckets], capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROGRAM, str(workers), buckets],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[0] == claim

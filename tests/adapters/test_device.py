@@ -226,10 +226,16 @@ def test_tensors_of_all_sizes_side_by_side(late):
 
     expected = b"".join(r.tobytes() for _, r in views)
     assert slot[: len(expected)] == expected
-    assert [(c.begin, c.end) for c in copies[1:]] == [(b.end, c.end) for b, c in itertools.pairwise(copies)]
+    assert [(c.begin, c.end) for c in copies[1:]] == [
+        (b.end, c.end) for b, c in itertools.pairwise(copies)
+    ]
     assert (copies[0].begin, copies[-1].end) == (0, len(expected))
     for each in copies:
-        overlapping = [key for key, t, begin, end in pieces if t.numel() and begin < each.end and each.begin < end]
+        overlapping = [
+            key
+            for key, t, begin, end in pieces
+            if t.numel() and begin < each.end and each.begin < end
+        ]
         assert list(each.keys) == overlapping
     own = {t.data_ptr() for t, _ in views}
     assert max(nbytes for address, nbytes in cuda.sent if address not in own) <= 128
@@ -260,7 +266,9 @@ def test_nothing_to_copy():
 
 def test_a_thousand_small_tensors_cross_the_bus_together():
     cuda = FakeCuda()
-    tensors = [torch.full((10_000 + i % 7,), float(i)) for i in range(1000)]  # 40 MB: one buffer and a little
+    tensors = [
+        torch.full((10_000 + i % 7,), float(i)) for i in range(1000)
+    ]  # 40 MB: one buffer and a little
 
     slot, copies = copy(in_a_row(tensors), cuda)
 
@@ -291,7 +299,9 @@ def test_copies_are_steps_of_bounded_size():
 
 def test_what_lies_between_pieces_is_left_alone():
     cuda = FakeCuda()
-    pieces = in_a_row([torch.zeros(3), torch.zeros(2, dtype=torch.uint8), torch.zeros(5)], begin=8, gap=4)
+    pieces = in_a_row(
+        [torch.zeros(3), torch.zeros(2, dtype=torch.uint8), torch.zeros(5)], begin=8, gap=4
+    )
 
     slot, copies = copy(pieces, cuda)
 
@@ -420,7 +430,11 @@ def test_a_start_that_fails_can_still_be_waited_for(monkeypatch):
         raise torch.OutOfMemoryError("no memory")
 
     bytes_of = staging._bytes_of
-    monkeypatch.setattr(staging, "_bytes_of", lambda part: bytes_of(part) if part.nbytes > 96 else out_of_memory(part))
+    monkeypatch.setattr(
+        staging,
+        "_bytes_of",
+        lambda part: bytes_of(part) if part.nbytes > 96 else out_of_memory(part),
+    )
     with pytest.raises(torch.OutOfMemoryError):
         only.start()
 
@@ -464,12 +478,16 @@ def test_the_seam_calls_what_torch_has(monkeypatch):
     side: Any = create_autospec(torch.cuda.Stream, instance=True)
     event: Any = create_autospec(torch.cuda.Event, instance=True)
     make_event = create_autospec(torch.cuda.Event, return_value=event)
-    cudart = Mock(spec_set=["cudaHostRegister", "cudaHostUnregister", "cudaGetErrorString", "cudaError"])
+    cudart = Mock(
+        spec_set=["cudaHostRegister", "cudaHostUnregister", "cudaGetErrorString", "cudaError"]
+    )
     cudart.cudaHostRegister.return_value = 0
     cudart.cudaHostUnregister.return_value = 713
     cudart.cudaError = hex
     cudart.cudaGetErrorString = "error of {}".format
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: {torch.device("cuda", 1): current}[device])
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: {torch.device("cuda", 1): current}[device]
+    )
     monkeypatch.setattr(torch.cuda, "Event", make_event)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     cuda, device = Cuda(), torch.device("cuda", 1)
@@ -486,8 +504,12 @@ def test_the_seam_calls_what_torch_has(monkeypatch):
     event.synchronize.assert_called_once_with()
     assert recorded is event
     assert pin(4096, 8192, cuda=cuda) is None
-    error = getattr(torch, "AcceleratorError", RuntimeError)  # torch 2.7 has no error of its own for it
-    monkeypatch.setattr(torch, "ones", create_autospec(torch.ones, side_effect=error("left behind")))
+    error = getattr(
+        torch, "AcceleratorError", RuntimeError
+    )  # torch 2.7 has no error of its own for it
+    monkeypatch.setattr(
+        torch, "ones", create_autospec(torch.ones, side_effect=error("left behind"))
+    )
     assert unpin(4096, cuda=cuda) == "error of 0x2c9 (713)"
     cudart.cudaHostRegister.assert_called_once_with(4096, 8192, 1)
     cudart.cudaHostUnregister.assert_called_once_with(4096)
@@ -499,8 +521,14 @@ def test_on_a_real_device():
     with torch.no_grad():
         tensors = [torch.randn(300 + i, device=device) for i in range(500)]
         tensors += [torch.randn(4 * MIB, device=device), torch.randn(4096, 4096, device=device).T]
-        tensors += [torch.randn(9, 7, device=device, dtype=torch.complex64).conj(), torch.tensor(3.0, device=device)]
-        tensors += [torch.randn(1001, device=device).bfloat16(), torch.randn(1001, device=device) > 0]
+        tensors += [
+            torch.randn(9, 7, device=device, dtype=torch.complex64).conj(),
+            torch.tensor(3.0, device=device),
+        ]
+        tensors += [
+            torch.randn(1001, device=device).bfloat16(),
+            torch.randn(1001, device=device) > 0,
+        ]
     pieces = in_a_row(tensors, begin=4096)
     nbytes = -(-pieces[-1][3] // 4096) * 4096
     slot = mmap.mmap(-1, nbytes)
@@ -521,7 +549,9 @@ def test_on_a_real_device():
         for each in copies:
             each.start()
         first: Any = copies[0].event
-        assert not warm or not first.query()  # nobody waited, once kernels are loaded and memory is cached
+        assert (
+            not warm or not first.query()
+        )  # nobody waited, once kernels are loaded and memory is cached
         for each in copies:
             each.guard()
         for tensor in tensors:

@@ -49,7 +49,9 @@ class Slots:
         self.slot = self.slots[slot]
         filling = self.fillings.begin(slot, image, was_written=was_written)
         del self.cuda.sent[:]
-        copies = plan_device_copies(self.pieces, memoryview(self.slot), sides=self.sides, filling=filling)
+        copies = plan_device_copies(
+            self.pieces, memoryview(self.slot), sides=self.sides, filling=filling
+        )
         for copy in copies:
             copy.start()
         return copies
@@ -85,7 +87,9 @@ def test_a_slot_is_filled_once_and_then_only_what_changed_is_sent():
     held[-1] += 1
     sent_nbytes, seen = slots.fill()
     assert sent_nbytes == 3 * BLOCK + 20
-    assert len([at for at in slots.cuda.sent if at[1] != 32 * 11]) == 3  # of two neighbours, one transfer
+    assert (
+        len([at for at in slots.cuda.sent if at[1] != 32 * 11]) == 3
+    )  # of two neighbours, one transfer
     assert bytes(seen[0].kept) == bytes([1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 0])
     assert seen[0].digests == block_digests(memoryview(held.numpy().tobytes()), BLOCK)
     assert slots.slot == slots.expected()
@@ -129,7 +133,9 @@ def test_nothing_was_written_after_a_save_that_was_not_written_or_of_another_ima
 def test_small_tensors_and_those_that_are_packed_are_always_sent():
     """What is gathered takes one transfer whatever has changed; of what is packed, blocks aren't where they will be."""
     small = words(100)
-    rows = words(8 * 2 * BLOCK // 4).reshape(8, 2, BLOCK // 4)[:, 0]  # each row by itself follows in memory
+    rows = words(8 * 2 * BLOCK // 4).reshape(8, 2, BLOCK // 4)[
+        :, 0
+    ]  # each row by itself follows in memory
     assert rows[0].is_contiguous()
     slots = Slots(small, rows)
     for _ in range(3):
@@ -229,4 +235,6 @@ def test_a_slot_always_holds_the_whole_snapshot(sizes, changes, count, late):
         assert slots.slot == slots.expected()
         for _, held, begin, _ in slots.pieces:
             if begin in seen:
-                assert seen[begin].digests == block_digests(memoryview(held.numpy().tobytes()), BLOCK)
+                assert seen[begin].digests == block_digests(
+                    memoryview(held.numpy().tobytes()), BLOCK
+                )

@@ -22,7 +22,9 @@ LAYOUTS = [(1,), (2,), (4,), (7,), (2, 2), (2, 3)]
 
 @contextlib.contextmanager
 def played(rank, world_size):
-    torch.distributed.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    torch.distributed.init_process_group(
+        "fake", rank=rank, world_size=world_size, store=FakeStore()
+    )
     try:
         yield
     finally:
@@ -34,8 +36,12 @@ def make(seed, layout=None):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), nn.LayerNorm(2))
     if layout is not None:
-        rank = torch.distributed.get_rank()  # in the names, for torch caches by meshes that compare equal on all ranks
-        mesh = init_device_mesh("cpu", layout, mesh_dim_names=(f"outer{rank}", f"inner{rank}")[-len(layout) :])
+        rank = (
+            torch.distributed.get_rank()
+        )  # in the names, for torch caches by meshes that compare equal on all ranks
+        mesh = init_device_mesh(
+            "cpu", layout, mesh_dim_names=(f"outer{rank}", f"inner{rank}")[-len(layout) :]
+        )
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -53,11 +59,21 @@ def step(model, optimizer):
 def cut_like(whole, parameter):
     local = torch.zeros_like(parameter.to_local().detach())
     for piece in pieces_of(parameter, where="x"):
-        cut = tuple(slice(begin, end) for begin, end in zip(piece.box.begin, piece.box.end, strict=True))
-        into = tuple(slice(begin, end) for begin, end in zip(piece.local_box.begin, piece.local_box.end, strict=True))
+        cut = tuple(
+            slice(begin, end) for begin, end in zip(piece.box.begin, piece.box.end, strict=True)
+        )
+        into = tuple(
+            slice(begin, end)
+            for begin, end in zip(piece.local_box.begin, piece.local_box.end, strict=True)
+        )
         local[into] = whole[cut]
     return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
     )
 
 
@@ -141,7 +157,10 @@ def test_replicas_are_declared_by_the_mesh():
             sources = capture(State(weights=model), worker=0, worker_count=4).tensors
             assert {source.replica for source in sources} == {replica}
         plain, _ = make(1)
-        assert not any(source.replica for source in capture(State(weights=plain), worker=0, worker_count=4).tensors)
+        assert not any(
+            source.replica
+            for source in capture(State(weights=plain), worker=0, worker_count=4).tensors
+        )
 
 
 def test_after_an_evaluation_the_shards_are_saved():
@@ -150,9 +169,14 @@ def test_after_an_evaluation_the_shards_are_saved():
         model.eval()
         with torch.no_grad():
             model(torch.ones(1, 3))
-        assert not isinstance(model[1].weight, DTensor), "the evaluation left no whole parameters: the test is idle"
+        assert not isinstance(model[1].weight, DTensor), (
+            "the evaluation left no whole parameters: the test is idle"
+        )
 
-        sources = {source.name: source for source in capture(State(weights=model), worker=0, worker_count=2).tensors}
+        sources = {
+            source.name: source
+            for source in capture(State(weights=model), worker=0, worker_count=2).tensors
+        }
 
     assert sources["1.weight"].boxes[0].shape == (1, 5)
 
@@ -175,10 +199,18 @@ def test_tensors_on_a_mesh_of_two_dimensions(placements):
                     at = mesh.get_local_rank(dim)
                     local = chunks[at] if at < len(chunks) else local.narrow(placement.dim, 0, 0)
             tensor = DTensor.from_local(
-                local.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+                local.clone(),
+                mesh,
+                placements,
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
             )
             snapshots.append(capture(State(weights={"x": tensor}), worker=rank, worker_count=6))
-            assert sum(piece.box.element_count for piece in pieces_of(tensor, where="x")) == local.numel()
+            assert (
+                sum(piece.box.element_count for piece in pieces_of(tensor, where="x"))
+                == local.numel()
+            )
 
     other = torch.zeros(5, 7)
     load(State(weights={"x": other}), checkpoint_of(*snapshots), strict=False)
@@ -222,12 +254,19 @@ def test_factored_state_that_does_not_exist_yet_is_refused_for_shards():
             )
             optimizer.state[weight]["row_var"] = rows
             kept.append((model, optimizer))
-            snapshots.append(capture(State(weights=model, optimizer=optimizer), worker=rank, worker_count=2))
+            snapshots.append(
+                capture(State(weights=model, optimizer=optimizer), worker=rank, worker_count=2)
+            )
     with played(0, 2):
         model, _ = make(1, (2,))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(StateError, match=r"STATE_UNSUPPORTED.*row_var.*one step"):
-            restore(State(weights=model, optimizer=optimizer), checkpoint_of(*snapshots), worker=0, worker_count=2)
+            restore(
+                State(weights=model, optimizer=optimizer),
+                checkpoint_of(*snapshots),
+                worker=0,
+                worker_count=2,
+            )
 
 
 def test_the_mesh_is_part_of_the_topology():
@@ -236,13 +275,17 @@ def test_the_mesh_is_part_of_the_topology():
         snapshot = capture(State(weights=model), worker=0, worker_count=4)
 
     (leaf,) = (leaf for leaf in snapshot.leaves if (leaf.field, leaf.name) == ("topology", "local"))
-    assert parse_tree(leaf.value, where="x")["mesh"] == [{"names": ["outer0", "inner0"], "shape": [2, 2]}]
+    assert parse_tree(leaf.value, where="x")["mesh"] == [
+        {"names": ["outer0", "inner0"], "shape": [2, 2]}
+    ]
 
 
 def test_the_step_count_of_a_scalar_parameter_stays_a_plain_tensor():
     def make_scalar():
         mesh = init_device_mesh("cpu", (1,))
-        weight = nn.Parameter(DTensor.from_local(torch.tensor(2.0), mesh, [Replicate()], run_check=False))
+        weight = nn.Parameter(
+            DTensor.from_local(torch.tensor(2.0), mesh, [Replicate()], run_check=False)
+        )
         return State(weights={"w": weight}, optimizer=torch.optim.Adam([weight], lr=0.1)), weight
 
     with played(0, 1):

@@ -31,7 +31,11 @@ class StatefulLoader:
 
     def state_dict(self):
         self.asked += 1
-        return {"_num_yielded": self.yielded, "_sampler_iter_state": None, "fetcher_state": [0.5, "x"]}
+        return {
+            "_num_yielded": self.yielded,
+            "_sampler_iter_state": None,
+            "fetcher_state": [0.5, "x"],
+        }
 
     def load_state_dict(self, state_dict):
         self.yielded = state_dict["_num_yielded"]
@@ -39,7 +43,9 @@ class StatefulLoader:
 
 def adapters(worker_count):
     return [
-        ForeignLoader(StatefulLoader(worker, worker_count), lib="torchdata", worker_count=worker_count)
+        ForeignLoader(
+            StatefulLoader(worker, worker_count), lib="torchdata", worker_count=worker_count
+        )
         for worker in range(worker_count)
     ]
 
@@ -49,7 +55,9 @@ def saved_after(batches, worker_count):
     for adapter in each:
         list(itertools.islice(adapter, batches))
     states = [State(data=PerWorker(adapter)) for adapter in each]
-    return checkpoint_of(*(capture(one, worker=i, worker_count=worker_count) for i, one in enumerate(states)))
+    return checkpoint_of(
+        *(capture(one, worker=i, worker_count=worker_count) for i, one in enumerate(states))
+    )
 
 
 def test_each_worker_goes_on_where_it_was():
@@ -66,7 +74,9 @@ def test_another_number_of_workers_is_refused(worker_count):
     checkpoint = saved_after(3, 2)
     for worker, adapter in enumerate(adapters(worker_count)):
         with pytest.raises(CkptError) as raised:
-            restore(State(data=PerWorker(adapter)), checkpoint, worker=worker, worker_count=worker_count)
+            restore(
+                State(data=PerWorker(adapter)), checkpoint, worker=worker, worker_count=worker_count
+            )
         assert raised.value.code is Code.LOADER_NOT_ELASTIC
         assert adapter._loader.yielded == 0
 
@@ -76,7 +86,9 @@ def test_where_it_is_allowed_it_is_reported_and_the_loader_stays_as_it_is(worker
     checkpoint = saved_after(3, 2)
     for worker, adapter in enumerate(adapters(worker_count)):
         state = State(data=PerWorker(adapter))
-        report = restore(state, checkpoint, worker=worker, worker_count=worker_count, allow=["loader"])
+        report = restore(
+            state, checkpoint, worker=worker, worker_count=worker_count, allow=["loader"]
+        )
         assert adapter._loader.yielded == 0
         assert any(line.startswith("LOADER_NOT_ELASTIC at data:") for line in report.downgrades)
         assert report.claim == "S0"
@@ -93,7 +105,12 @@ def count_checkpoint():
 
 def test_a_count_of_the_run_is_put_back():
     args = consumed(0)
-    restore(State(data=ConsumedSamples(args, worker_count=4)), count_checkpoint(), worker=0, worker_count=4)
+    restore(
+        State(data=ConsumedSamples(args, worker_count=4)),
+        count_checkpoint(),
+        worker=0,
+        worker_count=4,
+    )
     assert args == consumed(640)
 
 
@@ -114,7 +131,12 @@ def test_a_count_of_the_run_is_put_back_elsewhere_only_where_it_is_allowed():
 def test_writers_may_be_more_than_workers():
     """REQ-CUR-023: of tensor parallelism, say, where two writers share a worker's samples."""
     each = [ConsumedSamples(consumed(640), worker_count=2) for _ in range(4)]
-    saved = checkpoint_of(*(capture(State(data=one), worker=number, worker_count=4) for number, one in enumerate(each)))
+    saved = checkpoint_of(
+        *(
+            capture(State(data=one), worker=number, worker_count=4)
+            for number, one in enumerate(each)
+        )
+    )
     args = consumed(0)
 
     restore(State(data=ConsumedSamples(args, worker_count=2)), saved, worker=0, worker_count=4)
@@ -162,8 +184,15 @@ def test_a_plain_loader_of_torch_is_refused_with_what_to_write_instead(tmp_path)
         (with_sampler, "State(data=loader.batch_sampler)"),
         (torch.utils.data.DataLoader(numbers), "batch_sampler=ckptfmt.Sampler("),
     ):
-        for state in (State(data=loader), State(data={"train": loader}), State(data=PerWorker(loader))):
-            for action in (lambda s=state: save(tmp_path / "d", s, step=0), lambda s=state: load(tmp_path / "c", s)):
+        for state in (
+            State(data=loader),
+            State(data={"train": loader}),
+            State(data=PerWorker(loader)),
+        ):
+            for action in (
+                lambda s=state: save(tmp_path / "d", s, step=0),
+                lambda s=state: load(tmp_path / "c", s),
+            ):
                 with pytest.raises(CkptError) as raised:
                     action()
                 assert raised.value.code is Code.STATE_UNSUPPORTED

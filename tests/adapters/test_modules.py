@@ -42,13 +42,17 @@ class Odd(nn.Module):
 
 @pytest.fixture
 def one_process(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, checkpoint_wrapper], ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize(
+    "wrap", [torch.compile, nn.DataParallel, checkpoint_wrapper], ids=lambda wrap: wrap.__name__
+)
 def test_wrappers_do_not_show_in_names_and_a_users_attributes_do(wrap):
     model = nn.Sequential(nn.Linear(2, 2), Odd())
     plain = copy.deepcopy(model)
@@ -222,8 +226,28 @@ def test_minus_zero_and_the_payload_of_a_nan_survive(dtype):
     assert raw(other) == signed.tobytes()
 
 
-DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16"]
-DTYPES += ["float32", "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"]
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "bfloat16",
+]
+DTYPES += [
+    "float32",
+    "float64",
+    "complex32",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+]
 DTYPES += ["float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"]
 
 
@@ -343,7 +367,9 @@ def test_another_dtype_is_refused_or_converted_and_reported():
 
 
 def test_a_name_that_needs_escaping_and_two_modules():
-    checkpoint = save(State(weights={"a/b": nn.Linear(2, 2, bias=False), "c~": nn.Linear(2, 2, bias=False)}))
+    checkpoint = save(
+        State(weights={"a/b": nn.Linear(2, 2, bias=False), "c~": nn.Linear(2, 2, bias=False)})
+    )
 
     assert weight_names(checkpoint) == ["a~1b/weight", "c~0/weight"]
 
@@ -418,7 +444,9 @@ class Hooked(nn.Module):
     @staticmethod
     def _take(module, state_dict, prefix, *_):
         state_dict.pop(f"{prefix}factor")
-        state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}doubled") / (2 if module.faithful else 3)
+        state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}doubled") / (
+            2 if module.faithful else 3
+        )
 
 
 def test_what_hooks_make_is_loaded_by_them_and_read_back():
@@ -476,13 +504,21 @@ def test_per_worker_modules_and_a_load_by_fewer_and_more():
     """REQ-CTX-003, REQ-CTX-004."""
     live = [nn.Linear(2, 2) for _ in range(2)]
     checkpoint = checkpoint_of(
-        *(capture(State(weights=PerWorker(net)), worker=i, worker_count=2) for i, net in enumerate(live))
+        *(
+            capture(State(weights=PerWorker(net)), worker=i, worker_count=2)
+            for i, net in enumerate(live)
+        )
     )
-    assert {scope for field, _, scope in checkpoint.tensors if field == "weights"} == {"lw/0", "lw/1"}
+    assert {scope for field, _, scope in checkpoint.tensors if field == "weights"} == {
+        "lw/0",
+        "lw/1",
+    }
 
     for worker, source in ((0, 0), (1, 1), (2, 0)):
         other = nn.Linear(2, 2)
-        report = restore(State(weights=PerWorker(other)), checkpoint, worker=worker, worker_count=3, strict=False)
+        report = restore(
+            State(weights=PerWorker(other)), checkpoint, worker=worker, worker_count=3, strict=False
+        )
         assert raw(other.weight) == raw(live[source].weight)
         assert any("process 2 saved none" in line for line in report.downgrades) is (worker == 2)
 
@@ -493,7 +529,9 @@ def test_sparse_optimizer_names_of_a_plain_mapping():
     weights["w"].sum().backward()
     optimizer.step()
 
-    assert ("optimizer", "w/momentum_buffer", "global") in save(State(weights=weights, optimizer=optimizer)).tensors
+    assert ("optimizer", "w/momentum_buffer", "global") in save(
+        State(weights=weights, optimizer=optimizer)
+    ).tensors
 
 
 def test_empty_tensors_at_one_place_are_not_tied():
@@ -521,15 +559,29 @@ def test_parts_of_a_model_have_the_names_of_the_whole(owners, is_whole_first):
     def make(seed, *, whole):
         torch.manual_seed(seed)
         shared = nn.Linear(2, 2)
-        split = [range(4)] if whole else [[n for n, owner in enumerate(owners) if owner == part] for part in range(3)]
+        split = (
+            [range(4)]
+            if whole
+            else [[n for n, owner in enumerate(owners) if owner == part] for part in range(3)]
+        )
         modules = [Layers(numbers, seed + part, shared) for part, numbers in enumerate(split)]
-        optimizers = [torch.optim.AdamW(module.layers.parameters()) for module in modules if len(module.layers)]
-        for module, optimizer in zip([m for m in modules if len(m.layers)], optimizers, strict=True):
+        optimizers = [
+            torch.optim.AdamW(module.layers.parameters())
+            for module in modules
+            if len(module.layers)
+        ]
+        for module, optimizer in zip(
+            [m for m in modules if len(m.layers)], optimizers, strict=True
+        ):
             sum(layer(torch.ones(1, 2)).sum() for layer in module.layers.values()).backward()
             optimizer.step()
         state = State(weights=modules[0] if whole else Parts(modules), optimizer=optimizers)
-        found = {name: raw(tensor) for module in modules for name, tensor in module.named_parameters()}
-        names = {id(tensor): name for module in modules for name, tensor in module.named_parameters()}
+        found = {
+            name: raw(tensor) for module in modules for name, tensor in module.named_parameters()
+        }
+        names = {
+            id(tensor): name for module in modules for name, tensor in module.named_parameters()
+        }
         kept = {
             names[id(tensor)]: {key: raw(value) for key, value in held.items()}
             for optimizer in optimizers
@@ -547,7 +599,8 @@ def test_parts_of_a_model_have_the_names_of_the_whole(owners, is_whole_first):
     again, _, _ = make(21, whole=is_whole_first)
     load(again, checkpoint)
     assert kept == {
-        name: {key: raw(value) for key, value in held.items()} for name, held in _optimizer_state(again).items()
+        name: {key: raw(value) for key, value in held.items()}
+        for name, held in _optimizer_state(again).items()
     }
 
 
@@ -558,7 +611,11 @@ def _live(state):
 
 def _optimizer_state(state):
     names = {id(tensor): name for name, tensor in _live(state).items()}
-    return {names[id(one)]: held for optimizer in state.optimizer for one, held in optimizer.state.items()}
+    return {
+        names[id(one)]: held
+        for optimizer in state.optimizer
+        for one, held in optimizer.state.items()
+    }
 
 
 def test_parts_with_different_tensors_of_one_name_are_refused():

@@ -17,7 +17,10 @@ from tests.test_group import Allgather, run_writers
 
 def together(count: int, body: Any) -> list[Any]:
     allgather = Allgather(count)
-    return run_writers(count, lambda writer: body(writer, {"writer": (writer, count), "agree": allgather.of(writer)}))
+    return run_writers(
+        count,
+        lambda writer: body(writer, {"writer": (writer, count), "agree": allgather.of(writer)}),
+    )
 
 
 def stage(number: int) -> dict[str, torch.Tensor]:
@@ -28,7 +31,9 @@ def save_stages(store: MemoryStore, **extra: torch.Tensor) -> None:
     """Pipeline of two stages, each on two workers."""
 
     def body(writer: int, options: dict[str, Any]) -> object:
-        state = ckptfmt.State(weights={**stage(writer // 2), **extra}, optimizer={} if writer else {"m": np.ones(2)})
+        state = ckptfmt.State(
+            weights={**stage(writer // 2), **extra}, optimizer={} if writer else {"m": np.ones(2)}
+        )
         return ckptfmt.save(store, state, step=1, **options)
 
     reports = together(4, body)
@@ -63,7 +68,9 @@ def test_layer_that_no_stage_takes_is_an_error_on_all() -> None:
 
     def body(writer: int, options: dict[str, Any]) -> object:
         mine = {name: torch.zeros(3) for name in stage(writer)}
-        return ckptfmt.load(store, ckptfmt.State(weights=mine, optimizer={"m": np.zeros(2)}), **options)
+        return ckptfmt.load(
+            store, ckptfmt.State(weights=mine, optimizer={"m": np.zeros(2)}), **options
+        )
 
     assert [error.code for error in together(2, body)] == [Code.TENSOR_UNEXPECTED] * 2
 
@@ -96,7 +103,10 @@ def test_same_name_with_other_contents_is_refused_on_all() -> None:
 
     def body(writer: int, options: dict[str, Any]) -> object:
         return ckptfmt.save(
-            store, ckptfmt.State(weights={"layers.0.w": torch.full((3,), float(writer))}), step=1, **options
+            store,
+            ckptfmt.State(weights={"layers.0.w": torch.full((3,), float(writer))}),
+            step=1,
+            **options,
         )
 
     first, second = together(2, body)

@@ -26,7 +26,9 @@ OPTIMIZERS = {
     "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1, t0=1.0),
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, history_size=4),
-    "LBFGS-wolfe": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, line_search_fn="strong_wolfe"),
+    "LBFGS-wolfe": lambda p: torch.optim.LBFGS(
+        p, lr=0.1, max_iter=3, line_search_fn="strong_wolfe"
+    ),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
     "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
@@ -73,7 +75,12 @@ def train(net, optimizer, steps):
 
 def bits(value):
     if isinstance(value, torch.Tensor):
-        return (str(value.dtype), tuple(value.shape), str(value.device), value.detach().numpy().tobytes())
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            str(value.device),
+            value.detach().numpy().tobytes(),
+        )
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -108,7 +115,9 @@ def test_state_keeps_its_own_dtype(dtype):
     net = nn.Linear(3, 2).to(dtype)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for parameter in net.parameters():
-        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, 1 / 3, dtype=torch.float32)
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(
+            parameter, 1 / 3, dtype=torch.float32
+        )
     checkpoint = save(State(weights=net, optimizer=optimizer))
     again = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
@@ -124,7 +133,9 @@ def test_groups_are_matched_by_names_whatever_their_order():
     optimizer = torch.optim.AdamW([a, b], lr=1.0)
     train(net, optimizer, range(2))
     checkpoint = save(State(weights=net, optimizer=optimizer))
-    table, weight, bias = ({"params": [p]} for p in (net.table.weight, net.out.weight, net.out.bias))
+    table, weight, bias = (
+        {"params": [p]} for p in (net.table.weight, net.out.weight, net.out.bias)
+    )
 
     again = torch.optim.AdamW([bias, table, weight], lr=1.0)
     load(State(weights=net, optimizer=again), checkpoint)
@@ -138,7 +149,9 @@ def test_groups_are_matched_by_names_whatever_their_order():
 
 def test_a_group_that_would_need_two_groups_options_is_refused():
     net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([{"params": [net.weight], "lr": 0.5}, {"params": [net.bias], "lr": 0.25}])
+    optimizer = torch.optim.SGD(
+        [{"params": [net.weight], "lr": 0.5}, {"params": [net.bias], "lr": 0.25}]
+    )
     checkpoint = save(State(weights=net, optimizer=optimizer))
 
     with pytest.raises(StateError) as caught:
@@ -171,7 +184,9 @@ def test_equal_tensor_options_of_two_groups_may_be_merged_and_unequal_may_not():
 def test_a_number_fills_a_live_tensor_option_and_a_tensor_replaces_a_number():
     net = nn.Linear(2, 2)
     number = save(State(weights=net, optimizer=torch.optim.Adam(net.parameters(), lr=0.25)))
-    tensor = save(State(weights=net, optimizer=torch.optim.Adam(net.parameters(), lr=torch.tensor(0.125))))
+    tensor = save(
+        State(weights=net, optimizer=torch.optim.Adam(net.parameters(), lr=torch.tensor(0.125)))
+    )
     live_tensor = torch.optim.Adam(net.parameters(), lr=torch.tensor(1.0))
     rate = live_tensor.param_groups[0]["lr"]
     live_number = torch.optim.Adam(net.parameters(), lr=1.0)
@@ -186,7 +201,9 @@ def test_a_number_fills_a_live_tensor_option_and_a_tensor_replaces_a_number():
 
 def test_a_flag_is_taken_from_the_checkpoint_and_noted():
     net = nn.Linear(2, 2)
-    checkpoint = save(State(weights=net, optimizer=torch.optim.Adam(net.parameters(), foreach=True)))
+    checkpoint = save(
+        State(weights=net, optimizer=torch.optim.Adam(net.parameters(), foreach=True))
+    )
     live = torch.optim.Adam(net.parameters(), foreach=False)
 
     report = load(State(weights=net, optimizer=live), checkpoint)
@@ -325,7 +342,13 @@ class WrappedAsByFabric:
 
 @pytest.mark.parametrize(
     ("Wrapped", "depth"),
-    [(Wrapped, 1), (Wrapped, 2), (WrappedAsByTorchft, 1), (WrappedAsByTorchft, 2), (WrappedAsByFabric, 1)],
+    [
+        (Wrapped, 1),
+        (Wrapped, 2),
+        (WrappedAsByTorchft, 1),
+        (WrappedAsByTorchft, 2),
+        (WrappedAsByFabric, 1),
+    ],
 )
 def test_wrapped_optimizer_was_saved_by_position(Wrapped, depth):  # noqa: N803 - a class
     def made(seed):
@@ -340,13 +363,17 @@ def test_wrapped_optimizer_was_saved_by_position(Wrapped, depth):  # noqa: N803 
         return net, optimizer, wrapper
 
     net, optimizer, wrapper = made(0)
-    checkpoint = save(State(weights=net, optimizer=wrapper, extra={"again": {"deep": Wrapped(optimizer)}}))
+    checkpoint = save(
+        State(weights=net, optimizer=wrapper, extra={"again": {"deep": Wrapped(optimizer)}})
+    )
     names = {name for field, name, _ in checkpoint.tensors if field == "optimizer"}
     assert {"weight/exp_avg", "extra/again/deep/weight/exp_avg"} <= names
     assert not any(name.startswith("state/") for name in names)
 
     again, plain, other = made(1)
-    load(State(weights=again, optimizer=other, extra={"again": {"deep": Wrapped(plain)}}), checkpoint)
+    load(
+        State(weights=again, optimizer=other, extra={"again": {"deep": Wrapped(plain)}}), checkpoint
+    )
     assert bits(plain.state_dict()) == bits(optimizer.state_dict())
     again, plain, _ = made(2)
     load(State(weights=again, optimizer=plain, extra={"again": {"deep": plain}}), checkpoint)
@@ -362,10 +389,14 @@ def test_wrapper_with_state_of_its_own_goes_by_its_protocol():
 
         def load_state_dict(self, state_dict):
             self.calls = state_dict["calls"]
-            super().load_state_dict({key: value for key, value in state_dict.items() if key != "calls"})
+            super().load_state_dict(
+                {key: value for key, value in state_dict.items() if key != "calls"}
+            )
 
     net = nn.Linear(2, 2)
-    checkpoint = save(State(weights=net, optimizer=Counting(torch.optim.SGD(net.parameters(), lr=0.1))))
+    checkpoint = save(
+        State(weights=net, optimizer=Counting(torch.optim.SGD(net.parameters(), lr=0.1)))
+    )
     again = Counting(torch.optim.SGD(net.parameters(), lr=0.2))
     again.calls = 0
     load(State(weights=net, optimizer=again), checkpoint)
@@ -389,12 +420,20 @@ def test_optimizer_that_is_saved_by_position_is_named(how, tmp_path, caplog):
         if how == "save":
             ckptfmt.save(tmp_path / str(is_told), state, step=1)
         else:
-            with ckptfmt.Checkpointer(tmp_path / str(is_told), state, saver="inline") as checkpointer:
+            with ckptfmt.Checkpointer(
+                tmp_path / str(is_told), state, saver="inline"
+            ) as checkpointer:
                 checkpointer.restore_rng()
                 checkpointer.end_step(1)
-                found = [report for report in checkpointer.reports if report.startswith("SAVED_BY_POSITION")]
+                found = [
+                    report
+                    for report in checkpointer.reports
+                    if report.startswith("SAVED_BY_POSITION")
+                ]
                 assert len(found) == is_told
-        told = [line for line in caplog.messages if "SAVED_BY_POSITION: optimizer:main is a " in line]
+        told = [
+            line for line in caplog.messages if "SAVED_BY_POSITION: optimizer:main is a " in line
+        ]
         assert len(told) == is_told
 
 
@@ -445,11 +484,18 @@ SCHEDULERS = {
     "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 2, 4]),
     "ExponentialLR": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
     "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 9),
-    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
+        o, 3
+    ),
     "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1),
     "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
     "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o, [torch.optim.lr_scheduler.LinearLR(o, total_iters=2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
+        o,
+        [
+            torch.optim.lr_scheduler.LinearLR(o, total_iters=2),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
+        [2],
     ),
     "ChainedScheduler": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
         [torch.optim.lr_scheduler.ExponentialLR(o, 0.9), torch.optim.lr_scheduler.StepLR(o, 2)]
@@ -545,7 +591,12 @@ def test_keys_of_state_stand_in_the_saved_order():
 
     load(State(weights=net, optimizer=optimizer), checkpoint)
 
-    assert list(optimizer.state[net.out.bias]) == ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+    assert list(optimizer.state[net.out.bias]) == [
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+    ]
 
 
 def test_an_optimizer_in_extra_has_names_of_its_own():

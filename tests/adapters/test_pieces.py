@@ -25,13 +25,18 @@ def code_of(action):
 def divided(draw):
     """Return a shape, and cuts of each of its dimensions."""
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
-    cuts = [sorted({0, extent, *draw(st.sets(st.integers(0, extent), max_size=2))}) for extent in shape]
+    cuts = [
+        sorted({0, extent, *draw(st.sets(st.integers(0, extent), max_size=2))}) for extent in shape
+    ]
     return shape, cuts
 
 
 def grid(shape, cuts):
     """Yield the slices of all boxes of a division, each dimension cut on its own."""
-    spans = [list(itertools.pairwise(cut)) or [(0, extent)] for cut, extent in zip(cuts, shape, strict=True)]
+    spans = [
+        list(itertools.pairwise(cut)) or [(0, extent)]
+        for cut, extent in zip(cuts, shape, strict=True)
+    ]
     boxes: list[tuple[tuple[int, int], ...]] = [()]
     for span in spans:
         boxes = [(*box, bounds) for box in boxes for bounds in span]
@@ -43,11 +48,18 @@ def bits(shape, dtype, seed):
     content = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
     if dtype == "bool":
         content &= 1
-    return torch.frombuffer(bytearray(content.tobytes()) or bytearray(1), dtype=torch.uint8)[:nbytes]
+    return torch.frombuffer(bytearray(content.tobytes()) or bytearray(1), dtype=torch.uint8)[
+        :nbytes
+    ]
 
 
 @settings(max_examples=80, deadline=None)
-@given(saved=divided(), wanted=st.data(), dtype=st.sampled_from(sorted(TORCH_DTYPES)), strided=st.booleans())
+@given(
+    saved=divided(),
+    wanted=st.data(),
+    dtype=st.sampled_from(sorted(TORCH_DTYPES)),
+    strided=st.booleans(),
+)
 def test_any_pieces_give_the_same_bytes_in_any_other_pieces(saved, wanted, dtype, strided):
     shape, cuts = saved
     whole = bits(shape, dtype, 7).view(TORCH_DTYPES[dtype]).reshape(shape)
@@ -57,14 +69,22 @@ def test_any_pieces_give_the_same_bytes_in_any_other_pieces(saved, wanted, dtype
     store = MemoryStore()
     ckptfmt.save(store, ckptfmt.State(weights={"w": source}, rng=False), step=1)
 
-    other = [sorted({0, extent, *wanted.draw(st.sets(st.integers(0, extent), max_size=2))}) for extent in shape]
+    other = [
+        sorted({0, extent, *wanted.draw(st.sets(st.integers(0, extent), max_size=2))})
+        for extent in shape
+    ]
     target = torch.zeros_like(bits(shape, dtype, 0)).view(TORCH_DTYPES[dtype]).reshape(shape)
     sink = ckptfmt.sink_of(
-        "w", {tuple(s.start for s in at): target[at] for at in grid(shape, other)}, global_shape=shape
+        "w",
+        {tuple(s.start for s in at): target[at] for at in grid(shape, other)},
+        global_shape=shape,
     )
     with ckptfmt.open(store) as checkpoint:
         checkpoint.read_into([sink])
-    as_bytes = [value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for value in (target, whole)]
+    as_bytes = [
+        value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for value in (target, whole)
+    ]
     assert as_bytes[0] == as_bytes[1]
 
 
@@ -72,11 +92,17 @@ def test_numpy_pieces_and_a_whole_tensor_of_torch_read_each_other():
     array = np.arange(12, dtype="<i4").reshape(3, 4)
     store = MemoryStore()
     pieces = {(0, 0): array[:2], (2, 0): array[2:].astype(">i4")}
-    ckptfmt.save(store, ckptfmt.State(weights={"w": ckptfmt.source_of("w", pieces, global_shape=(3, 4))}), step=1)
+    ckptfmt.save(
+        store,
+        ckptfmt.State(weights={"w": ckptfmt.source_of("w", pieces, global_shape=(3, 4))}),
+        step=1,
+    )
     target = torch.zeros(3, 4, dtype=torch.int32)
     halves = {(0, 0): np.zeros((3, 1), np.int32), (0, 1): np.zeros((3, 3), np.int32)}
     with ckptfmt.open(store) as checkpoint:
-        checkpoint.read_into([ckptfmt.sink_of("w", target), ckptfmt.sink_of("w", halves, global_shape=(3, 4))])
+        checkpoint.read_into(
+            [ckptfmt.sink_of("w", target), ckptfmt.sink_of("w", halves, global_shape=(3, 4))]
+        )
     assert target.numpy().tobytes() == array.tobytes()
     assert np.concatenate(list(halves.values()), axis=1).tobytes() == array.tobytes()
 
@@ -88,7 +114,10 @@ def test_a_sink_of_another_dtype_converts_where_it_is_told():
     target = torch.zeros(2, dtype=torch.bfloat16)
     with ckptfmt.open(store) as checkpoint:
         checkpoint.read_into([ckptfmt.sink_of("w", target, dtype=checkpoint.weights["w"].dtype)])
-        assert code_of(lambda: checkpoint.read_into([ckptfmt.sink_of("w", target)])) == "DTYPE_MISMATCH"
+        assert (
+            code_of(lambda: checkpoint.read_into([ckptfmt.sink_of("w", target)]))
+            == "DTYPE_MISMATCH"
+        )
     assert target.tolist() == [1.5, 2.5]
 
 

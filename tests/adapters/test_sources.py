@@ -65,15 +65,23 @@ def array_source(array):
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_tensors_of_every_dtype_and_layout_keep_their_bits(dtype, view):
     raw, opaque = content(dtype)
-    tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(TORCH_DTYPES[dtype]).view(SHAPE)[VIEWS[view]]
+    tensor = (
+        torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        .view(TORCH_DTYPES[dtype])
+        .view(SHAPE)[VIEWS[view]]
+    )
     expected = opaque[VIEWS[view]].tobytes()
-    assert [copied(tensor_source(tensor), offset) for offset in OFFSETS] == [expected] * len(OFFSETS)
+    assert [copied(tensor_source(tensor), offset) for offset in OFFSETS] == [expected] * len(
+        OFFSETS
+    )
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
 def test_transposed_and_expanded_tensors_are_copied_in_c_order(dtype):
     raw, opaque = content(dtype)
-    tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(TORCH_DTYPES[dtype]).view(SHAPE)
+    tensor = (
+        torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(TORCH_DTYPES[dtype]).view(SHAPE)
+    )
     for offset in OFFSETS:
         assert copied(tensor_source(tensor.t()), offset) == opaque.T.tobytes()
         expanded = tensor[:1].expand(3, *SHAPE[1:])
@@ -115,8 +123,12 @@ def test_memory_is_told_where_it_holds_the_bytes_as_they_are():
     assert [memory_of(tensor_source(one)) for one in others] == [None] * len(others)
 
     array = tensor.numpy()
-    assert all(memory_of(array_source(one)) is not None for one in (array, array[1:4], array[2, 3, ...]))
-    assert [memory_of(array_source(one)) for one in (array.T, array[:, 2:6], array.astype(">f4"))] == [None] * 3
+    assert all(
+        memory_of(array_source(one)) is not None for one in (array, array[1:4], array[2, 3, ...])
+    )
+    assert [
+        memory_of(array_source(one)) for one in (array.T, array[:, 2:6], array.astype(">f4"))
+    ] == [None] * 3
 
 
 def memory_of(source):
@@ -141,21 +153,32 @@ def test_a_tensor_can_be_resized_after_it_was_copied():
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("dtype", ["int8", "float16", "uint32", "float64", "complex128", "bfloat16", "float8_e5m2"])
+@pytest.mark.parametrize(
+    "dtype", ["int8", "float16", "uint32", "float64", "complex128", "bfloat16", "float8_e5m2"]
+)
 def test_arrays_of_every_size_and_layout_keep_their_bits(dtype, view):
     raw, opaque = content(dtype)
     array = np.frombuffer(raw, getattr(ml_dtypes, dtype, dtype)).reshape(SHAPE)[VIEWS[view]]
     expected = opaque[VIEWS[view]].tobytes()
-    assert [copied(array_source(np.asarray(array)), offset) for offset in OFFSETS] == [expected] * len(OFFSETS)
+    assert [copied(array_source(np.asarray(array)), offset) for offset in OFFSETS] == [
+        expected
+    ] * len(OFFSETS)
 
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("dtype", ["int8", "float16", "uint32", "float64", "complex64"])
 def test_arrays_of_the_other_byte_order_are_turned_around(dtype, view):
     raw, opaque = content(dtype)
-    array = np.frombuffer(raw, dtype).byteswap().view(np.dtype(dtype).newbyteorder(">")).reshape(SHAPE)[VIEWS[view]]
+    array = (
+        np.frombuffer(raw, dtype)
+        .byteswap()
+        .view(np.dtype(dtype).newbyteorder(">"))
+        .reshape(SHAPE)[VIEWS[view]]
+    )
     expected = opaque[VIEWS[view]].tobytes()
-    assert [copied(array_source(np.asarray(array)), offset) for offset in OFFSETS] == [expected] * len(OFFSETS)
+    assert [copied(array_source(np.asarray(array)), offset) for offset in OFFSETS] == [
+        expected
+    ] * len(OFFSETS)
 
 
 def test_an_array_may_be_transposed_and_read_only():

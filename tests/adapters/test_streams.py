@@ -17,7 +17,13 @@ from tests.adapters.double import checkpoint_of, load, restore, save
 
 
 def draw_all():
-    return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(),
+        torch.rand(3).tolist(),
+    )
 
 
 def test_the_streams_of_the_process_go_on():
@@ -110,7 +116,9 @@ def test_another_number_of_workers_is_refused_or_reported():
         return State(rng={"mine": random.Random(seed)})
 
     saved = [state(seed) for seed in (1, 2)]
-    checkpoint = checkpoint_of(*(capture(one, worker=i, worker_count=2) for i, one in enumerate(saved)))
+    checkpoint = checkpoint_of(
+        *(capture(one, worker=i, worker_count=2) for i, one in enumerate(saved))
+    )
 
     with pytest.raises(StateError, match=r"STREAM_UNEXPECTED.*lw/1"):
         load(state(5), checkpoint, strict=True)
@@ -154,7 +162,9 @@ def test_streams_that_were_captured_earlier_are_saved_as_they_stood_then(is_capt
 
     load(State(data={"n": 1}, rng=own), checkpoint)
 
-    assert ((draw_all(), [draw(generator) for generator in own.values()]) == expected) is is_captured
+    assert (
+        (draw_all(), [draw(generator) for generator in own.values()]) == expected
+    ) is is_captured
 
 
 def test_load_into_captured_streams_is_one_into_the_live_ones():
@@ -187,6 +197,8 @@ def test_stream_that_was_not_captured_is_named():
     """As where they were captured before torch was imported, or a second device was in use."""
     captured = capture_rng()
     fewer = CapturedRng(tuple(stream for stream in captured.streams if stream.name != "torch.cpu"))
-    with pytest.raises(StateError, match=r"torch\.cpu wasn't captured.*capture_rng\(devices=") as caught:
+    with pytest.raises(
+        StateError, match=r"torch\.cpu wasn't captured.*capture_rng\(devices="
+    ) as caught:
         save(State(data={"n": 1}, rng=fewer))
     assert caught.value.code == Code.STREAM_MISSING

@@ -18,7 +18,9 @@ class Pair(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes, scale):
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=torch.float32, device=codes.device
+        )
 
     def __init__(self, codes, scale):
         self.codes, self.scale = codes, scale
@@ -104,7 +106,9 @@ def with_method(**members):
     """Return a class like `Pair` with other methods, registered, and a checkpoint of one such tensor."""
     kind = type("Other", (Pair,), members)
     tensors.register_flatten(kind)
-    return kind, save(State(weights={"x": kind(torch.full((3,), 3, dtype=torch.int8), torch.tensor(3.0))}))
+    return kind, save(
+        State(weights={"x": kind(torch.full((3,), 3, dtype=torch.int8), torch.tensor(3.0))})
+    )
 
 
 @pytest.mark.usefixtures("registered")
@@ -130,11 +134,18 @@ def test_a_context_of_plain_values_comes_back():
 @pytest.mark.parametrize(
     ("members", "said"),
     {
-        "a context that isn't plain": ({"__tensor_flatten__": lambda _: (["codes", "scale"], object())}, "in place"),
+        "a context that isn't plain": (
+            {"__tensor_flatten__": lambda _: (["codes", "scale"], object())},
+            "in place",
+        ),
         "no way back": ({"__tensor_unflatten__": None}, "no __tensor_unflatten__"),
         "an exception": ({"__tensor_unflatten__": lambda *_: 1 // 0}, "ZeroDivisionError"),
         "copies": (
-            {"__tensor_unflatten__": classmethod(lambda cls, inner, *_: cls(**{k: v + 0 for k, v in inner.items()}))},
+            {
+                "__tensor_unflatten__": classmethod(
+                    lambda cls, inner, *_: cls(**{k: v + 0 for k, v in inner.items()})
+                )
+            },
             "keep the tensors",
         ),
     }.values(),
@@ -161,7 +172,10 @@ def test_a_class_that_is_not_registered_here_says_so(monkeypatch):
 @pytest.mark.usefixtures("registered")
 def test_a_checkpoint_that_has_the_class_alone_is_filled_in_place(monkeypatch):
     """What ckptfmt saved before it kept the context."""
-    monkeypatch.setattr("ckptfmt.adapters.torch._form_of", lambda _encoder, value, _name: tensors.kind_of(type(value)))
+    monkeypatch.setattr(
+        "ckptfmt.adapters.torch._form_of",
+        lambda _encoder, value, _name: tensors.kind_of(type(value)),
+    )
     checkpoint = save(State(weights={"x": pair(3)}))
 
     live = {"x": pair(0)}
@@ -173,7 +187,9 @@ def test_a_checkpoint_that_has_the_class_alone_is_filled_in_place(monkeypatch):
 
 @pytest.mark.usefixtures("registered")
 def test_as_a_parameter():
-    live, other = (nn.ParameterDict({"w": nn.Parameter(pair(value), requires_grad=False)}) for value in (3, 0))
+    live, other = (
+        nn.ParameterDict({"w": nn.Parameter(pair(value), requires_grad=False)}) for value in (3, 0)
+    )
 
     load(State(weights=other), save(State(weights=live)))
 

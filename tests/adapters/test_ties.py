@@ -71,7 +71,9 @@ def test_negative_view_in_a_torch_file_is_no_tie(key, tmp_path) -> None:
 def test_zeros_without_memory_are_refused_by_name() -> None:
     """They had an address of 0, from which a save copied."""
     with pytest.raises(ckptfmt.CkptError, match=r"STATE_UNSUPPORTED.*zeros.*forward-mode"):
-        ckptfmt.save(MemoryStore(), ckptfmt.State(weights={"w": torch._efficientzerotensor((3,))}), step=1)
+        ckptfmt.save(
+            MemoryStore(), ckptfmt.State(weights={"w": torch._efficientzerotensor((3,))}), step=1
+        )
 
 
 @st.composite
@@ -93,19 +95,27 @@ CHANGES: dict[str, Any] = {
     "imag": lambda tensor: tensor.imag if tensor.is_complex() else tensor,
     "real": lambda tensor: tensor.real,
     "neg": torch._neg_view,
-    "as real": lambda tensor: torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor,
+    "as real": lambda tensor: (
+        torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    ),
     "slice": lambda tensor: tensor[1:] if tensor.ndim and len(tensor) > 1 else tensor,
     "step": lambda tensor: tensor[::2] if tensor.ndim else tensor,
-    "fold": lambda tensor: tensor.reshape(2, -1) if tensor.ndim == 1 and not len(tensor) % 2 else tensor,
+    "fold": lambda tensor: (
+        tensor.reshape(2, -1) if tensor.ndim == 1 and not len(tensor) % 2 else tensor
+    ),
     "transpose": lambda tensor: tensor.mT if tensor.ndim > 1 else tensor,
     "expand": lambda tensor: tensor.expand(2, *tensor.shape) if tensor.ndim < 4 else tensor,
-    "integers": lambda tensor: tensor if tensor.is_neg() or tensor.is_complex() else tensor.view(torch.int32),
+    "integers": lambda tensor: (
+        tensor if tensor.is_neg() or tensor.is_complex() else tensor.view(torch.int32)
+    ),
 }
 
 
 @settings(max_examples=60, deadline=None)
 @given(tensors=views())
-def test_random_views_of_one_memory_are_saved_as_what_they_show(tensors: list[torch.Tensor]) -> None:
+def test_random_views_of_one_memory_are_saved_as_what_they_show(
+    tensors: list[torch.Tensor],
+) -> None:
     module = Buffers(**{f"b{number}": tensor for number, tensor in enumerate(tensors)})
     found: Any = ckptfmt.load(saved(module), framework="torch")
     for name, tensor in module.named_buffers(remove_duplicate=False):

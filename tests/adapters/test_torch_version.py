@@ -31,7 +31,9 @@ def test_older_torch_is_refused_by_name(version):
     assert OLDEST in caught.value.remedy
 
 
-@pytest.mark.parametrize("version", [f"{OLDEST}.0", f"{OLDEST}.0a0+git1", "2.15.0", "2.100", "3.0.0", "own build"])
+@pytest.mark.parametrize(
+    "version", [f"{OLDEST}.0", f"{OLDEST}.0a0+git1", "2.15.0", "2.100", "3.0.0", "own build"]
+)
 def test_newer_torch_is_accepted(version):
     check_torch(torch_of(version))
 
@@ -53,7 +55,10 @@ def test_first_use_beside_an_older_torch_says_which_is_needed(tmp_path):
     command = [sys.executable, "-c", SAVE, TOO_OLD, str(tmp_path / "ckpt")]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
-    assert process.stdout == f"ARGUMENT ckptfmt needs torch {OLDEST} or newer, and this is torch {TOO_OLD}\n"
+    assert (
+        process.stdout
+        == f"ARGUMENT ckptfmt needs torch {OLDEST} or newer, and this is torch {TOO_OLD}\n"
+    )
 
 
 def test_one_oldest_torch_is_named_everywhere():

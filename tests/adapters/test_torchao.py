@@ -54,4 +54,7 @@ def test_a_training_goes_on_from_a_fresh_optimizer(optimizer, of_state, tmp_path
     for key in ("exp_avg", "exp_avg_sq"):
         ours, theirs = (each[key] for each in (fresh.state[other.weight], live.state[net.weight]))
         for attribute in theirs.__tensor_flatten__()[0]:
-            assert torch.equal(getattr(ours, attribute).view(torch.uint8), getattr(theirs, attribute).view(torch.uint8))
+            assert torch.equal(
+                getattr(ours, attribute).view(torch.uint8),
+                getattr(theirs, attribute).view(torch.uint8),
+            )

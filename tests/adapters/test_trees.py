@@ -52,11 +52,18 @@ def tree():
 def same(left, right):
     if isinstance(left, np.ndarray | np.generic | torch.Tensor):
         as_bytes = [
-            value.numpy().tobytes() if isinstance(value, torch.Tensor) else value.tobytes() for value in (left, right)
+            value.numpy().tobytes() if isinstance(value, torch.Tensor) else value.tobytes()
+            for value in (left, right)
         ]
-        return type(left) is type(right) and left.dtype == right.dtype and as_bytes[0] == as_bytes[1]
+        return (
+            type(left) is type(right) and left.dtype == right.dtype and as_bytes[0] == as_bytes[1]
+        )
     if isinstance(left, dict):
-        return type(left) is type(right) and list(left) == list(right) and all(same(left[k], right[k]) for k in left)
+        return (
+            type(left) is type(right)
+            and list(left) == list(right)
+            and all(same(left[k], right[k]) for k in left)
+        )
     if isinstance(left, list | tuple | collections.deque):
         return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
     return type(left) is type(right) and left == right and repr(left) == repr(right)
@@ -113,7 +120,9 @@ def test_immutable_values_are_set_in_their_container_or_reported():
     per, holder = PerWorker(1), Holder(0)
     mixed = {"h": holder, "n": 2}
     extra = {"step": 0, "per": per, "mixed": mixed}
-    checkpoint = save(State(extra={"step": 5, "per": PerWorker(6), "mixed": {"h": Holder(7), "n": 8}}, data=9))
+    checkpoint = save(
+        State(extra={"step": 5, "per": PerWorker(6), "mixed": {"h": Holder(7), "n": 8}}, data=9)
+    )
 
     report = load(State(extra=extra, data=0), checkpoint)
 
@@ -143,7 +152,9 @@ def test_keys_may_be_left_out_or_kept_where_allowed():
     live = {"a": 1, "mine": 2}
 
     report = load(
-        State(data=live), save(State(data={"a": 5, "theirs": torch.ones(2)})), allow={"missing", "unexpected"}
+        State(data=live),
+        save(State(data={"a": 5, "theirs": torch.ones(2)})),
+        allow={"missing", "unexpected"},
     )
 
     assert live == {"a": 5, "mine": 2}
@@ -196,7 +207,11 @@ def test_what_has_no_form_is_refused_by_name_and_place(value, said):
 def test_an_object_that_does_not_keep_what_it_loads_is_found_out():
     class Rounding(Holder):
         def load_state_dict(self, value):
-            self.value = {**value, "x": round(value["x"]), "t": value["t"].to(torch.float16).float()}
+            self.value = {
+                **value,
+                "x": round(value["x"]),
+                "t": value["t"].to(torch.float16).float(),
+            }
 
     for x in (1.25, 1.0):
         saved = save(State(data=Holder({"x": x, "t": torch.tensor(1 / 3)})))
@@ -239,7 +254,9 @@ def test_minus_zero_and_nan_payloads_of_arrays_and_floats():
     assert np.float64(live["float"]).tobytes() == np.float64(payload).tobytes()
 
 
-@pytest.mark.parametrize("array", [np.arange(6, dtype=">f4").reshape(2, 3), np.asfortranarray(np.ones((2, 3)))])
+@pytest.mark.parametrize(
+    "array", [np.arange(6, dtype=">f4").reshape(2, 3), np.asfortranarray(np.ones((2, 3)))]
+)
 def test_byte_order_and_memory_order_of_an_array_do_not_matter(array):
     live = np.zeros_like(array)
 
@@ -267,7 +284,15 @@ def test_an_array_is_converted_only_where_allowed():
 def test_a_sink_takes_any_piece():
     array = np.zeros((4, 3), np.int32)
     whole = np.arange(12, dtype=np.int32).reshape(4, 3)
-    sink = ArraySink(field="data", name="x", dtype="int32", global_shape=(4, 3), scope="global", array=array, boxes=())
+    sink = ArraySink(
+        field="data",
+        name="x",
+        dtype="int32",
+        global_shape=(4, 3),
+        scope="global",
+        array=array,
+        boxes=(),
+    )
     for box in (Box((0, 0), (1, 3)), Box((1, 0), (3, 2)), Box((1, 2), (3, 1))):
         sink.copy_from(box, memoryview(whole[box.relative_to(Box.whole((4, 3)))].tobytes()))
 
@@ -283,7 +308,13 @@ def test_trees_come_back_without_a_state():
     net.register_buffer("cache", torch.ones(1), persistent=False)
     generator = np.random.default_rng(3)
     checkpoint = save(
-        State(weights=net, data=tree(), config={"lr": 0.1}, extra={"n": PerWorker(4), "m": 5}, rng={"g": generator})
+        State(
+            weights=net,
+            data=tree(),
+            config={"lr": 0.1},
+            extra={"n": PerWorker(4), "m": 5},
+            rng={"g": generator},
+        )
     )
 
     trees = load_trees(checkpoint)

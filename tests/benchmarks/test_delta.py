@@ -67,7 +67,7 @@ def pair_of(base, new, **changes):
     return dataclasses.replace(plain, **changes)
 
 
-# --- floors -----------------------------------------------------------------------------------------------------------
+# --- floors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("p", [0.001, 0.01, 0.25, 0.5])
@@ -76,7 +76,12 @@ def test_saying_which_elements_changed_costs_the_binary_entropy(p):
     binary = -(p * math.log2(p) + (1 - p) * math.log2(1 - p))
 
     assert entropy_of_changes(elements, round(p * elements)) == pytest.approx(elements * binary)
-    assert entropy_of_changes(elements, 0) == entropy_of_changes(elements, elements) == entropy_of_changes(0, 0) == 0
+    assert (
+        entropy_of_changes(elements, 0)
+        == entropy_of_changes(elements, elements)
+        == entropy_of_changes(0, 0)
+        == 0
+    )
 
 
 @pytest.mark.parametrize("values", [1, 2, 5, 256])
@@ -97,7 +102,9 @@ def test_neighbouring_floats_are_one_apart_in_their_order():
 
 def test_narrow_steps_cost_their_entropy_and_wide_ones_their_length_and_bits():
     narrow = np.repeat([-1, 1, 2, -2], 100)
-    wide = RANDOM.integers(1 << 19, 1 << 20, 100_000) * np.where(RANDOM.random(100_000) < 0.5, -1, 1)
+    wide = RANDOM.integers(1 << 19, 1 << 20, 100_000) * np.where(
+        RANDOM.random(100_000) < 0.5, -1, 1
+    )
 
     assert step_bits(narrow, lane_nbytes=2) == pytest.approx(800)
     assert step_bits(wide, lane_nbytes=4) == pytest.approx(
@@ -107,7 +114,12 @@ def test_narrow_steps_cost_their_entropy_and_wide_ones_their_length_and_bits():
 
 
 def test_the_floor_of_a_state_is_that_of_its_changes_and_of_their_steps():
-    base = RANDOM.standard_normal(100_000).astype(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
+    base = (
+        RANDOM.standard_normal(100_000)
+        .astype(np.float32)
+        .astype(ml_dtypes.bfloat16)
+        .view(np.uint16)
+    )
     new = base.copy()
     new[::100] += np.where(np.arange(1000) % 4, 1, 2).astype(np.uint16)
 
@@ -116,11 +128,16 @@ def test_the_floor_of_a_state_is_that_of_its_changes_and_of_their_steps():
     assert (change.elements, change.changed, change.fraction) == (100_000, 1000, 0.01)
     signs = np.where(base[::100] >> 15, -1, 1) * np.where(np.arange(1000) % 4, 1, 2)
     steps = entropy(np.unique(signs, return_counts=True)[1])
-    assert 8 * change.floor_nbytes == pytest.approx(entropy_of_changes(100_000, 1000) + 1000 * steps)
+    assert 8 * change.floor_nbytes == pytest.approx(
+        entropy_of_changes(100_000, 1000) + 1000 * steps
+    )
 
 
 def test_a_zero_that_changes_its_sign_has_changed():
-    base, new = state_of(np.zeros(8, np.float32)), state_of(np.array([0.0] * 7 + [-0.0], np.float32))
+    base, new = (
+        state_of(np.zeros(8, np.float32)),
+        state_of(np.array([0.0] * 7 + [-0.0], np.float32)),
+    )
 
     assert change_of(base, new).changed == 1
     assert change_of(base, new).floor_nbytes > 0
@@ -129,7 +146,10 @@ def test_a_zero_that_changes_its_sign_has_changed():
 def test_gradients_of_one_exponent_cost_their_sign_and_mantissa():
     gradient = (RANDOM.integers(0, 1 << 23, 200_000) | 0x3F800000).astype(np.uint32)
     gradient |= (RANDOM.integers(0, 2, 200_000) << 31).astype(np.uint32)
-    wide, narrow = gradient.view(np.float32), (gradient & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    wide, narrow = (
+        gradient.view(np.float32),
+        (gradient & 0xFFFF0000).astype(np.uint32).view(np.float32),
+    )
 
     assert gradient_nbytes([wide], narrow=False) == pytest.approx(200_000 * 24 / 8, rel=1e-3)
     assert gradient_nbytes([narrow], narrow=True) == pytest.approx(200_000 * 8 / 8, rel=1e-3)
@@ -140,20 +160,28 @@ def test_gradients_of_one_exponent_cost_their_sign_and_mantissa():
 
 def test_a_large_moment_keeps_few_digits_of_its_gradient():
     base = np.full(100_000, 1.0, np.float32)
-    new = np.float32(0.5) + (RANDOM.integers(1 << 9, 1 << 10, 100_000) * 2.0**-24).astype(np.float32)
+    new = np.float32(0.5) + (RANDOM.integers(1 << 9, 1 << 10, 100_000) * 2.0**-24).astype(
+        np.float32
+    )
 
-    floor = moment_nbytes(state_of(base, role="exp_avg"), state_of(new, role="exp_avg"), role="exp_avg", decay=0.5)
+    floor = moment_nbytes(
+        state_of(base, role="exp_avg"), state_of(new, role="exp_avg"), role="exp_avg", decay=0.5
+    )
 
-    assert floor == pytest.approx(100_000 * 9 / 8), "in its own ULPs: ten bits, of which the first is always 1"
+    assert floor == pytest.approx(100_000 * 9 / 8), (
+        "in its own ULPs: ten bits, of which the first is always 1"
+    )
 
 
 def test_full_saves_are_counted_in():
-    assert steady_of(0.2) == pytest.approx((1 + 2 * 0.2) / 3), "a third delta would take the restore to 1.6"
+    assert steady_of(0.2) == pytest.approx((1 + 2 * 0.2) / 3), (
+        "a third delta would take the restore to 1.6"
+    )
     assert steady_of(0.9) == pytest.approx((1 + 0.9) / 2), "one delta in any case"
     assert steady_of(0.001) == pytest.approx((1 + 15 * 0.001) / 16), "every sixteenth is full"
 
 
-# --- codecs -----------------------------------------------------------------------------------------------------------
+# --- codecs ---------------------------------------------------------------------------------------
 
 
 def change_a_little(array):
@@ -164,7 +192,9 @@ def change_a_little(array):
 
 @pytest.mark.parametrize("name", CODECS)
 def test_peers_lose_nothing(name):
-    arrays = [RANDOM.standard_normal(shape).astype(np.float32) for shape in ((), (1,), (300, 700), (0, 3))]
+    arrays = [
+        RANDOM.standard_normal(shape).astype(np.float32) for shape in ((), (1,), (300, 700), (0, 3))
+    ]
     base, new = state_of(*arrays[:3]), state_of(*map(change_a_little, arrays[:3]), arrays[3])
 
     measured = measure_codec(CODECS[name](), new, base)
@@ -180,7 +210,9 @@ def test_a_peer_that_loses_something_is_found():
             next(iter(out.values()))[0] ^= 1
 
     with pytest.raises(RuntimeError, match="other bytes"):
-        measure_codec(Forgetful(4096), state_of(np.ones(3, np.float32)), state_of(np.ones(3, np.float32)))
+        measure_codec(
+            Forgetful(4096), state_of(np.ones(3, np.float32)), state_of(np.ones(3, np.float32))
+        )
 
 
 def test_a_block_store_keeps_what_is_new_and_all_digests():
@@ -210,7 +242,7 @@ def test_our_own_encodings_are_decoded_again():
     assert sum(coded.blocks.values()) == 3
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +258,15 @@ def test_scenes_have_names_of_their_own_and_cover_what_goals_are_said_of():
     names = [scene.name for scene in list_scenes(Sizes())]
 
     assert len(set(names)) == len(names)
-    assert {"adamw-1e-3", "adamw-1e-4", "adamw-1e-5", "adamw-1e-6", "lora", "moe", "embedding"} <= set(names)
+    assert {
+        "adamw-1e-3",
+        "adamw-1e-4",
+        "adamw-1e-5",
+        "adamw-1e-6",
+        "lora",
+        "moe",
+        "embedding",
+    } <= set(names)
     aged = next(scene for scene in list_scenes(Sizes()) if scene.name == "adamw-1e-5-aged")
     assert (aged.settle, aged.offsets) == (300, (1, 10))
 
@@ -292,12 +332,16 @@ def test_a_later_state_of_a_pair_is_the_earlier_of_the_next(studio):
 
 
 def test_what_is_frozen_or_not_used_stays_as_it_was(studio):
-    lora, moe, embedding = (studio.pair(scene_of(name), 0, 1) for name in ("lora", "moe", "embedding"))
+    lora, moe, embedding = (
+        studio.pair(scene_of(name), 0, 1) for name in ("lora", "moe", "embedding")
+    )
 
     trained = sum(gradient.size for gradient in lora.gradients.values())
     everything = sum(tensor.array.size for tensor in lora.new.values() if tensor.role == WEIGHT)
     assert trained / everything == pytest.approx(0.05, rel=0.3)
-    assert lora.untouched().nbytes + 3 * 4 * trained + 4 * len(lora.gradients) + 8 * 256 == lora.nbytes
+    assert (
+        lora.untouched().nbytes + 3 * 4 * trained + 4 * len(lora.gradients) + 8 * 256 == lora.nbytes
+    )
 
     experts = {name for name in moe.new if ".experts." in name and name.startswith("weights/")}
     untouched = experts & moe.untouched().new.keys()
@@ -319,7 +363,9 @@ def test_weights_are_rounded_as_torch_rounds_them(studio):
 
 
 def test_files_keep_states_as_they_are(tmp_path):
-    state = state_of(RANDOM.standard_normal((3, 4)).astype(np.float32), np.arange(5), np.float32(2).reshape(()))
+    state = state_of(
+        RANDOM.standard_normal((3, 4)).astype(np.float32), np.arange(5), np.float32(2).reshape(())
+    )
     write_snapshot(tmp_path / "state.npz", state)
 
     found = read_snapshot(tmp_path / "state.npz")
@@ -327,7 +373,10 @@ def test_files_keep_states_as_they_are(tmp_path):
     assert found.keys() == state.keys()
     for name, tensor in found.items():
         assert (tensor.field, tensor.role, tensor.dtype) == ("weights", WEIGHT, "float32")
-        assert (tensor.array.dtype, tensor.array.shape) == (state[name].array.dtype, state[name].array.shape)
+        assert (tensor.array.dtype, tensor.array.shape) == (
+            state[name].array.dtype,
+            state[name].array.shape,
+        )
         assert tensor.content == state[name].content
 
 
@@ -359,7 +408,7 @@ def test_a_state_is_shown_again_by_a_live_model(tmp_path, studio, name):
     other.check(first)
 
 
-# --- a store far away -------------------------------------------------------------------------------------------------
+# --- a store far away -----------------------------------------------------------------------------
 
 
 class Clock:
@@ -398,7 +447,11 @@ def test_every_byte_takes_its_time_on_the_link(clock, link):
     with store.open_ranges("a") as ranges:
         assert ranges.read_into(0, 300, buffer) == b"x" * 300
     assert store.beside("run").nbytes("a") == 500
-    assert (link.written_nbytes, link.read_nbytes, clock.now_s) == (600, 802, pytest.approx(101.402))
+    assert (link.written_nbytes, link.read_nbytes, clock.now_s) == (
+        600,
+        802,
+        pytest.approx(101.402),
+    )
 
 
 def test_names_take_no_time(clock, link):
@@ -454,7 +507,7 @@ def test_a_run_is_saved_and_loaded_through_the_link(tmp_path, studio, clock):
     assert link.read_nbytes - before >= nbytes
 
 
-# --- the record -------------------------------------------------------------------------------------------------------
+# --- the record -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -480,7 +533,9 @@ def test_every_goal_has_a_number(record):
     assert record["ratios"].keys() >= RATIOS
     assert all(type(ratio) is float and ratio > 0 for ratio in record["ratios"].values())
     assert record["goals"].keys() == record["ratios"].keys()
-    assert record["command"] == "python -m benchmarks delta --width 32 --steps 4 --copies 1 --rounds 1"
+    assert (
+        record["command"] == "python -m benchmarks delta --width 32 --steps 4 --copies 1 --rounds 1"
+    )
 
 
 @pytest.mark.slow
@@ -496,7 +551,13 @@ def test_every_setting_has_its_floor_and_every_contestant(record):
                 assert 0 < row["told"]["floor_vs_raw"] < 1
                 assert 0 < row["told"]["changed_weights"] <= 1
                 assert all(coded["encode_gb_per_s"] > 0 for coded in row["coded"].values())
-    assert {setting.partition("-")[0] for setting, _ in rows} == {"adamw", "sgd", "lora", "moe", "embedding"}
+    assert {setting.partition("-")[0] for setting, _ in rows} == {
+        "adamw",
+        "sgd",
+        "lora",
+        "moe",
+        "embedding",
+    }
     assert record["settings"].keys() >= {"ckptfmt", *CODECS}
 
 
@@ -504,7 +565,11 @@ def test_every_setting_has_its_floor_and_every_contestant(record):
 @pytest.mark.exhaustive
 def test_a_setting_that_a_ratio_is_of_counts_with_its_worst(record):
     rows = record["rounds"]["coding_1"]
-    clipped = [row["coded"]["ckptfmt"]["vs_raw"] for row in rows if row["setting"].startswith("adamw-clipped-")]
+    clipped = [
+        row["coded"]["ckptfmt"]["vs_raw"]
+        for row in rows
+        if row["setting"].startswith("adamw-clipped-")
+    ]
 
     assert len(clipped) == 6
     assert record["ratios"]["adamw_clipped_vs_raw"] == max(clipped)

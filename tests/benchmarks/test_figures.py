@@ -8,7 +8,9 @@ from benchmarks.figures import floor_all, paired_ratio, percentile, summarize
 def test_percentiles_interpolate_between_the_nearest_values():
     values = [40.0, 10.0, 30.0, 20.0, 50.0]
 
-    assert [percentile(values, percent) for percent in (0, 10, 50, 90, 100)] == pytest.approx([10, 14, 30, 46, 50])
+    assert [percentile(values, percent) for percent in (0, 10, 50, 90, 100)] == pytest.approx(
+        [10, 14, 30, 46, 50]
+    )
     assert percentile([7.0], 90) == 7.0
 
 

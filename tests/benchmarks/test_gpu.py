@@ -13,9 +13,22 @@ from tests.house.sources import ROOT
 
 
 def run_gpu(out, *arguments):
-    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--wheels", str(out / "none"), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
-    records = (out / "records.jsonl").read_text().splitlines() if (out / "records.jsonl").exists() else []
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--out",
+        str(out),
+        "--wheels",
+        str(out / "none"),
+        *arguments,
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900
+    )
+    records = (
+        (out / "records.jsonl").read_text().splitlines() if (out / "records.jsonl").exists() else []
+    )
     return done, [json.loads(record) for record in records]
 
 
@@ -32,7 +45,11 @@ def test_the_first_steps_are_rehearsed_on_the_processor(tmp_path):
     ]
     assert '"went on alike": true' in records[1]["output_tail"]
     assert "needs a CUDA device" in records[2]["output_tail"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cuda_tests.xml", "output.log", "records.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "cuda_tests.xml",
+        "output.log",
+        "records.jsonl",
+    ]
 
 
 def test_a_step_that_fails_or_takes_too_long_does_not_end_the_others(tmp_path, monkeypatch, capsys):
@@ -42,7 +59,8 @@ def test_a_step_that_fails_or_takes_too_long_does_not_end_the_others(tmp_path, m
         "works": ("-c", "print('{device}')"),
     }
     made = [
-        gpu.Step(name=name, arguments=words, limit_s=30 if name != "hangs" else 0.5) for name, words in steps.items()
+        gpu.Step(name=name, arguments=words, limit_s=30 if name != "hangs" else 0.5)
+        for name, words in steps.items()
     ]
     monkeypatch.setattr(gpu, "STEPS", made)
 
@@ -56,7 +74,9 @@ def test_a_step_that_fails_or_takes_too_long_does_not_end_the_others(tmp_path, m
 
 
 def test_without_time_left_nothing_is_begun(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "STEPS", [gpu.Step(name="late", arguments=("-c", "print(1)"), limit_s=30)])
+    monkeypatch.setattr(
+        gpu, "STEPS", [gpu.Step(name="late", arguments=("-c", "print(1)"), limit_s=30)]
+    )
     assert gpu.main(["--out", str(tmp_path), "--bound", "0"]) == 1
     assert json.loads((tmp_path / "records.jsonl").read_text())["exit_code"] == 124
 
@@ -75,15 +95,26 @@ def test_packages_that_travelled_along_come_before_the_machines(tmp_path):
     assert gpu.unpack(tmp_path, site) == 1
     environment = gpu.environment_of(site, device="cpu")
     told = subprocess.run(
-        [sys.executable, "-c", "import thing; print(thing.NAME)"], env=environment, capture_output=True, check=True
+        [sys.executable, "-c", "import thing; print(thing.NAME)"],
+        env=environment,
+        capture_output=True,
+        check=True,
     )
     assert told.stdout == b"ours\n"
 
 
 def test_every_test_that_needs_a_device_is_marked_and_run():
-    asking = [path for path in (ROOT / "tests").rglob("test_*.py") if "skipif(not torch.cuda" in path.read_text()]
-    assert [path.name for path in asking] == ["test_gpu.py"], "mark it @pytest.mark.cuda: `make gpu` runs what is"
-    assert {"tests/adapters/test_device.py", "tests/adapters/test_arrivals.py"} <= set(gpu.find_tests())
+    asking = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "skipif(not torch.cuda" in path.read_text()
+    ]
+    assert [path.name for path in asking] == ["test_gpu.py"], (
+        "mark it @pytest.mark.cuda: `make gpu` runs what is"
+    )
+    assert {"tests/adapters/test_device.py", "tests/adapters/test_arrivals.py"} <= set(
+        gpu.find_tests()
+    )
     assert set(gpu.find_tests()) <= set(gpu.STEPS[2].arguments)
 
 

@@ -33,13 +33,22 @@ def test_without_a_device_nothing_is_measured_and_the_status_says_so(tmp_path, c
 @pytest.fixture
 def measure_on(tmp_path, monkeypatch):
     """Measure on the host, where a state is too small for `auto` to look for a gain."""
-    monkeypatch.setattr(os, "sync", lambda: None)  # nothing is timed here: what others write needn't be waited for
-    monkeypatch.setattr(gpu_digest, "measure_saves", functools.partial(measure_saves, mode="smallest"))
+    monkeypatch.setattr(
+        os, "sync", lambda: None
+    )  # nothing is timed here: what others write needn't be waited for
+    monkeypatch.setattr(
+        gpu_digest, "measure_saves", functools.partial(measure_saves, mode="smallest")
+    )
 
     def measure(nbytes, *, rounds):
         place = Workplace(tmp_path)
         return gpu_digest.measure_on(
-            HOST, nbytes, clock=gpu_digest._WallClock(), rounds=rounds, place=place, progress=Progress()
+            HOST,
+            nbytes,
+            clock=gpu_digest._WallClock(),
+            rounds=rounds,
+            place=place,
+            progress=Progress(),
         )
 
     return measure
@@ -68,7 +77,11 @@ def test_digests_and_saves_are_one_record(measure_on, tmp_path):
     outcome = measure_on(5000, rounds=2)
     record = build_record("command", outcome, directory=tmp_path, began=dt.datetime.now(dt.UTC))
 
-    assert outcome.repeats == {name: len(rows) for name, rows in outcome.rounds.items()} == {"digest": 2, "saves": 2}
+    assert (
+        outcome.repeats
+        == {name: len(rows) for name, rows in outcome.rounds.items()}
+        == {"digest": 2, "saves": 2}
+    )
     assert outcome.figures["save_delta_stored_nbytes"].median < outcome.workload["saved_nbytes"]
     assert json.loads(dump_record(record))["rounds"].keys() == {"digest", "saves"}
     assert "delta_save_1pct_vs_full" in format_record(record)
@@ -77,8 +90,14 @@ def test_digests_and_saves_are_one_record(measure_on, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (lambda content, _: torch.zeros((len(content), 32), dtype=torch.uint8), "not the digests of the host"),
-        (lambda content, block: _block_digests(content & 254, block), "not the digests of the host"),
+        (
+            lambda content, _: torch.zeros((len(content), 32), dtype=torch.uint8),
+            "not the digests of the host",
+        ),
+        (
+            lambda content, block: _block_digests(content & 254, block),
+            "not the digests of the host",
+        ),
     ],
     ids=["zeros", "a bit is left out"],
 )

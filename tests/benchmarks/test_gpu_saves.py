@@ -26,7 +26,9 @@ def small(monkeypatch):
 
 
 def measure(directory, nbytes, *, rounds=3, mode="smallest"):
-    return measure_saves(HOST, nbytes, rounds=rounds, place=Workplace(directory), progress=Progress(), mode=mode)
+    return measure_saves(
+        HOST, nbytes, rounds=rounds, place=Workplace(directory), progress=Progress(), mode=mode
+    )
 
 
 def test_deltas_and_full_saves_are_of_the_same_rounds_in_turns(tmp_path):
@@ -42,14 +44,18 @@ def test_deltas_and_full_saves_are_of_the_same_rounds_in_turns(tmp_path):
     assert [row["delta"]["profile"] for row in saves.rounds] == ["delta"] * 4
     assert {row["changed_blocks"] for row in saves.rounds} == {1}
     assert all(row["delta"]["stored_nbytes"] < MIB for row in saves.rounds)
-    assert {row["full"]["stored_nbytes"] for row in saves.rounds} == {saves.workload["saved_nbytes"]}
+    assert {row["full"]["stored_nbytes"] for row in saves.rounds} == {
+        saves.workload["saved_nbytes"]
+    }
     assert saves.workload == {"saved_nbytes": 4 * MIB + 5000, "saved_tensors": 3, "changed_of": 5}
     assert saves.figures.keys() == {"save_full_s", "save_delta_s", "save_delta_stored_nbytes"}
     assert {figure.count for figure in (*saves.figures.values(), *saves.ratios.values())} == {4}
     assert saves.ratios.keys() == SAVE_GOALS.keys()
     assert saves.ratios["delta_save_1pct_vs_full"].median > 0
     assert saves.notes["deltas"] == 4
-    assert {run["delta"]["mode"] for name, run in saves.settings.items() if name == "delta_save"} == {"smallest"}
+    assert {
+        run["delta"]["mode"] for name, run in saves.settings.items() if name == "delta_save"
+    } == {"smallest"}
 
 
 def test_nothing_is_left(tmp_path):
@@ -72,7 +78,9 @@ def test_of_checkpoints_only_those_that_are_read_from_are_kept(tmp_path, monkeyp
     kept = []
 
     def count(run):
-        kept.append([len(list(directory.glob("step-*"))) for directory in sorted(tmp_path.iterdir())])
+        kept.append(
+            [len(list(directory.glob("step-*"))) for directory in sorted(tmp_path.iterdir())]
+        )
         return check(run)
 
     check = gpu_saves._Run.check

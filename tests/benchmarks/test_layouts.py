@@ -68,7 +68,8 @@ def test_dcp_does_the_same_without_processes(tmp_path):
 
 
 def test_block_edges_are_counted_as_whole_blocks_have_them():
-    # A row is a tenth of a block: rows 7 to 13 of a piece of 25 touch both of its first blocks, of three.
+    # A row is a tenth of a block: rows 7 to 13 of a piece of 25 touch both of its first blocks, of
+    # three.
     shape = (25, BLOCK_NBYTES // 40)
     row_nbytes = shape[1] * 4
     whole, thirds = Cut(name="whole", dim=0, ranks=1), Cut(name="thirds", dim=0, ranks=3)
@@ -88,12 +89,19 @@ def mixture():
 def test_a_mixture_has_rows_grids_and_irregular_cuts_each_of_its_own_shape(mixture):
     told = describe_mixture(mixture)
 
-    assert told["kinds"] == {"rows, torch.chunk": 28, "rows, balanced": 28, "grid, uneven": 7, "irregular": 1}
+    assert told["kinds"] == {
+        "rows, torch.chunk": 28,
+        "rows, balanced": 28,
+        "grid, uneven": 7,
+        "irregular": 1,
+    }
     assert (told["shapes"], told["boxes"], told["grid"]) == (64, 1024, [4, 4])
     assert make_mixture(16, 64) == mixture
 
 
-def test_every_tensor_of_a_mixture_is_covered_once_by_what_was_saved_and_by_what_is_asked_for(mixture):
+def test_every_tensor_of_a_mixture_is_covered_once_by_what_was_saved_and_by_what_is_asked_for(
+    mixture,
+):
     for tensor in mixture:
         assert all(box.element_count for box in tensor.boxes)
         assert (paint(tensor.global_shape, tensor.boxes) == 1).all(), tensor.kind
@@ -144,8 +152,17 @@ def test_what_is_read_of_the_metadata_is_counted(tmp_path, mixture):
 @pytest.mark.exhaustive
 def test_extra_memory_is_told_for_cold_and_warm(tmp_path):
     def run(action):
-        command = [sys.executable, "-m", "benchmarks.extra_memory", action, str(tmp_path / "files"), "4000000"]
-        return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.extra_memory",
+            action,
+            str(tmp_path / "files"),
+            "4000000",
+        ]
+        return json.loads(
+            subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        )
 
     skip_unless_cold(tmp_path)
     written = run("write")

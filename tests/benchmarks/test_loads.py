@@ -73,7 +73,9 @@ def test_a_tensor_that_was_not_loaded_is_found(destination, spoilt):
         flat[at] = before
 
 
-@pytest.mark.parametrize("name", ["ours", "unverified", "torch", "torch_mmap", "load_file", "safe_open", "dcp", "bare"])
+@pytest.mark.parametrize(
+    "name", ["ours", "unverified", "torch", "torch_mmap", "load_file", "safe_open", "dcp", "bare"]
+)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_everyone_fills_every_tensor(tmp_path, trainer, destination, name):
     tensors = destination.tensors

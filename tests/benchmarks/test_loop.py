@@ -19,9 +19,17 @@ def make_round(without_s, *, copy_s=0.1, blocked_s=0.002, **wall_s):
 
 def test_what_is_lost_is_measured_against_the_mean_of_the_same_round():
     rows = [
-        make_round([4.0, 4.2], ckptfmt=4.4, ckptfmt_copy=4.5, floor=4.3, dcp_thread=5.6, dcp_process=6.1),
         make_round(
-            [8.0, 8.0], ckptfmt=8.3, ckptfmt_copy=8.6, floor=8.1, dcp_thread=9.0, dcp_process=11.0, blocked_s=0.004
+            [4.0, 4.2], ckptfmt=4.4, ckptfmt_copy=4.5, floor=4.3, dcp_thread=5.6, dcp_process=6.1
+        ),
+        make_round(
+            [8.0, 8.0],
+            ckptfmt=8.3,
+            ckptfmt_copy=8.6,
+            floor=8.1,
+            dcp_thread=9.0,
+            dcp_process=11.0,
+            blocked_s=0.004,
         ),
     ]
 
@@ -38,7 +46,11 @@ def test_what_is_lost_is_measured_against_the_mean_of_the_same_round():
 
 def test_a_round_that_gained_time_has_a_ratio_all_the_same():
     _, ratios = sum_up_lost(
-        [make_round([4.0], ckptfmt=3.9, ckptfmt_copy=4.1, floor=3.9, dcp_thread=4.5, dcp_process=3.8)]
+        [
+            make_round(
+                [4.0], ckptfmt=3.9, ckptfmt_copy=4.1, floor=3.9, dcp_thread=4.5, dcp_process=3.8
+            )
+        ]
     )
 
     assert ratios["lost_vs_dcp_thread"].median == pytest.approx(0.001 / 0.5)

@@ -39,7 +39,14 @@ NAMES = {
         "overread_columns",
         "overread_columns_shared",
     },
-    "plan": {"commit_s", "check_s", "open_plan_s", "metadata_read_fraction", "exponent", "nbytes_per_box"},
+    "plan": {
+        "commit_s",
+        "check_s",
+        "open_plan_s",
+        "metadata_read_fraction",
+        "exponent",
+        "nbytes_per_box",
+    },
     "s3": {"save_vs_obstore", "load_vs_obstore", "delta_vs_bytes", "cache_vs_local_lost"},
 }
 #: What has no goal, and stands beside.
@@ -81,7 +88,8 @@ SIZES = {**dict.fromkeys(NAMES, "--nbytes 20000000"), "plan": "--ranks 16 --tens
 TENSORS = {"save": 198, "stall": 198, "load": 198, "reshard": 25, "plan": 64, "s3": 198}
 
 
-#: What `make test` runs; the other commands, of which each takes half a minute of processor time, are exhaustive.
+#: What `make test` runs; the other commands, of which each takes half a minute of processor time,
+#: are exhaustive.
 SAMPLE = ("save", "plan")
 
 
@@ -102,7 +110,12 @@ def finish(tmp_path_factory):
         if command in ("load", "reshard"):
             skip_unless_cold(folder)
         options = [command, *SIZES[command].split(), "--rounds", "1", "--json"]
-        places = ["--directory", str(folder / "files"), "--out", str(folder / "records" / "record.json")]
+        places = [
+            "--directory",
+            str(folder / "files"),
+            "--out",
+            str(folder / "records" / "record.json"),
+        ]
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks", *options, *places],
             cwd=ROOT,
@@ -121,9 +134,15 @@ def test_prints_the_record_and_nothing_else(finish, command):
     done, folder = finish(command)
 
     # On a busy machine torch says that DCP's own process is slow to end.
-    said = [line for line in done.stderr.splitlines() if not line.startswith("Checkpoint background process is still")]
+    said = [
+        line
+        for line in done.stderr.splitlines()
+        if not line.startswith("Checkpoint background process is still")
+    ]
     assert (done.returncode, said) == (0, [])
-    assert json.loads(done.stdout) == json.loads((folder / "records" / "record.json").read_text("utf-8"))
+    assert json.loads(done.stdout) == json.loads(
+        (folder / "records" / "record.json").read_text("utf-8")
+    )
 
 
 @pytest.mark.slow
@@ -164,7 +183,9 @@ def test_a_record_says_what_was_measured_where_and_how(finish, command):
     assert record["storage"]["fs"] != "unknown"
     assert record["workload"]["tensors"] == TENSORS[command]
     assert record["settings"].keys() - OPTIONAL == CONTESTANTS[command]
-    assert all("call" in settings or "threads" in settings for settings in record["settings"].values())
+    assert all(
+        "call" in settings or "threads" in settings for settings in record["settings"].values()
+    )
     assert set(record["repeats"].values()) == {1}
     assert all(len(rows) == 1 for rows in record["rounds"].values())
     assert str(folder) not in done.stdout
@@ -189,7 +210,9 @@ def test_what_a_load_took_of_memory_is_in_the_record_for_every_size(finish):
     sizes = record["notes"]["extra_memory"]
     told = [size["nbytes"] / record["workload"]["nbytes"] for size in sizes]
     assert told == pytest.approx([0.25, 1.0, 3.75], rel=0.1)
-    assert record["ratios"]["extra_memory_mib"] == pytest.approx(max(size["extra_mib"] for size in sizes), rel=1e-4)
+    assert record["ratios"]["extra_memory_mib"] == pytest.approx(
+        max(size["extra_mib"] for size in sizes), rel=1e-4
+    )
 
 
 @pytest.mark.slow
@@ -202,7 +225,9 @@ def test_what_was_read_and_needed_is_in_the_record(finish):
         assert run["needed_nbytes"] == needed_nbytes, name
         assert needed_nbytes <= run["verified_nbytes"] <= run["read_nbytes"]
         # What the reader says is what the kernel says, but for metadata and whole pages.
-        assert run["by_calls_nbytes"] == pytest.approx(run["read_nbytes"] + run["metadata_nbytes"], rel=0.05)
+        assert run["by_calls_nbytes"] == pytest.approx(
+            run["read_nbytes"] + run["metadata_nbytes"], rel=0.05
+        )
     for row in record["rounds"]["shared"]:
         assert row["needed_nbytes"] == needed_nbytes
         assert len(row["ranks"]) == 2
@@ -219,7 +244,17 @@ def test_what_bad_tilings_were_refused_as_is_in_the_record(finish):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_file_that_is_named_has_the_record_and_tables_are_printed(tmp_path):
-    command = ["plan", "--ranks", "16", "--tensors", "64", "--rounds", "1", "--json", str(tmp_path / "record.json")]
+    command = [
+        "plan",
+        "--ranks",
+        "16",
+        "--tensors",
+        "64",
+        "--rounds",
+        "1",
+        "--json",
+        str(tmp_path / "record.json"),
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", *command, "--directory", str(tmp_path / "files")],
         cwd=ROOT,

@@ -39,7 +39,11 @@ def test_names_are_never_used_twice(tmp_path):
 
 
 def test_what_a_buffered_writer_wrote_stays_until_the_next_one_begins(tmp_path):
-    place, buffered, direct = Workplace(tmp_path), Writer("buffered", is_buffered=True), Writer("d", is_buffered=False)
+    place, buffered, direct = (
+        Workplace(tmp_path),
+        Writer("buffered", is_buffered=True),
+        Writer("d", is_buffered=False),
+    )
 
     for writer in (buffered, direct, direct, buffered):
         time_save(writer, place)

@@ -32,7 +32,9 @@ def test_a_step_changes_all_of_it(trainer):
 
     trainer.step()
 
-    assert not [name for name, tensor in trainer.tensors().items() if torch.equal(tensor, before[name])]
+    assert not [
+        name for name, tensor in trainer.tensors().items() if torch.equal(tensor, before[name])
+    ]
 
 
 def test_what_waits_before_the_update_is_told_apart_from_it(trainer):

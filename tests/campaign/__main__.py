@@ -18,13 +18,23 @@ from tests.store.helpers import FAST_DIRECTORY
 def main() -> int:
     """Run from the command line; each run tells a line, and the last line is the sum, as one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
-    parser.add_argument("--states", type=int, default=100, help="end when so many states became checkpoints")
+    parser.add_argument(
+        "--states", type=int, default=100, help="end when so many states became checkpoints"
+    )
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so long")
-    parser.add_argument("--large", type=float, default=0.15, help="share of runs whose states are above 32 MiB")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no run after so long"
+    )
+    parser.add_argument(
+        "--large", type=float, default=0.15, help="share of runs whose states are above 32 MiB"
+    )
     parser.add_argument("--lives", type=int, default=9, help="how many lives a run has at most")
-    parser.add_argument("--torch", type=float, default=0.25, help="share of the states that tensors of torch hold")
-    parser.add_argument("--keep", type=pathlib.Path, help="where the runs and logs of findings are left")
+    parser.add_argument(
+        "--torch", type=float, default=0.25, help="share of the states that tensors of torch hold"
+    )
+    parser.add_argument(
+        "--keep", type=pathlib.Path, help="where the runs and logs of findings are left"
+    )
     arguments = parser.parse_args()
     begin_s = time.monotonic()
     report = Report()
@@ -41,7 +51,11 @@ def main() -> int:
             directory=FAST_DIRECTORY,
             keep=arguments.keep,
         )
-    summary = {"seed": arguments.seed, "seconds": round(time.monotonic() - begin_s), **dataclasses.asdict(report)}
+    summary = {
+        "seed": arguments.seed,
+        "seconds": round(time.monotonic() - begin_s),
+        **dataclasses.asdict(report),
+    }
     sys.stdout.write(f"{json.dumps(summary)}\n")
     return 1 if report.problems else 0
 

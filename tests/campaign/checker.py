@@ -28,7 +28,9 @@ def look_at(path: Any, ranges: dict[str, list[list[int]]], *, framework: Any) ->
     }
     tensors = {name: value for name, value in flat.items() if hasattr(value, "dtype")}
     found = {
-        "tensors": {name: _describe(value, ranges.get(name, ())) for name, value in tensors.items()},
+        "tensors": {
+            name: _describe(value, ranges.get(name, ())) for name, value in tensors.items()
+        },
         "values": {name: repr(value) for name, value in flat.items() if name not in tensors},
     }
     del trees, flat, tensors

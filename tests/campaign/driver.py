@@ -1,6 +1,7 @@
 """Starts the trainers of the campaign, kills and stops them and their helpers, and asks the oracle afterwards.
 
-A process with one thread, so that it may fork: a trainer costs milliseconds, and its saver an interpreter's start.
+A process with one thread, so that it may fork: a trainer costs milliseconds, and its saver an
+interpreter's start.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ _GRACE_S: Final = (0.0, 0.0, 0.3)
 #: After how long a life counts as hanging.
 _BOUND_S: Final = 400.0
 _ACTIONS: Final = (
-    "kill trainer", "kill trainer", "kill job", "kill saver", "kill saver", "kill coder", "stop saver", "stop coder",
+    "kill trainer", "kill trainer", "kill job", "kill saver", "kill saver", "kill coder", ("stop"
+    " saver"), "stop coder",
     "stop trainer", "end",
 )  # fmt: skip
 
@@ -104,7 +106,9 @@ def campaign(
     while report.states < state_count and time.monotonic() < end_s:
         seed = rng.getrandbits(32)
         with tempfile.TemporaryDirectory(dir=directory, prefix="ckptfmt-campaign-") as place:
-            run = _Run(pathlib.Path(place), report, seed, frameworks, large=large, life_limit=life_limit)
+            run = _Run(
+                pathlib.Path(place), report, seed, frameworks, large=large, life_limit=life_limit
+            )
             try:
                 run.go()
             finally:
@@ -117,7 +121,12 @@ def _warm_up(frameworks: Sequence[str], directory: str | None) -> None:
     """Import, here and not in each trainer, what a life and a check import."""
     for framework in frameworks:
         with tempfile.TemporaryDirectory(dir=directory, prefix="ckptfmt-campaign-") as place:
-            held = hold(make_specs(random.Random(0), 1000, elastic=True), worker=0, worker_count=1, framework=framework)
+            held = hold(
+                make_specs(random.Random(0), 1000, elastic=True),
+                worker=0,
+                worker_count=1,
+                framework=framework,
+            )
             with Checkpointer(place, held.state, saver="inline") as checkpointer:
                 checkpointer.save(step=0)
             look_at(pathlib.Path(place) / "step-00000000-l0001", {}, framework="numpy")
@@ -152,7 +161,8 @@ class _Run:
         self._changes = self._framework != "module" and rng.random() < 0.4
         nbytes = rng.choice(_LARGE_NBYTES if self._large else _SMALL_NBYTES)
         self._specs = make_specs(rng, nbytes, elastic=self._elastic)
-        #: Whether every saver of earlier lives had ended when the last one began, and was let do so ever since.
+        #: Whether every saver of earlier lives had ended when the last one began, and was let do so
+        #: ever since.
         self._is_quiet = True
         self._was_disturbed = False
         self._rescues = True
@@ -166,7 +176,8 @@ class _Run:
         for number in range(life_count):
             is_last = number == life_count - 1
             self._live_once(number, disturbed=not is_last and rng.random() < 0.85)
-            # Or let the next life begin beside savers that are still at work; never where it must know the tensors.
+            # Or let the next life begin beside savers that are still at work; never where it must
+            # know the tensors.
             if is_last or self._changes or rng.random() < 0.7:
                 self._judge(everything=is_last)
             else:
@@ -189,7 +200,9 @@ class _Run:
         for kind in ("lost", "different", "overdue", "unexpected"):
             found: list[str] = getattr(oracle, kind)
             setattr(report, kind, getattr(report, kind) + len(found))
-            report.problems += [f"{kind}, run {self._seed} life {number}: {sentence}" for sentence in found]
+            report.problems += [
+                f"{kind}, run {self._seed} life {number}: {sentence}" for sentence in found
+            ]
             self.problem_count += len(found)
             found.clear()
         if self.problem_count:
@@ -197,7 +210,7 @@ class _Run:
                 sys.stderr.write(f"{sentence}\n")
         return self.problem_count > 0
 
-    # --- a life -------------------------------------------------------------------------------------------------------
+    # --- a life -----------------------------------------------------------------------------------
 
     def _live_once(self, number: int, *, disturbed: bool) -> None:
         life = self._make_life(number, disturbed=disturbed)
@@ -210,9 +223,13 @@ class _Run:
         self._was_disturbed = not self._is_quiet
         plan = self._plan_actions(life) if disturbed else []
         self._watch(life, children, progress, list(plan))
-        told = f"{life.framework} x{life.worker_count} {life.options}, {plan}: {time.monotonic() - begin_s:.1f} s"
+        told = (
+            f"{life.framework} x{life.worker_count} {life.options}, {plan}:"
+            f" {time.monotonic() - begin_s:.1f} s"
+        )
         sys.stderr.write(f"run {self._seed} life {number}: {told}\n")
-        # Who has little time may run out of it, whatever happens to him: others have the processors, too.
+        # Who has little time may run out of it, whatever happens to him: others have the
+        # processors, too.
         excused = EXCUSED if self._was_disturbed or disturbed else frozenset()
         self._oracle.listen(excused=excused | {"STATE_CHANGED"} if life.meddles else excused)
 
@@ -228,7 +245,11 @@ class _Run:
             # A run that is begun without deltas never has any.
             modes = ("smallest", "smallest", "auto", "off") if number else ("smallest", "auto")
             mode = "smallest" if self._large else rng.choice(modes)
-            delta = {"mode": mode, "full_every": rng.choice((3, 16)), "restore_budget": rng.choice((1.5, 100.0))}
+            delta = {
+                "mode": mode,
+                "full_every": rng.choice((3, 16)),
+                "restore_budget": rng.choice((1.5, 100.0)),
+            }
         own_loop = rng.random() < 0.8
         options = {
             "resume": resume,
@@ -244,7 +265,11 @@ class _Run:
             "deadline_s": 8.0 if disturbed else 90.0,
         }
         if not own_loop:
-            options |= {"every": rng.choice((1, 2)), "stop_on": [signal.SIGTERM], "stop_deadline_s": 30.0}
+            options |= {
+                "every": rng.choice((1, 2)),
+                "stop_on": [signal.SIGTERM],
+                "stop_deadline_s": 30.0,
+            }
         return Life(
             number=number,
             seed=rng.getrandbits(32),
@@ -294,7 +319,7 @@ class _Run:
                 os._exit(status)
         return pid
 
-    # --- what happens to it -------------------------------------------------------------------------------------------
+    # --- what happens to it -----------------------------------------------------------------------
 
     def _plan_actions(self, life: Life) -> list[tuple[int, float, str]]:
         """Return what to do: after how many saves, how much later, what."""
@@ -305,12 +330,22 @@ class _Run:
         if not life.own_loop:
             names += ["end"] * 3
         plan = [
-            (rng.randint(0, life.step_count), rng.choice((0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.3))), name)
+            (
+                rng.randint(0, life.step_count),
+                rng.choice((0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.3))),
+                name,
+            )
             for name in rng.sample(names, rng.randint(1, 3))
         ]
         return sorted(plan)
 
-    def _watch(self, life: Life, children: list[int], progress: mmap.mmap, plan: list[tuple[int, float, str]]) -> None:
+    def _watch(
+        self,
+        life: Life,
+        children: list[int],
+        progress: mmap.mmap,
+        plan: list[tuple[int, float, str]],
+    ) -> None:
         """Do what is planned, until every worker has ended; end those that are left alone, or hang."""
         alive = dict(enumerate(children))
         begin_s = time.monotonic()
@@ -323,13 +358,19 @@ class _Run:
                     del alive[worker]
                     if status and alive and alone_s == float("inf"):
                         self._was_disturbed = True
-                        alone_s = time.monotonic() + self._rng.choice(_GRACE_S) + (10.0 if status == 3 << 8 else 0.0)
+                        alone_s = (
+                            time.monotonic()
+                            + self._rng.choice(_GRACE_S)
+                            + (10.0 if status == 3 << 8 else 0.0)
+                        )
             now_s = time.monotonic()
             if now_s > alone_s:
                 for pid in alive.values():
                     os.kill(pid, signal.SIGKILL)
             if now_s - begin_s > _BOUND_S and alive:
-                self._oracle.overdue.append(f"workers {[*alive]} of life {life.number} are still there")
+                self._oracle.overdue.append(
+                    f"workers {[*alive]} of life {life.number} are still there"
+                )
                 for pid in alive.values():
                     os.kill(pid, signal.SIGKILL)
                 begin_s = now_s
@@ -384,7 +425,7 @@ class _Run:
                 os.kill(pid, signal.SIGKILL)
         until(lambda: not self._helpers("saver"))
 
-    # --- the judgement ------------------------------------------------------------------------------------------------
+    # --- the judgement ----------------------------------------------------------------------------
 
     def _judge(self, *, everything: bool) -> None:
         """Wait until nobody is at work any more; load what there is, and let the oracle compare."""
@@ -402,10 +443,14 @@ class _Run:
             oracle.lost += found["problems"]
         oracle.check_kept(is_quiet=True, rescues=self._rescues)
         rest_s = time.monotonic() - begin_s - quiet_s
-        sys.stderr.write(f"    quiet after {quiet_s:.1f} s, {len(wanted)} compared in {rest_s:.1f} s\n")
+        sys.stderr.write(
+            f"    quiet after {quiet_s:.1f} s, {len(wanted)} compared in {rest_s:.1f} s\n"
+        )
         self._is_quiet = self._rescues = True
 
-    def _look(self, wanted: list[tuple[Place, Any]], framework: str, *, validate: bool) -> dict[str, Any] | None:
+    def _look(
+        self, wanted: list[tuple[Place, Any]], framework: str, *, validate: bool
+    ) -> dict[str, Any] | None:
         """Load checkpoints in a process of its own; return what they hold, and what `validate` says of the run."""
         answer = self._log.with_name("answer")
         answer.unlink(missing_ok=True)
@@ -414,7 +459,8 @@ class _Run:
             status = 1
             try:
                 loaded = [
-                    look_at(self._oracle.place_of(place), ranges, framework=framework) for place, ranges in wanted
+                    look_at(self._oracle.place_of(place), ranges, framework=framework)
+                    for place, ranges in wanted
                 ]
                 problems = problems_of(self._root) if validate and self._root.exists() else []
                 answer.write_text(json.dumps({"loaded": loaded, "problems": problems}))
@@ -423,7 +469,11 @@ class _Run:
                 traceback.print_exc()
             finally:
                 os._exit(status)
-        if not until(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), _BOUND_S, every_s=0.002):
+        if not until(
+            lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT),
+            _BOUND_S,
+            every_s=0.002,
+        ):
             self._oracle.overdue.append("the checker doesn't end")
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)

@@ -81,7 +81,10 @@ class Oracle:
         self._root, self._log = root, log
         self._read_nbytes = 0
         self._handed: dict[Place, list[dict[str, Any]]] = defaultdict(list)
-        self._told: dict[str, dict[Place, set[int]]] = {"STAGED": defaultdict(set), "COMMITTED": defaultdict(set)}
+        self._told: dict[str, dict[Place, set[int]]] = {
+            "STAGED": defaultdict(set),
+            "COMMITTED": defaultdict(set),
+        }
         self._launches: dict[int, _Launch] = {}
         self._options: dict[int, dict[str, Any]] = {}
         self._loaded: dict[Place, bytes] = {}
@@ -95,7 +98,7 @@ class Oracle:
         self.overdue: list[str] = []
         self.unexpected: list[str] = []
 
-    # --- what the trainers told ---------------------------------------------------------------------------------------
+    # --- what the trainers told -------------------------------------------------------------------
 
     def listen(self, *, excused: frozenset[str]) -> None:
         """Take in what the trainers of a life have told.
@@ -117,7 +120,8 @@ class Oracle:
         launch = told["launch"]
         record = self._launches[launch]
         record.keep, record.keep_every = told["keep"], told["keep_every"]
-        # A save that no saver committed in time was promised to nobody; whatever was COMMITTED is asked for below.
+        # A save that no saver committed in time was promised to nobody; whatever was COMMITTED is
+        # asked for below.
         damaged = [sentence for sentence in told["passed_over"] if _GIVEN_UP not in sentence]
         if damaged:
             self.lost.append(f"launch {launch} passed over {damaged}")
@@ -139,7 +143,9 @@ class Oracle:
 
     def _take_wait(self, told: dict[str, Any], _: object) -> None:
         if told["seconds"] > told["limit_s"] + _SLACK_S:
-            self.overdue.append(f"{told['what']} took {told['seconds']:.1f} s of {told['limit_s']:.1f} s: {told}")
+            self.overdue.append(
+                f"{told['what']} took {told['seconds']:.1f} s of {told['limit_s']:.1f} s: {told}"
+            )
 
     def _take_error(self, told: dict[str, Any], excused: frozenset[str]) -> None:
         self.counts[f"error {told['code']}"] += 1
@@ -152,7 +158,7 @@ class Oracle:
     def _take_end(self, _told: dict[str, Any], _: object) -> None:
         self.counts["ends"] += 1
 
-    # --- what is on disk ----------------------------------------------------------------------------------------------
+    # --- what is on disk --------------------------------------------------------------------------
 
     def _read_launches(self) -> None:
         for path in sorted(self._root.glob("launches/*.json")):
@@ -161,7 +167,8 @@ class Oracle:
                 signed = json.loads(path.read_bytes())["signed"]
                 resume = signed["resume_from"]
                 self._launches[number] = _Launch(
-                    resume=None if resume is None else _place_of(resume["name"]), by_hand=signed["chosen_by"] == "hand"
+                    resume=None if resume is None else _place_of(resume["name"]),
+                    by_hand=signed["chosen_by"] == "hand",
                 )
 
     def registers(self) -> dict[Place, str]:
@@ -169,7 +176,9 @@ class Oracle:
         found = {}
         for path in self._root.glob("step-*"):
             with contextlib.suppress(FileNotFoundError):
-                found[_place_of(path.name)] = json.loads((path / "manifest.json").read_bytes())["signed"]["type"]
+                found[_place_of(path.name)] = json.loads((path / "manifest.json").read_bytes())[
+                    "signed"
+                ]["type"]
         return found
 
     def place_of(self, place: Place) -> pathlib.Path:
@@ -188,22 +197,31 @@ class Oracle:
 
     def _lineage(self, head: int, registers: dict[Place, str]) -> Iterator[Place]:
         """Yield the commits on the way that led to a launch, best first, retired ones included."""
-        decided = sorted((place for place, kind in registers.items() if kind != "abort"), reverse=True)
+        decided = sorted(
+            (place for place, kind in registers.items() if kind != "abort"), reverse=True
+        )
         number: int | None = head
         while number in self._launches and self._is_overtaken(number, registers):
             number -= 1
         bound: int | None = None
         while number is not None and number in self._launches:
-            yield from (place for place in decided if place[0] == number and (bound is None or place[1] <= bound))
+            yield from (
+                place
+                for place in decided
+                if place[0] == number and (bound is None or place[1] <= bound)
+            )
             resume = self._launches[number].resume
             number, bound = resume if resume is not None else (None, None)
 
     def _is_overtaken(self, number: int, registers: dict[Place, str]) -> bool:
         launch = self._launches[number]
         saved = any(place[0] == number and kind != "abort" for place, kind in registers.items())
-        return not (saved or launch.by_hand or launch.resume is None) and registers.get(launch.resume) == "tombstone"
+        return (
+            not (saved or launch.by_hand or launch.resume is None)
+            and registers.get(launch.resume) == "tombstone"
+        )
 
-    # --- judging ------------------------------------------------------------------------------------------------------
+    # --- judging ----------------------------------------------------------------------------------
 
     def _is_acknowledged(self, place: Place) -> bool:
         return bool(self._told["COMMITTED"].get(place))
@@ -213,19 +231,31 @@ class Oracle:
         if record.by_hand:
             return
         line = list(self._lineage(launch - 1, self.registers()))
-        known = [place for place in line if self._is_acknowledged(place) or place == self._quiet_best]
-        if known and (record.resume not in line or line.index(record.resume) > line.index(known[0])):
-            self.lost.append(f"launch {launch} resumed from {record.resume}; {known[0]} was COMMITTED")
+        known = [
+            place for place in line if self._is_acknowledged(place) or place == self._quiet_best
+        ]
+        if known and (
+            record.resume not in line or line.index(record.resume) > line.index(known[0])
+        ):
+            self.lost.append(
+                f"launch {launch} resumed from {record.resume}; {known[0]} was COMMITTED"
+            )
 
     def _compare_restored(self, place: Place, told: dict[str, Any]) -> None:
         """See that a trainer went on with what was handed over; it may hold other rows than those that were saved."""
         for handed in self._handed[place]:
             theirs, own = handed["content"], told["content"]
-            same = {name for name in theirs["tensors"].keys() & own["tensors"].keys() if _fits(theirs, own, name)}
+            same = {
+                name
+                for name in theirs["tensors"].keys() & own["tensors"].keys()
+                if _fits(theirs, own, name)
+            }
             is_same = all(theirs["tensors"][name] == own["tensors"][name] for name in same)
             if is_same and theirs["values"] == own["values"]:
                 return
-        self.different.append(f"launch {told['launch']} doesn't go on with what was handed to the save of {place}")
+        self.different.append(
+            f"launch {told['launch']} doesn't go on with what was handed to the save of {place}"
+        )
 
     def wanted(self, *, again: Any) -> dict[Place, dict[str, list[list[int]]]]:
         """Return which committed checkpoints to load, and of each tensor which ranges of bytes to digest.
@@ -301,7 +331,12 @@ class Oracle:
         """Tell whether a checkpoint was committed behind the back of a launch that follows the lineage."""
         launch, step = place
         for other in self._launches.values():
-            if other.resume is not None and not other.by_hand and other.resume[0] == launch and step > other.resume[1]:
+            if (
+                other.resume is not None
+                and not other.by_hand
+                and other.resume[0] == launch
+                and step > other.resume[1]
+            ):
                 return other.resume in line or bool(line)
         return False
 
@@ -329,7 +364,9 @@ def _find_difference(contents: list[dict[str, Any]], loaded: dict[str, Any]) -> 
     for content in contents:
         for name, (dtype, shape, begin, end, digest) in content["tensors"].items():
             found = loaded["tensors"][name]
-            if [dtype, shape] != [found["dtype"], found["shape"]] or found["digests"][f"{begin}-{end}"] != digest:
+            if [dtype, shape] != [found["dtype"], found["shape"]] or found["digests"][
+                f"{begin}-{end}"
+            ] != digest:
                 return f"{name}: handed over {dtype} {shape} {digest}, loaded {found}"
         if content["values"] != loaded["values"]:
             return f"values: handed over {content['values']}, loaded {loaded['values']}"

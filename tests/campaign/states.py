@@ -16,10 +16,22 @@ _DTYPES: Final = {
     "float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "int16": 2, "uint16": 2, "int8": 1,
     "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint32": 4,
 }  # fmt: skip
-#: How a tensor lies in memory: rows after rows; columns after columns; every other element of a larger one; with the
-#: most significant byte first (numpy's). Or who holds it: each worker some of the rows, or each worker its own.
-_FORMS: Final = ("plain", "plain", "plain", "transposed", "strided", "swapped", "rows", "rows", "own")
-#: What a step does to it: new bytes; some bytes; little to each element; a range of new bytes; nothing.
+#: How a tensor lies in memory: rows after rows; columns after columns; every other element of a
+#: larger one; with the most significant byte first (numpy's). Or who holds it: each worker some of
+#: the rows, or each worker its own.
+_FORMS: Final = (
+    "plain",
+    "plain",
+    "plain",
+    "transposed",
+    "strided",
+    "swapped",
+    "rows",
+    "rows",
+    "own",
+)
+#: What a step does to it: new bytes; some bytes; little to each element; a range of new bytes;
+#: nothing.
 _COURSES: Final = ("new", "some", "some", "near", "range", "still")
 _WIDE_NBYTES: Final = 1 << 20
 
@@ -65,10 +77,16 @@ def change_specs(rng: random.Random, specs: list[Spec], *, elastic: bool) -> lis
     if what == "resize":
         old = changed[at]
         nbytes = int(np.prod(old.shape)) * _DTYPES[old.dtype]
-        factor = rng.choice((0.3, 0.9, 1.1, 2.0)) if nbytes < 8 * _WIDE_NBYTES else rng.choice((0.5, 1.1))
+        factor = (
+            rng.choice((0.3, 0.9, 1.1, 2.0))
+            if nbytes < 8 * _WIDE_NBYTES
+            else rng.choice((0.5, 1.1))
+        )
         changed[at] = _make_spec(rng, old.name, old.dtype, int(nbytes * factor), elastic=elastic)
     elif what == "add" or len(changed) == 1:
-        changed.append(_make_spec(rng, f"n{rng.getrandbits(32):08x}", "float32", 4000, elastic=elastic))
+        changed.append(
+            _make_spec(rng, f"n{rng.getrandbits(32):08x}", "float32", 4000, elastic=elastic)
+        )
     else:
         del changed[at]
     return changed
@@ -76,13 +94,25 @@ def change_specs(rng: random.Random, specs: list[Spec], *, elastic: bool) -> lis
 
 def _make_spec(rng: random.Random, name: str, dtype: str, nbytes: int, *, elastic: bool) -> Spec:
     element_count = max(1, nbytes // _DTYPES[dtype])
-    shapes = [(element_count,), (max(1, element_count // 16), 16), (max(1, element_count // 21), 7, 3), (), (0, 3)]
+    shapes = [
+        (element_count,),
+        (max(1, element_count // 16), 16),
+        (max(1, element_count // 21), 7, 3),
+        (),
+        (0, 3),
+    ]
     shape = rng.choice(shapes[: 3 if nbytes > _WIDE_NBYTES else None])
     form = rng.choice([form for form in _FORMS if not (elastic and form == "own")])
     if len(shape) < 2 and form in ("transposed", "rows"):
         form = "plain"
-    alias = f"{name}.tied" if form == "plain" and shape not in ((), (0, 3)) and rng.random() < 0.2 else None
-    return Spec(name=name, dtype=dtype, shape=shape, form=form, course=rng.choice(_COURSES), alias=alias)
+    alias = (
+        f"{name}.tied"
+        if form == "plain" and shape not in ((), (0, 3)) and rng.random() < 0.2
+        else None
+    )
+    return Spec(
+        name=name, dtype=dtype, shape=shape, form=form, course=rng.choice(_COURSES), alias=alias
+    )
 
 
 def digest_of(content: Any) -> str:
@@ -137,7 +167,9 @@ class Held:
         data: where the training stands.
     """
 
-    def __init__(self, specs: list[Spec], *, worker: int, worker_count: int, framework: str, alone: bool) -> None:
+    def __init__(
+        self, specs: list[Spec], *, worker: int, worker_count: int, framework: str, alone: bool
+    ) -> None:
         self._worker, self._worker_count, self._framework = worker, worker_count, framework
         self._tensors: list[_Tensor] = []
         self._weights: dict[str, Any] = {}
@@ -157,9 +189,13 @@ class Held:
     def become(self, specs: list[Spec], rng: np.random.Generator) -> None:
         """Hold other tensors; those that stay the same keep their bytes."""
         kept = {tensor.spec: tensor for tensor in self._tensors}
-        seeds = rng.integers(1 << 32, size=len(specs))  # a generator for each: not all workers hold equally many bytes
+        seeds = rng.integers(
+            1 << 32, size=len(specs)
+        )  # a generator for each: not all workers hold equally many bytes
         made = zip(specs, seeds, strict=True)
-        self._tensors = [kept.get(spec) or self._make(spec, np.random.default_rng(seed)) for spec, seed in made]
+        self._tensors = [
+            kept.get(spec) or self._make(spec, np.random.default_rng(seed)) for spec, seed in made
+        ]
         self._weights.clear()
         self._own.clear()
         for tensor in self._tensors:
@@ -193,10 +229,20 @@ class Held:
 
             flat = torch.from_numpy(memory).view(getattr(torch, spec.dtype))
             if spec.form == "strided":
-                return flat[::2].reshape(shape) if len(shape) < 2 else flat.view(*shape[:-1], 2 * shape[-1])[..., ::2]
-            return flat.view(shape[::-1]).permute(*reversed(range(len(shape)))) if _flips(spec) else flat.view(shape)
+                return (
+                    flat[::2].reshape(shape)
+                    if len(shape) < 2
+                    else flat.view(*shape[:-1], 2 * shape[-1])[..., ::2]
+                )
+            return (
+                flat.view(shape[::-1]).permute(*reversed(range(len(shape))))
+                if _flips(spec)
+                else flat.view(shape)
+            )
         dtype = np.dtype(getattr(ml_dtypes, spec.dtype, None) or spec.dtype)
-        dtype = dtype.newbyteorder(">") if spec.form == "swapped" and dtype.kind in "iufc" else dtype
+        dtype = (
+            dtype.newbyteorder(">") if spec.form == "swapped" and dtype.kind in "iufc" else dtype
+        )
         flat = memory.view(dtype)
         if spec.form == "strided":
             return flat[::2].reshape(shape)
@@ -205,7 +251,9 @@ class Held:
     def train(self, rng: np.random.Generator) -> None:
         """Do a step; with the same generator all workers do the same."""
         for tensor in self._tensors:
-            mine = np.random.default_rng((int(rng.integers(1 << 32)), tensor.rows[0] if tensor.rows else 0))
+            mine = np.random.default_rng(
+                (int(rng.integers(1 << 32)), tensor.rows[0] if tensor.rows else 0)
+            )
             _change(tensor, mine)
         self.data["step"] += 1
         self.data["history"].append(float(rng.random()))
@@ -234,7 +282,11 @@ class Held:
             import torch  # noqa: PLC0415 - it is there already
 
             return live.contiguous().reshape(-1).view(torch.uint8).numpy()
-        return np.ascontiguousarray(live, dtype=live.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+        return (
+            np.ascontiguousarray(live, dtype=live.dtype.newbyteorder("<"))
+            .reshape(-1)
+            .view(np.uint8)
+        )
 
     def meddle(self) -> None:
         """Change something at a moment at which a program shouldn't; nothing here is copied beside the training."""
@@ -275,19 +327,25 @@ class TorchHeld(Held):
         self.module = torch.nn.Module()
         generator = torch.Generator().manual_seed(1)
         for number, spec in enumerate(specs):
-            tensor = torch.randn(spec.shape, generator=generator).to(torch.bfloat16 if number % 3 == 2 else None)
+            tensor = torch.randn(spec.shape, generator=generator).to(
+                torch.bfloat16 if number % 3 == 2 else None
+            )
             if spec.course == "still":
                 self.module.register_buffer(spec.name, tensor)
             else:
                 self.module.register_parameter(spec.name, torch.nn.Parameter(tensor))
                 if spec.alias is not None:
-                    self.module.register_parameter(spec.alias.replace(".", "_"), getattr(self.module, spec.name))
+                    self.module.register_parameter(
+                        spec.alias.replace(".", "_"), getattr(self.module, spec.name)
+                    )
         parameters = [*self.module.parameters()] or [torch.nn.Parameter(torch.zeros(3))]
         if not [*self.module.parameters()]:
             self.module.register_parameter("only", parameters[0])
         kinds: dict[str, Any] = {"new": torch.optim.AdamW, "some": torch.optim.Adam}
         kind = kinds.get(specs[0].course)
-        self.optimizer: Any = kind(parameters, lr=1e-3) if kind else torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        self.optimizer: Any = (
+            kind(parameters, lr=1e-3) if kind else torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        )
         self.data = {"step": 0, "history": []}
         self.state = ckptfmt.State(weights=self.module, optimizer=self.optimizer, data=self.data)
 
@@ -298,7 +356,9 @@ class TorchHeld(Held):
         """Do a step; with the same generator all workers do the same."""
         generator = self._torch.Generator().manual_seed(int(rng.integers(1 << 32)))
         for parameter in self.module.parameters():
-            parameter.grad = self._torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.grad = self._torch.randn(parameter.shape, generator=generator).to(
+                parameter.dtype
+            )
         self.optimizer.step()
         self.data["step"] += 1
         self.data["history"].append(float(rng.random()))
@@ -311,7 +371,10 @@ class TorchHeld(Held):
                 if value is not None:
                     tensors[f"optimizer:state/{name}/{key}"] = value
         values = {f"data:{key}": repr(value) for key, value in self.data.items()}
-        return {"tensors": {name: self._row(tensor) for name, tensor in tensors.items()}, "values": values}
+        return {
+            "tensors": {name: self._row(tensor) for name, tensor in tensors.items()},
+            "values": values,
+        }
 
     def _row(self, tensor: Any) -> list[Any]:
         content = tensor.detach().contiguous().reshape(-1).view(self._torch.uint8).numpy()
@@ -325,7 +388,9 @@ class TorchHeld(Held):
                 parameter.add_(1)
 
 
-def hold(specs: list[Spec], *, worker: int, worker_count: int, framework: str, alone: bool = False) -> Held:
+def hold(
+    specs: list[Spec], *, worker: int, worker_count: int, framework: str, alone: bool = False
+) -> Held:
     """Return a state: of ``numpy`` arrays, of tensors of ``torch``, or of a ``module`` and its optimizer.
 
     Args:

@@ -20,7 +20,9 @@ SEED = 20261122
 
 def run_campaign(*arguments, timeout_s):
     command = [sys.executable, "-m", "tests.campaign", "--seed", str(SEED), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout_s)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout_s
+    )
     tell(done.stdout)
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["problems"] == []
@@ -31,7 +33,9 @@ def run_campaign(*arguments, timeout_s):
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_a_sample_of_the_campaign_loses_nothing_and_changes_nothing():
-    report = run_campaign("--states", "8", "--torch", "0", "--large", "0", "--lives", "3", timeout_s=900)
+    report = run_campaign(
+        "--states", "8", "--torch", "0", "--large", "0", "--lives", "3", timeout_s=900
+    )
     assert report["states"] >= 8
     assert report["compared"] >= 2
     assert sum(report["kills"].values()) + sum(report["stops"].values()) + report["ends"] >= 1
@@ -47,7 +51,7 @@ def test_a_thousand_states_of_all_kinds():
     assert {"trainer", "job", "saver", "coder"} <= report["kills"].keys()
 
 
-# --- the oracle -------------------------------------------------------------------------------------------------------
+# --- the oracle -----------------------------------------------------------------------------------
 
 
 def make_life(**members):
@@ -59,7 +63,14 @@ def make_life(**members):
     }
     specs = [
         Spec(name="a", dtype="float32", shape=(40, 3), form="rows", course="new"),
-        Spec(name="b", dtype="bfloat16", shape=(5, 7), form="transposed", course="near", alias="b.tied"),
+        Spec(
+            name="b",
+            dtype="bfloat16",
+            shape=(5, 7),
+            form="transposed",
+            course="near",
+            alias="b.tied",
+        ),
         Spec(name="c", dtype="int16", shape=(9,), form="swapped", course="some"),
         Spec(name="d", dtype="complex64", shape=(), form="strided", course="range"),
         Spec(name="e", dtype="bool", shape=(33,), form="own", course="new"),
@@ -85,7 +96,10 @@ def make_life(**members):
 @pytest.fixture
 def lived(tmp_path):
     """A run after one life of four saves, of which retention has left two, and its oracle."""
-    assert live(make_life(), 0, run=tmp_path / "run", log=tmp_path / "log", progress=mmap.mmap(-1, 1)) == 0
+    assert (
+        live(make_life(), 0, run=tmp_path / "run", log=tmp_path / "log", progress=mmap.mmap(-1, 1))
+        == 0
+    )
     oracle = Oracle(tmp_path / "run", tmp_path / "log")
     oracle.listen(excused=frozenset())
     return oracle
@@ -103,7 +117,12 @@ NOTHING: dict[str, list[str]] = {"lost": [], "different": [], "overdue": [], "un
 
 
 def test_a_good_run_is_found_good(lived):
-    assert lived.registers() == {(1, 1): "tombstone", (1, 2): "tombstone", (1, 3): "manifest", (1, 4): "manifest"}
+    assert lived.registers() == {
+        (1, 1): "tombstone",
+        (1, 2): "tombstone",
+        (1, 3): "manifest",
+        (1, 4): "manifest",
+    }
     assert judge(lived) == NOTHING
     assert lived.state_count() == 4
     assert lived.counts["compared"] == 2
@@ -153,7 +172,13 @@ def test_a_wait_past_its_deadline_and_an_error_that_nobody_caused_are_found(live
     with (tmp_path / "log").open("a") as log:
         for told in (
             {"kind": "wait", "what": "save", "seconds": 99.0, "limit_s": 60.0},
-            {"kind": "error", "code": "SAVER_LOST", "text": "SAVER_LOST", "during": "save", "worker": 0},
+            {
+                "kind": "error",
+                "code": "SAVER_LOST",
+                "text": "SAVER_LOST",
+                "during": "save",
+                "worker": 0,
+            },
         ):
             log.write(f"{json.dumps(told)}\n")
     lived.listen(excused=frozenset())
@@ -164,7 +189,9 @@ def test_a_wait_past_its_deadline_and_an_error_that_nobody_caused_are_found(live
 def test_a_launch_that_passes_over_what_was_committed_is_found(lived, tmp_path):
     own = make_life(number=1)
     again = make_life(number=1, options={**own.options, "resume": "fresh"})
-    assert live(again, 0, run=tmp_path / "run", log=tmp_path / "log", progress=mmap.mmap(-1, 1)) == 0
+    assert (
+        live(again, 0, run=tmp_path / "run", log=tmp_path / "log", progress=mmap.mmap(-1, 1)) == 0
+    )
     record = tmp_path / "run" / "launches" / "0002.json"
     record.write_bytes(record.read_bytes().replace(b'"hand"', b'"lineage"'))
     lived.listen(excused=frozenset())
@@ -176,4 +203,6 @@ def test_a_module_says_what_it_holds():
     specs = make_life().specs
     held = hold(specs, worker=0, worker_count=1, framework="module")
     assert isinstance(held, TorchHeld)
-    assert held.describe()["tensors"].keys() == {f"weights:{name}" for name in ("a", "b", "b_tied", "c", "d", "e")}
+    assert held.describe()["tensors"].keys() == {
+        f"weights:{name}" for name in ("a", "b", "b_tied", "c", "d", "e")
+    }

@@ -35,7 +35,8 @@ class Life:
         elastic: whether the number of workers may be another next time.
         options: of the `Checkpointer`.
         step_count: how many steps are done.
-        own_loop: whether each step is saved by hand, and its handle waited for; else `steps` does it all.
+        own_loop: whether each step is saved by hand, and its handle waited for; else `steps` does
+            it all.
         changes: whether the tensors change in between.
         meddles: whether tensors are written to at the wrong moments.
         wait_chance: how often a state of a save is waited for.
@@ -57,7 +58,9 @@ class Life:
     nap_s: float
 
 
-def live(life: Life, worker: int, *, run: pathlib.Path, log: pathlib.Path, progress: mmap.mmap) -> int:
+def live(
+    life: Life, worker: int, *, run: pathlib.Path, log: pathlib.Path, progress: mmap.mmap
+) -> int:
     """Live one life; return the exit status.
 
     Args:
@@ -77,7 +80,9 @@ def live(life: Life, worker: int, *, run: pathlib.Path, log: pathlib.Path, progr
 
 
 class _Trainer:
-    def __init__(self, life: Life, worker: int, run: pathlib.Path, log: Log, progress: mmap.mmap) -> None:
+    def __init__(
+        self, life: Life, worker: int, run: pathlib.Path, log: Log, progress: mmap.mmap
+    ) -> None:
         self.log = log
         self._life, self._worker = life, worker
         self._progress = progress
@@ -130,9 +135,11 @@ class _Trainer:
 
     def tell_error(self, error: CkptError) -> None:
         """Log an error by its name."""
-        self.log.write("error", code=str(error.code), text=str(error), during=self._during, worker=self._worker)
+        self.log.write(
+            "error", code=str(error.code), text=str(error), during=self._during, worker=self._worker
+        )
 
-    # --- loops --------------------------------------------------------------------------------------------------------
+    # --- loops ------------------------------------------------------------------------------------
 
     def _save_by_hand(self) -> None:
         failure_count = 0
@@ -185,7 +192,7 @@ class _Trainer:
         self._held.train(np.random.default_rng(seeds))
         time.sleep(self._own_rng.uniform(0, self._life.nap_s))
 
-    # --- the log ------------------------------------------------------------------------------------------------------
+    # --- the log ----------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
         """Log the state as it is now: what comes of its save has to be this."""
@@ -214,7 +221,9 @@ class _Trainer:
                 del self._pending[handle]
                 continue
             for reached in STATES[STATES.index(known) + 1 : STATES.index(state) + 1]:
-                self._tell(reached, handle.step, profile=handle.report.profile if handle.report else None)
+                self._tell(
+                    reached, handle.step, profile=handle.report.profile if handle.report else None
+                )
             self._pending[handle] = state
             if state == "COMMITTED":
                 del self._pending[handle]
@@ -223,7 +232,12 @@ class _Trainer:
         launch = self._checkpointer.launch
         assert launch is not None
         outlives = self._life.options["saver"] == "process"
-        members |= {"launch": launch.launch, "step": step, "worker": self._worker, "outlives": outlives}
+        members |= {
+            "launch": launch.launch,
+            "step": step,
+            "worker": self._worker,
+            "outlives": outlives,
+        }
         self.log.write("state", state=state, **members)
 
     @contextlib.contextmanager
@@ -235,4 +249,6 @@ class _Trainer:
             yield
         finally:
             seconds = time.monotonic() - begin_s
-            self.log.write("wait", what=what, seconds=seconds, limit_s=deadline_count * self._limit_s)
+            self.log.write(
+                "wait", what=what, seconds=seconds, limit_s=deadline_count * self._limit_s
+            )

@@ -12,7 +12,16 @@ import pytest
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.exhaustive
-COMMAND = [sys.executable, "-m", "ckptfmt_conformance", "chaos", "--adapter", "reference", "--seed", "3"]
+COMMAND = [
+    sys.executable,
+    "-m",
+    "ckptfmt_conformance",
+    "chaos",
+    "--adapter",
+    "reference",
+    "--seed",
+    "3",
+]
 
 
 def marks_of(directory: Path) -> set[str]:
@@ -20,7 +29,9 @@ def marks_of(directory: Path) -> set[str]:
     found = set()
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
-            variables = dict(one.split("=", 1) for one in entry.read_text("utf-8").split("\0") if "=" in one)
+            variables = dict(
+                one.split("=", 1) for one in entry.read_text("utf-8").split("\0") if "=" in one
+            )
         except (OSError, UnicodeDecodeError):
             continue
         if variables.get("CKPTFMT_CHAOS_RUN", "").startswith(str(directory)):
@@ -53,7 +64,9 @@ def test_job_goes_on_after_a_lost_rank_and_a_damaged_checkpoint(tmp_path):
     assert {one["kind"] for one in injections} == {"process/rank-killed", "checkpoint/bit-flipped"}
     assert all(one["recovered"] and one["identical"] for one in injections)
     assert "process/rank-killed" in page.read_text("utf-8")
-    summed = subprocess.run([*COMMAND, "--sum", report, report], capture_output=True, text=True, check=True)
+    summed = subprocess.run(
+        [*COMMAND, "--sum", report, report], capture_output=True, text=True, check=True
+    )
     assert "4 of 4 injections of 2 kinds" in summed.stdout
 
 

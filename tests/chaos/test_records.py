@@ -7,7 +7,10 @@ from ckptfmt_conformance.chaos.kinds import KINDS
 from ckptfmt_conformance.chaos.report import sum_of
 
 CONFORMANCE = Path(__file__).parents[2] / "conformance"
-REPORTS = [json.loads(path.read_text("utf-8")) for path in sorted((CONFORMANCE / "records").glob("chaos-*.json"))]
+REPORTS = [
+    json.loads(path.read_text("utf-8"))
+    for path in sorted((CONFORMANCE / "records").glob("chaos-*.json"))
+]
 
 
 def test_the_table_is_the_sum_of_the_reports():

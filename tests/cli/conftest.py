@@ -26,7 +26,13 @@ from ckptfmt.write.writer import write_part
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ATTEMPT = "a" * 16
-CONFIG = {"lr": 3e-4, "betas": (0.9, 0.95), "bad": float("nan"), 1: b"\x00\xff", "model": {"width": 512}}
+CONFIG = {
+    "lr": 3e-4,
+    "betas": (0.9, 0.95),
+    "bad": float("nan"),
+    1: b"\x00\xff",
+    "model": {"width": 512},
+}
 CURSOR = {
     "kind": "ckptfmt.data_cursor",
     "v": 1,
@@ -65,7 +71,9 @@ class Source:
         return (self.box or Box.whole(self.array.shape),)
 
     def copy_into(self, box, out):
-        out[:] = np.ascontiguousarray(self.array[box.relative_to(Box.whole(self.array.shape))]).tobytes()
+        out[:] = np.ascontiguousarray(
+            self.array[box.relative_to(Box.whole(self.array.shape))]
+        ).tobytes()
 
 
 def leaf_of(field, value, name="", scope="global"):
@@ -81,14 +89,31 @@ def snapshot_of(writer, writer_count, *, leaves=None, names=("layers.0.w", "laye
     return Snapshot(
         tensors=tuple(tensors),
         streams=(
-            RngStream(name="python", scope=f"lw/{writer}", kind="python.mt19937", state=dump_tree((1, 2), where="")),
+            RngStream(
+                name="python",
+                scope=f"lw/{writer}",
+                kind="python.mt19937",
+                state=dump_tree((1, 2), where=""),
+            ),
         ),
-        leaves=tuple(leaves if leaves is not None else [leaf_of("config", CONFIG), leaf_of("data", CURSOR)]),
+        leaves=tuple(
+            leaves if leaves is not None else [leaf_of("config", CONFIG), leaf_of("data", CURSOR)]
+        ),
         absent={"optimizer": "not given to State"},
     )
 
 
-def save(store, *, step=3, attempt=ATTEMPT, writer_count=1, run_id=None, launch=None, nonce="0" * 32, **options):
+def save(
+    store,
+    *,
+    step=3,
+    attempt=ATTEMPT,
+    writer_count=1,
+    run_id=None,
+    launch=None,
+    nonce="0" * 32,
+    **options,
+):
     """Commit one checkpoint in the root of `store`."""
     origin = Origin(
         run_id=run_id,

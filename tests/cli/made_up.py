@@ -35,7 +35,10 @@ def tensors_of(layer_count: int, prefix: str) -> tuple[IndexTensor, ...]:
     shardings: dict[tuple[int, ...], Sharding] = {}
     for shape in ((width,), (width, width), (4 * width, width)):
         rows = shape[0] // WRITERS
-        boxes = [(Box((at * rows, *[0] * (len(shape) - 1)), (rows, *shape[1:])), at) for at in range(WRITERS)]
+        boxes = [
+            (Box((at * rows, *[0] * (len(shape) - 1)), (rows, *shape[1:])), at)
+            for at in range(WRITERS)
+        ]
         shardings[shape] = Sharding.of(boxes)
     shardings[4096, width] = Sharding.of([(Box((0, 0), (4096, width)), 3)])
     shapes: dict[str, tuple[int, ...]] = {
@@ -62,20 +65,27 @@ def tensors_of(layer_count: int, prefix: str) -> tuple[IndexTensor, ...]:
 class MadeUpRun:
     """Writes a run of a dozen launches with kills, rollbacks, deltas and labels.
 
-    Every tenth checkpoint is full, the others are deltas; every second launch begins where the one before had been a
-    while ago.
+    Every tenth checkpoint is full, the others are deltas; every second launch begins where the one
+    before had been a while ago.
 
     Attributes:
         head: name of the newest checkpoint.
     """
 
     def __init__(
-        self, path: pathlib.Path, *, checkpoints: int, layers: int = 4, tag: str = "release", prefix: str = "layers"
+        self,
+        path: pathlib.Path,
+        *,
+        checkpoints: int,
+        layers: int = 4,
+        tag: str = "release",
+        prefix: str = "layers",
     ) -> None:
         self._path, self._tag = path, tag
         self._tensors = tensors_of(layers, prefix)
         self._sizes = {
-            field: [one.nbytes for one in self._tensors if one.field == field] for field in ("weights", "optimizer")
+            field: [one.nbytes for one in self._tensors if one.field == field]
+            for field in ("weights", "optimizer")
         }
         self._known: list[tuple[str, str, int]] = []
         (path / "launches").mkdir(parents=True)
@@ -84,7 +94,10 @@ class MadeUpRun:
         per_launch = max(4, checkpoints // 12)
         for launch, first in enumerate(range(0, checkpoints, per_launch), 1):
             self._write_launch(
-                launch, per_launch, min(per_launch, checkpoints - first), first + per_launch >= checkpoints
+                launch,
+                per_launch,
+                min(per_launch, checkpoints - first),
+                first + per_launch >= checkpoints,
             )
         self.head = self._known[-1][0]
 
@@ -94,7 +107,13 @@ class MadeUpRun:
             name, digest, step = self._known[-1 - (per_launch // 2 if launch % 2 else 0)]
             resume = ResumeFrom(name=name, digest=digest)
         chosen_by = "hand" if resume and launch % 2 else "lineage"
-        record = Launch(run_id=RUN_ID, launch=launch, nonce=f"{launch:032x}", chosen_by=chosen_by, resume_from=resume)
+        record = Launch(
+            run_id=RUN_ID,
+            launch=launch,
+            nonce=f"{launch:032x}",
+            chosen_by=chosen_by,
+            resume_from=resume,
+        )
         (self._path / "launches" / launch_name(launch)).write_bytes(record.dump())
         for number in range(count):
             step += 100
@@ -108,13 +127,23 @@ class MadeUpRun:
                 register = Abort(run_id=RUN_ID, launch=launch, step=step, reason="a rank failed")
             elif launch == 1 and number < per_launch // 4:
                 digest = f"blake3:{step:064x}"
-                register = Tombstone(run_id=RUN_ID, launch=launch, step=step, manifest_digest=digest)
+                register = Tombstone(
+                    run_id=RUN_ID, launch=launch, step=step, manifest_digest=digest
+                )
             if register is not None:
                 (self._path / name / "manifest.json").write_bytes(register.dump())
             else:
-                self._commit(launch, step, number, is_head=is_last and number == count - 1, is_tagged=number == 1)
+                self._commit(
+                    launch,
+                    step,
+                    number,
+                    is_head=is_last and number == count - 1,
+                    is_tagged=number == 1,
+                )
 
-    def _commit(self, launch: int, step: int, number: int, *, is_head: bool, is_tagged: bool) -> None:
+    def _commit(
+        self, launch: int, step: int, number: int, *, is_head: bool, is_tagged: bool
+    ) -> None:
         name = checkpoint_name(step, launch)
         origin = Origin(
             run_id=RUN_ID, launch=launch, nonce=f"{launch:032x}", step=step, attempt=f"{launch:08x}{step:08x}",
@@ -133,7 +162,8 @@ class MadeUpRun:
             index, index_digest = self._index(origin, saved_unix_s)
             (self._path / name / index_name(origin.attempt)).write_bytes(index)
         labels = Labels.of(
-            {"loss": 4 / math.log(step + 10) + 0.05 * math.sin(step)}, [self._tag] if is_tagged and launch == 2 else []
+            {"loss": 4 / math.log(step + 10) + 0.05 * math.sin(step)},
+            [self._tag] if is_tagged and launch == 2 else [],
         )
         content = Manifest(
             origin=origin, saved_unix_s=saved_unix_s, fields=fields, index_nbytes=len(index),
@@ -152,7 +182,9 @@ class MadeUpRun:
         return FieldSummary(tensor_count=len(sizes), nbytes=sum(sizes), stored_nbytes=stored_nbytes)
 
     def _index(self, origin: Origin, saved_unix_s: int) -> tuple[bytes, bytes]:
-        absent = dict.fromkeys((field for field in FIELDS if field not in self._sizes), "not given to State")
+        absent = dict.fromkeys(
+            (field for field in FIELDS if field not in self._sizes), "not given to State"
+        )
         return Index(
             origin=origin, saved_unix_s=saved_unix_s, parts=(PartEntry(nbytes=1, digest=bytes(32)),) * WRITERS,
             tensors=self._tensors, streams=(), leaves=(), absent=absent,

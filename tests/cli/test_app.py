@@ -36,15 +36,22 @@ def test_commands_run_in_a_process_of_their_own(command, run_path):
     assert ANSI not in done.stdout
 
 
-@pytest.mark.parametrize("command", ["validate", "inspect", "log", "ls", "du", "gc", "repair", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["validate", "inspect", "log", "ls", "du", "gc", "repair", "doctor"]
+)
 def test_no_command_but_the_demo_imports_torch(command, run_path):
     program = (
         "import sys; from ckptfmt.__main__ import main; code = main(sys.argv[1:]);"
-        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'ml_dtypes'}), file=sys.stderr);"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'ml_dtypes'}),"
+        " file=sys.stderr);"
         "sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, command, str(run_path)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, command, str(run_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
     assert (done.returncode, done.stderr.strip()) == (0, "[]")
@@ -59,7 +66,11 @@ def test_the_help_of_a_command_imports_the_parser_alone(command):
         "print(sorted(set(sys.modules) - before), file=sys.stderr); sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, command, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     imported = set(ast.literal_eval(done.stderr))
 
@@ -83,7 +94,9 @@ def test_a_small_checkpoint_is_valid_in_a_fraction_of_a_second_of_the_processor(
         assert spawn("validate", "--quiet", checkpoint_path).returncode == 0
         times_s.append(spent_s() - begin_s)
 
-    assert min(times_s) < 1.0  # a quarter of a second; of a busy machine's clock it may take any time
+    assert (
+        min(times_s) < 1.0
+    )  # a quarter of a second; of a busy machine's clock it may take any time
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
@@ -97,8 +110,12 @@ def test_any_encoding_of_the_output_will_do(checkpoint_path, encoding):
 
 
 def test_a_reader_that_goes_away_is_no_error(run_path):
-    command = f"{sys.executable} -m ckptfmt log {run_path} --json | head -c 1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = (
+        f"{sys.executable} -m ckptfmt log {run_path} --json | head -c 1; exit ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
     assert done.stderr == ""
     assert done.returncode in {0, EXIT_PIPE}
@@ -129,7 +146,8 @@ def test_bad_usage_exits_with_two(call, argv):
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"), [("valdate", "Did you mean `ckptfmt validate`?"), ("no-such-command", "One of ls, inspect, ")]
+    ("typed", "said"),
+    [("valdate", "Did you mean `ckptfmt validate`?"), ("no-such-command", "One of ls, inspect, ")],
 )
 def test_a_mistyped_command_gets_a_suggestion(call, typed, said):
     code, out, text = call(typed, "somewhere")
@@ -139,7 +157,9 @@ def test_a_mistyped_command_gets_a_suggestion(call, typed, said):
     assert said in text
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["validate", "--help"], ["inspect", "-h"], ["log", "-h"], ["--version"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["validate", "--help"], ["inspect", "-h"], ["log", "-h"], ["--version"]]
+)
 def test_help_exits_with_zero(call, argv):
     code, out, _ = call(*argv)
 
@@ -171,16 +191,22 @@ def failing(monkeypatch, error):
 
 
 def test_a_named_error_is_one_line_and_its_remedy(call, checkpoint_path, monkeypatch):
-    failing(monkeypatch, err(Code.FEATURE_UNSUPPORTED, "x\x1b[31m", where="a", requirement="REQ-DOC-010"))
+    failing(
+        monkeypatch,
+        err(Code.FEATURE_UNSUPPORTED, "x\x1b[31m", where="a", requirement="REQ-DOC-010"),
+    )
 
     code, out, text = call("validate", checkpoint_path)
 
     assert (code, out) == (2, "")
-    assert text == ("error: FEATURE_UNSUPPORTED at a: x\\x1b[31m [REQ-DOC-010]\n  Install a newer ckptfmt.\n")
+    assert text == (
+        "error: FEATURE_UNSUPPORTED at a: x\\x1b[31m [REQ-DOC-010]\n  Install a newer ckptfmt.\n"
+    )
 
 
 @pytest.mark.parametrize(
-    "error", [RecursionError("deep"), MemoryError(), OSError(5, "I/O"), ValueError("\ud800"), KeyError()]
+    "error",
+    [RecursionError("deep"), MemoryError(), OSError(5, "I/O"), ValueError("\ud800"), KeyError()],
 )
 def test_no_error_shows_a_traceback(call, checkpoint_path, monkeypatch, error):
     failing(monkeypatch, error)
@@ -232,7 +258,12 @@ def on_terminal(*argv, env=None, program=("-m", "ckptfmt"), columns=100):
     environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     environment |= {"TERM": "xterm", "COLUMNS": str(columns)} | (env or {})
     with subprocess.Popen(
-        [sys.executable, *program, *map(str, argv)], cwd=ROOT, env=environment, stdin=slave, stdout=slave, stderr=slave
+        [sys.executable, *program, *map(str, argv)],
+        cwd=ROOT,
+        env=environment,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
     ) as process:
         os.close(slave)
         shown = b""
@@ -333,8 +364,14 @@ def test_a_bar_without_total_counts(monkeypatch, capsys):
     ("typed", "said"),
     [
         (["inspect", "{run}/step-0000020-l0001"], "Did you mean {run}/step-00000020-l0001?"),
-        (["inspect", "{run}/step-00000020-l0001", "--tensors", "layer.1.w"], "Did you mean layers.1.w?"),
-        (["inspect", "{run}/step-00000020-l0001", "--tensors", "zzz"], "`--tensors` alone lists all"),
+        (
+            ["inspect", "{run}/step-00000020-l0001", "--tensors", "layer.1.w"],
+            "Did you mean layers.1.w?",
+        ),
+        (
+            ["inspect", "{run}/step-00000020-l0001", "--tensors", "zzz"],
+            "`--tensors` alone lists all",
+        ),
         (["inspect", "{run}", "--field", "weigths"], "Did you mean weights?"),
         (["rm", "{run}", "step-0000020-l0001"], "Did you mean step-00000020-l0001?"),
         (["pin", "{run}", "7"], "`ckptfmt log` lists the checkpoints of a run."),

@@ -25,7 +25,9 @@ def state(step):
     w, m = rng.standard_normal((2, 6 * BLOCK // 4), dtype=np.float32)
     w[: 2 * BLOCK // 4].view(np.uint32)[::7] += step
     m.view(np.uint32)[::5] += step
-    return snapshot(tensor("w", w), tensor("m", m, field="optimizer"), leaves=[leaf("config", {"lr": 1.0})])
+    return snapshot(
+        tensor("w", w), tensor("m", m, field="optimizer"), leaves=[leaf("config", {"lr": 1.0})]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +56,29 @@ def arrays(path, **options):
         return {key: checkpoint.read(*key).tobytes() for key in checkpoint.tensors}
 
 
-EXPECTED = {(source.field, source.name, source.scope): source.array.tobytes() for source in state(3).tensors}
+EXPECTED = {
+    (source.field, source.name, source.scope): source.array.tobytes() for source in state(3).tensors
+}
 
 
-# --- validate ---------------------------------------------------------------------------------------------------------
+# --- validate -------------------------------------------------------------------------------------
 
 
 def test_own_bytes_references_and_closure_lie_apart(call, call_json, run):
     code, answer = call_json("validate", run / NAMES[2])
 
     assert (code, answer["verdict"], answer["own"]["valid"]) == (0, "valid", True)
-    assert {one["name"]: (one["found"], one["reason"]) for one in answer["references"]} == dict.fromkeys(
-        NAMES[:2], (True, None)
+    assert {
+        one["name"]: (one["found"], one["reason"]) for one in answer["references"]
+    } == dict.fromkeys(NAMES[:2], (True, None))
+    assert [(one["name"], one["valid"]) for one in answer["closure"]] == [
+        (NAMES[1], True),
+        (NAMES[0], True),
+    ]
+    assert (
+        answer["own"]["nbytes"] + sum(one["nbytes"] for one in answer["closure"])
+        == answer["nbytes"]
     )
-    assert [(one["name"], one["valid"]) for one in answer["closure"]] == [(NAMES[1], True), (NAMES[0], True)]
-    assert answer["own"]["nbytes"] + sum(one["nbytes"] for one in answer["closure"]) == answer["nbytes"]
     assert list(answer["checkpoints"]) == [str(run / NAMES[2])]
     code, out, _ = call("validate", run / NAMES[2])
     assert code == 0
@@ -135,7 +145,7 @@ def test_the_api_takes_bases_as_well(alone, run):
     assert error_of(lambda: arrays(alone)).code == Code.BASE_MISSING
 
 
-# --- log, inspect -----------------------------------------------------------------------------------------------------
+# --- log, inspect ---------------------------------------------------------------------------------
 
 
 def test_log_says_what_a_delta_stores(call, call_json, run):
@@ -143,12 +153,18 @@ def test_log_says_what_a_delta_stores(call, call_json, run):
 
     assert code == 0
     newest = answer["checkpoints"][0]
-    assert (newest["profile"], sorted(one["name"] for one in newest["references"])) == ("delta", NAMES[:2])
+    assert (newest["profile"], sorted(one["name"] for one in newest["references"])) == (
+        "delta",
+        NAMES[:2],
+    )
     weights, optimizer = (newest["fields"][field] for field in ("weights", "optimizer"))
     assert weights["nbytes"] == optimizer["nbytes"] == 6 * BLOCK
     assert 0 < weights["stored_nbytes"] < optimizer["stored_nbytes"] < 6 * BLOCK
     assert newest["stored_nbytes"] == weights["stored_nbytes"] + optimizer["stored_nbytes"]
-    assert (answer["checkpoints"][2]["profile"], answer["checkpoints"][2]["stored_nbytes"]) == ("full", 12 * BLOCK)
+    assert (answer["checkpoints"][2]["profile"], answer["checkpoints"][2]["stored_nbytes"]) == (
+        "full",
+        12 * BLOCK,
+    )
     out = call("log", run)[1]
     share = round(100 * newest["stored_nbytes"] / (12 * BLOCK))
     lines = [line for line in out.splitlines() if "committed" in line and line.startswith("*")]
@@ -160,7 +176,9 @@ def test_log_says_what_a_delta_stores(call, call_json, run):
 def test_the_total_of_a_run_is_what_lies_there(call_json, run):
     entries = call_json("log", run)[1]["checkpoints"]
     for entry in entries:
-        files = sum(path.stat().st_size for path in (run / entry["name"]).rglob("*") if path.is_file())
+        files = sum(
+            path.stat().st_size for path in (run / entry["name"]).rglob("*") if path.is_file()
+        )
         assert entry["nbytes"] < files < entry["nbytes"] + 8192  # parts, manifest and headers
 
 
@@ -173,12 +191,16 @@ def test_inspect_shows_what_it_reads_from(call, call_json, alone, run):
     assert " stored, " in out
     code, answer = call_json("inspect", run / NAMES[2])
     assert answer["profile"] == "delta"
-    assert {one["name"]: one["path"] for one in answer["references"]} == {name: str(run / name) for name in NAMES[:2]}
+    assert {one["name"]: one["path"] for one in answer["references"]} == {
+        name: str(run / name) for name in NAMES[:2]
+    }
     assert sum(answer["encodings"].values()) == 12
     assert answer["encodings"]["same"] == 4
     assert answer["fields"]["weights"]["stored_nbytes"] < answer["fields"]["weights"]["nbytes"]
     _, answer = call_json("inspect", alone)
-    assert [(one["path"], one["reason"]) for one in answer["references"]] == [(None, "BASE_MISSING")] * 2
+    assert [(one["path"], one["reason"]) for one in answer["references"]] == [
+        (None, "BASE_MISSING")
+    ] * 2
     _, answer = call_json("inspect", alone, "--base", run)
     assert [one["reason"] for one in answer["references"]] == [None] * 2
 
@@ -188,7 +210,7 @@ def test_inspect_of_a_full_one_has_no_encodings_to_tell(call, call_json, run):
     assert "reads from" not in call("inspect", run / NAMES[0])[1]
 
 
-# --- compact ----------------------------------------------------------------------------------------------------------
+# --- compact --------------------------------------------------------------------------------------
 
 
 def test_compact_to_a_place_of_its_own(call, call_json, run, tmp_path):
@@ -233,7 +255,9 @@ def test_compact_says_where(call, run, tmp_path):
     assert call("compact", run / NAMES[2], "--take-over")[0] == 2
 
 
-@pytest.mark.parametrize("where", ["run/step-00000009-l0001", f"run/{NAMES[2]}/full", f"run/{NAMES[1]}", "run"])
+@pytest.mark.parametrize(
+    "where", ["run/step-00000009-l0001", f"run/{NAMES[2]}/full", f"run/{NAMES[1]}", "run"]
+)
 def test_compact_to_where_it_would_be_taken_for_another(call, run, tmp_path, where):
     """REQ-CKP-006, REQ-CKP-007, REQ-RUN-016."""
     before = sorted(run.rglob("*"))
@@ -243,7 +267,7 @@ def test_compact_to_where_it_would_be_taken_for_another(call, run, tmp_path, whe
     assert err.startswith(("error: ARGUMENT", "error: CHECKPOINT_EXISTS"))
 
 
-# --- diff -------------------------------------------------------------------------------------------------------------
+# --- diff -----------------------------------------------------------------------------------------
 
 
 def test_diff_of_the_same_and_of_others(call, call_json, run, tmp_path):
@@ -275,17 +299,35 @@ def test_diff_shows_what_was_and_what_is(call, call_json, tmp_path):
 
     assert code == 1
     lines = [line.split() for line in out.splitlines()]
-    assert ["w", "float32", "[40,", "30]", "1", "(<1", "%)", "by", "at", "most", "0.5,", "relative", "0.333"] in lines
+    assert [
+        "w",
+        "float32",
+        "[40,",
+        "30]",
+        "1",
+        "(<1",
+        "%)",
+        "by",
+        "at",
+        "most",
+        "0.5,",
+        "relative",
+        "0.333",
+    ] in lines
     assert ["[17,", "5]", "1", "->", "1.5"] in lines
     assert ["config", "lr", "0.1", "->", "0.3"] in lines
     assert ["config", "seed", "nothing", "->", "7"] in lines
     assert "ULP" not in out
     answer = call_json("diff", tmp_path / "one", tmp_path / "other")[1]
-    assert answer["tensors"][0]["distance"]["largest"] == [{"index": [17, 5], "values": [1.0, 1.5], "gap": 0.5}]
+    assert answer["tensors"][0]["distance"]["largest"] == [
+        {"index": [17, 5], "values": [1.0, 1.5], "gap": 0.5}
+    ]
     assert answer["values"][0]["changes"][0] == {"place": "lr", "values": [0.1, 0.3]}
 
 
-def test_diff_says_what_was_compared_and_reads_the_bytes_if_asked_to(call, call_json, checkpoint_path, tmp_path):
+def test_diff_says_what_was_compared_and_reads_the_bytes_if_asked_to(
+    call, call_json, checkpoint_path, tmp_path
+):
     """REQ-OPN-009: a damaged copy has the digests of the good one."""
     copy = pathlib.Path(shutil.copytree(checkpoint_path, tmp_path / "copy"))
     shard = next(copy.glob("weights-*"))
@@ -303,7 +345,10 @@ def test_diff_says_what_was_compared_and_reads_the_bytes_if_asked_to(call, call_
     assert out.splitlines()[-1].startswith("damaged  ")
     code, answer = call_json("diff", checkpoint_path, copy, "--verify")
     assert (code, answer["same"], answer["compared"]) == (2, None, "verified_bytes")
-    assert (answer["damages"]["a"], [one["code"] for one in answer["damages"]["b"]]) == ([], ["BLOCK_DIGEST"])
+    assert (answer["damages"]["a"], [one["code"] for one in answer["damages"]["b"]]) == (
+        [],
+        ["BLOCK_DIGEST"],
+    )
     code, out, _ = call("diff", checkpoint_path, checkpoint_path, "--verify")
     assert code == 0
     assert out.startswith("the same  ")
@@ -317,7 +362,10 @@ def test_commands_say_what_they_have_checked(call, call_json, run, tmp_path):
     assert "validate checks the bytes" in call("inspect", run)[1]
     assert "No tensor's bytes were read" in call("inspect", run / NAMES[0])[1]
     assert call_json("inspect", run / NAMES[0])[1]["checked"] == "documents"
-    assert "Every block was compared with its digest" in call("compact", run, "--out", tmp_path / "full")[1]
+    assert (
+        "Every block was compared with its digest"
+        in call("compact", run, "--out", tmp_path / "full")[1]
+    )
     assert call_json("compact", run, "--take-over")[1]["checked"] == "bytes"
     assert "its bytes were not read" in call("compact", run, "--take-over")[1]
     assert call_json("compact", run, "--take-over")[1]["checked"] == "registers"
@@ -331,7 +379,9 @@ def test_a_run_is_shown_with_the_saves_that_savers_have_in_hand(call, call_json,
     name = "0001-00000-0123456789abcdef"
     with LocalStore(run, writable=True).hold(f"savers/{name}"):
         for command in ("log", "inspect"):
-            assert "launch 1 (writer 0): a newer checkpoint may be committed" in call(command, run)[1]
+            assert (
+                "launch 1 (writer 0): a newer checkpoint may be committed" in call(command, run)[1]
+            )
             assert call_json(command, run)[1]["pending"] == [name]
         code, answer = call_json("validate", run)
         assert (code, len(answer["warnings"])) == (0, 1)

@@ -34,7 +34,9 @@ def test_doctor_finds_a_good_place_good_and_leaves_nothing_behind(call, call_jso
 
     assert code == 0
     states = states_of(answer)
-    assert {states[about] for about in ("ckptfmt", "commits", "a file", "holds", "place", "slots")} == {"ok"}
+    assert {
+        states[about] for about in ("ckptfmt", "commits", "a file", "holds", "place", "slots")
+    } == {"ok"}
     details = {one["about"]: one["detail"] for one in answer["findings"]}
     assert details["ckptfmt"].startswith(f"{ckptfmt.__version__}, format ")
     assert "2 of 2 slots of 65.6 KiB each" in details["slots"]
@@ -173,13 +175,18 @@ def test_the_shell_completes_commands_and_options():
     bash = shutil.which("bash")
     assert bash is not None
     script = subprocess.run(
-        [sys.executable, "-m", "ckptfmt", "completion", "bash"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "ckptfmt", "completion", "bash"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     asked = "\n".join(
         f"COMP_WORDS=({words}); COMP_CWORD={count}; _shtab_ckptfmt; echo ${{COMPREPLY[@]}}"
         for words, count in (("ckptfmt va", 1), ("ckptfmt gc --dr", 2), ("ckptfmt ls /et", 2))
     )
-    done = subprocess.run([bash, "-c", f"{script}\n{asked}"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [bash, "-c", f"{script}\n{asked}"], capture_output=True, text=True, check=True
+    )
 
     assert done.stdout.splitlines() == ["validate", "--dry-run", "/etc"]
 

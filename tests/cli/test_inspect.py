@@ -35,12 +35,17 @@ def test_the_text_has_what_one_looks_for(call, checkpoint_path):
 
 
 def test_a_mixture_is_told_by_its_sources(call, tmp_path):
-    sampler = Sampler({"books": 20, "code": 7}, mixture={"books": 3, "code": 1}, global_batch=4, worker=(0, 1))
+    sampler = Sampler(
+        {"books": 20, "code": 7}, mixture={"books": 3, "code": 1}, global_batch=4, worker=(0, 1)
+    )
     sampler.commit(3)
     sampler.skip(samples=[5], source="books")
     save(LocalStore(tmp_path, writable=True), leaves=[leaf_of("data", sampler.state_dict())])
 
-    assert "12 samples consumed in 3 steps: 9 of books, 3 of code; 1 skip" in call("inspect", tmp_path)[1]
+    assert (
+        "12 samples consumed in 3 steps: 9 of books, 3 of code; 1 skip"
+        in call("inspect", tmp_path)[1]
+    )
 
 
 def test_no_line_of_text_ends_in_blanks(call, checkpoint_path, run_path):
@@ -56,7 +61,9 @@ def test_tensors_are_listed_one_by_one_on_demand(call, checkpoint_path):
     assert out.splitlines()[-1] == "3 tensors"
 
 
-@pytest.mark.parametrize(("pattern", "count"), [("layers.*", 2), ("tied.*", 1), ("nothing", 0), ("[", 0), ("*1.w", 1)])
+@pytest.mark.parametrize(
+    ("pattern", "count"), [("layers.*", 2), ("tied.*", 1), ("nothing", 0), ("[", 0), ("*1.w", 1)]
+)
 def test_a_pattern_selects_tensors(call_json, checkpoint_path, pattern, count):
     code, answer = call_json("inspect", checkpoint_path, "--tensors", pattern)
 
@@ -86,10 +93,20 @@ def test_json_has_everything(call_json, checkpoint_path):
     code, answer = call_json("inspect", checkpoint_path)
 
     assert code == 0
-    assert (answer["kind"], answer["format"], answer["step"], answer["writer_count"]) == ("checkpoint", "0.10", 3, 2)
+    assert (answer["kind"], answer["format"], answer["step"], answer["writer_count"]) == (
+        "checkpoint",
+        "0.10",
+        3,
+        2,
+    )
     assert answer["fields"]["optimizer"] == {"state": "absent", "reason": "not given to State"}
-    assert answer["claim"] == {"at_most": "S1", "lowered_by": ["optimizer is absent: not given to State"]}
-    assert answer["nbytes"] == sum(path.stat().st_size for path in checkpoint_path.rglob("*") if path.is_file())
+    assert answer["claim"] == {
+        "at_most": "S1",
+        "lowered_by": ["optimizer is absent: not given to State"],
+    }
+    assert answer["nbytes"] == sum(
+        path.stat().st_size for path in checkpoint_path.rglob("*") if path.is_file()
+    )
     assert [tensor["name"] for tensor in answer["tensors"]] == ["layers.0.w", "layers.1.w", "scale"]
     assert answer["tensors"][0]["boxes"] == [
         {"begin": [0, 0], "box_shape": [6, 700], "part": 0},
@@ -111,7 +128,10 @@ def test_json_has_everything(call_json, checkpoint_path):
 
 def test_one_field_is_shown_alone_and_whole(call, call_json, tmp_path):
     config = {f"key{number}": number for number in range(100)}
-    save(LocalStore(tmp_path, writable=True), leaves=[leaf_of("config", config), leaf_of("data", {"position": 1})])
+    save(
+        LocalStore(tmp_path, writable=True),
+        leaves=[leaf_of("config", config), leaf_of("data", {"position": 1})],
+    )
 
     assert "and 90 lines more: --field config shows all" in call("inspect", tmp_path)[1]
     assert "and 40 lines more: --field config shows all" in call("inspect", tmp_path, "--all")[1]
@@ -161,7 +181,11 @@ def test_an_unreadable_manifest_is_an_error(call, checkpoint_path):
 def test_one_screen_shows_what_matters_and_the_rest_is_asked_for(call, tmp_path):
     config = {f"key{number}": number for number in range(100)}
     names = [f"{letter * (number + 1)}.w" for letter in "abcdef" for number in range(5)]
-    save(LocalStore(tmp_path, writable=True), leaves=[leaf_of("config", config), leaf_of("data", CURSOR)], names=names)
+    save(
+        LocalStore(tmp_path, writable=True),
+        leaves=[leaf_of("config", config), leaf_of("data", CURSOR)],
+        names=names,
+    )
 
     _, out, _ = call("inspect", tmp_path)
 
@@ -170,7 +194,9 @@ def test_one_screen_shows_what_matters_and_the_rest_is_asked_for(call, tmp_path)
     assert "key9" in out
     assert "--all" in out.splitlines()[-2]
     _, whole, _ = call("inspect", tmp_path, "--all")
-    assert {"fffff.w", "files", "data"} <= {word for line in whole.splitlines() for word in line.split()}
+    assert {"fffff.w", "files", "data"} <= {
+        word for line in whole.splitlines() for word in line.split()
+    }
     assert "key59" in whole
 
 
@@ -183,7 +209,9 @@ def test_metrics_tags_and_pins_are_shown_as_they_were_said_last(call, call_json,
     assert "labels      pinned  loss=2.5  #best" in call("inspect", path)[1]
     answer = call_json("inspect", path)[1]
     assert (answer["metrics"], answer["tags"], answer["pinned"]) == ({"loss": 2.5}, ["best"], True)
-    (head,) = [line for line in call("inspect", run_path)[1].splitlines() if line.startswith("head")]
+    (head,) = [
+        line for line in call("inspect", run_path)[1].splitlines() if line.startswith("head")
+    ]
     assert head.endswith("pinned  loss=2.5  #best")
     (run_path / "labels" / f"{path.name}-0002.json").write_bytes(b"{}")
     code, out, _ = call("inspect", path)
@@ -198,12 +226,17 @@ def test_a_run_is_shown_with_the_checkpoint_that_it_goes_on_from(call, call_json
     for text in ("S1 at most: each sample once", "layers.{0..1}.w  x2", "bad    nan", "65.6 KiB"):
         assert text in out, text
     answer = call_json("inspect", run_path)[1]
-    assert answer["checkpoint"]["digest"] == call_json("inspect", run_path / "step-00000050-l0002")[1]["digest"]
+    assert (
+        answer["checkpoint"]["digest"]
+        == call_json("inspect", run_path / "step-00000050-l0002")[1]["digest"]
+    )
     assert call("inspect", run_path, "--tensors", "scale")[1].splitlines()[-1] == "1 tensor"
     assert call("inspect", run_path, "--field", "config")[1].splitlines()[1] == "config"
 
 
-def test_a_run_whose_newest_checkpoint_cannot_be_opened_is_shown_all_the_same(call, call_json, run_path):
+def test_a_run_whose_newest_checkpoint_cannot_be_opened_is_shown_all_the_same(
+    call, call_json, run_path
+):
     next((run_path / "step-00000050-l0002").glob("index-*")).unlink()
 
     code, out, _ = call("inspect", run_path)
@@ -212,7 +245,11 @@ def test_a_run_whose_newest_checkpoint_cannot_be_opened_is_shown_all_the_same(ca
     assert "2 launches, 7 checkpoints" in out
     assert "unreadable  FILE_MISSING at step-00000050-l0002/index-" in out
     code, answer = call_json("inspect", run_path)
-    assert (code, answer["checkpoint"], answer["checkpoint_error"]["code"]) == (2, None, "FILE_MISSING")
+    assert (code, answer["checkpoint"], answer["checkpoint_error"]["code"]) == (
+        2,
+        None,
+        "FILE_MISSING",
+    )
 
 
 def test_a_run_is_summarised(call, call_json, run_path):
@@ -227,8 +264,17 @@ def test_a_run_is_summarised(call, call_json, run_path):
 
 def test_hostile_names_and_values_are_shown_as_they_are(call, tmp_path):
     store = LocalStore(tmp_path, writable=True)
-    leaves = [leaf_of("config", {"\x1b[31m": "\u202eabc\n", "big": 1 << 60_000, 1: {1 << 70}, "set": frozenset()})]
-    save(store, leaves=leaves, names=("layers.*.w", "layers.0.w", "layers.00.w", "\x1b[2J", "9" * 4000, ""))
+    leaves = [
+        leaf_of(
+            "config",
+            {"\x1b[31m": "\u202eabc\n", "big": 1 << 60_000, 1: {1 << 70}, "set": frozenset()},
+        )
+    ]
+    save(
+        store,
+        leaves=leaves,
+        names=("layers.*.w", "layers.0.w", "layers.00.w", "\x1b[2J", "9" * 4000, ""),
+    )
 
     for arguments in ((), ("--json",), ("--tensors",), ("--field", "config")):
         code, out, _ = call("inspect", tmp_path, *arguments)
@@ -239,8 +285,12 @@ def test_hostile_names_and_values_are_shown_as_they_are(call, tmp_path):
 
 def test_references_to_tensors_and_odd_streams_are_shown(call, tmp_path):
     store = LocalStore(tmp_path, writable=True)
-    origin = Origin(run_id=None, launch=None, nonce="0" * 32, step=1, attempt=ATTEMPT, writer_count=1)
-    snapshot = snapshot_of(0, 1, leaves=[leaf_of("weights", {"head": TensorRef("scale", "torch")}, name="extra")])
+    origin = Origin(
+        run_id=None, launch=None, nonce="0" * 32, step=1, attempt=ATTEMPT, writer_count=1
+    )
+    snapshot = snapshot_of(
+        0, 1, leaves=[leaf_of("weights", {"head": TensorRef("scale", "torch")}, name="extra")]
+    )
     streams = (RngStream(name="x/y", scope="global", kind="odd", state=dump_tree(None, where="")),)
     object.__setattr__(snapshot, "streams", streams)
     write_part(store, snapshot, origin, writer=0)

@@ -16,7 +16,9 @@ from tests.test_saves import Run
 def contents_of(path):
     """All files below a directory, with their bytes."""
     return {
-        file.relative_to(path).as_posix(): file.read_bytes() for file in pathlib.Path(path).rglob("*") if file.is_file()
+        file.relative_to(path).as_posix(): file.read_bytes()
+        for file in pathlib.Path(path).rglob("*")
+        if file.is_file()
     }
 
 
@@ -39,7 +41,9 @@ def test_ls_shows_what_there_is_to_load(call, call_json, run_path):
 
     assert (code, err) == (0, "")
     rows = {words[0]: words[1:] for words in words_of(out)[1:-1]}
-    assert [*rows] == [checkpoint_name(*at) for at in ((10, 1), (20, 1), (30, 1), (30, 2), (40, 1), (50, 2))]
+    assert [*rows] == [
+        checkpoint_name(*at) for at in ((10, 1), (20, 1), (30, 1), (30, 2), (40, 1), (50, 2))
+    ]
     assert rows[checkpoint_name(50, 2)][:4] == ["committed,", "head", "65.6", "KiB"]
     assert rows[checkpoint_name(20, 1)][-3:] == ["pinned", "loss=2.5", "#best"]
     assert rows[checkpoint_name(40, 1)] == ["unfinished"]
@@ -47,12 +51,16 @@ def test_ls_shows_what_there_is_to_load(call, call_json, run_path):
     assert checkpoint_name(40, 2) in call("ls", run_path, "--all")[1]
     code, answer = call_json("ls", run_path, "--all")
     assert (code, answer["checked"], len(answer["checkpoints"])) == (0, "registers", 7)
-    assert [one["name"] for one in answer["checkpoints"] if one["is_head"]] == [checkpoint_name(50, 2)]
+    assert [one["name"] for one in answer["checkpoints"] if one["is_head"]] == [
+        checkpoint_name(50, 2)
+    ]
 
 
 def test_a_suspect_checkpoint_is_shown_and_why(call, call_json, tmp_path):
     """REQ-RUN-042: `ls`, `log`, `inspect` and `report` say what the run doesn't go on from."""
-    with ckptfmt.Checkpointer(tmp_path / "run", ckptfmt.State(data={"at": 0}), saver="inline") as checkpointer:
+    with ckptfmt.Checkpointer(
+        tmp_path / "run", ckptfmt.State(data={"at": 0}), saver="inline"
+    ) as checkpointer:
         checkpointer.save(step=1)
         checkpointer.save(step=2, suspect="loss is nan")
     for command in ("ls", "log"):
@@ -70,7 +78,9 @@ def test_a_suspect_checkpoint_is_shown_and_why(call, call_json, tmp_path):
 
 
 @pytest.mark.usefixtures("run_path", "checkpoint_path")
-def test_ls_of_a_directory_shows_the_runs_and_checkpoints_in_it(call, call_json, tmp_path, monkeypatch):
+def test_ls_of_a_directory_shows_the_runs_and_checkpoints_in_it(
+    call, call_json, tmp_path, monkeypatch
+):
     (tmp_path / "else").mkdir()
     code, out, _ = call("ls", tmp_path)
     assert code == 0
@@ -114,7 +124,9 @@ def test_du_adds_up_to_the_files_that_are_there(request, call, call_json, kind):
     assert sum(use["nbytes"] for use in answer["uses"]) == nbytes
     assert call("du", path)[1].splitlines()[-1].split()[-3:] == ["in", "all", str(path)]
     names = {use["name"] for use in answer["uses"]}
-    assert names >= ({checkpoint_name(10, 1), checkpoint_name(40, 1)} if kind == "run" else {"weights"})
+    assert names >= (
+        {checkpoint_name(10, 1), checkpoint_name(40, 1)} if kind == "run" else {"weights"}
+    )
 
 
 # gc
@@ -132,9 +144,15 @@ def test_gc_does_what_its_dry_run_says_and_that_changes_nothing(call, call_json,
         (checkpoint_name(30, 2), "retired"),
         (checkpoint_name(40, 1), "given_up"),
     ]
-    assert "by hand" in next(item["reason"] for item in planned["items"] if item["what"] == "beside")
+    assert "by hand" in next(
+        item["reason"] for item in planned["items"] if item["what"] == "beside"
+    )
     code, done = call_json("gc", run_path, "--keep", 1, "--keep-every", 20)
-    assert (code, done["items"], done["freed_nbytes"]) == (0, planned["items"], planned["freed_nbytes"])
+    assert (code, done["items"], done["freed_nbytes"]) == (
+        0,
+        planned["items"],
+        planned["freed_nbytes"],
+    )
     after = contents_of(run_path)
     for name in (checkpoint_name(10, 1), checkpoint_name(30, 2), checkpoint_name(40, 1)):
         assert [path for path in after if path.startswith(name)] == [f"{name}/manifest.json"]
@@ -174,7 +192,9 @@ def test_gc_names_what_was_passed_over_as_damaged_and_rm_deletes_it(call, call_j
     code, answer = call_json("gc", run_path, "--dry-run")
     (item,) = [item for item in answer["items"] if item["name"] == damaged]
     assert (code, item["what"]) == (0, "beside")
-    assert item["reason"].startswith(f"launch 3 found it damaged, and went on from {checkpoint_name(30, 2)}")
+    assert item["reason"].startswith(
+        f"launch 3 found it damaged, and went on from {checkpoint_name(30, 2)}"
+    )
     code, answer = call_json("gc", run_path, "--dry-run", "--verify")
     whats = {item["name"]: item["what"] for item in answer["items"]}
     assert (code, whats[damaged], whats[checkpoint_name(30, 1)]) == (1, "damaged", "beside")
@@ -201,9 +221,16 @@ def test_gc_leaves_what_may_still_be_committed(call_json, run_path):
 
 def test_gc_keeps_the_best_and_what_is_pinned(call, call_json, run_path):
     run = ckptfmt.Run(run_path)
-    for name, loss in ((checkpoint_name(10, 1), 1.0), (checkpoint_name(20, 1), 2.0), (checkpoint_name(30, 2), 3.0)):
+    for name, loss in (
+        (checkpoint_name(10, 1), 1.0),
+        (checkpoint_name(20, 1), 2.0),
+        (checkpoint_name(30, 2), 3.0),
+    ):
         run.set_metrics(name, {"loss": loss})
-    assert "names the metric 'acc'" in call("gc", run_path, "--dry-run", "--keep", 1, "--keep-best", "acc:max:1")[1]
+    assert (
+        "names the metric 'acc'"
+        in call("gc", run_path, "--dry-run", "--keep", 1, "--keep-best", "acc:max:1")[1]
+    )
     options = ("--keep", 1, "--keep-best", "loss:min:1")
     planned = call_json("gc", run_path, "--dry-run", *options)[1]
     assert [name for name, what in items_of(planned) if what == "retired"] == [
@@ -217,7 +244,12 @@ def test_gc_keeps_the_best_and_what_is_pinned(call, call_json, run_path):
 
 @pytest.mark.parametrize(
     "options",
-    [["--keep", "0"], ["--keep-every", "5"], ["--keep-best", "loss:min:1"], ["--keep", "1", "--keep-best", "x"]],
+    [
+        ["--keep", "0"],
+        ["--keep-every", "5"],
+        ["--keep-best", "loss:min:1"],
+        ["--keep", "1", "--keep-best", "x"],
+    ],
 )
 def test_gc_refuses_what_says_nothing(call, run_path, options):
     before = contents_of(run_path)
@@ -244,7 +276,9 @@ def test_what_lies_in_caches_is_named_and_counts_no_bytes(call, call_json, tmp_p
         for step in (1, 2):
             run.save(step).wait(timeout_s=WAIT_S)
         code, out, _ = call("ls", tmp_path / "run")
-        nbytes = {one["name"]: one["nbytes"] for one in call_json("du", tmp_path / "run")[1]["uses"]}
+        nbytes = {
+            one["name"]: one["nbytes"] for one in call_json("du", tmp_path / "run")[1]["uses"]
+        }
     assert code == 0
     rows = {words[0]: words[1:4] for words in words_of(out)}
     assert rows[checkpoint_name(1, 1)][0] == "committed"
@@ -275,4 +309,8 @@ def test_gc_counts_what_du_counts(call, call_json, run_path):
     out = call("gc", run_path, "--keep", "1", "--dry-run")[1]
     assert out.split("\n", 1)[0].split() == ["checkpoint", "files"]
     assert " of files in " in out
-    assert call("ls", run_path)[1].split("\n", 1)[0].split()[:3] == ["checkpoint", "state", "tensors"]
+    assert call("ls", run_path)[1].split("\n", 1)[0].split()[:3] == [
+        "checkpoint",
+        "state",
+        "tensors",
+    ]

@@ -62,7 +62,9 @@ def test_json_has_the_same(call_json, run_path):
     code, answer = call_json("log", run_path)
 
     assert (code, answer["kind"], answer["head"]) == (0, "run", checkpoint_name(50, 2))
-    assert answer["lineage"] == [checkpoint_name(*at) for at in ((50, 2), (30, 2), (20, 1), (10, 1))]
+    assert answer["lineage"] == [
+        checkpoint_name(*at) for at in ((50, 2), (30, 2), (20, 1), (10, 1))
+    ]
     first = answer["checkpoints"][0]
     assert (first["step"], first["launch"], first["state"], first["parent"]) == (
         50,
@@ -72,7 +74,9 @@ def test_json_has_the_same(call_json, run_path):
     )
     assert first["digest"].startswith("blake3:")
     assert isinstance(first["nbytes"], int)
-    assert [entry["reason"] for entry in answer["checkpoints"] if entry["state"] == "aborted"] == ["given up"]
+    assert [entry["reason"] for entry in answer["checkpoints"] if entry["state"] == "aborted"] == [
+        "given up"
+    ]
     assert [launch["chosen_by"] for launch in answer["launches"]] == ["hand", "lineage"]
     assert answer["launches"][0]["resume_from"]["name"] == checkpoint_name(20, 1)
 
@@ -85,7 +89,9 @@ def test_a_retired_checkpoint_keeps_its_place(call, call_json, run_path):
     _, out, _ = call("log", run_path)
 
     assert graph_of(out)[-2:] == ["-", "*"]
-    (retired,) = [row for row in call_json("log", run_path)[1]["checkpoints"] if row["state"] == "retired"]
+    (retired,) = [
+        row for row in call_json("log", run_path)[1]["checkpoints"] if row["state"] == "retired"
+    ]
     assert retired["digest"] == manifest.digest
 
 
@@ -97,7 +103,10 @@ def test_an_unreadable_manifest_is_a_problem_of_one_line_only(call, call_json, r
     assert code == 2
     assert (30, 2, "unreadable") in rows_of(out)
     assert f"at {checkpoint_name(30, 2)}/manifest.json" in out
-    assert call_json("log", run_path)[1]["problems"][0]["where"] == f"{checkpoint_name(30, 2)}/manifest.json"
+    assert (
+        call_json("log", run_path)[1]["problems"][0]["where"]
+        == f"{checkpoint_name(30, 2)}/manifest.json"
+    )
 
 
 def test_an_unreadable_launch_is_a_problem_too(call, run_path):
@@ -143,7 +152,12 @@ def test_three_branches_stay_apart(call, tmp_path):
 
     _, out, _ = call("log", tmp_path)
 
-    assert rows_of(out) == [(3, 3, "committed"), (2, 2, "committed"), (2, 1, "committed"), (1, 1, "committed")]
+    assert rows_of(out) == [
+        (3, 3, "committed"),
+        (2, 2, "committed"),
+        (2, 1, "committed"),
+        (1, 1, "committed"),
+    ]
     assert graph_of(out) == ["*", "| o", "* |", "|/", "*"]
 
 

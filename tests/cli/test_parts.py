@@ -15,7 +15,13 @@ from ckptfmt.cli.views import common_name, dump_view, iter_lines
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
 
 SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.text() | st.binary(max_size=40)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.text()
+    | st.binary(max_size=40)
 )
 TREES = st.recursive(
     SCALARS,
@@ -54,7 +60,10 @@ def test_every_value_has_lines_that_play_no_tricks(value):
         (1 - 2j, {"$complex": [1.0, -2.0]}),
         ({"$x": 1}, {"$map": [["$x", 1]]}),
         (Counter("aab"), {"a": 2, "b": 1}),
-        (InlineArray("int8", (2,), b"\x01\x02"), {"$array": {"dtype": "int8", "shape": [2], "hex": "0102"}}),
+        (
+            InlineArray("int8", (2,), b"\x01\x02"),
+            {"$array": {"dtype": "int8", "shape": [2], "hex": "0102"}},
+        ),
         (TensorRef("w", "torch"), {"$tensor": "w"}),
         (DtypeName("bfloat16"), {"$dtype": "bfloat16"}),
         (DeviceName("cuda:0"), {"$device": "cuda:0"}),
@@ -167,7 +176,9 @@ def test_graphs(nodes, lines):
 @hypothesis.given(st.data())
 def test_any_graph_is_drawn_with_one_mark_on_each_node(data):
     count = data.draw(st.integers(0, 12))
-    nodes = [(str(n), data.draw(st.none() | st.integers(0, count).map(str)), "*") for n in range(count)]
+    nodes = [
+        (str(n), data.draw(st.none() | st.integers(0, count).map(str)), "*") for n in range(count)
+    ]
 
     for lines in draw_graph(nodes):
         assert lines[-1].count("*") == 1

@@ -17,7 +17,8 @@ from ckptfmt.errors import CkptError, Code
 from ckptfmt.run.step_log import StepLog
 from ckptfmt.trainer.rehearsal import VARIABLE, Account, Rehearsal
 
-#: A small nanoGPT: crops of a text by torch.randint, and learning rates set by hand. Prefetching is its common fault.
+#: A small nanoGPT: crops of a text by torch.randint, and learning rates set by hand. Prefetching is
+#: its common fault.
 TRAIN = """
 import sys, torch, ckptfmt
 torch.manual_seed(1)
@@ -58,19 +59,26 @@ def script(tmp_path: pathlib.Path, monkeypatch: Any) -> str:
     return "train.py"
 
 
-def test_training_that_goes_on_as_the_same_run(script: str, capsys: Any, tmp_path: pathlib.Path) -> None:
+def test_training_that_goes_on_as_the_same_run(
+    script: str, capsys: Any, tmp_path: pathlib.Path
+) -> None:
     assert rehearse("--json", "--junit", "out.xml", "--", sys.executable, script) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "same"
     assert found["difference"] is None
     assert found["step_count"] == 12 - found["resumed"][0]
     assert found["is_repeatable"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.xml", "train.py"]  # the run is a scratch one
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "out.xml",
+        "train.py",
+    ]  # the run is a scratch one
     suite = ET.fromstring((tmp_path / "out.xml").read_bytes())
     assert (suite.get("tests"), suite.get("failures")) == ("1", "0")
 
 
-def test_training_that_does_not_is_told_with_the_cause(script: str, capsys: Any, tmp_path: pathlib.Path) -> None:
+def test_training_that_does_not_is_told_with_the_cause(
+    script: str, capsys: Any, tmp_path: pathlib.Path
+) -> None:
     assert rehearse("--junit", "out.xml", "--", sys.executable, script, "prefetch") == 1
     told = capsys.readouterr().out
     assert "NOT the same trajectory" in told
@@ -78,7 +86,9 @@ def test_training_that_does_not_is_told_with_the_cause(script: str, capsys: Any,
     assert b"failure" in (tmp_path / "out.xml").read_bytes()
 
 
-def test_program_that_fails_by_itself_is_told_with_its_last_words(tmp_path: pathlib.Path, capsys: Any) -> None:
+def test_program_that_fails_by_itself_is_told_with_its_last_words(
+    tmp_path: pathlib.Path, capsys: Any
+) -> None:
     (tmp_path / "bad.py").write_text("raise SystemExit('no such data')")
     assert rehearse("--", sys.executable, str(tmp_path / "bad.py")) == 2
     told = capsys.readouterr().err
@@ -86,7 +96,9 @@ def test_program_that_fails_by_itself_is_told_with_its_last_words(tmp_path: path
     assert "Run the program by itself first" in told
 
 
-def test_failure_of_several_processes_is_told_with_the_words_of_the_first(tmp_path: pathlib.Path, capsys: Any) -> None:
+def test_failure_of_several_processes_is_told_with_the_words_of_the_first(
+    tmp_path: pathlib.Path, capsys: Any
+) -> None:
     """The last lines of torchrun say that a process failed, and not why."""
     program = """
         import os, time
@@ -98,7 +110,9 @@ def test_failure_of_several_processes_is_told_with_the_words_of_the_first(tmp_pa
     assert "ended with exit code 1: ValueError: no such data" in capsys.readouterr().err
 
 
-def test_program_without_a_checkpointer_is_refused_by_name(tmp_path: pathlib.Path, capsys: Any) -> None:
+def test_program_without_a_checkpointer_is_refused_by_name(
+    tmp_path: pathlib.Path, capsys: Any
+) -> None:
     (tmp_path / "idle.py").write_text("")
     assert rehearse("--", sys.executable, str(tmp_path / "idle.py")) == 2
     assert "the undisturbed run recorded no step" in capsys.readouterr().err
@@ -122,7 +136,14 @@ def test_kills_without_room_are_refused(steps: int, every: int, kills: int) -> N
 
 
 def log(
-    folder: pathlib.Path, launch: int, steps: range, *, first: int, loss: int = 0, drawn: int = 0, writer_count: int = 1
+    folder: pathlib.Path,
+    launch: int,
+    steps: range,
+    *,
+    first: int,
+    loss: int = 0,
+    drawn: int = 0,
+    writer_count: int = 1,
 ) -> None:
     for writer in range(writer_count):
         header = StepsHeader(
@@ -148,7 +169,9 @@ def test_fresh_starts_that_differ_are_no_fault_of_a_resume(tmp_path: pathlib.Pat
     log(tmp_path / "killed", 2, range(6, 25), first=5, loss=100)
     outcome = judge(tmp_path, [8])
     assert (outcome.verdict, outcome.is_repeatable, outcome.step_count) == ("same", False, 3)
-    assert outcome.notes[0].startswith("two fresh starts differ by themselves from step 1 on (loss): seed the program")
+    assert outcome.notes[0].startswith(
+        "two fresh starts differ by themselves from step 1 on (loss): seed the program"
+    )
 
 
 def test_difference_behind_the_second_kill_is_found(tmp_path: pathlib.Path) -> None:
@@ -163,7 +186,9 @@ def test_difference_behind_the_second_kill_is_found(tmp_path: pathlib.Path) -> N
     assert outcome.resumed == [5, 10]
 
 
-def test_random_numbers_drawn_behind_the_last_kill_are_told_as_the_cause(tmp_path: pathlib.Path) -> None:
+def test_random_numbers_drawn_behind_the_last_kill_are_told_as_the_cause(
+    tmp_path: pathlib.Path,
+) -> None:
     """Streams weren't compared with the undisturbed run, so that the loss was said to differ, with another cause."""
     log(tmp_path / "calm", 1, range(1, 25), first=0)
     log(tmp_path / "killed", 1, range(1, 9), first=0)
@@ -208,7 +233,12 @@ def test_claim_of_the_resume_is_told_with_its_reasons(tmp_path: pathlib.Path) ->
     log(tmp_path / "calm", 1, range(1, 25), first=0)
     log(tmp_path / "killed", 1, range(1, 9), first=0)
     log(tmp_path / "killed", 2, range(6, 25), first=5)
-    give(tmp_path / "killed", 2, claim="S1", lowered_by=("a GradScaler scales the gradients, and no State holds it",))
+    give(
+        tmp_path / "killed",
+        2,
+        claim="S1",
+        lowered_by=("a GradScaler scales the gradients, and no State holds it",),
+    )
     outcome = judge(tmp_path, [8])
     assert (outcome.verdict, outcome.claim) == ("same", "S1")
     assert outcome.lowered_by[0].startswith("a GradScaler")

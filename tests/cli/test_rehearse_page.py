@@ -1,7 +1,8 @@
 """The programs of docs/rehearse.md: `ckptfmt rehearse` finds each fault and says of each what the page says.
 
-A block `diff mends=NAME` mends one fault of a program: without the last blocks of a program, it is an earlier port. A
-block `text rehearsed=NAME mended=N` is what the command prints of a program with N faults mended.
+A block `diff mends=NAME` mends one fault of a program: without the last blocks of a program, it is
+an earlier port. A block `text rehearsed=NAME mended=N` is what the command prints of a program with
+N faults mended.
 """
 
 from __future__ import annotations
@@ -25,12 +26,22 @@ from tests.test_porting import program_of
 
 PAGE = (ROOT / "docs" / "rehearse.md").read_text("utf-8")
 #: Rehearsals that the fast suite leaves out, since others of the same program are like them.
-LONG = {("prefetch", 0), ("train.py", 1), ("nanogpt.py", 0), ("nanogpt.py", 1), ("imagenet.py", 1), ("imagenet.py", 2)}
+LONG = {
+    ("prefetch", 0),
+    ("train.py", 1),
+    ("nanogpt.py", 0),
+    ("nanogpt.py", 1),
+    ("imagenet.py", 1),
+    ("imagenet.py", 2),
+}
 
 
 def blocks_of(pattern: str) -> list[tuple[str, ...]]:
     """Return the parts of the information string, and the body, of each block of the page."""
-    return [found.groups() for found in re.finditer(rf"^```{pattern}\n((?:.*\n)*?)```$", PAGE, re.MULTILINE)]
+    return [
+        found.groups()
+        for found in re.finditer(rf"^```{pattern}\n((?:.*\n)*?)```$", PAGE, re.MULTILINE)
+    ]
 
 
 def undo(program: str, mend: str) -> str:
@@ -70,7 +81,9 @@ def _be_program(variables: dict[str, str], output: str, place: str, argv: list[s
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def rehearse(name: str, mended: int, options: list[str], place: Path, capsys: Any) -> tuple[int, str]:
+def rehearse(
+    name: str, mended: int, options: list[str], place: Path, capsys: Any
+) -> tuple[int, str]:
     """Return the exit code of a rehearsal, and what it printed."""
     file = "train.py" if name == "prefetch" else name
     (place / file).write_text(program_with(name, mended), "utf-8")
@@ -88,14 +101,23 @@ CASES = [
         id=f"{name}-{mended}{world or ''}",
         marks=[pytest.mark.exhaustive] if world or (name, int(mended or 0)) in LONG else [],
     )
-    for name, mended, world, said in blocks_of(r"text rehearsed=([\w.]+)(?: mended=([0-9]))?(?: world=(\S+))?")
+    for name, mended, world, said in blocks_of(
+        r"text rehearsed=([\w.]+)(?: mended=([0-9]))?(?: world=(\S+))?"
+    )
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mended", "options", "said"), CASES)
 def test_each_fault_is_found_and_said_as_on_the_page(
-    name: str, mended: int, options: list[str], said: str, *, tmp_path: Path, monkeypatch: Any, capsys: Any
+    name: str,
+    mended: int,
+    options: list[str],
+    said: str,
+    *,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: Any,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if options:  # torchrun starts processes of its own
@@ -115,6 +137,10 @@ def test_each_program_is_right_once_all_its_faults_are_mended() -> None:
     for name in ("train.py", "nanogpt.py", "imagenet.py"):
         faults = sum(mends == name for mends, _ in blocks_of("diff mends=(.*)"))
         assert faults >= 2
-        transcripts = [case.values for case in CASES if case.values[0] == name and not case.values[2]]
+        transcripts = [
+            case.values for case in CASES if case.values[0] == name and not case.values[2]
+        ]
         assert [mended for _, mended, _, _ in transcripts] == [*range(faults + 1)]
-        assert [("NOT the same" in str(said)) for *_, said in transcripts] == [True] * faults + [False]
+        assert [("NOT the same" in str(said)) for *_, said in transcripts] == [True] * faults + [
+            False
+        ]

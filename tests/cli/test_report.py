@@ -24,7 +24,9 @@ from ckptfmt.errors import Code
 from tests.cli.made_up import MadeUpRun
 from tests.test_group import run_writers
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 with_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium isn't installed")
 HOSTILE = '</title></style><script>document.title="owned"</script><img src=x onerror=alert(1)>"\'&'
 SECTIONS = ("launches", "sizes", "tensors", "writers", "pieces", "times", "metrics", "checkpoints")
@@ -68,7 +70,11 @@ class Page(html.parser.HTMLParser):
 def large(request, tmp_path_factory):
     """A run of so many checkpoints, whose newest has 100 times as many tensors, and one: 100,001 of the largest."""
     path = tmp_path_factory.mktemp("report") / "run"
-    return path, MadeUpRun(path, checkpoints=request.param, layers=request.param * 10).head, request.param
+    return (
+        path,
+        MadeUpRun(path, checkpoints=request.param, layers=request.param * 10).head,
+        request.param,
+    )
 
 
 @pytest.fixture
@@ -92,7 +98,10 @@ def test_launches_rollbacks_and_what_went_wrong_are_told(page_of, run_path):
 
     rows = {row[0]: row[1:] for row in page.rows}
     assert rows["1"] == ["began from nothing", "10 to 40", ""]
-    resumed = f"resumed from {checkpoint_name(20, 1)}, chosen by hand; 10 steps back from where launch 1 had come to"
+    resumed = (
+        f"resumed from {checkpoint_name(20, 1)}, chosen by hand; 10 steps back from where"
+        " launch 1 had come to"
+    )
     assert rows["2"] == [resumed, "30 to 50", ""]
     assert f"{checkpoint_name(40, 1)}: unfinished" in page.text
     assert f"{checkpoint_name(40, 2)}: aborted, given up" in page.text
@@ -134,9 +143,13 @@ def test_pieces_name_their_writers(page_of, tmp_path):
 
     def save(writer):
         rows = {(6 * writer, 0): np.zeros((6, 700), np.float32)}
-        state = ckptfmt.State(weights={"w": ckptfmt.source_of("w", rows, global_shape=(12, 700))}, rng=False)
+        state = ckptfmt.State(
+            weights={"w": ckptfmt.source_of("w", rows, global_shape=(12, 700))}, rng=False
+        )
         place, workers = tmp_path / "run", (writer, 2)
-        checkpointer = ckptfmt.Checkpointer(place, state, writer=workers, agree="pieces", saver="inline")
+        checkpointer = ckptfmt.Checkpointer(
+            place, state, writer=workers, agree="pieces", saver="inline"
+        )
         checkpointer.restore()
         checkpointer.save(step=1)
         checkpointer.close()
@@ -151,11 +164,17 @@ def test_json_has_the_same(call_json, run_path):
     code, answer = call_json("report", run_path)
 
     assert (code, answer["kind"], answer["problems"]) == (0, "report", [])
-    assert [(one["step"], one["launch"], one["state"]) for one in answer["saves"]][-1] == (50, 2, "committed")
+    assert [(one["step"], one["launch"], one["state"]) for one in answer["saves"]][-1] == (
+        50,
+        2,
+        "committed",
+    )
     assert [one["back_steps"] for one in answer["launches"]] == [0, 10]
     newest = answer["newest"]
     assert newest["name"] == checkpoint_name(50, 2)
-    assert sum(cell["nbytes"] for cell in newest["cells"]) == newest["nbytes"] == 2 * 12 * 700 * 4 + 8
+    assert (
+        sum(cell["nbytes"] for cell in newest["cells"]) == newest["nbytes"] == 2 * 12 * 700 * 4 + 8
+    )
     assert newest["writers"][0]["nbytes_by_field"] == {"weights": newest["nbytes"]}
 
 
@@ -235,10 +254,14 @@ def test_the_cause_of_a_divergence_is_named_as_far_as_it_shows(changed, cause, c
                 state.data = {"position": step + 9 * (part and changed == "data")}
                 if part and changed == "rng":
                     stream.random()
-    code, out, _ = call("report", tmp_path / "one", "--html", tmp_path / "p.html", "--against", tmp_path / "other")
+    code, out, _ = call(
+        "report", tmp_path / "one", "--html", tmp_path / "p.html", "--against", tmp_path / "other"
+    )
     text = " ".join(out.split())
     assert code == 0
-    assert "The first difference is weights:w at step 4: 8 of 8 elements differ, by at most 1" in text
+    assert (
+        "The first difference is weights:w at step 4: 8 of 8 elements differ, by at most 1" in text
+    )
     assert cause in text
 
 
@@ -263,7 +286,11 @@ def test_two_trajectories_part_at_a_step_tensor_by_tensor(page_of, call, call_js
     trajectory(tmp_path / "other", part_at=4)
 
     code, answer = call_json("report", tmp_path / "one", "--against", tmp_path / "same")
-    assert (code, answer["divergence"]["steps"], answer["divergence"]["compared_count"]) == (0, [], 6)
+    assert (code, answer["divergence"]["steps"], answer["divergence"]["compared_count"]) == (
+        0,
+        [],
+        6,
+    )
     code, answer = call_json("report", tmp_path / "one", "--against", tmp_path / "other")
     found = answer["divergence"]
     assert (code, found["last_same_step"]) == (0, 3)
@@ -279,8 +306,9 @@ def test_two_trajectories_part_at_a_step_tensor_by_tensor(page_of, call, call_js
     path = tmp_path / "page.html"
     code, out, _ = call("report", tmp_path / "one", "--html", path, "--against", tmp_path / "other")
     assert (code, "the same up to step 3, and different from step 4 on" in out) == (0, True)
-    assert "The first difference is weights:a.w at step 4: 1 of 64 elements differ, by at most 0.001" in " ".join(
-        out.split()
+    assert (
+        "The first difference is weights:a.w at step 4: 1 of 64 elements differ, by at most 0.001"
+        in " ".join(out.split())
     )
     page = Page(path.read_text("utf-8"))
     assert "divergence" in page.ids
@@ -302,7 +330,12 @@ def test_runs_without_a_step_in_common_are_refused(call, run_path, tmp_path):
 
 
 def test_names_and_tags_are_text_whatever_they_are(page_of, tmp_path):
-    MadeUpRun(tmp_path / "run", checkpoints=30, tag=HOSTILE, prefix=HOSTILE.replace("/", "").replace(".", ""))
+    MadeUpRun(
+        tmp_path / "run",
+        checkpoints=30,
+        tag=HOSTILE,
+        prefix=HOSTILE.replace("/", "").replace(".", ""),
+    )
     page, _ = page_of(tmp_path / "run")
 
     assert (page.elements["script"], page.elements["style"], page.elements["img"]) == (1, 1, 0)
@@ -314,7 +347,9 @@ def test_names_and_tags_are_text_whatever_they_are(page_of, tmp_path):
 def test_it_asks_the_network_for_nothing(page_of, run_path):
     page, path = page_of(run_path)
 
-    assert not {"link", "img", "iframe", "object", "embed", "base", "form", "a"} & page.elements.keys()
+    assert (
+        not {"link", "img", "iframe", "object", "embed", "base", "form", "a"} & page.elements.keys()
+    )
     assert not {"src", "href", "style", "srcset"} & {name for name, _ in page.attributes}
     assert not re.search(r"https?:|url\(|@import|fetch\(", path.read_text("utf-8"))
     assert ("http-equiv", "Content-Security-Policy") in page.attributes
@@ -345,13 +380,18 @@ def leaves_of(cells):
     [
         [f"layers.{number}.w" for number in range(20_000)],
         [f"t{number}" for number in range(20_000)],
-        [".".join("abcdefghijklmnopqrstuvwxyz"[: number % 26 + 1]) + f".{number}" for number in range(20_000)],
+        [
+            ".".join("abcdefghijklmnopqrstuvwxyz"[: number % 26 + 1]) + f".{number}"
+            for number in range(20_000)
+        ],
         ["a", "a.b", "a.b.c", "", "."],
     ],
 )
 def test_cells_hold_every_tensor_once_and_are_few(names):
     sizes = [1 + number % 7 * 1000 for number in range(len(names))]
-    cells = group_by_size([("weights", name, nbytes) for name, nbytes in zip(names, sizes, strict=True)])
+    cells = group_by_size(
+        [("weights", name, nbytes) for name, nbytes in zip(names, sizes, strict=True)]
+    )
 
     def check(cell: TreeCell) -> None:
         if cell.cells:
@@ -375,7 +415,9 @@ def test_areas_are_sizes():
     assert all(y >= 20 and y + height <= 120 + 1e-6 for _, y, _, height in places)
 
 
-@pytest.mark.parametrize("values", [[1.7e308, -1.7e308], [5e-324, 0.0], [3.0, 3.0], [1e16, 1e16 + 2]])
+@pytest.mark.parametrize(
+    "values", [[1.7e308, -1.7e308], [5e-324, 0.0], [3.0, 3.0], [1e16, 1e16 + 2]]
+)
 def test_any_number_can_be_drawn(values):
     points = [(step, value, "") for step, value in enumerate(values)]
     drawing = draw_lines([("on", points)], str, "numbers")
@@ -397,7 +439,11 @@ def browse(page: pathlib.Path, *options: str) -> tuple[str, str]:
         "--enable-logging=stderr", f"--user-data-dir={profile}",
     )  # fmt: skip
     done = subprocess.run(
-        [CHROMIUM, *flags, *options, page.as_uri()], capture_output=True, text=True, timeout=300, check=True
+        [CHROMIUM, *flags, *options, page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
@@ -411,7 +457,11 @@ def test_a_browser_shows_every_section_and_complains_of_nothing(page_of, tmp_pat
     page = Page(dom)
     assert console == ""
     assert [name for name in page.ids if name in SECTIONS] == list(SECTIONS)
-    assert (page.elements["svg"], page.elements["img"], page.elements["script"]) == (before.elements["svg"], 0, 1)
+    assert (page.elements["svg"], page.elements["img"], page.elements["script"]) == (
+        before.elements["svg"],
+        0,
+        1,
+    )
     assert "tip" in page.ids  # the script has run
     assert f"The run goes on from {made.head}" in page.text
     assert "owned" not in dom.split("</title>")[0]
@@ -440,7 +490,9 @@ def test_what_the_script_does_is_seen(page_of, run_path, tmp_path):
 def test_a_script_of_somebody_else_is_refused(page_of, run_path, tmp_path):
     _, path = page_of(run_path)
     other = tmp_path / "other.html"
-    other.write_text(path.read_text("utf-8").replace(_SCRIPT, f"{_SCRIPT} document.title = 'owned';"), "utf-8")
+    other.write_text(
+        path.read_text("utf-8").replace(_SCRIPT, f"{_SCRIPT} document.title = 'owned';"), "utf-8"
+    )
     dom, console = browse(other, "--dump-dom")
 
     assert "owned" not in dom.split("</title>")[0]
@@ -460,7 +512,9 @@ def test_a_browser_opens_and_prints_the_page_of_a_thousand_checkpoints(page_of, 
     assert f"The run goes on from {head}" in Page(dom).text
     content = printed.read_bytes()
     assert content.startswith(b"%PDF")
-    assert 3 <= len(re.findall(rb"/Type\s*/Page\b", content)) <= 12  # the list of all checkpoints is left out
+    assert (
+        3 <= len(re.findall(rb"/Type\s*/Page\b", content)) <= 12
+    )  # the list of all checkpoints is left out
 
 
 def test_the_page_is_named_in_what_is_said(call, run_path, tmp_path):
@@ -468,7 +522,12 @@ def test_the_page_is_named_in_what_is_said(call, run_path, tmp_path):
 
     assert code == 0
     assert re.fullmatch(
-        rf"{re.escape(str(tmp_path / 'run.html'))}  7 checkpoints \([a-z0-9, ]+\), page of [\d.]+ KiB\n", out
+        (
+            rf"{re.escape(str(tmp_path / 'run.html'))}  7 checkpoints \([a-z0-9, ]+\), page of"
+            r" [\d.]+"
+            r" KiB\n"
+        ),
+        out,
     )
 
 

@@ -18,7 +18,9 @@ BLOCK = 4096
 @pytest.fixture
 def path(tmp_path):
     """A checkpoint of blocks in boxes of several sizes."""
-    arrays = {f"w{count}": np.arange(count, dtype=np.float32) for count in (0, 1, 1023, 1024, 5000, 9000)}
+    arrays = {
+        f"w{count}": np.arange(count, dtype=np.float32) for count in (0, 1, 1023, 1024, 5000, 9000)
+    }
     ckptfmt.save(tmp_path / "one", ckptfmt.State(weights=arrays), step=1, block_nbytes=BLOCK)
     return tmp_path / "one"
 
@@ -48,7 +50,9 @@ def test_every_damaged_block_is_found_by_exactly_one_slice(call, call_json, path
     files, codes = split(call, path, count, tmp_path)
 
     assert len(whole) == 1 + 1 + 1 + 5 + 9
-    assert sorted(one["where"] for file in files for one in json.loads(file.read_text())["violations"]) == sorted(whole)
+    assert sorted(
+        one["where"] for file in files for one in json.loads(file.read_text())["violations"]
+    ) == sorted(whole)
     assert 1 in codes
     code, answer = call_json("validate", "--join", *files)
     assert (code, answer["verdict"]) == (1, "invalid")
@@ -117,7 +121,9 @@ def test_reports_of_different_checks_are_not_joined(call, path, checkpoint_path,
     assert call("validate", "--join", tmp_path / "nowhere.json")[0] == 2
 
 
-@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/", "/2", "a/b", "1/0", "-1/2", "1/99999999"])
+@pytest.mark.parametrize(
+    "text", ["0/2", "3/2", "1", "1/", "/2", "a/b", "1/0", "-1/2", "1/99999999"]
+)
 def test_what_is_no_slice_is_refused(call, path, text):
     code, out, err = call("validate", path, f"--split={text}")
 

@@ -58,14 +58,27 @@ def test_json_says_all_of_the_report_and_keeps_own_bytes_apart(call_json, checkp
     code, answer = call_json("validate", checkpoint_path)
 
     assert code == 0
-    assert answer.keys() >= {"version", "target", "kind", "violations", "warnings", "checkpoints", "nbytes"}
+    assert answer.keys() >= {
+        "version",
+        "target",
+        "kind",
+        "violations",
+        "warnings",
+        "checkpoints",
+        "nbytes",
+    }
     assert (answer["format"], answer["kind"], answer["valid"], answer["verdict"]) == (
         "0.10",
         "checkpoint",
         True,
         "valid",
     )
-    assert answer["own"] == {"valid": True, "complete": True, "nbytes": answer["nbytes"], "violation_count": 0}
+    assert answer["own"] == {
+        "valid": True,
+        "complete": True,
+        "nbytes": answer["nbytes"],
+        "violation_count": 0,
+    }
     assert (answer["references"], answer["closure"], answer["failure"]) == ([], [], None)
     assert answer["nbytes"] > 12 * 700 * 4 * 2
 
@@ -75,7 +88,8 @@ def test_a_run_is_checked_with_all_its_checkpoints(call_json, run_path):
 
     assert (code, answer["kind"]) == (0, "run")
     assert sorted(answer["checkpoints"]) == [
-        checkpoint_name(step, launch) for step, launch in ((10, 1), (20, 1), (30, 1), (30, 2), (50, 2))
+        checkpoint_name(step, launch)
+        for step, launch in ((10, 1), (20, 1), (30, 1), (30, 2), (50, 2))
     ]
     assert [warning for warning in answer["warnings"] if "step-00000040-l0001" in warning]
 
@@ -105,7 +119,9 @@ def test_a_changed_byte_of_a_block_is_named_with_its_range(call_json, checkpoint
     begin = layers_begin(checkpoint_path / SHARD)
     flip(checkpoint_path / SHARD, begin + 4096 + 7)
 
-    assert found(call_json, checkpoint_path) == [("BLOCK_DIGEST", f"{SHARD}[{begin + 4096}:{begin + 8192}]")]
+    assert found(call_json, checkpoint_path) == [
+        ("BLOCK_DIGEST", f"{SHARD}[{begin + 4096}:{begin + 8192}]")
+    ]
 
 
 def test_every_changed_block_is_named(call_json, checkpoint_path):
@@ -115,7 +131,10 @@ def test_every_changed_block_is_named(call_json, checkpoint_path):
 
     places = [where for code, where in found(call_json, checkpoint_path) if code == "BLOCK_DIGEST"]
 
-    assert places == [f"{SHARD}[{begin}:{begin + 4096}]", f"{SHARD}[{begin + 8192}:{begin + 12288}]"]
+    assert places == [
+        f"{SHARD}[{begin}:{begin + 4096}]",
+        f"{SHARD}[{begin + 8192}:{begin + 12288}]",
+    ]
 
 
 @pytest.mark.parametrize("byte", [0, 8, 20, -1], ids=["length", "brace", "json", "padding"])
@@ -169,7 +188,9 @@ def test_text_names_code_place_clause_message_and_remedy(call, checkpoint_path):
 
     assert code == 1
     first, remedy, empty, verdict = out.splitlines()
-    assert first.startswith(f"BLOCK_DIGEST  {SHARD}[{begin}:{begin + 4096}]  REQ-OPN-006  block 0 of weights")
+    assert first.startswith(
+        f"BLOCK_DIGEST  {SHARD}[{begin}:{begin + 4096}]  REQ-OPN-006  block 0 of weights"
+    )
     assert remedy.startswith("  remedy: ")
     assert (empty, verdict[:7]) == ("", "invalid")
 
@@ -209,7 +230,9 @@ def test_a_run_without_its_record_is_a_violation(call_json, run_path):
 
 @pytest.mark.parametrize("kind", ["symlink", "pipe", "directory", "socket"])
 @pytest.mark.parametrize("name", ["manifest.json", INDEX, PART, SHARD])
-def test_what_is_not_a_regular_file_is_refused_without_waiting(call_json, checkpoint_path, name, kind, monkeypatch):
+def test_what_is_not_a_regular_file_is_refused_without_waiting(
+    call_json, checkpoint_path, name, kind, monkeypatch
+):
     path = checkpoint_path / name
     original = path.rename(checkpoint_path / "elsewhere")
     monkeypatch.chdir(path.parent)  # a socket's address must be short
@@ -316,7 +339,9 @@ def test_a_directory_of_anything_else_cannot_run(call, tmp_path, names):
     assert f"{tmp_path}: the directory is neither a checkpoint nor a run" in text
 
 
-@pytest.mark.parametrize("name", [checkpoint_name(40, 1), checkpoint_name(40, 2)], ids=["unfinished", "aborted"])
+@pytest.mark.parametrize(
+    "name", [checkpoint_name(40, 1), checkpoint_name(40, 2)], ids=["unfinished", "aborted"]
+)
 def test_what_was_not_committed_in_a_run_is_a_violation_by_itself(call_json, run_path, name):
     ((code, where),) = found(call_json, run_path / name)
 
@@ -381,7 +406,9 @@ def test_a_failing_store_leaves_the_check_incomplete(call, call_json, checkpoint
 
 def test_a_closed_directory_cannot_run(call, checkpoint_path, monkeypatch):
     def refuse(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")  # root is never refused: say it in its place
+        raise PermissionError(
+            errno.EACCES, "Permission denied"
+        )  # root is never refused: say it in its place
 
     monkeypatch.setattr(PosixCalls, "open_root", refuse)
     code, out, text = call("validate", checkpoint_path)

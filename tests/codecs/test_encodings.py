@@ -72,12 +72,14 @@ def trained(rate, dtype, *, count=1 << 18):
     return after.astype(kind).view(words), before.astype(kind).view(words)
 
 
-# --- the registry -----------------------------------------------------------------------------------------------------
+# --- the registry ---------------------------------------------------------------------------------
 
 
 def test_the_registry_is_the_table_of_the_page():
     """REQ-ENC-001, REQ-ENC-002."""
-    rows = [tuple(cell.strip("`") for cell in row[:3]) for row in table("55-encodings.md", "Encoding")]
+    rows = [
+        tuple(cell.strip("`") for cell in row[:3]) for row in table("55-encodings.md", "Encoding")
+    ]
 
     needs = {name: "yes" if name in NEEDS_BASE else "no" for name in ENCODINGS}
     assert rows == [(name, needs[name], "none" if name == "raw" else name) for name in ENCODINGS]
@@ -118,7 +120,7 @@ def test_what_makes_no_sense_is_refused(encoding, dtype, nbytes, base_nbytes):
         assert caught.value.code == Code.ARGUMENT
 
 
-# --- exactness --------------------------------------------------------------------------------------------------------
+# --- exactness ------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -131,7 +133,15 @@ def blocks(draw):
     lanes = count * DTYPES[dtype].nbytes // lane.nbytes
     bits = 8 * lane.nbytes
     # Zeros, infinities, NaN with payloads, denormals, the ends of integers: all are next to these.
-    edges = [0, 1, (1 << bits - 1) - 1, 1 << bits - 1, (1 << bits - 1) + 1, (1 << bits) - 1, 0x7F80 << bits >> 16]
+    edges = [
+        0,
+        1,
+        (1 << bits - 1) - 1,
+        1 << bits - 1,
+        (1 << bits - 1) + 1,
+        (1 << bits) - 1,
+        0x7F80 << bits >> 16,
+    ]
 
     def words(kind):
         if kind == "edges":
@@ -164,7 +174,13 @@ def test_every_encoding_gives_the_content_back(drawn):
 def test_every_pattern_of_16_bits_follows_every_other_distance(dtype):
     """REQ-ENC-022: NaN with any payload, both zeros, denormals, infinities; each from several bases."""
     content = np.arange(1 << 16, dtype=np.uint16)
-    for base in (content, content[::-1], np.roll(content, 1), np.roll(content, 1 << 15), content ^ 0x8001):
+    for base in (
+        content,
+        content[::-1],
+        np.roll(content, 1),
+        np.roll(content, 1 << 15),
+        content ^ 0x8001,
+    ):
         check_exact(content, base, dtype)
 
 
@@ -172,30 +188,46 @@ def test_every_pattern_of_16_bits_follows_every_other_distance(dtype):
 def test_a_whole_block_of_noise_comes_back(dtype):
     """REQ-ENC-022."""
     rng = np.random.default_rng(3)
-    check_exact(rng.integers(0, 256, 1 << 20, np.uint8), rng.integers(0, 256, 1 << 20, np.uint8), dtype)
+    check_exact(
+        rng.integers(0, 256, 1 << 20, np.uint8), rng.integers(0, 256, 1 << 20, np.uint8), dtype
+    )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "float8_e5m2", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float32", "float64", "float8_e5m2", "float8_e4m3fn"]
+)
 def test_a_step_is_one_unit_in_the_last_place(dtype):
     """REQ-ENC-015."""
     kind = np.dtype(dtype) if hasattr(np, dtype) else np.dtype(getattr(ml_dtypes, dtype))
     lane = LANES[dtype]
     values = np.array([-1.5, -0.25, 0.25, 1, 1.75, 2, 3], kind)
     words = values.view(lane.words)
-    above = np.nextafter(values, np.array(np.inf, kind)) if kind.itemsize > 1 else (words + 1).view(kind)
+    above = (
+        np.nextafter(values, np.array(np.inf, kind))
+        if kind.itemsize > 1
+        else (words + 1).view(kind)
+    )
     up = values > 0 if kind.itemsize == 1 else np.ones(values.size, bool)
 
-    assert steps_between(above.view(lane.words), words, lane).tolist() == np.where(up, 2, 1).tolist()
+    assert (
+        steps_between(above.view(lane.words), words, lane).tolist() == np.where(up, 2, 1).tolist()
+    )
     zeros = np.array([0, 1 << 8 * lane.nbytes - 1], lane.words)
-    assert steps_between(zeros, zeros[::-1].copy(), lane).tolist() == [2, 1], "-0.0 is one below 0.0"
+    assert steps_between(zeros, zeros[::-1].copy(), lane).tolist() == [2, 1], (
+        "-0.0 is one below 0.0"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "bfloat16", "float8_e4m3fn"])
 def test_steps_wrap_around(dtype):
     """REQ-ENC-015: modulo 2 to the power of the bits, so that none is too long."""
     lane = LANES[dtype]
-    ends = np.array([0, 1, -1, -2, 1 << 8 * lane.nbytes - 1, (1 << 8 * lane.nbytes - 1) - 1]).astype(lane.words)
-    content, base = (np.array(side, lane.words) for side in zip(*itertools.product(ends, ends), strict=True))
+    ends = np.array(
+        [0, 1, -1, -2, 1 << 8 * lane.nbytes - 1, (1 << 8 * lane.nbytes - 1) - 1]
+    ).astype(lane.words)
+    content, base = (
+        np.array(side, lane.words) for side in zip(*itertools.product(ends, ends), strict=True)
+    )
 
     assert (apply_steps(steps_between(content, base, lane), base, lane) == content).all()
 
@@ -231,14 +263,23 @@ def test_memory_that_is_not_aligned_is_as_good():
     shifted, shifted_base, out = (bytearray(4001) for _ in range(3))
     shifted[1:], shifted_base[1:] = view(content), view(base)
     for name in ENCODINGS:
-        stored = encode(name, memoryview(shifted)[1:], dtype="float32", base=memoryview(shifted_base)[1:])
+        stored = encode(
+            name, memoryview(shifted)[1:], dtype="float32", base=memoryview(shifted_base)[1:]
+        )
         assert stored == encode(name, view(content), dtype="float32", base=view(base))
         behind = memoryview(b"x" + stored)[1:]
-        decode(name, behind, memoryview(out)[1:], dtype="float32", base=memoryview(shifted_base)[1:], where="a block")
+        decode(
+            name,
+            behind,
+            memoryview(out)[1:],
+            dtype="float32",
+            base=memoryview(shifted_base)[1:],
+            where="a block",
+        )
         assert out[1:] == shifted[1:]
 
 
-# --- how many bytes ---------------------------------------------------------------------------------------------------
+# --- how many bytes -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.001, 0.003, 0.01, 0.012, 0.03, 0.1, 0.3, 0.5, 0.8])
@@ -314,13 +355,17 @@ def test_no_encoding_is_much_longer_than_noise():
     assert max(check_exact(content, base, "bfloat16").values()) <= 1.01 * content.nbytes
 
 
-# --- the choice -------------------------------------------------------------------------------------------------------
+# --- the choice -----------------------------------------------------------------------------------
 
 
 def chosen(content, base, dtype, among=ENCODINGS):
-    name, stored = choose(view(content), dtype=dtype, base=None if base is None else view(base), among=among)
+    name, stored = choose(
+        view(content), dtype=dtype, base=None if base is None else view(base), among=among
+    )
     if name != "raw":
-        found = restored(name, stored, content.nbytes, dtype=dtype, base=None if base is None else view(base))
+        found = restored(
+            name, stored, content.nbytes, dtype=dtype, base=None if base is None else view(base)
+        )
         assert found == bytes(view(content))
     return name, len(stored)
 
@@ -360,7 +405,7 @@ def test_another_base_than_the_contents_is_no_choice():
     assert caught.value.code == Code.ARGUMENT
 
 
-# --- bytes that aren't of the form ------------------------------------------------------------------------------------
+# --- bytes that aren't of the form ----------------------------------------------------------------
 
 
 def refused(encoding, stored, nbytes, dtype="uint8", base=None):
@@ -391,7 +436,8 @@ def test_a_frame_of_any_compressor_is_read():
     """REQ-ENC-009: what binds is the frame, not how it was made."""
     large = random.Random(1).randbytes(3000) * 700
     for content, options in itertools.product(
-        (CONTENT * 9, large), ({"level": 1}, {"level": 19}, {"level": -5}, {"level": 3, "write_checksum": True})
+        (CONTENT * 9, large),
+        ({"level": 1}, {"level": 19}, {"level": -5}, {"level": 3, "write_checksum": True}),
     ):
         stored = framed(compressed(content, **options))
         assert restored("planes", stored, len(content), dtype="uint8") == content
@@ -413,7 +459,8 @@ def test_a_frame_of_any_compressor_is_read():
         (compressed(CONTENT, dict_data=zstandard.ZstdCompressionDict(bytes(range(256)) * 9)), None),
         (compressed(CONTENT), 500),
     ],
-    ids=["no size", "short", "long", "tail", "two", "cut", "no header", "empty", "skippable", "bad block",
+    ids=["no size", "short", "long", "tail", "two", "cut", "no header", "empty", "skippable", ("bad"
+    " block"),
          "raw dictionary", "other size"],
 )  # fmt: skip
 def test_another_frame_is_refused(frame, said_nbytes):
@@ -450,7 +497,10 @@ def test_a_window_wider_than_the_content_is_refused(window, is_read):
 def test_a_bomb_takes_no_memory():
     """REQ-ENC-005: 256 MiB in 8 KiB, which the library inflates whatever limit it is given."""
     narrow = zstandard.ZstdCompressionParameters.from_level(1, window_log=17, source_size=1 << 28)
-    bombs = [framed(compressed(bytes(1 << 28))), framed(compressed(bytes(1 << 28), compression_params=narrow))]
+    bombs = [
+        framed(compressed(bytes(1 << 28))),
+        framed(compressed(bytes(1 << 28), compression_params=narrow)),
+    ]
     base = memoryview(bytes(1 << 20))
     tracemalloc.start()
     try:
@@ -525,7 +575,9 @@ def test_what_stands_beside_what_is_refused_is_read():
         ("classes", "00 03 00 00 00 00 1f 1f 1f", "7c7c7c"),
     ]:
         base = memoryview(bytes(3))
-        assert restored(encoding, bytes.fromhex(stored), 3, dtype="uint8", base=base).hex() == content
+        assert (
+            restored(encoding, bytes.fromhex(stored), 3, dtype="uint8", base=base).hex() == content
+        )
 
 
 @pytest.mark.parametrize(("encoding", "stored", "clause"), REFUSALS)
@@ -557,11 +609,17 @@ def valid():
         content, base = trained(rate, "float32", count=1024)
         base = bytes(view(base))
         found += [
-            (dtype, name, base, encode(name, view(content), dtype=dtype, base=memoryview(base))) for name in ENCODINGS
+            (dtype, name, base, encode(name, view(content), dtype=dtype, base=memoryview(base)))
+            for name in ENCODINGS
         ]
     few, few_base = sparse_bfloat16(0.02, count=4096)
     found += [
-        ("bfloat16", name, bytes(view(few_base)), encode(name, view(few), dtype="bfloat16", base=view(few_base)))
+        (
+            "bfloat16",
+            name,
+            bytes(view(few_base)),
+            encode(name, view(few), dtype="bfloat16", base=view(few_base)),
+        )
         for name in ENCODINGS
     ]
     return found
@@ -595,14 +653,18 @@ def test_any_bytes_are_decoded_or_refused(stored, encoding, dtype, nbytes):
 def test_damaged_bytes_are_decoded_or_refused(valid, data):
     """REQ-ENC-005. What decodes to another content is for its digest to see.
 
-    REQ-ENC-004, that the stored bytes' own digest is checked before, is the reader's: its tests show it, not this one.
+    REQ-ENC-004, that the stored bytes' own digest is checked before, is the reader's: its tests
+    show it, not this one.
     """
     dtype, encoding, base, stored = data.draw(st.sampled_from(valid))
     damaged = bytearray(stored)
     for _ in range(data.draw(st.integers(1, 3))):
         kind = data.draw(st.sampled_from(["flip", "byte", "cut", "insert"]))
         # The head says most: half of the damage goes there.
-        at = data.draw(st.integers(0, max(0, len(damaged) - 1)) | st.integers(0, min(40, max(0, len(damaged) - 1))))
+        at = data.draw(
+            st.integers(0, max(0, len(damaged) - 1))
+            | st.integers(0, min(40, max(0, len(damaged) - 1)))
+        )
         if kind == "cut" or not damaged:
             del damaged[at:]
         elif kind == "flip":
@@ -618,7 +680,11 @@ def test_every_truncation_is_refused(valid):
     """REQ-ENC-006."""
     for dtype, encoding, base, stored in valid:
         for end in {*range(0, len(stored), 37), *range(max(0, len(stored) - 9), len(stored))}:
-            assert not decode_or_refuse(encoding, stored[:end], len(base), dtype, base), (encoding, dtype, end)
+            assert not decode_or_refuse(encoding, stored[:end], len(base), dtype, base), (
+                encoding,
+                dtype,
+                end,
+            )
         assert not decode_or_refuse(encoding, stored + b"\0", len(base), dtype, base)
 
 
@@ -630,10 +696,14 @@ def test_no_bytes_take_more_memory_than_their_content_allows():
     worst = 0.0
     for _ in range(400):
         encoding = rng.choice(ENCODINGS[1:])
-        head = bytes(rng.choice([0, 1, 2, 3, 15, 0x7F, 0x80, 0xFF]) for _ in range(rng.randrange(1, 12)))
+        head = bytes(
+            rng.choice([0, 1, 2, 3, 15, 0x7F, 0x80, 0xFF]) for _ in range(rng.randrange(1, 12))
+        )
         stored = head + rng.randbytes(rng.choice([0, 50, 5000]))
         tracemalloc.start()
-        decode_or_refuse(encoding, stored, nbytes, rng.choice(["uint8", "bfloat16", "float32"]), base)
+        decode_or_refuse(
+            encoding, stored, nbytes, rng.choice(["uint8", "bfloat16", "float32"]), base
+        )
         worst = max(worst, tracemalloc.get_traced_memory()[1] / (nbytes + len(stored)))
         tracemalloc.stop()
     assert worst < 48

@@ -38,7 +38,9 @@ SGD_OPTIONS = {"lr": 0.05, "momentum": 0.9, "dampening": 0, "weight_decay": 0, "
 #: Rules with every form that there is, and numbers that make each of them matter.
 FORMS = [
     *(
-        dataclasses.replace(ADAM, arithmetic=arithmetic, moment=moment, square=square, update=update)
+        dataclasses.replace(
+            ADAM, arithmetic=arithmetic, moment=moment, square=square, update=update
+        )
         for arithmetic in ("separate", "fused", "double")
         for moment in ("lerp", "sum")
         for square in ("gain_first", "gain_last")
@@ -51,11 +53,15 @@ FORMS = [
     SGD,
     dataclasses.replace(SGD, arithmetic="separate"),
     dataclasses.replace(SGD, nesterov=True, l2=0.01, gradient="bfloat16", clip=1.7),
-    dataclasses.replace(SGD, nesterov=True, l2=0.01, gradient="bfloat16", arithmetic="separate", gain=0.8),
+    dataclasses.replace(
+        SGD, nesterov=True, l2=0.01, gradient="bfloat16", arithmetic="separate", gain=0.8
+    ),
     dataclasses.replace(SGD, nesterov=True, copy="bfloat16"),
 ]
 forms = pytest.mark.parametrize(
-    "rule", FORMS, ids=lambda rule: "-".join(str(value) for value in dataclasses.astuple(rule)[:9] if value)
+    "rule",
+    FORMS,
+    ids=lambda rule: "-".join(str(value) for value in dataclasses.astuple(rule)[:9] if value),
 )
 
 
@@ -75,7 +81,9 @@ def draw_bases(rule, rng, count=4096):
     if rule.kind == "adam":
         bases["exp_avg_sq"] = (scale * rng.uniform(0.5, 2, count).astype(np.float32)) ** 2
     if rule.amsgrad:
-        bases["max_exp_avg_sq"] = bases["exp_avg_sq"] * rng.uniform(1, 1.001, count).astype(np.float32)
+        bases["max_exp_avg_sq"] = bases["exp_avg_sq"] * rng.uniform(1, 1.001, count).astype(
+            np.float32
+        )
     if rule.copy:
         bases["copy"] = np.zeros(count, np.uint16)
     return bases
@@ -89,7 +97,9 @@ def step_from(rule, bases, rng):
     if rule.gradient == "bfloat16":
         gradient = step.whole_gradient(bases, (gradient.view(np.uint32) >> 16).astype(np.uint16))
     elif rule.gradient == "float16":
-        gradient = step.whole_gradient(bases, (gradient / np.float32(rule.clip)).astype(np.float16).view(np.uint16))
+        gradient = step.whole_gradient(
+            bases, (gradient / np.float32(rule.clip)).astype(np.float16).view(np.uint16)
+        )
     news = {FIRST_MOMENT[rule.kind]: step.moment(bases, gradient)}
     for role in roles(rule)[1:]:
         news[role] = step.predict(role, bases, news)
@@ -106,18 +116,22 @@ def round_trip(rule, bases, news):
     made: dict[str, memoryview] = {}
     found = {}
     for role in roles(rule):
-        encoding, stored = encode_member(rule, role, news[role], bases=bases, news=news, dtype=role_dtype(rule, role))
+        encoding, stored = encode_member(
+            rule, role, news[role], bases=bases, news=news, dtype=role_dtype(rule, role)
+        )
         if encoding == "raw":
             stored = bytes(news[role])
         out = memoryview(bytearray(news[role].nbytes))
-        decode_member(rule, role, encoding, memoryview(stored), out, bases=bases, news=made, where="a block")
+        decode_member(
+            rule, role, encoding, memoryview(stored), out, bases=bases, news=made, where="a block"
+        )
         assert out == news[role], role
         made[role] = out
         found[role] = encoding, len(stored) / max(1, out.nbytes)
     return found
 
 
-# --- rules ------------------------------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 
 @forms
@@ -130,10 +144,14 @@ def test_numbers_come_back_bit_by_bit():
     rule = dataclasses.replace(ADAM, bias=math.nextafter(ADAM.bias, 1), l2=-0.0, eps=5e-324)
     found = Rule.parse(rule.dump(), "rule")
 
-    assert struct.pack("<3d", found.bias, found.l2, found.eps) == struct.pack("<3d", rule.bias, rule.l2, rule.eps)
+    assert struct.pack("<3d", found.bias, found.l2, found.eps) == struct.pack(
+        "<3d", rule.bias, rule.l2, rule.eps
+    )
 
 
-@pytest.mark.parametrize("rule", [ADAM, SGD, Rule(kind="cast", copy="bfloat16")], ids=lambda rule: rule.kind)
+@pytest.mark.parametrize(
+    "rule", [ADAM, SGD, Rule(kind="cast", copy="bfloat16")], ids=lambda rule: rule.kind
+)
 def test_a_rule_has_exactly_its_members(rule):
     """REQ-PRE-006, REQ-PRE-007, REQ-PRE-008."""
     members = parse_tree(rule.dump(), where="rule")
@@ -142,9 +160,19 @@ def test_a_rule_has_exactly_its_members(rule):
         str: ("adamw", "float64", 0, None, [], "cast"),
         bool: (0, 1.0, None, "True"),
     }
-    trees: list[object] = [{**members, name: bad} for name, value in members.items() for bad in wrong[type(value)]]
+    trees: list[object] = [
+        {**members, name: bad} for name, value in members.items() for bad in wrong[type(value)]
+    ]
     trees += [{name: value for name, value in members.items() if name != left} for left in members]
-    trees += [{**members, "lr": 1.0}, {**members, 1: 2}, dict(reversed(members.items())), [], None, "adam", {}]
+    trees += [
+        {**members, "lr": 1.0},
+        {**members, 1: 2},
+        dict(reversed(members.items())),
+        [],
+        None,
+        "adam",
+        {},
+    ]
     for tree in trees:
         if tree == {**members, "kind": "cast"} and rule.kind == "cast":
             continue
@@ -154,7 +182,8 @@ def test_a_rule_has_exactly_its_members(rule):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xc1", ADAM.dump()[:-1], ADAM.dump() + b"\0", dump_tree("x" * 5000, where="x")]
+    "content",
+    [b"", b"\xc1", ADAM.dump()[:-1], ADAM.dump() + b"\0", dump_tree("x" * 5000, where="x")],
 )
 def test_a_rule_is_a_short_tree(content):
     """REQ-PRE-006."""
@@ -171,9 +200,14 @@ def test_roles_and_dtypes():
     assert roles(adam) == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "weight", "copy")
     assert roles(dataclasses.replace(SGD, copy="bfloat16")) == ("momentum_buffer", "weight", "copy")
     assert [role_dtype(adam, role) for role in roles(adam)] == ["float32"] * 4 + ["float16"]
-    assert [(role, role_dtype(cast, role)) for role in roles(cast)] == [("master", "float32"), ("weight", "bfloat16")]
+    assert [(role, role_dtype(cast, role)) for role in roles(cast)] == [
+        ("master", "float32"),
+        ("weight", "bfloat16"),
+    ]
     with pytest.raises(CkptError) as caught:
-        encode_member(ADAM, "weight", view(np.zeros(4, np.float64)), bases={}, news={}, dtype="float64")
+        encode_member(
+            ADAM, "weight", view(np.zeros(4, np.float64)), bases={}, news={}, dtype="float64"
+        )
     assert caught.value.code == Code.ARGUMENT
 
 
@@ -185,7 +219,7 @@ def test_members_have_equal_shapes():
     assert caught.value.code == Code.ARGUMENT
 
 
-# --- arithmetic -------------------------------------------------------------------------------------------------------
+# --- arithmetic -----------------------------------------------------------------------------------
 
 
 def narrow(value):
@@ -199,7 +233,8 @@ def narrow(value):
 class Written:
     """Page 56 once more, for one element, in Python's floats.
 
-    An operation on binary32 numbers in binary64, then rounded, is correctly rounded: 53 digits are twice 24 and two.
+    An operation on binary32 numbers in binary64, then rounded, is correctly rounded: 53 digits are
+    twice 24 and two.
     """
 
     def __init__(self, rule):
@@ -213,7 +248,9 @@ class Written:
         return scalar * value if self.double else narrow(scalar * value)
 
     def fma(self, a, x, y):
-        return narrow(narrow(a * x) + y) if self.rule.arithmetic == "separate" else narrow(a * x + y)
+        return (
+            narrow(narrow(a * x) + y) if self.rule.arithmetic == "separate" else narrow(a * x + y)
+        )
 
     def gradient(self, new, m, w):
         rule = self.rule
@@ -253,7 +290,10 @@ class Written:
         return self.fma(gain - 1 if self.double else narrow(gain - 1), narrow(g - m), g)
 
     def second(self, g, v):
-        gain, decayed = self.bracket(self.rule.square_gain), self.times(self.bracket(self.rule.square_decay), v)
+        gain, decayed = (
+            self.bracket(self.rule.square_gain),
+            self.times(self.bracket(self.rule.square_decay), v),
+        )
         if self.rule.square == "gain_first":
             return self.fma(self.times(gain, g), g, decayed)
         return self.fma(gain, g * g if self.double else narrow(g * g), decayed)
@@ -268,7 +308,11 @@ class Written:
         return self.fma(-step_size, narrow(m / root), u)
 
     def sgd_weight(self, new, m, w):
-        along = self.fma(narrow(self.rule.decay), new, self.gradient(new, m, w)) if self.rule.nesterov else new
+        along = (
+            self.fma(narrow(self.rule.decay), new, self.gradient(new, m, w))
+            if self.rule.nesterov
+            else new
+        )
         return self.fma(-narrow(self.rule.step_size), along, w)
 
 
@@ -281,7 +325,10 @@ def test_predictions_are_those_of_the_text(rule):
     written, first = Written(rule), FIRST_MOMENT[rule.kind]
     rows = [{role: float(content[at]) for role, content in bases.items()} for at in range(500)]
     made = [{role: float(content[at]) for role, content in news.items()} for at in range(500)]
-    gradients = [written.gradient(new[first], row[first], row["weight"]) for new, row in zip(made, rows, strict=True)]
+    gradients = [
+        written.gradient(new[first], row[first], row["weight"])
+        for new, row in zip(made, rows, strict=True)
+    ]
 
     assert Step(rule).gradient(bases, news).tolist() == gradients
     assert Step(rule).moment(bases, np.array(gradients, np.float32)).tolist() == [
@@ -292,7 +339,9 @@ def test_predictions_are_those_of_the_text(rule):
             assert new["weight"] == written.sgd_weight(new[first], row[first], row["weight"])
             continue
         assert new["exp_avg_sq"] == written.second(g, row["exp_avg_sq"])
-        square = max(row["max_exp_avg_sq"], new["exp_avg_sq"]) if rule.amsgrad else new["exp_avg_sq"]
+        square = (
+            max(row["max_exp_avg_sq"], new["exp_avg_sq"]) if rule.amsgrad else new["exp_avg_sq"]
+        )
         assert new["weight"] == written.adam_weight(new[first], square, row["weight"])
 
 
@@ -301,7 +350,9 @@ def test_forms_differ_where_their_names_do():
     rng = np.random.default_rng(1)
     bases = draw_bases(ADAM, rng)
     gradient = bases["exp_avg"] * rng.normal(size=4096).astype(np.float32)
-    moments = {Step(rule).moment(bases, gradient).tobytes() for rule in FORMS if rule.kind == "adam"}
+    moments = {
+        Step(rule).moment(bases, gradient).tobytes() for rule in FORMS if rule.kind == "adam"
+    }
 
     assert len(moments) == 7  # lerp and sum, three arithmetics each, and a gain above a half
 
@@ -309,9 +360,13 @@ def test_forms_differ_where_their_names_do():
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_a_nan_is_rounded_to_the_one_nan(precision):
     """REQ-PRE-004: like a number, the first of these would become infinite, and the second wrap around to zero."""
-    bits = np.array([0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFF800001, 0x7FC00000, 0x7F800000], np.uint32)
+    bits = np.array(
+        [0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFF800001, 0x7FC00000, 0x7F800000], np.uint32
+    )
     rule = Rule(kind="cast", copy=precision)
-    found = np.frombuffer(predict_member(rule, "weight", bases={}, news={"master": view(bits)}), np.uint16)
+    found = np.frombuffer(
+        predict_member(rule, "weight", bases={}, news={"master": view(bits)}), np.uint16
+    )
 
     nan, infinity = {"bfloat16": (0x7FC0, 0x7F80), "float16": (0x7E00, 0x7C00)}[precision]
     assert found.tolist() == [nan] * 5 + [infinity]
@@ -329,7 +384,9 @@ def test_a_prediction_that_is_no_number_is_the_base():
     news = {"exp_avg": np.array([1, -math.inf, 2], np.float32)}
     for count in (1, 2, 3):
         cut = views({role: content[:count] for role, content in bases.items()})
-        second = predict_member(ADAM, "exp_avg_sq", bases=cut, news=views({"exp_avg": news["exp_avg"][:count]}))
+        second = predict_member(
+            ADAM, "exp_avg_sq", bases=cut, news=views({"exp_avg": news["exp_avg"][:count]})
+        )
         assert np.frombuffer(second, np.uint32)[1:2].tolist() == [nan][: count - 1]
     # The root of a negative number is one NaN here and another in torch.
     made = {**news, "exp_avg_sq": bases["exp_avg_sq"].view(np.float32)}
@@ -347,7 +404,9 @@ def test_a_first_moment_that_is_no_number_is_the_base():
     out = memoryview(bytearray(4))
     bases = {"momentum_buffer": view(base)}
     low = dataclasses.replace(SGD, gradient="bfloat16")
-    decode_member(low, "momentum_buffer", "gradient", memoryview(stored), out, bases=bases, news={}, where="")
+    decode_member(
+        low, "momentum_buffer", "gradient", memoryview(stored), out, bases=bases, news={}, where=""
+    )
     assert out == view(base)
     assert predict_member(SGD, "momentum_buffer", bases=bases, news={}) == view(base)
 
@@ -372,7 +431,9 @@ def test_the_maximum_of_two_zeros_is_the_base():
     base = np.array([0.0, -0.0, nan, 1, 1, 2] * 9, np.float32)
     new = np.array([-0.0, 0.0, 5, nan, 2, 1] * 9, np.float32)
     bases = {role: view(base) for role in roles(rule)}
-    found = predict_member(rule, "max_exp_avg_sq", bases=bases, news={"exp_avg": view(new), "exp_avg_sq": view(new)})
+    found = predict_member(
+        rule, "max_exp_avg_sq", bases=bases, news={"exp_avg": view(new), "exp_avg_sq": view(new)}
+    )
 
     expected = base.copy()
     expected[4::6] = 2
@@ -396,7 +457,7 @@ def test_rounding_upwards_is_refused():
         assert caught.value.code == Code.FLOAT_ENVIRONMENT
 
 
-# --- coding -----------------------------------------------------------------------------------------------------------
+# --- coding ---------------------------------------------------------------------------------------
 
 
 @forms
@@ -417,7 +478,18 @@ def test_what_follows_the_rule_costs_only_the_gradient(rule):
 
 bit_patterns = st.one_of(
     st.sampled_from(
-        [0, 0x80000000, 1, 0x80000001, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFC12345, 0x7F7FFFFF, 0x007FFFFF]
+        [
+            0,
+            0x80000000,
+            1,
+            0x80000001,
+            0x7F800000,
+            0xFF800000,
+            0x7F800001,
+            0xFFC12345,
+            0x7F7FFFFF,
+            0x007FFFFF,
+        ]
     ),
     st.integers(0, 0xFFFFFFFF),
     st.floats(-2, 2, width=32).map(lambda value: struct.unpack("<I", struct.pack("<f", value))[0]),
@@ -430,7 +502,9 @@ def test_any_bits_come_back(rule, count, data):
     """REQ-PRE-015: a prediction may be useless, never wrong, and never a warning."""
     blocks = [
         {
-            role: np.array(data.draw(st.lists(bit_patterns, min_size=count, max_size=count)), np.uint32)
+            role: np.array(
+                data.draw(st.lists(bit_patterns, min_size=count, max_size=count)), np.uint32
+            )
             for role in roles(rule)
         }
         for _ in range(2)
@@ -451,14 +525,18 @@ def test_large_blocks_of_any_bits_come_back(rule):
         for content in contents.values():
             at = rng.integers(0, content.size, 3000)
             words = content.view(np.uint16 if content.itemsize == 2 else np.uint32)
-            words[at] = rng.integers(0, 1 << content.itemsize * 8, at.size, dtype=np.uint64).astype(words.dtype)
+            words[at] = rng.integers(0, 1 << content.itemsize * 8, at.size, dtype=np.uint64).astype(
+                words.dtype
+            )
     round_trip(rule, bases, news)
 
 
 @pytest.mark.parametrize("number", [1e300, -1e300, 1e-300, 0.0, -0.0, 3.4e38, 1e-45])
 def test_numbers_beyond_binary32_are_no_error(number):
     rng = np.random.default_rng(19)
-    names = [field.name for field in dataclasses.fields(Rule) if type(getattr(ADAM, field.name)) is float]
+    names = [
+        field.name for field in dataclasses.fields(Rule) if type(getattr(ADAM, field.name)) is float
+    ]
     for template in (ADAM, dataclasses.replace(ADAM, gradient="float16", arithmetic="double"), SGD):
         for name in names:
             rule = dataclasses.replace(template, **{name: number})
@@ -486,7 +564,9 @@ def test_later_members_dont_depend_on_how_the_first_is_stored(rule):
             base = predict_member(rule, first, bases=bases, news={})
         stored = encodings.encode(encoding, news[first], dtype="float32", base=base)
         out = memoryview(bytearray(news[first].nbytes))
-        decode_member(rule, first, encoding, memoryview(stored), out, bases=bases, news={}, where="a block")
+        decode_member(
+            rule, first, encoding, memoryview(stored), out, bases=bases, news={}, where="a block"
+        )
         assert out == news[first]
         made = {first: out}
         for role in roles(rule)[1:]:
@@ -494,7 +574,9 @@ def test_later_members_dont_depend_on_how_the_first_is_stored(rule):
             way = "xor" if base else "planes"
             stored = encodings.encode(way, news[role], dtype=role_dtype(rule, role), base=predicted)
             out = memoryview(bytearray(news[role].nbytes))
-            decode_member(rule, role, way, memoryview(stored), out, bases=bases, news=made, where="a block")
+            decode_member(
+                rule, role, way, memoryview(stored), out, bases=bases, news=made, where="a block"
+            )
             assert out == news[role]
             made[role] = out
 
@@ -509,7 +591,9 @@ def gradient_block(rule=LOW_ADAM):
     news = step_from(rule, bases, rng)
     bases, news = views(bases), views(news)
     role = roles(rule)[0]
-    encoding, stored = encode_member(rule, role, news[role], bases=bases, news=news, dtype="float32")
+    encoding, stored = encode_member(
+        rule, role, news[role], bases=bases, news=news, dtype="float32"
+    )
     assert encoding == "gradient"
     return bases, news, stored
 
@@ -518,14 +602,18 @@ def refusal(rule, role, stored, bases, news):
     """What a decoder says of stored bytes: None if it takes them."""
     out = memoryview(bytearray(news[role].nbytes))
     try:
-        decode_member(rule, role, "gradient", memoryview(stored), out, bases=bases, news=news, where="a block")
+        decode_member(
+            rule, role, "gradient", memoryview(stored), out, bases=bases, news=news, where="a block"
+        )
     except CkptError as error:
         assert error.where == "a block"
         return error.code
     return None
 
 
-@pytest.mark.parametrize("rule", [LOW_ADAM, dataclasses.replace(SGD, gradient="float16")], ids=lambda rule: rule.kind)
+@pytest.mark.parametrize(
+    "rule", [LOW_ADAM, dataclasses.replace(SGD, gradient="float16")], ids=lambda rule: rule.kind
+)
 def test_a_gradient_that_is_cut_or_goes_on_is_refused(rule):
     """REQ-PRE-014."""
     bases, news, stored = gradient_block(rule)
@@ -560,7 +648,9 @@ def test_only_a_first_moment_is_stored_as_a_gradient(role):
 
     assert GROUP_ENCODINGS == ("gradient",)
     assert refusal(LOW_ADAM, role, stored, bases, news) == Code.ENCODED_FORM
-    assert refusal(ADAM, "exp_avg", stored, bases, news) == Code.ENCODED_FORM, "its gradient has 32 bits"
+    assert refusal(ADAM, "exp_avg", stored, bases, news) == Code.ENCODED_FORM, (
+        "its gradient has 32 bits"
+    )
     cast = Rule(kind="cast", copy="bfloat16")
     assert refusal(cast, "master", b"", {}, {"master": memoryview(b"")}) == Code.ENCODED_FORM
 
@@ -570,7 +660,9 @@ def test_blocks_may_lie_anywhere_in_memory():
     shifted = {role: memoryview(bytes(1) + bytes(content))[1:] for role, content in bases.items()}
     made = {role: memoryview(bytes(3) + bytes(content))[3:] for role, content in news.items()}
 
-    assert encode_member(LOW_ADAM, "exp_avg", made["exp_avg"], bases=shifted, news={}, dtype="float32") == (
+    assert encode_member(
+        LOW_ADAM, "exp_avg", made["exp_avg"], bases=shifted, news={}, dtype="float32"
+    ) == (
         "gradient",
         stored,
     )
@@ -579,28 +671,39 @@ def test_blocks_may_lie_anywhere_in_memory():
 
 def test_what_no_rule_explains_is_left_to_others():
     rng = np.random.default_rng(7)
-    noise = {role: rng.integers(0, 1 << 32, 4096, dtype=np.uint64).astype(np.uint32) for role in roles(ADAM)}
+    noise = {
+        role: rng.integers(0, 1 << 32, 4096, dtype=np.uint64).astype(np.uint32)
+        for role in roles(ADAM)
+    }
     found = round_trip(ADAM, noise, {role: content[::-1] for role, content in noise.items()})
 
     assert {encoding for encoding, _ in found.values()} == {"raw"}
     cast = Rule(kind="cast", copy="bfloat16")
-    assert encode_member(cast, "master", view(noise["weight"]), bases={}, news={}, dtype="float32") == ("raw", b"")
+    assert encode_member(
+        cast, "master", view(noise["weight"]), bases={}, news={}, dtype="float32"
+    ) == ("raw", b"")
 
 
-# --- the search -------------------------------------------------------------------------------------------------------
+# --- the search -----------------------------------------------------------------------------------
 
 
 def samples_of(bases, news):
     return {role: (view(bases[role]), view(news[role])) for role in news}
 
 
-@pytest.mark.parametrize("gradient", ["float32", "bfloat16", "bfloat16 clipped", "float16", "float16 clipped"])
-@pytest.mark.parametrize("rule", FORMS[:16], ids=lambda rule: "-".join(dataclasses.astuple(rule)[2:6]))
+@pytest.mark.parametrize(
+    "gradient", ["float32", "bfloat16", "bfloat16 clipped", "float16", "float16 clipped"]
+)
+@pytest.mark.parametrize(
+    "rule", FORMS[:16], ids=lambda rule: "-".join(dataclasses.astuple(rule)[2:6])
+)
 def test_the_arithmetic_of_adam_is_found(rule, gradient):
     if (rule.moment, rule.arithmetic) == ("lerp", "double"):
         pytest.skip("nobody computes so")
     precision, _, clipped = gradient.partition(" ")
-    clip = (2.0**-16 if precision == "float16" else 1.0) * (float(np.float32(0.7654321)) if clipped else 1)
+    clip = (2.0**-16 if precision == "float16" else 1.0) * (
+        float(np.float32(0.7654321)) if clipped else 1
+    )
     rule = dataclasses.replace(rule, gradient=precision, clip=clip)
     rng = np.random.default_rng(8)
     bases = draw_bases(rule, rng, 3000)
@@ -623,8 +726,12 @@ def test_the_arithmetic_of_adam_is_found(rule, gradient):
     [
         SGD,
         dataclasses.replace(SGD, arithmetic="separate"),
-        dataclasses.replace(SGD, nesterov=True, l2=0.01, gradient="bfloat16", clip=1.5224367380142212),
-        dataclasses.replace(SGD, nesterov=True, l2=0.01, gradient="bfloat16", arithmetic="separate", gain=1 - 0.2),
+        dataclasses.replace(
+            SGD, nesterov=True, l2=0.01, gradient="bfloat16", clip=1.5224367380142212
+        ),
+        dataclasses.replace(
+            SGD, nesterov=True, l2=0.01, gradient="bfloat16", arithmetic="separate", gain=1 - 0.2
+        ),
         dataclasses.replace(SGD, gradient="float16", clip=2.0**-12, copy="bfloat16"),
     ],
     ids=str,
@@ -632,7 +739,12 @@ def test_the_arithmetic_of_adam_is_found(rule, gradient):
 def test_the_arithmetic_of_sgd_is_found(rule):
     rng = np.random.default_rng(9)
     bases = draw_bases(rule, rng, 3000)
-    options = {**SGD_OPTIONS, "weight_decay": rule.l2, "nesterov": rule.nesterov, "dampening": 1 - rule.gain}
+    options = {
+        **SGD_OPTIONS,
+        "weight_decay": rule.l2,
+        "nesterov": rule.nesterov,
+        "dampening": 1 - rule.gain,
+    }
     found = find_rule("sgd", options, samples_of(bases, step_from(rule, bases, rng)))
 
     assert found is not None
@@ -653,7 +765,9 @@ def test_a_scheduler_may_have_changed_the_options():
 
 def test_older_options_dont_say_how_weights_decay():
     rng = np.random.default_rng(11)
-    options = {name: value for name, value in ADAM_OPTIONS.items() if name != "decoupled_weight_decay"}
+    options = {
+        name: value for name, value in ADAM_OPTIONS.items() if name != "decoupled_weight_decay"
+    }
     coupled = dataclasses.replace(ADAM, l2=0.1, shrink=1.0, gradient="bfloat16")
     for rule in (dataclasses.replace(ADAM, gradient="bfloat16"), coupled):
         bases = draw_bases(rule, rng)
@@ -683,7 +797,9 @@ def test_numbers_may_stand_in_arrays():
     rng = np.random.default_rng(13)
     bases = draw_bases(ADAM, rng)
     rate = np.float32(1e-3)
-    rule = dataclasses.replace(ADAM, step_size=float(rate) / (1 - 0.9**7), shrink=1 - float(rate) * 0.1)
+    rule = dataclasses.replace(
+        ADAM, step_size=float(rate) / (1 - 0.9**7), shrink=1 - float(rate) * 0.1
+    )
     options = {**ADAM_OPTIONS, "lr": InlineArray("float32", (), rate.tobytes()), "step": 7}
 
     assert find_rule("adam", options, samples_of(bases, step_from(rule, bases, rng))) == rule
@@ -698,7 +814,14 @@ def test_a_state_that_moved_otherwise_has_no_rule():
     assert find_rule("adam", ADAM_OPTIONS, samples_of(bases, elsewhere)) is None
     assert find_rule("adam", ADAM_OPTIONS, samples_of(bases, bases)) is None
     assert (
-        find_rule("cast", {}, {"master": (view(bases["weight"]),) * 2, "weight": (view(np.ones(4096, np.uint16)),) * 2})
+        find_rule(
+            "cast",
+            {},
+            {
+                "master": (view(bases["weight"]),) * 2,
+                "weight": (view(np.ones(4096, np.uint16)),) * 2,
+            },
+        )
         is None
     )
 
@@ -735,7 +858,9 @@ def test_a_copy_beside_its_master_costs_nothing(precision):
     rng = np.random.default_rng(16)
     master = rng.normal(size=(2, 5000)).astype(np.float32)
     rule = Rule(kind="cast", copy=precision)
-    copies = [predict_member(rule, "weight", bases={}, news={"master": view(each)}) for each in master]
+    copies = [
+        predict_member(rule, "weight", bases={}, news={"master": view(each)}) for each in master
+    ]
     samples = {"master": (view(master[0]), view(master[1])), "weight": (copies[0], copies[1])}
     found = find_rule("cast", {}, samples)
 
@@ -746,7 +871,11 @@ def test_a_copy_beside_its_master_costs_nothing(precision):
     assert (encoding, len(stored) < 8) == ("sparse", True)
 
 
-@given(st.floats(1, 2, exclude_max=True, width=32), st.sampled_from(sorted(DIGITS)), st.integers(0, 1 << 30))
+@given(
+    st.floats(1, 2, exclude_max=True, width=32),
+    st.sampled_from(sorted(DIGITS)),
+    st.integers(0, 1 << 30),
+)
 @example(1.0, "bfloat16", 0)
 @settings(max_examples=40)
 def test_a_factor_is_found_from_its_multiples(factor, precision, seed):

@@ -13,7 +13,9 @@ def members_of(path, state):
     """Save, and look at what was saved."""
     ckptfmt.save(path, state, step=1)
     with ckptfmt.open(path) as checkpoint:
-        tensors = {tensor.key: (tensor.dtype, tensor.global_shape) for tensor in checkpoint.index.tensors}
+        tensors = {
+            tensor.key: (tensor.dtype, tensor.global_shape) for tensor in checkpoint.index.tensors
+        }
         leaves = {
             (leaf.field, leaf.name, leaf.scope): checkpoint.leaf(leaf.field, leaf.name, leaf.scope)
             for leaf in checkpoint.index.leaves
@@ -38,10 +40,15 @@ def test_adamw_in_two_groups(tmp_path):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
 
     def make(_):
-        groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters(), "amsgrad": True}]
+        groups = [
+            {"params": model[0].parameters(), "lr": 0.5},
+            {"params": model[1].parameters(), "amsgrad": True},
+        ]
         return torch.optim.AdamW(groups)
 
-    found = members_of(tmp_path / "run", ckptfmt.State(weights=model, optimizer=stepped(make, model)))
+    found = members_of(
+        tmp_path / "run", ckptfmt.State(weights=model, optimizer=stepped(make, model))
+    )
 
     assert {members.tensors["weight"]: members.kind for members in found} == {
         key("weights", name): "adam" for name in ("0.weight", "0.bias", "1.weight")
@@ -54,17 +61,23 @@ def test_adamw_in_two_groups(tmp_path):
     }
     assert by_name["0.bias"].step == key("optimizer", "0.bias/step")
     assert (by_name["0.bias"].options["lr"], by_name["1.weight"].options["lr"]) == (0.5, 1e-3)
-    assert by_name["1.weight"].tensors["max_exp_avg_sq"] == key("optimizer", "1.weight/max_exp_avg_sq")
+    assert by_name["1.weight"].tensors["max_exp_avg_sq"] == key(
+        "optimizer", "1.weight/max_exp_avg_sq"
+    )
 
 
 def test_several_optimizers_and_modules(tmp_path):
     body, head = nn.Linear(3, 3), nn.Linear(3, 2)
     optimizers = {
-        "slow/group": stepped(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), body),
+        "slow/group": stepped(
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), body
+        ),
         "fast": stepped(torch.optim.Adam, head),
     }
     state = ckptfmt.State(weights={"body": body, "head": head}, optimizer=optimizers)
-    found = {members.tensors["weight"][1]: members for members in members_of(tmp_path / "run", state)}
+    found = {
+        members.tensors["weight"][1]: members for members in members_of(tmp_path / "run", state)
+    }
 
     assert {name: members.kind for name, members in found.items()} == {
         "body/weight": "sgd", "body/bias": "sgd", "head/weight": "adam", "head/bias": "adam"
@@ -111,10 +124,15 @@ def test_masters_in_a_module_of_their_own(tmp_path):
 
 def test_masters_without_an_optimizer(tmp_path):
     masters, model = nn.Linear(3, 3), nn.Linear(3, 3).half()
-    found = members_of(tmp_path / "run", ckptfmt.State(weights={"masters": masters, "model": model}))
+    found = members_of(
+        tmp_path / "run", ckptfmt.State(weights={"masters": masters, "model": model})
+    )
 
     assert [members.kind for members in found] == ["cast", "cast"]
-    assert found[1].tensors == {"master": key("weights", "masters/weight"), "weight": key("weights", "model/weight")}
+    assert found[1].tensors == {
+        "master": key("weights", "masters/weight"),
+        "weight": key("weights", "model/weight"),
+    }
 
 
 def held(name, dtype="float32", shape=(3, 2)):
@@ -128,9 +146,15 @@ def adam():
         key("weights", "w"): ("bfloat16", (3, 2)),
         **held("w/exp_avg"), **held("w/exp_avg_sq"), **held("w/master_param"), **held("w/step", shape=()),
     }  # fmt: skip
-    state = {name: TensorRef(f"w/{name}", "torch") for name in ("step", "exp_avg", "exp_avg_sq", "master_param")}
+    state = {
+        name: TensorRef(f"w/{name}", "torch")
+        for name in ("step", "exp_avg", "exp_avg_sq", "master_param")
+    }
     leaves = {
-        key("optimizer", "group/w/0123456789abcdef"): {"params": ["w"], "options": {"amsgrad": False, "lr": 0.1}},
+        key("optimizer", "group/w/0123456789abcdef"): {
+            "params": ["w"],
+            "options": {"amsgrad": False, "lr": 0.1},
+        },
         key("optimizer", "state/w"): state,
     }
     return tensors, leaves
@@ -172,7 +196,11 @@ def test_members_have_one_shape_and_the_kinds_dtypes(adam, change):
 def test_leaves_of_other_forms_are_passed_over(adam):
     tensors, leaves = adam
     group, state = leaves
-    groups: list[object] = [{"params": "w", "options": {}}, {"params": [1, None], "options": {}}, {"params": ["w"]}]
+    groups: list[object] = [
+        {"params": "w", "options": {}},
+        {"params": [1, None], "options": {}},
+        {"params": ["w"]},
+    ]
     for value in [*groups, None, []]:
         assert find_members(tensors, {**leaves, group: value}) == ()
     states: list[object] = [None, {}, {"exp_avg": 1.0}, {1: 2}]

@@ -28,7 +28,9 @@ CLIP_NORM = 0.05
 
 def build():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
+    return nn.Sequential(
+        nn.Embedding(64, 64), nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64)
+    )
 
 
 def train(make, gradient, *, steps=6):
@@ -40,7 +42,9 @@ def train(make, gradient, *, steps=6):
     for step in range(steps):
         tokens = torch.randint(0, 64, (32, 9), generator=batches)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        nn.functional.cross_entropy(
+            model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        ).backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
             if gradient.startswith("bfloat16"):
@@ -60,7 +64,9 @@ def snapshot(model, optimizer):
     found = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
-        options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        options = {
+            key: value for key, value in optimizer.param_groups[0].items() if key != "params"
+        }
         contents = {key: value.numpy().copy() for key, value in state.items() if key != "step"}
         contents["weight"] = parameter.detach().numpy().copy()
         step = {"step": state["step"].item()} if "step" in state else {}
@@ -125,14 +131,16 @@ def test_adamw(implementation, gradient, rate):
     """REQ-PRE-002, REQ-PRE-012: with a gradient of 16 bits next to nothing else is stored, whatever the kernel."""
 
     def make(parameters):
-        return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1, **IMPLEMENTATIONS[implementation])
+        return torch.optim.AdamW(
+            parameters, lr=rate, weight_decay=0.1, **IMPLEMENTATIONS[implementation]
+        )
 
     states = train(make, gradient)
     rule = check("adam", states, gradient)
 
     assert (rule.moment, rule.square, rule.arithmetic) == ("lerp", "gain_first", "fused")
-    # Of a step as small as 1e-5 both ways often give the same weight: which predicts more of them depends on the
-    # processor that trained.
+    # Of a step as small as 1e-5 both ways often give the same weight: which predicts more of them
+    # depends on the processor that trained.
     assert rule.update == "product" or (rate == 1e-5 and rule.update == "quotient")
     assert rule.l2 == 0
 
@@ -147,12 +155,21 @@ def test_adamw(implementation, gradient, rate):
         (torch.optim.AdamW, {"maximize": True, "betas": (0.3, 0.99)}),
         (torch.optim.AdamW, {"betas": (0.0, 0.999), "eps": 1e-6}),
     ],
-    ids=["coupled", "amsgrad, coupled, maximised", "amsgrad", "maximised, most of the gradient", "no momentum"],
+    ids=[
+        "coupled",
+        "amsgrad, coupled, maximised",
+        "amsgrad",
+        "maximised, most of the gradient",
+        "no momentum",
+    ],
 )
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_adam(implementation, make, options, gradient):
     """REQ-PRE-001, REQ-PRE-010, REQ-PRE-011."""
-    states = train(lambda parameters: make(parameters, lr=1e-3, **options, **IMPLEMENTATIONS[implementation]), gradient)
+    states = train(
+        lambda parameters: make(parameters, lr=1e-3, **options, **IMPLEMENTATIONS[implementation]),
+        gradient,
+    )
     rule = check("adam", states, gradient, later=0.03)
 
     assert rule.amsgrad == options.get("amsgrad", False)
@@ -162,7 +179,11 @@ def test_adam(implementation, make, options, gradient):
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"nesterov": True, "weight_decay": 0.01}, {"dampening": 0.3, "weight_decay": 0.01, "maximize": True}],
+    [
+        {},
+        {"nesterov": True, "weight_decay": 0.01},
+        {"dampening": 0.3, "weight_decay": 0.01, "maximize": True},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -170,7 +191,9 @@ def test_sgd(implementation, options, gradient):
     """REQ-PRE-012."""
 
     def make(parameters):
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, **options, **IMPLEMENTATIONS[implementation])
+        return torch.optim.SGD(
+            parameters, lr=0.05, momentum=0.9, **options, **IMPLEMENTATIONS[implementation]
+        )
 
     rule = check("sgd", train(make, gradient), gradient)
 
@@ -200,25 +223,40 @@ def test_two_steps_have_no_rule():
     (base_options, base), (options, new) = states[0]["1.weight"], states[1]["1.weight"]
     samples = {role: (content, views(new)[role]) for role, content in views(base).items()}
 
-    assert find_rule("adam", options, samples, base_options={**base_options, "step": options["step"] - 2}) is None
+    assert (
+        find_rule(
+            "adam", options, samples, base_options={**base_options, "step": options["step"] - 2}
+        )
+        is None
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["default", pytest.param("avx2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "capability", ["default", pytest.param("avx2", marks=pytest.mark.exhaustive)]
+)
 def test_kernels_of_other_processors(capability):
     """REQ-PRE-002: without fused instructions the same torch rounds products on their own; the rule says so."""
     script = (
         "import torch, json\n"
         "from tests.codecs.test_prediction_training import train, check\n"
         "make = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)\n"
-        "rules = [check('adam', train(make, gradient), gradient) for gradient in ('float32', 'bfloat16')]\n"
-        "make = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)\n"
+        "rules = [check('adam', train(make, gradient), gradient) for gradient in ('float32',"
+        " 'bfloat16')]\n"
+        "make = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9,"
+        " weight_decay=0.01)\n"
         "rules.append(check('sgd', train(make, 'bfloat16 clipped'), 'bfloat16 clipped'))\n"
-        "print(json.dumps([torch.backends.cpu.get_cpu_capability(), [rule.arithmetic for rule in rules]]))\n"
+        "print(json.dumps([torch.backends.cpu.get_cpu_capability(), [rule.arithmetic for rule in"
+        " rules]]))\n"
     )
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=250
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=250,
     )
     name, arithmetics = json.loads(done.stdout)
     if name.lower() != capability:

@@ -24,7 +24,14 @@ from ckptfmt.commit.decision import (
     wait_for_decision,
 )
 from ckptfmt.digest import digest_bytes
-from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, failure_path, index_name, part_path
+from ckptfmt.documents.manifest import (
+    Abort,
+    Manifest,
+    Tombstone,
+    failure_path,
+    index_name,
+    part_path,
+)
 from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document, open_packed_document
 from ckptfmt.documents.part import dump_failure
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, LayoutError, err
@@ -150,7 +157,11 @@ def test_an_index_that_says_something_else_is_a_conflict(home, written, change):
     finalize(twin, ORIGIN)
     written.create(INDEX, [change(files_of(twin)[INDEX])])
     error = error_of(lambda: finalize(written, ORIGIN))
-    assert (error.code, error.requirement, error.where) == (Code.COMMIT_CONFLICT, "REQ-CMT-006", INDEX)
+    assert (error.code, error.requirement, error.where) == (
+        Code.COMMIT_CONFLICT,
+        "REQ-CMT-006",
+        INDEX,
+    )
     assert read_register(written) is None
 
 
@@ -197,7 +208,10 @@ def test_a_failed_writer_is_not_waited_for(home, monkeypatch):
     store = home.store()
     write_part(store, two_writers()[0], ORIGIN, writer=0)
     write_failure(store, ORIGIN, 1, err(Code.NO_SPACE, "full"))
-    for wait in (lambda: commit(store, ORIGIN, deadline_s=60), lambda: wait_for_decision(store, ORIGIN, deadline_s=60)):
+    for wait in (
+        lambda: commit(store, ORIGIN, deadline_s=60),
+        lambda: wait_for_decision(store, ORIGIN, deadline_s=60),
+    ):
         error = error_of(wait)
         assert (error.code, error.requirement) == (Code.WRITER_FAILED, "REQ-CMT-004")
         assert "writer 1: NO_SPACE" in error.detail
@@ -207,9 +221,19 @@ def test_a_failed_writer_is_not_waited_for(home, monkeypatch):
 def test_what_one_writer_says_of_the_attempt_all_raise(home):
     """REQ-CMT-038: the same error, whole, whoever found it."""
     told = [
-        err(Code.REPLICA_DIVERGED, "writers 0 and 1 differ", where="weights 'w'", requirement="REQ-CMT-012"),
+        err(
+            Code.REPLICA_DIVERGED,
+            "writers 0 and 1 differ",
+            where="weights 'w'",
+            requirement="REQ-CMT-012",
+        ),
         err(Code.FENCED, "launch 2 has taken over from launch 1", requirement="REQ-RUN-004"),
-        err(Code.WRITERS_MISSING, "no part of writers 2 within 1 s", where="parts/", remedy="Look at writer 2."),
+        err(
+            Code.WRITERS_MISSING,
+            "no part of writers 2 within 1 s",
+            where="parts/",
+            remedy="Look at writer 2.",
+        ),
     ]
     for error in told:
         store = home.store()
@@ -234,8 +258,12 @@ def test_a_record_of_another_writers_failure_is_not_left(home):
     """REQ-CMT-004: who waits finds the record of the one that failed."""
     store = home.store()
     write_failure(store, ORIGIN, 1, err(Code.NO_SPACE, "full"))
-    tell_failure(store, ORIGIN, 0, error_of(lambda: wait_for_decision(store, ORIGIN, deadline_s=60)))
-    assert [path for path in files_of(store) if "failure" in path] == [failure_path(ORIGIN.attempt, 1)]
+    tell_failure(
+        store, ORIGIN, 0, error_of(lambda: wait_for_decision(store, ORIGIN, deadline_s=60))
+    )
+    assert [path for path in files_of(store) if "failure" in path] == [
+        failure_path(ORIGIN.attempt, 1)
+    ]
 
 
 def test_a_failure_of_another_attempt_does_not_count(written):
@@ -247,7 +275,9 @@ def test_a_failure_of_another_attempt_does_not_count(written):
 def test_a_failure_record_under_the_name_of_another_is_refused(home, attempt, writer):
     """REQ-CMT-050: a record that was copied to another name says nothing of the writer in that name."""
     store = home.store()
-    record = dump_failure(dataclasses.replace(ORIGIN, attempt=attempt), writer, err(Code.NO_SPACE, "full"))
+    record = dump_failure(
+        dataclasses.replace(ORIGIN, attempt=attempt), writer, err(Code.NO_SPACE, "full")
+    )
     store.create(failure_path(ORIGIN.attempt, 1), [record])
 
     error = error_of(lambda: wait_for_decision(store, ORIGIN, deadline_s=60))
@@ -274,9 +304,13 @@ def test_a_save_is_committed_only_when_the_name_of_its_register_is_synced(home, 
 
 def test_waiting_for_a_decision_has_a_deadline(home, written):
     """REQ-CMT-009."""
-    assert code_of(lambda: wait_for_decision(written, ORIGIN, deadline_s=0.01)) == Code.COMMIT_UNKNOWN
+    assert (
+        code_of(lambda: wait_for_decision(written, ORIGIN, deadline_s=0.01)) == Code.COMMIT_UNKNOWN
+    )
     nobody = home.store()
-    assert code_of(lambda: wait_for_decision(nobody, ORIGIN, deadline_s=0.01)) == Code.WRITERS_MISSING
+    assert (
+        code_of(lambda: wait_for_decision(nobody, ORIGIN, deadline_s=0.01)) == Code.WRITERS_MISSING
+    )
 
 
 def test_a_late_part_is_waited_for(home):
@@ -293,9 +327,11 @@ def test_a_late_part_is_waited_for(home):
 @pytest.mark.parametrize("edit", ["step", "nonce", "writer"])
 def test_a_part_under_the_wrong_name_is_refused(home, edit):
     """REQ-PRT-001, REQ-CMT-010: a part of another origin, with this attempt's id."""
-    other = {"step": origin(writer_count=2, step=4), "nonce": origin(writer_count=2, nonce="0" * 32), "writer": ORIGIN}[
-        edit
-    ]
+    other = {
+        "step": origin(writer_count=2, step=4),
+        "nonce": origin(writer_count=2, nonce="0" * 32),
+        "writer": ORIGIN,
+    }[edit]
     store = home.store()
     elsewhere = home.store()
     parts = two_writers()
@@ -325,7 +361,9 @@ def test_layouts_that_do_not_fit_decide_nothing(home):
     ):
         store = home.store()
         error = error_of(
-            lambda store=store, other=other: save(store, snapshot(tensor("w", np.ones(3))), snapshot(other))
+            lambda store=store, other=other: save(
+                store, snapshot(tensor("w", np.ones(3))), snapshot(other)
+            )
         )
         assert (error.code, type(error)) == (code, LayoutError)
         assert "'w'" in error.where
@@ -338,7 +376,9 @@ def test_layouts_that_do_not_fit_decide_nothing(home):
 )
 def test_a_leaf_that_differs_is_named_by_its_path(home, field, remedy):
     """REQ-CMT-014, REQ-CTX-001: a configuration is that of the whole run, and belongs to no process."""
-    parts = [snapshot(leaves=[leaf(field, {"data": {"rank": rank}}, name="cfg")]) for rank in range(2)]
+    parts = [
+        snapshot(leaves=[leaf(field, {"data": {"rank": rank}}, name="cfg")]) for rank in range(2)
+    ]
     error = error_of(lambda: save(home.store(), *parts))
     assert error.code == Code.LEAF_DIVERGED
     assert "'cfg'" in error.where
@@ -346,7 +386,9 @@ def test_a_leaf_that_differs_is_named_by_its_path(home, field, remedy):
     assert remedy in error.remedy
 
 
-@pytest.mark.parametrize("path", [f"weights-{ATTEMPT}-00001.safetensors", f"optimizer-{ATTEMPT}-00000.safetensors"])
+@pytest.mark.parametrize(
+    "path", [f"weights-{ATTEMPT}-00001.safetensors", f"optimizer-{ATTEMPT}-00000.safetensors"]
+)
 def test_every_file_is_there_with_its_size_before_the_decision(home, written, path):
     """REQ-CMT-007."""
     files = files_of(written)
@@ -355,7 +397,9 @@ def test_every_file_is_there_with_its_size_before_the_decision(home, written, pa
         (files[path][:-1], Code.FILE_NBYTES),
         (files[path] + b"x", Code.FILE_NBYTES),
     ):
-        changed = {name: data for name, data in files.items() if name != path} | ({path: content} if content else {})
+        changed = {name: data for name, data in files.items() if name != path} | (
+            {path: content} if content else {}
+        )
         store = home.store(changed)
         error = error_of(lambda store=store: finalize(store, ORIGIN))
         assert (error.code, error.where, type(error)) == (code, path, IntegrityError)
@@ -367,7 +411,11 @@ def test_a_damaged_part_decides_nothing(home, written):
     path = part_path(ATTEMPT, 1)
     files[path] = files[path][:-1] + bytes([files[path][-1] ^ 1])
     store = home.store(files)
-    assert code_of(lambda: finalize(store, ORIGIN)) in (Code.DOC_DIGEST, Code.MSGPACK_SYNTAX, Code.DOC_NOT_CANONICAL)
+    assert code_of(lambda: finalize(store, ORIGIN)) in (
+        Code.DOC_DIGEST,
+        Code.MSGPACK_SYNTAX,
+        Code.DOC_NOT_CANONICAL,
+    )
     assert read_register(store) is None
 
 
@@ -400,7 +448,10 @@ def test_the_second_attempt_loses(written):
     first = commit(written, ORIGIN, deadline_s=1)
     for writer, held in enumerate(two_writers()):
         write_part(written, held, another(), writer=writer)
-    for refused in (lambda: finalize(written, another()), lambda: wait_for_decision(written, another(), deadline_s=9)):
+    for refused in (
+        lambda: finalize(written, another()),
+        lambda: wait_for_decision(written, another(), deadline_s=9),
+    ):
         error = error_of(refused)
         assert (error.code, type(error)) == (Code.COMMIT_CONFLICT, CommitError)
         assert ATTEMPT in error.detail
@@ -475,14 +526,19 @@ def test_what_was_retired_stays_retired(written):
     manifest = commit(written, ORIGIN, deadline_s=1)
     retire(written, manifest)
     assert list(files_of(written)) == ["manifest.json"]
-    assert read_register(written) == Tombstone(run_id=None, launch=None, step=3, manifest_digest=manifest.digest)
+    assert read_register(written) == Tombstone(
+        run_id=None, launch=None, step=3, manifest_digest=manifest.digest
+    )
     error = error_of(lambda: read_manifest(written))
     assert (error.code, type(error)) == (Code.CHECKPOINT_RETIRED, IntegrityError)
     assert manifest.digest in error.detail
     for writer, held in enumerate(two_writers()):
         write_part(written, held, another(), writer=writer)
     assert code_of(lambda: finalize(written, another())) == Code.CHECKPOINT_RETIRED
-    assert code_of(lambda: wait_for_decision(written, another(), deadline_s=9)) == Code.CHECKPOINT_RETIRED
+    assert (
+        code_of(lambda: wait_for_decision(written, another(), deadline_s=9))
+        == Code.CHECKPOINT_RETIRED
+    )
     sweep(written)
     assert list(files_of(written)) == ["manifest.json"]
 
@@ -535,7 +591,9 @@ def test_only_a_register_is_ever_replaced(loss):
     manifest = save(recorder, *two_writers())
     assert not [step for step in recorder.log.operations if step.op == "replace"]
     retire(recorder, manifest)
-    assert [step.path for step in recorder.log.operations if step.op == "replace"] == ["manifest.json"]
+    assert [step.path for step in recorder.log.operations if step.op == "replace"] == [
+        "manifest.json"
+    ]
 
 
 def test_a_store_that_never_answers_leaves_it_unknown(lossy):
@@ -566,7 +624,10 @@ def test_an_abort_without_an_answer_deletes_nothing(lossy):
     before = set(lossy.snapshot())
     for _ in range(3):
         lossy.inject(Loss.REQUEST, path_end="manifest.json")
-    assert code_of(lambda: abort(lossy, run_id=None, launch=None, step=3, reason="gone")) == Code.COMMIT_UNKNOWN
+    assert (
+        code_of(lambda: abort(lossy, run_id=None, launch=None, step=3, reason="gone"))
+        == Code.COMMIT_UNKNOWN
+    )
     assert set(lossy.snapshot()) == before
 
 
@@ -581,7 +642,10 @@ def test_a_late_abort_meets_the_manifest(lossy):
 def test_other_errors_of_the_store_come_through(written):
     """What failed is what is said."""
     fault = Fault(fail_at=1, operations=frozenset({"create"}), path_end="manifest.json")
-    assert code_of(lambda: finalize(FaultStore(written, fault, code=Code.NO_SPACE), ORIGIN)) == Code.NO_SPACE
+    assert (
+        code_of(lambda: finalize(FaultStore(written, fault, code=Code.NO_SPACE), ORIGIN))
+        == Code.NO_SPACE
+    )
     assert read_register(written) is None
     assert finalize(written, ORIGIN) == read_register(written)
 
@@ -619,7 +683,10 @@ def test_create_once_tells_own_files_from_others(home):
     store = home.store()
     create_once(store, "a", lambda: [b"x"], content=b"x")
     create_once(store, "a", lambda: [b"x"], content=b"x")
-    assert code_of(lambda: create_once(store, "a", lambda: [b"y"], content=b"y")) == Code.COMMIT_CONFLICT
+    assert (
+        code_of(lambda: create_once(store, "a", lambda: [b"y"], content=b"y"))
+        == Code.COMMIT_CONFLICT
+    )
     assert code_of(lambda: create_once(store, "a", lambda: [b"yy"], content=b"yy")) != "ok"
     assert code_of(lambda: create_once(store, "a", lambda: [b"x"], nbytes=1)) == Code.STORE_EXISTS
 

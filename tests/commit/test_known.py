@@ -77,7 +77,9 @@ def test_a_save_parses_as_many_registers_however_long_its_chain_is(parsed):
     for step in range(1, 9):
         array[step] += 1
         del parsed[:]
-        assert saving.save(step, snapshot(tensor("w", array.copy()))).profile == ("delta" if step > 1 else "full")
+        assert saving.save(step, snapshot(tensor("w", array.copy()))).profile == (
+            "delta" if step > 1 else "full"
+        )
         launch = saving.launch.launch
         tidy_up(saving.store, saving.run, launch=launch, retention=Retention(), known=saving.known)
         counts.append(len(parsed))
@@ -92,7 +94,9 @@ def test_a_table_of_tensors_is_parsed_once_for_all_saves_of_one_structure(monkey
         return parse_tensor_table(*given)
 
     # Of parts alone: an index has its table parsed each time that it is opened.
-    monkeypatch.setattr(part, "tables", SimpleNamespace(**{**vars(tables), "parse_tensor_table": note}))
+    monkeypatch.setattr(
+        part, "tables", SimpleNamespace(**{**vars(tables), "parse_tensor_table": note})
+    )
     one, other = (snapshot(tensor(name, np.zeros(4, np.float32))) for name in ("one", "other"))
 
     def save(step, made):

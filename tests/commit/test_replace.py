@@ -45,11 +45,15 @@ SEED = 20261123
 
 
 def state_of(number: int) -> ckptfmt.State:
-    return ckptfmt.State(weights={"w": np.full(700, number, np.int32)}, data={"position": number}, rng=False)
+    return ckptfmt.State(
+        weights={"w": np.full(700, number, np.int32)}, data={"position": number}, rng=False
+    )
 
 
 def replace(place: Any, number: int, **options: Any) -> None:
-    ckptfmt.save(place, state_of(number), step=number, **{"replace": True, "deadline_s": WAIT_S, **options})
+    ckptfmt.save(
+        place, state_of(number), step=number, **{"replace": True, "deadline_s": WAIT_S, **options}
+    )
 
 
 def number_at(place: Any) -> int:
@@ -84,7 +88,7 @@ def store(tmp_path: pathlib.Path) -> LocalStore:
     return LocalStore(tmp_path / "place", writable=True)
 
 
-# --- what is replaced -------------------------------------------------------------------------------------------------
+# --- what is replaced -----------------------------------------------------------------------------
 
 
 def test_the_new_one_takes_the_place_and_nothing_of_the_old_one_stays(store: LocalStore) -> None:
@@ -147,7 +151,9 @@ def test_neither_a_run_nor_a_part_of_it_is_replaced(tmp_path: pathlib.Path) -> N
         handle = checkpointer.save(step=1)
     assert handle is not None
     before = sorted(tmp_path.rglob("*"))
-    errors = {place: error_of(lambda p=place: replace(tmp_path / p, 2)) for place in ("run", handle.path)}
+    errors = {
+        place: error_of(lambda p=place: replace(tmp_path / p, 2)) for place in ("run", handle.path)
+    }
     assert {error.code for error in errors.values()} == {Code.CHECKPOINT_EXISTS}
     assert "that of a run" in errors["run"].detail
     assert "belongs to the run" in errors[handle.path].detail
@@ -188,7 +194,7 @@ def test_writers_replace_together(store: LocalStore) -> None:
         assert_clean(store)
 
 
-# --- symbolic links ---------------------------------------------------------------------------------------------------
+# --- symbolic links -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["save", "Saver"])
@@ -209,7 +215,9 @@ def test_a_link_gives_way_to_a_checkpoint_of_its_own(tmp_path: pathlib.Path, how
 
 
 @pytest.mark.parametrize("moment", ["mkdir", "link", "exchange", "unlink"])
-def test_a_kill_while_a_link_gives_way_leaves_a_checkpoint(tmp_path: pathlib.Path, moment: str) -> None:
+def test_a_kill_while_a_link_gives_way_leaves_a_checkpoint(
+    tmp_path: pathlib.Path, moment: str
+) -> None:
     """Whether it is the link still or the directory already; and the next save removes what was left beside."""
     replace(tmp_path / "best", 1)
     link = tmp_path / "last"
@@ -225,7 +233,9 @@ def test_a_kill_while_a_link_gives_way_leaves_a_checkpoint(tmp_path: pathlib.Pat
         setattr(owner, {moment!r}, die)
         symlinks.detach_link(sys.argv[1])
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(kill), str(link)], cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(kill), str(link)], cwd=ROOT, check=False
+    )
     assert done.returncode == -9
     assert number_at(link) == 1
     assert link.is_symlink() == (moment in ("mkdir", "link"))
@@ -234,7 +244,9 @@ def test_a_kill_while_a_link_gives_way_leaves_a_checkpoint(tmp_path: pathlib.Pat
     assert [number_at(tmp_path / "best"), number_at(link)] == [1, 2]
 
 
-def test_a_link_stays_where_names_cannot_be_exchanged(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_stays_where_names_cannot_be_exchanged(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A named error is better than a moment without a checkpoint."""
 
     def refuse(*_: Any) -> None:
@@ -266,10 +278,12 @@ def test_a_link_to_nothing_or_to_a_run(tmp_path: pathlib.Path) -> None:
         assert link.is_symlink()
 
 
-# --- crashes ----------------------------------------------------------------------------------------------------------
+# --- crashes --------------------------------------------------------------------------------------
 
 
-def explore(model: str, run: Callable[[Bench], None]) -> dict[Any, tuple[DiskState, list[str], bool]]:
+def explore(
+    model: str, run: Callable[[Bench], None]
+) -> dict[Any, tuple[DiskState, list[str], bool]]:
     """Return the states that a crash may leave, each with leftovers and whether the end was told of before."""
     recording = record(run, setup=first)
     rng, disk, is_told = random.Random(SEED), Disk(recording.initial), False
@@ -374,7 +388,9 @@ def test_kills_at_any_moment_leave_the_last_or_the_next() -> None:
         place = root / "place"
         replace(place, last)
         command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(place)]
-        server = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        server = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         stack.enter_context(server)
         assert server.stdin is not None
         assert server.stdout is not None
@@ -395,20 +411,28 @@ def test_kills_at_any_moment_leave_the_last_or_the_next() -> None:
         assert_clean(place)
 
 
-# --- others in the same directory -------------------------------------------------------------------------------------
+# --- others in the same directory -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("moment", ["before the part", "before the index", "before the register"])
 def test_files_of_a_save_that_is_held_stay(store: LocalStore, moment: str) -> None:
     """REQ-CMT-044: who replaces at the same time deletes only what is nobody's; the last one stays, whole."""
     replace(store, 1)
-    paths = {"before the part": "parts/", "before the index": "index-", "before the register": MANIFEST_NAME}
+    paths = {
+        "before the part": "parts/",
+        "before the index": "index-",
+        "before the register": MANIFEST_NAME,
+    }
 
     class Racing(HookedStore):
         told = False
 
         def before(self, operation: Operation) -> None:
-            if operation.op in ("create", "replace") and operation.path.startswith(paths[moment]) and not self.told:
+            if (
+                operation.op in ("create", "replace")
+                and operation.path.startswith(paths[moment])
+                and not self.told
+            ):
                 self.told = True
                 # Another one that didn't see this one yet: both began at the same moment.
                 assert len(list_held_attempts(store)) == 1
@@ -474,7 +498,7 @@ def test_an_earlier_save_is_waited_for(store: LocalStore) -> None:
     assert_clean(open_store(store, writable=True))
 
 
-# --- what is removed --------------------------------------------------------------------------------------------------
+# --- what is removed ------------------------------------------------------------------------------
 
 
 def test_what_is_removed_is_gone_and_nothing_else(tmp_path: pathlib.Path) -> None:
@@ -499,7 +523,10 @@ def test_what_a_killed_save_left_is_removed(store: LocalStore) -> None:
     made = origin(attempt=f"{7:016x}")
     write_part(store, snapshot(tensor("w", np.zeros(9))), made, writer=0)
     stopped = Stopped(
-        store, "delete", f"parts/{made.attempt}-00000.msgpack", lambda: refused.append(code_of(lambda: commit(made)))
+        store,
+        "delete",
+        f"parts/{made.attempt}-00000.msgpack",
+        lambda: refused.append(code_of(lambda: commit(made))),
     )
     refused: list[str] = []
 
@@ -538,20 +565,27 @@ def test_a_stopped_save_commits_nothing_that_was_removed(*, begun: bool) -> None
     assert store.list("") == [MANIFEST_NAME]
 
 
-def test_neither_a_run_nor_a_part_of_it_nor_anything_else_is_removed(tmp_path: pathlib.Path) -> None:
+def test_neither_a_run_nor_a_part_of_it_nor_anything_else_is_removed(
+    tmp_path: pathlib.Path,
+) -> None:
     """REQ-CMT-045"""
     with ckptfmt.Checkpointer(tmp_path / "run", state_of(1), saver="inline") as checkpointer:
         handle = checkpointer.save(step=1)
     assert handle is not None
     before = sorted(tmp_path.rglob("*"))
-    codes = {place: code_of(lambda p=place: Saver().remove(tmp_path / p)) for place in ("run", handle.path)}
+    codes = {
+        place: code_of(lambda p=place: Saver().remove(tmp_path / p))
+        for place in ("run", handle.path)
+    }
     assert set(codes.values()) == {Code.ARGUMENT}
     for place in ("data", "nowhere"):
         assert code_of(lambda p=place: Saver().remove(tmp_path / p)) == Code.NOT_COMMITTED
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_save_of_another_process_is_waited_for(store: LocalStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_of_another_process_is_waited_for(
+    store: LocalStore, caplog: pytest.LogCaptureFixture
+) -> None:
     """By `remove`, and by `load` and `open`, which say so and give the old one."""
     replace(store, 1)
     made = origin(attempt=f"{7:016x}")
@@ -569,7 +603,9 @@ def test_a_save_of_another_process_is_waited_for(store: LocalStore, caplog: pyte
     assert store.list("") == []
 
 
-def test_a_reader_meets_the_new_one_where_the_old_one_goes_while_it_opens(store: LocalStore) -> None:
+def test_a_reader_meets_the_new_one_where_the_old_one_goes_while_it_opens(
+    store: LocalStore,
+) -> None:
     replace(store, 1)
     (index,) = [path for path in store.list("") if path.startswith("index-")]
     racing = Stopped(store, "read", index, lambda: replace(store, 2))

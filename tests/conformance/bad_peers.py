@@ -124,7 +124,10 @@ class Sound:
     def load(self, path, state):
         header = self.read_header(path)
         live = state["tensors"]
-        tensors = {name: self.read_tensor(path, entry, live[name]) for name, entry in header["tensors"].items()}
+        tensors = {
+            name: self.read_tensor(path, entry, live[name])
+            for name, entry in header["tensors"].items()
+        }
         return Loaded({"tensors": tensors, "values": header["values"]}, header["step"])
 
     def save_async(self, path, state, step) -> Pending:
@@ -151,12 +154,13 @@ class Sound:
         loaded = Sound.load(self, path, {"tensors": live})
         tensors = loaded.state["tensors"]
         placed = {
-            name: distribute_tensor(tensors[name], live[name].device_mesh, live[name].placements) for name in live
+            name: distribute_tensor(tensors[name], live[name].device_mesh, live[name].placements)
+            for name in live
         }
         return Loaded({"tensors": placed}, loaded.step)
 
 
-# --- other bytes ------------------------------------------------------------------------------------------------------
+# --- other bytes ----------------------------------------------------------------------------------
 
 
 class ThroughFloat32(Sound):
@@ -202,12 +206,17 @@ class OncePerStorage(Sound):
         kept: dict[int, str] = {}
         for name, tensor in state["tensors"].items():
             kept.setdefault(tensor.untyped_storage().data_ptr(), name)
-        tensors = {name: tensor for name, tensor in state["tensors"].items() if name in kept.values()}
+        tensors = {
+            name: tensor for name, tensor in state["tensors"].items() if name in kept.values()
+        }
         super().save(path, {**state, "tensors": tensors}, step)
 
     def load(self, path, state):
         loaded = super().load(path, state)
-        return Loaded({**loaded.state, "tensors": {**state["tensors"], **loaded.state["tensors"]}}, loaded.step)
+        return Loaded(
+            {**loaded.state, "tensors": {**state["tensors"], **loaded.state["tensors"]}},
+            loaded.step,
+        )
 
 
 class NoStep(Sound):
@@ -223,7 +232,11 @@ class Texts(Sound):
 
 class PlainJson(Sound):
     def save(self, path, state, step):
-        super().save(path, {**state, "values": json.loads(json.dumps(state.get("values"), default=str))}, step)
+        super().save(
+            path,
+            {**state, "values": json.loads(json.dumps(state.get("values"), default=str))},
+            step,
+        )
 
 
 class CannotLoad(Sound):
@@ -231,7 +244,7 @@ class CannotLoad(Sound):
         raise RuntimeError("not today")
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 class Unchecked(Sound):
@@ -290,7 +303,7 @@ class Crashes(Sound):
             raise
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 class KeepsReferences(Sound):

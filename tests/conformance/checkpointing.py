@@ -26,7 +26,10 @@ LATE_S = 0.1
 
 def state_of(state: Mapping[str, object]) -> State:
     """Return the library's state of a cell's."""
-    own = {name: PerWorker(value.value) if isinstance(value, PerRank) else value for name, value in state.items()}
+    own = {
+        name: PerWorker(value.value) if isinstance(value, PerRank) else value
+        for name, value in state.items()
+    }
     extra = {name: value for name, value in own.items() if name not in FIELDS}
     return State(**{name: own[name] for name in FIELDS if name in own}, extra=extra)  # type: ignore[arg-type]
 
@@ -80,7 +83,7 @@ class Swallowing(Library):
             super().load(path, state)
 
 
-# --- beside the training ----------------------------------------------------------------------------------------------
+# --- beside the training --------------------------------------------------------------------------
 
 
 class Asynchronous(Library):
@@ -174,7 +177,9 @@ class FileSave:
 def take(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of all of a state, with the streams of the process."""
     content = {
-        "parts": {name: part.state_dict() for name, part in state.items() if hasattr(part, "state_dict")},
+        "parts": {
+            name: part.state_dict() for name, part in state.items() if hasattr(part, "state_dict")
+        },
         "rng": {name: generator.get_state() for name, generator in state["rng"].items()},
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002 - the global stream is one to restore

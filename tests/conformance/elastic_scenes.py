@@ -12,7 +12,9 @@ from ckptfmt_conformance.trajectories.ring import NaiveRing
 
 def leaf(worker):
     draw = torch.Generator().manual_seed(worker)
-    return torch.randn(257, generator=draw) * 10.0**worker, torch.randint(1 << 40, (3,), generator=draw)
+    return torch.randn(257, generator=draw) * 10.0**worker, torch.randint(
+        1 << 40, (3,), generator=draw
+    )
 
 
 def sum_everywhere(rank, directory, name, workers):

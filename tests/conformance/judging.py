@@ -47,7 +47,11 @@ def judge(path, members, output):
     expect = {key: value for key, value in members["expect"].items() if key != "outcome"}
     if members["expect"]["outcome"] != "accept":
         return f"accepted, where {expect['error']} was expected"
-    return None if answer == expect else f"{json.dumps(answer)[:300]} instead of {json.dumps(expect)[:300]}"
+    return (
+        None
+        if answer == expect
+        else f"{json.dumps(answer)[:300]} instead of {json.dumps(expect)[:300]}"
+    )
 
 
 def judge_refusal(expect, error, phase):
@@ -56,7 +60,11 @@ def judge_refusal(expect, error, phase):
         return f"refused in phase {phase}: {error}; expected was {codes or 'that it is accepted'}"
     if phase == "open" and str(error.code) == "FILES_IN_CACHES":
         return None  # it says so at once, where the first read would do
-    return None if phase == expect["phase"] else f"refused in phase {phase} instead of {expect['phase']}: {error}"
+    return (
+        None
+        if phase == expect["phase"]
+        else f"refused in phase {phase} instead of {expect['phase']}: {error}"
+    )
 
 
 @contextlib.contextmanager
@@ -84,13 +92,17 @@ def answer_open(path, request):
         for row in checkpoint.index.streams:
             checkpoint.stored_stream(row)
     with phase("read"):
-        found = {title(tensor.key): describe(checkpoint, tensor) for tensor in checkpoint.index.tensors}
+        found = {
+            title(tensor.key): describe(checkpoint, tensor) for tensor in checkpoint.index.tensors
+        }
         for key in checkpoint.leaves:
             checkpoint.leaf(*key)
         for stream in checkpoint.streams:
             checkpoint.stream(*stream)
     with phase("validate"):
-        for error in ckptfmt.validate(path, bases=bases).violations if request.get("verify") == "all" else ():
+        for error in (
+            ckptfmt.validate(path, bases=bases).violations if request.get("verify") == "all" else ()
+        ):
             raise error
     return {"tensors": found}
 
@@ -105,7 +117,11 @@ def answer_launch(path):
     with phase("open"):
         launch, _ = begin_launch(store, open_run(store), on_passed_over=passed_over.append)
     name = launch.resume_from.name if launch.resume_from else None
-    names = [name for name in (text.split()[0] for text in passed_over) if not name.startswith("launches/")]
+    names = [
+        name
+        for name in (text.split()[0] for text in passed_over)
+        if not name.startswith("launches/")
+    ]
     return {"resume_from": name, "chosen_by": launch.chosen_by, "passed_over": names}
 
 
@@ -137,10 +153,15 @@ def parse_title(text):
 def answer_reshard(path, request):
     with phase("open"):
         checkpoint = ckptfmt.open(path)
-    boxes = [ckptfmt.Box(tuple(b for b, _ in box), tuple(e - b for b, e in box)) for box in request["boxes"]]
+    boxes = [
+        ckptfmt.Box(tuple(b for b, _ in box), tuple(e - b for b, e in box))
+        for box in request["boxes"]
+    ]
     with phase("read"):
         tensor = checkpoint.find(*parse_title(request["tensor"]))
-        return {"digests": [blake3(content_of(checkpoint, tensor, box)).hexdigest() for box in boxes]}
+        return {
+            "digests": [blake3(content_of(checkpoint, tensor, box)).hexdigest() for box in boxes]
+        }
 
 
 def answer_read(path, request):
@@ -156,7 +177,11 @@ def answer_context(path, request):
         value = parse_tree(content, where="tree.msgpack")
         if "samples" in request:
             return answer_samples(value, request["samples"])
-    return {"tree": tagged(msgpack.unpackb(dump_tree(value, where="tree.msgpack"), strict_map_key=False))}
+    return {
+        "tree": tagged(
+            msgpack.unpackb(dump_tree(value, where="tree.msgpack"), strict_map_key=False)
+        )
+    }
 
 
 def answer_samples(cursor, asked):
@@ -172,8 +197,14 @@ def answer_samples(cursor, asked):
         found = {"commit": cursor["commit"], "ledger": cursor["ledger"]}
         sampler = sampler_for(cursor, asked)
     steps = []
-    for batch, step in zip(sampler, range(sampler.steps_done, sampler.steps_done + asked["steps"]), strict=False):
-        named = batch if "mixture" in cursor else [(cursor["sources"][0]["id"], sample) for sample in batch]
+    for batch, step in zip(
+        sampler, range(sampler.steps_done, sampler.steps_done + asked["steps"]), strict=False
+    ):
+        named = (
+            batch
+            if "mixture" in cursor
+            else [(cursor["sources"][0]["id"], sample) for sample in batch]
+        )
         rows = zip(named, sampler.epochs(step), sampler.weights(step), strict=True)
         steps.append([[name, epoch, sample, weight] for (name, sample), epoch, weight in rows])
     return {"steps": steps, **found}
@@ -181,7 +212,10 @@ def answer_samples(cursor, asked):
 
 def sampler_for(cursor, asked):
     worker = (asked["worker"], asked["worker_count"])
-    mixture, sources = cursor.get("mixture"), {source["id"]: source["n"] for source in cursor["sources"]}
+    mixture, sources = (
+        cursor.get("mixture"),
+        {source["id"]: source["n"] for source in cursor["sources"]},
+    )
     if mixture is not None and mixture["seed"] != cursor["order"]["seed"]:
         return ckptfmt.Sampler.from_state_dict(cursor, worker=worker)
     (name, n), *_ = sources.items()
@@ -251,7 +285,9 @@ def answer_write(request, folder, *, leaves):
     answer = {"tensors": tensors, "step": read["manifest"]["step"]}
     if leaves:
         answer["leaves"] = {
-            "config/": tagged(msgpack.unpackb(dump_tree(read["leaves"]["config", "", "global"], where="")))
+            "config/": tagged(
+                msgpack.unpackb(dump_tree(read["leaves"]["config", "", "global"], where=""))
+            )
         }
     return answer
 

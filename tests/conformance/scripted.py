@@ -103,7 +103,11 @@ def write_case(root, case_id, *, request, **members):
 
 
 def reject(*codes, phase="open"):
-    return {"outcome": "reject", "error": codes[0] if len(codes) == 1 else list(codes), "phase": phase}
+    return {
+        "outcome": "reject",
+        "error": codes[0] if len(codes) == 1 else list(codes),
+        "phase": phase,
+    }
 
 
 REJECT = reject("TILING_GAP")
@@ -112,32 +116,60 @@ TENSOR = {"w": {"dtype": "float32", "shape": [2], "blake3": "ab", "first16": ""}
 #: Request, further members of the case, and how it must go.
 BEHAVIOURS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "accepts": ({"accept": {}}, {}, "PASS"),
-    "says-more": ({"accept": {"step": 1, "more": 2}}, {"expect": {"outcome": "accept", "step": 1}}, "PASS"),
+    "says-more": (
+        {"accept": {"step": 1, "more": 2}},
+        {"expect": {"outcome": "accept", "step": 1}},
+        "PASS",
+    ),
     "says-less": ({"accept": {}}, {"expect": {"outcome": "accept", "step": 1}}, "FAIL"),
     "says-true": ({"accept": {"step": True}}, {"expect": {"outcome": "accept", "step": 1}}, "FAIL"),
     "says-float": ({"accept": {"step": 1.0}}, {"expect": {"outcome": "accept", "step": 1}}, "FAIL"),
-    "tensors": ({"accept": {"tensors": TENSOR}}, {"expect": {"outcome": "accept", "tensors": TENSOR}}, "PASS"),
-    "tensor-more": ({"accept": {"tensors": TENSOR}}, {"expect": {"outcome": "accept", "tensors": {}}}, "FAIL"),
-    "tensor-less": ({"accept": {"tensors": {}}}, {"expect": {"outcome": "accept", "tensors": TENSOR}}, "FAIL"),
+    "tensors": (
+        {"accept": {"tensors": TENSOR}},
+        {"expect": {"outcome": "accept", "tensors": TENSOR}},
+        "PASS",
+    ),
+    "tensor-more": (
+        {"accept": {"tensors": TENSOR}},
+        {"expect": {"outcome": "accept", "tensors": {}}},
+        "FAIL",
+    ),
+    "tensor-less": (
+        {"accept": {"tensors": {}}},
+        {"expect": {"outcome": "accept", "tensors": TENSOR}},
+        "FAIL",
+    ),
     "tensor-other": (
         {"accept": {"tensors": {"w": {**TENSOR["w"], "blake3": "cd"}}}},
         {"expect": {"outcome": "accept", "tensors": TENSOR}},
         "FAIL",
     ),
-    "tensor-text": ({"accept": {"tensors": "w"}}, {"expect": {"outcome": "accept", "tensors": TENSOR}}, "FAIL"),
+    "tensor-text": (
+        {"accept": {"tensors": "w"}},
+        {"expect": {"outcome": "accept", "tensors": TENSOR}},
+        "FAIL",
+    ),
     "prefixed": (
         {"accept": {"blake3": "blake3:ab"}},
         {"kind": "read", "expect": {"outcome": "accept", "blake3": "ab"}},
         "PASS",
     ),
-    "sees-input": ({"files": 0}, {"expect": {"outcome": "accept", "files": ["a-file", "weights.safetensors"]}}, "PASS"),
+    "sees-input": (
+        {"files": 0},
+        {"expect": {"outcome": "accept", "files": ["a-file", "weights.safetensors"]}},
+        "PASS",
+    ),
     "rejects": ({"reject": "TILING_GAP"}, {"expect": REJECT}, "PASS"),
     "rejects-one-of-two": ({"reject": "B"}, {"expect": reject("A", "B")}, "PASS"),
     "rejects-valid": ({"reject": "TILING_GAP"}, {}, "FAIL"),
     "accepts-invalid": ({"accept": {}}, {"expect": REJECT}, "FAIL"),
     "wrong-code": ({"reject": "TILING_OVERLAP"}, {"expect": REJECT}, "FAIL"),
     "too-late": ({"reject": "TILING_GAP", "phase": "read"}, {"expect": REJECT}, "FAIL"),
-    "sooner": ({"reject": "TILING_GAP"}, {"expect": reject("TILING_GAP", phase="validate")}, "PASS"),
+    "sooner": (
+        {"reject": "TILING_GAP"},
+        {"expect": reject("TILING_GAP", phase="validate")},
+        "PASS",
+    ),
     "no-phase": ({"reject": "TILING_GAP", "phase": None}, {"expect": REJECT}, "FAIL"),
     "odd-phase": ({"reject": "TILING_GAP", "phase": "late"}, {"expect": REJECT}, "FAIL"),
     "crash-is-no-refusal": ({"raise": "TILING_GAP"}, {"expect": REJECT}, "ERROR"),
@@ -150,7 +182,11 @@ BEHAVIOURS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no-json": ({"object": 0}, {}, "ERROR"),
     "empty-code": ({"reject": ""}, {"expect": REJECT}, "ERROR"),
     "unsupported": ({"unsupported": "groups"}, {"features": ["groups"]}, "UNSUPPORTED"),
-    "refuses-what-it-lacks": ({"reject": "FEATURE_UNSUPPORTED"}, {"features": ["groups"]}, "UNSUPPORTED"),
+    "refuses-what-it-lacks": (
+        {"reject": "FEATURE_UNSUPPORTED"},
+        {"features": ["groups"]},
+        "UNSUPPORTED",
+    ),
     "lacks-it-and-reads-it": ({"accept": {}}, {"features": ["groups"]}, "PASS"),
     "lacks-it-and-misreads": (
         {"accept": {"step": 2}},
@@ -162,7 +198,11 @@ BEHAVIOURS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "unsupported-core": ({"unsupported": "reading"}, {}, "FAIL"),
     "unsupported-in-the-place-of-a-refusal": ({"unsupported": "gaps"}, {"expect": REJECT}, "FAIL"),
     "another-version": ({"reject": "VERSION_UNSUPPORTED"}, {"spec": "0.3"}, "PASS"),
-    "another-version-late": ({"reject": "VERSION_UNSUPPORTED", "phase": "read"}, {"spec": "0.3"}, "FAIL"),
+    "another-version-late": (
+        {"reject": "VERSION_UNSUPPORTED", "phase": "read"},
+        {"spec": "0.3"},
+        "FAIL",
+    ),
     "another-version-by-another-code": ({"reject": "DOC_SCHEMA"}, {"spec": "0.3"}, "FAIL"),
     "another-version-by-its-features": (
         {"reject": "FEATURE_UNSUPPORTED"},

@@ -19,7 +19,14 @@ from ckptfmt_conformance.adapters.reference import Reference, original, tagged
 from ckptfmt_conformance.callers import find_target
 from ckptfmt_conformance.judge import Status
 from ckptfmt_conformance.msgpk import dump, parse
-from ckptfmt_conformance.protocol import Answer, Unsupported, ask, parse_answer, parse_description, parse_reply
+from ckptfmt_conformance.protocol import (
+    Answer,
+    Unsupported,
+    ask,
+    parse_answer,
+    parse_description,
+    parse_reply,
+)
 from ckptfmt_conformance.readback import ReadbackError, read_back
 from ckptfmt_conformance.runner import ask_case, run_cases
 from ckptfmt_conformance.tagged import from_tree
@@ -31,9 +38,18 @@ CASES = cases_by_id()
 BROKEN = broken.find_all()
 #: What no fault has to do with, but for those that answer everything alike.
 SPARED = ("manifest/valid/small", "trees/valid/torch", "documents/invalid/not-utf-8")
-INDISCRIMINATE = ("accepting", "crashing", "dying", "hanging", "late", "pleading", "refusing", "wrong_code")
-#: Those that are asked in a process of their own, as the suite asks any class: what answers nothing, or everything
-#: alike, and one of the others.
+INDISCRIMINATE = (
+    "accepting",
+    "crashing",
+    "dying",
+    "hanging",
+    "late",
+    "pleading",
+    "refusing",
+    "wrong_code",
+)
+#: Those that are asked in a process of their own, as the suite asks any class: what answers
+#: nothing, or everything alike, and one of the others.
 IN_A_PROCESS = (*INDISCRIMINATE, "lost_tuples")
 
 
@@ -112,9 +128,11 @@ def test_a_broken_adapter_is_convicted_by_the_cases_that_it_names_and_by_no_othe
     run = run_cases(target, [*convicting, *spared], timeout_s=1.5 if name == "hanging" else 30)
 
     assert convicting
-    assert {result.case.id for result in run.results if result.status in (Status.FAIL, Status.ERROR)} == {
-        case.id for case in convicting
-    }, [(result.case.id, result.status, result.message) for result in run.results]
+    assert {
+        result.case.id for result in run.results if result.status in (Status.FAIL, Status.ERROR)
+    } == {case.id for case in convicting}, [
+        (result.case.id, result.status, result.message) for result in run.results
+    ]
     silent = name in ("crashing", "dying", "hanging")
     assert run.counts[Status.ERROR] == (len(convicting) if silent else run.counts[Status.ERROR])
     assert str(BROKEN[name].__doc__).startswith(("It ", "Its ", "Of "))
@@ -124,7 +142,9 @@ def test_each_example_of_the_pages_convicts_who_takes_or_refuses_everything():
     examples = [case for case in CASES.values() if case.id.startswith("examples/")]
     passed = [
         {result.case.id for result in run.results if result.status is Status.PASS}
-        for run in (run_cases(find_target(f"broken/{name}"), examples) for name in ("accepting", "refusing"))
+        for run in (
+            run_cases(find_target(f"broken/{name}"), examples) for name in ("accepting", "refusing")
+        )
     ]
 
     assert len(examples) > 300
@@ -182,7 +202,8 @@ def test_reference_and_suite_say_a_tree_alike(text):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "c1", "c0c0", "cc7f", "d101", "92c0", "81c0c0", "82a161c0a161c0", "a1ff", "9ac0"]
+    "content",
+    ["", "c1", "c0c0", "cc7f", "d101", "92c0", "81c0c0", "82a161c0a161c0", "a1ff", "9ac0"],
 )
 def test_the_suites_msgpack_has_one_form(content):
     with pytest.raises(ValueError):
@@ -198,7 +219,8 @@ WHOLE = [
     and case.expect.outcome == "accept"
     and not case.features
     and (PurePosixPath(case.path) / "manifest.json").as_posix() in case.files
-    and case.id != "parts/valid/two-extents"  # which no writer may make (REQ-PRT-010): the reader is for what they make
+    and case.id
+    != "parts/valid/two-extents"  # which no writer may make (REQ-PRT-010): the reader is for what they make
 ]
 
 
@@ -222,8 +244,12 @@ def test_the_suites_reader_reads_what_the_reference_writes(tmp_path):
 
     assert found["step"] == 7
     assert found["tensors"]["weights/w"]["shape"] == [4, 6]
-    assert found["tensors"]["weights/w"]["first16"] == np.arange(4, dtype=np.float32).tobytes().hex()
-    assert found["leaves"]["config/"] == {"dict": [["lr", {"float": "8000000000000000"}], ["shape", {"tuple": [1, 2]}]]}
+    assert (
+        found["tensors"]["weights/w"]["first16"] == np.arange(4, dtype=np.float32).tobytes().hex()
+    )
+    assert found["leaves"]["config/"] == {
+        "dict": [["lr", {"float": "8000000000000000"}], ["shape", {"tuple": [1, 2]}]]
+    }
 
 
 def test_the_suites_reader_finds_any_flipped_byte(tmp_path):
@@ -248,7 +274,10 @@ def test_the_suites_reader_finds_any_flipped_byte(tmp_path):
 
 REQUEST = {
     "step": 3,
-    "tensors": {"weights/a": {"dtype": "bfloat16", "shape": [3, 2]}, "optimizer/b": {"dtype": "int8", "shape": []}},
+    "tensors": {
+        "weights/a": {"dtype": "bfloat16", "shape": [3, 2]},
+        "optimizer/b": {"dtype": "int8", "shape": []},
+    },
 }
 
 

@@ -63,11 +63,20 @@ def test_the_examples_are_true(name):
 
 
 def test_each_plan_meets_each_number_of_worker_processes():
-    legs = {(cell.recipe.data, leg) for cell in KEPT.values() for leg in itertools.pairwise(cell.loaders)}
+    legs = {
+        (cell.recipe.data, leg)
+        for cell in KEPT.values()
+        for leg in itertools.pairwise(cell.loaders)
+    }
 
     assert data_cells.PLANS.keys() == PLANS.keys()
     assert legs >= set(itertools.product(PLANS, [(5, 0), (0, 2), (2, 5)]))
-    assert {cell.recipe.data for cell in KEPT.values() if cell.claim == "T2"} >= {"carry", "drop", "pad", "mixed"}
+    assert {cell.recipe.data for cell in KEPT.values() if cell.claim == "T2"} >= {
+        "carry",
+        "drop",
+        "pad",
+        "mixed",
+    }
 
 
 # Two oracles
@@ -91,8 +100,12 @@ def cursor_of(plan):
         "sources": [{"id": name, "n": n} for name, n in plan.sources],
         "skips": [entry_of(skip, plan) for skip in plan.skips],
     }
-    stages = [{"from_pos": begin, "counts": counts} for begin, counts in (plan.mixture or {}).items()]
-    mixture = {"block": sum(plan.stages[0][1]), "seed": plan.seed, "stages": stages} if stages else None
+    stages = [
+        {"from_pos": begin, "counts": counts} for begin, counts in (plan.mixture or {}).items()
+    ]
+    mixture = (
+        {"block": sum(plan.stages[0][1]), "seed": plan.seed, "stages": stages} if stages else None
+    )
     return cursor | ({"mixture": mixture} if mixture else {})
 
 
@@ -104,7 +117,9 @@ def test_the_oracle_of_the_cells_is_that_of_the_vectors(name, batch):
     steps = steps_of(plan, STEPS)
     places = list(course.course(cursor_of(plan), STEPS * plan.batch))
 
-    found = [(one.source, one.epoch, one.sample, uses[one.weight]) for step in steps for one in step]
+    found = [
+        (one.source, one.epoch, one.sample, uses[one.weight]) for step in steps for one in step
+    ]
     assert found == [(one.source, one.epoch, one.sample, one.use) for one in places]
     ledger = course.ledger_of(places)
     assert ledger_of(steps) == (ledger["count"], ledger["set_digest"])
@@ -138,7 +153,9 @@ def test_nothing_restored_is_seen(name, tmp_path):
     assert "right after load 1): parameter/" in result.said
 
 
-@pytest.mark.parametrize(("name", "said"), [(MIXED, "sampler"), ("t1/foreign/count/3/0-to-0", "foreign-loaders")])
+@pytest.mark.parametrize(
+    ("name", "said"), [(MIXED, "sampler"), ("t1/foreign/count/3/0-to-0", "foreign-loaders")]
+)
 def test_what_has_no_sampler_is_unsupported(name, said, tmp_path):
     assert judge(name, Forgetful(), tmp_path) == ("UNSUPPORTED", said)
 
@@ -194,7 +211,11 @@ class Slow(Sampler):
     [
         (MIXED, OtherOrder, "step 1 of the uninterrupted run has [('"),
         ("t1/data/pad/before/0-to-2", Unmasked, "step 5 of the uninterrupted run has [('data', "),
-        (MIXED, NoLedger, "after 1 steps the ledger of the uninterrupted run isn't that of what it consumed"),
+        (
+            MIXED,
+            NoLedger,
+            "after 1 steps the ledger of the uninterrupted run isn't that of what it consumed",
+        ),
         (MIXED, Slow, "after 1 steps of 6 the cursor of the uninterrupted run says "),
     ],
 )
@@ -270,7 +291,10 @@ def test_a_cursor_that_says_one_thing_and_does_another_is_seen(tmp_path):
 def test_a_position_that_another_number_of_workers_takes_is_seen(kind, tmp_path):
     result = judge(f"t1/foreign/refused/{kind}-2-to-3", Swallowing(), tmp_path)
 
-    assert result == ("FAIL", "rank 0: the loader's position was loaded by 3 workers, which didn't save it")
+    assert result == (
+        "FAIL",
+        "rank 0: the loader's position was loaded by 3 workers, which didn't save it",
+    )
 
 
 def test_a_position_of_other_worker_processes_is_refused_by_the_stand_in():
@@ -291,9 +315,16 @@ def plan_cell(plan, monkeypatch, step):
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (DataPlan(sources=(("data", 500),), batch=6), "no source begins anew at the interruption or after it"),
         (
-            DataPlan(sources=(("data", 30),), batch=6, skips=(Skip(said=0, policy="hole", positions=(3, 4)),)),
+            DataPlan(sources=(("data", 500),), batch=6),
+            "no source begins anew at the interruption or after it",
+        ),
+        (
+            DataPlan(
+                sources=(("data", 30),),
+                batch=6,
+                skips=(Skip(said=0, policy="hole", positions=(3, 4)),),
+            ),
             "the skips change nothing after the interruption",
         ),
         (

@@ -15,7 +15,10 @@ from ckptfmt_conformance.elastic.plan import split_node  # noqa: E402
 from ckptfmt_conformance.trajectories.gang import shared_gang  # noqa: E402
 from tests.conformance.elastic_scenes import leaf, sum_everywhere  # noqa: E402
 
-MODULES = ["elastic", *(f"elastic.{name}" for name in ("plan", "tree", "arithmetic", "scale", "trainer"))]
+MODULES = [
+    "elastic",
+    *(f"elastic.{name}" for name in ("plan", "tree", "arithmetic", "scale", "trainer")),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +78,13 @@ def test_every_position_is_taken_once_and_in_order():
 
 def test_every_microbatch_has_random_numbers_of_its_own():
     plan = Plan(workers=4, microbatch=1, accumulate=3)
-    places = [(step, micro, worker) for step in range(5) for micro in range(3) for worker in range(4)]
+    places = [
+        (step, micro, worker) for step in range(5) for micro in range(3) for worker in range(4)
+    ]
 
-    seeds = {plan.stream_seed(step=step, micro=micro, worker=worker) for step, micro, worker in places}
+    seeds = {
+        plan.stream_seed(step=step, micro=micro, worker=worker) for step, micro, worker in places
+    }
     other = Plan(workers=4, microbatch=1, accumulate=3, seed=1)
 
     assert len(seeds) == len(places)
@@ -182,7 +189,9 @@ class Counting(nn.Module):
 
 
 def rows(samples):
-    return torch.stack([torch.randn(3, generator=torch.Generator().manual_seed(sample)) for sample in samples])
+    return torch.stack(
+        [torch.randn(3, generator=torch.Generator().manual_seed(sample)) for sample in samples]
+    )
 
 
 def loss_of(model, samples):
@@ -313,7 +322,9 @@ def test_it_goes_on_within_a_step():
         assert ours.numpy().tobytes() == theirs.numpy().tobytes()
 
 
-@pytest.mark.parametrize("change", [{"workers": 4}, {"microbatch": 3}, {"accumulate": 2}, {"seed": 1}])
+@pytest.mark.parametrize(
+    "change", [{"workers": 4}, {"microbatch": 3}, {"accumulate": 2}, {"seed": 1}]
+)
 def test_a_run_of_another_plan_is_refused(change):
     plan = {"workers": 2, "microbatch": 2}
     _, saved = make(Plan(**plan))

@@ -48,7 +48,9 @@ FAULTS_OF_PROCESSES = {
 OF_PROCESSES = ("crash/killed-in-save", "layout/new-world-size")
 ALONE = tuple(case.id for case in neutral.CASES if case.id not in OF_PROCESSES)
 
-EFFORT = dataclasses.replace(neutral.QUICK, flips_per_file=8, kills=3, killed_nbytes=2 << 20, async_nbytes=4 << 20)
+EFFORT = dataclasses.replace(
+    neutral.QUICK, flips_per_file=8, kills=3, killed_nbytes=2 << 20, async_nbytes=4 << 20
+)
 
 
 def pairs(faults):
@@ -63,7 +65,10 @@ def judged(plan):
 def alone():
     """Return the results of all cases that play in one process: one start of torch for all."""
     plan = [(f"{BAD}{fault}", cases) for fault, cases in FAULTS.items()]
-    more = [(f"{BAD}Disclaiming", ("damage/flipped-bit",)), (f"{BAD}Crashes", ("damage/flipped-bit",))]
+    more = [
+        (f"{BAD}Disclaiming", ("damage/flipped-bit",)),
+        (f"{BAD}Crashes", ("damage/flipped-bit",)),
+    ]
     return judged([*plan, *more, (SOUND, ALONE), (OURS, ALONE)])
 
 
@@ -108,7 +113,12 @@ def test_what_has_no_fault_passes_among_processes(with_processes, peer, case):
 
 
 def test_every_case_convicts_some_fault():
-    convicting = {case for faults in (FAULTS, FAULTS_OF_PROCESSES) for cases in faults.values() for case in cases}
+    convicting = {
+        case
+        for faults in (FAULTS, FAULTS_OF_PROCESSES)
+        for cases in faults.values()
+        for case in cases
+    }
 
     assert convicting == {case.id for case in neutral.CASES}
 
@@ -133,22 +143,30 @@ def test_an_unknown_case_is_refused_by_name():
         list(neutral.judge([(SOUND, ("bytes/none",))]))
 
 
-@pytest.mark.parametrize("name", ["tests.nowhere:Peer", f"{BAD}Nobody", f"{BAD}OnlySaves", "json:loads", "json"])
+@pytest.mark.parametrize(
+    "name", ["tests.nowhere:Peer", f"{BAD}Nobody", f"{BAD}OnlySaves", "json:loads", "json"]
+)
 def test_what_is_no_peer_is_refused_by_name(name):
     with pytest.raises(ValueError, match=f"'{name}'"):
         neutral.find_peer(name)
 
 
-# --- the scoreboard ---------------------------------------------------------------------------------------------------
+# --- the scoreboard -------------------------------------------------------------------------------
 
 
 def test_the_committed_page_comes_from_a_run_of_these_cases_and_peers():
     page = (ROOT / "conformance" / "SCOREBOARD.md").read_text("utf-8")
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(("| [", "| Case"))]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in page.splitlines()
+        if line.startswith(("| [", "| Case"))
+    ]
     names = [neutral.find_peer(name).describe().name for name in scoreboard.PEERS]
 
     assert rows[0] == ["Case", *names], "run the scoreboard again: its peers are others now"
-    assert [row[0] for row in rows[1:]] == [f"[{case.id}](#{case.id.replace('/', '')})" for case in neutral.CASES]
+    assert [row[0] for row in rows[1:]] == [
+        f"[{case.id}](#{case.id.replace('/', '')})" for case in neutral.CASES
+    ]
     assert {row[-1] for row in rows[1:]} == {"PASS"}
 
 
@@ -195,7 +213,12 @@ def test_a_run_writes_page_and_document(tmp_path, monkeypatch):
     monkeypatch.setattr(scoreboard, "PEERS", (SOUND,))
     monkeypatch.setattr(neutral, "CASES", neutral.find_cases(["bytes/bool", "damage/torn"]))
 
-    assert scoreboard.main(["--quick", "--out", str(tmp_path / "page"), "--json", str(tmp_path / "document")]) == 0
+    assert (
+        scoreboard.main(
+            ["--quick", "--out", str(tmp_path / "page"), "--json", str(tmp_path / "document")]
+        )
+        == 0
+    )
 
     document = json.loads((tmp_path / "document").read_text("utf-8"))
     assert [result["status"] for result in document["results"]] == ["PASS", "PASS"]

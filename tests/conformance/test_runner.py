@@ -46,7 +46,9 @@ def _paths(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'conformance'}")
 
 
-READER = Description(name="x", version="1", spec=("0.1",), roles=("reader",), features=(), kinds=("open",))
+READER = Description(
+    name="x", version="1", spec=("0.1",), roles=("reader",), features=(), kinds=("open",)
+)
 #: A class, a command that serves, and the same command with a process for each case.
 WAYS = pytest.mark.parametrize(
     ("adapter", "options"),
@@ -72,7 +74,9 @@ def test_every_behaviour_has_its_status(adapter, options, tmp_path):
     run = run_of(write_vectors(tmp_path, *answering), adapter, jobs=2, **options)
 
     assert statuses(run) == answering
-    assert [result.case.id for result in run.results] == sorted(result.case.id for result in run.results)
+    assert [result.case.id for result in run.results] == sorted(
+        result.case.id for result in run.results
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,9 @@ def test_only_three_exit_codes_are_answers(exit_code, stdout, outcome):
 
 @pytest.mark.parametrize("adapter", [CLASS, COMMAND], ids=["class", "server"])
 def test_a_server_goes_on_after_a_crash_and_says_what_it_was(adapter, tmp_path):
-    vectors = write_vectors(tmp_path, "crash-is-no-refusal", "exit-1", "hang", "segfault", "tensors")
+    vectors = write_vectors(
+        tmp_path, "crash-is-no-refusal", "exit-1", "hang", "segfault", "tensors"
+    )
     run = run_of(vectors, adapter, timeout_s=4)
     messages = {result.case.id: result.message for result in run.results}
 
@@ -135,7 +141,10 @@ def test_what_a_server_prints_is_no_answer_and_what_a_command_prints_is(tmp_path
 def test_several_at_once_answer_the_same(tmp_path):
     for number in range(40):
         write_case(
-            tmp_path, f"page/{number:02}", request={"accept": {"n": number}}, expect={"outcome": "accept", "n": number}
+            tmp_path,
+            f"page/{number:02}",
+            request={"accept": {"n": number}},
+            expect={"outcome": "accept", "n": number},
         )
 
     assert set(statuses(run_of(tmp_path, jobs=3)).values()) == {"PASS"}
@@ -156,7 +165,8 @@ def answer_of(text):
     return Answer(outcome="rejected", body={"error": code, "phase": phase})
 
 
-#: What readers answer when they are asked to verify; without that; and where the file of tensors has other bytes.
+#: What readers answer when they are asked to verify; without that; and where the file of tensors
+#: has other bytes.
 READERS = {
     "opening finds it": ("A open", "A open", "A open"),
     "reading finds it": ("A read", "A read", "B read"),
@@ -182,7 +192,9 @@ PASSES = {
 @pytest.mark.parametrize("due", ["open", "read", "validate"])
 @pytest.mark.parametrize("name", READERS)
 def test_a_phase_is_shown_and_not_believed(name, due, tmp_path):
-    write_case(tmp_path, "page/case", request={"verify": "all", "more": 1}, expect=reject("A", phase=due))
+    write_case(
+        tmp_path, "page/case", request={"verify": "all", "more": 1}, expect=reject("A", phase=due)
+    )
     content = ALL_BYTES
     (case,) = load_cases(tmp_path)
 
@@ -192,7 +204,9 @@ def test_a_phase_is_shown_and_not_believed(name, due, tmp_path):
             assert (path / "a-file").read_bytes() == b""
             found = (path / "weights.safetensors").read_bytes()
             assert len(found) == len(content)
-            assert found == content or not any(one == other for one, other in zip(found, content, strict=True))
+            assert found == content or not any(
+                one == other for one, other in zip(found, content, strict=True)
+            )
             assert request in ({"verify": "all", "more": 1}, {"more": 1})
             number = 2 if found != content else 0 if "verify" in request else 1
             return answer_of(READERS[name][number])
@@ -216,7 +230,8 @@ def test_what_is_wrong_with_a_phase_is_said(tmp_path):
             return answer_of("A read" if "verify" in asked["request"] else "accepted")
 
     assert ask_case(Caller(), case, READER).message == (
-        "it isn't found in phase read: asked without that every byte be verified: accepted, though it must be refused "
+        "it isn't found in phase read: asked without that every byte be verified: accepted,"
+        " though it must be refused "
         "with A"
     )
 
@@ -267,7 +282,10 @@ def write_questions(root, *asked):
         ("os._exit(3)", "its process ended with exit code 3"),
         ("os.kill(os.getpid(), 9)", "its process ended by signal 9"),
         ("os.close(1); time.sleep(60)", "it closed its standard output"),
-        ("say(id=question['id'] + 1, exit=0, answer={})", "it answered the question 3 instead of 2"),
+        (
+            "say(id=question['id'] + 1, exit=0, answer={})",
+            "it answered the question 3 instead of 2",
+        ),
         ("say(id=True, exit=0, answer={})", "it answered the question True"),
         ("say(id=question['id'], exit=True, answer={})", "'exit' is True"),
         ("say(id=question['id'], exit=10, answer={})", "doesn't name its 'error'"),
@@ -279,16 +297,24 @@ def write_questions(root, *asked):
         ("os.write(1, b'{}\\n{}\\n')", "it answered the question None"),
         ("os.write(1, b'x' * 5000 + b'\\n')", "more than 4096 bytes of output"),
         ("time.sleep(60)", "no answer within 4 s"),
-        ("print('the reason', file=sys.stderr, flush=True); os._exit(1)", "exit code 1\nthe reason"),
+        (
+            "print('the reason', file=sys.stderr, flush=True); os._exit(1)",
+            "exit code 1\nthe reason",
+        ),
     ],
 )
 def test_what_a_server_does_wrong_costs_that_case_alone(act, message, tmp_path, monkeypatch):
-    # Short waits are only for what is waited for in vain: on a busy machine, all else takes its time.
+    # Short waits are only for what is waited for in vain: on a busy machine, all else takes its
+    # time.
     monkeypatch.setattr(callers, "OUTPUT_NBYTES", 4096)
     monkeypatch.setattr(callers, "END_S", 0.5 if "closed" in message else 60)
     command, log = write_server(tmp_path, None, after=f"if asked:\n    {act}\n    continue")
 
-    run = run_of(write_questions(tmp_path / "vectors", 0, 1, 0), command, timeout_s=4 if "within" in message else 60)
+    run = run_of(
+        write_questions(tmp_path / "vectors", 0, 1, 0),
+        command,
+        timeout_s=4 if "within" in message else 60,
+    )
 
     assert statuses(run) == {"0": "PASS", "1": "ERROR", "2": "PASS"}
     assert message in run.results[1].message
@@ -333,14 +359,19 @@ def test_a_server_that_never_begins_is_waited_for_once(body, message, tmp_path, 
 def test_a_server_ends_with_its_input_and_is_killed_if_it_does_not(tmp_path, monkeypatch):
     monkeypatch.setattr(callers, "END_S", 20.0)
     ended = tmp_path / "ended"
-    command, log = write_server(tmp_path, f"{ANSWER.format(body='pass')}\nopen({str(ended)!r}, 'w').close()")
-    assert statuses(run_of(write_questions(tmp_path / "vectors", 0, 0, 0), command)) == dict.fromkeys("012", "PASS")
+    command, log = write_server(
+        tmp_path, f"{ANSWER.format(body='pass')}\nopen({str(ended)!r}, 'w').close()"
+    )
+    assert statuses(
+        run_of(write_questions(tmp_path / "vectors", 0, 0, 0), command)
+    ) == dict.fromkeys("012", "PASS")
     assert ended.exists()
     assert log.read_text().split() == ["serve"]
 
     monkeypatch.setattr(callers, "END_S", 0.2)
     command, _ = write_server(
-        tmp_path, f"{ANSWER.format(body='pass')}\nprint(os.getpid(), file=sys.stderr)\ntime.sleep(600)"
+        tmp_path,
+        f"{ANSWER.format(body='pass')}\nprint(os.getpid(), file=sys.stderr)\ntime.sleep(600)",
     )
     caller = callers.ServerCaller((*shlex.split(command), "serve"))
     assert caller.call("open", path=tmp_path, request={}).outcome == "accepted"
@@ -380,7 +411,9 @@ def test_a_seed_gives_an_order_and_reports_keep_theirs(tmp_path):
     orders: list[list[str]] = []
     for seed in (None, 1, 1, 2):
         asked = tmp_path / f"asked-{len(orders)}"
-        command, _ = write_server(tmp_path, None, after=f"print(asked, file=open({str(asked)!r}, 'a'))")
+        command, _ = write_server(
+            tmp_path, None, after=f"print(asked, file=open({str(asked)!r}, 'a'))"
+        )
         run = run_of(vectors, command, seed=seed)
         assert list(statuses(run)) == list("01234567")
         orders.append(asked.read_text().split())
@@ -481,7 +514,10 @@ def test_each_question_is_about_files_of_its_own(tmp_path):
     class Caller(Asked):
         def call(self, *_, **asked):
             paths.append(asked["path"])
-            assert sorted(entry.name for entry in paths[-1].iterdir()) == ["a-file", "weights.safetensors"]
+            assert sorted(entry.name for entry in paths[-1].iterdir()) == [
+                "a-file",
+                "weights.safetensors",
+            ]
             assert [entry.name for entry in paths[-1].parent.iterdir()] == [paths[-1].name]
             (paths[-1] / "a-file").unlink()
             return answer_of("accepted")
@@ -506,7 +542,9 @@ def test_cases_are_chosen_by_pattern_and_kind(tmp_path):
 
 def test_expected_failures_are_strict(tmp_path):
     vectors = write_vectors(tmp_path, "accepts", "wrong-code", "segfault", "unsupported")
-    listed = Xfails.parse("page/*o*e  # wrong-code\npage/segfault\npage/unsupported\npage/accepts\npage/none\n")
+    listed = Xfails.parse(
+        "page/*o*e  # wrong-code\npage/segfault\npage/unsupported\npage/accepts\npage/none\n"
+    )
 
     run = run_of(vectors, xfails=listed)
 
@@ -521,7 +559,10 @@ def test_expected_failures_are_strict(tmp_path):
 
 
 def test_a_list_that_fits_exactly_is_green_and_claims_nothing(tmp_path):
-    run = run_of(write_vectors(tmp_path, "accepts", "wrong-code"), xfails=Xfails(patterns=("page/wrong-code",)))
+    run = run_of(
+        write_vectors(tmp_path, "accepts", "wrong-code"),
+        xfails=Xfails(patterns=("page/wrong-code",)),
+    )
 
     assert run.is_green
     assert claim_of(run) == ""
@@ -590,7 +631,10 @@ def test_exit_codes(names, options, code, tmp_path, capsys):
     ],
 )
 def test_what_is_no_adapter_is_one_line_and_its_remedy(adapter, tmp_path, capsys):
-    assert main(["run", "--adapter", adapter, "--vectors", str(write_vectors(tmp_path, "accepts"))]) == 2
+    assert (
+        main(["run", "--adapter", adapter, "--vectors", str(write_vectors(tmp_path, "accepts"))])
+        == 2
+    )
 
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -607,20 +651,42 @@ def test_list_lists(tmp_path, capsys):
     vectors = write_vectors(tmp_path, "accepts", "prefixed")
 
     assert main(["list", "--vectors", str(vectors), "--kind", "read"]) == 0
-    assert main(["run", "--list", "--adapter", "unused", "--vectors", str(vectors), "--filter", "*/accepts"]) == 0
+    assert (
+        main(
+            [
+                "run",
+                "--list",
+                "--adapter",
+                "unused",
+                "--vectors",
+                str(vectors),
+                "--filter",
+                "*/accepts",
+            ]
+        )
+        == 0
+    )
 
     assert capsys.readouterr().out == (
-        "read       page/prefixed  what page/prefixed is\nopen       page/accepts  what page/accepts is\n"
+        "read       page/prefixed  what page/prefixed is\nopen       page/accepts  what"
+        " page/accepts is\n"
     )
 
 
 def test_extract_writes_the_files_of_the_cases_that_are_chosen(tmp_path, capsys):
     vectors, out = write_vectors(tmp_path / "vectors", "accepts", "rejects"), tmp_path / "out"
 
-    assert main(["extract", "--vectors", str(vectors), "--filter", "*/accepts", "--out", str(out)]) == 0
+    assert (
+        main(["extract", "--vectors", str(vectors), "--filter", "*/accepts", "--out", str(out)])
+        == 0
+    )
 
     assert capsys.readouterr().out == f"{out / 'page' / 'accepts'}\n"
-    found = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    found = {
+        path.relative_to(out).as_posix(): path.read_bytes()
+        for path in out.rglob("*")
+        if path.is_file()
+    }
     assert found == {"page/accepts/a-file": b"", "page/accepts/weights.safetensors": ALL_BYTES}
 
 
@@ -628,17 +694,26 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     vectors = write_vectors(tmp_path)
     command = f"{sys.executable} -m ckptfmt_conformance list --vectors {vectors} | true"
 
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT
+    )
 
     assert "Traceback" not in done.stderr
 
 
 def test_reports_are_written(tmp_path, capsys):
-    vectors = write_vectors(tmp_path / "vectors", "accepts", "wrong-code", "segfault", "unsupported", "another-kind")
-    files = {name: tmp_path / "out" / f"report.{name}" for name in ("json", "junit", "html", "badge")}
+    vectors = write_vectors(
+        tmp_path / "vectors", "accepts", "wrong-code", "segfault", "unsupported", "another-kind"
+    )
+    files = {
+        name: tmp_path / "out" / f"report.{name}" for name in ("json", "junit", "html", "badge")
+    }
     options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
 
-    assert main(["run", "--adapter", CLASS, "--vectors", str(vectors), *options, "--timeout", "5"]) == 1
+    assert (
+        main(["run", "--adapter", CLASS, "--vectors", str(vectors), *options, "--timeout", "5"])
+        == 1
+    )
 
     out = capsys.readouterr().out
     assert "FAIL        page/wrong-code\n" in out
@@ -647,7 +722,19 @@ def test_reports_are_written(tmp_path, capsys):
     assert "2 failing" in files["badge"].read_text()
     assert main(["badge", str(files["json"])]) == 0
     assert capsys.readouterr().out == files["badge"].read_text()
-    assert main(["badge", str(files["json"]), "--html", str(tmp_path / "again.html"), "--out", os.devnull]) == 0
+    assert (
+        main(
+            [
+                "badge",
+                str(files["json"]),
+                "--html",
+                str(tmp_path / "again.html"),
+                "--out",
+                os.devnull,
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "again.html").read_text().count("<tr data-status") == 5
     assert main(["badge", str(files["badge"])]) == 2
 
@@ -674,20 +761,42 @@ def result(case_id, status, *, kind="open", message="", claim=None, seconds=0.25
 
 def a_run(*results, **members):
     description = Description(
-        name="n<m>", version="1", spec=("0.1",), roles=("reader",), features=("deltas",), kinds=("open", "trajectory")
+        name="n<m>",
+        version="1",
+        spec=("0.1",),
+        roles=("reader",),
+        features=("deltas",),
+        kinds=("open", "trajectory"),
     )
-    return Run(adapter="a", description=description, results=results, seconds=1.5, unix_s=1793491200, **members)
+    return Run(
+        adapter="a",
+        description=description,
+        results=results,
+        seconds=1.5,
+        unix_s=1793491200,
+        **members,
+    )
 
 
-VECTORS = tuple(result(f"{page}/{kind}", "PASS", kind=kind) for page in ("p", "seeded") for kind in KINDS_OF_S0)
-ALL = tuple(result(f"p/valid/{status.lower()}", status, message="it <is>\x00\x1b[31m & so") for status in Status)
+VECTORS = tuple(
+    result(f"{page}/{kind}", "PASS", kind=kind) for page in ("p", "seeded") for kind in KINDS_OF_S0
+)
+ALL = tuple(
+    result(f"p/valid/{status.lower()}", status, message="it <is>\x00\x1b[31m & so")
+    for status in Status
+)
 
 
 def test_junit_counts_and_keeps_what_xml_cannot_hold_out():
     suites = ET.fromstring(dump_junit(a_run(*ALL)))
     cases = {case.get("name"): [child.tag for child in case] for case in suites.iter("testcase")}
 
-    assert (suites.get("tests"), suites.get("failures"), suites.get("errors"), suites.get("skipped")) == (
+    assert (
+        suites.get("tests"),
+        suites.get("failures"),
+        suites.get("errors"),
+        suites.get("skipped"),
+    ) == (
         "7",
         "2",
         "1",
@@ -722,10 +831,20 @@ def test_reports_group_by_clause_and_show_red_clauses_first():
     )
 
     page = dump_html(run)
-    heads = [page.index(f"<th colspan=4>{head}") for head in ("clause B <small>1 PASS, 1 FAIL", "clause A", "open")]
+    heads = [
+        page.index(f"<th colspan=4>{head}")
+        for head in ("clause B <small>1 PASS, 1 FAIL", "clause A", "open")
+    ]
     assert heads == sorted(heads)
     assert page.count("<tbody>") == 3
-    assert heads[0] < page.index("p/bad") < page.index("p/good") < heads[1] < page.index("p/fine") < heads[2]
+    assert (
+        heads[0]
+        < page.index("p/bad")
+        < page.index("p/good")
+        < heads[1]
+        < page.index("p/fine")
+        < heads[2]
+    )
     told = text_of(run, stream=io.StringIO()).splitlines()
     assert told[:2] == ["clause B: 1 PASS, 1 FAIL", "FAIL        p/bad"]
     assert not any(line.startswith("clause A:") for line in told)
@@ -736,7 +855,10 @@ def test_text_shows_no_control_characters_and_colours_only_a_terminal():
         def isatty(self):
             return True
 
-    plain, verbose = text_of(a_run(*ALL), stream=io.StringIO()), text_of(a_run(*ALL), stream=Terminal(), verbose=True)
+    plain, verbose = (
+        text_of(a_run(*ALL), stream=io.StringIO()),
+        text_of(a_run(*ALL), stream=Terminal(), verbose=True),
+    )
 
     assert "\x1b" not in plain
     assert "\\x1b[31m & so" in plain
@@ -757,7 +879,10 @@ def test_progress_is_for_terminals(monkeypatch):
 
 def test_json_comes_back_as_the_same_run():
     run = a_run(
-        *ALL, result("trajectory/a", "PASS", kind="trajectory", claim="T2"), selection=("--kind open",), idle=("x",)
+        *ALL,
+        result("trajectory/a", "PASS", kind="trajectory", claim="T2"),
+        selection=("--kind open",),
+        idle=("x",),
     )
 
     again = parse_json(dump_json(run))
@@ -776,10 +901,14 @@ def test_what_is_no_report_is_said_so(text):
 
 
 def cell(claim, status="PASS", number=0, features=()):
-    return result(f"trajectory/{claim}/{number}", status, kind="trajectory", claim=claim, features=features)
+    return result(
+        f"trajectory/{claim}/{number}", status, kind="trajectory", claim=claim, features=features
+    )
 
 
-WITNESSED = result("trajectory/witnessed/t1/plain/mlp/sgd/boundary", "PASS", kind="trajectory", claim="T1")
+WITNESSED = result(
+    "trajectory/witnessed/t1/plain/mlp/sgd/boundary", "PASS", kind="trajectory", claim="T1"
+)
 ELASTIC = ("layout:elastic", "new-world-size")
 
 
@@ -873,7 +1002,9 @@ class OneAnswer:
         pass
 
 
-DESCRIBED = Description(name="x", version="1", spec=("0.1",), roles=(), features=(), kinds=("trajectory",))
+DESCRIBED = Description(
+    name="x", version="1", spec=("0.1",), roles=(), features=(), kinds=("trajectory",)
+)
 
 
 @pytest.mark.parametrize(
@@ -921,7 +1052,12 @@ def test_cells_that_start_processes_are_left_to_one_caller():
                 names = ("spec", "roles", "features")
                 return Answer(
                     outcome="accepted",
-                    body={"name": "x", "version": "1", "kinds": ["trajectory"], **{name: [] for name in names}},
+                    body={
+                        "name": "x",
+                        "version": "1",
+                        "kinds": ["trajectory"],
+                        **{name: [] for name in names},
+                    },
                 )
             asked.append(self)
             time.sleep(0.05)
@@ -954,7 +1090,15 @@ def test_describe_wants_all_members():
 
 
 def test_pytest_shows_every_status(tmp_path):
-    write_vectors(tmp_path / "vectors", "accepts", "rejects", "wrong-code", "segfault", "unsupported", "another-kind")
+    write_vectors(
+        tmp_path / "vectors",
+        "accepts",
+        "rejects",
+        "wrong-code",
+        "segfault",
+        "unsupported",
+        "another-kind",
+    )
     write_vectors(tmp_path / "vectors", "exit-1", "rejects-valid")
     (tmp_path / "xfails").write_text("page/exit-1\npage/rejects\n")
     command = [
@@ -971,10 +1115,19 @@ def test_pytest_shows_every_status(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [([], "which adapter?"), (["--adapter", "no-such"], "there is no adapter 'no-such'")]
+    ("options", "message"),
+    [([], "which adapter?"), (["--adapter", "no-such"], "there is no adapter 'no-such'")],
 )
 def test_pytest_without_an_adapter_says_what_to_give(options, message, tmp_path):
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "ckptfmt_conformance.plugin"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "ckptfmt_conformance.plugin",
+    ]
 
     done = subprocess.run(
         [*command, "--pyargs", "ckptfmt_conformance", *options],
@@ -1010,14 +1163,18 @@ def test_ckptfmt_without_the_suite_says_what_to_do(monkeypatch, capsys):
     assert ckptfmt_main(["conformance", "list"]) == 2
 
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("error: STATE_UNSUPPORTED at ckptfmt_conformance: the conformance suite isn't installed")
+    assert lines[0].startswith(
+        "error: STATE_UNSUPPORTED at ckptfmt_conformance: the conformance suite isn't installed"
+    )
     assert "make venv" in lines[1]
 
 
 def test_ckptfmt_imports_the_suite_for_this_command_only():
     program = "import sys, ckptfmt.__main__; print('ckptfmt_conformance' in sys.modules)"
 
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
 
     assert done.stdout.strip() == "False"
 
@@ -1047,7 +1204,9 @@ def test_the_exchange_in_the_readme_is_what_is_said(tmp_path):
     asked = "".join(f"{line[2:]}\n" for line in lines if line.startswith("> "))
     command = [sys.executable, "-m", "ckptfmt_conformance.adapters.reference", "serve"]
 
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        command, input=asked, capture_output=True, text=True, check=True, cwd=ROOT
+    )
 
     said = [json.loads(line[2:]) for line in lines if line.startswith("< ")]
     assert [json.loads(line) for line in done.stdout.splitlines()] == said
@@ -1074,13 +1233,29 @@ def test_every_member_of_the_protocol_is_in_the_readme():
     """What a case asks and expects, what a question and an answer are made of, and what `describe` says."""
     cases = cases_by_id().values()
     used = set().union(
-        *(members_of(dict(case.request or {})) | members_of(dict(case.expect.members)) for case in cases)
+        *(
+            members_of(dict(case.request or {})) | members_of(dict(case.expect.members))
+            for case in cases
+        )
     )
     used |= {"id", "kind", "input", "request", "output", "exit", "answer", "message", "ready"}
-    used |= {"error", "where", "phase", "feature"} | {field.name for field in dataclasses.fields(Description)}
+    used |= {"error", "where", "phase", "feature"} | {
+        field.name for field in dataclasses.fields(Description)
+    }
     named = set(re.findall(r"[`\"]([a-z_0-9]+)[`\"]", README))
 
-    assert {"verify", "digest", "bases", "launch", "samples", "loader", "form", "file", "box", "fetched"} <= used
+    assert {
+        "verify",
+        "digest",
+        "bases",
+        "launch",
+        "samples",
+        "loader",
+        "form",
+        "file",
+        "box",
+        "fetched",
+    } <= used
     assert used <= named, used - named
     assert set(KINDS) - {"trajectory"} <= named
     assert {(case.request or {})["form"] for case in cases if case.kind == "parse"} <= named
@@ -1109,7 +1284,13 @@ def test_every_option_of_run_is_in_the_readme(capsys):
 )
 def test_trajectories_are_listed_only_where_a_pattern_may_fit_one(patterns, is_listed, monkeypatch):
     """To list them takes the import of a framework: seconds, for a command that asks for something else."""
-    case = Case(id="trajectory/x", description="", kind="trajectory", roles=(), expect=Expectation(outcome="accept"))
+    case = Case(
+        id="trajectory/x",
+        description="",
+        kind="trajectory",
+        roles=(),
+        expect=Expectation(outcome="accept"),
+    )
     asked = mock.Mock(return_value=(case,))
     monkeypatch.setattr(cells, "list_cases", asked)
 

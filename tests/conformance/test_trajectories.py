@@ -48,8 +48,8 @@ TOGETHER = [
     "t1/ddp/mlp/window", "t1/fsdp2/gpt/often", "t1/tp/gpt/boundary", "t2/pairs/3-to-5", "s0/tp-2-to-fsdp2-3",
     "s1/ddp-2-to-ddp-3", "t2/refused/8-to-16-workers",
 ]  # fmt: skip
-#: What only `make test-exhaustive` asks of several processes. Controls of one process are many, and these are of the
-#: same kinds.
+#: What only `make test-exhaustive` asks of several processes. Controls of one process are many, and
+#: these are of the same kinds.
 MORE_TOGETHER = [
     "t1/ddp/cnn/three/boundary", "t2/chains/8-3-1-4-8", "t2/window/4-to-3", "t2/masters/3-to-2",
     "control/elastic.weights/damage", "control/elastic.window/drop", "control/elastic.exp_avg/drop",
@@ -194,7 +194,9 @@ def test_what_a_trainer_is_killed_in_is_a_delta(tmp_path):
 
     (run,) = sorted(tmp_path.glob("*/run-*"))[-1:]
     entries = list_checkpoints(open_store(run, writable=False))
-    resumed = {entry.step: entry.manifest.profile for entry in entries if entry.manifest is not None}
+    resumed = {
+        entry.step: entry.manifest.profile for entry in entries if entry.manifest is not None
+    }
     assert result.status == "PASS", result.said
     assert resumed[int(result.said.rpartition(" ")[2])] == "delta"
 
@@ -213,7 +215,11 @@ def test_what_tells_of_few_phases_is_judged_by_those(name, tmp_path):
     [
         ("full/before", Library(), "async-saves"),
         ("full/staged", Files(), "async-saves: its saves don't tell of STAGED"),
-        ("full/retention", Files(), "async-saves: its saves don't tell of COMMITTED and what follows"),
+        (
+            "full/retention",
+            Files(),
+            "async-saves: its saves don't tell of COMMITTED and what follows",
+        ),
     ],
 )
 def test_what_a_save_does_not_tell_is_unsupported(name, checkpointing, said, tmp_path):
@@ -229,7 +235,11 @@ def test_what_a_save_does_not_tell_is_unsupported(name, checkpointing, said, tmp
     [
         ("committed", Hasty(), r"resumed from step \d+: step \d+ was COMMITTED, and is lost"),
         ("staged", InThread(), r"resumed from step \d+: step \d+ was STAGED, and is lost"),
-        ("before", Live(), r"resumed from step 5: first divergence at step 5 \(right after load 1\): parameter/"),
+        (
+            "before",
+            Live(),
+            r"resumed from step 5: first divergence at step 5 \(right after load 1\): parameter/",
+        ),
     ],
 )
 def test_a_promise_that_is_not_kept_turns_a_cell_red(name, checkpointing, said, tmp_path):
@@ -277,7 +287,9 @@ def flip(state):
 def test_the_first_divergence_is_said_by_step_tensor_index_ulps_and_likely_cause(tmp_path):
     said = judge(CELLS[MLP], Partial(flip), tmp_path).said
 
-    assert said.startswith("first divergence at step 7 (right after load 1): parameter/down.bias[2] is ")
+    assert said.startswith(
+        "first divergence at step 7 (right after load 1): parameter/down.bias[2] is "
+    )
     assert "(1 ULPs), 1 of 4 elements differ; most likely not restored: the weights\n" in said
     header, row, *_ = [line.split() for line in said.splitlines()[2:]]
     assert header == ["steps", "done", *map(str, range(7, 13))]
@@ -370,7 +382,9 @@ def test_a_control_that_changes_nothing_that_is_learnt_fails(tmp_path, monkeypat
 
 def frozen(reference, prefix):
     """The same run, in which one kind of fact never changed."""
-    first = reference[0, 0] | {name: fact for name, fact in reference[12, 0].items() if name.startswith("moment/")}
+    first = reference[0, 0] | {
+        name: fact for name, fact in reference[12, 0].items() if name.startswith("moment/")
+    }
     return {
         position: facts | {name: first[name] for name in facts if name.startswith(prefix)}
         for position, facts in reference.items()
@@ -401,7 +415,9 @@ def test_a_cell_that_does_not_exercise_what_it_compares_is_found(prefix, said):
 
 
 def test_a_job_that_has_the_weights_already_proves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["ckptfmt_conformance.trajectories.play"], "make_job", always_the_same)
+    monkeypatch.setattr(
+        sys.modules["ckptfmt_conformance.trajectories.play"], "make_job", always_the_same
+    )
 
     result = judge(dataclasses.replace(CELLS[MLP], cuts=((0, 0),)), Library(), tmp_path)
 
@@ -471,7 +487,9 @@ def test_a_divergence_is_shown_by_tensor_and_step():
             "config/x": name,
         }
 
-    comparison = Comparison({(step, micro): facts(2.0, 4.0) for step in range(5) for micro in range(2)})
+    comparison = Comparison(
+        {(step, micro): facts(2.0, 4.0) for step in range(5) for micro in range(2)}
+    )
     for position, found in {
         (0, 0): facts(2.0, 4.0),
         (1, 1): facts(2.0, 2.0),

@@ -30,7 +30,9 @@ class Here:
         self.adapter = adapter
 
     def call(self, kind: str, *, path: Any = None, request: Any = None, **_: Any) -> Answer:
-        question = {"kind": kind, "input": str(path)} | ({} if request is None else {"request": request})
+        question = {"kind": kind, "input": str(path)} | (
+            {} if request is None else {"request": request}
+        )
         code, body = ask_line(self.adapter, question)
         return Answer(outcome=_OUTCOMES[code], body=body)
 
@@ -62,8 +64,12 @@ class Table:
 
 
 def key_of(kind: str, path: pathlib.Path, request: Any) -> str:
-    files = sorted((str(one.relative_to(path)), one.read_bytes()) for one in path.rglob("*") if one.is_file())
-    return hashlib.sha256(repr((kind, json.dumps(request, sort_keys=True), files)).encode()).hexdigest()
+    files = sorted(
+        (str(one.relative_to(path)), one.read_bytes()) for one in path.rglob("*") if one.is_file()
+    )
+    return hashlib.sha256(
+        repr((kind, json.dumps(request, sort_keys=True), files)).encode()
+    ).hexdigest()
 
 
 def statuses(caller: Any, cases: Any) -> set[str]:
@@ -71,7 +77,11 @@ def statuses(caller: Any, cases: Any) -> set[str]:
 
 
 def test_a_table_of_answers_by_hash_has_none_of_what_a_seed_draws() -> None:
-    released = [case for case in VECTORS if case.kind in ("read", "reshard") or case.id.startswith("manifest/valid/")]
+    released = [
+        case
+        for case in VECTORS
+        if case.kind in ("read", "reshard") or case.id.startswith("manifest/valid/")
+    ]
     table = Table(released)
     assert statuses(table, released) == {"PASS"}
     drawn = draw_cases(VECTORS, 1)
@@ -83,13 +93,18 @@ def test_a_table_of_answers_by_hash_has_none_of_what_a_seed_draws() -> None:
 
 def test_a_seed_draws_the_same_again_and_another_one_other_bytes_and_boxes() -> None:
     def asked(seed: int) -> list[tuple[Any, ...]]:
-        return [(case.id, case.request, dict(case.files), case.expect) for case in draw_cases(VECTORS, seed)]
+        return [
+            (case.id, case.request, dict(case.files), case.expect)
+            for case in draw_cases(VECTORS, seed)
+        ]
 
     assert asked(7) == asked(7)
     assert not {str(one[2:]) for one in asked(7)} & {str(one[2:]) for one in asked(8)}
 
 
-@pytest.mark.parametrize("name", ["index/valid/two-writers", "parts/valid/replicas", "whole/valid/newest"])
+@pytest.mark.parametrize(
+    "name", ["index/valid/two-writers", "parts/valid/replicas", "whole/valid/newest"]
+)
 def test_replicas_get_the_same_bytes_in_each_writer(name: str, tmp_path: pathlib.Path) -> None:
     """A box that two writers hold was given two contents, so that the suite asked for what must be refused."""
     import random  # noqa: PLC0415 - for this test alone
@@ -112,20 +127,28 @@ def test_a_checkpoint_with_other_bytes_is_as_sound_as_before(tmp_path: pathlib.P
     assert {name: one["shape"] for name, one in before["tensors"].items()} == {
         name: one["shape"] for name, one in after["tensors"].items()
     }
-    changed = [name for name, one in before["tensors"].items() if one["blake3"] != after["tensors"][name]["blake3"]]
+    changed = [
+        name
+        for name, one in before["tensors"].items()
+        if one["blake3"] != after["tensors"][name]["blake3"]
+    ]
     assert len(changed) >= len(before["tensors"]) - 1
     assert before["leaves"] == after["leaves"]
 
 
-# --- trajectories ---------------------------------------------------------------------------------------------------
+# --- trajectories ---------------------------------------------------------------------------------
 
 
 def witnessed_by(checkpointing: Any, number: int = 0) -> str | None:
     cell = list_witnessed()[number]
-    return judge_witnessed(cell, lambda do, request: answer_witness(checkpointing, {**request, "do": do}))
+    return judge_witnessed(
+        cell, lambda do, request: answer_witness(checkpointing, {**request, "do": do})
+    )
 
 
-@pytest.mark.parametrize("number", range(len(list_witnessed())), ids=[cell.id for cell in list_witnessed()])
+@pytest.mark.parametrize(
+    "number", range(len(list_witnessed())), ids=[cell.id for cell in list_witnessed()]
+)
 def test_the_reference_passes_each_cell_that_can_be_witnessed(number: int) -> None:
     assert witnessed_by(Reference().checkpointing(), number) is None
 
@@ -156,7 +179,8 @@ class OneTensorLess:
 
 
 @pytest.mark.parametrize(
-    ("made", "said"), [(Nothing, "stands at step 0"), (AtTheEnd, "stands at step 12"), (OneTensorLess, "step 8: ")]
+    ("made", "said"),
+    [(Nothing, "stands at step 0"), (AtTheEnd, "stands at step 12"), (OneTensorLess, "step 8: ")],
 )
 def test_what_loads_something_else_is_told_from_outside(made: Any, said: str) -> None:
     divergence = witnessed_by(made())
@@ -183,7 +207,11 @@ class Remembers(Reference):
         return self
 
     def save(self, path: str, state: Any, *_: Any) -> None:
-        self.kept[path] = {name: value.state_dict() for name, value in state.items() if hasattr(value, "state_dict")}
+        self.kept[path] = {
+            name: value.state_dict()
+            for name, value in state.items()
+            if hasattr(value, "state_dict")
+        }
 
     def load(self, path: str, state: Any) -> None:
         for name, values in self.kept[path].items():
@@ -192,12 +220,16 @@ class Remembers(Reference):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["JudgesItself", "Remembers"])
-def test_an_adapter_that_judges_itself_or_writes_nothing_is_convicted(name: str, monkeypatch: Any) -> None:
+def test_an_adapter_that_judges_itself_or_writes_nothing_is_convicted(
+    name: str, monkeypatch: Any
+) -> None:
     monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[2]))
     witnessed = cells.draw_witnessed(5)[:1]
     told: tuple[Case, ...] = ()
     if name == "JudgesItself":
-        told = tuple(case for case in cells.list_cases() if case.id == "trajectory/t1/plain/mlp/sgd/boundary")
+        told = tuple(
+            case for case in cells.list_cases() if case.id == "trajectory/t1/plain/mlp/sgd/boundary"
+        )
     run = run_cases(find_target(f"tests.conformance.test_unforgeable:{name}"), [*told, *witnessed])
     assert [str(result.status) for result in run.results][: len(told)] == ["PASS"] * len(told)
     assert str(run.results[-1].status) in ("FAIL", "ERROR")

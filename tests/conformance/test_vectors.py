@@ -66,7 +66,7 @@ def codes_of(case):
     return error if isinstance(error, list) else [error]
 
 
-# --- form -------------------------------------------------------------------------------------------------------------
+# --- form -----------------------------------------------------------------------------------------
 
 
 def test_there_are_enough():
@@ -88,7 +88,11 @@ def test_a_case_has_the_members_of_its_form():
     for name, case in cases().items():
         missing = MEMBERS.keys() - case.keys() - {"request"}
         wrong += [f"{name}: {sorted(missing)} are missing"] if missing else []
-        wrong += [f"{name}: {key}" for key, value in case.items() if not isinstance(value, MEMBERS.get(key, ()))]
+        wrong += [
+            f"{name}: {key}"
+            for key, value in case.items()
+            if not isinstance(value, MEMBERS.get(key, ()))
+        ]
 
     assert not wrong, "\n".join(wrong)
 
@@ -96,11 +100,17 @@ def test_a_case_has_the_members_of_its_form():
 def test_a_case_is_called_by_its_area_and_its_outcome():
     assert list(cases()) == sorted(cases())
     misplaced = [
-        name for name, case in cases().items() if name.split("/")[1] != ("invalid" if name in refused() else "valid")
+        name
+        for name, case in cases().items()
+        if name.split("/")[1] != ("invalid" if name in refused() else "valid")
     ]
 
     assert not misplaced
-    assert not [name for name in cases() if not re.fullmatch(r"[a-z]+/(in)?valid/[a-z0-9]+([-.][a-z0-9]+)*", name)]
+    assert not [
+        name
+        for name in cases()
+        if not re.fullmatch(r"[a-z]+/(in)?valid/[a-z0-9]+([-.][a-z0-9]+)*", name)
+    ]
 
 
 def test_members_are_of_their_kinds():
@@ -121,12 +131,18 @@ def test_the_version_is_that_of_the_specification():
 
 
 def test_a_refused_case_derives_from_one_that_is_accepted():
-    wrong = [name for name, case in refused().items() if case["derived_from"] not in cases().keys() - refused().keys()]
+    wrong = [
+        name
+        for name, case in refused().items()
+        if case["derived_from"] not in cases().keys() - refused().keys()
+    ]
 
     assert not wrong
     assert not [name for name, case in refused().items() if not case["edit"]]
     assert not [
-        name for name, case in cases().items() if name not in refused() and (case["edit"] or case["derived_from"])
+        name
+        for name, case in cases().items()
+        if name not in refused() and (case["edit"] or case["derived_from"])
     ]
 
 
@@ -144,7 +160,10 @@ def what_is_asked(case):
     if "/write-list-" in case["id"]:
         return "write lists"
     if case["kind"] == "parse":
-        return f"parse {'value' if case['request']['form'] in ('tree', 'msgpack', 'packed', 'strings') else 'document'}"
+        return (
+            "parse"
+            f" {'value' if case['request']['form'] in ('tree', 'msgpack', 'packed', 'strings') else 'document'}"
+        )
     if case["kind"] != "context" or "request" not in case:
         return case["kind"]
     ((asked, members),) = case["request"].items()
@@ -181,7 +200,14 @@ def test_every_example_of_the_pages_is_a_case():
         if case["kind"] == "parse"
     )
 
-    assert {fence.language for fence in fences()} == {"text", "python", "json", "edits", "rejects", "hex"}
+    assert {fence.language for fence in fences()} == {
+        "text",
+        "python",
+        "json",
+        "edits",
+        "rejects",
+        "hex",
+    }
     assert made == counted
     assert made.total() > 300
 
@@ -204,7 +230,8 @@ def test_a_code_is_one_that_a_clause_of_the_case_names():
     wrong = [
         f"{name}: {codes_of(case)} against {case['requirements']}"
         for name, case in refused().items()
-        if not set(codes_of(case)) & ({"DOC_SCHEMA"} | set().union(*(named[label] for label in case["requirements"])))
+        if not set(codes_of(case))
+        & ({"DOC_SCHEMA"} | set().union(*(named[label] for label in case["requirements"])))
     ]
 
     assert not wrong, "\n".join(wrong)
@@ -216,11 +243,15 @@ def test_the_reader_in_the_readme_reads_what_the_suite_reads():
     given: dict[str, Any] = {}
     exec(program, given)
     read = {
-        case["id"]: case["files"] for path in VECTORS.glob("*.json") for case in given["read_cases"](VECTORS, path.stem)
+        case["id"]: case["files"]
+        for path in VECTORS.glob("*.json")
+        for case in given["read_cases"](VECTORS, path.stem)
     }
 
     assert read == {name: case.files for name, case in cases_by_id().items()}
-    assert {f"`{name}`" for name in MEMBERS} - {"`derived_from`", "`edit`"} <= set(re.findall(r"`[a-z_]+`", text))
+    assert {f"`{name}`" for name in MEMBERS} - {"`derived_from`", "`edit`"} <= set(
+        re.findall(r"`[a-z_]+`", text)
+    )
 
 
 def test_equal_contents_stand_once_in_an_area_and_none_is_there_for_nothing():
@@ -239,7 +270,9 @@ def signed_documents(case):
         if path.endswith(".json"):
             signed = json.loads(content)["signed"]
             yield signed["type"], signed
-        elif re.fullmatch(r"(.*/)?(index-[0-9a-f]{16}|parts/[0-9a-f]{16}-[0-9]{5,})\.msgpack", path):
+        elif re.fullmatch(
+            r"(.*/)?(index-[0-9a-f]{16}|parts/[0-9a-f]{16}-[0-9]{5,})\.msgpack", path
+        ):
             signed = parse_packed_document(content, where=path)[0]
             yield signed["type"], view_of(signed)
 
@@ -250,11 +283,15 @@ def test_documents_of_accepted_cases_fit_their_schemas():
     registry: Registry[Any] = Registry().with_resources(
         [(name, Resource.from_contents(schema)) for name, schema in named.items()]
     )
-    validators = {name: Draft202012Validator(schema, registry=registry) for name, schema in named.items()}
+    validators = {
+        name: Draft202012Validator(schema, registry=registry) for name, schema in named.items()
+    }
     found = {
         json.dumps([kind, view], sort_keys=True): (name, kind, view)
         for name, case in cases_by_id().items()
-        if case.kind == "open" and case.expect.outcome == "accept" and "tensors" in case.expect.members
+        if case.kind == "open"
+        and case.expect.outcome == "accept"
+        and "tensors" in case.expect.members
         if (case.request or {}).get("verify") == "all" and case.spec == FORMAT_VERSION
         for kind, view in signed_documents(case)
     }
@@ -268,7 +305,7 @@ def test_documents_of_accepted_cases_fit_their_schemas():
     assert not wrong, "\n".join(wrong)
 
 
-# --- the generator ----------------------------------------------------------------------------------------------------
+# --- the generator --------------------------------------------------------------------------------
 
 
 def test_generated_again_they_are_the_same():
@@ -285,21 +322,29 @@ def edited_copy(folder, name, old, new):
 
 
 def test_a_check_says_which_case_was_edited(tmp_path):
-    gap, name_of_gap = '"description": "a box of the pinwheel is one row shorter"', '"id": "index/invalid/tiling-gap"'
+    gap, name_of_gap = (
+        '"description": "a box of the pinwheel is one row shorter"',
+        '"id": "index/invalid/tiling-gap"',
+    )
     for name, old, new, line in (
-        ("index.json", gap, '"description": ""', "index/invalid/tiling-gap isn't what is generated: description"),
+        ("index.json", gap, '"description": ""', ("index/invalid/tiling-gap isn't what is"
+        " generated: description")),
         ("index.json", name_of_gap, '"id": "index/invalid/a"', "index/invalid/a isn't among"),
-        ("index.json", name_of_gap, '"id": "index/invalid/a"', "index/invalid/tiling-gap is missing"),
+        ("index.json", name_of_gap, '"id": "index/invalid/a"', ("index/invalid/tiling-gap is"
+        " missing")),
         ("index.json", "  {", "   {", "index.json isn't written as it is generated"),
         ("index.json", "[", "", "index.json can't be read"),
-        ("files/documents.json", "{\n", "{\n" + '"00": {"text": ""},\n', "files/documents.json isn't written as"),
+        ("files/documents.json", "{\n", "{\n" + '"00": {"text": ""},\n', ("files/documents.json"
+        " isn't written as")),
     ):  # fmt: skip
         found = find_differences(all_cases(), edited_copy(tmp_path, name, old, new))
         assert any(text.startswith(line) for text in found), (line, found)
         assert len(found) <= 2
 
     key = cases_by_id()["index/invalid/tiling-gap"].files["manifest.json"].decode()
-    found = find_differences(all_cases(), edited_copy(tmp_path, "files/index.json", json.dumps(key), '""'))
+    found = find_differences(
+        all_cases(), edited_copy(tmp_path, "files/index.json", json.dumps(key), '""')
+    )
     assert found == ["index/invalid/tiling-gap isn't what is generated: manifest.json"]
 
 
@@ -308,7 +353,9 @@ def test_a_check_says_which_area_is_missing_or_left_over(tmp_path):
     (tmp_path / "trees.json").rename(tmp_path / "bushes.json")
     found = find_differences(all_cases(), tmp_path)
 
-    assert sum(line.endswith("is missing") for line in found) == sum(name.startswith("trees/") for name in cases())
+    assert sum(line.endswith("is missing") for line in found) == sum(
+        name.startswith("trees/") for name in cases()
+    )
     assert find_differences(all_cases(), tmp_path / "none")
 
 
@@ -319,7 +366,8 @@ def test_written_again_what_is_left_over_goes_and_what_is_kept_stays(tmp_path):
     write_areas(all_cases(), tmp_path)
 
     there, here = (
-        {path.relative_to(root): path.read_bytes() for path in root.rglob("*.json")} for root in (tmp_path, VECTORS)
+        {path.relative_to(root): path.read_bytes() for path in root.rglob("*.json")}
+        for root in (tmp_path, VECTORS)
     )
     assert there == here
 
@@ -351,10 +399,12 @@ def test_a_reader_refuses_those_of_an_earlier_version_by_that():
     run = run_cases(find_target("reference"), kept, jobs=1)
 
     assert len(kept) == 6 * len(KEPT)
-    assert {(result.status, result.case.spec) for result in run.results} == {("PASS", version) for version in KEPT}
+    assert {(result.status, result.case.spec) for result in run.results} == {
+        ("PASS", version) for version in KEPT
+    }
 
 
-# --- what ckptfmt makes of them ---------------------------------------------------------------------------------------
+# --- what ckptfmt makes of them -------------------------------------------------------------------
 
 
 def named(name):

@@ -22,7 +22,9 @@ def read_area(path: Path) -> list[dict[str, Any]]:
     return cases
 
 
-def write_area(root: Path, area: str, cases: list[dict[str, Any]], contents: dict[str, dict[str, str]]) -> None:
+def write_area(
+    root: Path, area: str, cases: list[dict[str, Any]], contents: dict[str, dict[str, str]]
+) -> None:
     """Write the two files of an area."""
     (root / "files").mkdir(parents=True, exist_ok=True)
     (root / f"{area}.json").write_text(json.dumps(cases), "utf-8")

@@ -22,7 +22,17 @@ from ckptfmt.documents.tree import dump_tree
 from ckptfmt.dtypes import DTYPES
 
 #: Names that other formats might take for something else.
-STRANGE_NAMES = ("a/b", "a~1b", "__metadata__x", "café.重み", "with space", "dots.in.name", "model.weight", "..", "~")
+STRANGE_NAMES = (
+    "a/b",
+    "a~1b",
+    "__metadata__x",
+    "café.重み",
+    "with space",
+    "dots.in.name",
+    "model.weight",
+    "..",
+    "~",
+)
 
 
 def tensor_of(dtype: str, shape: tuple[int, ...] = (3, 5), seed: int = 0) -> torch.Tensor:
@@ -34,7 +44,11 @@ def tensor_of(dtype: str, shape: tuple[int, ...] = (3, 5), seed: int = 0) -> tor
     content = raw.tobytes()
     if dtype == "float32" and count >= 12:
         content = np.array([0x7FA00001, 0xFFC12345, 0x80000000], "<u4").tobytes() + content[12:]
-    flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
+    flat = (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if count
+        else torch.empty(0, dtype=torch.uint8)
+    )
     return flat.view(TORCH_DTYPES[dtype]).reshape(shape)
 
 
@@ -42,9 +56,17 @@ def all_dtypes() -> dict[str, torch.Tensor]:
     """Return a tensor of each dtype of the format that this torch has, with and without elements, and scalars."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "ComplexHalf is experimental"
-        made = {f"{name}.weight": tensor_of(name, seed=number) for number, name in enumerate(TORCH_DTYPES)}
-        made |= {f"{name}.scalar": tensor_of(name, (), seed=99) for name in ("float32", "int64", "bool", "bfloat16")}
-        made |= {f"{name}.empty": tensor_of(name, (0, 3)) for name in ("float32", "uint8", "complex64")}
+        made = {
+            f"{name}.weight": tensor_of(name, seed=number)
+            for number, name in enumerate(TORCH_DTYPES)
+        }
+        made |= {
+            f"{name}.scalar": tensor_of(name, (), seed=99)
+            for name in ("float32", "int64", "bool", "bfloat16")
+        }
+        made |= {
+            f"{name}.empty": tensor_of(name, (0, 3)) for name in ("float32", "uint8", "complex64")
+        }
     return made
 
 
@@ -75,11 +97,16 @@ def stored(path: Any) -> dict[str, Any]:
             array: Any = np.zeros(tensor.global_shape, raw)
             whole = Box.whole(tensor.global_shape)
             for box, content in checkpoint.iter_content(tensor, whole) if array.size else ():
-                array[(*box.relative_to(whole), ...)] = np.frombuffer(content, raw).reshape(box.shape)
+                array[(*box.relative_to(whole), ...)] = np.frombuffer(content, raw).reshape(
+                    box.shape
+                )
             tensors[key] = (tensor.dtype, tensor.global_shape, tensor.aliases, array.tobytes())
         leaves = {key: dump_tree(checkpoint.leaf(*key), where="") for key in checkpoint.leaves}
     context = ("rng", "topology", "provenance")
-    return {"tensors": tensors, "leaves": {key: leaf for key, leaf in leaves.items() if key[0] not in context}}
+    return {
+        "tensors": tensors,
+        "leaves": {key: leaf for key, leaf in leaves.items() if key[0] not in context},
+    }
 
 
 def trees(path: Any, framework: Any = "torch") -> Any:
@@ -127,7 +154,9 @@ def refused(source: Any, target: Any, *options: str) -> tuple[str, dict[str, Any
     beside = sorted(target.parent.iterdir()) if target.parent.exists() else []
     said = convert(source, target, *options)
     assert "error" in said, said
-    assert (sorted(target.parent.iterdir()) if target.parent.exists() else []) == beside, "something is left"
+    assert (sorted(target.parent.iterdir()) if target.parent.exists() else []) == beside, (
+        "something is left"
+    )
     assert said["error"]["remedy"]
     return said["error"]["code"], said["error"]
 
@@ -173,5 +202,9 @@ def state_of(net: Net, optimizer: Any, scheduler: Any) -> ckptfmt.State:
         optimizer=optimizer,
         data={"position": 24, "seen": (1, 2), "shuffle": None},
         config={"lr": 1e-3, "betas": [0.9, float("nan")]},
-        extra={"scheduler": scheduler, "ema": {"decay": 0.5, "shadow": torch.arange(3.0)}, "count": 5},
+        extra={
+            "scheduler": scheduler,
+            "ema": {"decay": 0.5, "shadow": torch.arange(3.0)},
+            "count": 5,
+        },
     )

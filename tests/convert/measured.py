@@ -21,7 +21,9 @@ from tests.resharding.launch import settle
 def anonymous_nbytes() -> int:
     """Return how much memory of this process no file stands behind, shared memory included."""
     text = Path("/proc/self/status").read_text("ascii")
-    return sum(int(kib) << 10 for kib in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", text, re.MULTILINE))
+    return sum(
+        int(kib) << 10 for kib in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", text, re.MULTILINE)
+    )
 
 
 def measure(argv: list[str]) -> int:
@@ -64,7 +66,11 @@ def make(variables: dict[str, str], output: str, directory: str) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415
 
     torch.manual_seed(0)
-    model = {"large": torch.randint(-(2**31), 2**31 - 1, (56_000, 1_000), dtype=torch.int32).view(torch.float32)}
+    model = {
+        "large": torch.randint(-(2**31), 2**31 - 1, (56_000, 1_000), dtype=torch.int32).view(
+            torch.float32
+        )
+    }
     model |= {f"small.{number}": torch.full((2_621_440,), float(number)) for number in range(5)}
     warnings.simplefilter("ignore")
     torch.save({"model": model}, f"{directory}/a.pt")

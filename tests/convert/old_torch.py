@@ -61,7 +61,9 @@ def storage(key: str, kind: str, count: int, *, location: str = "cpu", view: byt
     return b"(" + said + number(count) + view + b"tQ"
 
 
-def tensor(of: bytes, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, version: int = 2) -> bytes:
+def tensor(
+    of: bytes, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, version: int = 2
+) -> bytes:
     """Return the operations that push a tensor, as torch 0.4 and later wrote it, or as earlier ones did."""
     place = of + number(offset) + sizes(*shape) + sizes(*strides)
     if version == 1:
@@ -72,7 +74,11 @@ def tensor(of: bytes, shape: tuple[int, ...], strides: tuple[int, ...], offset: 
 
 
 def sequence(
-    value: bytes, storages: dict[str, np.ndarray[Any, Any]], *, big: bool = False, says: bool = False
+    value: bytes,
+    storages: dict[str, np.ndarray[Any, Any]],
+    *,
+    big: bool = False,
+    says: bool = False,
 ) -> bytes:
     """Return the bytes of a file of torch 0.1.11 to 1.5.
 
@@ -86,11 +92,18 @@ def sequence(
     machine = mapping(
         (text("protocol_version"), number(1001)),
         (text("little_endian"), b"\x89" if says else b"\x88"),
-        (text("type_sizes"), mapping((text("short"), number(2)), (text("int"), number(4)), (text("long"), number(4)))),
+        (
+            text("type_sizes"),
+            mapping(
+                (text("short"), number(2)), (text("int"), number(4)), (text("long"), number(4))
+            ),
+        ),
     )
     keys = sorted(storages)
     heads = [number(MAGIC), number(1001), machine, value, b"](" + b"".join(map(text, keys)) + b"e"]
-    raw = [struct.pack(f"{order}q", storages[key].size) + _raw(storages[key], big=big) for key in keys]
+    raw = [
+        struct.pack(f"{order}q", storages[key].size) + _raw(storages[key], big=big) for key in keys
+    ]
     return b"".join([*map(pickled, heads), *raw])
 
 
@@ -126,7 +139,11 @@ def tar(
         described.append(pickled(number(key) + number(of) + named("torch.FloatTensor") + b"\x87"))
         described.append(struct.pack(f"{order}i4x", len(shape)))
         described.append(struct.pack(f"{order}{2 * len(shape) + 1}q", *shape, *strides, offset))
-    members = {"sys_info": pickled(b"}"), "storages": b"".join(held), "tensors": b"".join(described)}
+    members = {
+        "sys_info": pickled(b"}"),
+        "storages": b"".join(held),
+        "tensors": b"".join(described),
+    }
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as archive:
         for name, content in {**members, "pickle": pickled(value)}.items():

@@ -36,7 +36,10 @@ def fsdp_save(stage: Stage) -> Any:
         "columns": distribute_tensor(columns, mesh, [Shard(1)]),
         "copied": distribute_tensor(columns + 1, mesh, [Replicate()]),
     }
-    save({"model": weights, "optim": state, "others": others, "epoch": 2}, checkpoint_id=stage.path("dcp"))
+    save(
+        {"model": weights, "optim": state, "others": others, "epoch": 2},
+        checkpoint_id=stage.path("dcp"),
+    )
     whole = {
         "model": {name: tensor.full_tensor() for name, tensor in weights.items()},
         "moments": {name: row["exp_avg"].full_tensor() for name, row in state["state"].items()},

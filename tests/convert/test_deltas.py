@@ -19,7 +19,9 @@ def state(step):
     w = rng.standard_normal((9, BLOCK // 4)).astype(np.float32)
     w.view(np.uint32)[:, ::3] += step
     frozen = rng.integers(0, 99, 3000)
-    return snapshot(tensor("layer.w", w), tensor("layer.frozen", frozen), leaves=[leaf("config", {"lr": 0.5})])
+    return snapshot(
+        tensor("layer.w", w), tensor("layer.frozen", frozen), leaves=[leaf("config", {"lr": 0.5})]
+    )
 
 
 @pytest.fixture
@@ -58,7 +60,9 @@ def test_there_and_back(kind, delta, tmp_path):
     done(tmp_path / "there", tmp_path / "back", "--to", "ckptfmt", "--step", "3", *rules)
 
     expected = {source.name: source.array.tobytes() for source in state(3).tensors}
-    assert {key[1]: row[-1] for key, row in stored(tmp_path / "back")["tensors"].items()} == expected
+    assert {
+        key[1]: row[-1] for key, row in stored(tmp_path / "back")["tensors"].items()
+    } == expected
 
 
 def test_from_another_place_with_its_bases(delta, tmp_path):

@@ -24,16 +24,25 @@ def fields_of(tmp_path):
     return fields_of
 
 
-@pytest.mark.parametrize("key", ["weights", "model", "module", "state_dict", "model_state_dict", "net"])
+@pytest.mark.parametrize(
+    "key", ["weights", "model", "module", "state_dict", "model_state_dict", "net"]
+)
 def test_usual_names_of_weights(key, fields_of):
-    assert fields_of({key: {"layer.w": weight()}, "epoch": 1}) == {"weights:layer.w", "optimizer:extra/epoch"}
+    assert fields_of({key: {"layer.w": weight()}, "epoch": 1}) == {
+        "weights:layer.w",
+        "optimizer:extra/epoch",
+    }
 
 
 @pytest.mark.parametrize("key", ["optimizer", "optim", "optimizer_state_dict", "optim_state_dict"])
 def test_usual_names_of_optimizers(key, fields_of):
     value = {"state": {0: {"step": weight()}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
 
-    assert fields_of({"model": {"w": weight()}, key: value}) == {"weights:w", "optimizer:", "optimizer:state/0/step"}
+    assert fields_of({"model": {"w": weight()}, key: value}) == {
+        "weights:w",
+        "optimizer:",
+        "optimizer:state/0/step",
+    }
 
 
 def test_mapping_of_tensors_alone_is_weights(fields_of):
@@ -41,7 +50,10 @@ def test_mapping_of_tensors_alone_is_weights(fields_of):
 
 
 def test_extra_state_of_modules_is_part_of_weights(fields_of):
-    assert fields_of({"w": weight(), "layer._extra_state": {"scale": 2}}) == {"weights:w", "weights:layer._extra_state"}
+    assert fields_of({"w": weight(), "layer._extra_state": {"scale": 2}}) == {
+        "weights:w",
+        "weights:layer._extra_state",
+    }
 
 
 def test_everything_else_is_extra(fields_of):
@@ -53,7 +65,9 @@ def test_everything_else_is_extra(fields_of):
 
 
 def test_caller_says_otherwise(fields_of):
-    assert fields_of({"ema": {"w": weight()}, "model": 3}, "--field", "ema=weights", "--field", "model=extra") == {
+    assert fields_of(
+        {"ema": {"w": weight()}, "model": 3}, "--field", "ema=weights", "--field", "model=extra"
+    ) == {
         "weights:w",
         "optimizer:extra/model",
     }

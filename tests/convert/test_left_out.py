@@ -67,8 +67,21 @@ def test_hugging_face_directory_holds_weights_alone(run, tmp_path):
     said = reasons(done(run, tmp_path / "hf", "--to", "hf"))
 
     fields = {what.partition(":")[0] for what in said}
-    assert fields == {"digests", "step 3", "rng", "provenance", "topology", "data", "config", "optimizer", "weights"}
-    assert {what for what in said if what.startswith("weights:")} == {"weights:mask", "weights:head.weight"}
+    assert fields == {
+        "digests",
+        "step 3",
+        "rng",
+        "provenance",
+        "topology",
+        "data",
+        "config",
+        "optimizer",
+        "weights",
+    }
+    assert {what for what in said if what.startswith("weights:")} == {
+        "weights:mask",
+        "weights:head.weight",
+    }
 
 
 @pytest.mark.parametrize("kind", ["torch", "dcp", "hf"])
@@ -81,7 +94,12 @@ def test_strict_refuses_before_anything_is_written(kind, run, tmp_path):
 def test_strict_passes_what_is_whole(tmp_path):
     ckptfmt.save(tmp_path / "ckpt", ckptfmt.State(weights={"w": torch.ones(3)}), step=1)
     for kind in ("torch", "dcp", "hf"):
-        assert done(tmp_path / "ckpt", tmp_path / kind, "--to", kind, "--only", "weights", "--strict")["left_out"] == []
+        assert (
+            done(tmp_path / "ckpt", tmp_path / kind, "--to", kind, "--only", "weights", "--strict")[
+                "left_out"
+            ]
+            == []
+        )
 
 
 def test_values_that_a_careful_torch_load_refuses(tmp_path):
@@ -91,17 +109,25 @@ def test_values_that_a_careful_torch_load_refuses(tmp_path):
         "deep": [1, {"array": np.arange(3), "fine": "x"}],
         "fixed": frozenset("a"),
     }
-    ckptfmt.save(tmp_path / "ckpt", ckptfmt.State(weights={"w": torch.ones(1)}, config=config), step=1)
+    ckptfmt.save(
+        tmp_path / "ckpt", ckptfmt.State(weights={"w": torch.ones(1)}, config=config), step=1
+    )
     said = reasons(done(tmp_path / "ckpt", tmp_path / "a.pt"))
 
-    assert torch.load(tmp_path / "a.pt", weights_only=True)["config"] == {"ok": 1, "deep": [1, {"fine": "x"}]}
+    assert torch.load(tmp_path / "a.pt", weights_only=True)["config"] == {
+        "ok": 1,
+        "deep": [1, {"fine": "x"}],
+    }
     numpy = "torch.load(weights_only=True) refuses numpy's arrays and scalars"
     assert (said["config:lr"], said["config:deep/1/array"]) == (numpy, numpy)
     assert said["config:fixed"] == "torch.load(weights_only=True) refuses such a frozenset"
 
 
 def test_what_belongs_to_one_worker(tmp_path):
-    tensors = [tensor("w", np.zeros(2)), *(tensor("w", np.ones(2), scope=f"lw/{worker}") for worker in range(2))]
+    tensors = [
+        tensor("w", np.zeros(2)),
+        *(tensor("w", np.ones(2), scope=f"lw/{worker}") for worker in range(2)),
+    ]
     leaves = [leaf("data", {"seen": 1}, scope="lw/0")]
     save(LocalStore(tmp_path / "ckpt", writable=True), snapshot(*tensors, leaves=leaves))
     said = reasons(done(tmp_path / "ckpt", tmp_path / "a.pt"))
@@ -134,7 +160,12 @@ def test_dtypes_that_this_torch_lacks(kind, tmp_path, monkeypatch):
 
 def test_what_a_torch_file_has_beside_its_values(tmp_path):
     memory = torch.arange(6.0)
-    made = {"w": torch.nn.Parameter(torch.ones(2)), "all": memory, "half": memory[:3], "other": torch.ones(1)}
+    made = {
+        "w": torch.nn.Parameter(torch.ones(2)),
+        "all": memory,
+        "half": memory[:3],
+        "other": torch.ones(1),
+    }
     torch.save({"model": torch.nn.Linear(2, 2).state_dict(), "ema": made}, tmp_path / "a.pt")
     said = reasons(done(tmp_path / "a.pt", tmp_path / "ckpt", "--to", "ckptfmt"))
 
@@ -151,7 +182,9 @@ def test_what_a_torch_file_has_beside_its_values(tmp_path):
 
 def test_what_lies_beside_the_weights_of_a_hugging_face_directory(tmp_path):
     (tmp_path / "hf").mkdir()
-    safetensors.torch.save_file({"w": torch.ones(1)}, tmp_path / "hf" / "model.safetensors", {"made": "by hand"})
+    safetensors.torch.save_file(
+        {"w": torch.ones(1)}, tmp_path / "hf" / "model.safetensors", {"made": "by hand"}
+    )
     (tmp_path / "hf" / "config.json").write_text("{}")
     said = reasons(done(tmp_path / "hf", tmp_path / "ckpt", "--to", "ckptfmt"))
 

@@ -13,7 +13,8 @@ from tests.resharding.launch import fork
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-#: What a conversion may hold beyond what the program has at its start. The largest tensor alone is twice as large.
+#: What a conversion may hold beyond what the program has at its start. The largest tensor alone is
+#: twice as large.
 LIMIT_NBYTES = 96 << 20
 
 
@@ -30,7 +31,11 @@ def test_memory_is_constant_in_every_direction(tmp_path):
     peaks = {}
 
     def convert(source, target, *options, drop=()):
-        run(measured.convert, str(tmp_path / "peak"), [str(tmp_path / source), str(tmp_path / target), *options])
+        run(
+            measured.convert,
+            str(tmp_path / "peak"),
+            [str(tmp_path / source), str(tmp_path / target), *options],
+        )
         peaks[f"{source} to {target}"] = json.loads((tmp_path / "peak").read_text()) >> 20
         for name in drop:
             path = tmp_path / name
@@ -54,4 +59,7 @@ def digests(path):
     """Return the digests of every block of the weights, by name: equal exactly if the bytes are."""
     with ckptfmt.open(path) as checkpoint:
         part = checkpoint.read_part(0)
-        return {tensor.name: [(held.box, held.digests) for held in tensor.boxes] for tensor in rows_of(part.holdings)}
+        return {
+            tensor.name: [(held.box, held.digests) for held in tensor.boxes]
+            for tensor in rows_of(part.holdings)
+        }

@@ -44,7 +44,9 @@ MAKERS: dict[str, Any] = {
     "AdamW of two groups": lambda net: torch.optim.AdamW(two_groups(net), lr=0.01),
     "SGD without momentum": lambda net: torch.optim.SGD(two_groups(net), lr=0.1),
     "SGD with momentum": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
-    "the frozen one left out": lambda net: torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=0.1),
+    "the frozen one left out": lambda net: torch.optim.Adam(
+        [p for p in net.parameters() if p.requires_grad], lr=0.1
+    ),
 }
 
 
@@ -67,7 +69,9 @@ def raw(net: nn.Module) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("way", ["file", "Python"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_training_goes_on_in_plain_torch_as_if_it_had_never_stopped(name: str, way: str, tmp_path: Any) -> None:
+def test_training_goes_on_in_plain_torch_as_if_it_had_never_stopped(
+    name: str, way: str, tmp_path: Any
+) -> None:
     net, optimizer = make(name)
     train(net, optimizer, range(3))
     ckptfmt.save(tmp_path / "run", ckptfmt.State(weights=net, optimizer=optimizer), step=3)
@@ -132,7 +136,9 @@ def test_each_of_several_optimizers_has_a_state_dict(form: str, tmp_path: Any) -
     )
     for key, optimizer in fresh.items():
         assert frozen(optimizer.state_dict()) == frozen(live[key].state_dict())
-    with pytest.raises(ckptfmt.CkptError, match="LEAF_MISSING.*'dis'" if form == "dict" else "LEAF_MISSING"):
+    with pytest.raises(
+        ckptfmt.CkptError, match="LEAF_MISSING.*'dis'" if form == "dict" else "LEAF_MISSING"
+    ):
         ckptfmt.optimizer_state_dict(tmp_path / "run", "average")
 
 
@@ -148,7 +154,9 @@ def test_an_optimizer_among_the_extras_has_one(tmp_path: Any) -> None:
     assert frozen(found) == frozen(optimizer.state_dict())
 
 
-def test_an_order_that_is_not_in_the_checkpoint_is_said(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_that_is_not_in_the_checkpoint_is_said(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What an older ckptfmt saved has the names sorted: the file keeps them by names, and Python has a named error."""
     capture = Encoder.leaf_of
 
@@ -162,21 +170,36 @@ def test_an_order_that_is_not_in_the_checkpoint_is_said(tmp_path: Any, monkeypat
     train(net, optimizer, range(2))
     ckptfmt.save(tmp_path / "old", ckptfmt.State(weights=net, optimizer=optimizer), step=2)
 
-    with pytest.raises(ckptfmt.CkptError, match=r"GROUP_MISMATCH.*order.*State with the live model and optimizer"):
+    with pytest.raises(
+        ckptfmt.CkptError, match=r"GROUP_MISMATCH.*order.*State with the live model and optimizer"
+    ):
         ckptfmt.optimizer_state_dict(tmp_path / "old")
-    assert convert(tmp_path / "old", tmp_path / "a.pt", "--only", "weights", "--strict")["tensor_count"]
+    assert convert(tmp_path / "old", tmp_path / "a.pt", "--only", "weights", "--strict")[
+        "tensor_count"
+    ]
     assert "order" in reasons(done(tmp_path / "old", tmp_path / "model.pt"))["optimizer"]
-    assert trees(tmp_path / "old")["optimizer"].keys() == torch.load(tmp_path / "model.pt")["optimizer"].keys()
+    assert (
+        trees(tmp_path / "old")["optimizer"].keys()
+        == torch.load(tmp_path / "model.pt")["optimizer"].keys()
+    )
     other, again = make("AdamW of two groups")
     ckptfmt.load(tmp_path / "old", ckptfmt.State(weights=other, optimizer=again))
     assert frozen(again.state_dict()) == frozen(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("keys", [(), (0,)], ids=["optimizer", "optimizer_states, as Lightning has it"])
-def test_an_imported_optimizer_has_one_beside_other_entries(keys: tuple[int, ...], tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    "keys", [(), (0,)], ids=["optimizer", "optimizer_states, as Lightning has it"]
+)
+def test_an_imported_optimizer_has_one_beside_other_entries(
+    keys: tuple[int, ...], tmp_path: Any
+) -> None:
     net, optimizer = make("AdamW of two groups")
     train(net, optimizer, range(2))
-    saved = {"optimizer_states": [optimizer.state_dict()]} if keys else {"optimizer": optimizer.state_dict()}
+    saved = (
+        {"optimizer_states": [optimizer.state_dict()]}
+        if keys
+        else {"optimizer": optimizer.state_dict()}
+    )
     torch.save({"state_dict": net.state_dict(), "epoch": 3, **saved}, tmp_path / "a.pt")
     done(tmp_path / "a.pt", tmp_path / "imported", "--to", "ckptfmt")
 
@@ -187,7 +210,9 @@ def test_an_imported_optimizer_has_one_beside_other_entries(keys: tuple[int, ...
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_state_that_torch_will_convert_is_warned_of(*, mixed: bool, tmp_path: Any, caplog: Any) -> None:
+def test_state_that_torch_will_convert_is_warned_of(
+    *, mixed: bool, tmp_path: Any, caplog: Any
+) -> None:
     """`load_state_dict` of torch made float32 moments of a bfloat16 model bfloat16, where the page said same bits."""
     net = nn.Linear(4, 4).bfloat16()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -200,7 +225,9 @@ def test_state_that_torch_will_convert_is_warned_of(*, mixed: bool, tmp_path: An
     caplog.clear()
     ckptfmt.optimizer_state_dict(tmp_path / "run")
 
-    said = [record.getMessage() for record in caplog.records if "load_state_dict" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "load_state_dict" in record.getMessage()
+    ]
     assert len(said) == mixed
     assert not mixed or "exp_avg is float32, and its parameter bfloat16" in said[0]
     again = torch.optim.AdamW(net.parameters())

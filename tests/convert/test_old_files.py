@@ -7,7 +7,17 @@ import pytest
 import torch
 
 import ckptfmt
-from tests.convert.made import all_dtypes, bits, done, frozen, reasons, refused, tensor_of, trained, trees
+from tests.convert.made import (
+    all_dtypes,
+    bits,
+    done,
+    frozen,
+    reasons,
+    refused,
+    tensor_of,
+    trained,
+    trees,
+)
 from tests.convert.old_torch import KINDS, ordered, sequence, sizes, storage, tar, tensor, text
 from tests.hostile.bombs_foreign import mapping, named, number
 
@@ -31,7 +41,7 @@ def elements(kind, count=6):
     return held.view(torch.uint8).numpy().view(KINDS[kind]), held
 
 
-# --- written by torch ---------------------------------------------------------------------------------------------
+# --- written by torch -----------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -54,7 +64,12 @@ def test_a_training_of_the_old_form_comes_back_whole(protocol, tmp_path):
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(),
         "global_step": 40,
-        "ema": {"rows": memory[1:], "columns": memory.t(), "all": memory, "names": ("a", {"b": [1, None, 2.5]})},
+        "ema": {
+            "rows": memory[1:],
+            "columns": memory.t(),
+            "all": memory,
+            "names": ("a", {"b": [1, None, 2.5]}),
+        },
         "conj": torch.complex(torch.arange(3.0), torch.ones(3)).conj(),
         "parameter": torch.nn.Parameter(torch.ones(2)),
     }
@@ -93,10 +108,13 @@ def test_a_whole_module_of_the_old_form_is_refused_by_its_class(tmp_path):
     path = save_old(torch.nn.Linear(2, 2), tmp_path / "a.pth")
     code, error = refused(path, tmp_path / "out", "--to", "ckptfmt")
 
-    assert (code, "torch.nn.modules.linear.Linear" in error["detail"]) == ("STATE_UNSUPPORTED", True)
+    assert (code, "torch.nn.modules.linear.Linear" in error["detail"]) == (
+        "STATE_UNSUPPORTED",
+        True,
+    )
 
 
-# --- written by other versions, Pythons and machines ----------------------------------------------------------------
+# --- written by other versions, Pythons and machines ----------------------------------------------
 
 
 @pytest.mark.parametrize("big", [False, True], ids=["little-endian", "big-endian"])
@@ -106,7 +124,9 @@ def test_each_dtype_in_each_byte_order(kind, big, tmp_path):
     value = ordered((text("w"), tensor(storage("7", kind, 6), (2, 3), (3, 1))))
     (tmp_path / "a.pth").write_bytes(sequence(value, {"7": held}, big=big, says=big))
     if not big:
-        assert bits(torch.load(tmp_path / "a.pth", weights_only=True)["w"]) == bits(wanted.reshape(2, 3))
+        assert bits(torch.load(tmp_path / "a.pth", weights_only=True)["w"]) == bits(
+            wanted.reshape(2, 3)
+        )
 
     assert bits(weights_of(tmp_path / "a.pth", tmp_path)["w"]) == bits(wanted.reshape(2, 3))
 
@@ -132,8 +152,12 @@ def test_tensors_of_each_version_written_by_python_2_on_a_gpu(version, cuda, tmp
         (text("module.fc.weight"), tensor(of, (2, 3), (6, 2), 1, version)),
         (text("b" * 300), tensor(of, (2,), (1,))),
     )
-    metadata = mapping((text("_metadata"), ordered((text(""), mapping((text("version"), number(1)))))))
-    value = mapping((text("epoch"), number(90)), (text("state_dict"), ordered(*rows, state=metadata)))
+    metadata = mapping(
+        (text("_metadata"), ordered((text(""), mapping((text("version"), number(1))))))
+    )
+    value = mapping(
+        (text("epoch"), number(90)), (text("state_dict"), ordered(*rows, state=metadata))
+    )
     (tmp_path / "a.tar").write_bytes(sequence(value, {"94": held}))
 
     found = weights_of(tmp_path / "a.tar", tmp_path)
@@ -162,7 +186,9 @@ def test_parts_of_storages_that_old_versions_wrote_as_views(tmp_path):
 @pytest.mark.parametrize("form", ["called", "of torch 0.1", "variable"])
 def test_parameters_as_they_were_before_torch_0_4(form, tmp_path):
     inner = tensor(storage("7", "Float", 6), (6,), (1,), version=1)
-    kind = "torch.autograd.variable.Variable" if form == "variable" else "torch.nn.parameter.Parameter"
+    kind = (
+        "torch.autograd.variable.Variable" if form == "variable" else "torch.nn.parameter.Parameter"
+    )
     if form == "of torch 0.1":
         made = named(kind) + b")\x81(" + inner + b"N" + ordered() + b"\x88\x89tb"
     else:
@@ -176,11 +202,15 @@ def test_parameters_as_they_were_before_torch_0_4(form, tmp_path):
 
 
 @pytest.mark.parametrize("big", [False, True], ids=["little-endian", "big-endian"])
-@pytest.mark.parametrize("kind", ["Double", "Float", "Half", "Long", "Int", "Short", "Char", "Byte"])
+@pytest.mark.parametrize(
+    "kind", ["Double", "Float", "Half", "Long", "Int", "Short", "Char", "Byte"]
+)
 def test_the_tar_archives_of_the_first_versions(kind, big, tmp_path):
     held, wanted = elements(kind)
     value = ordered(
-        (text("w"), text("11") + b"Q"), (text("tied"), text("11") + b"Q"), (text("part"), text("12") + b"Q")
+        (text("w"), text("11") + b"Q"),
+        (text("tied"), text("11") + b"Q"),
+        (text("part"), text("12") + b"Q"),
     )
     views = b"](" + b"(" + number(9) + number(7) + number(2) + number(3) + b"te"
     tensors = {11: (7, (3, 2), (2, 1), 0), 12: (9, (2,), (1,), 1)}
@@ -193,16 +223,28 @@ def test_the_tar_archives_of_the_first_versions(kind, big, tmp_path):
     assert bits(found["w"]) == bits(wanted.reshape(3, 2))
     assert bits(found["part"]) == bits(wanted[3:5])
     with ckptfmt.open(tmp_path / "ckpt") as checkpoint:
-        assert next(tensor for tensor in checkpoint.tensors.values() if tensor.name == "w").aliases == ("tied",)
+        assert next(
+            tensor for tensor in checkpoint.tensors.values() if tensor.name == "w"
+        ).aliases == ("tied",)
 
 
 def test_big_endian_archives_of_every_dtype(tmp_path):
     """Torch swaps the elements of a zip archive whose `byteorder` is another one than the machine's."""
-    value = {name: tensor_of(name, seed=7) for name in ("float16", "bfloat16", "float32", "float64", "int16", "int64")}
-    value |= {"complex64": tensor_of("complex64"), "bool": tensor_of("bool"), "int8": tensor_of("int8")}
+    value = {
+        name: tensor_of(name, seed=7)
+        for name in ("float16", "bfloat16", "float32", "float64", "int16", "int64")
+    }
+    value |= {
+        "complex64": tensor_of("complex64"),
+        "bool": tensor_of("bool"),
+        "int8": tensor_of("int8"),
+    }
     torch.save(value, tmp_path / "a.pt")
     sized = {name: item.element_size() // (1 + item.is_complex()) for name, item in value.items()}
-    with zipfile.ZipFile(tmp_path / "a.pt") as held, zipfile.ZipFile(tmp_path / "b.pt", "w") as made:
+    with (
+        zipfile.ZipFile(tmp_path / "a.pt") as held,
+        zipfile.ZipFile(tmp_path / "b.pt", "w") as made,
+    ):
         widths = iter(sized.values())
         for record in held.infolist():
             content = held.read(record)
@@ -213,10 +255,12 @@ def test_big_endian_archives_of_every_dtype(tmp_path):
     found = weights_of(tmp_path / "b.pt", tmp_path)
 
     assert frozen(torch.load(tmp_path / "b.pt", weights_only=True)) == frozen(value)
-    assert {name: bits(item) for name, item in found.items()} == {name: bits(item) for name, item in value.items()}
+    assert {name: bits(item) for name, item in found.items()} == {
+        name: bits(item) for name, item in value.items()
+    }
 
 
-# --- what isn't safe ------------------------------------------------------------------------------------------------
+# --- what isn't safe ------------------------------------------------------------------------------
 
 
 def test_a_program_in_a_file_of_the_old_form_is_never_run(tmp_path, monkeypatch):
@@ -245,8 +289,14 @@ def test_storages_that_are_not_as_the_pickle_says_are_refused(tmp_path):
         "key": sequence(value, {"8": np.zeros(6, "f4")}),
         "short": sound[:-1],
         "none": sequence(value, {}),
-        "shape": sequence(ordered((text("w"), tensor(storage("7", "Float", 6), (7,), (1,)))), {"7": np.zeros(6, "f4")}),
-        "size": sequence(ordered((text("w"), named("torch.Size") + sizes(1) + b"\x85R")), {"7": np.zeros(6, "f4")}),
+        "shape": sequence(
+            ordered((text("w"), tensor(storage("7", "Float", 6), (7,), (1,)))),
+            {"7": np.zeros(6, "f4")},
+        ),
+        "size": sequence(
+            ordered((text("w"), named("torch.Size") + sizes(1) + b"\x85R")),
+            {"7": np.zeros(6, "f4")},
+        ),
     }.items():
         (tmp_path / name).write_bytes(content)
         assert refused(tmp_path / name, tmp_path / "out", "--to", "ckptfmt")[0] == "FILE_NBYTES"
@@ -254,7 +304,11 @@ def test_storages_that_are_not_as_the_pickle_says_are_refused(tmp_path):
 
 def test_text_of_python_2_in_another_encoding_is_named_by_its_key(tmp_path):
     weight = ordered((text("w"), tensor(storage("7", "Float", 6), (6,), (1,))))
-    value = mapping((text("state_dict"), weight), (text("author"), b"U\x02\xe9\xff"), (text("place"), text("Zürich")))
+    value = mapping(
+        (text("state_dict"), weight),
+        (text("author"), b"U\x02\xe9\xff"),
+        (text("place"), text("Zürich")),
+    )
     (tmp_path / "a.pth").write_bytes(sequence(value, {"7": elements("Float")[0]}))
 
     code, error = refused(tmp_path / "a.pth", tmp_path / "out", "--to", "ckptfmt")

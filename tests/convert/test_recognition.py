@@ -15,10 +15,14 @@ import ckptfmt
 from ckptfmt.errors import Code
 from tests.convert.made import bits, convert, done, refused, save_dcp, trees
 
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 32 + b"\nsize 1340573\n"
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 32 + b"\nsize 1340573\n"
+)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "last.ckpt", "model.pt"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "pytorch_model.bin", "last.ckpt", "model.pt"]
+)
 def test_a_pointer_of_git_lfs_says_how_its_content_is_fetched(name, tmp_path):
     (tmp_path / name).write_bytes(POINTER)
     code, error = refused(tmp_path / name, tmp_path / "out", "--to", "ckptfmt")
@@ -27,7 +31,9 @@ def test_a_pointer_of_git_lfs_says_how_its_content_is_fetched(name, tmp_path):
     assert "1,340,573 bytes" in error["detail"]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.safetensors.index.json", ".metadata", "__0_0.distcp"]
+)
 def test_a_pointer_of_git_lfs_in_a_directory_is_recognised(name, tmp_path):
     path = save_dcp({"w": torch.ones(3)}, tmp_path / "model")
     if name.startswith("model"):
@@ -64,10 +70,16 @@ def test_files_of_other_programs_are_named(name, content, said, tmp_path):
 
 def run_remedy(error, tmp_path):
     """Run the Python of a remedy as a user would, in a directory of its own."""
-    command = error["remedy"].removeprefix("In Python: ").removeprefix("In Python, if you trust the file: ")
+    command = (
+        error["remedy"]
+        .removeprefix("In Python: ")
+        .removeprefix("In Python, if you trust the file: ")
+    )
     command, _, _ = command.partition("; then")
     program = f"import torch, numpy, ckptfmt; {command.rstrip('.')}"
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, env={"PYTHONPATH": str(ROOT)})
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, check=True, env={"PYTHONPATH": str(ROOT)}
+    )
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -84,12 +96,17 @@ def test_arrays_of_numpy_are_named_and_the_remedy_saves_them(name, tmp_path):
 
     assert (code, "numpy" in error["detail"]) == ("ARGUMENT", True)
     run_remedy(error, tmp_path)
-    assert ckptfmt.load(tmp_path / "imported", only="weights:*")["weights"]["array"].tolist() == array.tolist()
+    assert (
+        ckptfmt.load(tmp_path / "imported", only="weights:*")["weights"]["array"].tolist()
+        == array.tolist()
+    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_program_of_torchscript_is_named_and_the_remedy_takes_its_weights(tmp_path):
-    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 3), torch.ones(1, 2)), str(tmp_path / "script.pt"))
+    torch.jit.save(
+        torch.jit.trace(torch.nn.Linear(2, 3), torch.ones(1, 2)), str(tmp_path / "script.pt")
+    )
     code, error = refused(tmp_path / "script.pt", tmp_path / "out", "--to", "ckptfmt")
 
     assert (code, "TorchScript" in error["detail"]) == ("ARGUMENT", True)
@@ -134,17 +151,22 @@ def test_no_remedy_for_a_foreign_file_speaks_of_a_checkpoint_of_ours(tmp_path):
     """`Load another checkpoint of the run` was what a cut file of safetensors said."""
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", 900) + b"{")
     (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../x"}}))
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "../x"}})
+    )
     path = save_dcp({"w": torch.ones(1000)}, tmp_path / "dcp")
     (path / "__0_0.distcp").write_bytes(b"x")
-    torch.save({"model": {"w": torch.ones(1)}, "x": {0: torch.ones(1), "0": torch.ones(1)}}, tmp_path / "two.pt")
+    torch.save(
+        {"model": {"w": torch.ones(1)}, "x": {0: torch.ones(1), "0": torch.ones(1)}},
+        tmp_path / "two.pt",
+    )
     for name in ("a.safetensors", "hf", "dcp", "two.pt"):
         code, error = refused(tmp_path / name, tmp_path / "out", "--to", "ckptfmt")
         assert error["remedy"] != Code[code].remedy
         assert "checkpoint" not in error["remedy"]
 
 
-# --- float4 ---------------------------------------------------------------------------------------------------------
+# --- float4 ---------------------------------------------------------------------------------------
 
 
 def test_float4_of_safetensors_is_taken_and_given_back(tmp_path):
@@ -164,7 +186,9 @@ def test_float4_of_safetensors_is_taken_and_given_back(tmp_path):
 def test_dtypes_of_safetensors_that_no_byte_holds_are_refused(tag, shape, tmp_path):
     nbytes = 2 if tag == "F4" else 3
     header = json.dumps({"w": {"dtype": tag, "shape": shape, "data_offsets": [0, nbytes]}}).encode()
-    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(nbytes))
+    (tmp_path / "a.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header + bytes(nbytes)
+    )
 
     assert "error" in convert(tmp_path / "a.safetensors", tmp_path / "out", "--to", "ckptfmt")
     assert not (tmp_path / "out").exists()

@@ -22,7 +22,7 @@ def checkpoint(tmp_path):
     return tmp_path / "ckpt"
 
 
-# --- paths and kinds ------------------------------------------------------------------------------------------------
+# --- paths and kinds ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", ["file", "directory", "link"])
@@ -106,10 +106,13 @@ def test_options_that_say_nothing_here(checkpoint, tmp_path):
 def test_only_weights_go_to_hugging_face(tmp_path):
     ckptfmt.save(tmp_path / "run", state_of(*trained()), step=1)
 
-    assert refused(tmp_path / "run", tmp_path / "hf", "--to", "hf", "--only", "optimizer")[0] == "ARGUMENT"
+    assert (
+        refused(tmp_path / "run", tmp_path / "hf", "--to", "hf", "--only", "optimizer")[0]
+        == "ARGUMENT"
+    )
 
 
-# --- torch.save -----------------------------------------------------------------------------------------------------
+# --- torch.save -----------------------------------------------------------------------------------
 
 
 def test_truncated_torch_file(tmp_path):
@@ -145,7 +148,9 @@ def test_tensor_that_is_not_its_elements_alone(tensor, tmp_path):
 
 
 def test_value_that_a_checkpoint_has_no_form_for(tmp_path):
-    torch.save({"model": {"w": torch.ones(1)}, "state": {"raw": bytearray(b"x")}}, tmp_path / "a.pt")
+    torch.save(
+        {"model": {"w": torch.ones(1)}, "state": {"raw": bytearray(b"x")}}, tmp_path / "a.pt"
+    )
     code, error = refused(tmp_path / "a.pt", tmp_path / "b", "--to", "ckptfmt")
 
     assert (code, "bytearray" in error["detail"]) == ("STATE_UNSUPPORTED", True)
@@ -159,7 +164,10 @@ def test_torch_file_that_is_no_mapping_of_names(value, tmp_path):
 
 
 def test_keys_that_give_two_tensors_one_name(tmp_path):
-    torch.save({"model": {"w": torch.ones(1)}, "state": {0: torch.ones(1), "0": torch.ones(2)}}, tmp_path / "a.pt")
+    torch.save(
+        {"model": {"w": torch.ones(1)}, "state": {0: torch.ones(1), "0": torch.ones(2)}},
+        tmp_path / "a.pt",
+    )
 
     assert refused(tmp_path / "a.pt", tmp_path / "b", "--to", "ckptfmt")[0] == "STATE_NAME"
 
@@ -176,10 +184,13 @@ def test_mapping_that_contains_itself(tmp_path):
 def test_rules_for_fields_that_fit_nothing(rule, tmp_path):
     torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "a.pt")
 
-    assert refused(tmp_path / "a.pt", tmp_path / "b", "--to", "ckptfmt", "--field", rule)[0] == "ARGUMENT"
+    assert (
+        refused(tmp_path / "a.pt", tmp_path / "b", "--to", "ckptfmt", "--field", rule)[0]
+        == "ARGUMENT"
+    )
 
 
-# --- DCP ------------------------------------------------------------------------------------------------------------
+# --- DCP ------------------------------------------------------------------------------------------
 
 
 def test_metadata_with_a_foreign_class_is_never_executed(tmp_path):
@@ -239,12 +250,16 @@ def test_dcp_directory_that_names_a_file_elsewhere(tmp_path):
 
 
 def test_names_that_torch_joins_to_one(tmp_path):
-    ckptfmt.save(tmp_path / "ckpt", ckptfmt.State(weights={"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}), step=1)
+    ckptfmt.save(
+        tmp_path / "ckpt",
+        ckptfmt.State(weights={"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}),
+        step=1,
+    )
 
     assert refused(tmp_path / "ckpt", tmp_path / "dcp", "--to", "dcp")[0] == "STATE_NAME"
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------------------------
+# --- Hugging Face ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -261,7 +276,10 @@ def test_hugging_face_file_that_is_missing(hf, tmp_path):
     (hf / "model-00002-of-00002.safetensors").unlink()
     code, error = refused(hf, tmp_path / "b", "--to", "ckptfmt")
 
-    assert (code, error["where"].endswith("model-00002-of-00002.safetensors")) == ("FILE_MISSING", True)
+    assert (code, error["where"].endswith("model-00002-of-00002.safetensors")) == (
+        "FILE_MISSING",
+        True,
+    )
 
 
 def test_hugging_face_index_that_is_missing(hf, tmp_path):

@@ -34,7 +34,7 @@ def run(tmp_path):
     return tmp_path / "run", live
 
 
-# --- ckptfmt -> other -> ckptfmt ------------------------------------------------------------------------------------
+# --- ckptfmt -> other -> ckptfmt ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
@@ -56,7 +56,11 @@ def test_run_comes_back_into_live_objects(kind, run, tmp_path):
 
 def beside_optimizer(rows: Any) -> Any:
     """Leave out what a .pt file numbers, and a checkpoint names."""
-    return {key: row for key, row in rows.items() if key[0] != "optimizer" or key[1].startswith("extra/")}
+    return {
+        key: row
+        for key, row in rows.items()
+        if key[0] != "optimizer" or key[1].startswith("extra/")
+    }
 
 
 def test_torch_file_keeps_all_but_the_context(run, tmp_path):
@@ -65,10 +69,13 @@ def test_torch_file_keeps_all_but_the_context(run, tmp_path):
     done(tmp_path / "there.pt", tmp_path / "back", "--to", "ckptfmt")
 
     before, after = (
-        {kind: beside_optimizer(rows) for kind, rows in stored(at).items()} for at in (path, tmp_path / "back")
+        {kind: beside_optimizer(rows) for kind, rows in stored(at).items()}
+        for at in (path, tmp_path / "back")
     )
     buffers = {key for key in before["tensors"] if key[1] == "mask"}
-    assert after["tensors"] == {key: row for key, row in before["tensors"].items() if key not in buffers}
+    assert after["tensors"] == {
+        key: row for key, row in before["tensors"].items() if key not in buffers
+    }
     assert after["leaves"] == before["leaves"]
     assert frozen(trees(tmp_path / "back")["optimizer"][""]) == frozen(optimizer.state_dict())
 
@@ -83,21 +90,33 @@ def test_dcp_directory_keeps_all_but_the_context_and_the_ties(run, tmp_path):
     assert tied[2] == ("head.weight",)
     untied = (*tied[:2], (), tied[3])
     wanted = {key: row for key, row in before["tensors"].items() if key[1] != "mask"}
-    wanted["weights", "embed.weight", "global"] = wanted["weights", "head.weight", "global"] = untied
+    wanted["weights", "embed.weight", "global"] = wanted["weights", "head.weight", "global"] = (
+        untied
+    )
     assert after["tensors"] == wanted
-    assert reasons(said)["weights/head.weight"] == "tied to weights/embed.weight, and stored a second time"
+    assert (
+        reasons(said)["weights/head.weight"]
+        == "tied to weights/embed.weight, and stored a second time"
+    )
 
 
 def test_every_dtype_passes_through_each_kind(tmp_path):
     ckptfmt.save(tmp_path / "all", ckptfmt.State(weights=all_dtypes()), step=1)
     before = stored(tmp_path / "all")["tensors"]
-    assert {row[0] for row in before.values()} >= set(DTYPES) - {"float8_e8m0fnu", "float4_e2m1fn_x2"}
+    assert {row[0] for row in before.values()} >= set(DTYPES) - {
+        "float8_e8m0fnu",
+        "float4_e2m1fn_x2",
+    }
     for kind in ("torch", "dcp", "hf"):
         said = done(tmp_path / "all", tmp_path / kind, "--to", kind)
         done(tmp_path / kind, tmp_path / f"back-{kind}", "--to", "ckptfmt")
 
         after = stored(tmp_path / f"back-{kind}")["tensors"]
-        left_out = {key for key, row in before.items() if kind == "hf" and row[0] in ("complex128", "complex32")}
+        left_out = {
+            key
+            for key, row in before.items()
+            if kind == "hf" and row[0] in ("complex128", "complex32")
+        }
         assert after == {key: row for key, row in before.items() if key not in left_out}
         for _, name, _ in left_out:
             assert "safetensors has no dtype" in reasons(said)[f"weights:{name}"]
@@ -141,10 +160,19 @@ def test_several_writers_become_one(tmp_path):
 
     def save(writer):
         source = ArraySource(
-            field="weights", name="w", array=whole, boxes=boxes[writer], dtype="float64", global_shape=(7, 5)
+            field="weights",
+            name="w",
+            array=whole,
+            boxes=boxes[writer],
+            dtype="float64",
+            global_shape=(7, 5),
         )
         ckptfmt.save(
-            tmp_path / "pieces", ckptfmt.State(weights={"w": source}), step=1, writer=(writer, 2), agree="token"
+            tmp_path / "pieces",
+            ckptfmt.State(weights={"w": source}),
+            step=1,
+            writer=(writer, 2),
+            agree="token",
         )
 
     threads = [threading.Thread(target=save, args=(writer,)) for writer in range(2)]
@@ -157,7 +185,7 @@ def test_several_writers_become_one(tmp_path):
     assert bits(torch.load(tmp_path / "one.pt")["w"]) == bits(torch.from_numpy(whole))
 
 
-# --- other -> ckptfmt -> other --------------------------------------------------------------------------------------
+# --- other -> ckptfmt -> other --------------------------------------------------------------------
 
 
 def nested():
@@ -212,7 +240,9 @@ def test_torch_file_keeps_what_shares_memory(tmp_path):
 
 def test_tensor_shared_within_a_tree_is_stored_once(tmp_path):
     shared = torch.arange(6.0)
-    torch.save({"model": {"w": torch.ones(2)}, "ema": {"x": [shared, {"y": shared}]}}, tmp_path / "a.pt")
+    torch.save(
+        {"model": {"w": torch.ones(2)}, "ema": {"x": [shared, {"y": shared}]}}, tmp_path / "a.pt"
+    )
     done(tmp_path / "a.pt", tmp_path / "ckpt", "--to", "ckptfmt")
     done(tmp_path / "ckpt", tmp_path / "b.pt")
 
@@ -223,7 +253,12 @@ def test_tensor_shared_within_a_tree_is_stored_once(tmp_path):
 
 def test_dcp_directory_comes_back_with_its_values(tmp_path):
     net, optimizer, _ = trained()
-    before = {"model": net.state_dict(), "optim": optimizer.state_dict(), "epoch": 3, "all": all_dtypes()}
+    before = {
+        "model": net.state_dict(),
+        "optim": optimizer.state_dict(),
+        "epoch": 3,
+        "all": all_dtypes(),
+    }
     save_dcp(before, tmp_path / "a")
     done(tmp_path / "a", tmp_path / "ckpt", "--to", "ckptfmt")
     done(tmp_path / "ckpt", tmp_path / "b", "--to", "dcp")
@@ -239,12 +274,16 @@ def test_dcp_directory_comes_back_with_its_values(tmp_path):
 def test_hugging_face_directory_comes_back_file_by_file(tmp_path):
     before = {name: tensor for name, tensor in all_dtypes().items() if fits(name)}
     (tmp_path / "a").mkdir()
-    safetensors.torch.save_file(before, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
+    safetensors.torch.save_file(
+        before, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"}
+    )
     done(tmp_path / "a", tmp_path / "ckpt", "--to", "ckptfmt", "--strict")
     said = done(tmp_path / "ckpt", tmp_path / "b", "--to", "hf", "--only", "weights", "--strict")
 
     assert said["left_out"] == []
-    assert frozen(safetensors.torch.load_file(tmp_path / "b" / "model.safetensors")) == frozen(before)
+    assert frozen(safetensors.torch.load_file(tmp_path / "b" / "model.safetensors")) == frozen(
+        before
+    )
 
 
 def test_foreign_kinds_become_each_other(tmp_path):

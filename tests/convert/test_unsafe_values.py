@@ -41,7 +41,10 @@ VALUES = {
 @pytest.mark.parametrize("kind", VALUES)
 def test_an_unsafe_value_elsewhere_does_not_hold_up_the_weights(kind, old, tmp_path):
     net = torch.nn.Linear(3, 2)
-    value = {"state_dict": net.state_dict(), "hyper_parameters": {"lr": 0.1, "deep": [1, {"root": VALUES[kind]}]}}
+    value = {
+        "state_dict": net.state_dict(),
+        "hyper_parameters": {"lr": 0.1, "deep": [1, {"root": VALUES[kind]}]},
+    }
     torch.save(value, tmp_path / "a.ckpt", _use_new_zipfile_serialization=not old)
 
     code, error = refused(tmp_path / "a.ckpt", tmp_path / "out", "--to", "ckptfmt")
@@ -80,7 +83,11 @@ def test_a_dcp_directory_with_an_unsafe_value(tmp_path):
     path = save_dcp({"model": {"w": torch.ones(3)}, "config": Settings()}, tmp_path / "dcp")
     code, error = refused(path, tmp_path / "out", "--to", "ckptfmt")
 
-    assert (code, "config" in error["where"], "Settings" in error["detail"]) == ("STATE_UNSUPPORTED", True, True)
+    assert (code, "config" in error["where"], "Settings" in error["detail"]) == (
+        "STATE_UNSUPPORTED",
+        True,
+        True,
+    )
     done(path, tmp_path / "out", "--to", "ckptfmt", "--only", "weights")
     assert trees(tmp_path / "out")["weights"]["w"].tolist() == [1.0] * 3
 
@@ -88,7 +95,9 @@ def test_a_dcp_directory_with_an_unsafe_value(tmp_path):
 def test_a_field_without_entries_is_no_checkpoint(tmp_path):
     """`--only weights` of a file that has none made a checkpoint of no tensors."""
     torch.save({"ema": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "a.pt")
-    code, error = refused(tmp_path / "a.pt", tmp_path / "out", "--to", "ckptfmt", "--only", "weights")
+    code, error = refused(
+        tmp_path / "a.pt", tmp_path / "out", "--to", "ckptfmt", "--only", "weights"
+    )
 
     assert (code, "--field KEY=weights" in error["remedy"]) == ("ARGUMENT", True)
 

@@ -22,7 +22,9 @@ KINDS = ("torch", "dcp", "hf")
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    ckptfmt.save(tmp_path / "ckpt", ckptfmt.State(weights={"a": torch.ones(9), "b": torch.zeros(3)}), step=1)
+    ckptfmt.save(
+        tmp_path / "ckpt", ckptfmt.State(weights={"a": torch.ones(9), "b": torch.zeros(3)}), step=1
+    )
     return tmp_path / "ckpt"
 
 
@@ -48,7 +50,10 @@ def stop_at_second(monkeypatch, error):
 def test_interrupt_leaves_nothing(kind, checkpoint, tmp_path, monkeypatch, capsys):
     stop_at_second(monkeypatch, KeyboardInterrupt())
 
-    assert main(["convert", str(checkpoint), str(tmp_path / "a"), "--to", kind, "--only", "weights"]) == 130
+    assert (
+        main(["convert", str(checkpoint), str(tmp_path / "a"), "--to", kind, "--only", "weights"])
+        == 130
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
     assert "interrupted" in capsys.readouterr().err
 
@@ -57,7 +62,9 @@ def test_interrupt_of_an_import_leaves_nothing(tmp_path, monkeypatch):
     torch.save({"a": torch.ones(9), "b": torch.zeros(3)}, tmp_path / "a.pt")
     stop_at_second(monkeypatch, KeyboardInterrupt())
 
-    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "ckpt"), "--to", "ckptfmt"]) == 130
+    assert (
+        main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "ckpt"), "--to", "ckptfmt"]) == 130
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
@@ -86,7 +93,8 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     big = {"w": np.zeros(1 << 26, np.uint8)}
     ckptfmt.save(tmp_path / "ckpt", ckptfmt.State(weights=big), step=1)
     program = (
-        "import time, sys; from ckptfmt.convert.content import Tensor; from ckptfmt.__main__ import main\n"
+        "import time, sys; from ckptfmt.convert.content import Tensor; from ckptfmt.__main__"
+        " import main\n"
         "read = Tensor.iter_content\n"
         "def slowly(self):\n"
         "    for chunk in read(self):\n"
@@ -95,8 +103,19 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path):
         "Tensor.iter_content = slowly\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    command = [sys.executable, "-c", program, "convert", str(tmp_path / "ckpt"), str(tmp_path / "hf"), "--to", "hf"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "convert",
+        str(tmp_path / "ckpt"),
+        str(tmp_path / "hf"),
+        "--to",
+        "hf",
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "chunk\n"
         process.send_signal(signal.SIGINT)
@@ -106,7 +125,7 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
-# --- without torch --------------------------------------------------------------------------------------------------
+# --- without torch --------------------------------------------------------------------------------
 
 
 def test_hugging_face_needs_no_torch(tmp_path):
@@ -123,7 +142,12 @@ def test_hugging_face_needs_no_torch(tmp_path):
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
     assert ran.returncode == 0, ran.stderr
@@ -135,7 +159,7 @@ def test_hugging_face_needs_no_torch(tmp_path):
     assert not (tmp_path / "a.pt").exists()
 
 
-# --- what is said ---------------------------------------------------------------------------------------------------
+# --- what is said ---------------------------------------------------------------------------------
 
 
 def test_quiet_in_a_pipe_and_plain_for_programs(checkpoint, tmp_path):

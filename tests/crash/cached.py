@@ -5,8 +5,8 @@ A process of its own, with one thread, so that it may fork.
     python -m tests.crash.cached --kills 100 --seed 1 --writers 2
     python -m tests.crash.cached --kills 100 --seed 1 --server ceph --saver process
 
-With ``--server`` the home is a bucket. With ``--saver process`` savers and trainers are killed one at a time; else
-saver and uploader are threads of the trainer, and die with it.
+With ``--server`` the home is a bucket. With ``--saver process`` savers and trainers are killed one
+at a time; else saver and uploader are threads of the trainer, and die with it.
 """
 
 import argparse
@@ -43,11 +43,13 @@ from tests.store.helpers import FAST_DIRECTORY
 from tests.stores.hooked import HookedStore, Operation
 from tests.test_group import Allgather, run_writers
 
-#: A launch waits half of it for a living saver, which on a busy machine has much in hand when its trainer is killed.
+#: A launch waits half of it for a living saver, which on a busy machine has much in hand when its
+#: trainer is killed.
 _DEADLINE_S: Final = 600.0
 #: How long a killed trainer lives at most, in seconds, once it has told what was waited for.
 _LIFE_S: Final = 0.2
-#: What is waited for: nothing, so that it is killed while it finishes what another left; or that it has come so far.
+#: What is waited for: nothing, so that it is killed while it finishes what another left; or that it
+#: has come so far.
 _TARGETS: Final[tuple[str, ...]] = ("", "resumed", "written", "written", "committed")
 #: And behind savers that were killed.
 _LATER_TARGETS: Final[tuple[str, ...]] = ("", "written", "committed")
@@ -68,8 +70,10 @@ class Report:
     Attributes:
         kill_count: trainers and savers killed.
         written_count: saves that all writers told to be written.
-        finished_count: launches that resumed from a step that no killed trainer had told to be committed.
-        node_count: checkpoints that were committed by their documents alone, and are there in the end.
+        finished_count: launches that resumed from a step that no killed trainer had told to be
+            committed.
+        node_count: checkpoints that were committed by their documents alone, and are there in the
+            end.
         staying_count: files of committed checkpoints that are in caches alone in the end.
         lost: launches that resumed from an older step than all writers told to be written.
         violations: what else was found.
@@ -93,7 +97,13 @@ class _Slow(HookedStore):
 
 
 def train(
-    home: str, caches: list[pathlib.Path], told_fd: int, *, saver: Any, every: int, save_count: int | None
+    home: str,
+    caches: list[pathlib.Path],
+    told_fd: int,
+    *,
+    saver: Any,
+    every: int,
+    save_count: int | None,
 ) -> None:
     """Resume, then save step after step, until killed or so many times; each line that is told has a word first."""
     gather = Allgather(len(caches), timeout_s=2 * _DEADLINE_S)
@@ -115,17 +125,24 @@ def train(
             deadline_s=_DEADLINE_S,
         ) as checkpointer:
             begin = checkpointer.step
-            tell("resumed", writer, begin, all((array == begin).all() for array in weights.values()))
+            tell(
+                "resumed", writer, begin, all((array == begin).all() for array in weights.values())
+            )
             checkpointer.restore_rng()
             handles: list[SaveHandle] = []
             saver_pid: int | None = None
-            for step in range(begin + 1, sys.maxsize if save_count is None else begin + 1 + save_count):
+            for step in range(
+                begin + 1, sys.maxsize if save_count is None else begin + 1 + save_count
+            ):
                 checkpointer.step = step
                 for array in weights.values():
                     array[...] = step
                 handle = _save(checkpointer)
                 handles.append(handle)
-                if saver == "process" and (pid := _find_saver(checkpointer)) not in (None, saver_pid):
+                if saver == "process" and (pid := _find_saver(checkpointer)) not in (
+                    None,
+                    saver_pid,
+                ):
                     tell("saver", writer, saver_pid := pid)
                 for one in list(handles):
                     if one.state == "COMMITTED":
@@ -184,7 +201,13 @@ class _Run:
         every: int,
     ) -> None:
         self._every = every
-        self._home, self._report, self._rng, self._saver, self._forget = home, report, rng, saver, forget
+        self._home, self._report, self._rng, self._saver, self._forget = (
+            home,
+            report,
+            rng,
+            saver,
+            forget,
+        )
         self._caches = [root / f"cache-{number}" for number in range(writers)]
         self._written = self._committed = 0
 
@@ -200,7 +223,14 @@ class _Run:
             os.setpgid(0, 0)
             os.close(told_fd)  # so that who tells notices when nobody listens any more
             try:
-                train(self._home, self._caches, write_fd, saver=self._saver, every=self._every, save_count=save_count)
+                train(
+                    self._home,
+                    self._caches,
+                    write_fd,
+                    saver=self._saver,
+                    every=self._every,
+                    save_count=save_count,
+                )
             except BaseException:  # noqa: BLE001 - told to the oracle, whatever it is
                 os.write(write_fd, f"failed {json.dumps(traceback.format_exc())}\n".encode())
                 os._exit(1)
@@ -210,7 +240,9 @@ class _Run:
         with os.fdopen(told_fd) as told:
             if save_count is None:
                 targets = _TARGETS
-                for _ in range(self._rng.randint(0, _SAVER_KILLS) if self._saver == "process" else 0):
+                for _ in range(
+                    self._rng.randint(0, _SAVER_KILLS) if self._saver == "process" else 0
+                ):
                     self._wait_for("saver", told, lines)
                     if saver_pid := _last_saver(lines):
                         self._kill(saver_pid)
@@ -245,7 +277,9 @@ class _Run:
             elif word == "resumed":
                 _, step, exact = rest
                 if int(step) < self._written:
-                    self._report.lost.append(f"step {self._written} was written, and step {step} is what is there")
+                    self._report.lost.append(
+                        f"step {self._written} was written, and step {step} is what is there"
+                    )
                 if int(step) < self._committed or exact != "True":
                     self._report.violations.append(f"step {self._committed} was committed: {line}")
                 self._report.finished_count += rest[0] == "0" and int(step) > self._committed
@@ -264,7 +298,9 @@ class _Run:
     def judge_end(self) -> None:
         """Find what is left when the last trainer has ended: whole checkpoints, and nothing that waits in a cache."""
         home = open_store(self._home, writable=False)
-        staying: set[str] = set()  # attempts whose files stay in caches, whether they are at home by now or not
+        staying: set[str] = (
+            set()
+        )  # attempts whose files stay in caches, whether they are at home by now or not
         for entry in list_checkpoints(home):
             place = home.at(entry.name)
             if entry.register is None:
@@ -276,16 +312,22 @@ class _Run:
                     staying.add(attempt)
                     self._report.node_count += 1
                 with Checkpoint(place) as checkpoint:
-                    elsewhere = [name for names in find_elsewhere(checkpoint).values() for name in names]
+                    elsewhere = [
+                        name for names in find_elsewhere(checkpoint).values() for name in names
+                    ]
                     if elsewhere:
                         self._judge_staying(entry, elsewhere)
                     for item in () if elsewhere else checkpoint.index.tensors:
                         if not (checkpoint.read(*item.key) == entry.step).all():
                             self._report.violations.append(f"{entry.name} isn't of its step")
             for path in _list_all(place):
-                if path != MANIFEST_NAME and not (attempt and attempt in path and path.endswith(_STAYING)):
+                if path != MANIFEST_NAME and not (
+                    attempt and attempt in path and path.endswith(_STAYING)
+                ):
                     self._report.violations.append(f"{entry.name}/{path} is left")
-        self._report.violations += [f"{path} is left" for path in _list_all(home) if "savers/" in path]
+        self._report.violations += [
+            f"{path} is left" for path in _list_all(home) if "savers/" in path
+        ]
         for cache in self._caches:
             parts = {path.with_suffix("") for path in cache.rglob("parts/*.msgpack")}
             settled = {path.with_suffix("") for path in cache.rglob("parts/*.settled")}
@@ -301,7 +343,9 @@ class _Run:
             found = [path for cache in self._caches for path in cache.rglob(name)]
             if not found:
                 self._report.violations.append(f"{entry.name}/{name} is nowhere")
-            if not all((array == entry.step).all() for path in found for array in load_file(path).values()):
+            if not all(
+                (array == entry.step).all() for path in found for array in load_file(path).values()
+            ):
                 self._report.violations.append(f"{entry.name}/{name} isn't of its step")
             self._report.staying_count += 1
 
@@ -337,14 +381,17 @@ def kill_many(
     Args:
         server: of the bucket in which the run is; None for a directory.
         saver: ``thread``, or ``process``.
-        forget: whether the caches are deleted behind each kill: then saves that were written are lost.
+        forget: whether the caches are deleted behind each kill: then saves that were written are
+            lost.
         every: as ``upload_every`` of a `Checkpointer`.
         seconds: after how many no trainer is started any more but the last.
     """
     report, rng = Report(), random.Random(seed)
     with contextlib.ExitStack() as stack:
         root = pathlib.Path(
-            stack.enter_context(tempfile.TemporaryDirectory(dir=FAST_DIRECTORY, prefix="ckptfmt-kill-"))
+            stack.enter_context(
+                tempfile.TemporaryDirectory(dir=FAST_DIRECTORY, prefix="ckptfmt-kill-")
+            )
         )
         home = str(root / "home")
         if server is not None:
@@ -352,7 +399,9 @@ def kill_many(
             os.environ.update(endpoint.environment)
             home = f"s3://{endpoint.make_bucket()}/run"
             _shorten_leases(root / "site")
-        run = _Run(home, root, report, rng, writers=writers, saver=saver, forget=forget, every=every)
+        run = _Run(
+            home, root, report, rng, writers=writers, saver=saver, forget=forget, every=every
+        )
         end_s = time.monotonic() + seconds
         while report.kill_count < kill_count and not report.violations and time.monotonic() < end_s:
             run.train()
@@ -367,7 +416,9 @@ def _shorten_leases(directory: pathlib.Path) -> None:
     """Let leases run out soon, in this process and in those that it starts: a minute for each kill would be an hour."""
     change = f"leases.Leases.__init__.__kwdefaults__['term_s'] = {_TERM_S}\n"
     directory.mkdir()
-    (directory / "sitecustomize.py").write_text(f"from ckptfmt.store import leases\n{change}", "utf-8")
+    (directory / "sitecustomize.py").write_text(
+        f"from ckptfmt.store import leases\n{change}", "utf-8"
+    )
     sys.path.insert(0, str(directory))
     defaults = leases.Leases.__init__.__kwdefaults__
     assert defaults is not None
@@ -386,7 +437,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=math.inf)
     given = parser.parse_args()
-    options = {name: getattr(given, name) for name in ("server", "saver", "forget", "every", "seconds")}
+    options = {
+        name: getattr(given, name) for name in ("server", "saver", "forget", "every", "seconds")
+    }
     report = kill_many(given.kills, given.seed, given.writers, **options)
     json.dump(dataclasses.asdict(report), sys.stdout)
 

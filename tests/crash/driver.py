@@ -1,6 +1,7 @@
 """Kills trainers at random moments, and remembers what they had promised: the oracle that outlives them all.
 
-A process of its own, with one thread, so that it may fork: a killed trainer costs a few milliseconds.
+A process of its own, with one thread, so that it may fork: a killed trainer costs a few
+milliseconds.
 
     python -m tests.crash.driver --kills 300 --seed 1
 """
@@ -26,7 +27,8 @@ from tests.explorer.crashes import scan
 from tests.explorer.judge import Judge, Promises
 from tests.store.helpers import FAST_DIRECTORY
 
-#: Kills in one run, before the next is begun: retired checkpoints leave their tombstones, and listing them takes time.
+#: Kills in one run, before the next is begun: retired checkpoints leave their tombstones, and
+#: listing them takes time.
 _KILLS_PER_RUN: Final = 20
 _PATIENCE_S: Final = 60.0
 _TARGETS: Final = ("resume", "save", "retirement")
@@ -79,7 +81,9 @@ class _Run:
         pid, told_fd = self._start(save_count=2)
         status = self._end(pid, told_fd)
         if status != 0:
-            self._report.violations.append(f"the trainer that wasn't killed ended with status {status}")
+            self._report.violations.append(
+                f"the trainer that wasn't killed ended with status {status}"
+            )
         self._judge_state()
 
     def _start(self, *, save_count: int | None) -> tuple[int, int]:
@@ -90,7 +94,13 @@ class _Run:
         if pid == 0:
             os.setpgid(0, 0)
             try:
-                train(str(self._root), seed=seed, told_fd=write_fd, phase=self._phase, save_count=save_count)
+                train(
+                    str(self._root),
+                    seed=seed,
+                    told_fd=write_fd,
+                    phase=self._phase,
+                    save_count=save_count,
+                )
             except BaseException:  # noqa: BLE001 - told to the oracle, whatever it is
                 os.write(write_fd, f"failed {json.dumps(traceback.format_exc())}\n".encode())
                 os._exit(1)
@@ -132,13 +142,18 @@ class _Run:
         directories = {path.partition("/")[0] for path in files if path.startswith("step-")}
         self._report.torn_count += any(f"{name}/manifest.json" not in files for name in directories)
         self._report.checked_count += sum(
-            isinstance(self._judge.load(inner), content.Loaded) for inner in _inner_files(files, directories)
+            isinstance(self._judge.load(inner), content.Loaded)
+            for inner in _inner_files(files, directories)
         )
 
 
 def _inner_files(files: Any, directories: set[str]) -> list[dict[str, bytes]]:
     return [
-        {path.removeprefix(f"{name}/"): data for path, data in files.items() if path.startswith(f"{name}/")}
+        {
+            path.removeprefix(f"{name}/"): data
+            for path, data in files.items()
+            if path.startswith(f"{name}/")
+        }
         for name in directories
     ]
 

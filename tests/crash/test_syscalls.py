@@ -40,7 +40,18 @@ class Trainers:
         self._put.flush()
         pid = int(self._get.readline().removeprefix("pid "))
         inject = f"inject={syscall}:signal=KILL:when={number}"
-        command = ["strace", "-f", "-o", "/dev/null", "-e", f"trace={syscall}", "-e", inject, "-p", str(pid)]
+        command = [
+            "strace",
+            "-f",
+            "-o",
+            "/dev/null",
+            "-e",
+            f"trace={syscall}",
+            "-e",
+            inject,
+            "-p",
+            str(pid),
+        ]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
             assert strace.stderr is not None
             said = strace.stderr.readline()

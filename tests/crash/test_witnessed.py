@@ -13,7 +13,14 @@ SEED = 20261127
 
 
 def campaign(*options):
-    command = [sys.executable, "-m", "tests.crash.witnessed", "--seed", str(SEED), *map(str, options)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.crash.witnessed",
+        "--seed",
+        str(SEED),
+        *map(str, options),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -43,7 +50,10 @@ def test_a_killed_run_is_never_refuted_and_is_the_undisturbed_one(kill_count, wr
     assert report["kill_count"] == kill_count
     assert report["repeated_count"] > 0
     assert kill_count < 100 or report["verified_steps"] >= kill_count
-    assert all(kill_count < 100 or report["kills_in"][phase] > 0 for phase in ("open", "step", "witness", "save"))
+    assert all(
+        kill_count < 100 or report["kills_in"][phase] > 0
+        for phase in ("open", "step", "witness", "save")
+    )
 
 
 @pytest.mark.slow

@@ -20,7 +20,9 @@ PHASES: Final = ("starting", "resume", "save", "retirement", "idle")
 _DEADLINE_S: Final = 20.0
 
 
-def train(root: str, *, seed: int, told_fd: int, phase: mmap.mmap, save_count: int | None = None) -> None:
+def train(
+    root: str, *, seed: int, told_fd: int, phase: mmap.mmap, save_count: int | None = None
+) -> None:
     """Launch and save until killed, or `save_count` times.
 
     Args:
@@ -48,7 +50,9 @@ def train(root: str, *, seed: int, told_fd: int, phase: mmap.mmap, save_count: i
         _enter(phase, "idle")
 
 
-def one_launch(root: str | os.PathLike[str], *, tell: Callable[[str], None] = lambda _: None) -> None:
+def one_launch(
+    root: str | os.PathLike[str], *, tell: Callable[[str], None] = lambda _: None
+) -> None:
     """Launch, save once, retire the rest: what is traced, system call by system call. Marks go to `tell`."""
     store = LocalStore(root, writable=True)
     marks = Marks(tell)
@@ -56,7 +60,9 @@ def one_launch(root: str | os.PathLike[str], *, tell: Callable[[str], None] = la
     launch, _ = lineage.begin_launch(store, run)
     marks.launched(launch)
     step = _resume(store, launch)
-    marks.saved(content.save(store, content.origin_of(launch, step + 1, _attempt(launch, step + 1))))
+    marks.saved(
+        content.save(store, content.origin_of(launch, step + 1, _attempt(launch, step + 1)))
+    )
     clean_up(store, run, launch, marks, keep=1)
 
 
@@ -69,7 +75,9 @@ def _resume(store: LocalStore, launch: Launch) -> int:
     return loaded.step
 
 
-def _save(store: LocalStore, launch: Launch, step: int, marks: Marks, *, with_processes: bool) -> None:
+def _save(
+    store: LocalStore, launch: Launch, step: int, marks: Marks, *, with_processes: bool
+) -> None:
     """Save with two writers: the second in a process of its own, or after the first."""
     origin = content.origin_of(launch, step, _attempt(launch, step))
     if not with_processes:
@@ -101,8 +109,8 @@ def _tell(fd: int, mark: str) -> None:
 def serve() -> None:
     """Make one launch for each root that comes in, in a fork of this process: its imports take a second, a fork none.
 
-    Says ``pid`` when the fork has stopped itself, so that somebody may trace it and let it go on; then its marks; then
-    ``ended`` with its exit code, negative for a signal.
+    Says ``pid`` when the fork has stopped itself, so that somebody may trace it and let it go on;
+    then its marks; then ``ended`` with its exit code, negative for a signal.
     """
     for line in sys.stdin:
         pid = os.fork()

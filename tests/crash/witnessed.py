@@ -4,8 +4,9 @@ A process of its own, with one thread, so that it may fork: a launch costs no im
 
     python -m tests.crash.witnessed --kills 100 --seed 1 --writers 2
 
-The witness of each launch is held to the truth: the bits of losses, and of the last checkpoint, say whether the killed
-run is the same run. With ``--faulty`` the training warms up its learning rate after each start, outside of its State.
+The witness of each launch is held to the truth: the bits of losses, and of the last checkpoint, say
+whether the killed run is the same run. With ``--faulty`` the training warms up its learning rate
+after each start, outside of its State.
 """
 
 from __future__ import annotations
@@ -46,18 +47,25 @@ from ckptfmt.store import open_store
 from ckptfmt.trainer.witnessing import Witness
 from tests.store.helpers import FAST_DIRECTORY
 
-#: The phases of a training; the place of each is what a process writes into the memory that it shares.
+#: The phases of a training; the place of each is what a process writes into the memory that it
+#: shares.
 PHASES: Final = ("start", "open", "step", "witness", "save")
 #: The number of kills of one run, before the run comes to its end and is compared.
 _KILLS_PER_RUN: Final = 20
 #: The number of steps of the last launch of a run.
 _LAST_STEPS: Final = 15
 _PATIENCE_S: Final = 120.0
-#: The number of steps at most that a launch takes before the phase in which it is killed is waited for.
+#: The number of steps at most that a launch takes before the phase in which it is killed is waited
+#: for.
 _LIFE_STEPS: Final = 25
-#: The begins of warnings that are none of a fault: a new optimizer has another learning rate than the schedule set by
-#: hand; a saver in a process of its own outlives its training, and a part of a save may be lost with another process.
-_EXPECTED: Final = ("changed by the load: lr:", "waiting at most", "passed over: the saves of launch")
+#: The begins of warnings that are none of a fault: a new optimizer has another learning rate than
+#: the schedule set by hand; a saver in a process of its own outlives its training, and a part of a
+#: save may be lost with another process.
+_EXPECTED: Final = (
+    "changed by the load: lr:",
+    "waiting at most",
+    "passed over: the saves of launch",
+)
 _BLOCK: Final = 16
 _BATCH: Final = 4
 _MICRO: Final = 2
@@ -76,7 +84,8 @@ class Report:
         verified_launches: launches whose verdict is "verified".
         verified_steps: steps that these launches verified.
         refuted: sentences of the witness on steps that differ.
-        differing: steps whose losses differ from those of the undisturbed run, and members of last checkpoints.
+        differing: steps whose losses differ from those of the undisturbed run, and members of last
+            checkpoints.
         violations: other faults.
     """
 
@@ -107,7 +116,7 @@ class Options:
     is_faulty: bool
 
 
-# --- the training -----------------------------------------------------------------------------------------------------
+# --- the training ---------------------------------------------------------------------------------
 
 
 class _Model(nn.Module):
@@ -131,7 +140,14 @@ def _batch_at(source: torch.Tensor, offsets: list[int]) -> tuple[torch.Tensor, t
     return x, torch.stack([source[i + 1 : i + 1 + _BLOCK] for i in offsets])
 
 
-def train(run: str, options: Options, *, upto: int, note: Callable[[str], None], enter: Callable[[str], None]) -> None:
+def train(
+    run: str,
+    options: Options,
+    *,
+    upto: int,
+    note: Callable[[str], None],
+    enter: Callable[[str], None],
+) -> None:
     """Train like nanoGPT from where the run stands up to a step.
 
     Args:
@@ -146,12 +162,20 @@ def train(run: str, options: Options, *, upto: int, note: Callable[[str], None],
     model: Any = bare if options.writers == 1 else nn.parallel.DistributedDataParallel(bare)
     decay = [p for p in bare.parameters() if p.dim() >= 2]
     rest = [p for p in bare.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
-    sampler = ckptfmt.Sampler(1800 - _BLOCK, global_batch=_BATCH * _MICRO * 2, seed=0, micro_batches=_MICRO)
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    )
+    sampler = ckptfmt.Sampler(
+        1800 - _BLOCK, global_batch=_BATCH * _MICRO * 2, seed=0, micro_batches=_MICRO
+    )
     best = {"loss": math.inf}
-    state = ckptfmt.State(weights=model, optimizer=optimizer, data=sampler, config={"block": 16}, extra={"best": best})
+    state = ckptfmt.State(
+        weights=model, optimizer=optimizer, data=sampler, config={"block": 16}, extra={"best": best}
+    )
     enter("open")
-    with Checkpointer(run, state, every=5, keep=3, saver=options.saver, deadline_s=_PATIENCE_S) as checkpointer:
+    with Checkpointer(
+        run, state, every=5, keep=3, saver=options.saver, deadline_s=_PATIENCE_S
+    ) as checkpointer:
         _enter_phases(checkpointer, enter)
         micro_batches = iter(sampler)
         begin = checkpointer.step
@@ -209,7 +233,10 @@ class _Progress(ctypes.Structure):
         steps: the number of times that the phase "step" began.
     """
 
-    _fields_: ClassVar[list[tuple[str, type]]] = [("phase", ctypes.c_uint32), ("steps", ctypes.c_uint32)]
+    _fields_: ClassVar[list[tuple[str, type]]] = [
+        ("phase", ctypes.c_uint32),
+        ("steps", ctypes.c_uint32),
+    ]
 
 
 class _Warnings(logging.Handler):
@@ -223,7 +250,9 @@ class _Warnings(logging.Handler):
         self._note(f"warned {record.getMessage()}")
 
 
-def _be_writer(run: str, place: pathlib.Path, options: Options, shared: _Progress, *, writer: int, upto: int) -> None:
+def _be_writer(
+    run: str, place: pathlib.Path, options: Options, shared: _Progress, *, writer: int, upto: int
+) -> None:
     """Be one process of a launch, from the fork on; the process ends here."""
     with (place / f"{writer}.err").open("wb") as errors:
         os.dup2(errors.fileno(), 1)
@@ -243,7 +272,9 @@ def _be_writer(run: str, place: pathlib.Path, options: Options, shared: _Progres
         logging.getLogger("ckptfmt").addHandler(_Warnings(note))
         if options.writers > 1:
             meeting = f"file://{place / 'meeting'}"
-            torch.distributed.init_process_group("gloo", init_method=meeting, rank=writer, world_size=options.writers)
+            torch.distributed.init_process_group(
+                "gloo", init_method=meeting, rank=writer, world_size=options.writers
+            )
         train(run, options, upto=upto, note=note, enter=enter)
         if options.writers > 1:
             torch.distributed.destroy_process_group()
@@ -253,13 +284,15 @@ def _be_writer(run: str, place: pathlib.Path, options: Options, shared: _Progres
     os._exit(code)
 
 
-# --- the oracle -------------------------------------------------------------------------------------------------------
+# --- the oracle -----------------------------------------------------------------------------------
 
 
 class _Run:
     """A run that is killed, then compared with an undisturbed one."""
 
-    def __init__(self, root: pathlib.Path, report: Report, rng: random.Random, options: Options) -> None:
+    def __init__(
+        self, root: pathlib.Path, report: Report, rng: random.Random, options: Options
+    ) -> None:
         self._root = root
         self._report = report
         self._rng = rng
@@ -267,7 +300,8 @@ class _Run:
         self._launches: list[pathlib.Path] = []
         memory = mmap.mmap(-1, options.writers * ctypes.sizeof(_Progress))
         self._shared = [
-            _Progress.from_buffer(memory, writer * ctypes.sizeof(_Progress)) for writer in range(options.writers)
+            _Progress.from_buffer(memory, writer * ctypes.sizeof(_Progress))
+            for writer in range(options.writers)
         ]
         self._last_step = 0
 
@@ -291,7 +325,10 @@ class _Run:
         """Let one launch come to its end, then an undisturbed run, and compare both."""
         upto = self._last_step + _LAST_STEPS
         for name in ("killed", "calm"):
-            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self._start(name, upto=upto)]
+            codes = [
+                os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                for pid in self._start(name, upto=upto)
+            ]
             self._take_notes(is_killed=False, codes=codes)
         *killed, calm = self._launches
         self._compare_losses(killed, calm)
@@ -315,7 +352,9 @@ class _Run:
         for writer, progress in enumerate(self._shared):
             pid = os.fork()
             if pid == 0:
-                _be_writer(str(self._root / run), place, self._options, progress, writer=writer, upto=upto)
+                _be_writer(
+                    str(self._root / run), place, self._options, progress, writer=writer, upto=upto
+                )
             pids.append(pid)
         return pids
 
@@ -326,13 +365,17 @@ class _Run:
             steps = self._rng.randint(1, _LIFE_STEPS)
             self._wait_until(lambda: self._shared[victim].steps >= steps)
         self._wait_until(lambda: PHASES[self._shared[victim].phase] == target)
-        time.sleep(self._rng.choice((0.0, self._rng.uniform(0, 0.0005), self._rng.uniform(0, 0.01))))
+        time.sleep(
+            self._rng.choice((0.0, self._rng.uniform(0, 0.0005), self._rng.uniform(0, 0.01)))
+        )
 
     def _wait_until(self, is_there: Callable[[], bool]) -> None:
         end_s = time.monotonic() + _PATIENCE_S
         while not is_there():
             if time.monotonic() > end_s:
-                self._report.violations.append(f"{self._launches[-1].name} didn't go on within {_PATIENCE_S:g} s")
+                self._report.violations.append(
+                    f"{self._launches[-1].name} didn't go on within {_PATIENCE_S:g} s"
+                )
                 return
             time.sleep(0.00002)
 
@@ -349,7 +392,11 @@ class _Run:
                     if not rest.endswith(" T1"):
                         self._report.violations.append(f"{place.name}, process {writer}: {line}")
                 elif word == "warned" and not rest.startswith(_EXPECTED):
-                    named = self._report.refuted if "same trajectory" in rest else self._report.violations
+                    named = (
+                        self._report.refuted
+                        if "same trajectory" in rest
+                        else self._report.violations
+                    )
                     named.append(f"{place.name}, process {writer}: {rest}")
                 elif word == "failed" and not is_killed:
                     self._report.violations.append(f"{place.name}, process {writer}: {rest}")
@@ -366,16 +413,22 @@ class _Run:
                 done.update(step for step, _ in losses)
                 wrong = [step for step, loss in losses if right.get(step) != loss]
                 if wrong:
-                    self._report.differing.append(f"{place.name}, process {writer}: losses from step {wrong[0]} on")
+                    self._report.differing.append(
+                        f"{place.name}, process {writer}: losses from step {wrong[0]} on"
+                    )
             self._report.repeated_count += sum(count > 1 for count in done.values())
             if set(done) != set(right):
-                self._report.violations.append(f"process {writer}: other steps than those of the undisturbed run")
+                self._report.violations.append(
+                    f"process {writer}: other steps than those of the undisturbed run"
+                )
 
     def _compare_checkpoints(self) -> None:
         killed, calm = (_contents(self._root / name) for name in ("killed", "calm"))
         names = sorted(name for name in {*killed, *calm} if killed.get(name) != calm.get(name))
         if names:
-            self._report.differing.append(f"last checkpoint of {self._root.name}: {names[0]} and {len(names) - 1} more")
+            self._report.differing.append(
+                f"last checkpoint of {self._root.name}: {names[0]} and {len(names) - 1} more"
+            )
 
 
 def _notes_of(place: pathlib.Path, writer: int) -> list[str]:
@@ -392,9 +445,13 @@ def _losses_of(place: pathlib.Path, writer: int) -> list[tuple[str, str]]:
 def _contents(path: pathlib.Path) -> dict[str, Any]:
     """Return the bits of the newest checkpoint of a run: tensors, values and RNG streams."""
     with ckptfmt.open(path) as checkpoint:
-        found: dict[str, Any] = {f"{key}": checkpoint.read(*key).tobytes() for key in checkpoint.tensors}
+        found: dict[str, Any] = {
+            f"{key}": checkpoint.read(*key).tobytes() for key in checkpoint.tensors
+        }
         fields = ("data", "optimizer", "extra")
-        found |= {f"{key}": repr(checkpoint.leaf(*key)) for key in checkpoint.leaves if key[0] in fields}
+        found |= {
+            f"{key}": repr(checkpoint.leaf(*key)) for key in checkpoint.leaves if key[0] in fields
+        }
         found |= {f"rng {key}": repr(checkpoint.stream(*key)) for key in checkpoint.streams}
         found["step"] = checkpoint.step
     return found

@@ -33,17 +33,28 @@ def skip_trees(draw, lengths, *, unit=1):
 @st.composite
 def mixture_trees(draw, names):
     """A mixture of these sources, with up to three stages."""
-    counts = [draw(st.lists(st.integers(0, 4), min_size=len(names), max_size=len(names)).filter(any))]
+    counts = [
+        draw(st.lists(st.integers(0, 4), min_size=len(names), max_size=len(names)).filter(any))
+    ]
     block = sum(counts[0])
     for _ in range(draw(st.integers(0, 2))):
-        cuts = sorted(draw(st.lists(st.integers(0, block), min_size=len(names) - 1, max_size=len(names) - 1)))
+        cuts = sorted(
+            draw(st.lists(st.integers(0, block), min_size=len(names) - 1, max_size=len(names) - 1))
+        )
         counts.append([end - begin for begin, end in zip([0, *cuts], [*cuts, block], strict=True)])
-    begins = sorted(draw(st.sets(st.integers(1, 12), min_size=len(counts) - 1, max_size=len(counts) - 1)))
+    begins = sorted(
+        draw(st.sets(st.integers(1, 12), min_size=len(counts) - 1, max_size=len(counts) - 1))
+    )
     stages = [
         {"from_pos": begin * block, "counts": dict(zip(names, each, strict=True))}
         for begin, each in zip([0, *begins], counts, strict=True)
     ]
-    return {"alg": "block-det-v1", "block": block, "seed": draw(st.integers(0, 99)), "stages": stages}
+    return {
+        "alg": "block-det-v1",
+        "block": block,
+        "seed": draw(st.integers(0, 99)),
+        "stages": stages,
+    }
 
 
 @st.composite
@@ -83,5 +94,7 @@ def course_of(tree):
 
 def ledger_of_range(source, n, *, seed, begin, end):
     """The ledger of the positions [begin, end) of one source's endless order."""
-    course = Course([Source(id=source, fingerprint=None, n=n)], seed=seed, plan=BatchPlan(global_batch=1))
+    course = Course(
+        [Source(id=source, fingerprint=None, n=n)], seed=seed, plan=BatchPlan(global_batch=1)
+    )
     return course.ledger(begin, end)

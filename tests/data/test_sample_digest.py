@@ -17,7 +17,8 @@ def written_down(source, members):
     sums = [0] * 4
     for epoch, sample in members:
         keys = struct.unpack(
-            "<4Q", blake3(b"ckptfmt/ledger-v1" + epoch.to_bytes(8, "little") + source.encode()).digest()
+            "<4Q",
+            blake3(b"ckptfmt/ledger-v1" + epoch.to_bytes(8, "little") + source.encode()).digest(),
         )
         for j, key in enumerate(keys):
             x = (sample + key) % 2**64
@@ -29,7 +30,10 @@ def written_down(source, members):
 
 def test_the_vector_of_the_text():
     ledger = ledger_of_range("books", 10, seed=0, begin=0, end=12)
-    members = [(p // 10, int(sample)) for p, sample in enumerate(sample_indices(10, seed=0, begin=0, end=12))]
+    members = [
+        (p // 10, int(sample))
+        for p, sample in enumerate(sample_indices(10, seed=0, begin=0, end=12))
+    ]
     assert ledger.count == 12
     assert ledger.set_digest == written_down("books", members)
 
@@ -37,7 +41,10 @@ def test_the_vector_of_the_text():
 @given(st.integers(1, 60), st.integers(0, 300), st.lists(st.integers(0, 300), max_size=4))
 def test_however_a_range_is_cut_its_ledger_is_the_same(n, end, cuts):
     edges = sorted({0, end, *(cut for cut in cuts if cut <= end)})
-    pieces = [ledger_of_range("s", n, seed=1, begin=a, end=b) for a, b in zip(edges, edges[1:] or edges, strict=False)]
+    pieces = [
+        ledger_of_range("s", n, seed=1, begin=a, end=b)
+        for a, b in zip(edges, edges[1:] or edges, strict=False)
+    ]
     total = EMPTY
     for piece in reversed(pieces):
         total = add_ledgers(total, piece)
@@ -60,5 +67,7 @@ def test_order_is_left_out_and_nothing_else_is():
 
 def test_a_long_range_is_cut_where_it_must_be():
     n = 70_000
-    expected = add_ledgers(ledger_of_samples("s", 0, np.arange(n)), ledger_of_samples("s", 1, np.arange(n)))
+    expected = add_ledgers(
+        ledger_of_samples("s", 0, np.arange(n)), ledger_of_samples("s", 1, np.arange(n))
+    )
     assert ledger_of_range("s", n, seed=4, begin=0, end=2 * n) == expected

@@ -40,7 +40,9 @@ def written_down(n, seed, epoch, p):
             return p
 
 
-lengths = st.one_of(st.integers(1, 300), st.integers(1, limits.DIM), st.sampled_from([limits.DIM, limits.DIM - 1]))
+lengths = st.one_of(
+    st.integers(1, 300), st.integers(1, limits.DIM), st.sampled_from([limits.DIM, limits.DIM - 1])
+)
 words = st.integers(0, 2**64 - 1)
 
 
@@ -49,7 +51,9 @@ def test_both_ways_agree_and_the_inverse_undoes_them(n, seed, epoch, data):
     p = data.draw(st.integers(0, n - 1))
     sample = written_down(n, seed, epoch, p)
     assert samples_at(n, seed=seed, epoch=epoch, positions=np.array([p])).tolist() == [sample]
-    assert sample_indices(n, seed=seed, begin=epoch * n + p, end=epoch * n + p + 1).tolist() == [sample]
+    assert sample_indices(n, seed=seed, begin=epoch * n + p, end=epoch * n + p + 1).tolist() == [
+        sample
+    ]
     assert positions_of(n, seed=seed, epoch=epoch, samples=np.array([sample])).tolist() == [p]
 
 
@@ -97,7 +101,10 @@ def test_a_range_is_its_positions(n, seed, begin, count):
 
 def test_a_range_longer_than_a_chunk_is_its_pieces():
     whole = sample_indices(10**6, seed=3, begin=999_000, end=1_040_000)
-    pieces = [sample_indices(10**6, seed=3, begin=b, end=b + 8200) for b in range(999_000, 1_040_000, 8200)]
+    pieces = [
+        sample_indices(10**6, seed=3, begin=b, end=b + 8200)
+        for b in range(999_000, 1_040_000, 8200)
+    ]
     assert (whole == np.concatenate(pieces)).all()
 
 
@@ -136,7 +143,8 @@ def test_a_long_order_shows_no_pattern():
 
 
 @pytest.mark.parametrize(
-    ("n", "seed", "position"), [(0, 0, 0), (-1, 0, 0), (limits.DIM + 1, 0, 0), (5, -1, 0), (5, 1 << 64, 0), (5, 0, -1)]
+    ("n", "seed", "position"),
+    [(0, 0, 0), (-1, 0, 0), (limits.DIM + 1, 0, 0), (5, -1, 0), (5, 1 << 64, 0), (5, 0, -1)],
 )
 def test_what_is_out_of_range_is_refused(n, seed, position):
     with pytest.raises(CkptError) as raised:

@@ -68,7 +68,10 @@ def states(count):
 
 def read(made, step):
     with made.open(step) as opened:
-        return [opened.read(field, name).tobytes() for field, name in (("weights", "w"), ("optimizer", "master/w"))]
+        return [
+            opened.read(field, name).tobytes()
+            for field, name in (("weights", "w"), ("optimizer", "master/w"))
+        ]
 
 
 def expected(held):
@@ -222,7 +225,9 @@ def test_processes_end_with_their_saver_even_if_it_is_killed():
         "print(*[coder.process.pid for coder in made._all], flush=True)\n"
         "time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 2
@@ -300,7 +305,9 @@ def test_who_waits_longest_gets_the_next_process(dies):
 def test_a_process_whose_answer_cannot_be_taken_is_done_without():
     """As where this process has no descriptor left for the memory of its results."""
     made, channel = Coders(), _SlowChannel()
-    process: Any = SimpleNamespace(channel=channel, results=None)  # an answer without the descriptor that it needs
+    process: Any = SimpleNamespace(
+        channel=channel, results=None
+    )  # an answer without the descriptor that it needs
     made._idle, made._alive_count = [process], 1
     channel.answers.release()
     with pytest.raises(AssertionError):

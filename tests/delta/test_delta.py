@@ -75,7 +75,7 @@ def read_bytes(saving, step, name="w"):
     return saving.open(step).read("weights", name).tobytes()
 
 
-# --- any state, any change, any layout --------------------------------------------------------------------------------
+# --- any state, any change, any layout ------------------------------------------------------------
 
 
 def changed(array, rng):
@@ -111,7 +111,12 @@ def test_any_chain_gives_what_was_saved_in_any_layout(data, rng):
 
     def snapshots():
         return [
-            snapshot(*(tensor(n, arrays[n][1], dtype=arrays[n][0], boxes=tuple(b)) for n, b in mine.items()))
+            snapshot(
+                *(
+                    tensor(n, arrays[n][1], dtype=arrays[n][0], boxes=tuple(b))
+                    for n, b in mine.items()
+                )
+            )
             for mine in held
         ]
 
@@ -137,7 +142,7 @@ def check_layouts(checkpoint, arrays, rng):
         assert live.tobytes() == expected
 
 
-# --- what is stored ---------------------------------------------------------------------------------------------------
+# --- what is stored -------------------------------------------------------------------------------
 
 
 def test_nothing_is_stored_of_what_did_not_change():
@@ -148,11 +153,15 @@ def test_nothing_is_stored_of_what_did_not_change():
         manifest = saving.save(step, state(arrays))
 
     assert stored(saving, 3) == [[("same", 1)], [("same", 6)]]
-    assert [name for name in saving.place(3).list("") if name.endswith((".pack", ".safetensors"))] == []
+    assert [
+        name for name in saving.place(3).list("") if name.endswith((".pack", ".safetensors"))
+    ] == []
     assert manifest.profile == "delta"
     assert manifest.stored_nbytes == 0
     assert {one.name for one in manifest.references} >= {checkpoint_name(1, 1)}
-    saving.store.delete(f"{checkpoint_name(2, 1)}/manifest.json")  # one hop: the one between isn't needed
+    saving.store.delete(
+        f"{checkpoint_name(2, 1)}/manifest.json"
+    )  # one hop: the one between isn't needed
     assert read_bytes(saving, 3) == arrays["w"].tobytes()
 
 
@@ -170,7 +179,9 @@ def test_only_the_block_that_changed_is_stored():
 
 
 def test_a_field_that_is_not_encoded_is_stored_as_it_is():
-    saving = Saving(state({"w": some()}), options=dataclasses.replace(SMALLEST, fields=frozenset({"optimizer"})))
+    saving = Saving(
+        state({"w": some()}), options=dataclasses.replace(SMALLEST, fields=frozenset({"optimizer"}))
+    )
     arrays = {"w": some()}
     saving.save(1, state(arrays))
     arrays = {"w": nudged(arrays["w"], 5)}
@@ -198,7 +209,11 @@ def test_writers_whose_full_saves_come_apart_end_their_chain_together():
     counts = []
     for step in range(1, 15):
         if step == 3:
-            saving.writers[1].chain.history.pause_count = 1  # a delta didn't pay there: its share of this one is full
+            saving.writers[
+                1
+            ].chain.history.pause_count = (
+                1  # a delta didn't pay there: its share of this one is full
+            )
         counts.append(len(saving.save(step, *map(state, arrays)).references))
         arrays = [{name: nudged(array, 10) for name, array in held.items()} for held in arrays]
 
@@ -232,7 +247,9 @@ def test_another_layout_begins_with_a_full_one():
 
 def test_tensors_without_elements_are_in_a_delta_too():
     made = snapshot(
-        tensor("w", np.zeros((0, 3), np.float32)), tensor("x", some(3)), leaves=[leaf("config", {"width": 3})]
+        tensor("w", np.zeros((0, 3), np.float32)),
+        tensor("x", some(3)),
+        leaves=[leaf("config", {"width": 3})],
     )
     saving = Saving(made)
     saving.save(1, made)
@@ -241,7 +258,7 @@ def test_tensors_without_elements_are_in_a_delta_too():
     assert saving.open(2).leaf("config") == {"width": 3}
 
 
-# --- where the base's bytes come from ---------------------------------------------------------------------------------
+# --- where the base's bytes come from -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slot_count", [1, 2, 3])
@@ -251,7 +268,12 @@ def test_a_base_is_read_from_its_files_where_its_slot_is_taken(slot_count):
     for step in range(1, 5):
         arrays = {"w": nudged(arrays["w"], 40)}
         saving.save(step, state(arrays))
-    assert {encoding for encoding, _ in stored(saving, 4)[0]} <= {"sparse", "classes", "xor", "difference"}
+    assert {encoding for encoding, _ in stored(saving, 4)[0]} <= {
+        "sparse",
+        "classes",
+        "xor",
+        "difference",
+    }
     assert read_bytes(saving, 4) == arrays["w"].tobytes()
 
 
@@ -277,7 +299,7 @@ def test_a_save_that_failed_is_no_base():
     assert read_bytes(saving, 3) == arrays["w"].tobytes()
 
 
-# --- bases that aren't as they were -----------------------------------------------------------------------------------
+# --- bases that aren't as they were ---------------------------------------------------------------
 
 
 @pytest.fixture
@@ -302,23 +324,33 @@ def begin_of(taken):
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_each_stored_byte_of_a_chain_is_read_once_and_those_side_by_side_at_once(waits, monkeypatch):
+def test_each_stored_byte_of_a_chain_is_read_once_and_those_side_by_side_at_once(
+    waits, monkeypatch
+):
     arrays = {name: some(1000) for name in "abcdefgh"} | {"w": some(40 * BLOCK // 4)}
     saving = Saving(state(arrays))
     files: list[PartFile] = []
     for step in (1, 2, 3):
         saving.save(step, state(arrays))
         files += saving.open(step).read_part(0).files
-        last, arrays = arrays, {name: nudged(array, array.size // 3) for name, array in arrays.items()}
+        last, arrays = (
+            arrays,
+            {name: nudged(array, array.size // 3) for name, array in arrays.items()},
+        )
     monkeypatch.setattr(MemoryStore, "waits", lambda *_: waits)
     sinks = [
-        ArraySink(name=name, dtype="float32", global_shape=array.shape, boxes=(Box.whole(array.shape),))
+        ArraySink(
+            name=name, dtype="float32", global_shape=array.shape, boxes=(Box.whole(array.shape),)
+        )
         for name, array in last.items()
     ]
 
     report = saving.open(3).read_into(sinks)
 
-    found = {sink.name: b"".join(content for _, content in sorted(sink.taken, key=begin_of)) for sink in sinks}
+    found = {
+        sink.name: b"".join(content for _, content in sorted(sink.taken, key=begin_of))
+        for sink in sinks
+    }
     assert found == {name: array.tobytes() for name, array in last.items()}
     assert report.read_nbytes == sum(file.nbytes - file.header_nbytes for file in files)
     assert report.request_count < 48  # of 48 blocks, each in three files
@@ -353,7 +385,9 @@ def test_a_base_is_found_elsewhere(chain):
     saving, expected = chain
     moved = Saving(state({"w": some()})).store
     for path in saving.place(1).list(""):
-        moved.create(f"{checkpoint_name(1, 1)}/{path}", [saving.place(1).read(path, limit_nbytes=1 << 20)])
+        moved.create(
+            f"{checkpoint_name(1, 1)}/{path}", [saving.place(1).read(path, limit_nbytes=1 << 20)]
+        )
         saving.place(1).delete(path)
     for base in (moved, moved.at(checkpoint_name(1, 1))):
         assert saving.open(3, bases=[base]).read("weights", "w").tobytes() == expected
@@ -363,7 +397,9 @@ def test_a_base_is_found_elsewhere(chain):
 def test_damage_anywhere_in_a_chain_is_found(chain, step):
     """REQ-DEL-007, REQ-OPN-006: stored bytes are compared before they are decoded."""
     saving, _ = chain
-    name = next(path for path in saving.place(step).list("") if path.endswith((".pack", ".safetensors")))
+    name = next(
+        path for path in saving.place(step).list("") if path.endswith((".pack", ".safetensors"))
+    )
     damaged = bytearray(saving.place(step).read(name, limit_nbytes=1 << 20))
     damaged[-9] ^= 4
     saving.place(step).delete(name)
@@ -384,7 +420,7 @@ def test_a_block_that_decodes_to_something_else_is_refused(chain, monkeypatch):
     assert code_of(lambda: read_bytes(saving, 3)) == Code.DECODED_DIGEST
 
 
-# --- pins, and clean-up -----------------------------------------------------------------------------------------------
+# --- pins, and clean-up ---------------------------------------------------------------------------
 
 
 def test_pins_are_there_before_the_part_and_gone_after_the_commit(chain):
@@ -492,8 +528,14 @@ def test_a_cleaner_condemns_then_looks_for_pins_then_for_references(chain):
     recorder = Recorder(saving.store)
     clean_up(recorder, saving.run, launch=1, retention=Retention(keep=1))
     steps = [(step.op, step.path) for step in recorder.log.operations]
-    condemned = [number for number, (op, path) in enumerate(steps) if op == "create" and CONDEMNED in path]
-    pins = [number for number, (op, path) in enumerate(steps) if op == "read" and path.endswith(".pins.json")]
+    condemned = [
+        number for number, (op, path) in enumerate(steps) if op == "create" and CONDEMNED in path
+    ]
+    pins = [
+        number
+        for number, (op, path) in enumerate(steps)
+        if op == "read" and path.endswith(".pins.json")
+    ]
     register = ("read", f"{checkpoint_name(4, 1)}/manifest.json")
     registers = [number for number, step in enumerate(steps) if step == register]
     assert len(condemned) == 3
@@ -513,11 +555,21 @@ def test_no_cleaner_takes_a_condemnation_of_another_away(chain):
     def gate(operation):
         if operation.op == "read" and operation.path.endswith(".pins.json") and not seen:
             seen.append(condemnations(saving, 1))
-            codes.append(code_of(lambda: clean_up(saving.store, saving.run, launch=1, retention=Retention(keep=1))))
+            codes.append(
+                code_of(
+                    lambda: clean_up(
+                        saving.store, saving.run, launch=1, retention=Retention(keep=1)
+                    )
+                )
+            )
             seen.append(condemnations(saving, 1))
 
     codes.append(
-        code_of(lambda: clean_up(Recorder(saving.store, gate=gate), saving.run, launch=1, retention=Retention(keep=1)))
+        code_of(
+            lambda: clean_up(
+                Recorder(saving.store, gate=gate), saving.run, launch=1, retention=Retention(keep=1)
+            )
+        )
     )
     assert len(seen[0]) == 1
     assert seen[0] == seen[1]
@@ -535,7 +587,7 @@ def test_a_register_that_cannot_be_read_protects_everything(chain):
     assert saving.place(2).list("") != ["manifest.json"]
 
 
-# --- groups -----------------------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -582,7 +634,9 @@ def test_a_copy_that_is_not_quite_rounded_is_right_all_the_same():
     saving.save(1, mixed(master, rounded=other))
     master, other = master * np.float32(1.01), other * np.float32(1.01)
     saving.save(2, mixed(master, rounded=other))
-    assert saving.open(2).read("weights", "w").tobytes() == other.astype(ml_dtypes.bfloat16).tobytes()
+    assert (
+        saving.open(2).read("weights", "w").tobytes() == other.astype(ml_dtypes.bfloat16).tobytes()
+    )
 
 
 def damage(saving, step, path, at):
@@ -593,7 +647,11 @@ def damage(saving, step, path, at):
 
 
 def pack_of(saving, step, stem):
-    return next(path for path in saving.place(step).list("") if path.startswith(stem) and path.endswith(".pack"))
+    return next(
+        path
+        for path in saving.place(step).list("")
+        if path.startswith(stem) and path.endswith(".pack")
+    )
 
 
 def test_damage_in_a_member_is_found_in_what_is_predicted_from_it(cast):
@@ -629,7 +687,9 @@ def test_stored_bytes_are_compared_before_anything_decodes_them(chain, monkeypat
     assert code_of(lambda: read_bytes(saving, 3)) == Code.BLOCK_DIGEST
     read_bytes(saving, 2)
     parts = [saving.open(step).read_part(0) for step in (2, 3)]
-    known = b"".join(e.stored_digests for part in parts for e in rows_of(part.holdings)[0].boxes[0].extents)
+    known = b"".join(
+        e.stored_digests for part in parts for e in rows_of(part.holdings)[0].boxes[0].extents
+    )
     assert decoded
     assert all(digest in known for digest in decoded)
 
@@ -659,7 +719,9 @@ def test_what_does_not_decode_to_the_content_is_stored_raw(monkeypatch, wrong):
     def chosen_for_nothing(_, *, dtype, base, **__):
         return "sparse", encode("sparse", base, dtype=dtype, base=base)
 
-    monkeypatch.setattr(encodings, wrong, nothing_changed if wrong == "encode" else chosen_for_nothing)
+    monkeypatch.setattr(
+        encodings, wrong, nothing_changed if wrong == "encode" else chosen_for_nothing
+    )
     arrays = {"w": nudged(arrays["w"], 2000)}
     saving.save(2, state(arrays))
     monkeypatch.undo()
@@ -679,12 +741,16 @@ def test_a_member_predicted_wrongly_is_stored_otherwise(monkeypatch):
         return memoryview(bytes(len(content)))
 
     monkeypatch.setattr(
-        prediction, "encode_member", lambda rule, role, new, **rest: right(rule, role, zeros(new), **rest)
+        prediction,
+        "encode_member",
+        lambda rule, role, new, **rest: right(rule, role, zeros(new), **rest),
     )
     master = master * np.float32(1.01)
     saving.save(2, mixed(master))
     monkeypatch.undo()
-    assert saving.open(2).read("weights", "w").tobytes() == master.astype(ml_dtypes.bfloat16).tobytes()
+    assert (
+        saving.open(2).read("weights", "w").tobytes() == master.astype(ml_dtypes.bfloat16).tobytes()
+    )
 
 
 def test_as_many_references_as_there_may_be_are_read():
@@ -715,7 +781,9 @@ def test_pins_that_cannot_be_read_protect_everything(chain):
     saving.place(9).create(pins_path("0" * 16, 0), [b"{"])
     saving.writers[0].chain = Saving(state({"w": some()})).writers[0].chain
     saving.save(5, state({"w": some()}))
-    code = code_of(lambda: clean_up(saving.store, saving.run, launch=1, retention=Retention(keep=1)))
+    code = code_of(
+        lambda: clean_up(saving.store, saving.run, launch=1, retention=Retention(keep=1))
+    )
     for step in (1, 2, 3):
         names = saving.place(step).list("")
         assert len(names) > 1
@@ -735,7 +803,7 @@ def test_what_reads_the_base_is_the_one_that_has_it():
     assert part.references[extent.reference].name == checkpoint_name(1, 1)
 
 
-# --- stores that fail -------------------------------------------------------------------------------------------------
+# --- stores that fail -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", Loss)
@@ -747,7 +815,9 @@ def test_a_call_without_an_answer_is_repeated_with_the_same_bytes(cast, loss, pa
     saving.save(3, mixed(master))
     saving.store.land()
     assert saving.open(3).read("optimizer", "master/w").tobytes() == master.tobytes()
-    assert saving.open(3).read("weights", "w").tobytes() == master.astype(ml_dtypes.bfloat16).tobytes()
+    assert (
+        saving.open(3).read("weights", "w").tobytes() == master.astype(ml_dtypes.bfloat16).tobytes()
+    )
 
 
 def test_a_pack_that_breaks_off_is_written_again_as_it_was_noted(monkeypatch):
@@ -809,6 +879,7 @@ def test_small_blocks_that_changed_in_most_places_are_stored_as_they_are():
     saving.save(1, state(arrays))
     saving.save(2, state({"few": nudged(arrays["few"], 3), "most": nudged(arrays["most"], 200)}))
     rows = {
-        tensor.name: tensor.boxes[0].extents[0].encoding for tensor in rows_of(saving.open(2).read_part(0).holdings)
+        tensor.name: tensor.boxes[0].extents[0].encoding
+        for tensor in rows_of(saving.open(2).read_part(0).holdings)
     }
     assert rows == {"few": "sparse", "most": "raw"}

@@ -21,7 +21,9 @@ from ckptfmt.demo.train import make_scheduler, train  # noqa: E402
 from ckptfmt.documents.manifest import checkpoint_name  # noqa: E402
 from ckptfmt_conformance.elastic import Plan, Trainer  # noqa: E402
 
-SETTINGS = dataclasses.replace(make_settings(steps=12, quick=True), width=32, context=32, text_nbytes=24 << 10)
+SETTINGS = dataclasses.replace(
+    make_settings(steps=12, quick=True), width=32, context=32, text_nbytes=24 << 10
+)
 RESUMED = 6
 
 # What the first divergence is to name for each item.
@@ -63,7 +65,14 @@ def compare_resumed(undisturbed, directory, **options):
     """Resume a copy of the run, and compare the steps from there on."""
     shutil.copytree(undisturbed / "run", directory / "run")
     resume = checkpoint_name(RESUMED, 1)
-    train(SETTINGS, str(directory / "run"), directory / "journals", "resumed", resume=resume, **options)
+    train(
+        SETTINGS,
+        str(directory / "run"),
+        directory / "journals",
+        "resumed",
+        resume=resume,
+        **options,
+    )
     reference, candidate = entries_of(undisturbed, "undisturbed"), entries_of(directory, "resumed")
     return compare([reference], [candidate], first=RESUMED, steps=SETTINGS.steps)
 
@@ -123,7 +132,12 @@ def objects():
     model.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = make_scheduler(optimizer, SETTINGS)
-    trainer = Trainer(model, optimizer, Plan(workers=1, microbatch=2), lambda model, _: (model(torch.ones(2)).sum(), 2))
+    trainer = Trainer(
+        model,
+        optimizer,
+        Plan(workers=1, microbatch=2),
+        lambda model, _: (model(torch.ones(2)).sum(), 2),
+    )
     trainer.step()
     scheduler.step()
     return model, optimizer, scheduler, Sampler(8, global_batch=2), trainer

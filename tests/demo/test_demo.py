@@ -25,7 +25,9 @@ COMMAND = [sys.executable, "-m", "ckptfmt", "demo", "--quick"]
 
 
 def run_demo(*options, **settings):
-    return subprocess.run([*COMMAND, *options], capture_output=True, text=True, check=False, **settings)
+    return subprocess.run(
+        [*COMMAND, *options], capture_output=True, text=True, check=False, **settings
+    )
 
 
 def pids_of(directory):
@@ -69,7 +71,9 @@ class TestAsItIsShown:
 
     def test_a_process_was_killed_and_steps_were_done_twice(self, shown):
         _, directory = shown
-        killed = [read_journal(directory / "journals" / f"killed-rank{rank}.jsonl") for rank in range(2)]
+        killed = [
+            read_journal(directory / "journals" / f"killed-rank{rank}.jsonl") for rank in range(2)
+        ]
         resumed = read_journal(directory / "journals" / "resumed-rank0.jsonl")
 
         assert max(journal.last_step for journal in killed) < make_settings(quick=True).steps
@@ -87,7 +91,10 @@ class TestAsItIsShown:
 
     @pytest.mark.exhaustive
     def test_in_an_object_store_it_is_the_same_screen(self, shown, tmp_path, s3_bucket):
-        url, environment = f"s3://{s3_bucket.name}/demo", os.environ | s3_bucket.endpoint.environment
+        url, environment = (
+            f"s3://{s3_bucket.name}/demo",
+            os.environ | s3_bucket.endpoint.environment,
+        )
         done = run_demo("--run", str(tmp_path / "left"), "--store", url, env=environment)
 
         assert done.returncode == 0, done.stdout + done.stderr
@@ -106,20 +113,29 @@ class TestAsItIsShown:
 
     def test_progress_is_plain_lines_in_a_pipe(self, shown):
         assert "\x1b" not in shown[0].stderr + shown[0].stdout
-        assert [line.split()[0] for line in shown[0].stderr.splitlines()] == ["1/4", "2/4", "3/4", "4/4"]
+        assert [line.split()[0] for line in shown[0].stderr.splitlines()] == [
+            "1/4",
+            "2/4",
+            "3/4",
+            "4/4",
+        ]
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.dist
 def test_with_something_left_out_it_fails_and_says_what(tmp_path):
-    done = run_demo("--steps", str(STEPS_MIN), "--run", str(tmp_path / "left"), "--leave-out", "numpy", "--json")
+    done = run_demo(
+        "--steps", str(STEPS_MIN), "--run", str(tmp_path / "left"), "--leave-out", "numpy", "--json"
+    )
 
     assert done.returncode == 1, done.stdout + done.stderr
     said = json.loads(done.stdout)
     assert not said["holds"]
     assert said["identical_steps"] < said["steps"]
-    assert said["first_divergence"].endswith("most likely not restored: the random-number stream numpy")
+    assert said["first_divergence"].endswith(
+        "most likely not restored: the random-number stream numpy"
+    )
 
 
 @pytest.mark.slow
@@ -132,7 +148,9 @@ def test_with_something_left_out_it_fails_and_says_what(tmp_path):
 def test_interrupted_it_leaves_nothing_running(tmp_path, number):
     directory = tmp_path / "left"
     with subprocess.Popen(
-        [*COMMAND, "--steps", "2000", "--run", str(directory)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [*COMMAND, "--steps", "2000", "--run", str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     ) as demo:
         while demo.poll() is None and len(pids_of(directory)) < 2:
             time.sleep(0.1)
@@ -181,7 +199,9 @@ def test_the_server_is_ceph_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert choose_kind() == "moto"
     there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "moto" else there(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "moto" else there(name)
+    )
     with pytest.raises(ServerError, match="pip install"):
         choose_kind()
 
@@ -189,7 +209,9 @@ def test_the_server_is_ceph_where_it_is_installed(monkeypatch):
 @pytest.mark.parametrize("module", ["torch", "ckptfmt_conformance"])
 def test_without_what_it_trains_with_it_says_so(monkeypatch, module):
     there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else there(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == module else there(name)
+    )
 
     with pytest.raises(CkptError, match=f"trains a small model with {module}") as caught:
         ckptfmt.demo.main([])
@@ -214,7 +236,9 @@ def test_a_job_that_cannot_start_says_what_it_said(tmp_path):
         job.wait(lambda _step: None)
 
 
-@pytest.mark.parametrize("argument", [["--steps", str(STEPS_MIN - 1)], ["--leave-out", "nothing"], ["--steps", "few"]])
+@pytest.mark.parametrize(
+    "argument", [["--steps", str(STEPS_MIN - 1)], ["--leave-out", "nothing"], ["--steps", "few"]]
+)
 def test_other_arguments_are_refused(argument, capsys):
     with pytest.raises(SystemExit) as caught:
         ckptfmt.demo.main(argument)
@@ -242,6 +266,8 @@ def test_the_logical_workers_share_a_batch_evenly(quick):
 
 def test_importing_the_demo_does_not_import_torch():
     program = "import ckptfmt.demo, sys; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
 
     assert done.stdout.strip() == "False"

@@ -17,7 +17,15 @@ from ckptfmt.demo.journal import (
     read_progress,
 )
 
-NAMES = ["parameter/w", "moment/exp_avg/w", "step/w", "buffer/b", "schedule/scheduler", "cursor/data", "rng/numpy"]
+NAMES = [
+    "parameter/w",
+    "moment/exp_avg/w",
+    "step/w",
+    "buffer/b",
+    "schedule/scheduler",
+    "cursor/data",
+    "rng/numpy",
+]
 HEADER = Header(
     pid=7,
     rank=0,
@@ -35,7 +43,9 @@ def entry(step, *, rank=0, begins=False):
     samples = (4 * step - 4 + 2 * rank, 4 * step - 3 + 2 * rank)
     return Entry(
         step=step,
-        digests={name: f"{name} {step} {rank if name.startswith('rng/') else ''}" for name in NAMES},
+        digests={
+            name: f"{name} {step} {rank if name.startswith('rng/') else ''}" for name in NAMES
+        },
         samples=None if begins else samples,
         loss=None if begins else (1.5 + step + rank).hex(),
     )
@@ -125,7 +135,10 @@ def test_minus_zero_is_not_zero():
 def test_a_fact_that_one_side_lacks_is_found(name):
     fewer = {other: digest for other, digest in run()[2].digests.items() if other != name}
 
-    for reference, candidate in ((run(), changed(run(), 2, digests=fewer)), (changed(run(), 2, digests=fewer), run())):
+    for reference, candidate in (
+        (run(), changed(run(), 2, digests=fewer)),
+        (changed(run(), 2, digests=fewer), run()),
+    ):
         same = compare([reference], [candidate], steps=6)
         assert [(one.step, one.name) for one in same.differences] == [(2, name)]
 
@@ -163,7 +176,12 @@ def test_another_number_of_processes_is_refused():
 )
 def test_the_first_divergence_says_what_to_look_at(names, guess):
     other = {name: "another" for name in names if name != "loss/bits"}
-    found = changed(run(), 3, digests=run()[3].digests | other, loss="0x1p0" if "loss/bits" in names else run()[3].loss)
+    found = changed(
+        run(),
+        3,
+        digests=run()[3].digests | other,
+        loss="0x1p0" if "loss/bits" in names else run()[3].loss,
+    )
 
     assert guess in compare([run()], [found], steps=6).explain()
 
@@ -177,7 +195,9 @@ def shared(step, *, ranks, begins=False):
     return [
         dataclasses.replace(
             entry(step, rank=rank, begins=begins),
-            samples=None if begins else tuple(range(6 * step + part * rank, 6 * step + part * (rank + 1))),
+            samples=None
+            if begins
+            else tuple(range(6 * step + part * rank, 6 * step + part * (rank + 1))),
             loss=None if begins else (1.5 + step).hex(),
         )
         for rank in range(ranks)
@@ -205,7 +225,9 @@ def test_a_run_is_identical_on_any_number_of_processes(ranks):
 @pytest.mark.parametrize("name", NAMES)
 def test_one_other_digest_on_another_number_of_processes_is_found(name, step, rank):
     found = world(3, first=2)
-    found[rank] = changed(found[rank], step - 2, digests=found[rank][step - 2].digests | {name: "another"})
+    found[rank] = changed(
+        found[rank], step - 2, digests=found[rank][step - 2].digests | {name: "another"}
+    )
 
     same = compare_worlds(world(2), found, first=2, steps=6)
 
@@ -214,7 +236,9 @@ def test_one_other_digest_on_another_number_of_processes_is_found(name, step, ra
     assert [(one.step, one.rank, one.name) for one in same.differences] == expected
 
 
-@pytest.mark.parametrize("samples", [(31, 30), (30,), (30, 32)], ids=["other order", "one fewer", "another"])
+@pytest.mark.parametrize(
+    "samples", [(31, 30), (30,), (30, 32)], ids=["other order", "one fewer", "another"]
+)
 def test_other_samples_on_another_number_of_processes_are_found(samples):
     found = world(3, first=2)
     found[0] = changed(found[0], 3, samples=samples)
@@ -282,7 +306,9 @@ def test_progress_is_that_of_the_whole_lines(tmp_path):
     path = tmp_path / "journal.jsonl"
     assert read_progress(path) == (None, 0)
 
-    content = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in (HEADER, *run(last=3))).encode()
+    content = "".join(
+        json.dumps(dataclasses.asdict(record)) + "\n" for record in (HEADER, *run(last=3))
+    ).encode()
     seen = []
     with path.open("ab", buffering=0) as file:
         for begin in range(0, len(content), 50):

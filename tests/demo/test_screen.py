@@ -37,9 +37,14 @@ HEADER = Header(
 
 
 def comparison(steps, *different):
-    differences = tuple(Difference(step=step, rank=1, name=name, expected="00", found="01") for step, name in different)
+    differences = tuple(
+        Difference(step=step, rank=1, name=name, expected="00", found="01")
+        for step, name in different
+    )
     names = dict.fromkeys([*NAMES, "loss/bits"], steps)
-    return Comparison(steps=steps, names=names, repeated=((31, 0), (35, 1)), differences=differences)
+    return Comparison(
+        steps=steps, names=names, repeated=((31, 0), (35, 1)), differences=differences
+    )
 
 
 def outcome(steps=60, **changes):
@@ -59,8 +64,17 @@ def outcome(steps=60, **changes):
     killed = tuple(step for step in saves if step < settings.killed_step)
     strips = (
         Strip(name="undisturbed", world_size=2, first=0, last=steps, saves=saves),
-        Strip(name="launch 1", world_size=2, first=0, last=settings.killed_step, saves=killed, killed=True),
-        Strip(name="launch 2", world_size=2, first=killed[-1], last=steps, saves=saves[len(killed) :]),
+        Strip(
+            name="launch 1",
+            world_size=2,
+            first=0,
+            last=settings.killed_step,
+            saves=killed,
+            killed=True,
+        ),
+        Strip(
+            name="launch 2", world_size=2, first=killed[-1], last=steps, saves=saves[len(killed) :]
+        ),
     )
     given = Outcome(
         directory=Path("demo"),
@@ -100,15 +114,29 @@ def broken_outcomes():
     one_digest = comparison(60, (31, "rng/numpy"))
     return {
         "a digest": ({"same": one_digest}, "NOT the same run: 59 of 60 steps agree"),
-        "the initial state": ({"same": comparison(60, (0, "parameter/w"))}, "DIFFERENT  60 of 60 steps"),
+        "the initial state": (
+            {"same": comparison(60, (0, "parameter/w"))},
+            "DIFFERENT  60 of 60 steps",
+        ),
         "no third launch": ({"resized": None}, "not all"),
-        "its bits": ({"resized": dataclasses.replace(resized, same=one_digest)}, "Launch 3: First divergence"),
-        "its samples": ({"resized": dataclasses.replace(resized, samples_wrong="too few")}, "Launch 3: too few."),
-        "the run": ({"violations": ("BLOCK_DIGEST",)}, "The run left behind isn't valid: BLOCK_DIGEST"),
+        "its bits": (
+            {"resized": dataclasses.replace(resized, same=one_digest)},
+            "Launch 3: First divergence",
+        ),
+        "its samples": (
+            {"resized": dataclasses.replace(resized, samples_wrong="too few")},
+            "Launch 3: too few.",
+        ),
+        "the run": (
+            {"violations": ("BLOCK_DIGEST",)},
+            "The run left behind isn't valid: BLOCK_DIGEST",
+        ),
     }
 
 
-@pytest.mark.parametrize(("changes", "said"), broken_outcomes().values(), ids=broken_outcomes().keys())
+@pytest.mark.parametrize(
+    ("changes", "said"), broken_outcomes().values(), ids=broken_outcomes().keys()
+)
 def test_whatever_does_not_hold_is_said(changes, said):
     broken = outcome(**changes)
     text = render(broken, Look(), seconds=84.0)

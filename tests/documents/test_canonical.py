@@ -36,7 +36,11 @@ def test_what_is_dumped_is_parsed():
 
 
 def refused(text, code, requirement):
-    return pytest.param(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"), code, requirement)
+    return pytest.param(
+        text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"),
+        code,
+        requirement,
+    )
 
 
 REFUSED = {
@@ -50,7 +54,9 @@ REFUSED = {
     "7 UTF-32": refused('{"a":1}'.encode("utf-32"), Code.DOC_ENCODING, "REQ-DOC-002"),
     "8 key twice": refused('{"a":1,"a":1}', Code.DOC_DUPLICATE_KEY, "REQ-DOC-004"),
     "9 key twice, within": refused('{"a":{"b":1,"b":2}}', Code.DOC_DUPLICATE_KEY, "REQ-DOC-004"),
-    "10 key twice by an escape": refused(r'{"a":1,"\u0061":2}', Code.DOC_DUPLICATE_KEY, "REQ-DOC-004"),
+    "10 key twice by an escape": refused(
+        r'{"a":1,"\u0061":2}', Code.DOC_DUPLICATE_KEY, "REQ-DOC-004"
+    ),
     "11 keys equal under NFC": refused('{"\u00e9":1,"e\u0301":2}', Code.DOC_STRING, "REQ-DOC-006"),
     "12 NaN": refused('{"a":NaN}', Code.DOC_NUMBER, "REQ-DOC-005"),
     "12 Infinity": refused('{"a":Infinity}', Code.DOC_NUMBER, "REQ-DOC-005"),
@@ -67,7 +73,9 @@ REFUSED = {
     "19 17 deep": refused("[" * 17 + "]" * 17, Code.DOC_DEPTH, "REQ-DOC-007"),
     "19 100,000 arrays": refused("[" * 100_000, Code.DOC_DEPTH, "REQ-DOC-007"),
     "19 100,000 objects": refused('{"a":' * 100_000, Code.DOC_DEPTH, "REQ-DOC-007"),
-    "19 closed before opened": refused("]" * 100_000 + "[" * 100_000, Code.DOC_SYNTAX, "REQ-DOC-003"),
+    "19 closed before opened": refused(
+        "]" * 100_000 + "[" * 100_000, Code.DOC_SYNTAX, "REQ-DOC-003"
+    ),
     "20 lone surrogate": refused(r'{"a":"\ud800"}', Code.DOC_STRING, "REQ-DOC-006"),
     "20 lone low surrogate in a key": refused(r'{"\udc00":1}', Code.DOC_STRING, "REQ-DOC-006"),
     "21 NUL": refused(r'{"a":"\u0000"}', Code.DOC_STRING, "REQ-DOC-006"),
@@ -87,8 +95,12 @@ REFUSED = {
     "26 no members": refused("{}", Code.DOC_SCHEMA, "REQ-DOC-011"),
     "26 another member": refused('{"a":1,"digest":"","signed":{}}', Code.DOC_SCHEMA, "REQ-DOC-011"),
     "26 signed is no object": refused('{"digest":"","signed":[]}', Code.DOC_SCHEMA, "REQ-DOC-011"),
-    "a digest that is no string": refused('{"digest":[],"signed":{}}', Code.DOC_DIGEST, "REQ-DOC-009"),
-    "a string of 4,097 bytes": refused('{"a":"' + "é" * 2048 + 'x"}', Code.DOC_STRING, "REQ-DOC-006"),
+    "a digest that is no string": refused(
+        '{"digest":[],"signed":{}}', Code.DOC_DIGEST, "REQ-DOC-009"
+    ),
+    "a string of 4,097 bytes": refused(
+        '{"a":"' + "é" * 2048 + 'x"}', Code.DOC_STRING, "REQ-DOC-006"
+    ),
 }
 
 
@@ -137,7 +149,10 @@ def test_a_digest_of_other_contents_is_damage():
 SCHEMA = {
     "18 true where a number is": ({"run_id": True}, Code.DOC_SCHEMA),
     "26 unknown member": ({"owner": "me"}, Code.DOC_SCHEMA),
-    "27 unknown reader feature": ({"features": {"reader": ["packs"], "writer": []}}, Code.FEATURE_UNSUPPORTED),
+    "27 unknown reader feature": (
+        {"features": {"reader": ["packs"], "writer": []}},
+        Code.FEATURE_UNSUPPORTED,
+    ),
     "27 before anything else is looked at": (
         {"features": {"reader": ["packs"], "writer": []}, "run_id": 7, "more": 1},
         Code.FEATURE_UNSUPPORTED,
@@ -157,12 +172,27 @@ SCHEMA = {
     "no features": ({"features": None}, Code.DOC_SCHEMA),
     "features with a member more": ({"features": {**FEATURES, "x": []}}, Code.DOC_SCHEMA),
     "features with a member less": ({"features": {"reader": []}}, Code.DOC_SCHEMA),
-    "reader features of another type": ({"features": {"reader": "x", "writer": []}}, Code.DOC_SCHEMA),
-    "a reader feature that is no string": ({"features": {"reader": [1], "writer": []}}, Code.DOC_SCHEMA),
-    "a writer feature that is no string": ({"features": {"reader": [], "writer": [{}]}}, Code.DOC_SCHEMA),
-    "a writer feature with a wrong name": ({"features": {"reader": [], "writer": ["A b"]}}, Code.DOC_SCHEMA),
+    "reader features of another type": (
+        {"features": {"reader": "x", "writer": []}},
+        Code.DOC_SCHEMA,
+    ),
+    "a reader feature that is no string": (
+        {"features": {"reader": [1], "writer": []}},
+        Code.DOC_SCHEMA,
+    ),
+    "a writer feature that is no string": (
+        {"features": {"reader": [], "writer": [{}]}},
+        Code.DOC_SCHEMA,
+    ),
+    "a writer feature with a wrong name": (
+        {"features": {"reader": [], "writer": ["A b"]}},
+        Code.DOC_SCHEMA,
+    ),
     "a writer feature twice": ({"features": {"reader": [], "writer": ["a", "a"]}}, Code.DOC_SCHEMA),
-    "65 writer features": ({"features": {"reader": [], "writer": [f"f{i}" for i in range(65)]}}, Code.DOC_SCHEMA),
+    "65 writer features": (
+        {"features": {"reader": [], "writer": [f"f{i}" for i in range(65)]}},
+        Code.DOC_SCHEMA,
+    ),
 }
 
 
@@ -184,7 +214,9 @@ def test_no_member_may_be_missing(missing):
 
 def test_writer_features_are_left_to_those_who_write():
     """REQ-VER-002."""
-    signed, _ = parse(dump_document({**RUN, "features": {"reader": [], "writer": ["packs", "me.x-1_2"]}}))
+    signed, _ = parse(
+        dump_document({**RUN, "features": {"reader": [], "writer": ["packs", "me.x-1_2"]}})
+    )
     assert signed["features"]["writer"] == ["packs", "me.x-1_2"]
 
 
@@ -227,7 +259,9 @@ BOMBS = {
     "36 a string for a backtracking pattern": large('{"a":"' + "a" * 10**6 + '"}'),
     "36 quotes": large('{"a":"' + '\\"' * (1 << 19)),
     "36 backslashes": large('{"' + "\\" * (1 << 20)),
-    "90,000 members, the last one twice": large("{" + ",".join(f'"{key}":1' for key in [*KEYS, KEYS[-1]]) + "}"),
+    "90,000 members, the last one twice": large(
+        "{" + ",".join(f'"{key}":1' for key in [*KEYS, KEYS[-1]]) + "}"
+    ),
     "objects in a list that must be unique": dump_document(
         {**RUN, "features": {"reader": [], "writer": [{"a": i} for i in range(80_000)]}}
     ),
@@ -262,7 +296,9 @@ def test_characters_that_cannot_be_seen_are_refused(char):
     assert char not in str(error)
 
 
-@pytest.mark.parametrize("text", ["", "é", "日本語", "👩‍🚀", "a" * 4096, " ~\xa0", "\u061b\u200d\u2065"])
+@pytest.mark.parametrize(
+    "text", ["", "é", "日本語", "👩‍🚀", "a" * 4096, " ~\xa0", "\u061b\u200d\u2065"]
+)
 def test_other_characters_are_taken(text):
     """REQ-DOC-006."""
     check_string(text, "x")
@@ -272,10 +308,16 @@ def test_the_version_is_checked_before_the_features():
     """REQ-DOC-010, REQ-VER-001."""
     wrong = {"format_version": "0.2", "features": {"reader": ["packs"], "writer": []}}
     assert code_of(lambda: check_version(wrong, "x")) == Code.VERSION_UNSUPPORTED
-    assert code_of(lambda: check_version({**wrong, "format_version": "0.10"}, "x")) == Code.FEATURE_UNSUPPORTED
+    assert (
+        code_of(lambda: check_version({**wrong, "format_version": "0.10"}, "x"))
+        == Code.FEATURE_UNSUPPORTED
+    )
 
 
-TEXTS = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x24F, exclude_categories=("Cc", "Cs")), max_size=8)
+TEXTS = st.text(
+    st.characters(min_codepoint=0x20, max_codepoint=0x24F, exclude_categories=("Cc", "Cs")),
+    max_size=8,
+)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-limits.JSON_INTEGER, limits.JSON_INTEGER) | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
@@ -289,4 +331,8 @@ def test_canonical_bytes_are_a_fixed_point(value):
     content = dump_canonical(value)
     assert dump_canonical(json.loads(content)) == content
     # It fails only at what the schema says of it, or is too deep.
-    assert code_of(lambda: parse(dump_document(value))) in {Code.DOC_SCHEMA, Code.VERSION_UNSUPPORTED, Code.DOC_DEPTH}
+    assert code_of(lambda: parse(dump_document(value))) in {
+        Code.DOC_SCHEMA,
+        Code.VERSION_UNSUPPORTED,
+        Code.DOC_DEPTH,
+    }

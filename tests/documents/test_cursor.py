@@ -45,7 +45,9 @@ def test_a_fingerprint_may_be_given():
     assert parse_cursor(tree).sources[0].fingerprint == "blake3:00"
 
 
-INNER = [f"{name}/{inner}" for name, value in VALID.items() if isinstance(value, dict) for inner in value]
+INNER = [
+    f"{name}/{inner}" for name, value in VALID.items() if isinstance(value, dict) for inner in value
+]
 
 
 @pytest.mark.parametrize("pointer", [*VALID, *INNER])
@@ -132,7 +134,11 @@ def test_what_a_later_reader_may_know_is_unsupported_not_malformed(pointer, valu
 MIXED: dict[str, Any] = {
     **VALID,
     "commit": {"step": 12, "global_pos": 768},
-    "order": {"seed": 7, "vector_check": {"pos": 768, "id": 49, "source": "code"}, "alg": "feistel-v1"},
+    "order": {
+        "seed": 7,
+        "vector_check": {"pos": 768, "id": 49, "source": "code"},
+        "alg": "feistel-v1",
+    },
     "sources": [
         {"id": "books", "fingerprint": None, "n": 100, "pos": 500},
         {"id": "code", "fingerprint": "blake3:00", "n": 50, "pos": 268},
@@ -147,7 +153,14 @@ MIXED: dict[str, Any] = {
         ],
     },
 }
-SAMPLES = {"scope": "sample", "policy": "shift", "from_pos": 0, "reason": "nan", "source": "books", "ids": [3, 99]}
+SAMPLES = {
+    "scope": "sample",
+    "policy": "shift",
+    "from_pos": 0,
+    "reason": "nan",
+    "source": "books",
+    "ids": [3, 99],
+}
 SHARD = {
     "scope": "shard", "policy": "mask", "from_pos": 9, "reason": "", "source": "books", "shard": "7", "range": [0, 100],
 }  # fmt: skip
@@ -229,7 +242,10 @@ def test_with_skips_or_padding_the_ledger_may_have_fewer_samples():
     padded = {**VALID, "plan": {**VALID["plan"], "tail": "pad_masked"}}
     padded["commit"] = {"step": 12, "global_pos": 768, "epoch": 6, "pos_in_epoch": 0}
     assert parse_cursor({**padded, "ledger": {**VALID["ledger"], "count": 600}}).commit.epoch == 6
-    assert refusal({**padded, "ledger": {**VALID["ledger"], "count": 769}}) == (Code.CURSOR_FORM, "REQ-CUR-021")
+    assert refusal({**padded, "ledger": {**VALID["ledger"], "count": 769}}) == (
+        Code.CURSOR_FORM,
+        "REQ-CUR-021",
+    )
 
 
 def test_an_epoch_has_as_many_positions_as_the_tail_leaves_it():
@@ -238,7 +254,10 @@ def test_an_epoch_has_as_many_positions_as_the_tail_leaves_it():
     assert refusal(dropping) == (Code.CURSOR_FORM, "REQ-CUR-004")
     dropping["commit"] = {"step": 12, "global_pos": 768, "epoch": 12, "pos_in_epoch": 0}
     assert parse_cursor(dropping).plan.tail == "drop"
-    assert refusal({**dropping, "sources": [{**VALID["sources"][0], "n": 63}]}) == (Code.CURSOR_FORM, "REQ-CUR-015")
+    assert refusal({**dropping, "sources": [{**VALID["sources"][0], "n": 63}]}) == (
+        Code.CURSOR_FORM,
+        "REQ-CUR-015",
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,7 +279,11 @@ def test_no_more_samples_are_removed_than_the_limit_says():
     """REQ-CUR-019."""
     source = {"id": "books", "fingerprint": None, "n": 1 << 30}
     skips = [{**SHARD, "policy": "shift", "range": [0, 1 << 20]}]
-    base = {**VALID, "commit": {"step": 12, "global_pos": 768, "epoch": 0, "pos_in_epoch": 768}, "sources": [source]}
+    base = {
+        **VALID,
+        "commit": {"step": 12, "global_pos": 768, "epoch": 0, "pos_in_epoch": 768},
+        "sources": [source],
+    }
     assert len(parse_cursor({**base, "skips": skips}).skips) == 1
     more = [*skips, {**SHARD, "policy": "shift", "range": [5, (1 << 20) + 1]}]
     assert refusal({**base, "skips": more}) == (Code.CURSOR_FORM, "REQ-CUR-019")

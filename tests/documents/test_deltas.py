@@ -16,22 +16,48 @@ from ckptfmt.box import Box
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.canonical import dump_document
 from ckptfmt.documents.extents import PredictionGroup, delta_features
-from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Reference, pack_name, parse_register, pins_path
+from ckptfmt.documents.manifest import (
+    FIELDS,
+    FieldSummary,
+    Manifest,
+    Reference,
+    pack_name,
+    parse_register,
+    pins_path,
+)
 from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document
 from ckptfmt.documents.packed import dump_packed, dump_strings, fold, parse_packed, unfold
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.run import Pins
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError
-from ckptfmt.features import DELTAS, ENCODINGS, GROUP_KINDS, NEEDS_BASE, OF_ANY_PROFILE, PLAIN, READER_FEATURES
+from ckptfmt.features import (
+    DELTAS,
+    ENCODINGS,
+    GROUP_KINDS,
+    NEEDS_BASE,
+    OF_ANY_PROFILE,
+    PLAIN,
+    READER_FEATURES,
+)
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
-from tests.builders import ATTEMPT, code_of, edit_strings, error_of, origin, parse_json, parse_signed, unpacked
+from tests.builders import (
+    ATTEMPT,
+    code_of,
+    edit_strings,
+    error_of,
+    origin,
+    parse_json,
+    parse_signed,
+    unpacked,
+)
 from tests.part_rows import RowBox, RowExtent, RowTensor, contents_of, holdings_of, rows_of
 
 PATH = f"parts/{ATTEMPT}-00000.msgpack"
 BLOCK = 4096
 REFERENCES = tuple(
-    Reference(name=f"step-0000000{step}-l0001", digest=f"blake3:{step}" + "a" * 63) for step in (1, 2, 3)
+    Reference(name=f"step-0000000{step}-l0001", digest=f"blake3:{step}" + "a" * 63)
+    for step in (1, 2, 3)
 )
 ENCODED = tuple(name for name in ENCODINGS if name not in PLAIN)
 
@@ -50,11 +76,23 @@ class Builder:
         nbytes = Box.whole(shape).element_count * DTYPES[dtype].nbytes
         extents, block = [], 0
         for count, encoding, own in runs:
-            extents.append(self._extent(field, name, nbytes, block=block, count=count, encoding=encoding, own=own))
+            extents.append(
+                self._extent(
+                    field, name, nbytes, block=block, count=count, encoding=encoding, own=own
+                )
+            )
             block += count
-        digests = b"".join(digest_bytes(f"{name} {number}".encode()) for number in range(-(-nbytes // BLOCK)))
+        digests = b"".join(
+            digest_bytes(f"{name} {number}".encode()) for number in range(-(-nbytes // BLOCK))
+        )
         held = RowBox(box=Box.whole(shape), replica=False, digests=digests, extents=tuple(extents))
-        whole = {"scope": "global", "global_shape": shape, "storage": "persistent", "aliases": (), **members}
+        whole = {
+            "scope": "global",
+            "global_shape": shape,
+            "storage": "persistent",
+            "aliases": (),
+            **members,
+        }
         self.tensors.append(RowTensor(field=field, name=name, dtype=dtype, boxes=(held,), **whole))
 
     def _extent(self, field, name, nbytes, *, block, count, encoding, own):
@@ -66,21 +104,37 @@ class Builder:
             file, begin = stem, self.nbytes.get(stem, 0)
             content = min(nbytes, (block + count) * BLOCK) - block * BLOCK
             self.nbytes[stem] = begin + (content if encoding == "raw" else sum(stored))
-        digests = b"".join(digest_bytes(f"{name} {block + at} stored".encode()) for at in range(len(stored)))
-        where = {"file": file, "byte_begin": begin, "key": name, "stored_nbytes": stored, "stored_digests": digests}
+        digests = b"".join(
+            digest_bytes(f"{name} {block + at} stored".encode()) for at in range(len(stored))
+        )
+        where = {
+            "file": file,
+            "byte_begin": begin,
+            "key": name,
+            "stored_nbytes": stored,
+            "stored_digests": digests,
+        }
         return RowExtent(block_begin=block, block_count=count, encoding=encoding, **where, **own)
 
     def group(self, kind, *members, rule=b"rule", reference=None):
         """Add a group of boxes: of tensors, by field and name."""
-        self.groups.append((PredictionGroup(kind=kind, rule=rule, reference=reference, boxes=()), members))
+        self.groups.append(
+            (PredictionGroup(kind=kind, rule=rule, reference=reference, boxes=()), members)
+        )
 
     def part(self, **members):
         """Return the part: files and tensors in their order, extents at their places."""
-        files = sorted((_file(stem, nbytes) for stem, nbytes in self.nbytes.items()), key=lambda file: file.name)
+        files = sorted(
+            (_file(stem, nbytes) for stem, nbytes in self.nbytes.items()),
+            key=lambda file: file.name,
+        )
         numbers = {file.name.partition("-")[0]: number for number, file in enumerate(files)}
         tensors = sorted(self.tensors, key=lambda tensor: (FIELDS.index(tensor.field), tensor.name))
         rows = [(tensor.field, tensor.name) for tensor in tensors]
-        groups = [dataclasses.replace(group, boxes=tuple(map(rows.index, members))) for group, members in self.groups]
+        groups = [
+            dataclasses.replace(group, boxes=tuple(map(rows.index, members)))
+            for group, members in self.groups
+        ]
         own = {
             "origin": origin(),
             "writer": 0,
@@ -99,7 +153,13 @@ class Builder:
 def _file(stem, nbytes):
     if stem.startswith("shard"):
         name = f"{stem}-{ATTEMPT}-00000.safetensors"
-        return PartFile(name=name, kind="safetensors", nbytes=128 + nbytes, header_nbytes=128, header_digest=b"h" * 32)
+        return PartFile(
+            name=name,
+            kind="safetensors",
+            nbytes=128 + nbytes,
+            header_nbytes=128,
+            header_digest=b"h" * 32,
+        )
     return PartFile(
         name=pack_name(stem, ATTEMPT, 0),
         kind="pack",
@@ -126,13 +186,23 @@ def make_part(**members):
     """Return a part with something of everything."""
     builder = Builder()
     base = {"reference": 0}
-    builder.add("weights", "a", "float32", (3000,), (1, "same", {"reference": 2}), (1, "raw", {}), (1, "sparse", base))
+    builder.add(
+        "weights",
+        "a",
+        "float32",
+        (3000,),
+        (1, "same", {"reference": 2}),
+        (1, "raw", {}),
+        (1, "sparse", base),
+    )
     builder.add("weights", "b", "bfloat16", (2, 500), (1, "xor", {"predicted": True}))
     builder.add("weights", "c", "int8", (5,), (1, "raw", {"file": "shard"}))
     builder.add("weights", "e", "int8", (0, 3), (0, "same", base))
     builder.add("weights", "m", "float32", (1000,), (1, "sparse", {"predicted": True}))
     builder.add("optimizer", "exp_avg", "float32", (1000,), (1, "gradient", {"predicted": True}))
-    builder.add("optimizer", "exp_avg_sq", "float32", (1000,), (1, "difference", {"predicted": True}))
+    builder.add(
+        "optimizer", "exp_avg_sq", "float32", (1000,), (1, "difference", {"predicted": True})
+    )
     builder.add("optimizer", "master", "float32", (1000,), (1, "classes", {"reference": 1}))
     builder.add("optimizer", "step", "float32", (), (1, "planes", {"stored_nbytes": (3,)}))
     names = (("optimizer", "exp_avg"), ("optimizer", "exp_avg_sq"), ("weights", "m"))
@@ -158,7 +228,7 @@ def one_block(encoding="raw", *, tensors=(("weights", "w"),), references=REFEREN
     return builder
 
 
-# --- round trips ------------------------------------------------------------------------------------------------------
+# --- round trips ----------------------------------------------------------------------------------
 
 
 def test_a_part_of_a_delta_comes_back():
@@ -226,12 +296,18 @@ def test_rows_are_in_the_order_of_bytes_and_blocks_of_no_file_come_last():
 def test_one_block_may_have_several_extents_of_one_box_and_kind():
     """REQ-PRT-006: runs needn't be as long as they can be."""
     builder = Builder()
-    builder.add("weights", "w", "float32", (3000,), *[(1, "same", {"reference": number}) for number in (0, 0, 1)])
+    builder.add(
+        "weights",
+        "w",
+        "float32",
+        (3000,),
+        *[(1, "same", {"reference": number}) for number in (0, 0, 1)],
+    )
     part = builder.part()
     assert contents_of(Part.parse(part.dump()[0], where=PATH)[0]) == contents_of(part)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def column(table, key, edit):
@@ -289,13 +365,20 @@ def edits(*all_of_them):
     return lambda signed: [edit(signed) for edit in all_of_them]
 
 
-LONG = [{"name": f"step-{number:08d}-l0001", "digest": number.to_bytes(32, "big")} for number in range(33)]
+LONG = [
+    {"name": f"step-{number:08d}-l0001", "digest": number.to_bytes(32, "big")}
+    for number in range(33)
+]
 EDITS = {
     # references
     "references missing": (lambda signed: signed.pop("references"), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "references null": (member("references", to=None), Code.COLUMN_FORM, "REQ-LIM-001"),
     "33 references": (member("references", to=LONG), Code.COLUMN_FORM, "REQ-LIM-001"),
-    "a reference that is a name": (member("references", 0, to="step-00000001-l0001"), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "a reference that is a name": (
+        member("references", 0, to="step-00000001-l0001"),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     "a reference without a digest": (
         member("references", 0, to=lambda one: {"name": one["name"]}),
         Code.COLUMN_FORM,
@@ -306,11 +389,27 @@ EDITS = {
         Code.COLUMN_FORM,
         "REQ-IDX-002",
     ),
-    "a digest of 31 bytes": (member("references", 0, "digest", to=bytes(31)), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "a digest as text": (member("references", 0, "digest", to=REFERENCES[0].digest), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "a name that is bytes": (member("references", 0, "name", to=b"step"), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "a digest of 31 bytes": (
+        member("references", 0, "digest", to=bytes(31)),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "a digest as text": (
+        member("references", 0, "digest", to=REFERENCES[0].digest),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "a name that is bytes": (
+        member("references", 0, "name", to=b"step"),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     **{
-        f"a reference named {name!r}": (member("references", 0, "name", to=name), Code.UNSAFE_PATH, "REQ-DEL-002")
+        f"a reference named {name!r}": (
+            member("references", 0, "name", to=name),
+            Code.UNSAFE_PATH,
+            "REQ-DEL-002",
+        )
         for name in (
             "",
             ".",
@@ -324,13 +423,21 @@ EDITS = {
             "step-00000001-l0001\n",
         )
     },
-    "references backwards": (member("references", to=lambda rows: rows[::-1]), Code.COLUMN_ORDER, "REQ-DEL-002"),
+    "references backwards": (
+        member("references", to=lambda rows: rows[::-1]),
+        Code.COLUMN_ORDER,
+        "REQ-DEL-002",
+    ),
     "one digest twice": (
         member("references", 1, "digest", to=SIGNED["references"][0]["digest"]),
         Code.COLUMN_ORDER,
         "REQ-DEL-002",
     ),
-    "a reference less": (member("references", to=lambda rows: rows[:2]), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "a reference less": (
+        member("references", to=lambda rows: rows[:2]),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     # features and encodings
     "a feature less": (
         member("features", "reader", to=lambda names: [name for name in names if name != "adam"]),
@@ -342,8 +449,16 @@ EDITS = {
         Code.DOC_SCHEMA,
         "REQ-DEL-001",
     ),
-    "a feature more": (member("features", "reader", to=lambda names: [*names, "sgd"]), Code.DOC_SCHEMA, "REQ-DEL-001"),
-    "features unsorted": (member("features", "reader", to=lambda names: names[::-1]), Code.DOC_SCHEMA, "REQ-DEL-001"),
+    "a feature more": (
+        member("features", "reader", to=lambda names: [*names, "sgd"]),
+        Code.DOC_SCHEMA,
+        "REQ-DEL-001",
+    ),
+    "features unsorted": (
+        member("features", "reader", to=lambda names: names[::-1]),
+        Code.DOC_SCHEMA,
+        "REQ-DEL-001",
+    ),
     "no features": (member("features", "reader", to=[]), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "a feature of later": (
         member("features", "reader", to=lambda names: [*names, "wavelets"]),
@@ -357,14 +472,22 @@ EDITS = {
         "REQ-DEL-003",
     ),
     "an encoding that is no text": (member("encodings", 0, to=1), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "encodings backwards": (member("encodings", to=lambda names: names[::-1]), Code.COLUMN_ORDER, "REQ-IDX-003"),
+    "encodings backwards": (
+        member("encodings", to=lambda names: names[::-1]),
+        Code.COLUMN_ORDER,
+        "REQ-IDX-003",
+    ),
     "an encoding twice": (member("encodings", 1, to="raw"), Code.COLUMN_ORDER, "REQ-IDX-003"),
     "an encoding that doesn't occur": (
         entry("extents", "encoding", row_of("step", "planes"), 0),
         Code.COLUMN_FORM,
         "REQ-IDX-002",
     ),
-    "an encoding that isn't listed": (entry("extents", "encoding", 0, len(ENCODINGS)), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "an encoding that isn't listed": (
+        entry("extents", "encoding", 0, len(ENCODINGS)),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     # files
     "a pack under a shard's name": (
         texts("files", "kind", lambda kinds: ["pack"] * len(kinds)),
@@ -376,7 +499,11 @@ EDITS = {
         Code.COLUMN_FORM,
         "REQ-PRT-003",
     ),
-    "a kind of later": (texts("files", "kind", lambda kinds: ["zip", *kinds[1:]]), Code.COLUMN_FORM, "REQ-PRT-003"),
+    "a kind of later": (
+        texts("files", "kind", lambda kinds: ["zip", *kinds[1:]]),
+        Code.COLUMN_FORM,
+        "REQ-PRT-003",
+    ),
     "a pack of another writer": (
         texts("files", "name", lambda names: [names[0].replace("-00000.", "-00001."), *names[1:]]),
         Code.UNSAFE_PATH,
@@ -404,32 +531,59 @@ EDITS = {
     ),
     # extents
     "same in a file": (
-        edits(entry("extents", "file", row_of("e", "same"), 2), entry("extents", "file", row_of("a", "same"), 2)),
+        edits(
+            entry("extents", "file", row_of("e", "same"), 2),
+            entry("extents", "file", row_of("a", "same"), 2),
+        ),
         Code.COLUMN_FORM,
         "REQ-DEL-004",
     ),
-    "encoded in no file": (entry("extents", "file", row_of("m", "sparse"), 3), Code.COLUMN_FORM, "REQ-DEL-004"),
+    "encoded in no file": (
+        entry("extents", "file", row_of("m", "sparse"), 3),
+        Code.COLUMN_FORM,
+        "REQ-DEL-004",
+    ),
     "a file beyond none": (entry("extents", "file", -1, 4), Code.COLUMN_FORM, "REQ-IDX-002"),
     "a gap before what is in no file": (
         entry("extents", "gap_nbytes", row_of("a", "same"), 1),
         Code.FILE_COVERAGE,
         "REQ-PRT-007",
     ),
-    "a reference of raw": (entry("extents", "reference", row_of("a", "raw"), 1), Code.COLUMN_FORM, "REQ-DEL-006"),
+    "a reference of raw": (
+        entry("extents", "reference", row_of("a", "raw"), 1),
+        Code.COLUMN_FORM,
+        "REQ-DEL-006",
+    ),
     "a reference of planes": (
         entry("extents", "reference", row_of("step", "planes"), 1),
         Code.COLUMN_FORM,
         "REQ-DEL-006",
     ),
-    "same of nothing": (entry("extents", "reference", row_of("a", "same"), 0), Code.COLUMN_FORM, "REQ-DEL-006"),
-    "sparse without a base": (entry("extents", "reference", row_of("a", "sparse"), 0), Code.COLUMN_FORM, "REQ-DEL-006"),
-    "predicted, and a base": (entry("extents", "reference", row_of("m", "sparse"), 1), Code.COLUMN_FORM, "REQ-DEL-006"),
+    "same of nothing": (
+        entry("extents", "reference", row_of("a", "same"), 0),
+        Code.COLUMN_FORM,
+        "REQ-DEL-006",
+    ),
+    "sparse without a base": (
+        entry("extents", "reference", row_of("a", "sparse"), 0),
+        Code.COLUMN_FORM,
+        "REQ-DEL-006",
+    ),
+    "predicted, and a base": (
+        entry("extents", "reference", row_of("m", "sparse"), 1),
+        Code.COLUMN_FORM,
+        "REQ-DEL-006",
+    ),
     "a reference that isn't there": (
         entry("extents", "reference", row_of("a", "sparse"), 4),
         Code.COLUMN_FORM,
         "REQ-IDX-002",
     ),
-    "raw is predicted": (entry("extents", "predicted", row_of("a", "raw"), 1), Code.COLUMN_FORM, "REQ-DEL-006"),
+    "raw is predicted": (
+        entry("extents", "predicted", row_of("a", "raw"), 1),
+        Code.COLUMN_FORM,
+        "REQ-DEL-006",
+    ),
     "planes are predicted": (
         entry("extents", "predicted", row_of("step", "planes"), 1),
         Code.COLUMN_FORM,
@@ -437,7 +591,8 @@ EDITS = {
     ),
     "same is predicted": (
         edits(
-            entry("extents", "predicted", row_of("a", "same"), 1), entry("extents", "reference", row_of("a", "same"), 0)
+            entry("extents", "predicted", row_of("a", "same"), 1),
+            entry("extents", "reference", row_of("a", "same"), 0),
         ),
         Code.COLUMN_FORM,
         "REQ-DEL-006",
@@ -450,33 +605,89 @@ EDITS = {
         Code.COLUMN_FORM,
         "REQ-DEL-006",
     ),
-    "predicted twice": (entry("extents", "predicted", row_of("m", "sparse"), 2), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "a block twice": (entry("extents", "block_begin", row_of("a", "sparse"), 1), Code.EXTENT_COVERAGE, "REQ-PRT-006"),
-    "no column predicted": (lambda signed: signed["extents"].pop("predicted"), Code.DOC_SCHEMA, "REQ-DOC-011"),
+    "predicted twice": (
+        entry("extents", "predicted", row_of("m", "sparse"), 2),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "a block twice": (
+        entry("extents", "block_begin", row_of("a", "sparse"), 1),
+        Code.EXTENT_COVERAGE,
+        "REQ-PRT-006",
+    ),
+    "no column predicted": (
+        lambda signed: signed["extents"].pop("predicted"),
+        Code.DOC_SCHEMA,
+        "REQ-DOC-011",
+    ),
     # stored
     "no table stored": (lambda signed: signed.pop("stored"), Code.DOC_SCHEMA, "REQ-DOC-011"),
-    "a stored block less": (column("stored", "nbytes", lambda values: values[:-1]), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "a stored block more": (column("stored", "nbytes", lambda values: [*values, 1]), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "a stored digest less": (member("stored", "digest", to=lambda d: d[:-32]), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "a stored block less": (
+        column("stored", "nbytes", lambda values: values[:-1]),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "a stored block more": (
+        column("stored", "nbytes", lambda values: [*values, 1]),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "a stored digest less": (
+        member("stored", "digest", to=lambda d: d[:-32]),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     "stored digests as text": (member("stored", "digest", to="x"), Code.COLUMN_FORM, "REQ-IDX-002"),
     "stored in as many bytes": (
         column("stored", "nbytes", lambda values: [4 if value == 3 else value for value in values]),
         Code.COLUMN_FORM,
         "REQ-DEL-005",
     ),
-    "stored beyond all bounds": (entry("stored", "nbytes", 0, 1 << 62), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "stored beyond all bounds": (
+        entry("stored", "nbytes", 0, 1 << 62),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     "stored in a byte more": (entry("stored", "nbytes", 0, 8), Code.FILE_COVERAGE, "REQ-PRT-007"),
     # groups
     "no table of groups": (lambda signed: signed.pop("groups"), Code.DOC_SCHEMA, "REQ-DOC-011"),
-    "a group of later": (texts("groups", "kind", lambda kinds: ["lion", *kinds[1:]]), Code.COLUMN_FORM, "REQ-DEL-009"),
-    "another kind": (texts("groups", "kind", lambda kinds: ["sgd", *kinds[1:]]), Code.DOC_SCHEMA, "REQ-DEL-001"),
-    "a rule less": (member("groups", "rule", to=lambda rules: rules[:1]), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "a group of later": (
+        texts("groups", "kind", lambda kinds: ["lion", *kinds[1:]]),
+        Code.COLUMN_FORM,
+        "REQ-DEL-009",
+    ),
+    "another kind": (
+        texts("groups", "kind", lambda kinds: ["sgd", *kinds[1:]]),
+        Code.DOC_SCHEMA,
+        "REQ-DEL-001",
+    ),
+    "a rule less": (
+        member("groups", "rule", to=lambda rules: rules[:1]),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     "a rule as text": (member("groups", "rule", 0, to="x"), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "a group's reference isn't there": (entry("groups", "reference", 0, 4), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "members without a group": (column("groups", "box", lambda values: [*values, 0]), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "a group's reference isn't there": (
+        entry("groups", "reference", 0, 4),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "members without a group": (
+        column("groups", "box", lambda values: [*values, 0]),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     "a member of no box": (entry("groups", "box", -1, 2 * 99), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "a member before the first box": (entry("groups", "box", 0, 2 * 99 - 1), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "more members than boxes": (entry("groups", "member_count", 0, limits.BOXES), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "a member before the first box": (
+        entry("groups", "box", 0, 2 * 99 - 1),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "more members than boxes": (
+        entry("groups", "member_count", 0, limits.BOXES),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     "a group of one": (
         lambda signed: signed.update(groups=groups_table(("adam", [0]), ("cast", [1, 2]))),
         Code.COLUMN_FORM,
@@ -507,7 +718,11 @@ EDITS = {
         Code.COLUMN_ORDER,
         "REQ-IDX-003",
     ),
-    "no group at all": (lambda signed: signed.update(groups=groups_table()), Code.COLUMN_FORM, "REQ-DEL-006"),
+    "no group at all": (
+        lambda signed: signed.update(groups=groups_table()),
+        Code.COLUMN_FORM,
+        "REQ-DEL-006",
+    ),
 }
 
 
@@ -539,7 +754,10 @@ def test_wrong_parts_of_deltas_are_refused(edit, code, requirement):
 def test_the_groups_of_the_edits_are_those_of_the_part():
     """So that an edit of them shows what it says, and nothing else."""
     signed = copy.deepcopy(SIGNED)
-    signed["groups"] = {**groups_table(("adam", [5, 6, 4]), ("cast", [7, 1])), "rule": signed["groups"]["rule"]}
+    signed["groups"] = {
+        **groups_table(("adam", [5, 6, 4]), ("cast", [7, 1])),
+        "rule": signed["groups"]["rule"],
+    }
     assert {**signed["groups"], "reference": None} == {**SIGNED["groups"], "reference": None}
 
 
@@ -574,7 +792,9 @@ def test_encoded_blocks_are_in_packs():
 def test_an_encoded_block_is_stored_in_fewer_bytes_than_it_has(nbytes):
     """REQ-DEL-005: the last block of a box is a short one."""
     part = one_block("planes", references=(), stored_nbytes=(nbytes,)).part()
-    assert code_of(lambda: Part.parse(part.dump()[0], where=PATH)) == ("ok" if nbytes < 400 else Code.COLUMN_FORM)
+    assert code_of(lambda: Part.parse(part.dump()[0], where=PATH)) == (
+        "ok" if nbytes < 400 else Code.COLUMN_FORM
+    )
 
 
 def test_blocks_of_no_file_have_an_order():
@@ -591,7 +811,8 @@ def test_blocks_of_no_file_have_an_order():
 def test_so_many_references_may_be(count):
     """REQ-DEL-002, REQ-LIM-002."""
     references = tuple(
-        Reference(name=f"step-{number:08d}-l0001", digest=f"blake3:{number:064x}") for number in range(count)
+        Reference(name=f"step-{number:08d}-l0001", digest=f"blake3:{number:064x}")
+        for number in range(count)
     )
     part = one_block("planes", references=references).part()
     assert Part.parse(part.dump()[0], where=PATH)[0].references == references
@@ -601,8 +822,12 @@ def grouped(kind, encodings, *, predicted, reference=0, stored=(True, True)):
     """Return a part with one group of two boxes, and what each of them is stored as."""
     builder = Builder()
     for name, encoding, of_group, is_stored in zip("vw", encodings, predicted, stored, strict=True):
-        own = {"predicted": True} if of_group else {"reference": 0} if encoding in NEEDS_BASE else {}
-        builder.add("weights", name, "float32", (100,), *([(1, encoding, own)] if is_stored else []))
+        own = (
+            {"predicted": True} if of_group else {"reference": 0} if encoding in NEEDS_BASE else {}
+        )
+        builder.add(
+            "weights", name, "float32", (100,), *([(1, encoding, own)] if is_stored else [])
+        )
     builder.group(kind, ("weights", "v"), ("weights", "w"), reference=reference)
     return builder.part()
 
@@ -626,11 +851,23 @@ def test_members_of_a_group_may_be_stored_in_any_way(part):
     ("part", "requirement"),
     [
         (one_block("gradient", reference=0).part(), "REQ-DEL-006"),
-        (grouped("cast", ["sparse", "sparse"], predicted=[True, True], reference=None), "REQ-DEL-006"),
-        (grouped("adam", ["gradient", "sparse"], predicted=[True, True], reference=None), "REQ-DEL-010"),
+        (
+            grouped("cast", ["sparse", "sparse"], predicted=[True, True], reference=None),
+            "REQ-DEL-006",
+        ),
+        (
+            grouped("adam", ["gradient", "sparse"], predicted=[True, True], reference=None),
+            "REQ-DEL-010",
+        ),
         (grouped("cast", ["raw", "sparse"], predicted=[False, True], reference=0), "REQ-DEL-010"),
         (
-            grouped("cast", ["raw", "sparse"], predicted=[False, True], reference=None, stored=[False, True]),
+            grouped(
+                "cast",
+                ["raw", "sparse"],
+                predicted=[False, True],
+                reference=None,
+                stored=[False, True],
+            ),
             "REQ-DEL-009",
         ),
     ],
@@ -679,7 +916,7 @@ def test_a_full_manifest_has_no_features():
     assert (error.code, error.requirement) == (Code.PROFILE_MISMATCH, "REQ-MAN-005")
 
 
-# --- what any part and any byte does ----------------------------------------------------------------------------------
+# --- what any part and any byte does --------------------------------------------------------------
 
 
 @st.composite
@@ -687,7 +924,9 @@ def parts(draw):
     """Parts of deltas: any tensors, in any runs of blocks, in any encodings."""
     builder = Builder(REFERENCES[: draw(st.integers(0, 3))])
     has_base = bool(builder.references)
-    kinds = [name for name in ENCODINGS if name != "gradient" and (has_base or name not in NEEDS_BASE)]
+    kinds = [
+        name for name in ENCODINGS if name != "gradient" and (has_base or name not in NEEDS_BASE)
+    ]
     for number in range(draw(st.integers(1, 4))):
         dtype = draw(st.sampled_from(["int8", "bfloat16", "float32", "complex128"]))
         nbytes = draw(st.integers(0, 3 * BLOCK // 16)) * 16
@@ -695,7 +934,9 @@ def parts(draw):
         left = -(-nbytes // BLOCK)
         while left or not runs:
             count = draw(st.integers(min(left, 1), left))
-            encoding = draw(st.sampled_from(kinds if nbytes else sorted({"raw", "same"} & set(kinds))))
+            encoding = draw(
+                st.sampled_from(kinds if nbytes else sorted({"raw", "same"} & set(kinds)))
+            )
             own: dict[str, Any] = {}
             if encoding in NEEDS_BASE:
                 own["reference"] = draw(st.integers(0, len(builder.references) - 1))
@@ -721,7 +962,13 @@ def add_group(builder, kind, draw):
         name = f"g{len(builder.tensors)}"
         blocks = -(-count * 4 // BLOCK)
         own = {"predicted": True} if members else {"reference": 0}
-        builder.add("weights", name, "float32", (count,), (blocks, "sparse", {**own, "stored_nbytes": (3,) * blocks}))
+        builder.add(
+            "weights",
+            name,
+            "float32",
+            (count,),
+            (blocks, "sparse", {**own, "stored_nbytes": (3,) * blocks}),
+        )
         members.append(("weights", name))
     reference = None if kind == "cast" else draw(st.integers(0, len(builder.references) - 1))
     builder.group(kind, *members, rule=draw(st.binary(max_size=9)), reference=reference)
@@ -736,10 +983,15 @@ def test_any_part_is_dumped_as_it_was_parsed(part):
     parsed, found = Part.parse(content, where=PATH)
     assert (contents_of(parsed), found) == (contents_of(part), digest)
     assert parsed.dump() == (content, digest)
-    assert dataclasses.replace(parsed, holdings=holdings_of(rows_of(parsed.holdings))).dump() == (content, digest)
+    assert dataclasses.replace(parsed, holdings=holdings_of(rows_of(parsed.holdings))).dump() == (
+        content,
+        digest,
+    )
 
 
-SMALL = one_block("sparse", tensors=(("optimizer", "master"),), references=REFERENCES[:2], reference=1)
+SMALL = one_block(
+    "sparse", tensors=(("optimizer", "master"),), references=REFERENCES[:2], reference=1
+)
 SMALL.add("optimizer", "low", "bfloat16", (100,), (1, "sparse", {"predicted": True}))
 SMALL.add("optimizer", "s", "int8", (3,), (1, "same", {"reference": 0}))
 SMALL.group("cast", ("optimizer", "master"), ("optimizer", "low"))
@@ -772,11 +1024,14 @@ def seal(content):
     return dump_msgpack({"digest": digest_bytes(stored), "nbytes": len(content), "signed": stored})
 
 
-# --- what a committer makes of parts ----------------------------------------------------------------------------------
+# --- what a committer makes of parts --------------------------------------------------------------
 
 
 def merged(*parts):
-    entries = [PartFileEntry(part=part, digest=part.dump()[1], nbytes=len(part.dump()[0])) for part in parts]
+    entries = [
+        PartFileEntry(part=part, digest=part.dump()[1], nbytes=len(part.dump()[0]))
+        for part in parts
+    ]
     features, references = merge_deltas(parts)
     fields = add_stored(summarise(merge_parts(entries)), parts)
     return features, references, fields
@@ -785,16 +1040,26 @@ def merged(*parts):
 def of_writer(part, writer, **members):
     made = origin(writer_count=2)
     files = tuple(
-        dataclasses.replace(file, name=file.name.replace("-00000.", f"-{writer:05d}.")) for file in part.files
+        dataclasses.replace(file, name=file.name.replace("-00000.", f"-{writer:05d}."))
+        for file in part.files
     )
     return dataclasses.replace(part, origin=made, writer=writer, files=files, **members)
 
 
 def test_a_manifest_has_what_any_part_has():
     """REQ-DEL-001, REQ-DEL-021: of two parts of one delta, one may be full."""
-    one = of_writer(one_block("xor", tensors=(("weights", "v"),), references=REFERENCES[:2], reference=0).part(), 0)
-    other = of_writer(one_block("planes", tensors=(("weights", "w"),), references=REFERENCES[1:]).part(), 1)
-    full = of_writer(one_block("raw", tensors=(("weights", "w"),), references=(), file="shard").part(), 1)
+    one = of_writer(
+        one_block(
+            "xor", tensors=(("weights", "v"),), references=REFERENCES[:2], reference=0
+        ).part(),
+        0,
+    )
+    other = of_writer(
+        one_block("planes", tensors=(("weights", "w"),), references=REFERENCES[1:]).part(), 1
+    )
+    full = of_writer(
+        one_block("raw", tensors=(("weights", "w"),), references=(), file="shard").part(), 1
+    )
     assert merged(one, other)[:2] == (("deltas", "planes", "xor"), REFERENCES)
     assert merged(one, full)[:2] == (("deltas", "xor"), REFERENCES[:2])
     assert merge_deltas([full]) == ((), ())
@@ -814,19 +1079,27 @@ def test_a_manifest_says_what_its_own_files_hold():
 def test_more_references_than_a_manifest_lists_are_refused():
     """REQ-DEL-021, REQ-LIM-001."""
     many = [
-        [Reference(name=f"step-{number:08d}-l0001", digest=f"blake3:{number:064x}") for number in numbers]
+        [
+            Reference(name=f"step-{number:08d}-l0001", digest=f"blake3:{number:064x}")
+            for number in numbers
+        ]
         for numbers in (range(20), range(13, 33))
     ]
     made = [one_block("planes", references=tuple(references)).part() for references in many]
     error = error_of(lambda: merge_deltas(made))
     assert (error.code, error.requirement) == (Code.LIMIT_EXCEEDED, "REQ-LIM-001")
-    assert len(merge_deltas([made[0], one_block("raw", references=tuple(many[1][:19])).part()])[1]) == 32
+    assert (
+        len(merge_deltas([made[0], one_block("raw", references=tuple(many[1][:19])).part()])[1])
+        == 32
+    )
 
 
 def test_one_checkpoint_has_one_name():
     """REQ-DEL-002: two parts that call it otherwise weren't written for one run."""
     other = dataclasses.replace(REFERENCES[0], name="step-00000009-l0001")
-    made = [one_block("planes", references=(reference,)).part() for reference in (REFERENCES[0], other)]
+    made = [
+        one_block("planes", references=(reference,)).part() for reference in (REFERENCES[0], other)
+    ]
     error = error_of(lambda: merge_deltas(made))
     assert (error.code, error.requirement) == (Code.REFERENCE_CLOSURE, "REQ-DEL-002")
 
@@ -850,10 +1123,14 @@ def test_the_manifest_of_a_delta_comes_back():
     assert parsed == dataclasses.replace(manifest, digest=json.loads(content)["digest"])
     assert parsed.dump() == content
     assert (parsed.profile, parsed.references) == ("delta", REFERENCES)
-    assert parsed.stored_nbytes == sum(field.stored_nbytes or 0 for field in fields.values()) < parsed.nbytes
+    assert (
+        parsed.stored_nbytes
+        == sum(field.stored_nbytes or 0 for field in fields.values())
+        < parsed.nbytes
+    )
 
 
-# --- pins -------------------------------------------------------------------------------------------------------------
+# --- pins -----------------------------------------------------------------------------------------
 
 PINS = Pins(attempt=ATTEMPT, writer=3, references=REFERENCES)
 
@@ -871,7 +1148,11 @@ PIN_EDITS = {
     "no references": (lambda signed: signed.pop("references"), Code.DOC_SCHEMA, "REQ-CMT-035"),
     "a member more": (lambda signed: signed.update(step=3), Code.DOC_SCHEMA, "REQ-CMT-035"),
     "another type": (lambda signed: signed.update(type="failure"), Code.DOC_SCHEMA, "REQ-DOC-011"),
-    "an attempt in upper case": (lambda signed: signed.update(attempt="A" * 16), Code.DOC_SCHEMA, "REQ-CKP-001"),
+    "an attempt in upper case": (
+        lambda signed: signed.update(attempt="A" * 16),
+        Code.DOC_SCHEMA,
+        "REQ-CKP-001",
+    ),
     "a writer below 0": (lambda signed: signed.update(writer=-1), Code.DOC_SCHEMA, "REQ-DOC-005"),
     "33 references": (
         lambda signed: signed.update(references=signed["references"][:1] * 33),
@@ -888,14 +1169,22 @@ PIN_EDITS = {
         Code.UNSAFE_PATH,
         "REQ-DEL-002",
     ),
-    "references backwards": (lambda signed: signed["references"].reverse(), Code.COLUMN_ORDER, "REQ-DEL-002"),
+    "references backwards": (
+        lambda signed: signed["references"].reverse(),
+        Code.COLUMN_ORDER,
+        "REQ-DEL-002",
+    ),
     "a reader feature": (
         lambda signed: signed["features"]["reader"].append("deltas"),
         Code.FEATURE_UNSUPPORTED,
         "REQ-DOC-010",
     ),
     "another writer": (lambda signed: signed.update(writer=4), Code.DOC_MISMATCH, "REQ-CMT-037"),
-    "another attempt": (lambda signed: signed.update(attempt="f" * 16), Code.DOC_MISMATCH, "REQ-CMT-037"),
+    "another attempt": (
+        lambda signed: signed.update(attempt="f" * 16),
+        Code.DOC_MISMATCH,
+        "REQ-CMT-037",
+    ),
 }
 
 

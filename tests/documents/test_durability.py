@@ -50,14 +50,18 @@ def saved(*levels: str, lost: tuple[int, ...] = ()) -> tuple[MemoryStore, Manife
         ((HOME, HOME), HOME), ((NODE, NODE), NODE), ((PEERS, NODE), NODE), ((HOME, PEERS), PEERS), ((NODE, HOME), NODE),
     ],
 )  # fmt: skip
-def test_a_checkpoint_is_as_durable_as_the_weakest_of_its_parts(levels: tuple[str, ...], found: str) -> None:
+def test_a_checkpoint_is_as_durable_as_the_weakest_of_its_parts(
+    levels: tuple[str, ...], found: str
+) -> None:
     """REQ-CMT-046, REQ-MAN-012"""
     home, manifest = saved(*levels)
 
     assert manifest.durability == found
     assert manifest.features == (() if found == HOME else ("caches",))
     assert manifest.profile == "full"
-    assert (b"durability" in home.read(f"{NAME}/manifest.json", limit_nbytes=1 << 20)) == (found != HOME)
+    assert (b"durability" in home.read(f"{NAME}/manifest.json", limit_nbytes=1 << 20)) == (
+        found != HOME
+    )
     assert not builders.verify(home.at(NAME)).violations
 
 
@@ -100,4 +104,6 @@ def test_what_is_in_caches_is_no_base() -> None:
         home, manifest = saved(level)
         reference = Reference(name=NAME, digest=manifest.digest)
         place = home.at(checkpoint_name(4, 1))
-        assert code_of(lambda place=place, reference=reference: check_base(place, reference)) == code
+        assert (
+            code_of(lambda place=place, reference=reference: check_base(place, reference)) == code
+        )

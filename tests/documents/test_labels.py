@@ -21,7 +21,11 @@ from ckptfmt.store.memory import MemoryStore
 from tests import builders
 
 RECORD = LabelsRecord(
-    run_id="f" * 32, checkpoint="step-00000012-l0001", number=3, pinned=True, labels=Labels.of({"loss": 0.1}, ["a"])
+    run_id="f" * 32,
+    checkpoint="step-00000012-l0001",
+    number=3,
+    pinned=True,
+    labels=Labels.of({"loss": 0.1}, ["a"]),
 )
 
 
@@ -29,11 +33,17 @@ def saved(labels: Labels, writers: int = 2) -> tuple[MemoryStore, Manifest]:
     """Return a checkpoint with labels, which the first of its writers gives."""
     store = MemoryStore()
     given_by = [labels, *[NO_LABELS] * (writers - 1)]
-    states = [builders.snapshot(builders.tensor("w", np.arange(3.0)), labels=one) for one in given_by]
+    states = [
+        builders.snapshot(builders.tensor("w", np.arange(3.0)), labels=one) for one in given_by
+    ]
     return store, builders.save(store, *states)
 
 
-@given(st.dictionaries(st.text("abc/ _", min_size=1, max_size=9), st.floats(allow_nan=False, allow_infinity=False)))
+@given(
+    st.dictionaries(
+        st.text("abc/ _", min_size=1, max_size=9), st.floats(allow_nan=False, allow_infinity=False)
+    )
+)
 def test_numbers_come_back_bit_by_bit(metrics: dict[str, float]) -> None:
     """REQ-MAN-011: whatever they are."""
     labels = Labels.of(metrics)
@@ -128,7 +138,11 @@ def test_a_record_comes_back() -> None:
 
 @pytest.mark.parametrize(
     "where",
-    ["labels/step-00000012-l0001-0004.json", "labels/step-00000012-l0002-0003.json", "labels/step-12-l1-0003.json"],
+    [
+        "labels/step-00000012-l0001-0004.json",
+        "labels/step-00000012-l0002-0003.json",
+        "labels/step-12-l1-0003.json",
+    ],
 )
 def test_a_record_under_the_name_of_another_is_refused(where: str) -> None:
     """REQ-RUN-023"""

@@ -49,7 +49,8 @@ DELTA: dict[str, Any] = {
     "fields": {**dict.fromkeys(FIELDS, STORED), "data": ABSENT},
     "features": ("deltas", "sparse"),
     "references": tuple(
-        Reference(name=f"step-0000000{step}-l0001", digest=f"blake3:{step}" + "a" * 63) for step in (1, 2)
+        Reference(name=f"step-0000000{step}-l0001", digest=f"blake3:{step}" + "a" * 63)
+        for step in (1, 2)
     ),
 }
 
@@ -93,9 +94,18 @@ def test_the_digest_of_the_manifest_covers_every_member():
         manifest(**DELTA),
         manifest(**{**DELTA, "features": ("deltas", "xor")}),
         manifest(**{**DELTA, "references": DELTA["references"][:1]}),
-        manifest(**{**DELTA, "references": (Reference(name="step-00000009-l0001", digest=DIGEST),)}),
-        manifest(**{**DELTA, "references": (Reference(name="step-00000009-l0002", digest=DIGEST),)}),
-        manifest(**{**DELTA, "fields": {**DELTA["fields"], "rng": dataclasses.replace(STORED, stored_nbytes=0)}}),
+        manifest(
+            **{**DELTA, "references": (Reference(name="step-00000009-l0001", digest=DIGEST),)}
+        ),
+        manifest(
+            **{**DELTA, "references": (Reference(name="step-00000009-l0002", digest=DIGEST),)}
+        ),
+        manifest(
+            **{
+                **DELTA,
+                "fields": {**DELTA["fields"], "rng": dataclasses.replace(STORED, stored_nbytes=0)},
+            }
+        ),
     ]
     assert len({json.loads(item.dump())["digest"] for item in changed}) == len(changed)
 
@@ -139,7 +149,12 @@ EDITS = [
     (("index", "name"), "../index-0123456789abcdef.msgpack", Code.DOC_SCHEMA, "REQ-CKP-001"),
     (("index", "name"), "/etc/passwd", Code.DOC_SCHEMA, "REQ-CKP-001"),
     (("index", "name"), "..\\x", Code.DOC_SCHEMA, "REQ-CKP-001"),
-    (("index", "name"), "s3://bucket/index-0123456789abcdef.msgpack", Code.DOC_SCHEMA, "REQ-CKP-001"),
+    (
+        ("index", "name"),
+        "s3://bucket/index-0123456789abcdef.msgpack",
+        Code.DOC_SCHEMA,
+        "REQ-CKP-001",
+    ),
     (("index", "name"), "index-0123456789ABCDEF.msgpack", Code.DOC_SCHEMA, "REQ-CKP-001"),
     (("index", "name"), "index-0123456789abcdef.msgpack.", Code.DOC_SCHEMA, "REQ-CKP-001"),
     (("index", "name"), "", Code.DOC_SCHEMA, "REQ-CKP-001"),
@@ -171,7 +186,9 @@ EDITS = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "code", "requirement"), EDITS, ids=lambda item: str(item)[:40])
+@pytest.mark.parametrize(
+    ("path", "value", "code", "requirement"), EDITS, ids=lambda item: str(item)[:40]
+)
 def test_wrong_manifests_are_refused(path, value, code, requirement):
     """Rows 18, 26, 29, 31 to 34, 37 to 40; the clause is the one of the row."""
     error = error_of(lambda: parse_register(edited(path, value)))
@@ -204,7 +221,9 @@ DELTA_EDITS = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "code", "requirement"), DELTA_EDITS, ids=lambda item: str(item)[:40])
+@pytest.mark.parametrize(
+    ("path", "value", "code", "requirement"), DELTA_EDITS, ids=lambda item: str(item)[:40]
+)
 def test_wrong_manifests_of_deltas_are_refused(path, value, code, requirement):
     """REQ-MAN-005, REQ-DEL-001, REQ-DEL-002."""
     error = error_of(lambda: parse_register(edited(path, value, **DELTA)))
@@ -263,11 +282,15 @@ def test_wrong_records_are_refused(record):
     signed = parse_json(record.dump())
     for key in signed:
         assert code_of(
-            lambda key=key: parse_register(dump_document({k: v for k, v in signed.items() if k != key}))
+            lambda key=key: parse_register(
+                dump_document({k: v for k, v in signed.items() if k != key})
+            )
         ) == (Code.DOC_SCHEMA)
     for key, value in {"attempt": "a" * 16, "step": -1, "run_id": "x", "launch": "1"}.items():
         assert (
-            code_of(lambda key=key, value=value: parse_register(dump_document({**signed, key: value})))
+            code_of(
+                lambda key=key, value=value: parse_register(dump_document({**signed, key: value}))
+            )
             == Code.DOC_SCHEMA
         )
     for reason in ("", "x" * 1001, None):
@@ -277,7 +300,8 @@ def test_wrong_records_are_refused(record):
 
 
 @pytest.mark.parametrize(
-    ("step", "launch"), [(0, 0), (1200, 3), (99_999_999, 9999), (100_000_000, 10_000), (10**15, 10**9)]
+    ("step", "launch"),
+    [(0, 0), (1200, 3), (99_999_999, 9999), (100_000_000, 10_000), (10**15, 10**9)],
 )
 def test_names_of_checkpoints_come_back(step, launch):
     """REQ-RUN-008, REQ-RUN-009."""

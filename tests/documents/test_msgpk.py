@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from ckptfmt import limits
 from ckptfmt.digest import digest_bytes
-from ckptfmt.documents.msgpk import Weight, dump_msgpack, dump_packed_document, parse_msgpack, parse_packed_document
+from ckptfmt.documents.msgpk import (
+    Weight,
+    dump_msgpack,
+    dump_packed_document,
+    parse_msgpack,
+    parse_packed_document,
+)
 from ckptfmt.errors import Code, FormatError, IntegrityError
 from tests.builders import code_of, error_of
 
@@ -57,8 +63,16 @@ REFUSED = {
     "107 33 maps": (b"\x81\xa0" * 33 + b"\xc0", Code.DOC_DEPTH, "REQ-DOC-023"),
     "107 100,000 arrays": (b"\x91" * 100_000 + b"\xc0", Code.DOC_DEPTH, "REQ-DOC-023"),
     "108 ten megabytes of 0x90": (b"\x90" * (10 << 20), Code.MSGPACK_SYNTAX, "REQ-DOC-021"),
-    "108 ten million empty arrays": (array32(10_000_000) + b"\x90" * 10_000_000, Code.LIMIT_EXCEEDED, "REQ-DOC-023"),
-    "108 ten million empty maps": (array32(10_000_000) + b"\x80" * 10_000_000, Code.LIMIT_EXCEEDED, "REQ-DOC-023"),
+    "108 ten million empty arrays": (
+        array32(10_000_000) + b"\x90" * 10_000_000,
+        Code.LIMIT_EXCEEDED,
+        "REQ-DOC-023",
+    ),
+    "108 ten million empty maps": (
+        array32(10_000_000) + b"\x80" * 10_000_000,
+        Code.LIMIT_EXCEEDED,
+        "REQ-DOC-023",
+    ),
     "109 not UTF-8": (b"\xa1\xff", Code.DOC_ENCODING, "REQ-DOC-020"),
     "109 surrogate": (b"\xa3\xed\xa0\x80", Code.DOC_ENCODING, "REQ-DOC-020"),
     "109 overlong": (b"\xa2\xc0\x80", Code.DOC_ENCODING, "REQ-DOC-020"),
@@ -110,12 +124,19 @@ def test_limits_are_the_last_that_is_taken():
     assert code_of(lambda: parse(dump_msgpack([None] * 999))) == "ok"
     assert code_of(lambda: parse(dump_msgpack([None] * 1000))) == Code.LIMIT_EXCEEDED
     assert code_of(lambda: parse(dump_msgpack({str(i): None for i in range(499)}))) == "ok"
-    assert code_of(lambda: parse(dump_msgpack({str(i): None for i in range(500)}))) == Code.LIMIT_EXCEEDED
+    assert (
+        code_of(lambda: parse(dump_msgpack({str(i): None for i in range(500)})))
+        == Code.LIMIT_EXCEEDED
+    )
 
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=40)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | TEXTS | st.binary(max_size=300),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | TEXTS
+    | st.binary(max_size=300),
     lambda inner: st.lists(inner, max_size=20) | st.dictionaries(TEXTS, inner, max_size=4),
     max_leaves=30,
 )
@@ -135,7 +156,10 @@ def test_documents_come_back(value):
     """REQ-DOC-025."""
     content, digest = dump_packed_document({"value": value})
     assert parse_packed_document(content, where="x")[:2] == ({"value": value}, digest)
-    assert parse_packed_document(content, where="x", digest=digest)[:2] == ({"value": value}, digest)
+    assert parse_packed_document(content, where="x", digest=digest)[:2] == (
+        {"value": value},
+        digest,
+    )
 
 
 def test_maps_are_sorted_by_the_bytes_of_their_keys():
@@ -171,13 +195,20 @@ def test_any_zlib_stream_of_the_content_is_taken():
     }
     assert len(streams) > 1
     for stream in streams:
-        assert parse_packed_document(sealed(stream), where="x")[:2] == ({"a": 1}, digest_bytes(stream))
+        assert parse_packed_document(sealed(stream), where="x")[:2] == (
+            {"a": 1},
+            digest_bytes(stream),
+        )
 
 
 DOCUMENTS = {
     "not a map": (dump_msgpack([1]), Code.DOC_SCHEMA, FormatError),
     "no digest": (enveloped(nbytes=4, signed=SIGNED), Code.DOC_SCHEMA, FormatError),
-    "no nbytes": (enveloped(signed=SIGNED, digest=digest_bytes(SIGNED)), Code.DOC_SCHEMA, FormatError),
+    "no nbytes": (
+        enveloped(signed=SIGNED, digest=digest_bytes(SIGNED)),
+        Code.DOC_SCHEMA,
+        FormatError,
+    ),
     "a member more": (
         enveloped(signed=SIGNED, nbytes=4, digest=digest_bytes(SIGNED), x=1),
         Code.DOC_SCHEMA,
@@ -196,13 +227,21 @@ DOCUMENTS = {
     "nbytes true": (sealed(nbytes=True), Code.DOC_SCHEMA, FormatError),
     "nbytes negative": (sealed(nbytes=-1), Code.DOC_SCHEMA, FormatError),
     "nbytes as text": (sealed(nbytes="4"), Code.DOC_SCHEMA, FormatError),
-    "another digest": (enveloped(signed=SIGNED, nbytes=4, digest=bytes(32)), Code.DOC_DIGEST, IntegrityError),
+    "another digest": (
+        enveloped(signed=SIGNED, nbytes=4, digest=bytes(32)),
+        Code.DOC_DIGEST,
+        IntegrityError,
+    ),
     "a short digest": (
         enveloped(signed=SIGNED, nbytes=4, digest=digest_bytes(SIGNED)[:16]),
         Code.DOC_DIGEST,
         IntegrityError,
     ),
-    "no digest at all": (enveloped(signed=SIGNED, nbytes=4, digest=b""), Code.DOC_DIGEST, IntegrityError),
+    "no digest at all": (
+        enveloped(signed=SIGNED, nbytes=4, digest=b""),
+        Code.DOC_DIGEST,
+        IntegrityError,
+    ),
     "the digest of what is inflated": (
         enveloped(signed=SIGNED, nbytes=4, digest=digest_bytes(CONTENT)),
         Code.DOC_DIGEST,
@@ -218,11 +257,19 @@ DOCUMENTS = {
     "a byte behind the stream": (sealed(SIGNED + b"\0"), Code.DOC_COMPRESSION, FormatError),
     "a second stream": (sealed(SIGNED + SIGNED), Code.DOC_COMPRESSION, FormatError),
     "a stream that ends early": (sealed(SIGNED[:-1]), Code.DOC_COMPRESSION, FormatError),
-    "a stream with a wrong checksum": (sealed(SIGNED[:-1] + b"\0"), Code.DOC_COMPRESSION, FormatError),
+    "a stream with a wrong checksum": (
+        sealed(SIGNED[:-1] + b"\0"),
+        Code.DOC_COMPRESSION,
+        FormatError,
+    ),
     "raw deflate": (sealed(zlib.compress(CONTENT, wbits=-15)), Code.DOC_COMPRESSION, FormatError),
     "gzip": (sealed(zlib.compress(CONTENT, wbits=31)), Code.DOC_COMPRESSION, FormatError),
     "a dictionary": (sealed(with_dictionary(CONTENT)), Code.DOC_COMPRESSION, FormatError),
-    "many values": (dump_msgpack(dict.fromkeys(map(str, range(9)))), Code.LIMIT_EXCEEDED, FormatError),
+    "many values": (
+        dump_msgpack(dict.fromkeys(map(str, range(9)))),
+        Code.LIMIT_EXCEEDED,
+        FormatError,
+    ),
 }
 
 
@@ -247,7 +294,9 @@ def test_a_bomb_is_refused_before_it_goes_off():
     ):
         tracemalloc.start()
         begin = time.process_time()
-        error = error_of(lambda nbytes=nbytes: parse_packed_document(sealed(bomb, nbytes), where="x"))
+        error = error_of(
+            lambda nbytes=nbytes: parse_packed_document(sealed(bomb, nbytes), where="x")
+        )
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
         tracemalloc.stop()
         assert time.process_time() - begin < 20
@@ -260,14 +309,19 @@ def test_what_is_much_larger_than_stored_has_a_limit():
     assert parse_packed_document(dump_packed_document(zeros)[0], where="x")[0] == zeros
     with_zeros = dump_msgpack({"a": bytes(limits.INFLATED_NBYTES)})
     stream = zlib.compress(with_zeros)
-    assert code_of(lambda: parse_packed_document(sealed(stream, len(with_zeros)), where="x")) == Code.LIMIT_EXCEEDED
+    assert (
+        code_of(lambda: parse_packed_document(sealed(stream, len(with_zeros)), where="x"))
+        == Code.LIMIT_EXCEEDED
+    )
     noise = np.random.default_rng(1).bytes(4 << 10)
     loud = dump_msgpack({"a": bytes(limits.INFLATED_NBYTES), "b": noise})
     assert parse_packed_document(sealed(zlib.compress(loud), len(loud)), where="x")[0]["b"] == noise
 
 
 @pytest.mark.parametrize(
-    "weight", [Weight(rows=9000), Weight(extents=40_000), Weight(tree_nbytes=70_000), Weight()], ids=repr
+    "weight",
+    [Weight(rows=9000), Weight(extents=40_000), Weight(tree_nbytes=70_000), Weight()],
+    ids=repr,
 )
 def test_what_is_regular_is_compressed_less_where_a_reader_would_refuse_it(weight):
     """REQ-DOC-028, REQ-DOC-029, REQ-DOC-030: a million tensors named by number are as few bytes as zlib can."""
@@ -280,7 +334,10 @@ def test_what_is_regular_is_compressed_less_where_a_reader_would_refuse_it(weigh
 def test_a_digest_that_another_document_gives_counts():
     """REQ-OPN-003."""
     content, _ = dump_packed_document({"a": 1})
-    assert code_of(lambda: parse_packed_document(content, where="x", digest=bytes(32))) == Code.DOC_DIGEST
+    assert (
+        code_of(lambda: parse_packed_document(content, where="x", digest=bytes(32)))
+        == Code.DOC_DIGEST
+    )
 
 
 def test_a_bomb_in_a_tree_costs_a_second():

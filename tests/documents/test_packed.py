@@ -35,7 +35,10 @@ def test_every_other_width_is_refused(greatest):
     for width in (1, 2, 4, 8):
         if width > right:
             content = planes([1, greatest], width)
-            assert code_of(lambda width=width, content=content: parse_packed([width, content], "x")) == Code.PACKED_FORM
+            assert (
+                code_of(lambda width=width, content=content: parse_packed([width, content], "x"))
+                == Code.PACKED_FORM
+            )
 
 
 REFUSED: dict[str, Any] = {
@@ -119,7 +122,10 @@ STRINGS: dict[str, Any] = {
 @pytest.mark.parametrize("value", STRINGS.values(), ids=STRINGS)
 def test_other_columns_of_strings_are_refused(value):
     """REQ-DOC-026, REQ-IDX-002."""
-    assert code_of(lambda: columns(a=value).strings("a", count=2)) in {Code.COLUMN_FORM, Code.PACKED_FORM}
+    assert code_of(lambda: columns(a=value).strings("a", count=2)) in {
+        Code.COLUMN_FORM,
+        Code.PACKED_FORM,
+    }
 
 
 @pytest.mark.parametrize("value", [None, "ab", ["a", 1], ["a", None], {"a": 1}, [b"a"]])
@@ -131,8 +137,13 @@ def test_texts_are_lists_of_strings(value):
 
 def test_names_have_a_limit():
     """REQ-LIM-001: in bytes."""
-    assert columns(a=dump_strings(["é" * 2048])).strings("a").tolist() == ["é" * (limits.NAME_NBYTES // 2)]
-    assert code_of(lambda: columns(a=dump_strings(["é" * 2048 + "x"])).strings("a")) == Code.LIMIT_EXCEEDED
+    assert columns(a=dump_strings(["é" * 2048])).strings("a").tolist() == [
+        "é" * (limits.NAME_NBYTES // 2)
+    ]
+    assert (
+        code_of(lambda: columns(a=dump_strings(["é" * 2048 + "x"])).strings("a"))
+        == Code.LIMIT_EXCEEDED
+    )
 
 
 @given(st.lists(st.integers(-(1 << 62), (1 << 62) - 1)))
@@ -158,7 +169,9 @@ def test_blobs_are_lists_of_byte_strings(value):
     assert code_of(lambda: columns(a=value).blobs("a", count=2)) == Code.COLUMN_FORM
 
 
-@pytest.mark.parametrize("value", [None, "ab" * 32, b"", b"a" * 63, b"a" * 65, [b"a" * 32, b"b" * 32]])
+@pytest.mark.parametrize(
+    "value", [None, "ab" * 32, b"", b"a" * 63, b"a" * 65, [b"a" * 32, b"b" * 32]]
+)
 def test_columns_of_digests_have_exactly_their_bytes(value):
     """REQ-IDX-002."""
     assert columns(a=b"ab" * 32).digests("a", count=2) == b"ab" * 32

@@ -15,7 +15,15 @@ from ckptfmt.documents.packed import dump_packed, dump_strings
 from ckptfmt.documents.part import Part, PartFile, dump_failure
 from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import Code, FormatError, IntegrityError, err
-from tests.builders import code_of, edit_strings, error_of, origin, parse_signed, small_files, unpacked
+from tests.builders import (
+    code_of,
+    edit_strings,
+    error_of,
+    origin,
+    parse_signed,
+    small_files,
+    unpacked,
+)
 from tests.part_rows import RowBox, RowExtent, RowTensor, contents_of, holdings_of, rows_of
 
 PATH = "parts/0123456789abcdef-00001.msgpack"
@@ -91,16 +99,36 @@ EDITS = {
     # the document
     "another type": (set_in(("type",), "index"), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "a type that is no text": (set_in(("type",), None), Code.DOC_SCHEMA, "REQ-DOC-011"),
-    "another version": (set_in(("format_version",), "0.2"), Code.VERSION_UNSUPPORTED, "REQ-DOC-010"),
+    "another version": (
+        set_in(("format_version",), "0.2"),
+        Code.VERSION_UNSUPPORTED,
+        "REQ-DOC-010",
+    ),
     "no version": (set_in(("format_version",), ...), Code.DOC_SCHEMA, "REQ-DOC-011"),
-    "a feature of deltas": (set_in(("features", "reader"), ["deltas"]), Code.DOC_SCHEMA, "REQ-DOC-011"),
-    "an unknown feature": (set_in(("features", "reader"), ["packs"]), Code.FEATURE_UNSUPPORTED, "REQ-DOC-010"),
+    "a feature of deltas": (
+        set_in(("features", "reader"), ["deltas"]),
+        Code.DOC_SCHEMA,
+        "REQ-DOC-011",
+    ),
+    "an unknown feature": (
+        set_in(("features", "reader"), ["packs"]),
+        Code.FEATURE_UNSUPPORTED,
+        "REQ-DOC-010",
+    ),
     "features: a member more": (set_in(("features", "x"), []), Code.DOC_SCHEMA, "REQ-VER-008"),
-    "features: a wrong writer feature": (set_in(("features", "writer"), [7]), Code.DOC_SCHEMA, "REQ-VER-008"),
+    "features: a wrong writer feature": (
+        set_in(("features", "writer"), [7]),
+        Code.DOC_SCHEMA,
+        "REQ-VER-008",
+    ),
     "a member more": (set_in(("extra",), 1), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "references": (set_in(("references",), ["blake3:"]), Code.PROFILE_MISMATCH, "REQ-MAN-005"),
     "references false": (set_in(("references",), False), Code.PROFILE_MISMATCH, "REQ-MAN-005"),  # noqa: FBT003
-    "another encoding": (set_in(("encodings",), ["raw", "zstd"]), Code.PROFILE_MISMATCH, "REQ-MAN-005"),
+    "another encoding": (
+        set_in(("encodings",), ["raw", "zstd"]),
+        Code.PROFILE_MISMATCH,
+        "REQ-MAN-005",
+    ),
     # the origin; REQ-PRT-001
     "writer beyond the count": (set_in(("writer",), 2), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "writer true": (set_in(("writer",), True), Code.DOC_SCHEMA, "REQ-DOC-011"),  # noqa: FBT003
@@ -115,20 +143,48 @@ EDITS = {
     "block zero": (set_in(("block_nbytes",), 0), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "nonce in upper case": (set_in(("nonce",), "A" * 32), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "nonce with a line feed": (set_in(("nonce",), "a" * 32 + "\n"), Code.DOC_SCHEMA, "REQ-DOC-011"),
-    "attempt in Arabic digits": (set_in(("attempt",), "\u0660" * 16), Code.DOC_SCHEMA, "REQ-DOC-011"),
+    "attempt in Arabic digits": (
+        set_in(("attempt",), "\u0660" * 16),
+        Code.DOC_SCHEMA,
+        "REQ-DOC-011",
+    ),
     "run id of another type": (set_in(("run_id",), 0), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "launch of another type": (set_in(("launch",), "1"), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "clock of another type": (set_in(("saved_unix_s",), None), Code.DOC_SCHEMA, "REQ-DOC-011"),
     # scopes and dtypes
-    "scope with a zero before it": (set_in(("scopes",), ["global", "lw/01"]), Code.SCOPE_FORM, "REQ-IDX-006"),
-    "scope with a line feed": (set_in(("scopes",), ["global", "lw/1\n"]), Code.SCOPE_FORM, "REQ-IDX-006"),
-    "scope in Arabic digits": (set_in(("scopes",), ["global", "lw/\u0661"]), Code.SCOPE_FORM, "REQ-IDX-006"),
-    "scope of 10^9": (set_in(("scopes",), ["global", "lw/1000000000"]), Code.SCOPE_FORM, "REQ-IDX-006"),
+    "scope with a zero before it": (
+        set_in(("scopes",), ["global", "lw/01"]),
+        Code.SCOPE_FORM,
+        "REQ-IDX-006",
+    ),
+    "scope with a line feed": (
+        set_in(("scopes",), ["global", "lw/1\n"]),
+        Code.SCOPE_FORM,
+        "REQ-IDX-006",
+    ),
+    "scope in Arabic digits": (
+        set_in(("scopes",), ["global", "lw/\u0661"]),
+        Code.SCOPE_FORM,
+        "REQ-IDX-006",
+    ),
+    "scope of 10^9": (
+        set_in(("scopes",), ["global", "lw/1000000000"]),
+        Code.SCOPE_FORM,
+        "REQ-IDX-006",
+    ),
     "another word": (set_in(("scopes",), ["global", "rank/1"]), Code.SCOPE_FORM, "REQ-IDX-006"),
-    "scopes out of order": (set_in(("scopes",), ["lw/1", "global"]), Code.COLUMN_ORDER, "REQ-IDX-003"),
+    "scopes out of order": (
+        set_in(("scopes",), ["lw/1", "global"]),
+        Code.COLUMN_ORDER,
+        "REQ-IDX-003",
+    ),
     "scope twice": (set_in(("scopes",), ["global", "global"]), Code.COLUMN_ORDER, "REQ-IDX-003"),
     "unknown dtype": (set_in(("dtypes", 0), "complex129"), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "dtypes out of order": (set_in(("dtypes",), lambda names: names[::-1]), Code.COLUMN_ORDER, "REQ-IDX-003"),
+    "dtypes out of order": (
+        set_in(("dtypes",), lambda names: names[::-1]),
+        Code.COLUMN_ORDER,
+        "REQ-IDX-003",
+    ),
     # files
     **{
         f"file name {name!r}": (text("files", "name", name), Code.UNSAFE_PATH, "REQ-CKP-001")
@@ -162,7 +218,11 @@ EDITS = {
         )
     },
     "file name in another alphabet": (
-        text("files", "name", lambda names: [*names[:-1], "w\u0435ights-0123456789abcdef-00001.safetensors"]),
+        text(
+            "files",
+            "name",
+            lambda names: [*names[:-1], "w\u0435ights-0123456789abcdef-00001.safetensors"],
+        ),
         Code.UNSAFE_PATH,
         "REQ-CKP-001",
     ),
@@ -171,34 +231,78 @@ EDITS = {
         Code.COLUMN_ORDER,
         "REQ-IDX-003",
     ),
-    "files out of order": (text("files", "name", lambda names: names[::-1]), Code.COLUMN_ORDER, "REQ-IDX-003"),
+    "files out of order": (
+        text("files", "name", lambda names: names[::-1]),
+        Code.COLUMN_ORDER,
+        "REQ-IDX-003",
+    ),
     "unknown kind": (text("files", "kind", "pickle"), Code.COLUMN_FORM, "REQ-PRT-003"),
-    "a kind that only deltas have": (text("files", "kind", "pack"), Code.COLUMN_FORM, "REQ-PRT-003"),
-    "kind missing": (text("files", "kind", lambda kinds: kinds[:1]), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "a kind that only deltas have": (
+        text("files", "kind", "pack"),
+        Code.COLUMN_FORM,
+        "REQ-PRT-003",
+    ),
+    "kind missing": (
+        text("files", "kind", lambda kinds: kinds[:1]),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     "files: a column more": (set_in(("files", "x"), 1), Code.DOC_SCHEMA, "REQ-DOC-011"),
-    "files: a digest short": (set_in(("files", "header_digest"), lambda d: d[:-1]), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "file a byte longer": (column("files", "nbytes", lambda v: [v[0] + 1, *v[1:]]), Code.FILE_COVERAGE, "REQ-PRT-007"),
-    "file a byte shorter": (column("files", "nbytes", lambda v: [v[0] - 1, *v[1:]]), Code.FILE_COVERAGE, "REQ-PRT-007"),
+    "files: a digest short": (
+        set_in(("files", "header_digest"), lambda d: d[:-1]),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "file a byte longer": (
+        column("files", "nbytes", lambda v: [v[0] + 1, *v[1:]]),
+        Code.FILE_COVERAGE,
+        "REQ-PRT-007",
+    ),
+    "file a byte shorter": (
+        column("files", "nbytes", lambda v: [v[0] - 1, *v[1:]]),
+        Code.FILE_COVERAGE,
+        "REQ-PRT-007",
+    ),
     "header a byte longer": (
         column("files", "header_nbytes", lambda v: [v[0] + 1, *v[1:]]),
         Code.FILE_COVERAGE,
         "REQ-PRT-007",
     ),
-    "header over its limit": (entry("files", "header_nbytes", 0, (16 << 20) + 9), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "header over its limit": (
+        entry("files", "header_nbytes", 0, (16 << 20) + 9),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     # tensors
-    "a tensor less": (text("tensors", "name", lambda names: names[:-1]), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "tensor twice": (column("tensors", "scope", lambda v: [*v[:-1], v[-2]]), Code.COLUMN_ORDER, "REQ-IDX-003"),
+    "a tensor less": (
+        text("tensors", "name", lambda names: names[:-1]),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "tensor twice": (
+        column("tensors", "scope", lambda v: [*v[:-1], v[-2]]),
+        Code.COLUMN_ORDER,
+        "REQ-IDX-003",
+    ),
     "unknown field": (entry("tensors", "field", 0, 7), Code.COLUMN_FORM, "REQ-IDX-002"),
     "unknown scope": (entry("tensors", "scope", 0, 2), Code.COLUMN_FORM, "REQ-IDX-002"),
     "unknown dtype number": (entry("tensors", "dtype", 0, 9), Code.COLUMN_FORM, "REQ-IDX-002"),
     "unknown storage": (entry("tensors", "storage", 0, 2), Code.COLUMN_FORM, "REQ-IDX-002"),
     "75 rank 33": (entry("tensors", "ndim", 0, 33), Code.COLUMN_FORM, "REQ-IDX-002"),
     "rank without extents": (entry("tensors", "ndim", 0, 2), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "an extent over 2^48": (entry("tensors", "global_shape", 0, 2**48 + 1), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "an extent over 2^48": (
+        entry("tensors", "global_shape", 0, 2**48 + 1),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     "name of another type": (set_in(("tensors", "name", 1), 1), Code.COLUMN_FORM, "REQ-IDX-002"),
     "name too long": (text("tensors", "name", "x" * 4097), Code.LIMIT_EXCEEDED, "REQ-LIM-001"),
     "tensors isn't a table": (set_in(("tensors",), []), Code.DOC_SCHEMA, "REQ-DOC-011"),
-    "packed with width true": (set_in(("tensors", "ndim", 0), True), Code.PACKED_FORM, "REQ-DOC-024"),  # noqa: FBT003
+    "packed with width true": (
+        set_in(("tensors", "ndim", 0), True),  # noqa: FBT003
+        Code.PACKED_FORM,
+        "REQ-DOC-024",
+    ),
     "96 more boxes than allowed": (
         entry("tensors", "box_count", 0, limits.BOXES),
         Code.LIMIT_EXCEEDED,
@@ -207,23 +311,48 @@ EDITS = {
     "a box too many": (entry("tensors", "box_count", 0, 2), Code.COLUMN_FORM, "REQ-IDX-002"),
     # aliases
     "alias of no tensor": (entry("aliases", "tensor", 0, 99), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "alias without a name": (text("aliases", "name", lambda _: []), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "alias without a name": (
+        text("aliases", "name", lambda _: []),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     "alias twice": (
-        lambda signed: signed.update(aliases={"tensor": dump_packed([3, 3]), "name": dump_strings(["head", "head"])}),
+        lambda signed: signed.update(
+            aliases={"tensor": dump_packed([3, 3]), "name": dump_strings(["head", "head"])}
+        ),
         Code.COLUMN_ORDER,
         "REQ-IDX-003",
     ),
     # boxes
     "88 box out of bounds": (entry("boxes", "begin", 0, 1), Code.BOX_BOUNDS, "REQ-PRT-004"),
-    "88 box longer than its tensor": (entry("boxes", "cut_shape", 0, 5), Code.BOX_BOUNDS, "REQ-PRT-004"),
-    "88 a whole extent as one that is cut": (entry("boxes", "cut_shape", 0, 4), Code.COLUMN_FORM, "REQ-PRT-013"),
-    "92 a number too few": (column("boxes", "cut_shape", lambda v: v[:-1]), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "92 a number too many": (column("boxes", "begin", lambda v: [*v, 0]), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "88 box longer than its tensor": (
+        entry("boxes", "cut_shape", 0, 5),
+        Code.BOX_BOUNDS,
+        "REQ-PRT-004",
+    ),
+    "88 a whole extent as one that is cut": (
+        entry("boxes", "cut_shape", 0, 4),
+        Code.COLUMN_FORM,
+        "REQ-PRT-013",
+    ),
+    "92 a number too few": (
+        column("boxes", "cut_shape", lambda v: v[:-1]),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "92 a number too many": (
+        column("boxes", "begin", lambda v: [*v, 0]),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     "replica 2": (entry("boxes", "replica", 0, 2), Code.COLUMN_FORM, "REQ-IDX-002"),
     "a digest less": (set_in(("digests",), lambda d: d[:-32]), Code.COLUMN_FORM, "REQ-IDX-002"),
     "digests as text": (set_in(("digests",), "x"), Code.COLUMN_FORM, "REQ-IDX-002"),
     "no digest of a written box": (
-        lambda signed: (entry("boxes", "digest_count", 0, 0)(signed), set_in(("digests",), lambda d: d[32:])(signed)),
+        lambda signed: (
+            entry("boxes", "digest_count", 0, 0)(signed),
+            set_in(("digests",), lambda d: d[32:])(signed),
+        ),
         Code.EXTENT_COVERAGE,
         "REQ-PRT-005",
     ),
@@ -237,19 +366,43 @@ EDITS = {
     ),
     # extents
     "extent of no box": (entry("extents", "box", -1, 99), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "extent of a box before the first": (entry("extents", "box", 0, 3), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "extent of a box before the first": (
+        entry("extents", "box", 0, 3),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     "93 extent in no file": (entry("extents", "file", 0, 4), Code.COLUMN_FORM, "REQ-IDX-002"),
     "unknown encoding": (entry("extents", "encoding", 0, 1), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "extents out of order": (column("extents", "file", lambda v: v[::-1]), Code.COLUMN_ORDER, "REQ-IDX-003"),
+    "extents out of order": (
+        column("extents", "file", lambda v: v[::-1]),
+        Code.COLUMN_ORDER,
+        "REQ-IDX-003",
+    ),
     "extent twice": (
         column("extents", "box", lambda v: [v[0], 1, v[2] - 2, *v[3:]]),
         Code.EXTENT_COVERAGE,
         "REQ-PRT-006",
     ),
-    "extent behind the first block": (entry("extents", "block_begin", 0, 1), Code.EXTENT_COVERAGE, "REQ-PRT-006"),
-    "extent of a block too many": (entry("extents", "block_count", 0, 2), Code.EXTENT_COVERAGE, "REQ-PRT-006"),
-    "extent of no block": (entry("extents", "block_count", 0, 0), Code.EXTENT_COVERAGE, "REQ-PRT-006"),
-    "a gap before an extent": (entry("extents", "gap_nbytes", 0, 1), Code.FILE_COVERAGE, "REQ-PRT-007"),
+    "extent behind the first block": (
+        entry("extents", "block_begin", 0, 1),
+        Code.EXTENT_COVERAGE,
+        "REQ-PRT-006",
+    ),
+    "extent of a block too many": (
+        entry("extents", "block_count", 0, 2),
+        Code.EXTENT_COVERAGE,
+        "REQ-PRT-006",
+    ),
+    "extent of no block": (
+        entry("extents", "block_count", 0, 0),
+        Code.EXTENT_COVERAGE,
+        "REQ-PRT-006",
+    ),
+    "a gap before an extent": (
+        entry("extents", "gap_nbytes", 0, 1),
+        Code.FILE_COVERAGE,
+        "REQ-PRT-007",
+    ),
     "a gap beyond all bounds": (
         column("extents", "gap_nbytes", lambda v: [2**60] * len(v)),
         Code.FILE_COVERAGE,
@@ -262,7 +415,14 @@ EDITS = {
             for edit in (
                 *(
                     column("extents", key, lambda v: v[:-1])
-                    for key in ("box", "block_begin", "block_count", "file", "gap_nbytes", "encoding")
+                    for key in (
+                        "box",
+                        "block_begin",
+                        "block_count",
+                        "file",
+                        "gap_nbytes",
+                        "encoding",
+                    )
                 ),
                 text("extents", "key", lambda keys: keys[:-1]),
             )
@@ -271,7 +431,11 @@ EDITS = {
         "REQ-PRT-007",
     ),
     "key of another type": (set_in(("extents", "key", 1), b"x"), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "a key that is its tensor's name": (text("extents", "key", "exp_avg"), Code.COLUMN_FORM, "REQ-PRT-012"),
+    "a key that is its tensor's name": (
+        text("extents", "key", "exp_avg"),
+        Code.COLUMN_FORM,
+        "REQ-PRT-012",
+    ),
     # streams and leaves
     "stream without a state": (set_in(("streams", "state"), []), Code.COLUMN_FORM, "REQ-IDX-002"),
     "stream state as text": (set_in(("streams", "state"), ["x"]), Code.COLUMN_FORM, "REQ-IDX-002"),
@@ -280,12 +444,32 @@ EDITS = {
     "leaves out of order": (column("leaves", "field", swap), Code.COLUMN_ORDER, "REQ-IDX-003"),
     "leaf value as a map": (set_in(("leaves", "value", 0), {}), Code.COLUMN_FORM, "REQ-IDX-002"),
     # absent
-    "absent: unknown field": (set_in(("absent",), {"weight": "x"}), Code.MANIFEST_FIELDS, "REQ-MAN-003"),
+    "absent: unknown field": (
+        set_in(("absent",), {"weight": "x"}),
+        Code.MANIFEST_FIELDS,
+        "REQ-MAN-003",
+    ),
     "absent: no reason": (set_in(("absent",), {"data": ""}), Code.MANIFEST_FIELDS, "REQ-MAN-003"),
-    "absent: a reason too long": (set_in(("absent",), {"data": "x" * 1001}), Code.MANIFEST_FIELDS, "REQ-MAN-003"),
-    "absent: a line feed": (set_in(("absent",), {"data": "a\nb"}), Code.MANIFEST_FIELDS, "REQ-MAN-003"),
-    "absent: a bidi character": (set_in(("absent",), {"data": "a\u202eb"}), Code.MANIFEST_FIELDS, "REQ-MAN-003"),
-    "absent: not normalised": (set_in(("absent",), {"data": "e\u0301"}), Code.MANIFEST_FIELDS, "REQ-MAN-003"),
+    "absent: a reason too long": (
+        set_in(("absent",), {"data": "x" * 1001}),
+        Code.MANIFEST_FIELDS,
+        "REQ-MAN-003",
+    ),
+    "absent: a line feed": (
+        set_in(("absent",), {"data": "a\nb"}),
+        Code.MANIFEST_FIELDS,
+        "REQ-MAN-003",
+    ),
+    "absent: a bidi character": (
+        set_in(("absent",), {"data": "a\u202eb"}),
+        Code.MANIFEST_FIELDS,
+        "REQ-MAN-003",
+    ),
+    "absent: not normalised": (
+        set_in(("absent",), {"data": "e\u0301"}),
+        Code.MANIFEST_FIELDS,
+        "REQ-MAN-003",
+    ),
     "absent: a number": (set_in(("absent",), {"data": 1}), Code.MANIFEST_FIELDS, "REQ-MAN-003"),
     "absent: a list": (set_in(("absent",), []), Code.MANIFEST_FIELDS, "REQ-MAN-003"),
 }
@@ -312,7 +496,9 @@ def test_no_member_may_be_missing(key):
     assert code_of(lambda: parse({k: v for k, v in SIGNED.items() if k != key})) == Code.DOC_SCHEMA
 
 
-@pytest.mark.parametrize(("table", "key"), [(t, k) for t, v in SIGNED.items() if isinstance(v, dict) for k in v])
+@pytest.mark.parametrize(
+    ("table", "key"), [(t, k) for t, v in SIGNED.items() if isinstance(v, dict) for k in v]
+)
 def test_no_column_may_be_missing_or_null(table, key):
     """REQ-IDX-002."""
     for value in (..., None):
@@ -320,13 +506,20 @@ def test_no_column_may_be_missing_or_null(table, key):
         set_in((table, key), value)(signed)
         code = code_of(lambda signed=signed: parse(signed))
         if table != "absent" or value is None:
-            assert code in {Code.DOC_SCHEMA, Code.COLUMN_FORM, Code.PACKED_FORM, Code.MANIFEST_FIELDS}
+            assert code in {
+                Code.DOC_SCHEMA,
+                Code.COLUMN_FORM,
+                Code.PACKED_FORM,
+                Code.MANIFEST_FIELDS,
+            }
 
 
 def test_extents_without_bytes_have_an_order():
     """REQ-IDX-003: they all begin where the next one does, so that nothing else says which is first."""
     boxes = [Box((0,), (0,)), Box((0,), (0,))]
-    extents = [RowExtent(block_begin=0, block_count=0, file=0, byte_begin=64, key=key) for key in "ab"]
+    extents = [
+        RowExtent(block_begin=0, block_count=0, file=0, byte_begin=64, key=key) for key in "ab"
+    ]
     tensors = tuple(
         RowTensor(
             field="weights",
@@ -388,13 +581,17 @@ def test_a_box_that_leaves_its_tensor_cannot_be_dumped():
     for box in (Box((1,), (3,)), Box((-1,), (3,)), Box((0,), (4,))):
         first = rows_of(part.holdings)[0]
         wrong = dataclasses.replace(first, boxes=(dataclasses.replace(first.boxes[0], box=box),))
-        changed = dataclasses.replace(part, holdings=holdings_of((wrong, *rows_of(part.holdings)[1:])))
+        changed = dataclasses.replace(
+            part, holdings=holdings_of((wrong, *rows_of(part.holdings)[1:]))
+        )
         assert error_of(changed.dump).code == Code.BOX_BOUNDS
 
 
 def test_equal_tables_are_parsed_once():
     """Parts of one attempt share what they say of tensors, and nothing else."""
-    contents = {path: content for path, content in small_files().items() if path.startswith("parts/")}
+    contents = {
+        path: content for path, content in small_files().items() if path.startswith("parts/")
+    }
     known: dict[bytes, TensorTable] = {}
     first, second = (Part.parse(CONTENT, where=PATH, known=known)[0] for _ in range(2))
     assert first.holdings.table is second.holdings.table
@@ -409,7 +606,13 @@ def test_only_a_declared_replica_of_another_writer_has_no_digests():
     """REQ-PRT-005: digests are how a replica that nobody vouches for is shown to be one."""
     made = origin()
     box = Box((0,), (4,))
-    for replica, digests in ((True, b""), (True, bytes(32)), (False, bytes(32)), (False, b""), (True, bytes(64))):
+    for replica, digests in (
+        (True, b""),
+        (True, bytes(32)),
+        (False, bytes(32)),
+        (False, b""),
+        (True, bytes(64)),
+    ):
         held = RowBox(box=box, replica=replica, digests=digests, extents=())
         tensor = RowTensor(
             field="weights",
@@ -462,5 +665,9 @@ def test_a_failure_record_holds_whatever_the_error_says():
     for detail in ("plain", "\u202e\0\n\ud800", "x" * 5000, "é"):
         error = err(Code.NO_SPACE, detail)
         record, _ = parse_document(dump_failure(origin(), 3, error), where="x", types=("failure",))
-        assert (record["code"], record["writer"], record["attempt"]) == ("NO_SPACE", 3, origin().attempt)
+        assert (record["code"], record["writer"], record["attempt"]) == (
+            "NO_SPACE",
+            3,
+            origin().attempt,
+        )
         assert len(record["detail"]) <= 1000

@@ -20,7 +20,9 @@ def test_records_come_back():
         assert RunRecord.parse(run.dump()) == run
     for resume in (None, RESUME):
         for chosen_by in ("lineage", "fallback", "hand"):
-            launch = Launch(run_id=RUN_ID, launch=3, nonce=NONCE, chosen_by=chosen_by, resume_from=resume)
+            launch = Launch(
+                run_id=RUN_ID, launch=3, nonce=NONCE, chosen_by=chosen_by, resume_from=resume
+            )
             assert Launch.parse(launch.dump(), where="launches/0003.json") == launch
 
 
@@ -57,7 +59,9 @@ def test_other_names_are_no_records(name):
     assert parse_launch_name(name) is None
 
 
-@pytest.mark.parametrize("place", ["launches/0004.json", "launches/3.json", "0004.json", "launches/00003.json"])
+@pytest.mark.parametrize(
+    "place", ["launches/0004.json", "launches/3.json", "0004.json", "launches/00003.json"]
+)
 def test_the_number_in_the_name_counts(place):
     """REQ-RUN-005."""
     error = error_of(lambda: Launch.parse(LAUNCH.dump(), where=place))
@@ -82,12 +86,17 @@ WRONG: dict[str, list[Any]] = {
         {"name": RESUME.name, "digest": DIGEST.upper()},
         {"name": RESUME.name, "digest": "md5:" + "a" * 64},
         {"name": RESUME.name, "digest": DIGEST[:-1]},
-        {"name": "step-\u0660\u0660\u0660\u0660\u0660\u0664\u0660\u0660-l\u0660\u0660\u0660\u0661", "digest": DIGEST},
+        {
+            "name": "step-\u0660\u0660\u0660\u0660\u0660\u0664\u0660\u0660-l\u0660\u0660\u0660\u0661",
+            "digest": DIGEST,
+        },
     ],
 }
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
+)
 def test_wrong_members_are_refused(key, value):
     """REQ-RUN-001, REQ-RUN-002, REQ-RUN-006, REQ-RUN-007; rows 31, 32, 37 and 38."""
     content = dump_document({**parse_json(LAUNCH.dump()), key: value})
@@ -95,7 +104,9 @@ def test_wrong_members_are_refused(key, value):
     assert code == (Code.DOC_NUMBER if value == 2**53 else Code.DOC_SCHEMA)
 
 
-@pytest.mark.parametrize("document", [RunRecord(run_id=RUN_ID).dump(), LAUNCH.dump()], ids=["run", "launch"])
+@pytest.mark.parametrize(
+    "document", [RunRecord(run_id=RUN_ID).dump(), LAUNCH.dump()], ids=["run", "launch"]
+)
 def test_a_record_is_not_taken_for_another(document):
     """REQ-DOC-011."""
     other = Launch.parse if b'"type":"run"' in document else RunRecord.parse

@@ -50,7 +50,10 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "saved_unix_s": 0,
         "profile": "full",
         "references": [],
-        "fields": {field: {"state": "absent", "reason": "x"} if field == "data" else PRESENT for field in FIELDS},
+        "fields": {
+            field: {"state": "absent", "reason": "x"} if field == "data" else PRESENT
+            for field in FIELDS
+        },
         "index": {"name": "index-" + "a" * 16 + ".msgpack", "nbytes": 0, "digest": DIGEST},
     },
 }
@@ -70,7 +73,20 @@ def places(value, path=()):
             yield from places(item, (*path, key))
 
 
-WRONG_VALUES: list[Any] = [None, True, -1, 2**53, "", "x\u0660", [], {}, [{}], {"x": 1}, "A" * 64, 0.5]
+WRONG_VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    2**53,
+    "",
+    "x\u0660",
+    [],
+    {},
+    [{}],
+    {"x": 1},
+    "A" * 64,
+    0.5,
+]
 
 
 @pytest.mark.parametrize(
@@ -96,12 +112,20 @@ def test_every_member_is_required_closed_and_typed(name, path):
         for value in WRONG_VALUES
         if change(lambda at, value=value: at.update({path[-1]: value})) != Code.DOC_SCHEMA
     ]
-    assert accepted == [value for value in WRONG_VALUES if any(value is right for right in also_right(name, path))]
+    assert accepted == [
+        value for value in WRONG_VALUES if any(value is right for right in also_right(name, path))
+    ]
 
 
 def also_right(name, path):
     """Those of the values above that are right in this place."""
-    nothing, bidi, letters, empty, none = WRONG_VALUES[4], WRONG_VALUES[5], WRONG_VALUES[10], WRONG_VALUES[6], None
+    nothing, bidi, letters, empty, none = (
+        WRONG_VALUES[4],
+        WRONG_VALUES[5],
+        WRONG_VALUES[10],
+        WRONG_VALUES[6],
+        None,
+    )
     if path[-1] == "resume_from" or (path[-1] == "run_id" and name not in {"run", "launch"}):
         return [none]
     if path[-1] == "launch" and name != "launch":

@@ -28,7 +28,13 @@ def grid_of(*extents):
     ]
 
 
-PINWHEEL = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+PINWHEEL = [
+    Box((0, 0), (1, 2)),
+    Box((0, 2), (2, 1)),
+    Box((2, 1), (1, 2)),
+    Box((1, 0), (2, 1)),
+    Box((1, 1), (1, 1)),
+]
 
 axis = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 grids = st.lists(axis, max_size=3)
@@ -70,7 +76,10 @@ def test_a_sharding_is_its_sorted_pieces(case):
     assert sharding == Sharding.of(reversed(pieces))
     assert hash(sharding) == hash(Sharding.of(reversed(pieces)))
     intervals = (
-        [sorted({(box.begin[dim], box.shape[dim]) for box in boxes}) for dim in range(len(boxes[0].begin))]
+        [
+            sorted({(box.begin[dim], box.shape[dim]) for box in boxes})
+            for dim in range(len(boxes[0].begin))
+        ]
         if (boxes)
         else [[]]
     )
@@ -186,7 +195,14 @@ def test_grids_are_judged_as_their_boxes(extents, data):
     shape = tuple(max(0, total + data.draw(st.sampled_from([0, 0, -1, 1]))) for total in sums)
     boxes = grid_of(*extents)
     outside = [dim for dim, extent in enumerate(shape) if sums[dim] > extent]
-    missing = next((i for i in np.ndindex(*shape) if not any(b.intersect(Box(i, (1,) * len(i))) for b in boxes)), None)
+    missing = next(
+        (
+            i
+            for i in np.ndindex(*shape)
+            if not any(b.intersect(Box(i, (1,) * len(i))) for b in boxes)
+        ),
+        None,
+    )
     sharding = Sharding.of(pieces_of(boxes))
     assert sharding.extents is not None
     code = code_of(lambda: check_sharding(sharding, shape, where="w"))
@@ -196,7 +212,10 @@ def test_grids_are_judged_as_their_boxes(extents, data):
         assert code == "ok"
     else:
         assert code == Code.TILING_GAP
-        assert f"element {missing} " in error_of(lambda: check_sharding(sharding, shape, where="w")).detail
+        assert (
+            f"element {missing} "
+            in error_of(lambda: check_sharding(sharding, shape, where="w")).detail
+        )
 
 
 def test_grids_have_the_limits_of_other_boxes():
@@ -204,7 +223,14 @@ def test_grids_have_the_limits_of_other_boxes():
     for ndim, code in ((limits.SPLIT_NDIM, "ok"), (limits.SPLIT_NDIM + 1, Code.LIMIT_EXCEEDED)):
         extents = [np.array([1, 1])] * ndim
         sharding = Sharding.grid(extents, np.zeros(1 << ndim, np.int64))
-        assert code_of(lambda sharding=sharding, ndim=ndim: check_sharding(sharding, (2,) * ndim, where="w")) == code
+        assert (
+            code_of(
+                lambda sharding=sharding, ndim=ndim: check_sharding(
+                    sharding, (2,) * ndim, where="w"
+                )
+            )
+            == code
+        )
     halves = [np.array([1, 1])] * 7
     long = np.ones((limits.CORNERS >> 15) + 1, np.int64)
     sharding = Sharding.grid([*halves, long], np.zeros(len(long) << 7, np.int64))
@@ -232,7 +258,7 @@ def test_rows_increase_by_the_first_column_that_differs(columns, increase):
     assert rows_increase([np.array(column) for column in columns]) == increase
 
 
-# --- columns ----------------------------------------------------------------------------------------------------------
+# --- columns --------------------------------------------------------------------------------------
 
 
 def parse(table, part_count=5):
@@ -246,7 +272,10 @@ def test_shardings_come_back(cases):
     assert parse(sharding_columns(shardings, 5)) == shardings
 
 
-MIXED = [Sharding.of(pieces_of(boxes)) for boxes in (grid_of([2, 3], [4]), PINWHEEL, grid_of(), grid_of([7]), [])]
+MIXED = [
+    Sharding.of(pieces_of(boxes))
+    for boxes in (grid_of([2, 3], [4]), PINWHEEL, grid_of(), grid_of([7]), [])
+]
 
 
 def test_columns_are_as_the_page_says():
@@ -258,7 +287,8 @@ def test_columns_are_as_the_page_says():
         "box_count": [2, 5, 1, 1, 0],
         "grid_shape": [2, 1, 1],
         "extent": [2, 3, 4, 7],
-        # (0, 0), (0, 2), (1, 0), (1, 1), (2, 1): down by 0, 0, 1, 0, 1; across by 0 - 0, 2 - 2, 0 - 3, 1 - 1, 1 - 2
+        # (0, 0), (0, 2), (1, 0), (1, 1), (2, 1): down by 0, 0, 1, 0, 1; across by 0 - 0, 2 - 2, 0 -
+        # 3, 1 - 1, 1 - 2
         "begin": [0, 0, 2, 0, 2, 0, 0, 5, 0, 1],
         "box_shape": [1, 2, 2, 1, 1, 2, 1, 1, 1, 2],
         # parts 0 2, 0 2 1 3 4, 0, 0: the difference to the one before, less 1, modulo 5
@@ -288,13 +318,37 @@ REFUSED = {
     "a grid of fewer boxes": (edited("box_count", put(3, 2)), Code.COLUMN_FORM, "REQ-IDX-002"),
     "a scalar of no box": (edited("box_count", put(2, 0)), Code.COLUMN_FORM, "REQ-IDX-002"),
     "dimensions of no boxes": (edited("ndim", put(4, 1)), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "a number of a box too few": (edited("begin", lambda v: v[:-1]), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "an extent of a box too many": (edited("box_shape", lambda v: [*v, 1]), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "a number of a box too few": (
+        edited("begin", lambda v: v[:-1]),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "an extent of a box too many": (
+        edited("box_shape", lambda v: [*v, 1]),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     "a box that begins before 0": (edited("begin", put(0, 1)), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "a box that begins too far": (edited("begin", put(0, 2 * limits.DIM)), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "a step that is too long": (edited("begin", put(0, 2 * limits.DIM + 1)), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "steps that wrap around": (edited("begin", lambda v: [2 * limits.DIM] * len(v)), Code.COLUMN_FORM, "REQ-IDX-002"),
-    "boxes that aren't sorted": (edited("begin", lambda v: [0, 2, 1, *v[3:]]), Code.COLUMN_ORDER, "REQ-IDX-003"),
+    "a box that begins too far": (
+        edited("begin", put(0, 2 * limits.DIM)),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "a step that is too long": (
+        edited("begin", put(0, 2 * limits.DIM + 1)),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "steps that wrap around": (
+        edited("begin", lambda v: [2 * limits.DIM] * len(v)),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "boxes that aren't sorted": (
+        edited("begin", lambda v: [0, 2, 1, *v[3:]]),
+        Code.COLUMN_ORDER,
+        "REQ-IDX-003",
+    ),
 }
 REFUSED["boxes that are a grid"] = (
     {
@@ -324,7 +378,11 @@ REFUSED["boxes of no dimensions"] = (
     Code.COLUMN_ORDER,
     "REQ-IDX-012",
 )
-REFUSED["two equal shardings"] = (sharding_columns([MIXED[0]] * 2, 5), Code.COLUMN_ORDER, "REQ-IDX-009")
+REFUSED["two equal shardings"] = (
+    sharding_columns([MIXED[0]] * 2, 5),
+    Code.COLUMN_ORDER,
+    "REQ-IDX-009",
+)
 
 
 @pytest.mark.parametrize(("table", "code", "requirement"), REFUSED.values(), ids=REFUSED)

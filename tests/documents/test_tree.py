@@ -180,7 +180,9 @@ def test_floats_keep_their_bits(bits):
 def test_nan_keys_are_told_apart_by_their_bits():
     """REQ-TRE-002, REQ-TRE-003."""
     one, other = (struct.unpack("<d", bytes(6) + end)[0] for end in (b"\xf8\x7f", b"\xf9\x7f"))
-    assert [struct.pack("<d", key) for key in again({one: 1, other: 2})] == [struct.pack("<d", k) for k in (one, other)]
+    assert [struct.pack("<d", key) for key in again({one: 1, other: 2})] == [
+        struct.pack("<d", k) for k in (one, other)
+    ]
 
 
 class Flag(int):
@@ -213,7 +215,11 @@ UNSUPPORTED = [
 def test_values_without_a_form_are_refused_by_name(value):
     """REQ-TRE-006: subclasses too, for what came back would be something else."""
     error = error_of(lambda: dump_tree({"a": [value]}, where="config"))
-    assert (error.code, type(error), error.where) == (Code.STATE_UNSUPPORTED, StateError, "config/a/0")
+    assert (error.code, type(error), error.where) == (
+        Code.STATE_UNSUPPORTED,
+        StateError,
+        "config/a/0",
+    )
     assert type(value).__name__ in error.detail
 
 
@@ -296,7 +302,15 @@ def test_many_of_a_kind_are_one_array_of_bytes(value):
 
 @pytest.mark.parametrize(
     "value",
-    [[True] * 15, [1, True] * 8, [2**63, -1] * 8, [2**64] * 16, [None] * 16, [b""] * 16, [1, 1.0] * 8],
+    [
+        [True] * 15,
+        [1, True] * 8,
+        [2**63, -1] * 8,
+        [2**64] * 16,
+        [None] * 16,
+        [b""] * 16,
+        [1, 1.0] * 8,
+    ],
     ids=repr,
 )
 def test_what_isnt_many_of_a_kind_stands_one_by_one(value):
@@ -306,7 +320,11 @@ def test_what_isnt_many_of_a_kind_stands_one_by_one(value):
     assert repr(parse_tree(content, where="x")) == repr(value)
 
 
-@given(st.lists(st.one_of(st.integers(-(2**65), 2**65), st.floats(), st.text(), st.booleans()), max_size=40))
+@given(
+    st.lists(
+        st.one_of(st.integers(-(2**65), 2**65), st.floats(), st.text(), st.booleans()), max_size=40
+    )
+)
 def test_any_list_comes_back_however_it_is_stored(value):
     """REQ-TRE-010."""
     content = dump_tree(value, where="x")
@@ -346,7 +364,10 @@ REFUSED = {
     "dict: key twice": (["d", 1, 2, 1, 3], Code.DOC_DUPLICATE_KEY),
     "dict: 1 and true": (["d", 1, 2, True, 3], Code.DOC_DUPLICATE_KEY),
     "dict: 1 and 1.0": (["d", 1, 2, ["f", struct.pack("<d", 1)], 3], Code.DOC_DUPLICATE_KEY),
-    "dict: 0.0 and -0.0": (["d", ["f", bytes(8)], 2, ["f", bytes(7) + b"\x80"], 3], Code.DOC_DUPLICATE_KEY),
+    "dict: 0.0 and -0.0": (
+        ["d", ["f", bytes(8)], 2, ["f", bytes(7) + b"\x80"], 3],
+        Code.DOC_DUPLICATE_KEY,
+    ),
     "dict: a NaN twice": (
         ["d", ["f", bytes(6) + b"\xf8\x7f"], 2, ["f", bytes(6) + b"\xf8\x7f"], 3],
         Code.DOC_DUPLICATE_KEY,
@@ -437,7 +458,10 @@ def test_differences_are_found_by_path():
 
 def test_values_are_listed_without_keys():
     refs = [TensorRef(name, "torch") for name in "abcd"]
-    value = {"k": [refs[0], (refs[1], {1: refs[2]}), deque([refs[3]])], TensorRef("key", "torch"): 1}
+    value = {
+        "k": [refs[0], (refs[1], {1: refs[2]}), deque([refs[3]])],
+        TensorRef("key", "torch"): 1,
+    }
     assert [item for item in iter_values(value) if isinstance(item, TensorRef)] == refs
 
 
@@ -448,7 +472,9 @@ def test_a_huge_integer_costs_little():
     assert time.process_time() - begin < 20
 
 
-@pytest.mark.parametrize("key", [TensorRef("a", "numpy"), (1, TensorRef("a", "numpy")), DtypeName("float32")])
+@pytest.mark.parametrize(
+    "key", [TensorRef("a", "numpy"), (1, TensorRef("a", "numpy")), DtypeName("float32")]
+)
 def test_a_key_is_a_plain_scalar_or_a_tuple_of_such(key):
     """REQ-TRE-008."""
     with pytest.raises((StateError, FormatError)) as caught:
@@ -461,7 +487,9 @@ def test_a_key_is_a_plain_scalar_or_a_tuple_of_such(key):
 
 
 @pytest.mark.parametrize(
-    "member", [TensorRef("w", "torch"), InlineArray("int8", (1,), b"\x01"), (1, (TensorRef("w", "numpy"),))], ids=str
+    "member",
+    [TensorRef("w", "torch"), InlineArray("int8", (1,), b"\x01"), (1, (TensorRef("w", "numpy"),))],
+    ids=str,
 )
 def test_what_would_not_come_back_is_no_member_of_a_set(member):
     """REQ-TRE-009: whatever could be hashed was taken."""
@@ -470,6 +498,12 @@ def test_what_would_not_come_back_is_no_member_of_a_set(member):
 
 def test_scalars_of_all_kinds_are_members_of_a_set():
     """REQ-TRE-009."""
-    value = {DtypeName("int8"), DeviceName("cpu"), Size((2,)), InlineArray("int8", (), b"\x07", scalar=True), (1, "x")}
+    value = {
+        DtypeName("int8"),
+        DeviceName("cpu"),
+        Size((2,)),
+        InlineArray("int8", (), b"\x07", scalar=True),
+        (1, "x"),
+    }
 
     assert parse_tree(dump_tree(value, where="x"), where="x") == value

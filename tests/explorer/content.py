@@ -55,7 +55,9 @@ class ArraySource:
         return tuple(self.array.shape)
 
     def copy_into(self, box: Box, out: memoryview) -> None:
-        piece = self.array[tuple(slice(begin, end) for begin, end in zip(box.begin, box.end, strict=True))]
+        piece = self.array[
+            tuple(slice(begin, end) for begin, end in zip(box.begin, box.end, strict=True))
+        ]
         out[:] = np.ascontiguousarray(piece).tobytes()
 
 
@@ -95,19 +97,30 @@ def origin_of(launch: Launch, step: int, attempt_number: int) -> Origin:
 
 def snapshot_of(attempt: str, number: int) -> Snapshot:
     """Return what writer `number` holds: every other row of one tensor, a stream of its own, a leaf that all have."""
-    boxes = tuple(Box((row, 0), (1, _column_count(attempt))) for row in range(number, _ROWS, WRITER_COUNT))
+    boxes = tuple(
+        Box((row, 0), (1, _column_count(attempt))) for row in range(number, _ROWS, WRITER_COUNT)
+    )
     stream = dump_tree((attempt, number), where="")
     return Snapshot(
         tensors=(ArraySource(name="w", array=_weights(attempt), boxes=boxes),),
         streams=(RngStream(name="python", scope=f"lw/{number}", kind="demo", state=stream),),
-        leaves=(Leaf(field="config", name="", scope="global", value=dump_tree({"attempt": attempt}, where="")),),
+        leaves=(
+            Leaf(
+                field="config",
+                name="",
+                scope="global",
+                value=dump_tree({"attempt": attempt}, where=""),
+            ),
+        ),
         absent={"data": "none"},
     )
 
 
 def write(run_store: Store, origin: Origin, number: int) -> None:
     """Write the part of one writer; the store is rooted at the run."""
-    writer.write_part(place_of(run_store, origin), snapshot_of(origin.attempt, number), origin, writer=number)
+    writer.write_part(
+        place_of(run_store, origin), snapshot_of(origin.attempt, number), origin, writer=number
+    )
 
 
 def save(run_store: Store, origin: Origin) -> Manifest:
@@ -134,7 +147,8 @@ def load(store: Store, *, digest: str | None = None) -> Loaded:
         origin = checkpoint.manifest.origin
         assert origin.launch is not None
         streams = tuple(
-            (stream.scope, *checkpoint.stream(stream.name, stream.scope)) for stream in checkpoint.index.streams
+            (stream.scope, *checkpoint.stream(stream.name, stream.scope))
+            for stream in checkpoint.index.streams
         )
         content = (checkpoint.weights["w"][...].tobytes(), checkpoint.leaf("config"), streams)
         return Loaded(checkpoint.step, origin.launch, origin.attempt, checkpoint.digest, content)
@@ -179,11 +193,16 @@ class _Nonces:
     """Instead of `secrets.token_hex`: numbered in each thread, which has a name of its own."""
 
     def __init__(self) -> None:
-        self._of_thread: weakref.WeakKeyDictionary[threading.Thread, Iterator[int]] = weakref.WeakKeyDictionary()
+        self._of_thread: weakref.WeakKeyDictionary[threading.Thread, Iterator[int]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def __call__(self, nbytes: int) -> str:
         thread = threading.current_thread()
-        name, numbers = _OWN.get() or (thread.name, self._of_thread.setdefault(thread, itertools.count(1)))
+        name, numbers = _OWN.get() or (
+            thread.name,
+            self._of_thread.setdefault(thread, itertools.count(1)),
+        )
         text = f"{name}/{next(numbers)}".encode().hex()
         return (text * nbytes)[-2 * nbytes :]
 
@@ -196,8 +215,12 @@ class _Remembered:
         self._answers: dict[Any, tuple[Any, CkptError | None]] = {}
 
     def __call__(self, content: bytes, **arguments: Any) -> Any:
-        # What other parts of an attempt had makes parsing cheaper, and no difference to what comes out.
-        key = (content, tuple(sorted((name, value) for name, value in arguments.items() if name != "known")))
+        # What other parts of an attempt had makes parsing cheaper, and no difference to what comes
+        # out.
+        key = (
+            content,
+            tuple(sorted((name, value) for name, value in arguments.items() if name != "known")),
+        )
         if key not in self._answers:
             try:
                 self._answers[key] = self._parse(content, **arguments), None

@@ -78,7 +78,8 @@ class CrashCounts:
 
     def __str__(self) -> str:
         return (
-            f"{self.point_count} crash points, {self.state_count} states, {self.distinct_count} distinct, "
+            f"{self.point_count} crash points, {self.state_count} states, {self.distinct_count}"
+            " distinct, "
             f"{len(self.violations)} violations"
         )
 
@@ -203,7 +204,9 @@ def _check_no_leftovers(root: pathlib.Path, state: DiskState) -> None:
         relative = pathlib.Path(path).relative_to(root).as_posix()
         undecided = relative in state.directories and f"{relative}/manifest.json" not in state.files
         if undecided and relative.startswith("step-"):
-            assert not [name for name in names if name.startswith(".tmp-")], f"temporaries stay in {relative}"
+            assert not [name for name in names if name.startswith(".tmp-")], (
+                f"temporaries stay in {relative}"
+            )
 
 
 def _promises_after(promises: Promises, operations: tuple[Operation, ...]) -> Promises:

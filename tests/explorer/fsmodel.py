@@ -2,13 +2,14 @@
 
 Two models of what is durable before anybody asked for it:
 
-- `POSIX_MIN`, the verdict that counts: of the directory operations that no fsync of the directory followed, any subset;
-  of file contents that no fsync followed, each block written, zero or garbage, and the size independently of them.
-- `EXT4_ORDERED`, the realistic one: directory operations in their order, any number of them, all before any fsync;
-  contents without fsync zero, cut or written.
+- `POSIX_MIN`, the verdict that counts: of the directory operations that no fsync of the directory
+  followed, any subset; of file contents that no fsync followed, each block written, zero or
+  garbage, and the size independently of them.
+- `EXT4_ORDERED`, the realistic one: directory operations in their order, any number of them, all
+  before any fsync; contents without fsync zero, cut or written.
 
-Names that belong to the store alone (`TEMPORARY_PREFIX`) are left out of the states: no listing shows them. Leftovers
-are put back where states are laid out on a real file system.
+Names that belong to the store alone (`TEMPORARY_PREFIX`) are left out of the states: no listing
+shows them. Leftovers are put back where states are laid out on a real file system.
 """
 
 import dataclasses
@@ -62,7 +63,9 @@ class _File:
         half = nbytes // 2
         blocks = [self.content[:half], self.content[half:]]
         if model == EXT4_ORDERED:
-            return list(dict.fromkeys([self.content, b"", bytes(nbytes), blocks[0] + bytes(nbytes - half)]))
+            return list(
+                dict.fromkeys([self.content, b"", bytes(nbytes), blocks[0] + bytes(nbytes - half)])
+            )
         each = [(block, bytes(len(block)), b"\xa5" * len(block)) for block in blocks]
         whole = [first + second for first, second in itertools.product(*each)]
         return list(dict.fromkeys([*whole, b"", *each[0]]))
@@ -71,7 +74,8 @@ class _File:
 class _Directory:
     """A directory: for each name, what it was when it was last durable, and what it has been since, in order.
 
-    Values are pairs: the number of the operation, and the file, the directory or None (no such name).
+    Values are pairs: the number of the operation, and the file, the directory or None (no such
+    name).
     """
 
     def __init__(self) -> None:
@@ -91,7 +95,9 @@ class _Directory:
     def choices(self, name: str, model: str, forced: int) -> "list[_Node | None]":
         """Return what the name may be after a crash, under `POSIX_MIN` each regardless of the others."""
         values = self.values[name]
-        if model == EXT4_ORDERED:  # what was forced is the last value up to `forced`; the rest is decided by the cut
+        if (
+            model == EXT4_ORDERED
+        ):  # what was forced is the last value up to `forced`; the rest is decided by the cut
             return [values[-1][1]]
         del forced
         return list(dict.fromkeys(node for _, node in values))
@@ -194,7 +200,9 @@ class Disk:
         if total <= EXHAUSTIVE:
             picks = itertools.product(*(choices for _, choices in slots))
         else:
-            picks = (tuple(rng.choice(choices) for _, choices in slots) for _ in range(SAMPLE_COUNT))
+            picks = (
+                tuple(rng.choice(choices) for _, choices in slots) for _ in range(SAMPLE_COUNT)
+            )
         for pick in picks:
             yield self._lay_out(dict(zip(keys, pick, strict=True)), cut)
 
@@ -205,7 +213,11 @@ class Disk:
             for name in directory.values:
                 if _is_temporary(name):
                     continue
-                nodes = [directory.at(name, cut)] if model == EXT4_ORDERED else directory.choices(name, model, cut)
+                nodes = (
+                    [directory.at(name, cut)]
+                    if model == EXT4_ORDERED
+                    else directory.choices(name, model, cut)
+                )
                 if len(nodes) > 1:
                     slots[id(directory), name] = list(nodes)
                 for node in nodes:

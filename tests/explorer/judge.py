@@ -2,9 +2,11 @@
 
 The rules, by the words that violations begin with:
 
-- ``silent``: a directory loads, but not what was handed to save; ``untyped``: it raises what isn't a CkptError;
+- ``silent``: a directory loads, but not what was handed to save; ``untyped``: it raises what isn't
+  a CkptError;
 - ``lost``: what was acknowledged doesn't load, or isn't there;
-- ``partial``: the lineage names what isn't whole; ``older``: it begins with an older one than was acknowledged;
+- ``partial``: the lineage names what isn't whole; ``older``: it begins with an older one than was
+  acknowledged;
 - ``stuck``: a new launch with a save and a clean-up doesn't work without a manual step;
 - ``reaped``: a clean-up removed what the lineage needs.
 """
@@ -43,7 +45,8 @@ class Promises:
 
     Attributes:
         launch: greatest launch number that a launch was told that it has.
-        saved: digests of acknowledged checkpoints by name, those that may be retired by now left out.
+        saved: digests of acknowledged checkpoints by name, those that may be retired by now left
+            out.
         retired: names of which it was said that they are gone.
     """
 
@@ -120,7 +123,9 @@ class _TellingStore(HookedStore):
             self.replaced.append(name)
 
 
-def clean_up(store: Store, run: RunRecord, launch: Launch, marks: Marks, *, keep: int | None) -> None:
+def clean_up(
+    store: Store, run: RunRecord, launch: Launch, marks: Marks, *, keep: int | None
+) -> None:
     """Clean up, telling what may go before it does, and what is gone afterwards."""
     telling = _TellingStore(store, marks)
     retention.clean_up(telling, run, launch=launch.launch, retention=retention.Retention(keep=keep))
@@ -153,7 +158,12 @@ class Judge:
         self._judged: dict[Hashable, list[Violation]] = {}
 
     def judge(
-        self, files: Mapping[str, bytes], promises: Promises, *, recovery: bool = True, owned: bool = True
+        self,
+        files: Mapping[str, bytes],
+        promises: Promises,
+        *,
+        recovery: bool = True,
+        owned: bool = True,
     ) -> list[Violation]:
         """Return the violations in a state.
 
@@ -161,8 +171,8 @@ class Judge:
             files: the state.
             promises: what was promised by then.
             recovery: whether to recover from it, too.
-            owned: whether one launch after the other owned the run. Else one that was superseded may have saved beside
-                the lineage, which is kept, and isn't resumed from.
+            owned: whether one launch after the other owned the run. Else one that was superseded
+                may have saved beside the lineage, which is kept, and isn't resumed from.
         """
         key = (frozenset(files.items()), promises.key, recovery, owned)
         if key not in self._judged:
@@ -215,7 +225,9 @@ class Judge:
                 found.append(Violation("lost", f"that {name} is retired: {answer!r}"))
         return found
 
-    def _judge_lineage(self, store: MemoryStore, promises: Promises, *, owned: bool) -> list[Violation]:
+    def _judge_lineage(
+        self, store: MemoryStore, promises: Promises, *, owned: bool
+    ) -> list[Violation]:
         """Judge rule (iii)."""
         try:
             launches, entries = lineage.list_launches(store), lineage.list_checkpoints(store)
@@ -235,7 +247,9 @@ class Judge:
         counted = [name for name in promises.saved if owned or _place_of(name)[1] == newest]
         return found + _judge_head(names[0] if names else None, counted)
 
-    def _judge_recovery(self, store: MemoryStore, promises: Promises, *, owned: bool) -> list[Violation]:
+    def _judge_recovery(
+        self, store: MemoryStore, promises: Promises, *, owned: bool
+    ) -> list[Violation]:
         """Judge rules (iv) and (v): recover, and see that the promises of before and of then are kept."""
         before = store.snapshot()
         told: list[str] = []
@@ -257,19 +271,28 @@ class Judge:
 def _judge_head(name: str | None, saved: list[str]) -> list[Violation]:
     acknowledged = max((_place_of(each)[0] for each in saved), default=0)
     if acknowledged and (name is None or _place_of(name)[0] < acknowledged):
-        return [Violation("older", f"the lineage begins with {name}; step {acknowledged} was acknowledged")]
+        return [
+            Violation(
+                "older", f"the lineage begins with {name}; step {acknowledged} was acknowledged"
+            )
+        ]
     return []
 
 
-def _judge_deletions(before: Mapping[str, bytes], after: Mapping[str, bytes], told: list[str]) -> list[Violation]:
+def _judge_deletions(
+    before: Mapping[str, bytes], after: Mapping[str, bytes], told: list[str]
+) -> list[Violation]:
     """Judge what recovery removed: files of directories that it said it retires, or that weren't committed."""
     retired = {mark.split(" ")[1] for mark in told if mark.startswith("retiring")}
     found = []
     for path in before.keys() - after.keys():
         name = path.partition("/")[0]
         register = commit.read_register(MemoryStore.from_snapshot(after).at(name))
-        if not isinstance(register, Tombstone | Abort) or (isinstance(register, Tombstone) and name not in retired):
-            # A retirement that was under way before the crash is finished; everything else needs a plan.
+        if not isinstance(register, Tombstone | Abort) or (
+            isinstance(register, Tombstone) and name not in retired
+        ):
+            # A retirement that was under way before the crash is finished; everything else needs a
+            # plan.
             was = commit.read_register(MemoryStore.from_snapshot(before).at(name))
             if not isinstance(was, Tombstone):
                 found.append(Violation("reaped", f"{path} was removed"))

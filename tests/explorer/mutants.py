@@ -1,7 +1,8 @@
 """Protocols that are broken on purpose, each by one small patch of the real code: the explorer convicts every one.
 
-A patch holds where the protocol is carried out, never where it is judged: crash workloads are judged after it is taken
-back, scenes by the main thread, to which `in_actors` leaves the right code.
+A patch holds where the protocol is carried out, never where it is judged: crash workloads are
+judged after it is taken back, scenes by the main thread, to which `in_actors` leaves the right
+code.
 """
 
 import contextlib
@@ -117,12 +118,14 @@ def _wrapped(owner: Any, name: str, wrap: Callable[..., Store]) -> Patch:
 
     def patch() -> AbstractContextManager[Any]:
         right = getattr(owner, name)
-        return mock.patch.object(owner, name, lambda store, *rest, **more: right(wrap(store, *rest), *rest, **more))
+        return mock.patch.object(
+            owner, name, lambda store, *rest, **more: right(wrap(store, *rest), *rest, **more)
+        )
 
     return patch
 
 
-# --- of crashes -----------------------------------------------------------------------------------------------------
+# --- of crashes -----------------------------------------------------------------------------------
 
 
 def _no_file_fsync() -> AbstractContextManager[Any]:
@@ -157,7 +160,11 @@ def _fsync_after_link(operations: Operations) -> Operations:
 def no_shard_fsync(operations: Operations) -> Operations:
     """Leave out the fsync of files with tensors: what a disk does that says it wrote and didn't."""
     shards = {operation.path for operation in operations if operation.to.endswith(".safetensors")}
-    return tuple(operation for operation in operations if operation.op != "fsync" or operation.path not in shards)
+    return tuple(
+        operation
+        for operation in operations
+        if operation.op != "fsync" or operation.path not in shards
+    )
 
 
 def _ack_before_sync(operations: Operations) -> Operations:
@@ -165,7 +172,11 @@ def _ack_before_sync(operations: Operations) -> Operations:
     edited: list[Operation] = []
     for operation in operations:
         if operation.op == ACK and operation.path.startswith("saved"):
-            at = max(n for n, done in enumerate(edited) if done.op == "link" and done.to.endswith(MANIFEST_NAME))
+            at = max(
+                n
+                for n, done in enumerate(edited)
+                if done.op == "link" and done.to.endswith(MANIFEST_NAME)
+            )
             edited.insert(at + 1, operation)
         else:
             edited.append(operation)
@@ -177,7 +188,9 @@ _PARTIAL: Final = frozenset({"partial", "lost"})
 
 CRASH_MUTANTS: Final = {
     "no_fsync_of_shards": CrashMutant(workload="first_save", rules=_PARTIAL, edit=no_shard_fsync),
-    "no_file_fsync": CrashMutant(workload="first_save", rules=_PARTIAL | {"stuck"}, patch=_no_file_fsync),
+    "no_file_fsync": CrashMutant(
+        workload="first_save", rules=_PARTIAL | {"stuck"}, patch=_no_file_fsync
+    ),
     "fsync_after_the_name": CrashMutant(
         workload="first_save", rules=frozenset({"partial", "stuck"}), edit=_fsync_after_link
     ),
@@ -187,15 +200,21 @@ CRASH_MUTANTS: Final = {
         patch=_wrapped(commit, "finalize", lambda store, _: SkipSync(store, "parts")),
     ),
     "no_directory_fsync_after_the_manifest": CrashMutant(
-        workload="first_save", rules=_LOST, patch=_wrapped(commit, "finalize", lambda store, _: SkipSync(store, ""))
+        workload="first_save",
+        rules=_LOST,
+        patch=_wrapped(commit, "finalize", lambda store, _: SkipSync(store, "")),
     ),
     "only_the_last_directory_fsynced": CrashMutant(
         workload="first_save", rules=_LOST | {"stuck"}, patch=_last_directory_only
     ),
     "manifest_before_the_index": CrashMutant(
-        workload="first_save", rules=frozenset({"partial"}), patch=_wrapped(commit, "finalize", IndexLast)
+        workload="first_save",
+        rules=frozenset({"partial"}),
+        patch=_wrapped(commit, "finalize", IndexLast),
     ),
-    "acknowledged_before_the_sync": CrashMutant(workload="first_save", rules=_LOST, edit=_ack_before_sync),
+    "acknowledged_before_the_sync": CrashMutant(
+        workload="first_save", rules=_LOST, edit=_ack_before_sync
+    ),
     "launch_record_not_synced": CrashMutant(
         workload="resume",
         rules=_LOST,
@@ -212,7 +231,7 @@ CRASH_MUTANTS: Final = {
 }
 
 
-# --- of meetings and networks ---------------------------------------------------------------------------------------
+# --- of meetings and networks ---------------------------------------------------------------------
 
 
 def _rename_over(_right: Any, self: LocalStore, directory: int, temporary: str, name: str) -> None:
@@ -272,12 +291,17 @@ def _record_after_files(right: Any, store: Store, **record: Any) -> bool:
     return bool(right(store, **record))
 
 
-def _overwrite(_right: Any, store: Store, path: str, chunks: Callable[[], list[Buffer]], **_: Any) -> None:
+def _overwrite(
+    _right: Any, store: Store, path: str, chunks: Callable[[], list[Buffer]], **_: Any
+) -> None:
     store.replace(path, b"".join(chunks()))
 
 
 def _list_once(_right: Any, store: Store, run: Any = None, **_: Any) -> list[lineage.RunEntry]:
-    return [lineage._read_entry(store, place, run.run_id if run else None) for place in lineage._list_places(store)]
+    return [
+        lineage._read_entry(store, place, run.run_id if run else None)
+        for place in lineage._list_places(store)
+    ]
 
 
 def _launch_without_a_second_look(right: Any, store: Store, name: str) -> bool:
@@ -302,13 +326,19 @@ SCENE_MUTANTS: Final = {
         on_files=True,
     ),
     "register_replaced": SceneMutant(
-        case="two_attempts", rules=_OUTCOME | _LOST, patch=in_actors(commit, "_decide", _replace_register)
+        case="two_attempts",
+        rules=_OUTCOME | _LOST,
+        patch=in_actors(commit, "_decide", _replace_register),
     ),
     "register_looked_at_then_replaced": SceneMutant(
-        case="two_attempts", rules=_OUTCOME | _LOST, patch=in_actors(commit, "_decide", _look_then_replace)
+        case="two_attempts",
+        rules=_OUTCOME | _LOST,
+        patch=in_actors(commit, "_decide", _look_then_replace),
     ),
     "taken_register_is_success": SceneMutant(
-        case="two_attempts", rules=_OUTCOME | _LOST, patch=in_actors(commit, "_decide", _swallow(Code.STORE_EXISTS))
+        case="two_attempts",
+        rules=_OUTCOME | _LOST,
+        patch=in_actors(commit, "_decide", _swallow(Code.STORE_EXISTS)),
     ),
     "no_answer_is_success": SceneMutant(
         case="committer",

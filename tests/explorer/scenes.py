@@ -22,8 +22,11 @@ from tests.explorer.schedule import Actor, GatedStore, Outcome
 from tests.store.helpers import FAST_DIRECTORY
 from tests.stores.hooked import Operation
 
-#: System calls before which an actor on a file system stops: those that other actors can see, or that see them.
-_VISIBLE: Final = frozenset({"mkdir", "link", "rename", "unlink", "rmdir", "scan", "open_read", "lstat"})
+#: System calls before which an actor on a file system stops: those that other actors can see, or
+#: that see them.
+_VISIBLE: Final = frozenset(
+    {"mkdir", "link", "rename", "unlink", "rmdir", "scan", "open_read", "lstat"}
+)
 
 Action = Callable[[Store, Marks], Any]
 Outcomes = Mapping[str, Outcome]
@@ -67,23 +70,36 @@ class _CaseScene:
 
     def judge(self) -> list[Violation]:
         """Judge the end of a run: the outcomes, then the state with everything that was promised."""
-        outcomes = {name: actor.outcome for name, actor in self.actors.items() if actor.outcome is not None}
-        found = [violation for name, outcome in outcomes.items() for violation in self._judge_outcome(name, outcome)]
+        outcomes = {
+            name: actor.outcome for name, actor in self.actors.items() if actor.outcome is not None
+        }
+        found = [
+            violation
+            for name, outcome in outcomes.items()
+            for violation in self._judge_outcome(name, outcome)
+        ]
         promises = self._promises
         for mark in self._told:
             promises = promises.after(mark)
         files = self._files()
         found += self._judge.judge(files, promises, owned=self._case.owned)
         return found + [
-            Violation("outcome", text) for text in self._case.check(outcomes, MemoryStore.from_snapshot(files))
+            Violation("outcome", text)
+            for text in self._case.check(outcomes, MemoryStore.from_snapshot(files))
         ]
 
     def _judge_outcome(self, name: str, outcome: Outcome) -> list[Violation]:
         error = outcome.error
-        if error is None or (isinstance(error, CkptError) and error.code in self._case.refusals.get(name, ())):
+        if error is None or (
+            isinstance(error, CkptError) and error.code in self._case.refusals.get(name, ())
+        ):
             unknown = isinstance(error, CkptError) and error.code in _UNKNOWN
             deleted = self.actors[name].deletion_count if unknown else 0
-            return [Violation("reaped", f"{name} deleted {deleted} files, not knowing the outcome")] if deleted else []
+            return (
+                [Violation("reaped", f"{name} deleted {deleted} files, not knowing the outcome")]
+                if deleted
+                else []
+            )
         return [Violation("outcome", f"{name}: {error!r}")]
 
     def _files(self) -> Mapping[str, bytes]:
@@ -97,7 +113,8 @@ class MemoryScene(_CaseScene):
         case: who does what.
         judge: of the end.
         initial: what is in the store at the start, with what was promised of it.
-        losses: requests that the network loses; with late ones, an actor ``network`` lets them arrive at any time.
+        losses: requests that the network loses; with late ones, an actor ``network`` lets them
+            arrive at any time.
     """
 
     def __init__(
@@ -113,7 +130,9 @@ class MemoryScene(_CaseScene):
             self._store.inject(loss, path_end=path_end)
         for name, action in case.actions.items():
             gated = GatedStore(self._store, functools.partial(self.actors.__getitem__, name))
-            self.actors[name] = Actor(name, functools.partial(action, gated, Marks(self._told.append)))
+            self.actors[name] = Actor(
+                name, functools.partial(action, gated, Marks(self._told.append))
+            )
         if any(loss is Loss.LATE for loss, _ in losses):
             self.actors["network"] = Actor("network", self._store.land)
 
@@ -132,7 +151,9 @@ class FileScene(_CaseScene):
 
     def __init__(self, case: Case, judge: Judge, initial: tuple[DiskState, Promises]) -> None:
         super().__init__(case, judge, initial[1])
-        self._directory = tempfile.TemporaryDirectory(dir=FAST_DIRECTORY, prefix="ckptfmt-explorer-")
+        self._directory = tempfile.TemporaryDirectory(
+            dir=FAST_DIRECTORY, prefix="ckptfmt-explorer-"
+        )
         root = pathlib.Path(self._directory.name) / "run"
         root.mkdir()
         lay_out(initial[0], root)
@@ -183,7 +204,7 @@ def disk_state(files: Mapping[str, bytes]) -> DiskState:
     return DiskState(files, frozenset(parents - {"."}))
 
 
-# --- setups ---------------------------------------------------------------------------------------------------------
+# --- setups ---------------------------------------------------------------------------------------
 
 
 def _saved_steps(store: Store, count: int) -> Launch:
@@ -244,7 +265,7 @@ def _launch(store: Store, number: int) -> Launch:
     return lineage.read_launch(store, number)
 
 
-# --- actions --------------------------------------------------------------------------------------------------------
+# --- actions --------------------------------------------------------------------------------------
 
 
 def _finalize(attempt: int) -> Action:
@@ -324,11 +345,15 @@ def _save_and_retire(attempt: int) -> Action:
     return action
 
 
-# --- checks ---------------------------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _both_commit_the_same(outcomes: Outcomes, _: MemoryStore) -> list[str]:
-    digests = {outcome.answer.digest for outcome in outcomes.values() if isinstance(outcome.answer, Manifest)}
+    digests = {
+        outcome.answer.digest
+        for outcome in outcomes.values()
+        if isinstance(outcome.answer, Manifest)
+    }
     return [] if len(digests) == 1 else [f"committers of the same parts came to {sorted(digests)}"]
 
 
@@ -348,11 +373,17 @@ def _committed_or_given_up(outcomes: Outcomes, store: MemoryStore) -> list[str]:
 def _can_be_finalized(outcomes: Outcomes, store: MemoryStore) -> list[str]:
     """Whoever doesn't know may ask again: the parts become the same checkpoint."""
     try:
-        manifest = commit.finalize(store.at(checkpoint_name(20, 1)), content.origin_of(_launch(store, 1), 20, 2))
+        manifest = commit.finalize(
+            store.at(checkpoint_name(20, 1)), content.origin_of(_launch(store, 1), 20, 2)
+        )
     except CkptError as error:
         return [f"it can't be finalized again: {error}"]
     answer = outcomes["committer"].answer
-    return [] if answer is None or answer == manifest else ["finalized again, it is another checkpoint"]
+    return (
+        []
+        if answer is None or answer == manifest
+        else ["finalized again, it is another checkpoint"]
+    )
 
 
 def _read_is_exact(outcomes: Outcomes, _: MemoryStore) -> list[str]:
@@ -361,7 +392,9 @@ def _read_is_exact(outcomes: Outcomes, _: MemoryStore) -> list[str]:
 
 
 def _launches_share_nothing(outcomes: Outcomes, _: MemoryStore) -> list[str]:
-    launches = [outcome.answer[0] for outcome in outcomes.values() if isinstance(outcome.answer, tuple)]
+    launches = [
+        outcome.answer[0] for outcome in outcomes.values() if isinstance(outcome.answer, tuple)
+    ]
     numbers = [launch.launch for launch in launches]
     found = [] if len(set(numbers)) == len(numbers) else [f"launches share a number: {numbers}"]
     if not any(isinstance(outcome.answer, tuple) for outcome in outcomes.values()):
@@ -369,7 +402,9 @@ def _launches_share_nothing(outcomes: Outcomes, _: MemoryStore) -> list[str]:
     return found
 
 
-_GIVEN_UP: Final = frozenset({Code.CHECKPOINT_ABORTED, Code.FILE_MISSING, Code.FENCED, Code.COMMIT_UNKNOWN})
+_GIVEN_UP: Final = frozenset(
+    {Code.CHECKPOINT_ABORTED, Code.FILE_MISSING, Code.FENCED, Code.COMMIT_UNKNOWN}
+)
 _UNKNOWN: Final = frozenset({Code.COMMIT_UNKNOWN, Code.STORE_NO_ANSWER})
 _GONE: Final = frozenset({Code.CHECKPOINT_RETIRED, Code.FILE_MISSING, Code.NOT_COMMITTED})
 
@@ -447,11 +482,21 @@ LONE_CASES: Final[dict[str, Case]] = {
         check=_can_be_finalized,
     ),
     "saver": Case(setup=_one_step, actions={"saver": _save(2)}, refusals={"saver": _UNKNOWN}),
-    "launch": Case(setup=_one_step, actions={"launch": _launch_only}, refusals={"launch": _UNKNOWN}),
-    "first_launch": Case(setup=lambda _: None, actions={"launch": _launch_only}, refusals={"launch": _UNKNOWN}),
-    "retiring": Case(setup=_two_steps, actions={"cleaner": _clean(launch=1, keep=1)}, refusals={"cleaner": _UNKNOWN}),
+    "launch": Case(
+        setup=_one_step, actions={"launch": _launch_only}, refusals={"launch": _UNKNOWN}
+    ),
+    "first_launch": Case(
+        setup=lambda _: None, actions={"launch": _launch_only}, refusals={"launch": _UNKNOWN}
+    ),
+    "retiring": Case(
+        setup=_two_steps,
+        actions={"cleaner": _clean(launch=1, keep=1)},
+        refusals={"cleaner": _UNKNOWN},
+    ),
     "giving_up": Case(
-        setup=_parts_and_a_new_launch, actions={"cleaner": _clean(launch=2)}, refusals={"cleaner": _UNKNOWN}
+        setup=_parts_and_a_new_launch,
+        actions={"cleaner": _clean(launch=2)},
+        refusals={"cleaner": _UNKNOWN},
     ),
     # With a file that somebody else removed or cut short, nothing may be committed.
     "committer_without_a_file": Case(

@@ -1,9 +1,10 @@
 """A deterministic scheduler: actors in threads that stop before each operation, and one choice after the other.
 
-One actor runs at a time, so a run is determined by the list of choices, and can be made again. `explore` makes all runs
-with at most so many preemptions: most bugs of protocols need one or two.
+One actor runs at a time, so a run is determined by the list of choices, and can be made again.
+`explore` makes all runs with at most so many preemptions: most bugs of protocols need one or two.
 
-Source: Musuvathi and Qadeer, "Iterative context bounding for systematic testing of multithreaded programs" (PLDI 2007).
+Source: Musuvathi and Qadeer, "Iterative context bounding for systematic testing of multithreaded
+programs" (PLDI 2007).
 """
 
 import dataclasses
@@ -46,7 +47,8 @@ class Actor:
         self.outcome: Outcome | None = None
         self.deletion_count = 0
         self._action = action
-        # Two locks that are handed to and fro, held by nobody's right: ten times as fast as semaphores.
+        # Two locks that are handed to and fro, held by nobody's right: ten times as fast as
+        # semaphores.
         self._go, self._halted = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._halted.acquire()
@@ -165,10 +167,15 @@ class Scheduler:
 
     Args:
         scene: what to run.
-        on_choice: makes the choices behind the list, from those so far, who may go, and who is the default.
+        on_choice: makes the choices behind the list, from those so far, who may go, and who is the
+            default.
     """
 
-    def __init__(self, scene: Scene, on_choice: Callable[[tuple[str, ...], list[str], str], str] | None = None) -> None:
+    def __init__(
+        self,
+        scene: Scene,
+        on_choice: Callable[[tuple[str, ...], list[str], str], str] | None = None,
+    ) -> None:
         self._scene = scene
         self._on_choice = on_choice
         self.path: list[str] = []
@@ -211,7 +218,9 @@ def explore(
         choices = pending.pop()
         scene = make()
 
-        def on_choice(path: tuple[str, ...], enabled: list[str], default: str, scene: Scene = scene) -> str:
+        def on_choice(
+            path: tuple[str, ...], enabled: list[str], default: str, scene: Scene = scene
+        ) -> str:
             spent = _count_preemptions(path, scene)
             _cut_if_seen(scene, path, spent, seen)
             if spent + (bool(path) and default == path[-1]) <= preemptions:
@@ -247,7 +256,9 @@ def sample(make: Callable[[], Scene], *, count: int, rng: random.Random) -> Expl
     return result
 
 
-def _cut_if_seen(scene: Scene, path: tuple[str, ...], spent: int, seen: dict[Hashable, int]) -> None:
+def _cut_if_seen(
+    scene: Scene, path: tuple[str, ...], spent: int, seen: dict[Hashable, int]
+) -> None:
     """Stop a run at a state that was met before with as many preemptions left."""
     state = scene.key()
     if state is None:

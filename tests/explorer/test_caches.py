@@ -1,7 +1,8 @@
 """Checkpoints whose files stay in caches while they are committed at home: every order in which actors meet there.
 
-Home is the store that actors share; caches hold the shards of step 20, and don't change. What is judged in the end is
-home together with the caches, since an acknowledged checkpoint of this kind is whole there.
+Home is the store that actors share; caches hold the shards of step 20, and don't change. What is
+judged in the end is home together with the caches, since an acknowledged checkpoint of this kind is
+whole there.
 """
 
 import dataclasses
@@ -46,7 +47,14 @@ def write_to_caches(store: Store, launch: Launch) -> None:
         snapshot = content.snapshot_of(origin.attempt, writer)
         image = plan_image(snapshot, block_nbytes=origin.block_nbytes)
         context = dataclasses.replace(Context.of(snapshot), durability=NODE)
-        write_image(store.at(NAME), image, LiveContents(snapshot, image, None), origin, context, writer=writer)
+        write_image(
+            store.at(NAME),
+            image,
+            LiveContents(snapshot, image, None),
+            origin,
+            context,
+            writer=writer,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +77,11 @@ def prepare(*, committed: bool) -> Place:
     store = MemoryStore()
     launch = scenes._saved_steps(store, 1)
     write_to_caches(store, launch)
-    caches = {path: store.read(path, limit_nbytes=1 << 20) for path in store.list(NAME) if "parts/" not in path}
+    caches = {
+        path: store.read(path, limit_nbytes=1 << 20)
+        for path in store.list(NAME)
+        if "parts/" not in path
+    }
     for path in caches:
         store.delete(path)
     if committed:
@@ -84,7 +96,9 @@ def prepare(*, committed: bool) -> Place:
 class CachedScene(MemoryScene):
     """A case on an object store, beside caches."""
 
-    def __init__(self, case: Case, judge: Judge, place: Place, losses: tuple[tuple[Loss, str], ...] = ()) -> None:
+    def __init__(
+        self, case: Case, judge: Judge, place: Place, losses: tuple[tuple[Loss, str], ...] = ()
+    ) -> None:
         super().__init__(case, judge, (place.home, place.promises), losses)
         self._caches = place.caches
 
@@ -92,7 +106,7 @@ class CachedScene(MemoryScene):
         return {**self._caches, **super()._files()}
 
 
-# --- actors -----------------------------------------------------------------------------------------------------------
+# --- actors ---------------------------------------------------------------------------------------
 
 
 def fetch(store: Store, caches: Mapping[str, bytes]) -> None:
@@ -112,10 +126,14 @@ def launch_and_save(caches: Mapping[str, bytes], attempt: int, step: int = 30) -
         passed_over: list[str] = []
         if caches:
             fetch(store, caches)
-        launch, _ = lineage.begin_launch(store, lineage.open_run(store), on_passed_over=passed_over.append)
+        launch, _ = lineage.begin_launch(
+            store, lineage.open_run(store), on_passed_over=passed_over.append
+        )
         marks.launched(launch)
         assert launch.resume_from is not None
-        assert content.load(store.at(launch.resume_from.name), digest=launch.resume_from.digest).exact
+        assert content.load(
+            store.at(launch.resume_from.name), digest=launch.resume_from.digest
+        ).exact
         lineage.check_not_fenced(store, launch.launch)
         marks.saved(content.save(store, content.origin_of(launch, step, attempt)))
         return launch, passed_over
@@ -134,7 +152,11 @@ def save_and_retire(store: Store, marks: Marks) -> None:
 def from_caches(outcomes: Outcomes, _: MemoryStore) -> list[str]:
     """A launch with the caches never goes back to the older checkpoint."""
     answers = [outcome.answer for outcome in outcomes.values() if isinstance(outcome.answer, tuple)]
-    return [f"{answer} goes on from {OLDER}" for answer in answers if answer[0].resume_from.name == OLDER]
+    return [
+        f"{answer} goes on from {OLDER}"
+        for answer in answers
+        if answer[0].resume_from.name == OLDER
+    ]
 
 
 def named(outcomes: Outcomes, _: MemoryStore) -> list[str]:
@@ -142,7 +164,11 @@ def named(outcomes: Outcomes, _: MemoryStore) -> list[str]:
     launch, passed_over = outcomes["without"].answer or (None, [])
     if launch is None or launch.resume_from.name != OLDER:
         return []
-    return [] if any(NAME in one and "FILES_IN_CACHES" in one for one in passed_over) else [f"told: {passed_over}"]
+    return (
+        []
+        if any(NAME in one and "FILES_IN_CACHES" in one for one in passed_over)
+        else [f"told: {passed_over}"]
+    )
 
 
 def committer(store: Store, marks: Marks) -> Any:

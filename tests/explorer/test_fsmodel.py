@@ -25,7 +25,10 @@ WRITE = (("open_new", ".tmp-1"), ("write", ".tmp-1", b"abcd"))
 
 
 def test_a_synced_file_without_its_name_is_there_or_not():
-    assert states_after(*WRITE, ("fsync", ".tmp-1"), ("link", ".tmp-1", "a")) == {files(), files(a=b"abcd")}
+    assert states_after(*WRITE, ("fsync", ".tmp-1"), ("link", ".tmp-1", "a")) == {
+        files(),
+        files(a=b"abcd"),
+    }
 
 
 def test_writes_with_a_place_of_their_own_may_come_in_any_order():
@@ -40,7 +43,9 @@ def test_writes_with_a_place_of_their_own_may_come_in_any_order():
     for operation in [*steps, Operation("fsync", ".tmp-1"), Operation("link", ".tmp-1", "a")]:
         disk.apply(operation)
 
-    states = {frozenset(state.files.items()) for state in disk.iter_states(POSIX_MIN, random.Random(1))}
+    states = {
+        frozenset(state.files.items()) for state in disk.iter_states(POSIX_MIN, random.Random(1))
+    }
     assert states == {files(), files(a=b"abcd\0")}
 
 
@@ -53,7 +58,13 @@ def test_a_synced_name_stays():
 def test_a_name_without_its_contents_may_be_anything():
     states = states_after(*WRITE, ("link", ".tmp-1", "a"), ("fsync_directory", ""))
 
-    assert {files(a=b"abcd"), files(a=b""), files(a=bytes(4)), files(a=b"ab\0\0"), files(a=b"\xa5\xa5cd")} <= states
+    assert {
+        files(a=b"abcd"),
+        files(a=b""),
+        files(a=bytes(4)),
+        files(a=b"ab\0\0"),
+        files(a=b"\xa5\xa5cd"),
+    } <= states
     assert files() not in states
     assert len(states) == 9 + 1 + 3
 

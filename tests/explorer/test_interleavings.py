@@ -36,8 +36,8 @@ def on_files(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_order_of_steps_on_objects_does_harm(name):
-    # REQ-RUN-013 and REQ-RUN-014 are what two launches of these scenes need, one of which retires; test_mutants has
-    # the protocols without them.
+    # REQ-RUN-013 and REQ-RUN-014 are what two launches of these scenes need, one of which retires;
+    # test_mutants has the protocols without them.
     preemptions = 1 if name in LONG else 2
     result = explore(on_objects(name), preemptions=preemptions)
 
@@ -74,6 +74,9 @@ def test_no_order_by_chance_does_harm(name, count):
     result = sample(on_objects(name), count=2 * count, rng=rng)
     result_on_files = sample(on_files(name), count=count, rng=rng)
 
-    tell(f"{name}, orders by chance, seed {SEED}: {result.run_count} on objects, {result_on_files.run_count} on files")
+    tell(
+        f"{name}, orders by chance, seed {SEED}: {result.run_count} on objects,"
+        f" {result_on_files.run_count} on files"
+    )
     assert result.violations == []
     assert result_on_files.violations == []

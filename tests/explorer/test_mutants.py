@@ -32,11 +32,15 @@ def record_mutant(mutant):
 def test_a_crash_convicts(name):
     mutant = CRASH_MUTANTS[name]
 
-    counts = explore_crashes(record_mutant(mutant), Judge(), rng=random.Random(SEED), recovery=False)
+    counts = explore_crashes(
+        record_mutant(mutant), Judge(), rng=random.Random(SEED), recovery=False
+    )
 
     tell(f"{name}: {counts}; {sorted(counts.rules)}")
     assert counts.rules & mutant.rules, f"{name} wasn't convicted"
-    assert counts.rules <= mutant.rules | {"older", "partial", "lost"}, "convicted of something else"
+    assert counts.rules <= mutant.rules | {"older", "partial", "lost"}, (
+        "convicted of something else"
+    )
 
 
 @pytest.mark.parametrize("name", SCENE_MUTANTS)
@@ -66,9 +70,13 @@ def test_a_meeting_convicts(name):
 @pytest.mark.parametrize("name", READER_MUTANTS)
 def test_a_lying_disk_convicts_a_reader(name):
     recording = record_mutant(CRASH_MUTANTS["no_fsync_of_shards"])
-    right = explore_crashes(recording, Judge(), rng=random.Random(SEED), recovery=False, enough=100_000)
+    right = explore_crashes(
+        recording, Judge(), rng=random.Random(SEED), recovery=False, enough=100_000
+    )
     with READER_MUTANTS[name]():
-        broken = explore_crashes(recording, Judge(), rng=random.Random(SEED), recovery=False, enough=100_000)
+        broken = explore_crashes(
+            recording, Judge(), rng=random.Random(SEED), recovery=False, enough=100_000
+        )
 
     tell(f"{name}: {broken}; the right reader: {right}")
     assert "silent" in broken.rules

@@ -16,7 +16,8 @@ from tests.stores.recorder import Recorder
 
 #: As often as a call is tried, and once less and more.
 TIMES = (1, 2, 3, 4)
-#: With one actor there is nothing to preempt but by the network, whose late requests arrive at every moment.
+#: With one actor there is nothing to preempt but by the network, whose late requests arrive at
+#: every moment.
 ALONE = 2
 
 
@@ -32,7 +33,11 @@ def put_paths(case):
     recorder = Recorder(MemoryStore.from_snapshot(files))
     for action in case.actions.values():
         action(recorder, Marks())
-    puts = [operation.path for operation in recorder.log.operations if operation.op in ("create", "replace")]
+    puts = [
+        operation.path
+        for operation in recorder.log.operations
+        if operation.op in ("create", "replace")
+    ]
     return list(dict.fromkeys(puts))
 
 
@@ -66,7 +71,9 @@ def test_nothing_is_committed_without_its_files(name):
     assert result.run_count == 1
 
 
-@pytest.mark.parametrize("times", [1, 3, *(pytest.param(times, marks=pytest.mark.exhaustive) for times in (2, 4))])
+@pytest.mark.parametrize(
+    "times", [1, 3, *(pytest.param(times, marks=pytest.mark.exhaustive) for times in (2, 4))]
+)
 @pytest.mark.parametrize("loss", Loss)
 @pytest.mark.parametrize("name", ["same_parts_twice", "two_attempts", "committer_and_cleaner"])
 def test_a_decision_that_is_lost_is_taken_once(name, loss, times):

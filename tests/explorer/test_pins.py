@@ -1,6 +1,7 @@
 """A saver that makes a delta of a base, and a cleaner that retires that base: in every order, one of them gives way.
 
-What must hold at the end of each run: every committed checkpoint can be read, bases included, and gives what was saved.
+What must hold at the end of each run: every committed checkpoint can be read, bases included, and
+gives what was saved.
 """
 
 import contextlib
@@ -56,7 +57,9 @@ class PinScene:
         for number in range(cleaners):
             self._add(
                 f"cleaner{number}",
-                lambda store: retention.clean_up(store, self._run, launch=2, retention=retention.Retention(keep=1)),
+                lambda store: retention.clean_up(
+                    store, self._run, launch=2, retention=retention.Retention(keep=1)
+                ),
             )
 
     def _add(self, name, action):
@@ -84,7 +87,9 @@ class PinScene:
                 found.append(f"{name}: {error!r}")
         for name in self._store.list_names(""):
             place = self._store.at(name.rstrip("/"))
-            if parse_checkpoint_name(name.rstrip("/")) and isinstance(commit.read_register(place), Manifest):
+            if parse_checkpoint_name(name.rstrip("/")) and isinstance(
+                commit.read_register(place), Manifest
+            ):
                 found += self._read(name, place)
         return found
 
@@ -144,7 +149,10 @@ class HandScene(PinScene):
         super().__init__(prepared, cleaners=cleaners)
         self._run = RunRecord(run_id=self._run.run_id, writer_features=(LABELS,))
         del self.actors["saver"]
-        self._add("person", lambda store: labelling.pin_checkpoint(store, self._run, checkpoint_name(10, 1)))
+        self._add(
+            "person",
+            lambda store: labelling.pin_checkpoint(store, self._run, checkpoint_name(10, 1)),
+        )
 
     def judge(self):
         person = self.actors["person"].outcome
@@ -206,7 +214,9 @@ def _looking_first(right, store, run, *chosen):
     for entry in going:
         store.at(entry.name).create(f"{commit.CONDEMNED}{0:016x}", [b""])
     del right
-    return retention._retire(store, [entry for entry in going if entry.manifest.digest not in read]), {}
+    return retention._retire(
+        store, [entry for entry in going if entry.manifest.digest not in read]
+    ), {}
 
 
 #: Protocols that are broken, each by one patch: where, what, and what stands there instead.
@@ -214,7 +224,11 @@ MUTANTS = {
     "no pins": (1, "ckptfmt.delta.chain.pin_base", _no_pins),
     "pins are not looked for": (1, "ckptfmt.run.retention._find_pinned", lambda *_: set()),
     "a base is not checked": (1, "ckptfmt.delta.base.check_base", lambda *_, **__: None),
-    "looked for before it is condemned": (1, "ckptfmt.run.retention._retire_unread", _looking_first),
+    "looked for before it is condemned": (
+        1,
+        "ckptfmt.run.retention._retire_unread",
+        _looking_first,
+    ),
 }
 
 
@@ -232,9 +246,15 @@ def test_a_broken_protocol_is_convicted(name):
         for patch in patches:
             stack.enter_context(patch)
         for preemptions in range(4):
-            result = explore(lambda: PinScene(prepared, cleaners=cleaners), preemptions=preemptions, stop_early=True)
+            result = explore(
+                lambda: PinScene(prepared, cleaners=cleaners),
+                preemptions=preemptions,
+                stop_early=True,
+            )
             found = [violation for violation, _ in result.violations]
             if found:
                 break
     tell(f"{name}: {preemptions} preemptions, run {result.run_count}: {found[:1]}")
-    assert any("can't be read" in violation for violation in found), f"{name} wasn't convicted: {found}"
+    assert any("can't be read" in violation for violation in found), (
+        f"{name} wasn't convicted: {found}"
+    )

@@ -1,6 +1,7 @@
 """The runs whose crashes are explored: small, for most bugs of crash safety need no more than three operations.
 
-Source: Mohan et al., "Finding Crash-Consistency Bugs with Bounded Black-Box Crash Testing" (OSDI 2018).
+Source: Mohan et al., "Finding Crash-Consistency Bugs with Bounded Black-Box Crash Testing" (OSDI
+2018).
 """
 
 import dataclasses
@@ -30,7 +31,8 @@ class Workload:
     Attributes:
         run: what is recorded.
         setup: what comes before, and is durable by then.
-        point_floor: crash points that there are at least; fewer say that the exploration missed the run.
+        point_floor: crash points that there are at least; fewer say that the exploration missed the
+            run.
         state_floor: distinct states that there are at least.
     """
 
@@ -113,7 +115,9 @@ def resume(bench: Bench) -> None:
     in_turns(
         bench,
         {
-            f"w{n}": (lambda store: content.load(store.at(resume_from.name), digest=resume_from.digest))
+            f"w{n}": (
+                lambda store: content.load(store.at(resume_from.name), digest=resume_from.digest)
+            )
             for n in range(content.WRITER_COUNT)
         },
     )
@@ -167,7 +171,9 @@ def saves_by_chance(rng: random.Random) -> Callable[[Bench], None]:
         recorded_run, launch = _current(bench)
         origin = content.origin_of(launch, 20, 2)
         actions = _writers_of(origin)
-        actions["cleaner"] = lambda store: clean_up(store, recorded_run, launch, bench.marks, keep=1)
+        actions["cleaner"] = lambda store: clean_up(
+            store, recorded_run, launch, bench.marks, keep=1
+        )
         in_turns(bench, actions, choose=lambda _, enabled, __: rng.choice(enabled))
         bench.marks.saved(commit.finalize(content.place_of(bench.store(), origin), origin))
 
@@ -187,7 +193,9 @@ WORKLOADS: Final = {
 }
 
 
-def in_turns(bench: Bench, actions: Mapping[str, Callable[[Any], object]], choose: Choose = _next_one) -> None:
+def in_turns(
+    bench: Bench, actions: Mapping[str, Callable[[Any], object]], choose: Choose = _next_one
+) -> None:
     """Do the actions in threads, choosing between them at each lasting system call."""
     actors: dict[str, Actor] = {}
     lasting = {"mkdir", "link", "rename", "unlink", "fsync_directory"}

@@ -32,7 +32,8 @@ from tests.stores.hooked import HookedCalls, Operation
 from tests.test_node_cache import Outage, committed
 from tests.test_saves import Run
 
-#: The newest step that was acknowledged, in each scene: COMMITTED with durability "node", or WRITTEN.
+#: The newest step that was acknowledged, in each scene: COMMITTED with durability "node", or
+#: WRITTEN.
 NEWEST: Final = 3
 
 
@@ -56,7 +57,9 @@ class Disk(HookedCalls):
         with self._lock:
             self.count += 1
             at = self.count
-        if self.fails_at is not None and (at == self.fails_at or (self._stays and at > self.fails_at)):
+        if self.fails_at is not None and (
+            at == self.fails_at or (self._stays and at > self.fails_at)
+        ):
             raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
 
 
@@ -84,7 +87,13 @@ class Outcome:
     lost: str
 
 
-def start(scene: tuple[MemoryStore, pathlib.Path], root: pathlib.Path, *, fails_at: int | None, stays: bool) -> Outcome:
+def start(
+    scene: tuple[MemoryStore, pathlib.Path],
+    root: pathlib.Path,
+    *,
+    fails_at: int | None,
+    stays: bool,
+) -> Outcome:
     """Start once on a disk that fails, save and clean up, then start on a sound one; and judge both."""
     left, cache_left = scene
     home, cache = MemoryStore(), root / "cache"
@@ -108,17 +117,25 @@ def start(scene: tuple[MemoryStore, pathlib.Path], root: pathlib.Path, *, fails_
             what = "refused"
     call_count, disk.fails_at = disk.count, None
     if what == "refused" and not before <= set(committed(home)):
-        return Outcome(what, call_count, f"{sorted(before - set(committed(home)))} isn't committed any more")
+        return Outcome(
+            what, call_count, f"{sorted(before - set(committed(home)))} isn't committed any more"
+        )
     if what == "went on":
         with run:
             if run.checkpointer.step != NEWEST:
-                return Outcome(what, call_count, f"the start went on from step {run.checkpointer.step}")
+                return Outcome(
+                    what, call_count, f"the start went on from step {run.checkpointer.step}"
+                )
             run.checkpointer.restore_rng()
             newest += 1
             run.save(newest).wait(timeout_s=WAIT_S)
     with Run(home, cache=cache, resume="auto") as again:
-        if again.checkpointer.step != newest or not all((one == newest).all() for one in again.weights.values()):
-            return Outcome(what, call_count, f"the next start went on from step {again.checkpointer.step}")
+        if again.checkpointer.step != newest or not all(
+            (one == newest).all() for one in again.weights.values()
+        ):
+            return Outcome(
+                what, call_count, f"the next start went on from step {again.checkpointer.step}"
+            )
     return Outcome(what, call_count, "")
 
 
@@ -130,7 +147,9 @@ def plan(scene: tuple[MemoryStore, pathlib.Path], root: pathlib.Path) -> Iterato
     yield from itertools.product(range(1, calm.call_count + 1), (False, True))
 
 
-def run_campaign(sample: int | None = None, *, seed: int = 0, tell: Callable[[str], object] = print) -> list[str]:
+def run_campaign(
+    sample: int | None = None, *, seed: int = 0, tell: Callable[[str], object] = print
+) -> list[str]:
     """Try each call of each scene, or a sample of them; return what was lost."""
     lost: list[str] = []
     counts: collections.Counter[str] = collections.Counter()
@@ -139,7 +158,9 @@ def run_campaign(sample: int | None = None, *, seed: int = 0, tell: Callable[[st
         made = scenes(root)
         rows = [(name, *row) for name, scene in made.items() for row in plan(scene, root)]
         counts["calls"] = len(rows) // 2
-        for name, fails_at, stays in random.Random(seed).sample(rows, min(sample or len(rows), len(rows))):
+        for name, fails_at, stays in random.Random(seed).sample(
+            rows, min(sample or len(rows), len(rows))
+        ):
             outcome = start(made[name], root, fails_at=fails_at, stays=stays)
             counts["runs"] += 1
             counts[outcome.what] += 1

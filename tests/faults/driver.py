@@ -1,6 +1,7 @@
 """What the tests of faults share: trainings whose state says its step, scripts that run them, and their savers.
 
-Every element of a training's state follows from its step alone, so that anybody can tell what was never live.
+Every element of a training's state follows from its step alone, so that anybody can tell what was
+never live.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ from ckptfmt.store import open_store
 from ckptfmt.trainer.handle import SaveHandle
 from tests.store.helpers import ROOT
 
-#: The environment variable by which the processes of one test are told from all others; savers inherit it.
+#: The environment variable by which the processes of one test are told from all others; savers
+#: inherit it.
 MARK: Final = "CKPTFMT_FAULTS_MARK"
 #: After how many seconds something counts as hanging. Others may have the cores meanwhile.
 PATIENCE_S: Final = 60.0
@@ -44,7 +46,7 @@ def tell(*words):
 """
 
 
-# --- trainings --------------------------------------------------------------------------------------------------------
+# --- trainings ------------------------------------------------------------------------------------
 
 
 def expected(dtype: Any, step: int) -> tuple[float, float]:
@@ -86,7 +88,9 @@ class Toy:
         """Raise AssertionError unless this is what was live after `step` steps."""
         assert self.data == {"step": step}
         weight, _ = expected(self.dtype, step)
-        assert all(bool((array == weight).all()) for array in self.arrays), f"weights that aren't of step {step}"
+        assert all(bool((array == weight).all()) for array in self.arrays), (
+            f"weights that aren't of step {step}"
+        )
 
 
 class TorchToy(Toy):
@@ -111,7 +115,7 @@ class TorchToy(Toy):
         self.data["step"] += 1
 
 
-# --- what is on disk --------------------------------------------------------------------------------------------------
+# --- what is on disk ------------------------------------------------------------------------------
 
 
 def committed(run: str | os.PathLike[str]) -> list[int]:
@@ -129,16 +133,22 @@ def problems(run: str | os.PathLike[str]) -> list[str]:
         if isinstance(entry.register, Manifest) and not found:
             trees: Any = ckptfmt.load(pathlib.Path(run) / entry.name, framework="numpy")
             momenta = [
-                state["momentum_buffer"] for name, state in trees.get("optimizer", {}).items() if "state" in name
+                state["momentum_buffer"]
+                for name, state in trees.get("optimizer", {}).items()
+                if "state" in name
             ]
-            if trees["data"] != {"step": entry.step} or not _is_of(entry.step, [*trees["weights"].values()], momenta):
+            if trees["data"] != {"step": entry.step} or not _is_of(
+                entry.step, [*trees["weights"].values()], momenta
+            ):
                 found.append(f"{entry.name} holds what was never live")
     return found
 
 
 def _is_of(step: int, weights: list[Any], momenta: list[Any]) -> bool:
     weight, momentum = expected(weights[0].dtype, step)
-    return all((array == weight).all() for array in weights) and all((array == momentum).all() for array in momenta)
+    return all((array == weight).all() for array in weights) and all(
+        (array == momentum).all() for array in momenta
+    )
 
 
 def resume(run: str | os.PathLike[str], toy: Toy | None = None, **options: Any) -> int:
@@ -164,10 +174,12 @@ def outcome_of(handle: SaveHandle) -> str:
     return code_of(lambda: handle.wait(timeout_s=PATIENCE_S))
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
-def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S, *, every_s: float = 0.02) -> bool:
+def until(
+    condition: Callable[[], object], timeout_s: float = PATIENCE_S, *, every_s: float = 0.02
+) -> bool:
     """Wait until something holds; say whether it does."""
     end_s = time.monotonic() + timeout_s
     while not condition():

@@ -1,7 +1,7 @@
 """A saver's process that fails at one of its messages: ``python -m tests.faults.injected_saver FD``.
 
-The variable `tests.faults.injecting.AT_MESSAGE` says at which: "receive 3" when the third has come, "send 2" before the
-second is sent, "sent 2" behind that.
+The variable `tests.faults.injecting.AT_MESSAGE` says at which: "receive 3" when the third has come,
+"send 2" before the second is sent, "sent 2" behind that.
 """
 
 import os

@@ -1,11 +1,12 @@
 """Raises at every line of the threads that save, at every message, and interrupts the trainer at every line of `save`.
 
-One exception for each life of a checkpointer: three saves of a small training, the second and third of them copied
-beside a step. After the exception each call must end, with a result or with an error of ckptfmt; a later save must
-work; and what is committed must be what was live. A process of its own: it traces its threads, and its main thread is
-interrupted.
+One exception for each life of a checkpointer: three saves of a small training, the second and third
+of them copied beside a step. After the exception each call must end, with a result or with an error
+of ckptfmt; a later save must work; and what is committed must be what was live. A process of its
+own: it traces its threads, and its main thread is interrupted.
 
-    CKPTFMT_FAULTS_MARK=me python -m tests.faults.injecting lines --saver thread --seed 1 --sample 100
+    CKPTFMT_FAULTS_MARK=me python -m tests.faults.injecting lines --saver thread --seed 1 --sample
+    100
 """
 
 import argparse
@@ -45,7 +46,8 @@ from tests.faults.driver import problems
 from tests.store.helpers import FAST_DIRECTORY
 
 _PACKAGE: Final = str(pathlib.Path(ckptfmt.__file__).parent)
-#: After how many seconds a call counts as hanging. Deadlines are shorter, so that a call that waits one out is no hang.
+#: After how many seconds a call counts as hanging. Deadlines are shorter, so that a call that waits
+#: one out is no hang.
 _HANG_S: Final = 40.0
 _DEADLINE_S: Final = 15.0
 #: Where interrupts of the trainer's own thread matter: the mechanics of a save.
@@ -57,7 +59,8 @@ _OF_TRAINER: Final = (
     "write/slot_contents.py",
     "saver/saver.py",
 )
-#: By this variable a saver's process is told at which of its messages to raise; see `tests.faults.injected_saver`.
+#: By this variable a saver's process is told at which of its messages to raise; see
+#: `tests.faults.injected_saver`.
 AT_MESSAGE: Final = "CKPTFMT_FAULTS_AT_MESSAGE"
 
 
@@ -104,7 +107,11 @@ class Injector:
     """Counts how often each place is come to and, given one of them, raises there, once."""
 
     def __init__(
-        self, at: Place | None, error: Callable[[], BaseException], *, wants: Callable[[str, str], bool]
+        self,
+        at: Place | None,
+        error: Callable[[], BaseException],
+        *,
+        wants: Callable[[str, str], bool],
     ) -> None:
         self.at = at
         self.counts: collections.Counter[tuple[str, str, int]] = collections.Counter()
@@ -123,7 +130,11 @@ class Injector:
         with self._lock:
             place = kind, file, line
             self.counts[place] += 1
-            if self.at is None or self.has_raised or (*place, self.counts[place]) != dataclasses.astuple(self.at):
+            if (
+                self.at is None
+                or self.has_raised
+                or (*place, self.counts[place]) != dataclasses.astuple(self.at)
+            ):
                 return
             self.has_raised = True
         raise self._error()
@@ -133,7 +144,9 @@ class Injector:
         code, at = frame.f_code, self.at
         if not code.co_filename.startswith(_PACKAGE):
             return None
-        if at is not None and (code.co_filename[len(_PACKAGE) + 1 :] != at.file or at.line not in _lines_of(code)):
+        if at is not None and (
+            code.co_filename[len(_PACKAGE) + 1 :] != at.file or at.line not in _lines_of(code)
+        ):
             return None
         return self._trace_line
 
@@ -144,7 +157,9 @@ class Injector:
 
     def places(self) -> list[Place]:
         """Return where to raise: the first and the last time that each place was come to."""
-        return sorted({Place(*place, time) for place, count in self.counts.items() for time in (1, count)})
+        return sorted(
+            {Place(*place, time) for place, count in self.counts.items() for time in (1, count)}
+        )
 
 
 @functools.cache
@@ -162,13 +177,22 @@ def _lines_of(code: CodeType) -> frozenset[int]:
 def _exits_of(code: CodeType) -> frozenset[int]:
     """Return where a function leaves a `with`: there a line begins, and no exception can arise before the exit is done.
 
-    What is raised there by tracing would leave a lock taken for ever, which neither an error nor a signal can.
+    What is raised there by tracing would leave a lock taken for ever, which neither an error nor a
+    signal can.
     """
     found = list(dis.get_instructions(code))
-    names = [f"{one.opname} {one.argval}" if one.opname == "LOAD_CONST" else one.opname for one in found]
-    exits = [["LOAD_CONST None"] * 3, ["SWAP", *["LOAD_CONST None"] * 3], ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]]
+    names = [
+        f"{one.opname} {one.argval}" if one.opname == "LOAD_CONST" else one.opname for one in found
+    ]
+    exits = [
+        ["LOAD_CONST None"] * 3,
+        ["SWAP", *["LOAD_CONST None"] * 3],
+        ["PUSH_EXC_INFO", "WITH_EXCEPT_START"],
+    ]
     return frozenset(
-        one.offset for at, one in enumerate(found) if any(names[at : at + len(part)] == part for part in exits)
+        one.offset
+        for at, one in enumerate(found)
+        if any(names[at : at + len(part)] == part for part in exits)
     )
 
 
@@ -258,7 +282,11 @@ def _after(life: Life) -> list[str]:
 def _check(life: Life, handles: list[SaveHandle], *, is_in_trainer: bool) -> list[str]:
     found = list(problems(life.run))
     committed = [handle for handle in handles if handle.state == "COMMITTED"]
-    found += [f"{one} isn't committed" for one in committed if not pathlib.Path(one.path, "manifest.json").exists()]
+    found += [
+        f"{one} isn't committed"
+        for one in committed
+        if not pathlib.Path(one.path, "manifest.json").exists()
+    ]
     raw = [outcome for outcome in life.outcomes if "Injected" in outcome or "Interrupt" in outcome]
     if not is_in_trainer and any(not outcome.startswith("save") for outcome in raw):
         found.append(f"an error without a name: {raw}")
@@ -293,7 +321,9 @@ def _messages(injector: Injector, saver: str) -> Iterator[None]:
 
     points: list[tuple[Any, str]] = [(Background, "_on_message"), (Background, "_on_lost")]
     points += (
-        [(Channel, "send"), (Channel, "receive")] if saver == "process" else [(Saver, "handle"), (Saver, "_report")]
+        [(Channel, "send"), (Channel, "receive")]
+        if saver == "process"
+        else [(Saver, "handle"), (Saver, "_report")]
     )
     kept = [(kind, name, getattr(kind, name)) for kind, name in points]
     for kind, name, inner in kept:
@@ -306,7 +336,13 @@ def _messages(injector: Injector, saver: str) -> Iterator[None]:
 
 
 def _live(
-    root: pathlib.Path, what: str, saver: str, injector: Injector, report: Report | None = None, *, name: str = ""
+    root: pathlib.Path,
+    what: str,
+    saver: str,
+    injector: Injector,
+    report: Report | None = None,
+    *,
+    name: str = "",
 ) -> None:
     """Live once, with an exception at one place or none."""
     # A saver that was dropped may still finish what it has in the directory of an earlier life.
@@ -358,7 +394,11 @@ def _list_places(root: pathlib.Path, what: str, saver: str) -> list[Place]:
     found = injector.places()
     if what == "messages":  # every one of them
         found = sorted(
-            {Place(*place, number) for place, count in injector.counts.items() for number in range(1, count + 1)}
+            {
+                Place(*place, number)
+                for place, count in injector.counts.items()
+                for number in range(1, count + 1)
+            }
         )
     return found
 
@@ -377,17 +417,27 @@ def inject_all(what: str, saver: str, *, seed: int, sample: int | None, file: st
         dir=FAST_DIRECTORY, prefix="ckptfmt-faults-", ignore_cleanup_errors=True
     ) as directory:
         root = pathlib.Path(directory)
-        _live(root, what, saver, Injector(None, Injected, wants=lambda *_: False))  # imports and the like
+        _live(
+            root, what, saver, Injector(None, Injected, wants=lambda *_: False)
+        )  # imports and the like
         if what == "remote":
-            places = [Place("saver", point, 0, n) for point in ("send", "receive", "sent") for n in range(1, 20)]
+            places = [
+                Place("saver", point, 0, n)
+                for point in ("send", "receive", "sent")
+                for n in range(1, 20)
+            ]
         else:
-            places = [place for place in _list_places(root, what, saver) if re.search(file, place.file)]
+            places = [
+                place for place in _list_places(root, what, saver) if re.search(file, place.file)
+            ]
         if sample is not None:
             places = random.Random(seed).sample(places, min(sample, len(places)))
         for number, place in enumerate(places):
             if not number % 100:
                 sys.stderr.write(f"{number} of {len(places)}\n")
-            error: Callable[[], BaseException] = KeyboardInterrupt if what == "interrupts" else Injected
+            error: Callable[[], BaseException] = (
+                KeyboardInterrupt if what == "interrupts" else Injected
+            )
             injector = Injector(place, error, wants=lambda kind, file: _wants(what, kind, file))
             if what == "remote":
                 os.environ[AT_MESSAGE] = f"{place.file} {place.time}"
@@ -416,7 +466,11 @@ def main() -> None:
     if arguments.what == "remote":
         vars(ckptfmt.trainer.links)["start_helper"] = _start_failing
     report = inject_all(
-        arguments.what, arguments.saver, seed=arguments.seed, sample=arguments.sample, file=arguments.file
+        arguments.what,
+        arguments.saver,
+        seed=arguments.seed,
+        sample=arguments.sample,
+        file=arguments.file,
     )
     json.dump(dataclasses.asdict(report), sys.stdout, indent=1)
 

@@ -1,7 +1,7 @@
 """Kills trainers that save beside the training, at random moments; remembers what they had seen STAGED or COMMITTED.
 
-A process of its own, with one thread, so that it may fork: a killed trainer costs a few milliseconds, and its saver,
-which must outlive it, an interpreter's start.
+A process of its own, with one thread, so that it may fork: a killed trainer costs a few
+milliseconds, and its saver, which must outlive it, an interpreter's start.
 
     CKPTFMT_FAULTS_MARK=me python -m tests.faults.killing --kills 100 --seed 1 --torch
 """
@@ -29,12 +29,14 @@ from ckptfmt.trainer.handle import STATES, SaveHandle
 from tests.faults.driver import MARK, PATIENCE_S, TorchToy, Toy, problems, resume, savers, until
 from tests.store.helpers import FAST_DIRECTORY
 
-#: What a trainer is doing: it launches and gets ready; it is in `save`; the save isn't STAGED; it is; it is COMMITTED.
+#: What a trainer is doing: it launches and gets ready; it is in `save`; the save isn't STAGED; it
+#: is; it is COMMITTED.
 PHASES: Final = ("starting", "saving", "staging", "staged", "committed")
 #: Kills in one run, before the next is begun.
 _KILLS_PER_RUN: Final = 10
 _NBYTES: Final = (1 << 20, 5 << 20, 15 << 20)
-#: How often a trainer waits for a state, and how often the next one is started only when all is judged.
+#: How often a trainer waits for a state, and how often the next one is started only when all is
+#: judged.
 _WAIT_CHANCE: Final = 0.6
 _JUDGE_CHANCE: Final = 0.3
 
@@ -64,7 +66,9 @@ class Report:
 class _Trainer:
     """What a forked process does until it is killed: save every step, and tell what it sees."""
 
-    def __init__(self, root: pathlib.Path, *, told: pathlib.Path, phase: mmap.mmap, seed: int) -> None:
+    def __init__(
+        self, root: pathlib.Path, *, told: pathlib.Path, phase: mmap.mmap, seed: int
+    ) -> None:
         self._root = root
         self._told_fd = os.open(told, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._phase = phase
@@ -74,7 +78,9 @@ class _Trainer:
     def run(self, toy: Toy, *, keep: int, save_count: int | None) -> None:
         """Go on until killed, or for so many saves; a failure is told, too."""
         try:
-            with Checkpointer(self._root, toy.state, keep=keep, deadline_s=PATIENCE_S) as checkpointer:
+            with Checkpointer(
+                self._root, toy.state, keep=keep, deadline_s=PATIENCE_S
+            ) as checkpointer:
                 self._train(checkpointer, toy, save_count)
         except BaseException:  # noqa: BLE001 - told to the oracle, whatever it is
             self._tell("failed", json.dumps(traceback.format_exc()))
@@ -125,7 +131,9 @@ class _Trainer:
 class _Run:
     """One run's directory with its oracle."""
 
-    def __init__(self, root: pathlib.Path, report: Report, rng: random.Random, toy: type[Toy]) -> None:
+    def __init__(
+        self, root: pathlib.Path, report: Report, rng: random.Random, toy: type[Toy]
+    ) -> None:
         self._root = root
         self._told = root.with_name("told")
         self._told.touch()
@@ -168,7 +176,9 @@ class _Run:
         """Start a trainer that comes to its end: after all these kills, without anybody's help."""
         _, status = os.waitpid(self._start(save_count=2), 0)
         if status != 0:
-            self._report.violations.append(f"the trainer that wasn't killed ended with status {status}")
+            self._report.violations.append(
+                f"the trainer that wasn't killed ended with status {status}"
+            )
         self._listen()
         self._judge()
 
@@ -180,7 +190,9 @@ class _Run:
             os.setsid()
             trainer = _Trainer(self._root, told=self._told, phase=self._phase, seed=seed)
             trainer.run(self._toy(self._nbytes), keep=self._keep, save_count=save_count)
-        until(lambda: os.getpgid(pid) == pid, every_s=0.0005)  # before that there is no group to kill
+        until(
+            lambda: os.getpgid(pid) == pid, every_s=0.0005
+        )  # before that there is no group to kill
         return pid
 
     def _wait_for_a_moment(self, pid: int) -> None:
@@ -190,7 +202,10 @@ class _Run:
         after = self._rng.choice((0, 0, 2)) if target else 0
         ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
         until(
-            lambda: (self._phase[0] == target and self._phase[1] >= after) or os.waitid(os.P_PID, pid, ended),
+            lambda: (
+                (self._phase[0] == target and self._phase[1] >= after)
+                or os.waitid(os.P_PID, pid, ended)
+            ),
             every_s=0.0005,
         )
         time.sleep(self._rng.uniform(0, (0.5, 0.004, 0.004, 0.02, 0.004)[target]))
@@ -218,17 +233,23 @@ class _Run:
         self._line_count = len(lines)
         self._unsure = {place for place in self._unsure if not self._is_committed(*place)}
         self._report.rescued_count += len(self._unsure)
-        self._report.violations += [f"lost: {place} was COMMITTED" for place in committed & self._unsure]
+        self._report.violations += [
+            f"lost: {place} was COMMITTED" for place in committed & self._unsure
+        ]
 
     def _check_resumed(self, step: int) -> None:
         self._report.resumed_count += step > 0
         newest = max((step for _, step in self._staged), default=0)
         if not newest <= step <= self._asked:
-            found = f"a launch resumed from step {step}; {newest} was STAGED, {self._asked} asked for"
+            found = (
+                f"a launch resumed from step {step}; {newest} was STAGED, {self._asked} asked for"
+            )
             self._report.violations.append(f"older: {found}")
 
     def _is_committed(self, launch: int, step: int) -> bool:
-        register = read_register(open_store(self._root, writable=False).at(checkpoint_name(step, launch)))
+        register = read_register(
+            open_store(self._root, writable=False).at(checkpoint_name(step, launch))
+        )
         return isinstance(register, Manifest | Tombstone)
 
     def _judge(self) -> None:
@@ -247,7 +268,9 @@ def kill_many(kill_count: int, seed: int, toys: list[type[Toy]]) -> Report:
     rng, kinds = random.Random(seed), itertools.cycle(toys)
     while report.kill_count < kill_count and not report.violations:
         # In memory, or on the disk, where a save takes longer.
-        with tempfile.TemporaryDirectory(dir=rng.choice((FAST_DIRECTORY, None)), prefix="ckptfmt-faults-") as directory:
+        with tempfile.TemporaryDirectory(
+            dir=rng.choice((FAST_DIRECTORY, None)), prefix="ckptfmt-faults-"
+        ) as directory:
             run = _Run(pathlib.Path(directory) / "run", report, rng, next(kinds))
             try:
                 run.kill_some(min(_KILLS_PER_RUN, kill_count - report.kill_count))

@@ -23,7 +23,9 @@ def small_disk(tmp_path):
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=12m", "none", str(place)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "none", str(place)],
+        capture_output=True,
+        check=False,
     )
     if mounted.returncode != 0:
         pytest.skip("only root may mount")
@@ -54,7 +56,11 @@ def test_full_disk_fails_the_save_and_the_next_one_works_when_there_is_room(smal
             assert outcome_of(handle) == "NO_SPACE"
             assert code_of(checkpointer.save) == "NO_SPACE"
         assert temporaries(run) == []
-        assert [place.name for place in run.rglob("*.safetensors") if "00000001" not in str(place.parent)] == []
+        assert [
+            place.name
+            for place in run.rglob("*.safetensors")
+            if "00000001" not in str(place.parent)
+        ] == []
         ballast.unlink()
         toy.save(checkpointer).wait("COMMITTED", PATIENCE_S)
     assert committed(run) == [1, 6]
@@ -106,7 +112,8 @@ def test_every_fsync_that_fails_is_a_save_that_fails(tmp_path, operation):
                 break
             assert code == "STORE_IO"
             assert code_of(lambda: checkpointer.save(step=toy.data["step"])) == "STORE_IO"
-            # The last of a directory comes after the decision: it may be there, but nobody was told so.
+            # The last of a directory comes after the decision: it may be there, but nobody was told
+            # so.
             assert handle.step not in committed(run) or operation == "fsync_directory"
             toy.save(checkpointer).wait("COMMITTED", PATIENCE_S)
         assert number > 3

@@ -27,7 +27,12 @@ def check_saved(run, steps):
 @pytest.mark.parametrize("saver", ["process", "thread"])
 @pytest.mark.parametrize(
     ("where", "toy"),
-    [("module", "Toy(60 << 20)"), ("module", "TorchToy(30 << 20)"), ("function", "Toy()"), ("function", "TorchToy()")],
+    [
+        ("module", "Toy(60 << 20)"),
+        ("module", "TorchToy(30 << 20)"),
+        ("function", "Toy()"),
+        ("function", "TorchToy()"),
+    ],
 )
 def test_exit_right_after_save_loses_nothing(run, saver, toy, where):
     body = f"""

@@ -27,7 +27,9 @@ def inherited(pid):
     place = pathlib.Path("/proc", str(pid))
     links = [str(link.readlink()) for link in (place / "fd").iterdir()]
     found = [link for link in links if "ckptfmt" in link or "/savers/" in link]
-    return found + [line for line in (place / "maps").read_text().splitlines() if "ckptfmt-slot" in line]
+    return found + [
+        line for line in (place / "maps").read_text().splitlines() if "ckptfmt-slot" in line
+    ]
 
 
 def sockets(pid):
@@ -85,7 +87,9 @@ sys.stdin.readline()
     assert resume(run, Toy(NBYTES)) == step
 
 
-@pytest.mark.parametrize("end", ["sys.exit()", "raise SystemExit(0)", "pass", "checkpointer.close(); os._exit(0)"])
+@pytest.mark.parametrize(
+    "end", ["sys.exit()", "raise SystemExit(0)", "pass", "checkpointer.close(); os._exit(0)"]
+)
 @pytest.mark.parametrize("moment", ["between", "amid"])
 def test_forked_process_that_ends_leaves_the_saves_alone(run, end, moment):
     """It runs what was to be run at the trainer's exit, and leaves the trainer's `with`."""

@@ -43,7 +43,10 @@ def freezable(tmp_path):
         ["fsfreeze", "--freeze", str(place)],
     ]
     for number, command in enumerate(commands):
-        if not shutil.which(command[0]) or subprocess.run(command, capture_output=True, check=False).returncode:
+        if (
+            not shutil.which(command[0])
+            or subprocess.run(command, capture_output=True, check=False).returncode
+        ):
             if number == len(commands) - 1:
                 subprocess.run(["umount", "--lazy", str(place)], check=True)
             pytest.skip(f"no {command[0]} here")
@@ -56,7 +59,9 @@ def freezable(tmp_path):
 
 def resident_nbytes():
     """What this process has in memory, shared memory included."""
-    fields = dict(line.split(":") for line in pathlib.Path("/proc/self/status").read_text().splitlines())
+    fields = dict(
+        line.split(":") for line in pathlib.Path("/proc/self/status").read_text().splitlines()
+    )
     return int(fields["VmRSS"].split()[0]) * 1024
 
 
@@ -115,7 +120,9 @@ def test_close_has_a_deadline_and_loses_nothing(run):
         begin_s = time.monotonic()
         assert code_of(checkpointer.close) == "SAVE_PENDING"
         assert 3 < time.monotonic() - begin_s < PATIENCE_S / 2
-        assert {outcome_of(handle) for handle in handles} == {"SAVER_LOST"}, "somebody may wait for them"
+        assert {outcome_of(handle) for handle in handles} == {"SAVER_LOST"}, (
+            "somebody may wait for them"
+        )
         assert slot_count() == 0
     assert until(lambda: not savers())
     assert committed(run) == [1, 2, 3]
@@ -173,7 +180,9 @@ def run_frozen(script: str, place: pathlib.Path) -> tuple[list[str], str]:
     with start(script, place / "run") as trainer:
         assert hear(trainer) == "ready"
         subprocess.run(["fsfreeze", "--freeze", str(place)], check=True)
-        thaw = functools.partial(subprocess.run, ["fsfreeze", "--unfreeze", str(place)], check=False)
+        thaw = functools.partial(
+            subprocess.run, ["fsfreeze", "--unfreeze", str(place)], check=False
+        )
         late = threading.Timer(PATIENCE_S, thaw)
         late.start()
         try:

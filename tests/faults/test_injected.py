@@ -10,7 +10,12 @@ from tests.explorer.telling import tell
 from tests.store.helpers import ROOT
 
 #: What is raised, by whose saver, and how many places of it the usual suite tries.
-CASES = [("lines", "thread", 4), ("interrupts", "thread", 6), ("messages", "thread", 6), ("remote", "process", 2)]
+CASES = [
+    ("lines", "thread", 4),
+    ("interrupts", "thread", 6),
+    ("messages", "thread", 6),
+    ("remote", "process", 2),
+]
 
 
 def inject(what, saver, *options):
@@ -19,8 +24,14 @@ def inject(what, saver, *options):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    tell(f"{what}, {saver}: {report['injections']} injections, {report['raised']} raised, {len(report['hangs'])} hangs")
-    tell(f"the longest call took {report['longest_s']:.1f} s: {report['longest_at']}; {report['outcomes']}")
+    tell(
+        f"{what}, {saver}: {report['injections']} injections, {report['raised']} raised,"
+        f" {len(report['hangs'])} hangs"
+    )
+    tell(
+        f"the longest call took {report['longest_s']:.1f} s: {report['longest_at']};"
+        f" {report['outcomes']}"
+    )
     return report
 
 
@@ -39,7 +50,8 @@ def test_whatever_is_raised_wherever_every_call_ends_and_a_later_save_works(what
 @pytest.mark.exhaustive
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize(
-    ("what", "saver"), [*[(what, saver) for what, saver, _ in CASES], ("messages", "process"), ("lines", "process")]
+    ("what", "saver"),
+    [*[(what, saver) for what, saver, _ in CASES], ("messages", "process"), ("lines", "process")],
 )
 def test_whatever_is_raised_anywhere_every_call_ends_and_a_later_save_works(what, saver):
     check(inject(what, saver))

@@ -17,7 +17,16 @@ from ckptfmt.trainer.background import Background
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.write.staging import HostCopy
 from tests.builders import error_of
-from tests.faults.driver import PATIENCE_S, Toy, code_of, committed, outcome_of, problems, savers, until
+from tests.faults.driver import (
+    PATIENCE_S,
+    Toy,
+    code_of,
+    committed,
+    outcome_of,
+    problems,
+    savers,
+    until,
+)
 
 
 def background_of(checkpointer) -> Any:
@@ -193,7 +202,9 @@ def test_interrupted_save_is_finished_or_given_up(run, monkeypatch, where, saver
             raise KeyboardInterrupt
         return result
 
-    with Checkpointer(run, toy.state, saver=saver, slots=1, deadline_s=PATIENCE_S / 3) as checkpointer:
+    with Checkpointer(
+        run, toy.state, saver=saver, slots=1, deadline_s=PATIENCE_S / 3
+    ) as checkpointer:
         toy.save(checkpointer).wait("COMMITTED", PATIENCE_S)
         with monkeypatch.context() as patch:
             patch.setattr(kind, name, interrupt_once)

@@ -51,9 +51,15 @@ def held():
     tasks = pathlib.Path("/proc/self/task")
     children = []
     for task in tasks.iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+        with contextlib.suppress(
+            FileNotFoundError, ProcessLookupError
+        ):  # a thread that has ended meanwhile
             children += (task / "children").read_text().split()
-    return len(list(pathlib.Path("/proc/self/fd").iterdir())), len(list(tasks.iterdir())), len(children)
+    return (
+        len(list(pathlib.Path("/proc/self/fd").iterdir())),
+        len(list(tasks.iterdir())),
+        len(children),
+    )
 
 
 def receivers():
@@ -145,7 +151,9 @@ def test_savers_that_died_leave_nothing_in_the_trainer(run):
         for _ in range(3):
             kill_noticed_saver(checkpointer)
             toy.save(checkpointer).wait("COMMITTED", PATIENCE_S)
-            assert until(lambda: held() == before), f"{held()} descriptors, threads, children: {before}"
+            assert until(lambda: held() == before), (
+                f"{held()} descriptors, threads, children: {before}"
+            )
 
 
 def test_saver_that_fails_by_itself_says_why_and_finishes_what_is_staged(run, monkeypatch):
@@ -156,7 +164,9 @@ def test_saver_that_fails_by_itself_says_why_and_finishes_what_is_staged(run, mo
         send_as_it_is = link.send
         nonsense = {"type": "save", "number": 99}
         monkeypatch.setattr(
-            link, "send", lambda message: send_as_it_is(nonsense if message["type"] == "staged" else message)
+            link,
+            "send",
+            lambda message: send_as_it_is(nonsense if message["type"] == "staged" else message),
         )
         unstaged = toy.save(checkpointer)
         (pid,) = savers()

@@ -9,12 +9,23 @@ import pytest
 
 from ckptfmt.checkpointer import Checkpointer
 from tests.explorer.telling import tell
-from tests.faults.driver import PATIENCE_S, TorchToy, Toy, committed, problems, save_and_stop, savers, send
+from tests.faults.driver import (
+    PATIENCE_S,
+    TorchToy,
+    Toy,
+    committed,
+    problems,
+    save_and_stop,
+    savers,
+    send,
+)
 
 
 def anonymous_nbytes(pid):
     """What a process has of its own in memory: no file, nothing shared."""
-    fields = dict(line.split(":") for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines())
+    fields = dict(
+        line.split(":") for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
@@ -35,7 +46,8 @@ def test_saver_has_a_session_and_no_streams_of_its_own(run):
         niceness = os.getpriority(os.PRIO_PROCESS, 0) + 5
         assert os.getpriority(os.PRIO_PROCESS, pid) == niceness
         session = pathlib.Path(f"/proc/{pid}/autogroup")
-        # Where sessions share the processors, a process alone can't stand back behind those of another session.
+        # Where sessions share the processors, a process alone can't stand back behind those of
+        # another session.
         assert not session.exists() or session.read_text().split()[-2:] == ["nice", str(niceness)]
     assert savers() == [], "close doesn't wait for the saver's end"
 

@@ -4,7 +4,8 @@ import pytest
 
 from tests.faults.driver import PATIENCE_S, committed, problems, start
 
-#: Limits its address space to what it has and some more, and saves three steps of a state of 96 MiB.
+#: Limits its address space to what it has and some more, and saves three steps of a state of 96
+#: MiB.
 SCRIPT = """
 import resource
 
@@ -26,8 +27,12 @@ with Checkpointer(run, toy.state, saver="{saver}", deadline_s=PATIENCE_S) as che
 
 
 @pytest.mark.parametrize("saver", ["process", "thread"])
-@pytest.mark.parametrize(("room_mib", "report"), [(80, "0 of 2 slots"), (170, "1 of 2 slots"), (600, "")])
-def test_slots_that_the_system_refuses_are_reported_and_every_step_is_saved(run, saver, room_mib, report):
+@pytest.mark.parametrize(
+    ("room_mib", "report"), [(80, "0 of 2 slots"), (170, "1 of 2 slots"), (600, "")]
+)
+def test_slots_that_the_system_refuses_are_reported_and_every_step_is_saved(
+    run, saver, room_mib, report
+):
     """It ended training at its first step, where saves inline would have worked."""
     process = start(SCRIPT.format(room_mib=room_mib, saver=saver), run)
     told, errors = process.communicate(timeout=2 * PATIENCE_S)

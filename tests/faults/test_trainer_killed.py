@@ -19,10 +19,24 @@ SEEDS = (20261201, 20261202)
 
 def kill(kill_count, seed, *options):
     """Start who kills so many trainers."""
-    command = [sys.executable, "-m", "tests.faults.killing", "--kills", str(kill_count), "--seed", str(seed), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.faults.killing",
+        "--kills",
+        str(kill_count),
+        "--seed",
+        str(seed),
+        *options,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -72,7 +86,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("kill_count", [200])
 def test_many_kills_lose_nothing_that_was_staged(kill_count):
     before = shared_memory()
-    reports = [report_of(process) for process in [kill(kill_count // 2, seed, "--torch") for seed in SEEDS]]
+    reports = [
+        report_of(process) for process in [kill(kill_count // 2, seed, "--torch") for seed in SEEDS]
+    ]
     assert [report["violations"] for report in reports] == [[], []]
     assert sum(report["kill_count"] for report in reports) == kill_count
     assert kill_count / 4 <= sum(report["group_count"] for report in reports) <= kill_count * 3 / 4

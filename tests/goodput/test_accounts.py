@@ -9,7 +9,13 @@ from ckptfmt.goodput.accounts import KnownLaunch, account
 
 
 def launch(
-    started_s: float, *, training: float, ended_s: float | None, first: int, step: int, **times: float
+    started_s: float,
+    *,
+    training: float,
+    ended_s: float | None,
+    first: int,
+    step: int,
+    **times: float,
 ) -> KnownLaunch:
     """A measured launch with the given times, in seconds; one that begins to train 5 s after it was started."""
     seconds: dict[str, float] = {"initialising": 3, "restoring": 2, "training": training, **times}
@@ -28,7 +34,8 @@ def launch(
 
 
 def test_a_kill_throws_away_what_came_behind_the_last_commit() -> None:
-    # Launch 1 saved step 40 after 45 s, and was killed 12 s later; launch 2 began 8 s after that, and trains.
+    # Launch 1 saved step 40 after 45 s, and was killed 12 s later; launch 2 began 8 s after that,
+    # and trains.
     first = launch(1000, training=38, blocked=1, lost=1, ended_s=1057, first=0, step=40)
     second = launch(1065, training=20, ended_s=None, first=40, step=60)
     found = account({1: None, 2: (40, 1)}, {1: first, 2: second})
@@ -50,7 +57,9 @@ def test_without_a_witness_the_split_is_unknown_and_the_goodput_is_the_same() ->
     first = launch(1000, training=40, ended_s=None, first=0, step=40)
     second = launch(1065, training=20, ended_s=None, first=40, step=60)
     found = account({1: None, 2: (40, 1)}, {1: first, 2: second})
-    assert (found.training_s, found.redone_s, found.down_s, found.unknown_s) == pytest.approx((60, 0, 0, 20))
+    assert (found.training_s, found.redone_s, found.down_s, found.unknown_s) == pytest.approx(
+        (60, 0, 0, 20)
+    )
     assert found.goodput == pytest.approx(60 / 90)
     assert "nobody saw the end" in found.doubts[0]
 
@@ -65,8 +74,12 @@ def test_a_rollback_throws_away_all_that_came_behind_the_chosen_step() -> None:
 
 
 @pytest.mark.parametrize("ended_s", [1060, None])
-def test_a_save_that_was_committed_behind_the_last_entry_counts_by_its_steps(ended_s: float | None) -> None:
-    first = launch(1000, training=40, ended_s=ended_s, first=0, step=40)  # a second for each step, until 1045
+def test_a_save_that_was_committed_behind_the_last_entry_counts_by_its_steps(
+    ended_s: float | None,
+) -> None:
+    first = launch(
+        1000, training=40, ended_s=ended_s, first=0, step=40
+    )  # a second for each step, until 1045
     second = launch(1065, training=1, ended_s=None, first=50, step=51)
     found = account({1: None, 2: (50, 1)}, {1: first, 2: second})
     assert found.training_s == pytest.approx(40 + 10 + 1)
@@ -116,14 +129,25 @@ def test_a_launch_of_which_one_save_is_left_that_nobody_goes_on_from() -> None:
         save_count=1,
         times=LaunchTimes(training=0),
     )
-    found = account({1: None, 2: (10, 1)}, {1: one, 2: launch(1065, training=20, ended_s=None, first=10, step=30)})
+    found = account(
+        {1: None, 2: (10, 1)},
+        {1: one, 2: launch(1065, training=20, ended_s=None, first=10, step=30)},
+    )
     assert found.times_s["training"] == 20
 
 
 def test_where_no_training_is_known_no_share_is_told() -> None:
     """Two launches without a ledger, each with all of its saves within a second: not a goodput of 0."""
     launches = {
-        number: launch(1000 + 3 * number, training=0, initialising=0, restoring=0, ended_s=None, first=0, step=1)
+        number: launch(
+            1000 + 3 * number,
+            training=0,
+            initialising=0,
+            restoring=0,
+            ended_s=None,
+            first=0,
+            step=1,
+        )
         for number in (1, 2)
     }
     found = account({1: None, 2: (1, 1)}, launches)

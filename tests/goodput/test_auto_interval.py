@@ -22,7 +22,9 @@ class Noisy(AutoInterval):
     rng = np.random.default_rng(0)
 
     def note_save(self, lost_s, commit_s, level=0):
-        super().note_save(lost_s * self.rng.lognormal(0, 0.3), commit_s * self.rng.lognormal(0, 0.3), level)
+        super().note_save(
+            lost_s * self.rng.lognormal(0, 0.3), commit_s * self.rng.lognormal(0, 0.3), level
+        )
 
 
 def scenario_of(lost_s, commit_s, mtbf_s, failures=100):
@@ -44,8 +46,21 @@ def test_it_wastes_hardly_more_than_the_best_fixed_interval(lost_s, commit_s, mt
 
 def two_levels(lost_s, commit_s, share, every):
     """Each save goes to the caches, and of `every` saves one goes home; a share of failures takes the caches along."""
-    cache = Level(name="caches", lost_s=lost_s[0], commit_s=commit_s[0], restore_s=60, mtbf_s=HOUR_S / (1 - share))
-    home = Level(name="home", lost_s=lost_s[1], commit_s=commit_s[1], restore_s=120, mtbf_s=HOUR_S / share, every=every)
+    cache = Level(
+        name="caches",
+        lost_s=lost_s[0],
+        commit_s=commit_s[0],
+        restore_s=60,
+        mtbf_s=HOUR_S / (1 - share),
+    )
+    home = Level(
+        name="home",
+        lost_s=lost_s[1],
+        commit_s=commit_s[1],
+        restore_s=120,
+        mtbf_s=HOUR_S / share,
+        every=every,
+    )
     return Scenario(levels=(cache, home), duration_s=200 * HOUR_S)
 
 
@@ -60,7 +75,9 @@ def best_waste_of(scenario):
 
 @pytest.mark.parametrize("every", [4, 32])
 @pytest.mark.parametrize("share", [0.03, 0.2, 0.8], ids="of-home-{}".format)
-@pytest.mark.parametrize(("lost_s", "commit_s", "expected_s"), [((0.2, 3.0), (1, 60), 1), ((1.0, 5.0), (10, 300), 30)])
+@pytest.mark.parametrize(
+    ("lost_s", "commit_s", "expected_s"), [((0.2, 3.0), (1, 60), 1), ((1.0, 5.0), (10, 300), 30)]
+)
 def test_it_wastes_hardly_more_with_two_levels(lost_s, commit_s, expected_s, share, every):
     """What a failure took is only seen where a newer save was lost by it."""
     scenario = two_levels(lost_s, commit_s, share, every)
@@ -89,7 +106,9 @@ def test_without_a_second_level_it_wastes_more():
 def test_what_is_known_of_two_levels_is_the_levels_of_the_model():
     auto = AutoInterval(mtbf_s=HOUR_S, every=(1, 8))
     assert auto.levels() == []
-    auto.note_save(5.0, 60.0, 1)  # the first save goes home: what one to the caches costs isn't known yet
+    auto.note_save(
+        5.0, 60.0, 1
+    )  # the first save goes home: what one to the caches costs isn't known yet
     assert [(one.lost_s, one.commit_s) for one in auto.levels()] == [(5.0, 60.0), (0.0, 60.0)]
     auto.note_save(0.5, 2.0, 0)
     cache, home = auto.levels()
@@ -117,9 +136,12 @@ def test_it_follows_a_rate_that_changes_by_ten(factor):
         rng = np.random.default_rng(seed)
         before, after = draw_failures(first, rng), draw_failures(second, rng)
         moved = [dataclasses.replace(one, at_s=one.at_s + first.duration_s) for one in after]
-        seen.append(waste_of(simulate(both, [AutoInterval(mtbf_s=HOUR_S)], runs=1, trace=before + moved)))
+        seen.append(
+            waste_of(simulate(both, [AutoInterval(mtbf_s=HOUR_S)], runs=1, trace=before + moved))
+        )
         halves = [
-            waste_of(simulate(half, best_interval_s(half.levels), runs=1, trace=drawn)) * half.duration_s
+            waste_of(simulate(half, best_interval_s(half.levels), runs=1, trace=drawn))
+            * half.duration_s
             for half, drawn in ((first, before), (second, after))
         ]
         best.append(sum(halves) / both.duration_s)

@@ -8,13 +8,28 @@ import pytest
 
 from ckptfmt.__main__ import main
 from ckptfmt.errors import StateError
-from ckptfmt.goodput.interval import Level, best_interval_s, choose_every, expected_waste, young_interval_s
+from ckptfmt.goodput.interval import (
+    Level,
+    best_interval_s,
+    choose_every,
+    expected_waste,
+    young_interval_s,
+)
 
 HOUR_S = 3600.0
 
 
 def level(**members):
-    return Level(**{"name": "home", "lost_s": 0.5, "commit_s": 20, "restore_s": 120, "mtbf_s": HOUR_S, **members})
+    return Level(
+        **{
+            "name": "home",
+            "lost_s": 0.5,
+            "commit_s": 20,
+            "restore_s": 120,
+            "mtbf_s": HOUR_S,
+            **members,
+        }
+    )
 
 
 @pytest.mark.parametrize("mtbf_s", [600, HOUR_S, 30 * HOUR_S])
@@ -25,7 +40,9 @@ def test_a_synchronous_save_is_dalys(lost_s, mtbf_s):
     for interval_s in (2 * lost_s, 5 * lost_s, 100 * lost_s):
         work_s = interval_s - lost_s
         wall_s = mtbf_s * math.exp(120 / mtbf_s) * math.expm1(interval_s / mtbf_s)
-        assert 1 - expected_waste(interval_s, [synchronous]).total == pytest.approx(work_s / wall_s, rel=1e-9)
+        assert 1 - expected_waste(interval_s, [synchronous]).total == pytest.approx(
+            work_s / wall_s, rel=1e-9
+        )
 
 
 def lambert_w(value):
@@ -63,7 +80,10 @@ def test_saves_to_levels_that_fail_seldom_are_rare():
     for every in (1, chosen[1].every // 3, chosen[1].every * 3):
         other = [near, dataclasses.replace(far, every=every)]
         assert best < expected_waste(best_interval_s(other), other).total
-    assert best < expected_waste(best_interval_s([level(lost_s=10.5, commit_s=100)]), [near, far]).total
+    assert (
+        best
+        < expected_waste(best_interval_s([level(lost_s=10.5, commit_s=100)]), [near, far]).total
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,11 +127,20 @@ def test_the_command_prints_the_best_among_others(capsys):
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (["--commit", "1", "2", "--restore", "1", "--mtbf", "9"], "--restore has 1 value, and --commit 2 values"),
+        (
+            ["--commit", "1", "2", "--restore", "1", "--mtbf", "9"],
+            "--restore has 1 value, and --commit 2 values",
+        ),
         (["--commit", "soon", "--restore", "1", "--mtbf", "9"], "'soon' isn't a time"),
         (["--commit", "1", "--restore", "1"], "there are no failures"),
-        (["--commit", "1", "--restore", "1", "--mtbf", "9", "--nodes", "8"], "--nodes says nothing"),
-        (["--commit", "1", "2", "--restore", "1", "1", "--mtbf", "9", "9", "--share", "1", "x"], "isn't a whole"),
+        (
+            ["--commit", "1", "--restore", "1", "--mtbf", "9", "--nodes", "8"],
+            "--nodes says nothing",
+        ),
+        (
+            ["--commit", "1", "2", "--restore", "1", "1", "--mtbf", "9", "9", "--share", "1", "x"],
+            "isn't a whole",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(typed, said, capsys):

@@ -45,7 +45,9 @@ def test_levels_by_their_rates():
         dataclasses.replace(HOME, mtbf_s=100 * HOUR_S, every=5),
     )
     seen = simulate(Scenario(levels=levels, duration_s=2000 * HOUR_S), 30, runs=16, seed=2)
-    assert seen.goodput == pytest.approx(1 - expected_waste(30, levels).total, abs=3 * seen.half_width)
+    assert seen.goodput == pytest.approx(
+        1 - expected_waste(30, levels).total, abs=3 * seen.half_width
+    )
     assert seen.half_width < 0.001
 
 
@@ -72,7 +74,10 @@ class Steady:
 
 
 def test_cycles_that_are_passed_over_change_nothing():
-    levels = (dataclasses.replace(CACHE, mtbf_s=HOUR_S), dataclasses.replace(HOME, mtbf_s=9 * HOUR_S, every=3))
+    levels = (
+        dataclasses.replace(CACHE, mtbf_s=HOUR_S),
+        dataclasses.replace(HOME, mtbf_s=9 * HOUR_S, every=3),
+    )
     scenario = Scenario(levels=levels, duration_s=100 * HOUR_S)
     pilots = [Steady(7), Steady(7)]
     over, played = simulate(scenario, 7, runs=2, seed=3), simulate(scenario, pilots, runs=2, seed=3)
@@ -87,8 +92,13 @@ def test_a_history_told_by_hand():
     """Saves every 10 s lose 1 s, and are committed 4 s after they began; then one failure."""
     scenario = Scenario(levels=(dataclasses.replace(HOME, mtbf_s=1e9),), duration_s=200)
     # 9 s of training, a save from 9 to 10, 9 more, a save at 19 that is committed at 23.
-    late, early = (simulate(scenario, 10, trace=[Failure(at_s=at_s, level=0)], runs=1).runs[0] for at_s in (23, 22.9))
-    assert late.redone_s == pytest.approx(23 - 18 - 1)  # all but 18 s of training, with a second lost
+    late, early = (
+        simulate(scenario, 10, trace=[Failure(at_s=at_s, level=0)], runs=1).runs[0]
+        for at_s in (23, 22.9)
+    )
+    assert late.redone_s == pytest.approx(
+        23 - 18 - 1
+    )  # all but 18 s of training, with a second lost
     assert early.redone_s == pytest.approx(22.9 - 9)  # back to the save at 9 s
     assert late.restoring_s == pytest.approx(50) == early.restoring_s
     assert late.training_s + late.saving_s + late.redone_s + late.restoring_s == pytest.approx(200)
@@ -112,12 +122,16 @@ def test_a_failure_while_restoring_begins_it_again():
 def test_partners_that_are_lost_together_leave_home_alone(nodes, restoring_s):
     levels = (CACHE, PEERS, dataclasses.replace(HOME, mtbf_s=1e9))
     scenario = Scenario(levels=levels, duration_s=300, nodes=8)
-    trace = [Failure(at_s=100 + 5 * number, level=NODE, node=node) for number, node in enumerate(nodes)]
+    trace = [
+        Failure(at_s=100 + 5 * number, level=NODE, node=node) for number, node in enumerate(nodes)
+    ]
     assert simulate(scenario, 10, trace=trace, runs=1).runs[0].restoring_s == restoring_s
 
 
 def test_a_pair_is_safe_again_after_a_commit():
-    scenario = Scenario(levels=(CACHE, PEERS, dataclasses.replace(HOME, mtbf_s=1e9)), duration_s=300, nodes=8)
+    scenario = Scenario(
+        levels=(CACHE, PEERS, dataclasses.replace(HOME, mtbf_s=1e9)), duration_s=300, nodes=8
+    )
     trace = [Failure(at_s=100, level=NODE, node=0), Failure(at_s=160, level=NODE, node=4)]
     assert simulate(scenario, 10, trace=trace, runs=1).runs[0].restoring_s == 20 + 20
 
@@ -125,11 +139,15 @@ def test_a_pair_is_safe_again_after_a_commit():
 @pytest.mark.parametrize("nodes", [8, 100_000])
 def test_nodes_fail_each_by_itself(nodes):
     levels = (CACHE, PEERS, HOME)
-    scenario = Scenario(levels=levels, duration_s=30 * DAY_S, nodes=nodes, node_mtbf_s=nodes * 2 * HOUR_S)
+    scenario = Scenario(
+        levels=levels, duration_s=30 * DAY_S, nodes=nodes, node_mtbf_s=nodes * 2 * HOUR_S
+    )
     interval_s = best_interval_s(scenario.levels_with_nodes())
     seen = simulate(scenario, interval_s, runs=8, seed=4)
     assert seen.failures == pytest.approx(8 * 360, rel=0.1)
-    assert seen.goodput == pytest.approx(1 - expected_waste(interval_s, scenario.levels_with_nodes()).total, abs=0.003)
+    assert seen.goodput == pytest.approx(
+        1 - expected_waste(interval_s, scenario.levels_with_nodes()).total, abs=0.003
+    )
 
 
 def test_the_shape_keeps_the_mean_and_changes_the_spread():
@@ -186,19 +204,49 @@ COSTS = ["--commit", "1", "2", "4", "--restore", "10", "20", "50", "--lost", "0.
 
 
 def test_the_command_plays_what_is_typed(capsys):
-    typed = ["simulate", *COSTS, "--nodes", "64", "--node-mtbf", "64h", "--duration", "10d", "--runs", "4"]
+    typed = [
+        "simulate",
+        *COSTS,
+        "--nodes",
+        "64",
+        "--node-mtbf",
+        "64h",
+        "--duration",
+        "10d",
+        "--runs",
+        "4",
+    ]
     assert main([*typed, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert abs(told["goodput"] - told["goodput_by_formula"]) < 0.003
-    assert told["failures"] == sum(run["failures"] for run in told["runs"]) == pytest.approx(960, rel=0.1)
+    assert (
+        told["failures"]
+        == sum(run["failures"] for run in told["runs"])
+        == pytest.approx(960, rel=0.1)
+    )
     assert main(typed) == 0
     assert f"goodput    {told['goodput'] * 100:.3f} %" in capsys.readouterr().out
 
 
 def test_the_command_plays_a_trace(tmp_path, capsys):
     trace = tmp_path / "failures.txt"
-    trace.write_text("# a day\n3600 cache\n2h node 3  # its fan\n7205 node 7\n20000 home\n", "utf-8")
-    typed = ["simulate", *COSTS, "--nodes", "8", "--duration", "1d", "--every", "60", "--share", "1", "1", "1"]
+    trace.write_text(
+        "# a day\n3600 cache\n2h node 3  # its fan\n7205 node 7\n20000 home\n", "utf-8"
+    )
+    typed = [
+        "simulate",
+        *COSTS,
+        "--nodes",
+        "8",
+        "--duration",
+        "1d",
+        "--every",
+        "60",
+        "--share",
+        "1",
+        "1",
+        "1",
+    ]
     assert main([*typed, "--trace", str(trace), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["runs"][0]["restoring_s"] == 10 + 5 + 50 + 50

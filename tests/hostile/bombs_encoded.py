@@ -43,7 +43,10 @@ def _checkpoint(stored: bytes, count: int) -> dict[str, bytes]:
         stored_digests=digest_bytes(stored) * count,
     )
     held = RowBox(
-        box=Box.whole((count * _BLOCK,)), replica=False, digests=_digest_of_zeros() * count, extents=(extent,)
+        box=Box.whole((count * _BLOCK,)),
+        replica=False,
+        digests=_digest_of_zeros() * count,
+        extents=(extent,),
     )
     part = Part(
         origin=made,

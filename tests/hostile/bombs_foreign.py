@@ -1,7 +1,8 @@
 """Foreign files below 1 MB that ask for far more time or memory than they take: made by hand, one function for each.
 
-Each function is given an empty directory and returns the path to convert. ``python -m tests.hostile.bombs_foreign NAME
-DIRECTORY`` makes one, converts it, and prints what came of it, and what it cost, as JSON.
+Each function is given an empty directory and returns the path to convert. ``python -m
+tests.hostile.bombs_foreign NAME DIRECTORY`` makes one, converts it, and prints what came of it, and
+what it cost, as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def bomb(make: Callable[[Path], Path]) -> Callable[[Path], Path]:
     return make
 
 
-# --- pickles, by hand -------------------------------------------------------------------------------------------------
+# --- pickles, by hand -----------------------------------------------------------------------------
 
 
 def text(value: str) -> bytes:
@@ -81,7 +82,17 @@ def tensor(shape: tuple[int, ...], strides: tuple[int, ...], of: bytes | None = 
     hooks = named("collections.OrderedDict") + b")R"
     held = storage() if of is None else of
     rebuild = named("torch._utils._rebuild_tensor_v2")
-    return rebuild + b"(" + held + number(0) + sizes(*shape) + sizes(*strides) + b"\x89" + hooks + b"tR"
+    return (
+        rebuild
+        + b"("
+        + held
+        + number(0)
+        + sizes(*shape)
+        + sizes(*strides)
+        + b"\x89"
+        + hooks
+        + b"tR"
+    )
 
 
 def mapping(*pairs: tuple[bytes, bytes]) -> bytes:
@@ -89,12 +100,21 @@ def mapping(*pairs: tuple[bytes, bytes]) -> bytes:
     return b"}(" + b"".join(key + value for key, value in pairs) + b"u"
 
 
-def archive(directory: Path, value: bytes, *, compressed: bool = False, data: bytes = bytes(16)) -> Path:
+def archive(
+    directory: Path, value: bytes, *, compressed: bool = False, data: bytes = bytes(16)
+) -> Path:
     """Write a torch.save file of one value under the key ``x``, with one storage."""
-    return write_archive(directory / "bomb.pt", b"\x80\x02" + mapping((text("x"), value)) + b".", compressed, data)
+    return write_archive(
+        directory / "bomb.pt", b"\x80\x02" + mapping((text("x"), value)) + b".", compressed, data
+    )
 
 
-def write_archive(path: Path, pickled: bytes, compressed: bool = False, data: bytes = bytes(16)) -> Path:  # noqa: FBT001, FBT002
+def write_archive(
+    path: Path,
+    pickled: bytes,
+    compressed: bool = False,
+    data: bytes = bytes(16),  # noqa: FBT001, FBT002
+) -> Path:
     """Write a torch.save file of a whole pickle."""
     method = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
     with zipfile.ZipFile(path, "w", method) as made:
@@ -105,14 +125,17 @@ def write_archive(path: Path, pickled: bytes, compressed: bool = False, data: by
     return path
 
 
-# --- files of torch.save ----------------------------------------------------------------------------------------------
+# --- files of torch.save --------------------------------------------------------------------------
 
 
 @bomb
 def shared_dicts(directory: Path) -> Path:
     """2^40 paths through dicts that hold the one below twice."""
     made = [b"}" + put(0)]
-    made += [mapping((text("a"), get(level)), (text("b"), get(level))) + put(level + 1) for level in range(40)]
+    made += [
+        mapping((text("a"), get(level)), (text("b"), get(level))) + put(level + 1)
+        for level in range(40)
+    ]
     return archive(directory, b"(" + b"".join(made) + b"t")
 
 
@@ -127,7 +150,9 @@ def shared_lists(directory: Path) -> Path:
 @bomb
 def wide_shared_list(directory: Path) -> Path:
     """A list of 100,000 values, 100,000 times."""
-    return archive(directory, b"](" + b"](" + b"N" * 100_000 + b"e" + put(0) + get(0) * 100_000 + b"e")
+    return archive(
+        directory, b"](" + b"](" + b"N" * 100_000 + b"e" + put(0) + get(0) * 100_000 + b"e"
+    )
 
 
 @bomb
@@ -210,7 +235,9 @@ def integer_many_times(directory: Path) -> Path:
 def long_key_above_many_tensors(directory: Path) -> Path:
     """A key of 400,000 characters, which is in the names of 30,000 tensors."""
     rows = b"".join(get(0) for _ in range(30_000))
-    return archive(directory, mapping((text("k" * 400_000), b"](" + tensor((2,), (1,)) + put(0) + rows + b"e")))
+    return archive(
+        directory, mapping((text("k" * 400_000), b"](" + tensor((2,), (1,)) + put(0) + rows + b"e"))
+    )
 
 
 @bomb
@@ -251,7 +278,16 @@ def many(rows: int, shape: tuple[int, ...], count: int) -> bytes:
         strides = sizes(*(1 for _ in shape)) + put(4) if first else get(4)
         hooks = named("collections.OrderedDict") + b")R" + put(2) if first else get(2)
         made.append(
-            text(f"{index}") + rebuild + b"(" + held + number(index) + extents + strides + b"\x89" + hooks + b"tR"
+            text(f"{index}")
+            + rebuild
+            + b"("
+            + held
+            + number(index)
+            + extents
+            + strides
+            + b"\x89"
+            + hooks
+            + b"tR"
         )
     return b"".join(made) + b"u"
 
@@ -296,7 +332,10 @@ def length_beyond_the_end(directory: Path) -> Path:
 def integers_of_one_hash(directory: Path) -> Path:
     """60,000 keys that a dict can't tell apart by their hash."""
     return archive(
-        directory, mapping(*((number(index * MODULUS + 7), b"N") for index in range(1 << 20, (1 << 20) + 60_000)))
+        directory,
+        mapping(
+            *((number(index * MODULUS + 7), b"N") for index in range(1 << 20, (1 << 20) + 60_000))
+        ),
     )
 
 
@@ -305,7 +344,10 @@ def complex_numbers_of_one_hash(directory: Path) -> Path:
     """hash(a + bj) is hash(a) + 1000003 * hash(b)."""
 
     def pair(index: int) -> bytes:
-        parts = struct.pack(">d", float(1000003 * (30_000 - index))), struct.pack(">d", float(index))
+        parts = (
+            struct.pack(">d", float(1000003 * (30_000 - index))),
+            struct.pack(">d", float(index)),
+        )
         maker = get(0) if index else named("__builtin__.complex") + put(0)
         return maker + b"G" + parts[0] + b"G" + parts[1] + b"\x86R"
 
@@ -325,7 +367,7 @@ def many_tensors(directory: Path) -> Path:
     return archive(directory, many(28_000, (1,), 28_000), data=bytes(112_000))
 
 
-# --- directories of torch.distributed.checkpoint ----------------------------------------------------------------------
+# --- directories of torch.distributed.checkpoint --------------------------------------------------
 
 _DCP = "torch.distributed.checkpoint.metadata."
 
@@ -333,7 +375,12 @@ _DCP = "torch.distributed.checkpoint.metadata."
 def record(kind: str, **attributes: bytes) -> bytes:
     """Return the operations that push an object of DCP's metadata."""
     full = kind if "." in kind else _DCP + kind
-    return named(full) + b")\x81" + mapping(*((text(name), value) for name, value in attributes.items())) + b"b"
+    return (
+        named(full)
+        + b")\x81"
+        + mapping(*((text(name), value) for name, value in attributes.items()))
+        + b"b"
+    )
 
 
 def size(*values: int) -> bytes:
@@ -349,7 +396,9 @@ def properties() -> bytes:
 
 def described(shape: tuple[int, ...], chunks: bytes) -> bytes:
     """Return the operations that push what is said of a tensor."""
-    return record("TensorStorageMetadata", properties=properties(), size=size(*shape), chunks=chunks)
+    return record(
+        "TensorStorageMetadata", properties=properties(), size=size(*shape), chunks=chunks
+    )
 
 
 def chunk(offset: int, count: int) -> bytes:
@@ -368,7 +417,9 @@ def place(nbytes: int, name: str = "a.distcp") -> bytes:
     return record(kind, relative_path=text(name), offset=number(0), length=number(nbytes))
 
 
-def dcp(directory: Path, tensors: bytes, items: bytes, planner: bytes = b"N", item: bytes = b"") -> Path:
+def dcp(
+    directory: Path, tensors: bytes, items: bytes, planner: bytes = b"N", item: bytes = b""
+) -> Path:
     """Write a directory."""
     (directory / "a.distcp").write_bytes(item)
     made = record("Metadata", state_dict_metadata=tensors, storage_data=items, planner_data=planner)
@@ -396,7 +447,9 @@ def dcp_far_place_in_a_list(directory: Path) -> Path:
 def _dcp_of_values(directory: Path, names: list[str], planner: bytes, _items: bytes = b"") -> Path:
     item = write_archive(directory / "item", b"\x80\x02N.").read_bytes()
     (directory / "item").unlink()
-    tensors = mapping(*((text(name), named(_DCP + "BytesStorageMetadata") + b")\x81") for name in names))
+    tensors = mapping(
+        *((text(name), named(_DCP + "BytesStorageMetadata") + b")\x81") for name in names)
+    )
     items = mapping(*((index_of(text(name)), place(len(item))) for name in names))
     return dcp(directory, tensors, items, planner, item)
 
@@ -440,10 +493,12 @@ def dcp_expanded_tensor(directory: Path) -> Path:
 @bomb
 def dcp_nested_metadata(directory: Path) -> Path:
     """A list in a list, 400,000 times, where chunks belong."""
-    return dcp(directory, mapping((text("w"), described((1,), b"]" * 400_000 + b"a" * 399_999))), b"}")
+    return dcp(
+        directory, mapping((text("w"), described((1,), b"]" * 400_000 + b"a" * 399_999))), b"}"
+    )
 
 
-# --- Hugging Face directories -----------------------------------------------------------------------------------------
+# --- Hugging Face directories ---------------------------------------------------------------------
 
 
 def safetensors_file(directory: Path, header: Any, data: bytes = b"") -> Path:
@@ -456,7 +511,9 @@ def safetensors_file(directory: Path, header: Any, data: bytes = b"") -> Path:
 @bomb
 def hf_many_dimensions(directory: Path) -> Path:
     """A tensor of 300,000 dimensions."""
-    return safetensors_file(directory, {"w": {"dtype": "U8", "shape": [1] * 300_000, "data_offsets": [0, 1]}}, b"x")
+    return safetensors_file(
+        directory, {"w": {"dtype": "U8", "shape": [1] * 300_000, "data_offsets": [0, 1]}}, b"x"
+    )
 
 
 @bomb
@@ -468,14 +525,18 @@ def hf_nested_header(directory: Path) -> Path:
 @bomb
 def hf_many_empty_tensors(directory: Path) -> Path:
     """14,000 tensors without elements."""
-    header = {f"{index}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for index in range(14_000)}
+    header = {
+        f"{index}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for index in range(14_000)
+    }
     return safetensors_file(directory, header)
 
 
 @bomb
 def hf_long_names(directory: Path) -> Path:
     """A name of 900,000 characters."""
-    return safetensors_file(directory, {"n" * 900_000: {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, b"x")
+    return safetensors_file(
+        directory, {"n" * 900_000: {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, b"x"
+    )
 
 
 @bomb
@@ -495,7 +556,9 @@ def hf_nested_index(directory: Path) -> Path:
 @bomb
 def hf_integer_in_the_index(directory: Path) -> Path:
     """An integer of 900,000 digits."""
-    (directory / "model.safetensors.index.json").write_bytes(b'{"weight_map":' + b"1" * 900_000 + b"}")
+    (directory / "model.safetensors.index.json").write_bytes(
+        b'{"weight_map":' + b"1" * 900_000 + b"}"
+    )
     return directory
 
 
@@ -507,7 +570,7 @@ def hf_many_files(directory: Path) -> Path:
     return directory
 
 
-# --- objects that aren't loaded ---------------------------------------------------------------------------------------
+# --- objects that aren't loaded -------------------------------------------------------------------
 
 
 @bomb
@@ -520,7 +583,9 @@ def long_names(directory: Path) -> Path:
 @bomb
 def many_names(directory: Path) -> Path:
     """300 texts that are modules and names in turn: 90,000 names of 900 characters."""
-    texts = b"](" + b"".join(text(f"{index}" + "x" * 440) + put(index) for index in range(300)) + b"e"
+    texts = (
+        b"](" + b"".join(text(f"{index}" + "x" * 440) + put(index) for index in range(300)) + b"e"
+    )
     pairs = b"".join(get(one) + get(other) + b"\x93" for one in range(300) for other in range(300))
     return archive(directory, b"](" + texts + b"(" + pairs + b"te")
 
@@ -543,7 +608,7 @@ def items_of_an_object(directory: Path) -> Path:
     return archive(directory, named("a.List") + b")R" + b"Na" * 450_000)
 
 
-# --- files of torch.save before torch 1.6 -----------------------------------------------------------------------------
+# --- files of torch.save before torch 1.6 ---------------------------------------------------------
 
 
 def old_file(directory: Path, rest: bytes) -> Path:
@@ -569,14 +634,20 @@ def old_lines_without_an_end(directory: Path) -> Path:
 def old_storage_of_2_60_elements(directory: Path) -> Path:
     """A storage that ends far behind the file."""
     held = b"}.\x80\x02" + mapping((text("w"), tensor((2,), (1,), storage(count=1 << 60))))
-    return old_file(directory, b"\x80\x02" + held + b".\x80\x02](" + text("0") + b"e." + struct.pack("<q", 1 << 60))
+    return old_file(
+        directory,
+        b"\x80\x02" + held + b".\x80\x02](" + text("0") + b"e." + struct.pack("<q", 1 << 60),
+    )
 
 
 @bomb
 def old_keys(directory: Path) -> Path:
     """One key of a storage, 300,000 times."""
     held = b"}.\x80\x02" + mapping((text("w"), tensor((0,), (1,), storage(count=0))))
-    return old_file(directory, b"\x80\x02" + held + b".\x80\x02](" + text("0") + put(0) + get(0) * 300_000 + b"e.")
+    return old_file(
+        directory,
+        b"\x80\x02" + held + b".\x80\x02](" + text("0") + put(0) + get(0) * 300_000 + b"e.",
+    )
 
 
 @bomb
@@ -588,12 +659,16 @@ def old_tar_of_many_members(directory: Path) -> Path:
     return directory / "bomb.tar"
 
 
-# --- what one costs ---------------------------------------------------------------------------------------------------
+# --- what one costs -------------------------------------------------------------------------------
 
 
 def largest_nbytes() -> int:
     """Return the largest resident size of this program so far; `resource` would count what it was forked from."""
-    (line,) = (line for line in Path("/proc/self/status").read_text("ascii").splitlines() if line.startswith("VmHWM:"))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text("ascii").splitlines()
+        if line.startswith("VmHWM:")
+    )
     return int(line.split()[1]) << 10
 
 
@@ -609,7 +684,12 @@ def cost(source: Path, target: Path, *options: str) -> dict[str, Any]:
     spent_s = time.process_time() - begin
     grown = largest_nbytes() - before
     said = json.loads(output.getvalue())
-    return {"code": said.get("error", {}).get("code", "done"), "spent_s": spent_s, "grown_nbytes": grown, "said": said}
+    return {
+        "code": said.get("error", {}).get("code", "done"),
+        "spent_s": spent_s,
+        "grown_nbytes": grown,
+        "said": said,
+    }
 
 
 def serve() -> None:
@@ -619,7 +699,9 @@ def serve() -> None:
     with tempfile.TemporaryDirectory() as directory:  # import all of it here, and not in each fork
         torch.save({"model": {"w": torch.ones(1)}}, Path(directory, "a.pt"))
         for kind in ("ckptfmt", "torch", "dcp", "hf"):
-            assert cost(Path(directory, "a.pt"), Path(directory, kind), "--to", kind)["code"] == "done"
+            assert (
+                cost(Path(directory, "a.pt"), Path(directory, kind), "--to", kind)["code"] == "done"
+            )
     for line in sys.stdin:
         source, target, *options = json.loads(line)
         child = os.fork()

@@ -31,5 +31,7 @@ _MEMBERS: Final[dict[str, dict[str, Any]]] = {
 }
 
 JSON_BOMBS: Final[dict[str, dict[str, Any]]] = {
-    f"{kind}: {title}": _signed(kind, **members) for kind in _TYPES for title, members in _MEMBERS.items()
+    f"{kind}: {title}": _signed(kind, **members)
+    for kind in _TYPES
+    for title, members in _MEMBERS.items()
 }

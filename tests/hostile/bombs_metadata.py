@@ -25,7 +25,8 @@ from tests.builders import Forgery, save, small_files, snapshot, tensor, unpacke
 #: Rows that cost a byte or two of a stream each at most, and hundreds of bytes as objects.
 MANY: Final = 16_000_000
 
-#: Stands for a list of so many empty strings, until its document is dumped: as objects they take seconds.
+#: Stands for a list of so many empty strings, until its document is dumped: as objects they take
+#: seconds.
 _MANY_EMPTY: Final = "many empty strings"
 
 #: How large documents get that are padded.
@@ -65,7 +66,9 @@ def build(edit: Edit) -> dict[str, bytes]:
     forgery = Bomb(small_files())
     edit(forgery)
     files = dict(forgery.files)
-    parts = [seal(part, nbytes=forgery.size_of(number)) for number, part in enumerate(forgery.parts)]
+    parts = [
+        seal(part, nbytes=forgery.size_of(number)) for number, part in enumerate(forgery.parts)
+    ]
     files |= {path: content for path, (content, _) in zip(forgery.part_paths, parts, strict=True)}
     index = copy.copy(forgery.index)
     if len(index["parts"]["digest"]) == len(parts) * 32:
@@ -89,9 +92,12 @@ def seal(signed: dict[str, Any], *, nbytes: int = 0) -> tuple[bytes, bytes]:
 
     Args:
         signed: what it says.
-        nbytes: of the stream, which gets empty blocks until it has as many: limits that go by stored bytes are met so.
+        nbytes: of the stream, which gets empty blocks until it has as many: limits that go by
+            stored bytes are met so.
     """
-    content = dump_msgpack(signed).replace(dump_msgpack(_MANY_EMPTY), _head(MANY - 1, b"\xa0") + b"\xa0" * (MANY - 1))
+    content = dump_msgpack(signed).replace(
+        dump_msgpack(_MANY_EMPTY), _head(MANY - 1, b"\xa0") + b"\xa0" * (MANY - 1)
+    )
     stream = zlib.compressobj(9, wbits=-15)
     deflated = stream.compress(content) + stream.flush(zlib.Z_FULL_FLUSH)
     deflated += b"\0\0\0\xff\xff" * ((nbytes - len(deflated)) // 5) + b"\1\0\0\xff\xff"
@@ -110,7 +116,9 @@ def empties(count: int = MANY) -> list[object]:
     return [zeros(count), ""]
 
 
-def _fill(table: dict[str, Any], *keys: str, strings: tuple[str, ...] = ("name",), count: int = MANY) -> None:
+def _fill(
+    table: dict[str, Any], *keys: str, strings: tuple[str, ...] = ("name",), count: int = MANY
+) -> None:
     table.update({key: zeros(count) for key in keys})
     table.update({key: empties(count) for key in strings})
 
@@ -144,7 +152,13 @@ def _extents_of_tensors(forgery: Bomb) -> None:
 
 
 def _files(forgery: Bomb) -> None:
-    _fill(forgery.parts[0]["files"], "nbytes", "header_nbytes", strings=("name", "kind"), count=MANY // 32)
+    _fill(
+        forgery.parts[0]["files"],
+        "nbytes",
+        "header_nbytes",
+        strings=("name", "kind"),
+        count=MANY // 32,
+    )
     forgery.parts[0]["files"]["header_digest"] = bytes(32 * (MANY // 32))
 
 
@@ -170,7 +184,9 @@ def _cuts(forgery: Bomb) -> None:
     """Grids of 32 dimensions."""
     count = 300_000
     table = forgery.index["shardings"]
-    table["ndim"], table["form"], table["box_count"] = ([1, bytes([each]) * count] for each in (32, 1, 1))
+    table["ndim"], table["form"], table["box_count"] = (
+        [1, bytes([each]) * count] for each in (32, 1, 1)
+    )
     table["grid_shape"] = table["extent"] = [1, bytes([1]) * (32 * count)]
     table["part"] = zeros(count)
 
@@ -193,7 +209,11 @@ def _corners(forgery: Bomb) -> None:
     """Boxes that are no grid, in as many dimensions as may be cut."""
     count, ndim = 250_000, 8
     table = forgery.index["shardings"]
-    table["ndim"], table["form"], table["box_count"] = [1, bytes([ndim])], zeros(1), dump_packed([count])
+    table["ndim"], table["form"], table["box_count"] = (
+        [1, bytes([ndim])],
+        zeros(1),
+        dump_packed([count]),
+    )
     table["grid_shape"] = table["extent"] = zeros(0)
     begin = np.zeros((ndim, count), np.int64)
     begin[-1] = 2
@@ -277,7 +297,10 @@ def _names(count: int) -> list[object]:
     return [
         [1, bytes([4]) * count],
         "".join(
-            chr(97 + n // 17576) + chr(97 + n // 676 % 26) + chr(97 + n // 26 % 26) + chr(97 + n % 26)
+            chr(97 + n // 17576)
+            + chr(97 + n // 676 % 26)
+            + chr(97 + n // 26 % 26)
+            + chr(97 + n % 26)
             for n in range(count)
         ),
     ]
@@ -285,8 +308,13 @@ def _names(count: int) -> list[object]:
 
 def _of_one_hash(tag: bytes, value: bytes) -> bytes:
     """Return a dict or a set of integers that are multiples of 2^61 - 1, of which Python's hash is 0."""
-    trees = (b"\x92\xa1i\xc4\x0b" + (((1 << 61) - 1) * ((1 << 21) + n)).to_bytes(11, "little") for n in range(19_000))
-    return _head(19_000 * (1 + len(value)), b"\xa1" + tag) + b"".join(sorted(tree + value for tree in trees))
+    trees = (
+        b"\x92\xa1i\xc4\x0b" + (((1 << 61) - 1) * ((1 << 21) + n)).to_bytes(11, "little")
+        for n in range(19_000)
+    )
+    return _head(19_000 * (1 + len(value)), b"\xa1" + tag) + b"".join(
+        sorted(tree + value for tree in trees)
+    )
 
 
 def _nested(depth: int) -> bytes:
@@ -307,7 +335,11 @@ def _cursor(sources: list[dict[str, object]], members: dict[object, object]) -> 
         "v": 1,
         "plan": {"unit": "sample", "global_batch": 1, "assign": "contig-v1", "tail": "carry"},
         "commit": {"step": 0, "global_pos": position},
-        "order": {"alg": "feistel-v1", "seed": 0, "vector_check": {"pos": 0, "source": "0", "id": 0}},
+        "order": {
+            "alg": "feistel-v1",
+            "seed": 0,
+            "vector_check": {"pos": 0, "source": "0", "id": 0},
+        },
         "sources": sources,
         "skips": [],
         "ledger": {"alg": "mix64-add4-v1", "count": 0, "set_digest": "0" * 64},
@@ -338,7 +370,12 @@ def _many_skips(count: int) -> list[dict[str, object]]:
 
 def _mixture(count: int) -> dict[str, object]:
     counts = {f"{n}": int(n < 1000) for n in range(count)}
-    return {"alg": "block-det-v1", "block": min(count, 1000), "seed": 0, "stages": [{"from_pos": 0, "counts": counts}]}
+    return {
+        "alg": "block-det-v1",
+        "block": min(count, 1000),
+        "seed": 0,
+        "stages": [{"from_pos": 0, "counts": counts}],
+    }
 
 
 def _leaves_at_the_limit(forgery: Bomb) -> None:
@@ -411,7 +448,10 @@ def _sharing(sharding: Sharding, shapes: list[tuple[int, ...]]) -> Edit:
         table["name"], table["ndim"] = _names(count), dump_packed([len(shape) for shape in shapes])
         table["global_shape"] = dump_packed([extent for shape in shapes for extent in shape])
         forgery.index["dtypes"], forgery.index["scopes"] = ["float32"], ["global"]
-        for rows in ("leaves", "streams"):  # which would refer to tensors that aren't there any more
+        for rows in (
+            "leaves",
+            "streams",
+        ):  # which would refer to tensors that aren't there any more
             forgery.index[rows] = {
                 key: empties(0) if isinstance(column[1], str) else zeros(0)
                 for key, column in forgery.index[rows].items()
@@ -453,7 +493,12 @@ def _small_tensors(count: int) -> Edit:
         array = np.zeros(1, np.uint8)
         names = unpacked_strings(_names(count))
         store = MemoryStore()
-        save(store, snapshot(*(tensor(name, array) for name in names), absent=dict.fromkeys(FIELDS, "none")))
+        save(
+            store,
+            snapshot(
+                *(tensor(name, array) for name in names), absent=dict.fromkeys(FIELDS, "none")
+            ),
+        )
         saved = Forgery(store.snapshot())
         (shard,) = (path for path in saved.files if path.endswith(".safetensors"))
         saved.files[shard] = bytes(64 + count)
@@ -474,11 +519,16 @@ def _many_files(file_count: int, tensor_count: int) -> Edit:
         _small_tensors(tensor_count)(forgery)
         header = (56).to_bytes(8, "little") + b"{}".ljust(56)
         (own,) = (path for path in forgery.files if path.endswith(".safetensors"))
-        paths = [own.replace("weights", f"x{name}") for name in unpacked_strings(_names(file_count))]
+        paths = [
+            own.replace("weights", f"x{name}") for name in unpacked_strings(_names(file_count))
+        ]
         forgery.files |= dict.fromkeys(paths, header)
         table = forgery.parts[0]["files"]
         (nbytes,) = unpacked(table["nbytes"])
-        table["name"], table["kind"] = dump_strings([own, *paths]), dump_strings(["safetensors"] * (1 + file_count))
+        table["name"], table["kind"] = (
+            dump_strings([own, *paths]),
+            dump_strings(["safetensors"] * (1 + file_count)),
+        )
         table["nbytes"] = dump_packed([nbytes, *[64] * file_count])
         table["header_nbytes"] = dump_packed([64] * (1 + file_count))
         table["header_digest"] += digest_bytes(header) * file_count
@@ -507,7 +557,9 @@ def _millions_of_tensors(count: int) -> Edit:
 
     def edit(forgery: Bomb) -> None:
         table = forgery.index["tensors"]
-        _fill(table, "field", "scope", "dtype", "storage", "sharding", "ndim", strings=(), count=count)
+        _fill(
+            table, "field", "scope", "dtype", "storage", "sharding", "ndim", strings=(), count=count
+        )
         letters = np.arange(count)[:, None] // 26 ** np.arange(4, -1, -1) % 26 + ord("a")
         table["name"] = [[1, bytes([5]) * count], letters.astype(np.uint8).tobytes().decode()]
         table["global_shape"] = zeros(0)
@@ -569,7 +621,9 @@ BOMBS: Final[dict[str, Edit]] = {
     "a cursor of an endless number": _cursor([], {"v": 1 << 400_000}),
     "a cursor of an endless name": _cursor([], {(1 << 400_000): None}),
     "padded: a grid that many tensors share": _sharing(_grid_of(250_000), [(250_000,)] * 3000),
-    "padded: a large grid that many tensors share": _sharing(_grid_of(8_000_000), [(8_000_000,)] * 3000),
+    "padded: a large grid that many tensors share": _sharing(
+        _grid_of(8_000_000), [(8_000_000,)] * 3000
+    ),
     "padded: a grid that many tensors share, in no part": _broken_part(
         _sharing(_grid_of(250_000), [(250_000,)] * 3000)
     ),
@@ -585,9 +639,12 @@ BOMBS: Final[dict[str, Edit]] = {
     "padded: a cursor of a mixture": _cursor(_many_sources(5000), {"mixture": _mixture(5000)}),
 }
 
-#: Documents of several megabytes, which pay for what they hold by their size, but for the last limits.
+#: Documents of several megabytes, which pay for what they hold by their size, but for the last
+#: limits.
 LARGE_BOMBS: Final[dict[str, Edit]] = {
-    "empty lists in one leaf after the other": _values_of_many_leaves(_array(499_000, b"\x91\xa1l"), 14),
+    "empty lists in one leaf after the other": _values_of_many_leaves(
+        _array(499_000, b"\x91\xa1l"), 14
+    ),
     "Nones in one leaf after the other": _values_of_many_leaves(_array(999_000, b"\xc0"), 14),
     "four million tensors": _millions_of_tensors(4_000_000),
 }

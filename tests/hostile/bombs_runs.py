@@ -20,7 +20,8 @@ def _run(launches: int, resume_from: Callable[[int], int | None]) -> dict[str, b
     """Return the records of a run.
 
     Args:
-        resume_from: the step that a launch resumes from, of the launch before it; None for a fresh start.
+        resume_from: the step that a launch resumes from, of the launch before it; None for a fresh
+            start.
     """
     files = {RUN_NAME: RunRecord(run_id=RUN_ID).dump()}
     for number in range(1, launches + 1):
@@ -82,7 +83,10 @@ def _aborts() -> dict[str, bytes]:
 def _damaged() -> dict[str, bytes]:
     """A chain of launches, each of which resumed from a checkpoint whose register is damaged."""
     files = _run(_LAUNCHES, lambda number: number)
-    return files | {f"{checkpoint_name(number + 1, number)}/{MANIFEST_NAME}": b"" for number in range(1, _LAUNCHES)}
+    return files | {
+        f"{checkpoint_name(number + 1, number)}/{MANIFEST_NAME}": b""
+        for number in range(1, _LAUNCHES)
+    }
 
 
 def _committed() -> dict[str, bytes]:

@@ -36,7 +36,10 @@ def _open(path: str) -> str:
         for key in list(checkpoint.leaves)[:1]:
             checkpoint.leaf(*key)
         for tensor in checkpoint.index.tensors[:1]:
-            first = Box((0,) * len(tensor.global_shape), tuple(min(1, extent) for extent in tensor.global_shape))
+            first = Box(
+                (0,) * len(tensor.global_shape),
+                tuple(min(1, extent) for extent in tensor.global_shape),
+            )
             checkpoint.read(tensor.field, tensor.name, tensor.scope, first)
     return "ok"
 
@@ -61,7 +64,9 @@ ACTIONS: Final[dict[str, Callable[[str], str]]] = {
 def measure(action: Callable[[], str]) -> dict[str, Any]:
     """Return how an action ended, in a process of its own: a code, or ok; its processor time; what it grew by."""
     get, put = os.pipe()
-    resident = int(pathlib.Path("/proc/self/statm").read_text("utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    resident = int(pathlib.Path("/proc/self/statm").read_text("utf-8").split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
     child = os.fork()
     if not child:
         _end(put, _outcome(action))
@@ -72,7 +77,8 @@ def measure(action: Callable[[], str]) -> dict[str, Any]:
     return {
         "outcome": outcome[:60] or f"wait status {status}",
         "cpu_s": round(usage.ru_utime + usage.ru_stime, 2),
-        # A process that is forked has what its parent had: a large one, where other tests ran before.
+        # A process that is forked has what its parent had: a large one, where other tests ran
+        # before.
         "growth_mib": round(usage.ru_maxrss / 1024 - resident / 2**20),
     }
 
@@ -98,7 +104,9 @@ def main() -> None:
 
     for action in ACTIONS.values():  # and so what else the actions import
         with tempfile.TemporaryDirectory() as path:
-            ckptfmt.save(path, ckptfmt.State(weights={"w": np.zeros(2)}, data={"position": 1}), step=1)
+            ckptfmt.save(
+                path, ckptfmt.State(weights={"w": np.zeros(2)}, data={"position": 1}), step=1
+            )
             assert _outcome(functools.partial(action, path)) in ("ok", "exit 0")
     gc.freeze()  # or a collection in a child copies what it looks at
     for line in sys.stdin:

@@ -52,7 +52,8 @@ def assert_refused(path, content):
         assert isinstance(error, FormatError | IntegrityError)
         assert path in (error.where or ""), error
         return report.violations
-    # Load reads no more of a shard than the blocks it wants: not the header, nor a second copy of a replica.
+    # Load reads no more of a shard than the blocks it wants: not the header, nor a second copy of a
+    # replica.
     assert loaded == EVERYTHING
     assert path.endswith(".safetensors")
     return report.violations
@@ -65,15 +66,24 @@ def header_nbytes(content):
 def test_the_checkpoint_is_sound_and_small():
     assert verify(MemoryStore.from_snapshot(FILES)).valid
     assert 6_000 < sum(map(len, FILES.values())) < 10_000
-    assert {path.partition("-")[0] for path in FILES} >= {"weights", "weights_buffers", "weights_opaque", "optimizer"}
+    assert {path.partition("-")[0] for path in FILES} >= {
+        "weights",
+        "weights_buffers",
+        "weights_opaque",
+        "optimizer",
+    }
 
 
 def every_file():
     """The files; those of the second writer, which are of the same kinds, only where all there is is to be run."""
-    return [pytest.param(path, marks=[pytest.mark.exhaustive] if "-00001." in path else []) for path in sorted(FILES)]
+    return [
+        pytest.param(path, marks=[pytest.mark.exhaustive] if "-00001." in path else [])
+        for path in sorted(FILES)
+    ]
 
 
-#: Which bits, bytes or lengths are tried: by default one in so many, which meets each place of a bit in its byte.
+#: Which bits, bytes or lengths are tried: by default one in so many, which meets each place of a
+#: bit in its byte.
 STRIDES = [23, pytest.param(1, marks=pytest.mark.exhaustive)]
 
 
@@ -119,7 +129,11 @@ def test_no_cut_file_is_accepted(path, stride):
 def test_no_lengthened_file_is_accepted(path, added):
     """Rows 52 and 79; REQ-CKP-003."""
     violations = assert_refused(path, FILES[path] + added)
-    assert {v.code for v in violations} <= {Code.FILE_NBYTES, Code.DOC_SYNTAX, Code.DOC_NOT_CANONICAL}
+    assert {v.code for v in violations} <= {
+        Code.FILE_NBYTES,
+        Code.DOC_SYNTAX,
+        Code.DOC_NOT_CANONICAL,
+    }
 
 
 @pytest.mark.parametrize("stride", STRIDES)
@@ -136,7 +150,9 @@ def test_no_torn_file_is_accepted(path, stride):
 @pytest.mark.parametrize("path", sorted(FILES))
 def test_a_missing_file_is_named(path):
     """Rows 1, 2 and 48; REQ-CKP-004, REQ-MAN-001."""
-    store = MemoryStore.from_snapshot({name: content for name, content in FILES.items() if name != path})
+    store = MemoryStore.from_snapshot(
+        {name: content for name, content in FILES.items() if name != path}
+    )
     violations = verify(store).violations
     expected = Code.NOT_COMMITTED if path == "manifest.json" else Code.FILE_MISSING
     assert [violation.code for violation in violations] == [expected]

@@ -40,7 +40,9 @@ NAMED = {
 def convert():
     """Return what converts in a process of its own, and tells what came of it and what it cost."""
     asked = [sys.executable, "-m", "tests.hostile.bombs_foreign"]
-    with subprocess.Popen(asked, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        asked, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
         put, get = server.stdin, server.stdout
@@ -70,7 +72,8 @@ def test_small_file_asks_for_little_or_is_refused_by_name(name, tmp_path, conver
     assert (tmp_path / "out").exists() == (said["code"] == "done")
 
 
-#: For each target but the first, what is refused (while reading, or by its size) and what is converted.
+#: For each target but the first, what is refused (while reading, or by its size) and what is
+#: converted.
 SAMPLE = ["wide_shared_list", "expanded_weights", "many_tensors"]
 
 
@@ -80,7 +83,11 @@ SAMPLE = ["wide_shared_list", "expanded_weights", "many_tensors"]
     [
         # torch's own writers take 4 s and 15 s for so many tensors.
         pytest.param(
-            name, kind, marks=[pytest.mark.exhaustive] if name == "many_tensors" and kind in ("torch", "dcp") else []
+            name,
+            kind,
+            marks=[pytest.mark.exhaustive]
+            if name == "many_tensors" and kind in ("torch", "dcp")
+            else [],
         )
         for name in SAMPLE
         for kind in ("torch", "dcp", "hf")
@@ -93,8 +100,9 @@ def test_small_file_asks_for_little_whatever_the_target_is(name, kind, tmp_path,
     said = convert(source, tmp_path / "out", kind)
 
     assert said["grown_nbytes"] < LIMIT_NBYTES
-    # Of what is refused. 28,000 tensors are converted to DCP in about 15 s, nearly all of it torch's own writer, which
-    # makes an archive of each tensor: work in proportion to the tensors that the file has, and no bomb.
+    # Of what is refused. 28,000 tensors are converted to DCP in about 15 s, nearly all of it
+    # torch's own writer, which makes an archive of each tensor: work in proportion to the tensors
+    # that the file has, and no bomb.
     assert said["code"] == "done" or said["spent_s"] < LIMIT_S
     assert (tmp_path / "out").exists() == (said["code"] == "done")
     if kind == "hf" and said["code"] == "ARGUMENT":
@@ -108,7 +116,8 @@ def test_many_small_tensors_go_to_torch_without_its_fake_tensors(tmp_path):
     torch.save({f"{index}": torch.ones(1) for index in range(4)}, tmp_path / "a.pt")
     program = (
         "import sys; from ckptfmt.__main__ import main; "
-        f"main(['convert', {str(tmp_path / 'a.pt')!r}, {str(tmp_path / 'b.pt')!r}, '--to', 'torch']); "
+        f"main(['convert', {str(tmp_path / 'a.pt')!r}, {str(tmp_path / 'b.pt')!r}, '--to',"
+        " 'torch']); "
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=240, check=True)

@@ -35,14 +35,34 @@ from tests.hostile.bombs_foreign import (
 )
 
 #: Names of a metadata file, those that have a meaning in an archive, and one that has none.
-PERMITTED = sorted({*torch_sources._PERMITTED, *torch_archive.TENSORS, *torch_sources._VALUES, "os.system"})
+PERMITTED = sorted(
+    {*torch_sources._PERMITTED, *torch_archive.TENSORS, *torch_sources._VALUES, "os.system"}
+)
 
 
 def snapshot():
     """Return what the classes and modules that a pickle could reach are like, and the environment."""
-    reached = [pathlib, pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath, collections, collections.OrderedDict]
-    reached += [collections.Counter, torch, torch.Size, torch.Tensor, torch.nn.Parameter, torch._utils, builtins, os]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    reached = [
+        pathlib,
+        pathlib.Path,
+        pathlib.PosixPath,
+        pathlib.PurePosixPath,
+        collections,
+        collections.OrderedDict,
+    ]
+    reached += [
+        collections.Counter,
+        torch,
+        torch.Size,
+        torch.Tensor,
+        torch.nn.Parameter,
+        torch._utils,
+        builtins,
+        os,
+    ]
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"
+    }
     return [sorted(map(str, vars(one))) for one in reached], environment
 
 
@@ -62,7 +82,7 @@ def unchanged():
     assert pathlib.PurePath.name is name
 
 
-# --- what BUILD did -------------------------------------------------------------------------------------------------
+# --- what BUILD did -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
@@ -71,7 +91,9 @@ def test_build_with_slot_state_on_a_class_planted_a_path(module, tmp_path):
     path = save_dcp({"w": torch.ones(3)}, tmp_path / "dcp")
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    planted = named(f"{module}.PosixPath") + b"N" + mapping((text("name"), text(str(victim)))) + b"\x86b0"
+    planted = (
+        named(f"{module}.PosixPath") + b"N" + mapping((text("name"), text(str(victim)))) + b"\x86b0"
+    )
     honest = (path / ".metadata").read_bytes()
     for attack in (planted, planted[:-1]):  # without POP, what stays on the stack is ignored
         (path / ".metadata").write_bytes(b"\x80\x04" + attack + honest[11:])
@@ -105,7 +127,10 @@ def test_operation_that_could_call_something_is_refused(attack, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     for path in (archive(tmp_path / "a", attack), dcp(tmp_path / "b", b"}", attack)):
-        assert refused(path, tmp_path / "out", "--to", "ckptfmt")[0] in ("STATE_UNSUPPORTED", "FILE_NBYTES")
+        assert refused(path, tmp_path / "out", "--to", "ckptfmt")[0] in (
+            "STATE_UNSUPPORTED",
+            "FILE_NBYTES",
+        )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +154,20 @@ def test_state_of_an_ordered_dict_is_left_out_or_refused(state, tmp_path):
 def test_whatever_a_pickle_says_only_inert_values_come_of_it(seed):
     chance = random.Random(seed)
     pieces = [named(name) for name in PERMITTED] + [bytes([code]) for code in range(256)]
-    pieces += [text("name"), text("x"), b"K\x01", b"}", b")", b"]", b"(", b"N", b"b", b"R", b"\x81", b"\x86"] * 20
+    pieces += [
+        text("name"),
+        text("x"),
+        b"K\x01",
+        b"}",
+        b")",
+        b"]",
+        b"(",
+        b"N",
+        b"b",
+        b"R",
+        b"\x81",
+        b"\x86",
+    ] * 20
     for _ in range(2000):
         content = b"".join(chance.choices(pieces, k=chance.randrange(2, 14))) + b"."
         try:
@@ -147,7 +185,7 @@ def assert_inert(value, depth=0):
         assert_inert(item, depth + 1)
 
 
-# --- which files are read -------------------------------------------------------------------------------------------
+# --- which files are read -------------------------------------------------------------------------
 
 
 def hostile_dcp(directory, name):
@@ -156,15 +194,34 @@ def hostile_dcp(directory, name):
     item = write_archive(directory / "item", pickled).read_bytes()
     (directory / "item").unlink()
     items = mapping((index_of(text("w"), size(0)), place(len(item), name)))
-    return dcp(directory, mapping((text("w"), described((3,), b"]" + chunk(0, 3) + b"a"))), items, b"N", item)
+    return dcp(
+        directory,
+        mapping((text("w"), described((3,), b"]" + chunk(0, 3) + b"a"))),
+        items,
+        b"N",
+        item,
+    )
 
 
-NAMES = ["../a.distcp", "/etc/passwd", "..", ".", "", "sub/a.distcp", "a\0b", "./a.distcp", "a.distcp/"]
+NAMES = [
+    "../a.distcp",
+    "/etc/passwd",
+    "..",
+    ".",
+    "",
+    "sub/a.distcp",
+    "a\0b",
+    "./a.distcp",
+    "a.distcp/",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_file_name_of_a_metadata_file_stays_in_its_directory(name, tmp_path):
-    assert refused(hostile_dcp(tmp_path / "dcp", name), tmp_path / "out", "--to", "ckptfmt")[0] == "UNSAFE_PATH"
+    assert (
+        refused(hostile_dcp(tmp_path / "dcp", name), tmp_path / "out", "--to", "ckptfmt")[0]
+        == "UNSAFE_PATH"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -248,7 +305,10 @@ def test_record_with_the_name_of_a_file_elsewhere_is_written_nowhere(name, tmp_p
 def test_compressed_record_was_read_as_it_is_stored(tmp_path):
     """A file that was packed anew: the deflated bytes of a storage became a tensor's elements."""
     torch.save({"w": torch.zeros(4000)}, tmp_path / "a.pt")
-    with zipfile.ZipFile(tmp_path / "a.pt") as held, zipfile.ZipFile(tmp_path / "b.pt", "w") as made:
+    with (
+        zipfile.ZipFile(tmp_path / "a.pt") as held,
+        zipfile.ZipFile(tmp_path / "b.pt", "w") as made,
+    ):
         for record in held.infolist():
             method = zipfile.ZIP_DEFLATED if "/data/" in record.filename else zipfile.ZIP_STORED
             made.writestr(record.filename, held.read(record), method)
@@ -256,7 +316,7 @@ def test_compressed_record_was_read_as_it_is_stored(tmp_path):
     assert refused(tmp_path / "b.pt", tmp_path / "out", "--to", "ckptfmt")[0] == "STATE_UNSUPPORTED"
 
 
-# --- what tensors are -----------------------------------------------------------------------------------------------
+# --- what tensors are -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -292,7 +352,9 @@ def test_conjugates_and_negatives_of_a_file_keep_their_values(dtype, tmp_path):
         assert torch.equal(found[name], view.resolve_conj().resolve_neg())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int8, torch.int64, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float64, torch.int8, torch.int64, torch.uint8], ids=str
+)
 def test_negatives_of_a_file_keep_their_values(dtype, tmp_path):
     values = torch.arange(6).to(dtype)
     torch.save({"w": torch._neg_view(values), "s": torch._neg_view(values[2])}, tmp_path / "a.pt")
@@ -316,7 +378,9 @@ def test_conjugate_in_a_dcp_directory_keeps_its_values(tmp_path):
 def test_file_of_another_byte_order_keeps_its_values(tmp_path):
     path = tmp_path / "a.pt"
     with zipfile.ZipFile(path, "w") as made:
-        made.writestr("archive/data.pkl", b"\x80\x02" + mapping((text("w"), tensor((2,), (1,)))) + b".")
+        made.writestr(
+            "archive/data.pkl", b"\x80\x02" + mapping((text("w"), tensor((2,), (1,)))) + b"."
+        )
         made.writestr("archive/byteorder", b"big")
         made.writestr("archive/data/0", struct.pack(">4f", 1, 2, 0, 0))
         made.writestr("archive/version", b"3\n")

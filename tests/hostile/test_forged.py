@@ -174,7 +174,9 @@ def index_dtype(forgery):
     forgery.index["dtypes"] = sorted({*dtypes, "bfloat16"} - {"int16"})
     old = [dtypes[number] for number in unpacked(forgery.index["tensors"]["dtype"])]
     old[row] = "bfloat16"
-    forgery.index["tensors"]["dtype"] = dump_packed([forgery.index["dtypes"].index(name) for name in old])
+    forgery.index["tensors"]["dtype"] = dump_packed(
+        [forgery.index["dtypes"].index(name) for name in old]
+    )
 
 
 def index_storage(forgery):
@@ -246,8 +248,16 @@ FORGED = {
     "89 boxes overlap": (edit_tiling(box_shape={0: 4}), Code.TILING_OVERLAP, "embedding"),
     "90 a gap between boxes": (edit_tiling(box_shape={0: 2}), Code.TILING_GAP, "embedding"),
     "90 a gap in a row": (edit_tiling(box_shape={1: 3}), Code.TILING_GAP, "embedding"),
-    "91 an empty box for a tensor with elements": (edit_tiling(box_shape={0: 0}), Code.TILING_GAP, "embedding"),
-    "90 gap and overlap of equal size": (edit_tiling(begin={2: 2}), Code.TILING_OVERLAP, "embedding"),
+    "91 an empty box for a tensor with elements": (
+        edit_tiling(box_shape={0: 0}),
+        Code.TILING_GAP,
+        "embedding",
+    ),
+    "90 gap and overlap of equal size": (
+        edit_tiling(begin={2: 2}),
+        Code.TILING_OVERLAP,
+        "embedding",
+    ),
     "90 a grid that ends too early": (edit_grid(3, 2, 4), Code.TILING_GAP, "embedding"),
     "90 a grid that is too narrow": (edit_grid(3, 3, 3), Code.TILING_GAP, "embedding"),
     "88 a grid that ends too late": (edit_grid(3, 4, 4), Code.BOX_BOUNDS, "embedding"),
@@ -272,17 +282,37 @@ FORGED = {
     "part of another attempt": (part_origin(1, attempt="f" * 16), Code.UNSAFE_PATH, PARTS[1]),
     "part of another writer": (part_origin(1, writer=0), Code.UNSAFE_PATH, PARTS[1]),
     "part of other blocks": (part_origin(0, block_nbytes=8192), Code.DOC_MISMATCH, PARTS[0]),
-    "part of another launch": (part_origin(0, run_id="f" * 32, launch=7), Code.DOC_MISMATCH, PARTS[0]),
+    "part of another launch": (
+        part_origin(0, run_id="f" * 32, launch=7),
+        Code.DOC_MISMATCH,
+        PARTS[0],
+    ),
     "part of a launch without a run": (part_origin(0, launch=7), Code.DOC_SCHEMA, PARTS[0]),
     "parts swapped": (swap_parts, Code.DOC_MISMATCH, "parts/"),
     # summaries; REQ-MAN-006
-    "a tensor more": (summary("weights", "tensor_count", 99), Code.MANIFEST_SUMMARY, "manifest.json"),
+    "a tensor more": (
+        summary("weights", "tensor_count", 99),
+        Code.MANIFEST_SUMMARY,
+        "manifest.json",
+    ),
     "a byte more": (summary("weights", "nbytes", 1), Code.MANIFEST_SUMMARY, "manifest.json"),
     "a stream less": (summary("rng", "stream_count", 1), Code.MANIFEST_SUMMARY, "manifest.json"),
     "a leaf more": (summary("config", "leaf_count", 2), Code.MANIFEST_SUMMARY, "manifest.json"),
-    "another reason": (summary("topology", "reason", "lost"), Code.MANIFEST_SUMMARY, "manifest.json"),
-    "absent, and yet there": (absent_in_index("config", "gone"), Code.MANIFEST_SUMMARY, "manifest.json"),
-    "neither absent nor there": (absent_in_index("topology", None), Code.MANIFEST_SUMMARY, "manifest.json"),
+    "another reason": (
+        summary("topology", "reason", "lost"),
+        Code.MANIFEST_SUMMARY,
+        "manifest.json",
+    ),
+    "absent, and yet there": (
+        absent_in_index("config", "gone"),
+        Code.MANIFEST_SUMMARY,
+        "manifest.json",
+    ),
+    "neither absent nor there": (
+        absent_in_index("topology", None),
+        Code.MANIFEST_SUMMARY,
+        "manifest.json",
+    ),
     # the one form; REQ-IDX-007, REQ-IDX-009
     "index has a scope that nothing is in": (unused_scope(None), Code.COLUMN_ORDER, INDEX),
     "part has a scope that nothing is in": (unused_scope(0), Code.COLUMN_ORDER, PARTS[0]),
@@ -302,11 +332,25 @@ FORGED = {
     "leaf with a map": (leaf_value(b"\x80"), Code.TREE_TAG, PARTS[0]),
     "leaf that is a bomb": (leaf_value(b"\xdd\xff\xff\xff\xff"), Code.MSGPACK_SYNTAX, PARTS[0]),
     # 86: headers; REQ-SHD-010
-    "86 header with another key": (header_of(lambda h: h.replace(b'"scale"', b'"scalE"')), Code.SHARD_MISMATCH, SHARD),
-    "86 header with another dtype": (header_of(lambda h: h.replace(b'"I16"', b'"U16"')), Code.SHARD_MISMATCH, SHARD),
-    "86 header with another shape": (header_of(lambda h: h.replace(b"[3,4]", b"[4,3]")), Code.SHARD_MISMATCH, SHARD),
+    "86 header with another key": (
+        header_of(lambda h: h.replace(b'"scale"', b'"scalE"')),
+        Code.SHARD_MISMATCH,
+        SHARD,
+    ),
+    "86 header with another dtype": (
+        header_of(lambda h: h.replace(b'"I16"', b'"U16"')),
+        Code.SHARD_MISMATCH,
+        SHARD,
+    ),
+    "86 header with another shape": (
+        header_of(lambda h: h.replace(b"[3,4]", b"[4,3]")),
+        Code.SHARD_MISMATCH,
+        SHARD,
+    ),
     "86 header with another order": (
-        header_of(lambda h: h.replace(b'"embedding":', b'"embeddinG":').replace(b'"bias":', b'"biaS":')),
+        header_of(
+            lambda h: h.replace(b'"embedding":', b'"embeddinG":').replace(b'"bias":', b'"biaS":')
+        ),
         Code.SHARD_MISMATCH,
         SHARD,
     ),
@@ -316,7 +360,11 @@ FORGED = {
         Code.SHARD_HEADER_SYNTAX,
         SHARD,
     ),
-    "79 header of NULs": (header_of(lambda h: h[:8] + bytes(len(h) - 8)), Code.SHARD_HEADER_SYNTAX, SHARD),
+    "79 header of NULs": (
+        header_of(lambda h: h[:8] + bytes(len(h) - 8)),
+        Code.SHARD_HEADER_SYNTAX,
+        SHARD,
+    ),
 }
 
 
@@ -340,10 +388,17 @@ def test_forged_checkpoints_are_refused(edit, code, place):
     assert found == {code}, report.violations
     assert any(place in str(violation.where) for violation in report.violations)
     assert all(violation.requirement for violation in report.violations)
-    assert all(isinstance(violation, FormatError | IntegrityError | LayoutError) for violation in report.violations)
+    assert all(
+        isinstance(violation, FormatError | IntegrityError | LayoutError)
+        for violation in report.violations
+    )
 
 
-READ = [name for name in FORGED if not name.startswith(("86", "64", "79", "reference")) and name not in UNFAITHFUL]
+READ = [
+    name
+    for name in FORGED
+    if not name.startswith(("86", "64", "79", "reference")) and name not in UNFAITHFUL
+]
 
 
 @pytest.mark.parametrize("name", READ)
@@ -381,28 +436,42 @@ def test_a_digest_that_was_asked_for_counts():
     assert Checkpoint(store, digest=digest).digest == digest
     older = MemoryStore.from_snapshot(small_files(step=2))
     error = error_of(lambda: Checkpoint(older, digest=digest))
-    assert (error.code, error.requirement, error.where) == (Code.DOC_DIGEST, "REQ-OPN-001", "manifest.json")
+    assert (error.code, error.requirement, error.where) == (
+        Code.DOC_DIGEST,
+        "REQ-OPN-001",
+        "manifest.json",
+    )
 
 
 @pytest.mark.parametrize("key", ["", "w#1", "x"])
 def test_a_second_entry_of_no_bytes_is_seen(key):
     """REQ-SHD-010: an empty tensor takes no bytes, and is told by its key all the same."""
     store = MemoryStore()
-    save(store, snapshot(tensor("w", np.zeros((0, 2), np.float32)), tensor("v", np.ones(3, np.float32))))
+    save(
+        store,
+        snapshot(tensor("w", np.zeros((0, 2), np.float32)), tensor("v", np.ones(3, np.float32))),
+    )
     forgery = Forgery(store.snapshot())
     path = next(path for path in forgery.files if path.startswith("weights-"))
     assert unpacked_strings(forgery.parts[0]["extents"]["key"]) == ["", ""]
     row = unpacked(forgery.parts[0]["extents"]["block_count"]).index(0)
     edit_strings(forgery.parts[0]["extents"], "key", put(row, key))
     report = verify(forgery.store())
-    assert [violation.code for violation in report.violations] == ([] if key == "" else [Code.SHARD_MISMATCH])
+    assert [violation.code for violation in report.violations] == (
+        [] if key == "" else [Code.SHARD_MISMATCH]
+    )
     assert path.startswith("weights-0123456789abcdef")
 
 
 def test_a_cursor_that_is_none_is_found():
     """REQ-CUR-001: by who validates."""
     store = MemoryStore()
-    save(store, snapshot(tensor("w", np.ones(2)), leaves=[leaf("data", {"kind": "ckptfmt.data_cursor", "v": 1})]))
+    save(
+        store,
+        snapshot(
+            tensor("w", np.ones(2)), leaves=[leaf("data", {"kind": "ckptfmt.data_cursor", "v": 1})]
+        ),
+    )
     assert [violation.code for violation in verify(store).violations] == [Code.CURSOR_FORM]
 
 
@@ -440,7 +509,14 @@ def test_a_file_of_another_writer_cannot_be_named():
         header_digest=digest_bytes(header),
     )
     part = Part(
-        origin=made, writer=0, saved_unix_s=0, files=(file,), holdings=holdings_of(()), streams=(), leaves=(), absent={}
+        origin=made,
+        writer=0,
+        saved_unix_s=0,
+        files=(file,),
+        holdings=holdings_of(()),
+        streams=(),
+        leaves=(),
+        absent={},
     )
     assert code_of(lambda: Part.parse(part.dump()[0], where="x")) == Code.UNSAFE_PATH
     own = dataclasses.replace(part, files=(dataclasses.replace(file, name=SHARD),))

@@ -10,14 +10,29 @@ import pytest
 from ckptfmt.documents.canonical import dump_canonical, dump_document
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import parse_register
-from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document, parse_msgpack, parse_packed_document
+from ckptfmt.documents.msgpk import (
+    dump_msgpack,
+    dump_packed_document,
+    parse_msgpack,
+    parse_packed_document,
+)
 from ckptfmt.documents.packed import dump_packed
 from ckptfmt.documents.part import Part
 from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord
 from ckptfmt.documents.shard import parse_shard_header
 from ckptfmt.documents.tree import dump_tree, parse_tree
 from ckptfmt.errors import CkptError
-from tests.builders import NONCE, RUN_ID, Forgery, code_of, parse_json, parse_signed, read_all, small_files, verify
+from tests.builders import (
+    NONCE,
+    RUN_ID,
+    Forgery,
+    code_of,
+    parse_json,
+    parse_signed,
+    read_all,
+    small_files,
+    verify,
+)
 
 FILES = small_files()
 INDEX = "index-0123456789abcdef.msgpack"
@@ -129,7 +144,11 @@ def _changed(value: Any, rng: random.Random) -> Any:
         at = rng.randrange(len(value))
         before: Any = value[:at]
         after: Any = value[at + 1 :]
-        changed: Any = chr(ord(value[at]) ^ 1) if isinstance(value, str) else bytes([value[at] ^ 1 << rng.randrange(8)])
+        changed: Any = (
+            chr(ord(value[at]) ^ 1)
+            if isinstance(value, str)
+            else bytes([value[at] ^ 1 << rng.randrange(8)])
+        )
         return rng.choice((before + changed + after, before, before + after, value + value[:1]))  # type: ignore[operator]
     if isinstance(value, list) and len(value) == 2 and isinstance(value[1], bytes):
         numbers = [*value[1]] if value[0] == 1 else [1, 300]
@@ -155,8 +174,16 @@ def parse_part(signed):
 
 
 TARGETS: dict[str, tuple[Any, Any, bool]] = {
-    "manifest": (parse_json(FILES["manifest.json"]), lambda v: parse_register(json_document(v)), False),
-    "run": (parse_json(RunRecord(run_id=RUN_ID).dump()), lambda v: RunRecord.parse(json_document(v)), False),
+    "manifest": (
+        parse_json(FILES["manifest.json"]),
+        lambda v: parse_register(json_document(v)),
+        False,
+    ),
+    "run": (
+        parse_json(RunRecord(run_id=RUN_ID).dump()),
+        lambda v: RunRecord.parse(json_document(v)),
+        False,
+    ),
     "launch": (
         parse_json(LAUNCH.dump()),
         lambda v: Launch.parse(json_document(v), where="launches/0003.json"),
@@ -166,7 +193,9 @@ TARGETS: dict[str, tuple[Any, Any, bool]] = {
     "part": (parse_signed(FILES[PART]), parse_part, True),
     "tree": (
         parse_msgpack(
-            dump_tree({"a": [1.5, (1 << 70, {3, 4}), {1: b"x"}], (1, 2): [1j, -0.0, None]}, where=""),
+            dump_tree(
+                {"a": [1.5, (1 << 70, {3, 4}), {1: b"x"}], (1, 2): [1j, -0.0, None]}, where=""
+            ),
             where="",
             limit_items=100,
         ),
@@ -203,7 +232,10 @@ RAW: dict[str, tuple[bytes, Any]] = {
     "index": (FILES[INDEX], lambda content: Index.parse(content, where="x")),
     "part": (FILES[PART], lambda content: Part.parse(content, where="x")),
     "envelope": (FILES[INDEX], lambda content: parse_packed_document(content, where="x")),
-    "msgpack": (dump_msgpack(parse_signed(FILES[PART])), lambda c: parse_msgpack(c, where="x", limit_items=10_000)),
+    "msgpack": (
+        dump_msgpack(parse_signed(FILES[PART])),
+        lambda c: parse_msgpack(c, where="x", limit_items=10_000),
+    ),
     "tree": (
         dump_tree({"a": [1.5, (1 << 70, {3, 4}), {1: b"x"}], (1, 2): [1j, -0.0, None]}, where=""),
         lambda content: parse_tree(content, where="x"),
@@ -235,7 +267,19 @@ def test_damaged_bytes_make_nothing_but_ckpterrors(name, count):
                 damaged[at : at + rng.randrange(9)] = b""
             elif action == 2:
                 damaged[at:at] = rng.choice(
-                    (b"\xff" * 4, b"{", b"[", b'"', b"\\", b"\0", b"\x90", b"\xdd", b"-", b"0", b",")
+                    (
+                        b"\xff" * 4,
+                        b"{",
+                        b"[",
+                        b'"',
+                        b"\\",
+                        b"\0",
+                        b"\x90",
+                        b"\xdd",
+                        b"-",
+                        b"0",
+                        b",",
+                    )
                 )
             elif action == 3:
                 other = rng.randrange(len(damaged) + 1)
@@ -285,4 +329,8 @@ def test_edited_headers_make_nothing_but_ckpterrors(count):
         text = json.dumps(mutated(header, rng, has_bytes=False)).encode()
         text += b" " * (-(8 + len(text)) % 64)
         edited = len(text).to_bytes(8, "little") + text
-        code_of(lambda edited=edited: parse_shard_header(edited, file_nbytes=len(edited) + 94, where="x"))
+        code_of(
+            lambda edited=edited: parse_shard_header(
+                edited, file_nbytes=len(edited) + 94, where="x"
+            )
+        )

@@ -50,7 +50,9 @@ def moved(path, outside):
 
 
 NOT_REGULAR = {
-    "44 link to the same bytes outside": lambda path, outside: path.symlink_to(moved(path, outside)),
+    "44 link to the same bytes outside": lambda path, outside: path.symlink_to(
+        moved(path, outside)
+    ),
     "44 link to itself": lambda path, _: path.symlink_to(path.name),
     "44 dangling link": lambda path, outside: path.symlink_to(outside / "nowhere"),
     "46 FIFO": lambda path, _: os.mkfifo(path),
@@ -78,7 +80,9 @@ def test_what_is_no_regular_file_is_refused(root, tmp_path, place, kind):
     verified, loaded = codes(root)
     assert verified == {Code.UNSAFE_FILE}
     # A second copy of a replica isn't read.
-    assert loaded in (Code.UNSAFE_FILE, "ok") if place == "optimizer-" else loaded == Code.UNSAFE_FILE
+    assert (
+        loaded in (Code.UNSAFE_FILE, "ok") if place == "optimizer-" else loaded == Code.UNSAFE_FILE
+    )
 
 
 def test_a_directory_that_is_a_link_is_refused(root, tmp_path):
@@ -135,7 +139,9 @@ def moved_run(tmp_path):
     weights = np.zeros(4096, np.float32)
     state = ckptfmt.State(weights={"w": weights})
     delta = {"mode": "smallest", "full_every": 9}
-    with ckptfmt.Checkpointer(tmp_path / "run", state, saver="thread", delta=delta, keep=9) as checkpointer:
+    with ckptfmt.Checkpointer(
+        tmp_path / "run", state, saver="thread", delta=delta, keep=9
+    ) as checkpointer:
         for step in range(1, 4):
             weights[step] = step
             handle = checkpointer.save(step=step)
@@ -179,7 +185,9 @@ def test_a_base_behind_a_link_is_found_where_the_caller_says(moved_run, tmp_path
     with pytest.raises(ckptfmt.CkptError) as linked:
         ckptfmt.open(newest).weights["w"][:]
     assert linked.value.code == Code.BASE_MISMATCH
-    assert ckptfmt.open(newest, bases=[tmp_path / base.name for base in bases]).weights["w"][:4].tolist() == [
+    assert ckptfmt.open(newest, bases=[tmp_path / base.name for base in bases]).weights["w"][
+        :4
+    ].tolist() == [
         0,
         1,
         2,

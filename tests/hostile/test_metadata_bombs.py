@@ -30,14 +30,20 @@ Defuse = Callable[[pathlib.Path, tuple[str, ...]], dict[str, dict[str, Any]]]
 Make = Callable[[], dict[str, bytes]]
 
 
-def bombs(made: dict[str, Any], actions: tuple[str, ...] = ("validate", "load", "open", "inspect")) -> list[Any]:
+def bombs(
+    made: dict[str, Any], actions: tuple[str, ...] = ("validate", "load", "open", "inspect")
+) -> list[Any]:
     """Have each bomb met by one of the actions, in turn; the rest of them is exhaustive."""
     params = []
     for number, (name, bomb) in enumerate(made.items()):
         one = actions[number % len(actions)]
         params.append(pytest.param(bomb, (one,), id=name))
         rest = tuple(action for action in actions if action != one)
-        params.append(pytest.param(bomb, rest, id=f"{name}, {' and '.join(rest)}", marks=pytest.mark.exhaustive))
+        params.append(
+            pytest.param(
+                bomb, rest, id=f"{name}, {' and '.join(rest)}", marks=pytest.mark.exhaustive
+            )
+        )
     return params
 
 
@@ -49,7 +55,9 @@ def test_all_that_people_do_is_done_to_bombs() -> None:
 def defuse() -> Iterator[Defuse]:
     """Return what opens, validates, loads and inspects a checkpoint, each in a process of its own."""
     asked = [sys.executable, "-m", "tests.hostile.defuse"]
-    with subprocess.Popen(asked, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        asked, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
         put, get = server.stdin, server.stdout
@@ -65,14 +73,17 @@ def defuse() -> Iterator[Defuse]:
 
 
 def check_costs(found: dict[str, dict[str, Any]]) -> None:
-    # Processor time, of system and user, so that it holds on a busy machine; each action is in a process of its own.
+    # Processor time, of system and user, so that it holds on a busy machine; each action is in a
+    # process of its own.
     assert max(step["growth_mib"] for step in found.values()) < MOST_MIB - PROCESS_MIB, found
     assert max(step["cpu_s"] for step in found.values()) < MOST_CPU_S, found
 
 
 def check_named(found: dict[str, dict[str, Any]]) -> None:
     """Check for a named error, or nothing: what else a process ends with has a bracket or a blank in it."""
-    assert all(step["outcome"].removeprefix("exit ").replace("_", "").isalnum() for step in found.values()), found
+    assert all(
+        step["outcome"].removeprefix("exit ").replace("_", "").isalnum() for step in found.values()
+    ), found
 
 
 def write(files: dict[str, bytes], directory: pathlib.Path, *, most_nbytes: int = 1 << 20) -> None:
@@ -100,7 +111,9 @@ def test_a_bomb_is_refused_before_it_goes_off(
     check_named(found)
 
 
-@pytest.mark.parametrize(("edit", "actions"), bombs(LARGE_BOMBS, ("load", "validate", "open", "inspect")))
+@pytest.mark.parametrize(
+    ("edit", "actions"), bombs(LARGE_BOMBS, ("load", "validate", "open", "inspect"))
+)
 def test_a_document_of_megabytes_has_a_bound_of_its_own(
     edit: Edit, actions: tuple[str, ...], place: pathlib.Path, defuse: Defuse
 ) -> None:
@@ -123,7 +136,9 @@ def test_a_run_of_many_records_costs_little(
 
 # A load takes the memory of the tensors, which the manifest says: page 90.
 @pytest.mark.parametrize(("make", "actions"), bombs(ENCODED_BOMBS, ("validate", "open", "inspect")))
-def test_blocks_cost_a_few_at_a_time(make: Make, actions: tuple[str, ...], place: pathlib.Path, defuse: Defuse) -> None:
+def test_blocks_cost_a_few_at_a_time(
+    make: Make, actions: tuple[str, ...], place: pathlib.Path, defuse: Defuse
+) -> None:
     """REQ-ENC-005, REQ-ENC-009: whether they are decoded or refused."""
     write(make(), place)
     found = defuse(place, actions)
@@ -136,7 +151,9 @@ def test_a_check_of_hundreds_of_gibibytes_is_interrupted_in_seconds(tmp_path: pa
     """Page 90: time goes by what is declared, memory doesn't, and nobody has to wait for the end."""
     write(constant(5000), tmp_path)
     command = [sys.executable, "-m", "ckptfmt", "validate", str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as check:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as check:
         time.sleep(6)
         assert check.poll() is None
         status = pathlib.Path(f"/proc/{check.pid}/status").read_text("ascii")

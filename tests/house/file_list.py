@@ -17,7 +17,9 @@ def purpose_of(path: Path) -> str:
 
 def file_list() -> str:
     """Return the section as it has to be."""
-    paths = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    paths = [
+        path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"
+    ]
     paths.sort(key=lambda path: (len(path.parts) > 1, path.as_posix()))
     lines = [f"- `{path.as_posix()}`: {purpose_of(PACKAGE / path)}" for path in paths]
     told = "From the docstrings; `python -m tests.house.file_list` writes this list anew."
@@ -31,4 +33,6 @@ def written() -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    (ROOT / "ARCHITECTURE.md").write_text(written()[0].rstrip() + "\n\n" + file_list(), encoding="utf-8")
+    (ROOT / "ARCHITECTURE.md").write_text(
+        written()[0].rstrip() + "\n\n" + file_list(), encoding="utf-8"
+    )

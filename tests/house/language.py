@@ -14,7 +14,8 @@ from tests.house.sources import ROOT
 
 #: The files above the bounds, each with its numbers of today: they may sink, and not rise.
 LIST: Final = Path(__file__).with_name("language.txt")
-#: The bounds of a file: words without a noun and pronouns, for 1,000 words, as in projects that read well.
+#: The bounds of a file: words without a noun and pronouns, for 1,000 words, as in projects that
+#: read well.
 HEADLESS_BOUND: Final = 2.0
 PRONOUN_BOUND: Final = 30.0
 #: A file with few words may have so many of each.
@@ -35,7 +36,8 @@ class Count:
         words: the number of words.
         headless: the number of "what", "who" and their kind.
         pronouns: the number of "it", "that", "one" and their kind.
-        dangling: the number of lines on attributes and arguments that begin with "of", "as for" or "likewise".
+        dangling: the number of lines on attributes and arguments that begin with "of", "as for" or
+            "likewise".
     """
 
     words: int
@@ -62,7 +64,10 @@ class Count:
     def is_above(self, bounds: tuple[float, float, int]) -> bool:
         """Return whether a number is above its bound."""
         free = (self.headless <= _FREE, self.pronouns <= _FREE, False)
-        return any(rate > bound and not few for rate, bound, few in zip(self.rates, bounds, free, strict=True))
+        return any(
+            rate > bound and not few
+            for rate, bound, few in zip(self.rates, bounds, free, strict=True)
+        )
 
     def _rate(self, count: int) -> float:
         return -(-count * 10_000 // max(1, self.words)) / 10
@@ -76,8 +81,15 @@ def count_files() -> dict[str, Count]:
 
 def read_list() -> dict[str, tuple[float, float, int]]:
     """Return the bounds of the files in the list, by path."""
-    rows = (line.split() for line in LIST.read_text("utf-8").splitlines() if line and not line.startswith("#"))
-    return {path: (float(headless), float(pronouns), int(dangling)) for path, headless, pronouns, dangling in rows}
+    rows = (
+        line.split()
+        for line in LIST.read_text("utf-8").splitlines()
+        if line and not line.startswith("#")
+    )
+    return {
+        path: (float(headless), float(pronouns), int(dangling))
+        for path, headless, pronouns, dangling in rows
+    }
 
 
 def write_list() -> None:
@@ -99,7 +111,11 @@ def _texts(source: str) -> list[str]:
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
     texts = [text for node in nodes if (text := ast.get_docstring(node))]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return texts + [token.string for token in tokens if token.type == tokenize.COMMENT and "noqa" not in token.string]
+    return texts + [
+        token.string
+        for token in tokens
+        if token.type == tokenize.COMMENT and "noqa" not in token.string
+    ]
 
 
 if __name__ == "__main__":

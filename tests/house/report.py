@@ -28,9 +28,16 @@ def count_functions(path: Path) -> dict[str, int]:
 def show_sizes(title: str, sizes: dict[str, int]) -> list[str]:
     """Return the lines on a distribution: three percentiles, and the largest ten."""
     ordered = sorted(sizes.values())
-    marks = ", ".join(f"p{part} {ordered[min(len(ordered) - 1, len(ordered) * part // 100)]}" for part in (50, 90, 99))
+    marks = ", ".join(
+        f"p{part} {ordered[min(len(ordered) - 1, len(ordered) * part // 100)]}"
+        for part in (50, 90, 99)
+    )
     largest = sorted(sizes.items(), key=lambda pair: -pair[1])[:_SHOWN]
-    return [f"{title}: {len(sizes)}, lines {marks}", *(f"  {size:5} {place}" for place, size in largest), ""]
+    return [
+        f"{title}: {len(sizes)}, lines {marks}",
+        *(f"  {size:5} {place}" for place, size in largest),
+        "",
+    ]
 
 
 def show_language(counts: dict[str, Count]) -> list[str]:
@@ -51,9 +58,16 @@ def show_language(counts: dict[str, Count]) -> list[str]:
 def main() -> None:
     """Print the report."""
     paths = sorted((ROOT / "ckptfmt").rglob("*.py"))
-    files = {path.relative_to(ROOT).as_posix(): len(path.read_text("utf-8").splitlines()) for path in paths}
+    files = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text("utf-8").splitlines())
+        for path in paths
+    }
     functions = {place: size for path in paths for place, size in count_functions(path).items()}
-    lines = show_sizes("files", files) + show_sizes("functions", functions) + show_language(count_files())
+    lines = (
+        show_sizes("files", files)
+        + show_sizes("functions", functions)
+        + show_language(count_files())
+    )
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -23,7 +23,11 @@ def repository_files() -> tuple[Path, ...]:
 
 def python_files(*folders: str) -> list[Path]:
     """The modules under `folders`."""
-    return [path for path in repository_files() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in folders]
+    return [
+        path
+        for path in repository_files()
+        if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in folders
+    ]
 
 
 @functools.cache

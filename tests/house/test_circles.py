@@ -10,7 +10,10 @@ PACKAGE = ROOT / "ckptfmt"
 
 def import_graph():
     """The modules of the package that each of them imports, wherever the import stands."""
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
+    }
     modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
     graph = {}
     for name, path in modules.items():

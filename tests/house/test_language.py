@@ -19,13 +19,16 @@ def test_every_listed_file_is_there():
     assert set(KNOWN) <= set(FILES)
 
 
-RIDDLE = '"""Tell what who reads it has of those.\n\nArgs:\n    origin: of the attempt.\n"""\n# what comes\n' * 1
+RIDDLE = (
+    '"""Tell what who reads it has of those.\n\nArgs:\n    origin: of the attempt.\n"""\n# what'
+    " comes\n"
+) * 1
 
 
 def test_riddles_are_counted():
     found = Count.of(RIDDLE)
     assert (found.headless, found.pronouns, found.dangling) == (3, 2, 1)
     assert found.is_above((HEADLESS_BOUND, PRONOUN_BOUND, 0))
-    assert not Count.of('"""Return the sum.\n\nArgs:\n    count: the number of terms; it is positive.\n"""\n').is_above(
-        (HEADLESS_BOUND, PRONOUN_BOUND, 0)
-    )
+    assert not Count.of(
+        '"""Return the sum.\n\nArgs:\n    count: the number of terms; it is positive.\n"""\n'
+    ).is_above((HEADLESS_BOUND, PRONOUN_BOUND, 0))

@@ -11,7 +11,9 @@ from tests.house.file_list import file_list, written
 from tests.house.sources import ROOT
 
 PACKAGE = ROOT / "ckptfmt"
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py"))
+MODULES = sorted(
+    path for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py")
+)
 
 
 def test_no_two_modules_have_one_name():
@@ -26,26 +28,44 @@ def test_the_top_level_is_for_users():
 
 @pytest.mark.parametrize(
     ("old", "new", "names"),
-    [("ckptfmt.interop.loaders", "ckptfmt.adapters.data_loaders", ["ConsumedSamples", "ForeignLoader"])],
+    [
+        (
+            "ckptfmt.interop.loaders",
+            "ckptfmt.adapters.data_loaders",
+            ["ConsumedSamples", "ForeignLoader"],
+        )
+    ],
 )
 def test_what_readme_named_elsewhere_is_still_found_there(old, new, names):
     for name in names:
-        assert getattr(importlib.import_module(old), name) is getattr(importlib.import_module(new), name)
+        assert getattr(importlib.import_module(old), name) is getattr(
+            importlib.import_module(new), name
+        )
 
 
 def paths_named(page: str) -> set[str]:
-    return set(re.findall(r"`((?:[a-z0-9_]+/)*[a-z0-9_]+\.py|(?:[a-z0-9_]+/)+)`", (ROOT / page).read_text("utf-8")))
+    return set(
+        re.findall(
+            r"`((?:[a-z0-9_]+/)*[a-z0-9_]+\.py|(?:[a-z0-9_]+/)+)`", (ROOT / page).read_text("utf-8")
+        )
+    )
 
 
 @pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
 def test_the_maps_name_what_is_there(page):
     named = paths_named(page)
-    assert [name for name in sorted(named) if not (PACKAGE / name).exists() and not (ROOT / name).exists()] == []
+    assert [
+        name
+        for name in sorted(named)
+        if not (PACKAGE / name).exists() and not (ROOT / name).exists()
+    ] == []
 
 
 def test_contributors_are_told_targets_that_exist():
     told = set(re.findall(r"`make ([a-z0-9 -]+)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8")))
-    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    )
     assert {target for line in told for target in line.split()} <= targets
 
 
@@ -65,12 +85,19 @@ def code_lines(path) -> int:
     text = path.read_text("utf-8")
     documented: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     lines = enumerate(text.splitlines(), 1)
-    return sum(number not in documented and not re.fullmatch(r"\s*(#.*)?", line) for number, line in lines)
+    return sum(
+        number not in documented and not re.fullmatch(r"\s*(#.*)?", line) for number, line in lines
+    )
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "plugins").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "plugins").glob("*.py")), ids=lambda path: path.name
+)
 def test_a_plug_in_is_thin(path):
     assert code_lines(path) < 250

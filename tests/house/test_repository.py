@@ -54,6 +54,8 @@ def test_no_file_names_a_machine_or_a_registry():
 def test_every_requirement_is_pinned_to_a_version_in_its_range(requirement):
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    pin = {canonicalize_name(name): version for name, version in pins.items()}[canonicalize_name(requirement.name)]
+    pin = {canonicalize_name(name): version for name, version in pins.items()}[
+        canonicalize_name(requirement.name)
+    ]
 
     assert requirement.specifier.contains(pin), f"{requirement} against the pin {pin}"

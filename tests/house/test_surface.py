@@ -11,7 +11,9 @@ import ckptfmt
 
 def test_public_names_are_few():
     results = {"Checkpoint", "LoadReport", "Report", "RunCheckpoint", "SaveHandle", "SaveReport"}
-    assert results < set(ckptfmt.__all__)  # nobody makes them; they are there to be named in annotations
+    assert results < set(
+        ckptfmt.__all__
+    )  # nobody makes them; they are there to be named in annotations
     assert len(ckptfmt.__all__) - len(results) <= 23
     assert len(set(ckptfmt.__all__)) == len(ckptfmt.__all__)
 
@@ -25,9 +27,14 @@ def test_every_public_name_is_there_and_documented():
 
 @pytest.mark.parametrize("module", ["ckptfmt", "ckptfmt.__main__"])
 def test_the_core_starts_without_torch(module, tmp_path):
-    program = f"import {module}, sys; print([name for name in sys.modules if name.partition('.')[0] == 'torch'])"
+    program = (
+        f"import {module}, sys; print([name for name in sys.modules if"
+        " name.partition('.')[0] == 'torch'])"
+    )
 
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
 
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
@@ -41,12 +48,15 @@ main(["validate", "--help"])
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"numpy", "torch", "msgpack", "blake3", "zstandard"}))
 """
 
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
 
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]"), done.stderr
 
 
-#: Imports all modules, and tells what they did to the process. What libraries do that they import is not ours.
+#: Imports all modules, and tells what they did to the process. What libraries do that they import
+#: is not ours.
 IMPORT_ALL = """
 import gc, os, pkgutil, signal, sys, threading
 
@@ -81,12 +91,19 @@ print(calls, before == after, len(threading.enumerate()))
 
 
 def test_imports_change_nothing_in_the_process(tmp_path):
-    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
     assert (done.returncode, done.stdout.strip()) == (0, "[] True 1"), done.stdout + done.stderr
 
 
-#: Saves and loads in each way, and prints each call that changes the collector of garbage, and who made it.
+#: Saves and loads in each way, and prints each call that changes the collector of garbage, and who
+#: made it.
 SAVE_AND_LOAD = """
 import gc, os, sys
 
@@ -124,18 +141,33 @@ print(calls, before == (gc.get_threshold(), gc.isenabled(), list(gc.callbacks)))
 def test_saves_and_loads_leave_the_garbage_collector_to_the_program(tmp_path):
     """Its thresholds once were those of a pause for milliseconds at a time, in every thread of the training."""
     done = subprocess.run(
-        [sys.executable, "-c", SAVE_AND_LOAD, str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", SAVE_AND_LOAD, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
     assert (done.returncode, done.stdout.strip()) == (0, "[] True"), done.stdout + done.stderr
 
 
-#: What takes longer to import than the texts of `--version` and `--help` take to print, and neither of them needs.
-SLOW = {"typing", "dataclasses", "inspect", "json", "shutil", "tempfile", "importlib.metadata", "pathlib", "difflib"}
+#: What takes longer to import than the texts of `--version` and `--help` take to print, and neither
+#: of them needs.
+SLOW = {
+    "typing",
+    "dataclasses",
+    "inspect",
+    "json",
+    "shutil",
+    "tempfile",
+    "importlib.metadata",
+    "pathlib",
+    "difflib",
+}
 
 
 @pytest.mark.parametrize(
-    ("argv", "slow"), [(["--version"], {"argparse"}), (["--help"], {"argparse"}), (["log", "-h"], set())]
+    ("argv", "slow"),
+    [(["--version"], {"argparse"}), (["--help"], {"argparse"}), (["log", "-h"], set())],
 )
 def test_version_and_help_come_at_once(argv, slow, tmp_path):
     """Without argparse they take no longer than ``python -c "import argparse"``; that of a command hardly does."""
@@ -148,7 +180,11 @@ print(*sorted(set(sys.modules) - before))
 """
 
     done = subprocess.run(
-        [sys.executable, "-I", "-c", program, *argv], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-I", "-c", program, *argv],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
     assert done.returncode == 0, done.stderr

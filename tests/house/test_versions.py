@@ -15,16 +15,27 @@ def test_package_changelog_and_suite_say_one_version() -> None:
         tomllib.loads((ROOT / path).read_text("utf-8"))["project"]
         for path in ("pyproject.toml", "conformance/pyproject.toml")
     )
-    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    headings = re.findall(
+        r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
+    )
 
-    assert project["version"] == ckptfmt.__version__ == ckptfmt_conformance.__version__ == suite["version"]
-    assert project["optional-dependencies"]["conformance"] == [f"{suite['name']}=={suite['version']}"]
+    assert (
+        project["version"]
+        == ckptfmt.__version__
+        == ckptfmt_conformance.__version__
+        == suite["version"]
+    )
+    assert project["optional-dependencies"]["conformance"] == [
+        f"{suite['name']}=={suite['version']}"
+    ]
     assert headings[:2] == ["Unreleased", ckptfmt.__version__]
 
 
 def test_specification_schemas_and_code_say_one_version_of_the_format() -> None:
     changes = re.findall(r"^## (\S+)", (ROOT / "spec/CHANGES.md").read_text("utf-8"), re.MULTILINE)
-    definition = json.loads((ROOT / "spec/schema/defs.schema.json").read_text("utf-8"))["$defs"]["format_version"]
+    definition = json.loads((ROOT / "spec/schema/defs.schema.json").read_text("utf-8"))["$defs"][
+        "format_version"
+    ]
     title = (ROOT / "spec/00-overview.md").read_text("utf-8").partition("\n")[0]
 
     assert changes[0] == limits.FORMAT_VERSION

@@ -19,7 +19,8 @@ SCHEMAS = {path.name: path.read_bytes() for path in (ROOT / "spec" / "schema").g
 LICENCE = (ROOT / "LICENSE").read_bytes()
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
 
-# What the installed package is asked, far from the checkout: where it lies, what came along, which schemas it finds.
+# What the installed package is asked, far from the checkout: where it lies, what came along, which
+# schemas it finds.
 QUESTION = """
 import importlib.util, json, sys
 import ckptfmt
@@ -72,7 +73,11 @@ def required_by(wheel):
 def test_the_wheel_carries_the_schemas_of_the_spec_and_nothing_else_of_the_checkout(wheel):
     with zipfile.ZipFile(wheel) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
-    carried = {name.removeprefix("ckptfmt/_schema/"): file for name, file in files.items() if "/_schema/" in name}
+    carried = {
+        name.removeprefix("ckptfmt/_schema/"): file
+        for name, file in files.items()
+        if "/_schema/" in name
+    }
 
     assert SCHEMAS
     assert carried == SCHEMAS
@@ -97,7 +102,9 @@ def test_wheel_and_source_have_the_licence_and_no_caches(built, name):
         assert licence
         assert licence.read() == LICENCE
 
-    assert not [name for name in names if re.search(r"__pycache__|\.pyc$|/\.(?!gitignore$)|_cache/", name)]
+    assert not [
+        name for name in names if re.search(r"__pycache__|\.pyc$|/\.(?!gitignore$)|_cache/", name)
+    ]
 
 
 def test_readme_of_the_source_distribution_leads_to_files_of_it(built):
@@ -115,12 +122,17 @@ def test_the_text_for_a_package_index_has_no_link_into_the_checkout(built, name)
 
     assert not re.search(r"\]\((?!https?://)", text)
     if name == "ckptfmt":
-        assert "- Files are plain: JSON, msgpack and safetensors, with a specification (`spec/00-overview.md`)." in text
+        assert (
+            "- Files are plain: JSON, msgpack and safetensors, with a specification"
+            " (`spec/00-overview.md`)."
+        ) in text
         assert 'pip install "ckptfmt[torch]"' in text
 
 
 def test_the_wheel_works_in_an_environment_without_torch_and_without_the_suite(alone, tmp_path):
-    answer = json.loads(run(alone.python, "-c", QUESTION, json.dumps(sorted(SCHEMAS)), cwd=tmp_path))
+    answer = json.loads(
+        run(alone.python, "-c", QUESTION, json.dumps(sorted(SCHEMAS)), cwd=tmp_path)
+    )
 
     assert answer["file"].startswith(str(alone.bin.parent))
     assert answer["found"] == []
@@ -146,10 +158,22 @@ def test_without_the_suite_the_commands_that_need_it_name_what_to_install(alone,
 def test_the_extra_brings_the_suite_and_its_cases_run(built, tmp_path):
     environment = Environment(tmp_path, required_by(built["ckptfmt"][1]))
     environment.install("--find-links", built["ckptfmt"][1].parent, "ckptfmt[conformance]")
-    arguments = ["run", "--adapter", "reference", "--filter", "manifest/valid/*", "--filter", "trees/invalid/a*"]
+    arguments = [
+        "run",
+        "--adapter",
+        "reference",
+        "--filter",
+        "manifest/valid/*",
+        "--filter",
+        "trees/invalid/a*",
+    ]
 
-    assert re.search(r"\d PASS in ", run(environment.bin / "ckptfmt", "conformance", *arguments, cwd=tmp_path))
-    assert re.search(r"\d PASS in ", run(environment.bin / "ckptfmt-conformance", *arguments, cwd=tmp_path))
+    assert re.search(
+        r"\d PASS in ", run(environment.bin / "ckptfmt", "conformance", *arguments, cwd=tmp_path)
+    )
+    assert re.search(
+        r"\d PASS in ", run(environment.bin / "ckptfmt-conformance", *arguments, cwd=tmp_path)
+    )
 
 
 def test_the_suite_needs_no_ckptfmt_and_says_so_of_the_reference(built, tmp_path):
@@ -158,5 +182,7 @@ def test_the_suite_needs_no_ckptfmt_and_says_so_of_the_reference(built, tmp_path
     program = environment.bin / "ckptfmt-conformance"
 
     assert "manifest/valid/" in run(program, "list", "--filter", "manifest/*", cwd=tmp_path)
-    said = run(program, "run", "--adapter", "reference", "--filter", "manifest/*", cwd=tmp_path, code=2)
+    said = run(
+        program, "run", "--adapter", "reference", "--filter", "manifest/*", cwd=tmp_path, code=2
+    )
     assert 'pip install "ckptfmt[conformance]"' in said

@@ -35,7 +35,9 @@ def merge_tensors(parts: Sequence[Part], block_nbytes: int) -> tuple[IndexTensor
     for tensor in tensors:
         rows = (len(tensor.sharding), len(tensor.global_shape))
         begin = np.array([box.begin for box, _ in tensor.sharding], dtype=np.int64).reshape(rows)
-        box_shape = np.array([box.shape for box, _ in tensor.sharding], dtype=np.int64).reshape(rows)
+        box_shape = np.array([box.shape for box, _ in tensor.sharding], dtype=np.int64).reshape(
+            rows
+        )
         check_tiling(tensor.global_shape, begin, box_shape, where=_title(tensor.key))
     return tensors
 
@@ -62,7 +64,9 @@ def _check_alike(key: TensorKey, holders: list[tuple[int, RowTensor]]) -> None:
                 )
 
 
-def _merge_tensor(key: TensorKey, holders: list[tuple[int, RowTensor]], block_nbytes: int) -> IndexTensor:
+def _merge_tensor(
+    key: TensorKey, holders: list[tuple[int, RowTensor]], block_nbytes: int
+) -> IndexTensor:
     _, first = holders[0]
     pieces: dict[Box, _Holders] = defaultdict(list)
     for writer, tensor in holders:
@@ -83,8 +87,12 @@ def _merge_tensor(key: TensorKey, holders: list[tuple[int, RowTensor]], block_nb
         dtype=first.dtype,
         global_shape=first.global_shape,
         storage=first.storage,
-        aliases=tuple(sorted({alias for _, tensor in holders for alias in tensor.aliases}, key=str.encode)),
-        sharding=Sharding.of([(box, _merge_piece(key, pieces[box], block_nbytes)) for box in sorted(pieces)]),
+        aliases=tuple(
+            sorted({alias for _, tensor in holders for alias in tensor.aliases}, key=str.encode)
+        ),
+        sharding=Sharding.of(
+            [(box, _merge_piece(key, pieces[box], block_nbytes)) for box in sorted(pieces)]
+        ),
     )
 
 
@@ -96,7 +104,11 @@ def _merge_piece(key: TensorKey, holders: _Holders, block_nbytes: int) -> int:
         silent = next(writer for writer, held in holders if not held.digests)
         raise err(
             Code.REPLICA_DIVERGED,
-            f"writer {silent} gives no digest of what it holds, and not every holder says that it is a replica",
+            (
+                f"writer {silent} gives no digest of what it holds, and not every holder says"
+                " that it"
+                " is a replica"
+            ),
             where=_title(key),
             requirement="REQ-CMT-012",
         )
@@ -107,20 +119,27 @@ def _merge_piece(key: TensorKey, holders: _Holders, block_nbytes: int) -> int:
             return writer
     raise err(
         Code.HELD_NOT_WRITTEN,
-        f"writers {', '.join(str(writer) for writer, _ in holders[:8])} hold {holders[0][1].box}; none wrote it",
+        (
+            f"writers {', '.join(str(writer) for writer, _ in holders[:8])} hold"
+            f" {holders[0][1].box};"
+            " none wrote it"
+        ),
         where=_title(key),
         requirement="REQ-CMT-013",
     )
 
 
-def _check_same_digests(key: TensorKey, one: tuple[int, RowBox], other: tuple[int, RowBox], block_nbytes: int) -> None:
+def _check_same_digests(
+    key: TensorKey, one: tuple[int, RowBox], other: tuple[int, RowBox], block_nbytes: int
+) -> None:
     if one[1].digests == other[1].digests:
         return
     pairs = itertools.zip_longest(_split(one[1].digests), _split(other[1].digests))
     block = next(number for number, (a, b) in enumerate(pairs) if a != b)
     raise err(
         Code.REPLICA_DIVERGED,
-        f"block {block} (from byte {block * block_nbytes}) of {one[1].box} differs between writers {one[0]} and"
+        f"block {block} (from byte {block * block_nbytes}) of {one[1].box} differs between"
+        f" writers {one[0]} and"
         f" {other[0]}",
         where=_title(key),
         requirement="REQ-CMT-012",
@@ -128,7 +147,9 @@ def _check_same_digests(key: TensorKey, one: tuple[int, RowBox], other: tuple[in
 
 
 def _split(digests: bytes) -> list[bytes]:
-    return [digests[begin : begin + DIGEST_NBYTES] for begin in range(0, len(digests), DIGEST_NBYTES)]
+    return [
+        digests[begin : begin + DIGEST_NBYTES] for begin in range(0, len(digests), DIGEST_NBYTES)
+    ]
 
 
 def _title(key: TensorKey) -> str:

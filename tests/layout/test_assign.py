@@ -27,7 +27,9 @@ def test_each_key_is_written_once_by_a_holder_whatever_the_order(held, shuffler)
     written = assign_writers(held)
     keys = [key for of_writer in written for key in of_writer]
     assert sorted(keys) == sorted({key for of_writer in held for key, _ in of_writer})
-    assert all(keys <= {key for key, _ in of_writer} for keys, of_writer in zip(written, held, strict=True))
+    assert all(
+        keys <= {key for key, _ in of_writer} for keys, of_writer in zip(written, held, strict=True)
+    )
     shuffled = [shuffler.sample(of_writer, len(of_writer)) for of_writer in held]
     assert assign_writers(shuffled) == written
 

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.read.comparison import Change, Distance, measure
 
-FLOATS = [name for name in DTYPES if name.startswith(("float", "bfloat")) and name != "float4_e2m1fn_x2"]
+FLOATS = [
+    name for name in DTYPES if name.startswith(("float", "bfloat")) and name != "float4_e2m1fn_x2"
+]
 INTEGERS = [name for name in DTYPES if name.startswith(("int", "uint"))]
 
 
@@ -34,7 +36,9 @@ def ladder(name):
     width = 8 * DTYPES[name].nbytes
     words = np.arange(1 << width, dtype=f"<u{width // 8}")
     values = words.view(numpy_of(name)).astype(np.float64)
-    order = [word for word in np.argsort(values, kind="stable").tolist() if not math.isnan(values[word])]
+    order = [
+        word for word in np.argsort(values, kind="stable").tolist() if not math.isnan(values[word])
+    ]
     steps, step = {}, 0
     for before, word in zip([None, *order], order, strict=False):
         step += before is not None and values[before] != values[word]
@@ -47,7 +51,9 @@ def test_steps_are_those_on_the_ladder_of_all_floats(name):
     steps = ladder(name)
     words = np.array(sorted(steps), np.uint8)
     rng = np.random.default_rng(0)
-    for one, other in zip(rng.choice(words, 300).tolist(), rng.choice(words, 300).tolist(), strict=True):
+    for one, other in zip(
+        rng.choice(words, 300).tolist(), rng.choice(words, 300).tolist(), strict=True
+    ):
         found = measure(memoryview(bytes([one])), memoryview(bytes([other])), name)
         expected = abs(steps[one] - steps[other]) if one != other else None
         assert found.max_ulps == expected, (one, other)
@@ -58,20 +64,36 @@ def test_every_number_against_exact_arithmetic(name, data):
     nbytes = DTYPES[name].nbytes
     count = data.draw(st.integers(0, 5))
     one = data.draw(st.binary(min_size=count * nbytes, max_size=count * nbytes))
-    other = data.draw(st.one_of(st.just(one), st.binary(min_size=count * nbytes, max_size=count * nbytes)))
+    other = data.draw(
+        st.one_of(st.just(one), st.binary(min_size=count * nbytes, max_size=count * nbytes))
+    )
     found = measure(memoryview(one), memoryview(other), name)
 
-    rows = [[content[at : at + nbytes] for at in range(0, len(content), nbytes)] for content in (one, other)]
+    rows = [
+        [content[at : at + nbytes] for at in range(0, len(content), nbytes)]
+        for content in (one, other)
+    ]
     changed = [at for at in range(count) if rows[0][at] != rows[1][at]]
     assert (found.element_count, found.changed_count) == (count, len(changed))
     assert len(found.largest) == min(3, len(changed))
     assert {one.index[0] for one in found.largest} <= set(changed)
-    assert [one.gap for one in found.largest] == sorted((one.gap for one in found.largest), reverse=True)
+    assert [one.gap for one in found.largest] == sorted(
+        (one.gap for one in found.largest), reverse=True
+    )
     if name in INTEGERS:
-        pairs = [tuple(int.from_bytes(row[at], "little", signed=name[0] == "i") for row in rows) for at in changed]
-        assert (found.max_abs, found.max_ulps) == (max((abs(a - b) for a, b in pairs), default=None), None)
+        pairs = [
+            tuple(int.from_bytes(row[at], "little", signed=name[0] == "i") for row in rows)
+            for at in changed
+        ]
+        assert (found.max_abs, found.max_ulps) == (
+            max((abs(a - b) for a, b in pairs), default=None),
+            None,
+        )
         return
-    pairs = [tuple(values[at] for values in (values_of(name, one), values_of(name, other))) for at in changed]
+    pairs = [
+        tuple(values[at] for values in (values_of(name, one), values_of(name, other)))
+        for at in changed
+    ]
     numbers = [(a, b) for a, b in pairs if not (math.isnan(a) or math.isnan(b))]
     assert found.nan_count == len(pairs) - len(numbers)
     gaps = [math.inf if math.isinf(a) or math.isinf(b) else abs(a - b) for a, b in numbers]
@@ -109,14 +131,22 @@ def test_both_zeros_are_one_number():
     found = measure(one, other, "float32")
     largest = (Change(index=(0,), values=(0.0, -0.0), gap=0.0),)
     assert found == Distance(
-        element_count=1, changed_count=1, max_abs=0.0, max_ulps=0, ulp_counts=(1,), max_rel=0.0, largest=largest
+        element_count=1,
+        changed_count=1,
+        max_abs=0.0,
+        max_ulps=0,
+        ulp_counts=(1,),
+        max_rel=0.0,
+        largest=largest,
     )
     assert found.median_ulps == 0
 
 
 def test_steps_are_counted_by_their_digits():
     one = np.ones(9, np.float32)
-    other = (one.view(np.uint32) + np.array([0, 1, 1, 1, 2, 3, 4, 7, 1 << 20], np.uint32)).view(np.float32)
+    other = (one.view(np.uint32) + np.array([0, 1, 1, 1, 2, 3, 4, 7, 1 << 20], np.uint32)).view(
+        np.float32
+    )
     found = measure(one.data.cast("B"), other.data.cast("B"), "float32")
     assert found.ulp_counts == (0, 3, 2, 2, *([0] * 17), 1)
     assert (found.median_ulps, found.max_ulps) == (3, 1 << 20)
@@ -126,11 +156,21 @@ def test_steps_are_counted_by_their_digits():
 
 @pytest.mark.parametrize("name", ["complex64", "complex128"])
 def test_a_complex_element_counts_once(name):
-    one, other = np.array([1 + 1j, 2 + 2j, 3], name), np.array([2 + 4j, 2 + 2j, complex(3, np.nan)], name)
+    one, other = (
+        np.array([1 + 1j, 2 + 2j, 3], name),
+        np.array([2 + 4j, 2 + 2j, complex(3, np.nan)], name),
+    )
     found = measure(one.data.cast("B"), other.data.cast("B"), name)
-    assert (found.element_count, found.changed_count, found.nan_count, found.max_abs) == (3, 2, 1, 3.0)
+    assert (found.element_count, found.changed_count, found.nan_count, found.max_abs) == (
+        3,
+        2,
+        1,
+        3.0,
+    )
     found = measure(one[2:].data.cast("B"), other[2:].data.cast("B"), name)
-    assert dataclasses.replace(found, largest=()) == Distance(element_count=1, changed_count=1, nan_count=1)
+    assert dataclasses.replace(found, largest=()) == Distance(
+        element_count=1, changed_count=1, nan_count=1
+    )
     assert [change.gap for change in found.largest] == [math.inf]
 
 

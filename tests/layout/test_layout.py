@@ -39,7 +39,9 @@ def gather(global_shape, pieces):
     """The local array that the pieces describe, of a tensor whose elements are their own C-order numbers."""
     whole = np.arange(math.prod(global_shape)).reshape(global_shape)
     ends = [piece.local_box.end for piece in pieces]
-    local = np.full([max(end) for end in zip(*ends, strict=True)] if pieces and global_shape else (), -1)
+    local = np.full(
+        [max(end) for end in zip(*ends, strict=True)] if pieces and global_shape else (), -1
+    )
     if not pieces:
         return np.zeros(0, int)
     for piece in pieces:
@@ -55,7 +57,9 @@ def layouts(draw):
     mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     dims = st.integers(0, len(global_shape) - 1)
     placement = st.one_of(
-        st.just(Replicate()), st.builds(Shard, dims), st.builds(StridedShard, dims, split_factor=st.integers(1, 4))
+        st.just(Replicate()),
+        st.builds(Shard, dims),
+        st.builds(StridedShard, dims, split_factor=st.integers(1, 4)),
     )
     return global_shape, mesh_shape, tuple(draw(placement) for _ in mesh_shape)
 
@@ -70,7 +74,8 @@ def test_the_pieces_of_all_ranks_tile_the_tensor(layout, fsdp2):
         for piece in boxes_of(global_shape, mesh_shape, coordinate, placements, fsdp2=fsdp2)
     ]
     rows = [
-        np.array([getattr(b, a) for b in boxes], np.int64).reshape(-1, len(global_shape)) for a in ("begin", "shape")
+        np.array([getattr(b, a) for b in boxes], np.int64).reshape(-1, len(global_shape))
+        for a in ("begin", "shape")
     ]
     check_tiling(global_shape, *rows, where="w")
 
@@ -92,10 +97,13 @@ def test_ranks_of_one_replica_group_hold_the_same(layout):
     holders: dict[object, list[int]] = {}
     for coordinate in coordinates(mesh_shape):
         key = tuple(
-            -1 if isinstance(placement, Replicate) else at for at, placement in zip(coordinate, placements, strict=True)
+            -1 if isinstance(placement, Replicate) else at
+            for at, placement in zip(coordinate, placements, strict=True)
         )
         pieces = boxes_of(global_shape, mesh_shape, coordinate, placements)
-        holders.setdefault((key, pieces), []).append(replica_index(mesh_shape, coordinate, placements))
+        holders.setdefault((key, pieces), []).append(
+            replica_index(mesh_shape, coordinate, placements)
+        )
     sizes = {len(indices) for indices in holders.values()}
     assert len(sizes) == 1
     assert all(indices == list(range(len(indices))) for indices in holders.values())
@@ -107,7 +115,10 @@ def test_a_shard_is_a_chunk_of_torch(count, ranks):
     torch = pytest.importorskip("torch")
     chunks = [chunk.tolist() for chunk in torch.arange(count).chunk(ranks)]
     chunks += [[]] * (ranks - len(chunks))
-    mine = [gather((count,), boxes_of((count,), (ranks,), (i,), (Shard(0),))).tolist() for i in range(ranks)]
+    mine = [
+        gather((count,), boxes_of((count,), (ranks,), (i,), (Shard(0),))).tolist()
+        for i in range(ranks)
+    ]
     assert mine == chunks
 
 
@@ -153,7 +164,9 @@ def test_a_local_tensor_that_no_reading_explains_is_refused():
 
 def test_a_local_tensor_that_two_readings_explain_is_refused():
     placements = (StridedShard(0, split_factor=6), Shard(0))
-    readings = [boxes_of((111,), (8, 6), (6, 3), placements, fsdp2=fsdp2)[0].box for fsdp2 in (False, True)]
+    readings = [
+        boxes_of((111,), (8, 6), (6, 3), placements, fsdp2=fsdp2)[0].box for fsdp2 in (False, True)
+    ]
     assert readings == [Box((108,), (1,)), Box((75,), (1,))]
     with pytest.raises(CkptError) as raised:
         local_boxes((111,), (8, 6), (6, 3), placements, (1,))
@@ -175,12 +188,21 @@ def test_fsdp2_cuts_plainly_what_the_shards_to_the_right_left(placements, order)
     for coordinate in coordinates(mesh_shape):
         turned = [tuple(values[i] for i in order) for values in (mesh_shape, coordinate, plain)]
         for shape in ((16, 31), (23, 16)):
-            assert boxes_of(shape, mesh_shape, coordinate, placements, fsdp2=True) == boxes_of(shape, *turned)
+            assert boxes_of(shape, mesh_shape, coordinate, placements, fsdp2=True) == boxes_of(
+                shape, *turned
+            )
 
 
 def cases():
     """Shapes, meshes and placements for real DTensors: even, uneven and empty, nested and strided."""
-    one = [Replicate(), Shard(0), Shard(1), StridedShard(0, 2), StridedShard(1, 3), StridedShard(0, 5)]
+    one = [
+        Replicate(),
+        Shard(0),
+        Shard(1),
+        StridedShard(0, 2),
+        StridedShard(1, 3),
+        StridedShard(0, 5),
+    ]
     for shape in ((8, 6), (7, 5), (3, 1), (13, 2)):
         for placement in one:
             yield shape, (8,), (placement,)
@@ -200,7 +222,9 @@ def fake_rank():
     def become(rank, world_size):
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        torch.distributed.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        torch.distributed.init_process_group(
+            "fake", rank=rank, world_size=world_size, store=FakeStore()
+        )
 
     yield become
     if torch.distributed.is_initialized():
@@ -223,12 +247,15 @@ def test_pieces_are_the_local_tensors_of_dtensor(fake_rank):
     for rank in range(8):
         fake_rank(rank, 8)
         meshes = {
-            shape: torch.distributed.init_device_mesh("cpu", shape) for shape in ((8,), (2, 4), (4, 2), (2, 2, 2))
+            shape: torch.distributed.init_device_mesh("cpu", shape)
+            for shape in ((8,), (2, 4), (4, 2), (2, 2, 2))
         }
         for shape, mesh_shape, placements in cases():
             full = torch.arange(math.prod(shape)).reshape(shape)
             mesh = meshes[mesh_shape]
-            there = distribute_tensor(full, mesh, [as_torch(p) for p in placements], src_data_rank=None).to_local()
+            there = distribute_tensor(
+                full, mesh, [as_torch(p) for p in placements], src_data_rank=None
+            ).to_local()
             pieces = boxes_of(shape, mesh_shape, tuple(mesh.get_coordinate()), placements)
             case = (shape, mesh_shape, mesh.get_coordinate(), placements)
             assert gather(shape, pieces).flatten().tolist() == there.flatten().tolist(), case

@@ -28,7 +28,9 @@ def held(box, content=None, *, written=True, replica=False, block_nbytes=4096):
     """Return a piece as a part has it; without `content` it has no digests."""
     digests = b"" if content is None else block_digests(memoryview(content), block_nbytes)
     extents = (
-        (RowExtent(block_begin=0, block_count=len(digests) // 32, file=0, byte_begin=64, key="w"),) if written else ()
+        (RowExtent(block_begin=0, block_count=len(digests) // 32, file=0, byte_begin=64, key="w"),)
+        if written
+        else ()
     )
     return RowBox(box=box, replica=replica, digests=digests, extents=extents)
 
@@ -61,7 +63,9 @@ def merged(*parts, **members):
             "streams": (),
         }
         whole = Part(**{**own, "leaves": (), "absent": {}, **given_members})
-        entries.append(PartFileEntry(part=whole, digest=digest_bytes(bytes([writer])), nbytes=100 + writer))
+        entries.append(
+            PartFileEntry(part=whole, digest=digest_bytes(bytes([writer])), nbytes=100 + writer)
+        )
     return merge_parts(entries)
 
 
@@ -88,7 +92,10 @@ def test_the_clock_is_that_of_part_0():
 
 def test_the_index_depends_on_nothing_but_the_parts():
     """REQ-IDX-005: the same bytes from any merge, and its own parser takes them."""
-    parts = [(tensor(held(HALVES[writer], b"ab")), tensor(held(WHOLE, A), name="a")) for writer in range(2)]
+    parts = [
+        (tensor(held(HALVES[writer], b"ab")), tensor(held(WHOLE, A), name="a"))
+        for writer in range(2)
+    ]
     contents = {merged(*parts).dump() for _ in range(3)}
     assert len(contents) == 1
     content, digest = contents.pop()
@@ -109,7 +116,11 @@ REFUSED = {
         ["'w'", "0 and 1"],
     ),
     "94 the third replica differs": (
-        [(tensor(held(WHOLE, A)),), (tensor(held(WHOLE, A, written=False)),), (tensor(held(WHOLE, B, written=False)),)],
+        [
+            (tensor(held(WHOLE, A)),),
+            (tensor(held(WHOLE, A, written=False)),),
+            (tensor(held(WHOLE, B, written=False)),),
+        ],
         Code.REPLICA_DIVERGED,
         "REQ-CMT-012",
         ["0 and 2"],
@@ -145,7 +156,12 @@ REFUSED = {
         ["(0,)"],
     ),
     "90 a gap": ([(tensor(held(HALVES[0], b"ab")),)], Code.TILING_GAP, "REQ-IDX-004", ["(2,)"]),
-    "91 nobody holds anything": ([(tensor(),), (tensor(),)], Code.TILING_GAP, "REQ-IDX-004", ["(0,)"]),
+    "91 nobody holds anything": (
+        [(tensor(),), (tensor(),)],
+        Code.TILING_GAP,
+        "REQ-IDX-004",
+        ["(0,)"],
+    ),
     "91 only an empty box is held": (
         [(tensor(held(Box((0,), (0,)), b"")),)],
         Code.TILING_GAP,
@@ -171,7 +187,11 @@ REFUSED = {
         ["(4,) on writer 0", "(5,) on writer 1"],
     ),
     "another storage": (
-        [(tensor(held(HALVES[0], b"ab")),), (), (tensor(held(HALVES[1], b"cd"), storage="non-persistent"),)],
+        [
+            (tensor(held(HALVES[0], b"ab")),),
+            (),
+            (tensor(held(HALVES[1], b"cd"), storage="non-persistent"),),
+        ],
         Code.TENSOR_DIVERGED,
         "REQ-CMT-011",
         ["writer 0", "writer 2"],
@@ -212,7 +232,12 @@ REFUSED = {
         "REQ-CMT-014",
         [],
     ),
-    "95 a writer twice": ([{"writer": 0}, {"writer": 0}], Code.WRITERS_DIVERGED, "REQ-CMT-010", ["writer"]),
+    "95 a writer twice": (
+        [{"writer": 0}, {"writer": 0}],
+        Code.WRITERS_DIVERGED,
+        "REQ-CMT-010",
+        ["writer"],
+    ),
     "33 a part of another step": (
         [{}, {"origin": origin(writer_count=2, step=9)}],
         Code.WRITERS_DIVERGED,
@@ -310,29 +335,40 @@ def test_tensors_without_elements():
 
 def test_scalars():
     """REQ-IDX-004."""
-    assert tuple(merged((tensor(held(Box((), ()), b"a"), global_shape=()),)).tensors[0].sharding) == ((Box((), ()), 0),)
+    assert tuple(
+        merged((tensor(held(Box((), ()), b"a"), global_shape=()),)).tensors[0].sharding
+    ) == ((Box((), ()), 0),)
     assert code_of(lambda: merged((tensor(global_shape=()),))) == Code.TILING_GAP
 
 
 def test_aliases_are_those_that_any_part_gives():
     """REQ-CMT-011."""
     index = merged(
-        (tensor(held(HALVES[0], b"ab"), aliases=("b", "é")),), (tensor(held(HALVES[1], b"cd"), aliases=("a", "b")),)
+        (tensor(held(HALVES[0], b"ab"), aliases=("b", "é")),),
+        (tensor(held(HALVES[1], b"cd"), aliases=("a", "b")),),
     )
     assert index.tensors[0].aliases == ("a", "b", "é")
 
 
 def test_scopes_keep_tensors_apart():
     """REQ-IDX-006: each worker has its own."""
-    index = merged(*((tensor(held(WHOLE, content), scope=f"lw/{n}"),) for n, content in enumerate((A, B))))
-    assert [(item.scope, item.sharding[0][1]) for item in index.tensors] == [("lw/0", 0), ("lw/1", 1)]
+    index = merged(
+        *((tensor(held(WHOLE, content), scope=f"lw/{n}"),) for n, content in enumerate((A, B)))
+    )
+    assert [(item.scope, item.sharding[0][1]) for item in index.tensors] == [
+        ("lw/0", 0),
+        ("lw/1", 1),
+    ]
 
 
 def test_leaves_and_streams_name_the_lowest_writer():
     """REQ-CMT-014."""
     parts: list[dict[str, object]] = [{}, {}, {}]
     for writer in (1, 2):
-        parts[writer] = {"leaves": (leaf("config", 1),), "streams": (stream("s", 1, scope="global"),)}
+        parts[writer] = {
+            "leaves": (leaf("config", 1),),
+            "streams": (stream("s", 1, scope="global"),),
+        }
     index = merged(*parts)
     assert [item.part for item in (*index.leaves, *index.streams)] == [1, 1]
 
@@ -355,14 +391,21 @@ def test_summaries_count():
     """REQ-MAN-006."""
     index = merged(
         {
-            "tensors": (tensor(held(WHOLE, A)), tensor(held(WHOLE, A * 4), name="x", dtype="int32", field="data")),
+            "tensors": (
+                tensor(held(WHOLE, A)),
+                tensor(held(WHOLE, A * 4), name="x", dtype="int32", field="data"),
+            ),
             "leaves": (leaf("data", 1), leaf("data", 1, name="b")),
             "streams": (stream("s", 1),),
         }
     )
     summaries = summarise(index)
     assert (summaries["weights"].tensor_count, summaries["weights"].nbytes) == (1, 4)
-    assert (summaries["data"].tensor_count, summaries["data"].nbytes, summaries["data"].leaf_count) == (1, 16, 2)
+    assert (
+        summaries["data"].tensor_count,
+        summaries["data"].nbytes,
+        summaries["data"].leaf_count,
+    ) == (1, 16, 2)
     assert [summaries[field].stream_count for field in ("rng", "data")] == [1, 0]
 
 
@@ -387,7 +430,11 @@ def cut(shape, rng):
     return boxes
 
 
-@given(st.lists(st.integers(1, 5), max_size=3).map(tuple), st.randoms(use_true_random=False), st.integers(1, 4))
+@given(
+    st.lists(st.integers(1, 5), max_size=3).map(tuple),
+    st.randoms(use_true_random=False),
+    st.integers(1, 4),
+)
 def test_random_tilings_and_replicas_against_an_oracle(shape, rng, writers):
     """REQ-CMT-012, REQ-CMT-013, REQ-CMT-015, REQ-CMT-016."""
     array = np.arange(np.prod(shape, dtype=int), dtype=np.int8).reshape(shape)
@@ -402,7 +449,9 @@ def test_random_tilings_and_replicas_against_an_oracle(shape, rng, writers):
             parts[holder].append(held(box, content, written=holder in wrote))
         lowest[box] = min(wrote, default=None)
     dropped = rng.random() < 0.3 and boxes[0]
-    given_parts = [(tensor(*(b for b in part if b.box != dropped), global_shape=shape),) for part in parts]
+    given_parts = [
+        (tensor(*(b for b in part if b.box != dropped), global_shape=shape),) for part in parts
+    ]
     try:
         index = merged(*given_parts)
     except CkptError as error:
@@ -435,7 +484,9 @@ def attempts(draw):
                 own = content if rng.random() < 0.97 else content[::-1]
                 digested = rng.random() < 0.8 or not replica
                 written = rng.random() < 0.7
-                found = held(box, own if digested or written else None, written=written, replica=replica)
+                found = held(
+                    box, own if digested or written else None, written=written, replica=replica
+                )
                 held_boxes[holder] += [found] * (1 + (rng.random() < 0.02))
         wrong = rng.choice(["", "", "", "drop", "shift", "empty"])
         some = next((one for one in held_boxes if one), None)
@@ -443,15 +494,22 @@ def attempts(draw):
             some.pop()
         if wrong == "shift" and some and shape:
             box = some[-1].box
-            some[-1] = held(Box(tuple(b // 2 for b in box.begin), box.shape), bytes(box.element_count))
+            some[-1] = held(
+                Box(tuple(b // 2 for b in box.begin), box.shape), bytes(box.element_count)
+            )
         if wrong == "empty":
             held_boxes[0].append(held(Box((0,) * len(shape), (0,) * len(shape)), b""))
         for writer in range(writers):
             rng.shuffle(held_boxes[writer])
             if held_boxes[writer] or rng.random() < 0.5:
                 dtype = "int8" if rng.random() < 0.98 else "uint8"
-                members = {"dtype": dtype, "aliases": rng.choice([(), ("x",), ("x", "y")]) if name == "w" else ()}
-                parts[writer].append(tensor(*held_boxes[writer], name=name, global_shape=shape, **members))
+                members = {
+                    "dtype": dtype,
+                    "aliases": rng.choice([(), ("x",), ("x", "y")]) if name == "w" else (),
+                }
+                parts[writer].append(
+                    tensor(*held_boxes[writer], name=name, global_shape=shape, **members)
+                )
     for own in parts:
         rng.shuffle(own)
     return [tuple(own) for own in parts]
@@ -471,7 +529,14 @@ def test_the_merge_by_columns_is_the_merge_by_objects(parts):
     made = origin(writer_count=len(parts))
     whole = [
         Part(
-            origin=made, writer=i, saved_unix_s=0, files=(), holdings=holdings_of(own), streams=(), leaves=(), absent={}
+            origin=made,
+            writer=i,
+            saved_unix_s=0,
+            files=(),
+            holdings=holdings_of(own),
+            streams=(),
+            leaves=(),
+            absent={},
         )
         for i, own in enumerate(parts)
     ]
@@ -485,10 +550,15 @@ def test_a_sharding_is_a_grid_where_it_can_be():
     quarters = [Box((a, b), (2, 3)) for a in (0, 2) for b in (0, 3)]
     halves = [Box((0, 0), (2, 6)), Box((2, 0), (2, 3)), Box((2, 3), (2, 3))]
     for boxes, grid in ((quarters, [[2, 2], [3, 3]]), (halves, None)):
-        parts = [(tensor(held(box, bytes(box.element_count)), global_shape=(4, 6)),) for box in boxes[::-1]]
+        parts = [
+            (tensor(held(box, bytes(box.element_count)), global_shape=(4, 6)),)
+            for box in boxes[::-1]
+        ]
         sharding = merged(*parts).tensors[0].sharding
         assert [box for box, _ in sharding] == boxes
-        assert (None if sharding.extents is None else [axis.tolist() for axis in sharding.extents]) == grid
+        assert (
+            None if sharding.extents is None else [axis.tolist() for axis in sharding.extents]
+        ) == grid
 
 
 def test_the_order_of_tensors_in_parts_does_not_matter():
@@ -496,7 +566,8 @@ def test_the_order_of_tensors_in_parts_does_not_matter():
     names = ["b", "a", "é", "", "A", "\U0001f600", "\uffee"]
     tensors = [tensor(held(WHOLE, A), name=name) for name in names]
     contents = {
-        merged(tuple(order)).dump()[0] for order in itertools.islice(itertools.permutations(tensors), 0, 5000, 251)
+        merged(tuple(order)).dump()[0]
+        for order in itertools.islice(itertools.permutations(tensors), 0, 5000, 251)
     }
     assert len(contents) == 1
     index = Index.parse(contents.pop(), where="x")
@@ -510,5 +581,7 @@ def test_equal_shardings_are_stored_once():
     small = merged(tuple(tensor(held(WHOLE, A), name=name) for name in names))
     content, _ = small.dump()
     assert len(content) < 300 * 30 + 1000
-    replaced = dataclasses.replace(small, tensors=tuple(dataclasses.replace(t, dtype="uint8") for t in small.tensors))
+    replaced = dataclasses.replace(
+        small, tensors=tuple(dataclasses.replace(t, dtype="uint8") for t in small.tensors)
+    )
     assert Index.parse(replaced.dump()[0], where="x") == replaced

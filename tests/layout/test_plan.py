@@ -29,14 +29,18 @@ def boxes_in(shape):
         return pairs.map(lambda pair: (pair[0], min(pair[1], extent - pair[0])))
 
     spans = [span(extent) for extent in shape]
-    return st.tuples(*spans).map(lambda pairs: Box(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)))
+    return st.tuples(*spans).map(
+        lambda pairs: Box(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs))
+    )
 
 
 SHAPES = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 
 
 @given(
-    SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), st.lists(boxes_in(shape), min_size=1, max_size=3))),
+    SHAPES.flatmap(
+        lambda shape: st.tuples(st.just(shape), st.lists(boxes_in(shape), min_size=1, max_size=3))
+    ),
     st.sampled_from([1, 2, 4, 8, 16]),
     st.sampled_from([1, 2, 3, 5, 16, 64, 4096]),
 )
@@ -45,27 +49,37 @@ def test_blocks_are_those_with_a_wanted_element_and_no_others(pair, element_nbyt
     shape, wanted = pair
     base = tuple(3 * axis for axis in range(len(shape)))
     stored = Box(base, shape)
-    moved = [Box(tuple(a + b for a, b in zip(base, box.begin, strict=True)), box.shape) for box in wanted]
+    moved = [
+        Box(tuple(a + b for a, b in zip(base, box.begin, strict=True)), box.shape) for box in wanted
+    ]
     count = int(np.prod(shape, dtype=int))
     needed = set()
     for box in wanted:
         numbers = np.arange(count).reshape(shape)[box.relative_to(Box.whole(shape))].reshape(-1)
-        needed |= set(((numbers[:, None] * element_nbytes + np.arange(element_nbytes)) // block_nbytes).flat)
+        needed |= set(
+            ((numbers[:, None] * element_nbytes + np.arange(element_nbytes)) // block_nbytes).flat
+        )
     ranges = find_blocks(stored, moved, element_nbytes, block_nbytes)
     assert [block for begin, end in ranges for block in range(begin, end)] == sorted(needed)
     assert all(behind < begin for (_, behind), (begin, _) in itertools.pairwise(ranges))
 
 
-RANGES = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.integers(1, 9)), max_size=12)
+RANGES = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.integers(1, 9)), max_size=12
+)
 
 
 @given(RANGES, st.integers(1, 5), st.integers(1, 40), st.integers(0, 20))
-def test_requests_hold_every_run_once_and_keep_the_limits(drawn, block_nbytes, request_nbytes, gap_nbytes):
+def test_requests_hold_every_run_once_and_keep_the_limits(
+    drawn, block_nbytes, request_nbytes, gap_nbytes
+):
     """REQ-OPN-008: cut between blocks only; not longer than asked but for one block; no longer gap than asked."""
     ranges, ends = [], {"a": 0, "b": 0}
     for number, (path, gap, block_count) in enumerate(drawn):
         begin = ends[path] + gap * 5
-        ranges.append(BlockRange(path, begin, block_count * block_nbytes, number, number * block_nbytes))
+        ranges.append(
+            BlockRange(path, begin, block_count * block_nbytes, number, number * block_nbytes)
+        )
         ends[path] = ranges[-1].byte_end
     requests = plan_requests(
         random.Random(0).sample(ranges, len(ranges)),
@@ -79,7 +93,11 @@ def test_requests_hold_every_run_once_and_keep_the_limits(drawn, block_nbytes, r
         for r in q.ranges
         for n in range(r.nbytes)
     ]
-    expected = [(r.path, r.box, r.byte_begin + n, r.box_byte_begin + n) for r in ranges for n in range(r.nbytes)]
+    expected = [
+        (r.path, r.box, r.byte_begin + n, r.box_byte_begin + n)
+        for r in ranges
+        for n in range(r.nbytes)
+    ]
     assert sorted(found) == sorted(expected)
     for request in requests:
         first, last = request.ranges[0], request.ranges[-1]
@@ -89,8 +107,13 @@ def test_requests_hold_every_run_once_and_keep_the_limits(drawn, block_nbytes, r
             last.byte_end - first.byte_begin,
         )
         assert request.nbytes <= max(request_nbytes, block_nbytes)
-        assert all(0 <= b.byte_begin - a.byte_end <= gap_nbytes for a, b in itertools.pairwise(request.ranges))
-        assert all((r.box_byte_begin - r.box * block_nbytes) % block_nbytes == 0 for r in request.ranges)
+        assert all(
+            0 <= b.byte_begin - a.byte_end <= gap_nbytes
+            for a, b in itertools.pairwise(request.ranges)
+        )
+        assert all(
+            (r.box_byte_begin - r.box * block_nbytes) % block_nbytes == 0 for r in request.ranges
+        )
     ordered = [(request.path, request.byte_begin) for request in requests]
     assert ordered == sorted(ordered)
 
@@ -104,7 +127,11 @@ def test_neighbours_are_read_at_once():
 
 
 @given(
-    SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), *[st.integers(0, int(np.prod(shape, dtype=int)))] * 2)),
+    SHAPES.flatmap(
+        lambda shape: st.tuples(
+            st.just(shape), *[st.integers(0, int(np.prod(shape, dtype=int)))] * 2
+        )
+    ),
     st.sampled_from([1, 4]),
 )
 def test_a_range_is_cut_into_the_boxes_that_it_is(triple, element_nbytes):
@@ -146,18 +173,26 @@ def test_chunks_tile_what_is_wanted(pair, element_nbytes, chunk_nbytes):
 
 
 @given(
-    st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), max_size=4), boxes_in((n,))))
+    st.integers(1, 9).flatmap(
+        lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), max_size=4), boxes_in((n,)))
+    )
 )
 def test_boxes_read_are_what_stored_and_wanted_have_in_common(triple):
     """REQ-OPN-005."""
     extent, cuts, wanted = triple
     edges = sorted({0, *cuts, extent})
-    sharding = Sharding.of((Box((a,), (b - a,)), number) for number, (a, b) in enumerate(itertools.pairwise(edges)))
+    sharding = Sharding.of(
+        (Box((a,), (b - a,)), number) for number, (a, b) in enumerate(itertools.pairwise(edges))
+    )
     reads = tuple(iter_stored_boxes(sharding, wanted))
     assert [list(range(common.begin[0], common.end[0])) for _, _, common in reads] == [
         common
         for box, _ in sharding
-        if (common := [n for n in range(box.begin[0], box.end[0]) if wanted.begin[0] <= n < wanted.end[0]])
+        if (
+            common := [
+                n for n in range(box.begin[0], box.end[0]) if wanted.begin[0] <= n < wanted.end[0]
+            ]
+        )
     ]
     assert all(dict(sharding)[stored] == part for stored, part, _ in reads)
 
@@ -177,7 +212,9 @@ def test_a_scalar_is_one_box():
     assert cut_range(stored, 0, 8, 8) == ((0, Box((), ())),)
 
 
-@pytest.mark.parametrize(("shape", "strides"), [((), ()), ((3,), (8,)), ((2, 3), (24, 8)), ((2, 1, 3), (24, 24, 8))])
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((), ()), ((3,), (8,)), ((2, 3), (24, 8)), ((2, 1, 3), (24, 24, 8))]
+)
 def test_strides(shape, strides):
     """REQ-TEN-001."""
     assert strides_of(shape, 8) == strides

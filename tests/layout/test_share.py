@@ -37,7 +37,9 @@ def test_what_two_want_is_read_by_one_of_them(wanted, parcel_nbytes):
         # In one span of each: what is between two is another parcel.
         for process in parcel.wanters:
             assert any(
-                path == parcel.path and begin <= parcel.byte_begin and parcel.byte_begin + parcel.nbytes <= end
+                path == parcel.path
+                and begin <= parcel.byte_begin
+                and parcel.byte_begin + parcel.nbytes <= end
                 for path, begin, end in wanted[process]
             )
     assert found == {place: who for place, who in wanters.items() if len(who) > 1}
@@ -46,14 +48,20 @@ def test_what_two_want_is_read_by_one_of_them(wanted, parcel_nbytes):
 def test_the_work_is_spread():
     """Also where one of them has more to read for itself alone."""
     parcels = split_shared([[("a", 0, 800)], [("a", 0, 800)]], parcel_nbytes=100)
-    assert [sum(parcel.nbytes for parcel in parcels if parcel.reader == process) for process in (0, 1)] == [400, 400]
+    assert [
+        sum(parcel.nbytes for parcel in parcels if parcel.reader == process) for process in (0, 1)
+    ] == [400, 400]
     parcels = split_shared([[("a", 0, 800), ("b", 0, 400)], [("a", 0, 800)]], parcel_nbytes=100)
-    assert [sum(parcel.nbytes for parcel in parcels if parcel.reader == process) for process in (0, 1)] == [200, 600]
+    assert [
+        sum(parcel.nbytes for parcel in parcels if parcel.reader == process) for process in (0, 1)
+    ] == [200, 600]
 
 
 def test_what_is_small_is_left_to_everybody():
     wanted = [[("a", 0, 10), ("a", 10, 1000)]] * 2
-    assert [parcel.byte_begin for parcel in split_shared(wanted, parcel_nbytes=1000, least_nbytes=11)] == [10]
+    assert [
+        parcel.byte_begin for parcel in split_shared(wanted, parcel_nbytes=1000, least_nbytes=11)
+    ] == [10]
 
 
 @given(st.lists(spans(), min_size=1, max_size=4), st.integers(1, 7), st.integers(1, 30))

@@ -65,7 +65,9 @@ def mutated(draw):
     shape, boxes = draw(partitions())
     row = draw(st.integers(0, len(boxes) - 1))
     box = boxes[row]
-    kind = draw(st.sampled_from(["drop", "duplicate", "shift", "grow"] if shape else ["drop", "duplicate"]))
+    kind = draw(
+        st.sampled_from(["drop", "duplicate", "shift", "grow"] if shape else ["drop", "duplicate"])
+    )
     if kind == "drop":
         return shape, boxes[:row] + boxes[row + 1 :]
     if kind == "duplicate":
@@ -91,7 +93,9 @@ def test_a_mutated_partition_is_judged_as_counting_does(case, dtype):
     assert verdict(shape, boxes, dtype) == oracle(shape, boxes)
 
 
-small_boxes = st.lists(st.builds(Box, *[st.tuples(st.integers(0, 3), st.integers(0, 3))] * 2), max_size=6)
+small_boxes = st.lists(
+    st.builds(Box, *[st.tuples(st.integers(0, 3), st.integers(0, 3))] * 2), max_size=6
+)
 
 
 @given(small_boxes)
@@ -100,7 +104,13 @@ def test_any_boxes_are_judged_as_counting_does(boxes):
 
 
 def test_a_pinwheel_tiles_though_no_cut_divides_it():
-    boxes = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    boxes = [
+        Box((0, 0), (1, 2)),
+        Box((0, 2), (2, 1)),
+        Box((2, 1), (1, 2)),
+        Box((1, 0), (2, 1)),
+        Box((1, 1), (1, 1)),
+    ]
     assert verdict((3, 3), boxes) is None
 
 
@@ -124,13 +134,20 @@ def test_the_largest_dimensions_do_not_overflow():
     last = Box((side // 2, 5, 7), (side // 2, side - 5, side - 7))
     assert verdict(shape, [*halves, rest], np.uint64) is None
     assert verdict(shape, [*halves, last]) == (Code.TILING_GAP, f"element ({side // 2}, 0, 7)")
-    assert verdict(shape, [*halves, rest, last]) == (Code.TILING_OVERLAP, f"element ({side // 2}, 5, 7)")
+    assert verdict(shape, [*halves, rest, last]) == (
+        Code.TILING_OVERLAP,
+        f"element ({side // 2}, 5, 7)",
+    )
 
 
-@pytest.mark.parametrize(("begin", "shape"), [((1 << 64) - 1, 1), (1, (1 << 64) - 1), (1 << 63, 1 << 63), (5, 0)])
+@pytest.mark.parametrize(
+    ("begin", "shape"), [((1 << 64) - 1, 1), (1, (1 << 64) - 1), (1 << 63, 1 << 63), (5, 0)]
+)
 def test_sums_that_wrap_around_are_out_of_bounds(begin, shape):
     with pytest.raises(CkptError) as raised:
-        check_bounds((4,), np.array([[begin]], np.uint64), np.array([[shape]], np.uint64), where="w")
+        check_bounds(
+            (4,), np.array([[begin]], np.uint64), np.array([[shape]], np.uint64), where="w"
+        )
     assert raised.value.code is Code.BOX_BOUNDS
 
 
@@ -149,9 +166,15 @@ def test_dimensions_that_are_not_cut_do_not_count():
         check_tiling(shape, *arrays(cells, ndim), where="w")
     assert raised.value.code is Code.LIMIT_EXCEEDED
     assert raised.value.requirement == "REQ-LIM-001"
-    whole_last = [Box((*corner, 0), (*(1,) * (ndim - 1), 2)) for corner in itertools.product((0, 1), repeat=ndim - 1)]
+    whole_last = [
+        Box((*corner, 0), (*(1,) * (ndim - 1), 2))
+        for corner in itertools.product((0, 1), repeat=ndim - 1)
+    ]
     assert verdict(shape, whole_last) is None
-    assert verdict(shape, whole_last[:-1]) == (Code.TILING_GAP, f"element {(*(1,) * (ndim - 1), 0)}")
+    assert verdict(shape, whole_last[:-1]) == (
+        Code.TILING_GAP,
+        f"element {(*(1,) * (ndim - 1), 0)}",
+    )
 
 
 def test_an_empty_box_cuts_nothing():
@@ -172,7 +195,9 @@ def test_arrays_of_another_rank_are_refused():
 
 
 def cells_of_a_million():
-    rows = np.stack(np.meshgrid(np.arange(1000), np.arange(1000), indexing="ij"), axis=-1).reshape(-1, 2)
+    rows = np.stack(np.meshgrid(np.arange(1000), np.arange(1000), indexing="ij"), axis=-1).reshape(
+        -1, 2
+    )
     return np.random.default_rng(0).permutation(rows)
 
 

@@ -28,19 +28,25 @@ MUTANTS = {
         clauses=("REQ-CMT-020",),
         fault="deletes files behind an abort record that a crash may take away",
         patch=rewritten(commit.abort, *_NO_SYNC),
-        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-given up]",),
+        tests=(
+            "run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-given up]",
+        ),
     ),
     "a_missing_file_counts_as_whole": Mutant(
         clauses=("REQ-CMT-052",),
         fault="deletes the last checkpoint that can be loaded, since it doesn't look at the others",
         patch=replaced(retention, "find_damage", lambda _right, *_, **__: None),
-        tests=("run/test_last_loadable.py::test_gc_keeps_the_last_checkpoint_that_can_be_loaded[missing]",),
+        tests=(
+            "run/test_last_loadable.py::test_gc_keeps_the_last_checkpoint_that_can_be_loaded[missing]",
+        ),
     ),
     "a_lost_record_is_no_barrier": Mutant(
         clauses=("REQ-CMT-051",),
         fault="retires what older launches saved, although a launch record can't be read",
         patch=replaced(retention, "find_barrier", lambda _right, *_: 0),
-        tests=("run/test_lost_records.py::test_nothing_of_older_launches_goes_before_a_repair[memory]",),
+        tests=(
+            "run/test_lost_records.py::test_nothing_of_older_launches_goes_before_a_repair[memory]",
+        ),
     ),
     "caches_count_as_home": Mutant(
         clauses=("REQ-CMT-049", "REQ-CMT-026"),
@@ -70,7 +76,9 @@ MUTANTS = {
     "own_saves_given_up": Mutant(
         clauses=("REQ-CMT-021",),
         fault="gives up what the newest launch is still saving",
-        patch=rewritten(retention.list_abandoned, "entry.launch < launch", "entry.launch <= launch"),
+        patch=rewritten(
+            retention.list_abandoned, "entry.launch < launch", "entry.launch <= launch"
+        ),
         tests=("run/test_retention.py::test_only_what_older_launches_left_unfinished_is_aborted",),
     ),
     "files_before_the_tombstone": Mutant(
@@ -81,13 +89,17 @@ MUTANTS = {
             "store.replace(MANIFEST_NAME, tombstone.dump())",
             "_delete_all_but_register(store); store.replace(MANIFEST_NAME, tombstone.dump())",
         ),
-        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-retired]",),
+        tests=(
+            "run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-retired]",
+        ),
     ),
     "tombstone_not_synced": Mutant(
         clauses=("REQ-CMT-022",),
         fault="deletes files behind a tombstone that a crash may take away",
         patch=rewritten(commit.retire, *_NO_SYNC),
-        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-retired]",),
+        tests=(
+            "run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-retired]",
+        ),
     ),
     "register_deleted_too": Mutant(
         clauses=("REQ-CMT-023",),
@@ -102,7 +114,12 @@ MUTANTS = {
         clauses=("REQ-CMT-024",),
         fault="trusts that the record which it finds is durable",
         patch=rewritten(commit.sweep, *_NO_SYNC),
-        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-left behind]",),
+        tests=(
+            (
+                "run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-left"
+                " behind]"
+            ),
+        ),
     ),
     "unknown_features_are_no_matter": Mutant(
         clauses=("REQ-CMT-025",),
@@ -140,7 +157,9 @@ MUTANTS = {
         clauses=("REQ-CMT-026",),
         fault="retires what was committed late before the newest launch has a commit of its own",
         patch=rewritten(retention._list_ended, "if has_own:", "if keep >= 0:"),
-        tests=("run/test_retention.py::test_what_a_fenced_launch_committed_late_goes_once_its_successor_saved",),
+        tests=(
+            "run/test_retention.py::test_what_a_fenced_launch_committed_late_goes_once_its_successor_saved",
+        ),
     ),
     "given_up_taken_for_late": Mutant(
         clauses=("REQ-CMT-026",),
@@ -155,9 +174,13 @@ MUTANTS = {
         clauses=("REQ-CMT-026",),
         fault="retires what was passed over as damaged before any candidate has a greater step",
         patch=rewritten(
-            retention._list_ended, "sum(other.step > one.step for other in at_home) >= max(1, keep)", "True"
+            retention._list_ended,
+            "sum(other.step > one.step for other in at_home) >= max(1, keep)",
+            "True",
         ),
-        tests=("run/test_retention.py::test_what_a_launch_fell_back_from_goes_with_others_of_its_step",),
+        tests=(
+            "run/test_retention.py::test_what_a_launch_fell_back_from_goes_with_others_of_its_step",
+        ),
     ),
     "unknown_files_swept": Mutant(
         clauses=("REQ-CMT-027",),
@@ -165,7 +188,8 @@ MUTANTS = {
         patch=rewritten(
             commit.sweep_attempts,
             "    committed = ",
-            "    unknown = [path for path in paths if path[-1] != '/' and not _ATTEMPT.fullmatch(path)]\n"
+            "    unknown = [path for path in paths if path[-1] != '/' and not"
+            " _ATTEMPT.fullmatch(path)]\n"
             "    [store.delete(path) for path in unknown if path != MANIFEST_NAME]\n"
             "    committed = ",
         ),
@@ -189,7 +213,8 @@ MUTANTS = {
         patch=rewritten(
             commit._decide_anew,
             "            store.replace(MANIFEST_NAME, content)\n",
-            "            [store.delete(path) for path in store.list('') if register.origin.attempt in path]\n"
+            "            [store.delete(path) for path in store.list('') if"
+            " register.origin.attempt in path]\n"
             "            store.replace(MANIFEST_NAME, content)\n",
         ),
         tests=("commit/test_replace.py::test_no_crash_leaves_neither[posix-min]",),
@@ -221,20 +246,32 @@ MUTANTS = {
     "held_attempts_swept": Mutant(
         clauses=("REQ-CMT-044",),
         fault="deletes the files of whatever isn't in the register",
-        patch=rewritten(commit.sweep_attempts, "list_held_attempts(store, but=origin.attempt)", "()"),
+        patch=rewritten(
+            commit.sweep_attempts, "list_held_attempts(store, but=origin.attempt)", "()"
+        ),
         tests=("commit/test_replace.py::test_files_of_a_save_that_is_held_stay[before the index]",),
     ),
     "register_not_read_again": Mutant(
         clauses=("REQ-CMT-044",),
         fault="takes its own attempt for what the register still holds",
-        patch=rewritten(commit.sweep_attempts, "committed = register.origin.attempt", "committed = origin.attempt"),
-        tests=("commit/test_replace.py::test_one_that_was_replaced_meanwhile_is_not_taken_for_what_is_there",),
+        patch=rewritten(
+            commit.sweep_attempts,
+            "committed = register.origin.attempt",
+            "committed = origin.attempt",
+        ),
+        tests=(
+            "commit/test_replace.py::test_one_that_was_replaced_meanwhile_is_not_taken_for_what_is_there",
+        ),
     ),
     "retired_uncondemned": Mutant(
         clauses=("REQ-CMT-032",),
         fault="retires without saying so before",
-        patch=rewritten(retention._retire_unread, 'store.at(entry.name).create(name, [b""])', "pass"),
-        tests=("delta/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",),
+        patch=rewritten(
+            retention._retire_unread, 'store.at(entry.name).create(name, [b""])', "pass"
+        ),
+        tests=(
+            "delta/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",
+        ),
     ),
     "looked_for_before_condemned": Mutant(
         clauses=("REQ-CMT-032",),
@@ -248,7 +285,9 @@ MUTANTS = {
             "        for entry in going:\n"
             '            store.at(entry.name).create(name, [b""])\n',
         ),
-        tests=("delta/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",),
+        tests=(
+            "delta/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",
+        ),
     ),
     "references_before_pins": Mutant(
         clauses=("REQ-CMT-032",),
@@ -257,9 +296,14 @@ MUTANTS = {
             retention._find_read,
             "    pinned = _find_pinned(store, list_checkpoints(store, run, known=known))\n"
             "    entries = list_checkpoints(store, run, known=known)\n",
-            "    entries = list_checkpoints(store, run, known=known)\n    pinned = _find_pinned(store, entries)\n",
+            (
+                "    entries = list_checkpoints(store, run, known=known)\n    pinned ="
+                " _find_pinned(store, entries)\n"
+            ),
         ),
-        tests=("delta/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",),
+        tests=(
+            "delta/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",
+        ),
     ),
     "pins_not_looked_for": Mutant(
         clauses=("REQ-CMT-032",),
@@ -279,7 +323,10 @@ MUTANTS = {
         patch=rewritten(
             retention._retire_unread,
             "store.at(entry.name).delete(name)",
-            "[store.at(entry.name).delete(one) for one in store.at(entry.name).list('') if one.startswith(CONDEMNED)]",
+            (
+                "[store.at(entry.name).delete(one) for one in store.at(entry.name).list('') if"
+                " one.startswith(CONDEMNED)]"
+            ),
         ),
         tests=("delta/test_delta.py::test_no_cleaner_takes_a_condemnation_of_another_away",),
     ),
@@ -298,9 +345,13 @@ MUTANTS = {
         fault="passes over pins that it can't read",
         patch=rewritten(
             retention._find_pinned,
-            "                found.update(one.digest for one in Pins.parse(content, where=path).references)\n",
+            (
+                "                found.update(one.digest for one in Pins.parse(content,"
+                " where=path).references)\n"
+            ),
             "                try:\n"
-            "                    found.update(one.digest for one in Pins.parse(content, where=path).references)\n"
+            "                    found.update(one.digest for one in Pins.parse(content,"
+            " where=path).references)\n"
             "                except CkptError:\n"
             "                    pass\n",
         ),
@@ -320,7 +371,9 @@ MUTANTS = {
             "isinstance(self.record, CkptError) or (self.record is not None and",
             "not isinstance(self.record, CkptError) and (self.record is not None and",
         ),
-        tests=("run/test_catalog.py::test_a_record_that_cannot_be_read_pins_until_somebody_unpins",),
+        tests=(
+            "run/test_catalog.py::test_a_record_that_cannot_be_read_pins_until_somebody_unpins",
+        ),
     ),
     "resuming_reads_labels": Mutant(
         clauses=("REQ-RUN-026",),
@@ -328,20 +381,26 @@ MUTANTS = {
         patch=replaced(
             lineage,
             "list_checkpoints",
-            lambda right, *arguments, **options: right(*arguments, **{**options, "with_labels": True}),
+            lambda right, *arguments, **options: right(
+                *arguments, **{**options, "with_labels": True}
+            ),
         ),
-        tests=("run/test_catalog.py::test_what_to_resume_from_is_chosen_without_records_of_labels",),
+        tests=(
+            "run/test_catalog.py::test_what_to_resume_from_is_chosen_without_records_of_labels",
+        ),
     ),
     "pinned_before_it_is_recorded": Mutant(
         clauses=("REQ-CMT-041",),
         fault="looks for condemnations, and records the pin without looking again",
         patch=rewritten(
             labelling.pin_checkpoint,
-            "    made = change_labels(store, run, checkpoint, lambda known: dataclasses.replace(known, pinned=True))\n"
+            "    made = change_labels(store, run, checkpoint, lambda known:"
+            " dataclasses.replace(known, pinned=True))\n"
             '    wait_for_cleaners(store, checkpoint, requirement="REQ-CMT-041")\n'
             "    return made\n",
             '    wait_for_cleaners(store, checkpoint, requirement="REQ-CMT-041")\n'
-            "    return change_labels(store, run, checkpoint, lambda known: dataclasses.replace(known, pinned=True))\n",
+            "    return change_labels(store, run, checkpoint, lambda known:"
+            " dataclasses.replace(known, pinned=True))\n",
         ),
         tests=("run/test_catalog.py::test_a_pin_that_comes_second_waits_for_the_cleaner",),
     ),

@@ -42,7 +42,9 @@ MUTANTS = {
     "attempts_of_their_own": Mutant(
         clauses=("REQ-CMT-001",),
         fault="saves under an attempt that each writer drew for itself",
-        patch=rewritten(saving.agree_on_save, 'attempt=told[0]["attempt"]', 'attempt=mine["attempt"]'),
+        patch=rewritten(
+            saving.agree_on_save, 'attempt=told[0]["attempt"]', 'attempt=mine["attempt"]'
+        ),
         tests=("test_api.py::test_writers_make_one_attempt_of_one_step",),
     ),
     "steps_not_compared": Mutant(
@@ -59,12 +61,18 @@ MUTANTS = {
             "    mine = {",
             "    if error is not None:\n        raise error\n    mine = {",
         ),
-        tests=("test_api.py::test_what_one_writer_refuses_reaches_all_before_a_file_is_created[1]",),
+        tests=(
+            "test_api.py::test_what_one_writer_refuses_reaches_all_before_a_file_is_created[1]",
+        ),
     ),
     "replaces_what_is_there": Mutant(
         clauses=("REQ-CMT-003",),
         fault="writes over a file that is there already",
-        patch=rewritten(commit.create_once, "store.create(path, contents)", 'store.replace(path, b"".join(contents))'),
+        patch=rewritten(
+            commit.create_once,
+            "store.create(path, contents)",
+            'store.replace(path, b"".join(contents))',
+        ),
         tests=(
             "write/test_writer.py::test_another_attempts_file_is_not_taken_for_ours",
             "commit/test_commit.py::test_create_once_tells_own_files_from_others",
@@ -73,7 +81,9 @@ MUTANTS = {
     "attempt_named_after_its_step": Mutant(
         clauses=("REQ-CMT-003",),
         fault="gives each try to save a step the same attempt",
-        patch=rewritten(saving.agree_on_save, "secrets.token_hex(8)", 'f"{operator.index(step):016x}"'),
+        patch=rewritten(
+            saving.agree_on_save, "secrets.token_hex(8)", 'f"{operator.index(step):016x}"'
+        ),
         tests=("test_api.py::test_each_try_has_an_attempt_of_its_own",),
     ),
     "relies_on_what_is_in_caches": Mutant(
@@ -91,7 +101,9 @@ MUTANTS = {
     "durability_of_part_0": Mutant(
         clauses=("REQ-CMT-046",),
         fault="says of a checkpoint what the part of writer 0 says",
-        patch=rewritten(commit.finalize, "weakest(part.durability for part in parts)", "parts[0].durability"),
+        patch=rewritten(
+            commit.finalize, "weakest(part.durability for part in parts)", "parts[0].durability"
+        ),
         tests=(
             "documents/test_durability.py::test_a_checkpoint_is_as_durable_as_the_weakest_of_its_parts[levels2-node]",
         ),
@@ -100,11 +112,16 @@ MUTANTS = {
         clauses=("REQ-CMT-004",),
         fault="fails without leaving a record for those who wait",
         patch=rewritten(writer.tell_failure, "write_failure(store, origin, writer, error)", "pass"),
-        tests=("saver/test_saver.py::test_run_that_cannot_be_held_is_told_to_the_other_writers[1]",),
+        tests=(
+            "saver/test_saver.py::test_run_that_cannot_be_held_is_told_to_the_other_writers[1]",
+        ),
     ),
     "verdict_taken_for_one_writers_own": Mutant(
         clauses=("REQ-CMT-038",),
-        fault="says only that another writer failed, where that one says that the attempt can't be committed",
+        fault=(
+            "says only that another writer failed, where that one says that the attempt can't"
+            " be committed"
+        ),
         patch=rewritten(commit._error_of_record, "code in _VERDICTS or", "False and"),
         tests=("commit/test_commit.py::test_what_one_writer_says_of_the_attempt_all_raise",),
     ),
@@ -112,7 +129,9 @@ MUTANTS = {
         clauses=("REQ-CMT-038",),
         fault="fails with the code of any failure record, as if it spoke of this writer",
         patch=rewritten(commit._error_of_record, "code in _VERDICTS or", "True or"),
-        tests=("commit/test_commit.py::test_what_one_writer_says_of_itself_is_not_said_of_the_others",),
+        tests=(
+            "commit/test_commit.py::test_what_one_writer_says_of_itself_is_not_said_of_the_others",
+        ),
     ),
     "failure_records_not_read": Mutant(
         clauses=("REQ-CMT-004",),
@@ -122,9 +141,14 @@ MUTANTS = {
     ),
     "failure_records_of_anybody": Mutant(
         clauses=("REQ-CMT-050",),
-        fault="takes a failure record for that of the writer in the file's name, whatever the record says",
+        fault=(
+            "takes a failure record for that of the writer in the file's name, whatever the"
+            " record says"
+        ),
         patch=replaced(commit, "parse_failure", _parse_anybodys),
-        tests=("commit/test_commit.py::test_a_failure_record_under_the_name_of_another_is_refused",),
+        tests=(
+            "commit/test_commit.py::test_a_failure_record_under_the_name_of_another_is_refused",
+        ),
     ),
     "part_before_names_are_durable": Mutant(
         clauses=("REQ-CMT-005",),
@@ -139,7 +163,9 @@ MUTANTS = {
         clauses=("REQ-CMT-005", "REQ-STO-007"),
         fault="creates the part although the names of its files couldn't be synced",
         patch=rewritten(
-            writer.write_part_file, 'store.sync("")', 'with contextlib.suppress(CkptError): store.sync("")'
+            writer.write_part_file,
+            'store.sync("")',
+            'with contextlib.suppress(CkptError): store.sync("")',
         ),
         tests=("write/test_writer.py::test_files_whose_names_could_not_be_synced_get_no_part",),
     ),
@@ -155,7 +181,11 @@ MUTANTS = {
     "any_index_is_ours": Mutant(
         clauses=("REQ-CMT-006",),
         fault="takes an index that is there for the one that it would have created",
-        patch=rewritten(commit._read_equal_index, "if said != open_packed_document(content, where=path)[0]:", "if 0:"),
+        patch=rewritten(
+            commit._read_equal_index,
+            "if said != open_packed_document(content, where=path)[0]:",
+            "if 0:",
+        ),
         tests=(
             "commit/test_commit.py::test_an_index_that_says_something_else_is_a_conflict[memory-of another content]",
         ),
@@ -163,7 +193,9 @@ MUTANTS = {
     "manifest_names_the_own_index": Mutant(
         clauses=("REQ-CMT-006",),
         fault="names its own index in the manifest where another is there that says the same",
-        patch=rewritten(commit._create_index, "return _read_equal_index(store, path, content)", "pass"),
+        patch=rewritten(
+            commit._create_index, "return _read_equal_index(store, path, content)", "pass"
+        ),
         tests=(
             "commit/test_commit.py::test_an_index_that_says_the_same_is_taken_as_it_is[memory-0]",
             "commit/test_commit.py::test_an_index_that_says_the_same_is_taken_as_it_is[memory-9]",
@@ -173,19 +205,25 @@ MUTANTS = {
         clauses=("REQ-CMT-007",),
         fault="trusts the parts that their files are there",
         patch=replaced(commit, "_check_file", lambda *_: None),
-        tests=("commit/test_commit.py::test_every_file_is_there_with_its_size_before_the_decision",),
+        tests=(
+            "commit/test_commit.py::test_every_file_is_there_with_its_size_before_the_decision",
+        ),
     ),
     "sizes_not_compared": Mutant(
         clauses=("REQ-CMT-007",),
         fault="looks whether a file is there, and not how long it is",
         patch=replaced(commit, "_check_file", lambda _right, store, path, _: store.nbytes(path)),
-        tests=("commit/test_commit.py::test_every_file_is_there_with_its_size_before_the_decision",),
+        tests=(
+            "commit/test_commit.py::test_every_file_is_there_with_its_size_before_the_decision",
+        ),
     ),
     "register_looked_at_then_replaced": Mutant(
         clauses=("REQ-CMT-008",),
         fault="looks whether the register is free, and then replaces it",
         patch=replaced(commit, "_decide", _look_then_replace),
-        tests=("commit/test_commit.py::test_whenever_another_attempt_commits_one_of_the_two_has_the_register",),
+        tests=(
+            "commit/test_commit.py::test_whenever_another_attempt_commits_one_of_the_two_has_the_register",
+        ),
     ),
     "taken_register_is_success": Mutant(
         clauses=("REQ-CMT-008",),
@@ -207,7 +245,9 @@ MUTANTS = {
         clauses=("REQ-CMT-009",),
         fault="calls a save committed as soon as the register is there",
         patch=rewritten(
-            commit.finalize, 'else _decide(store, content)\n    store.sync("")\n', "else _decide(store, content)\n"
+            commit.finalize,
+            'else _decide(store, content)\n    store.sync("")\n',
+            "else _decide(store, content)\n",
         ),
         tests=(
             "commit/test_commit.py::test_a_save_is_committed_only_when_the_name_of_its_register_is_synced[memory-0]",
@@ -224,7 +264,9 @@ MUTANTS = {
     "any_manifest_is_ours": Mutant(
         clauses=("REQ-CMT-009",),
         fault="calls a save committed when the register holds the manifest of another attempt",
-        patch=rewritten(commit.wait_for_decision, " and register.origin.attempt == origin.attempt", ""),
+        patch=rewritten(
+            commit.wait_for_decision, " and register.origin.attempt == origin.attempt", ""
+        ),
         tests=("commit/test_commit.py::test_the_second_attempt_loses",),
     ),
     "committers_clock": Mutant(

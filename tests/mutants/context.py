@@ -17,7 +17,9 @@ from ckptfmt.trainer import one_save, restore
 from tests.mutants.mutant import Mutant, replaced
 
 
-def _without_extra(right: Any, self: object, field: str, path: tuple[object, ...], *rest: Any) -> Any:
+def _without_extra(
+    right: Any, self: object, field: str, path: tuple[object, ...], *rest: Any
+) -> Any:
     return right(self, field, path[1:] if path[:1] == ("extra",) else path, *rest)
 
 
@@ -25,7 +27,9 @@ def _count_what_was_fetched(right: Any, self: Sampler) -> None:
     """Count as many samples as were consumed, so that nothing else notices."""
     ahead = max(0, self._position_of(self._progress.steps_fetched) - self.position)
     ledger = Course.ledger
-    with mock.patch.object(Course, "ledger", lambda course, begin, end: ledger(course, begin + ahead, end + ahead)):
+    with mock.patch.object(
+        Course, "ledger", lambda course, begin, end: ledger(course, begin + ahead, end + ahead)
+    ):
         right(self)
 
 
@@ -68,7 +72,11 @@ MUTANTS = {
     "whole_environment": Mutant(
         clauses=("REQ-CTX-005",),
         fault="saves all variables of the environment",
-        patch=replaced(one_save, "local_facts", lambda right, **given: {**right(**given), "env": dict(os.environ)}),
+        patch=replaced(
+            one_save,
+            "local_facts",
+            lambda right, **given: {**right(**given), "env": dict(os.environ)},
+        ),
         tests=("test_capture.py::test_provenance_says_where_the_run_comes_from",),
     ),
     "ledger_of_what_was_fetched": Mutant(
@@ -81,7 +89,9 @@ MUTANTS = {
         clauses=("REQ-CUR-020",),
         fault="takes a number of steps for the position that a skip may begin at",
         patch=replaced(Sampler, "skip", _steps_for_positions),
-        tests=("test_sampler_orders.py::test_a_skip_that_cannot_be_is_refused_and_nothing_changes[options6]",),
+        tests=(
+            "test_sampler_orders.py::test_a_skip_that_cannot_be_is_refused_and_nothing_changes[options6]",
+        ),
     ),
     "stages_of_what_was_consumed": Mutant(
         clauses=("REQ-CUR-020",),

@@ -20,7 +20,8 @@ import pytest
 from tests.homes import kind_of
 
 TESTS = Path(__file__).parents[1]
-#: A mutant that dies of one of these is a patch that doesn't fit the code any more, and no broken clause.
+#: A mutant that dies of one of these is a patch that doesn't fit the code any more, and no broken
+#: clause.
 STALE = (AttributeError, ImportError, NameError, TypeError)
 
 
@@ -31,8 +32,8 @@ class Mutant:
     Attributes:
         clauses: the clauses that it breaks.
         fault: what it does wrong, in a few words that follow "it".
-        patch: puts the fault in, and takes it out again at its end. It holds while the body of a test runs, so not in
-            fixtures, and not in processes that a test starts afresh.
+        patch: puts the fault in, and takes it out again at its end. It holds while the body of a
+            test runs, so not in fixtures, and not in processes that a test starts afresh.
         tests: the tests that must fail with it, each ``path::name`` with the path from ``tests/``.
     """
 
@@ -42,11 +43,14 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-def replaced(owner: object, name: str, broken: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
+def replaced(
+    owner: object, name: str, broken: Callable[..., Any]
+) -> Callable[[], AbstractContextManager[Any]]:
     """Return a patch that calls `broken`, which is given the right function first, in place of a function.
 
     Args:
-        owner: the module or class whose attribute it is, where it is looked up by those who call it.
+        owner: the module or class whose attribute it is, where it is looked up by those who call
+            it.
         name: of the attribute.
         broken: called with the right function, and then with what the function is called with.
     """
@@ -136,15 +140,28 @@ def convict(mutant: Mutant, tests: Sequence[str] = ()) -> list[str]:
     """Run tests with a mutant, those that it names unless others are given.
 
     Returns:
-        How each test, with each of its parameters, went: "convicted: ...", "passed", or "stale: ...".
+        How each test, with each of its parameters, went: "convicted: ...", "passed", or "stale:
+        ...".
     """
     broken = _Broken(mutant)
-    options = ("-q", "--no-header", "--no-summary", "--tb=no", "--durations=1", "-m", "", "-n", "0", "--timeout=0")
+    options = (
+        "-q",
+        "--no-header",
+        "--no-summary",
+        "--tb=no",
+        "--durations=1",
+        "-m",
+        "",
+        "-n",
+        "0",
+        "--timeout=0",
+    )
     # The second one collects the garbage of the whole process five times, at the end of each run.
     without = ("-p", "no:cacheprovider", "-p", "no:unraisableexception")
     nodes = [str(TESTS / test) for test in tests or mutant.tests]
     pytest.main([*options, *without, *nodes], plugins=[broken])
-    # Where a debugger would look for it, pytest keeps the last error, and with it all that the test held.
+    # Where a debugger would look for it, pytest keeps the last error, and with it all that the test
+    # held.
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         vars(sys).pop(name, None)
     return broken.outcomes

@@ -70,12 +70,20 @@ MUTANTS = {
         clauses=("REQ-RUN-014",),
         fault="doesn't list the directories again once it has read the registers",
         patch=replaced(lineage, "list_checkpoints", _listed_once),
-        tests=("run/test_lineage.py::test_what_is_retired_meanwhile_is_seen_with_what_came_instead[memory-False]",),
+        tests=(
+            "run/test_lineage.py::test_what_is_retired_meanwhile_is_seen_with_what_came_instead[memory-False]",
+        ),
     ),
     "newest_registers_first": Mutant(
         clauses=("REQ-RUN-014",),
         fault="reads the registers of the greatest steps first",
-        patch=replaced(lineage, "call_each", lambda right, store, act, items: right(store, act, items[::-1])[::-1]),
-        tests=("run/test_lineage.py::test_what_is_retired_meanwhile_is_seen_with_what_came_instead[memory-True]",),
+        patch=replaced(
+            lineage,
+            "call_each",
+            lambda right, store, act, items: right(store, act, items[::-1])[::-1],
+        ),
+        tests=(
+            "run/test_lineage.py::test_what_is_retired_meanwhile_is_seen_with_what_came_instead[memory-True]",
+        ),
     ),
 }

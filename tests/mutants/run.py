@@ -73,7 +73,9 @@ def _delete_everything(right: Any, store: Store) -> None:
     store.delete(MANIFEST_NAME)
 
 
-def _write_as_the_run(right: Any, checkpoint: Checkpoint, store: Store, origin: Origin, *rest: Any) -> Manifest:
+def _write_as_the_run(
+    right: Any, checkpoint: Checkpoint, store: Store, origin: Origin, *rest: Any
+) -> Manifest:
     old = checkpoint.manifest.origin
     manifest: Manifest = right(
         checkpoint, store, dataclasses.replace(origin, run_id=old.run_id, launch=old.launch), *rest
@@ -81,13 +83,17 @@ def _write_as_the_run(right: Any, checkpoint: Checkpoint, store: Store, origin: 
     return manifest
 
 
-def _copy_blindly(_right: Any, _self: VerifiedFile, file: RangeReader, chunk: list[Any]) -> memoryview:
+def _copy_blindly(
+    _right: Any, _self: VerifiedFile, file: RangeReader, chunk: list[Any]
+) -> memoryview:
     begin, end = chunk[0][0], chunk[-1][0] + chunk[-1][1]
     return file.read_into(begin, end - begin, make_memory(end - begin + 2 * PAGE_NBYTES))
 
 
 def _list_directories(_right: Any, store: Store) -> list[tuple[int, int]]:
-    places = (parse_checkpoint_name(name[:-1]) for name in store.list_names("") if name.endswith("/"))
+    places = (
+        parse_checkpoint_name(name[:-1]) for name in store.list_names("") if name.endswith("/")
+    )
     return sorted(place for place in places if place is not None)
 
 
@@ -106,13 +112,17 @@ MUTANTS = {
         clauses=("REQ-RUN-008", "REQ-CKP-002"),
         fault="doesn't see what has the name of a checkpoint and is no directory",
         patch=replaced(lineage, "_list_places", _list_directories),
-        tests=("hostile/test_local.py::test_a_link_in_the_place_of_a_checkpoint_is_passed_over_by_name",),
+        tests=(
+            "hostile/test_local.py::test_a_link_in_the_place_of_a_checkpoint_is_passed_over_by_name",
+        ),
     ),
     "unknown_features_for_damage": Mutant(
         clauses=("REQ-VER-010",),
         fault="passes over a checkpoint that needs a feature which it doesn't know",
         patch=rewritten(lineage._choose_by_lineage, "isinstance(found, UnsupportedError)", "False"),
-        tests=("run/test_lineage.py::test_what_a_newer_program_saved_is_refused_and_not_passed_over",),
+        tests=(
+            "run/test_lineage.py::test_what_a_newer_program_saved_is_refused_and_not_passed_over",
+        ),
     ),
     "links_to_bases_followed": Mutant(
         clauses=("REQ-DEL-020", "REQ-CKP-002"),
@@ -137,15 +147,22 @@ MUTANTS = {
     ),
     "blocks_of_bases_not_checked": Mutant(
         clauses=("REQ-RUN-012",),
-        fault="checks a delta's own bytes before a launch names it, and not what it needs of its bases",
+        fault=(
+            "checks a delta's own bytes before a launch names it, and not what it needs of its"
+            " bases"
+        ),
         patch=replaced(lineage, "verify_loadable", _without_bases),
-        tests=("read/test_verify_deltas.py::test_a_launch_passes_over_a_delta_whose_base_is_damaged",),
+        tests=(
+            "read/test_verify_deltas.py::test_a_launch_passes_over_a_delta_whose_base_is_damaged",
+        ),
     ),
     "register_not_read_again": Mutant(
         clauses=("REQ-RUN-013",),
         fault="believes that what its record names is still there",
         patch=replaced(lineage, "_is_committed", lambda *_: True),
-        tests=("run/test_lineage.py::test_what_is_retired_before_the_record_is_there_is_chosen_anew",),
+        tests=(
+            "run/test_lineage.py::test_what_is_retired_before_the_record_is_there_is_chosen_anew",
+        ),
     ),
     "checkpoint_in_a_run_directory": Mutant(
         clauses=("REQ-RUN-016",),
@@ -163,7 +180,9 @@ MUTANTS = {
         clauses=("REQ-RUN-017",),
         fault="lets its file in the run go when the first of its saves is decided",
         patch=replaced(Saver, "_release", _let_go_at_the_first),
-        tests=("saver/test_saver.py::test_run_is_held_from_the_first_save_to_the_last_ones_end[memory]",),
+        tests=(
+            "saver/test_saver.py::test_run_is_held_from_the_first_save_to_the_last_ones_end[memory]",
+        ),
     ),
     "launch_does_not_wait": Mutant(
         clauses=("REQ-RUN-018",),
@@ -179,7 +198,10 @@ MUTANTS = {
     ),
     "run_opened_without_a_word_of_saves_in_hand": Mutant(
         clauses=("REQ-RUN-019",),
-        fault="opens the newest committed checkpoint of a run without a word of the save that a saver has in hand",
+        fault=(
+            "opens the newest committed checkpoint of a run without a word of the save that a"
+            " saver has in hand"
+        ),
         patch=replaced(api, "wait_for_savers", lambda *_, **__: []),
         tests=("test_api.py::test_opening_a_run_says_that_a_saver_has_a_save_in_hand",),
     ),
@@ -195,19 +217,25 @@ MUTANTS = {
         patch=functools.partial(
             mock.patch.object, saving, "secrets", mock.Mock(token_hex=lambda nbytes: "5a" * nbytes)
         ),
-        tests=("test_api.py::test_checkpoint_outside_of_a_run_names_no_run_and_has_a_nonce_of_its_own",),
+        tests=(
+            "test_api.py::test_checkpoint_outside_of_a_run_names_no_run_and_has_a_nonce_of_its_own",
+        ),
     ),
     "run_kept_by_what_is_compacted": Mutant(
         clauses=("REQ-CKP-007",),
         fault="gives what it compacts out of a run that run and launch",
         patch=replaced(compact, "_write", _write_as_the_run),
-        tests=("run/test_compaction.py::test_it_holds_what_was_saved_and_reads_from_nothing[memory-1]",),
+        tests=(
+            "run/test_compaction.py::test_it_holds_what_was_saved_and_reads_from_nothing[memory-1]",
+        ),
     ),
     "writer_features_ignored": Mutant(
         clauses=("REQ-VER-003",),
         fault="writes into a run whatever its writers must know",
         patch=replaced(lineage, "check_writer_features", lambda *_: None),
-        tests=("run/test_lineage.py::test_a_run_with_a_writer_feature_that_is_not_known_is_not_written_to",),
+        tests=(
+            "run/test_lineage.py::test_a_run_with_a_writer_feature_that_is_not_known_is_not_written_to",
+        ),
     ),
     "copied_without_a_look": Mutant(
         clauses=("REQ-RUN-027",),
@@ -222,7 +250,9 @@ MUTANTS = {
         clauses=("REQ-RUN-028",),
         fault="takes a file that is at the mirror for whole, whatever its size is",
         patch=replaced(mirror, "check_nbytes", lambda *_: None),
-        tests=("run/test_mirror.py::test_a_file_of_another_size_at_the_mirror_keeps_the_register_away",),
+        tests=(
+            "run/test_mirror.py::test_a_file_of_another_size_at_the_mirror_keeps_the_register_away",
+        ),
     ),
     "deltas_before_their_bases": Mutant(
         clauses=("REQ-RUN-028",),
@@ -239,7 +269,9 @@ MUTANTS = {
     "record_before_what_it_names": Mutant(
         clauses=("REQ-RUN-029",),
         fault="copies a launch record, and what it names later, or never",
-        patch=rewritten(mirror._Mirroring._bring_launches, "self._bring_named(launch.resume_from)", "pass"),
+        patch=rewritten(
+            mirror._Mirroring._bring_launches, "self._bring_named(launch.resume_from)", "pass"
+        ),
         tests=("run/test_mirror.py::test_a_launch_whose_checkpoint_is_gone_finds_its_tombstone",),
     ),
     "two_homes_mixed": Mutant(
@@ -254,19 +286,27 @@ MUTANTS = {
     "retired_before_the_newest_is_there": Mutant(
         clauses=("REQ-RUN-031",),
         fault="retires at the mirror although what the run goes on from isn't there",
-        patch=rewritten(mirror._Mirroring.run, "if head is not None and self._has(head):", "if True:"),
+        patch=rewritten(
+            mirror._Mirroring.run, "if head is not None and self._has(head):", "if True:"
+        ),
         tests=("run/test_mirror.py::test_nothing_is_retired_as_long_as_the_newest_is_not_there",),
     ),
     "old_home_not_taken_over": Mutant(
         clauses=("REQ-RUN-032",),
         fault="promotes a mirror while somebody may save at the old home",
-        patch=rewritten(mirror.promote, "fenced = _begin(home, run, on_progress=on_progress).launch", "fenced = 2"),
+        patch=rewritten(
+            mirror.promote,
+            "fenced = _begin(home, run, on_progress=on_progress).launch",
+            "fenced = 2",
+        ),
         tests=("run/test_mirror.py::test_promotion_takes_over_the_old_home_and_its_last_saves",),
     ),
     "damaged_file_deleted_without_another": Mutant(
         clauses=("REQ-RUN-033",),
         fault="deletes a damaged file before it knows that another copy has it whole",
-        patch=rewritten(scrub._Scrubbing._scrub_file, "if at not in wrong", "if at not in wrong or at > 0"),
+        patch=rewritten(
+            scrub._Scrubbing._scrub_file, "if at not in wrong", "if at not in wrong or at > 0"
+        ),
         tests=("run/test_mirror.py::test_what_no_copy_has_whole_is_reported_and_left_as_it_is",),
     ),
     "a_failing_cache_disk_counts_as_damage": Mutant(
@@ -277,7 +317,9 @@ MUTANTS = {
             "if isinstance(error, StoreError) and error.code != Code.STORE_UNSUPPORTED:",
             "if False:",
         ),
-        tests=("faults/test_cache_disk.py::test_a_cache_disk_that_cannot_be_opened_refuses_the_start",),
+        tests=(
+            "faults/test_cache_disk.py::test_a_cache_disk_that_cannot_be_opened_refuses_the_start",
+        ),
     ),
     "inferred_as_if_by_lineage": Mutant(
         clauses=("REQ-RUN-046",),
@@ -291,7 +333,9 @@ MUTANTS = {
         clauses=("REQ-RUN-034",),
         fault="writes a register from another copy although files are gone or damaged",
         patch=rewritten(
-            scrub._Scrubbing._scrub_checkpoint, "at in candidates and store.name not in broken", "bool(store)"
+            scrub._Scrubbing._scrub_checkpoint,
+            "at in candidates and store.name not in broken",
+            "bool(store)",
         ),
         tests=(
             "run/test_mirror.py::test_a_register_is_not_rewritten_over_files_that_cannot_be_repaired",
@@ -301,8 +345,12 @@ MUTANTS = {
     "cached_bytes_not_compared": Mutant(
         clauses=("REQ-RUN-035",),
         fault="copies what a cache has without a look at its digests",
-        patch=rewritten(VerifiedFile._read, "check(content[first - begin : first - begin + nbytes])", "pass"),
-        tests=("test_node_cache.py::test_what_is_damaged_in_the_cache_is_not_finished[damaged-.safetensors]",),
+        patch=rewritten(
+            VerifiedFile._read, "check(content[first - begin : first - begin + nbytes])", "pass"
+        ),
+        tests=(
+            "test_node_cache.py::test_what_is_damaged_in_the_cache_is_not_finished[damaged-.safetensors]",
+        ),
     ),
     "nothing_finished_from_caches": Mutant(
         clauses=("REQ-RUN-036",),
@@ -323,7 +371,9 @@ MUTANTS = {
     "half_an_attempt_finished": Mutant(
         clauses=("REQ-RUN-036",),
         fault="copies parts of an attempt of which others are lost",
-        patch=rewritten(node_cache.plan_finish, "there | set(writers) < set(range(writer_count))", "not writers"),
+        patch=rewritten(
+            node_cache.plan_finish, "there | set(writers) < set(range(writer_count))", "not writers"
+        ),
         tests=("test_node_cache.py::test_a_lost_node_leaves_nothing_half_visible",),
     ),
     "unfinished_evicted": Mutant(
@@ -354,7 +404,9 @@ MUTANTS = {
         clauses=("REQ-RUN-037",),
         fault="takes a checkpoint at home for a reason to let newer ones go",
         patch=rewritten(node_cache.NodeCache.settle_up_to, "ours <= theirs for", "True for"),
-        tests=("test_upload_every.py::test_once_a_newer_one_is_at_home_the_cache_may_let_all_older_ones_go",),
+        tests=(
+            "test_upload_every.py::test_once_a_newer_one_is_at_home_the_cache_may_let_all_older_ones_go",
+        ),
     ),
     "nothing_brought_home": Mutant(
         clauses=("REQ-RUN-041",),
@@ -369,20 +421,28 @@ MUTANTS = {
     "newest_alone_brought_home": Mutant(
         clauses=("REQ-RUN-041",),
         fault="looks in the caches for the newest checkpoint, and for no older one",
-        patch=replaced(launching, "list_in_caches", lambda right, *arguments: right(*arguments)[:1]),
-        tests=("test_upload_every.py::test_where_the_newest_is_damaged_the_next_older_one_is_taken[damaged]",),
+        patch=replaced(
+            launching, "list_in_caches", lambda right, *arguments: right(*arguments)[:1]
+        ),
+        tests=(
+            "test_upload_every.py::test_where_the_newest_is_damaged_the_next_older_one_is_taken[damaged]",
+        ),
     ),
     "half_a_checkpoint_brought_home": Mutant(
         clauses=("REQ-RUN-041",),
         fault="brings home files of a checkpoint of which nobody has the others",
-        patch=rewritten(node_cache.plan_fetch, "return []\n        plan.append", "continue\n        plan.append"),
+        patch=rewritten(
+            node_cache.plan_fetch, "return []\n        plan.append", "continue\n        plan.append"
+        ),
         tests=("test_upload_every.py::test_without_one_of_two_nodes_all_go_on_from_home",),
     ),
     "cached_files_believed": Mutant(
         clauses=("REQ-RUN-038",),
         fault="reads from the cache what isn't what was saved, and doesn't ask home",
         patch=replaced(CachedStore, "_verify", lambda *_: True),
-        tests=("test_node_cache.py::test_what_is_not_whole_in_the_cache_is_read_from_home[damaged-off]",),
+        tests=(
+            "test_node_cache.py::test_what_is_not_whole_in_the_cache_is_read_from_home[damaged-off]",
+        ),
     ),
     "newer_replicas_settled": Mutant(
         clauses=("REQ-RUN-037",),
@@ -406,13 +466,17 @@ MUTANTS = {
         clauses=("REQ-RUN-061",),
         fault="keeps the records of steps until the launch ends",
         patch=replaced(StepLog, "put", lambda *_: None),
-        tests=("witness/test_witness.py::test_record_of_a_step_is_in_the_file_while_the_launch_goes_on",),
+        tests=(
+            "witness/test_witness.py::test_record_of_a_step_is_in_the_file_while_the_launch_goes_on",
+        ),
     ),
     "step_logs_needed": Mutant(
         clauses=("REQ-RUN-062",),
         fault="gives up where the step log of an earlier launch is damaged",
         patch=replaced(StepsHeader, "parse", _refuse_header),
-        tests=("witness/test_witness.py::test_damaged_log_of_an_earlier_launch_costs_the_comparison_alone[header]",),
+        tests=(
+            "witness/test_witness.py::test_damaged_log_of_an_earlier_launch_costs_the_comparison_alone[header]",
+        ),
     ),
     "witness_that_looks_at_nothing": Mutant(
         clauses=("REQ-RUN-060",),
@@ -427,14 +491,22 @@ MUTANTS = {
         clauses=("REQ-RUN-060",),
         fault="compares a step with its own record",
         patch=rewritten(
-            RepeatedSteps.compare, "earlier, earlier_header = reference", "earlier, earlier_header = record, header"
+            RepeatedSteps.compare,
+            "earlier, earlier_header = reference",
+            "earlier, earlier_header = record, header",
         ),
-        tests=("witness/test_witness.py::test_cause_of_a_difference_is_named_as_far_as_it_shows[moments]",),
+        tests=(
+            "witness/test_witness.py::test_cause_of_a_difference_is_named_as_far_as_it_shows[moments]",
+        ),
     ),
     "fingerprint_that_misses_a_tensor": Mutant(
         clauses=("REQ-RUN-060",),
         fault="leaves the last tensor out of the digest of the weights",
-        patch=rewritten(fingerprints.Fingerprint.__init__, "tensor_count = len(rows)", "tensor_count = len(rows) - 1"),
+        patch=rewritten(
+            fingerprints.Fingerprint.__init__,
+            "tensor_count = len(rows)",
+            "tensor_count = len(rows) - 1",
+        ),
         tests=("witness/test_witness.py::test_each_tensor_convicts_by_itself",),
     ),
     "replica_on_the_same_node": Mutant(
@@ -446,7 +518,9 @@ MUTANTS = {
     "replicated_bytes_not_compared": Mutant(
         clauses=("REQ-RUN-040",),
         fault="takes what another node sends without a look at its digests",
-        patch=rewritten(VerifiedFile._read, "check(content[first - begin : first - begin + nbytes])", "pass"),
+        patch=rewritten(
+            VerifiedFile._read, "check(content[first - begin : first - begin + nbytes])", "pass"
+        ),
         tests=("test_peers.py::test_what_is_damaged_is_no_replica[damaged-.safetensors]",),
     ),
     "replicated_part_first": Mutant(

@@ -37,16 +37,27 @@ def _nobody_waits() -> Iterator[None]:
 def _say_ahead(right: Any, self: Saver, number: int, state: str, told: dict[str, Any]) -> None:
     right(self, number, state, told)
     if state in _AHEAD:
-        right(self, number, _AHEAD[state], {"digest": "", "nbytes": 0, "profile": "full", "stored_nbytes": 0})
+        right(
+            self,
+            number,
+            _AHEAD[state],
+            {"digest": "", "nbytes": 0, "profile": "full", "stored_nbytes": 0},
+        )
 
 
-def _pin_the_base_alone(right: Any, store: Store, origin: Origin, writer: int, given: base.Base, **known: Any) -> Any:
-    own = replaced(base, "Pins", lambda pins, **members: pins(**{**members, "references": (given.reference,)}))
+def _pin_the_base_alone(
+    right: Any, store: Store, origin: Origin, writer: int, given: base.Base, **known: Any
+) -> Any:
+    own = replaced(
+        base, "Pins", lambda pins, **members: pins(**{**members, "references": (given.reference,)})
+    )
     with own():
         return right(store, origin, writer, given, **known)
 
 
-def _look_then_pin(right: Any, store: Store, origin: Origin, writer: int, given: base.Base, **known: Any) -> Any:
+def _look_then_pin(
+    right: Any, store: Store, origin: Origin, writer: int, given: base.Base, **known: Any
+) -> Any:
     for reference in {given.reference, *given.manifest.references}:
         commit.check_base(store, reference)
     with mock.patch.object(base, "check_base"):
@@ -79,11 +90,16 @@ MUTANTS = {
         clauses=("REQ-CMT-028",),
         fault="copies beside the training, whose next step doesn't wait",
         patch=_nobody_waits,
-        tests=("overlap/test_trainings.py::test_no_value_is_from_after_the_call[SGD with momentum]",),
+        tests=(
+            "overlap/test_trainings.py::test_no_value_is_from_after_the_call[SGD with momentum]",
+        ),
     ),
     "part_before_the_snapshot": Mutant(
         clauses=("REQ-CMT-029",),
-        fault="creates the part when all bytes are there, and may still turn out not to be of one moment",
+        fault=(
+            "creates the part when all bytes are there, and may still turn out not to be of one"
+            " moment"
+        ),
         patch=replaced(Progress, "wait_complete", lambda *_: None),
         tests=(
             "saver/test_saver.py::test_abandoned_save_leaves_nothing[1-1.0]",
@@ -100,7 +116,9 @@ MUTANTS = {
         clauses=("REQ-CMT-035",),
         fault="pins its base, and not what that one has its blocks of",
         patch=replaced(chain, "pin_base", _pin_the_base_alone),
-        tests=("delta/test_delta.py::test_pins_are_there_before_the_part_and_gone_after_the_commit",),
+        tests=(
+            "delta/test_delta.py::test_pins_are_there_before_the_part_and_gone_after_the_commit",
+        ),
     ),
     "pinned_after_the_look": Mutant(
         clauses=("REQ-CMT-035",),

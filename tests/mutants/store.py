@@ -21,7 +21,9 @@ from tests.stores.hooked import HookedCalls
 from tests.stores.recorder import RecordingCalls
 
 
-def _look_then_rename(_right: Any, self: LocalStore, directory: int, temporary: str, name: str) -> None:
+def _look_then_rename(
+    _right: Any, self: LocalStore, directory: int, temporary: str, name: str
+) -> None:
     try:
         self._calls.lstat(name, directory)
     except FileNotFoundError:
@@ -57,12 +59,16 @@ MUTANTS = {
         clauses=("REQ-STO-001",),
         fault="looks whether a name is free, and then renames over whatever has it by then",
         patch=replaced(LocalStore, "_publish", _look_then_rename),
-        tests=("store/test_local.py::test_whenever_another_takes_the_name_one_of_the_two_has_it[link]",),
+        tests=(
+            "store/test_local.py::test_whenever_another_takes_the_name_one_of_the_two_has_it[link]",
+        ),
     ),
     "unconditional_put": Mutant(
         clauses=("REQ-STO-001",),
         fault="puts an object that is there already",
-        patch=rewritten(_Bucket.carry_out, "put.exclusive and put.key in self.objects", "not put.key"),
+        patch=rewritten(
+            _Bucket.carry_out, "put.exclusive and put.key in self.objects", "not put.key"
+        ),
         tests=(
             "store/test_protocol.py::test_a_taken_name_stays_as_it_is[memory]",
             "store/test_protocol.py::test_of_eight_threads_one_wins_each_name[memory]",
@@ -111,9 +117,14 @@ MUTANTS = {
         patch=rewritten(
             LocalStore.sync,
             "self._directory(self._full(path), on_each=self._calls.fsync_directory):\n        pass",
-            "self._directory(self._full(path)) as directory:\n        self._calls.fsync_directory(directory)",
+            (
+                "self._directory(self._full(path)) as directory:\n       "
+                " self._calls.fsync_directory(directory)"
+            ),
         ),
-        tests=("store/test_local.py::test_sync_reaches_from_the_directory_up_to_the_opened_root[link-x]",),
+        tests=(
+            "store/test_local.py::test_sync_reaches_from_the_directory_up_to_the_opened_root[link-x]",
+        ),
     ),
     "removed_before_it_is_replaced": Mutant(
         clauses=("REQ-STO-005",),
@@ -131,7 +142,10 @@ MUTANTS = {
         patch=rewritten(
             commit.create_once,
             "store.create(path, contents)",
-            'store.create(path, contents) if attempt == 0 else store.replace(path, b"".join(contents))',
+            (
+                "store.create(path, contents) if attempt == 0 else store.replace(path,"
+                ' b"".join(contents))'
+            ),
         ),
         tests=("commit/test_commit.py::test_only_a_register_is_ever_replaced[Loss.REQUEST]",),
     ),
@@ -148,13 +162,17 @@ MUTANTS = {
         clauses=("REQ-STO-007",),
         fault="repeats the fsync of a directory that failed",
         patch=replaced(HookedCalls, "fsync_directory", _once_more),
-        tests=("store/test_faults.py::test_an_fsync_that_fails_is_not_tried_again[sync-fsync_directory]",),
+        tests=(
+            "store/test_faults.py::test_an_fsync_that_fails_is_not_tried_again[sync-fsync_directory]",
+        ),
     ),
     "held_as_long_as_the_file_is_there": Mutant(
         clauses=("REQ-STO-008",),
         fault="takes a file for held that a killed process left",
         patch=replaced(local, "is_held", _is_there),
-        tests=("store/test_hold.py::test_a_killed_process_holds_no_more_and_its_file_does_no_harm",),
+        tests=(
+            "store/test_hold.py::test_a_killed_process_holds_no_more_and_its_file_does_no_harm",
+        ),
     ),
     "asking_removes_the_file": Mutant(
         clauses=("REQ-STO-008",),
@@ -162,7 +180,10 @@ MUTANTS = {
         patch=rewritten(
             posix.is_held,
             "return not _try_lock(calls, fd)",
-            "free = _try_lock(calls, fd); free and calls.unlink(name, directory_fd); return not free",
+            (
+                "free = _try_lock(calls, fd); free and calls.unlink(name, directory_fd); return not"
+                " free"
+            ),
         ),
         tests=("store/test_hold.py::test_asking_changes_nothing",),
     ),

@@ -37,7 +37,9 @@ def _without_widths(rows: Any, *, key: Callable[[Any], Any]) -> list[Any]:
     return sorted(rows, key=lambda row: key(row)[1:])
 
 
-def _never_raw(right: Any, content: memoryview, *, dtype: str, base: memoryview, **rest: Any) -> tuple[str, bytes]:
+def _never_raw(
+    right: Any, content: memoryview, *, dtype: str, base: memoryview, **rest: Any
+) -> tuple[str, bytes]:
     encoding, stored = right(content, dtype=dtype, base=base, **rest)
     if encoding == "raw":
         return "xor", encodings.encode("xor", content, dtype=dtype, base=base)
@@ -48,7 +50,9 @@ def _among_the_others(right: Any, table: Any, row: int) -> Any:
     return table.keys[row][0] if table.storages[row] == "non-persistent" else right(table, row)
 
 
-def _the_base_always(right: Any, image: Any, base: Any, references: Sequence[Any], first: Sequence[int]) -> Any:
+def _the_base_always(
+    right: Any, image: Any, base: Any, references: Sequence[Any], first: Sequence[int]
+) -> Any:
     return np.full_like(right(image, base, references, first), references.index(base.reference))
 
 
@@ -103,7 +107,13 @@ MUTANTS = {
         clauses=("REQ-PRT-011",),
         fault="takes a box that one writer lists twice for a replica",
         patch=replaced(pieces, "_check_listed_once", lambda *_: None),
-        tests=("layout/test_merge.py::test_what_does_not_fit_together_is_refused[one box twice on a writer]",),
+        tests=(
+            (
+                "layout/test_merge.py::test_what_does_not_fit_together_is_refused[one box twice"
+                " on a"
+                " writer]"
+            ),
+        ),
     ),
     "encoded_and_not_decoded": Mutant(
         clauses=("REQ-DEL-013",),
@@ -128,7 +138,9 @@ MUTANTS = {
             "delta_features",
             lambda right, *used: [name for name in right(*used) if name not in ENCODINGS],
         ),
-        tests=("documents/test_deltas.py::test_features_follow_from_what_a_part_has[builder0-features0]",),
+        tests=(
+            "documents/test_deltas.py::test_features_follow_from_what_a_part_has[builder0-features0]",
+        ),
     ),
     "longer_than_raw": Mutant(
         clauses=("REQ-ENC-021",),
@@ -139,7 +151,9 @@ MUTANTS = {
     "deltas_always_listed": Mutant(
         clauses=("REQ-VER-007",),
         fault="lists deltas among the features of a full part",
-        patch=replaced(extents, "delta_features", lambda right, *used: sorted({DELTAS, *right(*used)})),
+        patch=replaced(
+            extents, "delta_features", lambda right, *used: sorted({DELTAS, *right(*used)})
+        ),
         tests=("documents/test_deltas.py::test_a_full_part_has_nothing_of_a_delta",),
     ),
 }

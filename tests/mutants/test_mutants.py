@@ -42,12 +42,20 @@ def test_without_a_fault_nothing_is_convicted(stride):
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("no such words", ""), ("check_prefix(path)", "check_prefix(path"), ("check_prefix(path)", "    x")],
+    [
+        ("no such words", ""),
+        ("check_prefix(path)", "check_prefix(path"),
+        ("check_prefix(path)", "    x"),
+    ],
 )
 def test_what_cannot_be_put_in_convicts_nothing(old, new):
-    stale = Mutant(clauses=(), fault="isn't one", patch=rewritten(LocalStore.sync, old, new), tests=())
+    stale = Mutant(
+        clauses=(), fault="isn't one", patch=rewritten(LocalStore.sync, old, new), tests=()
+    )
 
-    (outcome,) = convict(stale, ("store/test_local.py::test_sync_of_what_is_not_there_is_an_error",))
+    (outcome,) = convict(
+        stale, ("store/test_local.py::test_sync_of_what_is_not_there_is_an_error",)
+    )
 
     assert outcome.startswith("stale")
 

@@ -43,7 +43,9 @@ def _train(stage: Stage, name: str, net: nn.Module) -> Any:
         writer = (stage.rank, stage.world_size)
         with Trainer(state, late, path=stage.path(name), writer=writer, deadline_s=60.0) as trainer:
             for number in range(5):
-                values = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + stage.rank))
+                values = torch.randn(
+                    4, 6, generator=torch.Generator().manual_seed(10 * number + stage.rank)
+                )
                 optimizer.zero_grad()
                 net(values).square().mean().backward()
                 optimizer.step()

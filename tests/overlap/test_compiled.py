@@ -25,7 +25,9 @@ def _forget():
         pytest.param("aot_eager", "before the first save", marks=pytest.mark.exhaustive),
         ("aot_eager", "after some saves"),
         pytest.param("inductor", "before the first save", marks=pytest.mark.slow),
-        pytest.param("inductor", "after some saves", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param(
+            "inductor", "after some saves", marks=[pytest.mark.slow, pytest.mark.exhaustive]
+        ),
     ],
 )
 def test_no_value_is_from_after_the_call(backend, begins, late: Late, spy: Spy):

@@ -41,7 +41,9 @@ def trusted(trainer: Trainer, training: Training) -> int:
 
 
 def reports(trainer: Trainer) -> list[str]:
-    return [report for report in trainer.checkpointer.reports if report.startswith("OVERLAP_REFUSED")]
+    return [
+        report for report in trainer.checkpointer.reports if report.startswith("OVERLAP_REFUSED")
+    ]
 
 
 def weight_of(training: Training) -> Any:
@@ -54,7 +56,7 @@ def training() -> Training:
     return TRAININGS["AdamW, fused"]()
 
 
-# --- without the guard, these tests would see it ----------------------------------------------------------------------
+# --- without the guard, these tests would see it --------------------------------------------------
 
 
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +83,7 @@ def test_without_the_guard_and_the_checks_the_snapshot_is_torn(training, late: L
     assert set(trainer.torn()[3]) == training.late
 
 
-# --- what is trusted --------------------------------------------------------------------------------------------------
+# --- what is trusted ------------------------------------------------------------------------------
 
 
 def test_what_is_copied_late_is_told_by_the_first_step_after_the_first_save(late: Late, spy: Spy):
@@ -91,15 +93,21 @@ def test_what_is_copied_late_is_told_by_the_first_step_after_the_first_save(late
 
     def turn(number: int) -> None:
         optimizer.zero_grad()
-        (net[1](net[0](torch.randn(4, 6))) + net[2](torch.tensor(number % 4))).square().sum().backward()
+        (
+            net[1](net[0](torch.randn(4, 6))) + net[2](torch.tensor(number % 4))
+        ).square().sum().backward()
         optimizer.step()
         mean["weight"].lerp_(net[0].weight.detach(), 0.5)
 
-    training = Training(State(weights=net, optimizer=optimizer, extra={"mean": mean, "list": [1]}), turn, set())
+    training = Training(
+        State(weights=net, optimizer=optimizer, extra={"mean": mean, "list": [1]}), turn, set()
+    )
     with Trainer(training.state, late) as trainer:
         trusted(trainer, training)
     parameters = {"0.weight", "0.bias", "1.weight", "1.bias", "2.weight"}
-    moments = {f"optimizer:{name}/{key}" for name in parameters for key in ("exp_avg", "exp_avg_sq")}
+    moments = {
+        f"optimizer:{name}/{key}" for name in parameters for key in ("exp_avg", "exp_avg_sq")
+    }
     assert spy.overlapped[0] == set()
     assert spy.overlapped[1] == {f"weights:{name}" for name in parameters - {"2.weight"}} | moments
     assert len(reports(trainer)) == 1
@@ -136,7 +144,9 @@ def test_what_was_made_for_a_save_alone_is_let_go(late: Late):
     alive: list[Any] = []
     net = module()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with Trainer(State(weights=net, optimizer=optimizer, extra={"it": Ephemeral()}), late) as trainer:
+    with Trainer(
+        State(weights=net, optimizer=optimizer, extra={"it": Ephemeral()}), late
+    ) as trainer:
         trainer.save().wait()
         gc.collect()
         assert [found() for found in alive] == [None] * len(alive)
@@ -155,7 +165,9 @@ def test_a_module_can_be_converted_between_save_and_step(training, late: Late):
     with Trainer(training.state, late) as trainer:
         training.turn(0)
         trainer.save()
-        torch.utils.swap_tensors(weight_of(training), nn.Parameter(weight_of(training).detach().clone()))
+        torch.utils.swap_tensors(
+            weight_of(training), nn.Parameter(weight_of(training).detach().clone())
+        )
         training.turn(1)
     assert trainer.torn() == {}
 
@@ -170,10 +182,12 @@ def test_saves_without_a_step_leave_nothing_to_wait_for(training, late: Late):
         assert len(guard._in_flight) == 1
 
 
-# --- waiting ----------------------------------------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------
 
 
-def test_step_waits_for_the_copies_and_the_handle_accounts_for_it(training, late: Late, monkeypatch):
+def test_step_waits_for_the_copies_and_the_handle_accounts_for_it(
+    training, late: Late, monkeypatch
+):
     wait_copied, wait_s = SaveHandle.wait_copied, 0.3
 
     def wait_long(handle: SaveHandle, timeout_s: float | None = None) -> None:
@@ -274,7 +288,9 @@ def test_slow_copies_beside_real_turns(training, late: Late, monkeypatch):
     assert trainer.torn() == {}
 
 
-def test_an_earlier_save_is_waited_for_although_a_later_one_copies_nothing_late(training, late: Late, monkeypatch):
+def test_an_earlier_save_is_waited_for_although_a_later_one_copies_nothing_late(
+    training, late: Late, monkeypatch
+):
     """A turn without a step, and a save of which everything is copied before it returns."""
     with Trainer(training.state, late) as trainer:
         number = trusted(trainer, training)
@@ -299,7 +315,8 @@ def test_a_step_of_another_thread_waits_as_well(training, late: Late, monkeypatc
         trusted(trainer, training)
         monkeypatch.setattr(SaveHandle, "wait_copied", meet)
         threads = [
-            threading.Thread(target=torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1).step) for _ in range(2)
+            threading.Thread(target=torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1).step)
+            for _ in range(2)
         ]
         for thread in threads:
             thread.start()
@@ -384,7 +401,7 @@ def _refuse_in_capture(*_: object) -> None:
     raise AssertionError("a graph can't wait for events that aren't in it")
 
 
-# --- what is changed in spite of everything ---------------------------------------------------------------------------
+# --- what is changed in spite of everything -------------------------------------------------------
 
 
 def by_operation(weight: Any) -> None:
@@ -406,8 +423,12 @@ def by_array(weight: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [by_operation, by_one_element, by_data, by_array])
-def test_what_is_written_to_before_its_copy_fails_the_save(change, training, late: Late, spy: Spy, tmp_path):
-    with Trainer(training.state, late, path=tmp_path / "run" if change is by_operation else None) as trainer:
+def test_what_is_written_to_before_its_copy_fails_the_save(
+    change, training, late: Late, spy: Spy, tmp_path
+):
+    with Trainer(
+        training.state, late, path=tmp_path / "run" if change is by_operation else None
+    ) as trainer:
         number = trusted(trainer, training)
         change(weight_of(training))
         training.turn(number)
@@ -431,7 +452,9 @@ def test_what_is_written_to_before_its_copy_fails_the_save(change, training, lat
     assert len(steps) == len(trainer.saves)
 
 
-def test_weights_that_are_exchanged_for_their_average_fail_one_save_and_no_other(training, late: Late, spy: Spy):
+def test_weights_that_are_exchanged_for_their_average_fail_one_save_and_no_other(
+    training, late: Late, spy: Spy
+):
     """As programs do that evaluate the average after some of their saves, through ``.data``."""
     net: Any = training.state.weights
     failed = []
@@ -456,12 +479,17 @@ def test_weights_that_are_exchanged_for_their_average_fail_one_save_and_no_other
     assert spy.overlapped[-1] == set()
 
 
-def test_a_write_that_was_under_way_at_the_check_is_found_when_it_is_counted(training, late: Late, monkeypatch):
+def test_a_write_that_was_under_way_at_the_check_is_found_when_it_is_counted(
+    training, late: Late, monkeypatch
+):
     """Torch counts a write behind it: what is copied meanwhile looks unchanged."""
     version, looked = guards._version, list[Any]()
 
     def delayed(source: Any) -> int:
-        if threading.current_thread().name.startswith("ckptfmt-stager") and source.data_ptr() == first:
+        if (
+            threading.current_thread().name.startswith("ckptfmt-stager")
+            and source.data_ptr() == first
+        ):
             looked.append(source)
             return version(source) + (len(looked) > 1)
         return version(source)
@@ -480,11 +508,13 @@ def test_a_write_that_was_under_way_at_the_check_is_found_when_it_is_counted(tra
     assert caught.value.code == Code.STATE_CHANGED
 
 
-# --- hooks come and go ------------------------------------------------------------------------------------------------
+# --- hooks come and go ----------------------------------------------------------------------------
 
 
 def hook_count() -> int:
-    return len(torch_optimizer._global_optimizer_pre_hooks) + len(torch_optimizer._global_optimizer_post_hooks)
+    return len(torch_optimizer._global_optimizer_pre_hooks) + len(
+        torch_optimizer._global_optimizer_post_hooks
+    )
 
 
 def test_a_step_of_anything_goes_on_after_close(training, late: Late):
@@ -516,7 +546,9 @@ def test_no_hook_is_left_behind(ends, training):
 def test_without_overlap_there_is_no_hook(options, training):
     """Hooks that look for what no State holds are others; they hold no step back."""
     before = hook_count()
-    with Checkpointer(MemoryStore(), training.state, **{"saver": "thread", **options}) as checkpointer:
+    with Checkpointer(
+        MemoryStore(), training.state, **{"saver": "thread", **options}
+    ) as checkpointer:
         training.turn(0)
         checkpointer.step = 1
         checkpointer.save()
@@ -548,7 +580,7 @@ def test_other_default_devices_make_no_difference(training, late: Late):
     assert trainer.torn() == {}
 
 
-# --- a thousand -------------------------------------------------------------------------------------------------------
+# --- a thousand -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("save_count", [100, pytest.param(1000, marks=pytest.mark.exhaustive)])
@@ -572,13 +604,22 @@ def test_changed_at_once_after_save_returns(save_count, late: Late):
             for step in range(1, 11):
                 optimizer.step()
                 checkpointer.step = step
-                wanted = [bytes_of(net[0].weight), bytes_of(net[1].running_mean), array.tobytes(), list(leaf)]
+                wanted = [
+                    bytes_of(net[0].weight),
+                    bytes_of(net[1].running_mean),
+                    array.tobytes(),
+                    list(leaf),
+                ]
                 handle = checkpointer.save()
                 changes[step % len(changes)]()
                 assert handle is not None
                 handle.wait()
                 checkpoint = Checkpoint(store.at(checkpoint_name(step, 1)))
-                names = [("weights", "0.weight"), ("weights", "1.running_mean"), ("optimizer", "extra/array")]
+                names = [
+                    ("weights", "0.weight"),
+                    ("weights", "1.running_mean"),
+                    ("optimizer", "extra/array"),
+                ]
                 saved = [checkpoint.read(*name).tobytes() for name in names]
                 if [*saved, checkpoint.leaf("optimizer", "extra/leaf")] != wanted:
                     torn.append(step)

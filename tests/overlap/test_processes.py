@@ -15,7 +15,9 @@ LATE = {f"weights:{name}" for name in NAMES} | {
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
     scratch = tmp_path_factory.mktemp("overlap")
-    return launch("tests.overlap.scenes", ["data_parallel", "sharded"], world_size=2, scratch=scratch)
+    return launch(
+        "tests.overlap.scenes", ["data_parallel", "sharded"], world_size=2, scratch=scratch
+    )
 
 
 @pytest.mark.parametrize("scene", ["data_parallel", "sharded"])

@@ -5,7 +5,8 @@ import pytest
 from tests.overlap.trainings import TRAININGS
 from tests.overlap.watching import Late, Spy, Trainer
 
-#: Enough for the first save to be a probation, and for more than one of each kind to be copied late.
+#: Enough for the first save to be a probation, and for more than one of each kind to be copied
+#: late.
 TURNS = 6
 
 
@@ -19,7 +20,9 @@ def test_no_value_is_from_after_the_call(name, late: Late, spy: Spy):
     assert trainer.torn() == {}
     assert spy.overlapped[0] == set(), "the first save is a probation"
     assert spy.overlapped[-1] == training.late
-    reports = [report for report in trainer.checkpointer.reports if report.startswith("OVERLAP_REFUSED")]
+    reports = [
+        report for report in trainer.checkpointer.reports if report.startswith("OVERLAP_REFUSED")
+    ]
     assert len(reports) == bool(training.refused)
     assert all(name in reports[0] for name in training.refused)
 

@@ -24,7 +24,8 @@ class Training:
     Attributes:
         state: what is saved.
         turn: does a turn, given its number.
-        late: names that are copied beside the training once they are trusted; of whatever isn't named here, none is.
+        late: names that are copied beside the training once they are trusted; of whatever isn't
+            named here, none is.
         refused: names that the report says are changed between save and step.
     """
 
@@ -124,7 +125,9 @@ def subset() -> Training:
             net[0].weight.data.mul_(0.9)
         step(number)
 
-    return Training(State(weights=net, optimizer=optimizer), turn, _only(names_of(net, *ADAM), "2."))
+    return Training(
+        State(weights=net, optimizer=optimizer), turn, _only(names_of(net, *ADAM), "2.")
+    )
 
 
 def frozen() -> Training:
@@ -132,7 +135,9 @@ def frozen() -> Training:
     net = module()
     net[0].requires_grad_(requires_grad=False)
     optimizer = adamw(net.parameters())
-    late = {f"weights:{name}" for name, _ in net.named_parameters()} | _only(names_of(net, *ADAM), "2.")
+    late = {f"weights:{name}" for name, _ in net.named_parameters()} | _only(
+        names_of(net, *ADAM), "2."
+    )
     return Training(State(weights=net, optimizer=optimizer), turn_of(net, optimizer), late)
 
 
@@ -150,7 +155,11 @@ def scaled() -> Training:
         scaler.step(optimizer)
         scaler.update()
 
-    return Training(State(weights=net, optimizer=optimizer, extra={"scaler": scaler}), turn, names_of(net, *ADAM))
+    return Training(
+        State(weights=net, optimizer=optimizer, extra={"scaler": scaler}),
+        turn,
+        names_of(net, *ADAM),
+    )
 
 
 def accumulated() -> Training:
@@ -181,7 +190,9 @@ def scheduled() -> Training:
         cycle.step()
 
     extra = {"warm_up": warm_up}
-    return Training(State(weights=net, optimizer=optimizer, extra=extra), turn, names_of(net, "momentum_buffer"))
+    return Training(
+        State(weights=net, optimizer=optimizer, extra=extra), turn, names_of(net, "momentum_buffer")
+    )
 
 
 def _shrink(net: Any) -> Callable[..., None]:
@@ -195,7 +206,9 @@ def hooked_instance() -> Training:
     net = module()
     optimizer = adamw(net.parameters())
     optimizer.register_step_pre_hook(_shrink(net))
-    return Training(State(weights=net, optimizer=optimizer), turn_of(net, optimizer), names_of(net, *ADAM))
+    return Training(
+        State(weights=net, optimizer=optimizer), turn_of(net, optimizer), names_of(net, *ADAM)
+    )
 
 
 def hooked_all() -> Training:
@@ -204,7 +217,9 @@ def hooked_all() -> Training:
     optimizer = adamw(net.parameters())
     shrink = _shrink(net)
     register_optimizer_step_pre_hook(lambda at, *_: shrink() if at is optimizer else None)
-    return Training(State(weights=net, optimizer=optimizer), turn_of(net, optimizer), names_of(net, *ADAM))
+    return Training(
+        State(weights=net, optimizer=optimizer), turn_of(net, optimizer), names_of(net, *ADAM)
+    )
 
 
 def bounded_embedding() -> Training:
@@ -224,7 +239,9 @@ def bounded_embedding() -> Training:
 def normed() -> Training:
     net: Any = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = adamw(net.parameters())
-    return Training(State(weights=net, optimizer=optimizer), turn_of(net, optimizer), names_of(net, *ADAM))
+    return Training(
+        State(weights=net, optimizer=optimizer), turn_of(net, optimizer), names_of(net, *ADAM)
+    )
 
 
 def averaged() -> Training:
@@ -237,7 +254,9 @@ def averaged() -> Training:
         mean.update_parameters(net)
         step(number)
 
-    return Training(State(weights=net, optimizer=optimizer, extra={"mean": mean}), turn, names_of(net, *ADAM))
+    return Training(
+        State(weights=net, optimizer=optimizer, extra={"mean": mean}), turn, names_of(net, *ADAM)
+    )
 
 
 def written_by_data() -> Training:
@@ -267,7 +286,9 @@ def beside_arrays() -> Training:
         extra["nested"]["a"]["b"][0] *= 2
         step(number)
 
-    return Training(State(weights=net, optimizer=optimizer, extra=extra), turn, names_of(net, *ADAM))
+    return Training(
+        State(weights=net, optimizer=optimizer, extra=extra), turn, names_of(net, *ADAM)
+    )
 
 
 def in_backward() -> Training:
@@ -288,12 +309,16 @@ def in_backward() -> Training:
 
 def copied() -> Training:
     net, optimizer = copy.deepcopy(_stepped())
-    return Training(State(weights=net, optimizer=optimizer), turn_of(net, optimizer), names_of(net, *ADAM))
+    return Training(
+        State(weights=net, optimizer=optimizer), turn_of(net, optimizer), names_of(net, *ADAM)
+    )
 
 
 def unpickled() -> Training:
     net, optimizer = pickle.loads(pickle.dumps(_stepped()))
-    return Training(State(weights=net, optimizer=optimizer), turn_of(net, optimizer), names_of(net, *ADAM))
+    return Training(
+        State(weights=net, optimizer=optimizer), turn_of(net, optimizer), names_of(net, *ADAM)
+    )
 
 
 def _stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -308,7 +333,9 @@ class Foreign:
 
     def __init__(self, net: nn.Module) -> None:
         self.net = net
-        self.momentum = {name: torch.zeros_like(parameter) for name, parameter in net.named_parameters()}
+        self.momentum = {
+            name: torch.zeros_like(parameter) for name, parameter in net.named_parameters()
+        }
 
     def zero_grad(self) -> None:
         self.net.zero_grad()
@@ -370,7 +397,12 @@ class _Odd(nn.Module):
         self.tied = self.short
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        parts = [self.strided(values.reshape(2, 3, 2, 2).repeat(1, 1, 2, 2)), self.turned, self.short, self.wide]
+        parts = [
+            self.strided(values.reshape(2, 3, 2, 2).repeat(1, 1, 2, 2)),
+            self.turned,
+            self.short,
+            self.wide,
+        ]
         return torch.stack([part.abs().float().square().sum() for part in parts]) * self.scale
 
 
@@ -378,13 +410,20 @@ def odd_tensors() -> Training:
     net = _Odd()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9)
     late = names_of(net, "momentum_buffer") - {"optimizer:scale/momentum_buffer"}
-    return Training(State(weights=net, optimizer=optimizer), turn_of(net, optimizer), _without(late, "none"))
+    return Training(
+        State(weights=net, optimizer=optimizer), turn_of(net, optimizer), _without(late, "none")
+    )
 
 
 def everything() -> Training:
     """Something of most kinds at once."""
-    net: Any = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Embedding(4, 3, max_norm=0.1))
-    first, last = adamw(net[0].parameters(), fused=True), adamw([*net[1].parameters(), *net[2].parameters()])
+    net: Any = nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Embedding(4, 3, max_norm=0.1)
+    )
+    first, last = (
+        adamw(net[0].parameters(), fused=True),
+        adamw([*net[1].parameters(), *net[2].parameters()]),
+    )
     table = torch.optim.SGD(net[3].parameters(), lr=0.1)
     extra = {"mean": AveragedModel(net), "array": np.zeros(64), "list": [0]}
 
@@ -398,8 +437,14 @@ def everything() -> Training:
         extra["array"] += 1  # type: ignore[operator]
         extra["list"].append(number)  # type: ignore[attr-defined]
 
-    late = names_of(net, *ADAM) - {"weights:3.weight", "optimizer:3.weight/exp_avg", "optimizer:3.weight/exp_avg_sq"}
-    state = State(weights=net, optimizer={"first": first, "last": last, "table": table}, extra=extra)
+    late = names_of(net, *ADAM) - {
+        "weights:3.weight",
+        "optimizer:3.weight/exp_avg",
+        "optimizer:3.weight/exp_avg_sq",
+    }
+    state = State(
+        weights=net, optimizer={"first": first, "last": last, "table": table}, extra=extra
+    )
     return Training(state, turn, late, {"weights:3.weight"})
 
 
@@ -415,7 +460,9 @@ TRAININGS: Final[dict[str, Callable[[], Training]]] = {
     "AdamW, foreach": plain(lambda parameters: adamw(parameters, foreach=True), *ADAM),
     "AdamW, one by one": plain(lambda parameters: adamw(parameters, foreach=False), *ADAM),
     "AdamW, fused": plain(lambda parameters: adamw(parameters, fused=True), *ADAM),
-    "SGD with momentum": plain(lambda them: torch.optim.SGD(them, lr=0.05, momentum=0.9), "momentum_buffer"),
+    "SGD with momentum": plain(
+        lambda them: torch.optim.SGD(them, lr=0.05, momentum=0.9), "momentum_buffer"
+    ),
     "LBFGS": lbfgs,
     "two optimizers in turn": adversaries,
     "two optimizers with a layer in common": shared_optimizers,

@@ -37,7 +37,11 @@ def live_contents(state: State, *, worker: int = 0, worker_count: int = 1) -> Co
     found: Contents = {}
     for source in snapshot.tensors:
         local = source.local if hasattr(source, "local") else torch.from_numpy(source.array)
-        places = [piece.local_box for piece in source.pieces] if hasattr(source, "pieces") else source.boxes
+        places = (
+            [piece.local_box for piece in source.pieces]
+            if hasattr(source, "pieces")
+            else source.boxes
+        )
         for box, place in zip(source.boxes, places, strict=True):
             held = local[place.relative_to(Box.whole(tuple(local.shape)))]
             found["tensor", source.field, source.name, source.scope, box] = bytes_of(held)
@@ -69,7 +73,8 @@ def differences(store: Store, wanted: Contents) -> list[str]:
 class Late:
     """Makes the copies beside the training come as late as they may: when somebody waits for them.
 
-    So a step that doesn't wait changes what wasn't copied yet: for sure, however fast or slow the machine is.
+    So a step that doesn't wait changes what wasn't copied yet: for sure, however fast or slow the
+    machine is.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +145,13 @@ class Trainer:
     """Saves as it is told to, and knows what each save should contain."""
 
     def __init__(
-        self, state: State, late: Late, *, path: Any = None, writer: tuple[int, int] = (0, 1), **options: Any
+        self,
+        state: State,
+        late: Late,
+        *,
+        path: Any = None,
+        writer: tuple[int, int] = (0, 1),
+        **options: Any,
     ) -> None:
         self.state = state
         self._writer = writer

@@ -42,23 +42,36 @@ def parse_arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("journal")
-    parser.add_argument("--loader", default="plain", choices=("plain", "seedable", "stateful", "generator"))
+    parser.add_argument(
+        "--loader", default="plain", choices=("plain", "seedable", "stateful", "generator")
+    )
     parser.add_argument("--native", action="store_true", help="without the plug-in")
-    parser.add_argument("--forget", action="store_true", help="put no RNG streams back that an iterator began with")
+    parser.add_argument(
+        "--forget", action="store_true", help="put no RNG streams back that an iterator began with"
+    )
     parser.add_argument("--evaluate", action="store_true")
-    parser.add_argument("--hidden", action="store_true", help="weigh the loss by a count that nothing saves")
+    parser.add_argument(
+        "--hidden", action="store_true", help="weigh the loss by a count that nothing saves"
+    )
     return parser.parse_args()
 
 
 def make_accelerator(options):
     configuration = DataLoaderConfiguration(
-        use_seedable_sampler=options.loader == "seedable", use_stateful_dataloader=options.loader == "stateful"
+        use_seedable_sampler=options.loader == "seedable",
+        use_stateful_dataloader=options.loader == "stateful",
     )
-    arguments = {"cpu": True, "dataloader_config": configuration, "step_scheduler_with_optimizer": False}
+    arguments = {
+        "cpu": True,
+        "dataloader_config": configuration,
+        "step_scheduler_with_optimizer": False,
+    }
     if options.native:
         accelerator = Accelerator(**arguments)
     else:
-        accelerator = CkptfmtAccelerator(run=options.out, saving={"keep": 3}, config={"width": 16}, **arguments)
+        accelerator = CkptfmtAccelerator(
+            run=options.out, saving={"keep": 3}, config={"width": 16}, **arguments
+        )
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=9)
     return accelerator
 
@@ -86,7 +99,9 @@ def batches(accelerator, options, loader, done):
     first, skip = divmod(done, len(loader)) if options.native else accelerator.position(loader)
     for epoch in range(first, STEPS // len(loader) + 1):
         if options.native:
-            yield from accelerator.skip_first_batches(loader, skip) if skip and epoch == first else loader
+            yield from (
+                accelerator.skip_first_batches(loader, skip) if skip and epoch == first else loader
+            )
         else:
             yield from accelerator.skip_first_batches(loader)
 
@@ -104,7 +119,9 @@ def main():
     set_seed(7)
     torch.set_num_threads(1)
     accelerator = make_accelerator(options)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.4), torch.nn.Linear(16, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 16), torch.nn.Dropout(0.4), torch.nn.Linear(16, 1)
+    )
     critic = torch.nn.Linear(6, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     other = torch.optim.SGD(critic.parameters(), lr=0.01, momentum=0.9)

@@ -2,9 +2,10 @@
 
 Usage: dcp_training.py RUN JOURNALS [forgetful]
 
-It saves every eighth step, in turn with `dcp.save` and `dcp.async_save`, and resumes from the newest checkpoint in RUN.
-What DCP doesn't know of, the training puts into its state_dict: RNG streams, LR schedule, where in the data it is.
-With "forgetful" it leaves the RNG streams as they are when it resumes.
+It saves every eighth step, in turn with `dcp.save` and `dcp.async_save`, and resumes from the
+newest checkpoint in RUN. What DCP doesn't know of, the training puts into its state_dict: RNG
+streams, LR schedule, where in the data it is. With "forgetful" it leaves the RNG streams as they
+are when it resumes.
 """
 
 import os
@@ -29,7 +30,9 @@ STEPS, EVERY, SAMPLES, BATCH = 44, 8, 48, 8
 def make_model() -> torch.nn.Sequential:
     """Return the model, the same in every process."""
     torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Dropout(0.3), torch.nn.ReLU(), torch.nn.Linear(24, 3))
+    return torch.nn.Sequential(
+        torch.nn.Linear(12, 24), torch.nn.Dropout(0.3), torch.nn.ReLU(), torch.nn.Linear(24, 3)
+    )
 
 
 class Training:
@@ -63,7 +66,12 @@ class Training:
         """Go on from a checkpoint."""
         state = self.state_dict()
         dcp_load.load(state, storage_reader=CkptfmtReader(path))
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
         self.schedule.load_state_dict(state["schedule"])
         self.step, self.ids = state["loop"]["step"], state["loop"]["ids"]
         self.order.set_state(state["loop"]["order"])
@@ -84,7 +92,12 @@ class Training:
         self.step += 1
         model, optimizer = get_state_dict(self.model, self.optimizer)
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        facts = {"ids": repr(batch), "rate": repr(rates), "loss": loss, "rng": torch.get_rng_state()}
+        facts = {
+            "ids": repr(batch),
+            "rate": repr(rates),
+            "loss": loss,
+            "rng": torch.get_rng_state(),
+        }
         return {**facts, "weights": model, "optimizer": optimizer["state"]}
 
 
@@ -92,7 +105,8 @@ def main(run: Path, journals: Path, *options: str) -> None:
     """Train to the end."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
-    # A save beside the training talks in a group of its own: in one group, all ranks must talk in one order.
+    # A save beside the training talks in a group of its own: in one group, all ranks must talk in
+    # one order.
     beside = dist.new_group()
     training, journal = Training(rank), trainings.Journal(journals / f"rank-{rank}.jsonl")
     found = sorted(run.glob("step-*"), key=lambda path: int(path.name[5:]), reverse=True)
@@ -108,7 +122,11 @@ def main(run: Path, journals: Path, *options: str) -> None:
                 pending.result()
             writer, state = CkptfmtWriter(run / f"step-{training.step}"), training.state_dict()
             is_async = training.step // EVERY % 2 == 0
-            pending = dcp_save.async_save(state, storage_writer=writer, process_group=beside) if is_async else None
+            pending = (
+                dcp_save.async_save(state, storage_writer=writer, process_group=beside)
+                if is_async
+                else None
+            )
             if not is_async:
                 dcp_save.save(state, storage_writer=writer)
         journal.note(training.step, **facts)

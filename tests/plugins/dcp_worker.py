@@ -31,7 +31,9 @@ def rank_of() -> int:
 def assert_loads(path: str, saved: dict[str, Any]) -> None:
     """Load what was saved into zeros, and compare."""
     into = {
-        key: {name: torch.zeros_like(value) for name, value in held.items()} if isinstance(held, dict) else None
+        key: {name: torch.zeros_like(value) for name, value in held.items()}
+        if isinstance(held, dict)
+        else None
         for key, held in saved.items()
     }
     dcp_load.load(into, storage_reader=CkptfmtReader(path))
@@ -39,7 +41,8 @@ def assert_loads(path: str, saved: dict[str, Any]) -> None:
         for name, value in held.items() if isinstance(held, dict) else ():
             found: Any = into[key][name]  # type: ignore[index]
             assert torch.equal(
-                getattr(found, "to_local", lambda t=found: t)(), getattr(value, "to_local", lambda t=value: t)()
+                getattr(found, "to_local", lambda t=found: t)(),
+                getattr(value, "to_local", lambda t=value: t)(),
             ), (key, name)
         if not isinstance(held, dict):
             assert into[key] == held, key
@@ -60,7 +63,9 @@ def save_cached(path: str, mesh: Any) -> None:
         }
         planner = DefaultSavePlanner(enable_plan_caching=True)
         if number == 1:
-            dcp_save.async_save(state, storage_writer=CkptfmtWriter(f"{path}-{number}"), planner=planner).result()  # type: ignore[union-attr]
+            dcp_save.async_save(
+                state, storage_writer=CkptfmtWriter(f"{path}-{number}"), planner=planner
+            ).result()  # type: ignore[union-attr]
         else:
             dcp_save.save(state, storage_writer=CkptfmtWriter(f"{path}-{number}"), planner=planner)
         assert_loads(f"{path}-{number}", state)
@@ -107,12 +112,19 @@ def save_in_groups(path: str) -> None:
     """Save in a group of one rank each, and without any."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     mine: dict[str, Any] = {"model": {"w": torch.full((3,), 1.0 + rank_of())}, "n": rank_of()}
-    dcp_save.save(mine, storage_writer=CkptfmtWriter(f"{path}-{rank_of()}"), process_group=groups[rank_of()])
+    dcp_save.save(
+        mine, storage_writer=CkptfmtWriter(f"{path}-{rank_of()}"), process_group=groups[rank_of()]
+    )
     dcp_save.save(mine, storage_writer=CkptfmtWriter(f"{path}-alone-{rank_of()}"), no_dist=True)
     for name in ("", "alone-"):
         into: dict[str, Any] = {"model": {"w": torch.zeros(3)}, "n": -1}
         reader = CkptfmtReader(f"{path}-{name}{rank_of()}")
-        dcp_load.load(into, storage_reader=reader, process_group=groups[rank_of()], planner=DefaultLoadPlanner())
+        dcp_load.load(
+            into,
+            storage_reader=reader,
+            process_group=groups[rank_of()],
+            planner=DefaultLoadPlanner(),
+        )
         assert into["model"]["w"].tolist() == [1.0 + rank_of()] * 3
         assert into["n"] == rank_of()
 
@@ -124,8 +136,13 @@ def main(how: str, path: str, meeting: str) -> None:
     mesh = init_device_mesh("cpu", (count,))
     whole = torch.arange(42.0).reshape(7, 6)
     sharded = distribute_tensor(whole if how != "load" else torch.zeros(7, 6), mesh, [Shard(0)])
-    replicated = distribute_tensor(torch.arange(3.0) if how != "load" else torch.zeros(3), mesh, [Replicate()])
-    state: dict[str, Any] = {"model": {"w": sharded, "r": replicated}, "rank0": {"plain": [1, "two"]}}
+    replicated = distribute_tensor(
+        torch.arange(3.0) if how != "load" else torch.zeros(3), mesh, [Replicate()]
+    )
+    state: dict[str, Any] = {
+        "model": {"w": sharded, "r": replicated},
+        "rank0": {"plain": [1, "two"]},
+    }
     if how == "load":
         dcp_load.load(state, storage_reader=CkptfmtReader(path))
         for name, expected in (("w", whole), ("r", torch.arange(3.0))):
@@ -137,7 +154,9 @@ def main(how: str, path: str, meeting: str) -> None:
         with install():
             kind = dcp_save.AsyncCheckpointerType.PROCESS
             for number in range(2):
-                dcp_save.async_save(state, checkpoint_id=f"{path}-{number}", async_checkpointer_type=kind).result()  # type: ignore[union-attr]
+                dcp_save.async_save(
+                    state, checkpoint_id=f"{path}-{number}", async_checkpointer_type=kind
+                ).result()  # type: ignore[union-attr]
     elif how == "cached":
         save_cached(path, mesh)
     elif how == "phases":

@@ -34,7 +34,9 @@ def state_of(specs, content) -> Any:
     return ckptfmt.State(weights=weights, extra={"key": jax.random.key(int(content[0, 1]))})
 
 
-ckptfmt.save(sys.argv[1], state_of({"cut": P("a", "b"), "copied": P(None, "b")}, whole), step=1, agree="save")
+ckptfmt.save(
+    sys.argv[1], state_of({"cut": P("a", "b"), "copied": P(None, "b")}, whole), step=1, agree="save"
+)
 state = state_of({"cut": P(None, "a"), "copied": P()}, np.zeros_like(whole))
 report: Any = ckptfmt.load(sys.argv[1], state, agree="load")
 for array in state.weights["layer"].values():

@@ -40,7 +40,9 @@ by_rows, copied = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
 place = lambda leaf: jax.device_put(leaf, by_rows if leaf.ndim == 2 else copied)  # noqa: E731
 transform = optax.chain(
     optax.clip_by_global_norm(1.0),
-    optax.inject_hyperparams(optax.adamw)(learning_rate=optax.warmup_cosine_decay_schedule(0, 1e-2, 10, TOTAL)),
+    optax.inject_hyperparams(optax.adamw)(
+        learning_rate=optax.warmup_cosine_decay_schedule(0, 1e-2, 10, TOTAL)
+    ),
 )
 params = jax.tree_util.tree_map(
     place, net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, jnp.zeros((1, 8)))
@@ -65,7 +67,11 @@ def train_step(params, opt_state, key, batch):
 
 sampler = ckptfmt.Sampler(len(samples), global_batch=8, seed=3)
 state: Any = ckptfmt.State(
-    weights=params, optimizer=opt_state, data=sampler, extra={"key": jax.random.key(5)}, config={"width": 16}
+    weights=params,
+    optimizer=opt_state,
+    data=sampler,
+    extra={"key": jax.random.key(5)},
+    config={"width": 16},
 )
 journal = Journal(journal_path)
 with ckptfmt.Checkpointer(run, state, every=5) as checkpointer:
@@ -90,4 +96,6 @@ with ckptfmt.Checkpointer(run, state, every=5) as checkpointer:
             noise=[np.random.random()],  # noqa: NPY002 - a stream of the process
         )
     report = checkpointer.load_report
-Path(f"{journal_path}.claim").write_text("" if report is None else f"{report.claim} {report.lowered_by}")
+Path(f"{journal_path}.claim").write_text(
+    "" if report is None else f"{report.claim} {report.lowered_by}"
+)

@@ -32,7 +32,9 @@ class Net(LightningModule):
     def __init__(self, width=16):
         super().__init__()
         self.save_hyperparameters()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.Dropout(0.4), torch.nn.Linear(width, 1))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(6, width), torch.nn.Dropout(0.4), torch.nn.Linear(width, 1)
+        )
         self.numbers = self.loss = None
 
     def training_step(self, batch, _batch_idx):
@@ -48,7 +50,10 @@ class Net(LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Sharded(Net):
@@ -66,9 +71,12 @@ class Notes(Callback):
         self.validations = Journal(f"{path}-validations")
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        saves = getattr(trainer.strategy, "saves", None) or getattr(trainer.strategy.checkpoint_io, "saves", None)
+        saves = getattr(trainer.strategy, "saves", None) or getattr(
+            trainer.strategy.checkpoint_io, "saves", None
+        )
         if saves is not None and self.journal.is_last(trainer.global_step):
-            # The newest checkpoint is that of the last save: which one is resumed is no matter of chance.
+            # The newest checkpoint is that of the last save: which one is resumed is no matter of
+            # chance.
             for handle in saves._handles.values():
                 handle.wait()
                 handle.wait_over()
@@ -96,11 +104,18 @@ def parse_arguments():
     parser.add_argument("--kind", default="one", choices=("one", "ddp", "sharded"))
     parser.add_argument("--native", action="store_true", help="without CkptfmtIO")
     parser.add_argument("--inexact", action="store_true", help="without ExactResume")
-    parser.add_argument("--epochs", action="store_true", help="save at the end of epochs, by Lightning's default")
     parser.add_argument(
-        "--validate", type=int, default=0, help="after so many steps of an epoch, with a save behind it"
+        "--epochs", action="store_true", help="save at the end of epochs, by Lightning's default"
     )
-    parser.add_argument("--save-before", action="store_true", help="save every so many steps all the same")
+    parser.add_argument(
+        "--validate",
+        type=int,
+        default=0,
+        help="after so many steps of an epoch, with a save behind it",
+    )
+    parser.add_argument(
+        "--save-before", action="store_true", help="save every so many steps all the same"
+    )
     return parser.parse_args()
 
 
@@ -121,13 +136,19 @@ def main():
     rank = os.environ.get("RANK", "0")
     seed_everything(7 + int(rank), verbose=False)
     cadence = {"every_n_epochs": 1} if options.epochs else {"every_n_train_steps": SAVE_EVERY}
-    saves = ModelCheckpoint(dirpath=options.out, save_top_k=2, monitor="step", mode="max", save_last=True, **cadence)
+    saves = ModelCheckpoint(
+        dirpath=options.out, save_top_k=2, monitor="step", mode="max", save_last=True, **cadence
+    )
     if options.validate and not options.save_before:
-        saves = ModelCheckpoint(dirpath=options.out, save_top_k=-1, monitor="val_loss", save_last=True)
+        saves = ModelCheckpoint(
+            dirpath=options.out, save_top_k=-1, monitor="val_loss", save_last=True
+        )
     exact = [] if options.inexact else [ExactResume()]
     strategies = {"one": "auto", "ddp": "ddp"}
     if options.kind == "sharded":
-        strategies["sharded"] = CkptfmtModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        strategies["sharded"] = CkptfmtModelParallelStrategy(
+            data_parallel_size=2, tensor_parallel_size=1
+        )
     trainer = Trainer(
         max_steps=STEPS,
         val_check_interval=options.validate or None,

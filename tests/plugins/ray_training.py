@@ -2,8 +2,8 @@
 
 Usage: ray_training.py DIRECTORY TRAINING ...
 
-A training is NAME,WORKERS,LAST_STEP,KILL_AT. In one whose name is ``forgetful``, worker 0 doesn't put its RNG streams
-back after the kill, and worker 1 trains with the first samples again.
+A training is NAME,WORKERS,LAST_STEP,KILL_AT. In one whose name is ``forgetful``, worker 0 doesn't
+put its RNG streams back after the kill, and worker 1 trains with the first samples again.
 """
 
 import os
@@ -41,14 +41,22 @@ def train_loop(config: dict[str, Any]) -> None:
     numbers: Any = range(60)
     loader: Any = torch.utils.data.DataLoader(numbers, batch_sampler=sampler)
     state = ckptfmt.State(
-        weights=model, optimizer=optimizer, data=sampler, extra={"scheduler": scheduler}, config={"width": 16}
+        weights=model,
+        optimizer=optimizer,
+        data=sampler,
+        extra={"scheduler": scheduler},
+        config={"width": 16},
     )
     journal = Journal(f"{config['journal']}-{rank}")
     with checkpointer(state, every=5, keep=4) as run:
         forgets = config["forgets"] and run.step > 0
         batches = iter(loader)
         fresh = ckptfmt.Sampler(60, global_batch=4, seed=3)
-        others = iter(torch.utils.data.DataLoader(numbers, batch_sampler=fresh)) if forgets and rank == 1 else None
+        others = (
+            iter(torch.utils.data.DataLoader(numbers, batch_sampler=fresh))
+            if forgets and rank == 1
+            else None
+        )
         streams = torch.get_rng_state()
         run.restore_rng()
         if forgets and rank == 0:
@@ -79,11 +87,17 @@ def train_loop(config: dict[str, Any]) -> None:
                 learning_rate=[scheduler.get_last_lr()],
                 rng=rng_digest(),
             )
-            if (rank, done) == (1, config["kill_at"]) and run.launch is not None and run.launch.launch == 1:
+            if (
+                (rank, done) == (1, config["kill_at"])
+                and run.launch is not None
+                and run.launch.launch == 1
+            ):
                 newest.wait()  # which checkpoint is resumed is no matter of chance
                 os.kill(os.getpid(), signal.SIGKILL)
     found = run.load_report
-    Path(f"{config['journal']}-{rank}.claim").write_text("" if found is None else f"{found.claim} {found.lowered_by}")
+    Path(f"{config['journal']}-{rank}.claim").write_text(
+        "" if found is None else f"{found.claim} {found.lowered_by}"
+    )
 
 
 if __name__ == "__main__":
@@ -98,12 +112,18 @@ if __name__ == "__main__":
             runtime_env={"env_vars": {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}},
         )
         for name, workers, last_step, kill_at in (training.split(",") for training in sys.argv[2:]):
-            loop = {"journal": str(place / name), "last_step": int(last_step), "kill_at": int(kill_at)}
+            loop = {
+                "journal": str(place / name),
+                "last_step": int(last_step),
+                "kill_at": int(kill_at),
+            }
             trainer = ray.train.torch.TorchTrainer(
                 train_loop,
                 train_loop_config=loop | {"forgets": name == "forgetful"},
                 torch_config=ray.train.torch.TorchConfig(backend="gloo"),
-                scaling_config=ray.train.ScalingConfig(num_workers=int(workers), resources_per_worker={"CPU": 1}),
+                scaling_config=ray.train.ScalingConfig(
+                    num_workers=int(workers), resources_per_worker={"CPU": 1}
+                ),
                 run_config=ray.train.RunConfig(
                     storage_path=str(place / "storage"),
                     name=name,

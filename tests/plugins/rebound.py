@@ -2,16 +2,18 @@
 
     python -m tests.plugins.rebound PYTORCH [FILE ...]
 
-PYTORCH is a checkout of PyTorch's sources, best of the version that is installed; FILE is a path below its folder
-test/distributed/checkpoint, by default all those of `FILES`. Nothing of it is copied into this repository. Each file
-runs twice, in processes of its own: as it is, and with `FileSystemWriter`, `FileSystemReader` and the default storage
-bound to ckptfmt before the file's first line. Both times,
+PYTORCH is a checkout of PyTorch's sources, best of the version that is installed; FILE is a path
+below its folder test/distributed/checkpoint, by default all those of `FILES`. Nothing of it is
+copied into this repository. Each file runs twice, in processes of its own: as it is, and with
+`FileSystemWriter`, `FileSystemReader` and the default storage bound to ckptfmt before the file's
+first line. Both times,
 
 - tests that ask for accelerators run on the processor instead, FSDP1 too;
-- the storages of `test_checkpoint`, which raise errors and keep nothing, stand before one that keeps what it is given.
+- the storages of `test_checkpoint`, which raise errors and keep nothing, stand before one that
+  keeps what it is given.
 
-The table goes to standard output; the exit status is 1 if a test passes with torch's storage and fails with ours.
-PyTorch's tests need the package expecttest.
+The table goes to standard output; the exit status is 1 if a test passes with torch's storage and
+fails with ours. PyTorch's tests need the package expecttest.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ _ON_PROCESSOR = (
 class Writer(dcp.CkptfmtWriter):
     """Ours with the options that torch's are given: how it writes is its own business."""
 
-    def __init__(self, path: Any, *_given: object, overwrite: bool = True, **_options: object) -> None:
+    def __init__(
+        self, path: Any, *_given: object, overwrite: bool = True, **_options: object
+    ) -> None:
         super().__init__(path, overwrite=overwrite, allow_pickle=True)
 
 
@@ -131,7 +135,9 @@ class _Behind:
 
         @functools.wraps(keeps)
         def both(*args: Any, **kwargs: Any) -> Any:
-            first = raises(*args, **{name: value for name, value in kwargs.items() if name in taken})
+            first = raises(
+                *args, **{name: value for name, value in kwargs.items() if name in taken}
+            )
             kept = keeps(*args, **kwargs)
             if isinstance(first, torch.futures.Future):
                 try:
@@ -157,7 +163,9 @@ def put_storage_behind(names: dict[str, Any]) -> None:
         return shared[0]
 
     def save_state_dict(state_dict: Any, storage_writer: Any, **options: Any) -> Any:
-        return save(state_dict, _Behind(storage_writer, bound.FileSystemWriter(folder())), **options)
+        return save(
+            state_dict, _Behind(storage_writer, bound.FileSystemWriter(folder())), **options
+        )
 
     def load_state_dict(state_dict: Any, storage_reader: Any, **options: Any) -> Any:
         path = folder()
@@ -179,7 +187,12 @@ def outcomes(file: Path, *, ours: bool) -> dict[str, str]:
         report = Path(folder, "report.xml")
         root = Path(__file__).parents[2]
         paths = [str(root), folder, os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TMPDIR": folder}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": folder,
+        }
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
         with Path(folder, "log").open("w") as log:
             subprocess.run(
@@ -187,7 +200,10 @@ def outcomes(file: Path, *, ours: bool) -> dict[str, str]:
                 check=False, cwd=folder, env=environment, stdout=log, stderr=log, timeout=_TIMEOUT_S,
             )  # fmt: skip
         if not report.exists():
-            return {"(the file)": "not run: " + Path(folder, "log").read_text()[-300:].replace("\n", " ")}
+            return {
+                "(the file)": "not run: "
+                + Path(folder, "log").read_text()[-300:].replace("\n", " ")
+            }
         return {_name(case): _outcome(case) for case in ET.parse(report).iter("testcase")}
 
 
@@ -199,8 +215,16 @@ def _outcome(case: ET.Element) -> str:
     for kind in ("failure", "error", "skipped"):
         found = case.find(kind)
         if found is not None:
-            lines = [line.strip() for line in (found.text or found.get("message") or "").splitlines() if line.strip()]
-            raised = [line for line in lines if re.match(r"(E +)?[\w.]*(Error|Exception|Skip)\w*: (?!Process )", line)]
+            lines = [
+                line.strip()
+                for line in (found.text or found.get("message") or "").splitlines()
+                if line.strip()
+            ]
+            raised = [
+                line
+                for line in lines
+                if re.match(r"(E +)?[\w.]*(Error|Exception|Skip)\w*: (?!Process )", line)
+            ]
             return f"{kind}: {(raised or lines or [''])[-1][:200]}"
     return "passed"
 

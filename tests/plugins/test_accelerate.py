@@ -67,10 +67,18 @@ def weights_are_for_everybody(run):
     newest = ckptfmt.Run(run).newest()
     assert newest.step == 42
     assert newest.metrics.keys() == {"loss"}
-    assert [entry.step for entry in ckptfmt.Run(run).list() if entry.state == "committed"] == [28, 35, 42]
+    assert [entry.step for entry in ckptfmt.Run(run).list() if entry.state == "committed"] == [
+        28,
+        35,
+        42,
+    ]
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.4), torch.nn.Linear(16, 1))
-    ckptfmt.load(run, ckptfmt.State(weights={"model": model}), only="weights:model", allow="unexpected")
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 16), torch.nn.Dropout(0.4), torch.nn.Linear(16, 1)
+    )
+    ckptfmt.load(
+        run, ckptfmt.State(weights={"model": model}), only="weights:model", allow="unexpected"
+    )
     (shard,) = (run / newest.name).glob("weights-*.safetensors")
     tensors = load_file(shard)
     assert {name: tensor.shape for name, tensor in tensors.items()} == {
@@ -78,7 +86,9 @@ def weights_are_for_everybody(run):
         "model_1/weight": (1, 6),
         "model_1/bias": (1,),
     }
-    assert all(torch.equal(tensors[f"model/{name}"], tensor) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensors[f"model/{name}"], tensor) for name, tensor in model.state_dict().items()
+    )
 
 
 def test_a_resume_between_epochs_is_the_same_run_bit_for_bit(tmp_path, undisturbed):
@@ -99,7 +109,9 @@ def test_the_comparison_sees_an_order_that_is_not_restored(tmp_path, undisturbed
     may_be_refuted.add(tmp_path / "run")
 
 
-def test_state_that_accelerate_does_not_save_is_found_by_the_loss(tmp_path, undisturbed, may_be_refuted):
+def test_state_that_accelerate_does_not_save_is_found_by_the_loss(
+    tmp_path, undisturbed, may_be_refuted
+):
     """With the same random numbers, another loss shows a state outside of what was saved."""
     assert resume_differs(tmp_path, undisturbed("plain"), "plain", "--hidden", kill_at=24)
     judged, what, told = trainings.verdict(tmp_path / "run")
@@ -109,7 +121,9 @@ def test_state_that_accelerate_does_not_save_is_found_by_the_loss(tmp_path, undi
     may_be_refuted.add(tmp_path / "run")
 
 
-def test_accelerate_alone_goes_on_with_another_order_and_other_random_numbers(tmp_path, undisturbed):
+def test_accelerate_alone_goes_on_with_another_order_and_other_random_numbers(
+    tmp_path, undisturbed
+):
     """What the plug-in's documentation says of accelerate, with a seedable sampler even.
 
     Up to the kill, both do the same: the plug-in changes nothing of the training.
@@ -118,7 +132,7 @@ def test_accelerate_alone_goes_on_with_another_order_and_other_random_numbers(tm
     assert found[0] == "step 22 differs in loss, numbers, optimizers, rng, weights"
 
 
-# --- in this process --------------------------------------------------------------------------------------------------
+# --- in this process ------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +167,9 @@ def train(accelerator, model, optimizer, loader, steps=3):
 
 
 def test_accelerates_naming_and_limit_are_the_runs(tmp_path):
-    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    project = ProjectConfiguration(
+        project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2
+    )
     accelerator = CkptfmtAccelerator(cpu=True, project_config=project)
     accelerator, model, optimizer, loader = accelerator_with(tmp_path, accelerator)
     assert accelerator.load_state() is None
@@ -167,7 +183,11 @@ def test_accelerates_naming_and_limit_are_the_runs(tmp_path):
     assert (report.step, accelerator.updates, accelerator.save_iteration) == (3, 3, 3)
     assert torch.equal(model.weight, weight)
     accelerator.end_training()
-    names = [entry.name for entry in ckptfmt.Run(tmp_path / "checkpoints").list() if entry.state == "committed"]
+    names = [
+        entry.name
+        for entry in ckptfmt.Run(tmp_path / "checkpoints").list()
+        if entry.state == "committed"
+    ]
     assert names == ["step-00000002-l0001", "step-00000003-l0001"]
 
 
@@ -214,7 +234,9 @@ def test_a_save_that_failed_is_raised_at_the_end(tmp_path):
     accelerator, model, optimizer, loader = accelerator_with(tmp_path, saving={"saver": "thread"})
     train(accelerator, model, optimizer, loader)
     accelerator.save_state().wait()
-    ckptfmt.Checkpointer(tmp_path / "run", ckptfmt.State(), resume="fresh").restore()  # another launch owns the run now
+    ckptfmt.Checkpointer(
+        tmp_path / "run", ckptfmt.State(), resume="fresh"
+    ).restore()  # another launch owns the run now
     train(accelerator, model, optimizer, loader)
     accelerator.save_state()
     with pytest.raises(CkptError) as caught:
@@ -239,25 +261,31 @@ def test_a_directory_is_needed(tmp_path):
     assert isinstance(accelerator, Accelerator)
 
 
-# --- positions, counts and refusals -----------------------------------------------------------------------------------
+# --- positions, counts and refusals ---------------------------------------------------------------
 
 
 def seen_by(run, how, stop=None):
     """Return the rows that a training is given in one launch of a run; it saves after its sixth batch."""
     set_seed(1)
-    accelerator = CkptfmtAccelerator(run=run, cpu=True, gradient_accumulation_steps=2 if how == "accumulate" else 1)
+    accelerator = CkptfmtAccelerator(
+        run=run, cpu=True, gradient_accumulation_steps=2 if how == "accumulate" else 1
+    )
     if how == "scaler":
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1000)
     model = torch.nn.Linear(1, 1)
     loader = DataLoader(TensorDataset(torch.arange(24.0)[:, None]), batch_size=2, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4), loader)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1e-4), loader
+    )
     accelerator.load_state()
     (epoch, batch), seen = accelerator.position(loader), []
     assert (epoch, batch) in {(0, 0), (0, 6)}
     for epoch in range(2):
         for (inputs,) in accelerator.skip_first_batches(loader):
             with accelerator.accumulate(model):
-                loss = model(inputs).square().mean() * (float("inf") if how == "scaler" and batch == 2 else 1)
+                loss = model(inputs).square().mean() * (
+                    float("inf") if how == "scaler" and batch == 2 else 1
+                )
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()

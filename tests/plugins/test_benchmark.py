@@ -15,7 +15,17 @@ pytestmark = pytest.mark.slow
 
 def test_every_framework_is_measured_with_its_own_saving_and_with_the_plug_in(tmp_path, capsys):
     out = tmp_path / "record.json"
-    command = ["frameworks", "--nbytes", "12e6", "--rounds", "1", "--directory", str(tmp_path), "--out", str(out)]
+    command = [
+        "frameworks",
+        "--nbytes",
+        "12e6",
+        "--rounds",
+        "1",
+        "--directory",
+        str(tmp_path),
+        "--out",
+        str(out),
+    ]
     assert benchmarks.main(command) == 0
 
     record, printed = json.loads(out.read_text()), capsys.readouterr().out

@@ -107,12 +107,16 @@ def test_a_state_dict_comes_back_bit_by_bit(tmp_path):
         assert_same(saved, found)  # the control
     load(found, tmp_path / "step-12")
     assert_same(saved, found)
-    set_state_dict(other, other_optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
+    set_state_dict(
+        other, other_optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"]
+    )
     assert_same(saved, {**state_dict_of(other, other_optimizer)})
 
 
 def test_planners_find_the_version_that_torch_tells_them(tmp_path):
-    dcp_save.save({"model": {"w": torch.zeros(2)}}, storage_writer=FileSystemWriter(tmp_path / "torch"))
+    dcp_save.save(
+        {"model": {"w": torch.zeros(2)}}, storage_writer=FileSystemWriter(tmp_path / "torch")
+    )
     save({"model": {"w": torch.zeros(2)}}, tmp_path / "ours")
     versions = [
         reader.read_metadata().version
@@ -129,7 +133,9 @@ def test_what_is_written_is_an_ordinary_checkpoint(tmp_path):
     command = [sys.executable, "-m", "ckptfmt", "validate", str(tmp_path / "step-12")]
     assert subprocess.run(command, check=False, capture_output=True, timeout=120).returncode == 0
     plain, _ = trained(seed=9, steps=0)
-    report: Any = ckptfmt.load(tmp_path / "step-12", ckptfmt.State(weights=plain, rng=False), only="weights:*")
+    report: Any = ckptfmt.load(
+        tmp_path / "step-12", ckptfmt.State(weights=plain, rng=False), only="weights:*"
+    )
     assert report.step == 12
     assert_same(model.state_dict(), plain.state_dict())
     shards = list((tmp_path / "step-12").glob("weights-*.safetensors"))
@@ -167,13 +173,20 @@ def test_flat_state_dicts_and_planners_that_do_not_flatten(tmp_path, flatten):
     dcp_save.save(model.state_dict(), storage_writer=writer, planner=planner, no_dist=True)
     other, _ = trained(seed=4)
     found = other.state_dict()
-    reader, load_planner = CkptfmtReader(tmp_path / "c"), DefaultLoadPlanner(flatten_state_dict=flatten)
+    reader, load_planner = (
+        CkptfmtReader(tmp_path / "c"),
+        DefaultLoadPlanner(flatten_state_dict=flatten),
+    )
     dcp_load.load(found, storage_reader=reader, planner=load_planner, no_dist=True)
     assert_same(model.state_dict(), found)
 
 
 def test_keys_of_which_several_are_models_keep_apart(tmp_path):
-    saved = {"model": {"w": torch.ones(2)}, "module": {"w": torch.zeros(2)}, "other": {"w": torch.full((2,), 7.0)}}
+    saved = {
+        "model": {"w": torch.ones(2)},
+        "module": {"w": torch.zeros(2)},
+        "other": {"w": torch.full((2,), 7.0)},
+    }
     save(saved, tmp_path / "c")
     assert_same(saved, load({key: {"w": torch.full((2,), -1.0)} for key in saved}, tmp_path / "c"))
 
@@ -183,7 +196,11 @@ def test_keys_of_which_several_are_models_keep_apart(tmp_path):
     [
         {"model": {"a/b": torch.ones(2), "a": {"b": torch.zeros(2)}}},
         {"x/y": torch.ones(2), "x": {"y": torch.zeros(2)}, "model": {"w": torch.ones(1)}},
-        {"optim": {"extra": {"a": torch.ones(2)}}, "a": torch.zeros(2), "model": {"w": torch.ones(1)}},
+        {
+            "optim": {"extra": {"a": torch.ones(2)}},
+            "a": torch.zeros(2),
+            "model": {"w": torch.ones(1)},
+        },
         {"model": {"~1": torch.ones(2), "/": torch.zeros(2)}},
     ],
 )
@@ -191,7 +208,10 @@ def test_keys_that_look_alike_keep_apart(tmp_path, saved):
     save(saved, tmp_path / "c")
 
     def emptied(tree):
-        return {key: emptied(v) if isinstance(v, dict) else torch.full_like(v, -1) for key, v in tree.items()}
+        return {
+            key: emptied(v) if isinstance(v, dict) else torch.full_like(v, -1)
+            for key, v in tree.items()
+        }
 
     assert_same(saved, load(emptied(saved), tmp_path / "c"))
 
@@ -212,8 +232,12 @@ def test_keys_that_cannot_keep_apart_are_refused_before_anything_is_written(tmp_
 
 def test_a_load_from_a_run_is_of_one_checkpoint(tmp_path, monkeypatch):
     def commit(step):
-        state = ckptfmt.State(weights={"w": torch.full((2,), float(step))}, extra={"n": step}, rng=False)
-        with ckptfmt.Checkpointer(tmp_path / "run", state, saver="inline", resume="fresh") as checkpointer:
+        state = ckptfmt.State(
+            weights={"w": torch.full((2,), float(step))}, extra={"n": step}, rng=False
+        )
+        with ckptfmt.Checkpointer(
+            tmp_path / "run", state, saver="inline", resume="fresh"
+        ) as checkpointer:
             checkpointer.save(step=step)
 
     commit(1)
@@ -233,7 +257,9 @@ def test_a_load_from_a_run_is_of_one_checkpoint(tmp_path, monkeypatch):
 
 def test_values_come_from_the_checkpoint_that_the_tensors_come_from(tmp_path, monkeypatch):
     for number in (1, 2):
-        save({"model": {"w": torch.full((2,), float(number))}, "n": number}, tmp_path / f"c{number}")
+        save(
+            {"model": {"w": torch.full((2,), float(number))}, "n": number}, tmp_path / f"c{number}"
+        )
     loaded = ckptfmt.load
 
     def replace_then_load(path, *arguments, **options):
@@ -341,7 +367,12 @@ def test_overwrite_takes_the_place_of_a_checkpoint_and_of_nothing_else(tmp_path)
 @pytest.fixture
 def _forget_plans():
     yield
-    caches = ("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan")
+    caches = (
+        "_cached_save_plan",
+        "_cached_final_save_plan",
+        "_cached_all_plans",
+        "_cached_global_plan",
+    )
     for cache in (*caches, "_cached_metadata"):
         getattr(DefaultSavePlanner, cache, {}).clear()
 
@@ -356,7 +387,9 @@ def test_a_planner_that_caches_plans(tmp_path):
     for number in range(3):
         saved = {"model": {"w": torch.full((2,), float(number))}, "n": number}
         save_cached(tmp_path / f"c-{number}", saved)
-        assert_same(saved, load({"model": {"w": torch.full((2,), -1.0)}, "n": -1}, tmp_path / f"c-{number}"))
+        assert_same(
+            saved, load({"model": {"w": torch.full((2,), -1.0)}, "n": -1}, tmp_path / f"c-{number}")
+        )
         assert not (tmp_path / f"c-{number}" / "exchange").exists()
 
 
@@ -380,7 +413,12 @@ def test_a_cached_plan_of_another_state_dict_commits_nothing(tmp_path, monkeypat
 
 def test_saves_without_collectives_are_refused(tmp_path):
     with pytest.raises(NotImplementedError, match="use_collectives=True"):
-        dcp_save.save({"w": torch.ones(2)}, storage_writer=CkptfmtWriter(tmp_path), no_dist=True, use_collectives=False)
+        dcp_save.save(
+            {"w": torch.ones(2)},
+            storage_writer=CkptfmtWriter(tmp_path),
+            no_dist=True,
+            use_collectives=False,
+        )
 
 
 def test_a_second_install_is_refused_and_the_first_is_taken_back():
@@ -402,11 +440,22 @@ def test_install_makes_ckptfmt_the_storage_of_paths_until_it_is_closed(tmp_path)
             found = {"model": {"w": torch.zeros(2)}}
             dcp_load.load(found, checkpoint_id=tmp_path / name, no_dist=True)
             assert_same(saved, found)
-        dcp_save.save({"model": {"w": torch.full((2,), 2.0)}}, checkpoint_id=tmp_path / "ours", no_dist=True)
-        assert load({"model": {"w": torch.zeros(2)}}, tmp_path / "ours")["model"]["w"].tolist() == [2, 2]
+        dcp_save.save(
+            {"model": {"w": torch.full((2,), 2.0)}}, checkpoint_id=tmp_path / "ours", no_dist=True
+        )
+        assert load({"model": {"w": torch.zeros(2)}}, tmp_path / "ours")["model"]["w"].tolist() == [
+            2,
+            2,
+        ]
         with pytest.raises(FileExistsError, match="a checkpoint of torch's: remove it"):
-            dcp_save.save({"model": {"w": torch.zeros(2)}}, checkpoint_id=tmp_path / "theirs", no_dist=True)
-        dcp_load.load(found := {"model": {"w": torch.zeros(2)}}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+            dcp_save.save(
+                {"model": {"w": torch.zeros(2)}}, checkpoint_id=tmp_path / "theirs", no_dist=True
+            )
+        dcp_load.load(
+            found := {"model": {"w": torch.zeros(2)}},
+            checkpoint_id=tmp_path / "theirs",
+            no_dist=True,
+        )
         assert_same(saved, found)
         writer = FileSystemWriter(tmp_path / "named")
         dcp_save.save(saved, storage_writer=writer, no_dist=True)
@@ -423,7 +472,9 @@ def test_install_makes_ckptfmt_the_storage_of_paths_until_it_is_closed(tmp_path)
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_files_of_torch_save_are_converted_where_they_are(tmp_path, monkeypatch, overwrite):
-    monkeypatch.setattr(format_utils, "FileSystemWriter", functools.partial(CkptfmtWriter, overwrite=overwrite))
+    monkeypatch.setattr(
+        format_utils, "FileSystemWriter", functools.partial(CkptfmtWriter, overwrite=overwrite)
+    )
     monkeypatch.setattr(format_utils, "FileSystemReader", CkptfmtReader)
     saved = {"model": dict(trained()[0].state_dict()), "epoch": 3}
     torch.save(saved, tmp_path / "model.pt")
@@ -450,8 +501,12 @@ def test_sharded_tensors_of_two_ranks_load_on_four_and_on_one(tmp_path, how):
         assert checkpoint.manifest.origin.writer_count == 2
 
     run_ranks(4, "load", path, tmp_path / "meet-4")
-    whole = load({"model": {"w": torch.zeros(7, 6), "r": torch.zeros(3)}, "rank0": {"plain": [0, ""]}}, path)
-    assert whole["model"]["w"].numpy().tobytes() == torch.arange(42.0).reshape(7, 6).numpy().tobytes()
+    whole = load(
+        {"model": {"w": torch.zeros(7, 6), "r": torch.zeros(3)}, "rank0": {"plain": [0, ""]}}, path
+    )
+    assert (
+        whole["model"]["w"].numpy().tobytes() == torch.arange(42.0).reshape(7, 6).numpy().tobytes()
+    )
     assert whole["model"]["r"].tolist() == [0, 1, 2]
     assert whole["rank0"] == {"plain": [1, "two"]}
 
@@ -478,7 +533,9 @@ def test_whichever_phase_fails_on_one_rank_fails_on_all_and_is_in_nobodys_way(tm
     told = run_ranks(2, "phases", tmp_path / "c", tmp_path / "meet")
     assert [told.count(f"refused by {rank}") for rank in range(2)] == [5, 5]
     assert ckptfmt.validate(tmp_path / "c").valid
-    assert len(list((tmp_path / "c" / "parts").iterdir())) == 2, "what the failed saves left is gone"
+    assert len(list((tmp_path / "c" / "parts").iterdir())) == 2, (
+        "what the failed saves left is gone"
+    )
 
 
 def test_groups_of_ranks_save_by_themselves(tmp_path):
@@ -515,7 +572,9 @@ def test_saved_state_that_no_live_key_asks_for_is_warned_of(tmp_path, caplog):
 @pytest.mark.parametrize("key", ["app", "optim"])
 def test_what_get_state_dict_creates_asks_for_all_of_it(key, tmp_path, caplog):
     model, optimizer = trained()
-    nested: dict[str, Any] = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    nested: dict[str, Any] = dict(
+        zip(("model", "optim"), get_state_dict(model, optimizer), strict=True)
+    )
     saved = {"app": nested} if key == "app" else nested
     dcp_save.save(saved, storage_writer=CkptfmtWriter(tmp_path / "c"), no_dist=True)
     other, fresh = trained(seed=2, steps=0)

@@ -36,11 +36,20 @@ def test_a_training_that_is_killed_goes_on_bit_by_bit(tmp_path):
 
     for rank in range(2):
         name = f"rank-{rank}.jsonl"
-        assert trainings.compare(tmp_path / "right" / name, tmp_path / "journals" / name, last_step=STEPS) == []
+        assert (
+            trainings.compare(
+                tmp_path / "right" / name, tmp_path / "journals" / name, last_step=STEPS
+            )
+            == []
+        )
         resumed_at = min(trainings.read(tmp_path / "forgetful" / name))
         assert resumed_at > EVERY, "it did resume"
-        differs = trainings.compare(tmp_path / "right" / name, tmp_path / "forgetful" / name, last_step=STEPS)
-        assert any(f"step {resumed_at} differs in" in line and "rng" in line for line in differs), "the control"
+        differs = trainings.compare(
+            tmp_path / "right" / name, tmp_path / "forgetful" / name, last_step=STEPS
+        )
+        assert any(f"step {resumed_at} differs in" in line and "rng" in line for line in differs), (
+            "the control"
+        )
         assert any("weights" in line for line in differs)
 
     last = tmp_path / "killed" / f"step-{STEPS // EVERY * EVERY}"

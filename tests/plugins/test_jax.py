@@ -19,7 +19,9 @@ from ckptfmt.store.memory import MemoryStore
 from tests.plugins import trainings
 from tests.plugins.trainings import run
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+)
 jax: Any = pytest.importorskip("jax")
 jnp: Any = pytest.importorskip("jax.numpy")
 linen: Any = pytest.importorskip("flax.linen")
@@ -53,12 +55,19 @@ def code_of(action):
 
 
 def bits(value):
-    array = np.asarray(jax.random.key_data(value) if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else value)
+    array = np.asarray(
+        jax.random.key_data(value)
+        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        else value
+    )
     return (str(array.dtype), array.shape, array.tobytes())
 
 
 def all_bits(tree):
-    return [(jax.tree_util.keystr(path), bits(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    return [
+        (jax.tree_util.keystr(path), bits(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
 
 
 def random_array(shape, dtype, seed=0):
@@ -80,7 +89,9 @@ def sharded(draw, shape):
             left //= count
             names.append(name)
         spec.append(tuple(names) or None)
-    return NamedSharding(jax.sharding.Mesh(devices, [f"m{number}" for number in range(len(counts))]), P(*spec))
+    return NamedSharding(
+        jax.sharding.Mesh(devices, [f"m{number}" for number in range(len(counts))]), P(*spec)
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -145,7 +156,9 @@ def optimizer_of(params):
     chain = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.inject_hyperparams(optax.adamw)(learning_rate=optax.cosine_decay_schedule(1e-3, 100)),
-        optax.masked(optax.trace(0.9), lambda tree: jax.tree_util.tree_map(lambda leaf: leaf.ndim > 1, tree)),
+        optax.masked(
+            optax.trace(0.9), lambda tree: jax.tree_util.tree_map(lambda leaf: leaf.ndim > 1, tree)
+        ),
     )
     state = chain.init(params)
     gradients = jax.tree_util.tree_map(jnp.ones_like, params)
@@ -200,12 +213,17 @@ def test_the_state_of_an_nnx_module_with_its_keys_and_statistics(tmp_path):
 
 def test_what_jax_saved_loads_in_torch_and_the_other_way_round(tmp_path):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).to(torch.bfloat16)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).to(
+        torch.bfloat16
+    )
     ckptfmt.save(tmp_path / "torch", State(weights=model), step=1)
     mesh = jax.make_mesh((8,), ("x",))
     cut = NamedSharding(mesh, P("x"))
     live = {
-        "0": {"weight": jax.device_put(jnp.zeros((8, 4), jnp.bfloat16), cut), "bias": jnp.zeros(8, jnp.bfloat16)},
+        "0": {
+            "weight": jax.device_put(jnp.zeros((8, 4), jnp.bfloat16), cut),
+            "bias": jnp.zeros(8, jnp.bfloat16),
+        },
         "2": {"weight": jnp.zeros((2, 8), jnp.bfloat16), "bias": jnp.zeros(2, jnp.bfloat16)},
     }
     state = State(weights=live, rng=False)
@@ -213,13 +231,22 @@ def test_what_jax_saved_loads_in_torch_and_the_other_way_round(tmp_path):
     for name, parameter in model.named_parameters():
         number, kind = name.split(".")
         assert (
-            np.asarray(state.weights[number][kind]).tobytes() == parameter.detach().view(torch.uint8).numpy().tobytes()
+            np.asarray(state.weights[number][kind]).tobytes()
+            == parameter.detach().view(torch.uint8).numpy().tobytes()
         )
 
     ckptfmt.save(tmp_path / "jax", state, step=2)
-    other = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).to(torch.bfloat16)
-    load(tmp_path / "jax", State(weights=other, rng=False), rename=lambda name: name.replace(".", "/"))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    other = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).to(
+        torch.bfloat16
+    )
+    load(
+        tmp_path / "jax",
+        State(weights=other, rng=False),
+        rename=lambda name: name.replace(".", "/"),
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
     (file,) = (tmp_path / "jax").glob("weights-*.safetensors")
     assert set(load_file(file)) == {"0/weight", "0/bias", "2/weight", "2/bias"}
     whole = load(tmp_path / "jax", framework="numpy")["weights"]
@@ -267,7 +294,10 @@ def test_keys_of_another_kind_are_refused(tmp_path):
 def test_what_cannot_be_saved_is_named(tmp_path):
     donated = jnp.ones(4)
     donated.delete()
-    assert code_of(lambda: ckptfmt.save(tmp_path / "a", State(weights={"w": donated}), step=1)) == "STATE_UNSUPPORTED"
+    assert (
+        code_of(lambda: ckptfmt.save(tmp_path / "a", State(weights={"w": donated}), step=1))
+        == "STATE_UNSUPPORTED"
+    )
 
     def traced(x):
         ckptfmt.save(tmp_path / "b", State(weights={"w": x}), step=1)
@@ -285,7 +315,9 @@ def test_what_cannot_be_saved_is_named(tmp_path):
 
 @pytest.mark.parametrize("saver", ["process", "thread", "inline"])
 def test_arrays_that_are_donated_after_save_returned_are_saved_as_they_were(tmp_path, saver):
-    step = jax.jit(lambda tree: jax.tree_util.tree_map(lambda leaf: leaf + 1, tree), donate_argnums=0)
+    step = jax.jit(
+        lambda tree: jax.tree_util.tree_map(lambda leaf: leaf + 1, tree), donate_argnums=0
+    )
     state = State(weights={"w": jnp.zeros(1 << 18), "n": {"b": jnp.zeros((64, 3))}})
     with ckptfmt.Checkpointer(tmp_path, state, saver=saver) as checkpointer:
         handles: list[Any] = []
@@ -376,15 +408,21 @@ def test_a_killed_training_goes_on_bit_for_bit(killed, tmp_path):
         model[name].kernel = torch.nn.Parameter(torch.zeros(shape))
         model[name].bias = torch.nn.Parameter(torch.zeros(shape[1]))
     load(
-        tmp_path / "run-killed", State(weights=model, rng=False), rename=lambda name: f"params/{name.replace('.', '/')}"
+        tmp_path / "run-killed",
+        State(weights=model, rng=False),
+        rename=lambda name: f"params/{name.replace('.', '/')}",
     )
     right = load(tmp_path / "run-right", only="weights:*", framework="torch")["weights"]["params"]
-    assert all(torch.equal(p, right[n.split(".")[0]][n.split(".")[1]]) for n, p in model.named_parameters())
+    assert all(
+        torch.equal(p, right[n.split(".")[0]][n.split(".")[1]]) for n, p in model.named_parameters()
+    )
 
 
 def test_a_resume_that_loses_the_key_is_found_to_differ(killed, tmp_path, may_be_refuted):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    found = trainings.compare(tmp_path / "right", train(tmp_path, "killed", "--lose-key"), last_step=45)
+    found = trainings.compare(
+        tmp_path / "right", train(tmp_path, "killed", "--lose-key"), last_step=45
+    )
     assert found[0].startswith("step 26 differs in key")
     judged, what, told = trainings.verdict(tmp_path / "run-killed")
     assert (judged, what) == ("refuted", {"loss"})
@@ -397,7 +435,9 @@ def test_a_run_goes_on_with_the_same_samples_on_fewer_devices(killed, tmp_path):
     resumed = train(tmp_path, "killed", devices=4)
     right, ours = trainings.read(tmp_path / "right"), trainings.read(resumed)
     for name in ("ids", "key", "learning_rate", "noise"):
-        assert all(line[name] == right[step][0][name] for step, lines in ours.items() for line in lines)
+        assert all(
+            line[name] == right[step][0][name] for step, lines in ours.items() for line in lines
+        )
     assert Path(f"{resumed}.claim").read_text().startswith("S1 ")
 
 
@@ -407,12 +447,18 @@ def test_processes_of_jax_save_and_load_their_own_shards(tmp_path):
     assert ckptfmt.validate(tmp_path / "c")
     with ckptfmt.open(tmp_path / "c") as checkpoint:
         assert checkpoint.manifest.fields["weights"].nbytes == 2 * 256
-        tensors = {name: checkpoint.tensors["weights", name, "global"] for name in checkpoint.weights}
-        assert {name: len(one.sharding) for name, one in tensors.items()} == {"layer/cut": 4, "layer/copied": 2}
+        tensors = {
+            name: checkpoint.tensors["weights", name, "global"] for name in checkpoint.weights
+        }
+        assert {name: len(one.sharding) for name, one in tensors.items()} == {
+            "layer/cut": 4,
+            "layer/copied": 2,
+        }
     found = load(tmp_path / "c", framework="numpy")["weights"]["layer"]
     assert all((array == np.arange(64).reshape(8, 8)).all() for array in found.values())
     assert (
-        code_of(lambda: load(tmp_path / "c", State(weights={"layer": {"cut": jnp.zeros((4, 4))}}))) == "SHAPE_MISMATCH"
+        code_of(lambda: load(tmp_path / "c", State(weights={"layer": {"cut": jnp.zeros((4, 4))}})))
+        == "SHAPE_MISMATCH"
     )
 
 
@@ -437,7 +483,11 @@ def test_a_weak_type_is_loaded(tmp_path):
 
 def test_nodes_without_arrays_keep_their_classes(tmp_path):
     weights, rule = {"w": jnp.ones(4)}, optax.sgd(0.1)
-    ckptfmt.save(tmp_path / "c", ckptfmt.State(weights=weights, optimizer=rule.init(weights), rng=False), step=1)
+    ckptfmt.save(
+        tmp_path / "c",
+        ckptfmt.State(weights=weights, optimizer=rule.init(weights), rng=False),
+        step=1,
+    )
     state = ckptfmt.State(weights=weights, optimizer=rule.init(weights), rng=False)
     report: Any = ckptfmt.load(tmp_path / "c", state)
     assert report.claim == "S0"

@@ -67,20 +67,29 @@ def test_a_resume_within_an_epoch_is_the_same_run_bit_for_bit(tmp_path, undistur
 
 def test_two_processes_of_ddp_resume_bit_for_bit(tmp_path, undisturbed):
     options = ("--kind", "ddp")
-    assert resume_differs(tmp_path, undisturbed(*options, processes=2), *options, kill_at=24, processes=2) == []
+    assert (
+        resume_differs(
+            tmp_path, undisturbed(*options, processes=2), *options, kill_at=24, processes=2
+        )
+        == []
+    )
     numbers = [trainings.read(f"{tmp_path}/journal-{rank}")[24][0]["numbers"] for rank in range(2)]
     assert numbers[0] != numbers[1]
     assert ckptfmt.validate(tmp_path / "run" / "last.ckpt")
 
 
 @pytest.mark.parametrize(("every", "kill_at", "resumes_at"), [(5, 23, 19), (14, 30, 28)])
-def test_a_resume_behind_a_validation_is_the_same_run_bit_for_bit(tmp_path, undisturbed, every, kill_at, resumes_at):
+def test_a_resume_behind_a_validation_is_the_same_run_bit_for_bit(
+    tmp_path, undisturbed, every, kill_at, resumes_at
+):
     """A validation within an epoch, and one at its end; both draw random numbers, and are followed by a save."""
     options = ("--validate", str(every))
     right = undisturbed(*options)
     assert resume_differs(tmp_path, right, *options, kill_at=kill_at) == []
     steps = trainings.read(tmp_path / "journal-0")
-    assert [step for step, lines in steps.items() if len(lines) == 2] == [*range(resumes_at + 1, kill_at + 1)]
+    assert [step for step, lines in steps.items() if len(lines) == 2] == [
+        *range(resumes_at + 1, kill_at + 1)
+    ]
     validations = trainings.read(tmp_path / "journal-0-validations")
     assert validations == trainings.read(f"{right}-0-validations")
     assert [step for step in validations if step > resumes_at]
@@ -94,7 +103,9 @@ def test_lightning_leaves_out_a_validation_behind_a_save_of_the_same_step(tmp_pa
 
 
 def plain_module():
-    layers = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.4), torch.nn.Linear(16, 1))
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(6, 16), torch.nn.Dropout(0.4), torch.nn.Linear(16, 1)
+    )
     return torch.nn.ModuleDict({"layers": layers})
 
 
@@ -125,18 +136,27 @@ def test_a_resume_from_the_last_step_of_an_epoch_is_the_same_run_bit_for_bit(tmp
 
 def test_fully_sharded_modules_resume_bit_for_bit_and_load_into_plain_ones(tmp_path, undisturbed):
     options = ("--kind", "sharded")
-    assert resume_differs(tmp_path, undisturbed(*options, processes=2), *options, kill_at=24, processes=2) == []
+    assert (
+        resume_differs(
+            tmp_path, undisturbed(*options, processes=2), *options, kill_at=24, processes=2
+        )
+        == []
+    )
     last = tmp_path / "run" / "last.ckpt"
     assert ckptfmt.validate(last)
     module = plain_module()
     optimizer = torch.optim.AdamW(module.parameters())
-    ckptfmt.load(last, ckptfmt.State(weights=module, optimizer=[optimizer], rng=False), allow="unexpected")
+    ckptfmt.load(
+        last, ckptfmt.State(weights=module, optimizer=[optimizer], rng=False), allow="unexpected"
+    )
     assert all(optimizer.state[parameter]["exp_avg"].any() for parameter in module.parameters())
 
 
 def test_without_the_callback_order_and_random_numbers_are_others(tmp_path, undisturbed):
     """The control of this comparison, and what Lightning does by itself."""
-    found = resume_differs(tmp_path, undisturbed("--loader", "plain"), "--loader", "plain", "--inexact", kill_at=24)
+    found = resume_differs(
+        tmp_path, undisturbed("--loader", "plain"), "--loader", "plain", "--inexact", kill_at=24
+    )
     assert found[0] == "step 22 differs in loss, numbers, optimizer, rng, weights"
 
 
@@ -151,7 +171,7 @@ def test_lightning_trains_a_batch_too_many_behind_the_end_of_an_epoch(tmp_path):
     assert steps[15][0]["numbers"] != steps[15][1]["numbers"]
 
 
-# --- in this process --------------------------------------------------------------------------------------------------
+# --- in this process ------------------------------------------------------------------------------
 
 
 class Tiny(LightningModule):
@@ -187,7 +207,12 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path):
         "epoch": 1,
         "global_step": 7,
         "state_dict": {"w": torch.arange(3.0), "n": torch.tensor(4)},
-        "optimizer_states": [{"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
+        "optimizer_states": [
+            {
+                "state": {0: {"step": torch.tensor(2.0)}},
+                "param_groups": [{"lr": 0.1, "params": [0]}],
+            }
+        ],
         "callbacks": {"Some{'a/b': None}": {"best": {"x/y~z": torch.tensor(0.5)}, "none": None}},
         "loops": {"fit_loop": {"state": (1, [2, {"three": 4.0}])}},
         "": {"an empty key": 1},
@@ -203,7 +228,12 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path):
 
 def test_the_best_stay_and_the_last_is_replaced(tmp_path):
     saves = ModelCheckpoint(
-        dirpath=tmp_path / "saved", every_n_train_steps=1, monitor="step", mode="max", save_top_k=2, save_last=True
+        dirpath=tmp_path / "saved",
+        every_n_train_steps=1,
+        monitor="step",
+        mode="max",
+        save_top_k=2,
+        save_last=True,
     )
     trainer = trainer_with(tmp_path, CkptfmtIO(), saves)
     trainer.fit(Tiny(), rows())
@@ -221,7 +251,9 @@ def test_the_best_stay_and_the_last_is_replaced(tmp_path):
 
 
 def test_a_linked_last_is_found(tmp_path):
-    saves = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1, save_last="link")
+    saves = ModelCheckpoint(
+        dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1, save_last="link"
+    )
     trainer_with(tmp_path, CkptfmtIO(), saves).fit(Tiny(), rows())
     assert (tmp_path / "saved" / "last.ckpt").is_symlink()
     trainer = trainer_with(tmp_path, CkptfmtIO(), saves, max_steps=8)
@@ -231,7 +263,9 @@ def test_a_linked_last_is_found(tmp_path):
 
 def test_what_is_no_plain_value_is_refused_by_name(tmp_path):
     trainer = trainer_with(tmp_path, CkptfmtIO(), every_second_step(tmp_path))
-    with pytest.raises(TypeError, match=r"hyper_parameters/loss, a torch\.nn.*save_hyperparameters\(ignore="):
+    with pytest.raises(
+        TypeError, match=r"hyper_parameters/loss, a torch\.nn.*save_hyperparameters\(ignore="
+    ):
         trainer.fit(Tiny(loss=torch.nn.MSELoss()), rows())
     assert not (tmp_path / "saved").exists()
 
@@ -310,9 +344,13 @@ def test_a_save_that_fails_beside_the_training_ends_it(tmp_path, callbacks, no_l
                 trainer.strategy.checkpoint_io.saves.wait(tmp_path / "good.ckpt")
                 no_large_files()
                 trainer.save_checkpoint(tmp_path / "bad.ckpt")
-                trainer.strategy.checkpoint_io.saves._handles[str(tmp_path / "bad.ckpt")].wait_over()
+                trainer.strategy.checkpoint_io.saves._handles[
+                    str(tmp_path / "bad.ckpt")
+                ].wait_over()
 
-    trainer = trainer_with(tmp_path, CkptfmtIO(saver="thread"), SaveOnce(), *callbacks, enable_checkpointing=False)
+    trainer = trainer_with(
+        tmp_path, CkptfmtIO(saver="thread"), SaveOnce(), *callbacks, enable_checkpointing=False
+    )
     with pytest.raises(CkptError) as caught:
         trainer.fit(Tiny(width=1 << 16), rows())
     assert caught.value.code == "STORE_IO"

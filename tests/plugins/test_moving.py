@@ -22,7 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice
 def snippet(section):
     """Return the Python example of a section of the page."""
     (found,) = re.findall(
-        rf"^## {section}\n.*?```python no-run\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE
+        rf"^## {section}\n.*?```python no-run\n(.*?)```",
+        PAGE.read_text("utf-8"),
+        re.DOTALL | re.MULTILINE,
     )[:1]
     return found
 
@@ -81,7 +83,9 @@ def test_a_directory_of_save_pretrained_loads_into_the_model(tmp_path):
     model = transformers.GPT2LMHeadModel(config)
     model.save_pretrained(tmp_path / "hf")
 
-    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "imported"), "--step", "1200"]) == 0
+    assert (
+        main(["convert", str(tmp_path / "hf"), str(tmp_path / "imported"), "--step", "1200"]) == 0
+    )
 
     fresh = transformers.GPT2LMHeadModel(config)
     report = ckptfmt.load(tmp_path / "imported", ckptfmt.State(weights=fresh))
@@ -93,12 +97,24 @@ def test_a_directory_of_save_pretrained_loads_into_the_model(tmp_path):
 def test_what_orbax_restores_is_saved_as_the_page_shows(tmp_path, monkeypatch):
     jax = pytest.importorskip("jax")
     orbax = pytest.importorskip("orbax.checkpoint")
-    params = {"dense": {"kernel": jax.numpy.arange(6.0).reshape(2, 3), "bias": jax.numpy.ones(3, "bfloat16")}}
+    params = {
+        "dense": {
+            "kernel": jax.numpy.arange(6.0).reshape(2, 3),
+            "bias": jax.numpy.ones(3, "bfloat16"),
+        }
+    }
     with orbax.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "orbax", {"params": params, "step": 1200})
     monkeypatch.chdir(tmp_path)
 
-    exec(compile(snippet("From Orbax").replace("/runs/old/1200", str(tmp_path / "orbax")), "moving.md", "exec"), {})
+    exec(
+        compile(
+            snippet("From Orbax").replace("/runs/old/1200", str(tmp_path / "orbax")),
+            "moving.md",
+            "exec",
+        ),
+        {},
+    )
 
     with ckptfmt.open(tmp_path / "imported") as checkpoint:
         assert checkpoint.step == 1200

@@ -20,7 +20,8 @@ def train(directory, *asked):
 
     Args:
         directory: of their storage and journals.
-        asked: name, workers, last step, and the step behind which worker 1 kills itself, once, or 0.
+        asked: name, workers, last step, and the step behind which worker 1 kills itself, once, or
+            0.
     """
     told = trainings.run(SCRIPT, directory, *asked, env=ENV, timeout_s=900)
     assert "TRAINED" in told, told[-4000:]
@@ -30,7 +31,9 @@ def train(directory, *asked):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ray")
-    return directory, train(directory, f"right,2,{TOTAL},0", f"killed,2,{TOTAL},28", "forgetful,2,30,28")
+    return directory, train(
+        directory, f"right,2,{TOTAL},0", f"killed,2,{TOTAL},28", "forgetful,2,30,28"
+    )
 
 
 def journal(directory, name, rank):
@@ -39,7 +42,9 @@ def journal(directory, name, rank):
 
 def test_a_killed_worker_is_started_again_and_goes_on_bit_for_bit(trained):
     directory, told = trained
-    right, killed = ([journal(directory, name, rank) for rank in range(2)] for name in ("right", "killed"))
+    right, killed = (
+        [journal(directory, name, rank) for rank in range(2)] for name in ("right", "killed")
+    )
     for ours, theirs in zip(killed, right, strict=True):
         assert trainings.compare(theirs, ours, last_step=TOTAL) == []
         assert len(trainings.read(ours)[26]) == 2
@@ -52,7 +57,9 @@ def test_a_killed_worker_is_started_again_and_goes_on_bit_for_bit(trained):
     newest = ckptfmt.Run(run).newest()
     assert newest is not None
     assert f"REPORTED {run / newest.name}" in told
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 8))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 8)
+    )
     loaded: Any = ckptfmt.load(run, ckptfmt.State(weights=model, rng=False), writer=(0, 1))
     assert loaded.step == TOTAL
     assert trainings.digest(model.state_dict()) == trainings.read(right[0])[TOTAL][0]["weights"]
@@ -62,7 +69,9 @@ def test_the_comparison_sees_streams_and_samples_that_are_not_restored(trained):
     """The negative control: worker 0 forgets its RNG streams, worker 1 where its sampler stood."""
     directory, _ = trained
     streams, samples = (
-        trainings.compare(journal(directory, "right", rank), journal(directory, "forgetful", rank), last_step=30)
+        trainings.compare(
+            journal(directory, "right", rank), journal(directory, "forgetful", rank), last_step=30
+        )
         for rank in range(2)
     )
     assert streams[0] == "step 26 differs in loss, optimizer, rng, weights"

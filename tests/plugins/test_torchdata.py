@@ -18,7 +18,9 @@ LAST_STEP = 42
 
 
 @pytest.mark.parametrize(
-    "how", [("stateful", 0, "drawn"), ("stateful", 2, "derived"), ("sampler", 2, "derived")], ids=str
+    "how",
+    [("stateful", 0, "drawn"), ("stateful", 2, "derived"), ("sampler", 2, "derived")],
+    ids=str,
 )
 def test_a_killed_training_goes_on_in_the_middle_of_an_epoch_bit_for_bit(tmp_path, how):
     trainings.run(TRAINING, tmp_path / "run-right", tmp_path / "right", *how)
@@ -30,7 +32,14 @@ def test_a_killed_training_goes_on_in_the_middle_of_an_epoch_bit_for_bit(tmp_pat
     assert ckptfmt.validate(tmp_path / "run-killed")
     if how[0] == "stateful" and not how[1]:
         for kill_at in (23, None):
-            trainings.run(TRAINING, tmp_path / "run-lost", tmp_path / "lost", *how, "--lose-data", kill_at=kill_at)
+            trainings.run(
+                TRAINING,
+                tmp_path / "run-lost",
+                tmp_path / "lost",
+                *how,
+                "--lose-data",
+                kill_at=kill_at,
+            )
         found = trainings.compare(tmp_path / "right", tmp_path / "lost", last_step=LAST_STEP)
         assert any("ids" in line for line in found)
         assert (tmp_path / "lost.claim").read_text().startswith("S0 ")
@@ -50,7 +59,9 @@ def make(kind, worker_count):
     """Return a loader, and what stands for it in a State."""
     if kind == "sampler":
         sampler = ckptfmt.Sampler(24, global_batch=2, seed=1)
-        return torch.utils.data.DataLoader(Noisy(), batch_sampler=sampler, num_workers=worker_count), sampler
+        return torch.utils.data.DataLoader(
+            Noisy(), batch_sampler=sampler, num_workers=worker_count
+        ), sampler
     loader = StatefulDataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=worker_count)
     wrapped = ForeignLoader(loader, lib="torchdata") if kind == "wrapped" else loader
     return wrapped, wrapped
@@ -64,7 +75,9 @@ def take(batches, count):
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @pytest.mark.parametrize("kind", ["stateful", "wrapped", "sampler"])
 @pytest.mark.parametrize("worker_count", [0, 2])
-def test_what_worker_processes_draw_is_drawn_anew_and_the_rest_is_the_same(tmp_path, kind, worker_count):
+def test_what_worker_processes_draw_is_drawn_anew_and_the_rest_is_the_same(
+    tmp_path, kind, worker_count
+):
     """What the claim doesn't cover: a worker process begins its streams anew, in torchdata as in torch."""
     torch.manual_seed(1)
     loader, data = make(kind, worker_count)
@@ -82,7 +95,8 @@ def test_what_worker_processes_draw_is_drawn_anew_and_the_rest_is_the_same(tmp_p
     ours = take(iter(loader), 6)
     numbers = [[[sample[0] for sample in batch] for batch in found] for found in (right, ours)]
     assert numbers[0] == numbers[1]
-    # A fresh iterator of a plain loader draws the seed of its worker processes before its first batch.
+    # A fresh iterator of a plain loader draws the seed of its worker processes before its first
+    # batch.
     assert (ours == right) is (worker_count == 0 and kind != "sampler")
 
 
@@ -93,7 +107,9 @@ def test_a_loader_of_each_process_is_given_as_its_own(tmp_path):
         return ckptfmt.State(data=ckptfmt.PerWorker(loader), rng=False)
 
     attempt = ckptfmt.SaveAttempt.begin(step=1, writer_count=2)
-    records = [attempt.write_part(tmp_path / "c", state(number), writer=number) for number in range(2)]
+    records = [
+        attempt.write_part(tmp_path / "c", state(number), writer=number) for number in range(2)
+    ]
     attempt.commit(tmp_path / "c", records)
     assert ckptfmt.validate(tmp_path / "c")
 
@@ -134,7 +150,11 @@ class CountedStream(torch.utils.data.IterableDataset[int]):
 
 def loader_of(kind, worker_count):
     datasets = {"stream": Stream, "counted": CountedStream, "shuffled": lambda: list(range(12))}
-    shuffled = {"shuffle": True, "generator": torch.Generator().manual_seed(3)} if kind == "shuffled" else {}
+    shuffled = (
+        {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
+        if kind == "shuffled"
+        else {}
+    )
     return StatefulDataLoader(datasets[kind](), batch_size=2, num_workers=worker_count, **shuffled)
 
 
@@ -163,7 +183,8 @@ def train_on(run, kind, worker_count, last_step):
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("kind", "worker_count"), [("stream", 0), ("stream", 2), ("counted", 0), ("shuffled", 0), ("shuffled", 2)]
+    ("kind", "worker_count"),
+    [("stream", 0), ("stream", 2), ("counted", 0), ("shuffled", 0), ("shuffled", 2)],
 )
 def test_a_loader_that_is_resumed_again_and_again_gives_the_batches_of_one_that_never_stopped(
     tmp_path, kind, worker_count

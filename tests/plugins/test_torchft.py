@@ -24,7 +24,9 @@ def lighthouse():
     servers: list[Any] = []
 
     def start(replica_count):
-        servers.append(LighthouseServer(bind="[::]:0", min_replicas=replica_count, join_timeout_ms=100))
+        servers.append(
+            LighthouseServer(bind="[::]:0", min_replicas=replica_count, join_timeout_ms=100)
+        )
         return servers[-1].address()
 
     yield start
@@ -45,26 +47,37 @@ def test_a_killed_job_goes_on_bit_for_bit(tmp_path, lighthouse, count):
     train("killed")
     train("lost", "--lose-rng")
     for replica in range(count):
-        right, killed, lost = (tmp_path / f"{name}-{replica}" for name in ("right", "killed", "lost"))
+        right, killed, lost = (
+            tmp_path / f"{name}-{replica}" for name in ("right", "killed", "lost")
+        )
         assert trainings.compare(right, killed, last_step=TOTAL) == []
         assert len(trainings.read(killed)[27]) == 2
         assert Path(f"{killed}.claim").read_text() == "T1 ()"
-        assert any("weights" in line and "rng" in line for line in trainings.compare(right, lost, last_step=TOTAL))
+        assert any(
+            "weights" in line and "rng" in line
+            for line in trainings.compare(right, lost, last_step=TOTAL)
+        )
         run = tmp_path / f"run-killed-{replica}"
         assert ckptfmt.validate(run)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 8))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 8)
+        )
         loaded: Any = ckptfmt.load(run, ckptfmt.State(weights=model, rng=False))
         assert loaded.step == TOTAL
         assert trainings.digest(model.state_dict()) == trainings.read(right)[TOTAL][0]["weights"]
 
 
-def test_a_replica_that_dies_does_the_other_ones_run_no_harm_and_takes_its_state(tmp_path, lighthouse):
+def test_a_replica_that_dies_does_the_other_ones_run_no_harm_and_takes_its_state(
+    tmp_path, lighthouse
+):
     """The survivor waits, and loses no step. The other one resumes from its own run, which is behind by then."""
     address = lighthouse(2)
 
     def train(replica, kill_at=None):
         env = {"RANK": str(replica), "WORLD_SIZE": "2"}
-        trainings.run(SCRIPT, tmp_path / "run", tmp_path / "ours", address, kill_at=kill_at, env=env)
+        trainings.run(
+            SCRIPT, tmp_path / "run", tmp_path / "ours", address, kill_at=kill_at, env=env
+        )
 
     with ThreadPoolExecutor(1) as pool:
         survivor = pool.submit(train, 0)

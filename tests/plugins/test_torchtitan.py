@@ -58,7 +58,9 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path, killed):
     assert torch.equal(model.weight, weights["weights"][names[0]])
 
     train(tmp_path / "run-lost", lost, "--lose-data", processes=count)
-    assert any("data" in line for line in trainings.compare(f"{right}-0", f"{lost}-0", last_step=TOTAL))
+    assert any(
+        "data" in line for line in trainings.compare(f"{right}-0", f"{lost}-0", last_step=TOTAL)
+    )
 
 
 def test_on_another_number_of_processes_the_data_begin_anew_if_that_is_asked_for(tmp_path, killed):
@@ -69,7 +71,10 @@ def test_on_another_number_of_processes_the_data_begin_anew_if_that_is_asked_for
         train(tmp_path / "run", tmp_path / "refused", processes=3 - count)
     assert not (tmp_path / "refused-0").exists()
     train(tmp_path / "run", tmp_path / "anew", "--without-loader", processes=3 - count, kill_at=21)
-    (loaded,), before = trainings.read(tmp_path / "anew-0.loaded")[20], trainings.read(place / "journal-0")
+    (loaded,), before = (
+        trainings.read(tmp_path / "anew-0.loaded")[20],
+        trainings.read(place / "journal-0"),
+    )
     assert {name: before[20][0][name] for name in loaded} == loaded
     assert trainings.read(tmp_path / "anew-0")[21][0]["data"] == before[1][0]["data"]
     assert (tmp_path / "anew-0.claim").read_text().startswith("S0 ")

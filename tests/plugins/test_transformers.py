@@ -56,7 +56,10 @@ FULL: dict[str, Any] = {
     "ckptfmt": {"export_hf": True},
 }
 
-pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 
 #: Processes that can be killed, and needn't import the frameworks anew.
@@ -144,7 +147,9 @@ def test_killed_in_a_step_and_in_a_save(tmp_path, undisturbed, may_be_refuted):
     assert ckptfmt_main(["validate", str(tmp_path / "out/ckptfmt")]) == 0
     # The same without RNG streams does differ, and in the weights from the first step on.
     train(tmp_path / "control", resume=True, kind="WithoutStreams")
-    differing = compare(undisturbed / "journal-0", tmp_path / "control/journal-0", last_step=LAST_STEP)
+    differing = compare(
+        undisturbed / "journal-0", tmp_path / "control/journal-0", last_step=LAST_STEP
+    )
     assert any("step 21 differs in" in line and "weights" in line for line in differing)
     assert not any("samples" in line for line in differing)
     assert verdict(tmp_path / "control/out/ckptfmt")[:2] == ("refuted", {"rng"})
@@ -154,7 +159,13 @@ def test_killed_in_a_step_and_in_a_save(tmp_path, undisturbed, may_be_refuted):
 def test_state_that_the_trainer_does_not_save_is_found_by_the_loss(tmp_path, may_be_refuted):
     """With the same batches and random numbers, another loss shows a state outside of what was saved."""
     for resume in (False, True):
-        train(tmp_path, kind="Curriculum", kill_at=None if resume else 9, resume=resume, args={"max_steps": 12})
+        train(
+            tmp_path,
+            kind="Curriculum",
+            kill_at=None if resume else 9,
+            resume=resume,
+            args={"max_steps": 12},
+        )
     judged, what, told = verdict(tmp_path / "out/ckptfmt")
     assert (judged, what) == ("refuted", {"loss"})
     assert told.startswith("step 6 had the same RNG streams and batch, but its loss differs: ")
@@ -172,15 +183,29 @@ def test_two_processes(tmp_path):
         assert compare(*journals, last_step=LAST_STEP) == []
     assert (tmp_path / "ours/claim").read_text() == "T1"
     assert ckptfmt_main(["validate", str(tmp_path / "ours/out/ckptfmt")]) == 0
-    alone = train_here(tmp_path / "ours", stop_at=41, resume=str(tmp_path / "ours/out/ckptfmt/step-00000040-l0002"))
+    alone = train_here(
+        tmp_path / "ours", stop_at=41, resume=str(tmp_path / "ours/out/ckptfmt/step-00000040-l0002")
+    )
     assert alone.state.global_step == 41
-    assert any("processes: saved 2, here 1" in reason for reason in alone.checkpointer.load_report.lowered_by)
+    assert any(
+        "processes: saved 2, here 1" in reason
+        for reason in alone.checkpointer.load_report.lowered_by
+    )
 
 
 def test_fsdp2(tmp_path):
     """Sharded parameters and optimizer state, the best model and exports among them."""
-    args = {**FULL["args"], "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["GPT2Block"]}}
-    told = {"kind": "Sharded", "args": {**args, "max_steps": 8}, "ckptfmt": {"export_hf": True}, "processes": 2}
+    args = {
+        **FULL["args"],
+        "fsdp": True,
+        "fsdp_config": {"transformer_layer_cls_to_wrap": ["GPT2Block"]},
+    }
+    told = {
+        "kind": "Sharded",
+        "args": {**args, "max_steps": 8},
+        "ckptfmt": {"export_hf": True},
+        "processes": 2,
+    }
     train(tmp_path / "right", **told)
     train(tmp_path / "ours", **told, kill_at=7)
     train(tmp_path / "ours", **told, resume=True)
@@ -202,7 +227,9 @@ def test_best_model_limit_and_exports(tmp_path):
 
     run = ckptfmt.Run(tmp_path / "ours/out/ckptfmt")
     scores = {log["step"]: log["eval_loss"] for log in ours.state.log_history if "eval_loss" in log}
-    assert scores == {log["step"]: log["eval_loss"] for log in right.state.log_history if "eval_loss" in log}
+    assert scores == {
+        log["step"]: log["eval_loss"] for log in right.state.log_history if "eval_loss" in log
+    }
     best_step = max(scores, key=lambda step: scores[step])
     assert best_step < 23
     best = run.best("eval_loss", "max")
@@ -210,27 +237,45 @@ def test_best_model_limit_and_exports(tmp_path):
     assert best.metrics["eval_loss"] == scores[best_step]
     steps = {step for step, _ in committed_steps(tmp_path / "ours")}
     assert steps == {best_step, LAST_STEP}
-    # What is live now, what the directory of the best has, and what the checkpoint has, are one model.
+    # What is live now, what the directory of the best has, and what the checkpoint has, are one
+    # model.
     assert ours.state.best_model_checkpoint == str(tmp_path / f"ours/out/checkpoint-{best_step}")
     exported = AutoModelForCausalLM.from_pretrained(ours.state.best_model_checkpoint)
     plain = make_model(embd_pdrop=0.0)
     ckptfmt.load(tmp_path / "ours/out/ckptfmt" / best.name, ckptfmt.State(weights=plain, rng=False))
-    assert len({digest(model.state_dict()) for model in (ours.model, right.model, exported, plain)}) == 1
+    assert (
+        len({digest(model.state_dict()) for model in (ours.model, right.model, exported, plain)})
+        == 1
+    )
     # Nothing but whole directories is ever there.
     found = {path.name for path in (tmp_path / "ours/out").iterdir()}
     assert found == {"ckptfmt", f"checkpoint-{best_step}", f"checkpoint-{LAST_STEP}"}
-    told = json.loads((tmp_path / f"ours/out/checkpoint-{LAST_STEP}/trainer_state.json").read_text())
+    told = json.loads(
+        (tmp_path / f"ours/out/checkpoint-{LAST_STEP}/trainer_state.json").read_text()
+    )
     assert told["log_history"] == [log for log in ours.state.log_history if "train_loss" not in log]
     assert told["best_model_checkpoint"] == ours.state.best_model_checkpoint
-    assert get_last_checkpoint(tmp_path / "ours/out") == str(tmp_path / f"ours/out/checkpoint-{LAST_STEP}")
+    assert get_last_checkpoint(tmp_path / "ours/out") == str(
+        tmp_path / f"ours/out/checkpoint-{LAST_STEP}"
+    )
 
 
 def test_of_equals_the_newest_is_the_best(tmp_path):
     """Retention keeps the newest of those that are best; the Trainer counts the first as the best."""
-    args = {"eval_strategy": "steps", "eval_steps": 5, "load_best_model_at_end": True, "save_total_limit": 1}
-    told = {"args": {**args, "metric_for_best_model": "same"}, "compute_metrics": lambda _predictions: {"same": 0.5}}
+    args = {
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    }
+    told = {
+        "args": {**args, "metric_for_best_model": "same"},
+        "compute_metrics": lambda _predictions: {"same": 0.5},
+    }
     train_here(tmp_path / "there", stop_at=11, **told)
-    (tmp_path / "there").rename(tmp_path / "here")  # and the best is found where the run has been moved to
+    (tmp_path / "there").rename(
+        tmp_path / "here"
+    )  # and the best is found where the run has been moved to
     ours = train_here(tmp_path / "here", resume=True, **told)
     assert ours.state.best_global_step == 5
     assert [step for step, _ in committed_steps(tmp_path / "here")] == [LAST_STEP]
@@ -258,7 +303,10 @@ def test_a_compiled_model_has_plain_names(tmp_path):
     ours = train_here(tmp_path, stop_at=6, args=args)
     plain = make_model()
     ckptfmt.load(tmp_path / "out/ckptfmt", ckptfmt.State(weights=plain, rng=False))
-    assert train_here(tmp_path, stop_at=7, resume=True, args=args).checkpointer.load_report.claim == "T1"
+    assert (
+        train_here(tmp_path, stop_at=7, resume=True, args=args).checkpointer.load_report.claim
+        == "T1"
+    )
     assert ours.checkpointer.step == 6
 
 
@@ -276,7 +324,9 @@ def test_a_resume_follows_the_lineage_and_passes_over_damage(tmp_path, undisturb
     assert any("step-00000015-l0002" in sentence for sentence in ours.checkpointer.passed_over)
     assert differences(undisturbed, tmp_path) == []
     # A checkpoint by its own path.
-    again = train_here(tmp_path, stop_at=26, resume=str(tmp_path / "out/ckptfmt/step-00000020-l0001"))
+    again = train_here(
+        tmp_path, stop_at=26, resume=str(tmp_path / "out/ckptfmt/step-00000020-l0001")
+    )
     assert again.checkpointer.launch.resume_from.name == "step-00000020-l0001"
     assert differences(undisturbed, tmp_path) == []
 
@@ -317,7 +367,9 @@ def test_sigterm_saves_and_ends_the_training(tmp_path, undisturbed):
             if state.global_step == 12:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    before = signal.getsignal(signal.SIGTERM)  # another framework's, if its tests ran in this process
+    before = signal.getsignal(
+        signal.SIGTERM
+    )  # another framework's, if its tests ran in this process
     ours = make_trainer(tmp_path, callbacks=[Terminate()], ckptfmt={"stop_on": [signal.SIGTERM]})
     ours.train()
     assert ours.checkpointer.stopped
@@ -354,20 +406,36 @@ def test_an_evaluation_at_the_end_of_an_epoch_is_part_of_its_last_step(tmp_path,
     """Whoever asks for the save: the strategy, a signal, an interval."""
     args = {**BY_EPOCH, "save_strategy": strategy, "save_steps": 18}
     train_here(tmp_path / "right", args=args)
-    ours = train_here(tmp_path / "ours", args=args, callbacks=[TerminateAt(36)], ckptfmt={"stop_on": [signal.SIGTERM]})
+    ours = train_here(
+        tmp_path / "ours",
+        args=args,
+        callbacks=[TerminateAt(36)],
+        ckptfmt={"stop_on": [signal.SIGTERM]},
+    )
     assert ours.checkpointer.stopped
-    again = train_here(tmp_path / "ours", args=args, resume=str(tmp_path / "ours/out/ckptfmt/step-00000036-l0001"))
+    again = train_here(
+        tmp_path / "ours", args=args, resume=str(tmp_path / "ours/out/ckptfmt/step-00000036-l0001")
+    )
     assert again.checkpointer.load_report.claim == "T1"
     assert [log["step"] for log in again.state.log_history if "eval_loss" in log] == [18, 36, 40]
     assert differences(tmp_path / "right", tmp_path / "ours", last_step=40) == []
-    rates = {log["step"]: log["learning_rate"] for log in again.state.log_history if "learning_rate" in log}
+    rates = {
+        log["step"]: log["learning_rate"]
+        for log in again.state.log_history
+        if "learning_rate" in log
+    }
     assert rates[40] < rates[35]  # what was compared does depend on the evaluation
 
 
 def test_a_stop_in_mid_epoch_is_followed_by_no_evaluation(tmp_path):
     args = {**BY_EPOCH, "save_strategy": "epoch", "max_steps": 20}
     train_here(tmp_path / "right", args=args)
-    ours = train_here(tmp_path / "ours", args=args, callbacks=[TerminateAt(12)], ckptfmt={"stop_on": [signal.SIGTERM]})
+    ours = train_here(
+        tmp_path / "ours",
+        args=args,
+        callbacks=[TerminateAt(12)],
+        ckptfmt={"stop_on": [signal.SIGTERM]},
+    )
     assert committed_steps(tmp_path / "ours") == [(12, 1)]
     assert ours.state.best_global_step is None
     train_here(tmp_path / "ours", args=args, resume=True)
@@ -418,7 +486,12 @@ class Scaled(Watched):
 
 def test_gradient_scaler_and_epochs(tmp_path):
     """A scaler, an epoch whose last step is short, saves at the ends of epochs."""
-    args = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "epoch", "per_device_train_batch_size": 5}
+    args = {
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "save_strategy": "epoch",
+        "per_device_train_batch_size": 5,
+    }
     right = train_here(tmp_path / "right", kind=Scaled, args=args)
     assert right.state.global_step == 16
     train_here(tmp_path / "ours", kind=Scaled, args=args, stop_at=11)
@@ -444,7 +517,9 @@ def test_a_collator_that_draws_isnt_bit_for_bit(tmp_path, may_be_refuted):
     for kind in (Watched, OfTransformers):
         here = tmp_path / kind.__name__
         for name, stop_at, resume in (("right", 8, None), ("ours", 6, None), ("ours", 8, True)):
-            train_here(here / name, kind=kind, data_collator=Jittered(), stop_at=stop_at, resume=resume)
+            train_here(
+                here / name, kind=kind, data_collator=Jittered(), stop_at=stop_at, resume=resume
+            )
         lines = differences(here / "right", here / "ours", last_step=8)
         assert any("step 6 differs in" in line and "samples" in line for line in lines)
 
@@ -462,7 +537,9 @@ def test_the_model_alone(tmp_path):
     args = {"save_only_model": True}
     train_here(tmp_path, stop_at=6, args=args)
     with ckptfmt.open(tmp_path / "out/ckptfmt") as checkpoint:
-        assert {name for field, name, _ in checkpoint.leaves if field == "optimizer"} == {"extra/trainer"}
+        assert {name for field, name, _ in checkpoint.leaves if field == "optimizer"} == {
+            "extra/trainer"
+        }
         assert not checkpoint.streams
     ours = train_here(tmp_path, stop_at=7, resume=True, args=args)
     assert ours.state.global_step == 7
@@ -476,9 +553,15 @@ def test_others_read_what_it_wrote(tmp_path):
     (weights,) = path.glob("weights-*.safetensors")
     opened, loaded = make_model(), make_model()
     load_model(opened, weights)
-    assert ckptfmt_main(["convert", str(path), str(tmp_path / "weights.pt"), "--only", "weights"]) == 0
+    assert (
+        ckptfmt_main(["convert", str(path), str(tmp_path / "weights.pt"), "--only", "weights"]) == 0
+    )
     loaded.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
-    assert digest(opened.state_dict()) == digest(loaded.state_dict()) == digest(ours.model.state_dict())
+    assert (
+        digest(opened.state_dict())
+        == digest(loaded.state_dict())
+        == digest(ours.model.state_dict())
+    )
 
 
 class Seen(TrainerCallback):
@@ -489,7 +572,9 @@ class Seen(TrainerCallback):
 
     def on_save(self, args, state, _control, **_objects):
         path = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        self.found.append(path.is_dir() and AutoModelForCausalLM.from_pretrained(path).num_parameters() > 0)
+        self.found.append(
+            path.is_dir() and AutoModelForCausalLM.from_pretrained(path).num_parameters() > 0
+        )
 
 
 def test_callbacks_find_exports_of_an_inline_saver(tmp_path):
@@ -498,7 +583,9 @@ def test_callbacks_find_exports_of_an_inline_saver(tmp_path):
     ours = train_here(tmp_path, stop_at=11, args=FULL["args"], **told)
     assert seen.found == [True, True]
     assert ours.checkpointer.reports == ()
-    saved = json.loads((tmp_path / "out/checkpoint-10/trainer_state.json").read_text())["stateful_callbacks"]
+    saved = json.loads((tmp_path / "out/checkpoint-10/trainer_state.json").read_text())[
+        "stateful_callbacks"
+    ]
     assert saved["EarlyStoppingCallback"]["args"]["early_stopping_patience"] == 3
     assert set(saved) == {"EarlyStoppingCallback", "TrainerControl"}
 
@@ -520,13 +607,21 @@ class Seq2Seq(Watched, Seq2SeqTrainer):
 def test_seq2seq_trainer(tmp_path):
     def make():
         torch.manual_seed(0)
-        sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        sizes = {
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+        }
         sizes |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 32}
         return BartForConditionalGeneration(BartConfig(vocab_size=64, d_model=16, **sizes))
 
     def told() -> dict[str, Any]:
         args = {"predict_with_generate": True, "generation_max_length": 4}
-        datasets = {"train_dataset": Pairs(), "eval_dataset": torch.utils.data.Subset(Pairs(), range(4))}
+        datasets = {
+            "train_dataset": Pairs(),
+            "eval_dataset": torch.utils.data.Subset(Pairs(), range(4)),
+        }
         return {
             "kind": Seq2Seq,
             "model": make(),

@@ -17,7 +17,9 @@ Objects = tuple[Any, Any, Any]
 
 def make(seed: int) -> Objects:
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
@@ -45,7 +47,9 @@ def by_compile(model: Any, optimizer: Any, scheduler: Any) -> Objects:
 
 def state_of(objects: Objects) -> ckptfmt.State:
     model, optimizer, scheduler = objects
-    return ckptfmt.State(weights=model, optimizer=optimizer, extra={"scheduler": scheduler}, rng=False)
+    return ckptfmt.State(
+        weights=model, optimizer=optimizer, extra={"scheduler": scheduler}, rng=False
+    )
 
 
 @pytest.mark.parametrize("wrap", [by_accelerate, by_fabric, by_lightning, by_compile])
@@ -67,7 +71,9 @@ def test_wrapped_objects_are_saved_as_what_they_wrap(
     for source in ("plain", "wrapped"):
         inner = make(2)
         ckptfmt.load(tmp_path / source, state_of(wrap(*inner)))
-        for mine, theirs in zip(plain[0].state_dict().values(), inner[0].state_dict().values(), strict=True):
+        for mine, theirs in zip(
+            plain[0].state_dict().values(), inner[0].state_dict().values(), strict=True
+        ):
             assert torch.equal(mine, theirs)
         saved, loaded = optimizer.state_dict(), inner[1].state_dict()
         assert saved["param_groups"] == loaded["param_groups"]

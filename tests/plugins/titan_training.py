@@ -1,8 +1,9 @@
 """A training of TorchTitan's small Llama on a CPU, with its own loader; started and killed by test_torchtitan.py.
 
-TorchTitan 0.3 trains on accelerators. Stand-ins for what it asks of one let its own trainer run here: the device's type
-and name, a memory monitor, attention that isn't compiled, and, before torch 2.15, a time-out of process groups.
-Several processes train with FSDP2 over gloo, and each notes its steps in a journal of its own.
+TorchTitan 0.3 trains on accelerators. Stand-ins for what it asks of one let its own trainer run
+here: the device's type and name, a memory monitor, attention that isn't compiled, and, before torch
+2.15, a time-out of process groups. Several processes train with FSDP2 over gloo, and each notes its
+steps in a journal of its own.
 
 Usage: titan_training.py RUN JOURNAL [--lose-data] [--without-loader] [--theirs] [--from CHECKPOINT]
 """
@@ -60,20 +61,30 @@ FlexAttention._compiled_flex_attn = staticmethod(attention.flex_attention)
 def write_assets(directory: Path) -> None:
     """Write a text that TorchTitan's c4_test reads, and a tokenizer."""
     draw = random.Random(0)
-    texts = [" ".join(draw.choices(["alpha", "beta", "gamma", "delta", "eta"], k=40)) for _ in range(200)]
+    texts = [
+        " ".join(draw.choices(["alpha", "beta", "gamma", "delta", "eta"], k=40)) for _ in range(200)
+    ]
     (directory / "tests" / "assets" / "c4_test").mkdir(parents=True, exist_ok=True)
     lines = "\n".join(json.dumps({"text": text}) for text in texts)
     (directory / "tests" / "assets" / "c4_test" / "data.json").write_text(lines)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
     special = ["<unk>", "<|begin_of_text|>", "<|end_of_text|>"]
-    tokenizer.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special))
+    tokenizer.train_from_iterator(
+        texts, tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special)
+    )
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"bos_token": special[1], "eos_token": special[2]}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+alone = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
 os.environ |= alone | os.environ
 run, journal_path = map(os.path.abspath, sys.argv[1:3])
 directory = Path(f"{run}-assets-{os.environ['RANK']}")
@@ -93,15 +104,25 @@ config.model_spec.model.layers = config.model_spec.model.layers[:1]
 excluded = ["dataloader"] if "--without-loader" in sys.argv else []
 initial: dict[str, Any] = {}
 if "--from" in sys.argv:
-    initial = {"initial_load_path": sys.argv[-1], "initial_load_model_only": False, "folder": "ours"}
+    initial = {
+        "initial_load_path": sys.argv[-1],
+        "initial_load_model_only": False,
+        "folder": "ours",
+    }
 kind: Any = CheckpointManager if "--theirs" in sys.argv else CkptfmtManager
-config.checkpoint = kind.Config(enable=True, interval=5, keep_latest_k=3, exclude_from_loading=excluded, **initial)
+config.checkpoint = kind.Config(
+    enable=True, interval=5, keep_latest_k=3, exclude_from_loading=excluded, **initial
+)
 trainer = config.build()
 for module in trainer.model_parts[0].modules():
     if isinstance(module, torch.distributed.fsdp.FSDPModule):
         module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
 journal = Journal(f"{journal_path}-{os.environ['RANK']}")
-inner, step_of_trainer, load_of_manager = trainer.checkpointer.save, trainer.train_step, trainer.checkpointer.load
+inner, step_of_trainer, load_of_manager = (
+    trainer.checkpointer.save,
+    trainer.train_step,
+    trainer.checkpointer.load,
+)
 seen: list[Any] = []
 
 
@@ -129,7 +150,9 @@ def load(step: int) -> bool:
     name = f"{journal_path}-{os.environ['RANK']}"
     Journal(f"{name}.loaded").note(trainer.step, **trained())
     report = None if "--theirs" in sys.argv else trainer.checkpointer._run.load_report
-    Path(f"{name}.claim").write_text("" if report is None else f"{report.claim} {report.lowered_by}")
+    Path(f"{name}.claim").write_text(
+        "" if report is None else f"{report.claim} {report.lowered_by}"
+    )
     return is_loaded
 
 

@@ -2,8 +2,8 @@
 
 Usage: torchdata_training.py RUN JOURNAL LOADER WORKERS AUGMENT [--lose-data]
 
-LOADER is ``stateful`` or ``sampler``; AUGMENT says which noise the data set adds: numbers ``drawn`` from the process's
-stream, or numbers ``derived`` from that of the sample.
+LOADER is ``stateful`` or ``sampler``; AUGMENT says which noise the data set adds: numbers ``drawn``
+from the process's stream, or numbers ``derived`` from that of the sample.
 """
 
 import random
@@ -44,7 +44,10 @@ np.random.seed(7)  # noqa: NPY002 - the process's own stream
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 8))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, TOTAL)
-workers: dict[str, Any] = {"num_workers": int(worker_count), "persistent_workers": worker_count != "0"}
+workers: dict[str, Any] = {
+    "num_workers": int(worker_count),
+    "persistent_workers": worker_count != "0",
+}
 loader: Any
 if kind == "sampler":
     sampler = ckptfmt.Sampler(60, global_batch=4, seed=3)
@@ -68,7 +71,9 @@ state = ckptfmt.State(
 )
 journal = Journal(journal_path)
 with ckptfmt.Checkpointer(run, state, every=4, saver="thread") as checkpointer:
-    batches = iter(loader) if kind == "sampler" else iter_batches()  # before the streams are put back
+    batches = (
+        iter(loader) if kind == "sampler" else iter_batches()
+    )  # before the streams are put back
     for step in checkpointer.steps(TOTAL):
         ids, batch = next(batches)
         loss = (model(batch) - batch).square().mean()
@@ -87,4 +92,6 @@ with ckptfmt.Checkpointer(run, state, every=4, saver="thread") as checkpointer:
             rng=rng_digest(),
         )
     report = checkpointer.load_report
-Path(f"{journal_path}.claim").write_text("" if report is None else f"{report.claim} {report.lowered_by}")
+Path(f"{journal_path}.claim").write_text(
+    "" if report is None else f"{report.claim} {report.lowered_by}"
+)

@@ -96,5 +96,7 @@ with ckptfmt.Checkpointer(run, state, every=5, overlap=False) as checkpointer:
         )
     checkpointer.save()
     report = checkpointer.load_report
-Path(f"{journal_path}.claim").write_text("" if report is None else f"{report.claim} {report.lowered_by}")
+Path(f"{journal_path}.claim").write_text(
+    "" if report is None else f"{report.claim} {report.lowered_by}"
+)
 manager.shutdown()

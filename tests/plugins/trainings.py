@@ -1,7 +1,8 @@
 """Trainings that are killed and resumed, for the tests of plug-ins: run a script, and compare what two runs did.
 
-A script notes each step in a `Journal`; `run` starts it as one process or as several, and has it killed behind a step;
-`compare` holds the steps of a resumed run against those of one that nobody disturbed.
+A script notes each step in a `Journal`; `run` starts it as one process or as several, and has it
+killed behind a step; `compare` holds the steps of a resumed run against those of one that nobody
+disturbed.
 """
 
 import contextlib
@@ -21,8 +22,9 @@ from typing import Any
 
 #: At which step a script kills itself.
 _KILL_AT = "KILL_AT_STEP"
-#: Scripts run in forks of one process that has imported what is slow to import: a test that starts six of them would
-#: wait for that six times. Ray and JAX, which start threads, aren't among these modules.
+#: Scripts run in forks of one process that has imported what is slow to import: a test that starts
+#: six of them would wait for that six times. Ray and JAX, which start threads, aren't among these
+#: modules.
 _FORKS = multiprocessing.get_context("forkserver")
 _SLOW = (
     "torch",
@@ -99,7 +101,10 @@ class Journal:
             step: training steps done.
             facts: numbers and texts as they are, tensors and what holds any by digest.
         """
-        plain = {name: fact if isinstance(fact, str | int) else digest(fact) for name, fact in facts.items()}
+        plain = {
+            name: fact if isinstance(fact, str | int) else digest(fact)
+            for name, fact in facts.items()
+        }
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, **plain}) + "\n")
         if self.is_last(step):
@@ -127,7 +132,11 @@ def compare(undisturbed: str | Path, resumed: str | Path, *, last_step: int) -> 
         last_step: of both: every step up to it must be there.
     """
     right, ours = read(undisturbed), read(resumed)
-    found = [f"step {step} is missing" for step in range(1, last_step + 1) if step not in right or step not in ours]
+    found = [
+        f"step {step} is missing"
+        for step in range(1, last_step + 1)
+        if step not in right or step not in ours
+    ]
     for step, lines in sorted(ours.items()):
         for line in lines:
             if step in right and line != right[step][0]:
@@ -171,13 +180,22 @@ def run(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})}
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **(env or {}),
+    }
     root = Path(__file__).parents[2]
     variables["PYTHONPATH"] = os.pathsep.join([str(root), variables.get("PYTHONPATH", "")])
     if kill_at is not None:
         variables[_KILL_AT] = str(kill_at)
     if processes > 1:
-        variables |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables |= {
+            "WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
     # Of frameworks, those that the tests of this process have imported.
     _FORKS.set_forkserver_preload([name for name in _SLOW if name.partition(".")[0] in sys.modules])
     ranks: list[Any] = []

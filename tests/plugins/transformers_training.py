@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.utils.data import Dataset, Subset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from ckptfmt.plugins.transformers import CkptfmtTrainer
 from tests.plugins.trainings import Journal, rng_digest
@@ -30,7 +37,14 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 def make_model(**changes: Any) -> GPT2LMHeadModel:
     """Return a tiny model with dropout and tied embeddings."""
     set_seed(11)
-    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "embd_pdrop": 0.2}
+    sizes = {
+        "vocab_size": 64,
+        "n_positions": 16,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "embd_pdrop": 0.2,
+    }
     return GPT2LMHeadModel(GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **changes}))
 
 
@@ -121,7 +135,8 @@ def make_trainer(directory: Path, *, kind: type[Trainer] = Watched, **options: A
     Args:
         directory: of this run.
         kind: of Trainer.
-        options: ``args``, ``ckptfmt`` and others, as of the Trainer; ``args_type``: the class of the first.
+        options: ``args``, ``ckptfmt`` and others, as of the Trainer; ``args_type``: the class of
+            the first.
     """
     told = {
         "output_dir": str(directory / "out"),
@@ -140,7 +155,12 @@ def make_trainer(directory: Path, *, kind: type[Trainer] = Watched, **options: A
     }
     args = options.pop("args_type", TrainingArguments)(**{**told, **options.pop("args", {})})
     noting = Noting(directory / f"journal-{os.environ.get('RANK', '0')}")
-    options = {"model": make_model(), "train_dataset": Tokens(), "eval_dataset": Subset(Tokens(), range(8)), **options}
+    options = {
+        "model": make_model(),
+        "train_dataset": Tokens(),
+        "eval_dataset": Subset(Tokens(), range(8)),
+        **options,
+    }
     if not issubclass(kind, CkptfmtTrainer):
         options.pop("ckptfmt", None)
     trainer: Any = kind(args=args, **options)
@@ -154,11 +174,15 @@ def main(directory: Path, env: dict[str, str], told: dict[str, Any]) -> None:
     """Train as told, in a process of its own."""
     os.environ.update(env)
     torch.set_num_threads(1)
-    kind = {kind.__name__: kind for kind in (Watched, Sharded, Curriculum, WithoutStreams)}[told.pop("kind", "Watched")]
+    kind = {kind.__name__: kind for kind in (Watched, Sharded, Curriculum, WithoutStreams)}[
+        told.pop("kind", "Watched")
+    ]
     resume, die_in_save = told.pop("resume", None), told.pop("die_in_save", 0)
     trainer = make_trainer(directory, kind=kind, **told)
     trainer.die_in_save = die_in_save
     trainer.train(resume_from_checkpoint=resume)
     if trainer.is_world_process_zero() and resume:
         report = trainer.checkpointer.load_report
-        (directory / "claim").write_text(report.claim + "".join(f"\n{reason}" for reason in report.lowered_by))
+        (directory / "claim").write_text(
+            report.claim + "".join(f"\n{reason}" for reason in report.lowered_by)
+        )

@@ -45,11 +45,16 @@ def test_only_blocks_that_differ_are_read():
     one, other = some(), some()
     other[[5, BLOCK + 1]] *= 2
     found = diff(
-        saved(snapshot(tensor("w", one), tensor("same", one))), saved(snapshot(tensor("w", other), tensor("same", one)))
+        saved(snapshot(tensor("w", one), tensor("same", one))),
+        saved(snapshot(tensor("w", other), tensor("same", one))),
     )
 
     (difference,) = found.tensors
-    assert (difference.name, difference.distance.changed_count, difference.distance.element_count) == ("w", 2, one.size)
+    assert (
+        difference.name,
+        difference.distance.changed_count,
+        difference.distance.element_count,
+    ) == ("w", 2, one.size)
     assert difference.distance.max_abs == float(np.abs(one - other).max())
     assert difference.distance.max_ulps == 1 << 23
     counts = found.counts
@@ -66,7 +71,9 @@ def test_the_largest_differences_are_found_at_their_indices(cut_alike):
     changed[2, 3] += 0.5
     changed[3, 3] += 0.25
     halves = [Box((at, 0), (256, 48)) for at in (0, 256)]
-    one, other = ([snapshot(tensor("w", whole, boxes=(box,))) for box in halves] for whole in (array, changed))
+    one, other = (
+        [snapshot(tensor("w", whole, boxes=(box,))) for box in halves] for whole in (array, changed)
+    )
     if not cut_alike:
         other = [snapshot(tensor("w", changed))]
 
@@ -74,15 +81,21 @@ def test_the_largest_differences_are_found_at_their_indices(cut_alike):
 
     assert difference.distance is not None
     assert [(change.index, change.values) for change in difference.distance.largest] == [
-        (index, (float(array[index]), float(changed[index]))) for index in ((17, 5), (500, 47), (2, 3))
+        (index, (float(array[index]), float(changed[index])))
+        for index in ((17, 5), (500, 47), (2, 3))
     ]
     assert difference.distance.changed_count == 4
 
 
 def test_what_only_one_side_has():
-    one = snapshot(tensor("a", some()), tensor("b", some()), leaves=[leaf("config", 1), leaf("data", 1)])
+    one = snapshot(
+        tensor("a", some()), tensor("b", some()), leaves=[leaf("config", 1), leaf("data", 1)]
+    )
     other = snapshot(
-        tensor("b", some()), tensor("c", some()), leaves=[leaf("config", 1)], streams=[stream("python", 1)]
+        tensor("b", some()),
+        tensor("c", some()),
+        leaves=[leaf("config", 1)],
+        streams=[stream("python", 1)],
     )
     found = diff(saved(one), saved(other))
 
@@ -139,19 +152,26 @@ def test_other_layouts_are_compared_by_reading():
     changed[4, 7] = np.nan
     halves = [Box((0, 0), (3, array.shape[1])), Box((3, 0), (3, array.shape[1]))]
     one = saved(snapshot(tensor("w", array)))
-    cut = [saved(*(snapshot(tensor("w", held, boxes=(half,))) for half in halves)) for held in (array, changed)]
+    cut = [
+        saved(*(snapshot(tensor("w", held, boxes=(half,))) for half in halves))
+        for held in (array, changed)
+    ]
 
     assert diff(one, cut[0]).is_same
     found = diff(one, cut[1])
     distance = found.tensors[0].distance
     assert distance is not None
-    assert dataclasses.replace(distance, largest=()) == Distance(element_count=array.size, changed_count=1, nan_count=1)
+    assert dataclasses.replace(distance, largest=()) == Distance(
+        element_count=array.size, changed_count=1, nan_count=1
+    )
     assert (found.counts.block_count, found.counts.read_nbytes) == (0, 2 * array.nbytes)
     assert diff(*cut).counts.differing_count == 1
 
 
 def test_blocks_of_another_size_are_compared_by_reading():
-    one, other = (saved(snapshot(tensor("w", some())), block_nbytes=nbytes) for nbytes in (4096, 8192))
+    one, other = (
+        saved(snapshot(tensor("w", some())), block_nbytes=nbytes) for nbytes in (4096, 8192)
+    )
 
     assert diff(one, other).is_same
     assert diff(one, other).counts.read_nbytes == 2 * some().nbytes
@@ -167,9 +187,9 @@ def test_a_delta_and_its_base():
     found = diff(saving.open(1), saving.open(2))
 
     (difference,) = found.tensors
-    assert dataclasses.replace(difference.distance, max_abs=None, max_rel=None, largest=()) == Distance(
-        element_count=one.size, changed_count=3, max_ulps=1, ulp_counts=(0, 3)
-    )
+    assert dataclasses.replace(
+        difference.distance, max_abs=None, max_rel=None, largest=()
+    ) == Distance(element_count=one.size, changed_count=3, max_ulps=1, ulp_counts=(0, 3))
     assert found.counts.differing_count == 2
     assert 4 * BLOCK < found.counts.read_nbytes < 5 * BLOCK  # both sides need the base's two blocks
     assert diff(saving.open(2), saving.open(3)).is_same
@@ -203,11 +223,18 @@ def test_a_damaged_copy_is_the_same_by_recorded_digests_only():
     good, damaged = damaged_copy(some())
 
     by_digest = diff(good, damaged)
-    assert (by_digest.is_same, by_digest.is_verified, by_digest.counts.read_nbytes) == (True, False, 0)
+    assert (by_digest.is_same, by_digest.is_verified, by_digest.counts.read_nbytes) == (
+        True,
+        False,
+        0,
+    )
     told: list[int] = []
     verified = compare(good, damaged, fields=FIELDS, verify=True, on_progress=told.append)
     assert (verified.is_same, verified.is_verified, verified.is_damaged) == (False, True, True)
-    assert [[error.code for error in errors] for errors in verified.damages] == [[], [Code.BLOCK_DIGEST]]
+    assert [[error.code for error in errors] for errors in verified.damages] == [
+        [],
+        [Code.BLOCK_DIGEST],
+    ]
     assert sum(told) > 2 * some().nbytes
     sound = compare(good, good, fields=FIELDS, verify=True)
     assert (sound.is_same, sound.is_verified, sound.is_damaged) == (True, True, False)
@@ -222,7 +249,9 @@ def test_verifying_a_delta_reads_what_it_reads_from():
     saving.save(2, snapshot(tensor("w", other)))
     assert compare(saving.open(2), saving.open(2), fields=FIELDS, verify=True).is_same
     files = saving.store.snapshot()
-    (path,) = [path for path in files if "l0001/weights-" in path and path.startswith("step-00000001")]
+    (path,) = [
+        path for path in files if "l0001/weights-" in path and path.startswith("step-00000001")
+    ]
     files[path] = files[path][:-8] + b"damaged!"
     saving.store = MemoryStore.from_snapshot(files)
     found = compare(saving.open(2), saving.open(2), fields=FIELDS, verify=True)

@@ -29,7 +29,7 @@ SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple) | st.sampled_from(
 RANDOM = st.randoms(use_true_random=False)
 
 
-# --- what there is ----------------------------------------------------------------------------------------------------
+# --- what there is --------------------------------------------------------------------------------
 
 
 def content(shape, dtype, rng):
@@ -49,7 +49,11 @@ def slices(box):
 
 
 def edges(extent, rng, most=5):
-    inner = sorted(rng.sample(range(1, extent), rng.randint(0, min(most, extent - 1)))) if extent > 1 else []
+    inner = (
+        sorted(rng.sample(range(1, extent), rng.randint(0, min(most, extent - 1))))
+        if extent > 1
+        else []
+    )
     return list(itertools.pairwise([0, *inner, extent]))
 
 
@@ -65,7 +69,10 @@ def rows(shape, rng):
     """Cut the first dimension into uneven rows."""
     if not shape:
         return [Box((), ())]
-    return [Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:])) for low, high in edges(shape[0], rng)]
+    return [
+        Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
+        for low, high in edges(shape[0], rng)
+    ]
 
 
 def flat_range(shape, begin, end):
@@ -85,14 +92,19 @@ def flat_range(shape, begin, end):
             at += count * inner
         else:
             stop = min(end - row * inner, inner)
-            boxes += [Box((row, *box.begin), (1, *box.shape)) for box in flat_range(shape[1:], column, stop)]
+            boxes += [
+                Box((row, *box.begin), (1, *box.shape))
+                for box in flat_range(shape[1:], column, stop)
+            ]
             at = row * inner + stop
     return boxes
 
 
 def flat(shape, rng):
     """Cut the elements in C order at random places, each range into its boxes."""
-    return [box for low, high in edges(math.prod(shape), rng, 3) for box in flat_range(shape, low, high)]
+    return [
+        box for low, high in edges(math.prod(shape), rng, 3) for box in flat_range(shape, low, high)
+    ]
 
 
 TILINGS = [cut, grid, rows, flat]
@@ -121,12 +133,14 @@ def save_tiled(arrays, rng):
     return store
 
 
-# --- what is wanted ---------------------------------------------------------------------------------------------------
+# --- what is wanted -------------------------------------------------------------------------------
 
 
 def random_box(shape, rng):
     begin = tuple(rng.randint(0, extent) for extent in shape)
-    return Box(begin, tuple(rng.randint(0, extent - at) for at, extent in zip(begin, shape, strict=True)))
+    return Box(
+        begin, tuple(rng.randint(0, extent - at) for at, extent in zip(begin, shape, strict=True))
+    )
 
 
 def wanted_boxes(shape, rng):
@@ -153,7 +167,11 @@ def wanted_boxes(shape, rng):
 
 def untouched(shape, dtype):
     kind = np.dtype(numpy_dtype(dtype))
-    return np.full(math.prod(shape) * kind.itemsize, 1 if dtype == "bool" else 0xA5, np.uint8).view(kind).reshape(shape)
+    return (
+        np.full(math.prod(shape) * kind.itemsize, 1 if dtype == "bool" else 0xA5, np.uint8)
+        .view(kind)
+        .reshape(shape)
+    )
 
 
 def oracle(array, dtype, boxes):
@@ -194,7 +212,13 @@ def torch_sink(name, dtype, live, pieces):
 
 def array_sink(name, dtype, live, boxes):
     return ArraySink(
-        field="weights", name=name, dtype=dtype, global_shape=live.shape, scope="global", array=live, boxes=tuple(boxes)
+        field="weights",
+        name=name,
+        dtype=dtype,
+        global_shape=live.shape,
+        scope="global",
+        array=live,
+        boxes=tuple(boxes),
     )
 
 
@@ -203,13 +227,16 @@ def torch_bytes(live):
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-# --- the properties ---------------------------------------------------------------------------------------------------
+# --- the properties -------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(SHAPES, st.sampled_from(NAMES)), min_size=1, max_size=3), RANDOM)
 def test_any_tiling_into_any_boxes_of_arrays_and_tensors(kinds, rng):
     """REQ-OPN-005, REQ-OPN-007, REQ-TEN-001, REQ-TEN-002."""
-    arrays = {f"t{number}": (dtype, content(shape, dtype, rng)) for number, (shape, dtype) in enumerate(kinds)}
+    arrays = {
+        f"t{number}": (dtype, content(shape, dtype, rng))
+        for number, (shape, dtype) in enumerate(kinds)
+    }
     checkpoint = Checkpoint(save_tiled(arrays, rng))
     sinks, said = [], []
     for name, (dtype, array) in arrays.items():
@@ -220,8 +247,15 @@ def test_any_tiling_into_any_boxes_of_arrays_and_tensors(kinds, rng):
                 sinks.append(array_sink(name, dtype, live, boxes))
                 said.append((live.tobytes, oracle(array, dtype, boxes)))
             else:
-                live = spread(array.shape, dtype, rng, make=lambda memory, dtype=dtype: as_torch(memory, dtype))
-                sinks.append(torch_sink(name, dtype, live, tuple(LocalPiece(box, box) for box in boxes)))
+                live = spread(
+                    array.shape,
+                    dtype,
+                    rng,
+                    make=lambda memory, dtype=dtype: as_torch(memory, dtype),
+                )
+                sinks.append(
+                    torch_sink(name, dtype, live, tuple(LocalPiece(box, box) for box in boxes))
+                )
                 said.append((lambda live=live: torch_bytes(live), oracle(array, dtype, boxes)))
 
     checkpoint.read_into(sinks)
@@ -250,7 +284,10 @@ def test_a_shard_that_lies_elsewhere_than_in_the_whole(shape, dtype, rng):
 @given(st.lists(st.tuples(SHAPES, st.sampled_from(NAMES)), min_size=1, max_size=4), RANDOM)
 def test_any_tiling_into_live_mappings(kinds, rng):
     """REQ-OPN-005: through `ckptfmt.load`, by one process, of what several wrote; some tensors, or all."""
-    arrays = {f"t{number}": (dtype, content(shape, dtype, rng)) for number, (shape, dtype) in enumerate(kinds)}
+    arrays = {
+        f"t{number}": (dtype, content(shape, dtype, rng))
+        for number, (shape, dtype) in enumerate(kinds)
+    }
     store = save_tiled(arrays, rng)
     chosen = rng.sample(sorted(arrays), rng.randint(1, len(arrays)))
     live = {}
@@ -258,12 +295,20 @@ def test_any_tiling_into_live_mappings(kinds, rng):
         empty = untouched(array.shape, dtype)
         live[f"my_{name}"] = empty if rng.random() < 0.5 else as_torch(empty, dtype)
 
-    ckptfmt.load(store, State(weights=live), only=chosen, rename=lambda name: name.removeprefix("my_"), writer=(0, 1))
+    ckptfmt.load(
+        store,
+        State(weights=live),
+        only=chosen,
+        rename=lambda name: name.removeprefix("my_"),
+        writer=(0, 1),
+    )
 
     for name, (dtype, array) in arrays.items():
         found = live[f"my_{name}"]
         expected = array if name in chosen else untouched(array.shape, dtype)
-        assert (torch_bytes(found) if isinstance(found, torch.Tensor) else found.tobytes()) == expected.tobytes()
+        assert (
+            torch_bytes(found) if isinstance(found, torch.Tensor) else found.tobytes()
+        ) == expected.tobytes()
 
 
 @given(st.lists(st.integers(1, 5), max_size=4).map(tuple), RANDOM)

@@ -85,7 +85,9 @@ class Counting(HookedStore):
 
 def random_array(shape, dtype, rng):
     generator = np.random.default_rng(rng.randrange(2**32))
-    content = generator.bytes(int(np.prod(shape, dtype=int)) * np.dtype(numpy_dtype(dtype)).itemsize)
+    content = generator.bytes(
+        int(np.prod(shape, dtype=int)) * np.dtype(numpy_dtype(dtype)).itemsize
+    )
     if dtype == "bool":
         content = bytes(byte & 1 for byte in content)
     return np.frombuffer(content, numpy_dtype(dtype)).reshape(shape)
@@ -93,7 +95,9 @@ def random_array(shape, dtype, rng):
 
 def random_box(shape, rng):
     begin = tuple(rng.randint(0, extent) for extent in shape)
-    return Box(begin, tuple(rng.randint(0, extent - at) for at, extent in zip(begin, shape, strict=True)))
+    return Box(
+        begin, tuple(rng.randint(0, extent - at) for at, extent in zip(begin, shape, strict=True))
+    )
 
 
 def save_tiled(array, dtype, rng, writers=3, **members):
@@ -104,7 +108,10 @@ def save_tiled(array, dtype, rng, writers=3, **members):
         for writer in rng.sample(range(writers), rng.randint(1, writers)):
             held[writer].append(box)
     store = MemoryStore()
-    save(store, *(snapshot(tensor("w", array, dtype=dtype, boxes=tuple(mine), **members)) for mine in held))
+    save(
+        store,
+        *(snapshot(tensor("w", array, dtype=dtype, boxes=tuple(mine), **members)) for mine in held),
+    )
     return store
 
 
@@ -114,7 +121,12 @@ SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple) | st.sampled_from(
 
 
 @settings(max_examples=150)
-@given(SHAPES, st.sampled_from(DTYPES), st.randoms(use_true_random=False), st.sampled_from([1 << 20, 8192, 4096, 64]))
+@given(
+    SHAPES,
+    st.sampled_from(DTYPES),
+    st.randoms(use_true_random=False),
+    st.sampled_from([1 << 20, 8192, 4096, 64]),
+)
 def test_any_box_of_any_tiling_is_what_was_saved(shape, dtype, rng, request_nbytes):
     """REQ-OPN-005, REQ-OPN-007, REQ-TEN-001, REQ-TEN-002: bit for bit, whatever the requests."""
     array = random_array(shape, dtype, rng)
@@ -148,7 +160,16 @@ def test_slices_are_those_of_numpy(shape, rng):
         items = []
         for extent in shape:
             low, high = rng.randint(-extent - 2, extent + 2), rng.randint(-extent - 2, extent + 2)
-            items.append(rng.choice((rng.randrange(-extent, extent), slice(low, high), slice(None, high), slice(None))))
+            items.append(
+                rng.choice(
+                    (
+                        rng.randrange(-extent, extent),
+                        slice(low, high),
+                        slice(None, high),
+                        slice(None),
+                    )
+                )
+            )
         first = rng.randint(0, len(items))
         last = rng.randint(first, len(items))
         if rng.random() < 0.5:
@@ -234,7 +255,10 @@ def test_a_row_reads_the_blocks_that_have_it_and_no_others():
     assert (checkpoint.weights["w"][3:5, 7] == array[3:5, 7]).all()
     header, *blocks = [nbytes for _, nbytes in counting.read_ranges]
     assert (header < 4096, blocks) == (True, [2 * 4096])
-    assert set(counting.read_paths) == {f"parts/{ATTEMPT}-00000.msgpack", f"weights-{ATTEMPT}-00000.safetensors"}
+    assert set(counting.read_paths) == {
+        f"parts/{ATTEMPT}-00000.msgpack",
+        f"weights-{ATTEMPT}-00000.safetensors",
+    }
 
 
 @pytest.mark.parametrize("shape", [(1 << 20,), (1024, 1024)])
@@ -267,17 +291,26 @@ def test_damage_is_found_before_a_byte_is_handed_on(at):
     checkpoint = Checkpoint(MemoryStore.from_snapshot({**files, path: bytes(damaged)}))
     block = at // 4096
     sink = ArraySink(
-        name="w", dtype="uint8", global_shape=(10_000,), boxes=tuple(Box((n,), (1,)) for n in range(0, 10_000, 500))
+        name="w",
+        dtype="uint8",
+        global_shape=(10_000,),
+        boxes=tuple(Box((n,), (1,)) for n in range(0, 10_000, 500)),
     )
     error = error_of(lambda: checkpoint.read_into([sink]))
-    assert (error.code, error.requirement, type(error)) == (Code.BLOCK_DIGEST, "REQ-OPN-006", IntegrityError)
+    assert (error.code, error.requirement, type(error)) == (
+        Code.BLOCK_DIGEST,
+        "REQ-OPN-006",
+        IntegrityError,
+    )
     end = min(10_000, (block + 1) * 4096)
     assert error.where == f"{path}[{data + block * 4096}:{data + end}]"
     assert all(content == array[box.begin[0] : box.end[0]].tobytes() for box, content in sink.taken)
     assert not any(box.begin[0] // 4096 == block for box, _ in sink.taken)
     # What doesn't touch the block is fine.
     other = 0 if block else 9000
-    assert checkpoint.weights["w"][other : other + 10].tolist() == array[other : other + 10].tolist()
+    assert (
+        checkpoint.weights["w"][other : other + 10].tolist() == array[other : other + 10].tolist()
+    )
 
 
 def test_a_file_that_changes_while_it_is_read():
@@ -296,7 +329,15 @@ def test_names_aliases_and_scopes():
     store = MemoryStore()
     save(store, *two_writers())
     with Checkpoint(store) as checkpoint:
-        assert list(checkpoint.weights) == ["bias", "cache", "embedding", "head", "empty", "phase", "scale"]
+        assert list(checkpoint.weights) == [
+            "bias",
+            "cache",
+            "embedding",
+            "head",
+            "empty",
+            "phase",
+            "scale",
+        ]
         assert len(checkpoint.weights) == 7
         assert "head" in checkpoint.weights
         assert "nothing" not in checkpoint.weights
@@ -304,13 +345,18 @@ def test_names_aliases_and_scopes():
         assert checkpoint.weights["scale"][()] == 0.5
         assert checkpoint.weights["empty"][...].shape == (0, 3)
         assert checkpoint.weights["phase"][...].tolist() == [1 + 2j]
-        assert (checkpoint.weights["embedding"].shape, checkpoint.weights["embedding"].dtype) == ((6, 4), "float32")
+        assert (checkpoint.weights["embedding"].shape, checkpoint.weights["embedding"].dtype) == (
+            (6, 4),
+            "float32",
+        )
         assert checkpoint.weights["embedding"].nbytes == 96
         assert repr(checkpoint.weights["bias"]) == "TensorHandle('bias', int16, (3,))"
         # The tensor of all stands before that of one; each worker has its own.
         assert checkpoint.optimizer["exp_avg"][...].tolist() == [1, 1]
         for worker in range(2):
-            assert checkpoint.optimizer.scoped(f"lw/{worker}")["exp_avg"][...].tolist() == [worker] * 3
+            assert (
+                checkpoint.optimizer.scoped(f"lw/{worker}")["exp_avg"][...].tolist() == [worker] * 3
+            )
         assert checkpoint.weights["cache"][...].tolist() == [0, 1, 2, 3, 4]
         assert checkpoint.leaf("data", scope="lw/1")[0] == 1
         assert checkpoint.stream("python", "lw/1") == ("python.mt19937", (3, (1, 2, 1), None))
@@ -334,13 +380,21 @@ MISSING = {
     ],
     Code.STREAM_MISSING: [lambda c: c.stream("x", "lw/0"), lambda c: c.stream("python", "global")],
     Code.DTYPE_MISMATCH: [
-        lambda c: c.read_into([ArraySink(name="bias", dtype="uint16", global_shape=(3,), boxes=(Box((0,), (3,)),))]),
+        lambda c: c.read_into(
+            [ArraySink(name="bias", dtype="uint16", global_shape=(3,), boxes=(Box((0,), (3,)),))]
+        ),
     ],
     Code.SHAPE_MISMATCH: [
         lambda c: c.read_into(
-            [ArraySink(name="bias", dtype="int16", global_shape=(3, 1), boxes=(Box((0, 0), (3, 1)),))]
+            [
+                ArraySink(
+                    name="bias", dtype="int16", global_shape=(3, 1), boxes=(Box((0, 0), (3, 1)),)
+                )
+            ]
         ),
-        lambda c: c.read_into([ArraySink(name="bias", dtype="int16", global_shape=(4,), boxes=(Box((0,), (3,)),))]),
+        lambda c: c.read_into(
+            [ArraySink(name="bias", dtype="int16", global_shape=(4,), boxes=(Box((0,), (3,)),))]
+        ),
     ],
 }
 
@@ -362,7 +416,10 @@ def test_a_part_that_turns_out_damaged_when_it_is_needed():
     damaged = files[path][:-40] + bytes([files[path][-40] ^ 1]) + files[path][-39:]
     checkpoint = Checkpoint(MemoryStore.from_snapshot({**files, path: damaged}))
     assert checkpoint.weights["bias"][...].tolist() == [1, -2, 3]
-    for action in (lambda: checkpoint.weights["phase"][...], lambda: checkpoint.leaf("data", scope="lw/1")):
+    for action in (
+        lambda: checkpoint.weights["phase"][...],
+        lambda: checkpoint.leaf("data", scope="lw/1"),
+    ):
         error = error_of(action)
         assert isinstance(error, IntegrityError | FormatError)
         assert error.where == path
@@ -406,7 +463,9 @@ def test_opaque_dtypes_without_numpy_are_read_as_bytes():
     array = np.arange(8, dtype=np.uint8).reshape(2, 4)
     store = MemoryStore()
     save(store, snapshot(tensor("w", array, dtype="float4_e2m1fn_x2")))
-    sink = ArraySink(name="w", dtype="float4_e2m1fn_x2", global_shape=(2, 4), boxes=(Box((0, 1), (2, 2)),))
+    sink = ArraySink(
+        name="w", dtype="float4_e2m1fn_x2", global_shape=(2, 4), boxes=(Box((0, 1), (2, 2)),)
+    )
     Checkpoint(store).read_into([sink])
     assert sink.taken == [(Box((0, 1), (2, 2)), array[:, 1:3].tobytes())]
 
@@ -443,7 +502,10 @@ def test_a_damaged_header_is_found_by_whoever_loads(at):
     store.replace(path, bytes(content))
     with pytest.raises(CkptError) as caught:
         ckptfmt.load(store)
-    assert (caught.value.code, caught.value.where) == (Code.HEADER_DIGEST, f"{path}[0:{len(content) - 24}]")
+    assert (caught.value.code, caught.value.where) == (
+        Code.HEADER_DIGEST,
+        f"{path}[0:{len(content) - 24}]",
+    )
 
 
 def test_a_shard_with_a_byte_more_is_found_by_whoever_loads():

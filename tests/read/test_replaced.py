@@ -26,7 +26,9 @@ MOST_OPENED = 200
 
 def state_of(number: int, *names: str) -> ckptfmt.State:
     weights = {name: np.full(3000, number, np.int32) for name in names or ("v", "w")}
-    return ckptfmt.State(weights=weights, config={"n": number}, data={"position": number}, rng=False)
+    return ckptfmt.State(
+        weights=weights, config={"n": number}, data={"position": number}, rng=False
+    )
 
 
 def replace(place: pathlib.Path, number: int, *names: str) -> None:
@@ -35,7 +37,9 @@ def replace(place: pathlib.Path, number: int, *names: str) -> None:
 
 def numbers_of(state: Any) -> set[int]:
     """Return the numbers of the checkpoints that a state has something of."""
-    return {int(value) for array in state.weights.values() for value in np.unique(array)} | {state.data["position"]}
+    return {int(value) for array in state.weights.values() for value in np.unique(array)} | {
+        state.data["position"]
+    }
 
 
 @contextlib.contextmanager
@@ -119,7 +123,9 @@ READERS = {
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 def test_a_save_that_replaces_at_any_moment_is_no_damage(
-    read: Callable[[pathlib.Path], set[int]], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    read: Callable[[pathlib.Path], set[int]],
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     place, counter = tmp_path / "place", itertools.count(1)
     replace(place, next(counter))
@@ -136,7 +142,9 @@ def test_a_save_that_replaces_at_any_moment_is_no_damage(
         said = capsys.readouterr()
         assert "unreadable" not in said.out
         if "--json" in said.out or said.out.startswith("{"):
-            assert json.loads(said.out)  # one object: nothing was printed of the checkpoint that was replaced
+            assert json.loads(
+                said.out
+            )  # one object: nothing was printed of the checkpoint that was replaced
         if opened[0] < moment:
             return
     raise AssertionError
@@ -228,7 +236,9 @@ def test_all_processes_load_one_checkpoint(moment: int, tmp_path: pathlib.Path) 
     assert found in ([{1}, {1}], [{2}, {2}])
 
 
-def test_a_checkpoint_that_is_retired_during_a_validation_of_its_run_is_no_damage(tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_that_is_retired_during_a_validation_of_its_run_is_no_damage(
+    tmp_path: pathlib.Path,
+) -> None:
     run, data, weights = tmp_path / "run", {"position": 0}, {"w": np.zeros(3000, np.int32)}
     state = ckptfmt.State(weights=weights, data=data, rng=False)
 

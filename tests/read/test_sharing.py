@@ -157,8 +157,14 @@ def test_damage_fails_everybody_and_nobody_waits(at, monkeypatch):
     files = store.snapshot()
     damaged = bytearray(files[path])
     damaged[len(damaged) - ARRAY.nbytes + at] ^= 1
-    outcomes, loads = load(MemoryStore.from_snapshot({**files, path: bytes(damaged)}), [(Box.whole(SHAPE),)] * 3)
-    assert sorted(str(error.code) for error in outcomes) == ["BLOCK_DIGEST", "PEER_FAILED", "PEER_FAILED"]
+    outcomes, loads = load(
+        MemoryStore.from_snapshot({**files, path: bytes(damaged)}), [(Box.whole(SHAPE),)] * 3
+    )
+    assert sorted(str(error.code) for error in outcomes) == [
+        "BLOCK_DIGEST",
+        "PEER_FAILED",
+        "PEER_FAILED",
+    ]
     block = at // 4096 * 1024
     for _, sink in loads:
         for piece, content in sink.taken:
@@ -207,7 +213,8 @@ def test_any_boxes_of_any_tiling_on_any_number_of_processes(dtype, count, parcel
     array = random_array(shape, dtype, rng)
     store = save_tiled(array, dtype, rng)
     sinks = [
-        ArraySink(name="w", dtype=dtype, global_shape=shape, boxes=(random_box(shape, rng),)) for _ in range(count)
+        ArraySink(name="w", dtype=dtype, global_shape=shape, boxes=(random_box(shape, rng),))
+        for _ in range(count)
     ]
 
     def work(peers):

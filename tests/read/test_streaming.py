@@ -79,7 +79,11 @@ class Opening(HookedStore):
 @pytest.fixture(autouse=True)
 def no_thread_stays():
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name == "ckptfmt-read" and not ended(thread)]
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "ckptfmt-read" and not ended(thread)
+    ]
 
 
 def ended(thread):
@@ -91,12 +95,18 @@ def ended(thread):
 def test_every_request_is_taken_once_with_its_bytes(sizes, waits):
     store, requests = requests_of(sizes, waits=waits)
     taken = []
-    nbytes = stream_requests(store, requests, lambda request, content: taken.append((request, bytes(content))))
+    nbytes = stream_requests(
+        store, requests, lambda request, content: taken.append((request, bytes(content)))
+    )
     assert sorted(taken, key=lambda pair: (pair[0].path, pair[0].byte_begin, pair[0].nbytes)) == [
         (request, content_of(store, request))
-        for request in sorted(requests, key=lambda request: (request.path, request.byte_begin, request.nbytes))
+        for request in sorted(
+            requests, key=lambda request: (request.path, request.byte_begin, request.nbytes)
+        )
     ]
-    assert nbytes <= (streaming.WAITING_BUFFER_COUNT if waits else 4) * (max(sizes, default=0) + 3 * 4096)
+    assert nbytes <= (streaming.WAITING_BUFFER_COUNT if waits else 4) * (
+        max(sizes, default=0) + 3 * 4096
+    )
 
 
 def test_buffers_are_few_and_so_are_open_files(waits):
@@ -249,7 +259,9 @@ def test_without_threads_one_does_it_all(monkeypatch, waits):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     store, requests = requests_of([MIB] * 9, waits=waits)
     taken = []
-    stream_requests(store, requests, lambda request, content: taken.append((request, bytes(content))))
+    stream_requests(
+        store, requests, lambda request, content: taken.append((request, bytes(content)))
+    )
     assert taken == [(request, content_of(store, request)) for request in requests]
 
 
@@ -259,18 +271,28 @@ def test_a_report_counts_what_was_read():
     store = MemoryStore()
     save(store, snapshot(tensor("w", array), tensor("v", array)))
     checkpoint = Checkpoint(store)
-    whole = ArraySink(name="w", dtype="float32", global_shape=(64, 1024), boxes=(Box((8, 0), (4, 1024)),))
+    whole = ArraySink(
+        name="w", dtype="float32", global_shape=(64, 1024), boxes=(Box((8, 0), (4, 1024)),)
+    )
     rows = ArraySink(
-        name="w", dtype="float32", global_shape=(64, 1024), boxes=(Box((9, 0), (1, 10)), Box((9, 100), (1, 10)))
+        name="w",
+        dtype="float32",
+        global_shape=(64, 1024),
+        boxes=(Box((9, 0), (1, 10)), Box((9, 100), (1, 10))),
     )
     report = checkpoint.read_into([whole, rows])
     assert report.needed_nbytes == 4 * 4096 + 2 * 40
     assert report.read_nbytes == report.verified_nbytes == 4 * 4096
     assert (report.request_count, report.received_nbytes) == (1, 0)
     file = Checkpoint(store).read_part(0).files[0]
-    index = checkpoint.manifest.index_nbytes + len(store.read("manifest.json", limit_nbytes=1 << 20))
+    index = checkpoint.manifest.index_nbytes + len(
+        store.read("manifest.json", limit_nbytes=1 << 20)
+    )
     assert report.metadata_nbytes == index + checkpoint.index.parts[0].nbytes + file.header_nbytes
-    assert {bytes(content) for _, content in rows.taken} == {array[9, :10].tobytes(), array[9, 100:110].tobytes()}
+    assert {bytes(content) for _, content in rows.taken} == {
+        array[9, :10].tobytes(),
+        array[9, 100:110].tobytes(),
+    }
 
 
 def test_columns_skip_the_blocks_between_them():
@@ -289,10 +311,16 @@ def test_a_gap_that_nobody_wants_may_be_read_but_is_not_verified(monkeypatch):
     array = np.arange(8 * 4096, dtype=np.float32).reshape(8, 4096)
     store = MemoryStore()
     save(store, snapshot(tensor("w", array)))
-    sink = ArraySink(name="w", dtype="float32", global_shape=(8, 4096), boxes=(Box((0, 0), (8, 100)),))
+    sink = ArraySink(
+        name="w", dtype="float32", global_shape=(8, 4096), boxes=(Box((0, 0), (8, 100)),)
+    )
     monkeypatch.setattr(decoding, "GAP_NBYTES", 3 * 4096)
     report = Checkpoint(store).read_into([sink])
-    assert (report.request_count, report.verified_nbytes, report.read_nbytes) == (1, 8 * 4096, 29 * 4096)
+    assert (report.request_count, report.verified_nbytes, report.read_nbytes) == (
+        1,
+        8 * 4096,
+        29 * 4096,
+    )
     monkeypatch.setattr(decoding, "GAP_NBYTES", 3 * 4096 - 1)
     report = Checkpoint(store).read_into([sink])
     assert (report.request_count, report.read_nbytes) == (8, 8 * 4096)
@@ -301,13 +329,18 @@ def test_a_gap_that_nobody_wants_may_be_read_but_is_not_verified(monkeypatch):
 def test_many_small_tensors_are_few_requests():
     """What lies side by side in a file is read at once."""
     store = MemoryStore()
-    save(store, snapshot(*(tensor(f"t{number}", np.full(10, number, np.int32)) for number in range(500))))
+    save(
+        store,
+        snapshot(*(tensor(f"t{number}", np.full(10, number, np.int32)) for number in range(500))),
+    )
     sinks = [
         ArraySink(name=f"t{number}", dtype="int32", global_shape=(10,), boxes=(Box((0,), (10,)),))
         for number in range(500)
     ]
     assert Checkpoint(store).read_into(sinks).request_count == 1
-    assert all(sink.taken[0][1] == np.full(10, n, np.int32).tobytes() for n, sink in enumerate(sinks))
+    assert all(
+        sink.taken[0][1] == np.full(10, n, np.int32).tobytes() for n, sink in enumerate(sinks)
+    )
 
 
 def test_damage_in_a_gap_does_no_harm(monkeypatch):
@@ -321,4 +354,7 @@ def test_damage_in_a_gap_does_no_harm(monkeypatch):
     damaged[len(damaged) - array.nbytes + 2 * 4096] ^= 1  # of the third block, in the first row
     monkeypatch.setattr(decoding, "GAP_NBYTES", 1 << 20)
     checkpoint = Checkpoint(MemoryStore.from_snapshot({**files, path: bytes(damaged)}))
-    assert checkpoint.read("weights", "w", box=Box((0, 0), (8, 10))).tobytes() == array[:, :10].tobytes()
+    assert (
+        checkpoint.read("weights", "w", box=Box((0, 0), (8, 10))).tobytes()
+        == array[:, :10].tobytes()
+    )

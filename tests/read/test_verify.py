@@ -26,7 +26,9 @@ def test_a_sound_checkpoint(home):
     files = small_files()
     report = verify(home.store(files))
     assert (report.valid, report.warnings) == (True, [])
-    assert report.nbytes == sum(len(content) for path, content in files.items() if path != "manifest.json")
+    assert report.nbytes == sum(
+        len(content) for path, content in files.items() if path != "manifest.json"
+    )
     assert list(report.checkpoints) == ["x"]
     assert json.loads(json.dumps(report.as_json()))["valid"] is True
 
@@ -39,9 +41,14 @@ def test_everything_that_is_wrong_is_collected(home):
     save(
         store,
         snapshot(
-            tensor("w", array), tensor("v", array), tensor("m", array, field="optimizer"), leaves=[leaf("config", 1)]
+            tensor("w", array),
+            tensor("v", array),
+            tensor("m", array, field="optimizer"),
+            leaves=[leaf("config", 1)],
         ),
-        snapshot(tensor("u", array), tensor("n", array, field="optimizer"), leaves=[leaf("data", 1)]),
+        snapshot(
+            tensor("u", array), tensor("n", array, field="optimizer"), leaves=[leaf("data", 1)]
+        ),
         snapshot(tensor("t", array)),
     )
     files = files_of(store)
@@ -55,7 +62,9 @@ def test_everything_that_is_wrong_is_collected(home):
     files[f"optimizer-{ATTEMPT}-00000.safetensors"] += b"x"
     files[f"parts/{ATTEMPT}-00002.msgpack"] = b""
     report = verify(home.store(files))
-    assert sorted((str(violation.code), violation.where) for violation in report.violations) == sorted(
+    assert sorted(
+        (str(violation.code), violation.where) for violation in report.violations
+    ) == sorted(
         [
             ("FILE_NBYTES", f"optimizer-{ATTEMPT}-00000.safetensors"),
             ("HEADER_DIGEST", f"{SHARD}[0:{data}]"),
@@ -108,7 +117,11 @@ def test_a_sound_run(home):
     made.save(3)
     report = check_run(made)
     assert report.valid
-    assert list(report.checkpoints) == ["step-00000001-l0001", "step-00000002-l0001", "step-00000003-l0002"]
+    assert list(report.checkpoints) == [
+        "step-00000001-l0001",
+        "step-00000002-l0001",
+        "step-00000003-l0002",
+    ]
 
 
 def test_a_run_is_checked_to_its_end(home):
@@ -119,12 +132,19 @@ def test_a_run_is_checked_to_its_end(home):
     made.damage(1, 1)
     made.save(4, run_id="0" * 32)
     for path in made.store.list("step-00000003-l0001"):
-        made.store.create(path.replace("step-00000003", "step-00000007"), [made.store.read(path, limit_nbytes=10_000)])
-    made.store.create("launches/0002.json", [made.store.read("launches/0001.json", limit_nbytes=10_000)])
+        made.store.create(
+            path.replace("step-00000003", "step-00000007"),
+            [made.store.read(path, limit_nbytes=10_000)],
+        )
+    made.store.create(
+        "launches/0002.json", [made.store.read("launches/0001.json", limit_nbytes=10_000)]
+    )
     made.store.create("launches/0003.json", [b"{}"])
     made.store.create("step-00000009-l0001/parts/x", [b""])
     report = check_run(made)
-    assert sorted((str(violation.code), violation.where.partition("[")[0]) for violation in report.violations) == [
+    assert sorted(
+        (str(violation.code), violation.where.partition("[")[0]) for violation in report.violations
+    ) == [
         ("BLOCK_DIGEST", f"step-00000001-l0001/weights-{1:08x}{1:08x}-00000.safetensors"),
         ("DOC_SCHEMA", "launches/0003.json"),
         ("RUN_MISMATCH", "launches/0002.json"),
@@ -141,7 +161,9 @@ def test_a_run_without_its_record(home):
     made.save(1)
     made.store.delete("run.json")
     report = check_run(made)
-    assert [(violation.code, violation.where) for violation in report.violations] == [(Code.FILE_MISSING, "run.json")]
+    assert [(violation.code, violation.where) for violation in report.violations] == [
+        (Code.FILE_MISSING, "run.json")
+    ]
     assert list(report.checkpoints) == ["step-00000001-l0001"]
 
 

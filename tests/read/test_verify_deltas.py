@@ -150,7 +150,7 @@ def found(report):
     return [(str(violation.code), violation.where) for violation in report.violations]
 
 
-# --- sound ------------------------------------------------------------------------------------------------------------
+# --- sound ----------------------------------------------------------------------------------------
 
 
 def test_the_chain_has_every_kind_of_block(files):
@@ -166,19 +166,23 @@ def test_a_sound_checkpoint_and_its_closure(files, step):
     report = check(files, step)
 
     assert (report.valid, report.warnings, list(report.checkpoints)) == (True, [], ["x"])
-    assert {one.name: (one.path is not None, one.reason) for one in report.references} == dict.fromkeys(
-        NAMES[: step - 1], (True, "")
-    )
+    assert {
+        one.name: (one.path is not None, one.reason) for one in report.references
+    } == dict.fromkeys(NAMES[: step - 1], (True, ""))
     assert [one.name for one in report.closure] == NAMES[: step - 1][::-1]
     assert all(one.valid for one in report.closure)
     sizes = {
         name: sum(
-            len(content) for path, content in files.items() if path.startswith(name) and MANIFEST_NAME not in path
+            len(content)
+            for path, content in files.items()
+            if path.startswith(name) and MANIFEST_NAME not in path
         )
         for name in NAMES
     }
     assert report.own_nbytes == sizes[NAMES[step - 1]]
-    assert {one.name: one.nbytes for one in report.closure} == {name: sizes[name] for name in NAMES[: step - 1]}
+    assert {one.name: one.nbytes for one in report.closure} == {
+        name: sizes[name] for name in NAMES[: step - 1]
+    }
 
 
 def test_a_sound_run(files):
@@ -223,7 +227,9 @@ def test_a_check_reads_encoded_blocks_as_a_load_does(saved, monkeypatch):
 
 
 def test_bases_may_lie_elsewhere(files):
-    elsewhere = MemoryStore.from_snapshot({path: content for path, content in files.items() if "l0001/" in path})
+    elsewhere = MemoryStore.from_snapshot(
+        {path: content for path, content in files.items() if "l0001/" in path}
+    )
     own = {path: content for path, content in files.items() if path.startswith(NAMES[3])}
 
     assert {code for code, _ in found(check(own, 4))} == {"BASE_MISSING"}
@@ -232,7 +238,7 @@ def test_bases_may_lie_elsewhere(files):
         assert (report.valid, len(report.closure)) == (True, 3)
 
 
-# --- bases ------------------------------------------------------------------------------------------------------------
+# --- bases ----------------------------------------------------------------------------------------
 
 
 def test_a_base_that_was_deleted_by_hand_is_said_once(files):
@@ -295,7 +301,10 @@ def test_damage_in_a_base_is_said_once_and_there(files):
     report = check(files, 4)
 
     assert found(report) == [("BLOCK_DIGEST", place_of_block)]
-    assert (report.own_violation_count, [one.name for one in report.closure if not one.valid]) == (0, NAMES[:1])
+    assert (report.own_violation_count, [one.name for one in report.closure if not one.valid]) == (
+        0,
+        NAMES[:1],
+    )
     assert found(check_run(files)) == [("BLOCK_DIGEST", place_of_block)]
 
 
@@ -323,7 +332,9 @@ def test_a_damaged_document_of_a_base_is_said_once_and_there(files, what):
 def test_what_lies_around_is_a_warning(files):
     files[f"{NAMES[0]}/notes.txt"] = b"mine"
 
-    assert check(files, 2).warnings == [f"{NAMES[0]}/notes.txt doesn't belong to the checkpoint; readers ignore it"]
+    assert check(files, 2).warnings == [
+        f"{NAMES[0]}/notes.txt doesn't belong to the checkpoint; readers ignore it"
+    ]
 
 
 def test_a_ring_that_was_made_by_hand_has_a_name(files):
@@ -335,10 +346,16 @@ def test_a_ring_that_was_made_by_hand_has_a_name(files):
 
     assert found(check(files, 3)) == [("BASE_MISMATCH", NAMES[1])]
     assert found(check(files, 2))[0] == ("REFERENCE_CLOSURE", f"{MANIFEST_NAME}#/signed/references")
-    assert {code for code, _ in found(check_run(files))} == {"BASE_MISMATCH", "REFERENCE_CLOSURE", "DOC_MISMATCH"}
+    assert {code for code, _ in found(check_run(files))} == {
+        "BASE_MISMATCH",
+        "REFERENCE_CLOSURE",
+        "DOC_MISMATCH",
+    }
     assert code_of(lambda: Checkpoint(place(files, 3)).read("weights", "w")) == Code.BASE_MISMATCH
     signed["references"] = [one for one in signed["references"] if one["name"] != NAMES[2]]
-    signed["references"].append({"name": NAMES[1], "digest": Checkpoint(place(files, 2)).digest})  # itself
+    signed["references"].append(
+        {"name": NAMES[1], "digest": Checkpoint(place(files, 2)).digest}
+    )  # itself
     signed["references"].sort(key=lambda reference: reference["digest"])
     files[f"{NAMES[1]}/{MANIFEST_NAME}"] = dump_document(signed)
     assert found(check(files, 2))[0] == ("BASE_MISMATCH", NAMES[1])
@@ -354,7 +371,7 @@ def test_references_that_leave_out_what_a_base_reads_from(files):
     assert found(check(files, 3))[0][1] == f"{MANIFEST_NAME}#/signed/references"
 
 
-# --- own bytes --------------------------------------------------------------------------------------------------------
+# --- own bytes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [("w", 0), ("w", 3), ("odd", 0)], ids=str)
@@ -381,7 +398,10 @@ def test_every_damaged_block_is_named_in_order(files):
 
 @pytest.mark.parametrize(
     ("edit", "code"),
-    [(lambda content: content[:-1], "FILE_NBYTES"), (lambda content: content + b"x", "FILE_NBYTES")],
+    [
+        (lambda content: content[:-1], "FILE_NBYTES"),
+        (lambda content: content + b"x", "FILE_NBYTES"),
+    ],
     ids=["short", "long"],
 )
 def test_a_pack_of_another_size(files, edit, code):
@@ -409,18 +429,25 @@ def test_a_damaged_header_of_a_pack_keeps_nothing_of_it_from_being_checked(files
     flip(files, 2, name, 20)
     flip(files, 2, name, begin)
 
-    assert found(check(files, 2)) == [("HEADER_DIGEST", f"{name}[0:64]"), ("BLOCK_DIGEST", f"{name}[{begin}:{end}]")]
+    assert found(check(files, 2)) == [
+        ("HEADER_DIGEST", f"{name}[0:64]"),
+        ("BLOCK_DIGEST", f"{name}[{begin}:{end}]"),
+    ]
 
 
-# --- documents that lie under valid digests ---------------------------------------------------------------------------
+# --- documents that lie under valid digests -------------------------------------------------------
 
 
 def forge(files, step, edit):
     """Edit the documents of a checkpoint, and make digests fit again."""
     name = NAMES[step - 1]
-    forgery = Forgery({path.removeprefix(f"{name}/"): one for path, one in files.items() if path.startswith(name)})
+    forgery = Forgery(
+        {path.removeprefix(f"{name}/"): one for path, one in files.items() if path.startswith(name)}
+    )
     edit(forgery)
-    return files | {f"{name}/{path}": content for path, content in forgery.store().snapshot().items()}
+    return files | {
+        f"{name}/{path}": content for path, content in forgery.store().snapshot().items()
+    }
 
 
 def test_features_references_and_summaries_follow_from_the_parts(files):
@@ -431,7 +458,10 @@ def test_features_references_and_summaries_follow_from_the_parts(files):
 
     def other_references(forgery):
         forgery.manifest["references"] = sorted(
-            [*forgery.manifest["references"], {"name": NAMES[3], "digest": Checkpoint(place(files, 4)).digest}],
+            [
+                *forgery.manifest["references"],
+                {"name": NAMES[3], "digest": Checkpoint(place(files, 4)).digest},
+            ],
             key=lambda one: one["digest"],
         )
 
@@ -441,8 +471,12 @@ def test_features_references_and_summaries_follow_from_the_parts(files):
     assert found(check(forge(files, 2, more_features), 2)) == [
         ("DOC_MISMATCH", f"{MANIFEST_NAME}#/signed/features"),
     ]
-    assert ("DOC_MISMATCH", f"{MANIFEST_NAME}#/signed/references") in found(check(forge(files, 3, other_references), 3))
-    assert found(check(forge(files, 2, other_sizes), 2)) == [("MANIFEST_SUMMARY", f"{MANIFEST_NAME}#/signed/fields")]
+    assert ("DOC_MISMATCH", f"{MANIFEST_NAME}#/signed/references") in found(
+        check(forge(files, 3, other_references), 3)
+    )
+    assert found(check(forge(files, 2, other_sizes), 2)) == [
+        ("MANIFEST_SUMMARY", f"{MANIFEST_NAME}#/signed/fields")
+    ]
 
 
 def test_content_that_is_not_what_the_part_says(files):
@@ -469,19 +503,26 @@ def test_a_base_of_other_shapes_lacks_the_blocks(files):
     """REQ-DEL-022: said for the box, not for the reader that meets it."""
     other = Saving(snapshot(tensor("w", np.zeros(5, np.float32))), block_nbytes=BLOCK)
     other.save(1, snapshot(tensor("w", np.zeros(5, np.float32))))
-    base = {path: content for path, content in other.store.snapshot().items() if path.startswith(NAMES[0])}
+    base = {
+        path: content
+        for path, content in other.store.snapshot().items()
+        if path.startswith(NAMES[0])
+    }
     reference = {"name": NAMES[0], "digest": Checkpoint(other.place(1)).digest}
 
     def edit(forgery):
         forgery.manifest["references"] = [reference]
-        row = {"name": NAMES[0], "digest": bytes.fromhex(reference["digest"].removeprefix("blake3:"))}
+        row = {
+            "name": NAMES[0],
+            "digest": bytes.fromhex(reference["digest"].removeprefix("blake3:")),
+        }
         forgery.parts[0]["references"] = [row]
 
     report = check(forge({**files, **base}, 2, edit) | base, 2)
     assert {code for code, _ in found(report)} == {"BASE_BLOCK"}
 
 
-# --- before a launch --------------------------------------------------------------------------------------------------
+# --- before a launch ------------------------------------------------------------------------------
 
 
 def loadable(files, step):
@@ -525,7 +566,9 @@ def test_a_launch_passes_over_a_delta_whose_base_is_damaged(files):
 
     assert (launch.chosen_by, launch.resume_from.name) == ("fallback", NAMES[0])
     assert [sentence.split()[0] for sentence in passed_over] == NAMES[1:][::-1]
-    assert all(f"{NAMES[1]}/{pack_of(files, 2)}[{begin}:" in sentence for sentence in passed_over[:2])
+    assert all(
+        f"{NAMES[1]}/{pack_of(files, 2)}[{begin}:" in sentence for sentence in passed_over[:2]
+    )
 
 
 def test_a_launch_that_finds_a_base_gone_says_so(files):
@@ -535,7 +578,7 @@ def test_a_launch_that_finds_a_base_gone_says_so(files):
     assert error_of(lambda: begin_launch(store, open_run(store))).code == Code.NO_VALID_CHECKPOINT
 
 
-# --- the store, and this machine --------------------------------------------------------------------------------------
+# --- the store, and this machine ------------------------------------------------------------------
 
 
 @pytest.mark.long_on_s3
@@ -565,7 +608,7 @@ def test_a_thread_that_rounds_otherwise_cannot_check(files, monkeypatch):
     assert code_of(lambda: check(files, 2)) == Code.FLOAT_ENVIRONMENT
 
 
-# --- groups -----------------------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
 def test_a_sound_group():
@@ -580,9 +623,13 @@ def test_damage_in_a_member_is_not_said_again_of_what_is_predicted_from_it():
     files = cast_chain().store.snapshot()
     name = pack_name("optimizer", manifest_of(files, 2)["attempt"], 0)
     part = Checkpoint(place(files, 2)).read_part(0)
-    extent = next(row for row in rows_of(part.holdings) if row.field == "optimizer").boxes[0].extents[0]
+    extent = (
+        next(row for row in rows_of(part.holdings) if row.field == "optimizer").boxes[0].extents[0]
+    )
     end = extent.byte_begin + extent.stored_nbytes[0]
     flip(files, 2, name, end - 1)
 
     assert found(check(files, 2)) == [("BLOCK_DIGEST", f"{name}[{extent.byte_begin}:{end}]")]
-    assert found(check_run(files)) == [("BLOCK_DIGEST", f"{NAMES[1]}/{name}[{extent.byte_begin}:{end}]")]
+    assert found(check_run(files)) == [
+        ("BLOCK_DIGEST", f"{NAMES[1]}/{name}[{extent.byte_begin}:{end}]")
+    ]

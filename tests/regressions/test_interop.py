@@ -83,11 +83,15 @@ def test_counter_of_numpy_scalars_comes_back_as_such() -> None:
 class Cache(torch.nn.Module):
     def __init__(self, length: int | None) -> None:
         super().__init__()
-        self.register_buffer("cache", None if length is None else torch.ones(length), persistent=False)
+        self.register_buffer(
+            "cache", None if length is None else torch.ones(length), persistent=False
+        )
 
 
 @pytest.mark.parametrize(("before", "now"), [(3, None), (None, 3), (3, 5)])
-def test_non_persistent_buffer_that_is_made_lazily_is_reported_and_no_error(before: Any, now: Any) -> None:
+def test_non_persistent_buffer_that_is_made_lazily_is_reported_and_no_error(
+    before: Any, now: Any
+) -> None:
     module = Cache(now)
     report = load(saved(weights=Cache(before)), weights=module)
     assert any("cache" in line for line in report.downgrades)
@@ -116,7 +120,9 @@ def test_container_that_contains_itself_is_refused_by_name(inner: Any) -> None:
 
 def test_one_word_may_be_allowed_without_a_tuple() -> None:
     store = saved(weights={"a": np.ones(1)})
-    report = ckptfmt.load(store, ckptfmt.State(weights={"a": np.zeros(1), "b": np.zeros(1)}), allow="missing")
+    report = ckptfmt.load(
+        store, ckptfmt.State(weights={"a": np.zeros(1), "b": np.zeros(1)}), allow="missing"
+    )
     assert isinstance(report, LoadReport)
     assert report.downgrades
 

@@ -15,9 +15,18 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ckptfmt
 from ckptfmt import State
 from ckptfmt.trainer.restore import LoadReport
-from tests.resharding.stage import Stage, attempt, bits, gather_on, optimizer_bits, steps_without_model, weight_bits
+from tests.resharding.stage import (
+    Stage,
+    attempt,
+    bits,
+    gather_on,
+    optimizer_bits,
+    steps_without_model,
+    weight_bits,
+)
 
-#: Makers by name. LBFGS wants a closure and SparseAdam sparse gradients: they are tested without shards.
+#: Makers by name. LBFGS wants a closure and SparseAdam sparse gradients: they are tested without
+#: shards.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
@@ -51,11 +60,19 @@ class Layers(nn.Module):
 
 
 def _all(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    options = [{k: bits(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return {"weights": weight_bits(module), "state": optimizer_bits(optimizer, module), "options": options}
+    options = [
+        {k: bits(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+    ]
+    return {
+        "weights": weight_bits(module),
+        "state": optimizer_bits(optimizer, module),
+        "options": options,
+    }
 
 
-def _load(path: str, module: nn.Module, optimizer: torch.optim.Optimizer, **how: Any) -> dict[str, Any]:
+def _load(
+    path: str, module: nn.Module, optimizer: torch.optim.Optimizer, **how: Any
+) -> dict[str, Any]:
     ckptfmt.load(path, State(weights=module, optimizer=optimizer), **how)
     return _all(module, optimizer)
 
@@ -68,7 +85,11 @@ def every_optimizer(stage: Stage) -> Any:
 
 
 def _one_optimizer(
-    stage: Stage, name: str, four: DeviceMesh, three: DeviceMesh, gather: Callable[[bytes], list[bytes]]
+    stage: Stage,
+    name: str,
+    four: DeviceMesh,
+    three: DeviceMesh,
+    gather: Callable[[bytes], list[bytes]],
 ) -> Any:
     def make(seed: int, mesh: DeviceMesh | None) -> tuple[nn.Module, torch.optim.Optimizer]:
         module = Layers(seed, bias=name != "Muon")
@@ -115,18 +136,25 @@ def converted(stage: Stage) -> Any:
     ckptfmt.save(path, State(weights=module, optimizer=optimizer), step=2)
 
     def halved(value: Any) -> Any:
-        return bits(value.full_tensor().bfloat16()) if hasattr(value, "full_tensor") else bits(value)
+        return (
+            bits(value.full_tensor().bfloat16()) if hasattr(value, "full_tensor") else bits(value)
+        )
 
     named = dict(module.named_parameters())
     expected = {
         "weights": {name: halved(value) for name, value in named.items()},
-        "state": {name: {k: halved(v) for k, v in optimizer.state[p].items()} for name, p in sorted(named.items())},
+        "state": {
+            name: {k: halved(v) for k, v in optimizer.state[p].items()}
+            for name, p in sorted(named.items())
+        },
     }
     mesh = init_device_mesh("cpu", (2, 2))
     other = Layers(2).bfloat16()
     for layer in (other.up, other.down):
         for key, parameter in list(layer.named_parameters()):
-            whole = distribute_tensor(parameter.detach(), mesh, [Shard(parameter.ndim - 1), Replicate()])
+            whole = distribute_tensor(
+                parameter.detach(), mesh, [Shard(parameter.ndim - 1), Replicate()]
+            )
             setattr(layer, key, nn.Parameter(whole))
     again = torch.optim.AdamW(other.parameters())
     report = ckptfmt.load(path, State(weights=other, optimizer=again), allow="dtype")

@@ -1,7 +1,8 @@
 """Every layout into every other, in one launch of eight processes: a world of n is the first n of them.
 
-What a target has to hold is found without ckptfmt: a module is given the contents as a whole and then wrapped by torch,
-which cuts them; the memory of its shards is what a load has to leave in those of another module.
+What a target has to hold is found without ckptfmt: a module is given the contents as a whole and
+then wrapped by torch, which cuts them; the memory of its shards is what a load has to leave in
+those of another module.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptfmt
@@ -82,14 +88,19 @@ MORE_NODES = (
     Node("mesh", (2, 3)),
     Node("mesh", (7,)),
 )
-#: Source and target, in every run of the tests: each of the layouts is read by itself and by two of the others, among
-#: them larger and smaller worlds, and itself reads two.
+#: Source and target, in every run of the tests: each of the layouts is read by itself and by two of
+#: the others, among them larger and smaller worlds, and itself reads two.
 PAIRS: tuple[tuple[Node, Node], ...] = tuple(
-    (node, NODES[(number + ahead) % len(NODES)]) for number, node in enumerate(NODES) for ahead in (0, 2, 5)
+    (node, NODES[(number + ahead) % len(NODES)])
+    for number, node in enumerate(NODES)
+    for ahead in (0, 2, 5)
 )
-#: Each of more nodes with a third of those above, so that all of these occur; each way; and with itself.
+#: Each of more nodes with a third of those above, so that all of these occur; each way; and with
+#: itself.
 _PARTNERS: tuple[tuple[Node, Node], ...] = tuple(
-    (node, NODES[(number + third) % len(NODES)]) for number, node in enumerate(MORE_NODES) for third in (0, 3, 6)
+    (node, NODES[(number + third) % len(NODES)])
+    for number, node in enumerate(MORE_NODES)
+    for third in (0, 3, 6)
 )
 #: What is exhaustive: all other pairs of the first nodes too.
 MORE_PAIRS: tuple[tuple[Node, Node], ...] = (
@@ -100,7 +111,7 @@ MORE_PAIRS: tuple[tuple[Node, Node], ...] = (
 )
 
 
-# --- what there is to hold --------------------------------------------------------------------------------------------
+# --- what there is to hold ------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -128,7 +139,12 @@ class Model(nn.Module):
         ends: whether embedding and head are here.
     """
 
-    def __init__(self, blocks: range = range(6), experts: range = range(5), ends: tuple[bool, bool] = (True, True)):
+    def __init__(
+        self,
+        blocks: range = range(6),
+        experts: range = range(5),
+        ends: tuple[bool, bool] = (True, True),
+    ):
         super().__init__()
         if ends[0]:
             self.embed = nn.Embedding(11, 6, dtype=torch.bfloat16)
@@ -146,10 +162,15 @@ def content(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
     """Return what a tensor holds: bits that follow from name and index, NaNs with payloads and -0.0 among them."""
     element_nbytes = torch.empty(0, dtype=dtype).element_size()
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-    bits = np.random.default_rng(seed).integers(0, 256, (math.prod(shape), element_nbytes), np.uint8)
+    bits = np.random.default_rng(seed).integers(
+        0, 256, (math.prod(shape), element_nbytes), np.uint8
+    )
     if dtype.is_floating_point:
         bits[::7] = [0] * (element_nbytes - 1) + [0x80]  # -0.0
-        bits[3::7, -2:] = [0xF0, 0xFF]  # exponent all ones in each of the three widths, a payload in the bytes below
+        bits[3::7, -2:] = [
+            0xF0,
+            0xFF,
+        ]  # exponent all ones in each of the three widths, a payload in the bytes below
         bits[3::7, 0] |= 1
     return torch.from_numpy(bits.reshape(-1).copy()).view(dtype).reshape(shape)
 
@@ -162,12 +183,18 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory that is here as integers, of which every bit is copied."""
     local = _local(tensor)
-    return local.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()])
+    return local.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
+    )
 
 
 def _bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
     local = _local(tensor)
-    return str(local.dtype), tuple(local.shape), local.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return (
+        str(local.dtype),
+        tuple(local.shape),
+        local.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+    )
 
 
 def _scribble(tensor: torch.Tensor) -> None:
@@ -175,7 +202,7 @@ def _scribble(tensor: torch.Tensor) -> None:
     _integers(tensor).fill_(0x5A)
 
 
-# --- layouts ----------------------------------------------------------------------------------------------------------
+# --- layouts --------------------------------------------------------------------------------------
 
 
 class Worlds:
@@ -187,7 +214,9 @@ class Worlds:
         self._groups: dict[int, Any] = {}
         for shape in sorted({node.mesh_shape for node in nodes}):
             ranks = torch.arange(math.prod(shape)).reshape(shape)
-            self._meshes[shape] = DeviceMesh("cpu", ranks, mesh_dim_names=tuple("abc"[: len(shape)]))
+            self._meshes[shape] = DeviceMesh(
+                "cpu", ranks, mesh_dim_names=tuple("abc"[: len(shape)])
+            )
         for world_size in sorted({node.world_size for node in nodes}):
             self._groups[world_size] = dist.new_group(list(range(world_size)))
 
@@ -243,7 +272,9 @@ def _columns(parameter: nn.Parameter) -> Shard | None:
 
 
 def _distribute(
-    module: nn.Module, mesh: DeviceMesh, choose: Callable[[int, torch.Tensor], list[Placement] | None]
+    module: nn.Module,
+    mesh: DeviceMesh,
+    choose: Callable[[int, torch.Tensor], list[Placement] | None],
 ) -> None:
     """Make DTensors of parameters by hand."""
     for number, (name, parameter) in enumerate(list(module.named_parameters())):
@@ -254,7 +285,9 @@ def _distribute(
             setattr(module.get_submodule(owner), key, nn.Parameter(whole))
 
 
-def _any_placements(number: int, parameter: torch.Tensor, *, mesh_dim_count: int) -> list[Placement]:
+def _any_placements(
+    number: int, parameter: torch.Tensor, *, mesh_dim_count: int
+) -> list[Placement]:
     choices: list[Placement] = [Replicate(), *map(Shard, range(parameter.ndim))]
     options = list(itertools.product(choices, repeat=mesh_dim_count))
     return list(options[(number * 5 + 1) % len(options)])
@@ -286,7 +319,9 @@ def build(node: Node, worlds: Worlds, *, under: str = "", empty: bool = False) -
         _tensor_parallel(module, mesh["b"])
         _shard(module, mesh["a"])
     elif node.layout == "mesh":
-        _distribute(module, mesh, functools.partial(_any_placements, mesh_dim_count=len(node.mesh_shape)))
+        _distribute(
+            module, mesh, functools.partial(_any_placements, mesh_dim_count=len(node.mesh_shape))
+        )
     elif node.layout.startswith("expert"):
         _distribute(module, mesh, lambda _, parameter: [Shard(0)] if parameter.ndim == 3 else None)
         if node.layout == "expert_fsdp":
@@ -294,7 +329,11 @@ def build(node: Node, worlds: Worlds, *, under: str = "", empty: bool = False) -
                 fully_shard(block, mesh=mesh)
     if empty:
         module.to_empty(device="cpu")
-    return DistributedDataParallel(module, process_group=worlds.group(node)) if node.layout == "ddp" else module
+    return (
+        DistributedDataParallel(module, process_group=worlds.group(node))
+        if node.layout == "ddp"
+        else module
+    )
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -319,7 +358,7 @@ def _step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-# --- what is where ----------------------------------------------------------------------------------------------------
+# --- what is where --------------------------------------------------------------------------------
 
 
 def _expected(node: Node, worlds: Worlds) -> dict[str, Any]:
@@ -372,7 +411,8 @@ class Target:
 
         Args:
             path: of the checkpoint.
-            number: which way to go: an optimizer that has a state, one that has none, a module fresh from meta.
+            number: which way to go: an optimizer that has a state, one that has none, a module
+                fresh from meta.
         """
         module, optimizer = self.module, self.stepped
         if number % 3 == 1:
@@ -381,16 +421,37 @@ class Target:
             module = build(self.node, self.worlds, empty=True)
             optimizer = _adamw(module, lr=0.5)
         self._scribble(module, optimizer)
-        before, places = _held(module, optimizer), {name: id(tensor) for name, tensor in _named(module)}
+        before, places = (
+            _held(module, optimizer),
+            {name: id(tensor) for name, tensor in _named(module)},
+        )
         optimizer.param_groups[0]["lr"] = 0.5
-        report = ckptfmt.load(path, State(weights=module, optimizer=optimizer), **self.worlds.writers(self.node))
+        report = ckptfmt.load(
+            path, State(weights=module, optimizer=optimizer), **self.worlds.writers(self.node)
+        )
         assert isinstance(report, LoadReport)
         after = _held(module, optimizer)
-        wrong = [name for name in self.expected.keys() | after.keys() if after.get(name) != self.expected.get(name)]
-        wrong += [f"{name} wasn't changed" for name, bits in before.items() if bits[2] and bits == after[name]]
-        wrong += [f"{name} was replaced" for name, tensor in _named(module) if places[name] != id(tensor)]
-        wrong += [f"{name} isn't placed as its parameter" for name in self._displaced(module, optimizer)]
-        wrong += [f"downgrade: {line}" for line in report.downgrades if "streams" not in line and "STREAM" not in line]
+        wrong = [
+            name
+            for name in self.expected.keys() | after.keys()
+            if after.get(name) != self.expected.get(name)
+        ]
+        wrong += [
+            f"{name} wasn't changed"
+            for name, bits in before.items()
+            if bits[2] and bits == after[name]
+        ]
+        wrong += [
+            f"{name} was replaced" for name, tensor in _named(module) if places[name] != id(tensor)
+        ]
+        wrong += [
+            f"{name} isn't placed as its parameter" for name in self._displaced(module, optimizer)
+        ]
+        wrong += [
+            f"downgrade: {line}"
+            for line in report.downgrades
+            if "streams" not in line and "STREAM" not in line
+        ]
         wrong += [f"lr={group['lr']}" for group in optimizer.param_groups if group["lr"] != 0.0123]
         return sorted(wrong)
 
@@ -411,7 +472,7 @@ class Target:
                     yield f"{moment}/{name}"
 
 
-# --- scenes -----------------------------------------------------------------------------------------------------------
+# --- scenes ---------------------------------------------------------------------------------------
 
 
 def pair_name(source: Node, target: Node) -> str:
@@ -433,7 +494,9 @@ def _cover(stage: Stage, pairs: tuple[tuple[Node, Node], ...], label: str) -> An
     begin_s = time.monotonic()
     for node in nodes:
         if stage.rank < node.world_size:
-            with contextlib.suppress(CkptError):  # what isn't there fails the pairs that it is the source of
+            with contextlib.suppress(
+                CkptError
+            ):  # what isn't there fails the pairs that it is the source of
                 _save(node, worlds, stage.path(f"{label}-{node.name}"))
     dist.barrier()
     saved_s = time.monotonic() - begin_s
@@ -447,7 +510,11 @@ def _cover(stage: Stage, pairs: tuple[tuple[Node, Node], ...], label: str) -> An
                     outcomes[pair_name(source, node)] = target.load(path, number + offset)
                 except Exception:  # noqa: BLE001 - it is the outcome of this pair
                     outcomes[pair_name(source, node)] = traceback.format_exc()
-    return {"outcomes": outcomes, "saved_s": saved_s, "loaded_s": time.monotonic() - begin_s - saved_s}
+    return {
+        "outcomes": outcomes,
+        "saved_s": saved_s,
+        "loaded_s": time.monotonic() - begin_s - saved_s,
+    }
 
 
 def cover(stage: Stage) -> Any:

@@ -18,7 +18,7 @@ from ckptfmt import State
 from ckptfmt.trainer.restore import LoadReport
 from tests.resharding.stage import Stage, attempt, bits, optimizer_bits, weight_bits
 
-# --- BatchNorm --------------------------------------------------------------------------------------------------------
+# --- BatchNorm ------------------------------------------------------------------------------------
 
 
 def make_normed(seed: int) -> nn.Module:
@@ -62,7 +62,11 @@ def batch_norm_sharded(stage: Stage) -> Any:
     other = _sharded(2)
     report = ckptfmt.load(path, State(weights=other, data={}))
     assert isinstance(report, LoadReport)
-    return {"saved": weight_bits(module), "after": weight_bits(other), "downgrades": report.downgrades}
+    return {
+        "saved": weight_bits(module),
+        "after": weight_bits(other),
+        "downgrades": report.downgrades,
+    }
 
 
 def batch_norm_beside(stage: Stage) -> Any:
@@ -70,7 +74,11 @@ def batch_norm_beside(stage: Stage) -> Any:
     module = DistributedDataParallel(make_normed(1))
     torch.manual_seed(100 + stage.rank)
     module.module(torch.randn(5, 4))
-    return attempt(lambda: ckptfmt.save(stage.path("beside"), State(weights=module.module), step=1, deadline_s=120))
+    return attempt(
+        lambda: ckptfmt.save(
+            stage.path("beside"), State(weights=module.module), step=1, deadline_s=120
+        )
+    )
 
 
 def sync_batch_norm(stage: Stage) -> Any:
@@ -91,11 +99,20 @@ def sync_batch_norm(stage: Stage) -> Any:
         scopes = sorted({scope for field, _, scope in checkpoint.tensors if field == "weights"})
     target = make(0.75)
     ckptfmt.load(path, State(weights=target))
-    different = attempt(lambda: ckptfmt.save(stage.path("sync-differs"), State(weights=other), step=1, deadline_s=120))
-    return {"scopes": scopes, "saved": weight_bits(equal), "after": weight_bits(target), "different": different}
+    different = attempt(
+        lambda: ckptfmt.save(
+            stage.path("sync-differs"), State(weights=other), step=1, deadline_s=120
+        )
+    )
+    return {
+        "scopes": scopes,
+        "saved": weight_bits(equal),
+        "after": weight_bits(target),
+        "different": different,
+    }
 
 
-# --- random-number streams --------------------------------------------------------------------------------------------
+# --- random-number streams ------------------------------------------------------------------------
 
 
 def _draw(own: dict[str, Any]) -> Any:
@@ -113,7 +130,10 @@ def _seed(seed: int) -> dict[str, Any]:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the legacy stream is under test
     torch.manual_seed(seed)
-    return {"torch": torch.Generator().manual_seed(seed + 1), "numpy": np.random.default_rng(seed + 2)}
+    return {
+        "torch": torch.Generator().manual_seed(seed + 1),
+        "numpy": np.random.default_rng(seed + 2),
+    }
 
 
 def streams_save(stage: Stage) -> Any:
@@ -129,7 +149,11 @@ def streams_load(stage: Stage) -> Any:
     own = _seed(2000 + stage.rank)
     report = ckptfmt.load(stage.path("streams"), State(data={}, rng=own))
     assert isinstance(report, LoadReport)
-    return {"fresh": fresh, "after": [_draw(own) for _ in range(2)], "downgrades": report.downgrades}
+    return {
+        "fresh": fresh,
+        "after": [_draw(own) for _ in range(2)],
+        "downgrades": report.downgrades,
+    }
 
 
 def streams_load_elsewhere(stage: Stage) -> Any:
@@ -137,7 +161,9 @@ def streams_load_elsewhere(stage: Stage) -> Any:
     own = _seed(2000 + stage.rank)
     fresh = [_draw(own) for _ in range(2)]
     own = _seed(2000 + stage.rank)
-    strict = attempt(lambda: ckptfmt.load(stage.path("streams"), State(data={}, rng=own), strict=True))
+    strict = attempt(
+        lambda: ckptfmt.load(stage.path("streams"), State(data={}, rng=own), strict=True)
+    )
     untouched = [_draw(own) for _ in range(2)]
     own = _seed(2000 + stage.rank)
     report = ckptfmt.load(stage.path("streams"), State(data={}, rng=own))
@@ -149,7 +175,7 @@ def streams_load_elsewhere(stage: Stage) -> Any:
     }  # fmt: skip
 
 
-# --- wrappers ---------------------------------------------------------------------------------------------------------
+# --- wrappers -------------------------------------------------------------------------------------
 
 
 class Tower(nn.Module):
@@ -164,7 +190,9 @@ class Tower(nn.Module):
         self.register_buffer("count", torch.tensor(seed))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self._orig_mod(torch.relu(self.module(torch.relu(self.first(values)))))
+        result: torch.Tensor = self._orig_mod(
+            torch.relu(self.module(torch.relu(self.first(values))))
+        )
         return result
 
 
@@ -201,7 +229,11 @@ def wrappers(stage: Stage) -> Any:
         optimizer = torch.optim.AdamW(module.parameters())
         module(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-        ckptfmt.save(stage.path(f"wrapped-{kind}"), State(weights=module, optimizer=optimizer, data={}), step=1)
+        ckptfmt.save(
+            stage.path(f"wrapped-{kind}"),
+            State(weights=module, optimizer=optimizer, data={}),
+            step=1,
+        )
         made[kind] = (module, optimizer)
     names, results = {}, {}
     kinds = list(WRAPPED)
@@ -233,11 +265,13 @@ def meta_destination(stage: Stage) -> Any:
     ckptfmt.load(path, State(weights=module))
     with torch.device("meta"):
         unsaved = Tower(1)
-    save = attempt(lambda: ckptfmt.save(stage.path("meta"), State(weights=unsaved), step=1, deadline_s=120))
+    save = attempt(
+        lambda: ckptfmt.save(stage.path("meta"), State(weights=unsaved), step=1, deadline_s=120)
+    )
     return {"refused": refused, "before": before, "after": weight_bits(module), "save": save}
 
 
-# --- a run that goes on -----------------------------------------------------------------------------------------------
+# --- a run that goes on ---------------------------------------------------------------------------
 
 
 class _Run(NamedTuple):
@@ -249,14 +283,20 @@ class _Run(NamedTuple):
 
 def _training(stage: Stage, seed: int) -> _Run:
     torch.manual_seed(seed)
-    inner = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    inner = nn.Sequential(
+        nn.Linear(6, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)
+    )
     module = DistributedDataParallel(inner)
     torch.manual_seed(seed + 10 * stage.rank)  # dropout differs between ranks
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
     sampler = ckptfmt.Sampler(64, global_batch=8, seed=3)
     state = State(
-        weights=module, optimizer=optimizer, data=sampler, config={"lr": 0.01}, extra={"scheduler": scheduler}
+        weights=module,
+        optimizer=optimizer,
+        data=sampler,
+        config={"lr": 0.01},
+        extra={"scheduler": scheduler},
     )
     return _Run(module, optimizer, scheduler, state)
 

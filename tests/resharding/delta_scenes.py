@@ -20,7 +20,8 @@ STEPS = 4
 
 def save_deltas(stage: Stage) -> Any:
     """Train and save at each step."""
-    # Its tensors are small, and it is about what becomes of encoded blocks. In this process alone, which ends with it.
+    # Its tensors are small, and it is about what becomes of encoded blocks. In this process alone,
+    # which ends with it.
     vars(coding)["SMALL_NBYTES"] = 0
     module = shard(1, init_device_mesh("cpu", (stage.world_size,)))
     optimizer = adamw(module)

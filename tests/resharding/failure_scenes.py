@@ -21,7 +21,7 @@ from tests.stores.faults import Fault, FaultStore
 #: For saves that run into it, in seconds.
 SHORT_S = 5.0
 
-# --- clocks -----------------------------------------------------------------------------------------------------------
+# --- clocks ---------------------------------------------------------------------------------------
 
 RATES = (1.0, 20.0, 0.0)
 
@@ -31,7 +31,10 @@ def _run_by_the_clock(stage: Stage, turn: int) -> Any:
     begin_s = time.monotonic()
     saved = []
     checkpointer = Checkpointer(
-        stage.path(f"clock-{turn}"), State(weights={"w": torch.ones(3)}, data={}), every="0.3s", deadline_s=60
+        stage.path(f"clock-{turn}"),
+        State(weights={"w": torch.ones(3)}, data={}),
+        every="0.3s",
+        deadline_s=60,
     )
     checkpointer._pace.clock = lambda: begin_s + (time.monotonic() - begin_s) * rate
     save = checkpointer._save
@@ -54,7 +57,7 @@ def skewed_clocks(stage: Stage) -> Any:
     return [_run_by_the_clock(stage, turn) for turn in range(len(RATES))]
 
 
-# --- a full disk ------------------------------------------------------------------------------------------------------
+# --- a full disk ----------------------------------------------------------------------------------
 
 
 def _on_full_disk(stage: Stage, name: str, *, path_end: str, deadline_s: float) -> Any:
@@ -78,7 +81,7 @@ def disk_full_to_the_last_byte(stage: Stage) -> Any:
     return _on_full_disk(stage, "fuller", path_end="", deadline_s=SHORT_S)
 
 
-# --- sudden death -----------------------------------------------------------------------------------------------------
+# --- sudden death ---------------------------------------------------------------------------------
 
 
 def _die_at(where: str) -> None:
@@ -104,7 +107,9 @@ def _training(
     return module, optimizer, checkpointer
 
 
-def _train(module: nn.Module, optimizer: torch.optim.AdamW, checkpointer: Checkpointer, total: int) -> None:
+def _train(
+    module: nn.Module, optimizer: torch.optim.AdamW, checkpointer: Checkpointer, total: int
+) -> None:
     for step in checkpointer.steps(total):
         steps_without_model(module, optimizer, range(step, step + 1))
 
@@ -123,7 +128,8 @@ def killed_in_mid_save(stage: Stage) -> Any:
     saved = [weight_bits(module), optimizer_bits(optimizer, module)]
     if stage.rank == 1:
         _die_at("parts/")
-    # One save that fails ends no training: the next agreement misses the process, and the end tells of the save.
+    # One save that fails ends no training: the next agreement misses the process, and the end tells
+    # of the save.
     _train(module, optimizer, checkpointer, 4)
     missed = _said(checkpointer.save)
     died = _said(checkpointer.close)

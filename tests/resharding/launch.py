@@ -1,8 +1,8 @@
 """Start real processes, let them play scenes one after another, and collect what each of them says.
 
-An import of torch takes seconds, so the processes are forks of one that has imported it, and one launch plays many
-scenes. Each process writes a line of JSON after each scene: what a scene said stays known even if a later one hangs or
-dies.
+An import of torch takes seconds, so the processes are forks of one that has imported it, and one
+launch plays many scenes. Each process writes a line of JSON after each scene: what a scene said
+stays known even if a later one hangs or dies.
 """
 
 from __future__ import annotations
@@ -42,14 +42,20 @@ class Launch:
         answers = self.said.get(scene, {})
         for rank in range(len(self.exit_codes)):
             answer = answers.get(rank)
-            assert answer is not None, f"{scene}: rank {rank} said nothing ({self.exit_codes})\n{self.errors}"
-            assert answer["traceback"] is None, f"{scene}: rank {rank} raised\n{answer['traceback']}"
+            assert answer is not None, (
+                f"{scene}: rank {rank} said nothing ({self.exit_codes})\n{self.errors}"
+            )
+            assert answer["traceback"] is None, (
+                f"{scene}: rank {rank} raised\n{answer['traceback']}"
+            )
         return [answers[rank]["value"] for rank in range(len(self.exit_codes))]
 
     def one(self, scene: str, rank: int) -> Any:
         """Return what one rank returned, where not all of them live to say something."""
         answer = self.said.get(scene, {}).get(rank)
-        assert answer is not None, f"{scene}: rank {rank} said nothing ({self.exit_codes})\n{self.errors}"
+        assert answer is not None, (
+            f"{scene}: rank {rank} said nothing ({self.exit_codes})\n{self.errors}"
+        )
         assert answer["traceback"] is None, f"{scene}: rank {rank} raised\n{answer['traceback']}"
         return answer["value"]
 
@@ -70,9 +76,10 @@ def launch(
         scenes: names of functions in it that take a `tests.resharding.stage.Stage`.
         world_size: number of processes.
         scratch: directory that all launches of a test module share.
-        rendezvous: how they meet: ``store``, a key-value store in this process that outlives all of them; ``env``, one
-            in rank 0; ``file``, a file.
-        timeout_s: after which all of them are killed: they hang. On a busy machine a minute's work takes ten.
+        rendezvous: how they meet: ``store``, a key-value store in this process that outlives all of
+            them; ``env``, one in rank 0; ``file``, a file.
+        timeout_s: after which all of them are killed: they hang. On a busy machine a minute's work
+            takes ten.
     """
     here = scratch / f"launch-{time.monotonic_ns()}"
     here.mkdir(parents=True)
@@ -80,7 +87,13 @@ def launch(
     with _meeting(rendezvous, here) as meeting:
         processes: list[Any] = []
         for rank in range(world_size):
-            own = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(world_size), **meeting}
+            own = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                **meeting,
+            }
             told = own, str(here / "stderr"), [module, str(scratch), str(here), *scenes]
             processes.append(fork(_play, *told))
         exit_codes = _wait(processes, timeout_s)

@@ -16,7 +16,14 @@ import ckptfmt
 from ckptfmt import PerWorker, State
 from ckptfmt.adapters.torch.tensors import TorchSource
 from ckptfmt.trainer.restore import LoadReport
-from tests.resharding.stage import Stage, attempt, bits, optimizer_bits, steps_without_model, weight_bits
+from tests.resharding.stage import (
+    Stage,
+    attempt,
+    bits,
+    optimizer_bits,
+    steps_without_model,
+    weight_bits,
+)
 
 LAYERS = 4
 
@@ -43,11 +50,18 @@ def _share(stage: Stage) -> range:
 
 
 def _both(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return {"weights": weight_bits(module), "state": optimizer_bits(optimizer, module), "options": bits(options)}
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "weights": weight_bits(module),
+        "state": optimizer_bits(optimizer, module),
+        "options": bits(options),
+    }
 
 
-# --- pipeline stages of data-parallel ranks ---------------------------------------------------------------------------
+# --- pipeline stages of data-parallel ranks -------------------------------------------------------
 
 
 def pipeline_save(stage: Stage) -> Any:
@@ -69,7 +83,12 @@ def pipeline_whole(stage: Stage) -> Any:
     report = ckptfmt.load(stage.path("pipeline"), state, writer=(0, 1))
     assert isinstance(report, LoadReport)
     ckptfmt.save(stage.path("whole"), state, step=3, writer=(0, 1))
-    return {"before": before, "after": _both(module, optimizer), "data": data, "claim": report.claim}
+    return {
+        "before": before,
+        "after": _both(module, optimizer),
+        "data": data,
+        "claim": report.claim,
+    }
 
 
 def pipeline_back(stage: Stage) -> Any:
@@ -114,7 +133,12 @@ def tied_whole_save(stage: Stage) -> Any:
         return None
     module, optimizer = _tied(1)
     steps_without_model(module, optimizer, range(2))
-    ckptfmt.save(stage.path("tied"), State(weights=module, optimizer=optimizer, data={}), step=2, writer=(0, 1))
+    ckptfmt.save(
+        stage.path("tied"),
+        State(weights=module, optimizer=optimizer, data={}),
+        step=2,
+        writer=(0, 1),
+    )
     return _both(module, optimizer)
 
 
@@ -143,7 +167,7 @@ def tied_stages(stage: Stage) -> Any:
     return {"loaded": loaded, "back": back, "apart": load("tied-apart")}
 
 
-# --- the same names, other contents -----------------------------------------------------------------------------------
+# --- the same names, other contents ---------------------------------------------------------------
 
 
 class Expert(nn.Module):
@@ -181,7 +205,9 @@ def experts_per_worker(stage: Stage) -> Any:
     module, optimizer = _expert(stage, 11)
     steps_without_model(module, optimizer, range(2))
     path = stage.path("experts-own")
-    ckptfmt.save(path, State(weights=PerWorker(module), optimizer=PerWorker(optimizer), data={}), step=1)
+    ckptfmt.save(
+        path, State(weights=PerWorker(module), optimizer=PerWorker(optimizer), data={}), step=1
+    )
     saved = _both(module, optimizer)
     other, again = _expert(stage, 31)
     before = _both(other, again)
@@ -228,9 +254,13 @@ def stages_replicated_by_their_own_mesh(stage: Stage) -> Any:
         return distribute_tensor(torch.full((6, 5), value), mesh, [Replicate()])
 
     different = State(weights={"layers.0.weight": tensor(float(stage.rank // 2))})
-    refused = attempt(lambda: ckptfmt.save(stage.path("stages-differ"), different, step=1, deadline_s=120))
+    refused = attempt(
+        lambda: ckptfmt.save(stage.path("stages-differ"), different, step=1, deadline_s=120)
+    )
     same = State(weights={"layers.0.weight": tensor(3.0)})
-    accepted = attempt(lambda: ckptfmt.save(stage.path("stages-same"), same, step=1, deadline_s=120))
+    accepted = attempt(
+        lambda: ckptfmt.save(stage.path("stages-same"), same, step=1, deadline_s=120)
+    )
     return {"refused": refused, "accepted": accepted}
 
 
@@ -243,7 +273,7 @@ def mappings_of_other_keys(stage: Stage) -> Any:
     return [tensor.tolist() for tensor in whole.values()]
 
 
-# --- what differs between the ranks -----------------------------------------------------------------------------------
+# --- what differs between the ranks ---------------------------------------------------------------
 
 
 def _attempt_save(stage: Stage, name: str, state: State, *, step: int = 1) -> dict[str, Any]:
@@ -261,7 +291,9 @@ def config_differs(stage: Stage) -> Any:
 
 
 def steps_differ(stage: Stage) -> Any:
-    return _attempt_save(stage, "steps", State(weights={"w": torch.ones(2)}), step=10 + (stage.rank == 1))
+    return _attempt_save(
+        stage, "steps", State(weights={"w": torch.ones(2)}), step=10 + (stage.rank == 1)
+    )
 
 
 def shapes_differ(stage: Stage) -> Any:
@@ -296,7 +328,9 @@ class Fragile:
 
 
 def foreign_error_in_capture(stage: Stage) -> Any:
-    return _attempt_save(stage, "foreign", State(data=Fragile(fails_at="save" if stage.rank == 1 else "")))
+    return _attempt_save(
+        stage, "foreign", State(data=Fragile(fails_at="save" if stage.rank == 1 else ""))
+    )
 
 
 def foreign_error_in_load(stage: Stage) -> Any:
@@ -312,11 +346,15 @@ def foreign_error_in_write(stage: Stage) -> Any:
     def fail(*_: object) -> None:
         raise MemoryError("no memory for a copy")
 
-    with unittest.mock.patch.object(TorchSource, "copy_into", fail) if stage.rank == 3 else contextlib.nullcontext():
+    with (
+        unittest.mock.patch.object(TorchSource, "copy_into", fail)
+        if stage.rank == 3
+        else contextlib.nullcontext()
+    ):
         return _attempt_save(stage, "foreign-write", State(weights={"w": torch.full((2,), 1.0)}))
 
 
-# --- how the ranks reach each other -----------------------------------------------------------------------------------
+# --- how the ranks reach each other ---------------------------------------------------------------
 
 
 def _gather(value: bytes) -> list[bytes]:
@@ -346,7 +384,9 @@ def agree_by_callable(stage: Stage) -> Any:
 
 
 def agree_by_token(stage: Stage) -> Any:
-    return _save_and_load(stage, "token", agree="start-20270101", writer=(stage.rank, stage.world_size))
+    return _save_and_load(
+        stage, "token", agree="start-20270101", writer=(stage.rank, stage.world_size)
+    )
 
 
 def writer_given(stage: Stage) -> Any:
@@ -373,7 +413,9 @@ def half_of_them_save(stage: Stage) -> Any:
 def nobody_to_ask(stage: Stage) -> Any:
     """The number of writers is given, and nothing that reaches them."""
     state = State(weights={"w": torch.ones(2)})
-    return attempt(lambda: ckptfmt.save(stage.path("nobody"), state, step=1, writer=(stage.rank % 2, 2)))
+    return attempt(
+        lambda: ckptfmt.save(stage.path("nobody"), state, step=1, writer=(stage.rank % 2, 2))
+    )
 
 
 def one_never_comes(stage: Stage) -> Any:
@@ -388,7 +430,7 @@ def one_never_comes(stage: Stage) -> Any:
     return attempt(lambda: ckptfmt.save(stage.path("gap"), state, step=1, **how))
 
 
-# --- replicas ---------------------------------------------------------------------------------------------------------
+# --- replicas -------------------------------------------------------------------------------------
 
 
 def replicas_are_written_once(stage: Stage) -> Any:

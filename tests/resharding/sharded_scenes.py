@@ -12,12 +12,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import ckptfmt
 from ckptfmt import State
 from ckptfmt.trainer.restore import LoadReport
-from tests.resharding.stage import Stage, attempt, bits, gather_on, optimizer_bits, steps_without_model, weight_bits
+from tests.resharding.stage import (
+    Stage,
+    attempt,
+    bits,
+    gather_on,
+    optimizer_bits,
+    steps_without_model,
+    weight_bits,
+)
 
 
 class Net(nn.Module):
@@ -52,7 +65,9 @@ def adamw(module: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(module.parameters(), lr=0.0123, weight_decay=0.1)
 
 
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range, share: int) -> list[str]:
+def train(
+    module: nn.Module, optimizer: torch.optim.Optimizer, steps: range, share: int
+) -> list[str]:
     """Train; return the bits of each loss."""
     losses = []
     for step in steps:
@@ -73,7 +88,7 @@ def _files_nbytes(path: str, field: str) -> int:
     return sum(file.stat().st_size for file in Path(path).glob(f"{field}-*.safetensors"))
 
 
-# --- FSDP2 ------------------------------------------------------------------------------------------------------------
+# --- FSDP2 ----------------------------------------------------------------------------------------
 
 
 def fsdp_save(stage: Stage) -> Any:
@@ -85,15 +100,25 @@ def fsdp_save(stage: Stage) -> Any:
     module.eval()
     with torch.no_grad():
         module(torch.tensor([1, 2]))
-    whole = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
+    whole = [
+        name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)
+    ]
     path = stage.path(f"fsdp-{stage.world_size}")
     state = State(weights=module, optimizer=optimizer, data={})
     ckptfmt.save(path, state, step=3)
-    local = {name: list(parameter.to_local().shape) for name, parameter in module.named_parameters()}  # type: ignore[attr-defined]
+    local = {
+        name: list(parameter.to_local().shape) for name, parameter in module.named_parameters()
+    }  # type: ignore[attr-defined]
     saved = both(module, optimizer)
     module.train()
     losses = train(module, optimizer, range(3, 5), stage.rank)
-    return {"saved": saved, "whole": whole, "local": local, "losses": losses, "later": both(module, optimizer)}
+    return {
+        "saved": saved,
+        "whole": whole,
+        "local": local,
+        "losses": losses,
+        "later": both(module, optimizer),
+    }
 
 
 def _load_fsdp(module: nn.Module, path: str, **how: Any) -> dict[str, Any]:
@@ -179,7 +204,7 @@ def replicate_composably(stage: Stage) -> Any:
     return {"saved": both(module, optimizer), "loaded": _load_fsdp(make(2), path)}
 
 
-# --- other meshes -----------------------------------------------------------------------------------------------------
+# --- other meshes ---------------------------------------------------------------------------------
 
 
 def hsdp(stage: Stage) -> Any:
@@ -258,7 +283,9 @@ def _fsdp_over_tp(stage: Stage, rows: int, columns: int) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     try:
         module = _strided(1, mesh, rows, columns)
-    except NotImplementedError as error:  # raised by `fully_shard` of older versions of torch for uneven shards
+    except (
+        NotImplementedError
+    ) as error:  # raised by `fully_shard` of older versions of torch for uneven shards
         return {"torch_lacks": str(error)}
     optimizer = adamw(module)
     for step in range(2):
@@ -272,7 +299,12 @@ def _fsdp_over_tp(stage: Stage, rows: int, columns: int) -> Any:
     loaded = _load_fsdp(_strided(2, mesh, rows, columns), path)
     flat = Even(3, rows, columns)
     fully_shard(flat, mesh=init_device_mesh("cpu", (4,)))
-    return {"saved": saved, "loaded": loaded, "flat": _load_fsdp(flat, path), "placements": placements}
+    return {
+        "saved": saved,
+        "loaded": loaded,
+        "flat": _load_fsdp(flat, path),
+        "placements": placements,
+    }
 
 
 def fsdp_over_tp(stage: Stage) -> Any:
@@ -289,7 +321,10 @@ def meshes_of_many_shapes(stage: Stage) -> Any:
     whole = torch.arange(5 * 7, dtype=torch.int64).reshape(5, 7)
     choices = [Replicate(), Shard(0), Shard(1)]
     layouts = list(itertools.product(choices, choices))
-    tensors = {f"t{number}": distribute_tensor(whole, mesh, layout) for number, layout in enumerate(layouts)}
+    tensors = {
+        f"t{number}": distribute_tensor(whole, mesh, layout)
+        for number, layout in enumerate(layouts)
+    }
     path = stage.path("placements")
     ckptfmt.save(path, State(weights=tensors), step=1)
     wrong = []
@@ -301,7 +336,11 @@ def meshes_of_many_shapes(stage: Stage) -> Any:
         }
         before = bits(targets)
         ckptfmt.load(path, State(weights=targets))
-        wrong += [name for name, value in bits(targets).items() if value != bits(whole) or before[name] == value]
+        wrong += [
+            name
+            for name, value in bits(targets).items()
+            if value != bits(whole) or before[name] == value
+        ]
     return {"wrong": wrong, "count": len(layouts) ** 2}
 
 
@@ -323,16 +362,25 @@ def outside_of_the_mesh(stage: Stage) -> Any:
     plain = {"sharded": whole * 0, "replicated": whole * 0}
     ckptfmt.load(path, State(weights=plain), writer=(0, 1))
     inside = mesh.get_coordinate() is not None
-    return {"inside": inside, "target": bits(target) if inside else None, "plain": bits(plain), "whole": bits(whole)}
+    return {
+        "inside": inside,
+        "target": bits(target) if inside else None,
+        "plain": bits(plain),
+        "whole": bits(whole),
+    }
 
 
 def partial_is_refused(stage: Stage) -> Any:
     mesh = init_device_mesh("cpu", (stage.world_size,))
     tensor = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
-    return attempt(lambda: ckptfmt.save(stage.path("partial"), State(weights={"w": tensor}), step=1, deadline_s=120))
+    return attempt(
+        lambda: ckptfmt.save(
+            stage.path("partial"), State(weights={"w": tensor}), step=1, deadline_s=120
+        )
+    )
 
 
-# --- several optimizers -----------------------------------------------------------------------------------------------
+# --- several optimizers ---------------------------------------------------------------------------
 
 
 def _make_optimizers(module: Net) -> list[torch.optim.Optimizer]:
@@ -347,7 +395,9 @@ class Container(torch.optim.Optimizer):
     def __init__(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self.module = module
         self.optimizers = optimizers
-        super().__init__([p for inner in optimizers for group in inner.param_groups for p in group["params"]], {})
+        super().__init__(
+            [p for inner in optimizers for group in inner.param_groups for p in group["params"]], {}
+        )
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         del closure
@@ -379,10 +429,14 @@ class Container(torch.optim.Optimizer):
 
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         for inner in self.optimizers:
-            set_optimizer_state_dict(self.module, inner, optim_state_dict=state_dict, options=options)
+            set_optimizer_state_dict(
+                self.module, inner, optim_state_dict=state_dict, options=options
+            )
 
 
-def _containers(stage: Stage, name: str, wrap: Callable[[Net, list[torch.optim.Optimizer]], object]) -> Any:
+def _containers(
+    stage: Stage, name: str, wrap: Callable[[Net, list[torch.optim.Optimizer]], object]
+) -> Any:
     mesh = init_device_mesh("cpu", (stage.world_size,))
 
     def make(seed: int) -> tuple[Net, list[torch.optim.Optimizer], object]:
@@ -391,8 +445,16 @@ def _containers(stage: Stage, name: str, wrap: Callable[[Net, list[torch.optim.O
         return module, optimizers, wrap(module, optimizers)
 
     def state_of(module: Net, optimizers: list[torch.optim.Optimizer]) -> Any:
-        options = [{k: v for k, v in g.items() if k != "params"} for o in optimizers for g in o.param_groups]
-        return [weight_bits(module), *[optimizer_bits(inner, module) for inner in optimizers], bits(options)]
+        options = [
+            {k: v for k, v in g.items() if k != "params"}
+            for o in optimizers
+            for g in o.param_groups
+        ]
+        return [
+            weight_bits(module),
+            *[optimizer_bits(inner, module) for inner in optimizers],
+            bits(options),
+        ]
 
     def run(module: Net, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
         for step in steps:
@@ -425,7 +487,9 @@ def list_of_optimizers(stage: Stage) -> Any:
 
 
 def dict_of_optimizers(stage: Stage) -> Any:
-    return _containers(stage, "dict", lambda _, optimizers: {"a": optimizers[0], "b/c": optimizers[1]})
+    return _containers(
+        stage, "dict", lambda _, optimizers: {"a": optimizers[0], "b/c": optimizers[1]}
+    )
 
 
 def container_of_optimizers(stage: Stage) -> Any:

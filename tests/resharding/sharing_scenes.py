@@ -34,10 +34,14 @@ def shared(stage: Stage) -> dict[str, Any]:
     dist.barrier()
     mesh = init_device_mesh("cpu", (stage.world_size,))
     placements: dict[str, list[Placement]] = {"a": [Replicate()], "b": [Shard(1)], "c": [Shard(0)]}
-    expected = {name: _local_bytes(distribute_tensor(saved[name], mesh, placements[name])) for name in saved}
+    expected = {
+        name: _local_bytes(distribute_tensor(saved[name], mesh, placements[name])) for name in saved
+    }
     said: dict[str, Any] = {}
     for share in (False, True):
-        live = {name: distribute_tensor(torch.zeros(SHAPE), mesh, placements[name]) for name in saved}
+        live = {
+            name: distribute_tensor(torch.zeros(SHAPE), mesh, placements[name]) for name in saved
+        }
         report = ckptfmt.load(stage.path("shared"), State(weights=live), share=share)
         said[str(share)] = {
             "same": {name: _local_bytes(live[name]) == expected[name] for name in live},

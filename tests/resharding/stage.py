@@ -22,8 +22,8 @@ from torch import nn
 
 from ckptfmt.errors import CkptError
 
-#: How long a collective of the scenes waits, in seconds; less than a launch may take. On a busy machine a second's work
-#: takes a minute.
+#: How long a collective of the scenes waits, in seconds; less than a launch may take. On a busy
+#: machine a second's work takes a minute.
 COLLECTIVE_S = 400.0
 
 
@@ -52,7 +52,7 @@ def gather_on(ranks: list[int]) -> Callable[[bytes], list[bytes]]:
     return gather
 
 
-# --- what scenes say --------------------------------------------------------------------------------------------------
+# --- what scenes say ------------------------------------------------------------------------------
 
 
 def attempt(action: Callable[[], object]) -> dict[str, Any]:
@@ -92,8 +92,15 @@ def weight_bits(module: nn.Module) -> dict[str, Any]:
 def optimizer_bits(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return the bits of an optimizer's state by the names of its parameters."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    by_name = {names[id(parameter)]: parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return {name: bits(optimizer.state.get(parameter, {})) for name, parameter in sorted(by_name.items())}
+    by_name = {
+        names[id(parameter)]: parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return {
+        name: bits(optimizer.state.get(parameter, {}))
+        for name, parameter in sorted(by_name.items())
+    }
 
 
 def gradient(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
@@ -117,7 +124,7 @@ def steps_without_model(module: nn.Module, optimizer: torch.optim.Optimizer, ste
         optimizer.zero_grad()
 
 
-# --- the process ------------------------------------------------------------------------------------------------------
+# --- the process ----------------------------------------------------------------------------------
 
 
 def _meet(rank: int, world_size: int) -> None:
@@ -126,10 +133,16 @@ def _meet(rank: int, world_size: int) -> None:
         port = int(os.environ["MASTER_PORT"])
         host = os.environ["MASTER_ADDR"]
         store = dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
     else:
         dist.init_process_group(
-            "gloo", init_method=os.environ["MEET"], rank=rank, world_size=world_size, timeout=timeout
+            "gloo",
+            init_method=os.environ["MEET"],
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
         )
 
 
@@ -141,7 +154,13 @@ def _play(stage: Stage, name: str, scene: Callable[[Stage], object]) -> dict[str
     except Exception:  # noqa: BLE001 - it is what this scene said
         trace = traceback.format_exc()
     seconds = time.monotonic() - begin_s
-    return {"scene": name, "rank": stage.rank, "value": value, "traceback": trace, "seconds": seconds}
+    return {
+        "scene": name,
+        "rank": stage.rank,
+        "value": value,
+        "traceback": trace,
+        "seconds": seconds,
+    }
 
 
 @contextlib.contextmanager

@@ -14,7 +14,12 @@ UNSUPPORTED = {"Adafactor", "Muon", "Rprop"}
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     scenes = ["every_optimizer", "converted", "chosen"]
-    return launch("tests.resharding.choice_scenes", scenes, world_size=4, scratch=tmp_path_factory.mktemp("choice"))
+    return launch(
+        "tests.resharding.choice_scenes",
+        scenes,
+        world_size=4,
+        scratch=tmp_path_factory.mktemp("choice"),
+    )
 
 
 def test_what_torch_does_not_run_on_shards(four):
@@ -49,8 +54,13 @@ class TestNames:
     def test_each_rank_takes_its_own_under_another_name(self, four):
         for rank, said in enumerate(four.of("chosen")):
             assert said["every"]["code"] == "OK"
-            assert said["every"]["after"] == {f"stage{rank}.{key}": value for key, value in said["saved"].items()}
-            names = [(f"weights:stage{rank}.{key}", f"weights:{rank}.{key}") for key in ("bias", "weight")]
+            assert said["every"]["after"] == {
+                f"stage{rank}.{key}": value for key, value in said["saved"].items()
+            }
+            names = [
+                (f"weights:stage{rank}.{key}", f"weights:{rank}.{key}")
+                for key in ("bias", "weight")
+            ]
             assert [tuple(pair) for pair in said["every"]["renamed"]] == names
 
     def test_a_part_of_it(self, four):
@@ -77,4 +87,6 @@ class TestNames:
     def test_one_process_takes_two_tensors_of_what_four_saved(self, four):
         said = four.of("chosen")
         for rank in said:
-            assert rank["alone"] == {f"{stage}.weight": said[stage]["saved"]["weight"] for stage in (0, 1)}
+            assert rank["alone"] == {
+                f"{stage}.weight": said[stage]["saved"]["weight"] for stage in (0, 1)
+            }

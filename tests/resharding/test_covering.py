@@ -23,7 +23,9 @@ def covered(scratch):
 
 @pytest.fixture(scope="module")
 def covered_more(scratch):
-    return launch(MODULE, ["cover_more"], world_size=8, scratch=scratch, timeout_s=1800).of("cover_more")
+    return launch(MODULE, ["cover_more"], world_size=8, scratch=scratch, timeout_s=1800).of(
+        "cover_more"
+    )
 
 
 def assert_taken(said, source, target):
@@ -38,7 +40,17 @@ def assert_taken(said, source, target):
 def test_each_layout_and_each_world_size_is_covered():
     """REQ-OPN-005: the pairs below are of all of these, in both directions."""
     assert {node.world_size for node in NODES} == set(range(1, 9))
-    layouts = {"plain", "ddp", "fsdp", "hsdp", "tensor", "fsdp_tensor", "pipeline", "expert", "mesh"}
+    layouts = {
+        "plain",
+        "ddp",
+        "fsdp",
+        "hsdp",
+        "tensor",
+        "fsdp_tensor",
+        "pipeline",
+        "expert",
+        "mesh",
+    }
     assert {node.layout for node in NODES} == layouts
     assert {node.layout for node in MORE_NODES} >= {"fsdp_columns", "expert_fsdp"}
     for pairs in (PAIRS, [(target, source) for source, target in PAIRS]):

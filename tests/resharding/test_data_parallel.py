@@ -40,7 +40,9 @@ def two_again(scratch, two):
 @pytest.fixture(scope="module")
 def three(scratch, two):
     assert two.of("streams_save")
-    return launch(MODULE, ["batch_norm_load", "streams_load_elsewhere"], world_size=3, scratch=scratch)
+    return launch(
+        MODULE, ["batch_norm_load", "streams_load_elsewhere"], world_size=3, scratch=scratch
+    )
 
 
 def differing(left, right):
@@ -63,7 +65,10 @@ class TestBatchNorm:
             assert loaded[rank]["after"] == expected
             assert loaded[rank]["claim"] == "S0"
         for name in STATISTICS:
-            assert any(name in line and "process 2" in line and "process 0" in line for line in loaded[2]["downgrades"])
+            assert any(
+                name in line and "process 2" in line and "process 0" in line
+                for line in loaded[2]["downgrades"]
+            )
 
     def test_in_one_process(self, two, scratch):
         module = make_normed(3)
@@ -76,13 +81,19 @@ class TestBatchNorm:
         assert isinstance(report, LoadReport)
         assert report.claim == "S0"
         for name in STATISTICS:
-            assert any(name in line and "process 0" in line for line in report.downgrades), report.downgrades
-        assert any(line.startswith("3 tensors") and "no longer exist" in line for line in report.downgrades)
+            assert any(name in line and "process 0" in line for line in report.downgrades), (
+                report.downgrades
+            )
+        assert any(
+            line.startswith("3 tensors") and "no longer exist" in line for line in report.downgrades
+        )
 
     def test_statistics_of_shards_come_back_to_each(self, two):
         """They were compared with each other, and the save failed with REPLICA_DIVERGED, at its end."""
         said = two.of("batch_norm_sharded")
-        assert differing(said[0]["saved"], said[1]["saved"]) == STATISTICS - {"1.num_batches_tracked"}
+        assert differing(said[0]["saved"], said[1]["saved"]) == STATISTICS - {
+            "1.num_batches_tracked"
+        }
         for rank in said:
             assert rank["after"] == rank["saved"]
             assert rank["downgrades"] == []
@@ -112,7 +123,11 @@ class TestStreams:
 
     def test_more_ranks_are_an_error_on_all_of_them(self, three):
         said = three.of("streams_load_elsewhere")
-        assert [rank["strict"]["code"] for rank in said] == [Code.PEER_FAILED, Code.PEER_FAILED, Code.STREAM_MISSING]
+        assert [rank["strict"]["code"] for rank in said] == [
+            Code.PEER_FAILED,
+            Code.PEER_FAILED,
+            Code.STREAM_MISSING,
+        ]
         for rank in said:
             assert "lw/2" in rank["strict"]["text"]
             assert rank["untouched"] == rank["fresh"]
@@ -124,7 +139,9 @@ class TestStreams:
         for rank in said:
             assert rank["claim"] == "S0"
             assert [line for line in rank["downgrades"] if "STREAM_MISSING at rng (lw/2)" in line]
-        assert any("STREAM_MISSING" in line and "torch.cpu" in line for line in said[2]["downgrades"])
+        assert any(
+            "STREAM_MISSING" in line and "torch.cpu" in line for line in said[2]["downgrades"]
+        )
 
     def test_fewer_are_an_error_too(self, two, scratch):
         assert two.of("streams_save")
@@ -194,9 +211,15 @@ class TestTheRunGoesOn:
 
     def test_which_takes_the_checkpoint(self, two, two_again):
         """The control: without it neither losses nor weights are the same."""
-        for before, control in zip(two.of("train_and_save"), two_again.of("train_without_load"), strict=True):
-            assert differing(before["later"]["weights"], control["weights"]) == set(control["weights"])
-            assert not {loss for loss, _ in before["later"]["losses"]} & {loss for loss, _ in control["losses"]}
+        for before, control in zip(
+            two.of("train_and_save"), two_again.of("train_without_load"), strict=True
+        ):
+            assert differing(before["later"]["weights"], control["weights"]) == set(
+                control["weights"]
+            )
+            assert not {loss for loss, _ in before["later"]["losses"]} & {
+                loss for loss, _ in control["losses"]
+            }
 
     def test_in_all_of_it_nothing_is_wrong(self, two_again, scratch):
         assert two_again.of("load_and_train")

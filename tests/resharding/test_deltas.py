@@ -17,7 +17,12 @@ def scratch(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(scratch):
-    return launch("tests.resharding.delta_scenes", ["save_deltas", "load_deltas"], world_size=3, scratch=scratch)
+    return launch(
+        "tests.resharding.delta_scenes",
+        ["save_deltas", "load_deltas"],
+        world_size=3,
+        scratch=scratch,
+    )
 
 
 def test_every_step_of_a_chain_is_loaded_as_it_was(saved):
@@ -30,7 +35,12 @@ def test_every_step_of_a_chain_is_loaded_as_it_was(saved):
 
 def test_two_ranks_load_what_three_saved_and_go_on(saved, scratch):
     first = saved.of("save_deltas")[0]["held"]
-    two = launch("tests.resharding.delta_scenes", ["load_deltas", "go_on_with_deltas"], world_size=2, scratch=scratch)
+    two = launch(
+        "tests.resharding.delta_scenes",
+        ["load_deltas", "go_on_with_deltas"],
+        world_size=2,
+        scratch=scratch,
+    )
 
     assert two.of("load_deltas")[0]["held"] == first
     for rank in two.of("go_on_with_deltas"):

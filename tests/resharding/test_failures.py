@@ -65,7 +65,11 @@ class TestClocks:
 class TestFullDisk:
     def test_the_others_are_told_at_once(self, first, scratch):
         said = first.of("disk_full")
-        assert [rank["failed"]["code"] for rank in said] == [Code.WRITER_FAILED, Code.NO_SPACE, Code.WRITER_FAILED]
+        assert [rank["failed"]["code"] for rank in said] == [
+            Code.WRITER_FAILED,
+            Code.NO_SPACE,
+            Code.WRITER_FAILED,
+        ]
         assert said[1]["fired"] > 0
         for rank in said:
             assert rank["failed"]["seconds"] < PROMPT_S
@@ -115,7 +119,8 @@ class TestSuddenDeath:
         assert second.exit_codes == [KILLED, 0, 0]
         for rank in (1, 2):
             outcome = second.one("killed_before_the_decision", rank)
-            # All parts are there: whoever finishes the committer's work would still make a checkpoint of them.
+            # All parts are there: whoever finishes the committer's work would still make a
+            # checkpoint of them.
             assert outcome["code"] == Code.COMMIT_UNKNOWN
             assert "committer" in outcome["text"]
             assert outcome["seconds"] < SHORT_S + PROMPT_S

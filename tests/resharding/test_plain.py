@@ -1,6 +1,7 @@
 """Plain tensors on several processes: everything is saved, once, and what contradicts itself is refused by name.
 
-A rule that each rank computes alone ("only data-parallel rank 0 writes") loses half of a Megatron-style layout here.
+A rule that each rank computes alone ("only data-parallel rank 0 writes") loses half of a
+Megatron-style layout here.
 """
 
 import pytest
@@ -34,7 +35,9 @@ def scratch(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(scratch):
-    return launch("tests.resharding.plain_scenes", SCENES, world_size=4, scratch=scratch, rendezvous="env")
+    return launch(
+        "tests.resharding.plain_scenes", SCENES, world_size=4, scratch=scratch, rendezvous="env"
+    )
 
 
 def union(parts):
@@ -62,7 +65,9 @@ class TestPipelineStages:
         before = _both(module, optimizer)
         data: dict[str, object] = {}
 
-        report = ckptfmt.load(scratch / "pipeline", State(weights=module, optimizer=optimizer, data=data))
+        report = ckptfmt.load(
+            scratch / "pipeline", State(weights=module, optimizer=optimizer, data=data)
+        )
 
         after = _both(module, optimizer)
         for kind in ("weights", "state"):
@@ -80,7 +85,9 @@ class TestPipelineStages:
         module, optimizer = make_layers(range(LAYERS), 2)
         weights = sum(parameter.nbytes for parameter in module.parameters())
         step_nbytes = 4 * len(list(module.parameters()))
-        assert {stage["nbytes"] for stage in four.of("pipeline_save")} == {3 * weights + step_nbytes}
+        assert {stage["nbytes"] for stage in four.of("pipeline_save")} == {
+            3 * weights + step_nbytes
+        }
         assert len(optimizer.state) == 0
 
     def test_all_ranks_report_the_same_checkpoint(self, four):
@@ -89,7 +96,11 @@ class TestPipelineStages:
     def test_one_process_takes_all_of_it(self, four):
         whole = four.of("pipeline_whole")[1]
         stages = four.of("pipeline_save")
-        assert whole["after"]["weights"] == union(stage["weights"] for stage in stages) != whole["before"]["weights"]
+        assert (
+            whole["after"]["weights"]
+            == union(stage["weights"] for stage in stages)
+            != whole["before"]["weights"]
+        )
         assert whole["data"] == {"position": 7}
 
     def test_and_gives_it_back(self, four):
@@ -117,7 +128,11 @@ class TestTiedAcrossStages:
         whole = four.of("tied_whole_save")[0]
         said = four.of("tied_stages")[0]["back"]
         assert said["outcome"]["code"] == "OK", said["outcome"]["text"]
-        assert said["after"] == {"weights": whole["weights"], "state": whole["state"], "options": whole["options"]}
+        assert said["after"] == {
+            "weights": whole["weights"],
+            "state": whole["state"],
+            "options": whole["options"],
+        }
         assert said["before"]["weights"] != whole["weights"]
 
     def test_unless_they_had_become_different(self, four):
@@ -140,7 +155,9 @@ class TestSameNamesOtherContents:
     def test_names_of_their_own_work_too(self, four):
         said = four.of("experts_own_names")
         self.assert_each_rank_gets_its_own_back(said)
-        assert {rank["after"]["options"][0]["lr"] for rank in said} == {said[0]["saved"]["options"][0]["lr"]}
+        assert {rank["after"]["options"][0]["lr"] for rank in said} == {
+            said[0]["saved"]["options"][0]["lr"]
+        }
 
     def test_a_mesh_speaks_for_its_own_ranks_only(self, four):
         said = four.of("stages_replicated_by_their_own_mesh")
@@ -189,7 +206,10 @@ class TestRanksThatContradictEachOther:
         assert [outcome["code"] for outcome in said] == [
             Code.PEER_FAILED, Code.PEER_FAILED, Code.STATE_UNSUPPORTED, Code.PEER_FAILED,
         ]  # fmt: skip
-        assert all("writer 2" in said[rank]["text"] and "sparse" in said[rank]["text"] for rank in (0, 1, 3))
+        assert all(
+            "writer 2" in said[rank]["text"] and "sparse" in said[rank]["text"]
+            for rank in (0, 1, 3)
+        )
         assert all(outcome["seconds"] < PROMPT_S for outcome in said)
 
     @pytest.mark.parametrize(
@@ -212,7 +232,9 @@ class TestRanksThatContradictEachOther:
 
 
 class TestWaysToAgree:
-    @pytest.mark.parametrize("scene", ["agree_by_default", "agree_by_callable", "agree_by_token", "writer_given"])
+    @pytest.mark.parametrize(
+        "scene", ["agree_by_default", "agree_by_callable", "agree_by_token", "writer_given"]
+    )
     def test_all_ranks_save_and_load_the_same(self, four, scene):
         said = four.of(scene)
         assert len({rank["digest"] for rank in said}) == 1

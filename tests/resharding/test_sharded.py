@@ -29,7 +29,13 @@ def scratch(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(scratch):
-    return launch("tests.resharding.sharded_scenes", ["fsdp_save"], world_size=2, scratch=scratch, rendezvous="env")
+    return launch(
+        "tests.resharding.sharded_scenes",
+        ["fsdp_save"],
+        world_size=2,
+        scratch=scratch,
+        rendezvous="env",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,9 @@ def four(scratch, two):
 def three(scratch, four):
     assert four.of("fsdp_save")
     scenes = ["fsdp_load_four", "fsdp_load_four_on_two", "containers_on_other_ranks"]
-    return launch("tests.resharding.sharded_scenes", scenes, world_size=3, scratch=scratch, rendezvous="file")
+    return launch(
+        "tests.resharding.sharded_scenes", scenes, world_size=3, scratch=scratch, rendezvous="file"
+    )
 
 
 def assert_taken(loaded, saved):
@@ -57,7 +65,8 @@ def assert_taken(loaded, saved):
 class TestFsdp2:
     def test_the_shards_are_uneven_and_some_are_empty(self, four):
         rows = {
-            name: [rank["local"][name][0] for rank in four.of("fsdp_save")] for name in four.of("fsdp_save")[0]["local"]
+            name: [rank["local"][name][0] for rank in four.of("fsdp_save")]
+            for name in four.of("fsdp_save")[0]["local"]
         }
         assert rows["table.weight"] == [3, 3, 3, 1]
         assert rows["down.weight"] == [1, 1, 1, 0]
@@ -103,11 +112,19 @@ class TestFsdp2:
 
     def test_a_load_while_parameters_are_whole(self, four):
         for rank, (evaluated, fresh) in enumerate(four.of("load_after_evaluation")):
-            assert evaluated == fresh == [four.of("fsdp_save")[rank][key] for key in ("losses", "later")]
+            assert (
+                evaluated
+                == fresh
+                == [four.of("fsdp_save")[rank][key] for key in ("losses", "later")]
+            )
 
     def test_an_optimizer_without_state(self, four):
         for rank in four.of("fsdp_without_state"):
-            assert rank["fresh"]["after"]["weights"] == rank["saved"] != rank["fresh"]["before"]["weights"]
+            assert (
+                rank["fresh"]["after"]["weights"]
+                == rank["saved"]
+                != rank["fresh"]["before"]["weights"]
+            )
             assert all(state == {} for state in rank["fresh"]["after"]["state"].values())
             assert rank["refused"]["code"] == Code.LEAF_MISSING
 
@@ -134,7 +151,9 @@ class TestOtherMeshes:
             assert_taken(rank["from_fsdp"], four.of("fsdp_save")[0]["saved"])
         self.assert_plain_process_takes(scratch / "tp", Net(9), said[0]["saved"])
 
-    @pytest.mark.parametrize(("scene", "rows", "columns"), [("fsdp_over_tp", 8, 4), ("fsdp_over_tp_uneven", 10, 6)])
+    @pytest.mark.parametrize(
+        ("scene", "rows", "columns"), [("fsdp_over_tp", 8, 4), ("fsdp_over_tp_uneven", 10, 6)]
+    )
     def test_fsdp2_over_tensor_parallel(self, four, scratch, scene, rows, columns):
         said = four.of(scene)
         if "torch_lacks" in said[0]:
@@ -185,11 +204,15 @@ class TestSeveralOptimizers:
             for rank in three.of("containers_on_other_ranks"):
                 assert rank[name] == saved
 
-    @pytest.mark.parametrize("scene", ["list_of_optimizers", "dict_of_optimizers", "container_of_optimizers"])
+    @pytest.mark.parametrize(
+        "scene", ["list_of_optimizers", "dict_of_optimizers", "container_of_optimizers"]
+    )
     def test_each_goes_on_bit_by_bit(self, four, scene):
         for rank in four.of(scene):
             assert rank["after"] == rank["saved"]
             assert rank["again"] == rank["later"]
-            for before, saved, later in itertools.zip_longest(rank["before"], rank["saved"], rank["later"]):
+            for before, saved, later in itertools.zip_longest(
+                rank["before"], rank["saved"], rank["later"]
+            ):
                 assert before != saved
                 assert saved != later or isinstance(saved, list)

@@ -51,5 +51,7 @@ def test_sharing_without_a_process_group_is_refused(tmp_path):
     ckptfmt.save(tmp_path / "c", state, step=1)
     ckptfmt.load(tmp_path / "c", state, share=True)
     with pytest.raises(CkptError) as caught:
-        ckptfmt.load(tmp_path / "c", state, share=True, writer=(0, 2), agree=lambda value: [value, value])
+        ckptfmt.load(
+            tmp_path / "c", state, share=True, writer=(0, 2), agree=lambda value: [value, value]
+        )
     assert (caught.value.code, caught.value.where) == (Code.ARGUMENT, "share=")

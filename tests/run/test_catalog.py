@@ -36,7 +36,9 @@ from tests.stores.recorder import Recorder
 def made(*steps: int, **options: Any) -> tuple[MemoryStore, ckptfmt.Run]:
     """Return a run of one launch whose metric `loss` is 10 less the step."""
     store = MemoryStore()
-    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", **options) as checkpointer:
+    with ckptfmt.Checkpointer(
+        store, ckptfmt.State(data={"a": 1}), saver="inline", **options
+    ) as checkpointer:
         for step in steps:
             checkpointer.save(step=step, metrics={"loss": 10 - step}, tags=[f"s{step}"])
     return store, ckptfmt.Run(store)
@@ -65,7 +67,12 @@ def test_a_listing_says_what_registers_and_records_say() -> None:
     store.at(checkpoint_name(4, 1)).create("parts/x", [b""])
 
     found = {one.step: one for one in run.list()}
-    assert [one.state for one in found.values()] == ["retired", "committed", "committed", "unfinished"]
+    assert [one.state for one in found.values()] == [
+        "retired",
+        "committed",
+        "committed",
+        "unfinished",
+    ]
     assert (found[2].metrics, found[2].tags, found[2].pinned) == ({"loss": 8.0}, ("s2",), False)
     assert found[3].digest == ckptfmt.open(store).digest
     assert found[1].digest is not None
@@ -79,7 +86,9 @@ def test_a_listing_says_what_registers_and_records_say() -> None:
 
 def test_saves_that_are_still_in_hand_are_listed(tmp_path: Path) -> None:
     """REQ-RUN-019: by opening and by listing, so that who looks doesn't take an older one for the last."""
-    with ckptfmt.Checkpointer(tmp_path, ckptfmt.State(data={"a": 1}), saver="inline") as checkpointer:
+    with ckptfmt.Checkpointer(
+        tmp_path, ckptfmt.State(data={"a": 1}), saver="inline"
+    ) as checkpointer:
         checkpointer.save(step=1)
     store = open_store(tmp_path, writable=True)
     store.at(checkpoint_name(2, 1)).create("parts/x", [b""])
@@ -122,7 +131,9 @@ def test_a_checkpoint_is_meant_by_name_digest_or_step() -> None:
 
 def test_a_step_of_two_launches_is_that_on_the_lineage() -> None:
     store, _ = made(1, 2, 3)
-    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", resume=checkpoint_name(1, 1)) as one:
+    with ckptfmt.Checkpointer(
+        store, ckptfmt.State(data={"a": 1}), saver="inline", resume=checkpoint_name(1, 1)
+    ) as one:
         one.restore_rng()
         one.save(step=2)
     with ckptfmt.Run(store).open(2) as checkpoint:
@@ -139,7 +150,9 @@ def test_tags_and_pins_are_given_and_taken() -> None:
     run.unpin(1)
     assert (run.list()[0].tags, run.list()[0].pinned) == (("a", "b"), False)
     assert (run.list()[1].tags, dict(run.list()[1].metrics)) == (("s2",), {"loss": 8.0})
-    assert store.list_names(LABELS_FOLDER) == [f"{checkpoint_name(1, 1)}-{number:04d}.json" for number in range(1, 5)]
+    assert store.list_names(LABELS_FOLDER) == [
+        f"{checkpoint_name(1, 1)}-{number:04d}.json" for number in range(1, 5)
+    ]
     assert ckptfmt.validate(store)
 
 
@@ -220,9 +233,17 @@ def test_a_pin_looks_for_condemnations_and_then_at_the_register() -> None:
     labelling.pin_checkpoint(recorder, open_run(store), checkpoint_name(1, 1))
     seen = [(one.op, one.path) for one in recorder.log.operations]
     name = checkpoint_name(1, 1)
-    created = next(at for at, (op, path) in enumerate(seen) if op == "create" and path.startswith(LABELS_FOLDER))
+    created = next(
+        at
+        for at, (op, path) in enumerate(seen)
+        if op == "create" and path.startswith(LABELS_FOLDER)
+    )
     rest = [one for one in seen[created + 1 :] if one[0] in ("sync", "list_names", "read")]
-    assert rest[:3] == [("sync", LABELS_FOLDER), ("list_names", name), ("read", f"{name}/manifest.json")]
+    assert rest[:3] == [
+        ("sync", LABELS_FOLDER),
+        ("list_names", name),
+        ("read", f"{name}/manifest.json"),
+    ]
 
 
 def test_a_pin_that_comes_second_waits_for_the_cleaner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +265,11 @@ def test_a_pin_that_comes_second_waits_for_the_cleaner(monkeypatch: pytest.Monke
             looks.append(operation.path)
             decision.retire(place, manifest)  # type: ignore[arg-type]
 
-    error = error_of(lambda: labelling.pin_checkpoint(Meddling(store, retire), open_run(store), checkpoint_name(1, 1)))
+    error = error_of(
+        lambda: labelling.pin_checkpoint(
+            Meddling(store, retire), open_run(store), checkpoint_name(1, 1)
+        )
+    )
     assert (error.code, len(looks)) == (Code.CHECKPOINT_RETIRED, 1)
 
 
@@ -262,7 +287,9 @@ def test_what_is_needed_is_not_deleted() -> None:
     """REQ-CMT-026, REQ-CMT-040: each time with the reason."""
     store, run = made(1, 2, 3)
     run.pin(1)
-    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", resume=checkpoint_name(2, 1)):
+    with ckptfmt.Checkpointer(
+        store, ckptfmt.State(data={"a": 1}), saver="inline", resume=checkpoint_name(2, 1)
+    ):
         pass
     for step, reason in ((1, "pinned"), (2, "goes on from it")):
         error = error_of(lambda step=step: run.delete(step))
@@ -288,7 +315,9 @@ def test_each_reason_not_to_delete_has_a_remedy_that_works() -> None:
     run.delete(1)
     resume = re.search(r"resume='([^']*)'", remedy(3))
     assert resume is not None
-    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", resume=resume[1]) as checkpointer:
+    with ckptfmt.Checkpointer(
+        store, ckptfmt.State(data={"a": 1}), saver="inline", resume=resume[1]
+    ) as checkpointer:
         checkpointer.restore_rng()
         checkpointer.save(step=9)
     run.delete(3)
@@ -299,7 +328,9 @@ def test_each_reason_not_to_delete_has_a_remedy_that_works() -> None:
     run.delete(2)
     resume = re.search(r"resume='([^']*)'", remedy(9))
     assert resume is not None
-    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", resume=resume[1]) as checkpointer:
+    with ckptfmt.Checkpointer(
+        store, ckptfmt.State(data={"a": 1}), saver="inline", resume=resume[1]
+    ) as checkpointer:
         assert "once the run has a newer one" in remedy(9)
         checkpointer.save(step=1)
     run.delete(9)
@@ -335,7 +366,10 @@ def test_what_the_newest_launch_began_with_is_not_deleted() -> None:
         pass
     assert run.best("loss").step == 1
     error = error_of(lambda: run.delete(1))
-    assert (error.code, error.detail) == (Code.CHECKPOINT_NEEDED, "it is the last committed checkpoint of the run")
+    assert (error.code, error.detail) == (
+        Code.CHECKPOINT_NEEDED,
+        "it is the last committed checkpoint of the run",
+    )
 
 
 def test_a_base_is_not_deleted_before_what_reads_from_it() -> None:
@@ -370,7 +404,11 @@ def test_a_metric_that_comes_between_the_choice_and_the_tombstone_keeps_the_best
     store, run = made(1, 2, 3)
 
     def measure(operation: Any) -> None:
-        if operation.op == "create" and CONDEMNED in operation.path and not run.list()[0].metrics.get("accuracy"):
+        if (
+            operation.op == "create"
+            and CONDEMNED in operation.path
+            and not run.list()[0].metrics.get("accuracy")
+        ):
             run.set_metrics(1, {"accuracy": 0.75})
 
     run.set_metrics(3, {"accuracy": 0.5})
@@ -388,12 +426,19 @@ def test_a_launch_that_begins_after_the_choice_keeps_what_it_resumes_from(cleane
 
     def begin(operation: Any) -> None:
         if operation.op == "list_names" and operation.path == LABELS_FOLDER and not begun:
-            begun.append(begin_launch(store, open_run(store), choose=checkpoint_name(1, 1))[0].launch)
+            begun.append(
+                begin_launch(store, open_run(store), choose=checkpoint_name(1, 1))[0].launch
+            )
 
     meddling = Meddling(store, begin)
     if cleaner == "a person":
-        error = error_of(lambda: delete_checkpoint(meddling, open_run(store), checkpoint_name(1, 1)))
-        assert (error.code, error.detail) == (Code.CHECKPOINT_NEEDED, "launch 2 has just begun, and resumes from it")
+        error = error_of(
+            lambda: delete_checkpoint(meddling, open_run(store), checkpoint_name(1, 1))
+        )
+        assert (error.code, error.detail) == (
+            Code.CHECKPOINT_NEEDED,
+            "launch 2 has just begun, and resumes from it",
+        )
     else:
         clean_up(meddling, open_run(store), launch=1, retention=Retention(keep=1))
     assert begun == [2]
@@ -402,7 +447,9 @@ def test_a_launch_that_begins_after_the_choice_keeps_what_it_resumes_from(cleane
     assert begin_launch(store, open_run(store))[0].launch == 3
 
 
-def test_a_launch_by_hand_does_not_begin_from_what_is_condemned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_by_hand_does_not_begin_from_what_is_condemned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """REQ-RUN-013: before its record nothing is changed, behind it a condemnation is seen as well."""
     monkeypatch.setattr(labelling, "_CLEANER_S", 0.0)
     store, run = made(1, 2, 3)
@@ -445,7 +492,9 @@ def test_what_stays_for_the_sake_of_an_unreadable_register_names_that_one() -> N
         newer.save(step, snapshot(tensor("w", arrays)))
     saving.store.at(checkpoint_name(20, 2)).replace("manifest.json", b"{")
     error = error_of(lambda: ckptfmt.Run(saving.store).delete(10))
-    assert (error.code, checkpoint_name(20, 2) in error.detail) == (Code.CHECKPOINT_NEEDED, True), error
+    assert (error.code, checkpoint_name(20, 2) in error.detail) == (Code.CHECKPOINT_NEEDED, True), (
+        error
+    )
 
 
 def test_the_remedy_for_what_is_retired_is_not_only_for_who_saves() -> None:
@@ -512,7 +561,9 @@ def test_what_to_resume_from_is_chosen_without_records_of_labels() -> None:
     unlisted = Unlisted(store)
     with ckptfmt.open(unlisted) as checkpoint:
         assert checkpoint.step == 2
-    with ckptfmt.Checkpointer(unlisted, ckptfmt.State(data={"a": 1}), saver="inline") as checkpointer:
+    with ckptfmt.Checkpointer(
+        unlisted, ckptfmt.State(data={"a": 1}), saver="inline"
+    ) as checkpointer:
         checkpointer.restore_rng()
         checkpointer.save(step=3)
     assert run.newest().step == 3
@@ -585,7 +636,9 @@ class Retiring(HookedStore):
 def test_the_newest_is_opened_while_a_training_retires_the_one_before(look: Any, at: int) -> None:
     """REQ-RUN-020: whoever looks once more gets the one that came in its place."""
     store = MemoryStore()
-    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", keep=1) as trainer:
+    with ckptfmt.Checkpointer(
+        store, ckptfmt.State(data={"a": 1}), saver="inline", keep=1
+    ) as trainer:
         trainer.save(step=1)
         with look(Retiring(store, trainer, at=at)) as checkpoint:
             assert checkpoint.step == 2
@@ -595,7 +648,9 @@ def test_the_newest_is_opened_while_a_training_retires_the_one_before(look: Any,
 def test_the_newest_is_described_as_it_was_found(at: int) -> None:
     """REQ-RUN-020: never as retired, by a second look."""
     store = MemoryStore()
-    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", keep=1) as trainer:
+    with ckptfmt.Checkpointer(
+        store, ckptfmt.State(data={"a": 1}), saver="inline", keep=1
+    ) as trainer:
         trainer.save(step=1)
         assert ckptfmt.Run(Retiring(store, trainer, at=at)).newest().state == "committed"
 
@@ -613,7 +668,10 @@ def test_a_path_without_a_run_is_named_and_nothing_is_made_there(tmp_path: Path)
         assert (error.code, error.detail) == (Code.FILE_MISSING, "no run is here")
     assert not typo.parent.exists()
     ckptfmt.save(tmp_path / "lone", ckptfmt.State(data={"a": 1}), step=1)
-    assert error_of(lambda: ckptfmt.Run(tmp_path / "lone").list()).detail == "a checkpoint is here, and no run"
+    assert (
+        error_of(lambda: ckptfmt.Run(tmp_path / "lone").list()).detail
+        == "a checkpoint is here, and no run"
+    )
 
 
 def test_behind_a_record_that_cannot_be_read_nothing_older_is_lost() -> None:

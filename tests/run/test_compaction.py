@@ -20,7 +20,17 @@ from ckptfmt.run.lineage import begin_launch, find_head, list_launches, open_run
 from ckptfmt.run.retention import Retention, clean_up
 from ckptfmt.store import LocalStore
 from ckptfmt.write.writer import write_part
-from tests.builders import code_of, error_of, leaf, origin, save, snapshot, tensor, two_writers, verify
+from tests.builders import (
+    code_of,
+    error_of,
+    leaf,
+    origin,
+    save,
+    snapshot,
+    tensor,
+    two_writers,
+    verify,
+)
 from tests.chains import Saving, cast_chain
 from tests.homes import files_of
 from tests.part_rows import rows_of
@@ -39,8 +49,15 @@ def later(snapshots, step):
             raw = np.frombuffer(source.array.tobytes(), np.uint8).copy()
             if source.name != "bias":
                 raw[: 3 * step] ^= 1
-            sources.append(dataclasses.replace(source, array=raw.view(source.array.dtype).reshape(source.array.shape)))
-        leaves = [one if one.field != "data" else leaf("data", step, scope=one.scope) for one in held.leaves]
+            sources.append(
+                dataclasses.replace(
+                    source, array=raw.view(source.array.dtype).reshape(source.array.shape)
+                )
+            )
+        leaves = [
+            one if one.field != "data" else leaf("data", step, scope=one.scope)
+            for one in held.leaves
+        ]
         found.append(snapshot(*sources, leaves=leaves, streams=held.streams, absent=held.absent))
     return found
 
@@ -65,7 +82,11 @@ def three_writers():
 def one_writer():
     """Return what is small and has blocks of each kind."""
     array = np.random.default_rng(3).standard_normal(2000).astype(np.float32)
-    return [snapshot(tensor("w", array), tensor("bias", array[:3]), leaves=[leaf("config", {"lr": 1.0})])]
+    return [
+        snapshot(
+            tensor("w", array), tensor("bias", array[:3]), leaves=[leaf("config", {"lr": 1.0})]
+        )
+    ]
 
 
 def written_of(snapshots):
@@ -106,10 +127,14 @@ def contents(checkpoint):
 
 def lines_of(files):
     """Files without the attempt in their names."""
-    return {path.replace(path.split("-")[1], "*"): content for path, content in files.items() if "-" in path}
+    return {
+        path.replace(path.split("-")[1], "*"): content
+        for path, content in files.items()
+        if "-" in path
+    }
 
 
-# --- outside of a run -------------------------------------------------------------------------------------------------
+# --- outside of a run -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
@@ -149,9 +174,17 @@ def test_its_files_are_those_of_a_full_save(home, monkeypatch):
     at = origin(writer_count=3, block_nbytes=BLOCK)
     for number, (held, written) in enumerate(zip(states[3], written_of(states[3]), strict=True)):
         write_part(full, held, at, writer=number, written=written)
-        assert rows_of(Checkpoint(out).read_part(number).holdings) == rows_of(part_of(full, number).holdings)
-    shards = {path: content for path, content in lines_of(files_of(out)).items() if path.endswith(".safetensors")}
-    assert shards == {path: one for path, one in lines_of(files_of(full)).items() if path.endswith(".safetensors")}
+        assert rows_of(Checkpoint(out).read_part(number).holdings) == rows_of(
+            part_of(full, number).holdings
+        )
+    shards = {
+        path: content
+        for path, content in lines_of(files_of(out)).items()
+        if path.endswith(".safetensors")
+    }
+    assert shards == {
+        path: one for path, one in lines_of(files_of(full)).items() if path.endswith(".safetensors")
+    }
     assert len(shards) >= 4
 
 
@@ -220,7 +253,11 @@ def test_damage_in_a_base_stops_it(home):
     """REQ-OPN-006."""
     saving, _ = chain(steps=2, store=home.store())
     files = dict(files_of(saving.store))
-    (path,) = [path for path in files if path.startswith(f"{checkpoint_name(1, 1)}/weights-") and "-00001" in path]
+    (path,) = [
+        path
+        for path in files
+        if path.startswith(f"{checkpoint_name(1, 1)}/weights-") and "-00001" in path
+    ]
     files[path] = files[path][:-1] + bytes([files[path][-1] ^ 1])
     out = home.store()
     damaged = home.store(files).at(checkpoint_name(2, 1))
@@ -251,7 +288,7 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path):
     assert peak < 12 << 20  # of 24 MiB
 
 
-# --- in the run -------------------------------------------------------------------------------------------------------
+# --- in the run -----------------------------------------------------------------------------------
 
 
 def test_in_a_run_it_is_the_first_commit_of_a_launch_that_goes_on_from_the_delta(home):
@@ -263,7 +300,10 @@ def test_in_a_run_it_is_the_first_commit_of_a_launch_that_goes_on_from_the_delta
     assert (name, is_new) == (checkpoint_name(3, 2), True)
     launch: Any = list_launches(saving.store, saving.run)[-1]
     assert (launch.launch, launch.chosen_by) == (2, "hand")
-    assert (launch.resume_from.name, launch.resume_from.digest) == (checkpoint_name(3, 1), delta.digest)
+    assert (launch.resume_from.name, launch.resume_from.digest) == (
+        checkpoint_name(3, 1),
+        delta.digest,
+    )
     assert (manifest.origin.run_id, manifest.origin.nonce) == (saving.run.run_id, launch.nonce)
     assert find_head(saving.store)[0] == name
     assert contents(Checkpoint(saving.store.at(name))) == contents(delta)
@@ -321,7 +361,10 @@ def test_somebody_who_is_saving_is_not_fenced_off(tmp_path):
     store = LocalStore(tmp_path, writable=True)
     chain(one_writer, steps=2, store=store)
     with store.hold("savers/0001-00000-0123456789abcdef"):
-        assert code_of(lambda: compact_run(LocalStore(tmp_path, writable=True), deadline_s=0)) == Code.SAVE_PENDING
+        assert (
+            code_of(lambda: compact_run(LocalStore(tmp_path, writable=True), deadline_s=0))
+            == Code.SAVE_PENDING
+        )
     assert store.list_names("launches") == ["0001.json"]
     assert compact_run(store)[2]
 
@@ -330,7 +373,9 @@ def test_a_run_with_a_feature_that_is_not_known_is_left_alone(home):
     """REQ-VER-003."""
     saving, _ = chain(steps=2, store=home.store())
     files = dict(files_of(saving.store))
-    files["run.json"] = RunRecord(run_id=saving.run.run_id, writer_features=(REFERENCED, "unheard-of")).dump()
+    files["run.json"] = RunRecord(
+        run_id=saving.run.run_id, writer_features=(REFERENCED, "unheard-of")
+    ).dump()
     store = home.store(files)
 
     assert code_of(lambda: compact_run(store)) == Code.FEATURE_UNSUPPORTED
@@ -341,7 +386,11 @@ def test_a_damaged_head_is_refused_before_a_launch_is_made(home):
     """REQ-RUN-012."""
     saving, _ = chain(steps=2, store=home.store())
     files = dict(files_of(saving.store))
-    (path,) = [path for path in files if path.startswith(f"{checkpoint_name(1, 1)}/parts/") and "-00000." in path]
+    (path,) = [
+        path
+        for path in files
+        if path.startswith(f"{checkpoint_name(1, 1)}/parts/") and "-00000." in path
+    ]
     del files[path]
     store = home.store(files)
 

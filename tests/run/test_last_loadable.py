@@ -17,7 +17,9 @@ from tests.builders import error_of
 
 def train(path: pathlib.Path, count: int = 3) -> None:
     weights = {"w": np.zeros(5000)}
-    with Checkpointer(path, State(weights=weights, rng=False), every=1, saver="inline") as checkpointer:
+    with Checkpointer(
+        path, State(weights=weights, rng=False), every=1, saver="inline"
+    ) as checkpointer:
         for step in checkpointer.steps(checkpointer.step + count):
             weights["w"][...] = step + 1
 
@@ -53,19 +55,25 @@ def call(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("how", ["missing", "cut", "bit"])
-def test_gc_keeps_the_last_checkpoint_that_can_be_loaded(path: pathlib.Path, how: str, capsys: Any) -> None:
+def test_gc_keeps_the_last_checkpoint_that_can_be_loaded(
+    path: pathlib.Path, how: str, capsys: Any
+) -> None:
     """REQ-CMT-052: the newest is damaged, and would be the only one left."""
     spoil(path, 3, how)
     for options in (("--dry-run",), ()):
         code, out = call(capsys, "gc", path, "--keep", 1, *options)
         assert code == 1
-        assert "it is the last checkpoint of the run that can be loaded (step-00000003-l0001: " in out
+        assert (
+            "it is the last checkpoint of the run that can be loaded (step-00000003-l0001: " in out
+        )
     assert steps_of(path) == [2, 3]
     train(path, 1)
     assert steps_of(path) == [2, 3, 3]  # the second one is of launch 2, which went on from step 2
 
 
-def test_gc_of_a_run_of_which_nothing_can_be_loaded_retires_nothing(path: pathlib.Path, capsys: Any) -> None:
+def test_gc_of_a_run_of_which_nothing_can_be_loaded_retires_nothing(
+    path: pathlib.Path, capsys: Any
+) -> None:
     for step in (1, 2, 3):
         spoil(path, step, "bit")
     code, out = call(capsys, "gc", path, "--keep", 1)
@@ -84,7 +92,9 @@ def test_gc_where_what_stays_is_whole_is_as_before(path: pathlib.Path, capsys: A
 
 
 @pytest.mark.parametrize("how", ["missing", "cut", "bit"])
-def test_rm_and_delete_refuse_the_last_checkpoint_that_can_be_loaded(path: pathlib.Path, how: str, capsys: Any) -> None:
+def test_rm_and_delete_refuse_the_last_checkpoint_that_can_be_loaded(
+    path: pathlib.Path, how: str, capsys: Any
+) -> None:
     """REQ-CMT-052: the refusal names the others, and how to delete the checkpoint all the same."""
     for step in (2, 3):
         spoil(path, step, how)

@@ -54,7 +54,9 @@ class RunOfSteps:
         self.nonces: dict[int, str] = {}
 
     def begin(self, **options):
-        self.launch, _ = begin_launch(self.store, self.run, on_passed_over=self.passed_over.append, **options)
+        self.launch, _ = begin_launch(
+            self.store, self.run, on_passed_over=self.passed_over.append, **options
+        )
         self.nonces[self.launch.launch] = self.launch.nonce
         return self.launch
 
@@ -118,7 +120,9 @@ def test_the_digest_that_is_named_is_the_manifests(home):
     made.begin()
     made.save(5)
     manifest = manifests(made)[0]
-    assert made.begin().resume_from == ResumeFrom(name="step-00000005-l0001", digest=manifest.digest)
+    assert made.begin().resume_from == ResumeFrom(
+        name="step-00000005-l0001", digest=manifest.digest
+    )
 
 
 def test_a_rollback_stays_rolled_back(home):
@@ -135,7 +139,10 @@ def test_a_rollback_stays_rolled_back(home):
     made.save(600)
     assert made.head() == "step-00000600-l0004"
     launches, entries = list_launches(made.store, made.run), list_checkpoints(made.store, made.run)
-    assert [entry.name for entry in iter_lineage(launches, entries)] == ["step-00000600-l0004", "step-00000400-l0001"]
+    assert [entry.name for entry in iter_lineage(launches, entries)] == [
+        "step-00000600-l0004",
+        "step-00000400-l0001",
+    ]
 
 
 def test_a_choice_by_digest(home):
@@ -191,8 +198,14 @@ def test_a_run_does_not_go_back_for_an_answer_that_was_damaged_on_its_way(part):
     made.begin()
     made.save(1, 2)
     passed_over: list[str] = []
-    launch: Any = begin_launch(Noisy(made.store, part, 1), made.run, on_passed_over=passed_over.append)[0]
-    assert (launch.chosen_by, launch.resume_from.name, passed_over) == ("lineage", checkpoint_name(2, 1), [])
+    launch: Any = begin_launch(
+        Noisy(made.store, part, 1), made.run, on_passed_over=passed_over.append
+    )[0]
+    assert (launch.chosen_by, launch.resume_from.name, passed_over) == (
+        "lineage",
+        checkpoint_name(2, 1),
+        [],
+    )
     noisy: Any = Noisy(made.store, part, 1000)
     with pytest.raises(IntegrityError, match="NO_VALID_CHECKPOINT"):
         begin_launch(noisy, made.run, on_passed_over=passed_over.append)
@@ -251,7 +264,9 @@ def test_a_manifest_that_a_late_repair_puts_back_is_retired_again():
     made.save(1, 2)
     content = made.place(1).read("manifest.json", limit_nbytes=1 << 16)
     for _ in range(2):
-        assert clean_up(made.store, made.run, launch=1, retention=Retention(keep=1)) == [checkpoint_name(1, 1)]
+        assert clean_up(made.store, made.run, launch=1, retention=Retention(keep=1)) == [
+            checkpoint_name(1, 1)
+        ]
         made.place(1).replace("manifest.json", content)
     assert made.head() == checkpoint_name(2, 1)
 
@@ -288,11 +303,17 @@ def test_what_a_newer_program_saved_is_refused_and_not_passed_over(home):
     made.begin()
     made.save(1, 2)
     register = made.place(2).read("manifest.json", limit_nbytes=10_000)
-    signed = json.loads(register)["signed"] | {"features": {"reader": ["nobody.knows"], "writer": []}}
+    signed = json.loads(register)["signed"] | {
+        "features": {"reader": ["nobody.knows"], "writer": []}
+    }
     made.place(2).replace("manifest.json", dump_document(signed))
 
     error = error_of(made.begin)
-    assert (error.code, type(error), made.passed_over) == (Code.FEATURE_UNSUPPORTED, UnsupportedError, [])
+    assert (error.code, type(error), made.passed_over) == (
+        Code.FEATURE_UNSUPPORTED,
+        UnsupportedError,
+        [],
+    )
     assert error.where.startswith("step-00000002-l0001/")
     assert [launch.launch for launch in list_launches(made.store)] == [1]
 
@@ -333,10 +354,16 @@ def test_what_is_retired_before_the_record_is_there_is_chosen_anew(home):
 def test_a_run_with_a_writer_feature_that_is_not_known_is_not_written_to(home):
     """REQ-VER-003."""
     store = home.store()
-    store.create(RUN_NAME, [RunRecord(run_id="a" * 32, writer_features=("references", "me.packs")).dump()])
+    store.create(
+        RUN_NAME, [RunRecord(run_id="a" * 32, writer_features=("references", "me.packs")).dump()]
+    )
     before = files_of(store)
     error = error_of(lambda: begin_launch(store, open_run(store)))
-    assert (error.code, type(error), error.requirement) == (Code.FEATURE_UNSUPPORTED, UnsupportedError, "REQ-VER-003")
+    assert (error.code, type(error), error.requirement) == (
+        Code.FEATURE_UNSUPPORTED,
+        UnsupportedError,
+        "REQ-VER-003",
+    )
     assert "me.packs" in error.detail
     assert "references" not in error.detail
     assert files_of(store) == before
@@ -365,7 +392,8 @@ def test_whatever_is_damaged_is_passed_over(home, what):
     path = next(
         name
         for name in names
-        if {"register": "manifest", "index": "index-", "part": "parts/", "missing": "weights"}[what] in name
+        if {"register": "manifest", "index": "index-", "part": "parts/", "missing": "weights"}[what]
+        in name
     )
     content = made.store.read(path, limit_nbytes=10_000)
     made.store.delete(path)
@@ -388,7 +416,9 @@ def test_a_tombstone_of_another_run_is_damage_and_no_endless_recursion(home):
     made.begin()
     made.save(1, 2)
     digest = manifests(made)[1].digest
-    put_register(made, 2, 1, Tombstone(run_id="0" * 32, launch=1, step=2, manifest_digest=digest).dump())
+    put_register(
+        made, 2, 1, Tombstone(run_id="0" * 32, launch=1, step=2, manifest_digest=digest).dump()
+    )
 
     launch = made.begin()
 
@@ -403,7 +433,9 @@ def test_what_a_record_names_is_known_by_its_digest(home):
     made.save(1, 2, 3)
     first, second, _ = manifests(made)
     resume = ResumeFrom(name=checkpoint_name(2, 1), digest=first.digest)
-    record = Launch(run_id=made.run.run_id, launch=2, nonce=NONCE, chosen_by="hand", resume_from=resume)
+    record = Launch(
+        run_id=made.run.run_id, launch=2, nonce=NONCE, chosen_by="hand", resume_from=resume
+    )
     made.store.create("launches/0002.json", [record.dump()])
 
     assert code_of(lambda: find_head(made.store)) == Code.DOC_DIGEST
@@ -420,7 +452,10 @@ def test_what_a_record_names_and_is_aborted_is_passed_over_by_name(home):
     put_register(made, 2, 1, Abort(run_id=made.run.run_id, launch=1, step=2, reason="x").dump())
 
     assert code_of(lambda: find_head(made.store)) == Code.CHECKPOINT_ABORTED
-    assert (made.begin().chosen_by, made.launch.resume_from.name) == ("fallback", checkpoint_name(1, 1))
+    assert (made.begin().chosen_by, made.launch.resume_from.name) == (
+        "fallback",
+        checkpoint_name(1, 1),
+    )
 
 
 def test_a_launch_whose_only_register_is_damaged_is_not_overtaken(home):
@@ -469,7 +504,11 @@ def test_an_error_of_the_store_is_no_damage(home):
     made.save(1, 2)
     before = len(list_launches(made.store))
     for op in ("read", "read_range", "nbytes"):
-        fault = Fault(fail_at=1, operations=frozenset({op}), path_end=".safetensors" if op != "read" else ".msgpack")
+        fault = Fault(
+            fail_at=1,
+            operations=frozenset({op}),
+            path_end=".safetensors" if op != "read" else ".msgpack",
+        )
         error = error_of(lambda fault=fault: begin_launch(FaultStore(made.store, fault), made.run))
         assert isinstance(error, StoreError)
         assert fault.fired_count == 1
@@ -483,7 +522,10 @@ def test_undecided_aborted_and_retired_directories_are_no_candidates(home):
     made.begin()
     made.save(1, 2)
     write_part(
-        made.place(3), snapshot(tensor("w", np.ones(2))), origin(step=3, launch=1, run_id=made.run.run_id), writer=0
+        made.place(3),
+        snapshot(tensor("w", np.ones(2))),
+        origin(step=3, launch=1, run_id=made.run.run_id),
+        writer=0,
     )
     abort(made.place(4), run_id=made.run.run_id, launch=1, step=4, reason="x")
     retire(made.place(2), manifests(made)[1])
@@ -507,7 +549,10 @@ class Meanwhile(HookedStore):
         self._let_work("after", operation)
 
     def _let_work(self, when, operation):
-        if (operation.op, operation.path.rpartition("/")[2]) == ("read", "manifest.json") and when in self._jobs:
+        if (operation.op, operation.path.rpartition("/")[2]) == (
+            "read",
+            "manifest.json",
+        ) and when in self._jobs:
             self._jobs.pop(when)()
 
 
@@ -546,7 +591,11 @@ class Overtaken(HookedStore):
             assert self._done.wait(60)
 
     def after(self, operation):
-        if operation.op == "read" and operation.path.endswith("manifest.json") and self._older not in operation.path:
+        if (
+            operation.op == "read"
+            and operation.path.endswith("manifest.json")
+            and self._older not in operation.path
+        ):
             if not self._asked.is_set():
                 self._asked.set()
                 self._work()
@@ -574,7 +623,12 @@ class Busy(HookedStore):
 
     def __init__(self, made, *, reads_per_save, is_retiring):
         super().__init__(made.store)
-        self._state = {"made": made, "reads": 0, "step": 100, "is_retiring": is_retiring}  # shared by all places
+        self._state = {
+            "made": made,
+            "reads": 0,
+            "step": 100,
+            "is_retiring": is_retiring,
+        }  # shared by all places
         self._reads_per_save = reads_per_save
 
     def after(self, operation):
@@ -592,12 +646,16 @@ class Busy(HookedStore):
 
 
 @pytest.mark.parametrize(("reads_per_save", "is_retiring"), [(1, False), (3, True)])
-def test_a_job_that_saves_faster_than_a_run_is_listed_keeps_nobody_waiting(reads_per_save, is_retiring):
+def test_a_job_that_saves_faster_than_a_run_is_listed_keeps_nobody_waiting(
+    reads_per_save, is_retiring
+):
     """REQ-RUN-014: what is decided isn't read again, only what has come since."""
     made = RunOfSteps(MemoryStore())
     made.begin()
     made.save(*range(1, 25))
-    entries = list_checkpoints(Busy(made, reads_per_save=reads_per_save, is_retiring=is_retiring), made.run)
+    entries = list_checkpoints(
+        Busy(made, reads_per_save=reads_per_save, is_retiring=is_retiring), made.run
+    )
     assert [entry.step for entry in entries][:24] == [*range(1, 25)]
     assert isinstance(entries[-1].register, Manifest)
 
@@ -611,7 +669,9 @@ def test_a_directory_under_another_name_is_refused(home):
         content = made.store.read(path, limit_nbytes=10_000)
         made.store.create(path.replace("step-00000001", "step-00000009"), [content])
     made.save(5, run_id="0" * 32)
-    entries: dict[str, Any] = {entry.name: entry.register for entry in list_checkpoints(made.store, made.run)}
+    entries: dict[str, Any] = {
+        entry.name: entry.register for entry in list_checkpoints(made.store, made.run)
+    }
     assert isinstance(entries["step-00000001-l0001"], Manifest)
     assert (entries["step-00000009-l0001"].code, entries["step-00000005-l0001"].code) == (
         Code.STEP_MISMATCH,
@@ -625,16 +685,32 @@ def test_launch_numbers_are_numbers(home):
     """REQ-RUN-005, REQ-RUN-009: 9999, then 10000, then 10001."""
     made = RunOfSteps(home.store())
     for number in (9, 9998, 9999):
-        record = Launch(run_id=made.run.run_id, launch=number, nonce=NONCE, chosen_by="lineage", resume_from=None)
+        record = Launch(
+            run_id=made.run.run_id,
+            launch=number,
+            nonce=NONCE,
+            chosen_by="lineage",
+            resume_from=None,
+        )
         made.store.create(f"launches/{launch_name(number)}", [record.dump()])
     assert [made.begin().launch for _ in range(2)] == [10_000, 10_001]
-    assert [launch.launch for launch in list_launches(made.store, made.run)] == [9, 9998, 9999, 10_000, 10_001]
+    assert [launch.launch for launch in list_launches(made.store, made.run)] == [
+        9,
+        9998,
+        9999,
+        10_000,
+        10_001,
+    ]
     made.save(3)
     assert made.head() == "step-00000003-l10001"
     check_not_fenced(made.store, 10_002)
     assert code_of(lambda: check_not_fenced(made.store, 10_001)) == Code.FENCED
     error = error_of(lambda: check_not_fenced(made.store, 9999))
-    assert (error.code, type(error), error.where) == (Code.FENCED, FencedError, "launches/10002.json")
+    assert (error.code, type(error), error.where) == (
+        Code.FENCED,
+        FencedError,
+        "launches/10002.json",
+    )
     assert isinstance(error, CommitError)
 
 
@@ -654,7 +730,11 @@ def test_a_launch_of_another_run_is_refused(home):
     record = Launch(run_id="0" * 32, launch=2, nonce=NONCE, chosen_by="lineage", resume_from=None)
     made.store.create("launches/0002.json", [record.dump()])
     error = error_of(lambda: find_head(made.store))
-    assert (error.code, error.where, type(error)) == (Code.RUN_MISMATCH, "launches/0002.json", FormatError)
+    assert (error.code, error.where, type(error)) == (
+        Code.RUN_MISMATCH,
+        "launches/0002.json",
+        FormatError,
+    )
 
 
 def test_a_record_that_says_another_number_is_refused(home):
@@ -662,7 +742,9 @@ def test_a_record_that_says_another_number_is_refused(home):
     made = RunOfSteps(home.store())
     made.begin()
     made.save(1)
-    record = Launch(run_id=made.run.run_id, launch=1, nonce=NONCE, chosen_by="lineage", resume_from=None)
+    record = Launch(
+        run_id=made.run.run_id, launch=1, nonce=NONCE, chosen_by="lineage", resume_from=None
+    )
     made.store.create("launches/0002.json", [record.dump()])
     assert code_of(lambda: find_head(made.store)) == Code.RUN_MISMATCH
 
@@ -673,7 +755,9 @@ def test_records_that_lead_in_a_circle_end(home):
     digest = "blake3:" + "0" * 64
     for number, other in ((1, 2), (2, 1)):
         resume = ResumeFrom(name=checkpoint_name(5, other), digest=digest)
-        record = Launch(run_id=made.run.run_id, launch=number, nonce=NONCE, chosen_by="hand", resume_from=resume)
+        record = Launch(
+            run_id=made.run.run_id, launch=number, nonce=NONCE, chosen_by="hand", resume_from=resume
+        )
         made.store.create(f"launches/{launch_name(number)}", [record.dump()])
     assert code_of(made.begin) == Code.NO_VALID_CHECKPOINT
 

@@ -37,7 +37,9 @@ DAMAGES = {
     "cut": lambda content: content[:-1],
     "empty": lambda content: content[:0],
     "zeros": lambda content: bytes(len(content)),
-    "moved": lambda content: dataclasses.replace(Launch.parse(content, where="launches/0002.json"), launch=1).dump(),
+    "moved": lambda content: dataclasses.replace(
+        Launch.parse(content, where="launches/0002.json"), launch=1
+    ).dump(),
 }
 
 
@@ -59,7 +61,9 @@ def two_launches(store=None, *, saved: bool = True) -> RunOfSteps:
 
 
 def names_of(made: RunOfSteps) -> list[str]:
-    return [entry.name for entry in list_checkpoints(made.store, made.run) if entry.manifest is not None]
+    return [
+        entry.name for entry in list_checkpoints(made.store, made.run) if entry.manifest is not None
+    ]
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -69,7 +73,11 @@ def test_a_launch_with_checkpoints_of_its_own_is_gone_on_from(home, how):
     spoil(made, 2, how)
     assert find_head(made.store)[0] == checkpoint_name(4, 2)
     launch = made.begin()
-    assert (launch.launch, launch.chosen_by, launch.resume_from.name) == (3, "lineage", checkpoint_name(4, 2))
+    assert (launch.launch, launch.chosen_by, launch.resume_from.name) == (
+        3,
+        "lineage",
+        checkpoint_name(4, 2),
+    )
     (told,) = made.passed_over
     assert told.startswith("launches/0002.json can't be read")
     assert "ckptfmt repair" in told
@@ -84,7 +92,11 @@ def test_a_launch_that_saved_nothing_is_passed_over_and_said(home, how):
     assert error.where == "launches/0002.json"
     assert "what launch 2 went on from can't be known" in error.detail
     launch = made.begin()
-    assert (launch.launch, launch.chosen_by, launch.resume_from.name) == (3, "fallback", checkpoint_name(2, 1))
+    assert (launch.launch, launch.chosen_by, launch.resume_from.name) == (
+        3,
+        "fallback",
+        checkpoint_name(2, 1),
+    )
     assert made.passed_over[0].startswith("launches/0002.json isn't valid")
     assert find_head(made.store)[0] == checkpoint_name(2, 1)
 
@@ -131,7 +143,9 @@ def test_nothing_of_older_launches_goes_before_a_repair(home):
     made.save(2, 3, 4)
     content = spoil(made, 2)
     told: list[str] = []
-    removed = clean_up(made.store, made.run, launch=2, retention=Retention(keep=1), on_problem=told.append)
+    removed = clean_up(
+        made.store, made.run, launch=2, retention=Retention(keep=1), on_problem=told.append
+    )
     assert removed == [checkpoint_name(step, 2) for step in (2, 3)]
     assert "the record of launch 2 can't be read" in told[0]
     assert names_of(made) == [
@@ -141,7 +155,9 @@ def test_nothing_of_older_launches_goes_before_a_repair(home):
         checkpoint_name(4, 2),
     ]
     made.store.replace("launches/0002.json", content)
-    assert clean_up(made.store, made.run, launch=2, retention=Retention(keep=1)) == [checkpoint_name(1, 1)]
+    assert clean_up(made.store, made.run, launch=2, retention=Retention(keep=1)) == [
+        checkpoint_name(1, 1)
+    ]
 
 
 def test_what_the_newest_launch_may_resume_from_is_not_deleted(home):
@@ -170,25 +186,38 @@ def test_a_damaged_record_lets_nothing_go_that_would_have_stayed(seed):
     step = 0
     for _ in range(rng.randint(2, 5)):
         committed = names_of(made)
-        made.begin(**({"choose": rng.choice(committed)} if committed and rng.random() < 0.4 else {}))
+        made.begin(
+            **({"choose": rng.choice(committed)} if committed and rng.random() < 0.4 else {})
+        )
         resume = made.launch.resume_from
         step = int(resume.name[5:13]) if resume else 0
         for _ in range(rng.randint(0, 4)):
             step += 1
             save_with_loss(made, step, rng.random())
         if rng.random() < 0.5:
-            clean_up(made.store, made.run, launch=made.launch.launch, retention=Retention(keep=rng.randint(1, 3)))
+            clean_up(
+                made.store,
+                made.run,
+                launch=made.launch.launch,
+                retention=Retention(keep=rng.randint(1, 3)),
+            )
     number = rng.randint(1, made.launch.launch)
     entries = list_checkpoints(made.store, made.run)
     launches = list_launches(made.store, made.run)
-    lost = [LostLaunch(launch=one.launch, error=error_of(spoiled)) if one.launch == number else one for one in launches]
+    lost = [
+        LostLaunch(launch=one.launch, error=error_of(spoiled)) if one.launch == number else one
+        for one in launches
+    ]
     for keep in (1, 2, 3):
         for keep_best in (None, ("loss", "min", 1)):
             retention = Retention(keep=keep, keep_best=keep_best)
             going = {one.name for one in plan_retention(lost, entries, retention)}
             assert going <= {one.name for one in plan_retention(launches, entries, retention)}
     head = next((one for one in iter_lineage(launches, entries) if one.manifest is not None), None)
-    found = next((one for one in iter_lineage(lost, entries) if one.manifest is not None or one.is_record), None)
+    found = next(
+        (one for one in iter_lineage(lost, entries) if one.manifest is not None or one.is_record),
+        None,
+    )
     if found is not None and not found.is_record:
         assert found == head
     assert (found is None) == (head is None)
@@ -203,7 +232,7 @@ def spoiled() -> None:
     Launch.parse(b"{}", where="launches/0001.json")
 
 
-# --- repair -----------------------------------------------------------------------------------------------------------
+# --- repair ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [3, 40, 90, 150, 300])
@@ -246,7 +275,11 @@ def test_without_a_copy_a_record_is_written_anew_from_what_checkpoints_say(home,
         return
     assert report.whole
     record = newest_record(made)
-    assert (record.launch, record.chosen_by, record.resume_from.name) == (2, "hand", checkpoint_name(2, 1))
+    assert (record.launch, record.chosen_by, record.resume_from.name) == (
+        2,
+        "hand",
+        checkpoint_name(2, 1),
+    )
     if saved:
         assert record.nonce == next(iter(made_manifests(made, 2))).origin.nonce
     assert find_head(made.store)[0] == (checkpoint_name(4, 2) if saved else checkpoint_name(2, 1))
@@ -258,7 +291,11 @@ def newest_record(made: RunOfSteps) -> Any:
 
 
 def made_manifests(made: RunOfSteps, launch: int) -> list[Any]:
-    return [one.manifest for one in list_checkpoints(made.store, made.run) if one.launch == launch and one.manifest]
+    return [
+        one.manifest
+        for one in list_checkpoints(made.store, made.run)
+        if one.launch == launch and one.manifest
+    ]
 
 
 def test_where_all_that_older_launches_saved_is_retired_a_record_names_the_newest_of_it(home):
@@ -287,18 +324,23 @@ def test_a_mirror_that_has_the_record_is_brought_up_to_date(home):
     spoil(made, 2)
     made.save(5)
     report = mirror_run(made.store, other)
-    assert (report.copied, [one.where for one in report.problems]) == ((checkpoint_name(5, 2),), ["launches/0002.json"])
+    assert (report.copied, [one.where for one in report.problems]) == (
+        (checkpoint_name(5, 2),),
+        ["launches/0002.json"],
+    )
     empty = home.store()
     assert error_of(lambda: mirror_run(made.store, empty)).where.endswith("launches/0002.json")
     assert empty.list("") == []
 
 
-# --- what a user sees -------------------------------------------------------------------------------------------------
+# --- what a user sees -----------------------------------------------------------------------------
 
 
 def train(path, count: int) -> Checkpointer:
     weights = {"w": np.zeros(4)}
-    with Checkpointer(path, State(weights=weights, rng=False), every=1, saver="inline", keep=2) as checkpointer:
+    with Checkpointer(
+        path, State(weights=weights, rng=False), every=1, saver="inline", keep=2
+    ) as checkpointer:
         for step in checkpointer.steps(checkpointer.step + count):
             weights["w"][...] = step + 1
     return checkpointer

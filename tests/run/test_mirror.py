@@ -30,7 +30,14 @@ from ckptfmt.read.report import Report
 from ckptfmt.read.verified_files import VerifiedFile, create_verified
 from ckptfmt.read.verify import verify_run
 from ckptfmt.run.catalog import Run
-from ckptfmt.run.lineage import begin_launch, find_head, iter_lineage, list_checkpoints, list_launches, open_run
+from ckptfmt.run.lineage import (
+    begin_launch,
+    find_head,
+    iter_lineage,
+    list_checkpoints,
+    list_launches,
+    open_run,
+)
 from ckptfmt.run.mirror import MirrorReport, follow_run, mirror_run, promote
 from ckptfmt.run.retention import clean_up
 from ckptfmt.run.scrub import scrub_run
@@ -95,11 +102,14 @@ def delta_run(store: Any, *, steps: int = 4) -> Saving:
     """Return a run whose checkpoints are a full one and deltas of it."""
     saving = Saving(snapshot(tensor("w", FLOATS)), store=store)
     for step in range(1, steps + 1):
-        saving.save(step, snapshot(tensor("w", np.where(np.arange(3000) % 7 == step, FLOATS + step, FLOATS))))
+        saving.save(
+            step,
+            snapshot(tensor("w", np.where(np.arange(3000) % 7 == step, FLOATS + step, FLOATS))),
+        )
     return saving
 
 
-# --- what is copied ---------------------------------------------------------------------------------------------------
+# --- what is copied -------------------------------------------------------------------------------
 
 
 def test_a_mirror_has_the_same_files_under_the_same_paths():
@@ -136,7 +146,9 @@ def test_what_comes_later_is_copied_later():
 def test_deltas_come_behind_what_they_read_from(kind, tmp_path):
     """REQ-RUN-028: with their closure, and every one loads as at home."""
     home: Any = MemoryStore() if kind == "memory" else LocalStore(tmp_path / "home", writable=True)
-    other: Any = MemoryStore() if kind == "memory" else LocalStore(tmp_path / "other", writable=True)
+    other: Any = (
+        MemoryStore() if kind == "memory" else LocalStore(tmp_path / "other", writable=True)
+    )
     saving = delta_run(home)
     assert any(entry.references for entry in list_checkpoints(home))
 
@@ -156,7 +168,9 @@ def test_a_run_on_a_mirror_goes_on_bit_for_bit(tmp_path):
         rng = np.random.default_rng(0)
         arrays = {"w": rng.standard_normal(500).astype(np.float32)}
         state = ckptfmt.State(weights=arrays, data={"step": 0})
-        with ckptfmt.Checkpointer(path, state, saver="thread", delta="smallest", every=1) as checkpointer:
+        with ckptfmt.Checkpointer(
+            path, state, saver="thread", delta="smallest", every=1
+        ) as checkpointer:
             for step in checkpointer.steps(steps):
                 arrays["w"] += np.float32(step) * arrays["w"][::-1]
         return arrays["w"].tobytes()
@@ -165,7 +179,11 @@ def test_a_run_on_a_mirror_goes_on_bit_for_bit(tmp_path):
     assert main(["mirror", str(tmp_path / "home"), str(tmp_path / "other")]) == 0
     assert main(["promote", str(tmp_path / "other")]) == 0
 
-    assert train(tmp_path / "other", 6) == train(tmp_path / "home", 6) == train(tmp_path / "undisturbed", 6)
+    assert (
+        train(tmp_path / "other", 6)
+        == train(tmp_path / "home", 6)
+        == train(tmp_path / "undisturbed", 6)
+    )
 
 
 def test_damage_at_home_is_told_and_not_copied():
@@ -174,7 +192,9 @@ def test_damage_at_home_is_told_and_not_copied():
         places = Places()
         places.made.save(10, 20)
         name = checkpoint_name(20, 1)
-        path = next(path for path in places.home.list(name) if path.endswith(end) or f"/{end}" in path)
+        path = next(
+            path for path in places.home.list(name) if path.endswith(end) or f"/{end}" in path
+        )
         places.damage(places.home, path, at=-3)
 
         report = places.mirror()
@@ -203,7 +223,9 @@ def test_where_nothing_to_go_on_from_is_whole_there_is_no_run_yet():
     places.made.save(10)
     places.made.begin(fresh=True)
     places.made.save(20)
-    shard = next(path for path in places.home.list(checkpoint_name(20, 2)) if path.endswith(".safetensors"))
+    shard = next(
+        path for path in places.home.list(checkpoint_name(20, 2)) if path.endswith(".safetensors")
+    )
     content = places.damage(places.home, shard)
 
     assert places.mirror().copied == (checkpoint_name(10, 1),)
@@ -239,7 +261,9 @@ def test_a_delta_on_a_damaged_base_is_not_copied():
 
     assert {one.code for one in report.problems} == {Code.BLOCK_DIGEST, Code.BASE_MISSING}
     assert committed(other) == {
-        entry.name for entry in list_checkpoints(home) if entry.name != base and not entry.references
+        entry.name
+        for entry in list_checkpoints(home)
+        if entry.name != base and not entry.references
     }
 
 
@@ -270,7 +294,7 @@ def test_a_base_that_the_mirror_is_about_to_retire_is_none():
     assert committed(other) == {checkpoint_name(1, 1)}
 
 
-# --- every moment -----------------------------------------------------------------------------------------------------
+# --- every moment ---------------------------------------------------------------------------------
 
 
 class Watched(HookedStore):
@@ -295,7 +319,9 @@ def resumed(store: Any) -> str:
         launch, _ = begin_launch(copy, open_run(copy))
     except CkptError as error:
         return str(error.code)
-    return "fresh" if launch.resume_from is None else f"{launch.chosen_by} {launch.resume_from.name}"
+    return (
+        "fresh" if launch.resume_from is None else f"{launch.chosen_by} {launch.resume_from.name}"
+    )
 
 
 def history() -> tuple[MemoryStore, list[str]]:
@@ -334,7 +360,9 @@ def test_at_every_moment_a_mirror_is_the_run_as_it_was_once():
 
     def watch(_: Operation) -> None:
         state = other.snapshot()
-        seen.append(resumed(state) if any(key.startswith(("step-", LAUNCHES)) for key in state) else "empty")
+        seen.append(
+            resumed(state) if any(key.startswith(("step-", LAUNCHES)) for key in state) else "empty"
+        )
 
     mirror_run(home, Watched(other, watch))
 
@@ -368,7 +396,11 @@ def test_at_every_moment_of_a_later_copy_too(first: int, second: int) -> None:
             heads.append(resumed(made.store))
         act(number)
     # What a launch by hand chose is what the home goes on from until that launch has saved.
-    heads += [f"lineage {one.resume_from.name}" for one in known_launches(made.store) if one.resume_from is not None]
+    heads += [
+        f"lineage {one.resume_from.name}"
+        for one in known_launches(made.store)
+        if one.resume_from is not None
+    ]
     mirror_run(made.store, Watched(other, lambda _: seen.append(resumed(other))))
 
     assert set(seen) <= set(heads)
@@ -409,7 +441,9 @@ def test_a_launch_that_begins_at_a_mirror_at_any_moment_goes_on_undisturbed():
         seen: list[Operation] = []
         there = RunOfSteps(places.other)
 
-        def watch(operation: Operation, seen: list[Operation] = seen, there: RunOfSteps = there) -> None:
+        def watch(
+            operation: Operation, seen: list[Operation] = seen, there: RunOfSteps = there
+        ) -> None:
             seen.append(operation)
             if len(seen) == number:  # noqa: B023 - of this turn
                 there.begin()
@@ -449,7 +483,7 @@ def test_whatever_fails_it_is_done_again(op, applied):
     assert number > 4
 
 
-# --- what the home lets go --------------------------------------------------------------------------------------------
+# --- what the home lets go ------------------------------------------------------------------------
 
 
 def test_a_mirror_keeps_what_the_home_retires_until_it_is_told():
@@ -465,7 +499,10 @@ def test_a_mirror_keeps_what_the_home_retires_until_it_is_told():
     assert len(committed(places.other)) == 4
     assert find_head(places.other) == find_head(places.home)
 
-    assert set(places.mirror(retire=True).retired) == {checkpoint_name(10, 1), checkpoint_name(20, 1)}
+    assert set(places.mirror(retire=True).retired) == {
+        checkpoint_name(10, 1),
+        checkpoint_name(20, 1),
+    }
     assert files_of(places.other) == files_of(places.home)
 
 
@@ -491,7 +528,9 @@ def test_nothing_is_retired_as_long_as_the_newest_is_not_there():
     places.mirror()
     places.made.save(20)
     retire_one(places.home, checkpoint_name(10, 1))
-    places.damage(places.home, next(path for path in places.home.list("") if path.endswith(".safetensors")))
+    places.damage(
+        places.home, next(path for path in places.home.list("") if path.endswith(".safetensors"))
+    )
 
     report = places.mirror(retire=True)
 
@@ -550,7 +589,7 @@ def test_what_is_retired_while_it_is_copied_is_not_there_half():
     check_whole(places.other)
 
 
-# --- beside a training ------------------------------------------------------------------------------------------------
+# --- beside a training ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saver", ["inline", "thread", "process"])
@@ -558,7 +597,9 @@ def test_a_training_keeps_its_mirrors_up_to_date(saver, tmp_path):
     places = [tmp_path / "one", tmp_path / "two"]
     data = {"step": 0}
     state = ckptfmt.State(weights={"w": FLOATS}, data=data)
-    with ckptfmt.Checkpointer(tmp_path / "home", state, saver=saver, keep=2, mirrors=places) as checkpointer:
+    with ckptfmt.Checkpointer(
+        tmp_path / "home", state, saver=saver, keep=2, mirrors=places
+    ) as checkpointer:
         for step in (1, 2, 3):
             data["step"] = step
             handle = checkpointer.save(step=step)
@@ -615,7 +656,9 @@ def test_a_mirror_that_fails_is_told_and_ends_no_training(tmp_path):
     for_a_while = FaultStore(MemoryStore(), Fault(fail_at=1, operations=frozenset({"create"})))
     for_good = FaultStore(MemoryStore(), Fault(fail_at=1, sticky=True), code=Code.STORE_ACCESS)
     places: list[Any] = [for_a_while, for_good]
-    with ckptfmt.Checkpointer(tmp_path, ckptfmt.State(data=1), saver="inline", mirrors=places) as checkpointer:
+    with ckptfmt.Checkpointer(
+        tmp_path, ckptfmt.State(data=1), saver="inline", mirrors=places
+    ) as checkpointer:
         checkpointer.save(step=1)
 
     assert {one.split()[2] for one in checkpointer.reports} == {"STORE_IO", "STORE_ACCESS"}
@@ -631,7 +674,11 @@ def test_a_mirror_that_hangs_holds_up_no_end_of_a_training(tmp_path):
         go_on.wait(60)
 
     checkpointer = ckptfmt.Checkpointer(
-        tmp_path, ckptfmt.State(data=1), saver="inline", deadline_s=0.2, mirrors=[Watched(MemoryStore(), wait)]
+        tmp_path,
+        ckptfmt.State(data=1),
+        saver="inline",
+        deadline_s=0.2,
+        mirrors=[Watched(MemoryStore(), wait)],
     )
     with checkpointer:
         checkpointer.save(step=1)
@@ -641,7 +688,7 @@ def test_a_mirror_that_hangs_holds_up_no_end_of_a_training(tmp_path):
     go_on.wait(60)
 
 
-# --- two homes --------------------------------------------------------------------------------------------------------
+# --- two homes ------------------------------------------------------------------------------------
 
 
 def test_two_homes_that_both_went_on_are_a_named_error():
@@ -653,7 +700,9 @@ def test_two_homes_that_both_went_on_are_a_named_error():
     assert places.other.list_names(LAUNCHES) == ["0001.json", "0002.json"]
 
     assert code_of(places.mirror) == Code.HOMES_DIVERGED
-    assert mirror_run(places.other, places.home).launches == (2,)  # the old home did nothing: it follows
+    assert mirror_run(places.other, places.home).launches == (
+        2,
+    )  # the old home did nothing: it follows
 
     RunOfSteps(places.other).begin()
     places.made.begin()
@@ -709,7 +758,10 @@ def test_promotion_says_what_it_passes_over_and_refuses_where_nothing_is():
     places.made.save(10, 20)
     places.mirror()
     newest = checkpoint_name(20, 1)
-    places.damage(places.other, next(path for path in places.other.list(newest) if path.endswith(".safetensors")))
+    places.damage(
+        places.other,
+        next(path for path in places.other.list(newest) if path.endswith(".safetensors")),
+    )
 
     report = promote(places.other)
 
@@ -725,13 +777,15 @@ def test_a_launch_at_the_mirror_gives_up_what_was_half_copied():
     places.mirror()
     places.made.save(20)
     name = checkpoint_name(20, 1)
-    abort(places.other.at(name), run_id=places.made.run.run_id, launch=1, step=20, reason="unfinished")
+    abort(
+        places.other.at(name), run_id=places.made.run.run_id, launch=1, step=20, reason="unfinished"
+    )
 
     (problem,) = places.mirror().problems
     assert problem.code in (Code.CHECKPOINT_ABORTED, Code.COMMIT_CONFLICT)
 
 
-# --- following --------------------------------------------------------------------------------------------------------
+# --- following ------------------------------------------------------------------------------------
 
 
 def test_following_copies_what_comes_and_survives_failures():
@@ -794,13 +848,18 @@ def test_what_does_not_pass_ends_following():
 
     def follow() -> None:
         follow_run(
-            places.home, places.other, every_s=1, stop=stop, on_report=lambda _: None, on_failure=lambda *_: None
+            places.home,
+            places.other,
+            every_s=1,
+            stop=stop,
+            on_report=lambda _: None,
+            on_failure=lambda *_: None,
         )
 
     assert code_of(follow) == Code.HOMES_DIVERGED
 
 
-# --- scrubbing --------------------------------------------------------------------------------------------------------
+# --- scrubbing ------------------------------------------------------------------------------------
 
 
 def mirrored() -> tuple[MemoryStore, MemoryStore]:
@@ -820,7 +879,16 @@ def paths_of_a_run() -> list[str]:
 def kind_of(path: str) -> str:
     return next(
         kind
-        for kind in ("run.json", LAUNCHES, "labels", "manifest", "index", "parts/", ".safetensors", ".pack")
+        for kind in (
+            "run.json",
+            LAUNCHES,
+            "labels",
+            "manifest",
+            "index",
+            "parts/",
+            ".safetensors",
+            ".pack",
+        )
         if kind in path
     )
 
@@ -829,7 +897,16 @@ KINDS = sorted(map(kind_of, paths_of_a_run()))
 
 
 def test_a_run_has_files_of_each_kind():
-    assert {"run.json", LAUNCHES, "labels", "manifest", "index", "parts/", ".safetensors", ".pack"} == set(KINDS)
+    assert {
+        "run.json",
+        LAUNCHES,
+        "labels",
+        "manifest",
+        "index",
+        "parts/",
+        ".safetensors",
+        ".pack",
+    } == set(KINDS)
 
 
 @pytest.mark.parametrize("how", ["changed", "cut", "deleted"])
@@ -846,12 +923,19 @@ def test_a_damaged_file_of_each_kind_is_rewritten_from_the_other_copy(place, how
         content = before[path]
         store.delete(path)
         if how != "deleted":
-            store.create(path, [content[:-3] if how == "cut" else content[:-3] + b"!" + content[-2:]])
-        broken = Watched(store, lambda operation, path=path: operation.path == path or pytest.fail(str(operation)))
+            store.create(
+                path, [content[:-3] if how == "cut" else content[:-3] + b"!" + content[-2:]]
+            )
+        broken = Watched(
+            store,
+            lambda operation, path=path: operation.path == path or pytest.fail(str(operation)),
+        )
         copies: list[Any] = [broken, other] if place == "home" else [home, broken]
 
         told = scrub_run([home, other], dry_run=True)
-        assert [(one.copy, one.path, one.repaired) for one in told.damages] == [(store.name, path, False)]
+        assert [(one.copy, one.path, one.repaired) for one in told.damages] == [
+            (store.name, path, False)
+        ]
         assert not told.whole
         report = scrub_run(copies)
 
@@ -869,7 +953,11 @@ def test_a_file_that_somebody_writes_meanwhile_is_not_deleted():
     other.delete(path)
 
     def watch(operation: Operation) -> None:
-        if operation.path == path and operation.op in ("read_range", "nbytes") and path not in other.list(""):
+        if (
+            operation.path == path
+            and operation.op in ("read_range", "nbytes")
+            and path not in other.list("")
+        ):
             other.create(path, [content])
 
     class Beside(Watched):
@@ -969,7 +1057,11 @@ def test_a_scrub_that_fails_in_between_is_done_again():
         before = files_of(home)
         for path in before:
             home.replace(path, before[path][:-2])
-        fault = Fault(fail_at=number, operations=frozenset({"create", "replace", "delete", "sync"}), sticky=True)
+        fault = Fault(
+            fail_at=number,
+            operations=frozenset({"create", "replace", "delete", "sync"}),
+            sticky=True,
+        )
         broken = FaultStore(home, fault)
         if fault.fail_at > 40:
             break
@@ -982,13 +1074,13 @@ def test_a_scrub_that_fails_in_between_is_done_again():
             break
         scrub_run([home, other])
         scrub_run([home, other])
-        assert {path: content for path, content in files_of(home).items() if "labels" not in path} == {
-            path: content for path, content in before.items() if "labels" not in path
-        }
+        assert {
+            path: content for path, content in files_of(home).items() if "labels" not in path
+        } == {path: content for path, content in before.items() if "labels" not in path}
     assert number > 8
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def test_a_mirror_that_is_killed_again_and_again_becomes_whole(tmp_path):
@@ -998,11 +1090,21 @@ def test_a_mirror_that_is_killed_again_and_again_becomes_whole(tmp_path):
     for step in range(1, 6):
         saving.save(step, snapshot(tensor("w", np.arange(60_000, dtype=np.float32) + step)))
     other = tmp_path / "other"
-    command = [sys.executable, "-m", "ckptfmt", "mirror", str(tmp_path / "home"), str(other), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "ckptfmt",
+        "mirror",
+        str(tmp_path / "home"),
+        str(other),
+        "--json",
+    ]
     pause, kills, rng = 0.1, 0, random.Random(1)
     done = None
     while done is None or done.returncode != 0:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         try:
             out, _ = process.communicate(timeout=pause * rng.random())
             done = subprocess.CompletedProcess(command, process.returncode, out)
@@ -1012,7 +1114,10 @@ def test_a_mirror_that_is_killed_again_and_again_becomes_whole(tmp_path):
             kills += 1
             pause *= 1.15
             if (other / "run.json").exists():
-                names = {entry.name for entry in iter_lineage(list_launches(home), list_checkpoints(home))}
+                names = {
+                    entry.name
+                    for entry in iter_lineage(list_launches(home), list_checkpoints(home))
+                }
                 assert find_head(LocalStore(other, writable=False))[0] in names
                 for name in committed(LocalStore(other, writable=False)):
                     assert ckptfmt.validate(other / name).valid
@@ -1024,10 +1129,22 @@ def test_a_mirror_that_is_killed_again_and_again_becomes_whole(tmp_path):
 
 
 def test_following_ends_with_a_signal(tmp_path):
-    with ckptfmt.Checkpointer(tmp_path / "home", ckptfmt.State(data={"a": 1}), saver="inline") as checkpointer:
+    with ckptfmt.Checkpointer(
+        tmp_path / "home", ckptfmt.State(data={"a": 1}), saver="inline"
+    ) as checkpointer:
         checkpointer.save(step=1)
-    command = [sys.executable, "-m", "ckptfmt", "mirror", str(tmp_path / "home"), str(tmp_path / "other"), "--follow"]
-    with subprocess.Popen([*command, "--every", "3600"], stdout=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "ckptfmt",
+        "mirror",
+        str(tmp_path / "home"),
+        str(tmp_path / "other"),
+        "--follow",
+    ]
+    with subprocess.Popen(
+        [*command, "--every", "3600"], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("mirrored")
         process.send_signal(signal.SIGTERM)
@@ -1067,11 +1184,16 @@ def test_commands_say_what_they_did(tmp_path, capsys):
     assert said("promote", other)["fenced"] is None
     assert said("mirror", str(tmp_path), other, code=2)["error"]["code"] == "ARGUMENT"
     assert not (tmp_path / "third").exists()
-    assert said("scrub", home, "--with", str(tmp_path / "third"), code=2)["error"]["code"] == "FILE_MISSING"
+    assert (
+        said("scrub", home, "--with", str(tmp_path / "third"), code=2)["error"]["code"]
+        == "FILE_MISSING"
+    )
     assert not (tmp_path / "third").exists()
 
 
-def test_copies_and_checks_of_a_cold_run_leave_the_page_cache_to_the_training(tmp_path: pathlib.Path) -> None:
+def test_copies_and_checks_of_a_cold_run_leave_the_page_cache_to_the_training(
+    tmp_path: pathlib.Path,
+) -> None:
     """Bytes that are read once, to be compared, would push out those that the training reads again and again."""
     run, calls = tmp_path / "run", PosixCalls()
     state = ckptfmt.State(weights={"w": np.random.default_rng(1).random(8 << 17)})  # 8 MiB
@@ -1113,13 +1235,19 @@ def test_whatever_ends_a_copy_beside_the_training_is_reported(
 
     monkeypatch.setattr(mirrors, "mirror_run", panic_once)
     state = ckptfmt.State(weights={"w": np.zeros(9)}, rng=False)
-    with ckptfmt.Checkpointer(tmp_path / "run", state, saver="thread", mirrors=[tmp_path / "copy"]) as checkpointer:
+    with ckptfmt.Checkpointer(
+        tmp_path / "run", state, saver="thread", mirrors=[tmp_path / "copy"]
+    ) as checkpointer:
         checkpointer.save(step=1)
-    assert [report for report in checkpointer.reports if "MIRROR_BEHIND" in report and "Panic" in report]
+    assert [
+        report for report in checkpointer.reports if "MIRROR_BEHIND" in report and "Panic" in report
+    ]
     assert len(list_checkpoints(LocalStore(tmp_path / "copy", writable=False))) == 1
 
 
-@pytest.mark.parametrize("pair", [("run", "run"), ("run", "link"), ("run", "run/copy"), ("run/copy", "run")])
+@pytest.mark.parametrize(
+    "pair", [("run", "run"), ("run", "link"), ("run", "run/copy"), ("run/copy", "run")]
+)
 def test_a_run_is_no_copy_of_itself(tmp_path: pathlib.Path, pair: tuple[str, str]) -> None:
     """Nor is what lies within it: a mirror of itself would report that it has everything."""
     (tmp_path / "run" / "copy").mkdir(parents=True)
@@ -1128,15 +1256,21 @@ def test_a_run_is_no_copy_of_itself(tmp_path: pathlib.Path, pair: tuple[str, str
     assert code_of(lambda: mirror_run(one, other)) == Code.ARGUMENT
     assert code_of(lambda: promote(other, one)) == Code.ARGUMENT
     assert code_of(lambda: scrub_run([one, other])) == Code.ARGUMENT
-    check_apart([one, LocalStore(tmp_path / "running", writable=True), MemoryStore(), MemoryStore()])
+    check_apart(
+        [one, LocalStore(tmp_path / "running", writable=True), MemoryStore(), MemoryStore()]
+    )
 
 
 def ahead_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ckptfmt-ahead")]
+    return [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("ckptfmt-ahead")
+    ]
 
 
 @pytest.mark.parametrize("code", [Code.NO_SPACE, Code.STORE_NO_ANSWER])
-def test_a_copy_that_fails_lets_go_at_once_of_the_file_that_it_reads(tmp_path: pathlib.Path, code: Code) -> None:
+def test_a_copy_that_fails_lets_go_at_once_of_the_file_that_it_reads(
+    tmp_path: pathlib.Path, code: Code
+) -> None:
     """Found in a saver, which doesn't look for garbage during a save: each try left a file open, and two threads."""
     (tmp_path / "a").write_bytes(bytes(24 << 20))
     spans: Any = [(begin, 4 << 20, bytes) for begin in range(0, 24 << 20, 4 << 20)]
@@ -1158,4 +1292,6 @@ def test_a_copy_that_fails_lets_go_at_once_of_the_file_that_it_reads(tmp_path: p
         assert not ahead_threads()
     else:
         pytest.fail("it was to fail")
-    assert meanwhile == [(1, 2)] * (3 if code == Code.STORE_NO_ANSWER else 1)  # never those of the try before, too
+    assert meanwhile == [(1, 2)] * (
+        3 if code == Code.STORE_NO_ANSWER else 1
+    )  # never those of the try before, too

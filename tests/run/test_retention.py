@@ -15,7 +15,13 @@ from ckptfmt.documents.run import LabelsRecord, Launch, ResumeFrom, RunRecord
 from ckptfmt.errors import CkptError, Code, UnsupportedError
 from ckptfmt.features import LABELS, REFERENCED
 from ckptfmt.run.catalog import Run
-from ckptfmt.run.lineage import RunEntry, begin_launch, iter_lineage, list_checkpoints, list_launches
+from ckptfmt.run.lineage import (
+    RunEntry,
+    begin_launch,
+    iter_lineage,
+    list_checkpoints,
+    list_launches,
+)
 from ckptfmt.run.retention import Retention, clean_up, plan_retention, tidy_up
 from ckptfmt.write.writer import write_part
 from tests.builders import error_of, origin, save, snapshot, tensor, verify
@@ -28,12 +34,17 @@ from tests.stores.recorder import Recorder
 
 def planned(made, **options):
     launches, entries = list_launches(made.store, made.run), list_checkpoints(made.store, made.run)
-    return [(entry.step, entry.launch) for entry in plan_retention(launches, entries, Retention(**options))]
+    return [
+        (entry.step, entry.launch)
+        for entry in plan_retention(launches, entries, Retention(**options))
+    ]
 
 
 def committed(made):
     return [
-        (entry.step, entry.launch) for entry in list_checkpoints(made.store, made.run) if entry.manifest is not None
+        (entry.step, entry.launch)
+        for entry in list_checkpoints(made.store, made.run)
+        if entry.manifest is not None
     ]
 
 
@@ -60,7 +71,14 @@ def test_the_last_one_never_goes(ten, keep):
 
 
 def test_every_so_many_steps_one_stays(ten):
-    assert planned(ten, keep=2, keep_every=40) == [(10, 1), (20, 1), (30, 1), (50, 1), (60, 1), (70, 1)]
+    assert planned(ten, keep=2, keep_every=40) == [
+        (10, 1),
+        (20, 1),
+        (30, 1),
+        (50, 1),
+        (60, 1),
+        (70, 1),
+    ]
 
 
 class History:
@@ -88,22 +106,40 @@ class History:
 
     @property
     def lineage(self):
-        return [entry for entry in iter_lineage(self.launches, self.entries) if entry.manifest is not None]
+        return [
+            entry
+            for entry in iter_lineage(self.launches, self.entries)
+            if entry.manifest is not None
+        ]
 
     def begin(self, *, by_hand):
         candidates = self.entries if by_hand else self.lineage[:1]
         chosen = self._draw(st.sampled_from(candidates)) if candidates else None
-        resume = None if chosen is None else ResumeFrom(name=chosen.name, digest=chosen.manifest.digest)
+        resume = (
+            None if chosen is None else ResumeFrom(name=chosen.name, digest=chosen.manifest.digest)
+        )
         number, by = len(self.launches) + 1, "hand" if by_hand else "lineage"
-        self.launches.append(Launch(run_id="f" * 32, launch=number, nonce="0" * 32, chosen_by=by, resume_from=resume))
+        self.launches.append(
+            Launch(run_id="f" * 32, launch=number, nonce="0" * 32, chosen_by=by, resume_from=resume)
+        )
 
     def save(self):
         launch = self.launches[-1]
         own = [entry for entry in self.entries if entry.launch == launch.launch]
-        before = own[-1].step if own else 0 if launch.resume_from is None else int(launch.resume_from.name[5:13])
+        before = (
+            own[-1].step
+            if own
+            else 0
+            if launch.resume_from is None
+            else int(launch.resume_from.name[5:13])
+        )
         step = before + self._draw(st.integers(1, 3))
         base = self._draw(st.sampled_from([None, None, *own]))
-        references = () if base is None else (*base.references, Reference(name=base.name, digest=base.manifest.digest))
+        references = (
+            ()
+            if base is None
+            else (*base.references, Reference(name=base.name, digest=base.manifest.digest))
+        )
         metric = self._draw(st.sampled_from([None, 1, 2, 3]))
         suspect = self._draw(st.sampled_from([None, None, None, "nan"]))
         manifest = Manifest(
@@ -121,7 +157,9 @@ class History:
 
     def pin(self, entry):
         labels = self._draw(st.sampled_from([entry.labels, Labels.of({"loss": 0})]))
-        record = LabelsRecord(run_id="f" * 32, checkpoint=entry.name, number=1, pinned=True, labels=labels)
+        record = LabelsRecord(
+            run_id="f" * 32, checkpoint=entry.name, number=1, pinned=True, labels=labels
+        )
         record = self._draw(st.sampled_from([record, dataclasses.replace(record, pinned=False)]))
         self.entries[self.entries.index(entry)] = dataclasses.replace(entry, record=record)
 
@@ -132,7 +170,9 @@ def must_stay(history, entry, *, keep, keep_every, keep_best):
     is_unmeasured = all(other.labels.number("loss") is None for other in lineage)
     if entry not in lineage or entry.is_pinned or (keep_best is not None and is_unmeasured):
         return True
-    if sum(other.step > entry.step for other in lineage) < max(1, keep) or (keep_every and not entry.step % keep_every):
+    if sum(other.step > entry.step for other in lineage) < max(1, keep) or (
+        keep_every and not entry.step % keep_every
+    ):
         return True
     has_own = any(other.launch == last.launch for other in lineage)
     if not has_own and last.resume_from is not None and last.resume_from.name == entry.name:
@@ -145,7 +185,8 @@ def must_stay(history, entry, *, keep, keep_every, keep_best):
     for other in lineage:
         theirs = other.labels.number("loss")
         if theirs is not None and (
-            (theirs < value if mode == "min" else theirs > value) or (theirs == value and other.step > entry.step)
+            (theirs < value if mode == "min" else theirs > value)
+            or (theirs == value and other.step > entry.step)
         ):
             better += 1
     return better < count
@@ -162,15 +203,31 @@ def test_nothing_goes_that_must_stay_and_all_else_goes(data, keep, keep_every, k
     """REQ-CMT-026, REQ-CMT-040: the newest, the best, the pinned, every so many, and what any of them reads from."""
     history = History(data.draw)
     options = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
-    going = [entry.name for entry in plan_retention(history.launches, history.entries, Retention(**options))]
+    going = [
+        entry.name
+        for entry in plan_retention(history.launches, history.entries, Retention(**options))
+    ]
     lineage = history.lineage
-    doubted = [entry for entry in history.entries if entry.name in going and entry.is_suspect and entry not in lineage]
+    doubted = [
+        entry
+        for entry in history.entries
+        if entry.name in going and entry.is_suspect and entry not in lineage
+    ]
     for entry in doubted:  # of those beside the lineage, test_suspect.py says which go
         assert sum(other.step > entry.step for other in lineage) >= max(1, keep)
         assert not entry.is_pinned
-    staying = {one.name for one in history.entries if must_stay(history, one, **options) and one not in doubted}
+    staying = {
+        one.name
+        for one in history.entries
+        if must_stay(history, one, **options) and one not in doubted
+    }
     while True:
-        read = {one.name for entry in history.entries if entry.name in staying for one in entry.references}
+        read = {
+            one.name
+            for entry in history.entries
+            if entry.name in staying
+            for one in entry.references
+        }
         if read <= staying:
             break
         staying |= read
@@ -186,7 +243,9 @@ def test_the_best_and_the_pinned_stay(ten):
     for step, loss in ((20, 0.5), (50, 0.25), (70, 0.5), (80, 9.0)):
         run.set_metrics(step, {"loss": loss})
     best = {"keep": 1, "keep_best": ("loss", "min", 2)}
-    assert planned(ten, **best) == [(step, 1) for step in range(10, 100, 10) if step not in (50, 70)]
+    assert planned(ten, **best) == [
+        (step, 1) for step in range(10, 100, 10) if step not in (50, 70)
+    ]
     assert (80, 1) not in planned(ten, keep=1, keep_best=("loss", "max", 1))
     run.set_metrics(100, {"loss": 0.0})
     assert (70, 1) in planned(ten, **best)
@@ -351,10 +410,22 @@ def test_bases_of_a_late_delta_go_with_it(home):
     for step in (1, 2):
         saving.save(step, snapshot(tensor("w", array + step)))
     second, _ = begin_launch(saving.store, saving.run)
-    manifest = saving.save(3, snapshot(tensor("w", array + 3)))  # launch 1 is taken over, and doesn't know it yet
-    assert {one.name for one in manifest.references} >= {checkpoint_name(1, 1), checkpoint_name(2, 1)}
+    manifest = saving.save(
+        3, snapshot(tensor("w", array + 3))
+    )  # launch 1 is taken over, and doesn't know it yet
+    assert {one.name for one in manifest.references} >= {
+        checkpoint_name(1, 1),
+        checkpoint_name(2, 1),
+    }
     place = saving.store.at(checkpoint_name(3, 2))
-    save(place, snapshot(tensor("w", array)), step=3, launch=2, run_id=saving.run.run_id, attempt="b" * 16)
+    save(
+        place,
+        snapshot(tensor("w", array)),
+        step=3,
+        launch=2,
+        run_id=saving.run.run_id,
+        attempt="b" * 16,
+    )
     assert second.launch == 2
     removed = clean_up(saving.store, saving.run, launch=2, retention=Retention(keep=1))
     assert sorted(removed) == [checkpoint_name(step, 1) for step in (1, 2, 3)]
@@ -379,7 +450,11 @@ def test_an_unknown_writer_feature_removes_nothing(ten):
     before = files_of(ten.store)
     run = RunRecord(run_id=ten.run.run_id, writer_features=("me.packs",))
     error = error_of(lambda: clean_up(ten.store, run, launch=9, retention=Retention(keep=1)))
-    assert (error.code, error.requirement, type(error)) == (Code.FEATURE_UNSUPPORTED, "REQ-CMT-025", UnsupportedError)
+    assert (error.code, error.requirement, type(error)) == (
+        Code.FEATURE_UNSUPPORTED,
+        "REQ-CMT-025",
+        UnsupportedError,
+    )
     assert "me.packs" in error.detail
     assert files_of(ten.store) == before
 
@@ -439,7 +514,11 @@ def test_a_clean_up_with_nothing_to_retire_reads_each_register_once():
     def read_by(keep):
         recorder = Recorder(made.store)
         clean_up(recorder, run, launch=1, retention=Retention(keep=keep))
-        return sorted(one.path for one in recorder.log.operations if one.op == "read" and one.path in registers)
+        return sorted(
+            one.path
+            for one in recorder.log.operations
+            if one.op == "read" and one.path in registers
+        )
 
     assert read_by(3) == registers
     assert read_by(2) == sorted(registers * 3)
@@ -450,7 +529,11 @@ def test_a_register_that_cannot_be_read_is_left_alone(ten):
     path = "step-00000010-l0001/manifest.json"
     ten.store.replace(path, b"garbage")
     ten.begin()
-    before = {name: content for name, content in files_of(ten.store).items() if name.startswith("step-00000010")}
+    before = {
+        name: content
+        for name, content in files_of(ten.store).items()
+        if name.startswith("step-00000010")
+    }
     clean_up(ten.store, ten.run, launch=2, retention=Retention(keep=1))
     after = files_of(ten.store)
     assert {name: after.get(name) for name in before} == before
@@ -463,7 +546,9 @@ def test_a_clean_up_that_was_interrupted_is_finished(home, ten):
     clean_up(done, ten.run, launch=1, retention=Retention(keep=7))
     for fail_at in range(1, 200):
         inner = home.store(files_of(ten.store))
-        fault = Fault(fail_at=fail_at, operations=frozenset({"replace", "delete", "create", "sync"}))
+        fault = Fault(
+            fail_at=fail_at, operations=frozenset({"replace", "delete", "create", "sync"})
+        )
         try:
             clean_up(FaultStore(inner, fault), ten.run, launch=1, retention=Retention(keep=7))
         except CkptError:
@@ -498,7 +583,9 @@ def test_random_histories_never_lose_what_comes_next(home):
                 made.begin(choose=checkpoint_name(*back))
             elif action == 4 and made.launch.launch > 1:
                 late = (step + rng.randrange(1, 9), rng.randrange(1, made.launch.launch))
-                if checkpoint_name(*late) not in {entry.name for entry in list_checkpoints(made.store, made.run)}:
+                if checkpoint_name(*late) not in {
+                    entry.name for entry in list_checkpoints(made.store, made.run)
+                }:
                     made.save(late[0], launch=late[1])
             else:
                 before = made.begin().resume_from
@@ -510,5 +597,11 @@ def test_random_histories_never_lose_what_comes_next(home):
                 )
                 assert made.begin().resume_from == before
         assert not made.passed_over
-        retired = [entry for entry in list_checkpoints(made.store, made.run) if isinstance(entry.register, Tombstone)]
-        assert all(made.place(entry.step, entry.launch).list("") == ["manifest.json"] for entry in retired)
+        retired = [
+            entry
+            for entry in list_checkpoints(made.store, made.run)
+            if isinstance(entry.register, Tombstone)
+        ]
+        assert all(
+            made.place(entry.step, entry.launch).list("") == ["manifest.json"] for entry in retired
+        )

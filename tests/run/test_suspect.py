@@ -65,12 +65,17 @@ def test_nothing_but_suspect_is_no_fresh_start(home):
     made.save(10, 20, labels=SUSPECT)
     error = error_of(made.begin)
     assert error.code == Code.NO_VALID_CHECKPOINT
-    assert "step-00000020-l0001, step-00000010-l0001; none of them is valid and not suspect" in error.detail
+    assert (
+        "step-00000020-l0001, step-00000010-l0001; none of them is valid and not suspect"
+        in error.detail
+    )
     opened = error_of(Run(made.store).newest)
     assert opened.code == Code.NOT_COMMITTED
     assert "are suspect" in opened.detail
     assert checkpoint_name(20, 1) in opened.detail
-    assert all(way in str(opened.remedy) for way in ("by its name", "resume= and the name", "'fresh'"))
+    assert all(
+        way in str(opened.remedy) for way in ("by its name", "resume= and the name", "'fresh'")
+    )
     assert made.begin(fresh=True).resume_from is None
     assert made.begin(choose=checkpoint_name(10, 1)).resume_from.name == checkpoint_name(10, 1)
 
@@ -141,7 +146,11 @@ def test_the_mark_outlives_what_is_said_later(marked):
     run.set_metrics(30, {"loss": 2.5})
     run.tag(30, "release")
     found = run.find(30)
-    assert (found.suspect, found.tags, dict(found.metrics)) == (SUSPECT.suspect, ("release",), {"loss": 2.5})
+    assert (found.suspect, found.tags, dict(found.metrics)) == (
+        SUSPECT.suspect,
+        ("release",),
+        {"loss": 2.5},
+    )
     assert run.find(20).suspect is None
     assert marked.head() == checkpoint_name(20, 1)
 
@@ -155,7 +164,9 @@ def test_one_that_is_retired_is_passed_over_no_more(marked):
 # --- through a checkpointer
 
 
-@pytest.mark.parametrize(("saver", "delta"), [("process", "off"), ("thread", "smallest"), ("inline", "off")])
+@pytest.mark.parametrize(
+    ("saver", "delta"), [("process", "off"), ("thread", "smallest"), ("inline", "off")]
+)
 def test_a_save_says_why_and_the_next_start_goes_back(tmp_path, saver, delta):
     position = {"position": 0}
     state = ckptfmt.State(data=position)

@@ -1,12 +1,14 @@
 """A campaign of faults: each request of each scenario of a run meets each fault, and the promises are checked after it.
 
-A scenario is played once undisturbed, which tells its requests: operation and kind of file. Each of them is then met by
-each fault that fits, once or for good. Afterwards the proxy is out of the way, and whoever looks at the server sees:
+A scenario is played once undisturbed, which tells its requests: operation and kind of file. Each of
+them is then met by each fault that fits, once or for good. Afterwards the proxy is out of the way,
+and whoever looks at the server sees:
 
 1. What was acknowledged is there, whole, bit for bit.
 2. What has a manifest is whole, acknowledged or not: nothing is half visible.
 3. The scenario ended, and if it failed then by an error of ckptfmt.
-4. The next save works; the next launch resumes from the newest checkpoint that was acknowledged, or from a newer one.
+4. The next save works; the next launch resumes from the newest checkpoint that was acknowledged, or
+from a newer one.
 5. After a clean-up there is no object that nothing refers to, and no upload that nobody ended.
 """
 
@@ -66,7 +68,8 @@ GUARD_S: Final = 120.0
 WAIT_S: Final = 1.0
 #: How many numbers the weights of most scenarios have.
 COUNT: Final = 3000
-#: Of the stores that look at what is left: leases that a fault left there run out soon, or have run out.
+#: Of the stores that look at what is left: leases that a fault left there run out soon, or have run
+#: out.
 SHORT_TERM_S: Final = 0.3
 
 #: Kinds of files and listings: the first pattern that a key fits tells the kind.
@@ -108,7 +111,8 @@ class Combination:
         scenario, operation, kind: the step.
         fault: name of the `Fault`; of an answered status with the number behind it.
         when: which of the requests of this kind meet the fault: the "first", the "last" or "all".
-        lands: when a request that is late arrives: "soon" is before the next launch, "late" after its clean-up.
+        lands: when a request that is late arrives: "soon" is before the next launch, "late" after
+            its clean-up.
     """
 
     scenario: str
@@ -153,21 +157,37 @@ class Outcome:
 
 def kind_of(key: str) -> str:
     """Return of what kind a key is."""
-    return next((kind for kind, pattern in KINDS.items() if fnmatch.fnmatchcase(key, pattern)), "other")
+    return next(
+        (kind for kind, pattern in KINDS.items() if fnmatch.fnmatchcase(key, pattern)), "other"
+    )
 
 
 def faults_of(operation: str, kind: str) -> list[str]:
     """Return the faults that fit a request."""
     if operation in READS:
-        found = ["DROP_REQUEST", "CUT_DOWNLOAD", "DELAY", *(f"STATUS {status}" for status in (429, 500, 503))]
+        found = [
+            "DROP_REQUEST",
+            "CUT_DOWNLOAD",
+            "DELAY",
+            *(f"STATUS {status}" for status in (429, 500, 503)),
+        ]
         if operation != "HeadObject":
             # A listing has no digest: what changes it in transit is TLS's to find.
             found += ["TRUNCATE", *(["CORRUPT"] if operation == "GetObject" else [])]
         if operation == "GetObject" or kind == "run directory":
-            # obstore takes such a listing for one of nothing, and who isn't seen to hold a file isn't waited for.
+            # obstore takes such a listing for one of nothing, and who isn't seen to hold a file
+            # isn't waited for.
             found.append("ERROR_IN_200")
         return found
-    found = ["DROP_REQUEST", "DROP_ANSWER", "LATE", "DUPLICATE", "DELAY", "STATUS_AFTER 500", "STATUS_AFTER 503"]
+    found = [
+        "DROP_REQUEST",
+        "DROP_ANSWER",
+        "LATE",
+        "DUPLICATE",
+        "DELAY",
+        "STATUS_AFTER 500",
+        "STATUS_AFTER 503",
+    ]
     found += [f"STATUS {status}" for status in _STATUSES]
     if operation in ("PutObject", "UploadPart"):
         found.append("CUT_UPLOAD")
@@ -180,7 +200,7 @@ def faults_of(operation: str, kind: str) -> list[str]:
     return found
 
 
-# --- what is saved ----------------------------------------------------------------------------------------------------
+# --- what is saved --------------------------------------------------------------------------------
 
 
 def weights_of(step: int, count: int) -> Any:
@@ -220,12 +240,14 @@ class Stage:
 
     Attributes:
         home, other: the stores, through the proxy.
-        acknowledged: of each place, the checkpoints whose save or copy was said to have succeeded, and their steps.
+        acknowledged: of each place, the checkpoints whose save or copy was said to have succeeded,
+            and their steps.
         retirable: what may have been retired by now.
         wrongs: promises that were broken, in words.
         begun: the launch that looked at what is left.
         count: how many numbers the weights have.
-        disturbed: operation and key of the requests that may have met a fault; None as long as all may.
+        disturbed: operation and key of the requests that may have met a fault; None as long as all
+            may.
     """
 
     def __init__(self, bucket: Bucket, proxy: Proxy, prefix: str) -> None:
@@ -247,10 +269,16 @@ class Stage:
         """Where its mirror is, through the proxy."""
         return self.open("other", self.proxy)
 
-    def open(self, place: str, proxy: Proxy | None = None, *, term_s: float | None = None) -> ObjectStore:
+    def open(
+        self, place: str, proxy: Proxy | None = None, *, term_s: float | None = None
+    ) -> ObjectStore:
         """Return a place as a store, with short pauses; directly unless a proxy is given."""
         config = (self.bucket if proxy is None else self.bucket.through(proxy)).endpoint.options
-        backoff = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=10), "base": 2}
+        backoff = {
+            "init_backoff": timedelta(milliseconds=1),
+            "max_backoff": timedelta(milliseconds=10),
+            "base": 2,
+        }
         store = ObjectStore(
             f"s3://{self.bucket.name}/{self.prefix}/{place}",
             writable=True,
@@ -267,7 +295,9 @@ class Stage:
         store = self.bucket.store(f"{self.prefix}/{place}")
         keys = {entry["path"] for batch in obstore.list(store) for entry in batch}
         shown = {key for key in keys if f"/{TEMPORARY_PREFIX}" not in f"/{key}"}
-        return keys, MemoryStore.from_snapshot({key: bytes(obstore.get(store, key).bytes()) for key in shown})
+        return keys, MemoryStore.from_snapshot(
+            {key: bytes(obstore.get(store, key).bytes()) for key in shown}
+        )
 
     def put_template(self, place: str, files: dict[str, bytes]) -> None:
         """Put files where a place is."""
@@ -350,7 +380,7 @@ def _scenario(template: Callable[[Stage, MemoryStore], None] | None = None) -> C
     return add
 
 
-# --- what is there before ---------------------------------------------------------------------------------------------
+# --- what is there before -------------------------------------------------------------------------
 
 
 def _two_full(stage: Stage, store: MemoryStore) -> None:
@@ -376,7 +406,9 @@ def _unfinished(stage: Stage, store: MemoryStore) -> None:
     first, last = checkpoint_name(1, 1), checkpoint_name(3, 1)
     register = read_register(store.at(first))
     assert isinstance(register, Manifest)
-    tombstone = Tombstone(run_id=register.origin.run_id, launch=1, step=1, manifest_digest=register.digest)
+    tombstone = Tombstone(
+        run_id=register.origin.run_id, launch=1, step=1, manifest_digest=register.digest
+    )
     store.at(first).replace(MANIFEST_NAME, tombstone.dump())
     store.at(last).delete(MANIFEST_NAME)
     del stage.acknowledged["home"][first], stage.acknowledged["home"][last]
@@ -401,7 +433,7 @@ def at_once(*actions: Callable[[], object]) -> None:
         raise min(errors, key=lambda error: isinstance(error, CkptError))
 
 
-# --- scenarios --------------------------------------------------------------------------------------------------------
+# --- scenarios ------------------------------------------------------------------------------------
 
 
 @_scenario()
@@ -550,7 +582,9 @@ def _roll_back(stage: Stage) -> Iterator[None]:
     store = stage.home
     run = read_run(store)
     assert run is not None
-    stage.acknowledged["home"] = {checkpoint_name(1, 1): 1}  # the run goes on from there, or from the newer one
+    stage.acknowledged["home"] = {
+        checkpoint_name(1, 1): 1
+    }  # the run goes on from there, or from the newer one
     yield
     _, checkpoint = begin_launch(store, run, choose=checkpoint_name(1, 1))
     assert checkpoint is not None
@@ -580,9 +614,12 @@ def _scrub(stage: Stage) -> Iterator[None]:
     whole = stage.look("home")[1].snapshot()
     stage.put_template("other", whole)
     stage.acknowledged["other"] = dict(stage.acknowledged["home"])
-    shard = next(path for path in whole if "step-00000001" in path and path.endswith(".safetensors"))
+    shard = next(
+        path for path in whole if "step-00000001" in path and path.endswith(".safetensors")
+    )
     damaged = {
-        path: whole[path][:-9] + b"?" + whole[path][-8:] for path in (shard, "step-00000002-l0001/manifest.json")
+        path: whole[path][:-9] + b"?" + whole[path][-8:]
+        for path in (shard, "step-00000002-l0001/manifest.json")
     }
     stage.put_template("home", damaged)
     home, other = stage.home, stage.other
@@ -664,7 +701,7 @@ def _resume(stage: Stage) -> Iterator[None]:
             stage.wrongs.append(f"it resumed from {checkpointer.step}: {checkpointer.passed_over}")
 
 
-# --- one combination --------------------------------------------------------------------------------------------------
+# --- one combination ------------------------------------------------------------------------------
 
 
 class Campaign:
@@ -729,7 +766,9 @@ class Campaign:
         """Play one combination, and check the promises."""
         scenario = SCENARIOS[one.scenario]
         stage = self._stage(scenario)
-        said = self._act(scenario, stage, (one.rule(self.counts_of(one.scenario)[one.operation, one.kind]),))
+        said = self._act(
+            scenario, stage, (one.rule(self.counts_of(one.scenario)[one.operation, one.kind]),)
+        )
         met = self._proxy.faults[Fault[one.fault.partition(" ")[0]]] > 0
         self._proxy.calm()
         self._finish(stage, one)
@@ -773,7 +812,9 @@ class Campaign:
                     stage.wrongs.append("the error has a secret in it")
             except BaseException as error:  # noqa: BLE001 - that is what is looked for
                 said[0] = type(error).__name__
-                stage.wrongs.append(f"no error of ckptfmt: {''.join(traceback.format_exception(error))}")
+                stage.wrongs.append(
+                    f"no error of ckptfmt: {''.join(traceback.format_exception(error))}"
+                )
 
         thread = threading.Thread(target=play, name="test-scenario", daemon=True)
         thread.start()
@@ -791,12 +832,15 @@ class Campaign:
             _check(stage, "other")
         _recover(stage)
         if one is not None and one.lands == "late" and self._proxy.land():
-            # A late repair may bring a register back whose files were retired: the next clean-up retires it (page 70).
+            # A late repair may bring a register back whose files were retired: the next clean-up
+            # retires it (page 70).
             if (one.scenario, one.operation, one.kind) != ("scrub", "PutObject", "register"):
                 _check(stage, "home")
             _collect(stage)
             _check(stage, "home")
-        uploads = self._client.list_multipart_uploads(Bucket=self._bucket.name, Prefix=f"{stage.prefix}/")
+        uploads = self._client.list_multipart_uploads(
+            Bucket=self._bucket.name, Prefix=f"{stage.prefix}/"
+        )
         left = len(uploads.get("Uploads", ()))
         if left and one is not None:
             self.uploads[one] = left
@@ -812,9 +856,14 @@ def _check(stage: Stage, place: str) -> None:
         for entry in list_checkpoints(store):
             registers[entry.name] = entry.register
             if isinstance(entry.register, CkptError):
-                stage.wrongs.append(f"{place}: the register of {entry.name} can't be read: {entry.register}")
+                stage.wrongs.append(
+                    f"{place}: the register of {entry.name} can't be read: {entry.register}"
+                )
             if isinstance(entry.register, Manifest):
-                stage.wrongs += [f"{place}: {entry.name}: {one}" for one in _problems(store.at(entry.name), entry.step)]
+                stage.wrongs += [
+                    f"{place}: {entry.name}: {one}"
+                    for one in _problems(store.at(entry.name), entry.step)
+                ]
     for name in stage.acknowledged[place]:
         register = registers.get(name)
         is_retired = isinstance(register, Tombstone) and name in stage.retirable
@@ -830,7 +879,10 @@ def _problems(store: MemoryStore, step: int) -> list[str]:
         return [str(one) for one in report.violations]
     with contextlib.closing(Checkpoint(store)) as checkpoint:
         weights = checkpoint.read("weights", "w")
-        found = checkpoint.leaf("data")["position"], weights.tobytes() == weights_of(step, len(weights)).tobytes()
+        found = (
+            checkpoint.leaf("data")["position"],
+            weights.tobytes() == weights_of(step, len(weights)).tobytes(),
+        )
     return [] if found == (step, True) else [f"it holds something else: {found}"]
 
 
@@ -845,7 +897,9 @@ def _recover(stage: Stage) -> None:
     ):
         step = checkpointer.step
         if step < newest or not training.is_at(step):
-            stage.wrongs.append(f"the next launch resumed from {step}, not {newest}: {checkpointer.passed_over}")
+            stage.wrongs.append(
+                f"the next launch resumed from {step}, not {newest}: {checkpointer.passed_over}"
+            )
         stage.retirable |= {entry.name for entry in list_checkpoints(store)}
         stage.train(checkpointer, training, step + 1)
         stage.retirable.discard(checkpoint_name(step + 1, checkpointer.launch.launch))

@@ -31,12 +31,16 @@ class Bucket:
         """Return obstore's own store of it."""
         import obstore.store  # noqa: PLC0415 - most tests don't need it
 
-        return obstore.store.S3Store(self.name, prefix=prefix or None, **self.endpoint.options, **options)
+        return obstore.store.S3Store(
+            self.name, prefix=prefix or None, **self.endpoint.options, **options
+        )
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the keys of all objects below a prefix, without it."""
         return [
-            entry["path"].removeprefix(f"{prefix}/") for page in self.store().list(prefix or None) for entry in page
+            entry["path"].removeprefix(f"{prefix}/")
+            for page in self.store().list(prefix or None)
+            for entry in page
         ]
 
 

@@ -66,8 +66,8 @@ class Fault(enum.Enum):
     ERROR_IN_200 = enum.auto()
     #: The client is answered 200 with an ETag; the server never sees the request.
     LOSE_ACKNOWLEDGED = enum.auto()
-    #: The server gets the request without its conditions, as a server that doesn't know them would. Signatures cover
-    #: them: a server that checks signatures refuses it.
+    #: The server gets the request without its conditions, as a server that doesn't know them would.
+    #: Signatures cover them: a server that checks signatures refuses it.
     UNCONDITIONAL = enum.auto()
 
 
@@ -139,7 +139,11 @@ def operation_of(method: str, target: str, header_names: set[str]) -> str:
     query = set(dict(urllib.parse.parse_qsl(split.query, keep_blank_values=True)))
     of_object = bool(split.path.removeprefix("/").partition("/")[2])
     if of_object and "uploadId" in query:
-        names = {"PUT": "UploadPart", "POST": "CompleteMultipartUpload", "DELETE": "AbortMultipartUpload"}
+        names = {
+            "PUT": "UploadPart",
+            "POST": "CompleteMultipartUpload",
+            "DELETE": "AbortMultipartUpload",
+        }
         return names.get(method, "ListParts")
     if of_object:
         put = "CopyObject" if "x-amz-copy-source" in header_names else "PutObject"
@@ -161,7 +165,8 @@ class Proxy:
         requests: operation and key of each of them, in the order in which they came.
         faults: how often each fault happened.
         unreachable: while it is True, every connection ends with its next request.
-        bytes_per_s: how many bytes pass in a second, in both directions and all connections together; None: any.
+        bytes_per_s: how many bytes pass in a second, in both directions and all connections
+            together; None: any.
     """
 
     def __init__(self, server: Endpoint) -> None:
@@ -176,7 +181,9 @@ class Proxy:
         self.unreachable = False
         self.bytes_per_s: float | None = None
         self._listener = _Listener(self)
-        self._thread = threading.Thread(target=self._listener.serve_forever, args=(0.02,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._listener.serve_forever, args=(0.02,), daemon=True
+        )
         self._thread.start()
         self.endpoint: Final = Endpoint(f"http://127.0.0.1:{self._listener.server_address[1]}")
 
@@ -211,7 +218,10 @@ class Proxy:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
     ) -> None:
         self.close()
 
@@ -222,7 +232,9 @@ class Proxy:
             self.counts[request.operation] += 1
             self.requests.append((request.operation, request.key))
             for rule, seen in self._rules:
-                if rule.operation not in (None, request.operation) or not fnmatch.fnmatchcase(request.key, rule.key):
+                if rule.operation not in (None, request.operation) or not fnmatch.fnmatchcase(
+                    request.key, rule.key
+                ):
                     continue
                 seen[0] += 1
                 if seen[0] >= rule.nth and (rule.count is None or seen[0] < rule.nth + rule.count):
@@ -232,13 +244,21 @@ class Proxy:
         return met
 
     def _forward(
-        self, request: Request, *, without: AbstractSet[str] = frozenset(), nbytes: int | None = None
+        self,
+        request: Request,
+        *,
+        without: AbstractSet[str] = frozenset(),
+        nbytes: int | None = None,
     ) -> Answer:
         """Send a request to the server, or `nbytes` of its body and no more; return the answer."""
-        connection = http.client.HTTPConnection(self._server.hostname or "", self._server.port, timeout=120)
+        connection = http.client.HTTPConnection(
+            self._server.hostname or "", self._server.port, timeout=120
+        )
         with contextlib.closing(connection):
             # The host that was signed is the proxy's own, and stays.
-            connection.putrequest(request.method, request.target, skip_host=True, skip_accept_encoding=True)
+            connection.putrequest(
+                request.method, request.target, skip_host=True, skip_accept_encoding=True
+            )
             for name, value in request.headers:
                 if name.lower() not in _HOP_BY_HOP | without:
                     connection.putheader(name, value)
@@ -248,7 +268,11 @@ class Proxy:
                 return Answer(0, [], b"")
             response = connection.getresponse()
             body = response.read()
-            headers = [(name, value) for name, value in response.getheaders() if name.lower() not in _HOP_BY_HOP]
+            headers = [
+                (name, value)
+                for name, value in response.getheaders()
+                if name.lower() not in _HOP_BY_HOP
+            ]
             return Answer(response.status, headers, body)
 
     def _pass(self, nbytes: int) -> None:
@@ -283,7 +307,9 @@ class Proxy:
                 assert rule is not None
                 if rule.fault is Fault.STATUS_AFTER:
                     self._forward(request)
-                return Answer(rule.status, [("Content-Type", "application/xml")], _error_body(rule.status))
+                return Answer(
+                    rule.status, [("Content-Type", "application/xml")], _error_body(rule.status)
+                )
             case Fault.ERROR_IN_200:
                 return Answer(200, [("Content-Type", "application/xml")], _error_body(500))
             case Fault.LOSE_ACKNOWLEDGED:
@@ -293,7 +319,8 @@ class Proxy:
                 assert rule is not None
                 time.sleep(rule.delay_s)
         answer = self._forward(
-            request, without=_CONDITIONS if rule and rule.fault is Fault.UNCONDITIONAL else frozenset()
+            request,
+            without=_CONDITIONS if rule and rule.fault is Fault.UNCONDITIONAL else frozenset(),
         )
         return _damaged(answer, rule.fault) if rule else answer
 
@@ -311,11 +338,15 @@ def _damaged(answer: Answer, fault: Fault) -> Answer:
     if fault is Fault.CUT_DOWNLOAD:
         return dataclasses.replace(answer, body=answer.body[:middle])
     if fault is Fault.TRUNCATE:
-        headers = [(name, value) for name, value in answer.headers if name.lower() != "content-length"]
+        headers = [
+            (name, value) for name, value in answer.headers if name.lower() != "content-length"
+        ]
         return Answer(answer.status, headers, answer.body[:middle])
     if fault is Fault.CORRUPT and answer.body:
         changed = bytes([answer.body[middle] ^ 1])
-        return dataclasses.replace(answer, body=answer.body[:middle] + changed + answer.body[middle + 1 :])
+        return dataclasses.replace(
+            answer, body=answer.body[:middle] + changed + answer.body[middle + 1 :]
+        )
     return answer
 
 

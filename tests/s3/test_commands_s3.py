@@ -69,7 +69,11 @@ def test_repair_from_a_mirror_in_the_same_bucket(
 ) -> None:
     mirror = f"s3://{s3_bucket.name}/mirror"
     assert main(["mirror", run, mirror]) == 0
-    (shard,) = [name for name in s3_bucket.names(f"runs/one/{checkpoint_name(3, 1)}") if name.endswith(".safetensors")]
+    (shard,) = [
+        name
+        for name in s3_bucket.names(f"runs/one/{checkpoint_name(3, 1)}")
+        if name.endswith(".safetensors")
+    ]
     key = f"runs/one/{checkpoint_name(3, 1)}/{shard}"
     whole = bytes(s3_bucket.store().get(key).bytes())
     s3_bucket.store().put(key, whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -88,13 +92,19 @@ def test_large_files_are_copied_and_mended_from_bucket_to_bucket(
     reach(s3_bucket, monkeypatch)
     large, mirror = f"s3://{s3_bucket.name}/large", f"s3://{s3_bucket.name}/mirror"
     state = ckptfmt.State(weights={"w": np.random.default_rng(1).random(5_000_000, np.float32)})
-    with ckptfmt.Checkpointer(large, state, saver="inline", mirrors=[f"{mirror}-beside"]) as checkpointer:
+    with ckptfmt.Checkpointer(
+        large, state, saver="inline", mirrors=[f"{mirror}-beside"]
+    ) as checkpointer:
         checkpointer.save(step=1)
     assert main(["validate", f"{mirror}-beside"]) == 0
     assert main(["mirror", large, mirror]) == 0
     assert main(["validate", mirror]) == 0
 
-    (shard,) = [name for name in s3_bucket.names(f"large/{checkpoint_name(1, 1)}") if name.endswith(".safetensors")]
+    (shard,) = [
+        name
+        for name in s3_bucket.names(f"large/{checkpoint_name(1, 1)}")
+        if name.endswith(".safetensors")
+    ]
     key = f"large/{checkpoint_name(1, 1)}/{shard}"
     whole = bytes(s3_bucket.store().get(key).bytes())
     s3_bucket.store().put(key, whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -106,10 +116,15 @@ def test_checkpoints_in_a_bucket_are_converted(
     run: str, s3_bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, back = tmp_path / "w.pt", f"s3://{s3_bucket.name}/converted"
-    assert said(capsys, "convert", run, str(file), "--only", "weights")["source"] == {"path": run, "kind": "ckptfmt"}
+    assert said(capsys, "convert", run, str(file), "--only", "weights")["source"] == {
+        "path": run,
+        "kind": "ckptfmt",
+    }
     assert said(capsys, "convert", str(file), back)["target"] == {"path": back, "kind": "ckptfmt"}
     assert ckptfmt.validate(back)
-    assert (ckptfmt.load(back, framework="numpy")["weights"]["w"] == np.arange(1000, dtype=np.float32)).all()
+    assert (
+        ckptfmt.load(back, framework="numpy")["weights"]["w"] == np.arange(1000, dtype=np.float32)
+    ).all()
     assert said(capsys, "convert", str(file), back, code=2)["error"]["code"] == "CHECKPOINT_EXISTS"
     for name in ("w.pt", "w.safetensors"):
         elsewhere = f"s3://{s3_bucket.name}/{name}"

@@ -34,7 +34,11 @@ def _quick(monkeypatch):
 
 def open_bucket(bucket, prefix):
     config = bucket.endpoint.options
-    backoff = {"init_backoff": timedelta(milliseconds=2), "max_backoff": timedelta(milliseconds=20), "base": 2}
+    backoff = {
+        "init_backoff": timedelta(milliseconds=2),
+        "max_backoff": timedelta(milliseconds=20),
+        "base": 2,
+    }
     return ObjectStore(
         f"s3://{bucket.name}/{prefix}",
         writable=True,
@@ -56,14 +60,22 @@ def read_into(store, path, begin, nbytes):
 
 def draw(chance, number):
     """Return an operation, the path that it is about, and what carries it out on a store."""
-    op = chance.choice(["create"] * 6 + ["read", "read_range", "read_into", "list", "list_names", "nbytes"] + OTHERS)
+    op = chance.choice(
+        ["create"] * 6
+        + ["read", "read_range", "read_into", "list", "list_names", "nbytes"]
+        + OTHERS
+    )
     path, prefix = chance.choice(PATHS), chance.choice(PREFIXES)
     begin, nbytes = chance.randrange(-1, 40), chance.randrange(-1, 40)
-    data = content(number, LARGE_NBYTES if op == "create" and chance.random() < 0.1 else chance.randrange(40))
+    data = content(
+        number, LARGE_NBYTES if op == "create" and chance.random() < 0.1 else chance.randrange(40)
+    )
     chunks = [data[:7], memoryview(data)[7:]]
     parent, _, name = path.rpartition("/")
     calls = {
-        "create": lambda s: s.create(path, SizedChunks(chunks, len(data)) if len(data) % 2 else iter(chunks)),
+        "create": lambda s: s.create(
+            path, SizedChunks(chunks, len(data)) if len(data) % 2 else iter(chunks)
+        ),
         "create below": lambda s: s.at(parent).create(name, [data]),
         "replace": lambda s: s.replace(path, data),
         "read": lambda s: s.read(path, limit_nbytes=LARGE_NBYTES),
@@ -107,27 +119,47 @@ def test_a_server_answers_as_the_model_does(s3_bucket, seed):
 
     for number in range(50):
         op, path, _, call = draw(chance, number)
-        assert outcome_of(lambda: call(store)) == outcome_of(lambda: call(model)), (number, op, path)  # noqa: B023
+        assert outcome_of(lambda: call(store)) == outcome_of(lambda: call(model)), (  # noqa: B023 - called at once
+            number,
+            op,
+            path,
+        )
 
     assert there(s3_bucket, "run") == model.snapshot()
 
 
-#: What may happen to a request that changes something, and to one that reads; each often enough to outlast retries.
+#: What may happen to a request that changes something, and to one that reads; each often enough to
+#: outlast retries.
 WRITE_FAULTS = [
-    *(Rule(fault=fault) for fault in (Fault.DROP_REQUEST, Fault.DROP_ANSWER, Fault.LATE, Fault.CUT_UPLOAD)),
+    *(
+        Rule(fault=fault)
+        for fault in (Fault.DROP_REQUEST, Fault.DROP_ANSWER, Fault.LATE, Fault.CUT_UPLOAD)
+    ),
     *(Rule(fault=fault) for fault in (Fault.DUPLICATE, Fault.DELAY)),
     *(Rule(fault=Fault.STATUS, status=status) for status in (409, 412, 429, 500, 503)),
     *(Rule(fault=Fault.STATUS_AFTER, status=status) for status in (500, 503)),
-    *(Rule(fault=Fault.ERROR_IN_200, operation=name) for name in ("CompleteMultipartUpload", "DeleteObjects")),
+    *(
+        Rule(fault=Fault.ERROR_IN_200, operation=name)
+        for name in ("CompleteMultipartUpload", "DeleteObjects")
+    ),
     Rule(fault=Fault.LOSE_ACKNOWLEDGED, operation="UploadPart"),
     *(Rule(fault=fault, operation="HeadObject") for fault in (Fault.DROP_REQUEST, Fault.STATUS)),
     *(
         Rule(fault=fault, operation="CompleteMultipartUpload")
-        for fault in (Fault.DROP_REQUEST, Fault.DROP_ANSWER, Fault.LATE, Fault.STATUS_AFTER, Fault.DUPLICATE)
+        for fault in (
+            Fault.DROP_REQUEST,
+            Fault.DROP_ANSWER,
+            Fault.LATE,
+            Fault.STATUS_AFTER,
+            Fault.DUPLICATE,
+        )
     ),
 ]
 READ_FAULTS = [
-    *(Rule(fault=fault) for fault in (Fault.DROP_REQUEST, Fault.DROP_ANSWER, Fault.CUT_DOWNLOAD, Fault.DELAY)),
+    *(
+        Rule(fault=fault)
+        for fault in (Fault.DROP_REQUEST, Fault.DROP_ANSWER, Fault.CUT_DOWNLOAD, Fault.DELAY)
+    ),
     *(Rule(fault=Fault.STATUS, status=status) for status in (429, 500, 503)),
 ]
 
@@ -135,8 +167,18 @@ READ_FAULTS = [
 def draw_rules(chance, op):
     rule = chance.choice(WRITE_FAULTS if op in WRITES else READ_FAULTS)
     count = chance.choice([1, 1, 2, None])
-    rules = [Rule(**{**{name: getattr(rule, name) for name in Rule.__slots__}, "nth": chance.choice([1, 1, 1, 2, 3])})]
-    rules = [Rule(**{**{name: getattr(one, name) for name in Rule.__slots__}, "count": count}) for one in rules]
+    rules = [
+        Rule(
+            **{
+                **{name: getattr(rule, name) for name in Rule.__slots__},
+                "nth": chance.choice([1, 1, 1, 2, 3]),
+            }
+        )
+    ]
+    rules = [
+        Rule(**{**{name: getattr(one, name) for name in Rule.__slots__}, "count": count})
+        for one in rules
+    ]
     if chance.random() < 0.3:  # and the look at what became of it fails too
         rules.append(Rule(fault=Fault.STATUS, operation="HeadObject", count=None))
     return rules
@@ -177,7 +219,11 @@ class Play:
         if Fault.LATE in hit:
             landed = self.proxy.land()
             after = there(self.bucket, "run")
-            changed = {one: after.get(one) for one in after.keys() | now.keys() if after.get(one) != now.get(one)}
+            changed = {
+                one: after.get(one)
+                for one in after.keys() | now.keys()
+                if after.get(one) != now.get(one)
+            }
             assert changed in ({}, effect), (op, landed)
             now = after
         self.model = MemoryStore.from_snapshot(now)
@@ -186,14 +232,21 @@ class Play:
         """Compare what a write said with what it did."""
         before, now = seen
         path, data = next(iter(effect.items()))
-        changed = {one: now.get(one) for one in now.keys() | before.keys() if now.get(one) != before.get(one)}
+        changed = {
+            one: now.get(one)
+            for one in now.keys() | before.keys()
+            if now.get(one) != before.get(one)
+        }
         assert changed in ({}, effect), "something else changed, or there is a part of it"
         if told == "ok":
             assert now.get(path) == data, (op, told)
             assert not op.startswith("create") or path not in before, (op, "two winners")
         elif told != Code.STORE_NO_ANSWER:
             assert not changed, (op, told, "it was done, and said to be refused")
-            assert told == Code.STORE_IO or (told == Code.STORE_EXISTS and path in before), (op, told)
+            assert told == Code.STORE_IO or (told == Code.STORE_EXISTS and path in before), (
+                op,
+                told,
+            )
 
     def check_read(self, op, outcome, call):
         """Compare what a read said with what is there: the same, or that there was no answer."""

@@ -52,7 +52,9 @@ def test_faults_drawn_by_chance_break_no_promise(campaign):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(6000)  # each combination has a guard of its own, and a busy machine takes ten seconds for one
+@pytest.mark.timeout(
+    6000
+)  # each combination has a guard of its own, and a busy machine takes ten seconds for one
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_whatever_fault_meets_whatever_step_no_promise_is_broken(campaign, scenario):
     combinations = campaign.sample(1, COUNT, [scenario])
@@ -72,7 +74,7 @@ def test_the_campaign_has_met_300_combinations(campaign, capsys):
     assert len(campaign.met) >= 300
 
 
-# --- the campaign can fail --------------------------------------------------------------------------------------------
+# --- the campaign can fail ------------------------------------------------------------------------
 
 
 def _take_a_lost_answer_for_success(monkeypatch):
@@ -137,7 +139,9 @@ def _let_errors_through(monkeypatch):
     ],
     ids=["lost answer", "unknown outcome", "left files", "errors"],
 )
-def test_the_campaign_convicts_who_breaks_a_promise(campaign, monkeypatch, break_it, combination, verdict):
+def test_the_campaign_convicts_who_breaks_a_promise(
+    campaign, monkeypatch, break_it, combination, verdict
+):
     assert play(campaign, [combination]) == []
     break_it(monkeypatch)
 

@@ -109,14 +109,18 @@ class Asker:
     def __init__(self, bucket: Bucket, *, skew_s: float = 0.0) -> None:
         self.store = open_bucket(bucket)
         self._objects = self.store._lease_objects
-        self._leases = Leases(self._objects, writable=True, term_s=TERM_S, local_s=lambda: boot_s() + skew_s)
+        self._leases = Leases(
+            self._objects, writable=True, term_s=TERM_S, local_s=lambda: boot_s() + skew_s
+        )
 
     def held(self) -> list[str]:
         """Return who holds, and see that it is right by the server's clock."""
         before_s, then = self._server_s(), self._renewals()
         held = self._leases.list_held(SAVERS)
         now, after_s = self._renewals(), self._server_s()
-        for name in held:  # what was learnt of the clock may be a sixth of a term old, and is rounded down
+        for (
+            name
+        ) in held:  # what was learnt of the clock may be a sixth of a term old, and is rounded down
             assert before_s - now[name] < TERM_S + TERM_S / 6 + 2
         for name in then.keys() - set(held):
             assert after_s - then[name] >= TERM_S - 1
@@ -140,7 +144,9 @@ class Asker:
 def open_bucket(bucket: Bucket) -> ObjectStore:
     options = bucket.endpoint.options
     client_options = options.pop("client_options")
-    return ObjectStore(f"s3://{bucket.name}", writable=True, config=options, client_options=client_options)
+    return ObjectStore(
+        f"s3://{bucket.name}", writable=True, config=options, client_options=client_options
+    )
 
 
 @pytest.fixture
@@ -163,7 +169,10 @@ def test_the_killed_hold_for_a_term_and_the_stopped_hold_again_whatever_their_cl
     """REQ-STO-008 to REQ-STO-010."""
     alive = start(HOLDER, "alive", TERM_S, 0)
     stopped = start(HOLDER, "stopped", TERM_S, -3600)
-    killed = [start(HOLDER, "killed", TERM_S, 0), start(HOLDER, "killed, an hour ahead", TERM_S, 3600)]
+    killed = [
+        start(HOLDER, "killed", TERM_S, 0),
+        start(HOLDER, "killed, an hour ahead", TERM_S, 3600),
+    ]
     askers = [Asker(s3_bucket, skew_s=skew_s) for skew_s in (0, -3600, 3600)]
     for process in (alive, stopped, *killed):
         assert process.read_line() == "held"

@@ -15,8 +15,8 @@ from ckptfmt.demo.servers import Endpoint, ServerError
 from tests.s3.fixtures import KIND
 from tests.s3.proxy import Fault, Rule
 
-# Says for each name in turn whether the create succeeded, was refused, or is unknown. One line on standard input
-# starts each name, so that all contenders ask at once.
+# Says for each name in turn whether the create succeeded, was refused, or is unknown. One line on
+# standard input starts each name, so that all contenders ask at once.
 CONTENDER = """
 import json, sys, obstore, obstore.exceptions, obstore.store
 options, bucket, who = json.loads(sys.argv[1])
@@ -43,7 +43,9 @@ def next_line(process):
     return process.stdout.readline().strip()
 
 
-def race(endpoint: Endpoint, bucket: str, name_count: int, contender_count: int) -> list[dict[str, str]]:
+def race(
+    endpoint: Endpoint, bucket: str, name_count: int, contender_count: int
+) -> list[dict[str, str]]:
     """Let processes create each of `name_count` names at once; return for each name what each of them was told."""
     contenders = {}
     try:
@@ -125,7 +127,12 @@ def test_the_command_prints_what_a_client_needs():
 
     text = "\n".join(lines)
     assert process.returncode == 0
-    for name in ("AWS_ENDPOINT_URL=http://127.0.0.1:", "AWS_ACCESS_KEY_ID=", "AWS_SECRET_ACCESS_KEY=", "s3://test-"):
+    for name in (
+        "AWS_ENDPOINT_URL=http://127.0.0.1:",
+        "AWS_ACCESS_KEY_ID=",
+        "AWS_SECRET_ACCESS_KEY=",
+        "s3://test-",
+    ):
         assert name in text
 
 
@@ -168,7 +175,9 @@ UNKNOWN = "GenericError"
         (Rule(fault=Fault.STATUS_AFTER, status=503), UNKNOWN, True),
         (Rule(fault=Fault.LOSE_ACKNOWLEDGED), "done", False),
     ],
-    ids=lambda value: f"{value.fault.name}-{value.status}" if isinstance(value, Rule) else str(value),
+    ids=lambda value: (
+        f"{value.fault.name}-{value.status}" if isinstance(value, Rule) else str(value)
+    ),
 )
 def test_what_the_proxy_does_to_a_create(seen, rule, told, is_there):
     s3_bucket, s3_proxy, through = seen
@@ -178,7 +187,9 @@ def test_what_the_proxy_does_to_a_create(seen, rule, told, is_there):
 
     assert s3_proxy.faults == {rule.fault: 1}
     assert s3_proxy.counts == {"PutObject": 1}
-    assert [one["path"] for batch in obstore.list(s3_bucket.store()) for one in batch] == ["a/b"] * is_there
+    assert [one["path"] for batch in obstore.list(s3_bucket.store()) for one in batch] == [
+        "a/b"
+    ] * is_there
     if rule.fault is Fault.LATE:
         assert s3_proxy.land() == [200]
         assert obstore.head(s3_bucket.store(), "a/b")["size"] == 792
@@ -188,7 +199,9 @@ def test_what_the_proxy_does_to_a_create(seen, rule, told, is_there):
         )
 
 
-@pytest.mark.parametrize("fault", [Fault.CUT_DOWNLOAD, Fault.TRUNCATE, Fault.CORRUPT, Fault.DROP_ANSWER])
+@pytest.mark.parametrize(
+    "fault", [Fault.CUT_DOWNLOAD, Fault.TRUNCATE, Fault.CORRUPT, Fault.DROP_ANSWER]
+)
 def test_what_the_proxy_does_to_a_read(s3_bucket, s3_proxy, through, fault):
     obstore.put(s3_bucket.store(), "a", b"12345678")
     s3_proxy.script(Rule(fault=fault, operation="GetObject"))
@@ -220,7 +233,10 @@ def test_a_rule_meets_the_requests_that_fit(s3_proxy, through):
 def test_a_server_that_ignores_the_condition_lets_two_win(s3_proxy, through):
     s3_proxy.script(Rule(fault=Fault.UNCONDITIONAL, count=None))
 
-    assert [outcome(lambda: obstore.put(through, "a", b"1", mode="create")) for _ in range(2)] == ["done", "done"]
+    assert [outcome(lambda: obstore.put(through, "a", b"1", mode="create")) for _ in range(2)] == [
+        "done",
+        "done",
+    ]
 
 
 def test_requests_are_counted_by_what_s3_calls_them(s3_proxy, through):
@@ -242,7 +258,9 @@ def test_requests_are_counted_by_what_s3_calls_them(s3_proxy, through):
 def test_an_acknowledged_part_can_be_lost(s3_bucket, s3_proxy, through):
     s3_proxy.script(Rule(fault=Fault.LOSE_ACKNOWLEDGED, operation="UploadPart", nth=2))
 
-    assert outcome(lambda: obstore.put(through, "big", bytes(13 << 20), chunk_size=5 << 20)) != "done"
+    assert (
+        outcome(lambda: obstore.put(through, "big", bytes(13 << 20), chunk_size=5 << 20)) != "done"
+    )
 
     assert not list(obstore.list(s3_bucket.store()))
 
@@ -258,7 +276,11 @@ def test_a_server_can_become_unreachable_and_come_back(s3_proxy, through):
 def test_a_throttle_lets_all_bytes_pass(s3_proxy, through):
     s3_proxy.bytes_per_s = 4e6
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        for future in [pool.submit(obstore.put, through, str(n), bytes([n]) * 200_000) for n in range(4)]:
+        for future in [
+            pool.submit(obstore.put, through, str(n), bytes([n]) * 200_000) for n in range(4)
+        ]:
             future.result(timeout=timedelta(minutes=5).total_seconds())
 
-    assert [bytes(obstore.get(through, str(n)).bytes()) for n in range(4)] == [bytes([n]) * 200_000 for n in range(4)]
+    assert [bytes(obstore.get(through, str(n)).bytes()) for n in range(4)] == [
+        bytes([n]) * 200_000 for n in range(4)
+    ]

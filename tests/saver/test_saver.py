@@ -72,7 +72,12 @@ class Trainer:
     """The other side of a saver: slots in memory, and what it was told."""
 
     def __init__(
-        self, store: Store | None = None, *, seen: Store | None = None, writer: int = 0, writer_count: int = 1
+        self,
+        store: Store | None = None,
+        *,
+        seen: Store | None = None,
+        writer: int = 0,
+        writer_count: int = 1,
     ):
         self.store: Any = MemoryStore() if store is None else store
         self.seen: Any = self.store if seen is None else seen
@@ -111,7 +116,9 @@ class Trainer:
     def place(self, step: int) -> Any:
         return self.seen.at(checkpoint_name(step, self.launch.launch))
 
-    def begin(self, number: int, made: Any = None, *, slot: int = 0, keep: int | None = None) -> None:
+    def begin(
+        self, number: int, made: Any = None, *, slot: int = 0, keep: int | None = None
+    ) -> None:
         """Begin save `number`, of the step of this number; the slot holds rubbish as yet."""
         made = made_of(number) if made is None else made
         image = plan_image(made, block_nbytes=4096)
@@ -156,9 +163,13 @@ class Trainer:
 
             def find() -> dict[str, Any] | None:
                 mine = [told for told in self.told if told["number"] == number]
-                return next((told for told in mine if told["state"] in (*states, "DONE", "FAILED")), None)
+                return next(
+                    (told for told in mine if told["state"] in (*states, "DONE", "FAILED")), None
+                )
 
-            assert self.changed.wait_for(find, WAIT_S), f"save {number} stays at {self.states(number)}"
+            assert self.changed.wait_for(find, WAIT_S), (
+                f"save {number} stays at {self.states(number)}"
+            )
             found = find()
         assert found is not None
         return found
@@ -185,7 +196,11 @@ class Trainer:
         return any(not self.held() for _ in poll(WAIT_S))
 
     def committed(self) -> list[int]:
-        return [entry.step for entry in list_checkpoints(self.seen) if isinstance(entry.register, Manifest)]
+        return [
+            entry.step
+            for entry in list_checkpoints(self.seen)
+            if isinstance(entry.register, Manifest)
+        ]
 
 
 class GateStore(HookedStore):
@@ -247,7 +262,7 @@ class DrawingStore:
         self.inner.create(path, draw())
 
 
-# --- the usual way --------------------------------------------------------------------------------------------------
+# --- the usual way --------------------------------------------------------------------------------
 
 
 def test_states_come_in_order_each_with_what_it_promises() -> None:
@@ -266,7 +281,8 @@ def test_states_come_in_order_each_with_what_it_promises() -> None:
     name = checkpoint_name(1, 1)
     part, register = f"{name}/{part_path('0' * 15 + '1', 0)}", f"{name}/manifest.json"
     promised = [
-        (part in trainer.files_at[1, state], register in trainer.files_at[1, state]) for state in trainer.states(1)
+        (part in trainer.files_at[1, state], register in trainer.files_at[1, state])
+        for state in trainer.states(1)
     ]
     assert promised == [(False, False), (True, False), (True, True), (True, True)]
     committed = trainer.told[2]
@@ -282,7 +298,10 @@ def test_states_come_in_order_each_with_what_it_promises() -> None:
 def test_files_are_those_of_a_save_without_it(tmp_path, monkeypatch, kind, writer_count) -> None:
     """Of the same state, by the same attempt, at the same time: byte by byte."""
     monkeypatch.setattr("time.time", lambda: 1_700_000_000)
-    stores = [MemoryStore() if kind == "memory" else LocalStore(tmp_path / str(n), writable=True) for n in range(2)]
+    stores = [
+        MemoryStore() if kind == "memory" else LocalStore(tmp_path / str(n), writable=True)
+        for n in range(2)
+    ]
     states = [*two_writers()][:writer_count] if writer_count > 1 else [made_of(3, nbytes=300_000)]
     first = Trainer(stores[0], writer_count=writer_count)
     trainers = [first]
@@ -353,7 +372,9 @@ def test_all_that_is_left_to_say_is_that_it_is_complete() -> None:
     assert verify(trainer.place(1)).valid
 
 
-@pytest.mark.parametrize("made", [snapshot(leaves=[leaf("config", 1)]), snapshot(tensor("e", np.ones((0, 3))))])
+@pytest.mark.parametrize(
+    "made", [snapshot(leaves=[leaf("config", 1)]), snapshot(tensor("e", np.ones((0, 3))))]
+)
 def test_state_without_bytes_is_saved_when_it_is_complete(made) -> None:
     trainer = Trainer()
     trainer.begin(1, made)
@@ -402,7 +423,7 @@ def test_clean_up_that_fails_is_no_failure_of_the_save() -> None:
     assert trainer.committed() == [1, 2]
 
 
-# --- what fails -----------------------------------------------------------------------------------------------------
+# --- what fails -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -490,7 +511,9 @@ def test_failure_of_the_store_is_told_to_trainer_and_writers(writer, path_end) -
     """REQ-CMT-004: nobody waits out the deadline for it."""
     inner = MemoryStore()
     fault = Fault(fail_at=1, operations=frozenset({"create"}), path_end=path_end)
-    trainer = Trainer(FaultStore(inner, fault, code=Code.NO_SPACE), seen=inner, writer=writer, writer_count=2)
+    trainer = Trainer(
+        FaultStore(inner, fault, code=Code.NO_SPACE), seen=inner, writer=writer, writer_count=2
+    )
     before = inner.snapshot()
     trainer.begin(1)
     trainer.complete(1)
@@ -548,7 +571,7 @@ def test_messages_about_saves_that_nobody_knows_are_passed_over() -> None:
     assert trainer.save(1)["state"] == "DONE"
 
 
-# --- the file that says "there is something to wait for" ------------------------------------------------------------
+# --- the file that says "there is something to wait for" ------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["memory", "local"])
@@ -582,14 +605,16 @@ def test_run_is_held_from_the_first_save_to_the_last_ones_end(tmp_path, kind) ->
 
 def test_run_that_cannot_be_held_fails_the_save_and_not_the_saver() -> None:
     inner = MemoryStore()
-    trainer = Trainer(FaultStore(inner, Fault(fail_at=1, operations=frozenset({"hold"}))), seen=inner)
+    trainer = Trainer(
+        FaultStore(inner, Fault(fail_at=1, operations=frozenset({"hold"}))), seen=inner
+    )
     assert trainer.save(1)["code"] == Code.STORE_IO
     assert trainer.place(1).list("") == []
     assert trainer.save(2)["state"] == "DONE"
     assert trainer.is_let_go()
 
 
-# --- what goes over the wire ----------------------------------------------------------------------------------------
+# --- what goes over the wire ----------------------------------------------------------------------
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 REQUESTS = st.builds(
@@ -604,8 +629,12 @@ REQUESTS = st.builds(
     context=st.builds(
         Context,
         saved_unix_s=st.integers(0, 2**40),
-        streams=st.lists(st.builds(RngStream, name=TEXT, scope=TEXT, kind=TEXT, state=st.binary())).map(tuple),
-        leaves=st.lists(st.builds(Leaf, field=TEXT, name=TEXT, scope=TEXT, value=st.binary())).map(tuple),
+        streams=st.lists(
+            st.builds(RngStream, name=TEXT, scope=TEXT, kind=TEXT, state=st.binary())
+        ).map(tuple),
+        leaves=st.lists(st.builds(Leaf, field=TEXT, name=TEXT, scope=TEXT, value=st.binary())).map(
+            tuple
+        ),
         absent=st.dictionaries(TEXT, TEXT),
     ),
     deadline_s=st.floats(0, 1e9) | st.just(float("inf")) | st.integers(0, 10**6),
@@ -630,7 +659,10 @@ def test_run_that_cannot_be_held_is_told_to_the_other_writers(writer):
     """REQ-CMT-004: else they would wait out the deadline."""
     inner = MemoryStore()
     trainer = Trainer(
-        FaultStore(inner, Fault(fail_at=1, operations=frozenset({"hold"}))), seen=inner, writer=writer, writer_count=2
+        FaultStore(inner, Fault(fail_at=1, operations=frozenset({"hold"}))),
+        seen=inner,
+        writer=writer,
+        writer_count=2,
     )
     assert trainer.save(1)["code"] == Code.STORE_IO
     assert trainer.place(1).list("") == [failure_path("0" * 15 + "1", writer)]

@@ -12,7 +12,8 @@ SCHEMA = SPEC / "schema"
 LABEL = re.compile(r"REQ-[A-Z]{3}-[0-9]{3}")
 #: RFC 2119 and 8174, the longer ones first.
 STRENGTH = re.compile(
-    r"\b(MUST NOT|MUST|SHALL NOT|SHALL|SHOULD NOT|SHOULD|NOT RECOMMENDED|RECOMMENDED|REQUIRED|OPTIONAL|MAY)\b"
+    r"\b(MUST NOT|MUST|SHALL NOT|SHALL|SHOULD NOT|SHOULD|NOT"
+    r" RECOMMENDED|RECOMMENDED|REQUIRED|OPTIONAL|MAY)\b"
 )
 
 _CLAUSE = re.compile(r"- (REQ-[A-Z]{3}-[0-9]{3}) (?:\[([WRCK]+)\] )?(.+)")
@@ -55,7 +56,11 @@ class Fence:
 
     def numbered_lines(self):
         """The lines that aren't empty, with the number of each on the page."""
-        return [(self.line + at, line) for at, line in enumerate(self.content.splitlines(), 1) if line.strip()]
+        return [
+            (self.line + at, line)
+            for at, line in enumerate(self.content.splitlines(), 1)
+            if line.strip()
+        ]
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,9 @@ def table(name, heading):
     rows: list[list[str]] = []
     inside = False
     for line in page(name).lines:
-        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        cells = (
+            [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        )
         if cells and cells[0] == heading:
             assert not rows, f"{name} has two tables with the column {heading}"
             inside = True

@@ -10,7 +10,18 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code
 from conformance.generate.fences import REFUSAL
 from tests.house.sources import python_files, repository_files
-from tests.spec.pages import LABEL, ROOT, SCHEMA, SPEC, STRENGTH, clauses, fences, page, pages, table
+from tests.spec.pages import (
+    LABEL,
+    ROOT,
+    SCHEMA,
+    SPEC,
+    STRENGTH,
+    clauses,
+    fences,
+    page,
+    pages,
+    table,
+)
 from tests.spec.uncited import cited_labels, listed_labels, uncited_labels
 from tests.spec.views import load_schema
 
@@ -36,13 +47,15 @@ CONSTRAINTS = {
 }  # fmt: skip
 
 
-# --- form -------------------------------------------------------------------------------------------------------------
+# --- form -----------------------------------------------------------------------------------------
 
 
 def test_labels_are_unique():
     labels = [clause.label for clause in clauses()]
 
-    assert len(labels) == len(set(labels)), sorted(label for label in LABELS if labels.count(label) > 1)
+    assert len(labels) == len(set(labels)), sorted(
+        label for label in LABELS if labels.count(label) > 1
+    )
 
 
 @pytest.mark.parametrize("clause", clauses(), ids=lambda clause: clause.label)
@@ -51,9 +64,13 @@ def test_a_clause_says_whom_it_binds_and_how_strongly(clause):
         return
 
     assert clause.roles, f"{clause.place} names no role"
-    assert len(STRENGTH.findall(clause.text)) == 1, f"{clause.place} has another number of capital words than one"
+    assert len(STRENGTH.findall(clause.text)) == 1, (
+        f"{clause.place} has another number of capital words than one"
+    )
     assert set(clause.codes) <= CODE_NAMES
-    assert all(re.match(r"Why: |untestable: ", note) for note in clause.notes), f"{clause.place}: {clause.notes}"
+    assert all(re.match(r"Why: |untestable: ", note) for note in clause.notes), (
+        f"{clause.place}: {clause.notes}"
+    )
 
 
 @pytest.mark.parametrize("one", pages(), ids=lambda one: one.name)
@@ -96,14 +113,17 @@ def test_links_lead_somewhere(one):
     assert all((SPEC / link).is_file() for link in links), links
 
 
-# --- clauses and what cites them --------------------------------------------------------------------------------------
+# --- clauses and what cites them ------------------------------------------------------------------
 
 
 @functools.cache
 def cited_in_files():
     """The labels that code, tests and schemas cite, each with the files that do."""
     found: dict[str, list[str]] = {}
-    for path in [*python_files("ckptfmt", "tests", "conformance", "benchmarks"), *SCHEMA.glob("*.json")]:
+    for path in [
+        *python_files("ckptfmt", "tests", "conformance", "benchmarks"),
+        *SCHEMA.glob("*.json"),
+    ]:
         for label in set(re.findall(r"REQ-[A-Z]+-[0-9]+", path.read_text("utf-8"))):
             found.setdefault(label, []).append(path.relative_to(ROOT).as_posix())
     return found
@@ -123,7 +143,8 @@ def test_a_requirement_of_an_error_raised_in_the_code_names_its_code():
     """Where the code raises `Code.X` by a clause, that clause has X behind its arrow."""
     codes = {clause.label: set(clause.codes) for clause in clauses()}
     raised = re.compile(
-        r'err\(\s*Code\.([A-Z_0-9]+),(?:(?!\berr\().)*?requirement="(REQ-[A-Z]{3}-[0-9]{3})"', re.DOTALL
+        r'err\(\s*Code\.([A-Z_0-9]+),(?:(?!\berr\().)*?requirement="(REQ-[A-Z]{3}-[0-9]{3})"',
+        re.DOTALL,
     )
     found = {
         (label, code)
@@ -140,24 +161,32 @@ def test_every_testable_clause_is_cited_by_a_test_or_listed():
     uncited, listed = uncited_labels(), listed_labels()
 
     assert not uncited - listed, "cite these in a test, for they are new"
-    assert not listed - uncited, "take these off tests/spec/uncited.txt: python -m tests.spec.uncited"
+    assert not listed - uncited, (
+        "take these off tests/spec/uncited.txt: python -m tests.spec.uncited"
+    )
 
 
 def test_the_list_of_uncited_clauses_has_an_order():
-    lines = [line for line in (ROOT / "tests/spec/uncited.txt").read_text("utf-8").splitlines() if line[:1] != "#"]
+    lines = [
+        line
+        for line in (ROOT / "tests/spec/uncited.txt").read_text("utf-8").splitlines()
+        if line[:1] != "#"
+    ]
 
     assert lines == sorted(set(lines))
     assert cited_labels() <= LABELS
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def test_the_table_of_errors_is_that_of_the_code():
     rows = [tuple(cell.strip("`") for cell in row) for row in table("80-errors.md", "Code")]
 
     source = (ROOT / "ckptfmt/errors.py").read_text("utf-8")
-    meanings = {code: meaning for meaning, code in re.findall(r"    #: (.+)\n    ([A-Z_]+) = \(", source)}
+    meanings = {
+        code: meaning for meaning, code in re.findall(r"    #: (.+)\n    ([A-Z_]+) = \(", source)
+    }
     assert rows == [(str(code), code.error.__name__, meanings[code]) for code in Code]
 
 
@@ -176,7 +205,9 @@ def test_every_code_of_a_refusal_is_the_code_of_a_clause_there():
 
 
 def test_the_table_of_limits_is_that_of_the_code():
-    rows = {name.strip("`"): int(value.split()[0]) for name, value, _ in table("90-limits.md", "Limit")}
+    rows = {
+        name.strip("`"): int(value.split()[0]) for name, value, _ in table("90-limits.md", "Limit")
+    }
 
     assert rows == LIMITS
 
@@ -196,7 +227,9 @@ def test_powers_in_the_table_of_limits_are_true():
 def test_the_table_of_dtypes_is_that_of_the_code():
     rows = [[cell.strip("`") for cell in row[:3]] for row in table("50-shards.md", "dtype")]
 
-    assert rows == [[dtype.name, str(dtype.nbytes), dtype.safetensors or ""] for dtype in DTYPES.values()]
+    assert rows == [
+        [dtype.name, str(dtype.nbytes), dtype.safetensors or ""] for dtype in DTYPES.values()
+    ]
 
 
 def test_the_version_is_that_of_the_code():
@@ -204,7 +237,7 @@ def test_the_version_is_that_of_the_code():
     assert page("CHANGES.md").lines.index(f"## {limits.FORMAT_VERSION}")
 
 
-# --- schemas ----------------------------------------------------------------------------------------------------------
+# --- schemas --------------------------------------------------------------------------------------
 
 
 def walk(schema, clause=None):
@@ -224,7 +257,11 @@ def walk(schema, clause=None):
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_constraint_of_a_schema_carries_its_clause(name):
-    bare = [schema for schema, clause in walk(load_schema(name)) if CONSTRAINTS & schema.keys() and clause is None]
+    bare = [
+        schema
+        for schema, clause in walk(load_schema(name))
+        if CONSTRAINTS & schema.keys() and clause is None
+    ]
     cited = {clause for _, clause in walk(load_schema(name)) if clause}
 
     assert not bare
@@ -246,7 +283,9 @@ def test_objects_of_a_schema_are_closed(name):
 def test_numbers_of_a_schema_are_limits(name):
     known = {*LIMITS.values(), 0, 1, 2, 64, 100, 1000, (1 << 64) - 1, limits.DIM << 64}
     keywords = ("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems")
-    used = {schema[word] for schema, _ in walk(load_schema(name)) for word in keywords if word in schema}
+    used = {
+        schema[word] for schema, _ in walk(load_schema(name)) for word in keywords if word in schema
+    }
 
     assert used <= known
 
@@ -257,7 +296,11 @@ def members():
     for name in SCHEMAS:
         for schema, _ in walk(load_schema(name)):
             found |= schema.get("properties", {}).keys()
-            found |= {value for value in (*schema.get("enum", ()), schema.get("const")) if isinstance(value, str)}
+            found |= {
+                value
+                for value in (*schema.get("enum", ()), schema.get("const"))
+                if isinstance(value, str)
+            }
     return found
 
 
@@ -289,7 +332,8 @@ def test_words_in_backticks_exist(one):
         (number, word)
         for number, line in outside
         for quoted in re.findall(r"`([^`]+)`", line)
-        if re.fullmatch(r"[A-Za-z_0-9]*_[A-Za-z_0-9]*|[a-z_]+(\.[a-z_]+)+", quoted) and "." not in quoted[-9:]
+        if re.fullmatch(r"[A-Za-z_0-9]*_[A-Za-z_0-9]*|[a-z_]+(\.[a-z_]+)+", quoted)
+        and "." not in quoted[-9:]
         for word in quoted.split(".")
     }
 

@@ -52,7 +52,10 @@ TAGS = {
 
 # The names in which the values of trees are written.
 VALUES = {
-    **{name: getattr(tree, name) for name in ("DeviceName", "DtypeName", "InlineArray", "Size", "TensorRef")},
+    **{
+        name: getattr(tree, name)
+        for name in ("DeviceName", "DtypeName", "InlineArray", "Size", "TensorRef")
+    },
     "OrderedDict": OrderedDict,
     "Counter": Counter,
     "deque": deque,
@@ -60,14 +63,17 @@ VALUES = {
 
 
 def kind_of(fence):
-    return next((f"json {tag}" for tag in fence.tags if fence.language == "json" and f"json {tag}" in TAGS), None) or (
-        fence.language
-    )
+    return next(
+        (f"json {tag}" for tag in fence.tags if fence.language == "json" and f"json {tag}" in TAGS),
+        None,
+    ) or (fence.language)
 
 
 def only(*kinds):
     return pytest.mark.parametrize(
-        "fence", [fence for fence in fences() if kind_of(fence) in kinds], ids=lambda fence: fence.place
+        "fence",
+        [fence for fence in fences() if kind_of(fence) in kinds],
+        ids=lambda fence: fence.place,
     )
 
 
@@ -76,7 +82,7 @@ def example(name):
     return found
 
 
-# --- what an example stands for ---------------------------------------------------------------------------------------
+# --- what an example stands for -------------------------------------------------------------------
 
 
 def parse_json_document(content, where, kind):
@@ -99,7 +105,9 @@ def parse_json_document(content, where, kind):
 def seal(content):
     """The document in whose zlib stream the content lies as it is: the examples don't depend on a build of zlib."""
     stored = zlib.compress(content, 0)
-    return msgpk.dump_msgpack({"digest": digest_bytes(stored), "nbytes": len(content), "signed": stored})
+    return msgpk.dump_msgpack(
+        {"digest": digest_bytes(stored), "nbytes": len(content), "signed": stored}
+    )
 
 
 def inflated(content):
@@ -108,7 +116,11 @@ def inflated(content):
 
 def parse_view(signed, where, kind):
     content = seal(msgpk.dump_msgpack(document_of(signed, load_schema(kind))))
-    parsed = Index.parse(content, where=where) if kind == "index" else Part.parse(content, where=where)[0]
+    parsed = (
+        Index.parse(content, where=where)
+        if kind == "index"
+        else Part.parse(content, where=where)[0]
+    )
     return parsed, content
 
 
@@ -140,7 +152,7 @@ def check_refused(call, line):
     assert (str(caught.value.code), caught.value.requirement) == (code, clause), str(caught.value)
 
 
-# --- the tests --------------------------------------------------------------------------------------------------------
+# --- the tests ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fence", fences(), ids=lambda fence: fence.place)
@@ -166,7 +178,10 @@ def test_an_example_is_accepted(fence):
 @only("json view", "json tree")
 def test_an_example_fits_its_schema(fence):
     name = fence.tags.get("view") or fence.tags["tree"]
-    resources = [Resource.from_contents(json.loads(path.read_text("utf-8"))) for path in SCHEMA.glob("*.json")]
+    resources = [
+        Resource.from_contents(json.loads(path.read_text("utf-8")))
+        for path in SCHEMA.glob("*.json")
+    ]
     registry: Registry[Any] = Registry().with_resources([(str(one.id()), one) for one in resources])
 
     Draft202012Validator(load_schema(name), registry=registry).validate(json.loads(fence.content))
@@ -177,7 +192,9 @@ def test_an_example_is_what_is_dumped(fence):
     parsed, content = accept(fence, json.loads(fence.content))
 
     assert inflated(parsed.dump()[0]) == inflated(content)
-    assert view_of(msgpk.parse_packed_document(content, where="example")[0]) == json.loads(fence.content)
+    assert view_of(msgpk.parse_packed_document(content, where="example")[0]) == json.loads(
+        fence.content
+    )
 
 
 @only("json tree")
@@ -212,7 +229,9 @@ def test_a_bad_document_is_refused(fence):
             content = text.encode()
         parse = {
             "run": RunRecord.parse,
-            "shard": lambda content: parse_shard_header(content, file_nbytes=len(content), where="example"),
+            "shard": lambda content: parse_shard_header(
+                content, file_nbytes=len(content), where="example"
+            ),
         }[fence.tags["parse"]]
         check_refused(lambda parse=parse, content=content: parse(content), line)
 
@@ -234,7 +253,9 @@ FORMS: dict[str, tuple[Callable[[bytes], Any], Callable[[Any], bytes]]] = {
         lambda value: msgpk.dump_msgpack(dump_packed(value)),
     ),
     "strings": (
-        lambda content: Columns({"column": unpack(content)}, ("column",), "example").strings("column").tolist(),
+        lambda content: (
+            Columns({"column": unpack(content)}, ("column",), "example").strings("column").tolist()
+        ),
         lambda value: msgpk.dump_msgpack(dump_strings(value)),
     ),
     "packed_document": (
@@ -267,7 +288,9 @@ def test_bytes_are_what_the_page_says(fence):
 @only("python")
 def test_a_session_prints_what_the_page_says(fence):
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    parsed = doctest.DocTestParser().get_doctest(fence.content, {}, fence.place, fence.page, fence.line)
+    parsed = doctest.DocTestParser().get_doctest(
+        fence.content, {}, fence.place, fence.page, fence.line
+    )
     report: list[str] = []
 
     doctest.DocTestRunner(optionflags=flags).run(parsed, out=report.append)
@@ -278,7 +301,9 @@ def test_a_session_prints_what_the_page_says(fence):
 
 def test_the_examples_are_one_checkpoint():
     """Shard, part, index, manifest, launch and tombstone name each other by true names, sizes and digests."""
-    value = {name: json.loads(example(name).content) for name in ("shard", "part", "index", "manifest")}
+    value = {
+        name: json.loads(example(name).content) for name in ("shard", "part", "index", "manifest")
+    }
     header = dump_shard_header(value["shard"])
     part, part_content = accept(example("part"), value["part"])
     part_digest = msgpk.parse_packed_document(part_content, where="part")[1]
@@ -290,7 +315,9 @@ def test_the_examples_are_one_checkpoint():
     assert part.files[0].header_digest == digest_bytes(header)
     assert part.files[0].nbytes == len(header) + 36
     assert (index.parts[0].digest, index.parts[0].nbytes) == (part_digest, len(part_content))
-    assert manifest.index_digest == digest_text(msgpk.parse_packed_document(index_content, where="index")[1])
+    assert manifest.index_digest == digest_text(
+        msgpk.parse_packed_document(index_content, where="index")[1]
+    )
     assert manifest.index_nbytes == len(index_content)
     assert manifest.origin == index.origin == part.origin
     assert json.loads(example("tombstone").content)["manifest_digest"] == manifest.digest
@@ -345,9 +372,14 @@ def test_the_examples_of_a_delta_are_one_checkpoint():
         == manifest.references
         == Pins.parse(dump_document(pins), where=example("pins").tags["for"]).references
     )
-    assert f"`{stored[:-1].hex()}` and `{stored[-1:].hex()}`" in "\n".join(page("45-deltas.md").lines)
+    assert f"`{stored[:-1].hex()}` and `{stored[-1:].hex()}`" in "\n".join(
+        page("45-deltas.md").lines
+    )
     checkpoint = Checkpoint(place)
     after = [[0, 1, 2], [3 + 2**-22, 4, 5]]
     assert checkpoint.read("weights", "layers.0.bias").tolist() == [0.5, 1, 2]
     assert checkpoint.read("weights", "head.weight").tolist() == after
-    assert checkpoint.read("weights", "layers.0.weight.bfloat16").astype("f4").tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert checkpoint.read("weights", "layers.0.weight.bfloat16").astype("f4").tolist() == [
+        [0, 1, 2],
+        [3, 4, 5],
+    ]

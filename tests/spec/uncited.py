@@ -29,13 +29,17 @@ def cited_labels():
 
 def uncited_labels():
     """The labels of the testable clauses that nothing cites."""
-    testable = {clause.label for clause in clauses() if not clause.untestable and not clause.withdrawn}
+    testable = {
+        clause.label for clause in clauses() if not clause.untestable and not clause.withdrawn
+    }
     return testable - cited_labels()
 
 
 def listed_labels():
     """The labels in the list."""
-    return {line for line in LIST.read_text("utf-8").splitlines() if line and not line.startswith("#")}
+    return {
+        line for line in LIST.read_text("utf-8").splitlines() if line and not line.startswith("#")
+    }
 
 
 if __name__ == "__main__":

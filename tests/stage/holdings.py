@@ -7,7 +7,11 @@ import pathlib
 
 def mappings():
     """Return the lines of this process's memory map that are slots."""
-    return [line for line in pathlib.Path("/proc/self/maps").read_text("utf-8").splitlines() if "memfd:ckptfmt" in line]
+    return [
+        line
+        for line in pathlib.Path("/proc/self/maps").read_text("utf-8").splitlines()
+        if "memfd:ckptfmt" in line
+    ]
 
 
 def descriptors():

@@ -91,7 +91,10 @@ def test_both_ends_talk_at_once(ends) -> None:
     """Neither waits for the other to listen."""
     messages = [{"number": number, "content": bytes(300_000)} for number in range(20)]
     with ThreadPoolExecutor(4) as pool:
-        sent = [pool.submit(lambda end: [end.send(message) for message in messages], end) for end in ends]
+        sent = [
+            pool.submit(lambda end: [end.send(message) for message in messages], end)
+            for end in ends
+        ]
         got = [pool.submit(lambda end: [received_of(end) for _ in messages], end) for end in ends]
         assert [found.result(20) for found in got] == [messages, messages]
         assert all(found.result(20) for found in sent)
@@ -109,7 +112,9 @@ def test_descriptor_comes_with_its_message(ends) -> None:
         found = theirs.receive()
         assert found is not None
         assert found[0]["number"] == number
-        assert (None if found[1] is None else content_of(found[1])) == (b"%d" % number if number % 2 else None)
+        assert (None if found[1] is None else content_of(found[1])) == (
+            b"%d" % number if number % 2 else None
+        )
     assert open_fds() == before
 
 
@@ -120,7 +125,8 @@ def test_message_whose_descriptor_finds_no_place_is_the_last(ends) -> None:
     taken = []
     try:
         resource.setrlimit(
-            resource.RLIMIT_NOFILE, (max(int(fd.name) for fd in pathlib.Path("/proc/self/fd").iterdir()) + 2, hard)
+            resource.RLIMIT_NOFILE,
+            (max(int(fd.name) for fd in pathlib.Path("/proc/self/fd").iterdir()) + 2, hard),
         )
         with contextlib.suppress(OSError):
             while True:
@@ -139,7 +145,11 @@ def test_threads_that_send_at_once_are_not_mixed_up(ends) -> None:
 
     def send(sender):
         for number in range(40):
-            message = {"sender": sender, "number": number, "content": bytes([sender]) * (number * 5003 % 150_000)}
+            message = {
+                "sender": sender,
+                "number": number,
+                "content": bytes([sender]) * (number * 5003 % 150_000),
+            }
             fd = file_with(b"%d-%d" % (sender, number)) if number % 3 == 0 else None
             ours.send(message, fd=fd)
             if fd is not None:

@@ -26,12 +26,21 @@ def build(root, files):
 
 def meminfo(available_nbytes):
     kib = available_nbytes // 1024
-    return {"proc/meminfo": f"MemTotal:       99999999 kB\nMemFree:  1 kB\nMemAvailable:   {kib} kB\nCached: 5 kB\n"}
+    return {
+        "proc/meminfo": (
+            f"MemTotal:       99999999 kB\nMemFree:  1 kB\nMemAvailable:   {kib} kB\nCached: 5 kB\n"
+        )
+    }
 
 
-def version_2(path, *, limit="max", high="max", used=0, inactive=0, active=0, mount="sys/fs/cgroup"):
+def version_2(
+    path, *, limit="max", high="max", used=0, inactive=0, active=0, mount="sys/fs/cgroup"
+):
     level = f"{mount}/{path}".rstrip("/")
-    stat = f"anon 77\nfile 88\ninactive_anon 99\ninactive_file {inactive}\nactive_file {active}\nslab_reclaimable 9\n"
+    stat = (
+        f"anon 77\nfile 88\ninactive_anon 99\ninactive_file {inactive}\nactive_file"
+        f" {active}\nslab_reclaimable 9\n"
+    )
     return {
         f"{level}/memory.max": f"{limit}\n",
         f"{level}/memory.high": f"{high}\n",
@@ -43,7 +52,10 @@ def version_2(path, *, limit="max", high="max", used=0, inactive=0, active=0, mo
 def version_1(path, *, limit=V1_NONE, used=0, inactive=0, active=0):
     level = f"sys/fs/cgroup/memory/{path}".rstrip("/")
     # The lines without "total_" leave out the levels below.
-    stat = f"inactive_file 1\nactive_file 2\ntotal_inactive_file {inactive}\ntotal_active_file {active}\n"
+    stat = (
+        f"inactive_file 1\nactive_file 2\ntotal_inactive_file {inactive}\ntotal_active_file"
+        f" {active}\n"
+    )
     return {
         f"{level}/memory.limit_in_bytes": f"{limit}\n",
         f"{level}/memory.usage_in_bytes": f"{used}\n",
@@ -59,9 +71,15 @@ OF_64_GIB = meminfo(64 * GIB)
 TREES = {
     "no cgroups": (OF_64_GIB, 64 * GIB),
     "2, no limit": (OF_64_GIB | member("0::/a") | version_2("a", used=GIB), 64 * GIB),
-    "2, own limit": (OF_64_GIB | member("0::/a") | version_2("a", limit=8 * GIB, used=3 * GIB), 5 * GIB),
+    "2, own limit": (
+        OF_64_GIB | member("0::/a") | version_2("a", limit=8 * GIB, used=3 * GIB),
+        5 * GIB,
+    ),
     "2, limit of a parent": (
-        OF_64_GIB | member("0::/a/b/c") | version_2("a", limit=8 * GIB, used=3 * GIB) | version_2("a/b/c", used=GIB),
+        OF_64_GIB
+        | member("0::/a/b/c")
+        | version_2("a", limit=8 * GIB, used=3 * GIB)
+        | version_2("a/b/c", used=GIB),
         5 * GIB,
     ),
     "2, parent is tighter": (
@@ -71,20 +89,28 @@ TREES = {
         | version_2("a/b", limit=8 * GIB, used=3 * GIB),
         2 * GIB,
     ),
-    "2, limit of a neighbour": (OF_64_GIB | member("0::/a") | version_2("b", limit=1, used=0), 64 * GIB),
+    "2, limit of a neighbour": (
+        OF_64_GIB | member("0::/a") | version_2("b", limit=1, used=0),
+        64 * GIB,
+    ),
     "2, throttled before killed": (
         OF_64_GIB | member("0::/a") | version_2("a", limit=8 * GIB, high=6 * GIB, used=GIB),
         5 * GIB,
     ),
     "2, file cache can be dropped": (
-        OF_64_GIB | member("0::/a") | version_2("a", limit=8 * GIB, used=8 * GIB, inactive=2 * GIB, active=GIB),
+        OF_64_GIB
+        | member("0::/a")
+        | version_2("a", limit=8 * GIB, used=8 * GIB, inactive=2 * GIB, active=GIB),
         3 * GIB,
     ),
     "2, more cache than use": (
         OF_64_GIB | member("0::/a") | version_2("a", limit=8 * GIB, used=GIB, inactive=2 * GIB),
         8 * GIB,
     ),
-    "2, beyond the limit": (OF_64_GIB | member("0::/a") | version_2("a", limit=GIB, used=2 * GIB), 0),
+    "2, beyond the limit": (
+        OF_64_GIB | member("0::/a") | version_2("a", limit=GIB, used=2 * GIB),
+        0,
+    ),
     "2, limit of nothing": (OF_64_GIB | member("0::/a") | version_2("a", limit=0), 0),
     "2, machine is tighter": (
         meminfo(GIB) | member("0::/a") | version_2("a", limit=8 * GIB, used=3 * GIB),
@@ -99,28 +125,52 @@ TREES = {
         5 * GIB,
     ),
     "2, outside of what it sees": (
-        OF_64_GIB | member("0::/../other") | version_2("", limit=8 * GIB) | {"sys/fs/other/memory.max": "1"},
+        OF_64_GIB
+        | member("0::/../other")
+        | version_2("", limit=8 * GIB)
+        | {"sys/fs/other/memory.max": "1"},
         8 * GIB,
     ),
-    "2, path with a colon and a space": (OF_64_GIB | member("0::/a: b") | version_2("a: b", limit=GIB), GIB),
-    "2, path that is no text": (
-        OF_64_GIB | {"proc/self/cgroup": b"0::/\xff\n"} | version_2(os.fsdecode(b"\xff"), limit=GIB),
+    "2, path with a colon and a space": (
+        OF_64_GIB | member("0::/a: b") | version_2("a: b", limit=GIB),
         GIB,
     ),
-    "1, no limit": (OF_64_GIB | member("4:memory:/a") | version_1("a", used=GIB) | version_1("", used=GIB), 64 * GIB),
+    "2, path that is no text": (
+        OF_64_GIB
+        | {"proc/self/cgroup": b"0::/\xff\n"}
+        | version_2(os.fsdecode(b"\xff"), limit=GIB),
+        GIB,
+    ),
+    "1, no limit": (
+        OF_64_GIB | member("4:memory:/a") | version_1("a", used=GIB) | version_1("", used=GIB),
+        64 * GIB,
+    ),
     "1, no limit, nothing else known": (member("4:memory:/a") | version_1("a", used=GIB), 0),
     "1, own limit": (
-        OF_64_GIB | member("4:memory:/a", "3:cpu:/b") | version_1("a", limit=8 * GIB, used=6 * GIB, active=GIB),
+        OF_64_GIB
+        | member("4:memory:/a", "3:cpu:/b")
+        | version_1("a", limit=8 * GIB, used=6 * GIB, active=GIB),
         3 * GIB,
     ),
     "1, limit of a parent": (
-        OF_64_GIB | member("4:memory:/a/b") | version_1("a", limit=8 * GIB, used=6 * GIB) | version_1("a/b"),
+        OF_64_GIB
+        | member("4:memory:/a/b")
+        | version_1("a", limit=8 * GIB, used=6 * GIB)
+        | version_1("a/b"),
         2 * GIB,
     ),
-    "1, with another controller": (OF_64_GIB | member("4:cpu,memory:/a") | version_1("a", limit=GIB), GIB),
-    "1, another controller's path": (OF_64_GIB | member("4:cpu:/a") | version_1("a", limit=GIB), 64 * GIB),
+    "1, with another controller": (
+        OF_64_GIB | member("4:cpu,memory:/a") | version_1("a", limit=GIB),
+        GIB,
+    ),
+    "1, another controller's path": (
+        OF_64_GIB | member("4:cpu:/a") | version_1("a", limit=GIB),
+        64 * GIB,
+    ),
     "1, container knows its host's path": (
-        OF_64_GIB | member("4:memory:/docker/abc") | version_1("", limit=8 * GIB, used=3 * GIB, inactive=GIB),
+        OF_64_GIB
+        | member("4:memory:/docker/abc")
+        | version_1("", limit=8 * GIB, used=3 * GIB, inactive=GIB),
         6 * GIB,
     ),
     "both, memory in 1": (
@@ -131,11 +181,19 @@ TREES = {
         2 * GIB,
     ),
     "both, memory in 2": (
-        OF_64_GIB | member("4:cpu:/a", "0::/b") | version_2("b", limit=2 * GIB, mount="sys/fs/cgroup/unified"),
+        OF_64_GIB
+        | member("4:cpu:/a", "0::/b")
+        | version_2("b", limit=2 * GIB, mount="sys/fs/cgroup/unified"),
         2 * GIB,
     ),
-    "limit without use": (OF_64_GIB | member("0::/a") | {"sys/fs/cgroup/a/memory.max": "1073741824\n"}, GIB),
-    "use without limit": (OF_64_GIB | member("0::/a") | {"sys/fs/cgroup/a/memory.current": "1073741824\n"}, 64 * GIB),
+    "limit without use": (
+        OF_64_GIB | member("0::/a") | {"sys/fs/cgroup/a/memory.max": "1073741824\n"},
+        GIB,
+    ),
+    "use without limit": (
+        OF_64_GIB | member("0::/a") | {"sys/fs/cgroup/a/memory.current": "1073741824\n"},
+        64 * GIB,
+    ),
     "cgroup only": (member("0::/a") | version_2("a", limit=8 * GIB, used=3 * GIB), 5 * GIB),
     "nothing": ({}, 0),
     "no MemAvailable": ({"proc/meminfo": "MemTotal: 5 kB\n"}, 0),
@@ -160,7 +218,8 @@ def test_what_is_available(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["proc/self/cgroup", "sys/fs/cgroup/a/memory.max", "sys/fs/cgroup/a", "sys/fs/cgroup", "sys"]
+    "path",
+    ["proc/self/cgroup", "sys/fs/cgroup/a/memory.max", "sys/fs/cgroup/a", "sys/fs/cgroup", "sys"],
 )
 def test_what_cannot_be_read_does_not_bound(path, tmp_path):
     files = OF_64_GIB | member("0::/a") | version_2("a", limit=GIB)
@@ -196,11 +255,17 @@ def room_nbytes(level):
 def test_the_tightest_of_all_levels_counts(machine_kib, chain_1, chain_2):
     files = meminfo(machine_kib * 1024)
     paths = ["/".join("abcd"[:depth]) for depth in range(5)]
-    files |= member(f"7:memory:/{paths[max(0, len(chain_1) - 1)]}", f"0::/{paths[max(0, len(chain_2) - 1)]}")
+    files |= member(
+        f"7:memory:/{paths[max(0, len(chain_1) - 1)]}", f"0::/{paths[max(0, len(chain_2) - 1)]}"
+    )
     for path, level in zip(paths, chain_1, strict=False):
-        files |= version_1(path, **level | {"limit": V1_NONE if level["limit"] is None else level["limit"]})
+        files |= version_1(
+            path, **level | {"limit": V1_NONE if level["limit"] is None else level["limit"]}
+        )
     for path, level in zip(paths, chain_2, strict=False):
-        files |= version_2(path, **level | {"limit": "max" if level["limit"] is None else level["limit"]})
+        files |= version_2(
+            path, **level | {"limit": "max" if level["limit"] is None else level["limit"]}
+        )
 
     with tempfile.TemporaryDirectory(dir=FAST_DIRECTORY) as root:
         found_nbytes = available_nbytes(build(root, files))
@@ -212,9 +277,18 @@ def test_the_tightest_of_all_levels_counts(machine_kib, chain_1, chain_2):
 FILES = [*(OF_64_GIB | member("0::/a", "4:memory:/a") | version_2("a") | version_1("a"))]
 
 
-@given(st.dictionaries(st.sampled_from(FILES), st.binary(max_size=40) | st.from_regex(rb"[a-z_ \d:/.-]{0,40}")))
+@given(
+    st.dictionaries(
+        st.sampled_from(FILES), st.binary(max_size=40) | st.from_regex(rb"[a-z_ \d:/.-]{0,40}")
+    )
+)
 def test_no_content_of_files_makes_it_raise(contents):
-    files = OF_64_GIB | member("0::/a", "4:memory:/a") | version_2("a", limit=GIB) | version_1("a", limit=GIB)
+    files = (
+        OF_64_GIB
+        | member("0::/a", "4:memory:/a")
+        | version_2("a", limit=GIB)
+        | version_1("a", limit=GIB)
+    )
 
     with tempfile.TemporaryDirectory(dir=FAST_DIRECTORY) as root:
         assert available_nbytes(build(root, files | contents)) >= 0

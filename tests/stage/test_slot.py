@@ -64,7 +64,8 @@ def test_another_process_sees_the_bytes_of_the_maker(slot):
     content = os.urandom(slot.nbytes)
     slot.view[:] = content
     script = (
-        "import sys, hashlib; from ckptfmt.stage.slot import Slot; slot = Slot.attach(int(sys.argv[1])); slot.touch();"
+        "import sys, hashlib; from ckptfmt.stage.slot import Slot; slot ="
+        " Slot.attach(int(sys.argv[1])); slot.touch();"
         "print(slot.nbytes, slot.view.readonly, hashlib.sha256(slot.view).hexdigest())"
     )
 
@@ -100,13 +101,16 @@ def test_an_attached_slot_refuses_writes(slot):
 
 def test_bytes_outlive_a_maker_that_was_killed():
     script = (
-        "import sys, socket, os, time; from ckptfmt.stage.slot import Slot; slot = Slot.make(10_000); slot.touch();"
+        "import sys, socket, os, time; from ckptfmt.stage.slot import Slot; slot ="
+        " Slot.make(10_000); slot.touch();"
         "slot.view[9_995:10_000] = b'hello'; channel = socket.socket(fileno=int(sys.argv[1]));"
         "socket.send_fds(channel, [b'x'], [slot.fd]); time.sleep(300)"
     )
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        maker = subprocess.Popen([sys.executable, "-c", script, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        maker = subprocess.Popen(
+            [sys.executable, "-c", script, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
         theirs.close()
         _, fds, _, _ = socket.recv_fds(ours, 1, 1)
         with contextlib.closing(Slot.attach(fds[0])) as reader:
@@ -141,7 +145,9 @@ def test_close_gives_back_mapping_and_descriptor(slot):
 
     assert not mappings()
     assert not descriptors()
-    assert [code_of(lambda name=name: getattr(slot, name)) for name in ("view", "address", "fd")] == ["SLOT_MEMORY"] * 3
+    assert [
+        code_of(lambda name=name: getattr(slot, name)) for name in ("view", "address", "fd")
+    ] == ["SLOT_MEMORY"] * 3
     assert code_of(slot.touch) == "SLOT_MEMORY"
     assert "closed" in repr(slot)
 
@@ -156,7 +162,11 @@ def test_a_slot_that_is_dropped_gives_back_all():
 
 @pytest.mark.parametrize(
     "hold",
-    [lambda view: view, lambda view: view[PAGE:], lambda view: np.frombuffer(view, np.uint8)[1:].reshape(-1, 1)[::2]],
+    [
+        lambda view: view,
+        lambda view: view[PAGE:],
+        lambda view: np.frombuffer(view, np.uint8)[1:].reshape(-1, 1)[::2],
+    ],
     ids=["view", "slice", "array"],
 )
 def test_what_was_made_of_a_view_stays_valid_after_close_and_then_goes(slot, hold):
@@ -185,8 +195,14 @@ def test_an_executed_program_inherits_no_descriptor(slot):
     received = os.dup(slot.fd)
     os.set_inheritable(received, True)  # noqa: FBT003 - the standard library's signature
     with contextlib.closing(Slot.attach(received)):
-        command = [sys.executable, "-c", "from tests.stage.holdings import descriptors; print(descriptors())"]
-        done = subprocess.run(command, close_fds=False, cwd=ROOT, capture_output=True, text=True, check=True)
+        command = [
+            sys.executable,
+            "-c",
+            "from tests.stage.holdings import descriptors; print(descriptors())",
+        ]
+        done = subprocess.run(
+            command, close_fds=False, cwd=ROOT, capture_output=True, text=True, check=True
+        )
 
     assert done.stdout.strip() == "[]"
 
@@ -294,7 +310,8 @@ def test_forks_are_watched_once_and_not_before_there_is_a_slot():
         "import os; calls = []; os.register_at_fork = lambda **given: calls.append(given);"
         "import ckptfmt.stage.slot; before = [*calls];"
         "[ckptfmt.stage.slot.Slot.make(1).close() for _ in range(3)];"
-        "ours = [given for given in calls if given not in before and 'ckptfmt' in given['after_in_child'].__module__];"
+        "ours = [given for given in calls if given not in before and 'ckptfmt' in"
+        " given['after_in_child'].__module__];"
         "print(sum('ckptfmt' in str(given) for given in before), len(ours))"
     )
 
@@ -353,7 +370,9 @@ def test_a_reader_that_touched_waits_for_no_page(calls):
             goal = bytearray(made.nbytes)
 
             before = fault_count()
-            ctypes.memmove((ctypes.c_char * made.nbytes).from_buffer(goal), reader.address, made.nbytes)
+            ctypes.memmove(
+                (ctypes.c_char * made.nbytes).from_buffer(goal), reader.address, made.nbytes
+            )
 
             assert fault_count() - before < made.nbytes // PAGE // 50
 

@@ -3,7 +3,8 @@
 import dis
 import sys
 
-#: The instructions of CPython behind which signals are handled: calls, beginnings of functions, and jumps back.
+#: The instructions of CPython behind which signals are handled: calls, beginnings of functions, and
+#: jumps back.
 _HANDLING = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD"})
 
 

@@ -43,7 +43,12 @@ def aligned(nbytes, seed=0):
 @contextlib.contextmanager
 def small_sizes():
     """Let a few pages be large, so that a test meets many requests."""
-    sizes = {"DIRECT_NBYTES": 2 * PAGE, "REQUEST_NBYTES": REQUEST, "GROWING_NBYTES": 5 * PAGE, "ROOM_NBYTES": 7 * PAGE}
+    sizes = {
+        "DIRECT_NBYTES": 2 * PAGE,
+        "REQUEST_NBYTES": REQUEST,
+        "GROWING_NBYTES": 5 * PAGE,
+        "ROOM_NBYTES": 7 * PAGE,
+    }
     with contextlib.ExitStack() as stack:
         for name, nbytes in sizes.items():
             stack.enter_context(mock.patch.object(direct, name, nbytes))
@@ -142,11 +147,17 @@ def create(root, chunks, calls=None):
 
 MEMORY = aligned(20 * REQUEST)
 SIZES = st.one_of(
-    st.builds(lambda count, more: max(0, count * PAGE + more), st.integers(0, 8), st.integers(-2, 2)),
+    st.builds(
+        lambda count, more: max(0, count * PAGE + more), st.integers(0, 8), st.integers(-2, 2)
+    ),
     st.sampled_from([0, 1, REQUEST, 2 * REQUEST, 9 * REQUEST, 9 * REQUEST + 1]),
 )
 CHUNKS = st.lists(
-    st.builds(lambda begin, nbytes: MEMORY[begin : begin + nbytes], st.sampled_from([0, PAGE, 5 * PAGE, 1, 64]), SIZES),
+    st.builds(
+        lambda begin, nbytes: MEMORY[begin : begin + nbytes],
+        st.sampled_from([0, PAGE, 5 * PAGE, 1, 64]),
+        SIZES,
+    ),
     max_size=8,
 )
 
@@ -267,7 +278,9 @@ def test_room_that_was_made_in_advance_is_given_back(tmp_path, count, tail):
 @pytest.mark.parametrize("applied", [False, True])
 @small
 @pytest.mark.parametrize("count", [3, 9])
-def test_a_file_system_without_room_to_give_gets_its_bytes_all_the_same(tmp_path, number, applied, count):
+def test_a_file_system_without_room_to_give_gets_its_bytes_all_the_same(
+    tmp_path, number, applied, count
+):
     fault = Fault(fail_at=1, sticky=True, applied=applied, operations=frozenset({"preallocate"}))
     calls = FaultCalls(tmp_path, fault, errno_value=number)
 
@@ -283,7 +296,9 @@ def test_a_file_system_without_room_to_give_gets_its_bytes_all_the_same(tmp_path
 @pytest.mark.parametrize("fail_at", [1, 2, 3, 5])
 @pytest.mark.parametrize("sticky", [False, True])
 @small
-def test_a_file_system_that_refuses_direct_writing_gets_all_buffered(tmp_path, op, fail_at, number, sticky):
+def test_a_file_system_that_refuses_direct_writing_gets_all_buffered(
+    tmp_path, op, fail_at, number, sticky
+):
     class Refusing(WatchedCalls):
         count = 0
 
@@ -364,7 +379,9 @@ WHOLE = b"".join(large_chunks())
 
 
 @pytest.mark.parametrize("mode", ["once", "sticky", "applied once", "applied sticky"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.ETIMEDOUT], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.ENOSPC, errno.ETIMEDOUT], ids=errno.errorcode.get
+)
 @small
 def test_every_failing_call_gives_a_named_error_and_a_whole_file_or_none(fast_path, number, mode):
     for fail_at in itertools.count(1):
@@ -400,7 +417,9 @@ def test_every_failing_call_gives_a_named_error_and_a_whole_file_or_none(fast_pa
 )
 @pytest.mark.parametrize("fail_at", [1, 2, 4])
 @small
-def test_an_error_in_a_thread_comes_out_by_its_name_and_nothing_is_left(tmp_path, op, number, code, fail_at):
+def test_an_error_in_a_thread_comes_out_by_its_name_and_nothing_is_left(
+    tmp_path, op, number, code, fail_at
+):
     fault = Fault(fail_at=1 if op in ("fsync", "truncate") else fail_at, operations=frozenset({op}))
     store = LocalStore(tmp_path, writable=True)
     store._calls = FaultCalls(tmp_path, fault, errno_value=number, inner=WatchedCalls())
@@ -437,7 +456,9 @@ class Unexpected(BaseException):
     """Whatever a caller's code may raise."""
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError(), Unexpected(), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError(), Unexpected(), KeyboardInterrupt()], ids=repr
+)
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 @small
 def test_what_the_chunks_raise_comes_through_when_all_threads_are_done(tmp_path, error, count):
@@ -525,9 +546,13 @@ def test_all_is_recorded_with_its_place(tmp_path):
     for operation in calls.log.operations:
         if operation.op == "write_at":
             content.extend(bytes(max(0, operation.byte_begin + len(operation.data) - len(content))))
-            content[operation.byte_begin : operation.byte_begin + len(operation.data)] = operation.data
+            content[operation.byte_begin : operation.byte_begin + len(operation.data)] = (
+                operation.data
+            )
     assert content == WHOLE
-    assert [operation.op for operation in calls.log.operations if operation.op in ("fsync", "link")] == [
+    assert [
+        operation.op for operation in calls.log.operations if operation.op in ("fsync", "link")
+    ] == [
         "fsync",
         "link",
     ]
@@ -553,7 +578,10 @@ store.create("a", [chunk] * 2)
 
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path):
     prefix = ["unshare", "-Urm"]
-    if not shutil.which("unshare") or subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("no user namespaces here, so no file system of our own to fill")
 
     assert run_python(FULL, tmp_path, prefix=prefix).split() == ["NO_SPACE"]
@@ -599,7 +627,9 @@ def read_pieces(store, ranges, path="a"):
 @pytest.mark.parametrize("refuse", [None, "at once", "at a read"])
 @pytest.mark.parametrize("cached", [False, True])
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=25, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.settings(
+    max_examples=25, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
 def test_ranges_are_the_file_s_bytes_whichever_way_they_are_read(tmp_path, cached, refuse, data):
     content = random.Random(1).randbytes(data.draw(st.integers(2 * PAGE, 12 * PAGE)))
     begins = st.integers(0, len(content))
@@ -624,11 +654,16 @@ def test_a_small_file_is_never_read_directly(tmp_path):
 
 
 @small
-@pytest.mark.parametrize("buffer", [aligned(4 * PAGE)[64:], aligned(PAGE)], ids=["unaligned", "short"])
+@pytest.mark.parametrize(
+    "buffer", [aligned(4 * PAGE)[64:], aligned(PAGE)], ids=["unaligned", "short"]
+)
 def test_a_buffer_that_direct_reads_cannot_use_is_refused(tmp_path, buffer):
     """It is the caller's mistake, and says nothing of the storage."""
     LocalStore(tmp_path, writable=True).create("a", [bytes(8 * PAGE)])
-    with LocalStore(tmp_path, writable=False, calls=Cold()).open_ranges("a") as file, pytest.raises(ValueError):
+    with (
+        LocalStore(tmp_path, writable=False, calls=Cold()).open_ranges("a") as file,
+        pytest.raises(ValueError),
+    ):
         file.read_into(5, PAGE, buffer)
 
 
@@ -640,7 +675,9 @@ def test_a_file_that_shrinks_while_it_is_read_is_a_named_error(tmp_path, cached)
     store = LocalStore(tmp_path, writable=False, calls=Cold(cached=cached))
     with store.open_ranges("a") as file:
         os.truncate(tmp_path / "a", 3 * PAGE + 5)
-        assert code_of(lambda: file.read_into(PAGE, 4 * PAGE, aligned(10 * PAGE))) == Code.FILE_NBYTES
+        assert (
+            code_of(lambda: file.read_into(PAGE, 4 * PAGE, aligned(10 * PAGE))) == Code.FILE_NBYTES
+        )
         assert bytes(file.read_into(PAGE, PAGE, aligned(10 * PAGE))) == bytes(PAGE)
 
 
@@ -734,4 +771,6 @@ def test_pieces_of_any_size_come_in_whole_pages_of_memory_that_stays(sizes, seed
     chunks = list(direct.in_pages(one_memory()))
     assert b"".join(chunks) == b"".join(pieces)
     assert all(np.frombuffer(chunk, np.uint8).ctypes.data % PAGE == 0 for chunk in chunks)
-    assert all(chunk.nbytes % PAGE == 0 and chunk.nbytes >= direct.DIRECT_NBYTES for chunk in chunks[:-1])
+    assert all(
+        chunk.nbytes % PAGE == 0 and chunk.nbytes >= direct.DIRECT_NBYTES for chunk in chunks[:-1]
+    )

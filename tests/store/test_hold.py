@@ -168,7 +168,9 @@ def test_a_name_that_goes_while_another_begins_to_hold_it_is_made_anew(fast_path
 
 @pytest.mark.parametrize("moment", ["open_lock", "lock_shared"])
 @pytest.mark.parametrize("then", ["gone", "another's"])
-def test_a_file_that_is_removed_just_before_it_is_locked_is_not_taken_for_held(store, tmp_path, moment, then):
+def test_a_file_that_is_removed_just_before_it_is_locked_is_not_taken_for_held(
+    store, tmp_path, moment, then
+):
     class Removing(PosixCalls):
         removals = 2
 
@@ -219,7 +221,11 @@ def test_asking_changes_nothing(store, tmp_path):
     (tmp_path / "left").write_bytes(b"x")
     with store.hold("held"):
         for _ in range(2):
-            assert (store.is_held("held"), store.is_held("left"), store.is_held("nowhere")) == (True, False, False)
+            assert (store.is_held("held"), store.is_held("left"), store.is_held("nowhere")) == (
+                True,
+                False,
+                False,
+            )
             assert {path.name for path in tmp_path.iterdir()} == {"held", "left"}
     assert (tmp_path / "left").read_bytes() == b"x"
 
@@ -242,7 +248,9 @@ def test_somebody_who_looks_at_the_same_moment_is_not_taken_for_a_holder(store, 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS], ids=errno.errorcode.get
+)
 def test_without_locks_nothing_is_held_and_nothing_is_left(tmp_path, number):
     class NoLocks(PosixCalls):
         def lock_shared(self, _):
@@ -269,7 +277,9 @@ def test_what_is_held_is_not_inherited_by_started_programs(store):
         assert not os.get_inheritable(fd)
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("theirs"), OSError(errno.EIO, "theirs")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("theirs"), OSError(errno.EIO, "theirs")], ids=repr
+)
 def test_what_the_context_raises_comes_through_as_it_is(store, tmp_path, error):
     with pytest.raises(type(error), match="theirs"), store.hold("a"):
         raise error
@@ -296,7 +306,9 @@ def test_a_directory_that_goes_meanwhile_is_no_error(store, tmp_path):
 @pytest.mark.parametrize("sticky", [False, True])
 @pytest.mark.parametrize("applied", [False, True])
 @pytest.mark.parametrize("operation", ["hold", "is_held"])
-def test_every_failing_call_gives_a_named_error_and_nothing_stays_held(fast_path, operation, applied, sticky):
+def test_every_failing_call_gives_a_named_error_and_nothing_stays_held(
+    fast_path, operation, applied, sticky
+):
     codes = set()
     for fail_at in itertools.count(1):
         root = fast_path / str(fail_at)
@@ -323,7 +335,10 @@ def test_every_failing_call_gives_a_named_error_and_nothing_stays_held(fast_path
 def test_an_interrupt_at_any_moment_leaves_nothing_held(store):
     """A KeyboardInterrupt behind the lock and before the context left the file locked as long as the process lived."""
     for moment in itertools.count(1):
-        with Interrupted(moment, (posix, local)) as interrupted, contextlib.suppress(KeyboardInterrupt):
+        with (
+            Interrupted(moment, (posix, local)) as interrupted,
+            contextlib.suppress(KeyboardInterrupt),
+        ):
             hold_briefly(store, f"x/{moment}")
         if not interrupted.place:
             break
@@ -335,7 +350,10 @@ def test_an_interrupt_of_who_looks_leaves_nothing_held(store, tmp_path):
     """A look locks the file for an instant; a KeyboardInterrupt left it locked as long as the process lived."""
     for moment in itertools.count(1):
         (tmp_path / f"{moment}").touch()  # of a process that was killed
-        with Interrupted(moment, (posix, local)) as interrupted, contextlib.suppress(KeyboardInterrupt):
+        with (
+            Interrupted(moment, (posix, local)) as interrupted,
+            contextlib.suppress(KeyboardInterrupt),
+        ):
             store.is_held(f"{moment}")
         if not interrupted.place:
             break

@@ -87,7 +87,9 @@ class Process:
 
     def _is_idle(self, now_s):
         with self.leases._changed:
-            return not self.leases._renewing and all(one.due_s > now_s for one in self.leases._leases)
+            return not self.leases._renewing and all(
+                one.due_s > now_s for one in self.leases._leases
+            )
 
 
 @pytest.fixture
@@ -161,7 +163,9 @@ def test_clocks_of_machines_mean_nothing_to_who_may_write(objects, monkeypatch, 
     assert asker.leases.list_held("savers") == []
 
 
-@pytest.mark.parametrize(("skew_s", "seen"), [(-1e6, ["a"]), (-30, ["a"]), (0, ["a"]), (30, ["a"]), (1e6, [])])
+@pytest.mark.parametrize(
+    ("skew_s", "seen"), [(-1e6, ["a"]), (-30, ["a"]), (0, ["a"]), (30, ["a"]), (1e6, [])]
+)
 def test_a_reader_goes_by_its_own_clock_and_writes_nothing(objects, monkeypatch, skew_s, seen):
     """REQ-STO-010."""
     monkeypatch.setattr("time.time", lambda: objects.clock() + skew_s)
@@ -220,7 +224,11 @@ def test_asking_takes_one_request_for_any_number_of_holders(objects):
 def test_asking_leaves_nothing_and_no_lease_is_taken_for_that_of_another_file(objects):
     """REQ-STO-008."""
     holder, asker = Process(objects), Process(objects)
-    with holder.leases.hold("x/a"), holder.leases.hold("x/a-0123456789abcdef"), holder.leases.hold("a"):
+    with (
+        holder.leases.hold("x/a"),
+        holder.leases.hold("x/a-0123456789abcdef"),
+        holder.leases.hold("a"),
+    ):
         before = dict(objects.times_s)
         for _ in range(2):
             assert asker.leases.list_held("x") == ["a", "a-0123456789abcdef"]
@@ -307,7 +315,9 @@ def test_a_hold_that_cannot_begin_holds_nothing(objects, applied):
     assert holder.leases._thread is None
 
 
-def test_a_store_that_does_not_answer_for_a_while_costs_no_hold_and_the_lease_counts_from_the_last_try(objects):
+def test_a_store_that_does_not_answer_for_a_while_costs_no_hold_and_the_lease_counts_from_the_last_try(
+    objects,
+):
     holder, asker = Process(objects), Process(objects)
     right, lost = objects.put, iter(range(3))
 
@@ -337,7 +347,9 @@ def test_a_lease_that_cannot_be_deleted_is_no_error(objects):
     assert asker.leases.list_held("savers") == []
 
 
-def test_only_leases_that_have_run_out_are_cleaned_up_and_a_stopped_holder_writes_its_own_again(objects):
+def test_only_leases_that_have_run_out_are_cleaned_up_and_a_stopped_holder_writes_its_own_again(
+    objects,
+):
     holder, dead, stopped, cleaner = (Process(objects) for _ in range(4))
     with dead.leases.hold("savers/dead"):
         dead.die()
@@ -373,7 +385,12 @@ def test_a_view_of_a_store_in_memory_shares_its_leases_and_lists_none():
     store = MemoryStore(clock=clock)
     run = store.at("run")
     with run.hold("savers/a"):
-        assert store.list_held("run/savers") == run.list_held("savers") == run.at("savers").list_held("") == ["a"]
+        assert (
+            store.list_held("run/savers")
+            == run.list_held("savers")
+            == run.at("savers").list_held("")
+            == ["a"]
+        )
         assert run.list_held("savers", lambda name: name != "a") == []
         assert store.list("") == store.list_names("run") == []
         run._leases._reset()

@@ -13,7 +13,15 @@ import pytest
 from ckptfmt.errors import Code
 from ckptfmt.store import LocalStore
 from ckptfmt.store.posix import PosixCalls
-from tests.store.helpers import NoLinkCalls, code_of, no_fd_leak, outcome_of, python, run_python, temporaries
+from tests.store.helpers import (
+    NoLinkCalls,
+    code_of,
+    no_fd_leak,
+    outcome_of,
+    python,
+    run_python,
+    temporaries,
+)
 from tests.stores.recorder import RecordingCalls
 
 # Links, pipes and the like
@@ -120,7 +128,9 @@ def test_delete_removes_a_link_and_not_its_target(store, root, outside, kind):
 
 
 @pytest.mark.parametrize("depth", ["a", "a/b", "a/b/c"])
-@pytest.mark.parametrize("parent", ["symlink to a directory", "named pipe", "socket", "dangling symlink", "file"])
+@pytest.mark.parametrize(
+    "parent", ["symlink to a directory", "named pipe", "socket", "dangling symlink", "file"]
+)
 def test_nothing_goes_through_a_parent_that_is_no_directory(store, root, outside, parent, depth):
     place = root / depth
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +155,9 @@ def test_nothing_goes_through_a_parent_that_is_no_directory(store, root, outside
     ]
 
     with no_fd_leak():
-        assert [code_of(operation) for operation in operations] == [Code.UNSAFE_FILE] * len(operations)
+        assert [code_of(operation) for operation in operations] == [Code.UNSAFE_FILE] * len(
+            operations
+        )
     assert os.path.lexists(place)
 
 
@@ -230,7 +242,9 @@ def test_a_root_that_somebody_else_made_is_made_durable_too(tmp_path):
 
     LocalStore(tmp_path / "a" / "b", writable=True, calls=calls)
 
-    synced = {operation.path for operation in calls.log.operations if operation.op == "fsync_directory"}
+    synced = {
+        operation.path for operation in calls.log.operations if operation.op == "fsync_directory"
+    }
     assert synced >= {"a", ""}
 
 
@@ -239,7 +253,9 @@ def test_a_root_that_is_a_file_is_refused(tmp_path, writable):
     (tmp_path / "model.safetensors").write_bytes(b"")
 
     def use():
-        LocalStore(tmp_path / "model.safetensors", writable=writable).read("manifest.json", limit_nbytes=9)
+        LocalStore(tmp_path / "model.safetensors", writable=writable).read(
+            "manifest.json", limit_nbytes=9
+        )
 
     assert code_of(use) == Code.UNSAFE_FILE
 
@@ -299,7 +315,10 @@ class OverwritingLinkCalls(NoLinkCalls):
     ids=["EPERM", "EOPNOTSUPP", "no fsync of directories", "overwrites"],
 )
 def test_a_file_system_that_cannot_keep_the_promises_is_refused(tmp_path, calls):
-    assert code_of(lambda: LocalStore(tmp_path / "a", writable=True, calls=calls)) == Code.STORE_UNSUPPORTED
+    assert (
+        code_of(lambda: LocalStore(tmp_path / "a", writable=True, calls=calls))
+        == Code.STORE_UNSUPPORTED
+    )
     assert list((tmp_path / "a").iterdir()) == []
 
 
@@ -464,7 +483,11 @@ def test_short_reads_are_continued_and_a_file_that_shrinks_is_named(root):
         shrunk = False
 
         def read_at(self, fd, nbytes, byte_begin):
-            return b"" if self.shrunk and byte_begin else super().read_at(fd, min(nbytes, 3), byte_begin)
+            return (
+                b""
+                if self.shrunk and byte_begin
+                else super().read_at(fd, min(nbytes, 3), byte_begin)
+            )
 
     calls = ShortReads()
     store = LocalStore(root, writable=True, calls=calls)
@@ -671,7 +694,9 @@ def test_of_eight_processes_exactly_one_wins_each_name(fast_path, kind):
     outputs = [process.communicate(timeout=120) for process in processes]
 
     assert [errors for _, errors in outputs if errors] == []
-    winner_of = {int(number): who for who, (output, _) in enumerate(outputs) for number in output.split()}
+    winner_of = {
+        int(number): who for who, (output, _) in enumerate(outputs) for number in output.split()
+    }
     assert sum(len(output.split()) for output, _ in outputs) == count
     assert sorted(winner_of) == list(range(count))
     store = LocalStore(fast_path, writable=False)
@@ -782,7 +807,10 @@ store.create("run/new", [b"n" * 300_000])
 
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path):
     prefix = ["unshare", "-Urm"]
-    if not shutil.which("unshare") or subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("no user namespaces here, so no file system of our own to fill")
 
     assert run_python(FULL, tmp_path, prefix=prefix).split() == ["NO_SPACE", "NO_SPACE"]
@@ -802,13 +830,39 @@ def test_the_kernel_sees_fsync_of_the_file_then_link_then_fsync_of_the_directori
     if not shutil.which("strace"):
         pytest.skip("strace isn't installed")
     trace = tmp_path / "trace"
-    prefix = ["strace", "-y", "-s", "9", "-o", trace, "-e", "trace=fsync,fdatasync,linkat,mkdirat,write"]
+    prefix = [
+        "strace",
+        "-y",
+        "-s",
+        "9",
+        "-o",
+        trace,
+        "-e",
+        "trace=fsync,fdatasync,linkat,mkdirat,write",
+    ]
     root = tmp_path / "root"
     run_python(SYSTEM_CALLS, root, prefix=prefix)
 
-    lines = [line for line in trace.read_text().splitlines() if str(root) in line and line.endswith("= 0")]
-    writes = [line for line in trace.read_text().splitlines() if line.startswith("write(") and '"abc"' in line]
+    lines = [
+        line
+        for line in trace.read_text().splitlines()
+        if str(root) in line and line.endswith("= 0")
+    ]
+    writes = [
+        line
+        for line in trace.read_text().splitlines()
+        if line.startswith("write(") and '"abc"' in line
+    ]
     temporary = writes[-1].partition("<")[2].partition(">")[0]
-    after = itertools.dropwhile(lambda line: not line.startswith("fsync(") or temporary not in line, lines)
-    steps = [line.partition("(")[0] + " " + line.partition("<")[2].partition(">")[0] for line in after]
-    assert steps == [f"fsync {temporary}", f"linkat {root}/run", f"fsync {root}", f"fsync {root}/run"]
+    after = itertools.dropwhile(
+        lambda line: not line.startswith("fsync(") or temporary not in line, lines
+    )
+    steps = [
+        line.partition("(")[0] + " " + line.partition("<")[2].partition(">")[0] for line in after
+    ]
+    assert steps == [
+        f"fsync {temporary}",
+        f"linkat {root}/run",
+        f"fsync {root}",
+        f"fsync {root}/run",
+    ]

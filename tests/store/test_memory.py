@@ -7,11 +7,16 @@ from ckptfmt.store import MemoryStore
 from ckptfmt.store.memory import Loss
 from tests.store.helpers import code_of
 
-WRITES = {"create": lambda store: store.create("a", [b"new"]), "replace": lambda store: store.replace("a", b"new")}
+WRITES = {
+    "create": lambda store: store.create("a", [b"new"]),
+    "replace": lambda store: store.replace("a", b"new"),
+}
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize(("loss", "state"), [(Loss.ANSWER, {"a": b"new"}), (Loss.REQUEST, {}), (Loss.LATE, {})])
+@pytest.mark.parametrize(
+    ("loss", "state"), [(Loss.ANSWER, {"a": b"new"}), (Loss.REQUEST, {}), (Loss.LATE, {})]
+)
 def test_a_loss_is_never_answered(write, loss, state):
     store = MemoryStore()
     store.inject(loss)

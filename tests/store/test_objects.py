@@ -17,7 +17,15 @@ import pytest
 import ckptfmt
 from ckptfmt import api
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.store import ObjectStore, address_of, objects, obstore_errors, open_address, open_store, split_path
+from ckptfmt.store import (
+    ObjectStore,
+    address_of,
+    objects,
+    obstore_errors,
+    open_address,
+    open_store,
+    split_path,
+)
 from ckptfmt.store.protocol import SizedChunks
 from tests.s3.proxy import Fault, Proxy, Rule
 from tests.store.helpers import code_of, outcome_of
@@ -29,7 +37,9 @@ def test_the_environment_says_how_to_reach_a_bucket(bucket):
 
     assert store.name == f"{bucket.url}/run"
     assert open_store(bucket.url, writable=False).list("") == ["run/a"]
-    assert code_of(lambda: open_store(bucket.url, writable=False).create("b", [])) == Code.STORE_ACCESS
+    assert (
+        code_of(lambda: open_store(bucket.url, writable=False).create("b", [])) == Code.STORE_ACCESS
+    )
     again = open_address(address_of(store) or b"", writable=False)
     assert (again.name, again.list("")) == (store.name, ["a"])
 
@@ -37,7 +47,9 @@ def test_the_environment_says_how_to_reach_a_bucket(bucket):
 def test_options_go_to_another_process_unless_they_are_code(bucket, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION"):
         monkeypatch.delenv(name)
-    config = {name: value for name, value in bucket.server.options.items() if name != "client_options"}
+    config = {
+        name: value for name, value in bucket.server.options.items() if name != "client_options"
+    }
     store = ObjectStore(f"{bucket.url}/x", writable=True, config=config)
     store.create("a", [b"1"])
 
@@ -79,8 +91,12 @@ def test_what_is_no_url_of_ours_is_refused_without_its_secrets(url, code):
 
 
 def test_without_obstore_urls_say_what_to_install():
-    script = "import sys; sys.modules['obstore'] = None; import ckptfmt; ckptfmt.open('s3://bucket/run')"
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    script = (
+        "import sys; sys.modules['obstore'] = None; import ckptfmt; ckptfmt.open('s3://bucket/run')"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
 
     assert 'pip install "ckptfmt[cloud]"' in ran.stderr
 
@@ -111,7 +127,11 @@ def served_by(handler):
     """Start a server; yield how to reach it."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield {"endpoint": f"http://127.0.0.1:{server.server_port}", "access_key_id": "a", "secret_access_key": "b"}
+        yield {
+            "endpoint": f"http://127.0.0.1:{server.server_port}",
+            "access_key_id": "a",
+            "secret_access_key": "b",
+        }
         server.shutdown()
 
 
@@ -127,7 +147,9 @@ class Careless(Quiet):
 
 def test_a_server_that_ignores_conditions_is_refused():
     with served_by(Careless) as config:
-        with pytest.raises(CkptError, match=r"STORE_UNSUPPORTED.*8 creations of one name at once 8 succeeded"):
+        with pytest.raises(
+            CkptError, match=r"STORE_UNSUPPORTED.*8 creations of one name at once 8 succeeded"
+        ):
             ObjectStore("s3://careless", writable=True, config=config)
         ObjectStore("s3://careless", writable=False, config=config)
 
@@ -155,7 +177,10 @@ def test_a_server_that_takes_connections_and_never_answers_is_named_soon(monkeyp
 def test_a_bucket_that_is_not_there_and_a_server_that_is_not_there_are_named(bucket, monkeypatch):
     with pytest.raises(CkptError, match=r"STORE_IO.*Create the bucket"):
         open_store("s3://no-such-bucket/x", writable=True)
-    assert outcome_of(lambda: open_store("s3://no-such-bucket/x", writable=False).list("")) == Code.STORE_IO
+    assert (
+        outcome_of(lambda: open_store("s3://no-such-bucket/x", writable=False).list(""))
+        == Code.STORE_IO
+    )
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     store = ObjectStore(f"{bucket.url}/x", writable=False, retry_config={"max_retries": 1})
     assert code_of(lambda: store.read("a", limit_nbytes=9)) == Code.STORE_NO_ANSWER
@@ -187,8 +212,13 @@ def test_an_endpoint_that_is_no_url_is_named(endpoint, writable):
 
 
 def test_without_credentials_the_variables_are_named():
-    said = "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 2.1s, after 1 retries"
-    assert "AWS_ACCESS_KEY_ID" in (obstore_errors.code_of(OSError(said), missing=Code.FILE_MISSING)[1] or "")
+    said = (
+        "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in"
+        " 2.1s, after 1 retries"
+    )
+    assert "AWS_ACCESS_KEY_ID" in (
+        obstore_errors.code_of(OSError(said), missing=Code.FILE_MISSING)[1] or ""
+    )
 
 
 class Forgetful:
@@ -232,7 +262,9 @@ def test_an_upload_that_fails_leaves_nothing(bucket):
         store.create("a", SizedChunks(chunks(), 1 << 30))
 
     assert store.list("") == []
-    assert "Uploads" not in bucket.server.client().list_multipart_uploads(Bucket=bucket.url.removeprefix("s3://"))
+    assert "Uploads" not in bucket.server.client().list_multipart_uploads(
+        Bucket=bucket.url.removeprefix("s3://")
+    )
 
 
 def test_what_is_uploaded_may_come_from_a_bucket(bucket, monkeypatch):
@@ -249,7 +281,9 @@ def test_what_is_uploaded_may_come_from_a_bucket(bucket, monkeypatch):
 
     store.create("b", SizedChunks(chunks(), len(content)))
     assert store.read("b", limit_nbytes=len(content)) == content
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckptfmt-draw")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("ckptfmt-draw")
+    ]
 
 
 def test_a_part_may_take_longer_than_other_requests(bucket, monkeypatch):
@@ -273,7 +307,9 @@ def test_a_part_may_take_longer_than_other_requests(bucket, monkeypatch):
 @pytest.mark.parametrize("is_patient", [True, False])
 def test_a_part_without_an_answer_is_sent_again(bucket, monkeypatch, is_patient):
     """obstore repeats nothing behind its retry_timeout, which must be longer than the time-out of a part."""
-    assert 2 * float(objects._PART_TIMEOUT.removesuffix("s")) < objects._PART_PATIENCE.total_seconds()
+    assert (
+        2 * float(objects._PART_TIMEOUT.removesuffix("s")) < objects._PART_PATIENCE.total_seconds()
+    )
     monkeypatch.setattr(objects, "_PART_NBYTES", 5 << 20)
     monkeypatch.setattr(objects, "_PART_TIMEOUT", "1s")
     monkeypatch.setattr(objects, "_PART_PATIENCE", dt.timedelta(seconds=60 if is_patient else 0.5))
@@ -311,9 +347,9 @@ def test_a_file_whose_size_shows_in_the_end_goes_up_while_it_is_made(bucket, mon
         proxy.script()
         store.create("small", SizedChunks(chunks(5), None, most_nbytes=1 << 35))
         assert proxy.counts == {"PutObject": 1}
-        assert code_of(lambda: store.create("large", SizedChunks(chunks(22), None, most_nbytes=1 << 35))) == (
-            Code.STORE_EXISTS
-        )
+        assert code_of(
+            lambda: store.create("large", SizedChunks(chunks(22), None, most_nbytes=1 << 35))
+        ) == (Code.STORE_EXISTS)
         assert store.read("large", limit_nbytes=1 << 30) == b"".join(
             bytes([number]) * (1 << 20) for number in range(22)
         )
@@ -325,7 +361,9 @@ WEIGHTS = {"w": np.arange(12 * 2**20, dtype=np.float32)}
 def test_a_run_in_a_bucket_is_saved_resumed_checked_and_listed(bucket):
     run = f"{bucket.url}/runs/a"
     data = {"position": 0}
-    with ckptfmt.Checkpointer(run, ckptfmt.State(weights=WEIGHTS, data=data), keep=2, every=1) as checkpointer:
+    with ckptfmt.Checkpointer(
+        run, ckptfmt.State(weights=WEIGHTS, data=data), keep=2, every=1
+    ) as checkpointer:
         for step in range(1, 4):
             data["position"] = step
             checkpointer.end_step(step)
@@ -341,11 +379,20 @@ def test_a_run_in_a_bucket_is_saved_resumed_checked_and_listed(bucket):
     ckptfmt.load(run, found)
     assert (ckptfmt.open(run).step, weights["w"].tobytes()) == (3, WEIGHTS["w"].tobytes())
     log = subprocess.run(
-        [sys.executable, "-m", "ckptfmt", "log", "--json", run], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "ckptfmt", "log", "--json", run],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert [entry["step"] for entry in json.loads(log.stdout)["checkpoints"] if entry["state"] == "committed"] == [3, 2]
+    assert [
+        entry["step"]
+        for entry in json.loads(log.stdout)["checkpoints"]
+        if entry["state"] == "committed"
+    ] == [3, 2]
     for command in ("inspect", "validate"):
-        subprocess.run([sys.executable, "-m", "ckptfmt", command, run], capture_output=True, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "ckptfmt", command, run], capture_output=True, check=True
+        )
 
 
 def test_a_checkpoint_in_a_bucket_is_saved_compacted_and_read_in_ranges(bucket):
@@ -355,7 +402,9 @@ def test_a_checkpoint_in_a_bucket_is_saved_compacted_and_read_in_ranges(bucket):
     with ckptfmt.open(path) as checkpoint:
         assert checkpoint.weights["w"][5:9].tolist() == [5, 6, 7, 8]
         assert report.digest == checkpoint.manifest.digest
-    assert code_of(lambda: ckptfmt.save(path, ckptfmt.State(data=1), step=3)) == Code.CHECKPOINT_EXISTS
+    assert (
+        code_of(lambda: ckptfmt.save(path, ckptfmt.State(data=1), step=3)) == Code.CHECKPOINT_EXISTS
+    )
     api.compact(path, out=f"{bucket.url}/full")
     assert code_of(lambda: api.compact(path, out=f"{path}/inside")) == Code.ARGUMENT
     assert ckptfmt.validate(f"{bucket.url}/full").valid

@@ -39,7 +39,13 @@ def store(request, tmp_path, fast_path) -> Store:
 
 @pytest.mark.parametrize(
     "chunks",
-    [[], [b""], [b"abc"], [b"a", b"", bytearray(b"b"), memoryview(b"xcx")[1:2]], [b"%d" % i for i in range(100)]],
+    [
+        [],
+        [b""],
+        [b"abc"],
+        [b"a", b"", bytearray(b"b"), memoryview(b"xcx")[1:2]],
+        [b"%d" % i for i in range(100)],
+    ],
     ids=["none", "empty", "one", "mixed", "many"],
 )
 def test_a_created_file_is_read_back(store, chunks):
@@ -139,7 +145,9 @@ def test_a_range_inside(store, byte_range):
         assert bytes(file.read_into(begin, nbytes, buffer())) == b"abcd"[begin : begin + nbytes]
 
 
-@pytest.mark.parametrize("byte_range", [(0, 5), (4, 1), (5, 0), (-1, 2), (2, -1), (0, 1 << 62), (1 << 70, 1)])
+@pytest.mark.parametrize(
+    "byte_range", [(0, 5), (4, 1), (5, 0), (-1, 2), (2, -1), (0, 1 << 62), (1 << 70, 1)]
+)
 def test_a_range_that_the_file_does_not_have(store, byte_range):
     store.create("a", [b"abcd"])
 
@@ -228,7 +236,10 @@ def test_of_eight_threads_one_wins_each_name(store):
     def race(who):
         start.wait()
         for number in range(len(wins)):
-            if code_of(lambda number=number: store.create(f"run/{number}", [b"%d" % who] * 3)) == "ok":
+            if (
+                code_of(lambda number=number: store.create(f"run/{number}", [b"%d" % who] * 3))
+                == "ok"
+            ):
                 wins[number] += 1
 
     threads = [threading.Thread(target=race, args=(who,)) for who in range(8)]
@@ -285,7 +296,9 @@ def test_no_operation_takes_a_hostile_prefix(store, prefix):
     assert {code_of(operation) for operation in operations} == {Code.UNSAFE_PATH}
 
 
-@pytest.mark.parametrize("path", ["a", "...", ".hidden", "a b", "x" * 255, "ä" * 127, "-rf", "a/b/c/d", "tmp-1"])
+@pytest.mark.parametrize(
+    "path", ["a", "...", ".hidden", "a b", "x" * 255, "ä" * 127, "-rf", "a/b/c/d", "tmp-1"]
+)
 def test_odd_but_harmless_paths_work(store, path):
     store.create(path, [b"abc"])
 
@@ -327,7 +340,9 @@ def test_a_directory_answers_as_an_object_store_does(steps):
             answers = [outcome_of(lambda s=s: getattr(s, op)(*arguments)) for s in (local, memory)]  # noqa: B023
             assert answers[0] == answers[1], (op, arguments)
 
-        assert {path: local.read(path, limit_nbytes=99) for path in local.list("")} == memory.snapshot()
+        assert {
+            path: local.read(path, limit_nbytes=99) for path in local.list("")
+        } == memory.snapshot()
 
 
 def test_a_local_store_survives_pickling(tmp_path):

@@ -1,6 +1,7 @@
 """Fault injectors: the N-th operation fails, once or from then on, before it is carried out or after.
 
-A test counts up N until nothing fails any more, and so has seen every failure that a protocol can meet.
+A test counts up N until nothing fails any more, and so has seen every failure that a protocol can
+meet.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Fault:
         applied: whether the operation is carried out before it fails: the answer is lost.
         operations: the names of those that count (see `Operation.op`); None: all.
         path_end: only operations on paths that end with this count.
-        fired_count: how many have failed so far; 0 at the end of a test says that `fail_at` was beyond the last.
+        fired_count: how many have failed so far; 0 at the end of a test says that `fail_at` was
+            beyond the last.
     """
 
     fail_at: int
@@ -45,7 +47,9 @@ class Fault:
             return False
         with self._lock:
             self._seen_count += 1
-            due = self._seen_count == self.fail_at or (self.sticky and self._seen_count > self.fail_at)
+            due = self._seen_count == self.fail_at or (
+                self.sticky and self._seen_count > self.fail_at
+            )
             self.fired_count += due
         return due
 
@@ -90,7 +94,12 @@ class FaultCalls(HookedCalls):
     """
 
     def __init__(
-        self, base: str | os.PathLike[str], fault: Fault, *, errno_value: int, inner: PosixCalls | None = None
+        self,
+        base: str | os.PathLike[str],
+        fault: Fault,
+        *,
+        errno_value: int,
+        inner: PosixCalls | None = None,
     ) -> None:
         super().__init__(base, inner=inner)
         self.fault = fault
@@ -108,4 +117,7 @@ class FaultCalls(HookedCalls):
 
     def _fail_if_due(self, operation: Operation) -> None:
         if self.fault.is_due(operation):
-            raise OSError(self._errno_value, f"{os.strerror(self._errno_value)} (injected into {operation.op})")
+            raise OSError(
+                self._errno_value,
+                f"{os.strerror(self._errno_value)} (injected into {operation.op})",
+            )

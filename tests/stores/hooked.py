@@ -1,6 +1,7 @@
 """Wrappers with a hook before and after each operation: what recorders, fault injectors and schedulers are made of.
 
-`HookedStore` wraps any store and sees its operations; `HookedCalls` sees the system calls of a `LocalStore`.
+`HookedStore` wraps any store and sees its operations; `HookedCalls` sees the system calls of a
+`LocalStore`.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ class Operation:
 
     Attributes:
         op: the name of the method, such as ``create`` or ``fsync_directory``.
-        path: what it is done to, from the root of the wrapped store or the base of the wrapped calls on.
+        path: what it is done to, from the root of the wrapped store or the base of the wrapped
+            calls on.
         to: the second name of a link or a rename.
         data: what is written; after a write, only what was taken.
         who: the actor, where several share a log.
-        outcome: `OK`, the code of a CkptError, or the name of an errno such as ``EIO``; empty while it isn't known.
+        outcome: `OK`, the code of a CkptError, or the name of an errno such as ``EIO``; empty while
+            it isn't known.
         byte_begin: where in the file a ``write_at`` begins.
         nbytes: the size that a ``preallocate`` or a ``truncate`` gives to a file.
     """
@@ -100,7 +103,9 @@ class HookedStore:
 
     def read_range(self, path: str, byte_begin: int, nbytes: int) -> bytes:
         """See `Store.read_range`."""
-        return self._run("read_range", path, lambda: self._inner.read_range(path, byte_begin, nbytes))
+        return self._run(
+            "read_range", path, lambda: self._inner.read_range(path, byte_begin, nbytes)
+        )
 
     @contextlib.contextmanager
     def open_ranges(self, path: str) -> Iterator[RangeReader]:
@@ -182,14 +187,17 @@ class _HookedRanges:
 
     def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
         """See `RangeReader.read_into`."""
-        return self._run("read_range", self._path, lambda: self._inner.read_into(byte_begin, nbytes, buffer))
+        return self._run(
+            "read_range", self._path, lambda: self._inner.read_into(byte_begin, nbytes, buffer)
+        )
 
 
 class HookedCalls(PosixCalls):
     """System calls with `before` and `after` around each. Here both do nothing. Thread-safe if the hooks are.
 
     Args:
-        base: a directory, the store's root or above it: paths are told from there on, those outside of it in full.
+        base: a directory, the store's root or above it: paths are told from there on, those outside
+            of it in full.
         inner: the calls to wrap.
     """
 
@@ -215,7 +223,9 @@ class HookedCalls(PosixCalls):
     def open_directory(self, name: str, directory_fd: int) -> int:
         """See `PosixCalls.open_directory`."""
         path = self._below(directory_fd, name)
-        return self._open("open_directory", path, lambda: self._inner.open_directory(name, directory_fd))
+        return self._open(
+            "open_directory", path, lambda: self._inner.open_directory(name, directory_fd)
+        )
 
     def open_new(self, name: str, directory_fd: int) -> int:
         """See `PosixCalls.open_new`."""
@@ -269,20 +279,34 @@ class HookedCalls(PosixCalls):
 
     def preallocate(self, fd: int, nbytes: int) -> None:
         """See `PosixCalls.preallocate`."""
-        self._run("preallocate", self._path_of_fd[fd], lambda: self._inner.preallocate(fd, nbytes), nbytes=nbytes)
+        self._run(
+            "preallocate",
+            self._path_of_fd[fd],
+            lambda: self._inner.preallocate(fd, nbytes),
+            nbytes=nbytes,
+        )
 
     def truncate(self, fd: int, nbytes: int) -> None:
         """See `PosixCalls.truncate`."""
-        self._run("truncate", self._path_of_fd[fd], lambda: self._inner.truncate(fd, nbytes), nbytes=nbytes)
+        self._run(
+            "truncate",
+            self._path_of_fd[fd],
+            lambda: self._inner.truncate(fd, nbytes),
+            nbytes=nbytes,
+        )
 
     def read_at(self, fd: int, nbytes: int, byte_begin: int) -> bytes:
         """See `PosixCalls.read_at`."""
-        return self._run("read_at", self._path_of_fd[fd], lambda: self._inner.read_at(fd, nbytes, byte_begin))
+        return self._run(
+            "read_at", self._path_of_fd[fd], lambda: self._inner.read_at(fd, nbytes, byte_begin)
+        )
 
     def read_into_at(self, fd: int, buffer: memoryview, byte_begin: int) -> int:
         """See `PosixCalls.read_into_at`."""
         path = self._path_of_fd[fd]
-        return self._run("read_into_at", path, lambda: self._inner.read_into_at(fd, buffer, byte_begin))
+        return self._run(
+            "read_into_at", path, lambda: self._inner.read_into_at(fd, buffer, byte_begin)
+        )
 
     def cached_page_count(self, fd: int, byte_begin: int, nbytes: int) -> int:
         """See `PosixCalls.cached_page_count`; it changes nothing and decides nothing but the way, so no hook."""
@@ -302,15 +326,21 @@ class HookedCalls(PosixCalls):
 
     def lstat(self, name: str, directory_fd: int) -> os.stat_result:
         """See `PosixCalls.lstat`."""
-        return self._run("lstat", self._below(directory_fd, name), lambda: self._inner.lstat(name, directory_fd))
+        return self._run(
+            "lstat", self._below(directory_fd, name), lambda: self._inner.lstat(name, directory_fd)
+        )
 
     def scan(self, directory_fd: int) -> list[tuple[str, bool]]:
         """See `PosixCalls.scan`."""
-        return self._run("scan", self._path_of_fd[directory_fd], lambda: self._inner.scan(directory_fd))
+        return self._run(
+            "scan", self._path_of_fd[directory_fd], lambda: self._inner.scan(directory_fd)
+        )
 
     def mkdir(self, name: str, directory_fd: int) -> None:
         """See `PosixCalls.mkdir`."""
-        self._run("mkdir", self._below(directory_fd, name), lambda: self._inner.mkdir(name, directory_fd))
+        self._run(
+            "mkdir", self._below(directory_fd, name), lambda: self._inner.mkdir(name, directory_fd)
+        )
 
     def link(self, name: str, new_name: str, directory_fd: int) -> None:
         """See `PosixCalls.link`."""
@@ -318,7 +348,9 @@ class HookedCalls(PosixCalls):
 
     def rename_noreplace(self, name: str, new_name: str, directory_fd: int) -> None:
         """See `PosixCalls.rename_noreplace`."""
-        self._run_two("rename_noreplace", name, new_name, directory_fd, self._inner.rename_noreplace)
+        self._run_two(
+            "rename_noreplace", name, new_name, directory_fd, self._inner.rename_noreplace
+        )
 
     def rename(self, name: str, new_name: str, directory_fd: int) -> None:
         """See `PosixCalls.rename`."""
@@ -326,11 +358,17 @@ class HookedCalls(PosixCalls):
 
     def unlink(self, name: str, directory_fd: int) -> None:
         """See `PosixCalls.unlink`."""
-        self._run("unlink", self._below(directory_fd, name), lambda: self._inner.unlink(name, directory_fd))
+        self._run(
+            "unlink",
+            self._below(directory_fd, name),
+            lambda: self._inner.unlink(name, directory_fd),
+        )
 
     def rmdir(self, name: str, directory_fd: int) -> None:
         """See `PosixCalls.rmdir`."""
-        self._run("rmdir", self._below(directory_fd, name), lambda: self._inner.rmdir(name, directory_fd))
+        self._run(
+            "rmdir", self._below(directory_fd, name), lambda: self._inner.rmdir(name, directory_fd)
+        )
 
     def _open(self, op: str, path: str, action: Callable[[], int]) -> int:
         def opened() -> int:
@@ -341,7 +379,12 @@ class HookedCalls(PosixCalls):
         return self._run(op, path, opened, undo=self.close)
 
     def _run_two(
-        self, op: str, name: str, new_name: str, directory_fd: int, action: Callable[[str, str, int], None]
+        self,
+        op: str,
+        name: str,
+        new_name: str,
+        directory_fd: int,
+        action: Callable[[str, str, int], None],
     ) -> None:
         path, to = self._below(directory_fd, name), self._below(directory_fd, new_name)
         self._run(op, path, lambda: action(name, new_name, directory_fd), to=self._tell(to))

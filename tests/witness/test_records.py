@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.documents.witness import RECORD_NBYTES, STEP_COUNT, STREAM_COUNT, StepRecord, StepsHeader
+from ckptfmt.documents.witness import (
+    RECORD_NBYTES,
+    STEP_COUNT,
+    STREAM_COUNT,
+    StepRecord,
+    StepsHeader,
+)
 from ckptfmt.run.step_log import StepLog, Steps
 from ckptfmt.trainer.comparing import compare_steps
 
@@ -42,7 +48,15 @@ HEADER = StepsHeader(
     tensors="",
 )
 RECORD = StepRecord(
-    step=21, weights=1, position=168, samples=2, batch=3, loss=4, grad_norm=5, options=6, streams=(7, 8)
+    step=21,
+    weights=1,
+    position=168,
+    samples=2,
+    batch=3,
+    loss=4,
+    grad_norm=5,
+    options=6,
+    streams=(7, 8),
 )
 
 
@@ -62,10 +76,14 @@ def test_record_with_a_flipped_bit_is_none(record: StepRecord, bit: int) -> None
 
 def test_record_that_was_cut_off_is_none() -> None:
     content = RECORD.dump()
-    assert all(StepRecord.parse(content[:size].ljust(RECORD_NBYTES, b"\0")) is None for size in range(120))
+    assert all(
+        StepRecord.parse(content[:size].ljust(RECORD_NBYTES, b"\0")) is None for size in range(120)
+    )
 
 
-@pytest.mark.parametrize("names", [(), ("python", "user/" + "n" * 500), tuple(f"user/{n * 99}" for n in range(400))])
+@pytest.mark.parametrize(
+    "names", [(), ("python", "user/" + "n" * 500), tuple(f"user/{n * 99}" for n in range(400))]
+)
 def test_header_comes_back_whatever_the_streams_are_called(names: tuple[str, ...]) -> None:
     header = dataclasses.replace(HEADER, streams=names)
     found = StepsHeader.parse(header.dump())
@@ -84,9 +102,13 @@ def test_record_of_a_later_step_takes_the_place_of_the_oldest(tmp_path: Any) -> 
     assert sorted(steps.records) == [4, STEP_COUNT + 3]
 
 
-def compared(now: StepRecord, earlier: StepRecord = RECORD, *, is_first: bool = True, same: bool = True) -> Any:
+def compared(
+    now: StepRecord, earlier: StepRecord = RECORD, *, is_first: bool = True, same: bool = True
+) -> Any:
     names = ("torch.cpu", "python")
-    return compare_steps(earlier, now, streams=names, earlier_streams=names, same_tensors=same, is_first=is_first)
+    return compare_steps(
+        earlier, now, streams=names, earlier_streams=names, same_tensors=same, is_first=is_first
+    )
 
 
 def test_identical_records_differ_in_nothing() -> None:
@@ -104,16 +126,34 @@ def test_identical_records_differ_in_nothing() -> None:
             "ends at position 200, and ended at",
         ),
         ({"samples": 9, "loss": 9}, "samples", "step 21: its samples differ at the same position"),
-        ({"streams": (9, 8), "loss": 9, "weights": 9}, "rng", "had the same samples, but the RNG stream torch.cpu"),
+        (
+            {"streams": (9, 8), "loss": 9, "weights": 9},
+            "rng",
+            "had the same samples, but the RNG stream torch.cpu",
+        ),
         ({"streams": (9, 9)}, "rng", "the RNG streams torch.cpu and python differ before the step"),
         ({"batch": 9, "loss": 9}, "batch", "samples and RNG streams, but its batch differs"),
-        ({"loss": struct.unpack("<Q", struct.pack("<d", 0.25))[0], "weights": 9}, "loss", "its loss is 0.25, and was"),
+        (
+            {"loss": struct.unpack("<Q", struct.pack("<d", 0.25))[0], "weights": 9},
+            "loss",
+            "its loss is 0.25, and was",
+        ),
         ({"grad_norm": 9, "weights": 9}, "grad_norm", "its gradient norm is"),
-        ({"options": 9, "weights": 9}, "options", "an option of an optimizer, such as its learning rate"),
-        ({"weights": 9}, "weights", "learning rates, but the weights differ after it: the state of an optimizer"),
+        (
+            {"options": 9, "weights": 9},
+            "options",
+            "an option of an optimizer, such as its learning rate",
+        ),
+        (
+            {"weights": 9},
+            "weights",
+            "learning rates, but the weights differ after it: the state of an optimizer",
+        ),
     ],
 )
-def test_first_member_that_differs_tells_causes_apart(change: dict[str, Any], what: str, told: str) -> None:
+def test_first_member_that_differs_tells_causes_apart(
+    change: dict[str, Any], what: str, told: str
+) -> None:
     found = compared(dataclasses.replace(RECORD, **change))
     assert found.what == what
     assert told in found.detail
@@ -153,7 +193,9 @@ def test_causes_are_those_that_the_members_before_leave(
 
 def test_streams_of_a_later_step_have_another_cause() -> None:
     found = compared(dataclasses.replace(RECORD, streams=(9, 8)), is_first=False)
-    assert found.detail.endswith("the step before, or something after it, drew other random numbers")
+    assert found.detail.endswith(
+        "the step before, or something after it, drew other random numbers"
+    )
     after = dataclasses.replace(RECORD, streams=(9, 8), is_before=False)
     found = compared(after, dataclasses.replace(RECORD, is_before=False))
     assert "torch.cpu differs after it" in found.detail

@@ -50,7 +50,9 @@ class Program:
         self.model: Any = Mean()
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.sampler = ckptfmt.Sampler(100, global_batch=4, seed=0, worker=(0, 1))
-        self.average = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        self.average = {
+            name: value.detach().clone() for name, value in self.model.named_parameters()
+        }
         self.state = ckptfmt.State(
             weights=self.model,
             optimizer=self.optimizer,
@@ -60,7 +62,9 @@ class Program:
         )
         self.change = change
 
-    def train(self, run: pathlib.Path, upto: int, *, every: int = 10, dies_at: int | None = None) -> Any:
+    def train(
+        self, run: pathlib.Path, upto: int, *, every: int = 10, dies_at: int | None = None
+    ) -> Any:
         with (
             contextlib.suppress(KilledError),
             Checkpointer(run, self.state, every=every, saver="inline") as checkpointer,
@@ -131,8 +135,13 @@ def test_state_of_which_nothing_is_compared_is_not_verified(tmp_path: pathlib.Pa
     def train(upto: int, factor: float) -> Checkpointer:
         weights = {"w": np.ones(8)}
         sampler = ckptfmt.Sampler(100, global_batch=4, worker=(0, 1))
-        state = ckptfmt.State(weights=weights, optimizer={"moment": 0}, data=sampler, config={"a": 1})
-        with contextlib.suppress(KilledError), Checkpointer(tmp_path, state, every=10, saver="inline") as checkpointer:
+        state = ckptfmt.State(
+            weights=weights, optimizer={"moment": 0}, data=sampler, config={"a": 1}
+        )
+        with (
+            contextlib.suppress(KilledError),
+            Checkpointer(tmp_path, state, every=10, saver="inline") as checkpointer,
+        ):
             for step in checkpointer.steps(40):
                 sampler.indices(step)
                 weights["w"] *= factor
@@ -196,7 +205,9 @@ HEADER = StepsHeader(
 
 def test_samples_that_another_process_skipped_are_no_refutation() -> None:
     found = repeated(0, [StepRecord(step=21, position=84, samples=1, loss=1, weights=1)])
-    found.compare(StepRecord(step=21, position=84, samples=1, loss=1, weights=2), HEADER, has_new_skips=True)
+    found.compare(
+        StepRecord(step=21, position=84, samples=1, loss=1, weights=2), HEADER, has_new_skips=True
+    )
     assert found.record.verdict == "expected"
     assert not found.reports
 
@@ -237,7 +248,9 @@ def test_steps_that_were_not_compared_are_not_counted(tmp_path: pathlib.Path) ->
     assert (report.evidence, report.verified_steps) == ("verified", 3)
 
 
-def log(folder: pathlib.Path, launch: int, place: tuple[int, int], steps: range, *, value: int = 0) -> None:
+def log(
+    folder: pathlib.Path, launch: int, place: tuple[int, int], steps: range, *, value: int = 0
+) -> None:
     writer, writer_count = place
     header = StepsHeader(
         run_id="a" * 32,
@@ -252,11 +265,17 @@ def log(folder: pathlib.Path, launch: int, place: tuple[int, int], steps: range,
     )
     records = StepLog(folder / "run-1" / steps_path(launch, writer), header)
     for step in steps:
-        records.put(StepRecord(step=step, samples=step, loss=value + step, weights=value + step, streams=(step,)))
+        records.put(
+            StepRecord(
+                step=step, samples=step, loss=value + step, weights=value + step, streams=(step,)
+            )
+        )
     assert records.close(30)
 
 
-def test_launch_behind_one_of_another_size_is_not_compared_with_the_undisturbed_run(tmp_path: pathlib.Path) -> None:
+def test_launch_behind_one_of_another_size_is_not_compared_with_the_undisturbed_run(
+    tmp_path: pathlib.Path,
+) -> None:
     """Two processes, one, and two again: one process sums in another order."""
     for writer in range(2):
         log(tmp_path / "calm", 1, (writer, 2), range(1, 25))

@@ -30,13 +30,17 @@ class Training:
         workers: the number of the loader's worker processes.
     """
 
-    def __init__(self, *, has_average: bool = True, workers: int = 0, worker: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self, *, has_average: bool = True, workers: int = 0, worker: tuple[int, int] = (0, 1)
+    ) -> None:
         torch.manual_seed(1)
         self.model: Any = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4))
         self.average = copy.deepcopy(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.sampler = ckptfmt.Sampler(64, global_batch=8, worker=worker)
-        self.loader = torch.utils.data.DataLoader(INPUTS, batch_sampler=self.sampler, num_workers=workers)
+        self.loader = torch.utils.data.DataLoader(
+            INPUTS, batch_sampler=self.sampler, num_workers=workers
+        )
         self.state = ckptfmt.State(
             weights={"model": self.model, "average": self.average} if has_average else self.model,
             optimizer=self.optimizer,
@@ -72,20 +76,30 @@ def verdict(run: pathlib.Path) -> str:
     return read_verdicts(open_store(run, writable=False))[1].verdict
 
 
-def test_steps_behind_the_first_save_are_done_twice_and_are_identical(tmp_path: pathlib.Path, caplog: Any) -> None:
+def test_steps_behind_the_first_save_are_done_twice_and_are_identical(
+    tmp_path: pathlib.Path, caplog: Any
+) -> None:
     caplog.set_level(logging.INFO, "ckptfmt")
     training = Training()
     checkpointer = training.train(tmp_path / "one", 20, rehearse=3)
     undisturbed = Training()
     undisturbed.train(tmp_path / "other", 20)
-    assert "rehearsal: back from step 8 to step 5, to do the steps between again: claim T1 expected" in caplog.messages
-    assert any(text.startswith("steps 6 to 8 done again: identical (samples, 3 RNG") for text in caplog.messages)
+    assert (
+        "rehearsal: back from step 8 to step 5, to do the steps between again: claim T1 expected"
+        in caplog.messages
+    )
+    assert any(
+        text.startswith("steps 6 to 8 done again: identical (samples, 3 RNG")
+        for text in caplog.messages
+    )
     assert (training.count, undisturbed.count) == (23, 20)
     assert training.weights() == undisturbed.weights()
     assert not checkpointer.reports
     assert verdict(tmp_path / "one") == "verified"
     assert (tmp_path / "one" / "step-00000020-l0001" / "manifest.json").exists()
-    resumed = Training().train(tmp_path / "one", 25, rehearse=3)  # what a kill leaves is compared, and nothing else
+    resumed = Training().train(
+        tmp_path / "one", 25, rehearse=3
+    )  # what a kill leaves is compared, and nothing else
     assert resumed.load_report is not None
     assert resumed.load_report.evidence == "expected"
 
@@ -93,7 +107,9 @@ def test_steps_behind_the_first_save_are_done_twice_and_are_identical(tmp_path: 
 @pytest.mark.parametrize("every", [5, "1h"])
 def test_state_outside_of_state_is_found(every: Any, tmp_path: pathlib.Path) -> None:
     training = Training(has_average=False)
-    with Checkpointer(tmp_path, training.state, every=every, saver="inline", rehearse=2) as checkpointer:
+    with Checkpointer(
+        tmp_path, training.state, every=every, saver="inline", rehearse=2
+    ) as checkpointer:
         batches = iter(training.loader)
         for step in checkpointer.steps(9):
             checkpointer.observe(loss=training.step(next(batches)))
@@ -138,7 +154,9 @@ def test_training_that_can_not_go_back_goes_on_and_says_so(
 
 def test_save_between_calls_the_rehearsal_off(tmp_path: pathlib.Path) -> None:
     training = Training()
-    with Checkpointer(tmp_path, training.state, every=5, saver="inline", rehearse=3) as checkpointer:
+    with Checkpointer(
+        tmp_path, training.state, every=5, saver="inline", rehearse=3
+    ) as checkpointer:
         for step in checkpointer.steps(12):
             training.step(INPUTS[training.sampler.indices(step)])
             if step == 6:
@@ -151,7 +169,9 @@ def test_position_that_no_sampler_holds_is_left_alone(tmp_path: pathlib.Path) ->
     """Its value would go back, and a generator that began from the value would not."""
     training = Training()
     training.state.data = position = {"next": 0}
-    with Checkpointer(tmp_path, training.state, every=5, saver="inline", rehearse=3) as checkpointer:
+    with Checkpointer(
+        tmp_path, training.state, every=5, saver="inline", rehearse=3
+    ) as checkpointer:
         for _ in checkpointer.steps(12):
             training.step(INPUTS[torch.arange(position["next"], position["next"] + 8) % 64])
             position["next"] += 8
@@ -187,7 +207,9 @@ def test_two_processes_go_back_together(tmp_path: pathlib.Path) -> None:
     def train(number: int) -> Checkpointer:
         training = trainings[number]
         state, agree = training.state, gather.of(number)
-        with Checkpointer(tmp_path, state, every=5, saver="inline", writer=(number, 2), agree=agree, rehearse=3) as one:
+        with Checkpointer(
+            tmp_path, state, every=5, saver="inline", writer=(number, 2), agree=agree, rehearse=3
+        ) as one:
             for step in one.steps(11):
                 training.sampler.indices(step)
                 training.count += 1

@@ -45,12 +45,15 @@ class Loop:
     """A training with dropout, shuffled data and a scheduler, all of it in its State.
 
     Attributes:
-        hooks: functions that are called within a step, with the loop and the step's number, before the update.
+        hooks: functions that are called within a step, with the loop and the step's number, before
+            the update.
     """
 
     def __init__(self, *, lr: float = 0.01, config: Any = None, seed: int = 1) -> None:
         torch.manual_seed(seed)
-        self.model: Any = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.BatchNorm1d(16), nn.Linear(16, 4))
+        self.model: Any = nn.Sequential(
+            nn.Linear(8, 16), nn.Dropout(0.1), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
         self.sampler = ckptfmt.Sampler(64, global_batch=8, worker=(0, 1))
@@ -65,7 +68,9 @@ class Loop:
         self.hooks: list[Callable[[Loop, int], None]] = []
         self.observes = True
 
-    def train(self, run: Any, upto: int, *, dies_at: int | None = None, **options: Any) -> Checkpointer:
+    def train(
+        self, run: Any, upto: int, *, dies_at: int | None = None, **options: Any
+    ) -> Checkpointer:
         """Train up to a step; where it dies, the launch ends in the step that comes behind so many."""
         checkpointer = Checkpointer(run, self.state, **{"every": 5, "saver": "inline", **options})
         try:
@@ -89,7 +94,9 @@ class Loop:
         return checkpointer
 
 
-def resumed(run: Any, *hooks: Callable[[Loop, int], None], upto: int = 16, **options: Any) -> Checkpointer:
+def resumed(
+    run: Any, *hooks: Callable[[Loop, int], None], upto: int = 16, **options: Any
+) -> Checkpointer:
     """Train to 13 with saves at 5 and 10, then resume with hooks that do something else from then on."""
     Loop().train(run, 20, dies_at=13)
     loop = Loop(seed=2)
@@ -106,7 +113,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_steps_done_again_are_identical_and_said_to_be(tmp_path: pathlib.Path, caplog: Any, capsys: Any) -> None:
+def test_steps_done_again_are_identical_and_said_to_be(
+    tmp_path: pathlib.Path, caplog: Any, capsys: Any
+) -> None:
     caplog.set_level(logging.INFO, "ckptfmt")
     checkpointer = resumed(tmp_path)
     report = checkpointer.load_report
@@ -128,7 +137,9 @@ def test_steps_done_again_are_identical_and_said_to_be(tmp_path: pathlib.Path, c
     newest = json.loads(capsys.readouterr().out)["launches"][0]
     assert (newest["witness"]["verdict"], newest["witness"]["last_step"]) == ("verified", 13)
     assert main(["report", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["launches"][1]["verdict"] == "T1 verified over 3 steps"
+    assert (
+        json.loads(capsys.readouterr().out)["launches"][1]["verdict"] == "T1 verified over 3 steps"
+    )
 
 
 def test_claim_is_expected_before_a_step_was_compared(tmp_path: pathlib.Path) -> None:
@@ -179,7 +190,11 @@ def test_cause_of_a_difference_is_named_as_far_as_it_shows(
     assert (report.claim, report.evidence) == ("refuted", "refuted")
     verdict = read_verdicts(open_store(tmp_path, writable=False))[2]
     assert verdict.difference is not None
-    assert (verdict.verdict, verdict.difference.step, verdict.difference.what) == ("refuted", 11, what)
+    assert (verdict.verdict, verdict.difference.step, verdict.difference.what) == (
+        "refuted",
+        11,
+        what,
+    )
     assert told in verdict.difference.text
     sentence = f"NOT the same trajectory: {verdict.difference.text}"
     assert sentence in checkpointer.reports
@@ -187,7 +202,9 @@ def test_cause_of_a_difference_is_named_as_far_as_it_shows(
     assert "isn't the same trajectory" in warnings_of(caplog)[-1]  # once more, at the exit
 
 
-def own_loop(run: Any, *, dies_at: int, says_when: bool, behind: Callable[[Loop], Any]) -> Checkpointer:
+def own_loop(
+    run: Any, *, dies_at: int, says_when: bool, behind: Callable[[Loop], Any]
+) -> Checkpointer:
     """Train with a loop of the program's own, which does something behind the save of step 10."""
     loop = Loop()
     checkpointer = Checkpointer(run, loop.state, every=5, saver="inline")
@@ -217,21 +234,30 @@ def test_numbers_drawn_behind_the_save_are_named_as_the_cause(tmp_path: pathlib.
     assert report is not None
     assert report.refuted_by == (
         "step 11 had the same samples, but the RNG stream torch.cpu differs before the step:"
-        " something drew random numbers after the save (an evaluation, the iterator of a loader, a prefetched batch)"
+        " something drew random numbers after the save (an evaluation, the iterator of a loader,"
+        " a prefetched batch)"
     )
 
 
 @pytest.mark.parametrize(
     ("action", "told"),
     [
-        (draw, "the RNG stream torch.cpu was drawn from between the save of step 10 and the next step"),
+        (
+            draw,
+            "the RNG stream torch.cpu was drawn from between the save of step 10 and the next step",
+        ),
         (lambda _: random.random(), "the RNG stream python was drawn from"),
         (lambda _: np.random.bytes(4), "the RNG stream numpy was drawn from"),  # noqa: NPY002 - it is the stream
-        (lambda loop: loop.scheduler.step(), "optimizer:extra/scheduler changed between the save of step 10"),
+        (
+            lambda loop: loop.scheduler.step(),
+            "optimizer:extra/scheduler changed between the save of step 10",
+        ),
     ],
     ids=["torch", "python", "numpy", "scheduler"],
 )
-def test_change_behind_a_save_is_said_before_anything_is_lost(action: Any, told: str, tmp_path: pathlib.Path) -> None:
+def test_change_behind_a_save_is_said_before_anything_is_lost(
+    action: Any, told: str, tmp_path: pathlib.Path
+) -> None:
     """The streams are put back as the first step begins: so a resume can't have them as they are here."""
     checkpointer = own_loop(tmp_path, dies_at=13, says_when=False, behind=action)
     assert len(checkpointer.reports) == 1
@@ -245,7 +271,12 @@ def test_modules_outside_of_the_state_are_digested_by_name() -> None:
     average = torch.optim.swa_utils.AveragedModel(loop.model)
 
     def digests() -> list[int]:
-        return [one for name, ones in digest_outside_modules(loop.state).items() for one in ones if "Averaged" in name]
+        return [
+            one
+            for name, ones in digest_outside_modules(loop.state).items()
+            for one in ones
+            if "Averaged" in name
+        ]
 
     (before,) = digests()
     assert digests() == [before]
@@ -257,7 +288,9 @@ def test_modules_outside_of_the_state_are_digested_by_name() -> None:
     assert not any(name.startswith("Held") for name in digest_outside_modules(loop.state))
 
 
-def test_samples_that_the_program_skips_are_no_refutation(tmp_path: pathlib.Path, caplog: Any) -> None:
+def test_samples_that_the_program_skips_are_no_refutation(
+    tmp_path: pathlib.Path, caplog: Any
+) -> None:
     """A run that heals itself leaves out what made it fail: another trajectory is meant."""
     caplog.set_level(logging.INFO, "ckptfmt")
     Loop().train(tmp_path, 20, dies_at=13)
@@ -277,11 +310,20 @@ class Many(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.complex64]
+        dtypes = [
+            torch.float32,
+            torch.bfloat16,
+            torch.float64,
+            torch.uint8,
+            torch.bool,
+            torch.complex64,
+        ]
         shapes = [(), (3,), (50, 7), (2, 3, 5)]
         self.register_buffer("empty", torch.zeros(0, 3))
         for number in range(36):
-            self.register_buffer(f"b{number}", torch.zeros(shapes[number % 4]).to(dtypes[number % 6]))
+            self.register_buffer(
+                f"b{number}", torch.zeros(shapes[number % 4]).to(dtypes[number % 6])
+            )
         self.register_buffer("transposed", torch.zeros(6, 40).t())
         self.register_buffer("strided", torch.zeros(20, 20)[::2, ::3])
         self.register_buffer("wide", torch.zeros(4, dtype=torch.complex128))
@@ -292,7 +334,10 @@ def train_many(run: Any, change: Callable[[Many], Any] | None) -> None:
     """Train twelve steps from a checkpoint of step 0, which the first launch saves."""
     model = Many()
     state = ckptfmt.State(weights=model, rng=False)
-    with contextlib.suppress(KilledError), Checkpointer(run, state, every=20, saver="inline") as checkpointer:
+    with (
+        contextlib.suppress(KilledError),
+        Checkpointer(run, state, every=20, saver="inline") as checkpointer,
+    ):
         if change is None:
             checkpointer.save(step=0)
         for step in checkpointer.steps(20):
@@ -321,7 +366,8 @@ def test_each_tensor_convicts_by_itself(tmp_path: pathlib.Path) -> None:
     missed = [
         name
         for name, tensor in tensors.items()
-        if tensor.numel() and not drift(tmp_path / "begun", tmp_path / name, functools.partial(fill, name=name))
+        if tensor.numel()
+        and not drift(tmp_path / "begun", tmp_path / name, functools.partial(fill, name=name))
     ]
     assert not missed
     assert drift(tmp_path / "begun", tmp_path / "none", lambda _: None) is None
@@ -337,7 +383,9 @@ def test_tensor_that_was_replaced_is_looked_at_anew(tmp_path: pathlib.Path) -> N
     assert drift(tmp_path / "begun", tmp_path / "run", replace) == "weights"
 
 
-def test_other_claims_are_compared_and_nothing_is_refuted(tmp_path: pathlib.Path, caplog: Any) -> None:
+def test_other_claims_are_compared_and_nothing_is_refuted(
+    tmp_path: pathlib.Path, caplog: Any
+) -> None:
     caplog.set_level(logging.INFO, "ckptfmt")
     Loop().train(tmp_path, 20, dies_at=13)
     checkpointer = Loop(seed=2, config={"width": 17}).train(tmp_path, 16)
@@ -351,14 +399,18 @@ def test_other_claims_are_compared_and_nothing_is_refuted(tmp_path: pathlib.Path
     assert not any("NOT the same" in text for text in caplog.messages)
 
 
-def test_rollback_by_hand_is_compared_with_the_steps_that_it_does_again(tmp_path: pathlib.Path) -> None:
+def test_rollback_by_hand_is_compared_with_the_steps_that_it_does_again(
+    tmp_path: pathlib.Path,
+) -> None:
     Loop().train(tmp_path, 20, dies_at=13)
     checkpointer = Loop(seed=2).train(tmp_path, 8, resume="step-00000005-l0001")
     assert checkpointer.load_report is not None
     assert checkpointer.load_report.verified_steps == 3
 
 
-def test_third_launch_is_compared_with_those_that_went_on_from_the_same_checkpoint(tmp_path: pathlib.Path) -> None:
+def test_third_launch_is_compared_with_those_that_went_on_from_the_same_checkpoint(
+    tmp_path: pathlib.Path,
+) -> None:
     Loop().train(tmp_path, 20, dies_at=12)
     Loop(seed=2).train(tmp_path, 20, dies_at=14)
     checkpointer = Loop(seed=3).train(tmp_path, 15)
@@ -375,13 +427,17 @@ def test_fresh_start_is_compared_with_nothing(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["cut", "noise", "gone", "header"])
-def test_damaged_log_of_an_earlier_launch_costs_the_comparison_alone(harm: str, tmp_path: pathlib.Path) -> None:
+def test_damaged_log_of_an_earlier_launch_costs_the_comparison_alone(
+    harm: str, tmp_path: pathlib.Path
+) -> None:
     """Spec: REQ-RUN-062."""
     Loop().train(tmp_path, 20, dies_at=13)
     log = tmp_path / "witness" / "0001" / "00000.steps"
     content = log.read_bytes()
     noise = content[:8192] + bytes(byte ^ 1 for byte in content[8192:])
-    log.write_bytes({"cut": content[:9000], "noise": noise, "gone": b"", "header": b"x" + content[1:]}[harm])
+    log.write_bytes(
+        {"cut": content[:9000], "noise": noise, "gone": b"", "header": b"x" + content[1:]}[harm]
+    )
     checkpointer = Loop(seed=2).train(tmp_path, 16)
     assert checkpointer.load_report is not None
     assert (checkpointer.load_report.claim, checkpointer.load_report.evidence) == ("T1", "expected")
@@ -412,12 +468,18 @@ def test_witness_that_fails_ends_no_training(tmp_path: pathlib.Path, monkeypatch
     checkpointer = Loop().train(tmp_path, 6)
     assert checkpointer.step == 6
     assert checkpointer.reports == (
-        "WITNESS_OFF: steps aren't recorded any more: RuntimeError: a tensor of a kind that can't be looked at",
+        (
+            "WITNESS_OFF: steps aren't recorded any more: RuntimeError: a tensor of a kind that"
+            " can't"
+            " be looked at"
+        ),
     )
 
 
 @pytest.mark.parametrize(
-    "value", [torch.ones(4), torch.zeros(0), np.ones(2), "0.5 and more"], ids=["4", "0", "2", "text"]
+    "value",
+    [torch.ones(4), torch.zeros(0), np.ones(2), "0.5 and more"],
+    ids=["4", "0", "2", "text"],
 )
 def test_loss_that_is_no_number_is_refused_by_name(value: Any, tmp_path: pathlib.Path) -> None:
     state = ckptfmt.State(weights={"w": torch.zeros(4)}, rng=False)
@@ -477,12 +539,18 @@ def test_step_that_save_counts_is_recorded_with_its_loss(says: Any, tmp_path: pa
     counted(tmp_path, 20, dies_at=13, says=says)
     report = counted(tmp_path, 16, dies_at=20, says=says).load_report
     assert report is not None
-    assert (report.evidence, report.verified_steps, "loss" in report.compared) == ("verified", 3, True)
+    assert (report.evidence, report.verified_steps, "loss" in report.compared) == (
+        "verified",
+        3,
+        True,
+    )
     run_id = json.loads((tmp_path / "run.json").read_bytes())["signed"]["run_id"]
     steps = read_steps(open_store(tmp_path, writable=False), run_id, 1, 0)
     assert steps is not None
     assert sorted(steps.records) == list(range(1, 14))
-    assert all(record.loss is not None and not record.is_several for record in steps.records.values())
+    assert all(
+        record.loss is not None and not record.is_several for record in steps.records.values()
+    )
 
 
 def test_losses_of_steps_that_are_counted_together_are_not_compared(tmp_path: pathlib.Path) -> None:
@@ -495,7 +563,11 @@ def test_losses_of_steps_that_are_counted_together_are_not_compared(tmp_path: pa
     first = "step-00000008-l0001"
     report = counted(tmp_path, 17, dies_at=20, says=save_at(12, 16), resume=first).load_report
     assert report is not None
-    assert (report.evidence, report.verified_steps, "loss" in report.compared) == ("verified", 1, False)
+    assert (report.evidence, report.verified_steps, "loss" in report.compared) == (
+        "verified",
+        1,
+        False,
+    )
 
 
 def count_kept() -> int:
@@ -508,7 +580,9 @@ def test_numbers_are_not_kept_where_no_step_is_recorded(store: str, tmp_path: pa
     """A run in memory kept all of them; so did one that hadn't begun."""
     batch, before = torch.zeros(4), count_kept()
     run: Any = MemoryStore() if store == "memory" else tmp_path
-    with Checkpointer(run, ckptfmt.State(weights={"w": torch.zeros(4)}, rng=False), saver="inline") as checkpointer:
+    with Checkpointer(
+        run, ckptfmt.State(weights={"w": torch.zeros(4)}, rng=False), saver="inline"
+    ) as checkpointer:
         if store == "memory":
             checkpointer.restore_rng()
         for _ in range(20):
@@ -539,7 +613,9 @@ def test_record_of_a_step_is_in_the_file_while_the_launch_goes_on(tmp_path: path
     """Spec: REQ-RUN-061."""
     found: list[list[int]] = []
     loop = Loop()
-    loop.hooks.append(lambda _, step: found.append(wait_for_record(tmp_path, step)) if step else None)
+    loop.hooks.append(
+        lambda _, step: found.append(wait_for_record(tmp_path, step)) if step else None
+    )
     loop.train(tmp_path, 4)
     assert found == [[1], [1, 2], [1, 2, 3]]
 
@@ -590,7 +666,9 @@ else:
 
     def train(word: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", program, str(tmp_path), word]
-        return subprocess.run(command, cwd=pathlib.Path.cwd(), check=False, stdout=subprocess.PIPE, text=True)
+        return subprocess.run(
+            command, cwd=pathlib.Path.cwd(), check=False, stdout=subprocess.PIPE, text=True
+        )
 
     assert train("killed").returncode == -signal.SIGKILL
     run_id = json.loads((tmp_path / "run.json").read_bytes())["signed"]["run_id"]
@@ -600,14 +678,22 @@ else:
     assert train("again").stdout.split() == ["T1", "2"]
 
 
-def pair(run: Any, upto: int, *, dies_at: int, change: float = 0, writer: int | None = None) -> list[Checkpointer]:
+def pair(
+    run: Any, upto: int, *, dies_at: int, change: float = 0, writer: int | None = None
+) -> list[Checkpointer]:
     """Train with two processes, threads here; from step 12 on, one of them may see another loss."""
     gather = Allgather(2)
 
     def train(number: int) -> Checkpointer:
         state = ckptfmt.State(weights={"w": torch.zeros(4)}, rng=False)
         checkpointer = Checkpointer(
-            run, state, every=5, saver="inline", writer=(number, 2), agree=gather.of(number), deadline_s=30
+            run,
+            state,
+            every=5,
+            saver="inline",
+            writer=(number, 2),
+            agree=gather.of(number),
+            deadline_s=30,
         )
         with contextlib.suppress(KilledError), checkpointer:
             for step in checkpointer.steps(upto):
@@ -620,13 +706,17 @@ def pair(run: Any, upto: int, *, dies_at: int, change: float = 0, writer: int | 
 
 
 @pytest.mark.parametrize("writer", [None, 0, 1])
-def test_processes_hear_of_each_other_with_the_next_save(writer: int | None, tmp_path: pathlib.Path) -> None:
+def test_processes_hear_of_each_other_with_the_next_save(
+    writer: int | None, tmp_path: pathlib.Path
+) -> None:
     pair(tmp_path, 20, dies_at=13)
     found = pair(tmp_path, 16, dies_at=20, change=0.5, writer=writer)
     verdict = read_verdicts(open_store(tmp_path, writable=False))[2]
     if writer is None:
         assert (verdict.verdict, verdict.first_step, verdict.last_step) == ("verified", 11, 13)
-        evidence = [checkpointer.load_report and checkpointer.load_report.evidence for checkpointer in found]
+        evidence = [
+            checkpointer.load_report and checkpointer.load_report.evidence for checkpointer in found
+        ]
         assert evidence == ["verified", "verified"]
     else:
         assert verdict.difference is not None

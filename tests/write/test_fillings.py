@@ -26,7 +26,9 @@ class Slots:
         self.slots = [np.full(nbytes, 0xA5, np.uint8) for _ in range(count)]
         self.copied_whole = 0
 
-    def fill(self, slot: int, content: np.ndarray, *, was_written: bool = True, image=IMAGE) -> bytes:
+    def fill(
+        self, slot: int, content: np.ndarray, *, was_written: bool = True, image=IMAGE
+    ) -> bytes:
         place = self.slots[slot]
 
         def copy_all() -> None:
@@ -34,8 +36,12 @@ class Slots:
             place[:] = content
 
         before = place.tobytes()
-        kept = self.fillings.begin(slot, image, was_written=was_written).copy_changed(64, content, place, copy_all)
-        assert place.tobytes() == content.tobytes(), "a slot holds a whole snapshot, whatever wasn't copied"
+        kept = self.fillings.begin(slot, image, was_written=was_written).copy_changed(
+            64, content, place, copy_all
+        )
+        assert place.tobytes() == content.tobytes(), (
+            "a slot holds a whole snapshot, whatever wasn't copied"
+        )
         for number, is_kept in enumerate(kept):
             block = slice(number * image.block_nbytes, (number + 1) * image.block_nbytes)
             assert not is_kept or before[block] == content[block].tobytes()
@@ -60,7 +66,9 @@ class Step:
 
 STEPS = st.builds(
     Step,
-    changes=st.lists(st.tuples(st.integers(0, 5 * BLOCK_NBYTES), st.integers(0, 255)), max_size=3).map(tuple),
+    changes=st.lists(
+        st.tuples(st.integers(0, 5 * BLOCK_NBYTES), st.integers(0, 255)), max_size=3
+    ).map(tuple),
     was_written=st.sampled_from([True, True, True, False]),
     slot=st.integers(0, 2),
 )
@@ -78,8 +86,13 @@ def test_a_slot_is_whole_whatever_changed_and_whichever_slot_is_taken(nbytes, st
 
 
 def test_what_stays_as_it_was_is_kept_from_the_second_filling_of_a_slot_on() -> None:
-    slots, content = Slots(3 * BLOCK_NBYTES + 5, 2), np.arange(3 * BLOCK_NBYTES + 5, dtype=np.uint32).astype(np.uint8)
-    assert [slots.fill(number % 2, content) for number in range(6)] == [b"\0" * 4] * 2 + [b"\1" * 4] * 4
+    slots, content = (
+        Slots(3 * BLOCK_NBYTES + 5, 2),
+        np.arange(3 * BLOCK_NBYTES + 5, dtype=np.uint32).astype(np.uint8),
+    )
+    assert [slots.fill(number % 2, content) for number in range(6)] == [b"\0" * 4] * 2 + [
+        b"\1" * 4
+    ] * 4
     content[2 * BLOCK_NBYTES + 100] ^= 0x80  # behind the sample
     assert slots.fill(0, content) == b"\1\1\0\1"
     assert slots.fill(1, content) == b"\1\1\0\1"
@@ -114,13 +127,17 @@ def computed(monkeypatch) -> list[int]:
     return found
 
 
-def test_what_changes_everywhere_is_copied_whole_and_no_checksum_is_computed_of_it(computed) -> None:
+def test_what_changes_everywhere_is_copied_whole_and_no_checksum_is_computed_of_it(
+    computed,
+) -> None:
     slots, content = Slots(4 * BLOCK_NBYTES, 2), np.zeros(4 * BLOCK_NBYTES, np.uint8)
     for number in range(6):
         content += 1
         assert not any(slots.fill(number % 2, content))
     assert slots.copied_whole == 5
-    assert sum(nbytes > 16 for nbytes in computed) == 4, "of the first save alone, which has nothing to compare with"
+    assert sum(nbytes > 16 for nbytes in computed) == 4, (
+        "of the first save alone, which has nothing to compare with"
+    )
 
 
 def test_a_checksum_is_computed_once_of_each_block(computed) -> None:

@@ -26,7 +26,18 @@ from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.image import ALIGN_NBYTES, Context, Image, key_of, plan_image
 from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import structure_of, write_part
-from tests.builders import ATTEMPT, ArraySource, error_of, leaf, origin, save, snapshot, stream, tensor, verify
+from tests.builders import (
+    ATTEMPT,
+    ArraySource,
+    error_of,
+    leaf,
+    origin,
+    save,
+    snapshot,
+    stream,
+    tensor,
+    verify,
+)
 from tests.part_rows import contents_of, rows_of
 from tests.test_group import Allgather, run_writers
 
@@ -56,7 +67,9 @@ def sources(draw: st.DrawFn, key: tuple[str, str, str]) -> ArraySource:
     dtype = draw(st.sampled_from(sorted(DTYPES)))
     long = st.tuples(st.integers(500, 9000))
     shape = draw(st.one_of(st.lists(st.integers(0, 5), max_size=3).map(tuple), long))
-    cuts = [sorted({0, extent, *draw(st.lists(st.integers(0, extent), max_size=2))}) for extent in shape]
+    cuts = [
+        sorted({0, extent, *draw(st.lists(st.integers(0, extent), max_size=2))}) for extent in shape
+    ]
     spans = [list(itertools.pairwise(cut)) if len(cut) > 1 else [(0, 0)] for cut in cuts]
     grid = [
         Box(tuple(begin for begin, _ in corner), tuple(end - begin for begin, end in corner))
@@ -85,7 +98,9 @@ def plans(draw: st.DrawFn) -> tuple[Snapshot, dict[str, Any]]:
     """Draw a snapshot, and how it is to be laid out."""
     keys = st.tuples(
         st.sampled_from(["weights", "optimizer", "data"]),
-        st.one_of(st.sampled_from(NAMES), st.text(st.characters(exclude_categories=["Cs"]), max_size=3)),
+        st.one_of(
+            st.sampled_from(NAMES), st.text(st.characters(exclude_categories=["Cs"]), max_size=3)
+        ),
         st.sampled_from(["global", "lw/0", "lw/10"]),
     )
     made = snapshot(
@@ -95,7 +110,11 @@ def plans(draw: st.DrawFn) -> tuple[Snapshot, dict[str, Any]]:
         absent={"topology": "not given"},
     )
     pieces = [(key, box) for key, box, _, _ in structure_of(made).iter_pieces()]
-    written = draw(st.one_of(st.none(), st.sets(st.sampled_from(pieces)).map(frozenset) if pieces else st.none()))
+    written = draw(
+        st.one_of(
+            st.none(), st.sets(st.sampled_from(pieces)).map(frozenset) if pieces else st.none()
+        )
+    )
     options = {
         "written": written,
         "block_nbytes": draw(st.sampled_from([4096, 8192])),
@@ -104,7 +123,9 @@ def plans(draw: st.DrawFn) -> tuple[Snapshot, dict[str, Any]]:
     return made, options
 
 
-deeply = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+deeply = settings(
+    max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 
 
 @deeply
@@ -122,7 +143,9 @@ def test_nothing_overlaps_and_everything_is_within(plan: tuple[Snapshot, dict[st
     made, options = plan
     image = plan_image(made, **options)
     headers = [(shard.begin, shard.begin + len(shard.header)) for shard in image.shards]
-    spans = sorted(headers + [(piece.begin, piece.end) for piece in image.pieces if piece.end > piece.begin])
+    spans = sorted(
+        headers + [(piece.begin, piece.end) for piece in image.pieces if piece.end > piece.begin]
+    )
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
     assert all(end <= image.nbytes for _, end in spans)
     files = [(shard.begin, shard.begin + shard.nbytes) for shard in image.shards]
@@ -139,24 +162,32 @@ def test_nothing_overlaps_and_everything_is_within(plan: tuple[Snapshot, dict[st
 
 @deeply
 @given(plans())
-def test_what_is_written_is_in_files_and_what_must_be_proved_is_digested(plan: tuple[Snapshot, dict[str, Any]]) -> None:
+def test_what_is_written_is_in_files_and_what_must_be_proved_is_digested(
+    plan: tuple[Snapshot, dict[str, Any]],
+) -> None:
     """REQ-TEN-005, REQ-CMT-012."""
     made, options = plan
     image = plan_image(made, **options)
     held = {(key_of(source), box): source for source in made.tensors for box in source.boxes}
     written = held.keys() if options["written"] is None else options["written"]
-    assert {(piece.key, piece.box) for piece in image.pieces if piece.shard is not None} == set(written)
+    assert {(piece.key, piece.box) for piece in image.pieces if piece.shard is not None} == set(
+        written
+    )
     digested = {
         piece
         for piece, source in held.items()
-        if piece not in written and piece[1].element_count and (options["check_replicas"] or not source.replica)
+        if piece not in written
+        and piece[1].element_count
+        and (options["check_replicas"] or not source.replica)
     }
     assert {(piece.key, piece.box) for piece in image.pieces if piece.shard is None} == digested
 
 
 @deeply
 @given(plans())
-def test_the_part_of_an_image_is_what_the_writer_gives(plan: tuple[Snapshot, dict[str, Any]]) -> None:
+def test_the_part_of_an_image_is_what_the_writer_gives(
+    plan: tuple[Snapshot, dict[str, Any]],
+) -> None:
     """From a slot or from live tensors: same files, same part; and each tensor's bytes where its extent says."""
     made, options = plan
     store, attempt = MemoryStore(), origin(block_nbytes=options["block_nbytes"], writer_count=3)
@@ -166,7 +197,10 @@ def test_the_part_of_an_image_is_what_the_writer_gives(plan: tuple[Snapshot, dic
     view = fill(image, made)
     found = image.part(
         attempt,
-        [block_digests(view[piece.begin : piece.end], image.block_nbytes) for piece in image.pieces],
+        [
+            block_digests(view[piece.begin : piece.end], image.block_nbytes)
+            for piece in image.pieces
+        ],
         dataclasses.replace(Context.of(made), saved_unix_s=part.saved_unix_s),
         writer=2,
     )
@@ -176,7 +210,12 @@ def test_the_part_of_an_image_is_what_the_writer_gives(plan: tuple[Snapshot, dic
     for shard in image.shards:
         content = files[shard_name(shard.stem, ATTEMPT, 2)]
         assert content == view[shard.begin : shard.begin + shard.nbytes]
-        assert len(parse_shard_header(content[: len(shard.header)], file_nbytes=len(content), where="")) > 0
+        assert (
+            len(
+                parse_shard_header(content[: len(shard.header)], file_nbytes=len(content), where="")
+            )
+            > 0
+        )
     sources_by_key = {key_of(source): source for source in made.tensors}
     for tensor_held in rows_of(part.holdings):
         for held in tensor_held.boxes:
@@ -185,7 +224,9 @@ def test_the_part_of_an_image_is_what_the_writer_gives(plan: tuple[Snapshot, dic
             for extent in held.extents:
                 begin = extent.byte_begin
                 assert extent.file is not None
-                assert files[part.files[extent.file].name][begin : begin + len(expected)] == expected
+                assert (
+                    files[part.files[extent.file].name][begin : begin + len(expected)] == expected
+                )
 
 
 def test_an_image_of_nothing() -> None:
@@ -199,10 +240,13 @@ def test_an_image_holds_no_tensor() -> None:
     array = np.ones(3)
     image = plan_image(snapshot(tensor("w", array)), block_nbytes=4096)
     array[:] = 7
-    assert fill(image, snapshot(tensor("w", array)))[image.pieces[0].begin :][:8] == np.float64(7).tobytes()
+    assert (
+        fill(image, snapshot(tensor("w", array)))[image.pieces[0].begin :][:8]
+        == np.float64(7).tobytes()
+    )
 
 
-# --- declared replicas that differ ----------------------------------------------------------------------------------
+# --- declared replicas that differ ----------------------------------------------------------------
 
 BLOCK_NBYTES = 1 << 20
 
@@ -220,7 +264,9 @@ def merge(*snapshots: Snapshot, check_replicas: bool) -> Any:
     attempt = origin(writer_count=len(snapshots), block_nbytes=BLOCK_NBYTES)
     for writer, held in enumerate(snapshots):
         written = None if writer == 0 else frozenset[Any]()
-        image = plan_image(held, written=written, block_nbytes=BLOCK_NBYTES, check_replicas=check_replicas)
+        image = plan_image(
+            held, written=written, block_nbytes=BLOCK_NBYTES, check_replicas=check_replicas
+        )
         part = write_part(MemoryStore(), held, attempt, writer=writer, image=image)
         content, digest = part.dump()
         assert contents_of(Part.parse(content, where="")[0]) == contents_of(part)
@@ -230,7 +276,10 @@ def merge(*snapshots: Snapshot, check_replicas: bool) -> Any:
 
 def test_declared_replicas_that_others_write_are_digested_where_asked() -> None:
     content = bytes(BLOCK_NBYTES)
-    for check_replicas, digests in ((True, block_digests(memoryview(content), BLOCK_NBYTES)), (False, b"")):
+    for check_replicas, digests in (
+        (True, block_digests(memoryview(content), BLOCK_NBYTES)),
+        (False, b""),
+    ):
         image = plan_image(
             snapshot(tensor("w", np.frombuffer(content, np.int8), replica=True)),
             written=frozenset(),
@@ -293,18 +342,26 @@ def test_replicas_are_compared_at_each_save_of_a_run(saver, check_replicas):
     if not check_replicas:
         assert (first, second) == ("ok", "ok")
         return
-    assert (first.code, type(first), first.where) == (Code.REPLICA_DIVERGED, LayoutError, "weights 'shared'")
+    assert (first.code, type(first), first.where) == (
+        Code.REPLICA_DIVERGED,
+        LayoutError,
+        "weights 'shared'",
+    )
     assert "block 1" in first.detail
     assert "writers 0 and 1" in first.detail
     assert (type(second), second.as_json()) == (LayoutError, first.as_json())
 
 
 def test_headers_are_those_of_the_files() -> None:
-    made = snapshot(tensor("w", np.ones(3, np.float32)), tensor("z", np.array([1j])), tensor("m", np.ones(1000)))
+    made = snapshot(
+        tensor("w", np.ones(3, np.float32)), tensor("z", np.array([1j])), tensor("m", np.ones(1000))
+    )
     store = MemoryStore()
     part = write_part(store, made, origin(), writer=0)
     image = plan_image(made, block_nbytes=4096)
-    assert [digest_bytes(shard.header) for shard in image.shards] == [file.header_digest for file in part.files]
+    assert [digest_bytes(shard.header) for shard in image.shards] == [
+        file.header_digest for file in part.files
+    ]
     assert dataclasses.replace(image).pieces == image.pieces
 
 
@@ -323,7 +380,10 @@ def test_tensors_that_need_more_headers_than_one_are_divided_among_files(monkeyp
     assert not verify(store).violations
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), st.lists(st.integers(0, 2**20), max_size=4))
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    st.lists(st.integers(0, 2**20), max_size=4),
+)
 def test_an_entry_of_a_header_never_takes_more_than_what_is_planned_for_it(name, shape):
     shape = tuple(shape) if math.prod(shape) < 2**60 else ()
     without, _ = plan_shard([])
@@ -331,19 +391,24 @@ def test_an_entry_of_a_header_never_takes_more_than_what_is_planned_for_it(name,
     assert len(header.rstrip()) - len(without.rstrip()) <= most_entry_nbytes(name, len(shape))
 
 
-# --- what another process is told of an image ------------------------------------------------------------------------
+# --- what another process is told of an image -----------------------------------------------------
 
 
 def test_an_image_is_told_without_the_digests_that_are_still_to_come() -> None:
     """It went as a part of no attempt, with 32 zeros for each block, which were compressed and checked."""
     made = snapshot(tensor("w", np.zeros(1 << 20, np.int8)))
-    told_nbytes = {size: len(dump_msgpack(plan_image(made, block_nbytes=size).as_dict())) for size in (4096, 1 << 20)}
+    told_nbytes = {
+        size: len(dump_msgpack(plan_image(made, block_nbytes=size).as_dict()))
+        for size in (4096, 1 << 20)
+    }
     assert abs(told_nbytes[4096] - told_nbytes[1 << 20]) < 16
 
 
 def test_a_damaged_image_is_refused_by_name() -> None:
     """A saver that believed it would write elsewhere in the slot, or die of an IndexError."""
-    made = snapshot(tensor("w", np.ones((4, 3), np.float32)), tensor("v", np.ones(9)), tensor("x", np.ones(4)))
+    made = snapshot(
+        tensor("w", np.ones((4, 3), np.float32)), tensor("v", np.ones(9)), tensor("x", np.ones(4))
+    )
     written = frozenset((key_of(source), source.boxes[0]) for source in made.tensors[:2])
     message = dump_msgpack(plan_image(made, written=written, block_nbytes=4096).as_dict())
     codes = set()

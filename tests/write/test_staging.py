@@ -52,7 +52,10 @@ class Filled:
     """A slot of tensors of the given sizes, some of them only digested, and what is told of it as it is filled."""
 
     def __init__(self, *sizes_nbytes: int) -> None:
-        arrays = [np.full(nbytes, 1 + number % 200, np.uint8) for number, nbytes in enumerate(sizes_nbytes)]
+        arrays = [
+            np.full(nbytes, 1 + number % 200, np.uint8)
+            for number, nbytes in enumerate(sizes_nbytes)
+        ]
         fields = itertools.cycle(["weights", "optimizer", "weights"])
         made = snapshot(
             *(
@@ -69,7 +72,11 @@ class Filled:
         self.expected = fill(self.image, made)
         self.view = memoryview(bytearray(b"\xee" * self.image.nbytes))
         self.copies = [
-            BytesCopy(begin=piece.begin, content=bytes(self.expected[piece.begin : piece.end]), view=self.view)
+            BytesCopy(
+                begin=piece.begin,
+                content=bytes(self.expected[piece.begin : piece.end]),
+                view=self.view,
+            )
             for piece in self.image.pieces
             if piece.end > piece.begin
         ]
@@ -111,7 +118,11 @@ def test_headers_are_there_before_anything_is_copied() -> None:
         assert filled.view[shard.begin :][: len(shard.header)] == shard.header
 
 
-@given(st.lists(st.integers(0, 9000), max_size=12), st.randoms(use_true_random=False), st.integers(1, 4))
+@given(
+    st.lists(st.integers(0, 9000), max_size=12),
+    st.randoms(use_true_random=False),
+    st.integers(1, 4),
+)
 def test_what_is_told_is_there_whatever_ends_first(sizes, shuffle, run_count) -> None:
     filled = Filled(*sizes)
     shuffled = list(filled.copies)
@@ -244,7 +255,9 @@ def copy_of(array: np.ndarray, view: memoryview, filling: Filling | None) -> Hos
     """Return the copy of a whole array into the middle of a slot."""
     source = ArraySource.of(array, field="weights", name="w", scope="global")
     box = Box.whole(array.shape)
-    return HostCopy(source=source, box=box, keys=(), begin=8, end=8 + array.nbytes, view=view, filling=filling)
+    return HostCopy(
+        source=source, box=box, keys=(), begin=8, end=8 + array.nbytes, view=view, filling=filling
+    )
 
 
 def filled_twice(array: np.ndarray, *, looks: bool = True) -> HostCopy:
@@ -275,7 +288,9 @@ def test_the_host_looks_at_nothing_small(monkeypatch) -> None:
     monkeypatch.setattr(staging, "_LEAST_LOOKED_AT_NBYTES", 256)
     for count in (63, 64):
         array = np.arange(count, dtype=np.int32)
-        assert filled_twice(array).seen == ((Seen(begin=8, digests=b"", kept=b"\1"),) if count == 64 else ())
+        assert filled_twice(array).seen == (
+            (Seen(begin=8, digests=b"", kept=b"\1"),) if count == 64 else ()
+        )
 
 
 def test_memory_that_has_another_size_by_now_is_not_read() -> None:

@@ -43,7 +43,10 @@ def test_a_weights_file_opens_in_safetensors(tmp_path):
         "count": np.array(7),
         "empty": np.zeros((0, 3), np.uint8),
     }
-    write(*(tensor(name, array) for name, array in arrays.items()), store=LocalStore(tmp_path, writable=True))
+    write(
+        *(tensor(name, array) for name, array in arrays.items()),
+        store=LocalStore(tmp_path, writable=True),
+    )
     loaded = load_file(tmp_path / WEIGHTS)
     assert loaded.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -53,7 +56,19 @@ def test_a_weights_file_opens_in_safetensors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "__metadata__", "a/b", "../../etc/passwd", "日本語", "\U0001f600", "\0", '"\\', "{[", "x" * 4096]
+    "name",
+    [
+        "",
+        "__metadata__",
+        "a/b",
+        "../../etc/passwd",
+        "日本語",
+        "\U0001f600",
+        "\0",
+        '"\\',
+        "{[",
+        "x" * 4096,
+    ],
 )
 def test_any_name_is_a_name(name):
     """REQ-SHD-009: and __metadata__ is never free."""
@@ -68,7 +83,9 @@ def test_pieces_of_one_name_get_keys_of_their_own():
     """REQ-SHD-009: the smallest number that makes a key free; REQ-PRT-010."""
     array = np.arange(6, dtype=np.int16)
     boxes = (Box((0,), (2,)), Box((2,), (2,)), Box((4,), (2,)))
-    store, part = write(tensor("w", array, boxes=boxes), tensor("w#1", array), tensor("w", array, scope="lw/0"))
+    store, part = write(
+        tensor("w", array, boxes=boxes), tensor("w#1", array), tensor("w", array, scope="lw/0")
+    )
     loaded = load_safetensors(store.snapshot()[WEIGHTS])
     assert sorted(loaded) == ["w", "w#1", "w#1#1", "w#2", "w#3"]
     assert [held.extents[0].key for held in rows_of(part.holdings)[0].boxes] == ["w", "w#1", "w#2"]
@@ -85,7 +102,13 @@ def test_kinds_of_tensors_have_files_of_their_own():
         tensor("n", np.array([1j]), field="optimizer", storage="non-persistent"),
     )
     names = [file.name.partition("-")[0] for file in part.files]
-    assert names == ["optimizer", "optimizer_opaque", "weights", "weights_buffers", "weights_opaque"]
+    assert names == [
+        "optimizer",
+        "optimizer_opaque",
+        "weights",
+        "weights_buffers",
+        "weights_opaque",
+    ]
     assert list(load_safetensors(store.snapshot()[WEIGHTS])) == ["w"]
 
 
@@ -97,7 +120,10 @@ def test_dtypes_that_safetensors_lacks_stand_as_bytes():
     assert loaded.dtype == np.uint8
     assert loaded.shape == (32,)
     assert loaded.tobytes() == array.tobytes()
-    assert (rows_of(part.holdings)[0].dtype, rows_of(part.holdings)[0].global_shape) == ("complex128", (1, 2))
+    assert (rows_of(part.holdings)[0].dtype, rows_of(part.holdings)[0].global_shape) == (
+        "complex128",
+        (1, 2),
+    )
 
 
 def test_a_part_says_what_its_writer_holds_and_wrote():
@@ -105,18 +131,32 @@ def test_a_part_says_what_its_writer_holds_and_wrote():
     array = np.arange(3000, dtype=np.float32)
     halves = (Box((0,), (1500,)), Box((1500,), (1500,)))
     mine = (("weights", "w", "global"), halves[0])
-    sources = [tensor("w", array, boxes=halves), tensor("r", array, replica=True), tensor("none", array, boxes=())]
+    sources = [
+        tensor("w", array, boxes=halves),
+        tensor("r", array, replica=True),
+        tensor("none", array, boxes=()),
+    ]
     store, part = write(*sources, written=frozenset({mine}))
     none, declared, split = rows_of(part.holdings)
     assert none.boxes == ()
-    assert (declared.boxes[0].digests, declared.boxes[0].extents, declared.boxes[0].replica) == (b"", (), True)
+    assert (declared.boxes[0].digests, declared.boxes[0].extents, declared.boxes[0].replica) == (
+        b"",
+        (),
+        True,
+    )
     assert [bool(held.extents) for held in split.boxes] == [True, False]
     # Who doesn't declare a replica proves it.
     assert [held.digests for held in split.boxes] == [
-        block_digests(memoryview(array[begin : begin + 1500].tobytes()), 4096) for begin in (0, 1500)
+        block_digests(memoryview(array[begin : begin + 1500].tobytes()), 4096)
+        for begin in (0, 1500)
     ]
-    assert len(store.snapshot()[WEIGHTS]) == part.files[0].nbytes == part.files[0].header_nbytes + 6000
-    assert digest_bytes(store.snapshot()[WEIGHTS][: part.files[0].header_nbytes]) == part.files[0].header_digest
+    assert (
+        len(store.snapshot()[WEIGHTS]) == part.files[0].nbytes == part.files[0].header_nbytes + 6000
+    )
+    assert (
+        digest_bytes(store.snapshot()[WEIGHTS][: part.files[0].header_nbytes])
+        == part.files[0].header_digest
+    )
     assert contents_of(Part.parse(store.snapshot()[PART], where=PART)[0]) == contents_of(part)
 
 
@@ -147,7 +187,10 @@ def test_rows_are_sorted_whatever_the_order_given():
 
 def test_writers_learn_each_others_pieces_with_their_bytes():
     held = tensor(
-        "w", np.ones((4, 2), np.float16), boxes=(Box((0, 0), (1, 2)), Box((1, 0), (3, 2))), aliases=("b", "a")
+        "w",
+        np.ones((4, 2), np.float16),
+        boxes=(Box((0, 0), (1, 2)), Box((1, 0), (3, 2))),
+        aliases=("b", "a"),
     )
     scalar = tensor("é", np.ones(()), scope="lw/1", replica=True)
     made = dataclasses.replace(
@@ -230,7 +273,10 @@ def test_no_part_without_durable_shards():
             write(tensor("w", ONE), tensor("m", ONE, field="optimizer"), store=store)
         except CkptError as error:
             assert error.code == Code.NO_SPACE
-            complete = {name.partition("-")[0] for name in inner.snapshot()} >= {"weights", "optimizer"}
+            complete = {name.partition("-")[0] for name in inner.snapshot()} >= {
+                "weights",
+                "optimizer",
+            }
             assert PART not in inner.snapshot() or complete
         if not fault.fired_count:
             assert fail_at > 4

@@ -12,7 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptfmt.adapters.live_trees import FLATTENED, Encoder
 from ckptfmt.adapters.torch.device_copies import Devices, plan_arrivals
-from ckptfmt.adapters.torch.fingerprints import Fingerprint, digest_outside_modules, fetch, fetch_batch
+from ckptfmt.adapters.torch.fingerprints import (
+    Fingerprint,
+    digest_outside_modules,
+    fetch,
+    fetch_batch,
+)
 from ckptfmt.adapters.torch.guard import Guard
 from ckptfmt.adapters.torch.holders import describe, is_copied, is_scaler, is_schedule, list_unheld
 from ckptfmt.adapters.torch.modules import (
@@ -140,7 +145,7 @@ def watch_updates(note: Callable[[object], None]) -> Callable[[], None]:
     Returns: a function that ends the registration.
     """
 
-    def call(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - as torch passes them
+    def call(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         note(optimizer)
 
     hook: Callable[..., None] = torch.compiler.disable(call)  # compiled steps call the hook, too
@@ -155,7 +160,10 @@ def has_shuffling_sampler() -> bool:
     process and takes a few milliseconds per million objects.
     """
     referring = gc.get_referrers(*_SHUFFLING)
-    return any(type(value) in _SHUFFLING and getattr(value, "generator", None) is None for value in referring)
+    return any(
+        type(value) in _SHUFFLING and getattr(value, "generator", None) is None
+        for value in referring
+    )
 
 
 def is_iterable_dataset(value: object) -> bool:
@@ -163,17 +171,22 @@ def is_iterable_dataset(value: object) -> bool:
     return isinstance(value, torch.utils.data.IterableDataset)
 
 
-def loader_error(value: Any, *, where: str) -> CkptError:  # noqa: ANN401 - one of _LOADERS
+def loader_error(value: Any, *, where: str) -> CkptError:
     """Return the error for a DataLoader or a part of a DataLoader, with a remedy."""
     if isinstance(getattr(value, "batch_sampler", None), Sampler):
         remedy = "Give the sampler that it was made with: State(data=loader.batch_sampler)."
     else:
         remedy = (
-            "Make it with batch_sampler=ckptfmt.Sampler(len(dataset), global_batch=..., seed=...), and give that"
-            " sampler: State(data=sampler). Or make a StatefulDataLoader of torchdata: State(data=loader)."
+            "Make it with batch_sampler=ckptfmt.Sampler(len(dataset), global_batch=...,"
+            " seed=...), and give that"
+            " sampler: State(data=sampler). Or make a StatefulDataLoader of torchdata:"
+            " State(data=loader)."
         )
     return err(
-        Code.STATE_UNSUPPORTED, f"a {type(value).__name__} doesn't say where it stands", where=where, remedy=remedy
+        Code.STATE_UNSUPPORTED,
+        f"a {type(value).__name__} doesn't say where it stands",
+        where=where,
+        remedy=remedy,
     )
 
 
@@ -195,17 +208,20 @@ def encode(encoder: Encoder, value: object, name: str) -> object:
 
 def _encode_tensor(encoder: Encoder, value: torch.Tensor, name: str) -> object:
     if not is_registered(value):
-        encoder.sources.append(source_of(value, field=encoder.field, name=name, scope=encoder.scope))
+        encoder.sources.append(
+            source_of(value, field=encoder.field, name=name, scope=encoder.scope)
+        )
         return TensorRef(name, "torch")
     parts = inner_tensors(value, name)
     encoder.sources += [
-        source_of(tensor, field=encoder.field, name=inner, scope=encoder.scope) for inner, tensor in parts
+        source_of(tensor, field=encoder.field, name=inner, scope=encoder.scope)
+        for inner, tensor in parts
     ]
     references = {inner.removeprefix(f"{name}/"): TensorRef(inner, "torch") for inner, _ in parts}
     return {FLATTENED: _form_of(encoder, value, name), **references}
 
 
-def _form_of(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - of a registered class
+def _form_of(encoder: Encoder, value: Any, name: str) -> object:
     """Return a tree from which a load can create the tensor.
 
     If a load can only fill a live tensor, the result is the name of the tensor's class.
@@ -221,7 +237,7 @@ def _form_of(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401
     return form
 
 
-def decode(value: Any) -> Any:  # noqa: ANN401 - a name in a tree, and the named object
+def decode(value: Any) -> Any:
     """Return the dtype, device or size that a tree names.
 
     Raises: StateError(STATE_UNSUPPORTED).

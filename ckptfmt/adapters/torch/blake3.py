@@ -46,9 +46,18 @@ def block_digests(tensor_bytes: torch.Tensor, block_nbytes: int) -> torch.Tensor
     Raises: StateError(ARGUMENT).
     Spec: REQ-TEN-005, REQ-TEN-006.
     """
-    if tensor_bytes.dtype != torch.uint8 or tensor_bytes.dim() != 1 or not tensor_bytes.is_contiguous():
-        told = f"{tensor_bytes.dtype}, shape {tuple(tensor_bytes.shape)}, strides {tensor_bytes.stride()}"
-        raise err(Code.ARGUMENT, f"{told}: a contiguous vector of uint8 is needed", where="tensor_bytes=")
+    if (
+        tensor_bytes.dtype != torch.uint8
+        or tensor_bytes.dim() != 1
+        or not tensor_bytes.is_contiguous()
+    ):
+        told = (
+            f"{tensor_bytes.dtype}, shape {tuple(tensor_bytes.shape)}, strides"
+            f" {tensor_bytes.stride()}"
+        )
+        raise err(
+            Code.ARGUMENT, f"{told}: a contiguous vector of uint8 is needed", where="tensor_bytes="
+        )
     least, most = limits.BLOCK_NBYTES_MIN, limits.BLOCK_NBYTES_MAX
     if not least <= block_nbytes <= most or block_nbytes & (block_nbytes - 1):
         detail = f"{block_nbytes} isn't a power of two from {least} to {most}"
@@ -60,7 +69,9 @@ def block_digests(tensor_bytes: torch.Tensor, block_nbytes: int) -> torch.Tensor
 def _digest(content: torch.Tensor, block_nbytes: int, program: _Program) -> torch.Tensor:
     """Digest the content in batches of whole blocks."""
     block_count = -(-content.numel() // block_nbytes)
-    digests = torch.empty((block_count, DIGEST_NBYTES // 4), dtype=torch.int32, device=content.device)
+    digests = torch.empty(
+        (block_count, DIGEST_NBYTES // 4), dtype=torch.int32, device=content.device
+    )
     at_once = BATCH_NBYTES // block_nbytes
     for first in range(0, block_count, at_once):
         batch = content[first * block_nbytes : (first + at_once) * block_nbytes]
@@ -83,7 +94,10 @@ def _find_kernels(device: torch.device) -> _Program | None:
         if is_right:
             return blake3_triton.digest_batch
         reason = "they give other digests than the host"
-    told = f"no digests on {device}, so that saves copy what hasn't changed, too: the Triton kernels don't do: {reason}"
+    told = (
+        f"no digests on {device}, so that saves copy what hasn't changed, too: the Triton"
+        f" kernels don't do: {reason}"
+    )
     warnings.warn(told, RuntimeWarning, stacklevel=3)
     return None
 

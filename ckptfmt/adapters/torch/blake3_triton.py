@@ -43,7 +43,16 @@ PAIR_WARPS: Final = 2
 #: SHA-256.
 _IV0, _IV1, _IV2, _IV3, _IV4, _IV5, _IV6, _IV7 = (
     tl.constexpr(word)
-    for word in (0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19)
+    for word in (
+        0x6A09E667,
+        0xBB67AE85,
+        0x3C6EF372,
+        0xA54FF53A,
+        0x510E527F,
+        0x9B05688C,
+        0x1F83D9AB,
+        0x5BE0CD19,
+    )
 )
 _CHUNK_START, _CHUNK_END, _PARENT, _ROOT = (tl.constexpr(flag) for flag in (1, 2, 4, 8))
 
@@ -215,7 +224,16 @@ def _compress(
 
 @triton.jit
 def _initial(zero):
-    return zero + _IV0, zero + _IV1, zero + _IV2, zero + _IV3, zero + _IV4, zero + _IV5, zero + _IV6, zero + _IV7
+    return (
+        zero + _IV0,
+        zero + _IV1,
+        zero + _IV2,
+        zero + _IV3,
+        zero + _IV4,
+        zero + _IV5,
+        zero + _IV6,
+        zero + _IV7,
+    )
 
 
 @triton.jit
@@ -284,7 +302,16 @@ def _load_by_bytes(content, at, nbytes):
 
 @triton.jit(do_not_specialize=["stride", "begin", "end", "nbytes", "block_chunks", "root_chunk"])
 def _chunk_kernel(
-    content, values, stride, begin, end, nbytes, block_chunks, root_chunk, BY_BYTES: tl.constexpr, LANES: tl.constexpr
+    content,
+    values,
+    stride,
+    begin,
+    end,
+    nbytes,
+    block_chunks,
+    root_chunk,
+    BY_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Write the chaining values of the chunks ``[begin, end)``.
 
@@ -315,7 +342,9 @@ def _chunk_kernel(
             words = held.to(tl.uint32, bitcast=True)
             flags = first_flags + tl.where(step == 15, last_flags, 0)
             message_nbytes = zero + 64
-        m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15 = _columns16(words, LANES)
+        m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15 = _columns16(
+            words, LANES
+        )
         # fmt: off
         n0, n1, n2, n3, n4, n5, n6, n7 = _compress(
             h0, h1, h2, h3, h4, h5, h6, h7,
@@ -334,7 +363,9 @@ def _chunk_kernel(
     _store_words(values + chunks, stride, there, h0, h1, h2, h3, h4, h5, h6, h7)
 
 
-@triton.jit(do_not_specialize=["stride", "spacing", "count", "last_begin", "levels", "block_values"])
+@triton.jit(
+    do_not_specialize=["stride", "spacing", "count", "last_begin", "levels", "block_values"]
+)
 def _tree_kernel(
     values,
     digests,
@@ -401,5 +432,9 @@ def _tree_kernel(
         for first in range(0, here, LANES):
             lanes = first + tl.arange(0, LANES)
             there = lanes < here
-            h0, h1, h2, h3, h4, h5, h6, h7 = _load_words(values + (begin + lanes) * spacing, stride, there)
-            _store_words(digests + ((begin >> levels) + lanes) * 8, 1, there, h0, h1, h2, h3, h4, h5, h6, h7)
+            h0, h1, h2, h3, h4, h5, h6, h7 = _load_words(
+                values + (begin + lanes) * spacing, stride, there
+            )
+            _store_words(
+                digests + ((begin >> levels) + lanes) * 8, 1, there, h0, h1, h2, h3, h4, h5, h6, h7
+            )

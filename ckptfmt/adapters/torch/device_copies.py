@@ -198,7 +198,9 @@ class SideStreams:
         """Return the staging resources of a tensor's device."""
         device = self._cuda.device_of(tensor)
         if device not in self._sides:
-            self._sides[device] = _Side(cuda=self._cuda, device=device, stream=self._cuda.make_stream(device))
+            self._sides[device] = _Side(
+                cuda=self._cuda, device=device, stream=self._cuda.make_stream(device)
+            )
         return self._sides[device]
 
 
@@ -250,7 +252,9 @@ class _Transfer:
     def reserve(self) -> None:
         """Allocate host memory for the digests of the blocks."""
         if self.watched is not None:
-            self.digests = self.side.cuda.empty_on_host(-(-self.nbytes // self.block_nbytes) * DIGEST_NBYTES)
+            self.digests = self.side.cuda.empty_on_host(
+                -(-self.nbytes // self.block_nbytes) * DIGEST_NBYTES
+            )
 
     def look(self) -> None:
         """Compute the digests of the blocks and send them, on the current stream.
@@ -282,14 +286,18 @@ class _Transfer:
         for first, last in itertools.pairwise(edges):
             if not self.kept[first]:
                 begin, end = first * self.block_nbytes, min(last * self.block_nbytes, len(content))
-                self.side.cuda.copy_to_host(image[self.begin + begin : self.begin + end], content[begin:end])
+                self.side.cuda.copy_to_host(
+                    image[self.begin + begin : self.begin + end], content[begin:end]
+                )
 
     def seen(self) -> Seen:
         """Return the digests and the comparison's result."""
         self.compare()
         assert self.kept is not None  # noqa: S101 - it was looked at
         assert self.digests is not None  # noqa: S101
-        return Seen(begin=self.begin, digests=self.digests.numpy().tobytes(), kept=self.kept.tobytes())
+        return Seen(
+            begin=self.begin, digests=self.digests.numpy().tobytes(), kept=self.kept.tobytes()
+        )
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -338,7 +346,9 @@ class DeviceCopy:
         self._send_changed()
         if self.event is not None:
             self.side.cuda.synchronize(self.event)
-        self.seen = [each.seen() for each in self.transfers if self._looks and each.watched is not None]
+        self.seen = [
+            each.seen() for each in self.transfers if self._looks and each.watched is not None
+        ]
         self.transfers, self.image = [], None
 
     def guard(self) -> None:
@@ -360,7 +370,9 @@ class DeviceCopy:
     def _send_changed(self) -> None:
         """Send the changed blocks of tensors that waited for digests, if not already sent."""
         with self._sending:
-            waiting = [each for each in self.transfers if self._looks and each.waits and each.kept is None]
+            waiting = [
+                each for each in self.transfers if self._looks and each.waits and each.kept is None
+            ]
             if not waiting or self.event is None:
                 return
             cuda, stream, image = self.side.cuda, self.side.stream, self.image
@@ -400,8 +412,14 @@ def plan_device_copies(
         filling: the known content of the slot. Only changed blocks of large tensors are sent. None
             sends all bytes.
     """
-    parts = (transfer for piece in pieces for transfer in _iter_transfers(piece, sides=sides, filling=filling))
-    transfers = [_join(run) for run in _iter_runs(parts, GATHER_NBYTES, is_alone=lambda part: part.is_direct)]
+    parts = (
+        transfer
+        for piece in pieces
+        for transfer in _iter_transfers(piece, sides=sides, filling=filling)
+    )
+    transfers = [
+        _join(run) for run in _iter_runs(parts, GATHER_NBYTES, is_alone=lambda part: part.is_direct)
+    ]
     if not transfers:
         return ()
     image = torch.frombuffer(slot_view, dtype=torch.uint8)
@@ -436,7 +454,9 @@ def _join(run: list[_Transfer]) -> _Transfer:
         return run[0]
     run[0].side.reserve()
     parts = [part for transfer in run for part in transfer.parts]
-    return _Transfer(side=run[0].side, keys=[*_keys_of(run)], begin=run[0].begin, end=run[-1].end, parts=parts)
+    return _Transfer(
+        side=run[0].side, keys=[*_keys_of(run)], begin=run[0].begin, end=run[-1].end, parts=parts
+    )
 
 
 def _keys_of(run: list[_Transfer]) -> tuple[TensorKey, ...]:
@@ -514,7 +534,11 @@ class Devices:
     """
 
     def __init__(
-        self, report: Callable[[str], None], *, cuda: Cuda | None = None, device_type: str = DEVICE_TYPE
+        self,
+        report: Callable[[str], None],
+        *,
+        cuda: Cuda | None = None,
+        device_type: str = DEVICE_TYPE,
     ) -> None:
         # Weak: the function that unpins refers to this object, and must not keep the reporter
         # alive.
@@ -541,7 +565,8 @@ class Devices:
     def holds_any(self, sources: Iterable[TensorSource]) -> bool:
         """Return whether any of the sources is on a device."""
         return any(
-            isinstance(source, TorchSource) and source.local.device.type == self._device_type for source in sources
+            isinstance(source, TorchSource) and source.local.device.type == self._device_type
+            for source in sources
         )
 
     def pin(self, slot: Slot) -> Callable[[], None]:
@@ -554,7 +579,10 @@ class Devices:
         if problem is not None:
             report = self._report()
             if report is not None:
-                report(f"SLOT_NOT_PINNED: copies from the device are slower, and keep the host waiting: {problem}")
+                report(
+                    "SLOT_NOT_PINNED: copies from the device are slower, and keep the host"
+                    f" waiting: {problem}"
+                )
             return lambda: None
 
         def release() -> None:
@@ -581,14 +609,20 @@ def plan_arrivals(
 
     Returns: None if no sink is on a device.
     """
-    found = [sink for sink in sinks if isinstance(sink, TorchSink) and sink.local.device.type == device_type]
+    found = [
+        sink
+        for sink in sinks
+        if isinstance(sink, TorchSink) and sink.local.device.type == device_type
+    ]
     if not found:
         return None
     return _Arrivals(found, report, Cuda() if cuda is None else cuda).borrow
 
 
 class _Arrivals:
-    def __init__(self, sinks: Sequence[TorchSink], report: Callable[[str], None], cuda: Cuda) -> None:
+    def __init__(
+        self, sinks: Sequence[TorchSink], report: Callable[[str], None], cuda: Cuda
+    ) -> None:
         self._sinks = sinks
         self._report = report
         self._cuda = cuda
@@ -603,7 +637,10 @@ class _Arrivals:
         address = np.frombuffer(memory, np.uint8).ctypes.data
         problem = pin(address, len(memory), cuda=self._cuda)
         if problem is not None:
-            self._report(f"the buffers of the load aren't pinned, and copies to the device are slower: {problem}")
+            self._report(
+                "the buffers of the load aren't pinned, and copies to the device are slower:"
+                f" {problem}"
+            )
         for sink in self._sinks:
             sink.arrive = self._copy
         try:

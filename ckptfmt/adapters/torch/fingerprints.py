@@ -22,7 +22,8 @@ _TENSORS: Final = 4
 _FULL_TENSORS: Final = 32
 #: The number of chosen elements of a tensor. Adjacent elements share a cache line.
 _ELEMENTS: Final = 8
-#: Number of different selections of elements, which take turns: several in a small model, one in a large model.
+#: Number of different selections of elements, which take turns: several in a small model, one in a
+#: large model.
 _CHOICES: Final = 4
 #: The maximum number of cached addresses, of a few hundred bytes each.
 _ADDRESSES: Final = 4096
@@ -89,7 +90,11 @@ def fetch(value: torch.Tensor) -> Pending | float:
 
 def fetch_batch(value: object) -> Pending | int | None:
     """Return a digest of chosen elements of a batch's tensors; None if there are no tensors."""
-    views = [view for number, tensor in enumerate(_tensors_in(value)) if (view := _choose(tensor, number)) is not None]
+    views = [
+        view
+        for number, tensor in enumerate(_tensors_in(value))
+        if (view := _choose(tensor, number)) is not None
+    ]
     if not views:
         return None
     digest = _digest([_buffer(view) for view in views if view.is_cpu])
@@ -110,8 +115,14 @@ def digest_outside_modules(held: Iterable[torch.Tensor]) -> dict[str, list[int]]
     inner = {id(child) for module in modules for child in module.children()}
     digests: dict[str, list[int]] = {}
     for module in modules:
-        named = [*module.named_parameters(), *module.named_buffers()] if id(module) not in inner else []
-        rows = [(name, tensor) for name, tensor in named if _is_usable(tensor) and id(tensor) not in held_ids]
+        named = (
+            [*module.named_parameters(), *module.named_buffers()] if id(module) not in inner else []
+        )
+        rows = [
+            (name, tensor)
+            for name, tensor in named
+            if _is_usable(tensor) and id(tensor) not in held_ids
+        ]
         found = fetch_batch([tensor.detach() for _, tensor in rows])
         if found is None:
             continue
@@ -220,7 +231,9 @@ def _fetch(parts: list[torch.Tensor], *, is_number: bool, seed: int = 0) -> Pend
     """Return a pending copy to the host. Copies from CUDA devices run without a wait."""
     if any(part.device.type != "cuda" for part in parts):
         return Pending([part.cpu() for part in parts], (), is_number=is_number, seed=seed)
-    hosts = [torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True) for part in parts]
+    hosts = [
+        torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True) for part in parts
+    ]
     for host, part in zip(hosts, parts, strict=True):
         host.copy_(part, non_blocking=True)
     events = []
@@ -237,7 +250,9 @@ def _is_capturing() -> bool:
 def _is_usable(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     if tensor is None or not (is_plain(tensor) or is_distributed(tensor)):
         return False
-    return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
+    return (
+        tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
+    )
 
 
 def _choose(tensor: torch.Tensor, seed: int) -> torch.Tensor | None:
@@ -252,7 +267,13 @@ def _choose(tensor: torch.Tensor, seed: int) -> torch.Tensor | None:
     integers = _as_integers(local)
     if integers.is_complex():
         integers = torch.view_as_real(integers).view(torch.int64)
-    span = sum((size - 1) * stride for size, stride in zip(integers.shape, integers.stride(), strict=True)) + 1
+    span = (
+        sum(
+            (size - 1) * stride
+            for size, stride in zip(integers.shape, integers.stride(), strict=True)
+        )
+        + 1
+    )
     # Of a tensor with gaps or with elements that share memory, only the first element is read.
     count = min(_ELEMENTS, integers.numel()) if span == integers.numel() else 1
     place = seed % (integers.numel() - count + 1) if count > 1 else 0

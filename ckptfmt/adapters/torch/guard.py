@@ -24,7 +24,10 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from ckptfmt.adapters.torch.tensors import TorchSource, _as_integers, local_of
@@ -79,7 +82,11 @@ class _CheckedCopy:
         self.has_hidden_write = False
         self._sources = list(sources)
         self._versions = [_version(source.local) for source in self._sources]
-        self._sample = _Sample.of(inner, self._sources[0]) if is_sampled and isinstance(inner, HostCopy) else None
+        self._sample = (
+            _Sample.of(inner, self._sources[0])
+            if is_sampled and isinstance(inner, HostCopy)
+            else None
+        )
         self._batch = batch
         self.is_over = False
         self._is_closed = False
@@ -122,7 +129,9 @@ class _CheckedCopy:
         with self._judging:
             if not self._is_closed:
                 rows = zip(self._sources, self._versions, strict=True)
-                self.changed = [source for source, version in rows if _version(source.local) != version]
+                self.changed = [
+                    source for source, version in rows if _version(source.local) != version
+                ]
             self._is_closed |= is_last
 
 
@@ -149,7 +158,9 @@ class _Sample:
 
     def is_held(self) -> bool:
         """Return whether the copy has the sampled elements."""
-        return torch.equal(torch.frombuffer(self.content, dtype=self.elements.dtype).take(self.at), self.elements)
+        return torch.equal(
+            torch.frombuffer(self.content, dtype=self.elements.dtype).take(self.at), self.elements
+        )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -193,10 +204,14 @@ class _Watched:
     def is_unchanged(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor still has the copied memory, with the same version and bytes."""
         local = local_of(tensor)
-        is_this = not self.memory.expired() and self.memory == StorageWeakRef(local.untyped_storage())
+        is_this = not self.memory.expired() and self.memory == StorageWeakRef(
+            local.untyped_storage()
+        )
         if not is_this or _version(local) != self.version:
             return False
-        return _holds(local[self.local_box.relative_to(Box.whole(tuple(local.shape)))], self.content)
+        return _holds(
+            local[self.local_box.relative_to(Box.whole(tuple(local.shape)))], self.content
+        )
 
 
 class Guard:
@@ -235,7 +250,9 @@ class Guard:
             if key in self._trusted
         )
 
-    def hold(self, copies: Sequence[Copy], sources: Iterable[TensorSource], handle: Awaited) -> list[_CheckedCopy]:
+    def hold(
+        self, copies: Sequence[Copy], sources: Iterable[TensorSource], handle: Awaited
+    ) -> list[_CheckedCopy]:
         """Make optimizer steps wait until these copies are done.
 
         The waiting time is added to `handle.blocked_s`.
@@ -246,21 +263,30 @@ class Guard:
         checked: list[_CheckedCopy] = []
         stride = max(1, len(copies) // _SAMPLED)
         checked += [
-            _CheckedCopy(self, copy, [by_key[key] for key in copy.keys], checked, is_sampled=number % stride == 0)
+            _CheckedCopy(
+                self,
+                copy,
+                [by_key[key] for key in copy.keys],
+                checked,
+                is_sampled=number % stride == 0,
+            )
             for number, copy in enumerate(copies)
         ]
         # In addition to the previous save's copies, if no step came in between.
         self._in_flight += [(handle, checked)] if checked else []
         return checked
 
-    def begin_probation(self, sources: Iterable[TensorSource], image: Image, view: memoryview) -> None:
+    def begin_probation(
+        self, sources: Iterable[TensorSource], image: Image, view: memoryview
+    ) -> None:
         """Watch the tensors of this save until their optimizer's next step, or `end_probation`."""
         known = self._trusted | self._refused
         # Scalars in optimizer state, such as counters, aren't worth the training time of the check.
         by_key = {
             key: source
             for source in sources
-            if isinstance(source, TorchSource) and (source.global_shape or source.field == "weights")
+            if isinstance(source, TorchSource)
+            and (source.global_shape or source.field == "weights")
             for key in [key_of(source)]
             if key not in known
         }
@@ -295,7 +321,9 @@ class Guard:
         if optimizer not in self._captured:
             self._seen.add(optimizer)
 
-    def _wait_for(self, handle: Awaited, copies: Sequence[_CheckedCopy], *, is_capturing: bool) -> None:
+    def _wait_for(
+        self, handle: Awaited, copies: Sequence[_CheckedCopy], *, is_capturing: bool
+    ) -> None:
         begin_s = time.monotonic()
         if not is_capturing:  # a graph can't wait for events outside of the graph
             for copy in copies:
@@ -327,7 +355,11 @@ class Guard:
         """
         copies = list(copies)
         hidden = any(copy.has_hidden_write for copy in copies)
-        self._refuse(set(self._trusted) if hidden else {key_of(row) for copy in copies for row in copy.changed})
+        self._refuse(
+            set(self._trusted)
+            if hidden
+            else {key_of(row) for copy in copies for row in copy.changed}
+        )
 
     def _refuse(self, keys: set[TensorKey]) -> None:
         keys = keys - self._refused
@@ -338,7 +370,10 @@ class Guard:
             names = sorted(place_of(field, name) for field, name, _ in keys)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             shown = ", ".join(names[:_SHOWN]) + more
-            report(f"OVERLAP_REFUSED: changed between save and step, so copied before save returns: {shown}")
+            report(
+                "OVERLAP_REFUSED: changed between save and step, so copied before save returns:"
+                f" {shown}"
+            )
 
 
 def _remove_all(hooks: Iterable[RemovableHandle]) -> None:
@@ -350,7 +385,7 @@ def _register(this: weakref.ref[Guard]) -> list[RemovableHandle]:
     """Register hooks for all optimizers. The hooks do nothing once the guard is gone."""
 
     def hook_of(method: Callable[[Guard, torch.optim.Optimizer], None]) -> Callable[..., None]:
-        def call(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
+        def call(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             guard = this()
             if guard is not None:
                 method(guard, optimizer)
@@ -359,11 +394,18 @@ def _register(this: weakref.ref[Guard]) -> list[RemovableHandle]:
         hook: Callable[..., None] = torch.compiler.disable(call)
         return hook
 
-    hook = register_optimizer_step_pre_hook(hook_of(lambda guard, optimizer: guard.meet_step(optimizer)))
+    hook = register_optimizer_step_pre_hook(
+        hook_of(lambda guard, optimizer: guard.meet_step(optimizer))
+    )
     hooks = hook.hooks_dict_ref()
     if isinstance(hooks, OrderedDict):
         hooks.move_to_end(hook.id, last=False)  # ahead of hooks that may change tensors
-    return [hook, register_optimizer_step_post_hook(hook_of(lambda guard, optimizer: guard.end_step(optimizer)))]
+    return [
+        hook,
+        register_optimizer_step_post_hook(
+            hook_of(lambda guard, optimizer: guard.end_step(optimizer))
+        ),
+    ]
 
 
 def _is_capturing() -> bool:
@@ -389,13 +431,23 @@ def _iter_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
             yield parameter
             state = optimizer.state.get(parameter)
             for value in state.values() if isinstance(state, Mapping) else ():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.ndim:
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.shape == parameter.shape
+                    and value.ndim
+                ):
                     yield value
 
 
 def _holds(local: torch.Tensor, content: memoryview) -> bool:
     """Return whether a tensor has exactly these bytes."""
-    held = _as_integers(local.resolve_conj().resolve_neg()).contiguous().cpu().reshape(-1).view(torch.uint8)
+    held = (
+        _as_integers(local.resolve_conj().resolve_neg())
+        .contiguous()
+        .cpu()
+        .reshape(-1)
+        .view(torch.uint8)
+    )
     kept = torch.frombuffer(content, dtype=torch.uint8)
     wide = content.nbytes // 8 * 8  # 64-bit integers compare eight times as fast
     if held.data_ptr() % 8 == 0 and kept.data_ptr() % 8 == 0 and wide:

@@ -22,7 +22,17 @@ from ckptfmt.state import State
 _DEPTH: Final = 6
 _MOST: Final = 20_000
 #: Classes whose attributes aren't traversed.
-_CLOSED: Final = (torch.nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, str, bytes, int, float)
+_CLOSED: Final = (
+    torch.nn.Module,
+    torch.Tensor,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    str,
+    bytes,
+    int,
+    float,
+)
 #: Types of referrers that aren't objects of the program.
 _NO_INSTANCES: Final = (type, types.FrameType, types.CellType, types.ModuleType, types.FunctionType)
 #: Classes that mark their holder as a container of the whole program, such as a trainer. Such a
@@ -41,10 +51,12 @@ def list_unheld(values: list[object]) -> list[object]:
         return []
     held = _reach(values)
     holders = _holders_of(own, {id(values), id(own)})
-    return [holder for holder in holders if id(holder) not in held and _is_helper(holder, own, held)]
+    return [
+        holder for holder in holders if id(holder) not in held and _is_helper(holder, own, held)
+    ]
 
 
-def is_copied(value: Any, copies: Iterable[Mapping[Any, Any]]) -> bool:  # noqa: ANN401 - anything
+def is_copied(value: Any, copies: Iterable[Mapping[Any, Any]]) -> bool:
     """Return whether any of some mappings equals the current result of an object's state_dict."""
     ask = getattr(type(value), "state_dict", None)
     copies = [copy for copy in copies if copy]
@@ -54,10 +66,12 @@ def is_copied(value: Any, copies: Iterable[Mapping[Any, Any]]) -> bool:  # noqa:
     return any(_is_equal(copy, state) for copy in copies)
 
 
-def _is_equal(left: Any, right: Any) -> bool:  # noqa: ANN401 - trees
+def _is_equal(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         is_both = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
-        return is_both and (left is right or (left.device == right.device and torch.equal(left, right)))
+        return is_both and (
+            left is right or (left.device == right.device and torch.equal(left, right))
+        )
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return left.keys() == right.keys() and all(_is_equal(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
@@ -89,11 +103,14 @@ def _holders_of(own: list[torch.optim.Optimizer], ignored: set[int]) -> list[obj
     """
     groups = [one.param_groups for one in own]
     ignored = ignored | {id(groups)} | {id(attributes_of(one)) for one in own}
-    found = _referrers([*own, *groups, torch.amp.GradScaler, *torch.amp.GradScaler.__subclasses__()], ignored)
+    found = _referrers(
+        [*own, *groups, torch.amp.GradScaler, *torch.amp.GradScaler.__subclasses__()], ignored
+    )
     wrappers = [
         holder
         for holder in found
-        if issubclass(type(holder), torch.optim.Optimizer) and any(unwrap_optimizer(holder) is one for one in own)
+        if issubclass(type(holder), torch.optim.Optimizer)
+        and any(unwrap_optimizer(holder) is one for one in own)
     ]
     wrappers = [wrapper for wrapper in wrappers if not any(wrapper is one for one in own)]
     return found + (_referrers(wrappers, ignored | {id(found)}) if wrappers else [])
@@ -108,7 +125,11 @@ def _referrers(targets: list[Any], ignored: set[int]) -> list[object]:
     containers: list[object] = []
     wanted = {id(target) for target in targets if not isinstance(target, type)}
     for referrer in gc.get_referrers(*targets):
-        if id(referrer) in ignored or referrer is targets or issubclass(type(referrer), _NO_INSTANCES):
+        if (
+            id(referrer) in ignored
+            or referrer is targets
+            or issubclass(type(referrer), _NO_INSTANCES)
+        ):
             continue
         if type(referrer) not in (dict, list, tuple):
             found.append(referrer)
@@ -121,23 +142,31 @@ def _referrers(targets: list[Any], ignored: set[int]) -> list[object]:
     found += [
         one
         for one in inner
-        if one is not containers and type(one) not in (dict, list, tuple) and not issubclass(type(one), _NO_INSTANCES)
+        if one is not containers
+        and type(one) not in (dict, list, tuple)
+        and not issubclass(type(one), _NO_INSTANCES)
     ]
     return list({id(one): one for one in found}.values())
 
 
-def _is_helper(holder: Any, own: list[torch.optim.Optimizer], held: frozenset[int]) -> bool:  # noqa: ANN401 - anything
+def _is_helper(holder: Any, own: list[torch.optim.Optimizer], held: frozenset[int]) -> bool:
     """Return whether an object outside of the State has state that affects the next steps."""
     if is_scaler(holder):
         return bool(holder.is_enabled())
     kind = type(holder)
-    if issubclass(kind, (torch.optim.Optimizer, *_CLOSED)) or not callable(getattr(kind, "step", None)):
+    if issubclass(kind, (torch.optim.Optimizer, *_CLOSED)) or not callable(
+        getattr(kind, "step", None)
+    ):
         return False
     attributes = list(attributes_of(holder).values())
     if issubclass(kind, LRScheduler):
         return _holds(attributes, own)
     optimizers = {id(one) for one in own} | {id(one.param_groups) for one in own}
-    is_around = any(id(part) in held and id(part) not in optimizers for part in attributes if attributes_of(part))
+    is_around = any(
+        id(part) in held and id(part) not in optimizers
+        for part in attributes
+        if attributes_of(part)
+    )
     is_whole = any(isinstance(part, _WHOLE) for part in attributes)
     counts = any(type(part) in (int, float) for part in attributes)
     return counts and not is_around and not is_whole and _holds(attributes, own)
@@ -150,7 +179,8 @@ def _holds(attributes: list[object], own: list[torch.optim.Optimizer]) -> bool:
     parts += [one for part in attributes if isinstance(part, list | tuple) for one in part]
     parts += [one for part in attributes if type(part) is dict for one in part.values()]
     return any(
-        id(part) in wanted or (isinstance(part, torch.optim.Optimizer) and id(unwrap_optimizer(part)) in wanted)
+        id(part) in wanted
+        or (isinstance(part, torch.optim.Optimizer) and id(unwrap_optimizer(part)) in wanted)
         for part in parts
     )
 
@@ -176,6 +206,10 @@ def _reach(values: Iterable[object]) -> frozenset[int]:
         else:
             attributes = attributes_of(value)
             is_optimizer = isinstance(value, torch.optim.Optimizer)
-            parts = [part for name, part in list(attributes.items()) if not (is_optimizer and name == "state")]
+            parts = [
+                part
+                for name, part in list(attributes.items())
+                if not (is_optimizer and name == "state")
+            ]
         stack += [(part, depth + 1) for part in parts]
     return frozenset(found)

@@ -39,7 +39,11 @@ _WRAPPERS: Final = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
 )
 #: The attribute of wrappers that remove this attribute from the keys of a state_dict themselves.
 _TAKEN_OUT: Final = "_checkpoint_wrapped_module"
@@ -56,7 +60,10 @@ class Paths:
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = root
-        loaded = ((getattr(sys.modules.get(module), name, None), attribute) for module, name, attribute in _WRAPPERS)
+        loaded = (
+            (getattr(sys.modules.get(module), name, None), attribute)
+            for module, name, attribute in _WRAPPERS
+        )
         self._wrappers = [(kind, attribute) for kind, attribute in loaded if kind is not None]
         self._attributes: dict[type, str | None] = {}
         self._wraps = any(self._attribute(module) is not None for module in _all_modules(root))
@@ -96,7 +103,9 @@ class Paths:
         """Return a wrapper's attribute for the wrapped module; None for other modules."""
         kind = type(module)
         if kind not in self._attributes:
-            found = (attribute for wrapper, attribute in self._wrappers if isinstance(module, wrapper))
+            found = (
+                attribute for wrapper, attribute in self._wrappers if isinstance(module, wrapper)
+            )
             self._attributes[kind] = next(found, None)
         return self._attributes[kind]
 
@@ -237,7 +246,8 @@ def find_claim_limits(module: torch.nn.Module) -> list[str]:
     Source: Reducer::should_rebuild_buckets in torch's reducer.hpp.
     """
     return [
-        f"DistributedDataParallel{f' {name}' if name else ''} sums the first step after a start in other buckets than"
+        f"DistributedDataParallel{f' {name}' if name else ''} sums the first step after a start"
+        " in other buckets than"
         " the others; find_unused_parameters=True keeps them"
         for name, part in module.named_modules()
         if isinstance(part, DistributedDataParallel)
@@ -260,7 +270,10 @@ def merge_tied(entries: list[Entry]) -> list[Entry]:
     merged: dict[tuple[object, ...], Entry] = {}
     for entry, address in zip(entries, addresses, strict=True):
         alone = None not in times and times[address] == 1
-        key = (entry.scope, id(entry.tensor) if alone else memory_of(entry.tensor) or id(entry.tensor))
+        key = (
+            entry.scope,
+            id(entry.tensor) if alone else memory_of(entry.tensor) or id(entry.tensor),
+        )
         first = merged.get(key)
         if first is not None:
             names = (*first.names, *(name for name in entry.names if name not in first.names))
@@ -297,7 +310,9 @@ class _Live:
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         held = (tensors for module in modules for tensors in (module._parameters, module._buffers))  # noqa: SLF001
-        self.tensors = [tensor for tensors in held for tensor in tensors.values() if tensor is not None]
+        self.tensors = [
+            tensor for tensors in held for tensor in tensors.values() if tensor is not None
+        ]
         self.ids = set(map(id, self.tensors))
 
     @functools.cached_property
@@ -307,14 +322,20 @@ class _Live:
 
     def has(self, value: object) -> bool:
         """Return whether a write to `value` changes the module."""
-        return id(value) in self.ids or (isinstance(value, torch.Tensor) and storage_of(value) in self.storages)
+        return id(value) in self.ids or (
+            isinstance(value, torch.Tensor) and storage_of(value) in self.storages
+        )
 
 
 def _extra_state_owner(paths: Paths, key: str) -> torch.nn.Module | None:
     if key.rpartition(".")[2] != _EXTRA_STATE:
         return None
     owner = paths.holder_of(key)
-    return None if owner is None or type(owner).get_extra_state is torch.nn.Module.get_extra_state else owner
+    return (
+        None
+        if owner is None or type(owner).get_extra_state is torch.nn.Module.get_extra_state
+        else owner
+    )
 
 
 def _parameter_names(
@@ -329,7 +350,9 @@ def _parameter_names(
     return names
 
 
-def _non_persistent(modules: Iterable[tuple[str, torch.nn.Module]], paths: Paths) -> Iterator[tuple[str, torch.Tensor]]:
+def _non_persistent(
+    modules: Iterable[tuple[str, torch.nn.Module]], paths: Paths
+) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in modules:
         for key in sorted(module._non_persistent_buffers_set):  # noqa: SLF001 - torch has no public name for it
             buffer = module._buffers.get(key)  # noqa: SLF001
@@ -342,7 +365,9 @@ def _per_worker_buffers(root: torch.nn.Module) -> set[int]:
     ids = set()
     # fully_shard leaves buffers unsharded, on each rank
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    wrappers = (DistributedDataParallel,) if fsdp is None else (DistributedDataParallel, fsdp.FSDPModule)
+    wrappers = (
+        (DistributedDataParallel,) if fsdp is None else (DistributedDataParallel, fsdp.FSDPModule)
+    )
     for wrapper in root.modules():
         if not isinstance(wrapper, wrappers):
             continue
@@ -356,7 +381,9 @@ def _per_worker_buffers(root: torch.nn.Module) -> set[int]:
 
 def _refuse_fsdp1(root: torch.nn.Module, where: str) -> None:
     old: Any = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    if old is not None and any(isinstance(module, old.FullyShardedDataParallel) for module in root.modules()):
+    if old is not None and any(
+        isinstance(module, old.FullyShardedDataParallel) for module in root.modules()
+    ):
         raise err(
             Code.STATE_UNSUPPORTED,
             "a module wrapped in FullyShardedDataParallel (FSDP1)",
@@ -368,7 +395,11 @@ def _refuse_fsdp1(root: torch.nn.Module, where: str) -> None:
 def _refuse_double_names(entries: list[Entry], field: str) -> None:
     for name, count in Counter(entry.names[0] for entry in entries).items():
         if count > 1:
-            raise err(Code.STATE_NAME, "two tensors of a module have this name", where=place_of(field, name))
+            raise err(
+                Code.STATE_NAME,
+                "two tensors of a module have this name",
+                where=place_of(field, name),
+            )
 
 
 def capture_entries(entries: Iterable[Entry], field: str) -> list[TorchSource]:
@@ -414,7 +445,9 @@ def plan_entry(plan: LoadPlan, entry: Entry, field: str) -> None:
         live, *_ = inner_tensors(entry.tensor, entry.names[0])[index]
         names = [inner_tensors(entry.tensor, name)[index][0] for name in chosen]
         saved = plan.tensor(field, names, entry.scope)
-        if entry.storage == "non-persistent" and (saved is None or saved.global_shape != tuple(tensor.shape)):
+        if entry.storage == "non-persistent" and (
+            saved is None or saved.global_shape != tuple(tensor.shape)
+        ):
             # For torch a non-persistent buffer is a cache that the module recomputes.
             found = "not saved" if saved is None else f"saved with shape {saved.global_shape}"
             plan.downgrades.append(f"{field}:{live}: non-persistent buffer left as it is, {found}")
@@ -438,9 +471,17 @@ def _plan_tied(plan: LoadPlan, names: list[str], taken: IndexTensor) -> None:
             continue
         plan.taken_tensors.add(other.key)
         same = (other.dtype, other.global_shape) == (taken.dtype, taken.global_shape)
-        if not same or plan.checkpoint.read(*other.key).tobytes() != plan.checkpoint.read(*taken.key).tobytes():
+        if (
+            not same
+            or plan.checkpoint.read(*other.key).tobytes()
+            != plan.checkpoint.read(*taken.key).tobytes()
+        ):
             where = place_of(taken.field, name)
-            plan.problem(Code.TENSOR_UNEXPECTED, where, f"tied to {taken.name} here, but saved with other contents")
+            plan.problem(
+                Code.TENSOR_UNEXPECTED,
+                where,
+                f"tied to {taken.name} here, but saved with other contents",
+            )
 
 
 def _not_saved(live: str, saved: str, tensor: torch.Tensor) -> str:
@@ -466,7 +507,7 @@ def plan_module(plan: LoadPlan, view: ModuleView, field: str) -> None:
         plan.actions.append(lambda: _load_foreign(view.module, foreign, field))
 
 
-def _saved_value(plan: LoadPlan, field: str, name: str, scope: str, live: object) -> Any:  # noqa: ANN401 - a tree
+def _saved_value(plan: LoadPlan, field: str, name: str, scope: str, live: object) -> Any:
     """Return the saved value of an entry.
 
     Returns: `MISSING` if the entry isn't selected, or wasn't saved.

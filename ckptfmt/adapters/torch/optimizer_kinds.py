@@ -8,7 +8,9 @@ import torch
 
 #: Attributes with torch's hooks on state_dict and load_state_dict. Unpickled optimizers lack them.
 _HOOKS: Final = tuple(
-    f"_optimizer_{verb}_{order}_hooks" for verb in ("state_dict", "load_state_dict") for order in ("pre", "post")
+    f"_optimizer_{verb}_{order}_hooks"
+    for verb in ("state_dict", "load_state_dict")
+    for order in ("pre", "post")
 )
 
 
@@ -25,7 +27,7 @@ def is_plain_optimizer(value: object) -> bool:
     return not own and not any(getattr(value, hooks, None) for hooks in _HOOKS)
 
 
-def unwrap_optimizer(value: Any) -> Any:  # noqa: ANN401 - anything
+def unwrap_optimizer(value: Any) -> Any:
     """Return the optimizer inside a wrapper, or the value itself if the value is no wrapper.
 
     Accelerate and torchft have such wrappers. A wrapper holds an optimizer in an attribute, exposes
@@ -37,12 +39,16 @@ def unwrap_optimizer(value: Any) -> Any:  # noqa: ANN401 - anything
     if isinstance(value, torch.nn.Module | type):
         return value
     for inner in list(getattr(value, "__dict__", {}).values()):
-        if isinstance(inner, torch.optim.Optimizer) and inner is not value and _is_shown_by(value, inner):
+        if (
+            isinstance(inner, torch.optim.Optimizer)
+            and inner is not value
+            and _is_shown_by(value, inner)
+        ):
             return unwrap_optimizer(inner)
     return value
 
 
-def is_numbered(value: Any) -> bool:  # noqa: ANN401 - has a state_dict
+def is_numbered(value: Any) -> bool:
     """Return whether a state_dict numbers parameters.
 
     The question applies to optimizers with their own protocol.
@@ -51,21 +57,33 @@ def is_numbered(value: Any) -> bool:  # noqa: ANN401 - has a state_dict
         return False
     state_dict = value.state_dict()
     groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
-    members = [group.get("params") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    members = (
+        [group.get("params") for group in groups if isinstance(group, dict)]
+        if isinstance(groups, list)
+        else []
+    )
     return any(isinstance(one, int) for some in members if isinstance(some, list) for one in some)
 
 
-def _is_shown_by(wrapper: Any, inner: torch.optim.Optimizer) -> bool:  # noqa: ANN401 - has perhaps groups and state
-    same = all(getattr(wrapper, name, None) is getattr(inner, name) for name in ("param_groups", "state"))
+def _is_shown_by(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
+    same = all(
+        getattr(wrapper, name, None) is getattr(inner, name) for name in ("param_groups", "state")
+    )
     return same and _adds_nothing(wrapper, inner)
 
 
-def _adds_nothing(wrapper: Any, inner: torch.optim.Optimizer) -> bool:  # noqa: ANN401 - has groups and state
+def _adds_nothing(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
     """Return whether a wrapper's state_dict has the same entries and state as the optimizer's."""
     if not callable(getattr(wrapper, "state_dict", None)):
         return False
     own, held = wrapper.state_dict(), inner.state_dict()
-    if not isinstance(own, dict) or own.keys() != held.keys() or held.keys() != {"state", "param_groups"}:
+    if (
+        not isinstance(own, dict)
+        or own.keys() != held.keys()
+        or held.keys() != {"state", "param_groups"}
+    ):
         return False
     own_state, held_state = own["state"], held["state"]
-    return own_state.keys() == held_state.keys() and all(own_state[key] is held_state[key] for key in held_state)
+    return own_state.keys() == held_state.keys() and all(
+        own_state[key] is held_state[key] for key in held_state
+    )

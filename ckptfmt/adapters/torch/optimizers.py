@@ -18,7 +18,14 @@ import torch
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, find_below
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan
 from ckptfmt.adapters.placing import Placer, fill, refuses
-from ckptfmt.adapters.torch.tensors import DTYPE_NAMES, allocate, dtype_name, is_distributed, is_registered, local_of
+from ckptfmt.adapters.torch.tensors import (
+    DTYPE_NAMES,
+    allocate,
+    dtype_name,
+    is_distributed,
+    is_registered,
+    local_of,
+)
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.part import Leaf
@@ -35,7 +42,8 @@ _SCHEDULED_BY: Final = "initial_lr"
 _SCHEDULED: Final = ("lr", "momentum", "betas")
 #: The remedy for state of another algorithm.
 _OTHER_KIND: Final = (
-    "Build the optimizer that was saved; or let this one begin afresh: ckptfmt.load(..., only='weights:*'), or"
+    "Build the optimizer that was saved; or let this one begin afresh: ckptfmt.load(...,"
+    " only='weights:*'), or"
     " Checkpointer(..., init_from=...) in a new run."
 )
 #: Options that select another kernel, and thereby change bits.
@@ -90,7 +98,9 @@ def plan_groups(
     for index, (group, members) in enumerate(zip(groups, names, strict=True)):
         if not _is_chosen(plan, field, prefix, members):
             plan.left_count += 1
-            left = (saved for names in members for name in names for saved in by_parameter.get(name, ()))
+            left = (
+                saved for names in members for name in names for saved in by_parameter.get(name, ())
+            )
             plan.taken_leaves |= {(field, saved.name, saved.scope) for saved in left}
             chosen.append(group)
             continue
@@ -102,7 +112,11 @@ def plan_groups(
             Placer(plan, field=field, scope=saved.scope).take(saved.options)
         options = {**found[0].options} if found else {}
         if any(not _same_options(plan, field, found[0], other) for other in found[1:]):
-            plan.problem(Code.GROUP_MISMATCH, where, "the group's parameters were saved with different options")
+            plan.problem(
+                Code.GROUP_MISMATCH,
+                where,
+                "the group's parameters were saved with different options",
+            )
         elif found and (apart := _tell_apart(group, found[0].options, defaults))[0]:
             plan.problem(Code.GROUP_MISMATCH, where, _of_another_kind(*apart), remedy=_OTHER_KIND)
         elif found:
@@ -113,7 +127,9 @@ def plan_groups(
     return chosen
 
 
-def _tell_apart(live: dict[str, Any], saved: dict[str, Any], defaults: Iterable[str]) -> tuple[list[str], list[str]]:
+def _tell_apart(
+    live: dict[str, Any], saved: dict[str, Any], defaults: Iterable[str]
+) -> tuple[list[str], list[str]]:
     """Return the options by which a live and a saved group's algorithms differ.
 
     Algorithms differ if each has options that the other lacks, as Adam and SGD do. With
@@ -133,16 +149,23 @@ def _tell_apart(live: dict[str, Any], saved: dict[str, Any], defaults: Iterable[
 
 
 def _of_another_kind(own: list[str], theirs: list[str]) -> str:
-    return f"saved by another kind of optimizer: that one has {', '.join(theirs)}; the one here has {', '.join(own)}"
+    return (
+        f"saved by another kind of optimizer: that one has {', '.join(theirs)}; the one here"
+        f" has {', '.join(own)}"
+    )
 
 
 def _is_chosen(plan: LoadPlan, field: str, prefix: str, members: Sequence[Iterable[str]]) -> bool:
     if not plan.is_partial:
         return True
-    return bool(members) and all(any(plan.only.fits(field, prefix + name) for name in names) for names in members)
+    return bool(members) and all(
+        any(plan.only.fits(field, prefix + name) for name in names) for names in members
+    )
 
 
-def _saved_groups(plan: LoadPlan, *, prefix: str, field: str, scope: str) -> dict[str, list[_Saved]]:
+def _saved_groups(
+    plan: LoadPlan, *, prefix: str, field: str, scope: str
+) -> dict[str, list[_Saved]]:
     """Return the saved groups of each parameter.
 
     A parameter has several groups if ranks share the parameter and also have their own experts.
@@ -162,7 +185,10 @@ def _saved_groups(plan: LoadPlan, *, prefix: str, field: str, scope: str) -> dic
 
 
 def _groups_of(
-    plan: LoadPlan, by_parameter: dict[str, list[_Saved]], members: Iterable[Iterable[str]], where: str
+    plan: LoadPlan,
+    by_parameter: dict[str, list[_Saved]],
+    members: Iterable[Iterable[str]],
+    where: str,
 ) -> list[_Saved]:
     found: dict[str, _Saved] = {}
     for names in members:
@@ -172,7 +198,9 @@ def _groups_of(
         if saved:
             continue
         if "missing" in plan.allow:
-            plan.downgrades.append(f"{names[0]} is in no saved group, and keeps the options of its live one")
+            plan.downgrades.append(
+                f"{names[0]} is in no saved group, and keeps the options of its live one"
+            )
         else:
             plan.problem(Code.GROUP_MISMATCH, where, f"{names[0]} is in no saved group")
     return list(found.values())
@@ -183,12 +211,15 @@ def _same_options(plan: LoadPlan, field: str, left: _Saved, right: _Saved) -> bo
         return False
     contents = []
     for group in (left, right):
-        options = {key: contents_of(plan, field, group.scope, value) for key, value in sorted(group.options.items())}
+        options = {
+            key: contents_of(plan, field, group.scope, value)
+            for key, value in sorted(group.options.items())
+        }
         contents.append(dump_tree(options, where=group.name))
     return contents[0] == contents[1]
 
 
-def contents_of(plan: LoadPlan, field: str, scope: str, value: Any) -> object:  # noqa: ANN401 - a tree
+def contents_of(plan: LoadPlan, field: str, scope: str, value: Any) -> object:
     """Return a tree with the bytes of each tensor instead of its name.
 
     Two results are equal if the saved values are equal.
@@ -207,7 +238,9 @@ def _plan_options(  # noqa: PLR0917 - all of it is what a group is
     plan: LoadPlan, group: dict[str, Any], saved: _Saved, field: str, where: str, kept: set[str]
 ) -> None:
     for key in sorted(kept & saved.options.keys()):
-        plan.downgrades.append(f"{where}: {key}: saved {saved.options[key]!r}, here {group[key]!r} stays: override=")
+        plan.downgrades.append(
+            f"{where}: {key}: saved {saved.options[key]!r}, here {group[key]!r} stays: override="
+        )
     options = {key: value for key, value in saved.options.items() if key not in kept}
     is_scheduled = _SCHEDULED_BY in group and _SCHEDULED_BY in saved.options
     for key in group:
@@ -233,7 +266,9 @@ def _plan_options(  # noqa: PLR0917 - all of it is what a group is
 
 
 def _differs(live: object, saved: object) -> bool:
-    plain = all(isinstance(value, bool | int | float | str | tuple | list | None) for value in (live, saved))
+    plain = all(
+        isinstance(value, bool | int | float | str | tuple | list | None) for value in (live, saved)
+    )
     return plain and live != saved
 
 
@@ -250,7 +285,12 @@ _HOST_KEYS: Final = ("step", "mu_product")
 
 
 def capture_optimizer(
-    optimizer: torch.optim.Optimizer, names: Names, *, prefix: str, path: Sequence[object], encoder: Encoder
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+    *,
+    prefix: str,
+    path: Sequence[object],
+    encoder: Encoder,
 ) -> list[Leaf]:
     """Return a leaf for each group, and for each parameter with state.
 
@@ -269,16 +309,28 @@ def capture_optimizer(
     _check_state_keys(optimizer, where)
     leaves = []
     for index, group in enumerate(optimizer.param_groups):
-        members = [(_names_of(parameter, names, index, where)[0], parameter) for parameter in group["params"]]
+        members = [
+            (_names_of(parameter, names, index, where)[0], parameter)
+            for parameter in group["params"]
+        ]
         ordered = [name for name, _ in members]
         name = f"{prefix}group/{_group_name(index, ordered) if ordered else f'#{index}'}"
         options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-        tree = {"params": ordered, "number": index, "path": [*path], "options": encoder.encode(options, name)}
+        tree = {
+            "params": ordered,
+            "number": index,
+            "path": [*path],
+            "options": encoder.encode(options, name),
+        }
         leaves.append(encoder.leaf_of(name, tree))
         for member, parameter in members:
             state = optimizer.state.get(parameter)
             if state:
-                leaves.append(encoder.leaf(f"{prefix}state/{member}", state, tensors_under=f"{prefix}{member}"))
+                leaves.append(
+                    encoder.leaf(
+                        f"{prefix}state/{member}", state, tensors_under=f"{prefix}{member}"
+                    )
+                )
     return leaves
 
 
@@ -340,7 +392,9 @@ def plan_optimizer(
             on_device = bool(options.get("capturable") or options.get("fused")) or isinstance(
                 optimizer, torch.optim.ASGD
             )
-            _ParameterState(plan, optimizer, parameter, field=field, on_device=on_device).restore(found, prefix, scope)
+            _ParameterState(plan, optimizer, parameter, field=field, on_device=on_device).restore(
+                found, prefix, scope
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -352,14 +406,18 @@ class _Numbered:
     groups: list[dict[str, Any]]
 
 
-def _find_numbered(plan: LoadPlan, *, prefix: str, path: Sequence[object], field: str, scope: str) -> _Numbered | None:
+def _find_numbered(
+    plan: LoadPlan, *, prefix: str, path: Sequence[object], field: str, scope: str
+) -> _Numbered | None:
     """Return the saved state_dict of an optimizer, or None if there is none.
 
     Files of torch.save contain such state_dicts.
     """
     for at in dict.fromkeys((GLOBAL, scope)):
         key = (field, prefix.rstrip("/"), at)
-        tree = find_below(plan.checkpoint.leaf(*key), path) if key in plan.checkpoint.leaves else None
+        tree = (
+            find_below(plan.checkpoint.leaf(*key), path) if key in plan.checkpoint.leaves else None
+        )
         if isinstance(tree, list) and len(tree) == 1:  # Lightning's form
             tree = tree[0]
         if isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys():
@@ -401,7 +459,9 @@ def _plan_numbered(
         plan.problem(Code.GROUP_MISMATCH, where, detail)
         return
     for live, members, group in zip(optimizer.param_groups, named, saved.groups, strict=True):
-        states = [saved.state.get(number, saved.state.get(str(number), {})) for number in group["params"]]
+        states = [
+            saved.state.get(number, saved.state.get(str(number), {})) for number in group["params"]
+        ]
         options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
         everything.take([states, options])
         if not _is_chosen(plan, field, prefix, [names for _, names in members]):
@@ -411,7 +471,9 @@ def _plan_numbered(
             plan.problem(Code.GROUP_MISMATCH, where, _of_another_kind(*apart), remedy=_OTHER_KIND)
             continue
         # Older versions of torch lack some flags, or the option that distinguishes Adam from AdamW.
-        kept: set[str] = {key for key in (*_FLAGS, _ALGORITHM) if key in live and key not in options}
+        kept: set[str] = {
+            key for key in (*_FLAGS, _ALGORITHM) if key in live and key not in options
+        }
         kept |= {key for key in live if plan.only.is_overridden(field, f"{prefix}group/{key}")}
         _plan_options(plan, live, _Saved(name, at, options), field, where, kept)
         on_device = bool(options.get("capturable") or options.get("fused"))
@@ -425,13 +487,26 @@ def _plan_numbered(
 
 
 def _has_its_shapes(
-    plan: LoadPlan, state: dict[Any, Any], parameter: torch.Tensor, *, field: str, name: str, scope: str
+    plan: LoadPlan,
+    state: dict[Any, Any],
+    parameter: torch.Tensor,
+    *,
+    field: str,
+    name: str,
+    scope: str,
 ) -> bool:
     """Return whether element-wise state has the parameter's shape. Problems: SHAPE_MISMATCH."""
     for key in _LIKE_PARAMETERS & state.keys():
-        tensor = plan.checkpoint.find(field, state[key].name, scope) if isinstance(state[key], TensorRef) else None
+        tensor = (
+            plan.checkpoint.find(field, state[key].name, scope)
+            if isinstance(state[key], TensorRef)
+            else None
+        )
         if tensor is not None and tensor.global_shape != tuple(parameter.shape):
-            detail = f"at its position is state of shape {tensor.global_shape}, and it has {tuple(parameter.shape)}"
+            detail = (
+                f"at its position is state of shape {tensor.global_shape}, and it has"
+                f" {tuple(parameter.shape)}"
+            )
             return plan.problem(Code.SHAPE_MISMATCH, place_of(field, f"{name}/{key}"), detail)
     return True
 
@@ -440,7 +515,13 @@ class _ParameterState:
     """The state of a parameter during the plan of its restore."""
 
     def __init__(
-        self, plan: LoadPlan, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, *, field: str, on_device: bool
+        self,
+        plan: LoadPlan,
+        optimizer: torch.optim.Optimizer,
+        parameter: torch.Tensor,
+        *,
+        field: str,
+        on_device: bool,
     ) -> None:
         self.plan, self.field, self.on_device = plan, field, on_device
         self.optimizer, self.parameter = optimizer, parameter
@@ -453,10 +534,14 @@ class _ParameterState:
             self.plan.left_count += 1
             return
         self.saved_dtype = _saved_dtype(self.plan, names, scope)
-        name, at, saved = self.plan.leaf(self.field, [f"{prefix}state/{name}" for name in names], scope)
+        name, at, saved = self.plan.leaf(
+            self.field, [f"{prefix}state/{name}" for name in names], scope
+        )
         if saved is MISSING:
             if self.live:
-                self.plan.problem(Code.LEAF_MISSING, place_of(self.field, name), "only the live optimizer has it")
+                self.plan.problem(
+                    Code.LEAF_MISSING, place_of(self.field, name), "only the live optimizer has it"
+                )
             return
         self._take_tied(name, saved, [f"{prefix}state/{other}" for other in names], at)
         self.plan_state(name, saved, at)
@@ -469,12 +554,20 @@ class _ParameterState:
             saved: the saved tree.
             at: the scope in which the state was found.
         """
-        placer = Placer(self.plan, field=self.field, scope=at, device=local_of(self.parameter).device, whole=True)
+        placer = Placer(
+            self.plan,
+            field=self.field,
+            scope=at,
+            device=local_of(self.parameter).device,
+            whole=True,
+        )
         state = {key: self._value(placer, key, value, name) for key, value in saved.items()}
         for key in self.live:
             if key not in saved:
                 self.plan.problem(
-                    Code.LEAF_MISSING, place_of(self.field, f"{name}/{key}"), "only the live optimizer has it"
+                    Code.LEAF_MISSING,
+                    place_of(self.field, f"{name}/{key}"),
+                    "only the live optimizer has it",
                 )
                 state[key] = self.live[key]
         self.plan.actions.append(lambda: self._put(state))
@@ -511,7 +604,11 @@ class _ParameterState:
         device = self._device(key)
         if self._follows(key, tensor):
             return self._converted(live, tensor)
-        if isinstance(live, torch.Tensor) and not refuses(live, tensor) and local_of(live).device == device:
+        if (
+            isinstance(live, torch.Tensor)
+            and not refuses(live, tensor)
+            and local_of(live).device == device
+        ):
             fill(self.plan, live, tensor)
             return live
         alone = key in _HOST_KEYS or tensor.global_shape != tuple(self.parameter.shape)
@@ -523,7 +620,9 @@ class _ParameterState:
                 remedy="Let the optimizer create this state, by one step, before the load.",
             )
         like = None if alone else self.parameter
-        return Placer(self.plan, field=self.field, scope=placer.scope, device=device).fresh(saved, name, like)
+        return Placer(self.plan, field=self.field, scope=placer.scope, device=device).fresh(
+            saved, name, like
+        )
 
     def _follows(self, key: object, tensor: IndexTensor) -> bool:
         """Return whether state is converted together with its parameter.
@@ -555,7 +654,10 @@ class _ParameterState:
 def _names_of(parameter: torch.Tensor, names: Names, group: int, where: str) -> tuple[str, ...]:
     found = names.get(id(parameter))
     if not found:
-        detail = f"group {group} has a parameter of shape {tuple(parameter.shape)} that no module of weights has"
+        detail = (
+            f"group {group} has a parameter of shape {tuple(parameter.shape)} that no module"
+            " of weights has"
+        )
         raise err(Code.PARAMETER_UNNAMED, detail, where=where)
     return found
 
@@ -575,7 +677,9 @@ def _saved_names_of(plan: LoadPlan, live: tuple[str, ...], scope: str) -> tuple[
     """
     names = tuple(map(plan.renaming.saved_name, live))
     found = [plan.checkpoint.find("weights", name, at) for at in (GLOBAL, scope) for name in names]
-    aliases = [alias for tensor in found if tensor is not None for alias in (tensor.name, *tensor.aliases)]
+    aliases = [
+        alias for tensor in found if tensor is not None for alias in (tensor.name, *tensor.aliases)
+    ]
     return tuple(dict.fromkeys((*names, *aliases)))
 
 
@@ -584,5 +688,13 @@ def _check_state_keys(optimizer: torch.optim.Optimizer, where: str) -> None:
     strange = [key for key in optimizer.state if id(key) not in known]
     if strange:
         kind = type(optimizer).__qualname__
-        detail = f"{kind} keeps state under {type(strange[0]).__qualname__} {str(strange[0])[:64]!r}, not a parameter"
-        raise err(Code.STATE_UNSUPPORTED, detail, where=where, remedy="Give the optimizer its own state_dict.")
+        detail = (
+            f"{kind} keeps state under {type(strange[0]).__qualname__}"
+            f" {str(strange[0])[:64]!r}, not a parameter"
+        )
+        raise err(
+            Code.STATE_UNSUPPORTED,
+            detail,
+            where=where,
+            remedy="Give the optimizer its own state_dict.",
+        )

@@ -42,7 +42,7 @@ class Pair:
     Raises: CommitError(WRITERS_MISSING) if the other side doesn't connect.
     """
 
-    def __init__(self, name: str, number: int, *, deadline_s: float, store: Any = None) -> None:  # noqa: ANN401
+    def __init__(self, name: str, number: int, *, deadline_s: float, store: Any = None) -> None:
         self._timeout = dt.timedelta(seconds=deadline_s)
         self._other = 1 - number
         if store is None:
@@ -59,7 +59,9 @@ class Pair:
         Raises: CommitError(WRITERS_MISSING) if the other side is gone or hangs.
         """
         try:
-            self._group.send([torch.frombuffer(content, dtype=torch.uint8)], self._other, _DATA_TAG).wait(self._timeout)
+            self._group.send(
+                [torch.frombuffer(content, dtype=torch.uint8)], self._other, _DATA_TAG
+            ).wait(self._timeout)
         except RuntimeError as error:
             raise _gone(error) from error
 
@@ -75,7 +77,9 @@ class Pair:
         content = bytearray(nbytes)
         timeout = _EVER if timeout_s is None else dt.timedelta(seconds=timeout_s)
         try:
-            self._group.recv([torch.frombuffer(content, dtype=torch.uint8)], self._other, _DATA_TAG).wait(timeout)
+            self._group.recv(
+                [torch.frombuffer(content, dtype=torch.uint8)], self._other, _DATA_TAG
+            ).wait(timeout)
         except RuntimeError as error:
             raise _gone(error) from error
         return content
@@ -85,7 +89,9 @@ class Pair:
         # gloo closes a connection when a call times out. Torch 2.7 to 2.15 has no other way.
         with contextlib.suppress(RuntimeError):
             nothing = torch.empty(1, dtype=torch.uint8)
-            self._group.recv([nothing], self._other, _NOTHING_TAG).wait(dt.timedelta(seconds=_NOTHING_S))
+            self._group.recv([nothing], self._other, _NOTHING_TAG).wait(
+                dt.timedelta(seconds=_NOTHING_S)
+            )
 
 
 def _gone(error: RuntimeError) -> CkptError:

@@ -63,7 +63,11 @@ def versions() -> dict[str, str | None]:
 def world_size() -> int | None:
     """Return the number of ranks, or None if torch.distributed isn't initialised."""
     distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else None
+    return (
+        distributed.get_world_size()
+        if distributed.is_available() and distributed.is_initialized()
+        else None
+    )
 
 
 def local_facts(devices: Iterable[str]) -> dict[str, object]:
@@ -91,11 +95,18 @@ def _compilers() -> list[str]:
     return sorted({_describe(backend) for backend in backends if callable(backend)})
 
 
-def _describe(backend: Any) -> str:  # noqa: ANN401 - whatever torch.compile takes
-    name = getattr(backend, "compiler_name", None) or getattr(backend, "__qualname__", type(backend).__qualname__)
+def _describe(backend: Any) -> str:
+    name = getattr(backend, "compiler_name", None) or getattr(
+        backend, "__qualname__", type(backend).__qualname__
+    )
     options = getattr(backend, "config", None) or getattr(backend, "kwargs", None) or {}
-    told = {"dynamic": getattr(backend, "dynamic", None), **(options if isinstance(options, dict) else {})}
-    return ", ".join([str(name), *(f"{key}={value}" for key, value in sorted(told.items()) if value is not None)])
+    told = {
+        "dynamic": getattr(backend, "dynamic", None),
+        **(options if isinstance(options, dict) else {}),
+    }
+    return ", ".join(
+        [str(name), *(f"{key}={value}" for key, value in sorted(told.items()) if value is not None)]
+    )
 
 
 def _probe(path: str) -> object:
@@ -156,9 +167,11 @@ def generator_stream(generator: torch.Generator) -> dict[str, Any]:
     def read() -> object:
         return {"device": generator.device.type, "state": generator.get_state().numpy()}
 
-    def write(saved: Any) -> None:  # noqa: ANN401 - what `read` returned
+    def write(saved: Any) -> None:
         if saved["device"] != generator.device.type:
-            detail = f"a generator saved on {saved['device']} can't go on on {generator.device.type}"
+            detail = (
+                f"a generator saved on {saved['device']} can't go on on {generator.device.type}"
+            )
             raise err(Code.STREAM_MISSING, detail)
         generator.set_state(torch.from_numpy(saved["state"]))
 
@@ -198,18 +211,24 @@ class TorchPeers:
         """
         try:
             under_way = [
-                dist.isend(torch.frombuffer(content, dtype=torch.uint8), peer, group=self._process_group)
+                dist.isend(
+                    torch.frombuffer(content, dtype=torch.uint8), peer, group=self._process_group
+                )
                 for peer, content in outgoing
             ]
             under_way += [
-                dist.irecv(torch.frombuffer(content, dtype=torch.uint8), peer, group=self._process_group)
+                dist.irecv(
+                    torch.frombuffer(content, dtype=torch.uint8), peer, group=self._process_group
+                )
                 for peer, content in incoming
             ]
             for work in under_way:
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
-            raise err(Code.WRITERS_MISSING, f"a process that takes part in the load is gone: {error}") from error
+            raise err(
+                Code.WRITERS_MISSING, f"a process that takes part in the load is gone: {error}"
+            ) from error
 
 
 @contextlib.contextmanager
@@ -218,7 +237,10 @@ def open_peers(group: Group) -> Iterator[TorchPeers]:
 
     Raises: StateError(ARGUMENT) if torch.distributed isn't initialised for exactly these processes.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() != group.writer_count:
+    if (
+        not (dist.is_available() and dist.is_initialized())
+        or dist.get_world_size() != group.writer_count
+    ):
         raise refuse_sharing(group.writer_count)
     if "gloo" in str(dist.get_backend_config()):
         yield TorchPeers(group, None)

@@ -39,7 +39,9 @@ class StepWatch:
         self._own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         #: For each optimizer outside of the State: the step counts of the State's optimizers at the
         #: first and the last step.
-        self._others: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._others: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._step_count = 0
         self._sampled: dict[int, list[_Place]] = {}
         #: The marks at the last step of any optimizer of the State, and at the last step of the
@@ -51,11 +53,13 @@ class StepWatch:
         self._spanning: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._carrying: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.follow(optimizers)
-        self._left = {place: mark for optimizer in self._own for place, mark in self._marks(optimizer)}
+        self._left = {
+            place: mark for optimizer in self._own for place, mark in self._marks(optimizer)
+        }
         self._left_by_itself = dict(self._left)
         this = weakref.ref(self)
 
-        def hook(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's
+        def hook(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             watch = this()
             if watch is not None:
                 watch.note_step(optimizer)
@@ -80,16 +84,23 @@ class StepWatch:
             return
         self._step_count += 1
         marks = dict(self._marks(optimizer))
-        if marks and all(_is_added_once(self._left_by_itself.get(place), mark) for place, mark in marks.items()):
+        if marks and all(
+            _is_added_once(self._left_by_itself.get(place), mark) for place, mark in marks.items()
+        ):
             self._carrying.add(optimizer)
         else:
             self._carrying.discard(optimizer)
         if len(self._own) > 1:
             own = self._left_by_itself
-            if any(_is_added_to(self._left.get(place), mark, own.get(place)) for place, mark in marks.items()):
+            if any(
+                _is_added_to(self._left.get(place), mark, own.get(place))
+                for place, mark in marks.items()
+            ):
                 self._spanning.add(optimizer)
             others = (one for one in self._own if one is not optimizer)
-            self._left = dict(marks) | {place: mark for one in others for place, mark in self._marks(one)}
+            self._left = dict(marks) | {
+                place: mark for one in others for place, mark in self._marks(one)
+            }
         else:
             self._left = marks
         self._left_by_itself = {
@@ -133,8 +144,13 @@ class StepWatch:
             optimizer
             for optimizer, (first, last) in list(self._others.items())
             if not (unwrap_optimizer(optimizer) in self._own or id(optimizer) in held)
-            and not (any(part in self._own for part in list_parts(optimizer)) and not optimizer.state)
-            and (first < last or any(id(parameter) in known for parameter in _iter_parameters(optimizer)))
+            and not (
+                any(part in self._own for part in list_parts(optimizer)) and not optimizer.state
+            )
+            and (
+                first < last
+                or any(id(parameter) in known for parameter in _iter_parameters(optimizer))
+            )
         ]
 
     def _marks(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[_Place, _Mark]]:
@@ -149,11 +165,17 @@ class StepWatch:
                     yield place, (StorageWeakRef(memory.untyped_storage()), memory._version)  # noqa: SLF001
 
 
-def list_parts(value: Any) -> list[torch.optim.Optimizer]:  # noqa: ANN401 - anything
+def list_parts(value: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers in the attributes of an object."""
     found: list[torch.optim.Optimizer] = []
     for part in list(attributes_of(value).values()):
-        parts = part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else (part,)
+        parts = (
+            part.values()
+            if isinstance(part, dict)
+            else part
+            if isinstance(part, list | tuple)
+            else (part,)
+        )
         found += [one for one in parts if isinstance(one, torch.optim.Optimizer)]
     return found
 
@@ -190,7 +212,12 @@ def _is_added_once(before: _Mark | None, now: _Mark) -> bool:
 
     Clearing and recomputing a gradient would be two writes.
     """
-    return before is not None and not before[0].expired() and before[0] == now[0] and now[1] == before[1] + 1
+    return (
+        before is not None
+        and not before[0].expired()
+        and before[0] == now[0]
+        and now[1] == before[1] + 1
+    )
 
 
 def _is_added_to(before: _Mark | None, now: _Mark, own: _Mark | None) -> bool:

@@ -25,7 +25,9 @@ from ckptfmt.state import place_of
 
 #: The format's dtypes that this version of torch supports.
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
-    name: getattr(torch, name) for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
+    name: getattr(torch, name)
+    for name in DTYPES
+    if isinstance(getattr(torch, name, None), torch.dtype)
 }
 DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -49,7 +51,11 @@ def dtype_name(dtype: torch.dtype, *, where: str) -> str:
 def torch_dtype(name: str, *, where: str | None = None) -> torch.dtype:
     """Return the torch dtype of the format's name. Raises: StateError(STATE_UNSUPPORTED)."""
     if name not in TORCH_DTYPES:
-        raise err(Code.STATE_UNSUPPORTED, f"this torch ({torch.__version__}) has no dtype {name}", where=where)
+        raise err(
+            Code.STATE_UNSUPPORTED,
+            f"this torch ({torch.__version__}) has no dtype {name}",
+            where=where,
+        )
     return TORCH_DTYPES[name]
 
 
@@ -80,14 +86,25 @@ def check_tensor(tensor: torch.Tensor, *, where: str) -> None:
         raise _unsupported(
             f"{type(tensor).__module__}.{type(tensor).__qualname__} is a kind of tensor of its own",
             where,
-            "Register it with ckptfmt.adapters.torch.register_flatten, if __tensor_flatten__ gives all of it.",
+            (
+                "Register it with ckptfmt.adapters.torch.register_flatten, if __tensor_flatten__"
+                " gives all of it."
+            ),
         )
     if tensor.layout is not torch.strided or tensor.is_nested:
-        raise _unsupported(f"a tensor of layout {tensor.layout}", where, "Save its parts as dense tensors.")
+        raise _unsupported(
+            f"a tensor of layout {tensor.layout}", where, "Save its parts as dense tensors."
+        )
     if tensor.is_quantized:
-        raise _unsupported("a quantized tensor", where, "Save int_repr() and the scales as tensors.")
+        raise _unsupported(
+            "a quantized tensor", where, "Save int_repr() and the scales as tensors."
+        )
     if tensor._is_zerotensor():  # noqa: SLF001 - torch has no public name for it
-        raise _unsupported("a tensor of zeros that has no memory, as forward-mode AD makes", where, "Save a clone().")
+        raise _unsupported(
+            "a tensor of zeros that has no memory, as forward-mode AD makes",
+            where,
+            "Save a clone().",
+        )
     dtype_name(tensor.dtype, where=where)
     if distributed:
         _placements(tensor, where)
@@ -116,14 +133,18 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> frozenset[str]:
     """Return the devices of the local parts of some tensors."""
     tensors = list(tensors)
     plain = {tensor.device for tensor in tensors if is_plain(tensor)}
-    return frozenset(map(str, plain)) | {device_of(tensor) for tensor in tensors if not is_plain(tensor)}
+    return frozenset(map(str, plain)) | {
+        device_of(tensor) for tensor in tensors if not is_plain(tensor)
+    }
 
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[dict[str, list[Any] | None]]:
     """Return the names and shapes of the distinct meshes of DTensors, sorted."""
     meshes = [tensor.device_mesh for tensor in tensors if is_distributed(tensor)]  # type: ignore[attr-defined]
     found = [(mesh.mesh_dim_names, list(mesh.shape)) for mesh in meshes]
-    facts = [{"names": None if names is None else list(names), "shape": shape} for names, shape in found]
+    facts = [
+        {"names": None if names is None else list(names), "shape": shape} for names, shape in found
+    ]
     distinct = {repr(fact): fact for fact in facts}
     return [distinct[key] for key in sorted(distinct)]
 
@@ -285,7 +306,9 @@ class TorchSink:
     local: torch.Tensor
     pieces: tuple[LocalPiece, ...]
     boxes: tuple[Box, ...] = dataclasses.field(init=False)
-    arrive: Callable[[torch.Tensor, torch.Tensor], None] | None = dataclasses.field(init=False, default=None)
+    arrive: Callable[[torch.Tensor, torch.Tensor], None] | None = dataclasses.field(
+        init=False, default=None
+    )
     _address: int | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -304,9 +327,15 @@ class TorchSink:
         if memory is not None:
             np.copyto(memory, np.frombuffer(content, np.uint8))
             return
-        incoming = torch.frombuffer(bytearray(content) if content.readonly else content, dtype=torch.uint8)
+        incoming = torch.frombuffer(
+            bytearray(content) if content.readonly else content, dtype=torch.uint8
+        )
         slices = target.relative_to(Box.whole(tuple(self.local.shape)))
-        _copy(self.local[slices], incoming.view(TORCH_DTYPES[self.dtype]).reshape(box.shape), by=self.arrive)
+        _copy(
+            self.local[slices],
+            incoming.view(TORCH_DTYPES[self.dtype]).reshape(box.shape),
+            by=self.arrive,
+        )
 
     def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
         """Return the bytes of the elements of `box`, writable.
@@ -326,13 +355,18 @@ class TorchSink:
             return None
         element_nbytes = self.local.element_size()
         torch.autograd.graph.increment_version(self.local)
-        return _bytes_at(self._address + first * element_nbytes, target.element_count * element_nbytes)
+        return _bytes_at(
+            self._address + first * element_nbytes, target.element_count * element_nbytes
+        )
 
     def _find(self, box: Box) -> Box:
         """Return the box of the local tensor that holds the elements of `box`."""
         piece = next(piece for piece in self.pieces if piece.box.contains(box))
         offsets = (
-            at - begin + base for at, begin, base in zip(box.begin, piece.box.begin, piece.local_box.begin, strict=True)
+            at - begin + base
+            for at, begin, base in zip(
+                box.begin, piece.box.begin, piece.local_box.begin, strict=True
+            )
         )
         return Box(tuple(offsets), box.shape)
 
@@ -363,7 +397,9 @@ def source_of(
         boxes = tuple(piece.box for piece in pieces)
         replica = layout.is_replica(tuple(tensor.device_mesh.shape), _placements(tensor, where))  # type: ignore[attr-defined]
     if local.is_meta:
-        raise _unsupported("a tensor on the meta device has no contents", where, "Materialise it before the save.")
+        raise _unsupported(
+            "a tensor on the meta device has no contents", where, "Materialise it before the save."
+        )
     return TorchSource(
         field=field,
         name=name,
@@ -393,7 +429,7 @@ def declared_by(sources: Iterable[object]) -> dict[TensorKey, str]:
 
 
 @functools.lru_cache(maxsize=16)
-def _mesh_digest(mesh: Any) -> str:  # noqa: ANN401 - a DeviceMesh
+def _mesh_digest(mesh: Any) -> str:
     return digest_bytes(repr(mesh.mesh.tolist()).encode()).hex()
 
 
@@ -406,8 +442,13 @@ def sink_of(tensor: torch.Tensor, *, field: str, name: str, scope: str, dtype: s
     check_tensor(tensor, where=where)
     local = local_of(tensor)
     torch_dtype(dtype, where=where)
-    if any(stride == 0 and extent > 1 for stride, extent in zip(local.stride(), local.shape, strict=True)):
-        raise _unsupported("an expanded tensor can't be filled", where, "Call clone() or contiguous() on it first.")
+    if any(
+        stride == 0 and extent > 1
+        for stride, extent in zip(local.stride(), local.shape, strict=True)
+    ):
+        raise _unsupported(
+            "an expanded tensor can't be filled", where, "Call clone() or contiguous() on it first."
+        )
     return TorchSink(
         field=field,
         name=name,
@@ -497,7 +538,7 @@ def _placements(tensor: torch.Tensor, where: str) -> tuple[layout.Placement, ...
     return tuple(_placement(placement, where) for placement in tensor.placements)  # type: ignore[attr-defined]
 
 
-def _placement(placement: Any, where: str) -> layout.Placement:  # noqa: ANN401 - torch's, of whichever class
+def _placement(placement: Any, where: str) -> layout.Placement:
     kind = type(placement).__name__
     if kind == "Replicate":
         return layout.Replicate()
@@ -505,7 +546,9 @@ def _placement(placement: Any, where: str) -> layout.Placement:  # noqa: ANN401 
         return layout.StridedShard(int(placement.dim), int(placement.split_factor))
     if kind == "Shard":
         return layout.Shard(int(placement.dim))
-    raise _unsupported(f"a DTensor with the placement {placement!r}", where, "Redistribute it before the save.")
+    raise _unsupported(
+        f"a DTensor with the placement {placement!r}", where, "Redistribute it before the save."
+    )
 
 
 def _unsupported(detail: str, where: str, remedy: str) -> CkptError:
@@ -558,7 +601,9 @@ def unflatten(form: dict[str, Any], inner: dict[str, Any], *, where: str) -> tor
     kind = next((kind for kind in _REGISTERED if kind_of(kind) == form["kind"]), None)
     if kind is None:
         remedy = "Call ckptfmt.adapters.torch.register_flatten with this class before the load."
-        raise _unsupported(f"a tensor of {form['kind']}, which isn't registered here", where, remedy)
+        raise _unsupported(
+            f"a tensor of {form['kind']}, which isn't registered here", where, remedy
+        )
     remedy = "Create it before the load, for an optimizer by one step."
     unflatten_kind: Any = getattr(kind, "__tensor_unflatten__", None)
     if unflatten_kind is None:
@@ -567,7 +612,9 @@ def unflatten(form: dict[str, Any], inner: dict[str, Any], *, where: str) -> tor
         made: torch.Tensor = unflatten_kind(inner, form["context"], form["size"], form["stride"])
         kept = all(getattr(made, key) is value for key, value in inner.items())
     except Exception as error:
-        detail = f"{form['kind']}.__tensor_unflatten__ raised {type(error).__name__}: {str(error)[:200]}"
+        detail = (
+            f"{form['kind']}.__tensor_unflatten__ raised {type(error).__name__}: {str(error)[:200]}"
+        )
         raise _unsupported(detail, where, remedy) from error
     if not kept:
         detail = f"{form['kind']}.__tensor_unflatten__ doesn't keep the tensors that it is given"
@@ -575,14 +622,14 @@ def unflatten(form: dict[str, Any], inner: dict[str, Any], *, where: str) -> tor
     return made
 
 
-def flattened_form(tensor: Any) -> dict[str, Any]:  # noqa: ANN401 - of a registered class
+def flattened_form(tensor: Any) -> dict[str, Any]:
     """Return the data that rebuild a tensor of a registered class from its inner tensors."""
     _, context = tensor.__tensor_flatten__()
     form = {"context": context, "size": tensor.shape, "stride": tensor.stride()}
     return {"kind": kind_of(type(tensor)), **form}
 
 
-def inner_tensors(tensor: Any, name: str) -> list[tuple[str, torch.Tensor]]:  # noqa: ANN401 - of a registered class
+def inner_tensors(tensor: Any, name: str) -> list[tuple[str, torch.Tensor]]:
     """Return the names and inner tensors of a tensor of a registered class.
 
     For any other tensor, the result is the tensor itself.
@@ -590,4 +637,6 @@ def inner_tensors(tensor: Any, name: str) -> list[tuple[str, torch.Tensor]]:  # 
     if not is_registered(tensor):
         return [(name, tensor)]
     attributes, _ = tensor.__tensor_flatten__()
-    return [pair for key in attributes for pair in inner_tensors(getattr(tensor, key), f"{name}/{key}")]
+    return [
+        pair for key in attributes for pair in inner_tensors(getattr(tensor, key), f"{name}/{key}")
+    ]

@@ -60,10 +60,14 @@ def train(run: Path, *, steps: int, progress: Path | None, pace_s: float) -> boo
 
     def loss_of(_: nn.Module, positions: range) -> tuple[torch.Tensor, int]:
         samples = [batch[position % len(batch)] for position in positions]
-        return (model(inputs[samples]) - inputs[samples].sum(1, keepdim=True)).square().sum(), len(samples)
+        return (model(inputs[samples]) - inputs[samples].sum(1, keepdim=True)).square().sum(), len(
+            samples
+        )
 
     trainer = Trainer(model, optimizer, Plan(workers=4, microbatch=2, seed=5), loss_of)
-    state = ckptfmt.State(weights=model, optimizer=optimizer, data=sampler, extra={"trainer": trainer})
+    state = ckptfmt.State(
+        weights=model, optimizer=optimizer, data=sampler, extra={"trainer": trainer}
+    )
     with ckptfmt.Checkpointer(
         run,
         state,
@@ -81,7 +85,9 @@ def train(run: Path, *, steps: int, progress: Path | None, pace_s: float) -> boo
                 raise FloatingPointError(f"step {step}: the weights aren't finite")
             if progress is not None and rank == 0:
                 with progress.open("a", encoding="utf-8") as file:
-                    file.write(f"{step} {time.monotonic():.3f} {os.environ.get('WORLD_SIZE', '1')}\n")
+                    file.write(
+                        f"{step} {time.monotonic():.3f} {os.environ.get('WORLD_SIZE', '1')}\n"
+                    )
             time.sleep(pace_s)
     return not checkpointer.stopped
 
@@ -91,7 +97,9 @@ def _leave_out_compiler() -> None:
 
     The first call of an optimizer would import the compiler, which takes half of a restart's time.
     """
-    nothing: Any = types.SimpleNamespace(disable=lambda function, *_, **__: function, graph_break=lambda: None)
+    nothing: Any = types.SimpleNamespace(
+        disable=lambda function, *_, **__: function, graph_break=lambda: None
+    )
     # The stub has all functions called by optimizers.
     sys.modules.setdefault("torch._dynamo", nothing)
 
@@ -107,7 +115,10 @@ def read_states(run: Path) -> dict[str, dict[str, str | int]]:
         try:
             found[one.name] = {"step": one.step, "digest": _digest_of(run / one.name)}
         except (CkptError, OSError) as error:
-            found[one.name] = {"step": one.step, "problem": f"{getattr(error, 'code', type(error).__name__)}"}
+            found[one.name] = {
+                "step": one.step,
+                "problem": f"{getattr(error, 'code', type(error).__name__)}",
+            }
     return found
 
 
@@ -126,7 +137,9 @@ def _digest_of(path: Path) -> str:
             for name in sorted(view):
                 digest.update(f"{field}/{name}".encode())
                 digest.update(checkpoint.read(field, name).tobytes())
-        digest.update(repr((checkpoint.leaf("data"), checkpoint.extra["trainer"]["steps_done"])).encode())
+        digest.update(
+            repr((checkpoint.leaf("data"), checkpoint.extra["trainer"]["steps_done"])).encode()
+        )
     return digest.hexdigest()
 
 

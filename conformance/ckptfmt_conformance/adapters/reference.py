@@ -91,7 +91,13 @@ class Reference:
             "spec": FORMAT_VERSION,
             "roles": ["reader", "writer", "committer"],
             "features": sorted(
-                {*READER_FEATURES, "launch", "loader", "samples", *(f"parse-{form}" for form in _FORMS)}
+                {
+                    *READER_FEATURES,
+                    "launch",
+                    "loader",
+                    "samples",
+                    *(f"parse-{form}" for form in _FORMS),
+                }
             ),
             "kinds": [*METHODS, "trajectory"],
         }
@@ -110,7 +116,9 @@ class Reference:
             with _phase("open"), self._open(path, asked) as checkpoint:
                 _check_metadata(checkpoint)
                 with _phase("read"):
-                    tensors = {_key_of(key): self.digests(checkpoint, key) for key in checkpoint.tensors}
+                    tensors = {
+                        _key_of(key): self.digests(checkpoint, key) for key in checkpoint.tensors
+                    }
                 found = {"tensors": tensors, "step": checkpoint.step, "digest": checkpoint.digest}
             if asked.get("verify") == "all":
                 self.validate(path, asked)
@@ -126,9 +134,15 @@ class Reference:
             field, name, scope = _parse_key(request["tensor"])
             with _phase("read"):
                 boxes = [_box_of(bounds) for bounds in request["boxes"]]
-                return {"digests": [self.digest_of(checkpoint, field, name, scope, box) for box in boxes]}
+                return {
+                    "digests": [
+                        self.digest_of(checkpoint, field, name, scope, box) for box in boxes
+                    ]
+                }
 
-    def write(self, path: Path | None, request: Mapping[str, Any], output: Path) -> Mapping[str, Any]:
+    def write(
+        self, path: Path | None, request: Mapping[str, Any], output: Path
+    ) -> Mapping[str, Any]:
         """Save the requested state."""
         del path
         fields: dict[str, Any] = {}
@@ -194,7 +208,7 @@ class Reference:
         assert tensor is not None
         return b"".join(bytes(content) for _, content in checkpoint.iter_content(tensor, box))
 
-    def tree_of(self, content: bytes) -> Any:  # noqa: ANN401 - any value of JSON
+    def tree_of(self, content: bytes) -> Any:
         """Return a tree as tagged JSON."""
         return tagged(parse_tree(content, where="tree.msgpack"))
 
@@ -220,7 +234,9 @@ class Reference:
         with tempfile.TemporaryDirectory() as folder:
             store = LocalStore(shutil.copytree(path, Path(folder, "run")), writable=True)
             begun, _ = begin_launch(
-                store, open_run(store), on_passed_over=lambda text: passed_over.append(text.partition(" ")[0])
+                store,
+                open_run(store),
+                on_passed_over=lambda text: passed_over.append(text.partition(" ")[0]),
             )
         name = None if begun.resume_from is None else begun.resume_from.name
         passed_over = [name for name in passed_over if not name.startswith("launches/")]
@@ -249,7 +265,9 @@ class Reference:
         with contextlib.ExitStack() as stack:
             for place, replacement in self.replacements:
                 module, _, name = place.partition(":")
-                stack.enter_context(mock.patch.object(_owner(module, name), name.rpartition(".")[2], replacement))
+                stack.enter_context(
+                    mock.patch.object(_owner(module, name), name.rpartition(".")[2], replacement)
+                )
             yield
 
 
@@ -272,15 +290,20 @@ class Checkpointing:
         """Load a checkpoint into live objects, in place."""
         ckptfmt.load(path, _state_of(state))
 
-    def sampler(self, plan: Any, worker: tuple[int, int]) -> ckptfmt.Sampler:  # noqa: ANN401 - a plan of the suite's
+    def sampler(self, plan: Any, worker: tuple[int, int]) -> ckptfmt.Sampler:
         """Return the library's sampler."""
-        common = {"global_batch": plan.batch, "seed": plan.seed, "worker": worker, "tail": plan.tail}
+        common = {
+            "global_batch": plan.batch,
+            "seed": plan.seed,
+            "worker": worker,
+            "tail": plan.tail,
+        }
         if plan.mixture:
             return ckptfmt.Sampler(plan.lengths, mixture=plan.mixture, **common)
         ((source, count),) = plan.sources
         return ckptfmt.Sampler(count, source=source, **common)
 
-    def foreign_loader(self, loader: Any) -> ForeignLoader:  # noqa: ANN401 - any type
+    def foreign_loader(self, loader: Any) -> ForeignLoader:
         """Return the loader in the library's wrapper."""
         return ForeignLoader(loader, lib="stand-in")
 
@@ -305,10 +328,12 @@ class Run:
         path: str,
         state: Mapping[str, object],
         *,
-        delta: Any = "off",  # noqa: ANN401 - as for Checkpointer
-        saver: Any = "process",  # noqa: ANN401 - as for Checkpointer
+        delta: Any = "off",
+        saver: Any = "process",
     ) -> None:
-        self._checkpointer = ckptfmt.Checkpointer(path, _state_of(state), keep=2, saver=saver, delta=delta)
+        self._checkpointer = ckptfmt.Checkpointer(
+            path, _state_of(state), keep=2, saver=saver, delta=delta
+        )
         self._checkpointer.restore_rng()
         self.step = self._checkpointer.step
 
@@ -343,7 +368,9 @@ def _rows(sampler: Sampler, step: int, name: str) -> Iterator[list[Any]]:
     Args:
         name: the name of a single source.
     """
-    for taken, epoch, weight in zip(sampler.indices(step), sampler.epochs(step), sampler.weights(step), strict=True):
+    for taken, epoch, weight in zip(
+        sampler.indices(step), sampler.epochs(step), sampler.weights(step), strict=True
+    ):
         source, sample = taken if isinstance(taken, tuple) else (name, taken)
         yield [source, epoch, sample, weight]
 
@@ -356,7 +383,9 @@ def _loader(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> dict[str, Any]:
     data: Any = PerWorker(ForeignLoader(loader, lib=saved["lib"], worker_count=count))
     if saved["per"] == "run":
         vars(counts).update(dict.fromkeys(saved["state"]))
-        data = ConsumedSamples(counts, names=tuple(saved["state"]), lib=saved["lib"], worker_count=count)
+        data = ConsumedSamples(
+            counts, names=tuple(saved["state"]), lib=saved["lib"], worker_count=count
+        )
     # The case has no random numbers of the interpreter, which stay unchanged.
     allow = frozenset({"streams", *(["loader"] if asked["allow"] else [])})
     plan = LoadPlan(checkpoint, worker=worker, worker_count=count, allow=allow)
@@ -396,7 +425,9 @@ def _state_of(state: Mapping[str, Any]) -> ckptfmt.State:
     """Return a trajectory's state as a `ckptfmt.State`: fields by name, other values as extra."""
     own: dict[str, Any] = {name: _value_of(value) for name, value in state.items()}
     fields: dict[str, Any] = {
-        name: own.pop(name) for name in ("weights", "optimizer", "data", "config", "rng") if name in own
+        name: own.pop(name)
+        for name in ("weights", "optimizer", "data", "config", "rng")
+        if name in own
     }
     return ckptfmt.State(**fields, extra=own or None)
 
@@ -408,13 +439,13 @@ def _value_of(value: object) -> object:
     return value
 
 
-def original(place: str) -> Any:  # noqa: ANN401 - a function or a class
+def original(place: str) -> Any:
     """Return the implementation's object at ``module:name``."""
     module, _, name = place.partition(":")
     return getattr(_owner(module, name), name.rpartition(".")[2])
 
 
-def _owner(module: str, name: str) -> Any:  # noqa: ANN401 - a module or a class
+def _owner(module: str, name: str) -> Any:
     """Return the owner of a name: a module, or a class for ``Class.method``."""
     owner: Any = importlib.import_module(module)
     for piece in name.split(".")[:-1]:
@@ -432,7 +463,9 @@ def _phase(name: str) -> Iterator[None]:
             raise Unsupported(error.detail) from error
         # Readers find a missing file of tensors in `read` at the latest. ckptfmt reports it at the
         # opening.
-        raise Rejected(error.code, error.where, "read" if error.code == "FILES_IN_CACHES" else name) from error
+        raise Rejected(
+            error.code, error.where, "read" if error.code == "FILES_IN_CACHES" else name
+        ) from error
 
 
 def _check_metadata(checkpoint: Checkpoint) -> None:
@@ -449,7 +482,9 @@ def _check_metadata(checkpoint: Checkpoint) -> None:
             if isinstance(value, TensorRef) and checkpoint.find(field, value.name, scope) is None:
                 raise Rejected("TREE_REFERENCE", value.name, "open")
     for name, scope in checkpoint.streams:
-        if any(isinstance(value, TensorRef) for value in iter_values(checkpoint.stream(name, scope)[1])):
+        if any(
+            isinstance(value, TensorRef) for value in iter_values(checkpoint.stream(name, scope)[1])
+        ):
             raise Rejected("TREE_REFERENCE", name, "open")
 
 
@@ -472,7 +507,7 @@ def _box_of(bounds: list[list[int]]) -> Box:
     return Box(tuple(begin for begin, _ in bounds), tuple(end - begin for begin, end in bounds))
 
 
-def tagged(value: object) -> Any:  # noqa: ANN401 - any value of JSON
+def tagged(value: object) -> Any:
     """Return a value as tagged JSON."""
     if value is None or isinstance(value, bool | str):
         return value
@@ -499,7 +534,9 @@ def _items(name: str) -> Callable[[Any], dict[str, Any]]:
 
 def _members(name: str) -> Callable[[Any], dict[str, Any]]:
     """Return a function for a set, with members sorted by their bytes, as in a checkpoint."""
-    return lambda value: {name: [tagged(item) for item in sorted(value, key=lambda item: dump_tree(item, where=""))]}
+    return lambda value: {
+        name: [tagged(item) for item in sorted(value, key=lambda item: dump_tree(item, where=""))]
+    }
 
 
 def _array(value: InlineArray) -> dict[str, Any]:
@@ -529,12 +566,14 @@ _TAGGED: dict[type, Callable[[Any], Any]] = {
 }
 
 
-def _unpack(content: bytes, where: str) -> Any:  # noqa: ANN401 - any value of the profile
+def _unpack(content: bytes, where: str) -> Any:
     return parse_msgpack(content, where=where, limit_items=99)
 
 
 def _strings(content: bytes, where: str) -> list[str]:
-    found: list[str] = Columns({"column": _unpack(content, where)}, ("column",), where).strings("column").tolist()
+    found: list[str] = (
+        Columns({"column": _unpack(content, where)}, ("column",), where).strings("column").tolist()
+    )
     return found
 
 
@@ -547,10 +586,15 @@ _FORMS: dict[str, Callable[[bytes, str], Any]] = {
     "witness": lambda content, where: WitnessRecord.parse(content, where=where),
     "pins": lambda content, where: Pins.parse(content, where=where),
     "failure": lambda content, where: parse_failure(content, where=where),
-    **dict.fromkeys(("manifest", "abort", "tombstone"), lambda content, where: parse_register(content, where=where)),
+    **dict.fromkeys(
+        ("manifest", "abort", "tombstone"),
+        lambda content, where: parse_register(content, where=where),
+    ),
     "index": lambda content, where: Index.parse(content, where=where),
     "part": lambda content, where: Part.parse(content, where=where),
-    "shard": lambda content, where: parse_shard_header(content, file_nbytes=len(content), where=where),
+    "shard": lambda content, where: parse_shard_header(
+        content, file_nbytes=len(content), where=where
+    ),
     "cursor": lambda content, where: parse_cursor(parse_tree(content, where=where)),
     "tree": lambda content, where: tagged(parse_tree(content, where=where)),
     "msgpack": lambda content, where: tagged(_unpack(content, where)),

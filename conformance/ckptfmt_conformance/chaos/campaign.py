@@ -77,11 +77,22 @@ class Job:
     """
 
     def __init__(
-        self, cluster: Cluster, adapter: Sequence[str], directory: Path, *, pace_s: float, timeout_s: float
+        self,
+        cluster: Cluster,
+        adapter: Sequence[str],
+        directory: Path,
+        *,
+        pace_s: float,
+        timeout_s: float,
     ) -> None:
         self.cluster, self.run = cluster, directory / "run"
         self.rng, self.victim = random.Random(0), 0
-        self._adapter, self._directory, self._pace_s, self._timeout_s = adapter, directory, pace_s, timeout_s
+        self._adapter, self._directory, self._pace_s, self._timeout_s = (
+            adapter,
+            directory,
+            pace_s,
+            timeout_s,
+        )
         self._armed = directory / "armed"
         self._armed.mkdir(parents=True)
         self._away_until = [0.0] * len(cluster.nodes)
@@ -110,8 +121,15 @@ class Job:
         steps until then are no recovery.
         """
         last = self.progress()[-1:]
-        alive = all(node.agent is not None and node.agent.poll() is None for node in self.cluster.nodes)
-        if not (alive and last and last[0][2] == len(self.cluster.nodes) and last[0][1] > max(self._started_s)):
+        alive = all(
+            node.agent is not None and node.agent.poll() is None for node in self.cluster.nodes
+        )
+        if not (
+            alive
+            and last
+            and last[0][2] == len(self.cluster.nodes)
+            and last[0][1] > max(self._started_s)
+        ):
             return False
         ranks = [tuple(node.ranks()) for node in self.cluster.nodes]
         if ranks != self._ranks:
@@ -135,7 +153,9 @@ class Job:
         environment = {
             "CKPTFMT_CHAOS_INSIDE": str(self._armed),
             "CKPTFMT_CHAOS_RUN": str(self.run),
-            "PYTHONPATH": os.pathsep.join([str(_INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(_INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
         }
         self.cluster.start_agent(node, program, environment, job=f"job{self._launch_count}")
 
@@ -146,7 +166,10 @@ class Job:
         for index, node in enumerate(self.cluster.nodes):
             self._start(node)
             self._started_s[index] = time.monotonic()
-        self.wait_for("the end of the earlier launch", lambda: all(agent.poll() is not None for agent in earlier))
+        self.wait_for(
+            "the end of the earlier launch",
+            lambda: all(agent.poll() is not None for agent in earlier),
+        )
 
     def wait_for(self, what: str, condition: Callable[[], object]) -> None:
         """Wait for a condition, and tend the agents. Raises: NotInTimeError."""
@@ -159,7 +182,10 @@ class Job:
 
     def await_whole(self, after: int) -> None:
         """Wait until all nodes have trained together beyond a step. Raises: NotInTimeError."""
-        self.wait_for(f"steps beyond {after}", lambda: self.is_whole() and self.highest() >= after + _NEW_STEPS)
+        self.wait_for(
+            f"steps beyond {after}",
+            lambda: self.is_whole() and self.highest() >= after + _NEW_STEPS,
+        )
 
     def sleep(self, seconds: float) -> None:
         """Wait, and tend the agents; see `Scene`."""
@@ -212,15 +238,19 @@ class Job:
             node.kill()
 
 
-def ask(adapter: Sequence[str], question: str, run: Path, *, timeout_s: float) -> Any:  # noqa: ANN401 - any JSON
+def ask(adapter: Sequence[str], question: str, run: Path, *, timeout_s: float) -> Any:
     """Return an adapter's answer to a question about a run. Raises: SuiteError."""
     argv = [*adapter, question, str(run)]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s * 4, check=False)
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=timeout_s * 4, check=False
+        )
         return json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         tail = getattr(locals().get("done"), "stderr", "")[-1000:]
-        raise SuiteError(f"{' '.join(argv)}: {error}\n{tail}", remedy="See README.md, `chaos`.") from error
+        raise SuiteError(
+            f"{' '.join(argv)}: {error}\n{tail}", remedy="See README.md, `chaos`."
+        ) from error
 
 
 class Campaign:
@@ -283,7 +313,9 @@ class Campaign:
         verdicts: list[Verdict] = []
         directory.mkdir(parents=True)
         with Cluster(self._node_count, is_network=self._is_network, logs=directory) as cluster:
-            job = Job(cluster, self._adapter, directory, pace_s=self._pace_s, timeout_s=self._timeout_s)
+            job = Job(
+                cluster, self._adapter, directory, pace_s=self._pace_s, timeout_s=self._timeout_s
+            )
             try:
                 job.await_whole(0)
                 for index in indices:
@@ -293,7 +325,8 @@ class Campaign:
                         break  # a stuck job would make later injections fail too
             except NotInTimeError as error:
                 raise SuiteError(
-                    f"the job doesn't train: {error}", remedy=f"See the logs in {directory}, or --timeout."
+                    f"the job doesn't train: {error}",
+                    remedy=f"See the logs in {directory}, or --timeout.",
                 ) from error
             finally:
                 job.stop()
@@ -323,7 +356,10 @@ class Campaign:
 
     def _judge(self, jobs: Sequence[tuple[Path, list[Verdict]]]) -> None:
         """Compare all checkpoints of all jobs with an undisturbed run's."""
-        asked = [(ask(self._adapter, "states", run, timeout_s=self._timeout_s), found) for run, found in jobs]
+        asked = [
+            (ask(self._adapter, "states", run, timeout_s=self._timeout_s), found)
+            for run, found in jobs
+        ]
         last = max((one["step"] for states, _ in asked for one in states.values()), default=1)
         reference = self._directory / "reference"
         shutil.rmtree(reference, ignore_errors=True)
@@ -331,16 +367,23 @@ class Campaign:
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         undisturbed = ask(self._adapter, "states", reference, timeout_s=self._timeout_s)
         expected = {one["step"]: one.get("digest") for one in undisturbed.values()}
-        if done.returncode or sorted(expected) != list(range(1, last + 1)) or None in expected.values():
+        if (
+            done.returncode
+            or sorted(expected) != list(range(1, last + 1))
+            or None in expected.values()
+        ):
             raise SuiteError(
-                f"the undisturbed run failed: {done.stderr[-1000:]}", remedy="See that the job trains by itself."
+                f"the undisturbed run failed: {done.stderr[-1000:]}",
+                remedy="See that the job trains by itself.",
             )
         for states, found in asked:
             judge_job(states, expected, found)
 
 
 def judge_job(
-    states: Mapping[str, Mapping[str, Any]], expected: Mapping[int, str], verdicts: Sequence[Verdict]
+    states: Mapping[str, Mapping[str, Any]],
+    expected: Mapping[int, str],
+    verdicts: Sequence[Verdict],
 ) -> None:
     """Set for each injection whether its checkpoints equal the undisturbed run's.
 
@@ -356,12 +399,19 @@ def judge_job(
         verdict.identical = True
         if len(unreadable) > allowed:
             verdict.identical = False
-            verdict.message += f" {len(unreadable)} checkpoints can't be read, {allowed} were damaged: {unreadable}"
+            verdict.message += (
+                f" {len(unreadable)} checkpoints can't be read, {allowed} were"
+                f" damaged: {unreadable}"
+            )
     there = {one["step"] for one in states.values()}
     wrong = {
-        one["step"]: name for name, one in states.items() if one.get("digest", "") not in ("", expected[one["step"]])
+        one["step"]: name
+        for name, one in states.items()
+        if one.get("digest", "") not in ("", expected[one["step"]])
     }
-    missing = {step: "no checkpoint" for step in range(1, max(there, default=0) + 1) if step not in there}
+    missing = {
+        step: "no checkpoint" for step in range(1, max(there, default=0) + 1) if step not in there
+    }
     if len(unreadable) + len(missing) <= allowed + failed:
         missing = {}  # on a noticed storage fault, a writer abandons the checkpoint
     for step, name in sorted({**wrong, **missing}.items()):

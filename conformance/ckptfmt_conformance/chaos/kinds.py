@@ -94,7 +94,10 @@ class Kind:
         """
         readable = "all checkpoints" if not self.damages else f"all checkpoints but {self.damages}"
         failing = f"; {self.fails} save may fail, which is told" if self.fails else ""
-        return f"goes on by itself; {readable} can be read and have the bits of the undisturbed run{failing}"
+        return (
+            f"goes on by itself; {readable} can be read and have the bits of the undisturbed"
+            f" run{failing}"
+        )
 
 
 def _victim(scene: Scene) -> Node:
@@ -209,7 +212,10 @@ def _damage(how: Callable[[Scene, Path], None]) -> Callable[[Scene], None]:
 
 
 def _largest(directory: Path) -> Path:
-    return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    return max(
+        (path for path in directory.rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
 
 
 def _flip_bit(scene: Scene, directory: Path) -> None:
@@ -265,7 +271,9 @@ def _launch_again(scene: Scene) -> None:
 _KILL, _TERM = signal.SIGKILL, signal.SIGTERM
 
 
-def _kind(name: str, phase: str, does: str, inject: Callable[[Scene], None], **options: object) -> Kind:
+def _kind(
+    name: str, phase: str, does: str, inject: Callable[[Scene], None], **options: object
+) -> Kind:
     return Kind(name=name, phase=phase, does=does, inject=inject, **options)  # type: ignore[arg-type]
 
 
@@ -274,19 +282,39 @@ def _kind(name: str, phase: str, does: str, inject: Callable[[Scene], None], **o
 KINDS: Final[tuple[Kind, ...]] = (
     _kind("process/rank-killed", "training", "SIGKILL of a rank", _send(Node.ranks, _KILL)),
     _kind("process/rank-terminated", "training", "SIGTERM of a rank", _send(Node.ranks, _TERM)),
-    _kind("process/helper-killed", "training", "SIGKILL of a rank's savers", _send(Node.helpers, _KILL)),
+    _kind(
+        "process/helper-killed",
+        "training",
+        "SIGKILL of a rank's savers",
+        _send(Node.helpers, _KILL),
+    ),
     _kind(
         "process/rank-and-helper-killed",
         "training",
         "SIGKILL of a rank and its savers",
         _send(lambda node: node.ranks() + node.helpers(), _KILL),
     ),
-    _kind("process/agent-killed", "training", "SIGKILL of an agent; its rank lives on", _send(_agent, _KILL)),
+    _kind(
+        "process/agent-killed",
+        "training",
+        "SIGKILL of an agent; its rank lives on",
+        _send(_agent, _KILL),
+    ),
     _kind("process/agent-terminated", "training", "SIGTERM of an agent", _send(_agent, _TERM)),
     _kind("process/all-killed", "training", "SIGKILL of all processes of all nodes", _kill_all),
     _kind("process/rank-paused", "training", "SIGSTOP of a rank for 3 s", _pause(Node.ranks, 3)),
-    _kind("process/rank-stopped", "training", f"SIGSTOP of a rank for {LONG_S:.0f} s", _pause(Node.ranks, LONG_S)),
-    _kind("process/helper-paused", "saving", "SIGSTOP of a rank's savers for 3 s", _pause(Node.helpers, 3)),
+    _kind(
+        "process/rank-stopped",
+        "training",
+        f"SIGSTOP of a rank for {LONG_S:.0f} s",
+        _pause(Node.ranks, LONG_S),
+    ),
+    _kind(
+        "process/helper-paused",
+        "saving",
+        "SIGSTOP of a rank's savers for 3 s",
+        _pause(Node.helpers, 3),
+    ),
     _kind("process/agent-paused", "training", "SIGSTOP of an agent for 3 s", _pause(_agent, 3)),
     _kind("process/rank-raises", "training", "an exception in a rank's step", _once("raise")),
     _kind(
@@ -301,36 +329,156 @@ KINDS: Final[tuple[Kind, ...]] = (
         "a rank is killed, and its node as it starts",
         _while_starting(_lose_node(1)),
     ),
-    _kind("process/killed-writing", "saving", "SIGKILL of the process that writes a file", _once("kill-write")),
-    _kind("process/killed-syncing", "saving", "SIGKILL of the process that calls fsync", _once("kill-fsync")),
-    _kind("process/killed-linking", "saving", "SIGKILL just before a file gets its name", _once("kill-link")),
-    _kind("process/killed-linked", "saving", "SIGKILL just after a file got its name", _once("kill-linked")),
+    _kind(
+        "process/killed-writing",
+        "saving",
+        "SIGKILL of the process that writes a file",
+        _once("kill-write"),
+    ),
+    _kind(
+        "process/killed-syncing",
+        "saving",
+        "SIGKILL of the process that calls fsync",
+        _once("kill-fsync"),
+    ),
+    _kind(
+        "process/killed-linking",
+        "saving",
+        "SIGKILL just before a file gets its name",
+        _once("kill-link"),
+    ),
+    _kind(
+        "process/killed-linked",
+        "saving",
+        "SIGKILL just after a file got its name",
+        _once("kill-linked"),
+    ),
     _kind("node/killed", "training", "all processes of a node are killed", _lose_node(1)),
     _kind("node/away", "training", "the same, and the node comes back after 10 s", _lose_node(10)),
-    _kind("node/power-lost", "training", "the same, and no connection is ended", _lose_power, needs_network=True),
-    _kind("network/cut-briefly", "training", "a node's link is down for 2 s", _cut(2), needs_network=True),
-    _kind("network/cut", "training", f"a node's link is down for {LONG_S:.0f} s", _cut(LONG_S), needs_network=True),
-    _kind("network/flapping", "training", "a node's link goes up and down", _flap, needs_network=True),
+    _kind(
+        "node/power-lost",
+        "training",
+        "the same, and no connection is ended",
+        _lose_power,
+        needs_network=True,
+    ),
+    _kind(
+        "network/cut-briefly",
+        "training",
+        "a node's link is down for 2 s",
+        _cut(2),
+        needs_network=True,
+    ),
+    _kind(
+        "network/cut",
+        "training",
+        f"a node's link is down for {LONG_S:.0f} s",
+        _cut(LONG_S),
+        needs_network=True,
+    ),
+    _kind(
+        "network/flapping", "training", "a node's link goes up and down", _flap, needs_network=True
+    ),
     _kind("network/slow", "training", "a node sends 256 kbit/s for 5 s", _slow, needs_network=True),
     _kind("storage/slow", "saving", "each write takes 0.2 s, for 5 s", _for_a_while("slow", 5)),
-    _kind("storage/full", "saving", "writes fail with ENOSPC, for 3 s", _for_a_while("full", 3), fails=1),
-    _kind("storage/failing", "saving", "writes fail with EIO, for 3 s", _for_a_while("fail", 3), fails=1),
-    _kind("storage/sync-fails", "saving", "fsync fails once with EIO", _once("fsync-fail"), fails=1),
-    _kind("storage/short-write", "saving", "a write takes half of the bytes, and says so", _once("short")),
-    _kind("storage/unknown-outcome", "saving", "link fails with EIO, and took place", _once("link-unknown")),
-    _kind("storage/bit-flipped", "saving", "a bit is flipped on its way to the file", _once("flip"), damages=1),
-    _kind("storage/write-lost", "saving", "a write is confirmed, and doesn't take place", _once("lose"), damages=1),
-    _kind("checkpoint/bit-flipped", "stopped", "a bit of the newest is flipped", _damage(_flip_bit), damages=1),
-    _kind("checkpoint/truncated", "stopped", "a file of the newest is cut", _damage(_truncate), damages=1),
-    _kind("checkpoint/zeroed", "stopped", "a file of the newest has zeros", _damage(_zero), damages=1),
-    _kind("checkpoint/file-deleted", "stopped", "a file of the newest is gone", _damage(_delete_file), damages=1),
+    _kind(
+        "storage/full",
+        "saving",
+        "writes fail with ENOSPC, for 3 s",
+        _for_a_while("full", 3),
+        fails=1,
+    ),
+    _kind(
+        "storage/failing",
+        "saving",
+        "writes fail with EIO, for 3 s",
+        _for_a_while("fail", 3),
+        fails=1,
+    ),
+    _kind(
+        "storage/sync-fails", "saving", "fsync fails once with EIO", _once("fsync-fail"), fails=1
+    ),
+    _kind(
+        "storage/short-write",
+        "saving",
+        "a write takes half of the bytes, and says so",
+        _once("short"),
+    ),
+    _kind(
+        "storage/unknown-outcome",
+        "saving",
+        "link fails with EIO, and took place",
+        _once("link-unknown"),
+    ),
+    _kind(
+        "storage/bit-flipped",
+        "saving",
+        "a bit is flipped on its way to the file",
+        _once("flip"),
+        damages=1,
+    ),
+    _kind(
+        "storage/write-lost",
+        "saving",
+        "a write is confirmed, and doesn't take place",
+        _once("lose"),
+        damages=1,
+    ),
+    _kind(
+        "checkpoint/bit-flipped",
+        "stopped",
+        "a bit of the newest is flipped",
+        _damage(_flip_bit),
+        damages=1,
+    ),
+    _kind(
+        "checkpoint/truncated",
+        "stopped",
+        "a file of the newest is cut",
+        _damage(_truncate),
+        damages=1,
+    ),
+    _kind(
+        "checkpoint/zeroed", "stopped", "a file of the newest has zeros", _damage(_zero), damages=1
+    ),
+    _kind(
+        "checkpoint/file-deleted",
+        "stopped",
+        "a file of the newest is gone",
+        _damage(_delete_file),
+        damages=1,
+    ),
     _kind("checkpoint/deleted", "stopped", "the newest is gone", _damage(_delete_whole), damages=1),
-    _kind("checkpoint/stale", "stopped", "the run is put back to a copy of some steps ago", _put_back),
+    _kind(
+        "checkpoint/stale", "stopped", "the run is put back to a copy of some steps ago", _put_back
+    ),
     _kind("checkpoint/litter", "stopped", "files of nobody lie in the run", _litter),
     _kind("computation/nan", "training", "a rank's gradients are NaN", _once("nan")),
-    _kind("computation/weight-flipped", "training", "a bit of a rank's weight is flipped", _once("flip-weight")),
-    _kind("computation/moment-flipped", "training", "a bit of a rank's moment is flipped", _once("flip-moment")),
-    _kind("clock/forward", "training", "the clocks jump ahead by an hour, for 3 s", _for_a_while("clock", 3, "3600")),
-    _kind("clock/back", "training", "the clocks jump back by an hour, for 3 s", _for_a_while("clock", 3, "-3600")),
-    _kind("launch/two-at-once", "training", "the job is launched again while it trains", _launch_again),
+    _kind(
+        "computation/weight-flipped",
+        "training",
+        "a bit of a rank's weight is flipped",
+        _once("flip-weight"),
+    ),
+    _kind(
+        "computation/moment-flipped",
+        "training",
+        "a bit of a rank's moment is flipped",
+        _once("flip-moment"),
+    ),
+    _kind(
+        "clock/forward",
+        "training",
+        "the clocks jump ahead by an hour, for 3 s",
+        _for_a_while("clock", 3, "3600"),
+    ),
+    _kind(
+        "clock/back",
+        "training",
+        "the clocks jump back by an hour, for 3 s",
+        _for_a_while("clock", 3, "-3600"),
+    ),
+    _kind(
+        "launch/two-at-once", "training", "the job is launched again while it trains", _launch_again
+    ),
 )

@@ -18,9 +18,7 @@ __all__ = ["Cluster", "Node", "network_problem"]
 #: The environment variable with the mark of a node's processes, including children of children.
 _MARK: Final = "CKPTFMT_CHAOS_NODE"
 #: torchrun's timeouts for the rendezvous and for silent nodes: seconds instead of minutes.
-_RENDEZVOUS: Final = (
-    "is_host=0,join_timeout=300,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,read_timeout=60"
-)
+_RENDEZVOUS: Final = "is_host=0,join_timeout=300,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,read_timeout=60"
 
 
 def _ip(*words: str, check: bool = True) -> None:
@@ -63,7 +61,9 @@ class Node:
         self.agent: subprocess.Popen[bytes] | None = None
         self._mark, self._namespace = mark, namespace
 
-    def start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    def start(
+        self, argv: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
         """Start a program on this node in a new session, with output to the end of `log`."""
         inside = ["ip", "netns", "exec", self._namespace] if self._namespace else []
         interface = {"GLOO_SOCKET_IFNAME": "eth0" if self._namespace else "lo"}
@@ -96,7 +96,9 @@ class Node:
     def helpers(self) -> list[int]:
         """Return the ids of the child processes of ranks, such as savers and loaders."""
         agent = self.agent
-        return [pid for pid in self.pids() if agent is None or agent.pid not in (pid, _parent_of(pid))]
+        return [
+            pid for pid in self.pids() if agent is None or agent.pid not in (pid, _parent_of(pid))
+        ]
 
     def kill(self) -> None:
         """Kill all processes of this node, including newly started processes."""
@@ -234,7 +236,13 @@ class Cluster:
                 agents.
         """
         argv = [
-            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{len(self.nodes)}", "--nproc-per-node=1"),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                f"--nnodes=1:{len(self.nodes)}",
+                "--nproc-per-node=1",
+            ),
             *(f"--max-restarts={max_restarts}", "--monitor-interval=0.1", "--shutdown-timeout=5"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={job}"),
             *(f"--rdzv-conf={_RENDEZVOUS}", f"--local-addr={node.address}"),
@@ -242,6 +250,10 @@ class Cluster:
         ]
         # Each rendezvous round has a new store, because torchrun would keep the address of a lost
         # leader.
-        environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", **environment}
+        environment = {
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
         node.agent = node.start(argv, environment, self._logs / f"{node.name}.log")
         return node.agent

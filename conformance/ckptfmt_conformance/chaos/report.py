@@ -52,14 +52,19 @@ def table_of(injections: Sequence[Mapping[str, Any]]) -> str:
     for name, found in sorted(kinds.items()):
         times = [one["seconds"] for one in found]
         lines.append(
-            f"{name:32} {found[0]['phase']:9} {len(found):5} {sum(one['recovered'] is True for one in found):5} "
-            f"{sum(one['identical'] is not True for one in found):5} {statistics.median(times):6.1f} s "
+            f"{name:32} {found[0]['phase']:9} {len(found):5}"
+            f" {sum(one['recovered'] is True for one in found):5} "
+            f"{sum(one['identical'] is not True for one in found):5}"
+            f" {statistics.median(times):6.1f} s "
             f"{max(times):6.1f} s {max(one['steps_lost'] for one in found):5}"
         )
     broken = [one for one in injections if not one["kept"]]
-    lines += [f"{one['index']} {one['kind']} at {one['victim']}: {one['message']}" for one in broken]
+    lines += [
+        f"{one['index']} {one['kind']} at {one['victim']}: {one['message']}" for one in broken
+    ]
     lines.append(
-        f"{len(injections) - len(broken)} of {len(injections)} injections of {len(kinds)} kinds: training went on by "
+        f"{len(injections) - len(broken)} of {len(injections)} injections of {len(kinds)} kinds:"
+        " training went on by "
         "itself, and every checkpoint has the bits of the undisturbed run"
     )
     return "\n".join(lines)
@@ -68,12 +73,22 @@ def table_of(injections: Sequence[Mapping[str, Any]]) -> str:
 def text_of(verdicts: Sequence[Verdict], *, seed: int, seconds: float) -> str:
     """Return the table of a campaign."""
     rate = 60 * len(verdicts) / max(seconds, 1)
-    return f"{table_of(as_injections(verdicts))}. Seed {seed}, {seconds:.0f} s, {rate:.1f} injections a minute"
+    return (
+        f"{table_of(as_injections(verdicts))}. Seed {seed}, {seconds:.0f} s, {rate:.1f}"
+        " injections a minute"
+    )
 
 
-def dump_json(verdicts: Sequence[Verdict], *, seed: int, seconds: float, options: Mapping[str, Any]) -> str:
+def dump_json(
+    verdicts: Sequence[Verdict], *, seed: int, seconds: float, options: Mapping[str, Any]
+) -> str:
     """Return a report as JSON."""
-    members = {"suite": __version__, "seed": seed, "seconds": round(seconds, 1), "options": dict(options)}
+    members = {
+        "suite": __version__,
+        "seed": seed,
+        "seconds": round(seconds, 1),
+        "options": dict(options),
+    }
     return json.dumps({**members, "injections": as_injections(verdicts)}, indent=2, sort_keys=True)
 
 
@@ -81,7 +96,10 @@ def sum_of(reports: Sequence[Mapping[str, Any]]) -> str:
     """Return the table of several campaigns from their JSON reports."""
     seeds = ", ".join(str(one["seed"]) for one in reports)
     seconds = sum(one["seconds"] for one in reports)
-    return f"{table_of([one for report in reports for one in report['injections']])}. Seeds {seeds}, {seconds:.0f} s"
+    return (
+        f"{table_of([one for report in reports for one in report['injections']])}. Seeds"
+        f" {seeds}, {seconds:.0f} s"
+    )
 
 
 def as_run(verdicts: Sequence[Verdict], *, adapter: str, seed: int, seconds: float) -> Run:
@@ -101,7 +119,9 @@ def as_run(verdicts: Sequence[Verdict], *, adapter: str, seed: int, seconds: flo
         )
         for one in verdicts
     )
-    described = Description(name="chaos", version=f"seed {seed}", spec=(), roles=(), features=(), kinds=())
+    described = Description(
+        name="chaos", version=f"seed {seed}", spec=(), roles=(), features=(), kinds=()
+    )
     return Run(
         adapter=adapter,
         description=described,

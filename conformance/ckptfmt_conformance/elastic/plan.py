@@ -55,7 +55,9 @@ class Plan:
         Raises: ValueError for more processes than logical workers.
         """
         if not 0 <= rank < world_size <= self.workers:
-            raise ValueError(f"rank {rank} of {world_size} can't share {self.workers} logical workers")
+            raise ValueError(
+                f"rank {rank} of {world_size} can't share {self.workers} logical workers"
+            )
         return range(rank * self.workers // world_size, (rank + 1) * self.workers // world_size)
 
     def owner(self, worker: int, world_size: int) -> int:

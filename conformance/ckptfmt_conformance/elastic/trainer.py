@@ -87,7 +87,9 @@ class Trainer:
         self._max_norm = max_norm
         self._scale = scale
         self._reduction: Reduction = reduction or TreeSum()
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         self.window = WindowSum()
         self.steps_done = 0
 
@@ -130,8 +132,12 @@ class Trainer:
             scaled = loss * self._scale.scale if self._scale else loss
             # `.grad` would add the gradients of several logical workers in the order of the
             # process.
-            gradients = torch.autograd.grad(scaled, self._parameters, allow_unused=True, materialize_grads=True)
-        floats = [gradient.reshape(-1).float() for gradient in gradients] + [loss.detach().reshape(1).float()]
+            gradients = torch.autograd.grad(
+                scaled, self._parameters, allow_unused=True, materialize_grads=True
+            )
+        floats = [gradient.reshape(-1).float() for gradient in gradients] + [
+            loss.detach().reshape(1).float()
+        ]
         wholes = [torch.tensor([count], device=loss.device)]
         for buffer, old in zip(self._model.buffers(), before, strict=True):
             if buffer.is_floating_point():
@@ -146,7 +152,9 @@ class Trainer:
         floats = sum(parameter.numel() for parameter in self._parameters) + 1
         floats += sum(buffer.numel() for buffer in before if buffer.is_floating_point())
         wholes = 1 + sum(1 if buffer.is_floating_point() else buffer.numel() for buffer in before)
-        return torch.empty(floats, device=device), torch.empty(wholes, dtype=torch.int64, device=device)
+        return torch.empty(floats, device=device), torch.empty(
+            wholes, dtype=torch.int64, device=device
+        )
 
     @torch.no_grad()
     def _take_buffers(self, sums: Sums, before: list[torch.Tensor]) -> Sums:
@@ -179,12 +187,18 @@ class Trainer:
         flat = floats[:-1] / scale / count
         skipped = bool(self._scale) and not bool(torch.isfinite(flat).all())
         parts = torch.split(flat, [parameter.numel() for parameter in self._parameters])
-        gradients = [part.view_as(parameter) for part, parameter in zip(parts, self._parameters, strict=True)]
+        gradients = [
+            part.view_as(parameter) for part, parameter in zip(parts, self._parameters, strict=True)
+        ]
         norm = grad_norm(gradients)
         if not skipped:
-            factor = torch.clamp(self._max_norm / (norm + 1e-6), max=1.0) if self._max_norm else None
+            factor = (
+                torch.clamp(self._max_norm / (norm + 1e-6), max=1.0) if self._max_norm else None
+            )
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = (gradient if factor is None else gradient * factor).to(parameter.dtype)
+                parameter.grad = (gradient if factor is None else gradient * factor).to(
+                    parameter.dtype
+                )
             self._optimizer.step()
             self._optimizer.zero_grad()
         if self._scale:

@@ -155,7 +155,9 @@ class WindowSum:
         Raises: ValueError where the slots contradict the number of microbatches.
         """
         count, slots = state["count"], state["slots"]
-        loaded = {int(slot): (floats.clone(), wholes.clone()) for slot, (floats, wholes) in slots.items()}
+        loaded = {
+            int(slot): (floats.clone(), wholes.clone()) for slot, (floats, wholes) in slots.items()
+        }
         if sum(1 << slot for slot in loaded) != count:
             raise ValueError(f"slots {sorted(loaded)} aren't those of {count} microbatches")
         self.count, self.slots = count, loaded

@@ -11,7 +11,16 @@ load executes no code.
 
 from __future__ import annotations
 
-from ckptfmt_conformance.neutral.case import FULL, QUICK, Bench, Effort, NeutralCase, Result, Status, Verdict
+from ckptfmt_conformance.neutral.case import (
+    FULL,
+    QUICK,
+    Bench,
+    Effort,
+    NeutralCase,
+    Result,
+    Status,
+    Verdict,
+)
 from ckptfmt_conformance.neutral.peer import (
     AsyncPeer,
     Description,

@@ -43,7 +43,9 @@ def one_line(error: BaseException) -> str:
     return f"{name}: {text[:137]}..." if len(text) > 140 else f"{name}: {text}"
 
 
-def save_or_stop(peer: Peer, path: Path, state: Mapping[str, object], step: int, *, may_refuse: bool = False) -> None:
+def save_or_stop(
+    peer: Peer, path: Path, state: Mapping[str, object], step: int, *, may_refuse: bool = False
+) -> None:
     """Save a state.
 
     Raises: VerdictError: UNSUPPORTED where the peer reports a missing feature, or refuses where
@@ -57,7 +59,9 @@ def save_or_stop(peer: Peer, path: Path, state: Mapping[str, object], step: int,
         raise
     except BaseException as error:  # some libraries raise a BaseException that isn't an Exception
         if may_refuse:
-            raise VerdictError(Verdict(Status.UNSUPPORTED, f"refused: {one_line(error)}")) from error
+            raise VerdictError(
+                Verdict(Status.UNSUPPORTED, f"refused: {one_line(error)}")
+            ) from error
         raise VerdictError(Verdict(Status.FAIL, f"the save raised {one_line(error)}")) from error
 
 

@@ -64,17 +64,24 @@ def _mutated(peer: Peer, bench: Bench) -> Verdict:
             return Verdict(Status.FAIL, f"round {round_}: the save raised {one_line(error)}")
         outcome = try_load(peer, path, state, expected)
         if outcome.kind != "same":
-            return Verdict(Status.FAIL, f"changed by {name} after the call: {outcome.kind}: {outcome.said}")
+            return Verdict(
+                Status.FAIL, f"changed by {name} after the call: {outcome.kind}: {outcome.said}"
+            )
     size = bench.effort.async_nbytes >> 20
     ways = ", ".join(name for name, _ in _WAYS[: bench.effort.async_rounds])
-    seen = f"{bench.effort.async_rounds} saves of {size} MiB, changed by {ways} right after the call"
+    seen = (
+        f"{bench.effort.async_rounds} saves of {size} MiB, changed by {ways} right after the call"
+    )
     return Verdict(Status.PASS, f"{seen}: the bytes of the call")
 
 
 CASES = (
     NeutralCase(
         id="async/mutation",
-        asked="Begin a save beside the training, and overwrite all tensors as soon as the call returns.",
+        asked=(
+            "Begin a save beside the training, and overwrite all tensors as soon as the call"
+            " returns."
+        ),
         passes="The checkpoint holds what the tensors held when the save was called.",
         fails="It holds anything of what was written afterwards; or the save raises.",
         unsupported="The library has no save that goes on beside its caller.",

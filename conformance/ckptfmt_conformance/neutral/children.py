@@ -129,4 +129,8 @@ def call(function: Callable[[], object], *, timeout_s: float) -> Answer:
         return Answer(None, f"it didn't end within {timeout_s:g} s")
     if code < 0:
         return Answer(None, f"it died of {signal.Signals(-code).name}")
-    return Answer(json.loads(lines[-1]), "") if code == 0 and lines else Answer(None, f"it ended with status {code}")
+    return (
+        Answer(json.loads(lines[-1]), "")
+        if code == 0 and lines
+        else Answer(None, f"it ended with status {code}")
+    )

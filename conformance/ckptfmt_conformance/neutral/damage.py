@@ -43,7 +43,13 @@ class _Saved:
         keeps = peer.describe().keeps
         state = small_state(seed, keeps)
         step = _STEP + seed
-        saved = cls(peer, bench, bench.place(name), state, Expected.of(state, step if "step" in keeps else None))
+        saved = cls(
+            peer,
+            bench,
+            bench.place(name),
+            state,
+            Expected.of(state, step if "step" in keeps else None),
+        )
         save_or_stop(peer, saved.path, state, step)
         return saved
 
@@ -84,7 +90,10 @@ def _judge(saved: _Saved, tried: Iterator[tuple[str, Outcome]], what: str) -> Ve
     total = kinds.total()
     seen = f"{what}: {total}; {kinds['raised']} refused, {kinds['same']} came back whole"
     if kinds["other"]:
-        return Verdict(Status.FAIL, f"{seen}, {kinds['other']} came back as other bytes without an error{first}")
+        return Verdict(
+            Status.FAIL,
+            f"{seen}, {kinds['other']} came back as other bytes without an error{first}",
+        )
     return Verdict(Status.PASS, seen) if total else Verdict(Status.ERROR, "nothing was tried")
 
 
@@ -115,7 +124,9 @@ def _zeros(peer: Peer, bench: Bench) -> Verdict:
             for at in _cuts(len(whole), bench.effort.cuts_per_file):
                 if any(whole[at:]):
                     content = whole[:at] + bytes(len(whole) - at)
-                    yield saved.damaged(path, content, f"with zeros from byte {at} of {len(whole)} on")
+                    yield saved.damaged(
+                        path, content, f"with zeros from byte {at} of {len(whole)} on"
+                    )
 
     return _judge(saved, tried(), "files with a tail of zeros")
 
@@ -161,7 +172,9 @@ def _swapped(peer: Peer, bench: Bench) -> Verdict:
     if len(ours) < 2:
         return Verdict(Status.SKIPPED, "one file is the whole checkpoint: there is nothing to mix")
     if ours.keys() != theirs.keys():
-        return Verdict(Status.ERROR, f"files without a counterpart: {sorted(ours.keys() ^ theirs.keys())[:3]}")
+        return Verdict(
+            Status.ERROR, f"files without a counterpart: {sorted(ours.keys() ^ theirs.keys())[:3]}"
+        )
     tried = (
         saved.damaged(path, theirs[role].read_bytes(), "taken from another checkpoint")
         for role, path in ours.items()
@@ -248,7 +261,10 @@ CASES = (
     ),
     NeutralCase(
         id="damage/zero-tail",
-        asked="Let each file keep its size, but hold zeros from some place on, as after a power cut, and load.",
+        asked=(
+            "Let each file keep its size, but hold zeros from some place on, as after a power"
+            " cut, and load."
+        ),
         passes=_SAME,
         fails=_OTHER,
         unsupported=_NEVER,
@@ -272,7 +288,10 @@ CASES = (
     ),
     NeutralCase(
         id="damage/swapped-file",
-        asked="Put each file's counterpart of another checkpoint of the same structure in its place, and load.",
+        asked=(
+            "Put each file's counterpart of another checkpoint of the same structure in its"
+            " place, and load."
+        ),
         passes=_SAME,
         fails=_OTHER,
         unsupported=f"{_NEVER} SKIPPED where one file is the whole checkpoint.",
@@ -280,7 +299,10 @@ CASES = (
     ),
     NeutralCase(
         id="damage/nothing-executed",
-        asked="Put pickles that would run code in the place of each file, and an object among the values; load.",
+        asked=(
+            "Put pickles that would run code in the place of each file, and an object among the"
+            " values; load."
+        ),
         passes="No code ran, whatever the load says.",
         fails="Code ran.",
         unsupported="Its documentation says that only trusted checkpoints may be loaded.",

@@ -76,7 +76,9 @@ def _make(*, right: bool) -> dict[str, object]:
 def _expected() -> Expected:
     tensors = {name: _content(name, shape, dtype) for name, (shape, dtype, _) in _LAYOUTS.items()}
     shapes = {"0.weight": (10, 7), "0.bias": (10,), "1.weight": (3, 10), "1.bias": (3,)}
-    tensors |= {f"model.{name}": _content(name, shape, torch.float32) for name, shape in shapes.items()}
+    tensors |= {
+        f"model.{name}": _content(name, shape, torch.float32) for name, shape in shapes.items()
+    }
     return Expected.of({"tensors": tensors}, None)
 
 
@@ -125,7 +127,11 @@ def _gang(bench: Bench, world_size: int, act: Callable[[], str]) -> list[_Said]:
     for child in children:
         code = child.end(_GANG_S)
         lines = child.lines()
-        said.append(_Said(*json.loads(lines[-1])) if lines else _Said("died", f"a process ended with status {code}"))
+        said.append(
+            _Said(*json.loads(lines[-1]))
+            if lines
+            else _Said("died", f"a process ended with status {code}")
+        )
     return said
 
 
@@ -146,7 +152,10 @@ def _act(meeting: Path, rank: int, world_size: int, act: Callable[[], str]) -> _
 
 def _resized(peer: Peer, bench: Bench) -> Verdict:
     if not isinstance(peer, DistributedPeer):
-        return Verdict(Status.UNSUPPORTED, "it knows nothing of shards: each process's file is a checkpoint of its own")
+        return Verdict(
+            Status.UNSUPPORTED,
+            "it knows nothing of shards: each process's file is a checkpoint of its own",
+        )
     path = bench.place("saved")
     rounds: list[tuple[str, int, Callable[[], str]]] = [
         ("saved and loaded by 4", 4, lambda: _save(peer, path) or _load(peer, path)),
@@ -161,17 +170,23 @@ def _resized(peer: Peer, bench: Bench) -> Verdict:
             if said.kind == "unsupported":
                 return Verdict(Status.UNSUPPORTED, said.more)
             if said.kind != "ok":
-                return Verdict(Status.FAIL, f"{name}, rank {rank} of {world_size}: {said.kind}: {said.more}")
+                return Verdict(
+                    Status.FAIL, f"{name}, rank {rank} of {world_size}: {said.kind}: {said.more}"
+                )
     count = len(_LAYOUTS) + 4
     return Verdict(
-        Status.PASS, f"{count} tensors (DTensor and FSDP2) saved by 4 processes: the same bytes by 4, 2 and 1"
+        Status.PASS,
+        f"{count} tensors (DTensor and FSDP2) saved by 4 processes: the same bytes by 4, 2 and 1",
     )
 
 
 CASES = (
     NeutralCase(
         id="layout/new-world-size",
-        asked="Save DTensors and a module under FSDP2 with 4 gloo processes; load with 4, with 2 and with 1.",
+        asked=(
+            "Save DTensors and a module under FSDP2 with 4 gloo processes; load with 4, with 2"
+            " and with 1."
+        ),
         passes="Every byte of every tensor is the same in each layout.",
         fails="A tensor differs, or a load raises.",
         unsupported="The library doesn't know shards.",

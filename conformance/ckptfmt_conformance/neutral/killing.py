@@ -81,7 +81,9 @@ class _Run:
         """
         step = len(self.victims) + 1
         self._bench.note(f"saving step {step}, killed {moment}")
-        child = Child(lambda tell: self._be_killed(step, tell, at_event, in_background=in_background))
+        child = Child(
+            lambda tell: self._be_killed(step, tell, at_event, in_background=in_background)
+        )
         if child.wait_for("asked", _TIMEOUT_S) and after_s is not None:
             if in_background:
                 child.wait_for("returned", _TIMEOUT_S)
@@ -90,11 +92,19 @@ class _Run:
         code = child.end(_TIMEOUT_S)
         lines = child.lines()
         problems = [line.removeprefix("failed ") for line in lines if line.startswith("failed ")]
-        problem = problems[0] if problems else "" if code in {0, -signal.SIGKILL} else f"it ended with status {code}"
+        problem = (
+            problems[0]
+            if problems
+            else ""
+            if code in {0, -signal.SIGKILL}
+            else f"it ended with status {code}"
+        )
         self.victims.append(_Victim(step, moment, "done" in lines, problem))
         return lines
 
-    def _be_killed(self, step: int, tell: Callable[[str], None], at_event: int | None, *, in_background: bool) -> None:
+    def _be_killed(
+        self, step: int, tell: Callable[[str], None], at_event: int | None, *, in_background: bool
+    ) -> None:
         state = self.state(step)
         events = _watch(str(self._bench.scratch), at_event)
         begin_s = time.monotonic()
@@ -134,7 +144,9 @@ def _watch(root: str, at_event: int | None) -> list[int]:
     events = [0]
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event in _EVENTS and any(isinstance(arg, str | bytes) and os.fsdecode(arg).startswith(root) for arg in args):
+        if event in _EVENTS and any(
+            isinstance(arg, str | bytes) and os.fsdecode(arg).startswith(root) for arg in args
+        ):
             events[0] += 1
             if events[0] == at_event:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -154,13 +166,21 @@ def _killed(peer: Peer, bench: Bench) -> Verdict:
     took_s, event_count = (float(word) for word in lines[-1].split()[1:])
     kills = bench.effort.kills
     for number in range(kills):
-        run.save(f"after {(number + 0.5) / kills:.0%} of a save", after_s=took_s * (number + 0.5) / kills)
-    events = sorted({1 + round(number * (event_count - 1) / max(1, kills - 1)) for number in range(kills)})
+        run.save(
+            f"after {(number + 0.5) / kills:.0%} of a save", after_s=took_s * (number + 0.5) / kills
+        )
+    events = sorted(
+        {1 + round(number * (event_count - 1) / max(1, kills - 1)) for number in range(kills)}
+    )
     for event in events if event_count else []:
         run.save(f"at what it does {event}. of {event_count:.0f}", at_event=event)
     if isinstance(peer, AsyncPeer):
         for part in (0.0, 0.5):
-            run.save(f"{part:.0%} of a save after an async one returned", after_s=took_s * part, in_background=True)
+            run.save(
+                f"{part:.0%} of a save after an async one returned",
+                after_s=took_s * part,
+                in_background=True,
+            )
     run.save("never")
     return _judge(run)
 
@@ -174,28 +194,43 @@ def _judge(run: _Run) -> Verdict:
         if victim.problem:
             found.append(f"step {victim.step}, killed {victim.moment}: {victim.problem}")
         if kind == "other":
-            found.append(f"killed {victim.moment}: what was left was taken for a checkpoint: {said}")
+            found.append(
+                f"killed {victim.moment}: what was left was taken for a checkpoint: {said}"
+            )
         elif victim.done and kind == "raised":
             found.append(f"a save that had returned is lost (killed {victim.moment}): {said}")
         cut_short += not victim.done
         whole += not victim.done and kind == "same"
     kills = sum(victim.moment != "never" for victim in run.victims)
-    seen = f"{kills} processes killed, {cut_short} of them in mid-save: {whole} checkpoints whole all the same"
+    seen = (
+        f"{kills} processes killed, {cut_short} of them in mid-save: {whole} checkpoints whole"
+        " all the same"
+    )
     if found:
         return Verdict(Status.FAIL, f"{seen}; {len(found)} wrong, first: {found[0]}")
     if not cut_short:
         return Verdict(Status.ERROR, f"{seen}: nothing was shown")
     return Verdict(
-        Status.PASS, f"{seen}, {cut_short - whole} refused; {kills - cut_short + 3} that had returned all there"
+        Status.PASS,
+        f"{seen}, {cut_short - whole} refused; {kills - cut_short + 3} that had returned all there",
     )
 
 
 CASES = (
     NeutralCase(
         id="crash/killed-in-save",
-        asked="Kill processes by SIGKILL at many moments of their saves, beside complete checkpoints; load them all.",
-        passes="What had returned loads with its bytes; what was cut short is refused, or loads with its bytes.",
-        fails="A checkpoint that was complete is lost; or what was half-written loads as something else.",
+        asked=(
+            "Kill processes by SIGKILL at many moments of their saves, beside complete"
+            " checkpoints; load them all."
+        ),
+        passes=(
+            "What had returned loads with its bytes; what was cut short is refused, or loads"
+            " with its bytes."
+        ),
+        fails=(
+            "A checkpoint that was complete is lost; or what was half-written loads as"
+            " something else."
+        ),
         unsupported="Its documentation says that a save isn't safe against this.",
         judge=_killed,
     ),

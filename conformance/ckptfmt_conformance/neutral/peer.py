@@ -10,7 +10,16 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptfmt_conformance.protocol import Unsupported
 
-__all__ = ["AsyncPeer", "Description", "DistributedPeer", "Loaded", "Peer", "Pending", "Unsupported", "find_peer"]
+__all__ = [
+    "AsyncPeer",
+    "Description",
+    "DistributedPeer",
+    "Loaded",
+    "Peer",
+    "Pending",
+    "Unsupported",
+    "find_peer",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

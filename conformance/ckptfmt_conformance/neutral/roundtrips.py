@@ -65,7 +65,16 @@ def _specials(dtype: torch.dtype) -> list[bytes]:
     The NaNs have payloads.
     """
     if dtype in {torch.float32, torch.complex64}:
-        words = (0x80000000, 0x7F800000, 0xFF800000, 0x00000001, 0x7FC00000, 0x7FC12345, 0xFFC00001, 0x7F800001)
+        words = (
+            0x80000000,
+            0x7F800000,
+            0xFF800000,
+            0x00000001,
+            0x7FC00000,
+            0x7FC12345,
+            0xFFC00001,
+            0x7F800001,
+        )
         return [struct.pack("<II", word, word) for word in words]
     words = (
         1 << 63,
@@ -87,7 +96,9 @@ def _of_dtypes(*names: str) -> dict[str, object]:
 
 def _bools() -> dict[str, object]:
     rng = random.Random(1)
-    return {"tensors": {"mask": from_bits(bytes(rng.randrange(2) for _ in range(1001)), torch.bool)}}
+    return {
+        "tensors": {"mask": from_bits(bytes(rng.randrange(2) for _ in range(1001)), torch.bool)}
+    }
 
 
 def _empty() -> dict[str, object]:
@@ -97,7 +108,11 @@ def _empty() -> dict[str, object]:
 
 
 def _scalars() -> dict[str, object]:
-    tensors = {"float": torch.tensor(-0.0), "int": torch.tensor(-(2**63)), "bool": torch.tensor(data=True)}
+    tensors = {
+        "float": torch.tensor(-0.0),
+        "int": torch.tensor(-(2**63)),
+        "bool": torch.tensor(data=True),
+    }
     return {"tensors": {**tensors, "one": torch.tensor([3.0])}}
 
 
@@ -109,7 +124,9 @@ def _views() -> dict[str, object]:
             "transposed": base.t(),
             "every other": base.clone()[::2, 1::3],
             "expanded": base[:1].clone().expand(7, 30),
-            "channels last": base.clone().reshape(2, 5, 10, 12).to(memory_format=torch.channels_last),
+            "channels last": base.clone()
+            .reshape(2, 5, 10, 12)
+            .to(memory_format=torch.channels_last),
             "inside": large[1000:1100],
         }
     }
@@ -122,7 +139,14 @@ def _tied() -> dict[str, object]:
 
 def _overlapping() -> dict[str, object]:
     weight = from_bits(random.Random(5).randbytes(20 * 30 * 4), torch.float32, (20, 30))
-    return {"tensors": {"all": weight, "rows": weight[3:9], "turned": weight.t(), "beside": torch.arange(5)}}
+    return {
+        "tensors": {
+            "all": weight,
+            "rows": weight[3:9],
+            "turned": weight.t(),
+            "beside": torch.arange(5),
+        }
+    }
 
 
 def _with(values: dict[str, object]) -> dict[str, object]:
@@ -170,7 +194,9 @@ def _case(
         asked=f"Save and load {asked}.",
         passes="Every byte, dtype, shape and value comes back.",
         fails="Something else comes back without an error; or the load of what was saved raises.",
-        unsupported="The save refuses it by an error." if may_refuse else "The peer says so beforehand.",
+        unsupported="The save refuses it by an error."
+        if may_refuse
+        else "The peer says so beforehand.",
         judge=partial(_round_trip, make, needs, may_refuse=may_refuse, what=what),
     )
 
@@ -181,7 +207,11 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
 CASES = (
     _case(
         "bytes/floats",
-        "float64, float32, float16 and bfloat16, with -0.0, infinities, subnormal numbers and NaN payloads",
+        (
+            "float64, float32, float16 and bfloat16, with -0.0, infinities, subnormal numbers and"
+            " NaN"
+            " payloads"
+        ),
         partial(_of_dtypes, *_FLOATS),
         what="all patterns of 16 bits; 3,000 random ones and 16 special ones of 32 and 64",
         may_refuse=False,
@@ -206,10 +236,31 @@ CASES = (
         what="all patterns of 16 bits, 3,000 random ones of 32 and 64",
     ),
     _case("bytes/bool", "a mask of 1,001 booleans", _bools, what="still bool", may_refuse=False),
-    _case("bytes/complex64", "complex64", partial(_of_dtypes, "complex64"), what="with -0.0 and NaN payloads"),
-    _case("bytes/complex128", "complex128", partial(_of_dtypes, "complex128"), what="with -0.0 and NaN payloads"),
-    _case("shapes/empty", "tensors without elements, of one to three dimensions", _empty, what="the shapes, too"),
-    _case("shapes/scalar", "tensors of no dimension", _scalars, what="the shapes, too", may_refuse=False),
+    _case(
+        "bytes/complex64",
+        "complex64",
+        partial(_of_dtypes, "complex64"),
+        what="with -0.0 and NaN payloads",
+    ),
+    _case(
+        "bytes/complex128",
+        "complex128",
+        partial(_of_dtypes, "complex128"),
+        what="with -0.0 and NaN payloads",
+    ),
+    _case(
+        "shapes/empty",
+        "tensors without elements, of one to three dimensions",
+        _empty,
+        what="the shapes, too",
+    ),
+    _case(
+        "shapes/scalar",
+        "tensors of no dimension",
+        _scalars,
+        what="the shapes, too",
+        may_refuse=False,
+    ),
     _case(
         "views/strided",
         "transposed, strided, expanded and channels-last tensors, and a slice of a larger storage",
@@ -217,8 +268,15 @@ CASES = (
         what="all five",
     ),
     _case("views/tied", "one tensor under two names", _tied, what="under both names"),
-    _case("views/overlapping", "tensors that share parts of a storage", _overlapping, what="under all names"),
-    _case("values/step", "the step", _stepped, what="the same step", needs="step", may_refuse=False),
+    _case(
+        "views/overlapping",
+        "tensors that share parts of a storage",
+        _overlapping,
+        what="under all names",
+    ),
+    _case(
+        "values/step", "the step", _stepped, what="the same step", needs="step", may_refuse=False
+    ),
     _case(
         "values/plain",
         "numbers, texts, lists and nested mappings",

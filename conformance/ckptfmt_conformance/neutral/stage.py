@@ -91,7 +91,9 @@ def judge(plan: Sequence[tuple[str, Sequence[str]]], *, effort: Effort = FULL) -
         if process.returncode:
             errors.seek(0)
             last = errors.read().decode("utf-8", "replace").strip().splitlines()[-1:]
-            raise RuntimeError(f"the judging process ended with status {process.returncode}: {' '.join(last)}")
+            raise RuntimeError(
+                f"the judging process ended with status {process.returncode}: {' '.join(last)}"
+            )
 
 
 # --- in the judging process -----------------------------------------------------------------------

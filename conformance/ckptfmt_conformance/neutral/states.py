@@ -18,7 +18,11 @@ __all__ = ["Expected", "bits_of", "filled", "from_bits", "mixed_state", "small_s
 
 def from_bits(content: bytes, dtype: torch.dtype, shape: tuple[int, ...] = (-1,)) -> torch.Tensor:
     """Return a tensor with the given bytes."""
-    flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    flat = (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if content
+        else torch.empty(0, dtype=torch.uint8)
+    )
     return flat.view(dtype).reshape(shape)
 
 
@@ -48,13 +52,21 @@ def small_state(seed: int, keeps: frozenset[str] = frozenset()) -> dict[str, obj
     }
     state: dict[str, object] = {"tensors": tensors}
     if "values" in keeps:
-        state["values"] = {"epoch": seed, "names": [f"sample-{rng.randrange(10**9)}" for _ in range(20)], "lr": 0.1}
+        state["values"] = {
+            "epoch": seed,
+            "names": [f"sample-{rng.randrange(10**9)}" for _ in range(20)],
+            "lr": 0.1,
+        }
     return state
 
 
 def mixed_state(nbytes: int, seed: int, count: int = 8) -> dict[str, object]:
     """Return a state of `nbytes` bytes in `count` tensors."""
-    return {"tensors": {f"layers.{i}.weight": filled(nbytes // count, seed * count + i) for i in range(count)}}
+    return {
+        "tensors": {
+            f"layers.{i}.weight": filled(nbytes // count, seed * count + i) for i in range(count)
+        }
+    }
 
 
 def template(state: Mapping[str, object]) -> dict[str, object]:
@@ -67,7 +79,9 @@ def template(state: Mapping[str, object]) -> dict[str, object]:
     for tensor in tensors.values():
         if id(tensor) not in made:
             made[id(tensor)] = _wrong(tensor)
-    wrong: dict[str, object] = {"tensors": {name: made[id(tensor)] for name, tensor in tensors.items()}}
+    wrong: dict[str, object] = {
+        "tensors": {name: made[id(tensor)] for name, tensor in tensors.items()}
+    }
     if "values" in state:
         wrong["values"] = _emptied(state["values"])
     return wrong
@@ -89,7 +103,10 @@ def _exact(value: object) -> object:
     if isinstance(value, float):
         return ("float", struct.pack("<d", value))
     if isinstance(value, Mapping):
-        return ("mapping", sorted(((repr(key), _exact(item)) for key, item in value.items()), key=repr))
+        return (
+            "mapping",
+            sorted(((repr(key), _exact(item)) for key, item in value.items()), key=repr),
+        )
     if isinstance(value, list | tuple):
         return (type(value).__name__, [_exact(item) for item in value])
     return (type(value).__name__, value)
@@ -115,7 +132,10 @@ class Expected:
     def of(cls, state: Mapping[str, object], step: int | None) -> Expected:
         """Return a copy of a state's content."""
         tensors = cast("Mapping[str, torch.Tensor]", state["tensors"])
-        taken = {name: (tensor.dtype, tuple(tensor.shape), bits_of(tensor)) for name, tensor in tensors.items()}
+        taken = {
+            name: (tensor.dtype, tuple(tensor.shape), bits_of(tensor))
+            for name, tensor in tensors.items()
+        }
         values = state.get("values")
         return cls(taken, None if values is None else _exact(values), step)
 
@@ -137,7 +157,9 @@ class Expected:
         return None
 
 
-def _tensor_difference(tensor: object, dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> str | None:
+def _tensor_difference(
+    tensor: object, dtype: torch.dtype, shape: tuple[int, ...], content: bytes
+) -> str | None:
     if not isinstance(tensor, torch.Tensor):
         return f"a {type(tensor).__name__} came back"
     if tensor.dtype != dtype:

@@ -24,7 +24,13 @@ from ckptfmt_conformance.trajectories.cells import list_cells
 from ckptfmt_conformance.trajectories.gang import close_gang, play_in_gang
 from ckptfmt_conformance.trajectories.killed import play_killed
 from ckptfmt_conformance.trajectories.play import play
-from ckptfmt_conformance.trajectories.protocol import AsyncCheckpointing, Cell, CellResult, Checkpointing, PerRank
+from ckptfmt_conformance.trajectories.protocol import (
+    AsyncCheckpointing,
+    Cell,
+    CellResult,
+    Checkpointing,
+    PerRank,
+)
 
 __all__ = [
     "AsyncCheckpointing",
@@ -61,4 +67,6 @@ def run_cell(cell: Cell, checkpointing: Checkpointing, directory: str | Path) ->
     own = Path(tempfile.mkdtemp(prefix=f"{cell.id.replace('/', '-')}-", dir=root))
     if cell.kill:
         return play_killed(cell, checkpointing, own)
-    return play_in_gang(cell, checkpointing, own) if cell.processes else play(cell, checkpointing, own)
+    return (
+        play_in_gang(cell, checkpointing, own) if cell.processes else play(cell, checkpointing, own)
+    )

@@ -106,18 +106,37 @@ def _iter_plain() -> Iterator[Cell]:
         recipe = Recipe(model=model, optimizer=optimizer, averaged=True)
         for interruption in ("fresh", "epoch", "twice", "often"):
             yield _make(f"{model}/averaged", recipe, interruption)
-        yield _make(f"{model}/accumulated", dataclasses.replace(recipe, averaged=False, accumulate=3), "window")
+        yield _make(
+            f"{model}/accumulated",
+            dataclasses.replace(recipe, averaged=False, accumulate=3),
+            "window",
+        )
     for model, interruption in itertools.product(("mlp", "gpt"), ("boundary", "fresh", "window")):
         recipe = Recipe(
-            model=model, optimizer="adamw-masters", precision="bf16", accumulate=2 if interruption == "window" else 1
+            model=model,
+            optimizer="adamw-masters",
+            precision="bf16",
+            accumulate=2 if interruption == "window" else 1,
         )
         yield _make(f"{model}/bf16-masters", recipe, interruption)
-    for model, interruption in itertools.product(("mlp", "gpt"), ("fresh", "skipped", "growth", "window", "often")):
+    for model, interruption in itertools.product(
+        ("mlp", "gpt"), ("fresh", "skipped", "growth", "window", "often")
+    ):
         recipe = Recipe(
-            model=model, optimizer="adamw-loop", precision="fp16", accumulate=2 if interruption == "window" else 1
+            model=model,
+            optimizer="adamw-loop",
+            precision="fp16",
+            accumulate=2 if interruption == "window" else 1,
         )
         yield _make(f"{model}/fp16-scaler", recipe, interruption)
-    for optimizer in ("sgd-nesterov", "adam-amsgrad", "adamw-tensor-lr", "nadam", "rmsprop", "adagrad"):
+    for optimizer in (
+        "sgd-nesterov",
+        "adam-amsgrad",
+        "adamw-tensor-lr",
+        "nadam",
+        "rmsprop",
+        "adagrad",
+    ):
         yield _make(f"mlp/{optimizer}", Recipe(optimizer=optimizer), "boundary")
     for schedule in ("exponential", "one-cycle", "plateau"):
         yield _make(f"mlp/{schedule}", Recipe(schedule=schedule), "epoch")
@@ -132,7 +151,10 @@ KILLS: Final[dict[str, tuple[Kill, str]]] = {
     "writing": (Kill(phase="STAGED", midway=True), "while its state is being written"),
     "written": (Kill(phase="WRITTEN"), "when its state is written, and not committed"),
     "committed": (Kill(phase="COMMITTED", together=True), "as soon as a save is committed"),
-    "retention": (Kill(phase="COMMITTED", midway=True, together=True), "while older checkpoints are let go"),
+    "retention": (
+        Kill(phase="COMMITTED", midway=True, together=True),
+        "while older checkpoints are let go",
+    ),
     "torn": (Kill(phase="STAGED", midway=True, together=True), "while its state is being written"),
 }
 #: The kills of a full save, and the kills of a delta save.
@@ -156,7 +178,9 @@ def _iter_killed() -> Iterator[Cell]:
                 recipe=recipe,
                 cuts=((6, 0),),
                 kill=dataclasses.replace(kill, delta=bool(features)),
-                description=f"{_describe(recipe)}, saved{what} beside the training, {whom} killed {words}",
+                description=(
+                    f"{_describe(recipe)}, saved{what} beside the training, {whom} killed {words}"
+                ),
             )
 
 
@@ -184,9 +208,15 @@ ELASTIC: Final[dict[str, Recipe]] = {
     "mlp": Recipe(layout="elastic", world_size=None, model="mlp", optimizer="sgd", averaged=True),
     "moe": Recipe(layout="elastic", world_size=None, model="moe", optimizer="adamw-foreach"),
     "cnn": Recipe(layout="elastic", world_size=None, model="cnn-bare", optimizer="adamw-fused"),
-    "window": Recipe(layout="elastic", world_size=None, model="gpt", optimizer="adamw-loop", accumulate=3),
-    "fp16": Recipe(layout="elastic", world_size=None, model="mlp", optimizer="adamw-loop", precision="fp16"),
-    "bf16": Recipe(layout="elastic", world_size=None, model="gpt", optimizer="adamw-masters", precision="bf16"),
+    "window": Recipe(
+        layout="elastic", world_size=None, model="gpt", optimizer="adamw-loop", accumulate=3
+    ),
+    "fp16": Recipe(
+        layout="elastic", world_size=None, model="mlp", optimizer="adamw-loop", precision="fp16"
+    ),
+    "bf16": Recipe(
+        layout="elastic", world_size=None, model="gpt", optimizer="adamw-masters", precision="bf16"
+    ),
 }
 
 
@@ -221,7 +251,9 @@ def _iter_chains() -> Iterator[Cell]:
     each = tuple((step, 0) for step in range(STEPS))
     for world_size in (6, 7):  # the pairs omit these world sizes
         there_and_back = itertools.chain.from_iterable((world_size, other) for other in WORLD_SIZES)
-        yield _make_elastic(f"chains/{world_size}-and-all", "gpt", (*there_and_back, world_size), each)
+        yield _make_elastic(
+            f"chains/{world_size}-and-all", "gpt", (*there_and_back, world_size), each
+        )
     yield _make_elastic("chains/6-6-7-7-6", "mlp", (6, 6, 7, 7, 6), five)
     yield _make_elastic("window/4-to-3", "window", (4, 3), ((7, 1),))
     yield _make_elastic("window/3-to-8-to-1", "window", (3, 8, 1), ((4, 2), (7, 1)))
@@ -244,7 +276,9 @@ def _iter_refusals() -> Iterator[Cell]:
             cuts=((7, 0),),
             worlds=(2, 2),
             target=dataclasses.replace(recipe, workers=workers),
-            description=f"{_describe(recipe)}, of 8 logical workers: one of {workers} mustn't go on with it",
+            description=(
+                f"{_describe(recipe)}, of 8 logical workers: one of {workers} mustn't go on with it"
+            ),
         )
 
 

@@ -33,7 +33,7 @@ Undo = Callable[[], object]
 class Keep(Protocol):
     """Remembers the state of a part of a job before a load. Returns a function to restore it."""
 
-    def __call__(self, job: Any) -> Undo:  # noqa: ANN401 - a job of either kind
+    def __call__(self, job: Any) -> Undo:
         """Remember the state."""
 
 
@@ -71,17 +71,23 @@ class Control:
 # --- parts of a job -------------------------------------------------------------------------------
 
 
-def _weights(job: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401 - a job of either kind
+def _weights(job: Any) -> dict[str, torch.Tensor]:
     return dict(job.core.named_parameters())
 
 
-def _buffers(job: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401 - the same
+def _buffers(job: Any) -> dict[str, torch.Tensor]:
     return dict(job.core.named_buffers())
 
 
-def _keep_tensors(tensors_of: Callable[[Any], Mapping[str, torch.Tensor]], ending: str = "") -> Keep:
-    def keep(job: Any) -> Undo:  # noqa: ANN401 - the same
-        before = {name: tensor.detach().clone() for name, tensor in tensors_of(job).items() if name.endswith(ending)}
+def _keep_tensors(
+    tensors_of: Callable[[Any], Mapping[str, torch.Tensor]], ending: str = ""
+) -> Keep:
+    def keep(job: Any) -> Undo:
+        before = {
+            name: tensor.detach().clone()
+            for name, tensor in tensors_of(job).items()
+            if name.endswith(ending)
+        }
 
         @torch.no_grad()
         def undo() -> None:
@@ -94,7 +100,7 @@ def _keep_tensors(tensors_of: Callable[[Any], Mapping[str, torch.Tensor]], endin
 
 
 def _keep_stateful(attribute: str) -> Keep:
-    def keep(job: Any) -> Undo:  # noqa: ANN401 - the same
+    def keep(job: Any) -> Undo:
         before = copy.deepcopy(getattr(job, attribute).state_dict())
         return lambda: getattr(job, attribute).load_state_dict(before)
 
@@ -102,7 +108,7 @@ def _keep_stateful(attribute: str) -> Keep:
 
 
 def _keep_attributes(part: Callable[[Any], object], *names: str) -> Keep:
-    def keep(job: Any) -> Undo:  # noqa: ANN401 - the same
+    def keep(job: Any) -> Undo:
         before = {name: copy.deepcopy(getattr(part(job), name)) for name in names}
         return lambda: vars(part(job)).update(before)
 
@@ -110,7 +116,7 @@ def _keep_attributes(part: Callable[[Any], object], *names: str) -> Keep:
 
 
 def _zero_moment(key: str) -> Keep:
-    def undo(job: Any) -> None:  # noqa: ANN401 - the same
+    def undo(job: Any) -> None:
         for state in job.optimizer.state.values():
             if isinstance(state[key], torch.Tensor):
                 state[key].zero_()
@@ -120,7 +126,7 @@ def _zero_moment(key: str) -> Keep:
     return lambda job: lambda: undo(job)
 
 
-def _masters_from_weights(job: Any) -> Undo:  # noqa: ANN401 - the same
+def _masters_from_weights(job: Any) -> Undo:
     def undo() -> None:
         for parameter, state in job.optimizer.state.items():
             state["master"] = parameter.detach().float()
@@ -128,16 +134,16 @@ def _masters_from_weights(job: Any) -> Undo:  # noqa: ANN401 - the same
     return undo
 
 
-def _moments_as_weights(job: Any) -> Undo:  # noqa: ANN401 - the same
+def _moments_as_weights(job: Any) -> Undo:
     """Cast the state to the weight's dtype, as `Optimizer.load_state_dict` does."""
     return lambda: job.optimizer.load_state_dict(job.optimizer.state_dict())
 
 
-def _untie(job: Any) -> None:  # noqa: ANN401 - the same
+def _untie(job: Any) -> None:
     job.core.head.weight = nn.Parameter(job.core.head.weight.detach().clone())
 
 
-def _keep_rate(job: Any) -> Undo:  # noqa: ANN401 - the same
+def _keep_rate(job: Any) -> Undo:
     before = [group["lr"] for group in job.optimizer.param_groups]
 
     def undo() -> None:
@@ -147,14 +153,16 @@ def _keep_rate(job: Any) -> Undo:  # noqa: ANN401 - the same
     return undo
 
 
-def _flip(tensors_of: Callable[[Any], Mapping[str, torch.Tensor]], ending: str = "") -> Callable[[Any], None]:
+def _flip(
+    tensors_of: Callable[[Any], Mapping[str, torch.Tensor]], ending: str = ""
+) -> Callable[[Any], None]:
     """Flip the last bit of every number of one tensor.
 
     A single number may belong to a unit that dropout removes in the next step.
     """
 
     @torch.no_grad()
-    def damage(job: Any) -> None:  # noqa: ANN401 - the same
+    def damage(job: Any) -> None:
         tensor = next(tensor for name, tensor in tensors_of(job).items() if name.endswith(ending))
         width = tensor.element_size()
         tensor.view(-1).view(torch.uint8).view(-1, width)[:, 0].bitwise_xor_(1)
@@ -163,13 +171,15 @@ def _flip(tensors_of: Callable[[Any], Mapping[str, torch.Tensor]], ending: str =
 
 
 def _moments(key: str) -> Callable[[Any], Mapping[str, torch.Tensor]]:
-    def moments(job: Any) -> Mapping[str, torch.Tensor]:  # noqa: ANN401 - the same
-        return {str(number): state[key] for number, state in enumerate(job.optimizer.state.values())}
+    def moments(job: Any) -> Mapping[str, torch.Tensor]:
+        return {
+            str(number): state[key] for number, state in enumerate(job.optimizer.state.values())
+        }
 
     return moments
 
 
-def _averages(job: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401 - the same
+def _averages(job: Any) -> dict[str, torch.Tensor]:
     return dict(job.averaged.module.named_parameters())
 
 
@@ -177,7 +187,7 @@ def _alter(part: Callable[[Any], Any], name: str, by: float = 1) -> Callable[[An
     return lambda job: setattr(part(job), name, getattr(part(job), name) + by)
 
 
-def _shift_betas(job: Any) -> None:  # noqa: ANN401 - the same
+def _shift_betas(job: Any) -> None:
     for group in job.optimizer.param_groups:
         group["betas"] = (0.91, group["betas"][1])
 
@@ -185,30 +195,30 @@ def _shift_betas(job: Any) -> None:  # noqa: ANN401 - the same
 # --- streams --------------------------------------------------------------------------------------
 
 
-def _keep_python(job: Any) -> Undo:  # noqa: ANN401 - the same
+def _keep_python(job: Any) -> Undo:
     del job
     before = random.getstate()
     return lambda: random.setstate(before)
 
 
-def _keep_numpy(job: Any) -> Undo:  # noqa: ANN401 - the same
+def _keep_numpy(job: Any) -> Undo:
     del job
     before = np.random.get_state()  # noqa: NPY002 - the fault concerns the global stream
     return lambda: np.random.set_state(before)  # noqa: NPY002
 
 
-def _keep_torch(job: Any) -> Undo:  # noqa: ANN401 - the same
+def _keep_torch(job: Any) -> Undo:
     del job
     before = torch.get_rng_state()
     return lambda: torch.set_rng_state(before)
 
 
-def _keep_augment(job: Any) -> Undo:  # noqa: ANN401 - the same
+def _keep_augment(job: Any) -> Undo:
     before = job.augment.get_state()
     return lambda: job.augment.set_state(before)
 
 
-def _one_for_all(job: Any) -> None:  # noqa: ANN401 - the same
+def _one_for_all(job: Any) -> None:
     """Copy the torch stream of the first process to all processes."""
     del job
     state = torch.get_rng_state()
@@ -217,7 +227,7 @@ def _one_for_all(job: Any) -> None:  # noqa: ANN401 - the same
 
 
 @torch.no_grad()
-def _statistics_of_first(job: Any) -> None:  # noqa: ANN401 - the same
+def _statistics_of_first(job: Any) -> None:
     """Copy the statistics of the first process to all processes.
 
     A checkpoint written by the first process only has this effect.
@@ -230,14 +240,16 @@ def _statistics_of_first(job: Any) -> None:  # noqa: ANN401 - the same
 
 
 def _keep_scaler(*names: str) -> Keep:
-    def keep(job: Any) -> Undo:  # noqa: ANN401 - the same
+    def keep(job: Any) -> Undo:
         before = job.scaler.state_dict()
-        return lambda: job.scaler.load_state_dict(job.scaler.state_dict() | {name: before[name] for name in names})
+        return lambda: job.scaler.load_state_dict(
+            job.scaler.state_dict() | {name: before[name] for name in names}
+        )
 
     return keep
 
 
-def _curriculum(job: Any) -> Any:  # noqa: ANN401 - the same
+def _curriculum(job: Any) -> Any:
     return job.core.curriculum
 
 
@@ -248,7 +260,9 @@ _MOE: Final = Recipe(model="moe", accumulate=2)
 _HALF: Final = Recipe(precision="fp16", optimizer="sgd")
 _MASTERS: Final = Recipe(precision="bf16", optimizer="adamw-masters")
 _DDP: Final = Recipe(layout="ddp", world_size=2)
-_ELASTIC: Final = Recipe(layout="elastic", world_size=None, model="gpt", optimizer="adamw-loop", accumulate=2)
+_ELASTIC: Final = Recipe(
+    layout="elastic", world_size=None, model="gpt", optimizer="adamw-loop", accumulate=2
+)
 _MIXED: Final = Recipe(data="mixed")
 _FOREIGN: Final = Recipe(data=LOADER)
 _RING: Final = dataclasses.replace(_ELASTIC, ring=True)
@@ -260,9 +274,15 @@ def _moment_controls() -> dict[str, Control]:
         "momentum_buffer": Recipe(optimizer="sgd"), "square_avg": Recipe(optimizer="rmsprop"),
         "sum": Recipe(optimizer="adagrad"), "mu_product": Recipe(optimizer="nadam"),
     }  # fmt: skip
-    controls = {"optimizer.step/drop": Control(recipe=_MLP, drop=_zero_moment("step"), named="optimizer's step")}
+    controls = {
+        "optimizer.step/drop": Control(
+            recipe=_MLP, drop=_zero_moment("step"), named="optimizer's step"
+        )
+    }
     controls["optimizer.mu_product/drop"] = Control(
-        recipe=named.pop("mu_product"), drop=_zero_moment("mu_product"), named="optimizer's mu_product"
+        recipe=named.pop("mu_product"),
+        drop=_zero_moment("mu_product"),
+        named="optimizer's mu_product",
     )
     for key, recipe in named.items():
         common: dict[str, Any] = {"recipe": recipe, "named": f"optimizer's {key}"}
@@ -277,12 +297,19 @@ def _moment_controls() -> dict[str, Control]:
     controls["optimizer.lr/drop"] = Control(
         recipe=Recipe(schedule="exponential"), drop=_keep_rate, named="option lr"
     )  # fmt: skip
-    controls["optimizer.betas/damage"] = Control(recipe=_MLP, damage=_shift_betas, named="option betas")
+    controls["optimizer.betas/damage"] = Control(
+        recipe=_MLP, damage=_shift_betas, named="option betas"
+    )
     return controls
 
 
 def _stream_controls() -> dict[str, Control]:
-    kept = {"python": _keep_python, "numpy": _keep_numpy, "torch": _keep_torch, "augment": _keep_augment}
+    kept = {
+        "python": _keep_python,
+        "numpy": _keep_numpy,
+        "torch": _keep_torch,
+        "augment": _keep_augment,
+    }
     draw: dict[str, Callable[[Any], object]] = {
         "python": lambda _: random.random(),
         "numpy": lambda _: np.random.random(),  # noqa: NPY002 - the fault concerns the global stream
@@ -297,20 +324,22 @@ def _stream_controls() -> dict[str, Control]:
     return controls
 
 
-def _other_plan(**changes: Any) -> Callable[[Any], None]:  # noqa: ANN401 - fields of a `DataPlan`
+def _other_plan(**changes: Any) -> Callable[[Any], None]:
     """Return a fault that remakes the samplers from another plan.
 
     Their cursor is complete, but belongs to another run.
     """
-    return lambda job: job.reading.use(dataclasses.replace(job.reading.plan, **changes), job.position[0])
+    return lambda job: job.reading.use(
+        dataclasses.replace(job.reading.plan, **changes), job.position[0]
+    )
 
 
-def _fetched(job: Any) -> None:  # noqa: ANN401 - a job of either kind
+def _fetched(job: Any) -> None:
     """Continue after the prefetched batches, as if they had been consumed."""
     job.reading.advance(READ_AHEAD + PREFETCH)
 
 
-def _count_more(job: Any) -> None:  # noqa: ANN401 - the same
+def _count_more(job: Any) -> None:
     job.arguments.consumed_train_samples += 4
 
 
@@ -333,21 +362,30 @@ def _data_controls() -> dict[str, Control]:
         "data.stages/drop": Control(
             recipe=_MIXED, damage=_other_plan(stages=first), named="the data cursor's mixture"
         ),
-        "data.elastic/damage": Control(recipe=elastic, worlds=(3, 2), damage=_fetched, named="the data cursor"),
-        "foreign.position/drop": Control(recipe=_FOREIGN, drop=_keep_stateful("loader"), named="the data cursor"),
+        "data.elastic/damage": Control(recipe=elastic, worlds=(3, 2), damage=_fetched, named=("the"
+        " data"
+        " cursor")),
+        "foreign.position/drop": Control(recipe=_FOREIGN, drop=_keep_stateful("loader"), named=("the"
+        " data"
+        " cursor")),
         "foreign.fetched/damage": Control(
             recipe=_FOREIGN, damage=lambda job: job.take_batch(), named="the data cursor"
         ),
-        "foreign.count/damage": Control(recipe=Recipe(data=COUNT), damage=_count_more, named="the data cursor"),
+        "foreign.count/damage": Control(recipe=Recipe(data=COUNT), damage=_count_more, named=("the"
+        " data"
+        " cursor")),
     }  # fmt: skip
 
 
 CONTROLS: Final[Mapping[str, Control]] = {
     "weights/drop": Control(recipe=_MLP, drop=_keep_tensors(_weights), named="the weights"),
     "weights/damage": Control(recipe=_MLP, damage=_flip(_weights), named="the weights"),
-    "weights.tie/damage": Control(recipe=Recipe(model="gpt"), damage=_untie, named="tie between two weights"),
+    "weights.tie/damage": Control(recipe=Recipe(model="gpt"), damage=_untie, named=("tie between"
+    " two"
+    " weights")),
     "buffer.mean/drop": Control(
-        recipe=_AVERAGED, drop=_keep_tensors(_buffers, "running_mean"), named="buffer norm.running_mean"
+        recipe=_AVERAGED, drop=_keep_tensors(_buffers, "running_mean"), named=("buffer"
+        " norm.running_mean")
     ),
     "buffer.variance/damage": Control(
         recipe=_AVERAGED, damage=_flip(_buffers, "running_var"), named="buffer norm.running_var"
@@ -360,10 +398,12 @@ CONTROLS: Final[Mapping[str, Control]] = {
         recipe=_MOE, cut=(7, 1), drop=_keep_tensors(_buffers, ".counts"), named="feed.counts"
     ),
     "extra_state/drop": Control(
-        recipe=Recipe(model="cnn"), drop=_keep_attributes(_curriculum, "seen"), named="extra state curriculum"
+        recipe=Recipe(model="cnn"), drop=_keep_attributes(_curriculum, "seen"), named=("extra state"
+        " curriculum")
     ),
     "extra_state/damage": Control(
-        recipe=Recipe(model="cnn"), damage=_alter(_curriculum, "seen"), named="extra state curriculum"
+        recipe=Recipe(model="cnn"), damage=_alter(_curriculum, "seen"), named=("extra state"
+        " curriculum")
     ),
     "scheduler/drop": Control(recipe=_MLP, drop=_keep_stateful("scheduler"), named="the scheduler"),
     "scheduler/damage": Control(
@@ -371,33 +411,48 @@ CONTROLS: Final[Mapping[str, Control]] = {
         named="the scheduler",
     ),
     "scheduler.plateau/drop": Control(
-        recipe=Recipe(schedule="plateau"), cut=(5, 0), drop=_keep_stateful("scheduler"), named="the scheduler"
+        recipe=Recipe(schedule="plateau"), cut=(5, 0), drop=_keep_stateful("scheduler"), named=("the"
+        " scheduler")
     ),
-    "scaler.scale/drop": Control(recipe=_HALF, cut=(4, 0), drop=_keep_scaler("scale"), named="the loss scaler"),
+    "scaler.scale/drop": Control(recipe=_HALF, cut=(4, 0), drop=_keep_scaler("scale"), named=("the"
+    " loss"
+    " scaler")),
     "scaler.growth/drop": Control(
         recipe=_HALF, cut=(8, 0), drop=_keep_scaler("_growth_tracker"), named="the loss scaler"
     ),
     "cursor/drop": Control(recipe=_MLP, drop=_keep_stateful("cursor"), named="the data cursor"),
-    "cursor/damage": Control(recipe=_MLP, damage=_alter(lambda job: job.cursor, "consumed"), named="the data cursor"),
+    "cursor/damage": Control(recipe=_MLP, damage=_alter(lambda job: job.cursor, "consumed"), named=("the"
+    " data"
+    " cursor")),
     "window.gradients/drop": Control(
-        recipe=_WINDOW, cut=(7, 1), drop=lambda job: job.core.zero_grad, named="the accumulation window"
+        recipe=_WINDOW, cut=(7, 1), drop=lambda job: job.core.zero_grad, named=("the accumulation"
+        " window")
     ),
-    "averaged.weights/drop": Control(recipe=_AVERAGED, drop=_keep_tensors(_averages), named="the averaged weights"),
-    "averaged.weights/damage": Control(recipe=_AVERAGED, damage=_flip(_averages), named="the averaged weights"),
+    "averaged.weights/drop": Control(recipe=_AVERAGED, drop=_keep_tensors(_averages), named=("the"
+    " averaged"
+    " weights")),
+    "averaged.weights/damage": Control(recipe=_AVERAGED, damage=_flip(_averages), named=("the"
+    " averaged"
+    " weights")),
     "averaged.count/drop": Control(
-        recipe=_AVERAGED, drop=_keep_tensors(lambda job: {"n": job.averaged.n_averaged}), named="the averaged weights"
+        recipe=_AVERAGED, drop=_keep_tensors(lambda job: {"n": job.averaged.n_averaged}), named=("the"
+        " averaged"
+        " weights")
     ),
     "progress.skipped/drop": Control(
-        recipe=_HALF, drop=_keep_attributes(lambda job: job.progress, "skipped"), named="loop's counters", learns=False
+        recipe=_HALF, drop=_keep_attributes(lambda job: job.progress, "skipped"), named=("loop's"
+        " counters"), learns=False
     ),
     **_moment_controls(),
     **_stream_controls(),
     **_data_controls(),
-    "ranks.stream/damage": Control(recipe=_DDP, damage=_one_for_all, named="random-number stream torch"),
+    "ranks.stream/damage": Control(recipe=_DDP, damage=_one_for_all, named=("random-number stream"
+    " torch")),
     "ranks.statistics/damage": Control(
         recipe=_DDP, damage=_statistics_of_first, named="buffer norm.running_mean", learns=False
     ),
-    "elastic.weights/damage": Control(recipe=_ELASTIC, worlds=(3, 2), damage=_flip(_weights), named="the weights"),
+    "elastic.weights/damage": Control(recipe=_ELASTIC, worlds=(3, 2), damage=_flip(_weights), named=("the"
+    " weights")),
     "elastic.window/drop": Control(
         recipe=_ELASTIC, worlds=(2, 3), cut=(7, 1), named="the trainer's own state",
         drop=lambda job: lambda: [slot[0].zero_() for slot in job.trainer.window.slots.values()],

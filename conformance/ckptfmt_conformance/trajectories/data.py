@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptfmt_conformance.trajectories.models import CLASSES, CONTEXT, FEATURES, TOKENS, VOCABULARY, is_language_model
+from ckptfmt_conformance.trajectories.models import (
+    CLASSES,
+    CONTEXT,
+    FEATURES,
+    TOKENS,
+    VOCABULARY,
+    is_language_model,
+)
 
 __all__ = ["Cursor", "augmented", "make_batch", "order_of", "rows_of"]
 
@@ -78,7 +85,9 @@ def rows_of(model: str, samples: Sequence[int]) -> tuple[torch.Tensor, torch.Ten
     return inputs[chosen], targets[chosen].flatten()
 
 
-def make_batch(model: str, samples: Sequence[int], augment: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(
+    model: str, samples: Sequence[int], augment: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and targets, augmented by Python's, numpy's and the program's random streams.
 
     The models use torch's stream. So the loss of any of the four streams changes the next step.

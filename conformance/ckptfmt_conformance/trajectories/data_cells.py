@@ -19,12 +19,30 @@ PLANS: Final[dict[str, tuple[str, dict[str, int]]]] = {
     "drop": ("one source, the rest of an epoch left out", {"middle": 6, "before": 3, "epoch": 4}),
     "pad": ("one source, an epoch's last step filled up", {"middle": 7, "before": 4, "epoch": 5}),
     "mixed": ("three sources in stages, two of which wrap", {"middle": 3, "switch": 6, "after": 7}),
-    "mixed-within": ("three sources whose stages switch within a step", {"middle": 3, "after": 5, "twice": 8}),
-    "quarantine": ("one source, with a sample, a shard and positions left out", {"middle": 3, "before": 4, "after": 7}),
-    "quarantine-late": ("one source, with more left out after the load", {"between": 7, "before": 6, "after": 8}),
-    "quarantine-drop": ("left out, and so is the rest of an epoch", {"epoch": 4, "between": 6, "after": 7}),
-    "quarantine-pad": ("left out, and an epoch's last step filled up", {"epoch": 4, "between": 6, "after": 7}),
-    "quarantine-mixed": ("three sources in stages, left out of each", {"switch": 6, "between": 7, "after": 8}),
+    "mixed-within": (
+        "three sources whose stages switch within a step",
+        {"middle": 3, "after": 5, "twice": 8},
+    ),
+    "quarantine": (
+        "one source, with a sample, a shard and positions left out",
+        {"middle": 3, "before": 4, "after": 7},
+    ),
+    "quarantine-late": (
+        "one source, with more left out after the load",
+        {"between": 7, "before": 6, "after": 8},
+    ),
+    "quarantine-drop": (
+        "left out, and so is the rest of an epoch",
+        {"epoch": 4, "between": 6, "after": 7},
+    ),
+    "quarantine-pad": (
+        "left out, and an epoch's last step filled up",
+        {"epoch": 4, "between": 6, "after": 7},
+    ),
+    "quarantine-mixed": (
+        "three sources in stages, left out of each",
+        {"switch": 6, "between": 7, "after": 8},
+    ),
 }
 
 _WORDS: Final = {
@@ -65,7 +83,9 @@ def _make(name: str, interruption: str, steps: tuple[int, ...], loaders: tuple[i
         recipe=Recipe(data=name),
         cuts=tuple((step, 0) for step in steps),
         loaders=loaders,
-        description=f"{PLANS[name][0]}; interrupted {when}; {', '.join(map(str, loaders))} worker processes",
+        description=(
+            f"{PLANS[name][0]}; interrupted {when}; {', '.join(map(str, loaders))} worker processes"
+        ),
     )
 
 
@@ -85,15 +105,22 @@ def _iter_elastic() -> Iterator[Cell]:
             id=f"t2/data/{name}/{chain}",
             claim="T2",
             features=(loaded_job.FEATURE, "layout:elastic", "new-world-size"),
-            recipe=Recipe(layout="elastic", world_size=None, model="gpt", optimizer="adamw-loop", data=name),
+            recipe=Recipe(
+                layout="elastic", world_size=None, model="gpt", optimizer="adamw-loop", data=name
+            ),
             cuts=cuts,
             worlds=worlds,
-            description=f"{PLANS[name][0]}; on {', '.join(map(str, worlds))} processes one after the other",
+            description=(
+                f"{PLANS[name][0]}; on {', '.join(map(str, worlds))} processes one after the other"
+            ),
         )
 
 
 def _iter_foreign() -> Iterator[Cell]:
-    kinds = {foreign.LOADER: "a loader with a position of its own", foreign.COUNT: "a count of consumed samples"}
+    kinds = {
+        foreign.LOADER: "a loader with a position of its own",
+        foreign.COUNT: "a count of consumed samples",
+    }
     for data, words in kinds.items():
         short = data.removeprefix("foreign-")
         for processes in (0, 2, 5) if data == foreign.LOADER else (0,):
@@ -104,7 +131,9 @@ def _iter_foreign() -> Iterator[Cell]:
                     recipe=Recipe(data=data),
                     cuts=((step, 0),),
                     loaders=(processes, processes),
-                    description=f"{words}, interrupted after {step} steps; {processes} worker processes",
+                    description=(
+                        f"{words}, interrupted after {step} steps; {processes} worker processes"
+                    ),
                 )
         yield Cell(
             id=f"t1/foreign/{short}/two",

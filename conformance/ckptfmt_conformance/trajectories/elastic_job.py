@@ -9,7 +9,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ckptfmt_conformance.elastic import LossScale, Plan, Trainer, TreeSum
 from ckptfmt_conformance.trajectories.data import order_of, rows_of
-from ckptfmt_conformance.trajectories.job import Progress, model_facts, optimizer_facts, seed_streams
+from ckptfmt_conformance.trajectories.job import (
+    Progress,
+    model_facts,
+    optimizer_facts,
+    seed_streams,
+)
 from ckptfmt_conformance.trajectories.ledger import Facts, Position, facts_of, float_bits
 from ckptfmt_conformance.trajectories.models import Experts, make_model
 from ckptfmt_conformance.trajectories.optimizers import make_optimizer, make_schedule
@@ -28,12 +33,18 @@ class ElasticJob:
     def __init__(self, recipe: Recipe, seed: int) -> None:
         self.recipe = recipe
         torch.manual_seed(seed)
-        self.core = make_model(recipe.model).to(torch.bfloat16 if recipe.precision == "bf16" else torch.float32)
+        self.core = make_model(recipe.model).to(
+            torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+        )
         self.optimizer = make_optimizer(recipe.optimizer, self.core)
         self.scheduler = make_schedule(recipe.schedule, self.optimizer)
         averaging = get_ema_multi_avg_fn(0.8)  # type: ignore[no-untyped-call]
-        self.averaged = AveragedModel(self.core, multi_avg_fn=averaging) if recipe.averaged else None
-        self.plan = Plan(workers=recipe.workers, microbatch=2, accumulate=recipe.accumulate, seed=11)
+        self.averaged = (
+            AveragedModel(self.core, multi_avg_fn=averaging) if recipe.averaged else None
+        )
+        self.plan = Plan(
+            workers=recipe.workers, microbatch=2, accumulate=recipe.accumulate, seed=11
+        )
         self.trainer = Trainer(
             self.core,
             self.optimizer,
@@ -57,7 +68,9 @@ class ElasticJob:
         count = EPOCH_STEPS * self.plan.global_batch
         ids = [order_of(count, 3, at // count)[at % count] for at in samples]
         inputs, targets = rows_of(self.recipe.model, ids)
-        inputs = inputs if inputs.dtype == torch.int64 else inputs.to(next(model.parameters()).dtype)
+        inputs = (
+            inputs if inputs.dtype == torch.int64 else inputs.to(next(model.parameters()).dtype)
+        )
         with torch.autocast("cpu", dtype=torch.float16, enabled=self.recipe.precision == "fp16"):
             logits = model(inputs)
         loss = functional.cross_entropy(logits.float(), targets, reduction="sum")
@@ -105,7 +118,9 @@ class ElasticJob:
         The process's random streams are omitted, since each microbatch seeds its own streams.
         """
         facts = model_facts(self.core) | optimizer_facts(self.core, self.optimizer)
-        facts |= facts_of("scheduler", self.scheduler.state_dict()) | facts_of("trainer", self.trainer.state_dict())
+        facts |= facts_of("scheduler", self.scheduler.state_dict()) | facts_of(
+            "trainer", self.trainer.state_dict()
+        )
         facts |= facts_of("progress", self.progress.state_dict())
         if self.averaged is not None:
             facts |= facts_of("ema", dict(self.averaged.state_dict()))

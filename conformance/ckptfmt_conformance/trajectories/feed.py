@@ -35,7 +35,9 @@ class _Rows:
         self._places = {name: 67 * number for number, (name, _) in enumerate(plan.sources)}
         self._model = model
 
-    def __getitem__(self, key: int | tuple[str, int]) -> tuple[tuple[str, int], torch.Tensor, torch.Tensor]:
+    def __getitem__(
+        self, key: int | tuple[str, int]
+    ) -> tuple[tuple[str, int], torch.Tensor, torch.Tensor]:
         """Return source, sample and row for a key of the sampler."""
         source, sample = (self._first, key) if isinstance(key, int) else key
         inputs, targets = rows_of(self._model, [self._places[source] + sample])
@@ -77,7 +79,9 @@ class Loader(DataLoader[Any]):
         collate: makes a batch of samples.
     """
 
-    def __init__(self, dataset: Any, batches: Any, processes: int, collate: Callable[[list[Any]], Any]) -> None:  # noqa: ANN401 - any type
+    def __init__(
+        self, dataset: Any, batches: Any, processes: int, collate: Callable[[list[Any]], Any]
+    ) -> None:
         with _many_processes():
             super().__init__(
                 dataset,
@@ -88,7 +92,7 @@ class Loader(DataLoader[Any]):
                 generator=torch.Generator(),
             )
 
-    def __iter__(self) -> Any:  # noqa: ANN401 - torch has two kinds, without types
+    def __iter__(self) -> Any:
         """Start to prefetch, and return the iterator."""
         with _many_processes():
             return super().__iter__()

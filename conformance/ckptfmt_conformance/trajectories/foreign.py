@@ -30,7 +30,15 @@ from ckptfmt_conformance.trajectories.protocol import (
 )
 from ckptfmt_conformance.trajectories.recipes import Recipe
 
-__all__ = ["COUNT", "FEATURE", "LOADER", "ForeignJob", "StatefulLoader", "is_foreign", "play_foreign_refusal"]
+__all__ = [
+    "COUNT",
+    "FEATURE",
+    "LOADER",
+    "ForeignJob",
+    "StatefulLoader",
+    "is_foreign",
+    "play_foreign_refusal",
+]
 
 #: The feature that an implementation needs for foreign loaders.
 FEATURE: Final = "foreign-loaders"
@@ -94,7 +102,11 @@ class StatefulLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
-        return {"began": self._batches.began, "handed_out": self._handed, "num_workers": self._processes}
+        return {
+            "began": self._batches.began,
+            "handed_out": self._handed,
+            "num_workers": self._processes,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position.
@@ -102,7 +114,10 @@ class StatefulLoader:
         Raises: ValueError for a position of another number of worker processes.
         """
         if state["num_workers"] != self._processes:
-            raise ValueError(f"a position of {state['num_workers']} worker processes, and there are {self._processes}")
+            raise ValueError(
+                f"a position of {state['num_workers']} worker processes, and there are"
+                f" {self._processes}"
+            )
         self._batches.generator.set_state(torch.as_tensor(state["began"]))
         self._handed = self._batches.first = state["handed_out"]
 
@@ -110,7 +125,9 @@ class StatefulLoader:
 class ForeignJob(TrainingJob):
     """A job that reads from a foreign loader, or in an order derived from a count."""
 
-    def __init__(self, recipe: Recipe, seed: int, checkpointing: Checkpointing, processes: int) -> None:
+    def __init__(
+        self, recipe: Recipe, seed: int, checkpointing: Checkpointing, processes: int
+    ) -> None:
         super().__init__(recipe, seed)
         if not isinstance(checkpointing, ForeignLoading):
             raise Unsupported(FEATURE)
@@ -120,7 +137,9 @@ class ForeignJob(TrainingJob):
         else:
             # A resumed job makes the loader with another seed, because the load has to restore its
             # order too.
-            self.loader = checkpointing.foreign_loader(StatefulLoader(100 * seed + self.rank, processes))
+            self.loader = checkpointing.foreign_loader(
+                StatefulLoader(100 * seed + self.rank, processes)
+            )
         self._batches: Iterator[list[int]] | None = None
 
     def advance(self) -> None:
@@ -149,21 +168,29 @@ class ForeignJob(TrainingJob):
 
     def state(self) -> dict[str, object]:
         """Return the state for the checkpointing. A loader's order belongs to its worker."""
-        return super().state() | {"data": self.loader if self.recipe.data == COUNT else PerRank(self.loader)}
+        return super().state() | {
+            "data": self.loader if self.recipe.data == COUNT else PerRank(self.loader)
+        }
 
     def facts(self) -> Facts:
         """Return all state, with the loader's state instead of the suite's own cursor."""
-        facts = {name: fact for name, fact in super().facts().items() if not name.startswith("cursor/")}
+        facts = {
+            name: fact for name, fact in super().facts().items() if not name.startswith("cursor/")
+        }
         return facts | facts_of("cursor", self.loader.state_dict())
 
 
-def play_foreign_refusal(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int) -> CellResult:
+def play_foreign_refusal(
+    cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int
+) -> CellResult:
     """Run a cell with loads by the same number of workers, and by another, which must refuse."""
     assert cell.target is not None
     before, after = cell.worlds
     path = str(directory / "cut-0")
     said: list[str | None] = []
-    for number, (size, recipe) in enumerate([(before, cell.recipe), (before, cell.recipe), (after, cell.target)]):
+    for number, (size, recipe) in enumerate(
+        [(before, cell.recipe), (before, cell.recipe), (after, cell.target)]
+    ):
         if rank < size:
             with world(rank, size, directory / f"meeting-{number}", wrapped=True):
                 job = ForeignJob(recipe, 1 if number == 0 else 1000 + number, checkpointing, 0)
@@ -199,7 +226,10 @@ def _load_same(job: ForeignJob, cell: Cell, checkpointing: Checkpointing, path: 
     checkpointing.load(path, _state_of(job))
     if job.position == cell.cuts[0]:
         return None
-    return f"step {job.position[0]} came back, should be {cell.cuts[0][0]}: most likely not restored: the counters"
+    return (
+        f"step {job.position[0]} came back, should be {cell.cuts[0][0]}: most likely not"
+        " restored: the counters"
+    )
 
 
 def _load_other(job: ForeignJob, checkpointing: Checkpointing, path: str) -> str | None:

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from ckptfmt_conformance.trajectories.play import play
-from ckptfmt_conformance.trajectories.protocol import ERROR, FAIL, PASS, Cell, CellResult, Checkpointing
+from ckptfmt_conformance.trajectories.protocol import (
+    ERROR,
+    FAIL,
+    PASS,
+    Cell,
+    CellResult,
+    Checkpointing,
+)
 
 __all__ = ["GANG_SIZE", "Gang", "close_gang", "play_in_gang", "shared_gang", "start_process"]
 
@@ -48,7 +55,9 @@ class Gang:
     def __len__(self) -> int:
         return len(self._members)
 
-    def run(self, function: Callable[..., Any], *arguments: object, timeout_s: float = CELL_S) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *arguments: object, timeout_s: float = CELL_S
+    ) -> list[Any]:
         """Run ``function(rank, *arguments)`` on every process, and return the results by rank.
 
         After the first failure of a process, the other processes have `GRACE_S` left, since they

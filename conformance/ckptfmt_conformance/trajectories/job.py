@@ -26,7 +26,16 @@ from ckptfmt_conformance.trajectories.optimizers import make_optimizer, make_sch
 from ckptfmt_conformance.trajectories.protocol import PerRank
 from ckptfmt_conformance.trajectories.recipes import EPOCH_STEPS, OVERFLOW_STEP, Recipe
 
-__all__ = ["Job", "Progress", "Runnable", "TrainingJob", "Window", "model_facts", "optimizer_facts", "seed_streams"]
+__all__ = [
+    "Job",
+    "Progress",
+    "Runnable",
+    "TrainingJob",
+    "Window",
+    "model_facts",
+    "optimizer_facts",
+    "seed_streams",
+]
 
 MICROBATCH = 4
 #: The factors are no powers of two. So the scale influences the rounding of gradients, and a lost
@@ -85,7 +94,9 @@ class Window:
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients by name; none at a step's boundary."""
         named = self._model.named_parameters()
-        gradients = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+        gradients = {
+            name: parameter.grad for name, parameter in named if parameter.grad is not None
+        }
         return {"micro": self.micro, "gradients": gradients if self.micro else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -93,7 +104,9 @@ class Window:
         self.micro = state["micro"]
         for name, parameter in self._model.named_parameters():
             gradient = state["gradients"].get(name)
-            parameter.grad = None if gradient is None else gradient.detach().clone().to(parameter.device)
+            parameter.grad = (
+                None if gradient is None else gradient.detach().clone().to(parameter.device)
+            )
 
 
 class TrainingJob:
@@ -112,7 +125,9 @@ class TrainingJob:
         self.core = make_model(recipe.model).to(DEVICE, precision)
         self.model = spread(self.core, recipe)
         averaging = get_ema_multi_avg_fn(0.8)  # type: ignore[no-untyped-call]
-        self.averaged = AveragedModel(self.core, multi_avg_fn=averaging) if recipe.averaged else None
+        self.averaged = (
+            AveragedModel(self.core, multi_avg_fn=averaging) if recipe.averaged else None
+        )
         self.optimizer: Optimizer = make_optimizer(recipe.optimizer, self.core)
         self.scheduler = make_schedule(recipe.schedule, self.optimizer)
         scaled = recipe.precision == "fp16"
@@ -155,7 +170,9 @@ class TrainingJob:
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss. The averaged model adds a term whose weight grows with the step."""
-        inputs = inputs if inputs.dtype == torch.int64 else inputs.to(next(self.core.parameters()).dtype)
+        inputs = (
+            inputs if inputs.dtype == torch.int64 else inputs.to(next(self.core.parameters()).dtype)
+        )
         half = self.recipe.precision == "fp16"
         with torch.autocast(DEVICE.type, dtype=torch.float16, enabled=half):
             logits = self.model(inputs)
@@ -164,7 +181,9 @@ class TrainingJob:
             self.averaged.eval()
             with torch.no_grad():
                 taught = self.averaged(inputs).float()
-            loss = loss + min(1.0, self.progress.step / 8) * functional.mse_loss(logits.float(), taught)
+            loss = loss + min(1.0, self.progress.step / 8) * functional.mse_loss(
+                logits.float(), taught
+            )
         return loss
 
     def _finish(self) -> None:
@@ -209,7 +228,9 @@ class TrainingJob:
         facts = model_facts(self.core) | optimizer_facts(self.core, self.optimizer)
         facts |= facts_of("scheduler", self.scheduler.state_dict())
         facts |= facts_of("cursor", self.cursor.state_dict())
-        facts |= facts_of("window", self.window.state_dict()) | facts_of("progress", self.progress.state_dict())
+        facts |= facts_of("window", self.window.state_dict()) | facts_of(
+            "progress", self.progress.state_dict()
+        )
         if self.scaler:
             facts |= facts_of("scaler", self.scaler.state_dict())
         if self.averaged is not None:
@@ -255,7 +276,9 @@ def spread(model: nn.Module, recipe: Recipe) -> nn.Module:
 
             feed = "block.feed." if recipe.model == "gpt" else ""
             names = (f"{feed}0", f"{feed}2") if feed else ("up", "down")
-            parallelize_module(model, mesh, {names[0]: ColwiseParallel(), names[1]: RowwiseParallel()})
+            parallelize_module(
+                model, mesh, {names[0]: ColwiseParallel(), names[1]: RowwiseParallel()}
+            )
     return model
 
 
@@ -289,7 +312,10 @@ def model_facts(model: nn.Module) -> Facts:
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             facts |= facts_of(f"extra_state/{name}", module.get_extra_state())
-    first = {id(parameter): name for name, parameter in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    first = {
+        id(parameter): name
+        for name, parameter in reversed(list(model.named_parameters(remove_duplicate=False)))
+    }
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first[id(parameter)] != name:
             facts[f"alias/{name}"] = first[id(parameter)]
@@ -301,7 +327,9 @@ def optimizer_facts(model: nn.Module, optimizer: Optimizer) -> Facts:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     facts: Facts = {}
     for number, group in enumerate(optimizer.param_groups):
-        facts |= facts_of(f"group/{number}", {key: value for key, value in group.items() if key != "params"})
+        facts |= facts_of(
+            f"group/{number}", {key: value for key, value in group.items() if key != "params"}
+        )
         for parameter in group["params"]:
             for key, value in optimizer.state.get(parameter, {}).items():
                 facts |= facts_of(f"moment/{key}/{names[id(parameter)]}", value)

@@ -75,13 +75,20 @@ class _Death:
     def explain(self) -> str:
         """Return the moment of the kill, in words."""
         phase = self.reached.get(self.step)
-        when = f"as the save of step {self.step} was {phase}" if phase else f"before the save of step {self.step}"
+        when = (
+            f"as the save of step {self.step} was {phase}"
+            if phase
+            else f"before the save of step {self.step}"
+        )
         return f"killed {when}"
 
     def find_loss(self, kill: Kill, step: int) -> str | None:
         """Return the broken promise of a resume at `step`; None where every promise is kept."""
         promise = PHASES.index("COMMITTED" if kill.together else "STAGED")
-        kept = max((saved for saved, phase in self.reached.items() if PHASES.index(phase) >= promise), default=0)
+        kept = max(
+            (saved for saved, phase in self.reached.items() if PHASES.index(phase) >= promise),
+            default=0,
+        )
         if step < kept:
             return f"step {kept} was {self.reached[kept]}, and is lost"
         return None if step in self.reached or not step else f"step {step} was never saved"
@@ -109,17 +116,21 @@ def _play(cell: Cell, checkpointing: Checkpointing, directory: Path) -> CellResu
         raise Unsupported(FEATURE)
     phase, phases = cell.kill.phase, checkpointing.phases
     if phase and (phase not in phases or (cell.kill.midway and phase == phases[-1])):
-        raise Unsupported(f"{FEATURE}: its saves don't tell of {phase}" + " and what follows" * cell.kill.midway)
+        raise Unsupported(
+            f"{FEATURE}: its saves don't tell of {phase}" + " and what follows" * cell.kill.midway
+        )
     for number in range(_TRAINERS):
         run = str(directory / f"run-{number}")
         death = _ask(_train, cell, checkpointing, run)
         if death is not None:
             result: CellResult = _ask(_go_on, cell, checkpointing, run, death)
             return result
-    return CellResult(status=FAIL, divergence=f"the cell proves nothing: no save was ever seen {phase}")
+    return CellResult(
+        status=FAIL, divergence=f"the cell proves nothing: no save was ever seen {phase}"
+    )
 
 
-def _ask(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - the function's result
+def _ask(function: Callable[..., Any], *arguments: object) -> Any:
     """Call a function in a new process. Return its return value, or the death that it reported.
 
     Raises: Unsupported; RuntimeError for any other failure.
@@ -149,7 +160,7 @@ def _ask(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN4
 # --- in the trainers' processes -------------------------------------------------------------------
 
 
-def _answer(function: Callable[..., Any], *arguments: Any) -> None:  # noqa: ANN401 - the function's, and a connection
+def _answer(function: Callable[..., Any], *arguments: Any) -> None:
     *given, connection = arguments
     answer: tuple[str, Any]
     try:
@@ -162,7 +173,9 @@ def _answer(function: Callable[..., Any], *arguments: Any) -> None:  # noqa: ANN
     connection.send(answer)
 
 
-def _train(connection: Connection, cell: Cell, checkpointing: AsyncCheckpointing, directory: str) -> None:
+def _train(
+    connection: Connection, cell: Cell, checkpointing: AsyncCheckpointing, directory: str
+) -> None:
     """Train and save until the moment of the kill. Return if the moment doesn't come."""
     _Victim(connection, cell, checkpointing, directory).train()
 
@@ -182,7 +195,9 @@ class _Victim:
         self._kill = cell.kill
         self._final = checkpointing.phases[-1]
         self._job: Runnable = make_job(cell.recipe, seed=1)
-        self._run: AsyncRun = checkpointing.open_run(directory, self._job.state(), delta=cell.kill.delta)
+        self._run: AsyncRun = checkpointing.open_run(
+            directory, self._job.state(), delta=cell.kill.delta
+        )
         self._reached: dict[int, str] = {}
         self._helpers: list[int] = []
         self._delay_s = 0.0
@@ -222,7 +237,9 @@ class _Victim:
                 raise TimeoutError(f"the save of step {step} is still {phase} after {_SAVE_S:g} s")
             time.sleep(_NAP_S)
         if wanted is not None and wanted in seen_s and self._kill.midway:
-            after = (at_s for later, at_s in seen_s.items() if PHASES.index(later) > PHASES.index(wanted))
+            after = (
+                at_s for later, at_s in seen_s.items() if PHASES.index(later) > PHASES.index(wanted)
+            )
             self._delay_s = (min(after) - seen_s[wanted]) / 2
 
     def _die(self) -> None:
@@ -253,7 +270,11 @@ def _find_descendants(root: int) -> list[int]:
 
 
 def _go_on(
-    connection: Connection, cell: Cell, checkpointing: AsyncCheckpointing, directory: str, death: _Death
+    connection: Connection,
+    cell: Cell,
+    checkpointing: AsyncCheckpointing,
+    directory: str,
+    death: _Death,
 ) -> CellResult:
     """Resume, compare the restored state with the promises, and train to the end."""
     del connection
@@ -279,11 +300,17 @@ def _go_on(
     if problem is None:
         _save_last(run, checkpointing.phases[-1])
     run.close()
-    return CellResult(status=FAIL if problem else PASS, divergence=f"{said}: {problem}" if problem else said)
+    return CellResult(
+        status=FAIL if problem else PASS, divergence=f"{said}: {problem}" if problem else said
+    )
 
 
 def _find_vacuity(
-    cell: Cell, comparison: Comparison, begin: Position, reference: dict[Position, Facts], fresh: Facts
+    cell: Cell,
+    comparison: Comparison,
+    begin: Position,
+    reference: dict[Position, Facts],
+    fresh: Facts,
 ) -> str | None:
     """Return the reason why resuming there would prove nothing; None where it would be a proof."""
     if comparison.has_same_weights(begin, fresh):

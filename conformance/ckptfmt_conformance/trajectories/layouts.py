@@ -21,7 +21,9 @@ from ckptfmt_conformance.trajectories.protocol import FAIL, PASS, Cell, CellResu
 __all__ = ["play_layouts"]
 
 
-def play_layouts(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int) -> CellResult:
+def play_layouts(
+    cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int
+) -> CellResult:
     """Run a cell with a save in one layout and a load into another."""
     before, after = cell.worlds
     said: str | None = None
@@ -63,7 +65,9 @@ def _whole_facts(job: TrainingJob) -> Facts:
 
     Every process calls this function.
     """
-    facts = facts_of("progress", job.progress.state_dict()) | facts_of("cursor", job.cursor.state_dict())
+    facts = facts_of("progress", job.progress.state_dict()) | facts_of(
+        "cursor", job.cursor.state_dict()
+    )
     names = {id(parameter): name for name, parameter in job.core.named_parameters()}
     facts |= facts_of("scheduler", job.scheduler.state_dict())
     for name, parameter in job.core.named_parameters():
@@ -75,7 +79,7 @@ def _whole_facts(job: TrainingJob) -> Facts:
     return facts
 
 
-def _whole(value: Any) -> Any:  # noqa: ANN401 - tensors of all kinds
+def _whole(value: Any) -> Any:
     return value.detach().full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -84,7 +88,10 @@ def _compare_bytes(job: TrainingJob, cell: Cell, directory: Path) -> str | None:
     comparison = Comparison({cell.cuts[0]: expected})
     facts = _whole_facts(job)
     if job.position != cell.cuts[0]:
-        return f"step {job.position[0]} came back, should be {cell.cuts[0][0]}: most likely not restored: the counters"
+        return (
+            f"step {job.position[0]} came back, should be {cell.cuts[0][0]}: most likely not"
+            " restored: the counters"
+        )
     comparison.look(cell.cuts[0], facts, loads=1, at_load=True)
     return comparison.explain()
 
@@ -99,8 +106,17 @@ def _compare_samples(job: TrainingJob) -> str | None:
         dist.all_gather_object(of_all, job.samples)
         taken += [sample for own in of_all[: job.replicas] for sample in own]
     count, seed = job.cursor.samples, job.cursor.seed
-    due = [order_of(count, seed, at // count)[at % count] for at in range(begin, begin + len(taken))]
-    wrong = [number for number, (ours, theirs) in enumerate(zip(due, taken, strict=True)) if ours != theirs]
+    due = [
+        order_of(count, seed, at // count)[at % count] for at in range(begin, begin + len(taken))
+    ]
+    wrong = [
+        number
+        for number, (ours, theirs) in enumerate(zip(due, taken, strict=True))
+        if ours != theirs
+    ]
     if not begin or wrong:
-        return f"after {begin} samples came {taken[:8]}, should be {due[:8]}; most likely not restored: the data cursor"
+        return (
+            f"after {begin} samples came {taken[:8]}, should be {due[:8]}; most likely not"
+            " restored: the data cursor"
+        )
     return None

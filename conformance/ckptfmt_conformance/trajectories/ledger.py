@@ -9,7 +9,16 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["Comparison", "Divergence", "Facts", "Position", "bytes_of", "differ", "facts_of", "ulps_between"]
+__all__ = [
+    "Comparison",
+    "Divergence",
+    "Facts",
+    "Position",
+    "bytes_of",
+    "differ",
+    "facts_of",
+    "ulps_between",
+]
 
 #: The number of finished steps, and of finished microbatches in the unfinished step.
 Position: TypeAlias = tuple[int, int]
@@ -102,18 +111,32 @@ class Divergence:
         """Return one sentence with step, tensor, index, ULPs, and the probable cause."""
         step, micro = self.position
         when = f"step {step}" + (f", microbatch {micro}" if micro else "")
-        since = "right after load" if self.at_load else "after load" if self.loads else "before any load"
+        since = (
+            "right after load"
+            if self.at_load
+            else "after load"
+            if self.loads
+            else "before any load"
+        )
         count = f" {self.loads}" if self.loads else ""
         more = f"; {len(self.names) - 1} more differ" if len(self.names) > 1 else ""
         return f"first divergence at {when} ({since}{count}): {self.detail}{more}; {self._guess()}"
 
     def _guess(self) -> str:
         if not self.loads:
-            return "nothing was restored yet, so the training itself isn't deterministic, or a save changed it"
+            return (
+                "nothing was restored yet, so the training itself isn't deterministic, or a"
+                " save changed it"
+            )
         if not self.at_load:
-            return "all that is compared came back, so look at what isn't: threads, kernels, prefetched data"
+            return (
+                "all that is compared came back, so look at what isn't: threads, kernels,"
+                " prefetched data"
+            )
         kinds = list(dict.fromkeys(describe(name) for name in self.names))
-        return f"most likely not restored: {', '.join(kinds[:3])}" + (" and more" if len(kinds) > 3 else "")
+        return f"most likely not restored: {', '.join(kinds[:3])}" + (
+            " and more" if len(kinds) > 3 else ""
+        )
 
 
 _KINDS = {
@@ -181,16 +204,24 @@ class Comparison:
         ignored = ("sample/", "loss/") if at_load else ()  # values of a step from another process
         names = [name for name in expected.keys() | facts.keys() if not name.startswith(ignored)]
         self.compared += len(names)
-        found = sorted((n for n in names if differ(expected.get(n), facts.get(n))), key=_how_telling)
+        found = sorted(
+            (n for n in names if differ(expected.get(n), facts.get(n))), key=_how_telling
+        )
         self._seen.append(position)
         for name in found:
-            self.differences.setdefault(name, {})[position] = _distance(expected.get(name), facts.get(name))
+            self.differences.setdefault(name, {})[position] = _distance(
+                expected.get(name), facts.get(name)
+            )
         if found and self.first is None:
             detail = _explain(found[0], expected.get(found[0]), facts.get(found[0]))
             self.first = Divergence(
                 position=position, loads=loads, at_load=at_load, names=tuple(found), detail=detail
             )  # fmt: skip
-        if self.learnt_at is None and not at_load and any(n.startswith(("parameter/", "loss/")) for n in found):
+        if (
+            self.learnt_at is None
+            and not at_load
+            and any(n.startswith(("parameter/", "loss/")) for n in found)
+        ):
             self.learnt_at = position
 
     def explain(self) -> str | None:
@@ -198,26 +229,60 @@ class Comparison:
         if self.first is None:
             return None
         begin = self.first.position
-        shown = [one for one in dict.fromkeys(self._seen) if one >= begin and (one == begin or not one[1])]
-        names = sorted(self.differences, key=lambda name: (min(self.differences[name]), _how_telling(name)))
-        rows = [["steps done", *(f"{step}+{micro}" if micro else str(step) for step, micro in shown)]]
-        rows += [[name, *(self.differences[name].get(one, ".") for one in shown)] for name in names[:_ROWS]]
+        shown = [
+            one
+            for one in dict.fromkeys(self._seen)
+            if one >= begin and (one == begin or not one[1])
+        ]
+        names = sorted(
+            self.differences, key=lambda name: (min(self.differences[name]), _how_telling(name))
+        )
+        rows = [
+            ["steps done", *(f"{step}+{micro}" if micro else str(step) for step, micro in shown)]
+        ]
+        rows += [
+            [name, *(self.differences[name].get(one, ".") for one in shown)]
+            for name in names[:_ROWS]
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        ]
         lines += [f"and {len(names) - _ROWS} more"] if len(names) > _ROWS else []
         return "\n".join([self.first.explain(), _LEGEND, *lines])
 
     def has_same_weights(self, position: Position, facts: Facts) -> bool:
         """Return whether any weight already has its expected value."""
         expected = self._reference[position]
-        matrices = [name for name, fact in facts.items() if name.startswith("parameter/") and "norm" not in name]
-        return not all(differ(expected.get(name), facts[name]) for name in matrices if name.endswith("weight"))
+        matrices = [
+            name
+            for name, fact in facts.items()
+            if name.startswith("parameter/") and "norm" not in name
+        ]
+        return not all(
+            differ(expected.get(name), facts[name]) for name in matrices if name.endswith("weight")
+        )
 
 
 #: The number of facts in the table of a divergence.
 _ROWS = 24
-_LEGEND = "the greatest difference relative to the larger of two elements, by tensor or value and step; . the same:"
-_ORDER = ("alias", "parameter", "buffer", "extra_state", "moment", "group", "scheduler", "scaler", "ema", "window")
+_LEGEND = (
+    "the greatest difference relative to the larger of two elements, by tensor or value and"
+    " step; . the same:"
+)
+_ORDER = (
+    "alias",
+    "parameter",
+    "buffer",
+    "extra_state",
+    "moment",
+    "group",
+    "scheduler",
+    "scaler",
+    "ema",
+    "window",
+)
 
 
 def _how_telling(name: str) -> tuple[int, str]:
@@ -235,17 +300,24 @@ def _distance(expected: torch.Tensor | str | None, found: torch.Tensor | str | N
         return "missing"
     if not (isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor)):
         return "differs"
-    is_number = expected.dtype == found.dtype and expected.shape == found.shape and expected.is_floating_point()
+    is_number = (
+        expected.dtype == found.dtype
+        and expected.shape == found.shape
+        and expected.is_floating_point()
+    )
     if not is_number:
         return "differs"
     one, other = expected.double(), found.double()
     ratio = (
-        (one - other).abs() / torch.maximum(one.abs(), other.abs()).clamp_min(torch.finfo(torch.float64).tiny)
+        (one - other).abs()
+        / torch.maximum(one.abs(), other.abs()).clamp_min(torch.finfo(torch.float64).tiny)
     ).max()
     return f"{float(ratio):.0e}" if bool(ratio.isfinite()) else "nan"
 
 
-def _explain(name: str, expected: torch.Tensor | str | None, found: torch.Tensor | str | None) -> str:
+def _explain(
+    name: str, expected: torch.Tensor | str | None, found: torch.Tensor | str | None
+) -> str:
     if not (isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor)):
         return f"{name} is {_short(found)}, should be {_short(expected)}"
     if expected.dtype != found.dtype or expected.shape != found.shape:
@@ -255,7 +327,11 @@ def _explain(name: str, expected: torch.Tensor | str | None, found: torch.Tensor
     unequal = (bytes_of(expected) != bytes_of(found)).reshape(-1, width).any(dim=1)
     flat = int(unequal.nonzero()[0].item())
     ours, theirs = expected.reshape(-1)[flat], found.reshape(-1)[flat]
-    index = [int(part) for part in torch.unravel_index(torch.tensor(flat), expected.shape)] if expected.dim() else []
+    index = (
+        [int(part) for part in torch.unravel_index(torch.tensor(flat), expected.shape)]
+        if expected.dim()
+        else []
+    )
     ulps = ulps_between(ours, theirs)
     apart = f" ({ulps} ULPs)" if ulps is not None else ""
     count = int(unequal.sum().item())

@@ -16,7 +16,9 @@ from ckptfmt_conformance.trajectories.recipes import STEPS, Recipe
 __all__ = ["find_data_vacuity", "find_idle_loader", "run_uninterrupted"]
 
 
-def run_uninterrupted(recipe: Recipe, checkpointing: Checkpointing) -> tuple[dict[Position, Facts], str | None]:
+def run_uninterrupted(
+    recipe: Recipe, checkpointing: Checkpointing
+) -> tuple[dict[Position, Facts], str | None]:
     """Return the state at each position of the uninterrupted run, and its divergence, if any.
 
     The divergence is the first difference from the oracle. The run has no worker processes, so
@@ -30,24 +32,40 @@ def run_uninterrupted(recipe: Recipe, checkpointing: Checkpointing) -> tuple[dic
     for step in range(STEPS):
         job.advance()
         reference[job.position] = job.facts()
-        wrong = wrong or _find_wrong(job.seen, job.reading.state_dict(), due[: step + 1], plan.batch)
+        wrong = wrong or _find_wrong(
+            job.seen, job.reading.state_dict(), due[: step + 1], plan.batch
+        )
     return reference, wrong
 
 
-def _find_wrong(seen: Seen, cursor: Mapping[str, Any], due: list[list[Drawn]], batch: int) -> str | None:
+def _find_wrong(
+    seen: Seen, cursor: Mapping[str, Any], due: list[list[Drawn]], batch: int
+) -> str | None:
     """Return the fault of the last step: samples and weights, the position, or the ledger."""
     done, ledger = len(due), cursor["ledger"]
-    expected = [(drawn.source, drawn.sample, drawn.weight) for drawn in due[-1] if drawn.weight is not None]
+    expected = [
+        (drawn.source, drawn.sample, drawn.weight) for drawn in due[-1] if drawn.weight is not None
+    ]
     if seen != expected:
-        at = next((i for i, pair in enumerate(zip(seen, expected, strict=False)) if pair[0] != pair[1]), len(expected))
+        at = next(
+            (i for i, pair in enumerate(zip(seen, expected, strict=False)) if pair[0] != pair[1]),
+            len(expected),
+        )
         return (
-            f"step {done} of the uninterrupted run has {seen[at : at + 3]} from its sample {at} on, "
+            f"step {done} of the uninterrupted run has {seen[at : at + 3]} from its sample {at}"
+            " on, "
             f"should have {expected[at : at + 3]}: source, number, weight"
         )
     if (cursor["commit"]["step"], cursor["commit"]["global_pos"]) != (done, done * batch):
-        return f"after {done} steps of {batch} the cursor of the uninterrupted run says {cursor['commit']}"
+        return (
+            f"after {done} steps of {batch} the cursor of the uninterrupted run says"
+            f" {cursor['commit']}"
+        )
     if (ledger["count"], ledger["set_digest"]) != ledger_of(due):
-        return f"after {done} steps the ledger of the uninterrupted run isn't that of what it consumed: {ledger}"
+        return (
+            f"after {done} steps the ledger of the uninterrupted run isn't that of what it"
+            f" consumed: {ledger}"
+        )
     return None
 
 
@@ -74,4 +92,8 @@ def find_data_vacuity(cell: Cell) -> str | None:
 def find_idle_loader(ahead: int, processes: int) -> str | None:
     """Return a message if a loader hasn't prefetched as many batches as allowed; None otherwise."""
     full = processes * PREFETCH + READ_AHEAD
-    return None if ahead >= full else f"{ahead} batches are fetched ahead at the interruption, should be {full}"
+    return (
+        None
+        if ahead >= full
+        else f"{ahead} batches are fetched ahead at the interruption, should be {full}"
+    )

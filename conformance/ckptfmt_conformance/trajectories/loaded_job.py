@@ -60,7 +60,9 @@ class _Reading:
     All samplers have the same cursor, so the cursor of the first is the job's.
     """
 
-    def __init__(self, recipe: Recipe, sampling: Sampling, workers: Sequence[tuple[int, int]], processes: int) -> None:
+    def __init__(
+        self, recipe: Recipe, sampling: Sampling, workers: Sequence[tuple[int, int]], processes: int
+    ) -> None:
         self.plan = plan_for(recipe)
         self._sampling, self._workers, self._processes = sampling, workers, processes
         self._model = recipe.model
@@ -68,9 +70,13 @@ class _Reading:
 
     def use(self, plan: DataPlan, done: int = 0) -> None:
         """Make new samplers of a plan, with `done` finished steps."""
-        self.samplers: list[Sampler] = [self._sampling.sampler(plan, worker) for worker in self._workers]
+        self.samplers: list[Sampler] = [
+            self._sampling.sampler(plan, worker) for worker in self._workers
+        ]
         self.advance(done)
-        self.feeds = [Feed(sampler, plan, self._model, self._processes) for sampler in self.samplers]
+        self.feeds = [
+            Feed(sampler, plan, self._model, self._processes) for sampler in self.samplers
+        ]
 
     @property
     def ahead(self) -> int:
@@ -131,8 +137,12 @@ class LoadedJob(TrainingJob):
 
     def facts(self) -> Facts:
         """Return all state, with the sampler's state instead of the suite's own cursor."""
-        facts = {name: fact for name, fact in super().facts().items() if not name.startswith("cursor/")}
-        return facts | facts_of("cursor", self.reading.state_dict()) | {"sample/ids": repr(self.seen)}
+        facts = {
+            name: fact for name, fact in super().facts().items() if not name.startswith("cursor/")
+        }
+        return (
+            facts | facts_of("cursor", self.reading.state_dict()) | {"sample/ids": repr(self.seen)}
+        )
 
 
 class LoadedElasticJob(ElasticJob):
@@ -174,4 +184,8 @@ class LoadedElasticJob(ElasticJob):
 
     def facts(self) -> Facts:
         """Return all state for the comparison."""
-        return super().facts() | facts_of("cursor", self.reading.state_dict()) | {"sample/ids": repr(self.seen)}
+        return (
+            super().facts()
+            | facts_of("cursor", self.reading.state_dict())
+            | {"sample/ids": repr(self.seen)}
+        )

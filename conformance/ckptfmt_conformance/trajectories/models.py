@@ -8,7 +8,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["CLASSES", "CONTEXT", "FEATURES", "MODELS", "TOKENS", "VOCABULARY", "is_language_model", "make_model"]
+__all__ = [
+    "CLASSES",
+    "CONTEXT",
+    "FEATURES",
+    "MODELS",
+    "TOKENS",
+    "VOCABULARY",
+    "is_language_model",
+    "make_model",
+]
 
 FEATURES, CLASSES = 64, 4
 VOCABULARY, CONTEXT, WIDTH, TOKENS = 24, 6, 16, 7
@@ -80,15 +89,21 @@ class Block(nn.Module):
         super().__init__()
         self.norm_attention, self.norm_feed = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.mix = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.feed = feed or nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.feed = feed or nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the residual stream, (batch, context, width), after this block."""
         batch, context, _ = x.shape
-        q, k, v = self.qkv(self.norm_attention(x)).view(batch, context, 3, 2, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm_attention(x)).view(batch, context, 3, 2, -1).permute(2, 0, 3, 1, 4)
+        )
         mask = torch.full((context, context), -1e4, dtype=q.dtype, device=q.device).triu(1)
-        heard = (torch.softmax(q @ k.transpose(-1, -2) + mask, dim=-1) @ v).transpose(1, 2).flatten(2)
+        heard = (
+            (torch.softmax(q @ k.transpose(-1, -2) + mask, dim=-1) @ v).transpose(1, 2).flatten(2)
+        )
         x = x + self.dropout(self.mix(heard))
         fed: torch.Tensor = self.dropout(self.feed(self.norm_feed(x)))
         return x + fed

@@ -33,8 +33,12 @@ class MasterAdamW(Optimizer):
     state.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor] | Iterable[dict[str, Any]], lr: float = LR) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01})
+    def __init__(
+        self, parameters: Iterable[torch.Tensor] | Iterable[dict[str, Any]], lr: float = LR
+    ) -> None:
+        super().__init__(
+            parameters, {"lr": lr, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -46,7 +50,9 @@ class MasterAdamW(Optimizer):
                 if parameter.grad is not None:
                     self._step_one(parameter, self.state[parameter], group)
 
-    def _step_one(self, parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _step_one(
+        self, parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         if not state:
             state["step"] = 0
             state["master"] = parameter.detach().float()
@@ -83,13 +89,19 @@ def make_optimizer(name: str, model: nn.Module) -> Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.dim() > 1]},
-        {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in parameters if parameter.dim() <= 1],
+            "weight_decay": 0.0,
+        },
     ]
     return OPTIMIZERS[name](groups)
 
 
 def _make_warm_up(optimizer: Optimizer) -> SequentialLR:
-    parts = [LinearLR(optimizer, start_factor=0.2, total_iters=3), CosineAnnealingLR(optimizer, T_max=12)]
+    parts = [
+        LinearLR(optimizer, start_factor=0.2, total_iters=3),
+        CosineAnnealingLR(optimizer, T_max=12),
+    ]
     return SequentialLR(optimizer, parts, milestones=[3])
 
 
@@ -97,10 +109,12 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "warmup-cosine": _make_warm_up,
     "exponential": lambda optimizer: ExponentialLR(optimizer, 0.9),
     "one-cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=2 * LR, total_steps=16),
-    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.05),
+    "plateau": lambda optimizer: ReduceLROnPlateau(
+        optimizer, factor=0.7, patience=0, threshold=0.05
+    ),
 }
 
 
-def make_schedule(name: str, optimizer: Optimizer) -> Any:  # noqa: ANN401 - torch has no type for all of them
+def make_schedule(name: str, optimizer: Optimizer) -> Any:
     """Return a scheduler."""
     return SCHEDULES[name](optimizer)

@@ -80,7 +80,9 @@ class _Source:
         self.removed: set[int] = set()
         seed = plan.seed
         if plan.stages:
-            own = blake3(b"ckptfmt/source-v1" + struct.pack("<Q", seed) + name.encode()).digest(length=8)
+            own = blake3(b"ckptfmt/source-v1" + struct.pack("<Q", seed) + name.encode()).digest(
+                length=8
+            )
             seed = int.from_bytes(own, "little")
         self.draws = self._play(name, n, seed, plan)
 
@@ -89,7 +91,11 @@ class _Source:
             order = order_of_epoch(n, seed, epoch)
             count = 0
             for at, sample in enumerate(order):
-                if plan.tail == "drop" and count % plan.batch == 0 and self._left(order[at:]) < plan.batch:
+                if (
+                    plan.tail == "drop"
+                    and count % plan.batch == 0
+                    and self._left(order[at:]) < plan.batch
+                ):
                     break
                 if sample not in self.removed:
                     count += 1
@@ -177,5 +183,8 @@ def ledger_of(steps: list[list[Drawn]]) -> tuple[int, str]:
     for drawn in members:
         content = b"ckptfmt/ledger-v1" + struct.pack("<Q", drawn.epoch) + drawn.source.encode()
         keys = struct.unpack("<4Q", blake3(content).digest())
-        sums = [(total + _mix((drawn.sample + key) % _WORD)) % _WORD for total, key in zip(sums, keys, strict=True)]
+        sums = [
+            (total + _mix((drawn.sample + key) % _WORD)) % _WORD
+            for total, key in zip(sums, keys, strict=True)
+        ]
     return len(members), struct.pack("<4Q", *sums).hex()

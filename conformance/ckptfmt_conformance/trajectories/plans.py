@@ -36,7 +36,9 @@ class Skip:
         """
         if self.positions is not None:
             return {"policy": self.policy, "positions": self.positions}
-        what: dict[str, Any] = {"samples": self.samples} if self.shard is None else {"shard": self.shard}
+        what: dict[str, Any] = (
+            {"samples": self.samples} if self.shard is None else {"shard": self.shard}
+        )
         return {"policy": self.policy, "source": self.source, "from_pos": self.said * batch} | what
 
 
@@ -74,7 +76,9 @@ class DataPlan:
         return stages or None
 
 
-def _single(batch: int, missing: int = 0, *, tail: str = "carry", skips: tuple[Skip, ...] = ()) -> DataPlan:
+def _single(
+    batch: int, missing: int = 0, *, tail: str = "carry", skips: tuple[Skip, ...] = ()
+) -> DataPlan:
     """Return a plan of one source of five steps, less `missing` samples."""
     return DataPlan(sources=(("data", 5 * batch - missing),), batch=batch, tail=tail, skips=skips)
 
@@ -87,7 +91,10 @@ def _mixed(batch: int, skips: tuple[Skip, ...] = ()) -> DataPlan:
     third = (block // 3, (block - block // 3) // 2, block - block // 3 - (block - block // 3) // 2)
     sources = (("books", 6 * batch + 4), ("code", 2 * batch - 1), ("web", batch + 1))
     return DataPlan(
-        sources=sources, batch=batch, stages=((0, first), (6 * batch, second), (10 * batch, third)), skips=skips
+        sources=sources,
+        batch=batch,
+        stages=((0, first), (6 * batch, second), (10 * batch, third)),
+        skips=skips,
     )
 
 

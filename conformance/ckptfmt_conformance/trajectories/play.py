@@ -23,7 +23,11 @@ from ckptfmt_conformance.trajectories.gang_world import DEADLINE_S, world
 from ckptfmt_conformance.trajectories.job import Runnable, TrainingJob, seed_streams
 from ckptfmt_conformance.trajectories.layouts import play_layouts
 from ckptfmt_conformance.trajectories.ledger import Comparison, Facts, Position
-from ckptfmt_conformance.trajectories.loaded import find_data_vacuity, find_idle_loader, run_uninterrupted
+from ckptfmt_conformance.trajectories.loaded import (
+    find_data_vacuity,
+    find_idle_loader,
+    run_uninterrupted,
+)
 from ckptfmt_conformance.trajectories.loaded_job import LoadedElasticJob, LoadedJob, make_loaded
 from ckptfmt_conformance.trajectories.protocol import (
     ERROR,
@@ -91,7 +95,7 @@ def _hand_out(found: object, path: Path) -> None:
     path.with_suffix(".new").rename(path)
 
 
-def _take_over(path: Path) -> Any:  # noqa: ANN401 - any shared object
+def _take_over(path: Path) -> Any:
     """Return the value that the first process writes to a file, when the file exists."""
     end_s = time.monotonic() + DEADLINE_S
     while not path.exists():
@@ -118,7 +122,9 @@ def own_streams() -> Iterator[None]:
         torch.set_rng_state(before[2])
 
 
-def play(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int | None = None) -> CellResult:
+def play(
+    cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int | None = None
+) -> CellResult:
     """Run a cell.
 
     Args:
@@ -240,7 +246,9 @@ class _Legs:
             if isinstance(job, LoadedJob | LoadedElasticJob):
                 processes = self._cell.loaders[number] if self._cell.loaders else 0
                 self._vacuous = self._vacuous or find_idle_loader(job.reading.ahead, processes)
-            self._checkpointing.save(str(self._directory / f"cut-{number}"), job.state(), job.position[0])
+            self._checkpointing.save(
+                str(self._directory / f"cut-{number}"), job.state(), job.position[0]
+            )
             comparison.look(job.position, job.facts(), loads=number, at_load=number > 0)
 
     def _restore(self, job: Runnable, number: int) -> None:
@@ -261,14 +269,23 @@ class _Legs:
         first = comparison.first
         said = first.explain() if first else None
         if self._vacuous or self._wrong:
-            return CellResult(status=FAIL, divergence=self._wrong or f"the cell proves nothing: {self._vacuous}")
+            return CellResult(
+                status=FAIL, divergence=self._wrong or f"the cell proves nothing: {self._vacuous}"
+            )
         if self._control is None:
             return CellResult(status=FAIL if said else PASS, divergence=comparison.explain())
         if said is None:
-            return CellResult(status=FAIL, divergence="stayed green: the suite doesn't see what was taken away")
+            return CellResult(
+                status=FAIL, divergence="stayed green: the suite doesn't see what was taken away"
+            )
         if self._control.named not in said:
-            return CellResult(status=FAIL, divergence=f"red, but not for {self._control.named}: {said}")
+            return CellResult(
+                status=FAIL, divergence=f"red, but not for {self._control.named}: {said}"
+            )
         learnt, last = comparison.learnt_at, self._control.cut[0] + RED_WITHIN
         if self._control.learns and (learnt is None or learnt[0] > last):
-            return CellResult(status=FAIL, divergence=f"what is learnt stays the same for {RED_WITHIN} steps: {said}")
+            return CellResult(
+                status=FAIL,
+                divergence=f"what is learnt stays the same for {RED_WITHIN} steps: {said}",
+            )
         return CellResult(status=PASS, divergence=said)

@@ -153,7 +153,7 @@ class Sampler(Protocol):
         samples: tuple[int, ...] | None = None,
         shard: tuple[str, int, int] | None = None,
         positions: tuple[int, int] | None = None,
-        policy: Any = "hole",  # noqa: ANN401 - one of three words
+        policy: Any = "hole",
         source: str | None = None,
         from_pos: int | None = None,
     ) -> None:
@@ -186,10 +186,10 @@ class Sampling(Protocol):
 class Loading(Protocol):
     """A loader, or a set of numbers, with its own form of position in the data."""
 
-    def state_dict(self) -> Any:  # noqa: ANN401 - the loader's own type
+    def state_dict(self) -> Any:
         """Return the position."""
 
-    def load_state_dict(self, state_dict: Any, /) -> Any:  # noqa: ANN401 - the loader's own type
+    def load_state_dict(self, state_dict: Any, /) -> Any:
         """Go to a saved position."""
 
 
@@ -205,7 +205,7 @@ class ForeignLoading(Protocol):
 
     refusals: tuple[type[Exception], ...]
 
-    def foreign_loader(self, loader: Loading) -> Any:  # noqa: ANN401 - a Loading that can be iterated over
+    def foreign_loader(self, loader: Loading) -> Any:
         """Return the value of the field ``data`` for this worker's own loader.
 
         Iterate over the result.

@@ -16,7 +16,9 @@ from ckptfmt_conformance.trajectories.protocol import FAIL, PASS, Cell, CellResu
 __all__ = ["play_refusal"]
 
 
-def play_refusal(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int) -> CellResult:
+def play_refusal(
+    cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int
+) -> CellResult:
     """Run a cell whose checkpoint must load into a job of the same plan only."""
     before, after = cell.worlds
     path = str(directory / "cut-0")
@@ -39,11 +41,17 @@ def _load_both(cell: Cell, checkpointing: Checkpointing, path: str) -> str | Non
     same, other = ElasticJob(cell.recipe, seed=1001), ElasticJob(cell.target, seed=1002)
     checkpointing.load(path, same.state())
     if same.position != cell.cuts[0]:
-        return f"step {same.position[0]} came back, should be {cell.cuts[0][0]}: most likely not restored: the trainer"
+        return (
+            f"step {same.position[0]} came back, should be {cell.cuts[0][0]}: most likely not"
+            " restored: the trainer"
+        )
     try:
         checkpointing.load(path, other.state())
     except Unsupported:
         raise
     except Exception:  # noqa: BLE001 - any exception after the trainer's counts as a refusal
         return None
-    return f"a run of {cell.recipe.workers} logical workers was loaded into one of {cell.target.workers}"
+    return (
+        f"a run of {cell.recipe.workers} logical workers was loaded into one of"
+        f" {cell.target.workers}"
+    )

@@ -30,7 +30,9 @@ def find_vacuity(cell: Cell, reference: Mapping[Position, Facts]) -> str | None:
     return None
 
 
-def _moves(reference: Mapping[Position, Facts], begin: Position, prefix: str, ending: str = "") -> bool:
+def _moves(
+    reference: Mapping[Position, Facts], begin: Position, prefix: str, ending: str = ""
+) -> bool:
     """Return whether any fact of a kind changes between an interruption and the end."""
     first, last = reference[begin], reference[STEPS, 0]
     names = [name for name in last if name.startswith(prefix) and name.endswith(ending)]
@@ -50,7 +52,9 @@ def _always(reference: Mapping[Position, Facts], prefix: str) -> bool:
 def _check_streams(recipe: Recipe, reference: Mapping[Position, Facts], begin: Position) -> bool:
     del begin
     elastic = recipe.layout == "elastic"
-    return elastic or all(_always(reference, f"rng/{name}") for name in ("python", "numpy", "torch", "augment"))
+    return elastic or all(
+        _always(reference, f"rng/{name}") for name in ("python", "numpy", "torch", "augment")
+    )
 
 
 def _check_rate(recipe: Recipe, reference: Mapping[Position, Facts], begin: Position) -> bool:
@@ -66,7 +70,12 @@ def _check_epochs(recipe: Recipe, reference: Mapping[Position, Facts], begin: Po
 
 
 def _check_buffers(recipe: Recipe, reference: Mapping[Position, Facts], begin: Position) -> bool:
-    kind = {"mlp": "running_mean", "cnn": "running_var", "cnn-bare": "running_var", "moe": ".bias"}.get(recipe.model)
+    kind = {
+        "mlp": "running_mean",
+        "cnn": "running_var",
+        "cnn-bare": "running_var",
+        "moe": ".bias",
+    }.get(recipe.model)
     return kind is None or _moves(reference, begin, "buffer/", kind)
 
 
@@ -88,7 +97,11 @@ def _check_moments(recipe: Recipe, reference: Mapping[Position, Facts], begin: P
 def _check_finite(recipe: Recipe, reference: Mapping[Position, Facts], begin: Position) -> bool:
     del recipe, begin
     facts = reference[STEPS, 0].items()
-    weights = [fact for name, fact in facts if name.startswith("parameter/") and isinstance(fact, torch.Tensor)]
+    weights = [
+        fact
+        for name, fact in facts
+        if name.startswith("parameter/") and isinstance(fact, torch.Tensor)
+    ]
     return bool(weights) and all(bool(torch.isfinite(weight).all()) for weight in weights)
 
 

@@ -35,7 +35,11 @@ def list_witnessed() -> list[Cell]:
 
     Such a cell has one process, one cut at a step's end, and no optional feature.
     """
-    return [cell for cell in list_cells() if cell.claim == "T1" and cell.id.endswith("/boundary") and _is_plain(cell)]
+    return [
+        cell
+        for cell in list_cells()
+        if cell.claim == "T1" and cell.id.endswith("/boundary") and _is_plain(cell)
+    ]
 
 
 def _is_plain(cell: Cell) -> bool:
@@ -49,7 +53,9 @@ def judge_witnessed(cell: Cell, ask: Ask) -> str | None:
     """
     seed, ((step, _),) = secrets.randbelow(1 << 31), cell.cuts
     with own_streams(), tempfile.TemporaryDirectory(prefix="ckptfmt-conformance-") as folder:
-        given, returned, path = (Path(folder) / name for name in ("given.pt", "returned.pt", "checkpoint"))
+        given, returned, path = (
+            Path(folder) / name for name in ("given.pt", "returned.pt", "checkpoint")
+        )
         job = TrainingJob(cell.recipe, seed)
         while job.position < (step, 0):
             job.advance()
@@ -75,7 +81,7 @@ def judge_witnessed(cell: Cell, ask: Ask) -> str | None:
     return None
 
 
-def answer_witness(checkpointing: Any, request: Mapping[str, Any]) -> None:  # noqa: ANN401 - a Checkpointing
+def answer_witness(checkpointing: Any, request: Mapping[str, Any]) -> None:
     """Save the given values, or load and return the values.
 
     The adapter's process calls this function.
@@ -104,14 +110,20 @@ def _dump(job: TrainingJob, path: Path) -> None:
     """Write all values of a job."""
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - a stream under test
     values: dict[str, Any] = {
-        name: _values_of(value) for name, value in job.state().items() if name not in ("config", "rng")
+        name: _values_of(value)
+        for name, value in job.state().items()
+        if name not in ("config", "rng")
     }
     values["augment"] = job.augment.get_state()
-    values["streams"] = [random.getstate(), [kind, np.asarray(keys).tolist(), *rest], torch.get_rng_state()]
+    values["streams"] = [
+        random.getstate(),
+        [kind, np.asarray(keys).tolist(), *rest],
+        torch.get_rng_state(),
+    ]
     torch.save(values, path)
 
 
-def _values_of(value: Any) -> dict[str, Any]:  # noqa: ANN401 - any object with state_dict
+def _values_of(value: Any) -> dict[str, Any]:
     return dict(value.state_dict())
 
 

@@ -59,5 +59,7 @@ def all_cases() -> tuple[Case, ...]:
     found = sorted((case for make in _PAGES for case in make().cases), key=lambda case: case.id)
     names = [case.id for case in found]
     if len(set(names)) != len(names):
-        raise ValueError(f"two cases of one name: {sorted(name for name in names if names.count(name) > 1)}")
+        raise ValueError(
+            f"two cases of one name: {sorted(name for name in names if names.count(name) > 1)}"
+        )
     return tuple(found)

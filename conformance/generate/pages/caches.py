@@ -62,11 +62,14 @@ def _both(edit: Edit, other: Edit) -> Edit:
 def _accept(made: Page) -> None:
     one, two = small(run_id=RUN_ID, launch=1), two_writers(run_id=RUN_ID, launch=1)
     for slug, plan, edit, clauses, says in (
-        ("node", one, _levels("node", "node"), "MAN-012 MAN-005 DEL-001", "durability node; all files are there"),
-        ("peers", one, _levels("peers", "peers"), "MAN-012 MAN-005 DEL-001", "durability peers; all files are there"),
+        ("node", one, _levels("node", "node"), "MAN-012 MAN-005 DEL-001", ("durability node; all"
+        " files are there")),
+        ("peers", one, _levels("peers", "peers"), "MAN-012 MAN-005 DEL-001", ("durability peers;"
+        " all files are there")),
         ("labels", one, _both(_levels("node", "node"), _labelled), "MAN-012 MAN-010 DEL-001",
          "durability, and a metric: two features, and still a full checkpoint"),
-        ("weakest", two, _levels("node", "peers", "node"), "CMT-046 MAN-012", "the part of writer 1 is the weaker one"),
+        ("weakest", two, _levels("node", "peers", "node"), "CMT-046 MAN-012", ("the part of writer"
+        " 1 is the weaker one")),
         ("one-at-home", two, _levels("peers", None, "peers"), "CMT-046 CMT-007",
          "the part of writer 0 has no durability, that of writer 1 has"),
     ):  # fmt: skip
@@ -75,7 +78,10 @@ def _accept(made: Page) -> None:
             plan,
             f"{clauses} OPN-012",
             says,
-            why="what was in a cache when it was committed may be at home by now, and is then read as any other",
+            why=(
+                "what was in a cache when it was committed may be at home by now, and is then"
+                " read as any other"
+            ),
             edit=edit,
             path=NAME,
             place=NAME,
@@ -101,7 +107,16 @@ def _refuse_members(made: Page) -> None:
             document["run_id"] = document["launch"] = None
 
     says = "a durability outside of a run"
-    _refuse(made, "outside-of-a-run", "node", leave_run, "MAN-012", "DOC_SCHEMA", says, place="checkpoint")
+    _refuse(
+        made,
+        "outside-of-a-run",
+        "node",
+        leave_run,
+        "MAN-012",
+        "DOC_SCHEMA",
+        says,
+        place="checkpoint",
+    )
 
 
 def _refuse_parts(made: Page) -> None:
@@ -117,14 +132,24 @@ def _refuse_parts(made: Page) -> None:
         phase = "open" if slug == "of-the-part-alone" else "validate"
         _refuse(made, slug, of, edit, "CMT-046 DEL-001", "DOC_MISMATCH", says, phase=phase)
     unsorted = set_at("part/0", "features", "reader", value=["labels", "caches"])
-    _refuse(made, "unsorted", "labels", unsorted, "DEL-001", "DOC_SCHEMA", "the features of the part aren't sorted")
+    _refuse(
+        made,
+        "unsorted",
+        "labels",
+        unsorted,
+        "DEL-001",
+        "DOC_SCHEMA",
+        "the features of the part aren't sorted",
+    )
 
 
 def _refuse_files(made: Page) -> None:
     def remove(file: str, writer: int) -> Edit:
         def edit(checkpoint: Checkpoint) -> None:
             suffix = f"-{writer:05d}.safetensors"
-            name = next(name for name in checkpoint.files if name.startswith(file) and name.endswith(suffix))
+            name = next(
+                name for name in checkpoint.files if name.startswith(file) and name.endswith(suffix)
+            )
             checkpoint.extra[name] = None
 
         return edit
@@ -163,4 +188,16 @@ def _refuse(  # noqa: PLR0917 - a row of a table of cases
     phase: str = "open",
     place: str = NAME,
 ) -> None:
-    made.reject(slug, of, edit, clauses, error, says, why=WHY, bug="AMBIGUITY", phase=phase, path=place, place=place)
+    made.reject(
+        slug,
+        of,
+        edit,
+        clauses,
+        error,
+        says,
+        why=WHY,
+        bug="AMBIGUITY",
+        phase=phase,
+        path=place,
+        place=place,
+    )

@@ -37,7 +37,8 @@ def cursor() -> dict[str, Any]:
 def mixed() -> dict[str, Any]:
     """Return a cursor of two sources in two stages, after 16 steps of four."""
     tree = cursor() | {
-        "sources": [{"id": "books", "fingerprint": None, "n": 20}, {"id": "code", "fingerprint": "by hand", "n": 7}],
+        "sources": [{"id": "books", "fingerprint": None, "n": 20}, {"id": "code", "fingerprint": ("by"
+        " hand"), "n": 7}],
         "mixture": {
             "alg": "block-det-v1", "block": 8, "seed": SEED,
             "stages": [
@@ -90,7 +91,7 @@ def went_on(tree: dict[str, Any], steps: int) -> dict[str, Any]:
     return tree
 
 
-def tree_of(value: Any) -> Any:  # noqa: ANN401 - any plain value
+def tree_of(value: Any) -> Any:
     """Return the tree of dicts, lists, strings, integers and None."""
     if isinstance(value, dict):
         return ["d", *(item for row in value.items() for item in (row[0], tree_of(row[1])))]
@@ -114,7 +115,10 @@ def page() -> Page:
 
 
 def _plan(value: dict[str, Any]) -> Plan:
-    return Plan(tensors=[Tensor(name="w", dtype="int8", shape=(2,))], leaves=[Leaf(field="data", value=tree_of(value))])
+    return Plan(
+        tensors=[Tensor(name="w", dtype="int8", shape=(2,))],
+        leaves=[Leaf(field="data", value=tree_of(value))],
+    )
 
 
 def _valid(made: Page) -> None:
@@ -143,7 +147,12 @@ def _valid(made: Page) -> None:
     foreign = Plan(
         tensors=[Tensor(name="w", dtype="int8", shape=(2,))],
         leaves=[
-            Leaf(field="data", name="loader", scope=f"lw/{i}", value=["d", "kind", "theirs", "pos", i])
+            Leaf(
+                field="data",
+                name="loader",
+                scope=f"lw/{i}",
+                value=["d", "kind", "theirs", "pos", i],
+            )
             for i in range(2)
         ],
     )
@@ -158,7 +167,10 @@ def _valid(made: Page) -> None:
 
 def _valid_orders(made: Page) -> None:
     """Add cursors of mixtures, skips and tails."""
-    why = "who computes another order repeats some samples and leaves out others, and nothing else shows it"
+    why = (
+        "who computes another order repeats some samples and leaves out others, and nothing"
+        " else shows it"
+    )
     for slug, tree, clauses, says in (
         (
             "mixed",
@@ -173,7 +185,12 @@ def _valid_orders(made: Page) -> None:
             "skips of each scope and policy",
         ),
         ("drop", tailed("drop"), "CUR-004 CUR-015", "the rest of each epoch is dropped"),
-        ("pad", tailed("pad_masked"), "CUR-015 CUR-016 CUR-021", "the last batch of each epoch is filled up"),
+        (
+            "pad",
+            tailed("pad_masked"),
+            "CUR-015 CUR-016 CUR-021",
+            "the last batch of each epoch is filled up",
+        ),
     ):
         made.accept(f"cursor-{slug}", _plan(tree), clauses, says, why=why)
 
@@ -192,7 +209,12 @@ def _others(made: Page) -> None:
         "the positions of another library's loader, of two workers",
         why="what the library saved has to come back to it as it was",
     )
-    counted = theirs | {"lib": "megatron", "per": "run", "worker_count": 8, "state": {"consumed_train_samples": 640}}
+    counted = theirs | {
+        "lib": "megatron",
+        "per": "run",
+        "worker_count": 8,
+        "state": {"consumed_train_samples": 640},
+    }
     made.accept(
         "consumed-samples",
         _plan(counted),
@@ -227,7 +249,12 @@ def _names_of_loaders(made: Page, base: dict[str, Any]) -> None:
     """Add what a library may be called."""
     for slug, lib, version, says in (
         ("nameless", "", "", "lib and version are empty"),
-        ("named", "e\u0301\u202e\n", "x" * 4096, "lib isn't for JSON documents, and version is of 4096 bytes"),
+        (
+            "named",
+            "e\u0301\u202e\n",
+            "x" * 4096,
+            "lib isn't for JSON documents, and version is of 4096 bytes",
+        ),
     ):
         made.accept(
             f"loader-{slug}",
@@ -249,9 +276,16 @@ def _valid_values(made: Page) -> None:
                 kind="numpy.PCG64",
                 state=["d", "state", ["d", "state", ["i", (2**100).to_bytes(13, "little")]]],
             ),
-            Stream(name="torch", kind="torch.philox", state=["a", "uint8", [2], b"\1\2"], scope="global"),
+            Stream(
+                name="torch",
+                kind="torch.philox",
+                state=["a", "uint8", [2], b"\1\2"],
+                scope="global",
+            ),
             Stream(name="theirs", kind="xorshift.unknown", state=["l", ["f", bytes(8)]]),
-            Stream(name="theirs", kind="xorshift.unknown", state=["l", ["f", bytes(8)]], scope="lw/1"),
+            Stream(
+                name="theirs", kind="xorshift.unknown", state=["l", ["f", bytes(8)]], scope="lw/1"
+            ),
         ],
     )
     made.accept(
@@ -262,9 +296,14 @@ def _valid_values(made: Page) -> None:
         why="who doesn't know a kind keeps the state as it is",
     )
     extra = Plan(
-        tensors=[Tensor(name="extra/ema/w", field="optimizer", shape=(2,)), Tensor(name="w", shape=(2,))],
+        tensors=[
+            Tensor(name="extra/ema/w", field="optimizer", shape=(2,)),
+            Tensor(name="w", shape=(2,)),
+        ],
         leaves=[
-            Leaf(field="optimizer", name="extra/ema", value=["d", "w", ["T", "extra/ema/w", "torch"]]),
+            Leaf(
+                field="optimizer", name="extra/ema", value=["d", "w", ["T", "extra/ema/w", "torch"]]
+            ),
             Leaf(field="topology", value=["d", "worker_count", 1]),
             Leaf(field="topology", name="local", value=["d"]),
             Leaf(field="provenance", value=["d", "commit", "0" * 40]),
@@ -279,7 +318,7 @@ def _valid_values(made: Page) -> None:
     )
 
 
-def _put(base: dict[str, Any], path: str, value: Any) -> Any:  # noqa: ANN401 - an edit
+def _put(base: dict[str, Any], path: str, value: Any) -> Any:
     """Return the edit of a checkpoint that puts another value into its cursor."""
 
     def edit(c: Checkpoint) -> None:
@@ -302,7 +341,8 @@ def _put(base: dict[str, Any], path: str, value: Any) -> Any:  # noqa: ANN401 - 
 def _cursors(made: Page) -> None:
     """Add cursors that are refused."""
     why = (
-        "an order or a position that is read otherwise repeats some samples and skips others, and nothing else shows it"
+        "an order or a position that is read otherwise repeats some samples and skips others,"
+        " and nothing else shows it"
     )
     for slug, clauses, error, path, value in (
         ("version-2", "CUR-001", "VERSION_UNSUPPORTED", "v", 2),

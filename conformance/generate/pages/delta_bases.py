@@ -46,27 +46,56 @@ def add(made: Page, link: Chain) -> None:
     _stored(made, link)
 
 
-def _record(kind: str, **members: Any) -> bytes:  # noqa: ANN401 - members of a record, by name
-    head = {"type": kind, "format_version": FORMAT_VERSION, "features": {"reader": [], "writer": []}}
+def _record(kind: str, **members: Any) -> bytes:
+    head = {
+        "type": kind,
+        "format_version": FORMAT_VERSION,
+        "features": {"reader": [], "writer": []},
+    }
     return json_document(head | {"run_id": in_run(3).run_id, "launch": 1, "step": 3} | members)[0]
 
 
 def _bases(made: Page, link: Chain) -> None:
     why = "a directory that was deleted and written again has the same name and other weights"
 
-    def edit(slug: str, error: str, clauses: str, says: str, beside: FileMap, *, bug: str = "WRONG_BYTES") -> None:
-        reject(made, slug, link, None, clauses, error, says, why=why, bug=bug, phase="read", beside=beside)
+    def edit(
+        slug: str, error: str, clauses: str, says: str, beside: FileMap, *, bug: str = "WRONG_BYTES"
+    ) -> None:
+        reject(
+            made,
+            slug,
+            link,
+            None,
+            clauses,
+            error,
+            says,
+            why=why,
+            bug=bug,
+            phase="read",
+            beside=beside,
+        )
 
     def register(content: bytes) -> FileMap:
         return link.beside | {f"{BASE}/manifest.json": content}
 
-    edit("no-base", "BASE_MISSING", "DEL-020 CMT-031", "the base isn't there", {}, bug="SILENT_DATA_LOSS")
+    edit(
+        "no-base",
+        "BASE_MISSING",
+        "DEL-020 CMT-031",
+        "the base isn't there",
+        {},
+        bug="SILENT_DATA_LOSS",
+    )
     edit(
         "base-without-register",
         "BASE_MISSING",
         "DEL-020",
         "the base has no register",
-        {path: content for path, content in link.beside.items() if not path.endswith("manifest.json")},
+        {
+            path: content
+            for path, content in link.beside.items()
+            if not path.endswith("manifest.json")
+        },
     )
     made_again = placed(build(base_plan(BIAS, WEIGHT, nonce="f" * 32)))
     edit(
@@ -88,7 +117,9 @@ def _bases(made: Page, link: Chain) -> None:
         "BASE_MISMATCH",
         "DEL-020",
         "a tombstone in the base's register",
-        register(_record("tombstone", manifest_digest=link.delta.manifest["references"][0]["digest"])),
+        register(
+            _record("tombstone", manifest_digest=link.delta.manifest["references"][0]["digest"])
+        ),
     )
 
 
@@ -141,7 +172,11 @@ def _contents(made: Page, link: Chain) -> None:
         functools.partial(_take, wrong),
         "DEL-008",
         "DECODED_DIGEST",
-        "the weight has other bytes in the base, which nothing but the digest of what is decoded shows",
+        (
+            "the weight has other bytes in the base, which nothing but the digest of what is"
+            " decoded"
+            " shows"
+        ),
         why="an encoding can't tell a wrong base: it decodes to something else",
         bug="WRONG_BYTES",
         phase="read",
@@ -170,7 +205,9 @@ def _closures(made: Page) -> None:
     why = "the manifest alone says what has to be kept and copied"
     base = build(base_plan(BIAS))
     middle = chain(base, stored_as("same", BIAS, BIAS.content))
-    plan = later(middle.delta, step=5, tensors=[stored_as("same", BIAS, BIAS.content, reference=DELTA)])
+    plan = later(
+        middle.delta, step=5, tensors=[stored_as("same", BIAS, BIAS.content, reference=DELTA)]
+    )
     beside = middle.beside | placed(middle.delta)
     files = beside | {f"{SECOND}/{path}": content for path, content in build(plan).seal().items()}
     features = ["deltas"]
@@ -189,7 +226,9 @@ def _closures(made: Page) -> None:
         features=features,
     )
     kept = {path: content for path, content in beside.items() if not path.startswith(BASE)}
-    full = later(base, middle.delta, step=5, tensors=[stored_as("same", BIAS, BIAS.content, reference=DELTA)])
+    full = later(
+        base, middle.delta, step=5, tensors=[stored_as("same", BIAS, BIAS.content, reference=DELTA)]
+    )
     files = kept | {f"{SECOND}/{path}": content for path, content in build(full).seal().items()}
     made.reject(
         "second-base-missing",
@@ -206,7 +245,11 @@ def _closures(made: Page) -> None:
         features=features,
     )
     itself = Reference(name=checkpoint_name(4, 1), digest=blake3(b"itself").digest())
-    ring = in_run(4, tensors=[stored_as("same", BIAS, BIAS.content, reference=itself.name)], references=[itself])
+    ring = in_run(
+        4,
+        tensors=[stored_as("same", BIAS, BIAS.content, reference=itself.name)],
+        references=[itself],
+    )
     made.reject(
         "of-itself",
         "example",
@@ -226,8 +269,22 @@ def _closures(made: Page) -> None:
 def _bytes(made: Page, link: Chain) -> None:
     why = "a decoder then meets only what a writer wrote, and damage is called damage, where it is"
 
-    def edit(slug: str, error: str, clauses: str, says: str, after: Callable[[FileMap], object]) -> None:
-        reject(made, slug, link, None, clauses, error, says, why=why, bug="DAMAGE_UNSEEN", phase="read", after=after)
+    def edit(
+        slug: str, error: str, clauses: str, says: str, after: Callable[[FileMap], object]
+    ) -> None:
+        reject(
+            made,
+            slug,
+            link,
+            None,
+            clauses,
+            error,
+            says,
+            why=why,
+            bug="DAMAGE_UNSEEN",
+            phase="read",
+            after=after,
+        )
 
     edit(
         "stored-bit",
@@ -243,7 +300,13 @@ def _bytes(made: Page, link: Chain) -> None:
         "one bit of the pack's header is another",
         flip(f"{DELTA}/{PACK}", 0),
     )
-    edit("pack-missing", "FILE_MISSING", "CKP-004", "the pack isn't there", lambda files: files.pop(f"{DELTA}/{PACK}"))
+    edit(
+        "pack-missing",
+        "FILE_MISSING",
+        "CKP-004",
+        "the pack isn't there",
+        lambda files: files.pop(f"{DELTA}/{PACK}"),
+    )
     edit(
         "pack-short",
         "FILE_NBYTES",
@@ -293,19 +356,43 @@ def _beyond(made: Page) -> None:
     shard = next(path for path in link.beside if "optimizer" in path)
 
     def accept(slug: str, own: Chain, says: str, why: str, request: dict[str, Any] | None) -> None:
-        made.accept(slug, own.delta, "OPN-009 DEL-024", says, why=why, place=DELTA, beside=own.beside, request=request)
+        made.accept(
+            slug,
+            own.delta,
+            "OPN-009 DEL-024",
+            says,
+            why=why,
+            place=DELTA,
+            beside=own.beside,
+            request=request,
+        )
 
-    accept("base-whole", link, "a delta that reads one of three tensors of its base", "what isn't read is there", None)
+    accept(
+        "base-whole",
+        link,
+        "a delta that reads one of three tensors of its base",
+        "what isn't read is there",
+        None,
+    )
     no_tree = build(plan).edited(set_at("part/0", "leaves", "value", 0, value=b"\xc1"))
     no_key = build(plan).edited(set_at("part/0", "extents", "key", 0, value="other"))
     flipped = dict(link.beside)
     flip(shard, -1)(flipped)
     rows: tuple[tuple[str, str, Chain, str, str], ...] = (
-        ("bit", "BLOCK_DIGEST", Chain(link.delta, flipped), "one bit of a tensor of the base is another", "TEN-006 "),
+        (
+            "bit",
+            "BLOCK_DIGEST",
+            Chain(link.delta, flipped),
+            "one bit of a tensor of the base is another",
+            "TEN-006 ",
+        ),
         (
             "lost",
             "FILE_MISSING",
-            Chain(link.delta, {path: content for path, content in link.beside.items() if path != shard}),
+            Chain(
+                link.delta,
+                {path: content for path, content in link.beside.items() if path != shard},
+            ),
             "a shard of the base isn't there",
             "CKP-004 ",
         ),
@@ -326,7 +413,13 @@ def _beyond(made: Page) -> None:
     )
     for slug, error, own, wrong, more in rows:
         says = f"{wrong}, which the delta doesn't read"
-        accept(f"base-beyond-{slug}", own, says, "damage in what isn't read is no reason to refuse what is", {})
+        accept(
+            f"base-beyond-{slug}",
+            own,
+            says,
+            "damage in what isn't read is no reason to refuse what is",
+            {},
+        )
         made.reject(
             f"base-beyond-{slug}",
             "base-whole",
@@ -339,7 +432,10 @@ def _beyond(made: Page) -> None:
             place=DELTA,
             beside=own.beside,
         )
-    beside = link.beside | {f"{BASE}/notes.txt": b"x", f"{BASE}/index-ffffffffffffffff.msgpack": b"x"}
+    beside = link.beside | {
+        f"{BASE}/notes.txt": b"x",
+        f"{BASE}/index-ffffffffffffffff.msgpack": b"x",
+    }
     says = "in the base's directory lie two files that it doesn't name"
     accept("base-extra-files", Chain(link.delta, beside), says, "extra files are no damage", None)
 

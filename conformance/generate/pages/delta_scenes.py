@@ -40,7 +40,11 @@ PACK = "weights-0000000000000004-00000.pack"
 BASE_SHARD = f"{BASE}/weights-0000000000000003-00000.safetensors"
 
 BIAS = Tensor(name="bias", shape=(3,))
-WEIGHT = Tensor(name="weight", shape=(2, 3), content=bytes.fromhex("000000000000803f0000004000004040000080400000a040"))
+WEIGHT = Tensor(
+    name="weight",
+    shape=(2, 3),
+    content=bytes.fromhex("000000000000803f0000004000004040000080400000a040"),
+)
 NEXT = WEIGHT.content[:12] + bytes.fromhex("01004040") + WEIGHT.content[16:]
 ROUNDED = b"".join(NEXT[at + 2 : at + 4] for at in range(0, 24, 4))
 CAST = ["d", "kind", "cast", "copy", "bfloat16"]
@@ -57,7 +61,13 @@ def example() -> Chain:
     )
     base = base_plan(BIAS, WEIGHT)
     groups = [Group(kind="cast", rule=CAST, members=["weight", "weight.bfloat16"])]
-    return chain(base, stored_as("same", BIAS, BIAS.content), stored_as("sparse", WEIGHT, NEXT), copy, groups=groups)
+    return chain(
+        base,
+        stored_as("same", BIAS, BIAS.content),
+        stored_as("sparse", WEIGHT, NEXT),
+        copy,
+        groups=groups,
+    )
 
 
 def blocks() -> Chain:
@@ -71,7 +81,13 @@ def blocks() -> Chain:
     ]
     return chain(
         base_plan(base),
-        Tensor(name="b", dtype="uint8", shape=(9000,), content=content, pieces=[whole((9000,), stored=stored)]),
+        Tensor(
+            name="b",
+            dtype="uint8",
+            shape=(9000,),
+            content=content,
+            pieces=[whole((9000,), stored=stored)],
+        ),
     )
 
 
@@ -80,21 +96,34 @@ def blocks_backwards() -> Chain:
     base = Tensor(name="b", dtype="uint8", shape=(9000,), content=b"\1" * 9000)
     content = b"".join(bytes([number]) * 4096 for number in (2, 3, 4))[:9000]
     stored = [
-        Stored(encoding="planes", first=number, count=1, blocks=[bytes([1, number + 2])], place=-number)
+        Stored(
+            encoding="planes", first=number, count=1, blocks=[bytes([1, number + 2])], place=-number
+        )
         for number in range(3)
     ]
     return chain(
         base_plan(base),
-        Tensor(name="b", dtype="uint8", shape=(9000,), content=content, pieces=[whole((9000,), stored=stored)]),
+        Tensor(
+            name="b",
+            dtype="uint8",
+            shape=(9000,),
+            content=content,
+            pieces=[whole((9000,), stored=stored)],
+        ),
     )
 
 
 def third_step(link: Chain) -> Chain:
     """Return step 5: the bias is step 3's, the weight is changed from step 4's."""
-    base = Reference(name=BASE, digest=bytes.fromhex(link.delta.manifest["references"][0]["digest"][7:]))
+    base = Reference(
+        name=BASE, digest=bytes.fromhex(link.delta.manifest["references"][0]["digest"][7:])
+    )
     moved = NEXT[:-4] + bytes.fromhex("0000c040")
     weight = Tensor(name="weight", shape=(2, 3), content=NEXT)
-    tensors = [stored_as("same", BIAS, BIAS.content), stored_as("sparse", weight, moved, reference=DELTA)]
+    tensors = [
+        stored_as("same", BIAS, BIAS.content),
+        stored_as("sparse", weight, moved, reference=DELTA),
+    ]
     plan = in_run(5, tensors=tensors, references=[base, reference_to(link.delta)])
     return Chain(build(plan), link.beside | placed(link.delta))
 
@@ -103,7 +132,9 @@ def same_of_same() -> Chain:
     """Return step 5, whose block is step 4's, which is step 3's."""
     base = build(base_plan(BIAS))
     middle = chain(base, stored_as("same", BIAS, BIAS.content))
-    last = later(base, middle.delta, step=5, tensors=[stored_as("same", BIAS, BIAS.content, reference=DELTA)])
+    last = later(
+        base, middle.delta, step=5, tensors=[stored_as("same", BIAS, BIAS.content, reference=DELTA)]
+    )
     return Chain(build(last), middle.beside | placed(middle.delta))
 
 
@@ -115,7 +146,12 @@ def two_writers() -> Chain:
         name="bias",
         shape=(3,),
         pieces=[
-            Piece(writer=1, begin=(0,), shape=(3,), stored=[Stored(encoding="sparse", blocks=[b"\0"], reference=BASE)])
+            Piece(
+                writer=1,
+                begin=(0,),
+                shape=(3,),
+                stored=[Stored(encoding="sparse", blocks=[b"\0"], reference=BASE)],
+            )
         ],
     )
     # The base has its only part from writer 0: who stores a box may change from step to step.

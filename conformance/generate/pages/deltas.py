@@ -46,8 +46,12 @@ def page() -> Page:
     return made
 
 
-def _accept(made: Page, slug: str, clauses: str, says: str, link: Chain, why: str, place: str = DELTA) -> None:  # noqa: PLR0917 - a row of a table of cases
-    made.accept(slug, link.delta, clauses, says, why=why, place=place, beside=link.beside, bug="WRONG_BYTES")
+def _accept(  # noqa: PLR0917 - a row of a table of cases
+    made: Page, slug: str, clauses: str, says: str, link: Chain, why: str, place: str = DELTA
+) -> None:
+    made.accept(
+        slug, link.delta, clauses, says, why=why, place=place, beside=link.beside, bug="WRONG_BYTES"
+    )
 
 
 def _valid(made: Page, link: Chain) -> None:
@@ -55,7 +59,8 @@ def _valid(made: Page, link: Chain) -> None:
     _accept(
         made,
         "example",
-        "DEL-001 DEL-002 DEL-003 DEL-004 DEL-005 DEL-006 DEL-007 DEL-008 DEL-009 DEL-010 DEL-012 DEL-020 "
+        "DEL-001 DEL-002 DEL-003 DEL-004 DEL-005 DEL-006 DEL-007 DEL-008 DEL-009 DEL-010 DEL-012"
+        " DEL-020 "
         "DEL-021 DEL-022 DEL-023 DEL-026 CMT-031 MAN-005 MAN-006 PRT-003 ENC-002 VER-007",
         "a block as it was, one that changed, and one that is predicted",
         link,
@@ -161,11 +166,14 @@ def _manifests(made: Page, link: Chain) -> None:
          set_at("manifest", "profile", value="full")),
         ("manifest-no-features", "MAN-005", "PROFILE_MISMATCH", "no features",
          set_at("manifest", "features", "reader", value=[])),
-        ("manifest-feature-unknown", "DOC-010 VER-002", "FEATURE_UNSUPPORTED", "the feature wavelets",
+        ("manifest-feature-unknown", "DOC-010 VER-002", "FEATURE_UNSUPPORTED", ("the feature"
+        " wavelets"),
          set_at("manifest", "features", "reader", value=["cast", "deltas", "sparse", "wavelets"])),
         ("manifest-no-stored-nbytes", "MAN-005", "PROFILE_MISMATCH", "no stored_nbytes of weights",
          lambda c: c.manifest["fields"]["weights"].pop("stored_nbytes")),
-        ("manifest-reference-path", "DEL-002 RUN-008", "DOC_SCHEMA UNSAFE_PATH", "a reference called ../elsewhere",
+        ("manifest-reference-path", "DEL-002 RUN-008", "DOC_SCHEMA UNSAFE_PATH", ("a reference"
+        " called"
+        " ../elsewhere"),
          set_at("manifest", "references", 0, "name", value="../elsewhere")),
         ("manifest-reference-twice", "DEL-002", "COLUMN_ORDER", "one digest under two names",
          set_at("manifest", "references", value=[one, one | {"name": SECOND}])),
@@ -232,14 +240,18 @@ def _members(made: Page, link: Chain) -> None:
          [{"name": "../elsewhere", "digest": digest}]),
         ("reference-twice", "DEL-002", "COLUMN_ORDER", "one digest under two names", "references",
          [{"name": BASE, "digest": digest}, {"name": SECOND, "digest": digest}]),
-        ("reference-other", "IDX-001 DEL-021", "DOC_MISMATCH", "a reference that the manifest doesn't list",
+        ("reference-other", "IDX-001 DEL-021", "DOC_MISMATCH", ("a reference that the manifest"
+        " doesn't list"),
          "references",
          [{"name": BASE, "digest": blake3(b"another").digest()}]),
-        ("reference-renamed", "DEL-026 IDX-001", "DOC_MISMATCH", "the reference with another name than in the manifest",
+        ("reference-renamed", "DEL-026 IDX-001", "DOC_MISMATCH", ("the reference with another name"
+        " than in the manifest"),
          "references", [{"name": SECOND, "digest": digest}]),
-        ("encodings-unsorted", "IDX-003 DEL-003", "COLUMN_ORDER", "encodings out of the registry's order", "encodings",
+        ("encodings-unsorted", "IDX-003 DEL-003", "COLUMN_ORDER", ("encodings out of the"
+        " registry's order"), "encodings",
          ["sparse", "same"]),
-        ("encoding-unknown", "DEL-003 ENC-001", "COLUMN_FORM FEATURE_UNSUPPORTED", "the encoding wavelets", "encodings",
+        ("encoding-unknown", "DEL-003 ENC-001", "COLUMN_FORM FEATURE_UNSUPPORTED", ("the encoding"
+        " wavelets"), "encodings",
          ["same", "wavelets"]),
     ):  # fmt: skip
         reject(
@@ -291,9 +303,11 @@ def _extents(made: Page, link: Chain) -> None:
          Strings(["safetensors"])),
         ("pack-header-digest", "DEL-012", "COLUMN_FORM", "the pack's header has another digest", "files",
          "header_digest", bytes(32)),
-        ("pack-nbytes", "PRT-007", "FILE_COVERAGE", "the pack has a byte more than header and blocks", "files",
+        ("pack-nbytes", "PRT-007", "FILE_COVERAGE", ("the pack has a byte more than header and"
+        " blocks"), "files",
          "nbytes", Packed([75])),
-        ("same-in-a-file", "DEL-004", "COLUMN_FORM FILE_COVERAGE", "a block that is the base's is in the pack",
+        ("same-in-a-file", "DEL-004", "COLUMN_FORM FILE_COVERAGE", ("a block that is the base's is"
+        " in the pack"),
          "extents", "file", Packed([0, 0, 0])),
         ("base-missing", "DEL-006", "COLUMN_FORM", "a changed block names no base", "extents", "reference",
          Packed([0, 0, 1])),
@@ -305,11 +319,14 @@ def _extents(made: Page, link: Chain) -> None:
          Packed([0, 1, 1])),
         ("first-predicted", "DEL-006", "COLUMN_FORM", "the first box of the group is predicted", "extents",
          "predicted", Packed([1, 1, 0])),
-        ("stored-not-shorter", "DEL-005", "COLUMN_FORM", "a block is stored in 24 bytes, and has as many", "stored",
+        ("stored-not-shorter", "DEL-005", "COLUMN_FORM", ("a block is stored in 24 bytes, and has"
+        " as many"), "stored",
          "nbytes", Packed([24, 1])),
     ):  # fmt: skip
 
-        def edit(c: Checkpoint, t: str = table, k: str = column, v: object = value, slug: str = slug) -> None:
+        def edit(
+            c: Checkpoint, t: str = table, k: str = column, v: object = value, slug: str = slug
+        ) -> None:
             c.part[t][k] = v
             if slug == "first-predicted":
                 c.part["extents"]["reference"] = Packed([0, 0, 1])
@@ -318,7 +335,13 @@ def _extents(made: Page, link: Chain) -> None:
 
 
 def _groups(made: Page, link: Chain) -> None:
-    none = {"kind": Strings(), "rule": [], "reference": Packed(), "member_count": Packed(), "box": Folded()}
+    none = {
+        "kind": Strings(),
+        "rule": [],
+        "reference": Packed(),
+        "member_count": Packed(),
+        "box": Folded(),
+    }
     for slug, clauses, says, edit in (
         ("group-kind", "DEL-009 PRE-001", "a group of the kind lion",
          set_at("part/0", "groups", "kind", value=Strings(["lion"]))),

@@ -33,7 +33,11 @@ def _valid(made: Page) -> None:
     made.accept(
         "small",
         small(),
-        "DOC-001 DOC-002 DOC-003 DOC-004 DOC-007 DOC-008 DOC-009 DOC-010 DOC-011 VER-001 VER-006 CKP-007",
+        (
+            "DOC-001 DOC-002 DOC-003 DOC-004 DOC-007 DOC-008 DOC-009 DOC-010 DOC-011 VER-001"
+            " VER-006"
+            " CKP-007"
+        ),
         "one writer, one tensor, one leaf, one stream",
         why="it is the least that a reader has to read, and what the invalid documents differ from",
     )
@@ -42,14 +46,19 @@ def _valid(made: Page) -> None:
         small(absent=_reason('quote " backslash \\ slash / é 漢 😀 U+2028 \u2028 U+FEFF \ufeff')),
         "DOC-001 DOC-006",
         "a reason with a quote, a backslash and letters beyond ASCII",
-        why="a JSON library that escapes more, or normalises, makes other bytes and so another digest",
+        why=(
+            "a JSON library that escapes more, or normalises, makes other bytes and so another"
+            " digest"
+        ),
     )
     made.accept(
         "string-normal-form",
-        # In the order of the description; U+0958 is never composed, U+FB01 is another form under NFKC alone.
+        # In the order of the description; U+0958 is never composed, U+FB01 is another form under
+        # NFKC alone.
         small(absent=_reason("\u00e9 \uac01 \u0915\u093c \ufb01 x\u1dfa\u0301 \U0001e290")),
         "DOC-006",
-        "a reason with a composed letter, a composed syllable, a letter that is only ever two code points, a ligature, "
+        "a reason with a composed letter, a composed syllable, a letter that is only ever two"
+        " code points, a ligature, "
         "two marks in their order, and a letter that Unicode 14.0 was the first to have",
         why="normal form C isn't the absence of marks, nor that of ligatures",
     )
@@ -70,7 +79,15 @@ def _valid(made: Page) -> None:
 
 
 def _document(
-    made: Page, slug: str, clauses: str, error: str, says: str, *, why: str, bug: str = "AMBIGUITY", **changes: object
+    made: Page,
+    slug: str,
+    clauses: str,
+    error: str,
+    says: str,
+    *,
+    why: str,
+    bug: str = "AMBIGUITY",
+    **changes: object,
 ) -> None:
     made.reject(slug, "small", alter("manifest", **changes), clauses, error, says, why=why, bug=bug)
 
@@ -211,9 +228,17 @@ def _strings(made: Page) -> None:
         ("surrogate", "an escaped surrogate alone", b'"\\ud800"'),
         ("not-nfc", "an e and a combining accent", '"e\u0301"'.encode()),
         ("jamo", "a syllable in two pieces", '"\u1100\u1161"'.encode()),
-        ("singleton", "the sign for Angstrom, whose normal form is the letter", '"\u212b"'.encode()),
+        (
+            "singleton",
+            "the sign for Angstrom, whose normal form is the letter",
+            '"\u212b"'.encode(),
+        ),
         ("excluded", "a letter whose normal form is two code points", '"\u0958"'.encode()),
-        ("marks", "two marks out of their order, of which one is of Unicode 14.0", '"x\u0301\u1dfa"'.encode()),
+        (
+            "marks",
+            "two marks out of their order, of which one is of Unicode 14.0",
+            '"x\u0301\u1dfa"'.encode(),
+        ),
         ("too-long", "4097 bytes", b'"' + b"x" * 4097 + b'"'),
     ):
         _document(
@@ -261,10 +286,16 @@ def _form(made: Page) -> None:
     for slug, says, change in (
         ("digest-of-another", "the last digit of digest is another", _digit),
         ("digest-upper-case", "digest in upper case", lambda c: c[:18] + c[18:82].upper() + c[82:]),
-        ("digest-md5", "a digest that begins with md5:", lambda c: c.replace(b"blake3:", b"md5:", 1)),
+        (
+            "digest-md5",
+            "a digest that begins with md5:",
+            lambda c: c.replace(b"blake3:", b"md5:", 1),
+        ),
         ("changed", "step is 2, under the digest of step 3", replace(b'"step":3', b'"step":2')),
     ):
-        _document(made, slug, "DOC-009", "DOC_DIGEST", says, why=why, bug="DAMAGE_UNSEEN", outer=change)
+        _document(
+            made, slug, "DOC-009", "DOC_DIGEST", says, why=why, bug="DAMAGE_UNSEEN", outer=change
+        )
 
 
 def _digit(content: bytes) -> bytes:

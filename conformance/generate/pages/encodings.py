@@ -56,20 +56,28 @@ CONTENT = bytes(AFTER)
 BASE_TENSOR = Tensor(name="w", shape=(16,), content=BEFORE)
 
 
-def _made(encoding: str, stored: bytes | None = None, content: bytes = CONTENT, base: Tensor = BASE_TENSOR) -> Any:  # noqa: ANN401 - a chain
+def _made(
+    encoding: str, stored: bytes | None = None, content: bytes = CONTENT, base: Tensor = BASE_TENSOR
+) -> Any:
     """Return a delta of one block, stored as said."""
     block = encode(encoding, content, base.content, base.dtype) if stored is None else stored
     needs = encoding != "planes"
     extent = Stored(encoding=encoding, blocks=[block], reference=BASE if needs else None)
     tensor = Tensor(
-        name=base.name, dtype=base.dtype, shape=base.shape, content=content, pieces=[whole(base.shape, stored=[extent])]
+        name=base.name,
+        dtype=base.dtype,
+        shape=base.shape,
+        content=content,
+        pieces=[whole(base.shape, stored=[extent])],
     )
     made = chain(base_plan(base), tensor)
     return made if needs else Chain(made.delta, {})
 
 
-def _accept(made: Page, slug: str, clauses: str, says: str, link: Any, why: str) -> None:  # noqa: ANN401, PLR0917 - a row of a table of cases
-    made.accept(slug, link.delta, clauses, says, why=why, place=DELTA, beside=link.beside, bug="WRONG_BYTES")
+def _accept(made: Page, slug: str, clauses: str, says: str, link: Any, why: str) -> None:  # noqa: PLR0917 - a row of a table of cases
+    made.accept(
+        slug, link.delta, clauses, says, why=why, place=DELTA, beside=link.beside, bug="WRONG_BYTES"
+    )
 
 
 def _each(made: Page) -> None:
@@ -106,7 +114,9 @@ def _dtypes(made: Page) -> None:
         tensors, bases = [], []
         for name, (width, _) in DTYPES.items():
             lane = LANES[name][0]
-            before = b"".join((1 << 8 * lane - 1 | 3).to_bytes(lane, "little") for _ in range(32 * width // lane))
+            before = b"".join(
+                (1 << 8 * lane - 1 | 3).to_bytes(lane, "little") for _ in range(32 * width // lane)
+            )
             after = (1).to_bytes(lane, "little") + before[lane:]
             if name == "bool":
                 before, after = b"\1" * 32, b"\0" + b"\1" * 31
@@ -115,7 +125,13 @@ def _dtypes(made: Page) -> None:
             bases.append(base)
             extent = Stored(encoding=encoding, blocks=[block], reference=BASE)
             tensors.append(
-                Tensor(name=name, dtype=name, shape=(32,), content=after, pieces=[whole((32,), stored=[extent])])
+                Tensor(
+                    name=name,
+                    dtype=name,
+                    shape=(32,),
+                    content=after,
+                    pieces=[whole((32,), stored=[extent])],
+                )
             )
         _accept(
             made,
@@ -142,12 +158,19 @@ def _bits(made: Page) -> None:
         bases.append(Tensor(name=encoding, shape=(32,), content=before))
         reference = None if encoding == "planes" else BASE
         extent = Stored(encoding=encoding, blocks=[block], reference=reference)
-        tensors.append(Tensor(name=encoding, shape=(32,), content=after, pieces=[whole((32,), stored=[extent])]))
+        tensors.append(
+            Tensor(
+                name=encoding, shape=(32,), content=after, pieces=[whole((32,), stored=[extent])]
+            )
+        )
     _accept(
         made,
         "bits",
         "ENC-022 ENC-015",
-        "NaN that signal, with payloads, and either zero, denormals and infinity, by three encodings",
+        (
+            "NaN that signal, with payloads, and either zero, denormals and infinity, by three"
+            " encodings"
+        ),
         chain(base_plan(*bases), *tensors),
         "who moves floats as floats changes some of their bits",
     )
@@ -190,9 +213,11 @@ def _forms(made: Page) -> None:
          zstd_string(runs)),
         ("frame-checksum", "ENC-009 ENC-024", "a plane in a zstd frame with a checksum", "planes", base, runs,
          zstd_string(b"", _checked(frame(runs)))),
-        ("frame-dictionary-0", "ENC-009 ENC-024", "a plane in a zstd frame that states the dictionary id 0", "planes",
+        ("frame-dictionary-0", "ENC-009 ENC-024", ("a plane in a zstd frame that states the"
+        " dictionary id 0"), "planes",
          base, runs, zstd_string(b"", b"\x28\xb5\x2f\xfd\x21\0" + frame(runs)[5:])),
-        ("sparse-plane-zero", "ENC-012 ENC-011", "a plane as a set of three places, at one of which is a zero",
+        ("sparse-plane-zero", "ENC-012 ENC-011", ("a plane as a set of three places, at one of"
+        " which is a zero"),
          "planes", base, few, b"\3" + set_bytes([20, 30, 51], 60) + string(b"\7\0\5")),
         ("zstd-of-700", "ENC-008 ENC-009", "a frame whose size takes two bytes", "planes", long,
          b"\4" * 300 + b"\6" * 400,
@@ -258,7 +283,17 @@ def _strings(made: Page) -> None:
         ("string-short", "ENC-005", "a string of 20 bytes for 60", b"\0" + b"\3" * 20),
         ("string-kind-4", "ENC-008", "a string of the kind 4", b"\4\3"),
     ):
-        _refuse(made, slug, "one-byte", clauses, f"the block has {says}", "planes", stored, content=ONES, base=SMALL)
+        _refuse(
+            made,
+            slug,
+            "one-byte",
+            clauses,
+            f"the block has {says}",
+            "planes",
+            stored,
+            content=ONES,
+            base=SMALL,
+        )
     _refuse(
         made,
         "decodes-to-another",
@@ -289,17 +324,34 @@ def _frames(made: Page) -> None:
     no_size = b"\x28\xb5\x2f\xfd\x00\x00" + body
     window = b"\x28\xb5\x2f\xfd\x80\x98" + (60).to_bytes(4, "little") + body
     dictionary = b"\x28\xb5\x2f\xfd\x21\x05" + bytes([60]) + body
-    bomb = b"\x28\xb5\x2f\xfd\xa0" + (2**28).to_bytes(4, "little") + b"\x02\0\x10\7" * 3 + b"\x03\0\x10\7"
+    bomb = (
+        b"\x28\xb5\x2f\xfd\xa0"
+        + (2**28).to_bytes(4, "little")
+        + b"\x02\0\x10\7" * 3
+        + b"\x03\0\x10\7"
+    )
     for slug, says, content in (
-        ("frame-size-more", "a frame that states a byte more than the string has", frame(b"\7" * 61)),
-        ("frame-size-lies", "a frame that states another size than it has", frame(b"\7" * 24 + b"\x09" * 36, size=61)),
+        (
+            "frame-size-more",
+            "a frame that states a byte more than the string has",
+            frame(b"\7" * 61),
+        ),
+        (
+            "frame-size-lies",
+            "a frame that states another size than it has",
+            frame(b"\7" * 24 + b"\x09" * 36, size=61),
+        ),
         ("frame-has-less", "a frame of fewer bytes than it states", frame(b"\7" * 24, size=60)),
         ("frame-without-size", "a frame that states no size", no_size),
         ("frame-window", "a frame with a window of 128 MiB", window),
         ("frame-dictionary", "a frame that names a dictionary", dictionary),
         ("frame-checksum-wrong", "a frame whose checksum is another", _checked(good)[:-1] + b"\0"),
         ("frame-twice", "two frames", frame(b"\7" * 60) + frame(b"")),
-        ("frame-skippable", "a skippable frame before the frame", b"\x50\x2a\x4d\x18\1\0\0\0x" + good),
+        (
+            "frame-skippable",
+            "a skippable frame before the frame",
+            b"\x50\x2a\x4d\x18\1\0\0\0x" + good,
+        ),
         ("frame-cut", "a frame without its last byte", good[:-1]),
         ("frame-bomb", "a frame that states 256 MiB", bomb),
     ):
@@ -377,7 +429,12 @@ def _steps(made: Page) -> None:
     few = bytes(20) + b"\7" + bytes(30) + b"\5" + bytes(8)
     places = set_bytes([20, 51], 60)
     for slug, clauses, says, stored in (
-        ("sparse-16-levels", "ENC-018", "sixteen levels", places + string(b"\3") + b"\x10" + b"\1" * 16),
+        (
+            "sparse-16-levels",
+            "ENC-018",
+            "sixteen levels",
+            places + string(b"\3") + b"\x10" + b"\1" * 16,
+        ),
         (
             "sparse-empty-level",
             "ENC-018",
@@ -397,7 +454,17 @@ def _steps(made: Page) -> None:
             places + string(b"\7") + b"\0" + string(b"\6\4"),
         ),
     ):
-        _refuse(made, slug, "levels-0", clauses, f"the changes have {says}", "sparse", stored, content=few, base=SMALL)
+        _refuse(
+            made,
+            slug,
+            "levels-0",
+            clauses,
+            f"the changes have {says}",
+            "sparse",
+            stored,
+            content=few,
+            base=SMALL,
+        )
     same = b"\xff" + b"\0"
     for slug, clauses, says, stored in (
         ("classes-32-cuts", "ENC-020", "32 cuts", bytes([32, *range(1, 33)]) + same),
@@ -411,8 +478,24 @@ def _steps(made: Page) -> None:
             b"\0\5\1\0" + bytes(8) + b"\1\0\1\0\1\0\1\xff",
         ),
     ):
-        _refuse(made, slug, "classes", clauses + " ENC-019", f"the classes have {says}", "classes", stored)
-    _refuse(made, "xor-too-short", "xor", "ENC-014 ENC-005", "three planes of four", "xor", b"\1\0" * 3)
+        _refuse(
+            made,
+            slug,
+            "classes",
+            clauses + " ENC-019",
+            f"the classes have {says}",
+            "classes",
+            stored,
+        )
     _refuse(
-        made, "difference-too-long", "difference", "ENC-016 ENC-006", "five planes of four", "difference", b"\1\0" * 5
+        made, "xor-too-short", "xor", "ENC-014 ENC-005", "three planes of four", "xor", b"\1\0" * 3
+    )
+    _refuse(
+        made,
+        "difference-too-long",
+        "difference",
+        "ENC-016 ENC-006",
+        "five planes of four",
+        "difference",
+        b"\1\0" * 5,
     )

@@ -28,7 +28,10 @@ def page() -> Page:
     _checkpoint(made, {example.name: example for example in examples if not example.is_edit})
     accepted = {one.name or one.form: _slug(one) for one in reversed(examples) if not one.code}
     for example in examples:
-        request, files = {"form": example.form, "file": example.place}, {example.place: example.content}
+        request, files = (
+            {"form": example.form, "file": example.place},
+            {example.place: example.content},
+        )
         features = [f"parse-{example.form}", *example.features]
         if example.code:
             of = example.name or _RELATED.get(example.form, example.form)
@@ -65,9 +68,15 @@ def page() -> Page:
 
 def _checkpoint(made: Page, named: dict[str, Example]) -> None:
     """Add the checkpoint that the examples of pages 30, 40 and 50 are, with the elements of its shard."""
-    elements = {"layers.0.bias": struct.pack("<3f", 0.5, 1, 2), "layers.0.weight": struct.pack("<6f", *range(6))}
+    elements = {
+        "layers.0.bias": struct.pack("<3f", 0.5, 1, 2),
+        "layers.0.weight": struct.pack("<6f", *range(6)),
+    }
     content = b"".join(elements.values())
-    files = {one.place: one.content for one in (named["manifest"], named["index"], named["part"], named["shard"])}
+    files = {
+        one.place: one.content
+        for one in (named["manifest"], named["index"], named["part"], named["shard"])
+    }
     files[named["shard"].place] = named["shard"].content[: -len(content)] + content
     made.ask(
         "checkpoint",
@@ -95,7 +104,13 @@ def _checkpoint(made: Page, named: dict[str, Example]) -> None:
 
 def _says(example: Example) -> str:
     text = example.says if len(example.says) <= 100 else f"{example.says[:97]}..."
-    what = f"{example.name}, edited: " if example.is_edit else "" if example.name else f"{example.form}: "
+    what = (
+        f"{example.name}, edited: "
+        if example.is_edit
+        else ""
+        if example.name
+        else f"{example.form}: "
+    )
     return f"page {example.page.partition('-')[0]}: {what}{text}"
 
 
@@ -112,7 +127,9 @@ def _slug(example: Example) -> str:
 
 def _shown(example: Example, examples: list[Example]) -> list[str]:
     """Return the clauses that an accepted example shows: its own, and those by which its like are refused."""
-    alike = [one for one in examples if one.code and (one.name, one.form) == (example.name, example.form)]
+    alike = [
+        one for one in examples if one.code and (one.name, one.form) == (example.name, example.form)
+    ]
     labels = {label for one in (example, *alike) for label in one.clauses}
     return sorted(label.removeprefix("REQ-") for label in labels)
 
@@ -160,11 +177,12 @@ class Size:
 
 
 _NAMES = {
-    one.__name__: one for one in (Counter, DeviceName, DtypeName, InlineArray, OrderedDict, Size, TensorRef, deque)
+    one.__name__: one
+    for one in (Counter, DeviceName, DtypeName, InlineArray, OrderedDict, Size, TensorRef, deque)
 }
 
 
-def _tagged(value: Any) -> Any:  # noqa: ANN401, PLR0911 - any value of a page, one answer for each form
+def _tagged(value: Any) -> Any:  # noqa: PLR0911 - any value of a page, one answer for each form
     """Return a value as tagged JSON."""
     match value:
         case None | bool() | str():
@@ -189,7 +207,7 @@ def _tagged(value: Any) -> Any:  # noqa: ANN401, PLR0911 - any value of a page, 
     return _tagged_name(value)
 
 
-def _tagged_name(value: Any) -> dict[str, Any]:  # noqa: ANN401 - one of the names
+def _tagged_name(value: Any) -> dict[str, Any]:
     match value:
         case InlineArray(scalar=True):
             return {"scalar": value.content.hex(), "dtype": value.dtype}

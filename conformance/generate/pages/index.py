@@ -17,7 +17,9 @@ from conformance.generate.wire import Folded, Packed, Strings
 __all__ = ["page", "quarters"]
 
 LOST = "a lost shard is an error, not a smaller tensor or memory that nobody initialised"
-FORM = "an entry that is out of range or order is read differently, or not at all, by another reader"
+FORM = (
+    "an entry that is out of range or order is read differently, or not at all, by another reader"
+)
 
 
 def pieces(*boxes: tuple[Box, int]) -> list[Piece]:
@@ -27,7 +29,12 @@ def pieces(*boxes: tuple[Box, int]) -> list[Piece]:
 
 def quarters(second: int = 0) -> Plan:
     """Return a tensor in four quarters, a second cut alike, a third like a pinwheel; `second` writes half of them."""
-    cut = [(((0, 0), (2, 2)), 0), (((0, 2), (2, 2)), second), (((2, 0), (2, 2)), 0), (((2, 2), (2, 2)), second)]
+    cut = [
+        (((0, 0), (2, 2)), 0),
+        (((0, 2), (2, 2)), second),
+        (((2, 0), (2, 2)), 0),
+        (((2, 2), (2, 2)), second),
+    ]
     pinwheel = [(((0, 0), (1, 2)), 0), (((0, 2), (2, 1)), second), (((1, 0), (2, 1)), 0), (((1, 1), (1, 1)), second),
                 (((2, 1), (1, 2)), second)]  # fmt: skip
     return Plan(
@@ -103,7 +110,10 @@ def _valid(made: Page) -> None:
 def _valid_names(made: Page) -> None:
     """Add names and shapes of all kinds."""
     unicode = Plan(
-        tensors=[Tensor(name=name, dtype="int8", shape=(1,)) for name in ("\uffff", "😀", "a", "B", "e\u0301")]
+        tensors=[
+            Tensor(name=name, dtype="int8", shape=(1,))
+            for name in ("\uffff", "😀", "a", "B", "e\u0301")
+        ]
     )
     made.accept(
         "unicode-order",
@@ -114,7 +124,12 @@ def _valid_names(made: Page) -> None:
     )
     made.accept(
         "names-of-two-forms",
-        Plan(tensors=[Tensor(name=name, dtype="int8", shape=(1,)) for name in ("e\u0301", "\u00e9", "\u212b")]),
+        Plan(
+            tensors=[
+                Tensor(name=name, dtype="int8", shape=(1,))
+                for name in ("e\u0301", "\u00e9", "\u212b")
+            ]
+        ),
         "IDX-011",
         "a composed name, a decomposed one of the same letter, and one that isn't in a normal form",
         why="names of tensors are bytes: only strings of JSON documents have a normal form",
@@ -123,7 +138,11 @@ def _valid_names(made: Page) -> None:
         "empty-tensors",
         _empties(),
         "IDX-004 IDX-012 CMT-013",
-        "tensors without elements in no box, in one and in two; and an empty box of a tensor with elements",
+        (
+            "tensors without elements in no box, in one and in two; and an empty box of a tensor"
+            " with"
+            " elements"
+        ),
         why="what has no elements is tiled by nothing, and is a tensor all the same",
     )
     many = [(((writer,), (1,)), writer) for writer in (2, 0, 3, 1)]
@@ -136,7 +155,9 @@ def _valid_names(made: Page) -> None:
                     name="w",
                     dtype="int8",
                     shape=(4,),
-                    pieces=pieces(*[(((at,), (1,)), writer) for at, (_, writer) in enumerate(many)]),
+                    pieces=pieces(
+                        *[(((at,), (1,)), writer) for at, (_, writer) in enumerate(many)]
+                    ),
                 )
             ],
         ),
@@ -167,7 +188,14 @@ def _valid_paths(made: Page) -> None:
         Plan(
             tensors=[
                 Tensor(name=name, dtype="int8", shape=(1,))
-                for name in ("../../etc/passwd", "/absolute", "C:\\x", "__metadata__", "weights/lw/0/a", "a~1b")
+                for name in (
+                    "../../etc/passwd",
+                    "/absolute",
+                    "C:\\x",
+                    "__metadata__",
+                    "weights/lw/0/a",
+                    "a~1b",
+                )
             ]
         ),
         "IDX-011 SHD-009",
@@ -182,15 +210,29 @@ def _empties() -> Plan:
         writer_count=2,
         tensors=[
             Tensor(name="whole", shape=(0, 3), pieces=pieces((((0, 0), (0, 3)), 0))),
-            Tensor(name="halves", shape=(0, 4), pieces=pieces((((0, 0), (0, 2)), 0), (((0, 2), (0, 2)), 1))),
-            Tensor(name="nobody", shape=(0,), pieces=[Piece(writer=0, begin=(), shape=(), ghost=True)]),
+            Tensor(
+                name="halves",
+                shape=(0, 4),
+                pieces=pieces((((0, 0), (0, 2)), 0), (((0, 2), (0, 2)), 1)),
+            ),
+            Tensor(
+                name="nobody", shape=(0,), pieces=[Piece(writer=0, begin=(), shape=(), ghost=True)]
+            ),
             Tensor(name="uneven", shape=(3,), pieces=pieces((((0,), (3,)), 0), (((3,), (0,)), 1))),
         ],
     )
 
 
 def _reject(  # noqa: PLR0917 - a row of a table of cases
-    made: Page, slug: str, edit: Edit, clauses: str, error: str, says: str, *, why: str = FORM, bug: str = "AMBIGUITY"
+    made: Page,
+    slug: str,
+    edit: Edit,
+    clauses: str,
+    error: str,
+    says: str,
+    *,
+    why: str = FORM,
+    bug: str = "AMBIGUITY",
 ) -> None:
     made.reject(slug, "quarters", edit, clauses, error, says, why=why, bug=bug)
 
@@ -211,7 +253,9 @@ def _tables(made: Page) -> None:
         ("parts-digest-short", "IDX-002", "31 bytes for a digest", "parts", "digest", bytes(31)),
     ):  # fmt: skip
 
-        def edit(c: Checkpoint, table: str = table, column: str = column, value: object = value) -> None:
+        def edit(
+            c: Checkpoint, table: str = table, column: str = column, value: object = value
+        ) -> None:
             c.kept.add(f"{table}/{column}")
             c.index[table][column] = value
 
@@ -242,12 +286,13 @@ def _tables(made: Page) -> None:
         _reject(made, slug, pop_at("index", table, column), "IDX-002 DOC-011", "DOC_SCHEMA", says)
 
 
-def _shard(*rows: Any) -> Edit:  # noqa: ANN401 - boxes and writers of each sharding
+def _shard(*rows: Any) -> Edit:
     """Return an edit that puts other shardings in the index: each a list of (begin, shape, writer)."""
 
     def edit(c: Checkpoint) -> None:
         shardings = [
-            (tuple(((begin, shape), writer) for begin, shape, writer in boxes), len(boxes[0][0])) for boxes in rows
+            (tuple(((begin, shape), writer) for begin, shape, writer in boxes), len(boxes[0][0]))
+            for boxes in rows
         ]
         c.index["shardings"] = sharding_tables(shardings, 1)
 
@@ -255,10 +300,16 @@ def _shard(*rows: Any) -> Edit:  # noqa: ANN401 - boxes and writers of each shar
 
 
 CUT = [((0, 0), (2, 2), 0), ((0, 2), (2, 2), 0), ((2, 0), (2, 2), 0), ((2, 2), (2, 2), 0)]
-WHEEL = [((0, 0), (1, 2), 0), ((0, 2), (2, 1), 0), ((1, 0), (2, 1), 0), ((1, 1), (1, 1), 0), ((2, 1), (1, 2), 0)]
+WHEEL = [
+    ((0, 0), (1, 2), 0),
+    ((0, 2), (2, 1), 0),
+    ((1, 0), (2, 1), 0),
+    ((1, 1), (1, 1), 0),
+    ((2, 1), (1, 2), 0),
+]
 
 
-def _other(rows: list[Any], at: int, *, begin: Any = None, shape: Any = None) -> list[Any]:  # noqa: ANN401 - members of a record, by name
+def _other(rows: list[Any], at: int, *, begin: Any = None, shape: Any = None) -> list[Any]:
     rows = list(rows)
     rows[at] = (begin or rows[at][0], shape or rows[at][1], rows[at][2])
     return rows
@@ -378,7 +429,8 @@ def _tilings(made: Page) -> None:
         ("tiling-grid-wide", "BOX_BOUNDS", "the grid is a column too wide", _shard(grid_b, WHEEL)),
     ):  # fmt: skip
         _reject(made, slug, edit, "IDX-004 CMT-015", error, says, why=LOST, bug="SILENT_DATA_LOSS")
-    # A box without elements, as the only one of a tensor that has some: what a sharded optimizer once wrote.
+    # A box without elements, as the only one of a tensor that has some: what a sharded optimizer
+    # once wrote.
     empty = _shard(CUT, [((0, 0), (0, 3), 0)])
     _reject(
         made,
@@ -410,7 +462,10 @@ def _cuts(made: Page) -> None:
         c.index["tensors"]["global_shape"][-1] = 2
         c.manifest["fields"]["weights"]["nbytes"] = 512
         c.index["shardings"].update(
-            box_count=Packed([512]), grid_shape=Packed([2] * 9), extent=Packed([1] * 18), part=Packed([0] * 512)
+            box_count=Packed([512]),
+            grid_shape=Packed([2] * 9),
+            extent=Packed([1] * 18),
+            part=Packed([0] * 512),
         )
 
     made.reject(
@@ -426,7 +481,8 @@ def _cuts(made: Page) -> None:
             box_count=Packed([2049 << 7]), grid_shape=Packed([2049, *[2] * 7, 1]),
             extent=Packed([1] * (2049 + 14 + 1)), part=Packed([0] * (2049 << 7)),
         )  # fmt: skip
-        # Compressed as usual, the column of parts would be more than may be inflated from so little.
+        # Compressed as usual, the column of parts would be more than may be inflated from so
+        # little.
         c.bend("index", stream=lambda stream: deflate(zlib.decompress(stream), longest=40))
 
     made.reject(
@@ -457,9 +513,25 @@ def _scopes(made: Page) -> None:
         ("scopes-unsorted", "COLUMN_ORDER", "IDX-003", ["global", "lw/1", "lw/0"]),
         ("scopes-unused", "COLUMN_ORDER", "IDX-007", ["global", "lw/0", "lw/1", "lw/2"]),
     ):
-        _reject(made, slug, set_at("index", "scopes", value=value), clauses, error, f"scopes are {', '.join(value)}")
-    for slug, error, clauses, value in (("dtype-unknown", "COLUMN_FORM", "TEN-003 IDX-002", ["float31", "int8"]),):
-        _reject(made, slug, set_at("index", "dtypes", value=value), clauses, error, f"dtypes are {', '.join(value)}")
+        _reject(
+            made,
+            slug,
+            set_at("index", "scopes", value=value),
+            clauses,
+            error,
+            f"scopes are {', '.join(value)}",
+        )
+    for slug, error, clauses, value in (
+        ("dtype-unknown", "COLUMN_FORM", "TEN-003 IDX-002", ["float31", "int8"]),
+    ):
+        _reject(
+            made,
+            slug,
+            set_at("index", "dtypes", value=value),
+            clauses,
+            error,
+            f"dtypes are {', '.join(value)}",
+        )
 
 
 def _origin(made: Page) -> None:
@@ -496,9 +568,11 @@ def _members(made: Page) -> None:
         ("writer-count-0", "DOC_SCHEMA", "DOC-011 LIM-001", "no writers", set_at("index", "writer_count", value=0)),
         ("version", "VERSION_UNSUPPORTED", "DOC-010 VER-001", "format_version is 9.0",
          set_at("index", "format_version", value="9.0")),
-        ("feature-unknown", "FEATURE_UNSUPPORTED", "DOC-010 VER-002", "it needs the feature wavelets",
+        ("feature-unknown", "FEATURE_UNSUPPORTED", "DOC-010 VER-002", ("it needs the feature"
+        " wavelets"),
          set_at("index", "features", "reader", value=["wavelets"])),
-        ("feature-of-parts", "FEATURE_UNSUPPORTED", "VER-002", "it needs the feature deltas, which an index never does",
+        ("feature-of-parts", "FEATURE_UNSUPPORTED", "VER-002", ("it needs the feature deltas,"
+        " which an index never does"),
          set_at("index", "features", "reader", value=["deltas"])),
         ("scopes-no-list", "COLUMN_FORM", "IDX-014", "scopes is text", set_at("index", "scopes", value="global")),
         ("dtypes-of-integers", "COLUMN_FORM", "IDX-014", "a dtype is 7", set_at("index", "dtypes", value=[7])),
@@ -510,9 +584,11 @@ def _members(made: Page) -> None:
         ("order-version-first", "VERSION_UNSUPPORTED", "IDX-014 DOC-010",
          "format_version is 9.0, and aliases are missing",
          lambda c: [c.index.update(format_version="9.0"), c.index.pop("aliases")]),
-        ("order-origin-first", "DOC_SCHEMA", "IDX-014 DOC-011", "step is text, and a scope is lw/00",
+        ("order-origin-first", "DOC_SCHEMA", "IDX-014 DOC-011", ("step is text, and a scope is"
+        " lw/00"),
          lambda c: c.index.update(step="3", scopes=["global", "lw/00"])),
-        ("order-clock-first", "DOC_SCHEMA", "IDX-014 DOC-011", "saved_unix_s is -1, and a scope is lw/00",
+        ("order-clock-first", "DOC_SCHEMA", "IDX-014 DOC-011", ("saved_unix_s is -1, and a scope"
+        " is lw/00"),
          lambda c: c.index.update(saved_unix_s=-1, scopes=["global", "lw/00"])),
         ("absent-unknown", "MANIFEST_FIELDS", "MAN-003", "an eighth field is absent",
          set_at("index", "absent", "loss", value="x")),
@@ -526,6 +602,8 @@ def _members(made: Page) -> None:
         small_scope,
         "VER-002 VER-008",
         "features that only writers need to know",
-        edit=lambda c: [d["features"].update(writer=["me.experiment"]) for d in (c.manifest, c.index, *c.parts)],
+        edit=lambda c: [
+            d["features"].update(writer=["me.experiment"]) for d in (c.manifest, c.index, *c.parts)
+        ],
         why="a reader isn't concerned with what only writers have to understand",
     )

@@ -44,16 +44,20 @@ def _three() -> Run:
     return Run().launch(1).save(200, 1).save(400, 1).save(800, 1)
 
 
-def _retire(run: Run, step: int, launch: int, /, **members: Any) -> Run:  # noqa: ANN401 - members of a record, by name
+def _retire(run: Run, step: int, launch: int, /, **members: Any) -> Run:
     """Put a tombstone into the register of a checkpoint of the run."""
     name = checkpoint_name(step, launch)
     digest = "blake3:" + run.made[name].digest.hex()
-    run.files = {path: content for path, content in run.files.items() if not path.startswith(f"{name}/")}
-    run.files[f"{name}/manifest.json"] = record("tombstone", step, launch, manifest_digest=digest, **members)
+    run.files = {
+        path: content for path, content in run.files.items() if not path.startswith(f"{name}/")
+    }
+    run.files[f"{name}/manifest.json"] = record(
+        "tombstone", step, launch, manifest_digest=digest, **members
+    )
     return run
 
 
-def _abort(run: Run, step: int, launch: int, /, **members: Any) -> Run:  # noqa: ANN401 - members of a record, by name
+def _abort(run: Run, step: int, launch: int, /, **members: Any) -> Run:
     """Put an abort record into the register of a checkpoint of the run."""
     run.files[f"{checkpoint_name(step, launch)}/manifest.json"] = record(
         "abort", step, launch, **{"reason": "given up"} | members
@@ -76,7 +80,9 @@ def _damage(run: Run, *places: tuple[int, int]) -> Run:
     return run
 
 
-def _opens(made: Page, slug: str, run: Run, comes: str, clauses: str, says: str, why: str = JUMP) -> None:  # noqa: PLR0917 - a row of a table of cases
+def _opens(  # noqa: PLR0917 - a row of a table of cases
+    made: Page, slug: str, run: Run, comes: str, clauses: str, says: str, why: str = JUMP
+) -> None:
     # Who validates a run checks what lies beside the lineage, too; so this isn't asked.
     made.accept(
         slug, run.made[comes], clauses, says, why=why, bug="WRONG_RUN", place=comes, beside=run.files, path="",
@@ -84,7 +90,9 @@ def _opens(made: Page, slug: str, run: Run, comes: str, clauses: str, says: str,
     )  # fmt: skip
 
 
-def _refuses(made: Page, slug: str, run: Run, clauses: str, error: str, says: str, *, launch: bool = False) -> None:  # noqa: PLR0917 - a row of a table of cases
+def _refuses(  # noqa: PLR0917 - a row of a table of cases
+    made: Page, slug: str, run: Run, clauses: str, error: str, says: str, *, launch: bool = False
+) -> None:
     made.reject(
         slug, "run/valid/simple", None, clauses, error, says, why=LINEAGE, bug="WRONG_RUN", files=run.files,
         request={"launch": True} if launch else {}, features=["launch"] if launch else [],
@@ -119,15 +127,20 @@ def _overtaken(made: Page) -> None:
         made, "resume-from-retired", _retire(saved, 400, 1), checkpoint_name(500, 2), "RUN-006",
         "launch 2 has saved step 500, and what its record names was retired",
     )  # fmt: skip
-    both = _retire(_retire(_three().launch(2, of=SECOND, by="fallback").save(500, 2), 400, 1), 500, 2)
+    both = _retire(
+        _retire(_three().launch(2, of=SECOND, by="fallback").save(500, 2), 400, 1), 500, 2
+    )
     _opens(
         made, "overtaken-but-retired", both, FIRST, "RUN-006",
         "launch 2 had saved step 500, which was retired, and so was what its record names",
     )  # fmt: skip
-    unreadable = _cut(_retire(_three().launch(2, of=SECOND, by="fallback").save(500, 2), 400, 1), 500, 2)
+    unreadable = _cut(
+        _retire(_three().launch(2, of=SECOND, by="fallback").save(500, 2), 400, 1), 500, 2
+    )
     _refuses(
         made, "overtaken-but-unreadable", unreadable, "RUN-020 RUN-006 DOC-003", "DOC_SYNTAX",
-        "what the record of launch 2 names was retired, and the register of its only checkpoint lacks its last byte",
+        ("what the record of launch 2 names was retired, and the register of its only checkpoint"
+        " lacks its last byte"),
     )  # fmt: skip
 
 
@@ -139,8 +152,10 @@ def _beside(made: Page) -> None:
         "launch 2 passed over step 800, whose register lacks its last byte, and has saved step 500",
     )  # fmt: skip
     _opens(
-        made, "unreadable-beyond", _cut(_three().launch(2, of=SECOND, by="hand"), 800, 1), SECOND, "RUN-021 RUN-006",
-        "launch 2 was rolled back by hand from step 800, whose register lacks its last byte, and has saved nothing",
+        made, "unreadable-beyond", _cut(_three().launch(2, of=SECOND, by="hand"), 800, 1), SECOND, ("RUN-021"
+        " RUN-006"),
+        ("launch 2 was rolled back by hand from step 800, whose register lacks its last byte, and"
+        " has saved nothing"),
     )  # fmt: skip
     twice = simple().launch(2, of=THIRD).save(1200, 2).launch(3, of=SECOND, by="hand").save(1600, 3)
     twice.launch(4, of=checkpoint_name(1200, 2), by="hand")
@@ -173,7 +188,8 @@ def _first_candidate(made: Page) -> None:
         ("resume-from-digest", "RUN-022 RUN-020", "DOC_DIGEST",
          "launch 2 has saved nothing, and its record names step 400 with another digest", _other_digest()),
         ("resume-from-aborted", "RUN-022 RUN-020", "CHECKPOINT_ABORTED",
-         "launch 2 has saved nothing, and the register of what its record names holds an abort record",
+         ("launch 2 has saved nothing, and the register of what its record names holds an abort"
+         " record"),
          _abort(_three().launch(2, of=SECOND), 400, 1)),
         ("all-retired", "MAN-001 RUN-020", "NOT_COMMITTED",
          "both checkpoints are retired", _retire(_retire(simple(), 800, 1), 400, 1)),
@@ -181,7 +197,7 @@ def _first_candidate(made: Page) -> None:
         _refuses(made, slug, run, clauses, error, says)
 
 
-def _other_digest(**members: Any) -> Run:  # noqa: ANN401 - members of a record, by name
+def _other_digest(**members: Any) -> Run:
     """Return a run whose second launch names a checkpoint with the digest of another."""
     run = _three()
     resume = {"name": SECOND, "digest": "blake3:" + run.made[THIRD].digest.hex()}
@@ -190,7 +206,15 @@ def _other_digest(**members: Any) -> Run:  # noqa: ANN401 - members of a record,
 
 def _launch(made: Page) -> None:
     """Add launches that pass over nothing."""
-    _resumes(made, "launch-newest", simple(), THIRD, [], "RUN-006", "the next launch of a run of two checkpoints")
+    _resumes(
+        made,
+        "launch-newest",
+        simple(),
+        THIRD,
+        [],
+        "RUN-006",
+        "the next launch of a run of two checkpoints",
+    )
     _resumes(made, "launch-first", Run(), None, [], "RUN-006 RUN-010", "the first launch of a run")
     _resumes(
         made, "launch-second", Run().launch(1), None, [], "RUN-006 RUN-010",
@@ -203,7 +227,8 @@ def _launch(made: Page) -> None:
     )  # fmt: skip
     undecided = _three().drop(f"{THIRD}/manifest.json")
     _resumes(
-        made, "launch-unfinished", undecided, SECOND, [], "RUN-006 RUN-007", "the greatest step has no register",
+        made, "launch-unfinished", undecided, SECOND, [], "RUN-006 RUN-007", ("the greatest step"
+        " has no register"),
         why="what was never committed isn't damaged, and nothing was passed over",
     )  # fmt: skip
     retired = _retire(_three().launch(2, of=SECOND, by="hand"), 400, 1)
@@ -221,15 +246,19 @@ def _launch_damaged(made: Page) -> None:
     for slug, clauses, says, run, older, passed in (
         ("launch-damaged", "RUN-012", "the newest checkpoint has a damaged block", _damage(simple(), (800, 1)),
          SECOND, THIRD),
-        ("launch-unreadable", "RUN-007", "the register of the newest checkpoint lacks its last byte",
+        ("launch-unreadable", "RUN-007", ("the register of the newest checkpoint lacks its last"
+        " byte"),
          _cut(simple(), 800, 1), SECOND, THIRD),
         ("launch-foreign", "RUN-003", "the newest checkpoint is of another run", foreign,
          THIRD, checkpoint_name(1200, 1)),
-        ("launch-moved", "MAN-002", "the checkpoint of step 800 lies under the name of step 900, too", moved,
+        ("launch-moved", "MAN-002", ("the checkpoint of step 800 lies under the name of step 900,"
+        " too"), moved,
          THIRD, checkpoint_name(900, 1)),
-        ("launch-abort-of-another-step", "MAN-002", "the register of step 800 holds an abort record of step 900",
+        ("launch-abort-of-another-step", "MAN-002", ("the register of step 800 holds an abort"
+        " record of step 900"),
          _abort(simple(), 800, 1, step=900), SECOND, THIRD),
-        ("launch-tombstone-of-another-run", "RUN-003", "the register of step 800 holds a tombstone of another run",
+        ("launch-tombstone-of-another-run", "RUN-003", ("the register of step 800 holds a"
+        " tombstone of another run"),
          _retire(simple(), 800, 1, run_id=OTHER_RUN), SECOND, THIRD),
         ("launch-abort-without-run", "MAN-008",
          "the register of step 800 holds an abort record with the launch, and run_id is null",
@@ -242,7 +271,7 @@ def _launch_lineage(made: Page) -> None:
     """Add launches that follow the lineage down."""
     saved = checkpoint_name(500, 2)
 
-    def second(**members: Any) -> Run:  # noqa: ANN401 - members of a record, by name
+    def second(**members: Any) -> Run:
         return _three().launch(2, of=SECOND, by="fallback", **members).save(500, 2)
 
     _resumes(
@@ -255,7 +284,8 @@ def _launch_lineage(made: Page) -> None:
     )  # fmt: skip
     _resumes(
         made, "launch-smaller-steps-retired", _retire(_damage(second(), (500, 2)), 400, 1), FIRST, [saved], "RUN-006",
-        "launch 2 went on from step 400 of launch 1, which is retired; its only checkpoint has a damaged block",
+        ("launch 2 went on from step 400 of launch 1, which is retired; its only checkpoint has a"
+        " damaged block"),
     )  # fmt: skip
     _resumes(
         made, "launch-smaller-steps-unreadable", _cut(_damage(second(), (500, 2)), 400, 1), FIRST, [saved, SECOND],
@@ -268,15 +298,24 @@ def _launch_lineage(made: Page) -> None:
     )  # fmt: skip
     _resumes(
         made, "launch-resume-from-aborted", _abort(_three().launch(2, of=SECOND, by="hand"), 400, 1), FIRST, [SECOND],
-        "RUN-022", "launch 2 has saved nothing, and the register of what its record names holds an abort record",
+        "RUN-022", ("launch 2 has saved nothing, and the register of what its record names holds"
+        " an abort record"),
     )  # fmt: skip
     lost = _three().launch(2, of=SECOND, by="hand")
-    lost.files = {path: content for path, content in lost.files.items() if not path.startswith(SECOND)}
+    lost.files = {
+        path: content for path, content in lost.files.items() if not path.startswith(SECOND)
+    }
     _resumes(
         made, "launch-resume-from-lost", lost, FIRST, [SECOND], "RUN-022",
         "launch 2 has saved nothing, and what its record names isn't there",
     )  # fmt: skip
-    deep = simple().launch(2, of=THIRD).save(900, 2).save(1200, 2).launch(3, of=checkpoint_name(900, 2), by="hand")
+    deep = (
+        simple()
+        .launch(2, of=THIRD)
+        .save(900, 2)
+        .save(1200, 2)
+        .launch(3, of=checkpoint_name(900, 2), by="hand")
+    )
     deep.save(1000, 3)
     down = [(1000, 3), (900, 2), (800, 1)]
     _resumes(
@@ -314,7 +353,8 @@ def _launch_lost(made: Page) -> None:
     )  # fmt: skip
     bare = _spoil(_three().launch(2, of=SECOND), 2)
     _refuses(
-        made, "launch-record-bit-unsaved", bare, "RUN-045 RUN-020", "DOC_DIGEST DOC_SCHEMA DOC_SYNTAX",
+        made, "launch-record-bit-unsaved", bare, "RUN-045 RUN-020", ("DOC_DIGEST DOC_SCHEMA"
+        " DOC_SYNTAX"),
         "one bit of the record of launch 2 is another, which has saved nothing",
     )  # fmt: skip
     for slug, run, resume, chosen_by, passed, says in (
@@ -322,10 +362,12 @@ def _launch_lost(made: Page) -> None:
         ("launch-lost-unsaved", bare, THIRD, "fallback", [], "launch 2 has saved nothing"),
         ("launch-lost-bound", _damage(_spoil(second(), 2), (500, 2)), SECOND, "fallback", [saved],
          "the only checkpoint of launch 2 has a damaged block; step 800 of launch 1 is beyond it"),
-        ("launch-lost-first", _spoil(Run().launch(1), 1), None, "lineage", [], "it is the first, and nothing is saved"),
+        ("launch-lost-first", _spoil(Run().launch(1), 1), None, "lineage", [], ("it is the first,"
+        " and nothing is saved")),
     ):  # fmt: skip
         made.ask(
-            slug, "", "open", {"launch": True}, "RUN-045 RUN-007", f"the record of a launch can't be read: {says}",
+            slug, "", "open", {"launch": True}, "RUN-045 RUN-007", ("the record of a launch can't"
+            f" be read: {says}"),
             why=why, files=run.files, bug="WRONG_RUN", features=["launch"],
             result={"launch": {"resume_from": resume, "chosen_by": chosen_by, "passed_over": passed}},
         )  # fmt: skip
@@ -345,7 +387,8 @@ def _launch_deltas(made: Page) -> None:
     flip(BASE_SHARD, -1)(other.beside)
     _resumes(
         made, "launch-base-not-needed", other, DELTA, [], "RUN-012",
-        "the base of the newest checkpoint, a delta, has a damaged block that the delta doesn't read",
+        ("the base of the newest checkpoint, a delta, has a damaged block that the delta doesn't"
+        " read"),
         why="damage in what a checkpoint doesn't read is no reason to go back",
     )  # fmt: skip
     needed = link()
@@ -365,15 +408,19 @@ def _launch_refused(made: Page) -> None:
         resume = {"name": checkpoint_name(500, other), "digest": "blake3:" + "0" * 64}
         ring.launch(number, by="hand", resume_from=resume)
     for slug, clauses, error, says, run in (
-        ("launch-none-whole", "RUN-010", "NO_VALID_CHECKPOINT", "both checkpoints have a damaged block",
+        ("launch-none-whole", "RUN-010", "NO_VALID_CHECKPOINT", ("both checkpoints have a damaged"
+        " block"),
          _damage(simple(), (400, 1), (800, 1))),
         ("launch-resume-from-gone", "RUN-010", "NO_VALID_CHECKPOINT",
-         "launch 2 was chosen by hand, and its record names the only checkpoint, which was retired", gone),
+         ("launch 2 was chosen by hand, and its record names the only checkpoint, which was"
+         " retired"), gone),
         ("launch-ring", "RUN-010 RUN-022", "NO_VALID_CHECKPOINT",
          "the records of launches 2 and 3 name checkpoints of each other, which aren't there", ring),
-        ("launch-record-of-another-run", "RUN-003", "RUN_MISMATCH", "the record of launch 2 is of another run",
+        ("launch-record-of-another-run", "RUN-003", "RUN_MISMATCH", ("the record of launch 2 is of"
+        " another run"),
          simple().launch(2, of=THIRD, run_id=OTHER_RUN)),
-        ("launch-unrecorded", "RUN-015", "FILE_MISSING", "a checkpoint is of launch 2, which has no record",
+        ("launch-unrecorded", "RUN-015", "FILE_MISSING", ("a checkpoint is of launch 2, which has"
+        " no record"),
          simple().save(1200, 2)),
     ):  # fmt: skip
         _refuses(made, slug, run, clauses, error, says, launch=True)

@@ -61,7 +61,7 @@ def page() -> Page:
     return made
 
 
-def _labelled(**members: Any) -> Edit:  # noqa: ANN401 - members of a record, by name
+def _labelled(**members: Any) -> Edit:
     """Return an edit that gives a checkpoint metrics and tags, or in their place `members` to the manifest alone."""
 
     def edit(made: Checkpoint) -> None:
@@ -94,7 +94,7 @@ def _labels(made: Page) -> None:
         edit=_labelled(),
     )
 
-    def only(key: str, value: Any) -> Edit:  # noqa: ANN401 - any value of JSON
+    def only(key: str, value: Any) -> Edit:
         def edit(made: Checkpoint) -> None:
             for document in (made.part, made.manifest):
                 document.update(metrics={}, tags=[])
@@ -104,10 +104,16 @@ def _labels(made: Page) -> None:
 
     many = {f"metric {number}": "1" for number in range(64)}
     numbers = {
-        f"n{at}": text for at, text in enumerate(("0", "-0", "1e308", "5e-324", "0.1", "17976931348623157e+292"))
+        f"n{at}": text
+        for at, text in enumerate(("0", "-0", "1e308", "5e-324", "0.1", "17976931348623157e+292"))
     }
     for slug, says, key, value in (
-        ("metric-alone", "one metric, and no tag", "metrics", {"\U0001f642" * 100: "0.30000000000000004"}),
+        (
+            "metric-alone",
+            "one metric, and no tag",
+            "metrics",
+            {"\U0001f642" * 100: "0.30000000000000004"},
+        ),
         ("metric-numbers", "numbers in all spellings that there are", "metrics", numbers),
         ("metrics-64", "as many metrics as there may be", "metrics", many),
         (
@@ -118,7 +124,12 @@ def _labels(made: Page) -> None:
         ),
     ):
         made.accept(
-            slug, made.bases["labels"], "MAN-010 MAN-011", says, why="it is within the limits", edit=only(key, value)
+            slug,
+            made.bases["labels"],
+            "MAN-010 MAN-011",
+            says,
+            why="it is within the limits",
+            edit=only(key, value),
         )
     _bad_labels(made)
 
@@ -140,12 +151,25 @@ def _bad_labels(made: Page) -> None:
         made.reject(slug, of, edit, clauses, error, says, why=why, bug="AMBIGUITY", phase=phase)
 
     for slug, says, members in (
-        ("labels-unlisted", "metrics and tags without the feature", {"features": {"reader": [], "writer": []}}),
-        ("labels-empty", "the feature, and neither a metric nor a tag", {"metrics": {}, "tags": []}),
+        (
+            "labels-unlisted",
+            "metrics and tags without the feature",
+            {"features": {"reader": [], "writer": []}},
+        ),
+        (
+            "labels-empty",
+            "the feature, and neither a metric nor a tag",
+            {"metrics": {}, "tags": []},
+        ),
     ):
         reject(slug, "MAN-010", says, _both(members))
     for key in ("metrics", "tags"):
-        reject(f"labels-without-{key}", "MAN-010", f"the feature without {key}", pop_at("manifest", key))
+        reject(
+            f"labels-without-{key}",
+            "MAN-010",
+            f"the feature without {key}",
+            pop_at("manifest", key),
+        )
     for slug, value in (
         ("nan", "NaN"), ("nan-small", "nan"), ("infinity", "Infinity"), ("overflow", "1e309"), ("empty", ""),
         ("number", 2), ("null", None), ("plus", "+1"), ("hex", "0x1p3"), ("comma", "2,5"), ("point-last", "2."),
@@ -153,7 +177,12 @@ def _bad_labels(made: Page) -> None:
         ("long", "0." + "1" * 31), ("digits", "\u0661"),
     ):  # fmt: skip
         says = f"the value of a metric is {value!r}"
-        reject(f"metric-{slug}", "MAN-011", says, set_at("manifest", "metrics", "eval_loss", value=value))
+        reject(
+            f"metric-{slug}",
+            "MAN-011",
+            says,
+            set_at("manifest", "metrics", "eval_loss", value=value),
+        )
     for slug, says, key, value in (
         ("metric-name-empty", "a metric without a name", "metrics", {"": "1"}),
         ("metric-name-101", "the name of a metric has 101 characters", "metrics", {"x" * 101: "1"}),
@@ -203,11 +232,32 @@ def _bad_parts(reject: Callable[..., None]) -> None:
         made.parts[1].update(metrics={"eval_loss": "2.5"}, tags=[])
         made.parts[1]["features"]["reader"] = ["labels"]
 
-    reject("labels-of-writer-1", "PRT-014", "the part of writer 1 has a metric, too", of_both, of="labels-of-writer-0")
+    reject(
+        "labels-of-writer-1",
+        "PRT-014",
+        "the part of writer 1 has a metric, too",
+        of_both,
+        of="labels-of-writer-0",
+    )
     for slug, says, key, value in (
-        ("part-metric-nan", "in the part, the value of a metric is NaN", "metrics", {"eval_loss": "NaN"}),
-        ("part-metric-number", "in the part, the value of a metric is an integer", "metrics", {"eval_loss": 2}),
-        ("part-tags-unsorted", "in the part, tags are in another order", "tags", ["v2", "candidate"]),
+        (
+            "part-metric-nan",
+            "in the part, the value of a metric is NaN",
+            "metrics",
+            {"eval_loss": "NaN"},
+        ),
+        (
+            "part-metric-number",
+            "in the part, the value of a metric is an integer",
+            "metrics",
+            {"eval_loss": 2},
+        ),
+        (
+            "part-tags-unsorted",
+            "in the part, tags are in another order",
+            "tags",
+            ["v2", "candidate"],
+        ),
         ("part-tag-not-normal", "in the part, a tag isn't in normal form C", "tags", ["e\u0301"]),
     ):
         reject(slug, "PRT-014 MAN-011", says, set_at("part/0", key, value=value))
@@ -222,7 +272,11 @@ def _bad_parts(reject: Callable[..., None]) -> None:
             "a metric is spelled otherwise in the part",
             set_at("part/0", "metrics", "eval_loss", value="2.50"),
         ),
-        ("tag-of-another-part", "the part has one tag less", set_at("part/0", "tags", value=["v2"])),
+        (
+            "tag-of-another-part",
+            "the part has one tag less",
+            set_at("part/0", "tags", value=["v2"]),
+        ),
     ):
         reject(slug, "CMT-039", says, edit, error="DOC_MISMATCH", phase="validate")
 
@@ -240,8 +294,12 @@ def _bad_parts(reject: Callable[..., None]) -> None:
     )
 
 
-def _record(kind: str, **members: Any) -> bytes:  # noqa: ANN401 - members of a record, by name
-    head = {"type": kind, "format_version": FORMAT_VERSION, "features": {"reader": [], "writer": []}}
+def _record(kind: str, **members: Any) -> bytes:
+    head = {
+        "type": kind,
+        "format_version": FORMAT_VERSION,
+        "features": {"reader": [], "writer": []},
+    }
     return json_document(head | {"run_id": None, "launch": None, "step": 3} | members)[0]
 
 
@@ -249,8 +307,18 @@ def _registers(made: Page) -> None:
     why = "files are no checkpoint; the register alone decides"
     for slug, error, says, content in (
         ("none", "NOT_COMMITTED", "all files but the register", None),
-        ("abort", "CHECKPOINT_ABORTED", "an abort record in the register", _record("abort", reason="given up")),
-        ("tombstone", "CHECKPOINT_RETIRED", "a tombstone in the register", _record("tombstone", manifest_digest=OTHER)),
+        (
+            "abort",
+            "CHECKPOINT_ABORTED",
+            "an abort record in the register",
+            _record("abort", reason="given up"),
+        ),
+        (
+            "tombstone",
+            "CHECKPOINT_RETIRED",
+            "a tombstone in the register",
+            _record("tombstone", manifest_digest=OTHER),
+        ),
     ):
         made.reject(
             f"register-{slug}",
@@ -265,7 +333,11 @@ def _registers(made: Page) -> None:
     for slug, says, record in (
         ("abort-without-reason", "an abort record without a reason", _record("abort")),
         ("abort-empty-reason", "an abort record with an empty reason", _record("abort", reason="")),
-        ("tombstone-without-digest", "a tombstone without the manifest's digest", _record("tombstone")),
+        (
+            "tombstone-without-digest",
+            "a tombstone without the manifest's digest",
+            _record("tombstone"),
+        ),
         ("failure", "a failure record in the register", _record("failure")),
     ):
         made.reject(
@@ -280,21 +352,31 @@ def _registers(made: Page) -> None:
         )
 
 
-def _reject(made: Page, slug: str, edit: Edit, clauses: str, error: str, says: str, why: str, bug: str) -> None:  # noqa: PLR0917 - a row of a table of cases
+def _reject(  # noqa: PLR0917 - a row of a table of cases
+    made: Page, slug: str, edit: Edit, clauses: str, error: str, says: str, why: str, bug: str
+) -> None:
     made.reject(slug, "small", edit, clauses, error, says, why=why, bug=bug)
 
 
 def _fields(made: Page) -> None:
-    why = "what isn't saved is a decision that can be read, not an oversight that is found at restore"
+    why = (
+        "what isn't saved is a decision that can be read, not an oversight that is found at restore"
+    )
 
     def edit(slug: str, says: str, change: Edit) -> None:
         _reject(made, slug, change, "MAN-003", "DOC_SCHEMA", says, why, "SILENT_DATA_LOSS")
 
     edit("field-missing", "rng isn't there", lambda c: c.manifest["fields"].pop("rng"))
     edit(
-        "no-reason", "data is absent without a reason", set_at("manifest", "fields", "data", value={"state": "absent"})
+        "no-reason",
+        "data is absent without a reason",
+        set_at("manifest", "fields", "data", value={"state": "absent"}),
     )
-    edit("empty-reason", "the reason is empty", set_at("manifest", "fields", "data", "reason", value=""))
+    edit(
+        "empty-reason",
+        "the reason is empty",
+        set_at("manifest", "fields", "data", "reason", value=""),
+    )
     edit(
         "reason-of-1001",
         "a reason of 1001 characters",
@@ -321,7 +403,12 @@ def _profile(made: Page) -> None:
         "the feature deltas",
         set_at("manifest", "features", "reader", value=["deltas"]),
     )
-    edit("references-in-full", "PROFILE_MISMATCH", "a reference", set_at("manifest", "references", value=[reference]))
+    edit(
+        "references-in-full",
+        "PROFILE_MISMATCH",
+        "a reference",
+        set_at("manifest", "references", value=[reference]),
+    )
     edit(
         "stored-in-full",
         "PROFILE_MISMATCH",

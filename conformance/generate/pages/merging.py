@@ -24,14 +24,27 @@ def add(made: Page) -> None:
 
 
 def _reject(  # noqa: PLR0917 - a row of a table of cases
-    made: Page, slug: str, edit: Edit, clauses: str, error: str, says: str, *, why: str = FORM, bug: str = "AMBIGUITY"
+    made: Page,
+    slug: str,
+    edit: Edit,
+    clauses: str,
+    error: str,
+    says: str,
+    *,
+    why: str = FORM,
+    bug: str = "AMBIGUITY",
 ) -> None:
     made.reject(slug, "boxes", edit, clauses, error, says, why=why, bug=bug)
 
 
 def _contradictions(made: Page) -> None:
     why = "a part of another attempt or writer has other bytes under the same names"
-    for key, value in (("step", 4), ("nonce", "f" * 32), ("block_nbytes", 8192), ("writer_count", 2)):
+    for key, value in (
+        ("step", 4),
+        ("nonce", "f" * 32),
+        ("block_nbytes", 8192),
+        ("writer_count", 2),
+    ):
         _reject(
             made,
             f"origin-{key.replace('_', '-')}",
@@ -66,7 +79,9 @@ def _contradictions(made: Page) -> None:
 
     def attempt(c: Checkpoint) -> None:
         c.part["attempt"] = "f" * 16
-        c.part["files"]["name"] = Strings(name.replace(c.plan.attempt, "f" * 16) for name in c.part["files"]["name"])
+        c.part["files"]["name"] = Strings(
+            name.replace(c.plan.attempt, "f" * 16) for name in c.part["files"]["name"]
+        )
 
     _reject(
         made,
@@ -78,7 +93,10 @@ def _contradictions(made: Page) -> None:
         why=why,
         bug="WRONG_BYTES",
     )
-    why = "what the index says of a part, the part has to say, or a reader returns another tensor's bytes"
+    why = (
+        "what the index says of a part, the part has to say, or a reader returns another"
+        " tensor's bytes"
+    )
     for slug, says, edit in (
         ("lacks-tensor", "the part calls the tensor a b2", _renamed),
         (
@@ -92,15 +110,24 @@ def _contradictions(made: Page) -> None:
             "the tensor b isn't persistent in the part",
             set_at("part/0", "tensors", "storage", 1, value=1),
         ),
-        ("other-scope", "the tensor c is of lw/4 in the part", set_at("part/0", "scopes", value=["global", "lw/4"])),
+        (
+            "other-scope",
+            "the tensor c is of lw/4 in the part",
+            set_at("part/0", "scopes", value=["global", "lw/4"]),
+        ),
         ("other-box", "the first box of a is two rows of one, and the part has it so", _recut),
     ):
-        _reject(made, slug, edit, "OPN-004 IDX-001", "DOC_MISMATCH", says, why=why, bug="WRONG_BYTES")
+        _reject(
+            made, slug, edit, "OPN-004 IDX-001", "DOC_MISMATCH", says, why=why, bug="WRONG_BYTES"
+        )
 
 
 def _rows(made: Page) -> None:
     """Add parts that have other rows than the index says."""
-    why = "what the index says of a part, the part has to say, or a reader returns another tensor's bytes"
+    why = (
+        "what the index says of a part, the part has to say, or a reader returns another"
+        " tensor's bytes"
+    )
     made.reject(
         "lacks-box",
         "two-writers",
@@ -200,11 +227,17 @@ def _steps(c: Checkpoint, *, swap: bool) -> list[int]:
     first = next(sum(counts[:number]) for number, count in enumerate(counts) if count == 2)
     if swap:
         writers[first : first + 2] = [1, 0]
-    return [(writer - before - 1) % 2 for before, writer in zip([-1, *writers], writers, strict=False)]
+    return [
+        (writer - before - 1) % 2 for before, writer in zip([-1, *writers], writers, strict=False)
+    ]
 
 
 def _leaf_elsewhere(c: Checkpoint) -> None:
-    row = next(i for i, scope in enumerate(c.index["leaves"]["scope"]) if c.index["scopes"][scope] == "lw/1")
+    row = next(
+        i
+        for i, scope in enumerate(c.index["leaves"]["scope"])
+        if c.index["scopes"][scope] == "lw/1"
+    )
     c.index["leaves"]["part"][row] = 0
 
 
@@ -212,9 +245,17 @@ def _merge(made: Page) -> None:
     """Parts that are sound, each by itself, and from which no committer would have made this index."""
 
     def edit(  # noqa: PLR0917 - a row of a table of cases
-        slug: str, error: str, clauses: str, says: str, change: Edit, why: str, bug: str = "SILENT_DATA_LOSS"
+        slug: str,
+        error: str,
+        clauses: str,
+        says: str,
+        change: Edit,
+        why: str,
+        bug: str = "SILENT_DATA_LOSS",
     ) -> None:
-        made.reject(slug, "two-writers", change, clauses, error, says, why=why, bug=bug, phase="validate")
+        made.reject(
+            slug, "two-writers", change, clauses, error, says, why=why, bug=bug, phase="validate"
+        )
 
     why = "the index may leave out nothing that a part holds"
     edit(
@@ -234,7 +275,14 @@ def _merge(made: Page) -> None:
         why,
         "AMBIGUITY",
     )
-    edit("index-leaves-out-leaf", "DOC_MISMATCH", "IDX-005 IDX-001", "the index leaves out a leaf", _without_leaf, why)
+    edit(
+        "index-leaves-out-leaf",
+        "DOC_MISMATCH",
+        "IDX-005 IDX-001",
+        "the index leaves out a leaf",
+        _without_leaf,
+        why,
+    )
     edit(
         "held-not-written",
         "HELD_NOT_WRITTEN",
@@ -257,7 +305,9 @@ def _merge(made: Page) -> None:
         "LEAF_DIVERGED",
         "CMT-014 CTX-001",
         "the two writers have other values of one leaf",
-        lambda c: c.parts[1]["leaves"]["value"].__setitem__(2, bytes.fromhex("93a164a5776964746804")),
+        lambda c: c.parts[1]["leaves"]["value"].__setitem__(
+            2, bytes.fromhex("93a164a5776964746804")
+        ),
         "one of the values would win silently",
         "WRONG_BYTES",
     )
@@ -267,9 +317,17 @@ def _merge_values(made: Page) -> None:
     """Add values and tensors of which writers say different things."""
 
     def edit(  # noqa: PLR0917 - a row of a table of cases
-        slug: str, error: str, clauses: str, says: str, change: Edit, why: str, bug: str = "SILENT_DATA_LOSS"
+        slug: str,
+        error: str,
+        clauses: str,
+        says: str,
+        change: Edit,
+        why: str,
+        bug: str = "SILENT_DATA_LOSS",
     ) -> None:
-        made.reject(slug, "two-writers", change, clauses, error, says, why=why, bug=bug, phase="validate")
+        made.reject(
+            slug, "two-writers", change, clauses, error, says, why=why, bug=bug, phase="validate"
+        )
 
     edit(
         "tensor-diverged",
@@ -322,7 +380,14 @@ def _unwritten(c: Checkpoint) -> None:
     """Writer 1 holds a second tensor, of no file, which the index doesn't have."""
     part = c.parts[1]
     tensors = part["tensors"]
-    for column, value in (("field", 0), ("scope", 0), ("dtype", 0), ("ndim", 1), ("storage", 0), ("box_count", 1)):
+    for column, value in (
+        ("field", 0),
+        ("scope", 0),
+        ("dtype", 0),
+        ("ndim", 1),
+        ("storage", 0),
+        ("box_count", 1),
+    ):
         tensors[column].insert(0, value)
     tensors["name"].insert(0, "adrift")
     tensors["global_shape"].insert(0, 1)
@@ -335,7 +400,10 @@ def _unwritten(c: Checkpoint) -> None:
 
 def _diverged_replica(c: Checkpoint) -> None:
     """Writer 1's copy of bias, which both wrote, has other bytes in its shard, under its own digest."""
-    part, name = c.parts[1], next(name for name in c.files if name.startswith("weights-") and "-00001" in name)
+    part, name = (
+        c.parts[1],
+        next(name for name in c.files if name.startswith("weights-") and "-00001" in name),
+    )
     old = bytes(range(6))
     content = c.files[name]
     at = content.rindex(old)

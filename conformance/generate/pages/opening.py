@@ -19,7 +19,9 @@ from conformance.generate.plans import Plan, Tensor, box_bytes, expected, payloa
 __all__ = ["page"]
 
 Bounds = Sequence[Sequence[int]]
-ELSE = "a reader that looks in the wrong box, block or row returns elements that are somebody else's"
+ELSE = (
+    "a reader that looks in the wrong box, block or row returns elements that are somebody else's"
+)
 
 
 def page() -> Page:
@@ -94,8 +96,16 @@ def _folders(made: Page) -> None:
     """Add folders in the place of files."""
     for slug, says, path in (
         ("register-is-a-folder", "a folder called manifest.json", "manifest.json"),
-        ("index-is-a-folder", "a folder in the place of the index", "index-0123456789abcdef.msgpack"),
-        ("part-is-a-folder", "a folder in the place of a part", "parts/0123456789abcdef-00000.msgpack"),
+        (
+            "index-is-a-folder",
+            "a folder in the place of the index",
+            "index-0123456789abcdef.msgpack",
+        ),
+        (
+            "part-is-a-folder",
+            "a folder in the place of a part",
+            "parts/0123456789abcdef-00000.msgpack",
+        ),
     ):
         made.reject(
             slug,
@@ -151,15 +161,29 @@ def _read(made: Page) -> None:
             why=ELSE,
             result={"blake3": _digest(tensor, bounds)},
         )
-    long = Plan(tensors=[Tensor(name="b", dtype="int16", shape=(2, 1100)), Tensor(name="s", dtype="float64")])
+    long = Plan(
+        tensors=[
+            Tensor(name="b", dtype="int16", shape=(2, 1100)),
+            Tensor(name="s", dtype="float64"),
+        ]
+    )
     made.accept(
-        "blocks", long, "OPN-005 TEN-005", "a tensor of two blocks, and a scalar", why="it is what is read from below"
+        "blocks",
+        long,
+        "OPN-005 TEN-005",
+        "a tensor of two blocks, and a scalar",
+        why="it is what is read from below",
     )
 
 
 def _read_blocks(made: Page) -> None:
     """Add boxes of tensors of several blocks."""
-    long = Plan(tensors=[Tensor(name="b", dtype="int16", shape=(2, 1100)), Tensor(name="s", dtype="float64")])
+    long = Plan(
+        tensors=[
+            Tensor(name="b", dtype="int16", shape=(2, 1100)),
+            Tensor(name="s", dtype="float64"),
+        ]
+    )
     for slug, bounds, says in (
         ("last-of-a-block", [[1, 2], [947, 949]], "an element on each side of a block's end"),
         ("short-block", [[1, 2], [1000, 1100]], "elements of the last block, which is short"),
@@ -190,7 +214,13 @@ def _read_blocks(made: Page) -> None:
             for n, scope in enumerate(("global", "lw/0", "lw/1"))
         ]
     )
-    made.accept("scopes", scoped, "OPN-005 IDX-008", "one name in three scopes", why="it is what is read from below")
+    made.accept(
+        "scopes",
+        scoped,
+        "OPN-005 IDX-008",
+        "one name in three scopes",
+        why="it is what is read from below",
+    )
 
 
 def _read_scopes(made: Page) -> None:
@@ -252,7 +282,11 @@ def _reshard(made: Page) -> None:
         ],
     )
     made.accept(
-        "three-uneven-rows", seven, "OPN-005 IDX-004", "seven rows, of three writers", why="it is what is cut anew"
+        "three-uneven-rows",
+        seven,
+        "OPN-005 IDX-004",
+        "seven rows, of three writers",
+        why="it is what is cut anew",
     )
     columns = Plan(
         writer_count=2,
@@ -265,17 +299,30 @@ def _reshard(made: Page) -> None:
             )
         ],
     )
-    made.accept("two-columns", columns, "OPN-005 IDX-004", "columns of two writers", why="it is what is cut anew")
+    made.accept(
+        "two-columns",
+        columns,
+        "OPN-005 IDX-004",
+        "columns of two writers",
+        why="it is what is cut anew",
+    )
     strided = Plan(
         writer_count=2,
         tensors=[
             Tensor(
-                name="w", dtype="int8", shape=(8, 2), pieces=pieces(*[(((2 * i, 0), (2, 2)), i % 2) for i in range(4)])
+                name="w",
+                dtype="int8",
+                shape=(8, 2),
+                pieces=pieces(*[(((2 * i, 0), (2, 2)), i % 2) for i in range(4)]),
             )
         ],
     )
     made.accept(
-        "strided", strided, "OPN-005 IDX-004", "two boxes of each of two writers, in turn", why="it is what is cut anew"
+        "strided",
+        strided,
+        "OPN-005 IDX-004",
+        "two boxes of each of two writers, in turn",
+        why="it is what is cut anew",
     )
     for of, plan, targets in (
         ("three-uneven-rows", seven, ((2, 0), (8, 0), (5, 1))),
@@ -305,21 +352,25 @@ def _ask_to_write(
     tensors: dict[str, tuple[str, tuple[int, ...]]],
     *,
     leaves: dict[str, Any] | None = None,
-    **members: Any,  # noqa: ANN401 - members of a record, by name
+    **members: Any,
 ) -> None:
     """Add a case that describes a state, which has to be found in what is written.
 
     Args:
         leaves: tagged JSON of all leaves, where they are compared, too.
     """
-    made_of = {key: Tensor(name="x", dtype=dtype, shape=shape) for key, (dtype, shape) in tensors.items()}
+    made_of = {
+        key: Tensor(name="x", dtype=dtype, shape=shape) for key, (dtype, shape) in tensors.items()
+    }
     found = {
         key: {"dtype": one.dtype, "shape": list(one.shape), "blake3": blake3(one.content).hexdigest(),
               "first16": payload(math.prod(one.shape) * one.width)[:16].hex()}
         for key, one in made_of.items()
     }  # fmt: skip
     request = {
-        "tensors": {key: {"dtype": one.dtype, "shape": list(one.shape)} for key, one in made_of.items()}
+        "tensors": {
+            key: {"dtype": one.dtype, "shape": list(one.shape)} for key, one in made_of.items()
+        }
     } | members
     made.ask(
         slug,
@@ -329,7 +380,8 @@ def _ask_to_write(
         clauses,
         says,
         why="what a writer writes, another's reader has to read",
-        result={"tensors": found, "step": members["step"]} | ({} if leaves is None else {"leaves": leaves}),
+        result={"tensors": found, "step": members["step"]}
+        | ({} if leaves is None else {"leaves": leaves}),
         files={},  # nothing is read: the state stands in the request
     )
 
@@ -355,7 +407,8 @@ def _write(made: Page) -> None:
     )
 
 
-#: Lists that are packed, of each kind; and lists that aren't, for they are too short or of several kinds.
+#: Lists that are packed, of each kind; and lists that aren't, for they are too short or of several
+#: kinds.
 LISTS: dict[str, list[Any]] = {
     "flags": [True, False] * 8,
     "uint8": [*range(240, 256)],
@@ -374,7 +427,7 @@ LISTS: dict[str, list[Any]] = {
 }
 
 
-def _tagged(value: Any) -> Any:  # noqa: ANN401 - any JSON
+def _tagged(value: Any) -> Any:
     """Return a value of JSON as tagged JSON."""
     match value:
         case float():
@@ -393,7 +446,8 @@ def _write_lists(made: Page) -> None:
         config = {name: value}
         _ask_to_write(
             made, f"write-list-{name}", "TRE-010 TRE-011 DOC-022 TEN-006",
-            f"a configuration with {'a list of lists' if name == 'lists' else f'a list, {name}, of {len(value)}'}",
+            ("a configuration with"
+            f" {'a list of lists' if name == 'lists' else f'a list, {name}, of {len(value)}'}"),
             tensors, leaves={"config/": _tagged(config)}, step=4, config=config,
         )  # fmt: skip
 
@@ -431,7 +485,11 @@ def _write_shapes(made: Page) -> None:
         "write-odd-shapes",
         written,
         "a scalar, tensors without elements, one of many blocks",
-        {"weights/scalar": ("float64", ()), "weights/empty": ("int8", (0, 3)), "weights/long": ("uint8", (1_100_000,))},
+        {
+            "weights/scalar": ("float64", ()),
+            "weights/empty": ("int8", (0, 3)),
+            "weights/long": ("uint8", (1_100_000,)),
+        },
         step=2,
     )
     _ask_to_write(

@@ -39,12 +39,15 @@ def page() -> Page:
     return made
 
 
-# --- cursors ----------------------------------------------------------------------------------------------------------
+# --- cursors --------------------------------------------------------------------------------------
 
 
 def plain(tail: str = "carry", *, skips: Iterable[Tree] = (), steps: int = 1) -> Tree:
     """Return a cursor of 21 samples, of which a step takes eight."""
-    tree = cursor() | {"sources": [{"id": "books", "fingerprint": None, "n": 21}], "skips": list(skips)}
+    tree = cursor() | {
+        "sources": [{"id": "books", "fingerprint": None, "n": 21}],
+        "skips": list(skips),
+    }
     tree["plan"] |= {"global_batch": 8, "tail": tail}
     return went_on(tree, steps)
 
@@ -74,7 +77,14 @@ def mixed_by_blocks() -> Tree:
 
 def skip_samples(policy: str, ids: list[int], begin: int, source: str = "books") -> Tree:
     """Return a skip of samples."""
-    return {"scope": "sample", "policy": policy, "from_pos": begin, "reason": "nan", "source": source, "ids": ids}
+    return {
+        "scope": "sample",
+        "policy": policy,
+        "from_pos": begin,
+        "reason": "nan",
+        "source": source,
+        "ids": ids,
+    }
 
 
 def skip_shard(policy: str, samples: tuple[int, int], begin: int) -> Tree:
@@ -104,7 +114,7 @@ def each_scope(policy: str) -> list[Tree]:
     ]
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
+# --- what is asked --------------------------------------------------------------------------------
 
 
 def _ask(  # noqa: PLR0917 - a row of a table of cases
@@ -140,41 +150,84 @@ def _files(tree: Tree) -> dict[str, bytes]:
 def _taken(tree: Tree, worker: int, workers: int, steps: int) -> list[list[list[Any]]]:
     begin, size = tree["commit"]["global_pos"], tree["plan"]["global_batch"]
     places = _places(tree, begin, begin + steps * size)
-    parts = [worker_part(places[at : at + size], worker, workers) for at in range(0, len(places), size)]
-    return [[[one.source, one.epoch, one.sample, int(one.use == "counts")] for one in part] for part in parts]
+    parts = [
+        worker_part(places[at : at + size], worker, workers) for at in range(0, len(places), size)
+    ]
+    return [
+        [[one.source, one.epoch, one.sample, int(one.use == "counts")] for one in part]
+        for part in parts
+    ]
 
 
 def _places(tree: Tree, begin: int, end: int) -> list[Place]:
     if end < 1 << 20:
         return list(course(tree, end))[begin:]
-    # Too far to be played through: without a mixture, skips and another tail, the order alone says it.
+    # Too far to be played through: without a mixture, skips and another tail, the order alone says
+    # it.
     (source,) = tree["sources"]
     n, seed = source["n"], tree["order"]["seed"]
-    return [Place(source["id"], at // n, sample_at(n, seed, at), "counts") for at in range(begin, end)]
+    return [
+        Place(source["id"], at // n, sample_at(n, seed, at), "counts") for at in range(begin, end)
+    ]
 
 
 def _plain(made: Page) -> None:
     """Add one source, with each tail, over the end of an epoch, at several numbers of workers."""
     for slug, tail, clauses, says, others in (
-        ("carry", "carry", "CUR-013", "a batch goes on with the next epoch", ((1, 2), (2, 3), (3, 5))),
+        (
+            "carry",
+            "carry",
+            "CUR-013",
+            "a batch goes on with the next epoch",
+            ((1, 2), (2, 3), (3, 5)),
+        ),
         ("drop", "drop", "CUR-015", "the rest of an epoch is left out", ((1, 2),)),
-        ("pad", "pad_masked", "CUR-016", "the last batch of an epoch is filled up", ((2, 3), (3, 5))),
+        (
+            "pad",
+            "pad_masked",
+            "CUR-016",
+            "the last batch of an epoch is filled up",
+            ((2, 3), (3, 5)),
+        ),
     ):
         labels = f"CUR-006 CUR-007 CUR-014 {clauses}"
         _ask(made, slug, plain(tail), 0, 1, 3, labels, says)
         for worker, workers in others:
-            _ask(made, f"{slug}-{worker}-of-{workers}", plain(tail), worker, workers, 3, labels, says)
+            _ask(
+                made, f"{slug}-{worker}-of-{workers}", plain(tail), worker, workers, 3, labels, says
+            )
     elsewhere = plain()
     elsewhere["order"]["vector_check"] = {"pos": 30, "id": sample_at(21, SEED, 30)}
-    _ask(made, "check-elsewhere", elsewhere, 0, 1, 1, "CUR-006", "the check is of another position than the next one")
+    _ask(
+        made,
+        "check-elsewhere",
+        elsewhere,
+        0,
+        1,
+        1,
+        "CUR-006",
+        "the check is of another position than the next one",
+    )
     far = plain()
     n, epoch = 2**48 - 59, 2**40
     position = (epoch + 1) * n - 3
     far["commit"] = {"step": 9, "global_pos": position, "epoch": epoch, "pos_in_epoch": n - 3}
-    far["order"] |= {"seed": 2**64 - 1, "vector_check": {"pos": 0, "id": sample_at(n, 2**64 - 1, 0)}}
+    far["order"] |= {
+        "seed": 2**64 - 1,
+        "vector_check": {"pos": 0, "id": sample_at(n, 2**64 - 1, 0)},
+    }
     far["sources"][0]["n"] = n
     far["ledger"]["count"] = position
-    _ask(made, "far", far, 0, 1, 1, "CUR-006 CUR-007 CUR-014", "nearly the longest epoch, and a position beyond 2^64")
+    _ask(
+        made,
+        "far",
+        far,
+        0,
+        1,
+        1,
+        "CUR-006 CUR-007 CUR-014",
+        "nearly the longest epoch, and a position beyond 2^64",
+    )
 
 
 def _mixtures(made: Page) -> None:
@@ -209,9 +262,26 @@ def _skips(made: Page) -> None:
         _ask(made, f"skips-{policy}-1-of-3", tree, 1, 3, 3, clauses, says)
     holes = plain(skips=each_scope("hole"), steps=2)
     _ask(made, "skips-none-left", holes, 0, 5, 3, "CUR-018", "a step has no sample for a worker")
-    both = [skip_samples("hole", [2, 11], 20), skip_samples("mask", [11, 12, 13], 0), skip_positions("mask", 18, 26)]
-    _ask(made, "skips-meet", plain(skips=both, steps=2), 0, 1, 2, "CUR-018", "a hole where a mask is, too")
-    listed = [skip_positions("shift", 24, 40), skip_samples("shift", [2, 11, 19], 8), skip_shard("shift", (6, 9), 16)]
+    both = [
+        skip_samples("hole", [2, 11], 20),
+        skip_samples("mask", [11, 12, 13], 0),
+        skip_positions("mask", 18, 26),
+    ]
+    _ask(
+        made,
+        "skips-meet",
+        plain(skips=both, steps=2),
+        0,
+        1,
+        2,
+        "CUR-018",
+        "a hole where a mask is, too",
+    )
+    listed = [
+        skip_positions("shift", 24, 40),
+        skip_samples("shift", [2, 11, 19], 8),
+        skip_shard("shift", (6, 9), 16),
+    ]
     says = "skips take effect by where they begin, and not by where they stand in the list"
     _ask(made, "skips-unsorted", plain(skips=listed, steps=2), 0, 1, 3, "CUR-018", says)
     says = "a skip begins behind the place of what it leaves out"
@@ -234,10 +304,22 @@ def _fills(made: Page) -> None:
     nine, last = (sample_at(21, SEED, at) for at in (0, 17))
     for slug, skip, says in (
         ("hole", skip_positions("hole", 22, 23), "a position that only fills a batch is in a hole"),
-        ("hole-sample", skip_samples("hole", [nine], 17), "a sample that fills a batch is in a hole by then"),
+        (
+            "hole-sample",
+            skip_samples("hole", [nine], 17),
+            "a sample that fills a batch is in a hole by then",
+        ),
         ("mask", skip_samples("mask", [nine], 17), "a sample that fills a batch is masked"),
-        ("shift", skip_samples("shift", sorted((nine, last)), 16), "a batch is filled without what is removed by then"),
-        ("shift-step", skip_positions("shift", 8, 16), "a shift leaves out the end of the epoch, and what filled it"),
+        (
+            "shift",
+            skip_samples("shift", sorted((nine, last)), 16),
+            "a batch is filled without what is removed by then",
+        ),
+        (
+            "shift-step",
+            skip_positions("shift", 8, 16),
+            "a shift leaves out the end of the epoch, and what filled it",
+        ),
     ):
         tree = plain("pad_masked", skips=[skip], steps=2)
         clauses = "CUR-016 CUR-018"
@@ -255,14 +337,34 @@ def _ahead(made: Page) -> None:
         ("pad", plain("pad_masked"), 0, 3, (3, 2)),
         ("mixed", mixed(), 0, 1, (4, 2)),
         ("skips", plain(skips=skips, steps=2), 0, 2, (4, 1)),
-        ("fill", plain("pad_masked", skips=[skip_positions("hole", 22, 23)], steps=2), 0, 1, (3, 1)),
+        (
+            "fill",
+            plain("pad_masked", skips=[skip_positions("hole", 22, 23)], steps=2),
+            0,
+            1,
+            (3, 1),
+        ),
         ("left-out", plain(skips=[skip_positions("shift", 24, 32)], steps=2), 0, 1, (4, 2)),
     ):
-        says = f"of {ahead[0]} steps fetched, {ahead[1] or 'none'} {'are' if ahead[1] != 1 else 'is'} done"
-        _ask(made, f"ahead-{slug}", tree, worker, workers, 2, "CUR-005 CUR-008 CUR-021", says, ahead=ahead, why=why)
+        says = (
+            f"of {ahead[0]} steps fetched, {ahead[1] or 'none'}"
+            f" {'are' if ahead[1] != 1 else 'is'} done"
+        )
+        _ask(
+            made,
+            f"ahead-{slug}",
+            tree,
+            worker,
+            workers,
+            2,
+            "CUR-005 CUR-008 CUR-021",
+            says,
+            ahead=ahead,
+            why=why,
+        )
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def _refuse(  # noqa: PLR0917 - a row of a table of cases
@@ -291,7 +393,9 @@ def _checked(tree: Tree, position: int, sample: int, source: str | None = None) 
     if (here.sample, here.source) == (sample, source or here.source):
         raise ValueError("that check is right")
     changed = copy.deepcopy(tree)
-    changed["order"]["vector_check"] |= {"pos": position, "id": sample} | ({"source": source} if source else {})
+    changed["order"]["vector_check"] |= {"pos": position, "id": sample} | (
+        {"source": source} if source else {}
+    )
     return changed
 
 
@@ -299,62 +403,137 @@ def _refused(made: Page) -> None:
     """Add cursors of one source that say another order than the one that is computed."""
     tree = plain()
     right = tree["order"]["vector_check"]["id"]
-    _refuse(made, "check", "carry", _checked(tree, 8, (right + 1) % 21), "CUR-006", "the check is of the next number")
+    _refuse(
+        made,
+        "check",
+        "carry",
+        _checked(tree, 8, (right + 1) % 21),
+        "CUR-006",
+        "the check is of the next number",
+    )
     told = _checked(tree, 3, right)
-    _refuse(made, "check-behind", "carry", told, "CUR-006", "the check is of a consumed position, and wrong there")
+    _refuse(
+        made,
+        "check-behind",
+        "carry",
+        told,
+        "CUR-006",
+        "the check is of a consumed position, and wrong there",
+    )
     again = _checked(tree, 24, sample_at(21, SEED, 3))
-    _refuse(made, "order-again", "carry", again, "CUR-006 CUR-007", "the second epoch has the order of the first")
+    _refuse(
+        made,
+        "order-again",
+        "carry",
+        again,
+        "CUR-006 CUR-007",
+        "the second epoch has the order of the first",
+    )
     from_one = _checked(tree, 8, sample_at(21, SEED, 29))
-    _refuse(made, "epochs-from-one", "carry", from_one, "CUR-006 CUR-007", "epochs are counted from one")
+    _refuse(
+        made, "epochs-from-one", "carry", from_one, "CUR-006 CUR-007", "epochs are counted from one"
+    )
     own = _checked(tree, 8, sample_at(21, _source_seed("books"), 8))
-    _refuse(made, "own-seed-alone", "carry", own, "CUR-006 CUR-013", "the only source has a seed of its own")
+    _refuse(
+        made,
+        "own-seed-alone",
+        "carry",
+        own,
+        "CUR-006 CUR-013",
+        "the only source has a seed of its own",
+    )
     pad = plain("pad_masked")
     for slug, position, says in (
         ("pad-next", 22, "a batch is filled up from the next epoch"),
         ("pad-last", 20, "a batch is filled up with the last sample"),
     ):
-        _refuse(made, slug, "pad", _checked(pad, 22, sample_at(21, SEED, position)), "CUR-006 CUR-016", says)
+        _refuse(
+            made,
+            slug,
+            "pad",
+            _checked(pad, 22, sample_at(21, SEED, position)),
+            "CUR-006 CUR-016",
+            says,
+        )
     shifted = plain(skips=each_scope("shift"), steps=2)
     without = list(course(shifted | {"skips": []}, 19))[18].sample
     unseen = _checked(shifted, 18, without)
-    _refuse(made, "skip-unseen", "skips-shift", unseen, "CUR-006 CUR-018", "the check is of the order without skips")
+    _refuse(
+        made,
+        "skip-unseen",
+        "skips-shift",
+        unseen,
+        "CUR-006 CUR-018",
+        "the check is of the order without skips",
+    )
     tree = plain(skips=later(), steps=2)
     early = copy.deepcopy(tree["skips"])
     early[0]["from_pos"] = 0
     wrong = _checked(tree, 18, list(course(tree | {"skips": early}, 19))[18].sample)
-    _refuse(made, "skip-early", "skips-later", wrong, "CUR-006 CUR-018", "the check is of a skip that begins at once")
+    _refuse(
+        made,
+        "skip-early",
+        "skips-later",
+        wrong,
+        "CUR-006 CUR-018",
+        "the check is of a skip that begins at once",
+    )
     left_out = plain(skips=[skip_positions("shift", 8, 12)], steps=2)
     left_out["commit"]["pos_in_epoch"] = 16
     says = "pos_in_epoch is 16, as if a shift had left nothing out"
     _refuse(made, "stand-left-out", "left-out", left_out, "CUR-004 CUR-014", says)
-    for slug, change in (("stand", {"pos_in_epoch": 15}), ("stand-epoch", {"epoch": 1, "pos_in_epoch": 0})):
+    for slug, change in (
+        ("stand", {"pos_in_epoch": 15}),
+        ("stand-epoch", {"epoch": 1, "pos_in_epoch": 0}),
+    ):
         wrong = copy.deepcopy(shifted)
         if wrong["commit"] == wrong["commit"] | change:
             raise ValueError("that commit is right")
         wrong["commit"] |= change
         said = ", ".join(f"{name} is {value}" for name, value in change.items())
-        _refuse(made, slug, "skips-shift", wrong, "CUR-014", f"{said}, which only who plays the skips through sees")
+        _refuse(
+            made,
+            slug,
+            "skips-shift",
+            wrong,
+            "CUR-014",
+            f"{said}, which only who plays the skips through sees",
+        )
 
 
 def _refused_mixtures(made: Page) -> None:
     """Add cursors of mixtures that say another order than the one that is computed."""
-    # Where a block begins, the sources stand alike in whatever order blocks have: only the check tells.
+    # Where a block begins, the sources stand alike in whatever order blocks have: only the check
+    # tells.
     tree = mixed_by_blocks()
     block = ["books"] * 4 + ["code"] * 2 + ["news"] * 2
-    position = next(at for at, one in enumerate(course(tree, 24)) if at >= 16 and one.source != block[at - 16])
+    position = next(
+        at for at, one in enumerate(course(tree, 24)) if at >= 16 and one.source != block[at - 16]
+    )
     source = block[position - 16]
     draw = (block * 3)[:position].count(source)
-    listed = _checked(tree, position, sample_at(_length(tree, source), _source_seed(source), draw), source)
+    listed = _checked(
+        tree, position, sample_at(_length(tree, source), _source_seed(source), draw), source
+    )
     says = "a block has its sources one after the other"
     _refuse(made, "blocks-listed", "mixed-by-blocks", listed, "CUR-006 CUR-012", says)
     tree = mixed()
     here = list(course(tree, 25))[24]
-    anew = _checked(tree, 24, sample_at(_length(tree, here.source), _source_seed(here.source), 0), here.source)
+    anew = _checked(
+        tree, 24, sample_at(_length(tree, here.source), _source_seed(here.source), 0), here.source
+    )
     _refuse(made, "draws-anew", "mixed", anew, "CUR-006 CUR-012", "a stage begins each source anew")
     here = list(course(tree, 21))[20]
     draw = positions(tree, 20)[here.source]
     shared = _checked(tree, 20, sample_at(_length(tree, here.source), SEED, draw), here.source)
-    _refuse(made, "one-seed", "mixed", shared, "CUR-006 CUR-013", "a source has the seed of the cursor's order")
+    _refuse(
+        made,
+        "one-seed",
+        "mixed",
+        shared,
+        "CUR-006 CUR-013",
+        "a source has the seed of the cursor's order",
+    )
     moved = copy.deepcopy(tree)
     moved["sources"][0]["pos"] += 1
     moved["sources"][2]["pos"] -= 1
@@ -371,7 +550,7 @@ def _source_seed(name: str) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-# --- other loaders ----------------------------------------------------------------------------------------------------
+# --- other loaders --------------------------------------------------------------------------------
 
 
 def _loaders(made: Page) -> None:
@@ -381,17 +560,49 @@ def _loaders(made: Page) -> None:
     states = [{"_num_yielded": 3 + i, "fetcher_state": None} for i in range(2)]
     count = {"consumed_train_samples": 640}
     each = [
-        Leaf(field="data", scope=f"lw/{i}", value=tree_of(theirs | {"state": states[i]}), writers=(i,))
+        Leaf(
+            field="data",
+            scope=f"lw/{i}",
+            value=tree_of(theirs | {"state": states[i]}),
+            writers=(i,),
+        )
         for i in range(2)
     ]
     whole = tree_of(theirs | {"lib": "megatron", "per": "run", "state": count})
-    inputs = {"": _checkpoint(each), "run-": _checkpoint([Leaf(field="data", value=whole, writers=(0, 1))])}
+    inputs = {
+        "": _checkpoint(each),
+        "run-": _checkpoint([Leaf(field="data", value=whole, writers=(0, 1))]),
+    }
     for slug, of, worker, workers, allow, state, says in (
         ("first", "", 0, 2, False, states[0], "the first of two workers asks for its position"),
         ("second", "", 1, 2, False, states[1], "the second of two workers asks for its position"),
-        ("allowed-fewer", "", 0, 1, True, None, "one worker may go on without the positions of two"),
-        ("allowed-more", "", 2, 3, True, None, "three workers may go on without the positions of two"),
-        ("same", "run-", 1, 2, False, count, "as many workers as saved ask for the count of the run"),
+        (
+            "allowed-fewer",
+            "",
+            0,
+            1,
+            True,
+            None,
+            "one worker may go on without the positions of two",
+        ),
+        (
+            "allowed-more",
+            "",
+            2,
+            3,
+            True,
+            None,
+            "three workers may go on without the positions of two",
+        ),
+        (
+            "same",
+            "run-",
+            1,
+            2,
+            False,
+            count,
+            "as many workers as saved ask for the count of the run",
+        ),
         ("allowed", "run-", 0, 3, True, count, "three workers may go on with the count of two"),
     ):
         made.ask(
@@ -423,7 +634,10 @@ def _loaders(made: Page) -> None:
             f"{workers} workers ask for it, of which this is number {worker}"
             if workers > 1
             else "one worker asks for it",
-            why="per-worker positions, dealt out to other workers, repeat some samples and skip others",
+            why=(
+                "per-worker positions, dealt out to other workers, repeat some samples and skip"
+                " others"
+            ),
             bug="WRONG_RUN",
             kind="context",
             files=inputs[of],
@@ -433,4 +647,6 @@ def _loaders(made: Page) -> None:
 
 
 def _checkpoint(leaves: list[Leaf]) -> dict[str, bytes]:
-    return build(Plan(tensors=[Tensor(name="w", dtype="int8", shape=(2,))], leaves=leaves, writer_count=2)).seal()
+    return build(
+        Plan(tensors=[Tensor(name="w", dtype="int8", shape=(2,))], leaves=leaves, writer_count=2)
+    ).seal()

@@ -35,9 +35,12 @@ def page() -> Page:
     return made
 
 
-def boxes(**members: Any) -> Plan:  # noqa: ANN401 - members of a record, by name
+def boxes(**members: Any) -> Plan:
     """Return a checkpoint of one writer: two boxes of one tensor, one of another, and a scalar."""
-    halves = [Piece(writer=0, begin=(0, 0), shape=(2, 2)), Piece(writer=0, begin=(0, 2), shape=(2, 2))]
+    halves = [
+        Piece(writer=0, begin=(0, 0), shape=(2, 2)),
+        Piece(writer=0, begin=(0, 2), shape=(2, 2)),
+    ]
     return Plan(
         tensors=[
             Tensor(name="a", shape=(2, 4), pieces=halves),
@@ -52,14 +55,22 @@ def _valid(made: Page) -> None:
     made.accept(
         "boxes",
         boxes(),
-        "STO-006 PRT-001 PRT-003 PRT-004 PRT-005 PRT-006 PRT-007 PRT-008 PRT-010 PRT-012 IDX-002 IDX-007",
+        (
+            "STO-006 PRT-001 PRT-003 PRT-004 PRT-005 PRT-006 PRT-007 PRT-008 PRT-010 PRT-012"
+            " IDX-002"
+            " IDX-007"
+        ),
         "one writer with two boxes of one tensor, a box of another and a scalar",
         why="it is what the invalid parts differ from",
     )
     made.accept(
         "two-writers",
         two_writers(),
-        "PRT-001 PRT-002 PRT-009 CMT-010 CMT-011 CMT-012 CMT-013 CMT-014 CMT-015 CMT-016 CMT-017 CMT-018",
+        (
+            "PRT-001 PRT-002 PRT-009 CMT-010 CMT-011 CMT-012 CMT-013 CMT-014 CMT-015 CMT-016"
+            " CMT-017"
+            " CMT-018"
+        ),
         "two writers, who hold some tensors both",
         why="it is what parts that contradict each other differ from",
     )
@@ -70,13 +81,22 @@ def _valid(made: Page) -> None:
                 name="r",
                 shape=(4,),
                 pieces=[
-                    Piece(writer=0, begin=(0,), shape=(4,), replica=True, written=False, digested=False),
+                    Piece(
+                        writer=0,
+                        begin=(0,),
+                        shape=(4,),
+                        replica=True,
+                        written=False,
+                        digested=False,
+                    ),
                     whole((4,), 1, replica=True),
                     Piece(writer=2, begin=(0,), shape=(4,), written=False, replica=True),
                 ],
             ),
             Tensor(
-                name="s", shape=(2,), pieces=[whole((2,), 0), Piece(writer=2, begin=(0,), shape=(2,), written=False)]
+                name="s",
+                shape=(2,),
+                pieces=[whole((2,), 0), Piece(writer=2, begin=(0,), shape=(2,), written=False)],
             ),
         ],
     )
@@ -84,7 +104,10 @@ def _valid(made: Page) -> None:
         "replicas",
         replica,
         "PRT-005 CMT-012 CMT-013 CMT-016",
-        "a declared replica with and without digests, and a copy that nobody declares, held and not written",
+        (
+            "a declared replica with and without digests, and a copy that nobody declares, held and"
+            " not written"
+        ),
         why="who holds a piece needn't write it, and declared replicas needn't digest it",
     )
 
@@ -116,7 +139,10 @@ def _valid_copies(made: Page) -> None:
     made.accept(
         "blocks",
         Plan(
-            tensors=[Tensor(name="b", dtype="int16", shape=(3, 1400)), Tensor(name="x", dtype="uint8", shape=(4096,))]
+            tensors=[
+                Tensor(name="b", dtype="int16", shape=(3, 1400)),
+                Tensor(name="x", dtype="uint8", shape=(4096,)),
+            ]
         ),
         "PRT-005 PRT-006 TEN-005 TEN-006",
         "boxes of three blocks and of exactly one",
@@ -125,7 +151,15 @@ def _valid_copies(made: Page) -> None:
 
 
 def _reject(  # noqa: PLR0917 - a row of a table of cases
-    made: Page, slug: str, edit: Edit, clauses: str, error: str, says: str, *, why: str = FORM, bug: str = "AMBIGUITY"
+    made: Page,
+    slug: str,
+    edit: Edit,
+    clauses: str,
+    error: str,
+    says: str,
+    *,
+    why: str = FORM,
+    bug: str = "AMBIGUITY",
 ) -> None:
     made.reject(slug, "boxes", edit, clauses, error, says, why=why, bug=bug)
 
@@ -136,9 +170,11 @@ def _columns(made: Page) -> None:
          Packed([0, 0, 0, 3, 0])),
         ("shape-beyond", "PRT-004", "BOX_BOUNDS", "a box that ends outside", "boxes", "cut_shape",
          Packed([0, 3, 0, 4, 0])),
-        ("cut-shape-spelled-out", "PRT-013", "COLUMN_FORM", "the whole extent of a tensor, not as 0", "boxes",
+        ("cut-shape-spelled-out", "PRT-013", "COLUMN_FORM", ("the whole extent of a tensor, not as"
+        " 0"), "boxes",
          "cut_shape", Packed([0, 3, 0, 3, 11])),
-        ("cut-shape-spelled-out-first", "PRT-013", "COLUMN_FORM", "the first extent of a box in full, not as 0",
+        ("cut-shape-spelled-out-first", "PRT-013", "COLUMN_FORM", ("the first extent of a box in"
+        " full, not as 0"),
          "boxes", "cut_shape", Packed([3, 3, 0, 3, 0])),
         ("replica-2", "IDX-002", "COLUMN_FORM", "a replica of 2", "boxes", "replica", Packed([0, 0, 2, 0])),
         ("digest-count-less", "PRT-005", "EXTENT_COVERAGE", "a block without a digest", "boxes", "digest_count",
@@ -155,7 +191,9 @@ def _columns(made: Page) -> None:
          bytes(127)),
     ):  # fmt: skip
 
-        def edit(c: Checkpoint, table: str = table, column: str = column, value: object = value) -> None:
+        def edit(
+            c: Checkpoint, table: str = table, column: str = column, value: object = value
+        ) -> None:
             if column:
                 c.part[table][column] = value
             else:
@@ -205,9 +243,11 @@ def _forms(made: Page) -> None:
         ("digests-text", "IDX-014", "COLUMN_FORM", "digests are text", set_at("part/0", "digests", value="00")),
         ("saved-unix-s-text", "IDX-014 DOC-011", "DOC_SCHEMA", "saved_unix_s is text",
          set_at("part/0", "saved_unix_s", value="1")),
-        ("order-profile-first", "IDX-014 MAN-005", "PROFILE_MISMATCH", "encodings are raw and planes, and step is text",
+        ("order-profile-first", "IDX-014 MAN-005", "PROFILE_MISMATCH", ("encodings are raw and"
+        " planes, and step is text"),
          lambda c: c.part.update(encodings=["raw", "planes"], step="3")),
-        ("order-writer-first", "IDX-014 DOC-011", "DOC_SCHEMA", "writer is text, and a scope is lw/03",
+        ("order-writer-first", "IDX-014 DOC-011", "DOC_SCHEMA", ("writer is text, and a scope is"
+        " lw/03"),
          lambda c: c.part.update(writer="0", scopes=["global", "lw/03"])),
     ):  # fmt: skip
         _reject(made, slug, edit, clauses, error, says)
@@ -283,7 +323,11 @@ def _more(column: str, value: int) -> Edit:
 def _second_file(c: Checkpoint) -> None:
     table = c.part["files"]
     for key in table:
-        table[key] = table[key] * 2 if isinstance(table[key], bytes) else type(table[key])([*table[key], *table[key]])
+        table[key] = (
+            table[key] * 2
+            if isinstance(table[key], bytes)
+            else type(table[key])([*table[key], *table[key]])
+        )
 
 
 def _in_two(c: Checkpoint) -> None:
@@ -298,7 +342,8 @@ def _several(made: Page) -> None:
     """Add a box with two extents in a safetensors file: elements are there, and the file's header can't say it."""
     two = Plan(tensors=[Tensor(name="w", dtype="uint8", shape=(6000,))])
     made.accept(
-        "two-extents", two, "PRT-006 OPN-005", "a box of two blocks with an extent for each, in a safetensors file",
+        "two-extents", two, "PRT-006 OPN-005", ("a box of two blocks with an extent for each, in a"
+        " safetensors file"),
         why="who reads elements takes them from all extents of a box", edit=_in_two, request={},
     )  # fmt: skip
     made.reject(
@@ -331,8 +376,18 @@ def _extents(made: Page) -> None:
     )
     why = "a block that no extent has, or two have, is memory that nobody wrote, or written twice"
     for slug, says, column, value in (
-        ("block-begin", "the only block of a box is its second", "block_begin", Packed([1, 0, 0, 0])),
-        ("block-count-more", "two blocks of a box that has one", "block_count", Packed([2, 1, 1, 1])),
+        (
+            "block-begin",
+            "the only block of a box is its second",
+            "block_begin",
+            Packed([1, 0, 0, 0]),
+        ),
+        (
+            "block-count-more",
+            "two blocks of a box that has one",
+            "block_count",
+            Packed([2, 1, 1, 1]),
+        ),
         ("box-twice", "two extents of one box, none of another", "box", Folded([3, -4, -1, 1])),
     ):
         _reject(
@@ -417,9 +472,11 @@ def _members(made: Page) -> None:
         ("member-of-deltas", "DOC_SCHEMA", "DOC-011", "a table groups, which only deltas have",
          set_at("part/0", "groups", value={})),
         ("writer-beyond", "DOC_SCHEMA", "DOC-011", "it is of writer 1 of one", set_at("part/0", "writer", value=1)),
-        ("features-without-deltas", "DOC_SCHEMA", "DOC-011", "it needs the feature deltas, and has no column of them",
+        ("features-without-deltas", "DOC_SCHEMA", "DOC-011", ("it needs the feature deltas, and"
+        " has no column of them"),
          set_at("part/0", "features", "reader", value=["deltas"])),
-        ("feature-unknown", "FEATURE_UNSUPPORTED", "DOC-010 VER-002", "it needs the feature wavelets",
+        ("feature-unknown", "FEATURE_UNSUPPORTED", "DOC-010 VER-002", ("it needs the feature"
+        " wavelets"),
          set_at("part/0", "features", "reader", value=["wavelets"])),
         ("version", "VERSION_UNSUPPORTED", "DOC-010 VER-001", "format_version is 9.0",
          set_at("part/0", "format_version", value="9.0")),

@@ -79,12 +79,13 @@ def group(
     """Return a delta of an optimizer's state, one step after its base.
 
     Args:
-        first: the encoding of the first moment; of another than `gradient`, the gradient is read off it.
+        first: the encoding of the first moment; of another than `gradient`, the gradient is read
+            off it.
         how: 0 for a gradient as it is, 1 for planes.
         missed: whether one weight isn't as predicted.
         nan: whether one second moment is a NaN.
-        odd: what is odd about the first moment: "corrected" if one isn't what its stored gradient leads to, "nan" if
-            one's gradient is a NaN, "uneven" if they have digits up to the last.
+        odd: what is odd about the first moment: "corrected" if one isn't what its stored gradient
+            leads to, "nan" if one's gradient is a NaN, "uneven" if they have digits up to the last.
         without: a role that the base doesn't have.
     """
     before, roles = _start(), _roles(rule)
@@ -95,20 +96,33 @@ def group(
         before["exp_avg_sq"][3] = float("nan")
         bases["exp_avg_sq"] = bases["exp_avg_sq"][:12] + NAN + bases["exp_avg_sq"][16:]
     kind = "bfloat16" if rule["gradient"] == "float32" else rule["gradient"]
-    # Few elements have a gradient where the first moment is stored as what it changed: so the block is short.
+    # Few elements have a gradient where the first moment is stored as what it changed: so the block
+    # is short.
     grain = [
-        narrow(0.0 if first == "sparse" and i % 5 else (-1) ** (i // 3) * (i + 1) / 96, kind) for i in range(COUNT)
+        narrow(0.0 if first == "sparse" and i % 5 else (-1) ** (i // 3) * (i + 1) / 96, kind)
+        for i in range(COUNT)
     ]
     if odd == "nan":
         grain[5] = narrow(math.nan, kind)
-    wanted = [from_stored(rule | {"gradient": kind}, one, w) for one, w in zip(grain, before["weight"], strict=True)]
+    wanted = [
+        from_stored(rule | {"gradient": kind}, one, w)
+        for one, w in zip(grain, before["weight"], strict=True)
+    ]
     moments = _moments(rule, wanted, before[roles[0]])
     if odd == "corrected":
         moments[7] *= 2
     found = [
-        gradient_of(rule, after, m, w) for after, m, w in zip(moments, before[roles[0]], before["weight"], strict=True)
+        gradient_of(rule, after, m, w)
+        for after, m, w in zip(moments, before[roles[0]], before["weight"], strict=True)
     ]
-    rows = zip(found, moments, before["exp_avg_sq"], before["max_exp_avg_sq"], before["weight"], strict=True)
+    rows = zip(
+        found,
+        moments,
+        before["exp_avg_sq"],
+        before["max_exp_avg_sq"],
+        before["weight"],
+        strict=True,
+    )
     later_ones = [predicted(rule, g, m, v, x, w) for (g, _), m, v, x, w in rows]
     after = {role: _kept([one[role] for one in later_ones], bases[role]) for role in roles[1:]} | {
         roles[0]: _pack(moments)
@@ -137,14 +151,17 @@ def _moments(rule: Rule, gradients: list[float], before: list[float]) -> list[fl
 def _kept(values: list[float], base: bytes) -> bytes:
     """Return values as binary32; where one is a NaN, the bits of the base's element."""
     cells = (
-        base[4 * at : 4 * at + 4] if math.isnan(value) else struct.pack("<f", value) for at, value in enumerate(values)
+        base[4 * at : 4 * at + 4] if math.isnan(value) else struct.pack("<f", value)
+        for at, value in enumerate(values)
     )
     return b"".join(cells)
 
 
 def _gradient_block(stored: bytes, how: int, rest: bytes) -> bytes:
     if how:
-        stored = planes([int.from_bytes(stored[at : at + 2], "little") for at in range(0, len(stored), 2)], 2)
+        stored = planes(
+            [int.from_bytes(stored[at : at + 2], "little") for at in range(0, len(stored), 2)], 2
+        )
     return bytes([how]) + struct.pack("<I", len(stored)) + stored + rest
 
 
@@ -161,18 +178,26 @@ def _assemble(  # noqa: PLR0917 - a row of a table of cases
     for role in roles:
         field = "weights" if role == "weight" else "optimizer"
         bases.append(Tensor(name=role, field=field, shape=(COUNT,), content=before[role]))
-        stored = Stored(encoding=first if role == roles[0] else "sparse", blocks=[blocks[role]], predicted=True)
+        stored = Stored(
+            encoding=first if role == roles[0] else "sparse", blocks=[blocks[role]], predicted=True
+        )
         if role == roles[0] and first == "raw":
             stored = Stored(encoding="raw")
         tensors.append(
             Tensor(
-                name=role, field=field, shape=(COUNT,), content=after[role], pieces=[whole((COUNT,), stored=[stored])]
+                name=role,
+                field=field,
+                shape=(COUNT,),
+                content=after[role],
+                pieces=[whole((COUNT,), stored=[stored])],
             )
         )
     members = list(roles)
     if rule["copy"]:
         content = b"".join(narrow(value, rule["copy"]) for value in _list(after["weight"]))
-        bases.append(Tensor(name="copy", dtype=rule["copy"], shape=(COUNT,), content=bytes(2 * COUNT)))
+        bases.append(
+            Tensor(name="copy", dtype=rule["copy"], shape=(COUNT,), content=bytes(2 * COUNT))
+        )
         stored = Stored(encoding="sparse", blocks=[b"\0"], predicted=True)
         tensors.append(
             Tensor(
@@ -190,7 +215,9 @@ def _assemble(  # noqa: PLR0917 - a row of a table of cases
 
 
 def _valid(made: Page) -> None:
-    clauses = "PRE-001 PRE-002 PRE-006 PRE-007 PRE-008 PRE-009 PRE-010 PRE-011 PRE-012 PRE-014 PRE-016 "
+    clauses = (
+        "PRE-001 PRE-002 PRE-006 PRE-007 PRE-008 PRE-009 PRE-010 PRE-011 PRE-012 PRE-014 PRE-016 "
+    )
     clauses += "DEL-009 DEL-010 DEL-011"
     for slug, says, link in (
         ("adam", "AdamW: a stored gradient, second moment and weight as predicted", group(ADAM)),
@@ -205,27 +232,34 @@ def _valid(made: Page) -> None:
          group(ADAM | {"l2": 0.01, "clip": 0.5, "shrink": 1.0, "gradient": "float16"})),
         ("adam-large-gain", "a gain of 0.75, at which lerp starts from the other end",
          group(ADAM | {"gain": 0.75, "decay": 0.25})),
-        ("adam-large-gain-uneven", "the same, of moments with so many digits that it matters from which end",
+        ("adam-large-gain-uneven", ("the same, of moments with so many digits that it matters from"
+        " which end"),
          group(ADAM | {"gain": 0.75, "decay": 0.25}, odd="uneven")),
-        ("adam-gain-half", "a gain of 0.5, as of beta1 = 0.5, at which lerp starts from the other end",
+        ("adam-gain-half", ("a gain of 0.5, as of beta1 = 0.5, at which lerp starts from the other"
+        " end"),
          group(ADAM | {"gain": 0.5, "decay": 0.5}, odd="uneven")),
         ("adam-gain-nearly-half", "a gain that is 0.5 when it is rounded to binary32",
          group(ADAM | {"gain": 0.5 - 2**-40, "decay": 0.5}, odd="uneven")),
         ("adam-gain-nearly-half-double", "the same, which stays below 0.5 in binary64",
          group(ADAM | {"gain": 0.5 - 2**-40, "decay": 0.5, "arithmetic": "double"}, odd="uneven")),
-        ("adam-decayed-l2", "the same, with weight decay in the gradient: it starts at g = 0 all the same",
+        ("adam-decayed-l2", ("the same, with weight decay in the gradient: it starts at g = 0 all"
+        " the same"),
          group(ADAM | {"l2": 3e-9, "shrink": 1.0}, first="sparse")),
         ("adam-base-without-copy", "a copy of the weights that the base doesn't have",
          group(ADAM | {"copy": "bfloat16"}, without="copy")),
         ("adam-first-raw", "the first moment raw, and the gradient read off it", group(ADAM, first="raw")),
-        ("adam-float32", "a gradient of binary32: the first moment as what it differs in from the decayed one",
+        ("adam-float32", ("a gradient of binary32: the first moment as what it differs in from the"
+        " decayed one"),
          group(ADAM | {"gradient": "float32"}, first="sparse")),
-        ("adam-decayed", "the first moment as what it differs in from the decayed one, and a gradient of bfloat16",
+        ("adam-decayed", ("the first moment as what it differs in from the decayed one, and a"
+        " gradient of bfloat16"),
          group(ADAM, first="sparse")),
         ("adam-nan", "a second moment that is a NaN, so that the weight stays as it was", group(ADAM, nan=True)),
-        ("adam-nan-gradient", "a stored gradient that is a NaN, so that the first moment stays as it was",
+        ("adam-nan-gradient", ("a stored gradient that is a NaN, so that the first moment stays as"
+        " it was"),
          group(ADAM, odd="nan")),
-        ("adam-corrected", "a first moment that isn't what the stored gradient leads to: the others go by the moment",
+        ("adam-corrected", ("a first moment that isn't what the stored gradient leads to: the"
+        " others go by the moment"),
          group(ADAM, odd="corrected")),
         ("sgd", "SGD with momentum", group(SGD)),
         ("sgd-nesterov", "SGD with Nesterov's momentum, and a copy in float16",
@@ -240,23 +274,30 @@ def _valid(made: Page) -> None:
             "adam-nan": " PRE-005 PRE-013",
             "adam-nan-gradient": " PRE-005 PRE-013",
         }.get(slug, " PRE-013 PRE-015")
-        made.accept(slug, link.delta, own, says, why=WHY, bug="WRONG_BYTES", place=DELTA, beside=link.beside)
+        made.accept(
+            slug, link.delta, own, says, why=WHY, bug="WRONG_BYTES", place=DELTA, beside=link.beside
+        )
 
 
 def _valid_casts(made: Page) -> None:
     for slug, clauses, says, link in (
-        ("cast-float16", "PRE-004 ", "a copy in float16 of a raw master that has NaN, infinity and ties",
+        ("cast-float16", "PRE-004 ", ("a copy in float16 of a raw master that has NaN, infinity"
+        " and ties"),
          _cast("float16", ODD)),
         ("cast-bfloat16", "PRE-004 ", "a copy in bfloat16 of a raw master that has more of these",
          _cast("bfloat16", ODD + MORE_NANS)),
         ("cast-of-two-blocks", "", "a block of the copy goes with two of the master", _cast("bfloat16", LONG)),
     ):  # fmt: skip
         own = f"PRE-001 {clauses}PRE-016 DEL-010 DEL-011"
-        made.accept(slug, link.delta, own, says, why=WHY, bug="WRONG_BYTES", place=DELTA, beside=link.beside)
+        made.accept(
+            slug, link.delta, own, says, why=WHY, bug="WRONG_BYTES", place=DELTA, beside=link.beside
+        )
 
 
 #: What is rounded otherwise by who takes all numbers alike.
-ODD = bytes.fromhex("0000807f 000080ff 0100a07f 0000c0ff 0010803f 0030803f ffff7f3f 00000080 00e07f47 01000000")
+ODD = bytes.fromhex(
+    "0000807f 000080ff 0100a07f 0000c0ff 0010803f 0030803f ffff7f3f 00000080 00e07f47 01000000"
+)
 MORE_NANS = bytes.fromhex("0100807f ffffff7f")
 #: More than a block of elements of 32 bits, and less than one of 16.
 LONG = b"".join(struct.pack("<f", 1 + number / 256) for number in range(1030))
@@ -280,7 +321,11 @@ def _two_casts() -> Chain:
         tensors += [
             Tensor(name=name, shape=shape, content=content, pieces=[whole(shape, stored=[raw])]),
             Tensor(
-                name=f"{name}.low", dtype="bfloat16", shape=shape, content=low, pieces=[whole(shape, stored=[rest])]
+                name=f"{name}.low",
+                dtype="bfloat16",
+                shape=shape,
+                content=low,
+                pieces=[whole(shape, stored=[rest])],
             ),
         ]
         groups.append(Group(kind="cast", rule=rule, members=[name, f"{name}.low"]))
@@ -290,11 +335,22 @@ def _two_casts() -> Chain:
 def _cast(dtype: str, content: bytes) -> Chain:
     shape = (len(content) // 4,)
     raw, rest = Stored(encoding="raw"), Stored(encoding="sparse", blocks=[b"\0"], predicted=True)
-    master = Tensor(name="master", shape=shape, content=content, field="optimizer", pieces=[whole(shape, stored=[raw])])
+    master = Tensor(
+        name="master",
+        shape=shape,
+        content=content,
+        field="optimizer",
+        pieces=[whole(shape, stored=[raw])],
+    )
     low = b"".join(_narrowed(value, dtype) for value in _list(content))
-    weight = Tensor(name="weight", dtype=dtype, shape=shape, content=low, pieces=[whole(shape, stored=[rest])])
+    weight = Tensor(
+        name="weight", dtype=dtype, shape=shape, content=low, pieces=[whole(shape, stored=[rest])]
+    )
     rule = rule_tree({"kind": "cast", "copy": dtype})
-    plan = later(tensors=[master, weight], groups=[Group(kind="cast", rule=rule, members=["master", "weight"])])
+    plan = later(
+        tensors=[master, weight],
+        groups=[Group(kind="cast", rule=rule, members=["master", "weight"])],
+    )
     return Chain(build(plan), {})
 
 
@@ -303,12 +359,24 @@ def _reject(  # noqa: PLR0917 - a row of a table of cases
     phase: str = "read",
 ) -> None:  # fmt: skip
     made.reject(
-        slug, "adam", edit, clauses, error, says, why=WHY, bug=bug, phase=phase, place=DELTA, beside=link.beside
+        slug,
+        "adam",
+        edit,
+        clauses,
+        error,
+        says,
+        why=WHY,
+        bug=bug,
+        phase=phase,
+        place=DELTA,
+        beside=link.beside,
     )
 
 
-def _rule(tree: Any) -> Edit:  # noqa: ANN401 - any tree
-    return set_at("part/0", "groups", "rule", 0, value=tree if isinstance(tree, bytes) else msgpack(tree))
+def _rule(tree: Any) -> Edit:
+    return set_at(
+        "part/0", "groups", "rule", 0, value=tree if isinstance(tree, bytes) else msgpack(tree)
+    )
 
 
 def _rules(made: Page, link: Chain) -> None:
@@ -320,11 +388,26 @@ def _rules(made: Page, link: Chain) -> None:
             "without eps",
             rule_tree({key: value for key, value in ADAM.items() if key != "eps"}),
         ),
-        ("rule-more", "PRE-006", "with nesterov, which adam hasn't", rule_tree(ADAM | {"nesterov": False})),
+        (
+            "rule-more",
+            "PRE-006",
+            "with nesterov, which adam hasn't",
+            rule_tree(ADAM | {"nesterov": False}),
+        ),
         ("rule-order", "PRE-006", "in another order", rule_tree(reordered)),
         ("rule-of-another-kind", "PRE-006", "of sgd, in a group of adam", rule_tree(SGD)),
-        ("rule-update", "PRE-007", "with an update called sum", rule_tree(ADAM | {"update": "sum"})),
-        ("rule-nan", "PRE-008", "with a step_size of NaN", rule_tree(ADAM | {"step_size": float("nan")})),
+        (
+            "rule-update",
+            "PRE-007",
+            "with an update called sum",
+            rule_tree(ADAM | {"update": "sum"}),
+        ),
+        (
+            "rule-nan",
+            "PRE-008",
+            "with a step_size of NaN",
+            rule_tree(ADAM | {"step_size": float("nan")}),
+        ),
         ("rule-long", "PRE-006", "of 5000 bytes", rule_tree(ADAM | {"copy": "x" * 5000})),
         ("rule-bytes", "PRE-006 TRE-001", "that is no tree", b"\xc1"),
     ):
@@ -411,7 +494,12 @@ def _blocks(made: Page, link: Chain) -> None:
             "takes more bytes than there are",
             b"\0" + struct.pack("<I", 2**31) + block[5:],
         ),
-        ("gradient-short", "PRE-014", "has an element less", b"\0" + struct.pack("<I", 30) + block[5:35] + b"\0"),
+        (
+            "gradient-short",
+            "PRE-014",
+            "has an element less",
+            b"\0" + struct.pack("<I", 30) + block[5:35] + b"\0",
+        ),
         ("gradient-behind", "PRE-014 ENC-006", "has a byte behind the sparse part", block + b"\0"),
     ):
         _reject(made, slug, link, put(changed), clauses, "ENCODED_FORM", f"the gradient {says}")
@@ -433,7 +521,9 @@ def _others(made: Page, link: Chain) -> None:
 
     def later_role(c: Checkpoint) -> None:
         row = next(
-            i for i, number in enumerate(c.part["extents"]["encoding"]) if c.part["encodings"][number] == "sparse"
+            i
+            for i, number in enumerate(c.part["extents"]["encoding"])
+            if c.part["encodings"][number] == "sparse"
         )
         c.part["extents"]["encoding"][row] = c.part["encodings"].index("gradient")
 
@@ -449,8 +539,10 @@ def _others(made: Page, link: Chain) -> None:
     )  # fmt: skip
     made.reject(
         "groups-counted-anew", "two-groups", set_at("part/0", "groups", "box", value=Folded([0, 1, 2, 1])), "IDX-002",
-        "COLUMN_FORM", "in groups, the boxes of the second are counted from 0, as if it were the first",
-        why="only the first member of all counts from 0: counted so, the members are boxes 0 and 1, 3 and 4 of four",
+        "COLUMN_FORM", ("in groups, the boxes of the second are counted from 0, as if it were the"
+        " first"),
+        why=("only the first member of all counts from 0: counted so, the members are boxes 0 and"
+        " 1, 3 and 4 of four"),
         bug="AMBIGUITY", place=DELTA, beside=two.beside,
     )  # fmt: skip
     bare = group(ADAM, without="weight")
@@ -463,7 +555,8 @@ def _others(made: Page, link: Chain) -> None:
         "the base doesn't have the weight, which is predicted from its old elements",
         why=WHY,
         phase="read",
-        files={f"{DELTA}/{path}": content for path, content in bare.delta.seal().items()} | bare.beside,
+        files={f"{DELTA}/{path}": content for path, content in bare.delta.seal().items()}
+        | bare.beside,
         path=DELTA,
     )
     _reject(

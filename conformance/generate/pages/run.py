@@ -20,18 +20,30 @@ HEAD = {"format_version": FORMAT_VERSION, "features": {"reader": [], "writer": [
 class Run:
     """The files of a run, and its checkpoints."""
 
-    def __init__(self, **members: Any) -> None:  # noqa: ANN401 - members of a record, by name
-        self.files: FileMap = {"run.json": json_document(HEAD | {"type": "run", "run_id": RUN_ID} | members)[0]}
+    def __init__(self, **members: Any) -> None:
+        self.files: FileMap = {
+            "run.json": json_document(HEAD | {"type": "run", "run_id": RUN_ID} | members)[0]
+        }
         self.made: dict[str, Checkpoint] = {}
 
-    def launch(self, number: int, *, of: str | None = None, by: str = "lineage", name: str = "", **members: Any) -> Run:  # noqa: ANN401 - members of a record, by name
+    def launch(
+        self,
+        number: int,
+        *,
+        of: str | None = None,
+        by: str = "lineage",
+        name: str = "",
+        **members: Any,
+    ) -> Run:
         """Add the record of a launch that resumes from the checkpoint `of`."""
         digest = self.made[of].digest.hex() if of in self.made else ""
         document = HEAD | {
             "type": "launch", "run_id": RUN_ID, "launch": number, "nonce": f"{number:032x}", "chosen_by": by,
             "resume_from": {"name": of, "digest": f"blake3:{digest}"} if of else None,
         }  # fmt: skip
-        self.files[f"launches/{name or f'{number:04d}'}.json"] = json_document(document | members)[0]
+        self.files[f"launches/{name or f'{number:04d}'}.json"] = json_document(document | members)[
+            0
+        ]
         return self
 
     def save(
@@ -77,9 +89,11 @@ def page() -> Page:
     return made
 
 
-def record(kind: str, step: int, launch: int, /, **members: Any) -> bytes:  # noqa: ANN401 - members of a record, by name
+def record(kind: str, step: int, launch: int, /, **members: Any) -> bytes:
     """Return an abort record or a tombstone."""
-    return json_document(HEAD | {"type": kind, "run_id": RUN_ID, "launch": launch, "step": step} | members)[0]
+    return json_document(
+        HEAD | {"type": kind, "run_id": RUN_ID, "launch": launch, "step": step} | members
+    )[0]
 
 
 def simple() -> Run:
@@ -88,7 +102,17 @@ def simple() -> Run:
 
 
 def _accept(made: Page, slug: str, run: Run, comes: str, clauses: str, says: str, why: str) -> None:  # noqa: PLR0917 - a row of a table of cases
-    made.accept(slug, run.made[comes], clauses, says, why=why, bug="WRONG_RUN", place=comes, beside=run.files, path="")
+    made.accept(
+        slug,
+        run.made[comes],
+        clauses,
+        says,
+        why=why,
+        bug="WRONG_RUN",
+        place=comes,
+        beside=run.files,
+        path="",
+    )
 
 
 def _valid(made: Page) -> None:
@@ -113,7 +137,12 @@ def _valid(made: Page) -> None:
         "launch 3 was rolled back by hand, and has saved step 600",
         greatest,
     )
-    bare = simple().launch(2, of=checkpoint_name(800, 1)).save(1200, 2).launch(3, of=checkpoint_name(400, 1), by="hand")
+    bare = (
+        simple()
+        .launch(2, of=checkpoint_name(800, 1))
+        .save(1200, 2)
+        .launch(3, of=checkpoint_name(400, 1), by="hand")
+    )
     _accept(
         made,
         "rolled-back-unsaved",
@@ -133,7 +162,13 @@ def _valid(made: Page) -> None:
         "steps of eight and of nine digits",
         "as text, the smaller one is the greater",
     )
-    later = Run().launch(9999).save(400, 9999).launch(10_000, of=checkpoint_name(400, 9999)).save(800, 10_000)
+    later = (
+        Run()
+        .launch(9999)
+        .save(400, 9999)
+        .launch(10_000, of=checkpoint_name(400, 9999))
+        .save(800, 10_000)
+    )
     _accept(
         made,
         "launch-of-five-digits",
@@ -173,7 +208,11 @@ def _valid_names(made: Page) -> None:
         .save(1400, 1, name="step-1400-l1")
         .save(1500, 1, name="step-000001500-l0001")
     )
-    names.files |= {"notes.txt": b"mine", "savers/0001-00000-0123456789abcdef": b"", "launches/notes.txt": b""}
+    names.files |= {
+        "notes.txt": b"mine",
+        "savers/0001-00000-0123456789abcdef": b"",
+        "launches/notes.txt": b"",
+    }
     _accept(
         made,
         "other-names",
@@ -188,7 +227,14 @@ def _valid_names(made: Page) -> None:
 def _valid_more(made: Page) -> None:
     """Add other runs."""
     greatest = "with the greatest step of all, a run that was rolled back would jump forward again"
-    fell = Run().launch(1).save(400, 1).save(800, 1).launch(2, of=checkpoint_name(400, 1), by="fallback").save(500, 2)
+    fell = (
+        Run()
+        .launch(1)
+        .save(400, 1)
+        .save(800, 1)
+        .launch(2, of=checkpoint_name(400, 1), by="fallback")
+        .save(500, 2)
+    )
     _accept(
         made,
         "fallback",
@@ -215,7 +261,18 @@ def _reject(  # noqa: PLR0917 - a row of a table of cases
     phase: str = "open", of: str = "simple",
 ) -> None:  # fmt: skip
     made.reject(
-        slug, of, None, clauses, error, says, why=why, bug=bug, phase=phase, files=run.files, path=path, features=[]
+        slug,
+        of,
+        None,
+        clauses,
+        error,
+        says,
+        why=why,
+        bug=bug,
+        phase=phase,
+        files=run.files,
+        path=path,
+        features=[],
     )
 
 
@@ -231,7 +288,15 @@ def _identity(made: Page) -> None:
         ("run-features-65", "VER-008", "DOC_SCHEMA", "65 features",
          {"features": {"reader": [], "writer": [f"a.b{number}" for number in range(65)]}}),
     ):  # fmt: skip
-        _reject(made, slug, Run(**members).launch(1).save(400, 1), clauses, error, f"in run.json, {says}", why=why)
+        _reject(
+            made,
+            slug,
+            Run(**members).launch(1).save(400, 1),
+            clauses,
+            error,
+            f"in run.json, {says}",
+            why=why,
+        )
     run = simple()
     flip("run.json", 90)(run.files)
     _reject(
@@ -256,9 +321,11 @@ def _records(made: Page) -> None:
         ("launch-chosen-by", "RUN-007", "DOC_SCHEMA", "chosen_by is chance", {"chosen_by": "chance"}),
         ("launch-without-digest", "RUN-006", "DOC_SCHEMA", "resume_from has no digest",
          {"resume_from": {"name": first}}),
-        ("launch-name-of-another-form", "RUN-008", "DOC_SCHEMA", "resume_from is step-000000400-l0001, of nine digits",
+        ("launch-name-of-another-form", "RUN-008", "DOC_SCHEMA", ("resume_from is"
+        " step-000000400-l0001, of nine digits"),
          {"resume_from": {"name": "step-000000400-l0001", "digest": "blake3:" + "0" * 64}}),
-        ("launch-name-of-five-digits", "RUN-008", "DOC_SCHEMA", "resume_from is step-00000400-l00001",
+        ("launch-name-of-five-digits", "RUN-008", "DOC_SCHEMA", ("resume_from is"
+        " step-00000400-l00001"),
          {"resume_from": {"name": "step-00000400-l00001", "digest": "blake3:" + "0" * 64}}),
         ("launch-elsewhere", "RUN-006", "DOC_SCHEMA", "resume_from is ../elsewhere",
          {"resume_from": {"name": "../elsewhere", "digest": "blake3:" + "0" * 64}}),
@@ -267,7 +334,15 @@ def _records(made: Page) -> None:
         _reject(made, slug, run, clauses, error, f"in launches/0002.json, {says}", why=why)
     cut = Run().launch(1).save(400, 1).launch(2, of=first)
     cut.files["launches/0002.json"] = cut.files["launches/0002.json"][:-1]
-    _reject(made, "launch-cut", cut, "DOC-003 RUN-006", "DOC_SYNTAX", "launches/0002.json lacks its last byte", why=why)
+    _reject(
+        made,
+        "launch-cut",
+        cut,
+        "DOC-003 RUN-006",
+        "DOC_SYNTAX",
+        "launches/0002.json lacks its last byte",
+        why=why,
+    )
 
 
 def _places(made: Page) -> None:
@@ -287,7 +362,9 @@ def _places(made: Page) -> None:
             why=why,
             path=path,
         )
-    other = simple().save(800, 1, name=checkpoint_name(800, 2)).launch(2, of=checkpoint_name(400, 1))
+    other = (
+        simple().save(800, 1, name=checkpoint_name(800, 2)).launch(2, of=checkpoint_name(400, 1))
+    )
     _reject(
         made,
         "launch-of-another",
@@ -316,28 +393,43 @@ def _places(made: Page) -> None:
 
 def _orders(made: Page) -> None:
     """Add checkpoints that break several clauses at once, and those beside a `run.json` that can't be read."""
-    why = "a reader that looks in another order says another code, and nobody can tell what is wrong first"
+    why = (
+        "a reader that looks in another order says another code, and nobody can tell what is"
+        " wrong first"
+    )
     name, other = checkpoint_name(900, 1), set_at("index", "nonce", value="f" * 32)
     moved = simple().save(800, 1, name=name, run_id=OTHER_RUN, edit=other)
     foreign = simple().save(1200, 1, run_id=OTHER_RUN, edit=other)
     for slug, run, clauses, error, says, path in (
         ("order-step-first", moved, "MAN-002 RUN-003 IDX-001", "STEP_MISMATCH",
-         "a checkpoint of step 800 and of another run, whose index has another nonce, lies under the name of step 900",
+         ("a checkpoint of step 800 and of another run, whose index has another nonce, lies under"
+         " the name of step 900"),
          name),
         ("order-run-second", foreign, "RUN-003 IDX-001", "RUN_MISMATCH",
          "a checkpoint is of another run, and its index has another nonce", checkpoint_name(1200, 1)),
     ):  # fmt: skip
-        _reject(made, slug, run, f"{clauses} VER-004", error, f"{says}, and it is opened", why=why, path=path)
+        _reject(
+            made,
+            slug,
+            run,
+            f"{clauses} VER-004",
+            error,
+            f"{says}, and it is opened",
+            why=why,
+            path=path,
+        )
     made.reject(
         "order-digest-third", "run/valid/simple", None, "MAN-002 OPN-001 VER-004", "STEP_MISMATCH",
-        "the checkpoint of step 800 lies under the name of step 900, and is opened with another digest",
+        ("the checkpoint of step 800 lies under the name of step 900, and is opened with another"
+        " digest"),
         why=why, path=name, files=simple().save(800, 1, name=name).files, request={"digest": NOBODY},
     )  # fmt: skip
     retired = record("tombstone", 800, 1, manifest_digest=NOBODY)
     _reject(
         made, "order-retired-first", simple().save(900, 1, register=retired),
         "MAN-001 MAN-002 VER-004", "CHECKPOINT_RETIRED",
-        "the register of step 900 holds a tombstone of step 800, and the checkpoint is opened by itself",
+        ("the register of step 900 holds a tombstone of step 800, and the checkpoint is opened by"
+        " itself"),
         why=why, path=name,
     )  # fmt: skip
     last = checkpoint_name(800, 1)
@@ -345,20 +437,24 @@ def _orders(made: Page) -> None:
     garbage.files["run.json"] = b"x"
     made.accept(
         "damaged-run-json-opened", garbage.made[last], "MAN-002 RUN-008",
-        "run.json can't be read, and a checkpoint is opened by itself", why="the damage isn't the checkpoint's",
+        "run.json can't be read, and a checkpoint is opened by itself", why=("the damage isn't the"
+        " checkpoint's"),
         bug="WRONG_RUN", place=last, beside=garbage.files,
     )  # fmt: skip
     renamed = simple().save(800, 1, name=name)
     renamed.files["run.json"] = b"x"
     _reject(
         made, "damaged-run-json-step-of-another", renamed, "MAN-002 RUN-008", "STEP_MISMATCH",
-        "run.json can't be read, and the checkpoint of step 800, under the name of step 900, is opened by itself",
+        ("run.json can't be read, and the checkpoint of step 800, under the name of step 900, is"
+        " opened by itself"),
         why="a directory that was copied over another would pass for it", path=name,
     )  # fmt: skip
 
 
 def _lineage(made: Page) -> None:
-    why = "without the record, a run would begin anew, or go on from what a rollback had left behind"
+    why = (
+        "without the record, a run would begin anew, or go on from what a rollback had left behind"
+    )
     _reject(
         made,
         "without-run-json",

@@ -22,9 +22,11 @@ SHARD = "weights-0123456789abcdef-00000.safetensors"
 OTHERS = "other tools trust the header, and must see the same tensors"
 
 
-def pair(**members: Any) -> Plan:  # noqa: ANN401 - members of a record, by name
+def pair(**members: Any) -> Plan:
     """Return two tensors of float32: three elements, and two by three."""
-    return Plan(tensors=[Tensor(name="bias", shape=(3,)), Tensor(name="weight", shape=(2, 3))], **members)
+    return Plan(
+        tensors=[Tensor(name="bias", shape=(3,)), Tensor(name="weight", shape=(2, 3))], **members
+    )
 
 
 def page() -> Page:
@@ -50,7 +52,9 @@ def put_header(c: Checkpoint, header: bytes, name: str = SHARD) -> None:
     table["nbytes"][row] = len(header) + len(content)
     table["header_nbytes"][row] = len(header)
     digests = table["header_digest"]
-    table["header_digest"] = digests[: 32 * row] + blake3(header).digest() + digests[32 * row + 32 :]
+    table["header_digest"] = (
+        digests[: 32 * row] + blake3(header).digest() + digests[32 * row + 32 :]
+    )
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Edit:
@@ -80,7 +84,11 @@ def _valid(made: Page) -> None:
     made.accept(
         "pair",
         pair(),
-        "SHD-001 SHD-004 SHD-005 SHD-006 SHD-007 SHD-008 SHD-010 SHD-011 TEN-001 TEN-002 PRT-008 OPN-011",
+        (
+            "SHD-001 SHD-004 SHD-005 SHD-006 SHD-007 SHD-008 SHD-010 SHD-011 TEN-001 TEN-002"
+            " PRT-008"
+            " OPN-011"
+        ),
         "two tensors in one shard",
         why="it is what the invalid shards differ from",
     )
@@ -136,11 +144,24 @@ def _valid_headers(made: Page) -> None:
             "the box that comes last stands first in the header",
             header(lambda e: e.update(bias=e.pop("bias"))),
         ),
-        ("more-padding", "128 bytes of padding more than there have to be", text(lambda t: t + b" " * 128)),
-        ("escapes", "a key with an escape that isn't needed", text(lambda t: t.replace(b'"bias"', b'"b\\u0069as"'))),
+        (
+            "more-padding",
+            "128 bytes of padding more than there have to be",
+            text(lambda t: t + b" " * 128),
+        ),
+        (
+            "escapes",
+            "a key with an escape that isn't needed",
+            text(lambda t: t.replace(b'"bias"', b'"b\\u0069as"')),
+        ),
     ):
         made.accept(
-            slug, pair(), "SHD-004 SHD-006 SHD-009", says, edit=edit, why="the header is JSON, not the canonical form"
+            slug,
+            pair(),
+            "SHD-004 SHD-006 SHD-009",
+            says,
+            edit=edit,
+            why="the header is JSON, not the canonical form",
         )
     made.accept(
         "empty",
@@ -168,7 +189,10 @@ def _with_length(value: int) -> Edit:
 
 
 def _lengths(made: Page) -> None:
-    why = "a length that isn't that of the header makes another file of it, or an allocation that nothing bounds"
+    why = (
+        "a length that isn't that of the header makes another file of it, or an allocation that"
+        " nothing bounds"
+    )
     for slug, says, edit in (
         ("length-0", "a length of 0", _with_length(0)),
         ("length-beyond-the-file", "a length beyond the file", _with_length(1000)),
@@ -176,7 +200,16 @@ def _lengths(made: Page) -> None:
         ("length-2-64", "a length of 2^64 - 1", _with_length(2**64 - 1)),
         ("unaligned", "data that begins at byte 193", _pad_by_one),
     ):
-        _reject(made, slug, edit, "SHD-001", "SHARD_HEADER_NBYTES", f"the header has {says}", why=why, bug="RESOURCE")
+        _reject(
+            made,
+            slug,
+            edit,
+            "SHD-001",
+            "SHARD_HEADER_NBYTES",
+            f"the header has {says}",
+            why=why,
+            bug="RESOURCE",
+        )
     for nbytes in (0, 7, 8):
         _reject(
             made,
@@ -233,10 +266,18 @@ def _texts(made: Page) -> None:
         ("two-objects", "a second object behind the first", text(lambda t: t + b"{}")),
         ("array", "an array and no object", text(lambda t: b"[" + t + b"]")),
         ("minus-zero", "an offset of -0", text(lambda t: t.replace(b"[0,12]", b"[-0,12]"))),
-        ("digits-21", "an offset of 21 digits", text(lambda t: t.replace(b"[0,12]", b"[0," + b"1" * 21 + b"]"))),
+        (
+            "digits-21",
+            "an offset of 21 digits",
+            text(lambda t: t.replace(b"[0,12]", b"[0," + b"1" * 21 + b"]")),
+        ),
         ("fraction", "an offset of 0.0", text(lambda t: t.replace(b"[0,12]", b"[0.0,12]"))),
         ("not-utf-8", "a key that isn't UTF-8", text(lambda t: t.replace(b"bias", b"b\xffas"))),
-        ("surrogate", "a key with half a surrogate", text(lambda t: t.replace(b"bias", b"\\ud800"))),
+        (
+            "surrogate",
+            "a key with half a surrogate",
+            text(lambda t: t.replace(b"bias", b"\\ud800")),
+        ),
         ("nested", "arrays inside of a shape", text(lambda t: t.replace(b"[3]", b"[[[3]]]"))),
         (
             "depth-2000",
@@ -266,7 +307,11 @@ def _texts(made: Page) -> None:
             "shape twice in one box",
             text(lambda t: t.replace(b'"shape":[3]', b'"shape":[3],"shape":[3]')),
         ),
-        ("duplicate-metadata", "__metadata__ twice", text(lambda t: b'{"__metadata__":{},' + t[1:])),
+        (
+            "duplicate-metadata",
+            "__metadata__ twice",
+            text(lambda t: b'{"__metadata__":{},' + t[1:]),
+        ),
         (
             "duplicate-in-metadata",
             "format twice in __metadata__",
@@ -288,7 +333,9 @@ def _entries(made: Page) -> None:
          lambda e: e["bias"].update(data_offsets=[False, 12])),
         ("box-null", "SHD-011 SHD-006", "SHARD_HEADER_SCHEMA", "null for a box", lambda e: e.update(bias=None)),
         ("one-offset", "SHD-006", "SHARD_HEADER_SCHEMA", "one offset", lambda e: e["bias"].update(data_offsets=[0])),
-        ("offsets-reversed", "SHD-006 SHD-008", "SHARD_HEADER_SCHEMA SHARD_OFFSETS", "offsets in the wrong order",
+        ("offsets-reversed", "SHD-006 SHD-008", "SHARD_HEADER_SCHEMA SHARD_OFFSETS", ("offsets in"
+        " the"
+        " wrong order"),
          lambda e: e["bias"].update(data_offsets=[12, 0])),
         ("tag-lower-case", "SHD-006", "SHARD_DTYPE", "the tag f32", lambda e: e["bias"].update(dtype="f32")),
         ("negative-extent", "SHD-007", "SHARD_SHAPE", "an extent of -3", lambda e: e["bias"].update(shape=[-3])),
@@ -296,7 +343,8 @@ def _entries(made: Page) -> None:
          lambda e: e["bias"].update(shape=[2**48 + 1])),
         ("extent-2-64", "SHD-007 LIM-001", "SHARD_SHAPE", "an extent of 2^64 - 1",
          lambda e: e["bias"].update(shape=[2**64 - 1])),
-        ("product-wraps", "SHD-007 LIM-001", "SHARD_SHAPE", "extents whose product wraps to 4 in 64 bits",
+        ("product-wraps", "SHD-007 LIM-001", "SHARD_SHAPE", ("extents whose product wraps to 4 in"
+        " 64 bits"),
          lambda e: e["bias"].update(shape=[4194305, 4194305, 211106198978564])),
         ("zero-and-large", "SHD-007 LIM-001", "SHARD_SHAPE", "extents 0, 2^48 and 2^48",
          lambda e: e["bias"].update(shape=[0, 2**48, 2**48])),
@@ -371,19 +419,49 @@ def _mismatches(made: Page) -> None:
 def _files(made: Page) -> None:
     why = "what isn't there, or isn't whole, isn't returned as if it were"
 
-    def edit(slug: str, clauses: str, error: str, says: str, after: Callable[[FileMap], object]) -> None:
+    def edit(
+        slug: str, clauses: str, error: str, says: str, after: Callable[[FileMap], object]
+    ) -> None:
         made.reject(slug, "pair", None, clauses, error, says, why=why, phase="read", after=after)
 
     def put(content: Callable[[bytes], bytes]) -> Callable[[FileMap], object]:
         return lambda files: files.update({SHARD: content(files[SHARD])})
 
-    edit("missing", "CKP-004", "FILE_MISSING", "the shard isn't there", lambda files: files.pop(SHARD))
-    edit("a-byte-short", "CKP-003 OPN-011", "FILE_NBYTES", "the shard is a byte shorter", put(lambda c: c[:-1]))
-    edit("a-byte-long", "CKP-003 OPN-011", "FILE_NBYTES", "the shard is a byte longer", put(lambda c: c + b"\0"))
     edit(
-        "zero-tail", "TEN-006 OPN-006", "BLOCK_DIGEST", "the last 20 bytes are zero", put(lambda c: c[:-20] + bytes(20))
+        "missing",
+        "CKP-004",
+        "FILE_MISSING",
+        "the shard isn't there",
+        lambda files: files.pop(SHARD),
     )
-    edit("all-zero", "PRT-008 OPN-011", "HEADER_DIGEST", "all of its bytes are zero", put(lambda c: bytes(len(c))))
+    edit(
+        "a-byte-short",
+        "CKP-003 OPN-011",
+        "FILE_NBYTES",
+        "the shard is a byte shorter",
+        put(lambda c: c[:-1]),
+    )
+    edit(
+        "a-byte-long",
+        "CKP-003 OPN-011",
+        "FILE_NBYTES",
+        "the shard is a byte longer",
+        put(lambda c: c + b"\0"),
+    )
+    edit(
+        "zero-tail",
+        "TEN-006 OPN-006",
+        "BLOCK_DIGEST",
+        "the last 20 bytes are zero",
+        put(lambda c: c[:-20] + bytes(20)),
+    )
+    edit(
+        "all-zero",
+        "PRT-008 OPN-011",
+        "HEADER_DIGEST",
+        "all of its bytes are zero",
+        put(lambda c: bytes(len(c))),
+    )
     edit(
         "a-folder",
         "CKP-002",
@@ -431,7 +509,12 @@ def _bits(made: Page) -> None:
             after=flip(path, at),
         )
     other = build(pair(step=4)).seal()
-    moved = Plan(tensors=[Tensor(name="bias", shape=(3,), content=bytes(12)), Tensor(name="weight", shape=(2, 3))])
+    moved = Plan(
+        tensors=[
+            Tensor(name="bias", shape=(3,), content=bytes(12)),
+            Tensor(name="weight", shape=(2, 3)),
+        ]
+    )
     later = build(moved).seal()[SHARD]
     made.reject(
         "of-another-step",

@@ -11,7 +11,9 @@ __all__ = ["page"]
 
 REASON = "step 800: grad_norm is nan"
 WHY = "a mark that one reader sees and another doesn't sends the run on from weights that are NaN"
-GOES_ON = "the run goes on from the last checkpoint that nothing was wrong with, unless somebody chooses"
+GOES_ON = (
+    "the run goes on from the last checkpoint that nothing was wrong with, unless somebody chooses"
+)
 FIRST, SECOND, THIRD = (checkpoint_name(step, 1) for step in (200, 400, 800))
 
 
@@ -44,17 +46,41 @@ def _labelled(made: Checkpoint) -> None:
 
 def _accept(made: Page) -> None:
     for slug, plan, edit, says in (
-        ("small", small(), _mark(), "a reason, behind the feature suspect; still a full checkpoint"),
+        (
+            "small",
+            small(),
+            _mark(),
+            "a reason, behind the feature suspect; still a full checkpoint",
+        ),
         ("labels", small(), _labelled, "a reason and a metric: two features"),
-        ("writer-0", two_writers(), _mark(), "two writers; the part of writer 0 has the reason, that of writer 1 not"),
+        (
+            "writer-0",
+            two_writers(),
+            _mark(),
+            "two writers; the part of writer 0 has the reason, that of writer 1 not",
+        ),
         ("longest", small(), _mark("\U0001f642" * 1000), "a reason of 1000 characters"),
     ):
         clauses = "MAN-013 MAN-005 PRT-014 CMT-039 DEL-001"
-        made.accept(slug, plan, clauses, says, why="who opens a suspect checkpoint by its name reads it", edit=edit)
+        made.accept(
+            slug,
+            plan,
+            clauses,
+            says,
+            why="who opens a suspect checkpoint by its name reads it",
+            edit=edit,
+        )
 
 
 def _refuse(  # noqa: PLR0917 - a row of a table of cases
-    made: Page, slug: str, of: str, edit: Edit, clauses: str, error: str, says: str, phase: str = "open"
+    made: Page,
+    slug: str,
+    of: str,
+    edit: Edit,
+    clauses: str,
+    error: str,
+    says: str,
+    phase: str = "open",
 ) -> None:
     made.reject(slug, of, edit, clauses, error, says, why=WHY, bug="AMBIGUITY", phase=phase)
 
@@ -80,7 +106,10 @@ def _refuse_parts(made: Page) -> None:
 
     says = "the part of writer 1 has the reason, too"
     _refuse(made, "of-writer-1", "writer-0", of_both, "PRT-014", "DOC_SCHEMA", says)
-    other, says = set_at("part/0", "suspect", value="step 800: loss is nan"), "the part has another reason"
+    other, says = (
+        set_at("part/0", "suspect", value="step 800: loss is nan"),
+        "the part has another reason",
+    )
     _refuse(made, "of-another-part", "small", other, "CMT-039", "DOC_MISMATCH", says, "validate")
 
     def unmark(checkpoint: Checkpoint) -> None:
@@ -104,14 +133,22 @@ def _launch(made: Page) -> None:
 
     last = checkpoint_name(900, 2)
     damaged = _three()
-    flip(next(path for path in damaged.files if path.startswith(SECOND) and path.endswith(".safetensors")), -1)(
-        damaged.files
-    )
+    flip(
+        next(
+            path
+            for path in damaged.files
+            if path.startswith(SECOND) and path.endswith(".safetensors")
+        ),
+        -1,
+    )(damaged.files)
     for slug, run, resume, passed, says in (
         ("launch-newest", _three(), SECOND, [THIRD], "the newest of three checkpoints is suspect"),
-        ("launch-both", both(), FIRST, [THIRD, SECOND], "the two newest of three checkpoints are suspect"),
-        ("launch-between", both().save(1200, 1), checkpoint_name(1200, 1), [], "one that isn't is newer than they are"),
-        ("launch-damaged", damaged, FIRST, [THIRD, SECOND], "the newest is suspect, and the one before it is damaged"),
+        ("launch-both", both(), FIRST, [THIRD, SECOND], ("the two newest of three checkpoints are"
+        " suspect")),
+        ("launch-between", both().save(1200, 1), checkpoint_name(1200, 1), [], ("one that isn't is"
+        " newer than they are")),
+        ("launch-damaged", damaged, FIRST, [THIRD, SECOND], ("the newest is suspect, and the one"
+        " before it is damaged")),
         ("launch-by-hand", _three().launch(2, of=THIRD, by="hand"), THIRD, [],
          "launch 2 began from the suspect one, by hand, and has saved nothing"),
         ("launch-by-hand-marked", _three().launch(2, of=THIRD, by="hand").save(900, 2, edit=_mark()), THIRD, [last],

@@ -67,7 +67,12 @@ def _valid(made: Page) -> None:
         "extents of 2^48 and 70000 in one column, so that it has eight planes",
         why="planes are found by width and count, and a reader of one width reads another column",
     )
-    names = Plan(tensors=[Tensor(name=name, dtype="int8", shape=(1,)) for name in ("", "é", "漢字", "a\nb", "x" * 300)])
+    names = Plan(
+        tensors=[
+            Tensor(name=name, dtype="int8", shape=(1,))
+            for name in ("", "é", "漢字", "a\nb", "x" * 300)
+        ]
+    )
     made.accept(
         "names",
         names,
@@ -97,7 +102,11 @@ def _values(made: Page) -> None:
          b"\xdc\x03\xe9" + b"\x90" * 1001),
     ):  # fmt: skip
         bug = (
-            "CRASH" if slug.startswith("depth") else "RESOURCE" if slug.startswith(("claims", "cont")) else "AMBIGUITY"
+            "CRASH"
+            if slug.startswith("depth")
+            else "RESOURCE"
+            if slug.startswith(("claims", "cont"))
+            else "AMBIGUITY"
         )
         made.reject(
             slug,
@@ -118,7 +127,9 @@ def _documents(made: Page) -> None:
         ("trailing-byte", "index", "a nil behind the index", lambda c: c + b"\xc0"),
         ("empty-part", "part/0", "a part of no bytes", lambda _: b""),
     ):
-        made.reject(slug, "small", alter(document, outer=change), "DOC-021", "MSGPACK_SYNTAX", says, why=why)
+        made.reject(
+            slug, "small", alter(document, outer=change), "DOC-021", "MSGPACK_SYNTAX", says, why=why
+        )
     why = "each byte of a document is covered by its digest, and the digest comes before all else"
     for slug, says, members in (
         ("envelope-of-two", "no nbytes in the envelope", lambda m: _without(m, "nbytes")),
@@ -166,11 +177,25 @@ def _streams(made: Page) -> None:
     for slug, says, stream in (
         ("stream-cut", "the zlib stream without its last byte", lambda c: c[:-1]),
         ("stream-and-more", "a byte behind the zlib stream", lambda c: c + b"\0"),
-        ("stream-checksum", "another checksum at the end of the zlib stream", lambda c: c[:-1] + bytes([c[-1] ^ 1])),
-        ("stream-dictionary", "a zlib stream with a preset dictionary", lambda c: b"\x78\x20" + bytes(4) + c[2:]),
+        (
+            "stream-checksum",
+            "another checksum at the end of the zlib stream",
+            lambda c: c[:-1] + bytes([c[-1] ^ 1]),
+        ),
+        (
+            "stream-dictionary",
+            "a zlib stream with a preset dictionary",
+            lambda c: b"\x78\x20" + bytes(4) + c[2:],
+        ),
     ):
         made.reject(
-            slug, "small", alter("index", stream=stream), "DOC-027", "DOC_COMPRESSION", f"in the index, {says}", why=why
+            slug,
+            "small",
+            alter("index", stream=stream),
+            "DOC-027",
+            "DOC_COMPRESSION",
+            f"in the index, {says}",
+            why=why,
         )
     for slug, by in (("nbytes-less", -1), ("nbytes-more", 1)):
         made.reject(
@@ -221,7 +246,10 @@ def _streams(made: Page) -> None:
 
 def _costs(made: Page) -> None:
     """What is stored has to be worth what it costs to read."""
-    why = "what costs a bit of a stream must not cost hundreds of bytes, and microseconds, of memory and time"
+    why = (
+        "what costs a bit of a stream must not cost hundreds of bytes, and microseconds, of"
+        " memory and time"
+    )
     deep = Plan(tensors=[Tensor(name=f"{n:03d}", dtype="int8", shape=(1,) * 32) for n in range(90)])
     # Of each byte, a third: bytes that no compressor makes less of, and zeros.
     loud = b"".join(blake3(number.to_bytes(2, "big")).digest() for number in range(300))

@@ -32,7 +32,7 @@ def page() -> Page:
     return made
 
 
-def _set(*members: Any) -> list[Any]:  # noqa: ANN401 - any trees
+def _set(*members: Any) -> list[Any]:
     """Return the tree of a set, its members in the order of their bytes."""
     return ["s", *sorted(members, key=msgpack)]
 
@@ -42,7 +42,8 @@ def _valid(made: Page) -> None:
     for slug, clauses, says, tree in (
         ("scalars", "TRE-001", "what stands as itself",
          ["l", None, True, False, 0, -1, -(2**63), 2**64 - 1, "", "é", b"", b"\0\xff"]),
-        ("floats", "TRE-001 TRE-003", "floats by their bits: a NaN with payload, both zeros, an infinity, a denormal",
+        ("floats", "TRE-001 TRE-003", ("floats by their bits: a NaN with payload, both zeros, an"
+        " infinity, a denormal"),
          ["l", *(["f", content] for content in (NAN, ZERO, MINUS_ZERO, INFINITY, b"\1" + bytes(7)))]),
         ("complex", "TRE-001 TRE-003", "complex numbers, real part first",
          ["l", ["c", ONE + TWO], ["c", MINUS_ZERO * 2]]),
@@ -55,12 +56,15 @@ def _valid(made: Page) -> None:
          ["d", "b", 1, "a", 2, None, 3, 7, 4, ["f", ONE], 5, b"\0", 6, ["t", 1, ["t", "x"]], ["l"], ["z", 1, 2], 8]),
         ("ordered", "TRE-001", "an OrderedDict and a Counter, not sorted",
          ["l", ["O", "z", 1, "a", 2], ["C", "y", 3, "x", -1]]),
-        ("sets", "TRE-001 TRE-005", "sets, sorted as byte strings: 128 stands behind -1, and text before both",
+        ("sets", "TRE-001 TRE-005", ("sets, sorted as byte strings: 128 stands behind -1, and text"
+        " before both"),
          ["l", ["s"], ["s", 1, 2, "a", 128, -1], ["z", ["t", 1, 2], ["t", 1, 3]]]),
-        ("set-members", "TRE-009", "sets of all that may be in one: scalars, a dtype, a device, a size, tuples of such",
+        ("set-members", "TRE-009", ("sets of all that may be in one: scalars, a dtype, a device, a"
+        " size, tuples of such"),
          ["l", ["s", ["D", "int8"], ["S", [2]], ["V", "cpu"], ["n", "int8", b"\7"], ["t", ["D", "int8"], ["z", 1]]],
           ["z", ["t"], None]]),
-        ("set-of-numbers", "TRE-005", "sets of numbers of several types, none of which equals another; of NaNs",
+        ("set-of-numbers", "TRE-005", ("sets of numbers of several types, none of which equals"
+        " another; of NaNs"),
          ["l", _set(1, 2, ["f", b"\0" * 6 + b"\xf4\x3f"], ["n", "bfloat16", b"\x40\x40"], ["n", "int8", b"\4"]),
           _set(["f", NAN], ["f", NAN[:7] + b"\xff"], ["n", "float32", b"\0\0\xc0\x7f"]),
           _set(["S", [2, 3]], ["S", [3]], ["t", 2], ["t", 2, 3, 4], ["z", 2, 3])]),
@@ -69,7 +73,8 @@ def _valid(made: Page) -> None:
         ("arrays", "TRE-001", "arrays with and without elements, a numpy scalar, a bfloat16",
          ["l", ["a", "int8", [2], b"\1\2"], ["a", "float32", [0, 3], b""], ["a", "int16", [], b"\1\0"],
           ["n", "int8", b"\7"], ["n", "bfloat16", b"\x80\x3f"]]),
-        ("torch", "TRE-001", "what only torch has: a dtype, a device, a size, a reference to a tensor",
+        ("torch", "TRE-001", ("what only torch has: a dtype, a device, a size, a reference to a"
+        " tensor"),
          ["l", ["D", "float32"], ["V", "cuda:0"], ["S", [2, 3]], ["S", []], ["T", "w", "torch"], ["T", "", "numpy"]]),
         ("deep", "TRE-007 LIM-002", "31 lists in each other around a tuple", _nested(31, ["t"])),
         ("list-of-tags", "TRE-001", "a list of strings that are tags", ["l", "l", "T", "f"]),
@@ -96,7 +101,7 @@ def _valid(made: Page) -> None:
         )
 
 
-def _nested(depth: int, inner: Any) -> Any:  # noqa: ANN401 - any tree
+def _nested(depth: int, inner: Any) -> Any:
     for _ in range(depth):
         inner = ["l", inner]
     return inner
@@ -105,7 +110,11 @@ def _nested(depth: int, inner: Any) -> Any:  # noqa: ANN401 - any tree
 def _checkpoint(made: Page) -> None:
     plan = small()
     plan.leaves.append(
-        Leaf(field="weights", name="extra", value=["d", "w", ["T", "w", "torch"], "h", ["T", "head", "numpy"]])
+        Leaf(
+            field="weights",
+            name="extra",
+            value=["d", "w", ["T", "w", "torch"], "h", ["T", "head", "numpy"]],
+        )
     )
     plan.tensors = [Tensor(name="w", shape=(2, 3), aliases=("head",))]
     made.accept(
@@ -196,28 +205,30 @@ def _leaves(made: Page) -> None:
     )
 
 
-def _leaf(value: Any) -> Edit:  # noqa: ANN401 - any tree
+def _leaf(value: Any) -> Edit:
     def edit(made: Checkpoint) -> None:
         made.part["leaves"]["value"][0] = msgpack(value)
 
     return edit
 
 
-def _config(value: Any) -> Edit:  # noqa: ANN401 - any tree
+def _config(value: Any) -> Edit:
     def edit(made: Checkpoint) -> None:
         made.part["leaves"]["value"][1] = msgpack(value)
 
     return edit
 
 
-def _state(value: Any) -> Edit:  # noqa: ANN401 - any tree
+def _state(value: Any) -> Edit:
     def edit(made: Checkpoint) -> None:
         made.part["streams"]["state"][0] = msgpack(value)
 
     return edit
 
 
-def _reject(made: Page, slug: str, of: str, clauses: str, error: str, says: str, content: bytes, bug: str) -> None:  # noqa: PLR0917 - a row of a table of cases
+def _reject(  # noqa: PLR0917 - a row of a table of cases
+    made: Page, slug: str, of: str, clauses: str, error: str, says: str, content: bytes, bug: str
+) -> None:
     made.reject(
         slug,
         f"trees/valid/{of}",
@@ -257,7 +268,8 @@ def _tags(made: Page) -> None:
         ("deque-too-long", "sequences", "a deque of two entries whose maxlen is 1", ["q", 1, 1, 2]),
         ("deque-without-maxlen", "sequences", "a deque that ends behind its tag", ["q"]),
         ("deque-maxlen-2-63", "deque-longest", "a deque whose maxlen is 2^63", ["q", 2**63, 1]),
-        ("deque-maxlen-2-64", "deque-longest", "a deque whose maxlen is 2^64, as an integer of nine bytes",
+        ("deque-maxlen-2-64", "deque-longest", ("a deque whose maxlen is 2^64, as an integer of"
+        " nine bytes"),
          ["q", ["i", (2**64).to_bytes(9, "little")], 1]),
         ("packed-deque-maxlen-2-63", "deque-longest", "a packed deque whose maxlen is 2^63",
          ["Q", 2**63, "uint8", bytes(16)]),
@@ -320,7 +332,8 @@ def _keys(made: Page) -> None:
          ["s", ["n", "bool", b"\1"], True]),
         ("set-size-and-tuple", "TRE-005", "TREE_TAG", "a set of torch.Size((2, 3)) and (2, 3)",
          _set(["S", [2, 3]], ["t", 2, 3])),
-        ("set-of-tuples-of-scalars", "TRE-005", "TREE_TAG", "a frozenset of the tuples of 1 and of numpy's 1",
+        ("set-of-tuples-of-scalars", "TRE-005", "TREE_TAG", ("a frozenset of the tuples of 1 and"
+        " of numpy's 1"),
          ["z", *_set(["t", 1], ["t", ["n", "int16", b"\1\0"]])[1:]]),
     ):  # fmt: skip
         of = "sets" if slug.startswith("set") else "dicts"
@@ -338,5 +351,20 @@ def _bytes(made: Page) -> None:
         ("depth-2000", "TRE-007 LIM-001", "DOC_DEPTH", "2000 lists in each other", b"\x92\xa1l" * 2000 + b"\xc0"),
         ("claims-4g", "DOC-023", "MSGPACK_SYNTAX", "an array of 2^32 - 1 entries", b"\xdd" + b"\xff" * 4),
     ):  # fmt: skip
-        bug = "CRASH" if slug.startswith("depth") else "RESOURCE" if slug == "claims-4g" else "AMBIGUITY"
-        _reject(made, slug, "deep" if slug.startswith("depth") else "scalars", clauses, error, says, content, bug)
+        bug = (
+            "CRASH"
+            if slug.startswith("depth")
+            else "RESOURCE"
+            if slug == "claims-4g"
+            else "AMBIGUITY"
+        )
+        _reject(
+            made,
+            slug,
+            "deep" if slug.startswith("depth") else "scalars",
+            clauses,
+            error,
+            says,
+            content,
+            bug,
+        )

@@ -1,6 +1,7 @@
 """What makes a checkpoint whole, point by point; spec/30-manifest.md, "A whole checkpoint".
 
-Each fault is asked for twice: by a check of everything in the checkpoint, and by a launch, which has to pass it over.
+Each fault is asked for twice: by a check of everything in the checkpoint, and by a launch, which
+has to pass it over.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def page() -> Page:
 
 def _newest() -> Checkpoint:
     """Return a checkpoint of two writers, of step 800, that has something for each point of the list."""
-    halves = [Piece(writer=0, begin=(0, 0), shape=(3, 4)), Piece(writer=1, begin=(3, 0), shape=(3, 4))]
+    halves = [
+        Piece(writer=0, begin=(0, 0), shape=(3, 4)),
+        Piece(writer=1, begin=(3, 0), shape=(3, 4)),
+    ]
     copy = Piece(writer=1, begin=(0,), shape=(3,), written=False)
     both = (0, 1)
     plan = Plan(
@@ -51,7 +55,12 @@ def _newest() -> Checkpoint:
         ],
         leaves=[
             Leaf(field="config", value=["d", "width", 3], writers=both),
-            Leaf(field="optimizer", name="state", value=["d", "m", ["T", "moment", "torch"]], writers=both),
+            Leaf(
+                field="optimizer",
+                name="state",
+                value=["d", "m", ["T", "moment", "torch"]],
+                writers=both,
+            ),
             Leaf(field="data", value=tree_of(cursor()), writers=both),
             Leaf(field="data", name="other", value=tree_of(LOADER), writers=both),
         ],
@@ -105,16 +114,30 @@ def _accept(made: Page) -> None:
         f"labels/{NEW}-0001.json": b"{}",
         "ledger/0001.json": b"{}",
     }
-    says = "files that no document names, and a record of labels and a ledger entry that can't be read"
+    says = (
+        "files that no document names, and a record of labels and a ledger entry that can't be read"
+    )
     _resumes(made, "litter", litter, NEW, clauses, f"beside it are {says}")
     other = newest.edited(_stream(["l", ["f", bytes(8)]]))
     _resumes(
-        made, "stream-of-no-generator", _run(other), NEW, clauses, "no generator has a state like that of a stream"
+        made,
+        "stream-of-no-generator",
+        _run(other),
+        NEW,
+        clauses,
+        "no generator has a state like that of a stream",
     )
     elsewhere = cursor()
     elsewhere["order"]["vector_check"]["id"] += 1
     elsewhere = newest.edited(_data(elsewhere))
-    _resumes(made, "other-order", _run(elsewhere), NEW, clauses, "the cursor names another sample than the order gives")
+    _resumes(
+        made,
+        "other-order",
+        _run(elsewhere),
+        NEW,
+        clauses,
+        "the cursor names another sample than the order gives",
+    )
 
 
 def _refuse(made: Page, fault: _Fault) -> None:
@@ -125,7 +148,14 @@ def _refuse(made: Page, fault: _Fault) -> None:
         fault.slug, "whole/valid/newest", None, f"{fault.clauses} CKP-008 OPN-009", fault.error, fault.says,
         why=ONE_LIST, phase=fault.phase, path=NEW, files=run.files,
     )  # fmt: skip
-    _resumes(made, fault.slug, run, OLD, f"{fault.clauses} CKP-008 RUN-006 RUN-012", f"of the newest, {fault.says}")
+    _resumes(
+        made,
+        fault.slug,
+        run,
+        OLD,
+        f"{fault.clauses} CKP-008 RUN-006 RUN-012",
+        f"of the newest, {fault.says}",
+    )
 
 
 def _unknown(made: Page) -> None:
@@ -135,24 +165,31 @@ def _unknown(made: Page) -> None:
     for slug, edit, error, says in (
         ("feature", set_at("manifest", "features", "reader", value=["nobody.knows"]), "FEATURE_UNSUPPORTED",
          "its manifest needs a feature that no reader knows"),
-        ("version", _of_both("format_version", "9.0"), "VERSION_UNSUPPORTED", "it is of version 9.0"),
+        ("version", _of_both("format_version", "9.0"), "VERSION_UNSUPPORTED", ("it is of version"
+        " 9.0")),
         ("cursor", _data(later), "VERSION_UNSUPPORTED", "its cursor is of version 2"),
     ):  # fmt: skip
         made.reject(
             f"launch-unknown-{slug}", "whole/valid/launch-newest", None, "VER-010 RUN-006", error,
-            f"of the newest checkpoint, {says}", why="nobody found it damaged, and a newer program goes on from it",
+            f"of the newest checkpoint, {says}", why=("nobody found it damaged, and a newer"
+            " program goes on from it"),
             bug="WRONG_RUN", files=_run(newest.edited(edit)).files, request={"launch": True}, features=["launch"],
         )  # fmt: skip
     says = "of the newest checkpoint, the cursor is of version 2, and a block is damaged"
-    _resumes(made, "unknown-and-damaged", _run(newest.edited(_data(later)), flip(WEIGHTS, -1)), OLD, "VER-010 CKP-008",
+    _resumes(made, "unknown-and-damaged", _run(newest.edited(_data(later)), flip(WEIGHTS, -1)), OLD, ("VER-010"
+    " CKP-008"),
              says)  # fmt: skip
-    beside = Run().launch(1).save(400, 1, edit=set_at("manifest", "features", "reader", value=["nobody.knows"]))
+    beside = (
+        Run()
+        .launch(1)
+        .save(400, 1, edit=set_at("manifest", "features", "reader", value=["nobody.knows"]))
+    )
     beside.save(800, 1)
     _resumes(made, "unknown-behind", beside, NEW, "VER-010 RUN-006",
              "the older of two checkpoints needs a feature that no reader knows")  # fmt: skip
 
 
-# --- the faults, in the order of the list ------------------------------------------------------------
+# --- the faults, in the order of the list ---------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +205,7 @@ class _Fault:
     after: Callable[[FileMap], object] | None = None
 
 
-def _leaf(name: str, value: Any) -> Edit:  # noqa: ANN401 - any tree
+def _leaf(name: str, value: Any) -> Edit:
     """Return an edit that gives a leaf another value, in both parts."""
 
     def edit(c: Checkpoint) -> None:
@@ -189,7 +226,7 @@ def _data(value: dict[str, Any]) -> Edit:
     return edit
 
 
-def _stream(value: Any) -> Edit:  # noqa: ANN401 - any tree
+def _stream(value: Any) -> Edit:
     """Return an edit that gives a stream another state."""
 
     def edit(c: Checkpoint) -> None:
@@ -226,7 +263,9 @@ def _header(old: bytes, new: bytes) -> Edit:
         files = c.parts[0]["files"]
         row = list(files["name"]).index(WEIGHTS)
         digest = blake3(c.files[WEIGHTS][: files["header_nbytes"][row]]).digest()
-        files["header_digest"] = files["header_digest"][: 32 * row] + digest + files["header_digest"][32 * row + 32 :]
+        files["header_digest"] = (
+            files["header_digest"][: 32 * row] + digest + files["header_digest"][32 * row + 32 :]
+        )
 
     return edit
 
@@ -239,7 +278,7 @@ def _without_alias(c: Checkpoint) -> None:
     c.index["aliases"] = {"tensor": Packed(), "name": Strings()}
 
 
-def _of_both(key: str, value: Any) -> Edit:  # noqa: ANN401 - members of a record
+def _of_both(key: str, value: Any) -> Edit:
     """Return an edit that puts a value into all documents."""
 
     def edit(c: Checkpoint) -> None:
@@ -255,16 +294,19 @@ def _flip_padding(files: FileMap) -> None:
 
 
 _FAULTS = (
-    _Fault(slug="register-member", clauses="DOC-011", error="DOC_SCHEMA", says="the manifest has a member too many",
+    _Fault(slug="register-member", clauses="DOC-011", error="DOC_SCHEMA", says=("the manifest has a"
+    " member too many"),
            edit=set_at("manifest", "extra", value=1)),
     _Fault(slug="register-of-another-step", clauses="MAN-002", error="STEP_MISMATCH",
            says="it is of step 900, and its name says 800", edit=_of_both("step", 900)),
-    _Fault(slug="index-missing", clauses="CKP-004", error="FILE_MISSING", says="the index isn't there",
+    _Fault(slug="index-missing", clauses="CKP-004", error="FILE_MISSING", says=("the index isn't"
+    " there"),
            edit=lambda c: put_file(c.index_name, None)(c)),
     _Fault(slug="index-summary", clauses="MAN-006", error="MANIFEST_SUMMARY",
            says="the manifest counts a tensor more than the index has",
            edit=set_at("manifest", "fields", "weights", "tensor_count", value=3)),
-    _Fault(slug="part-missing", clauses="CKP-004", error="FILE_MISSING", says="the part of writer 1 isn't there",
+    _Fault(slug="part-missing", clauses="CKP-004", error="FILE_MISSING", says=("the part of writer"
+    " 1 isn't there"),
            edit=lambda c: put_file(c.part_name(1), None)(c)),
     _Fault(slug="part-without-stream", clauses="OPN-004 IDX-001", error="DOC_MISMATCH",
            says="the index names writer 0 for a stream that writer 1 has",
@@ -273,10 +315,12 @@ _FAULTS = (
            says="index and manifest give another reason than the parts why provenance is absent",
            edit=_reasons("nobody knows")),
     _Fault(slug="absent-in-one-part", clauses="CMT-017 IDX-001", error="DOC_MISMATCH", phase="validate",
-           says="index and manifest say that provenance is absent, for which writer 1 gives no reason",
+           says=("index and manifest say that provenance is absent, for which writer 1 gives no"
+           " reason"),
            edit=pop_at("part/1", "absent", "provenance")),
     _Fault(slug="absent-in-all-parts", clauses="CMT-017 IDX-001", error="DOC_MISMATCH", phase="validate",
-           says="index and manifest say that provenance is present, and both parts why it is absent", edit=_present),
+           says=("index and manifest say that provenance is present, and both parts why it is"
+           " absent"), edit=_present),
     _Fault(slug="alias-left-out", clauses="CMT-011 IDX-001", error="DOC_MISMATCH", phase="validate",
            says="the index leaves out an alias that both parts have", edit=_without_alias),
     _Fault(slug="leaf-of-the-higher", clauses="CMT-014 IDX-001", error="DOC_MISMATCH", phase="validate",
@@ -286,7 +330,10 @@ _FAULTS = (
            says="the two writers have other values of one leaf",
            edit=lambda c: c.parts[1]["leaves"]["value"].__setitem__(
                list(c.parts[1]["leaves"]["name"]).index("state"), msgpack(["d", "m", None]))),
-    _Fault(slug="shard-missing", clauses="CKP-004", error="FILE_MISSING", phase="read", says="a shard isn't there",
+    _Fault(slug="shard-missing", clauses="CKP-004", error="FILE_MISSING", phase="read", says=("a"
+    " shard"
+    " isn't"
+    " there"),
            after=lambda files: files.pop(WEIGHTS)),
     _Fault(slug="shard-longer", clauses="CKP-003", error="FILE_NBYTES", phase="read",
            says="a shard has a byte too many", after=_longer),
@@ -298,7 +345,9 @@ _FAULTS = (
            says="a shard's header gives a tensor another dtype than the part", edit=_header(b'"I16"', b'"U16"')),
     _Fault(slug="block-damaged", clauses="OPN-006", error="BLOCK_DIGEST", phase="read",
            says="a bit of a block is flipped", after=flip(WEIGHTS, -1)),
-    _Fault(slug="leaf-no-tree", clauses="TRE-001", error="TREE_TAG", phase="read", says="a leaf is no tree",
+    _Fault(slug="leaf-no-tree", clauses="TRE-001", error="TREE_TAG", phase="read", says=("a leaf is"
+    " no"
+    " tree"),
            edit=_leaf("state", ["x"])),
     _Fault(slug="stream-no-tree", clauses="TRE-001", error="TREE_TAG", phase="read",
            says="the state of a stream is no tree", edit=_stream(["x"])),

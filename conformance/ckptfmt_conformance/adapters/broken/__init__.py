@@ -19,7 +19,10 @@ __all__ = ["find_all"]
 
 def find_all() -> dict[str, Any]:
     """Return the classes of the broken adapters by their names."""
-    areas = [importlib.import_module(f"{__name__}.{area.name}") for area in pkgutil.iter_modules(__path__)]
+    areas = [
+        importlib.import_module(f"{__name__}.{area.name}")
+        for area in pkgutil.iter_modules(__path__)
+    ]
     return {
         re.sub(r"(?<=.)(?=[A-Z])", "_", name).lower(): value
         for area in areas

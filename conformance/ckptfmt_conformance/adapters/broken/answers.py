@@ -102,7 +102,11 @@ class Late(Reference):
     """It finds every fault, but only after handing out the content."""
 
     breaks = ("REQ-ERR-002",)
-    convicted_by = ("documents/invalid/empty", "index/invalid/tiling-gap", "parts/invalid/block-digest")
+    convicted_by = (
+        "documents/invalid/empty",
+        "index/invalid/tiling-gap",
+        "parts/invalid/block-digest",
+    )
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Open the checkpoint, or refuse in a late phase."""
@@ -116,7 +120,11 @@ class WrongCode(Reference):
     """It reports every fault as a damaged document."""
 
     breaks = ("REQ-VER-004", "REQ-ERR-001")
-    convicted_by = ("documents/invalid/empty", "index/invalid/tiling-gap", "parts/invalid/block-digest")
+    convicted_by = (
+        "documents/invalid/empty",
+        "index/invalid/tiling-gap",
+        "parts/invalid/block-digest",
+    )
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Open the checkpoint, or refuse with a constant code."""

@@ -17,11 +17,15 @@ _check_version = original("ckptfmt.documents.canonical:check_version")
 _weight: Any = original("ckptfmt.documents.msgpk:Weight")
 
 
-def _parse_any_form(content: bytes, **members: Any) -> Any:  # noqa: ANN401 - any result
+def _parse_any_form(content: bytes, **members: Any) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
         # Only for documents without another fault.
-        value = json.loads(content.decode(), object_pairs_hook=_refuse_twice, parse_int=_refuse_zeros)
-        content = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+        value = json.loads(
+            content.decode(), object_pairs_hook=_refuse_twice, parse_int=_refuse_zeros
+        )
+        content = json.dumps(
+            value, sort_keys=True, separators=(",", ":"), ensure_ascii=False
+        ).encode()
     return _parse_document(content, **members)
 
 
@@ -40,11 +44,15 @@ def _refuse_zeros(text: str) -> int:
 class LaxJson(Reference):
     """It accepts JSON in any form: with white space, other escapes, or unsorted members."""
 
-    convicted_by = ("documents/invalid/spaces", "documents/invalid/line-feed", "documents/invalid/unsorted")
+    convicted_by = (
+        "documents/invalid/spaces",
+        "documents/invalid/line-feed",
+        "documents/invalid/unsorted",
+    )
     replacements = (("ckptfmt.documents.manifest:parse_document", _parse_any_form),)
 
 
-def _loads(text: str, **members: Any) -> Any:  # noqa: ANN401 - any value of JSON
+def _loads(text: str, **members: Any) -> Any:
     members.pop("object_pairs_hook", None)
     return json.loads(text, **members)
 
@@ -65,7 +73,9 @@ class TwiceInJson(Reference):
 
 
 def _normalizing(is_normalized: Callable[[str, str], bool]) -> tuple[tuple[str, object], ...]:
-    return (("ckptfmt.documents.canonical:unicodedata", SimpleNamespace(is_normalized=is_normalized)),)
+    return (
+        ("ckptfmt.documents.canonical:unicodedata", SimpleNamespace(is_normalized=is_normalized)),
+    )
 
 
 class AnyForm(Reference):
@@ -108,10 +118,12 @@ class NoMarks(Reference):
 _OLD = unicodedata.ucd_3_2_0
 
 
-def _is_normalized_by_old(form: Any, text: str) -> bool:  # noqa: ANN401 - any object of the implementation
+def _is_normalized_by_old(form: Any, text: str) -> bool:
     """Return whether each stretch of code points known to the old version is normalized."""
     stretches = itertools.groupby(text, key=lambda one: _OLD.category(one) == "Cn")
-    return all(is_new or unicodedata.is_normalized(form, "".join(some)) for is_new, some in stretches)
+    return all(
+        is_new or unicodedata.is_normalized(form, "".join(some)) for is_new, some in stretches
+    )
 
 
 class OldUnicode(Reference):
@@ -122,9 +134,12 @@ class OldUnicode(Reference):
     replacements = _normalizing(_is_normalized_by_old)
 
 
-def _checking_versions(check_version: Callable[[dict[str, Any], str], None]) -> tuple[tuple[str, object], ...]:
+def _checking_versions(
+    check_version: Callable[[dict[str, Any], str], None],
+) -> tuple[tuple[str, object], ...]:
     return tuple(
-        (f"ckptfmt.documents.{module}:check_version", check_version) for module in ("canonical", "index", "part")
+        (f"ckptfmt.documents.{module}:check_version", check_version)
+        for module in ("canonical", "index", "part")
     )
 
 
@@ -229,7 +244,7 @@ class IgnoredFeatures(Reference):
     replacements = _checking_versions(_check_version_only)
 
 
-def _weigh_nothing(_: int) -> Any:  # noqa: ANN401 - any object of the implementation
+def _weigh_nothing(_: int) -> Any:
     return _weight(rows=1 << 40, extents=1 << 40, tree_nbytes=1 << 40)
 
 
@@ -245,7 +260,7 @@ class UnweighedTables(Reference):
     replacements = (("ckptfmt.documents.msgpk:Weight.most", staticmethod(_weigh_nothing)),)
 
 
-def _weigh_alike(_: int) -> Any:  # noqa: ANN401 - any object of the implementation
+def _weigh_alike(_: int) -> Any:
     return _weight(rows=1 << 20, extents=2048, tree_nbytes=64 << 10)
 
 

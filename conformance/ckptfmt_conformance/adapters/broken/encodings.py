@@ -23,14 +23,14 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 class _Zstandard:
     """A zstandard module that removes the checksum from a frame before decompression."""
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any object of the implementation
+    def __getattr__(self, name: str) -> Any:
         return getattr(zstandard, name)
 
-    def ZstdDecompressor(self) -> Any:  # noqa: ANN401, N802 - any object of the implementation
+    def ZstdDecompressor(self) -> Any:  # noqa: N802 - any object of the implementation
         """Return this object."""
         return self
 
-    def decompress(self, frame: Any, **options: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+    def decompress(self, frame: Any, **options: Any) -> Any:
         """Return the content of a frame."""
         content = bytes(frame)
         if content[4] & 4:
@@ -46,10 +46,10 @@ class AnyChecksum(Reference):
     replacements = (("ckptfmt.codecs.strings:zstandard", _Zstandard()),)
 
 
-def _take_plain(source: Any, nbytes: int) -> Any:  # noqa: ANN401 - any object of the implementation
+def _take_plain(source: Any, nbytes: int) -> Any:
     taken = source.take
 
-    def take(count: int) -> Any:  # noqa: ANN401 - any object of the implementation
+    def take(count: int) -> Any:
         content = taken(count)
         if count > 4 and bytes(content[:4]) == _MAGIC and content[4] & 7:
             raise source.refuse("a frame with more than it needs", "REQ-ENC-009")
@@ -61,7 +61,7 @@ def _take_plain(source: Any, nbytes: int) -> Any:  # noqa: ANN401 - any object o
 class _Watched:
     """A source with another function to take bytes."""
 
-    def __init__(self, source: Any, take: Any) -> None:  # noqa: ANN401 - any object of the implementation
+    def __init__(self, source: Any, take: Any) -> None:
         self.take = take
         self.take_number = source.take_number
         self.refuse = source.refuse
@@ -78,10 +78,12 @@ class PlainFrames(Reference):
     replacements = (("ckptfmt.codecs.strings:Source._take_frame", _take_plain),)
 
 
-def _take_inflated(reading: Any, blocks: Any, content: memoryview) -> None:  # noqa: ANN401 - any object of the implementation
+def _take_inflated(reading: Any, blocks: Any, content: memoryview) -> None:
     if bytes(content[:4]) == _MAGIC:
         inflated = zstandard.ZstdDecompressor().decompressobj().decompress(content)
-        reading.boxes[blocks.box].place(blocks, memoryview(inflated.ljust(blocks.nbytes, b"\0")[: blocks.nbytes]))
+        reading.boxes[blocks.box].place(
+            blocks, memoryview(inflated.ljust(blocks.nbytes, b"\0")[: blocks.nbytes])
+        )
     else:
         _take(reading, blocks, content)
 
@@ -97,7 +99,7 @@ class SniffedFrames(Reference):
 _QUIET = 1 << 22
 
 
-def _decode_as_floats(encoding: str, stored: memoryview, out: memoryview, **members: Any) -> None:  # noqa: ANN401 - any object of the implementation
+def _decode_as_floats(encoding: str, stored: memoryview, out: memoryview, **members: Any) -> None:
     _decode(encoding, stored, out, **members)
     if encoding != "raw" and members["dtype"] == "float32":
         # The change is made on integers: the machine decides whether a copied float becomes quiet.
@@ -112,7 +114,7 @@ class QuietNans(Reference):
     replacements = (("ckptfmt.codecs.encodings:decode", _decode_as_floats),)
 
 
-def _as_it_is(words: Any, lane: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _as_it_is(words: Any, lane: Any) -> Any:
     return words.view(f"<i{lane.nbytes}")
 
 
@@ -128,7 +130,10 @@ class StepsOfBits(Reference):
 
 
 #: A lane of complex128 would be wider than any integer of numpy.
-_wide = {name: dataclasses.replace(_lanes[name], nbytes=2 * _lanes[name].nbytes) for name in ("complex32", "complex64")}
+_wide = {
+    name: dataclasses.replace(_lanes[name], nbytes=2 * _lanes[name].nbytes)
+    for name in ("complex32", "complex64")
+}
 
 
 class WholeComplex(Reference):
@@ -139,7 +144,7 @@ class WholeComplex(Reference):
     replacements = (("ckptfmt.codecs.encodings:LANES", _lanes | _wide),)
 
 
-def _take_tight(source: Any, count: int) -> Any:  # noqa: ANN401 - any object of the implementation
+def _take_tight(source: Any, count: int) -> Any:
     if not count:
         return source.take(0)
     kind = source.take_byte()

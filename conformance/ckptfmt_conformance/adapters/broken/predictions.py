@@ -22,7 +22,7 @@ _scalar = original("ckptfmt.codecs.optimizer_steps:Step._scalar")
 _step_multiply_add = original("ckptfmt.codecs.optimizer_steps:Step._multiply_add")
 
 
-def _take_base(step: Any, role: str, bases: Any, news: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _take_base(step: Any, role: str, bases: Any, news: Any) -> Any:
     return bases[role] if role in bases else _predict(step, role, bases, news)
 
 
@@ -57,7 +57,7 @@ class BlockByBlock(Reference):
     replacements = (("ckptfmt.read.decoding:join_blocks", _join_one),)
 
 
-def _all_bases(rule: Any, _: str) -> Any:  # noqa: ANN401 - any object of the implementation
+def _all_bases(rule: Any, _: str) -> Any:
     return frozenset(_roles(rule))
 
 
@@ -73,18 +73,24 @@ class AllBases(Reference):
 _gradients: dict[bytes, Any] = {}
 
 
-def _decode_and_keep(rule: Any, stored: memoryview, out: memoryview, bases: Any, where: str) -> None:  # noqa: ANN401 - any object of the implementation
+def _decode_and_keep(
+    rule: Any, stored: memoryview, out: memoryview, bases: Any, where: str
+) -> None:
     _decode_gradient(rule, stored, out, bases, where)
     how, nbytes = struct.unpack_from("<BI", stored)
     gradient = memoryview(bytearray(out.nbytes // 2))
-    _decode(("raw", "planes")[how], stored[5 : 5 + nbytes], gradient, dtype=rule.gradient, where=where)
+    _decode(
+        ("raw", "planes")[how], stored[5 : 5 + nbytes], gradient, dtype=rule.gradient, where=where
+    )
     _gradients.clear()
     _gradients[bytes(out)] = np.frombuffer(gradient, np.uint16)
 
 
-def _kept_gradient(step: Any, bases: Any, news: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _kept_gradient(step: Any, bases: Any, news: Any) -> Any:
     first = next(iter(news.values()))
-    return _gradients[bytes(first)] if bytes(first) in _gradients else _low_gradient(step, bases, news)
+    return (
+        _gradients[bytes(first)] if bytes(first) in _gradients else _low_gradient(step, bases, news)
+    )
 
 
 class StoredGradient(Reference):
@@ -101,7 +107,7 @@ class StoredGradient(Reference):
     )
 
 
-def _as_predicted(predicted: Any, base: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _as_predicted(predicted: Any, base: Any) -> Any:
     del base
     return predicted
 
@@ -117,7 +123,7 @@ class AnyNan(Reference):
     )
 
 
-def _round_bits(values: Any, precision: str) -> Any:  # noqa: ANN401 - any object of the implementation
+def _round_bits(values: Any, precision: str) -> Any:
     low = _round_low(values, precision)
     bits = values.view(np.uint32).astype(np.uint64)
     if precision == "float16":
@@ -135,7 +141,7 @@ class RoundedNans(Reference):
     replacements = (("ckptfmt.codecs.optimizer_steps:round_low", _round_bits),)
 
 
-def _fuse(factor: Any, values: Any, addend: Any, *, separate: bool) -> Any:  # noqa: ANN401 - any object of the implementation
+def _fuse(factor: Any, values: Any, addend: Any, *, separate: bool) -> Any:
     del separate
     return _multiply_add(factor, values, addend, separate=False)
 
@@ -148,12 +154,14 @@ class FusedSums(Reference):
     replacements = (("ckptfmt.codecs.optimizer_steps:multiply_add", _fuse),)
 
 
-def _from_the_old_one(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _from_the_old_one(step: Any, bases: Any, gradient: Any) -> Any:
     rule = step.rule
     if rule.kind != "adam" or rule.moment != "lerp":
         return _moment(step, bases, gradient)
     base = bases["exp_avg"]
-    return _multiply_add(np.float32(rule.gain), gradient - base, base, separate=rule.arithmetic == "separate")
+    return _multiply_add(
+        np.float32(rule.gain), gradient - base, base, separate=rule.arithmetic == "separate"
+    )
 
 
 class NearEnd(Reference):
@@ -164,7 +172,7 @@ class NearEnd(Reference):
     replacements = (("ckptfmt.codecs.optimizer_steps:Step.moment", _from_the_old_one),)
 
 
-def _moment_closed(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _moment_closed(step: Any, bases: Any, gradient: Any) -> Any:
     gain = _scalar(step, step.rule.gain)
     if step.rule.kind != "adam" or step.rule.moment != "lerp" or abs(float(gain)) != 0.5:
         return _moment(step, bases, gradient)
@@ -182,7 +190,7 @@ class ClosedInterval(Reference):
     replacements = (("ckptfmt.codecs.optimizer_steps:Step.moment", _moment_closed),)
 
 
-def _moment_rounded(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _moment_rounded(step: Any, bases: Any, gradient: Any) -> Any:
     rule = step.rule
     if (
         rule.kind != "adam"
@@ -192,7 +200,9 @@ def _moment_rounded(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN40
     ):
         return _moment(step, bases, gradient)
     gain = _scalar(step, rule.gain)
-    return _step_multiply_add(step, gain - gain.dtype.type(1), gradient - bases["exp_avg"], gradient)
+    return _step_multiply_add(
+        step, gain - gain.dtype.type(1), gradient - bases["exp_avg"], gradient
+    )
 
 
 class RoundedGain(Reference):
@@ -203,10 +213,12 @@ class RoundedGain(Reference):
     replacements = (("ckptfmt.codecs.optimizer_steps:Step.moment", _moment_rounded),)
 
 
-def _moment_unrounded(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _moment_unrounded(step: Any, bases: Any, gradient: Any) -> Any:
     if step.rule.kind != "adam" or step.rule.moment != "lerp" or abs(step.rule.gain) >= 0.5:
         return _moment(step, bases, gradient)
-    return _step_multiply_add(step, _scalar(step, step.rule.gain), gradient - bases["exp_avg"], bases["exp_avg"])
+    return _step_multiply_add(
+        step, _scalar(step, step.rule.gain), gradient - bases["exp_avg"], bases["exp_avg"]
+    )
 
 
 class UnroundedGain(Reference):
@@ -217,8 +229,10 @@ class UnroundedGain(Reference):
     replacements = (("ckptfmt.codecs.optimizer_steps:Step.moment", _moment_unrounded),)
 
 
-def _predict_no_decay(step: Any, role: str, bases: Any, news: Any) -> Any:  # noqa: ANN401 - any object of the implementation
-    return bases[role] if role in ("exp_avg", "momentum_buffer") else _predict(step, role, bases, news)
+def _predict_no_decay(step: Any, role: str, bases: Any, news: Any) -> Any:
+    return (
+        bases[role] if role in ("exp_avg", "momentum_buffer") else _predict(step, role, bases, news)
+    )
 
 
 class UnmovedMoment(Reference):
@@ -229,7 +243,7 @@ class UnmovedMoment(Reference):
     replacements = (("ckptfmt.codecs.optimizer_steps:Step.predict", _predict_no_decay),)
 
 
-def _predict_decayed(step: Any, role: str, bases: Any, news: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _predict_decayed(step: Any, role: str, bases: Any, news: Any) -> Any:
     if role != "exp_avg" or not step.rule.l2:
         return _predict(step, role, bases, news)
     return step.moment(bases, np.float32(step.rule.l2) * bases["weight"])

@@ -21,17 +21,23 @@ _files = original("ckptfmt.read.files:CheckpointFiles")
 _validate = original("ckptfmt:validate")
 
 
-def _read_any_part(checkpoint: Any, number: int) -> Any:  # noqa: ANN401 - any object of the implementation
+def _read_any_part(checkpoint: Any, number: int) -> Any:
     entry = checkpoint.index.parts[number]
     path = _part_path(checkpoint.manifest.origin.attempt, number)
-    part, _ = _part.parse(_read_exactly(checkpoint.store, path, entry.nbytes), where=path, digest=entry.digest)
+    part, _ = _part.parse(
+        _read_exactly(checkpoint.store, path, entry.nbytes), where=path, digest=entry.digest
+    )
     return part
 
 
 class AnotherAttempt(Reference):
     """It doesn't check a part's attempt, and mixes in parts of a crashed attempt."""
 
-    convicted_by = ("parts/invalid/origin-attempt", "parts/invalid/origin-nonce", "parts/invalid/origin-step")
+    convicted_by = (
+        "parts/invalid/origin-attempt",
+        "parts/invalid/origin-nonce",
+        "parts/invalid/origin-step",
+    )
     replacements = (("ckptfmt.read.files:CheckpointFiles.read_part", _read_any_part),)
 
 
@@ -59,7 +65,9 @@ class JoinedBoxes(Reference):
         sharding = checkpoint.tensors[key].sharding
         pieces = (saved.intersect(box) for saved, _ in sharding)
         return b"".join(
-            super(JoinedBoxes, self).content(checkpoint, key, piece) for piece in pieces if piece is not None
+            super(JoinedBoxes, self).content(checkpoint, key, piece)
+            for piece in pieces
+            if piece is not None
         )
 
 
@@ -71,7 +79,9 @@ class SwappedBounds(Reference):
 
     def digest_of(self, checkpoint: Checkpoint, field: str, name: str, scope: str, box: Box) -> str:
         """Return the digest of another box."""
-        return super().digest_of(checkpoint, field, name, scope, Box(box.begin[::-1], box.shape[::-1]))
+        return super().digest_of(
+            checkpoint, field, name, scope, Box(box.begin[::-1], box.shape[::-1])
+        )
 
 
 class ColumnOrder(Reference):
@@ -106,7 +116,7 @@ class OneExtent(Reference):
         return content
 
 
-def _order(self: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _order(self: Any) -> Any:
     return np.argsort(self.box, kind="stable")
 
 
@@ -129,7 +139,7 @@ class UncheckedBlocks(Reference):
     replacements = (("ckptfmt.read.files:StoredBox.iter_damages", _find_nothing),)
 
 
-def _place_unchecked(reading: Any, blocks: Any, content: memoryview) -> None:  # noqa: ANN401 - any object of the implementation
+def _place_unchecked(reading: Any, blocks: Any, content: memoryview) -> None:
     reading.boxes[blocks.box].place(blocks, content)
 
 
@@ -147,14 +157,16 @@ class CheckingOnDemand(Reference):
         try:
             return super().open(path, request)
         except Rejected as answer:
-            raise Rejected(answer.code, answer.where, "open" if answer.phase == "open" else "read") from answer
+            raise Rejected(
+                answer.code, answer.where, "open" if answer.phase == "open" else "read"
+            ) from answer
 
 
-def _equals(self: Any, other: Any) -> bool:  # noqa: ANN401 - any object of the implementation
+def _equals(self: Any, other: Any) -> bool:
     return bool(self.digest == other.digest)
 
 
-def _hash(self: Any) -> int:  # noqa: ANN401 - any object of the implementation
+def _hash(self: Any) -> int:
     return hash(self.digest)
 
 
@@ -169,12 +181,12 @@ class DigestsAlone(Reference):
     )
 
 
-def _find_any(closure: Any, reference: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _find_any(closure: Any, reference: Any) -> Any:
     place = closure._store.beside(reference.name)  # noqa: SLF001 - a fault needs no interface
     return place if isinstance(_read_register(place), _manifest) else _find(closure, reference)
 
 
-def _open_any(store: Any, reference: Any, closure: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _open_any(store: Any, reference: Any, closure: Any) -> Any:
     return _files(store, closure=closure, title=reference.name)
 
 

@@ -16,7 +16,7 @@ _find_replacement = original("ckptfmt.run.lineage:_find_replacement")
 _check_place = original("ckptfmt.run.lineage:check_place")
 
 
-def _choose_or_begin(*arguments: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _choose_or_begin(*arguments: Any) -> Any:
     try:
         return _choose_by_lineage(*arguments)
     except CkptError as error:
@@ -38,7 +38,7 @@ class Afresh(Reference):
     replacements = (("ckptfmt.run.lineage:_choose_by_lineage", _choose_or_begin),)
 
 
-def _choose_nothing(*_: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _choose_nothing(*_: Any) -> Any:
     return None, "lineage"
 
 
@@ -62,7 +62,7 @@ class NeedsOne(Reference):
     breaks = ("REQ-RUN-006",)
     convicted_by = ("run/valid/launch-first", "run/valid/launch-second")
 
-    def launch(self, path: Any) -> dict[str, Any]:  # noqa: ANN401 - a path
+    def launch(self, path: Any) -> dict[str, Any]:
         """Refuse to begin without a checkpoint."""
         found = super().launch(path)
         if found["resume_from"] is None:
@@ -70,7 +70,7 @@ class NeedsOne(Reference):
         return found
 
 
-def _open_nothing(_: object, entry: Any, *_others: object) -> Any:  # noqa: ANN401 - any object of the implementation
+def _open_nothing(_: object, entry: Any, *_others: object) -> Any:
     if isinstance(entry.register, CkptError):
         return entry.register
     return entry  # The entry has a manifest, like an open checkpoint.
@@ -90,7 +90,7 @@ class RegistersOnly(Reference):
     replacements = (("ckptfmt.run.lineage:_open_valid", _open_nothing),)
 
 
-def _verify_all(store: Any, report: Any, **_: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _verify_all(store: Any, report: Any, **_: Any) -> Any:
     return _verify_checkpoint(store, report)
 
 
@@ -102,7 +102,7 @@ class WholeClosure(Reference):
     replacements = (("ckptfmt.run.lineage:verify_loadable", _verify_all),)
 
 
-def _iter_first(*arguments: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _iter_first(*arguments: Any) -> Any:
     return iter(list(_iter_lineage(*arguments))[:1])
 
 
@@ -121,7 +121,7 @@ class FirstOrNone(Reference):
     replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_first),)
 
 
-def _iter_committed(*arguments: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _iter_committed(*arguments: Any) -> Any:
     return (entry for entry in _iter_lineage(*arguments) if entry.manifest is not None)
 
 
@@ -144,7 +144,7 @@ class OpensTheNext(Reference):
     replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_committed),)
 
 
-def _register(path: Any) -> bytes:  # noqa: ANN401 - a path
+def _register(path: Any) -> bytes:
     place = path / "manifest.json"
     return bytes(place.read_bytes()) if place.is_file() else b""
 
@@ -153,9 +153,13 @@ class FallbackForNothing(Reference):
     """It reports a fallback for abandoned or retired checkpoints, though none is damaged."""
 
     breaks = ("REQ-RUN-007",)
-    convicted_by = ("run/valid/launch-aborted", "run/valid/launch-resume-from-retired", "run/valid/launch-unfinished")
+    convicted_by = (
+        "run/valid/launch-aborted",
+        "run/valid/launch-resume-from-retired",
+        "run/valid/launch-unfinished",
+    )
 
-    def launch(self, path: Any) -> dict[str, Any]:  # noqa: ANN401 - a path
+    def launch(self, path: Any) -> dict[str, Any]:
         """Count uncommitted checkpoints as passed over."""
         found = super().launch(path)
         names = sorted((one.name for one in path.glob("step-*")), reverse=True)
@@ -163,7 +167,7 @@ class FallbackForNothing(Reference):
         return {**found, "chosen_by": "fallback" if passed else found["chosen_by"]}
 
 
-def _list_readable(*arguments: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _list_readable(*arguments: Any) -> Any:
     entries = _list_checkpoints(*arguments)
     for entry in entries:
         if isinstance(entry.register, CkptError):
@@ -188,15 +192,18 @@ class StrictRun(Reference):
     replacements = (("ckptfmt.run.lineage:list_checkpoints", _list_readable),)
 
 
-def _iter_with_retired(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - any object of the implementation
+def _iter_with_retired(launches: list[Any], entries: list[Any]) -> Any:
     damaged = CkptError(Code.CHECKPOINT_RETIRED, "it was retired")
     return _iter_lineage(
         launches,
-        [dataclasses.replace(one, register=damaged) if _is_retired(one) else one for one in entries],
+        [
+            dataclasses.replace(one, register=damaged) if _is_retired(one) else one
+            for one in entries
+        ],
     )
 
 
-def _is_retired(entry: Any) -> bool:  # noqa: ANN401 - any object of the implementation
+def _is_retired(entry: Any) -> bool:
     return hasattr(entry.register, "manifest_digest")
 
 
@@ -211,8 +218,13 @@ class RetiredCandidates(Reference):
     )
 
 
-def _iter_greatest(_: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - any object of the implementation
-    return iter(sorted((one for one in entries if one.manifest is not None), key=lambda one: (-one.step, -one.launch)))
+def _iter_greatest(_: list[Any], entries: list[Any]) -> Any:
+    return iter(
+        sorted(
+            (one for one in entries if one.manifest is not None),
+            key=lambda one: (-one.step, -one.launch),
+        )
+    )
 
 
 class GreatestStep(Reference):
@@ -256,10 +268,13 @@ class _Backwards(_Text):
         return _Text.__gt__(self, other)
 
 
-def _iter_by_text(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - any object of the implementation
+def _iter_by_text(launches: list[Any], entries: list[Any]) -> Any:
     return _iter_lineage(
         [dataclasses.replace(one, launch=_Text(one.launch)) for one in launches],
-        [dataclasses.replace(one, step=_Text(one.step), launch=_Text(one.launch)) for one in entries],
+        [
+            dataclasses.replace(one, step=_Text(one.step), launch=_Text(one.launch))
+            for one in entries
+        ],
     )
 
 
@@ -271,10 +286,14 @@ class StepsAsText(Reference):
     replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_by_text),)
 
 
-def _iter_newest(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - any object of the implementation
+def _iter_newest(launches: list[Any], entries: list[Any]) -> Any:
     found = list(_iter_lineage(launches, entries))
     newest = max((one.launch for one in launches), default=0)
-    named = [one.resume_from.name for one in launches if one.launch == newest and one.resume_from is not None]
+    named = [
+        one.resume_from.name
+        for one in launches
+        if one.launch == newest and one.resume_from is not None
+    ]
     return iter([one for one in found if one.launch == newest or one.name in named or not named])
 
 
@@ -297,18 +316,24 @@ class NewestLaunchOnly(Reference):
     replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_newest),)
 
 
-def _iter_all(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - any object of the implementation
+def _iter_all(launches: list[Any], entries: list[Any]) -> Any:
     """Return the lineage with another checkpoint in the newest record: the named launch's last."""
     last = {one.launch: one for one in entries}
     moved = []
     for launch in launches:
-        named = next((one for one in entries if launch.resume_from and one.name == launch.resume_from.name), None)
+        named = next(
+            (one for one in entries if launch.resume_from and one.name == launch.resume_from.name),
+            None,
+        )
         if named is not None and launch.launch == max(one.launch for one in launches):
             resume = last[named.launch]
             digest = resume.manifest.digest if resume.manifest else launch.resume_from.digest
             moved.append(
                 dataclasses.replace(
-                    launch, resume_from=dataclasses.replace(launch.resume_from, name=resume.name, digest=digest)
+                    launch,
+                    resume_from=dataclasses.replace(
+                        launch.resume_from, name=resume.name, digest=digest
+                    ),
                 )
             )
         else:
@@ -344,10 +369,14 @@ class NeverOvertaken(Reference):
     replacements = (("ckptfmt.run.lineage:is_overtaken", _is_never),)
 
 
-def _is_overtaken(launch: Any, entries: list[Any]) -> bool:  # noqa: ANN401 - any object of the implementation
+def _is_overtaken(launch: Any, entries: list[Any]) -> bool:
     committed = {entry.name: entry.launch for entry in entries if entry.manifest is not None}
     named = launch.resume_from
-    return named is not None and named.name not in committed and launch.launch not in committed.values()
+    return (
+        named is not None
+        and named.name not in committed
+        and launch.launch not in committed.values()
+    )
 
 
 class LightlyOvertaken(Reference):
@@ -382,7 +411,7 @@ class ForgottenLoss(Reference):
     replacements = (("ckptfmt.run.lineage:_find_replacement", _find_nothing),)
 
 
-def _find_absence(resume: Any, register: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _find_absence(resume: Any, register: Any) -> Any:
     found = _find_replacement(resume, register)
     return None if found is not None and found.code == "DOC_DIGEST" else found
 
@@ -395,7 +424,7 @@ class NameCounts(Reference):
     replacements = (("ckptfmt.run.lineage:_find_replacement", _find_absence),)
 
 
-def _check_manifests(register: Any, *others: Any) -> None:  # noqa: ANN401 - any object of the implementation
+def _check_manifests(register: Any, *others: Any) -> None:
     if hasattr(register, "origin"):
         _check_place(register, *others)
 
@@ -493,7 +522,10 @@ class UncomparedHeaders(Reference):
     """It checks only the digests of shard headers, and not their content."""
 
     breaks = ("REQ-CKP-008", "REQ-SHD-010")
-    convicted_by = ("whole/invalid/header-of-another-dtype", "whole/valid/launch-header-of-another-dtype")
+    convicted_by = (
+        "whole/invalid/header-of-another-dtype",
+        "whole/valid/launch-header-of-another-dtype",
+    )
     replacements = (("ckptfmt.read.verify:_agrees", _agrees_always),)
 
 

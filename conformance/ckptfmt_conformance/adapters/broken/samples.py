@@ -24,7 +24,7 @@ _cursor_map: Any = original("ckptfmt.documents.cursor:CursorMap")
 _parse_foreign = original("ckptfmt.documents.cursor:parse_foreign")
 
 
-def _first_epoch(n: int, seed: int, _: int) -> Any:  # noqa: ANN401 - any object of the implementation
+def _first_epoch(n: int, seed: int, _: int) -> Any:
     return _epoch(n, seed, 0)
 
 
@@ -58,7 +58,9 @@ class OneSeed(Reference):
     replacements = (("ckptfmt.data.course:source_seed", _seed_of_the_order),)
 
 
-def _list_sources(block: int, seed: int, number: int, counts: tuple[int, ...]) -> np.ndarray[tuple[int], np.dtype]:
+def _list_sources(
+    block: int, seed: int, number: int, counts: tuple[int, ...]
+) -> np.ndarray[tuple[int], np.dtype]:
     del block, seed, number
     return np.repeat(np.arange(len(counts)), counts)
 
@@ -95,13 +97,13 @@ class DealtInTurn(Reference):
         return {**found, "steps": steps}
 
 
-def _count_at_once(sampler: Any) -> Iterator[Any]:  # noqa: ANN401 - any object of the implementation
+def _count_at_once(sampler: Any) -> Iterator[Any]:
     for batch in _iterate(sampler):
         sampler.commit(sampler.steps_done + 1)
         yield batch
 
 
-def _count_no_more(_: Any, steps: int = 1) -> None:  # noqa: ANN401 - any object of the implementation
+def _count_no_more(_: Any, steps: int = 1) -> None:
     del steps
 
 
@@ -124,7 +126,7 @@ class FetchedIsDone(Reference):
     )
 
 
-def _draws_that_count(walk: Any, begin: int, end: int) -> Iterator[Any]:  # noqa: ANN401 - any object of the implementation
+def _draws_that_count(walk: Any, begin: int, end: int) -> Iterator[Any]:
     for some in _draws(walk, begin, end):
         yield dataclasses.replace(some, is_padding=False)
 
@@ -143,7 +145,7 @@ class CountedPadding(Reference):
     replacements = (("ckptfmt.data.course:Walk.draws", _draws_that_count),)
 
 
-def _stretch_filled(course: Any, begin: int, end: int) -> Any:  # noqa: ANN401 - any object of the implementation
+def _stretch_filled(course: Any, begin: int, end: int) -> Any:
     stretch = _stretch(course, begin, end)
     drawn = course._draw(begin, end)  # noqa: SLF001 - a fault needs no interface
     stretch.uses[:] = np.where(drawn.uses == _COUNTS, stretch.uses, drawn.uses)
@@ -163,20 +165,22 @@ class FilledHoles(Reference):
     replacements = (("ckptfmt.data.course:Course.stretch", _stretch_filled),)
 
 
-def _draws_as_begun(walk: Any, begin: int, end: int) -> Iterator[Any]:  # noqa: ANN401 - any object of the implementation
+def _draws_as_begun(walk: Any, begin: int, end: int) -> Iterator[Any]:
     for some in _draws(walk, begin, end):
         if some.is_padding:
             first = walk.epoch_at(begin)[1] - _kept(walk, begin)
             whole = _walk(walk._n, seed=walk._seed, plan=walk._plan)  # noqa: SLF001 - a fault needs no interface
             at = some.epoch * walk._plan.epoch_positions(walk._n) + first  # noqa: SLF001
             some.samples[:] = [
-                one.samples[0] for k in range(len(some.samples)) for one in _draws(whole, at + k, at + k + 1)
+                one.samples[0]
+                for k in range(len(some.samples))
+                for one in _draws(whole, at + k, at + k + 1)
             ]
         yield some
         begin += len(some.samples)
 
 
-def _kept(walk: Any, draw: int) -> int:  # noqa: ANN401 - any object of the implementation
+def _kept(walk: Any, draw: int) -> int:
     epoch = walk._find(draw)[1]  # noqa: SLF001
     return int(epoch.behind + epoch.kept)
 
@@ -189,8 +193,10 @@ class FilledAsBegun(Reference):
     replacements = (("ckptfmt.data.course:Walk.draws", _draws_as_begun),)
 
 
-def _begin_at_once(course: Any, *sources: Any, skips: Any = (), **members: Any) -> None:  # noqa: ANN401 - any object of the implementation
-    begun = [skip if skip.scope == "pos" else dataclasses.replace(skip, from_pos=0) for skip in skips]
+def _begin_at_once(course: Any, *sources: Any, skips: Any = (), **members: Any) -> None:
+    begun = [
+        skip if skip.scope == "pos" else dataclasses.replace(skip, from_pos=0) for skip in skips
+    ]
     _init(course, *sources, skips=begun, **members)
 
 
@@ -208,7 +214,7 @@ class EarlySkips(Reference):
     replacements = (("ckptfmt.data.course:Course.__init__", _begin_at_once),)
 
 
-def _check_plainly(cursor: Any, where: str) -> None:  # noqa: ANN401 - any object of the implementation
+def _check_plainly(cursor: Any, where: str) -> None:
     _check_epoch(dataclasses.replace(cursor, skips=()), where)
 
 
@@ -230,7 +236,7 @@ def _check_nothing(*_: object) -> None:
     return None
 
 
-def _check_unmixed_count(cursor: Any, where: str) -> None:  # noqa: ANN401 - any object of the implementation
+def _check_unmixed_count(cursor: Any, where: str) -> None:
     if cursor.mixture is None:
         _check_count(cursor, where)
 
@@ -269,7 +275,7 @@ class UncheckedStand(Reference):
     replacements = (("ckptfmt.data.course:_check_stand", _check_nothing),)
 
 
-def _load_anywhere(loader: Any, state_dict: Mapping[str, Any]) -> None:  # noqa: ANN401 - any object of the implementation
+def _load_anywhere(loader: Any, state_dict: Mapping[str, Any]) -> None:
     loader._worker_count = state_dict["worker_count"]  # noqa: SLF001 - any object of the implementation
     _load(loader, state_dict)
 
@@ -320,7 +326,7 @@ class AnyLibrary(Reference):
     replacements = (("ckptfmt.documents.cursor:CursorMap", _LoaderMap),)
 
 
-def _parse_named(tree: Any, **members: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _parse_named(tree: Any, **members: Any) -> Any:
     foreign = _parse_foreign(tree, **members)
     if not all(name and name.isprintable() for name in (foreign.lib, foreign.version)):
         raise CkptError(Code.CURSOR_FORM, "a library without a name", where="loader")

@@ -8,13 +8,21 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from ckptfmt_conformance.adapters.reference import Box, Checkpoint, CkptError, Code, Reference, numpy_dtype, original
+from ckptfmt_conformance.adapters.reference import (
+    Box,
+    Checkpoint,
+    CkptError,
+    Code,
+    Reference,
+    numpy_dtype,
+    original,
+)
 
 _json: Any = original("ckptfmt.documents.shard:json")
 _parse_header = original("ckptfmt.documents.shard:_parse_header")
 
 
-def _read_header(store: Any, file: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _read_header(store: Any, file: Any) -> Any:
     return store.read_range(file.name, 0, file.header_nbytes)
 
 
@@ -50,10 +58,10 @@ class IgnoredLength(Reference):
 class _Json:
     """A json module that reads integers as Python does."""
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any object of the implementation
+    def __getattr__(self, name: str) -> Any:
         return getattr(_json, name)
 
-    def loads(self, text: str, **options: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+    def loads(self, text: str, **options: Any) -> Any:
         """Return the value of a text."""
         return _json.loads(text, **options | {"parse_int": int})
 
@@ -69,13 +77,13 @@ class LaxNumbers(Reference):
     replacements = (("ckptfmt.documents.shard:json", _Json()),)
 
 
-def _has_other(value: Any) -> bool:  # noqa: ANN401 - any object of the implementation
+def _has_other(value: Any) -> bool:
     if isinstance(value, dict | list):
         return any(map(_has_other, value.values() if isinstance(value, dict) else value))
     return value is None or isinstance(value, bool)
 
 
-def _parse_listed(text: bytes, where: str) -> Any:  # noqa: ANN401 - any object of the implementation
+def _parse_listed(text: bytes, where: str) -> Any:
     header = _parse_header(text, where)
     if _has_other(header):
         raise CkptError(Code.SHARD_HEADER_SYNTAX, "a value of another kind", where=where)
@@ -160,7 +168,9 @@ class LostSign(Reference):
 
     def tree_of(self, content: bytes) -> object:
         """Return a tree as tagged JSON, with 0.0 for -0.0."""
-        return json.loads(json.dumps(super().tree_of(content)).replace(f'"{"80" + "00" * 7}"', f'"{"00" * 8}"'))
+        return json.loads(
+            json.dumps(super().tree_of(content)).replace(f'"{"80" + "00" * 7}"', f'"{"00" * 8}"')
+        )
 
 
 class Widened(Reference):

@@ -32,13 +32,15 @@ class ColumnsEverywhere(Reference):
         "parts/invalid/saved-unix-s-text",
     )
 
-    def open(self, path: Any, request: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+    def open(self, path: Any, request: Any) -> Any:
         """Refuse with the code of columns."""
         try:
             return super().open(path, request)
         except Rejected as answer:
             is_table = "msgpack" in str(answer.where) and answer.code == "DOC_SCHEMA"
-            raise Rejected("COLUMN_FORM" if is_table else answer.code, answer.where, answer.phase) from answer
+            raise Rejected(
+                "COLUMN_FORM" if is_table else answer.code, answer.where, answer.phase
+            ) from answer
 
 
 _COLUMNS = ("COLUMN_FORM", "MANIFEST_FIELDS", "SCOPE_FORM", "UNSAFE_PATH")
@@ -57,7 +59,7 @@ class SchemaAlone(Reference):
         "parts/invalid/scope-form",
     )
 
-    def open(self, path: Any, request: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+    def open(self, path: Any, request: Any) -> Any:
         """Refuse with the code of documents."""
         try:
             return super().open(path, request)
@@ -67,7 +69,7 @@ class SchemaAlone(Reference):
             ) from answer
 
 
-def _check_late(signed: Any, where: str) -> Any:  # noqa: ANN401 - any object of the implementation
+def _check_late(signed: Any, where: str) -> Any:
     columns = _columns(signed, tuple(signed), where)
     if "aliases" not in signed:
         raise CkptError(Code.DOC_SCHEMA, "no aliases")
@@ -89,7 +91,7 @@ class MembersFirst(Reference):
     )
 
 
-def _parse_late(columns: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _parse_late(columns: Any) -> Any:
     _check_scopes(columns)
     return _parse_origin(columns)
 
@@ -106,7 +108,7 @@ class TablesFirst(Reference):
     replacements = (("ckptfmt.documents.tables:parse_origin", _parse_late),)
 
 
-def _place_any(rows: Any, nbytes: Any, files: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _place_any(rows: Any, nbytes: Any, files: Any) -> Any:
     try:
         return _place_extents(rows, nbytes, files)
     except CkptError as error:
@@ -123,7 +125,7 @@ class AnyOrder(Reference):
     replacements = (("ckptfmt.documents.holdings:place_extents", _place_any),)
 
 
-def _check_others(columns: Any, name: str, rows: Any, **members: Any) -> None:  # noqa: ANN401 - any object of the implementation
+def _check_others(columns: Any, name: str, rows: Any, **members: Any) -> None:
     if not columns.place("").endswith("#/groups/"):
         _check_increasing(columns, name, rows, **members)
 
@@ -136,7 +138,7 @@ class AnyGroups(Reference):
     replacements = (("ckptfmt.documents.packed:Columns.check_increasing", _check_others),)
 
 
-def _place_apart(rows: Any, nbytes: Any, files: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _place_apart(rows: Any, nbytes: Any, files: Any) -> Any:
     begins = _place_extents(rows, nbytes, files)
     places = list(zip(rows.file.tolist(), begins.tolist(), strict=True))
     if len(set(places)) != len(places):
@@ -152,11 +154,13 @@ class OnePlaceEach(Reference):
     replacements = (("ckptfmt.documents.holdings:place_extents", _place_apart),)
 
 
-def _parse_for_bounds(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _parse_for_bounds(*arguments: Any, **options: Any) -> Any:
     try:
         return _parse_holdings(*arguments, **options)
     except CkptError as error:
-        raise CkptError(Code.BOX_BOUNDS if error.requirement == "REQ-PRT-013" else error.code, "boxes") from error
+        raise CkptError(
+            Code.BOX_BOUNDS if error.requirement == "REQ-PRT-013" else error.code, "boxes"
+        ) from error
 
 
 class BoundsForForm(Reference):
@@ -177,7 +181,11 @@ def _check_nothing(*_: object, **__: object) -> None:
 class AcceptedGap(Reference):
     """It doesn't check that boxes tile their tensor, and returns uninitialized memory in gaps."""
 
-    convicted_by = ("index/invalid/tiling-gap", "index/invalid/tiling-gap-inside", "index/invalid/tiling-overlap")
+    convicted_by = (
+        "index/invalid/tiling-gap",
+        "index/invalid/tiling-gap-inside",
+        "index/invalid/tiling-overlap",
+    )
     replacements = (
         ("ckptfmt.read.files:check_index_tiling", _check_nothing),
         ("ckptfmt.layout.merge:check_sharding", _check_nothing),
@@ -211,7 +219,7 @@ class ManyCuts(Reference):
 _MOST_NBYTES = 255
 
 
-def _short_strings(columns: Any, key: str, **members: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _short_strings(columns: Any, key: str, **members: Any) -> Any:
     most = min(_MOST_NBYTES, members.pop("limit_nbytes", _MOST_NBYTES))
     return _strings(columns, key, limit_nbytes=most, **members)
 
@@ -233,7 +241,9 @@ class NormalNames(Reference):
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Open the checkpoint, and rename all tensors."""
         answer = super().open(path, request)
-        tensors = {unicodedata.normalize("NFC", name): one for name, one in answer["tensors"].items()}
+        tensors = {
+            unicodedata.normalize("NFC", name): one for name, one in answer["tensors"].items()
+        }
         return {**answer, "tensors": tensors}
 
 
@@ -246,10 +256,13 @@ class TidiedNames(Reference):
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Open the checkpoint, and rename its tensors."""
         answer = super().open(path, request)
-        return {**answer, "tensors": {posixpath.normpath(name): one for name, one in answer["tensors"].items()}}
+        return {
+            **answer,
+            "tensors": {posixpath.normpath(name): one for name, one in answer["tensors"].items()},
+        }
 
 
-def _find_by_name(self: Any, field: str, name: str, scope: str = "global") -> Any:  # noqa: ANN401 - any object of the implementation
+def _find_by_name(self: Any, field: str, name: str, scope: str = "global") -> Any:
     return self.tensors.get((field, name, scope))
 
 

@@ -44,7 +44,7 @@ class RoundedIntegers(Reference):
         return json.loads(json.dumps(super().tree_of(content)), object_hook=_round)
 
 
-def _decode_any(items: list[Any], where: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _decode_any(items: list[Any], where: Any) -> Any:
     return _decode_set([["t", *item[1:]] if item[:1] == ["l"] else item for item in items], where)
 
 
@@ -76,7 +76,7 @@ class KeysInSets(Reference):
     replacements = (("ckptfmt.documents.tree:_is_member", _is_key),)
 
 
-def _typed(member: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _typed(member: Any) -> Any:
     return member
 
 
@@ -95,7 +95,7 @@ class TypedMembers(Reference):
     replacements = (("ckptfmt.documents.tree:_comparable", _typed),)
 
 
-def _without_bound(maxlen: Any, values: list[Any]) -> deque[Any]:  # noqa: ANN401 - any object of the implementation
+def _without_bound(maxlen: Any, values: list[Any]) -> deque[Any]:
     return deque(values, None if isinstance(maxlen, list) or (maxlen or 0) >= 1 << 63 else maxlen)
 
 
@@ -129,7 +129,7 @@ class NeverPacks(Reference):
     replacements = (("ckptfmt.documents.tree:pack_items", _write_apart),)
 
 
-def _pack_widest(values: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _pack_widest(values: Any) -> Any:
     packed = _pack_items(values)
     if packed is None or "int" not in packed[0]:
         return packed
@@ -174,11 +174,11 @@ class _AsItIs:
         return True
 
 
-def _pack_nothing(_: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _pack_nothing(_: Any) -> Any:
     return _AsItIs()
 
 
-def _take_any(items: list[Any], where: Any) -> Any:  # noqa: ANN401 - any object of the implementation
+def _take_any(items: list[Any], where: Any) -> Any:
     return _decode_items(items, where)
 
 
@@ -211,11 +211,14 @@ class OneByOne(Reference):
     breaks = ("REQ-TRE-010",)
     convicted_by = ("trees/valid/packed",)
     replacements = (
-        ("ckptfmt.documents.tree:_DECODERS", {tag: one for tag, one in _decoders.items() if tag not in "LUQ"}),
+        (
+            "ckptfmt.documents.tree:_DECODERS",
+            {tag: one for tag, one in _decoders.items() if tag not in "LUQ"},
+        ),
     )
 
 
-def _unpack_whole(items: list[Any], where: Any) -> list[Any]:  # noqa: ANN401 - any object of the implementation
+def _unpack_whole(items: list[Any], where: Any) -> list[Any]:
     if items[0] == "str":
         text = items[2].encode()
         ends = [0, *itertools.accumulate(items[1][1])]
@@ -226,7 +229,7 @@ def _unpack_whole(items: list[Any], where: Any) -> list[Any]:  # noqa: ANN401 - 
     return found
 
 
-def _unpack_tuple(items: list[Any], where: Any) -> tuple[Any, ...]:  # noqa: ANN401 - any object of the implementation
+def _unpack_tuple(items: list[Any], where: Any) -> tuple[Any, ...]:
     return tuple(_unpack_whole(items, where))
 
 
@@ -239,10 +242,12 @@ class CutLists(Reference):
         "trees/invalid/packed-short-text",
         "trees/invalid/packed-within-a-character",
     )
-    replacements = (("ckptfmt.documents.tree:_DECODERS", {**_decoders, "L": _unpack_whole, "U": _unpack_tuple}),)
+    replacements = (
+        ("ckptfmt.documents.tree:_DECODERS", {**_decoders, "L": _unpack_whole, "U": _unpack_tuple}),
+    )
 
 
-def _decode_deque(items: list[Any], where: Any) -> deque[Any]:  # noqa: ANN401 - any object of the implementation
+def _decode_deque(items: list[Any], where: Any) -> deque[Any]:
     return deque(_unpack_items(items[1:], where=str(where)), items[0])
 
 

@@ -37,7 +37,10 @@ class Ckptfmt:
         return Description(
             name="ckptfmt",
             version=ckptfmt.__version__,
-            settings="ckptfmt.save and ckptfmt.load in place; a Checkpointer with its saver process for async saves",
+            settings=(
+                "ckptfmt.save and ckptfmt.load in place; a Checkpointer with its saver"
+                " process for async saves"
+            ),
         )
 
     def save(self, path: Path, state: Mapping[str, object], step: int) -> None:

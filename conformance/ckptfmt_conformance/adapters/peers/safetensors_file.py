@@ -29,8 +29,10 @@ class SafetensorsFile:
         return Description(
             name="safetensors",
             version=safetensors.__version__,
-            settings="save_file of contiguous tensors to a temporary name, fsync, rename, fsync of the directory; "
-            "load_file; the step in its metadata; names and shapes compared as load_state_dict does",
+            settings="save_file of contiguous tensors to a temporary name, fsync, rename, fsync"
+            " of the directory; "
+            "load_file; the step in its metadata; names and shapes compared as load_state_dict"
+            " does",
             keeps=frozenset({"step"}),
             remarks={"damage/flipped-bit": _NO_CHECKSUM, "damage/zero-tail": _NO_CHECKSUM},
         )
@@ -42,11 +44,14 @@ class SafetensorsFile:
         tensors = cast("Mapping[str, torch.Tensor]", state["tensors"])
         # save_file refuses non-contiguous tensors, and the error recommends this copy.
         contiguous = {
-            name: tensor if tensor.is_contiguous() else tensor.contiguous() for name, tensor in tensors.items()
+            name: tensor if tensor.is_contiguous() else tensor.contiguous()
+            for name, tensor in tensors.items()
         }
         replace_durably(
             path,
-            lambda temporary: safetensors.torch.save_file(contiguous, temporary, metadata={"step": str(step)}),
+            lambda temporary: safetensors.torch.save_file(
+                contiguous, temporary, metadata={"step": str(step)}
+            ),
         )
 
     def load(self, path: Path, state: Mapping[str, object]) -> Loaded:
@@ -57,7 +62,9 @@ class SafetensorsFile:
             raise KeyError(f"unexpected or missing: {sorted(tensors.keys() ^ live.keys())}")
         for name, tensor in tensors.items():
             if tensor.shape != live[name].shape:
-                raise ValueError(f"{name}: shape {tuple(tensor.shape)} for {tuple(live[name].shape)}")
+                raise ValueError(
+                    f"{name}: shape {tuple(tensor.shape)} for {tuple(live[name].shape)}"
+                )
         with safetensors.safe_open(path, framework="pt") as file:
             step = int(file.metadata()["step"])
         return Loaded({"tensors": tensors}, step)

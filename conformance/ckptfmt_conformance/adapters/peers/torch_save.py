@@ -14,7 +14,8 @@ __all__ = ["TorchSave"]
 
 _NO_CRC = (
     "Its archives hold CRC-32 sums, and torch.load doesn't compare them: "
-    "https://github.com/pytorch/pytorch/pull/28858, https://github.com/pytorch/pytorch/issues/126952"
+    "https://github.com/pytorch/pytorch/pull/28858,"
+    " https://github.com/pytorch/pytorch/issues/126952"
 )
 
 
@@ -33,7 +34,9 @@ class TorchSave:
 
     def save(self, path: Path, state: Mapping[str, object], step: int) -> None:
         """Save a file."""
-        replace_durably(path, lambda temporary: torch.save({"state": dict(state), "step": step}, temporary))
+        replace_durably(
+            path, lambda temporary: torch.save({"state": dict(state), "step": step}, temporary)
+        )
 
     def load(self, path: Path, state: Mapping[str, object]) -> Loaded:
         """Load the whole file. A missing key is an error, as in ``load_state_dict``."""

@@ -79,7 +79,11 @@ def _patch_write(name: str) -> None:
             if _take("lose"):
                 return nbytes
             if _take("short"):
-                return int(original(fd, memoryview(data).cast("B")[: nbytes // 2 // 512 * 512 or nbytes], *rest))
+                return int(
+                    original(
+                        fd, memoryview(data).cast("B")[: nbytes // 2 // 512 * 512 or nbytes], *rest
+                    )
+                )
         return int(original(fd, data, *rest))
 
     setattr(os, name, write)
