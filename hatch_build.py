@@ -1,4 +1,4 @@
-"""The text that a package index shows of ckptfmt: README.md, in which no link leads to a file that isn't there."""
+"""The text of a package index about ckptfmt: README.md without links to files."""
 
 from __future__ import annotations
 

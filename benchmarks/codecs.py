@@ -91,12 +91,12 @@ class Zstd:
     def prepare(self, base: Contents) -> None:
         """Return nothing: it doesn't know of a base."""
 
-    def encode(self, new: Contents, known: None) -> Stored:  # noqa: ARG002 - there is no base
+    def encode(self, new: Contents, known: None) -> Stored:  # noqa: ARG002
         """Return what is stored."""
         compressor = zstandard.ZstdCompressor(level=self._level).compressobj(size=_nbytes(new))
         return [*(compressor.compress(content) for content in new.values()), compressor.flush()]
 
-    def decode(self, stored: Stored, out: Contents, known: None) -> None:  # noqa: ARG002 - there is no base
+    def decode(self, stored: Stored, out: Contents, known: None) -> None:  # noqa: ARG002
         """Fill `out` with the newer state."""
         whole = zstandard.ZstdDecompressor().decompressobj()
         content = memoryview(b"".join(whole.decompress(piece) for piece in stored))

@@ -264,7 +264,7 @@ class _Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def _hash(staged: Future[Any], then: Callable[[], object]) -> None:
     """Make the digest of every tensor, as a save of ckptfmt does, and what is to be done then."""
-    leaves, _ = torch.utils._pytree.tree_flatten(staged.result())  # noqa: SLF001 - torch's own savers use it
+    leaves, _ = torch.utils._pytree.tree_flatten(staged.result())  # noqa: SLF001
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
@@ -296,7 +296,7 @@ def _make_raw_writer(nbytes: int) -> RawWriter:
 
 
 def _train_dcp(how: str, directory: Path, nbytes: int, clock: _Clock) -> None:
-    import torch.distributed as dist  # noqa: PLC0415 - of one framework, as below
+    import torch.distributed as dist  # noqa: PLC0415
     from torch.distributed.checkpoint import state_dict_saver as dcp  # noqa: PLC0415
     from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: PLC0415
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
@@ -383,7 +383,7 @@ def _train_transformers(how: str, directory: Path, nbytes: int, clock: _Clock) -
     )
     kind = CkptfmtTrainer if how == "ckptfmt" else transformers.Trainer
     trainer = kind(model=_Net(nbytes), args=arguments, train_dataset=_Rows(), callbacks=[Stamps()])
-    trainer._save_checkpoint = clock.timed(trainer._save_checkpoint)  # noqa: SLF001 - what stands in a step's way
+    trainer._save_checkpoint = clock.timed(trainer._save_checkpoint)  # noqa: SLF001
     trainer.train()
 
 

@@ -69,7 +69,7 @@ class LoneUpload:
 
 def main(arguments: str) -> None:
     """Put an object for each line of the standard input."""
-    import obstore  # noqa: PLC0415 - an extra
+    import obstore  # noqa: PLC0415
     from obstore.store import from_url  # noqa: PLC0415
 
     bucket, nbytes, part_nbytes, count = json.loads(arguments)

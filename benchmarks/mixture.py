@@ -180,8 +180,8 @@ def _cut_irregular(
 
 
 def _part_of(box: Box, dim: int, begin: int, end: int) -> Box:
-    replace: Callable[[tuple[int, ...], int], tuple[int, ...]] = (
-        lambda old, new: (  # noqa: E731
+    replace: Callable[[tuple[int, ...], int], tuple[int, ...]] = (  # noqa: E731
+        lambda old, new: (
             *old[:dim],
             new,
             *old[dim + 1 :],

@@ -56,7 +56,7 @@ class Ours:
             "reports": list(self._checkpointer.reports),
         }
 
-    def start(self, path: Path | None = None) -> Pending:  # noqa: ARG002 - the run decides the place
+    def start(self, path: Path | None = None) -> Pending:  # noqa: ARG002
         """Ask for a save of the next step."""
         self._checkpointer.step += 1
         handle = self._checkpointer.save()

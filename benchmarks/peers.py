@@ -243,7 +243,7 @@ def process_group() -> Iterator[None]:
         yield
     finally:
         # DCP keeps its saver process in a global, and only the interpreter's end would stop it.
-        process_executor._CHECKPOINT_PROCESS = None  # noqa: SLF001 - there is no public way to end it
+        process_executor._CHECKPOINT_PROCESS = None  # noqa: SLF001
         dist.destroy_process_group()
 
 

@@ -100,14 +100,14 @@ class Ours:
             "reports": list(self._checkpointer.reports),
         }
 
-    def save(self, key: str) -> None:  # noqa: ARG002 - the run decides the place
+    def save(self, key: str) -> None:  # noqa: ARG002
         """Save the next step."""
         self._checkpointer.step += 1
         handle = self._checkpointer.save()
         assert handle is not None
         handle.wait()
 
-    def load(self, key: str) -> None:  # noqa: ARG002 - the newest
+    def load(self, key: str) -> None:  # noqa: ARG002
         """Load the newest checkpoint of the run."""
         report = ckptfmt.load(self._run, self._trainer.state)
         self.reads = {"requests": report.reads.request_count, "nbytes": report.reads.read_nbytes}  # type: ignore[union-attr]
@@ -138,7 +138,7 @@ class Bound:
     verifies = "nothing"
 
     def __init__(self, bucket: str, content: torch.Tensor, setting: tuple[int, int]) -> None:
-        import obstore  # noqa: PLC0415 - an extra
+        import obstore  # noqa: PLC0415
         from obstore.store import from_url  # noqa: PLC0415
 
         self._obstore = obstore
@@ -251,7 +251,7 @@ class Connector:
     def __init__(
         self, bucket: str, tensors: Mapping[str, torch.Tensor], *, thread_count: int
     ) -> None:
-        from s3torchconnector import S3ClientConfig, dcp  # noqa: PLC0415 - not everybody has it
+        from s3torchconnector import S3ClientConfig, dcp  # noqa: PLC0415
 
         self._dcp = dcp
         self._bucket = bucket
@@ -292,7 +292,7 @@ class TorchS3fs:
     def __init__(
         self, bucket: str, tensors: Mapping[str, torch.Tensor], *, block_nbytes: int
     ) -> None:
-        import s3fs  # noqa: PLC0415 - not everybody has it
+        import s3fs  # noqa: PLC0415
 
         self._bucket = bucket.removeprefix("s3://")
         self._tensors = tensors
@@ -448,7 +448,7 @@ class _Races:
 
     def _delete(self, key: str) -> None:
         """Delete what was saved under a name: a full server answers no request, and says nothing."""
-        import obstore  # noqa: PLC0415 - an extra
+        import obstore  # noqa: PLC0415
         from obstore.store import from_url  # noqa: PLC0415
 
         store = from_url(self._bucket, client_options={"allow_http": True})

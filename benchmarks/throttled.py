@@ -129,7 +129,7 @@ class ThrottledStore:
         with self._inner.open_ranges(path) as ranges:
             yield _ThrottledRanges(ranges, self._link)
 
-    def waits(self, path: str) -> bool:  # noqa: ARG002 - all files are equally far away
+    def waits(self, path: str) -> bool:  # noqa: ARG002
         """Say that reads wait."""
         return True
 

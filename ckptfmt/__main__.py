@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _forget_output()
         return EXIT_PIPE
-    except Exception as error:  # noqa: BLE001 - the outermost frame: a traceback says nothing to who runs a command
+    except Exception as error:  # noqa: BLE001
         from ckptfmt.errors import CkptError
 
         if isinstance(error, CkptError):
@@ -105,7 +105,7 @@ def _no_command(name: str) -> Exception:
 
     near = suggest(name, COMMANDS)
     remedy = f"Did you mean `{PROGRAM} {near}`?" if near else f"One of {', '.join(COMMANDS)}."
-    if near is None and os.path.exists(name):  # noqa: PTH110 - pathlib takes as long to import as all of this
+    if near is None and os.path.exists(name):  # noqa: PTH110
         remedy = f"A command comes first: `{PROGRAM} inspect {name}` shows what is there."
     return err(Code.ARGUMENT, f"there is no command {name!r}", remedy=remedy)
 

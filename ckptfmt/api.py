@@ -580,7 +580,8 @@ def _say_what_is_there(error: CkptError, path: PathOrStore) -> CkptError:
     if not isinstance(path, str | os.PathLike) or is_url(path):
         return error
     if not os.path.lexists(path):
-        detail, remedy = "nothing is at this path", suggest_path(os.fsdecode(path))
+        detail = "nothing is at this path"
+        remedy = suggest_path(os.fsdecode(path))
         return err(
             error.code,
             detail,

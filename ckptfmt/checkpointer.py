@@ -231,14 +231,20 @@ class Checkpointer:
     ) -> None:
         self._rehearsal = Rehearsal.from_environment()
         if self._rehearsal is not None:  # a rehearsal replaces only places and intervals
-            run, every, mtbf = self._rehearsal.place(run), self._rehearsal.every, None
-            mirrors, cache, cache_nbytes, upload_every, peers = (), None, None, 1, 0
-            resume, witness, rehearse = "auto", True, 0
-        cadence, signals, self._resume = (
-            parse_every(every),
-            StopSignals(stop_on, deadline_s=stop_deadline_s),
-            resume,
-        )
+            run = self._rehearsal.place(run)
+            every = self._rehearsal.every
+            mtbf = None
+            mirrors = ()
+            cache = None
+            cache_nbytes = None
+            upload_every = 1
+            peers = 0
+            resume = "auto"
+            witness = True
+            rehearse = 0
+        cadence = parse_every(every)
+        signals = StopSignals(stop_on, deadline_s=stop_deadline_s)
+        self._resume = resume
         self._init, self._retention = (
             InitFrom.of(init_from),
             Retention.of(keep, keep_every, keep_best),
@@ -256,24 +262,20 @@ class Checkpointer:
             peers=PeerOptions.of(peers, node, has_cache=cache is not None),
             failed_saves=failed_saves,
         )
-        self._peers, self._writer_features = (
-            options.peers,
-            () if options.delta.mode == "off" else (REFERENCED,),
-        )
-        allowed, self._state, self._share = check_allow(allow), state, share
+        self._peers = options.peers
+        self._writer_features = () if options.delta.mode == "off" else (REFERENCED,)
+        allowed = check_allow(allow)
+        self._state = state
+        self._share = share
         self._choices: dict[str, Any] = {"allow": allowed, "strict": strict, "override": override}
-        self._store, self._deadline_s, self._cache = (
-            open_store(run, writable=True),
-            deadline_s,
-            options.cache,
-        )
+        self._store = open_store(run, writable=True)
+        self._deadline_s = deadline_s
+        self._cache = options.cache
         self._group: Group = make_group(
             writer, agree, self._store, deadline_s=deadline_s, stop_end_s=signals.end_s
         )
-        meters, self.passed_over = (
-            make_meters(every, mtbf, self._group, options.cache, ledger=ledger),
-            [],
-        )
+        meters = make_meters(every, mtbf, self._group, options.cache, ledger=ledger)
+        self.passed_over = []
         self._count, self._pace = (
             StepCount(state),
             Pace(self._group, cadence, meters, signals, triggers),
@@ -511,7 +513,7 @@ class Checkpointer:
         ready = self._saves.prepare if self._is_prepared else self._saves.check
         ready(self._count.state, step=self.step)
         if self._checkpoint is not None:
-            assert self._state is not None  # noqa: S101 - restore() requires a state
+            assert self._state is not None  # noqa: S101
             self._restore_streams(self._checkpoint, self._state)
         self._pace.begin()
         self._pace.meters.note_begun(self.step)
@@ -523,7 +525,7 @@ class Checkpointer:
 
         The RNG streams are restored: a launch that resumes counts no step before.
         """
-        assert self.launch is not None  # noqa: S101 - restore() has called choose()
+        assert self.launch is not None  # noqa: S101
         self._witness.begin(self._store, self.launch, step, self._load_report, self._count.state)
 
     def _begin_itself(self) -> None:
@@ -705,9 +707,11 @@ class Checkpointer:
         if not self._is_prepared:
             self._saves.prepare(self._count.state, step=self.step)
             self._is_prepared = True
-        is_over, is_last = self.stopped, self.step == total
+        is_over = self.stopped
+        is_last = self.step == total
         # After a stop no further save is due: the stop has saved. Explicit requests are still met.
-        requested, self._requested = self._requested, None
+        requested = self._requested
+        self._requested = None
         will_save = (
             bool(requested)
             or is_last
@@ -762,12 +766,13 @@ class Checkpointer:
         label: Callable[[], Labels] | None = None,
         to_home: bool = False,
     ) -> SaveHandle | None:
-        assert self.launch is not None and self._run is not None  # noqa: S101, PT018 - restore() sets both
+        assert self.launch is not None and self._run is not None  # noqa: PT018, S101
         is_new = self._agree(step)
         self.stopped |= self.alarm is not None
         if self._pace.gives_up() or not is_new:
             return None
-        place, ledger = (self._store, self._run, self.launch), self._pace.meters.ledger(self.step)
+        place = (self._store, self._run, self.launch)
+        ledger = self._pace.meters.ledger(self.step)
         target = Target.in_run(*place, step=self.step, retention=self._retention, ledger=ledger)
         handle = self._saves.save(
             self._count.state,
@@ -780,7 +785,8 @@ class Checkpointer:
         )
         self._unsaved.note_saved()
         if handle.state != "SKIPPED":
-            self._handle, self._saved_step = handle, self.step
+            self._handle = handle
+            self._saved_step = self.step
             self._witness.note_saved(self.step, self._count.state)
             if self.launch.resume_from is None and self._short_rehearsal.note_saved(
                 self.step, handle
@@ -808,8 +814,10 @@ class Checkpointer:
         """Load this launch's first save into the live state, to repeat the later steps."""
         if self.stopped:
             return
-        state, first, group = self._count.state, self._short_rehearsal.first, self._group
-        assert self.launch is not None and first is not None  # noqa: S101, PT018 - a save was made
+        state = self._count.state
+        first = self._short_rehearsal.first
+        group = self._group
+        assert self.launch is not None and first is not None  # noqa: PT018, S101
         obstacle = "witness=False, or a run in memory: no step is recorded"
         if self._witness.is_recording:
             obstacle = self._short_rehearsal.find_obstacle(state, timeout_s=self._deadline_s)
@@ -842,7 +850,9 @@ class Checkpointer:
             deadline_s=self._deadline_s,
             cache=self._cache,
         )
-        self.launch, self._run, self._checkpoint = taken.launch, taken.run, taken.checkpoint
+        self.launch = taken.launch
+        self._run = taken.run
+        self._checkpoint = taken.checkpoint
         self.passed_over = taken.passed_over
         self._pace.meters.note_launch(self._store, taken)
         self._saves.take_reports(taken.reports)
@@ -855,7 +865,8 @@ class Checkpointer:
         )
         carry_init(checkpoint, state, self._group)
         self._count.go_to(checkpoint.step, mark_streams(state, self._group))
-        self._is_whole, self._saved_step = True, checkpoint.step
+        self._is_whole = True
+        self._saved_step = checkpoint.step
         _LOG.debug(
             "step %d restored from %s; random-number streams come last", self.step, checkpoint.title
         )
@@ -867,16 +878,18 @@ class Checkpointer:
             lambda: open_checkpoint(init.path, digest=init.digest),
             lambda found: (found, init.load(state, found, self._group, share=self._share)),
         )
-        assert self.launch is not None  # noqa: S101 - restore() chooses first
+        assert self.launch is not None  # noqa: S101
         if init.is_whole:
-            self._checkpoint, self._is_whole = checkpoint, True
+            self._checkpoint = checkpoint
+            self._is_whole = True
             self._count.go_to(checkpoint.step, mark_streams(state, self._group))
         else:
             checkpoint.close()
             self._talk.tell_begun(self.launch, checkpoint.store.name, self.step, state)
 
     def _restore_streams(self, checkpoint: Checkpoint, state: State) -> None:
-        group, drawn = self._group, self._count.find_drawn()
+        group = self._group
+        drawn = self._count.find_drawn()
         settled = () if self._load_report is None else self._load_report.settled
         found = group.together(
             lambda: restore_streams(
@@ -891,11 +904,11 @@ class Checkpointer:
         checkpoint.close()
         self._checkpoint = None
         self._count.is_streamless = False
-        assert self._load_report is not None  # noqa: S101 - set by the load
+        assert self._load_report is not None  # noqa: S101
         # State outside of `State` isn't restored from any checkpoint: it lowers the claim.
         found = (*drawn, *found, *self._saves.unsaved)
         self._load_report = claim_of_all(self._load_report.with_streams(found), self._group)
-        assert self.launch is not None  # noqa: S101 - restore() chooses first
+        assert self.launch is not None  # noqa: S101
         name = checkpoint.store.name
         source = (
             f"launch {checkpoint.manifest.origin.launch} ({name})"

@@ -67,7 +67,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
     Raises: StateError(STATE_UNSUPPORTED) for a dtype missing in numpy and in ml_dtypes.
     """
-    import ml_dtypes  # noqa: PLC0415 - a twentieth of a second that validate needn't pay
+    import ml_dtypes  # noqa: PLC0415
 
     if hasattr(ml_dtypes, name):
         found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))

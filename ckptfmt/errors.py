@@ -82,7 +82,8 @@ class CkptError(Exception):
     def below(self, directory: str) -> Self:
         """Return the error with its place below a directory; unchanged if already there.
 
-        >>> err(Code.FILE_MISSING, "no such file", where="manifest.json").below("step-00000003-l0001").where
+        >>> err(Code.FILE_MISSING, "no such file",
+        ...     where="manifest.json").below("step-00000003-l0001").where
         'step-00000003-l0001/manifest.json'
         """
         directory = encodable(directory)
@@ -170,10 +171,11 @@ class Code(StrEnum):
     error: type[CkptError]
     remedy: str
 
-    def __new__(cls, code: str, error: type[CkptError], remedy: str) -> Self:  # noqa: D102 - a row
+    def __new__(cls, code: str, error: type[CkptError], remedy: str) -> Self:  # noqa: D102
         member = str.__new__(cls, code)
         member._value_ = code
-        member.error, member.remedy = error, remedy
+        member.error = error
+        member.remedy = remedy
         return member
 
     # documents
@@ -648,7 +650,8 @@ def err(
 ) -> CkptError:
     """Return the error of a code, of the class and with the default remedy of the table.
 
-    >>> str(err(Code.FILE_MISSING, "no such file", where="parts/x.msgpack", remedy="look elsewhere"))
+    >>> str(err(Code.FILE_MISSING, "no such file", where="parts/x.msgpack",
+    ...     remedy="look elsewhere"))
     'FILE_MISSING at parts/x.msgpack: no such file. Remedy: look elsewhere'
     """
     return code.error(
@@ -702,7 +705,7 @@ def _without_secrets(text: str) -> str:
     return _SECRETS.sub(lambda found: found[1] + found[2] + ("?..." if found[3] else ""), text)
 
 
-def _rebuild(  # noqa: PLR0917 - pickle passes arguments by position
+def _rebuild(  # noqa: PLR0917
     cls: type[CkptError],
     code: Code,
     detail: str,

@@ -61,7 +61,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """
     try:
         return action(), None
-    except Exception as error:  # noqa: BLE001 - see above
+    except Exception as error:  # noqa: BLE001
         return None, error
 
 
@@ -293,11 +293,12 @@ class _TorchExchange:
         deadline_s: float,
         stop_end_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        default_store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
+        default_store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
         self._store = distributed.PrefixStore("ckptfmt", default_store)
         self._writer = writer
         self._writer_count = writer_count
-        self._deadline, self._stop_end_s = dt.timedelta(seconds=deadline_s), stop_end_s
+        self._deadline = dt.timedelta(seconds=deadline_s)
+        self._stop_end_s = stop_end_s
 
     def __call__(self, value: bytes) -> list[bytes]:
         outcomes: list[tuple[tuple[list[str], list[bytes]] | None, Exception | None]] = []
@@ -402,7 +403,8 @@ class _StoreExchange:
 
     def __call__(self, value: bytes) -> list[bytes]:
         while True:
-            number, self._number = self._number, self._number + 1
+            number = self._number
+            self._number = self._number + 1
             try:
                 self._store.create(self._path(number, self._writer), [value])
             except CkptError as error:

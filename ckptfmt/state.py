@@ -38,11 +38,13 @@ _EXTRA: Final = "extra/"
 def place_of(field: str, name: str) -> str:
     """Return the name of a part of a `State` in messages, given field and name in a checkpoint.
 
-    >>> place_of("weights", "head.bias"), place_of("optimizer", "extra/scheduler"), place_of("data", "")
+    >>> (place_of("weights", "head.bias"), place_of("optimizer", "extra/scheduler"),
+    ...  place_of("data", ""))
     ('weights:head.bias', 'extra:scheduler', 'data')
     """
     if field == "optimizer" and name.startswith(_EXTRA):
-        field, name = "extra", name.removeprefix(_EXTRA)
+        field = "extra"
+        name = name.removeprefix(_EXTRA)
     return f"{field}:{name}" if name else field
 
 

@@ -1,4 +1,4 @@
-"""How Sphinx builds the pages: README, docs/, spec/ and the rest in one tree, so that links between them are checked.
+"""The configuration of Sphinx: README, docs/, spec/ and the rest are one tree with checked links.
 
 `make docs` calls it with the checkout as the source folder and fails on the first warning. Nothing
 is fetched.
@@ -75,7 +75,7 @@ def _sections_to_fields(
 
 
 def setup(app: "Sphinx") -> None:
-    """Show the fences that no lexer knows as plain text, and the sections of docstrings as fields."""
+    """Show fences without a lexer as plain text, and the sections of docstrings as fields."""
     for name in _PLAIN_FENCES:
         app.add_lexer(name, TextLexer)
     app.connect(

@@ -271,7 +271,7 @@ def parse_signed(content: bytes) -> dict[str, Any]:
 
 def parse_json(content: bytes) -> dict[str, Any]:
     """Return what a JSON document signs, unchecked."""
-    import json  # noqa: PLC0415 - only here
+    import json  # noqa: PLC0415
 
     signed: dict[str, Any] = json.loads(content)["signed"]
     return signed

@@ -203,7 +203,7 @@ def main(variables: dict[str, str], output: str, scene: str, options: dict[str, 
         {"go_on": go_on, "lose_a_node": lose_a_node, "stop_a_partner": stop_a_partner}[scene](
             Training(options)
         )
-    except BaseException:  # noqa: BLE001 - the test prints what the process printed
+    except BaseException:  # noqa: BLE001
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)

@@ -185,7 +185,7 @@ def test_close_leaves_a_saver_that_takes_too_long(tmp_path) -> None:
     assert not link.close(0.5, drain_s=0.05)
     assert time.monotonic() - begin_s < WAIT_S / 2
     os.kill(link.pid, signal.SIGCONT)
-    assert any(not os.path.exists(f"/proc/{link.pid}") for _ in poll(WAIT_S))  # noqa: PTH110 - ended, and reaped
+    assert any(not os.path.exists(f"/proc/{link.pid}") for _ in poll(WAIT_S))  # noqa: PTH110
     told.slots.pop().close()
     assert any(open_fds() == before for _ in poll(WAIT_S))
 

@@ -304,7 +304,7 @@ class Noisy(nn.Linear):
 def test_a_generator_anywhere_in_the_state_goes_on_where_it_stood(
     tmp_path: Path, kind: str
 ) -> None:
-    import random  # noqa: PLC0415 - its name is that of attributes here
+    import random  # noqa: PLC0415
 
     def make(seed: int) -> tuple[ckptfmt.State, Any]:
         weights = Noisy(seed)

@@ -534,9 +534,9 @@ def test_replicas_of_what_is_home_are_settled(tmp_path: pathlib.Path) -> None:
             peers=1,
             node=f"node {writer}",
         ) as run:
-            cache = NodeCache(
-                CacheOptions(path=str(caches[writer])), run.checkpointer.launch.run_id
-            )  # type: ignore[union-attr]
+            assert run.checkpointer.launch is not None
+            run_id = run.checkpointer.launch.run_id
+            cache = NodeCache(CacheOptions(path=str(caches[writer])), run_id)
 
             def is_there(step: int) -> bool:
                 """Tell whether the partner's save is here, and nobody is at work on it any more."""
@@ -632,7 +632,7 @@ class Processes:
             **meeting,
         }
         plain = json.loads(json.dumps(options, default=str))
-        from tests import peer_training  # noqa: PLC0415 - it imports what the other tests here don't need
+        from tests import peer_training  # noqa: PLC0415
 
         self._running = [
             fork(

@@ -178,7 +178,7 @@ def test_any_division_of_rows_gives_the_same_tensor(cuts, order):
 
 
 def memory_store():
-    from ckptfmt.store.memory import MemoryStore  # noqa: PLC0415 - a store for properties alone
+    from ckptfmt.store.memory import MemoryStore  # noqa: PLC0415
 
     return MemoryStore()
 

@@ -256,7 +256,7 @@ def test_loop_that_is_left_gives_the_signals_back(before, leave) -> None:
 
 
 def test_second_signal_ends_even_a_save_that_hangs(before) -> None:
-    class Impatient(Exception):  # noqa: N818 - what somebody else's handler raises
+    class Impatient(Exception):  # noqa: N818
         pass
 
     def leave() -> None:

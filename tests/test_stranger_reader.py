@@ -59,7 +59,7 @@ def save_by_two(path, state_of):
     def work(i):
         try:
             ckptfmt.save(path, state_of(i), step=3, writer=(i, 2), agree=all_gather(i))
-        except BaseException as error:  # noqa: BLE001 a thread hands its error to the test
+        except BaseException as error:  # noqa: BLE001
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
@@ -387,7 +387,7 @@ def test_the_worked_example_of_the_specification(tmp_path):
     }
 
 
-def put_cut_tensor(root, array, cuts):  # noqa: PLR0915 documents, member by member as page 40 has them
+def put_cut_tensor(root, array, cuts):  # noqa: PLR0915
     """A checkpoint made from the specification alone: one array, and for each writer the boxes that it wrote."""
     attempt, tables = (
         "0123456789abcdef",

@@ -68,7 +68,7 @@ def _version_of(name: str) -> str | None:
 
 
 def _describe_devices() -> dict[str, Any]:
-    import torch  # noqa: PLC0415 - perhaps it isn't there
+    import torch  # noqa: PLC0415
 
     properties = [
         torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())

@@ -27,10 +27,11 @@ ABSENT: Final = "<absent>"
 #: Environment variables that select kernels, reductions or thread counts.
 _ENVIRONMENT: Final = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA",
-    "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE",
-    "NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_NTHREADS", "NCCL_NVLS_ENABLE",
-    "NCCL_COLLNET_ENABLE", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "FLASH_ATTENTION_DETERMINISTIC",
-    "MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC", "PYTHONHASHSEED",
+    "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS",
+    "NCCL_NTHREADS", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "FLASH_ATTENTION_DETERMINISTIC", "MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC",
+    "PYTHONHASHSEED",
 )  # fmt: skip
 _COMMIT_VARIABLES: Final = ("CKPTFMT_GIT_COMMIT", "GITHUB_SHA")
 
@@ -117,7 +118,8 @@ def find_differences(saved: object, live: object) -> list[tuple[str, object, obj
     >>> find_differences({}, {"a": 1}), find_differences({"a": {}}, {"a": {"b": 1}})
     ([('a', '<absent>', 1)], [('a/b', '<absent>', 1)])
     """
-    left, right = dict(_flatten(saved, "")), dict(_flatten(live, ""))
+    left = dict(_flatten(saved, ""))
+    right = dict(_flatten(live, ""))
     # an empty container differs only by the other side's items
     for side, other in ((left, right), (right, left)):
         empty = [
@@ -150,7 +152,7 @@ def _flatten(value: object, path: str) -> Iterator[tuple[str, object]]:
 def _same(left: object, right: object) -> bool:
     if type(left) is not type(right):
         return False
-    return left == right or (left != left and right != right)  # noqa: PLR0124 - a NaN equals the same NaN here
+    return left == right or (left != left and right != right)  # noqa: PLR0124
 
 
 def topology(*, worker_count: int) -> dict[str, object]:

@@ -124,7 +124,8 @@ class ForeignLoader(_Adapter):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches, from the current position."""
-        batches, self._begun = iter(self._loader) if self._begun is None else self._begun, None
+        batches = iter(self._loader) if self._begun is None else self._begun
+        self._begun = None
         return self._batches(batches)
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -196,7 +197,8 @@ class ConsumedSamples(_Adapter):
         counts = {name: getattr(self._holder, name) for name in self._names}
         # The first call after a load returns the loaded state, for comparison. Later calls use the
         # current number of workers.
-        loaded, self._loaded = self._loaded, None
+        loaded = self._loaded
+        self._loaded = None
         if loaded is not None and loaded["state"] == counts:
             return loaded
         return self._tree("run", counts)
@@ -247,7 +249,7 @@ def settle(loader: Any, loaded: object) -> bool:
     wanted = _batches_taken(loaded)
     excess = (_batches_taken(loader.state_dict()) or 0) - (wanted or 0)
     if excess > 0 and hasattr(iterator, "_num_yielded"):
-        iterator._num_yielded -= excess  # noqa: SLF001 - no public way leads to it
+        iterator._num_yielded -= excess  # noqa: SLF001
         snapshot = getattr(iterator, "_snapshot", None)
         if isinstance(snapshot, dict):
             snapshot[_SNAPSHOT_STEP] -= excess

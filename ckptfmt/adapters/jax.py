@@ -48,8 +48,8 @@ _PLAIN_NODES: Final = (type(None), dict, list, tuple, OrderedDict)
 _WEAK: Final[dict[str, type]] = {"i": int, "f": float, "c": complex}
 #: Settings that determine bits of results.
 _SETTINGS: Final = (
-    "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_numpy_dtype_promotion",
-    "jax_threefry_partitionable",
+    "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64",
+    "jax_numpy_dtype_promotion", "jax_threefry_partitionable",
 )  # fmt: skip
 
 

@@ -98,7 +98,8 @@ def list_doubts(state: State, *, worker: int) -> list[str]:
     The first case is an optimizer with a state saved by the positions of the parameters, not by
     their names. The second case is a learning-rate schedule without a scheduler in the State.
     """
-    side, units = torch_side(), list(walk(state, worker=worker))
+    side = torch_side()
+    units = list(walk(state, worker=worker))
     groups = [
         group for unit in units if unit.kind is Kind.OPTIMIZER for group in unit.value.param_groups
     ]
@@ -357,7 +358,8 @@ class Live:
                 Code.ARGUMENT, f"there is no worker {worker} of {worker_count}", where="writer"
             )
         units = tuple(walk(state, worker=worker))
-        side, of_jax = torch_side(), jax_side()
+        side = torch_side()
+        of_jax = jax_side()
         trees = [unit for unit in units if unit.kind is Kind.TREE]
         jax_facts = {} if of_jax is None else of_jax.local_facts(trees)
         if side is None:
@@ -436,7 +438,8 @@ def _tensor_paths(side: ModuleType, unit: Unit) -> Iterator[tuple[tuple[object, 
 
 #: The attributes of a `TensorSource`.
 _SOURCE: Final = (
-    "aliases", "boxes", "copy_into", "dtype", "field", "global_shape", "name", "replica", "scope", "storage",
+    "aliases", "boxes", "copy_into", "dtype", "field", "global_shape", "name", "replica", "scope",
+    "storage",
 )  # fmt: skip
 
 

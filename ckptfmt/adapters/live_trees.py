@@ -85,7 +85,8 @@ def prefix_of(path: Iterable[object]) -> str:
 def find_below(tree: object, path: Iterable[object]) -> Any:
     """Return the value at a path of keys and positions in a tree, or None if there is none.
 
-    >>> find_below({"optimizers": [1, 2]}, ["optimizers", 1]), find_below([1], ["a"]), find_below({}, [])
+    >>> (find_below({"optimizers": [1, 2]}, ["optimizers", 1]), find_below([1], ["a"]),
+    ...  find_below({}, []))
     (2, None, {})
     """
     for key in path:

@@ -60,7 +60,8 @@ class Only:
     Raises: StateError(ARGUMENT).
 
     >>> only = Only(["encoder", "rng:*"])
-    >>> only.fits("weights", "encoder.0.weight"), only.fits("weights", "encoders.weight"), only.fits("rng", "python")
+    >>> (only.fits("weights", "encoder.0.weight"), only.fits("weights", "encoders.weight"),
+    ...  only.fits("rng", "python"))
     (True, False, True)
     """
 
@@ -162,7 +163,8 @@ class Renaming:
     Raises: StateError(ARGUMENT).
 
     >>> renaming = Renaming({"backbone": "encoder", "backbone.norm": "norm"})
-    >>> [renaming.saved_name(name) for name in ("backbone.0.weight", "backbone.norm.weight", "backbones", "head")]
+    >>> [renaming.saved_name(name) for name in ("backbone.0.weight", "backbone.norm.weight",
+    ...     "backbones", "head")]
     ['encoder.0.weight', 'norm.weight', 'backbones', 'head']
     >>> Renaming({"": "model."}).saved_name("head.weight")
     'model.head.weight'
@@ -269,7 +271,8 @@ def _compile(patterns: Iterable[str], field: str) -> re.Pattern[str]:
     for text in patterns:
         head, colon, tail = text.partition(":")
         if colon and head == "extra":  # messages use this prefix
-            head, tail = "optimizer", f"extra/{tail}"
+            head = "optimizer"
+            tail = f"extra/{tail}"
         pattern = tail if colon and head in FIELDS else text
         if pattern is text or head == field:
             expressions += [fnmatch.translate(pattern), fnmatch.translate(f"{pattern}[{_JOINTS}]*")]
@@ -542,7 +545,7 @@ class LoadPlan:
         if not names:
             self.downgrades.append("")
         names.append(place_of(field, name))
-        shown = f"{', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
+        shown = _shorten(names)
         count = self.checkpoint.manifest.origin.writer_count
         if found == GLOBAL:
             said = "saved once for all processes, and each has its own here"
@@ -608,7 +611,8 @@ class LoadPlan:
         """
         if not self.problems:
             return
-        first, by_code = self.problems[0], dict[Code, list[Problem]]()
+        first = self.problems[0]
+        by_code = dict[Code, list[Problem]]()
         for problem in self.problems:
             by_code.setdefault(problem.code, []).append(problem)
         detail = first.detail
@@ -805,7 +809,7 @@ class LoadPlan:
             return ""
         offer = ""
         if unmatched:
-            shown = f"{', '.join(unmatched[:_SHOWN])}{f' and {len(unmatched) - _SHOWN} more' * (len(unmatched) > _SHOWN)}"
+            shown = _shorten(unmatched)
             offer = (
                 "Which saved tensor belongs to which live name can't be told from their shapes;"
                 " nothing here takes"
@@ -893,7 +897,8 @@ def _list_whole_modules(fitting: set[str], wrong: set[str]) -> list[str]:
     Returns: an empty list if a module directly holds both fitting and wrong tensors, or if the list
         would be long.
 
-    >>> _list_whole_modules({"body.0.weight", "body.1.weight", "norm.weight"}, {"head.weight", "head.bias"})
+    >>> _list_whole_modules({"body.0.weight", "body.1.weight", "norm.weight"}, {"head.weight",
+    ...     "head.bias"})
     ['body', 'norm']
     >>> _list_whole_modules({"2.bias"}, {"2.weight", "0.weight", "0.bias"})
     []
@@ -988,3 +993,9 @@ def _common_end(left: str, right: str) -> int:
         if one in _JOINTS:
             length = at
     return length
+
+
+def _shorten(names: Sequence[str]) -> str:
+    """Return the first names as text, with the number of names left out."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -187,7 +187,7 @@ class Placer:
 
     # --- new --------------------------------------------------------------------------------------
 
-    def fresh(  # noqa: PLR0911 - one for each kind of value
+    def fresh(  # noqa: PLR0911
         self,
         saved: Any,
         name: _Name,
@@ -230,7 +230,8 @@ class Placer:
 
     def _fresh_flattened(self, saved: Any, name: _Name) -> Any:
         """Return a new tensor of a registered class. Raises: StateError(STATE_UNSUPPORTED)."""
-        side, where = torch_side(), place_of(self.field, _text_of(name))
+        side = torch_side()
+        where = place_of(self.field, _text_of(name))
         form = saved[FLATTENED]
         if side is None or not isinstance(form, dict):
             raise err(
@@ -263,7 +264,8 @@ class Placer:
     def _fresh_tensor(self, saved: TensorRef, like: object) -> object:
         tensor = self.referred(saved)
         side = torch_side()
-        dtype, shape = tensor.dtype, tensor.global_shape
+        dtype = tensor.dtype
+        shape = tensor.global_shape
         if (self.framework or saved.kind) == "torch" and side is not None:
             made = allocate(
                 tensor, lambda: side.allocate(dtype, shape, like=like, device=self.device)
@@ -381,7 +383,8 @@ def converts(saved: str, live: str) -> bool:
 
     Packed dtypes can't be converted, nor complex dtypes to real dtypes.
 
-    >>> converts("float32", "bfloat16"), converts("complex64", "float32"), converts("float4_e2m1fn_x2", "float32")
+    >>> (converts("float32", "bfloat16"), converts("complex64", "float32"),
+    ...  converts("float4_e2m1fn_x2", "float32"))
     (True, False, False)
     """
     if any(name.endswith(_PACKED) for name in (saved, live)):

@@ -241,7 +241,7 @@ def _digest_python(read: Callable[[], Any]) -> int:
 def _digest_numpy(known: object, tail: Any) -> int:
     if np.random.get_bit_generator() is known:  # type: ignore[attr-defined] # numpy's stubs lack it
         return zlib.crc32(tail)
-    return _digest_value(np.random.get_state(legacy=False))  # noqa: NPY002 - the stream is the process's own
+    return _digest_value(np.random.get_state(legacy=False))  # noqa: NPY002
 
 
 def _digest_torch(read: Callable[[], Any]) -> int:
@@ -346,7 +346,7 @@ def _mark(stream: LiveRngStream) -> int:
     """Move a generator to an arbitrary position, and return the digest of that position."""
     state: Any = stream.read()
     if stream.kind == _PYTHON:
-        state = random.Random(_NOWHERE).getstate()  # noqa: S311 - no secret
+        state = random.Random(_NOWHERE).getstate()  # noqa: S311
     elif stream.kind == _NUMPY_LEGACY:
         state = np.random.RandomState(_NOWHERE).get_state(legacy=False)
     elif stream.kind.startswith("numpy."):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from ckptfmt.cli.commands import COMMANDS, PROGRAM, suggest
 
@@ -50,10 +49,8 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
     `HelpFormatter` would import shutil to find out the width.
     """
     try:
-        columns = (
-            int(os.environ.get("COLUMNS", ""))
-            or os.get_terminal_size(sys.__stdout__.fileno()).columns
-        )  # type: ignore[union-attr]
+        columns = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS") else 0
+        columns = columns or os.get_terminal_size(1).columns
     except (AttributeError, ValueError, OSError):
         columns = 80
     return argparse.HelpFormatter(prog, width=max(_WIDTH_MIN, columns) - 2)

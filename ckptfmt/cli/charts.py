@@ -171,7 +171,8 @@ def _draw_launch(
 ) -> Iterator[str]:
     y = lanes[launch.launch]
     is_on = any(save.on_lineage for save in saves)
-    begin, end = x.at(launch.begin_step), x.at(max(launch.begin_step, launch.last_step or 0))
+    begin = x.at(launch.begin_step)
+    end = x.at(max(launch.begin_step, launch.last_step or 0))
     title = launch_text(launch)
     parent = lanes.get(launch.resume_launch or 0)
     yield f"<g><title>{text_of(title)}</title>"
@@ -360,7 +361,8 @@ def draw_lines(
         unit: unit of round values on the axis.
     """
     points = [point for _, line in lines for point in line]
-    steps, values = [step for step, _, _ in points] or [0], [value for _, value, _ in points] or [0]
+    steps = [step for step, _, _ in points] or [0]
+    values = [value for _, value, _ in points] or [0]
     x = Scale(min(steps), max(steps), _LEFT, WIDTH - _RIGHT - 8)
     y = Scale(min(values), max(values), 136, 14)
     body = list(_axes(x, y, label, unit=unit))
@@ -428,9 +430,11 @@ def squarify(sizes: Sequence[float], within: Rectangle) -> list[Rectangle]:
             )
             offset += length
         if width < height:
-            y, height = y + depth, max(0.0, height - depth)
+            y = y + depth
+            height = max(0.0, height - depth)
         else:
-            x, width = x + depth, max(0.0, width - depth)
+            x = x + depth
+            width = max(0.0, width - depth)
         at = end
     return found
 
@@ -484,7 +488,8 @@ def _draw_cell(
 def draw_pieces(tensors: Sequence[TensorFacts]) -> str:
     """Return a strip for each tensor, cut into its pieces in the order of their first elements."""
     body: list[str] = []
-    row_height, begin = 24, 430
+    row_height = 24
+    begin = 430
     for row, tensor in enumerate(tensors):
         y = row * row_height
         name = f"{tensor.field} {tensor.name}" + (

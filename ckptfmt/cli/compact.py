@@ -16,7 +16,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises: CkptError of any kind; then no checkpoint was committed.
     """
-    path, take_over = arguments.path, arguments.take_over
+    path = arguments.path
+    take_over = arguments.take_over
 
     def total_nbytes() -> int | None:
         """Return the number of bytes to write; None in a run, where the verification adds more."""

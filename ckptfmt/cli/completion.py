@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
             Code.STATE_UNSUPPORTED, "completion is made by shtab", where="shtab", remedy=remedy
         ) from error
     parser = make_parser()
-    for action in parser._actions:  # noqa: SLF001 - argparse has no public access to actions
+    for action in parser._actions:  # noqa: SLF001
         for command in (action.choices or {}).values() if isinstance(action.choices, dict) else ():
             for argument in command._actions:  # noqa: SLF001
                 if argument.metavar in _PATHS:

@@ -20,7 +20,8 @@ from ckptfmt import limits
 from ckptfmt.errors import CkptError
 
 _SGR: Final = {
-    "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
+    "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34",
+    "magenta": "35", "cyan": "36",
 }  # fmt: skip
 
 #: The last second of the year 9999.
@@ -161,7 +162,8 @@ class Console:
 
     def release(self) -> None:
         """Print the buffered lines, and buffer no further lines."""
-        held, self._held = self._held or (), None
+        held = self._held or ()
+        self._held = None
         for text in held:
             print(text, file=self._stream)
 
@@ -211,7 +213,8 @@ class Console:
         """Return the cells of a line, cut at the terminal's width."""
         if self.width is None:
             return pieces
-        room, fitting = self.width, []
+        room = self.width
+        fitting = []
         while pieces and not pieces[-1][0].strip():
             pieces = pieces[:-1]
         for number, (text, style) in enumerate(pieces):
@@ -315,7 +318,8 @@ class Progress:
             return
         if not self._drawn:
             self._total_nbytes = self._ask_total()
-        self._drawn, self._last_s = True, now_s
+        self._drawn = True
+        self._last_s = now_s
         print(f"\r\x1b[K{self._text(now_s)}", end="", file=sys.stderr, flush=True)
 
     def _text(self, now_s: float) -> str:

@@ -94,7 +94,9 @@ def _print_mirror(console: Console, report: MirrorReport) -> None:
 
 def _follow(arguments: argparse.Namespace) -> int:
     """Copy new checkpoints until a signal arrives, print each change, and return the exit code."""
-    console, problems, reports = Console(), set[str](), 0
+    console = Console()
+    problems = set[str]()
+    reports = 0
 
     def tell(report: MirrorReport) -> None:
         nonlocal reports
@@ -113,10 +115,8 @@ def _follow(arguments: argparse.Namespace) -> int:
 
     if arguments.every <= 0:
         raise err(Code.ARGUMENT, f"{arguments.every:g} s isn't a pause", where="--every")
-    home, mirror = (
-        open_store(arguments.path, writable=False),
-        open_store(arguments.mirror, writable=True),
-    )
+    home = open_store(arguments.path, writable=False)
+    mirror = open_store(arguments.mirror, writable=True)
     with _until_signal() as stop:
         follow_run(
             home,
@@ -184,7 +184,8 @@ def _scrub(arguments: argparse.Namespace) -> int:
     begin_s = time.perf_counter()
     is_run = open_place(arguments.path).is_run
     with Progress(lambda: None, quiet=False) as progress:
-        dry_run, on_progress = arguments.dry_run, progress.advance
+        dry_run = arguments.dry_run
+        on_progress = progress.advance
         if is_run:
             report = Run(arguments.path).scrub(
                 arguments.others, dry_run=dry_run, on_progress=on_progress
@@ -286,7 +287,8 @@ def _print_beside(console: Console, path: str) -> None:
     An example is a checkpoint that a launch passed over before its repair.
     """
     store = open_store(path, writable=False)
-    launches, entries = list_launches(store), list_checkpoints(store, with_labels=False)
+    launches = list_launches(store)
+    entries = list_checkpoints(store, with_labels=False)
     head = next(
         (entry for entry in iter_lineage(launches, entries) if entry.manifest is not None), None
     )
@@ -317,7 +319,8 @@ def _find_sound_head(path: str, report: ScrubReport) -> str | None:
         if one.copy == store.name and not one.repaired
     }
     try:
-        launches, entries = list_launches(store), list_checkpoints(store, with_labels=False)
+        launches = list_launches(store)
+        entries = list_checkpoints(store, with_labels=False)
     except StoreError:
         raise
     except CkptError:

@@ -43,7 +43,8 @@ _DIGITS: Final = ".3g"
 #: The greatest distance shown in ULPs: a few ULPs indicate rounding; a larger number isn't helpful.
 _MOST_ULPS: Final = 64
 #: The numbers of places within a plain value: shown as text, and listed as JSON.
-_SHOWN_PLACES, _MOST_PLACES = 12, 10_000
+_SHOWN_PLACES = 12
+_MOST_PLACES = 10_000
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,7 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises: CkptError of any kind if either checkpoint can't be read.
     """
     check_field(arguments.field)
-    bases, verify, paths = arguments.bases, arguments.verify, (arguments.one, arguments.other)
+    bases = arguments.bases
+    verify = arguments.verify
+    paths = (arguments.one, arguments.other)
     if arguments.third is not None:  # a run, and two checkpoints of it
         paths = (
             checkpoint_path(arguments.one, arguments.other),
@@ -302,8 +305,10 @@ def _change_text(change: Change) -> Cell:
 def _tensor_cells(tensor: TensorDifference) -> list[Cell | str]:
     scope = f" ({tensor.scope})" if tensor.scope != "global" else ""
     cells: list[Cell | str] = [
-        (f"{clean(tensor.name)}{scope}", "bold"), (tensor.dtype, "cyan"), str(list(tensor.global_shape))
-    ]  # fmt: skip
+        (f"{clean(tensor.name)}{scope}", "bold"),
+        (tensor.dtype, "cyan"),
+        str(list(tensor.global_shape)),
+    ]
     if tensor.only_in is not None:
         return [*cells, "", (f"only in {'AB'[tensor.only_in]}", "yellow"), ""]
     remarks = [

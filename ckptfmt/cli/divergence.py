@@ -103,7 +103,8 @@ def find_divergence(place: Place, other: Place) -> Divergence:
 
     Raises: StateError(ARGUMENT) if the runs have no step in common; StoreError.
     """
-    one_by_step, other_by_step = _by_step(place), _by_step(other)
+    one_by_step = _by_step(place)
+    other_by_step = _by_step(other)
     shared = sorted(one_by_step.keys() & other_by_step.keys())
     if not shared:
         remedy = "Save both runs at equal steps: with the same every=."
@@ -111,7 +112,8 @@ def find_divergence(place: Place, other: Place) -> Divergence:
     found: list[tuple[int, Comparison]] = []
     unsaved: dict[int, tuple[str, ...]] = {}
     problems: list[CkptError] = []
-    compared_count, last_same_step = 0, None
+    compared_count = 0
+    last_same_step = None
     for step in shared:
         if len(found) == _STEPS:
             break
@@ -201,7 +203,8 @@ def divergence_text(found: Divergence) -> str:
 
 def _cause_text(found: Divergence) -> str:
     """Return the cause of the first difference as far as the differing fields show it."""
-    first, fields = found.steps[0], set(found.steps[0].fields)
+    first = found.steps[0]
+    fields = set(found.steps[0].fields)
     since = "before" if found.last_same_step is None else f"between step {found.last_same_step} and"
     if not fields - {"rng"}:
         return "Only RNG streams differ."

@@ -50,7 +50,8 @@ _DONE = {
     "swept": ("swept", "would sweep", "yellow"),
 }
 _STAYS = {
-    "needed": "cyan", "unfinished": "cyan", "saving": "cyan", "beside": "cyan", "damaged": "red", "unreadable": "red"
+    "needed": "cyan", "unfinished": "cyan", "saving": "cyan", "beside": "cyan", "damaged": "red",
+    "unreadable": "red"
 }  # fmt: skip
 
 
@@ -119,7 +120,8 @@ def _find_last(store: Store, run: RunRecord, survey: Survey) -> LastLoadable | N
     """
     if not survey.going:
         return None
-    launches, entries = list_launches(store, run), list_checkpoints(store, run)
+    launches = list_launches(store, run)
+    entries = list_checkpoints(store, run)
     newest = next(
         (entry.manifest for entry in iter_lineage(launches, entries) if entry.manifest is not None),
         None,
@@ -161,7 +163,7 @@ def _find_damages(store: Store, survey: Survey) -> dict[str, CkptError | None]:
     )
     with Progress(lambda: total_nbytes, quiet=False) as progress:
         for entry, _ in survey.beside:
-            assert entry.manifest is not None  # noqa: S101 - survey lists committed entries
+            assert entry.manifest is not None  # noqa: S101
             report = Report(target=entry.name, kind="checkpoint", on_progress=progress.advance)
             checkpoint = verify_loadable(store.at(entry.name), report, digest=entry.manifest.digest)
             if checkpoint is not None:

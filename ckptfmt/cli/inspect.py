@@ -80,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _show_checkpoint(store: Store, path: str, arguments: argparse.Namespace) -> int:
     """Print a checkpoint, and return the exit code. Raises: ReplacedError, before any output."""
     view = _open_view(store, path, arguments)
-    members, console = None, Console(holds=True)
+    members = None
+    console = Console(holds=True)
     if arguments.json:
         members = _members(view)
     else:
@@ -113,7 +114,8 @@ def _show_run(place: Place, arguments: argparse.Namespace) -> int:
 
     history = read_history(place)
     head = history.head
-    view, failure = None, None
+    view = None
+    failure = None
     if head is not None:
         try:
             view = _open_view(
@@ -123,7 +125,8 @@ def _show_run(place: Place, arguments: argparse.Namespace) -> int:
             raise
         except CkptError as error:
             failure = error.below(head.name)
-    members, console = None, Console(holds=True)
+    members = None
+    console = Console(holds=True)
     if arguments.json:
         checkpoint = None if view is None else _members(view)
         problem = None if failure is None else failure.as_json()
@@ -304,7 +307,8 @@ class _View:
 
 def _members(view: _View) -> dict[str, object]:
     """Return the requested contents as the members of a JSON object."""
-    checkpoint, manifest = view.checkpoint, view.checkpoint.manifest
+    checkpoint = view.checkpoint
+    manifest = view.checkpoint.manifest
     files = view.files()
     claim, lowered_by = view.claim()
     labels, pinned = view.labels
@@ -453,7 +457,8 @@ def _print_header(view: _View, console: Console) -> None:
         f", {count_text(absent, 'file')} in caches and not at home" if absent else ""
     )
     if manifest.profile == "delta":
-        stored, whole = manifest.stored_nbytes, manifest.nbytes
+        stored = manifest.stored_nbytes
+        whole = manifest.nbytes
         size += (
             f", {bytes_text(stored)} of tensors: {share_text(stored, whole)} of their"
             f" {bytes_text(whole)}"
@@ -580,7 +585,8 @@ def _cursor_text(tree: dict[Any, Any]) -> str:
         cursor = parse_cursor(tree)
     except CkptError as error:
         return f"a cursor that can't be used: {clean(str(error))}"
-    commit, source = cursor.commit, cursor.sources[0]
+    commit = cursor.commit
+    source = cursor.sources[0]
     left_out = f"; {count_text(len(cursor.skips), 'skip')}" if cursor.skips else ""
     steps = (
         f"{count_text(cursor.ledger.count, 'sample')} consumed in"
@@ -625,7 +631,8 @@ def _print_tensors(console: Console, rows: list[TensorRow], most: int | None = N
 
 
 def _tensor_cells(row: TensorRow) -> list[Cell | str]:
-    first, count = row.tensors[0], len(row.tensors)
+    first = row.tensors[0]
+    count = len(row.tensors)
     remarks = [row.cut]
     remarks += [row.scope] if row.scope != "global" else []
     remarks += [first.storage] if first.storage != "persistent" else []

@@ -14,8 +14,8 @@ _EXIT_CODES: Final = {"valid": 0, "invalid": 1, "incomplete": 2}
 _STYLES: Final = {"valid": "green bold", "invalid": "red bold", "incomplete": "magenta bold"}
 #: The required members of a report, and their types.
 _MEMBERS: Final[dict[str, type]] = {
-    "verdict": str, "kind": str, "target": str, "split": dict, "checkpoints": dict, "violations": list,
-    "warnings": list, "nbytes": int,
+    "verdict": str, "kind": str, "target": str, "split": dict, "checkpoints": dict,
+    "violations": list, "warnings": list, "nbytes": int,
 }  # fmt: skip
 
 

@@ -156,7 +156,8 @@ def _judge_accounts(
     """Add the judgement of the launches' final accounts: claims, and modules outside `State`."""
     for (_, writer), account in killed.items():
         if writer == 0 and account.claim is not None:
-            outcome.claim, outcome.lowered_by = account.claim, account.lowered_by
+            outcome.claim = account.claim
+            outcome.lowered_by = account.lowered_by
     found: list[Finding] = []
     if compares_modules:
         for key, account in killed.items():

@@ -205,7 +205,8 @@ def _short(digest: str) -> str:
 
 def run_members(place: Place, history: History) -> dict[str, object]:
     """Return the facts about a run as the members of a JSON object."""
-    head, parents = history.head, history.parents()
+    head = history.head
+    parents = history.parents()
     return {
         "kind": "run",
         "target": place.path,
@@ -300,11 +301,13 @@ def _print_header(console: Console, place: Place, history: History) -> None:
     counts = Counter(map(history.state, history.entries))
     states = ", ".join(f"{counts[state]} {state}" for state in _STYLES if counts[state])
     console.line(("run", "dim"), "   ", (clean(place.path), "bold"), (f"  {run_id}", "dim"))
+    manifests = [entry.manifest for entry in history.entries if entry.manifest]
+    stored_nbytes = sum(manifest.stored_nbytes for manifest in manifests)
     console.line(
         ("has", "dim"),
         f"   {count_text(len(history.launches), 'launch', 'launches')},"
         f" {count_text(len(history.entries), 'checkpoint')}{f': {states}' if states else ''},"
-        f" {bytes_text(sum(entry.manifest.stored_nbytes for entry in history.entries if entry.manifest))} of tensors",
+        f" {bytes_text(stored_nbytes)} of tensors",
     )
     if history.pending:
         whose = clean(describe_savers(history.pending))
@@ -316,7 +319,8 @@ def _print_header(console: Console, place: Place, history: History) -> None:
 def _print_checkpoints(console: Console, history: History) -> None:
     if not history.entries:
         return
-    parents, lineage = history.parents(), set(history.lineage)
+    parents = history.parents()
+    lineage = set(history.lineage)
     nodes = [
         (
             entry.name,
@@ -339,7 +343,9 @@ def _print_checkpoints(console: Console, history: History) -> None:
 
 
 def _entry_cells(entry: RunEntry, history: History, head: RunEntry | None) -> list[Cell | str]:
-    state, manifest, register = history.state(entry), entry.manifest, entry.register
+    state = history.state(entry)
+    manifest = entry.manifest
+    register = entry.register
     said = entry.labels
     labels = labels_text(said.numbers(), said.tags, pinned=entry.is_pinned, suspect=said.suspect)
     remark = (labels, "yellow" if said.suspect else "cyan")
@@ -436,7 +442,8 @@ def draw_graph(nodes: Sequence[tuple[str, str | None, str]]) -> list[list[str]]:
     Args:
         nodes: name, parent's name (None for a root) and mark; each parent follows its children.
 
-    >>> for lines in draw_graph([("d", "a", "*"), ("c", "b", "o"), ("b", "a", "o"), ("a", None, "*")]):
+    >>> for lines in draw_graph([("d", "a", "*"), ("c", "b", "o"), ("b", "a", "o"), ("a", None,
+    ...     "*")]):
     ...     print(lines)
     ['*']
     ['| o']

@@ -87,7 +87,7 @@ def plan_kills(steps: int, every: int, count: int, seed: int) -> list[int]:
         detail = f"{count} kills don't fit between the saves of {steps} steps, one every {every}"
         remedy = "Pass --every 5 or more, and --steps of at least (kills + 2) times as many."
         raise err(Code.ARGUMENT, detail, where="--steps, --every, --kills", remedy=remedy)
-    chosen = random.Random(seed)  # noqa: S311 - reproducible places
+    chosen = random.Random(seed)  # noqa: S311
     return sorted(chosen.choice(place) for place in chosen.sample(places, count))
 
 
@@ -140,7 +140,8 @@ def _play(
     rehearsal = dataclasses.replace(rehearsal, folder=str(scratch / "killed"))
     total = len(kills) + 2
     for place, kill_at in enumerate([*kills, None]):
-        number, world = place + 2, worlds[min(place, len(worlds) - 1)]
+        number = place + 2
+        world = worlds[min(place, len(worlds) - 1)]
         save_at = None if kill_at is None else kills[kill_at]
         one = dataclasses.replace(rehearsal, kill_at=kill_at, save_at=save_at)
         _start(command, world, one, scratch / f"killed-{number}.log", f"launch {number} of {total}")
@@ -174,7 +175,7 @@ def _start(
     started = _command(command, world)
     environment = {**os.environ, **rehearsal.as_environment()}
     with log.open("w+b") as output:
-        code = subprocess.run(  # noqa: S603 - the user's own
+        code = subprocess.run(  # noqa: S603
             started, env=environment, stdout=output, stderr=output, check=False
         ).returncode
         output.seek(0)

@@ -45,8 +45,8 @@ _TEXT_LENGTH: Final = 160
 
 _STYLE: Final = """
 :root { color-scheme: light; }
-body { font: 14px/1.45 system-ui, "DejaVu Sans", sans-serif; color: #1c2430; background: #fff; max-width: 960px;
-  margin: 24px auto; padding: 0 16px; }
+body { font: 14px/1.45 system-ui, "DejaVu Sans", sans-serif; color: #1c2430; background: #fff;
+  max-width: 960px; margin: 24px auto; padding: 0 16px; }
 h1 { font-size: 20px; margin: 0 0 4px; overflow-wrap: anywhere; }
 h2 { font-size: 16px; margin: 30px 0 6px; border-top: 1px solid #d4d9e0; padding-top: 12px; }
 h3 { font-size: 14px; margin: 14px 0 2px; overflow-wrap: anywhere; }
@@ -54,7 +54,8 @@ p { margin: 4px 0 8px; max-width: 80ch; overflow-wrap: anywhere; }
 .note, .tick { color: #5a6675; fill: #5a6675; }
 .note { font-size: 13px; }
 .bad { color: #a3201d; }
-svg { display: block; max-width: 100%; height: auto; font: 11px system-ui, "DejaVu Sans", sans-serif; fill: #1c2430; }
+svg { display: block; max-width: 100%; height: auto; fill: #1c2430;
+  font: 11px system-ui, "DejaVu Sans", sans-serif; }
 svg text { pointer-events: none; }
 svg .strong { font-weight: 600; }
 .grid { stroke: #e6eaef; } .axis { stroke: #9aa5b1; }
@@ -75,10 +76,13 @@ svg .strong { font-weight: 600; }
 .field-weights { fill: #a9c7ee; } .field-optimizer { fill: #f6cf9c; } .field-rng { fill: #d9c4ec; }
 .field-data { fill: #b5e0c3; } .field-config, .field-topology, .field-provenance { fill: #d4d9e0; }
 .cell.depth-0 { fill-opacity: 0.45; } .cell.depth-1 { fill-opacity: 0.7; }
-.writer-0 { fill: #a9c7ee; } .writer-1 { fill: #f6cf9c; } .writer-2 { fill: #b5e0c3; } .writer-3 { fill: #f2b8b5; }
-.writer-4 { fill: #d9c4ec; } .writer-5 { fill: #e6d8a2; } .writer-6 { fill: #b8dde6; } .writer-7 { fill: #f4c2dd; }
+.writer-0 { fill: #a9c7ee; } .writer-1 { fill: #f6cf9c; } .writer-2 { fill: #b5e0c3; }
+.writer-3 { fill: #f2b8b5; }
+.writer-4 { fill: #d9c4ec; } .writer-5 { fill: #e6d8a2; } .writer-6 { fill: #b8dde6; }
+.writer-7 { fill: #f4c2dd; }
 .writer-8 { fill: #d4d9e0; } .writer-9 { fill: #cfe39b; }
-.same { fill: #eef1f4; } .far-0 { fill: #f7dfa5; } .far-1 { fill: #f0b56a; } .far-2 { fill: #dd7c45; }
+.same { fill: #eef1f4; } .far-0 { fill: #f7dfa5; } .far-1 { fill: #f0b56a; }
+.far-2 { fill: #dd7c45; }
 .far-3 { fill: #b9432f; } .far-4 { fill: #7a1621; }
 .key { display: inline-block; margin: 0 16px 4px 0; white-space: nowrap; font-size: 13px; }
 .key svg { display: inline-block; vertical-align: -3px; margin-right: 5px; }
@@ -87,8 +91,8 @@ th, td { text-align: left; padding: 2px 12px 2px 0; vertical-align: top; overflo
 th { font-weight: 600; border-bottom: 1px solid #9aa5b1; white-space: nowrap; }
 td.number, th.number { text-align: right; }
 summary { cursor: pointer; margin: 6px 0; }
-#tip { position: fixed; background: #1c2430; color: #fff; padding: 3px 8px; border-radius: 3px; max-width: 60ch;
-  font-size: 12px; pointer-events: none; overflow-wrap: anywhere; }
+#tip { position: fixed; background: #1c2430; color: #fff; padding: 3px 8px; border-radius: 3px;
+  max-width: 60ch; font-size: 12px; pointer-events: none; overflow-wrap: anywhere; }
 @media print {
   body { margin: 0; padding: 0; max-width: none; font-size: 11pt; }
   #tip, details:not([open]) { display: none; }
@@ -116,8 +120,10 @@ document.addEventListener("pointerover", (event) => {
 document.addEventListener("pointermove", (event) => {
   if (tip.hidden) return;
   const room = document.documentElement;
-  tip.style.left = Math.max(0, Math.min(event.clientX + 12, room.clientWidth - tip.offsetWidth - 4)) + "px";
-  tip.style.top = Math.max(0, Math.min(event.clientY + 14, room.clientHeight - tip.offsetHeight - 4)) + "px";
+  const left = Math.min(event.clientX + 12, room.clientWidth - tip.offsetWidth - 4);
+  const top = Math.min(event.clientY + 14, room.clientHeight - tip.offsetHeight - 4);
+  tip.style.left = Math.max(0, left) + "px";
+  tip.style.top = Math.max(0, top) + "px";
 });
 """
 
@@ -131,9 +137,17 @@ def make_page(picture: RunPicture) -> str:
     """Return the HTML page of a run."""
     policy = f"default-src 'none'; style-src {_source_of(_STYLE)}; script-src {_source_of(_SCRIPT)}"
     sections = (
-        _summary(picture), _problems(picture), _divergence(picture), _launches(picture), _sizes(picture),
-        _tensors(picture), _goodput(picture), _durations(picture), _metrics(picture), _checkpoints(picture),
-    )  # fmt: skip
+        _summary(picture),
+        _problems(picture),
+        _divergence(picture),
+        _launches(picture),
+        _sizes(picture),
+        _tensors(picture),
+        _goodput(picture),
+        _durations(picture),
+        _metrics(picture),
+        _checkpoints(picture),
+    )
     return "".join(
         (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
@@ -172,7 +186,8 @@ def _table(
 def _keys(*keys: tuple[str, str]) -> str:
     """Return a legend from pairs of an SVG drawing (16 by 16 units) and its text."""
     return "".join(
-        f'<span class="key"><svg viewBox="0 0 16 16" width="16" height="16">{drawing}</svg>{text_of(text)}</span>'
+        f'<span class="key"><svg viewBox="0 0 16 16" width="16" height="16">{drawing}</svg>'
+        f"{text_of(text)}</span>"
         for drawing, text in keys
     )
 
@@ -204,7 +219,8 @@ def _summary(picture: RunPicture) -> Iterator[str]:
         )
     blocks = "" if picture.divergence is None else ", and the blocks in which the two runs differ,"
     yield _paragraph(
-        f"Only registers, records and the index of the newest checkpoint{blocks} were read: ckptfmt validate checks the"
+        f"Only registers, records and the index of the newest checkpoint{blocks} were read: ckptfmt"
+        f" validate checks the"
         " bytes.",
         "note",
     )
@@ -262,7 +278,8 @@ def _launches(picture: RunPicture) -> Iterator[str]:
     yield drawing
     yield _paragraph(left_out, "note")
     yield _paragraph(
-        "How a launch ended isn't recorded: a kill shows as a save that was cut off, and as the launch that follows."
+        "How a launch ended isn't recorded: a kill shows as a save that was cut off, and as the"
+        " launch that follows."
         " Steps that were trained behind the last commit and lost aren't recorded either.",
         "note",
     )
@@ -282,10 +299,8 @@ def _launches(picture: RunPicture) -> Iterator[str]:
 
 def _launch_keys(picture: RunPicture) -> str:
     """Return the legend of the timeline, with only the marks that occur."""
-    circle, cross = (
-        '<circle cx="8" cy="8" r="4" class="mark{}"/>',
-        '<path d="M4 4 l8 8 m0 -8 l-8 8" class="mark {}"/>',
-    )
+    circle = '<circle cx="8" cy="8" r="4" class="mark{}"/>'
+    cross = '<path d="M4 4 l8 8 m0 -8 l-8 8" class="mark {}"/>'
     saves = picture.saves
     states = {save.state for save in saves}
     keys = (
@@ -329,7 +344,8 @@ def _sizes(picture: RunPicture) -> Iterator[str]:
     nbytes = sum(save.nbytes or 0 for save in committed)
     stored_nbytes = sum(save.stored_nbytes or 0 for save in committed)
     yield _paragraph(
-        f"{count_text(len(committed), 'committed checkpoint')} hold {bytes_text(nbytes)} of tensors and store"
+        f"{count_text(len(committed), 'committed checkpoint')} hold {bytes_text(nbytes)} of tensors"
+        f" and store"
         f" {bytes_text(stored_nbytes)}: {share_text(stored_nbytes, nbytes)}."
     )
     deltas = [save for save in committed if save.profile == "delta"]
@@ -339,7 +355,8 @@ def _sizes(picture: RunPicture) -> Iterator[str]:
             sum(save.stored_nbytes or 0 for save in deltas),
         )
         yield _paragraph(
-            f"{count_text(len(deltas), 'delta')} store {share_text(of_deltas[1], of_deltas[0])} of what they hold;"
+            f"{count_text(len(deltas), 'delta')} store {share_text(of_deltas[1], of_deltas[0])} of"
+            f" what they hold;"
             f" {bytes_text(max(0, of_deltas[0] - of_deltas[1]))} are saved."
         )
     else:
@@ -373,8 +390,8 @@ def _tensors(picture: RunPicture) -> Iterator[str]:
     )
     yield draw_tree_map(newest.cells)
     yield _paragraph(
-        "Areas are sizes. Tensors too small to be seen share a rectangle with others whose names begin alike, or lie"
-        " in one range: xN is how many they are, and * stands for the rest of their names.",
+        "Areas are sizes. Tensors too small to be seen share a rectangle with others whose names begin"
+        " alike, or lie in one range: xN is how many they are, and * stands for the rest of their names.",
         "note",
     )
     yield '<h3 id="writers">Who stored what</h3>\n'
@@ -391,8 +408,8 @@ def _tensors(picture: RunPicture) -> Iterator[str]:
     yield '<h3 id="pieces">Pieces of the largest tensors</h3>\n'
     yield draw_pieces([tensor for tensor in newest.largest if tensor.nbytes])
     yield _paragraph(
-        "A writer is a process of the job, by its rank. Numbers in the strips are writers. A replica that another"
-        " process holds isn't stored once more, and isn't shown.",
+        "A writer is a process of the job, by its rank. Numbers in the strips are writers. A"
+        " replica that another process holds isn't stored once more, and isn't shown.",
         "note",
     )
 
@@ -444,8 +461,10 @@ def _durations(picture: RunPicture) -> Iterator[str]:
     ]
     if between_s:
         yield _paragraph(
-            f"From one committed checkpoint to the next of the same launch: {min(between_s)} s at least,"
-            f" {statistics.median(between_s):.6g} s as the median, {max(between_s)} s at most, by the clock of writer"
+            f"From one committed checkpoint to the next of the same launch: {min(between_s)} s at"
+            f" least,"
+            f" {statistics.median(between_s):.6g} s as the median, {max(between_s)} s at most, by"
+            f" the clock of writer"
             " 0."
         )
     if len(timed) > 1:

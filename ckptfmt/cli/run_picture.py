@@ -261,7 +261,8 @@ def _list_saves(history: History, head: RunEntry | None) -> tuple[SaveFacts, ...
     lineage = set(history.lineage)
     saves = []
     for entry in reversed(history.entries):
-        manifest, register = entry.manifest, entry.register
+        manifest = entry.manifest
+        register = entry.register
         saves.append(
             SaveFacts(
                 name=entry.name,
@@ -294,7 +295,8 @@ def _list_launches(history: History, saves: Iterable[SaveFacts]) -> tuple[Launch
     }
     launches: list[LaunchFacts] = []
     for number in sorted(records.keys() | of_launch.keys()):
-        record, own = records.get(number), of_launch.get(number, [])
+        record = records.get(number)
+        own = of_launch.get(number, [])
         resume = None if record is None else record.resume_from
         place = None if resume is None else parse_checkpoint_name(resume.name)
         begin_step = 0 if place is None else place[0]
@@ -438,7 +440,8 @@ def group_by_size(tensors: Iterable[tuple[str, str, int]]) -> tuple[TreeCell, ..
 
     Returns: a cell for each field, largest first, with at most `_CELLS` innermost cells.
 
-    >>> [(cell.name, cell.tensor_count) for cell in group_by_size([("weights", "a.w", 8), ("weights", "a.b", 4)])]
+    >>> [(cell.name, cell.tensor_count) for cell in group_by_size([("weights", "a.w", 8),
+    ...     ("weights", "a.b", 4)])]
     [('weights', 2)]
     """
     fields: dict[str, _Node] = {}

@@ -50,7 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             states = Counter(save.state for save in picture.saves)
             counted = ", ".join(f"{count} {state}" for state, count in states.most_common())
-            saves = f"{count_text(len(picture.saves), 'checkpoint')}{f' ({counted})' if counted else ''}"
+            saves = count_text(len(picture.saves), "checkpoint")
+            if counted:
+                saves += f" ({counted})"
             Console().line(
                 (clean(arguments.html), "bold"), f"  {saves}, page of {bytes_text(len(content))}"
             )

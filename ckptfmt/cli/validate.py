@@ -74,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         return join(arguments)
     share = parse_split(arguments.split)
-    place, stores = open_place(arguments.path), open_bases(arguments.bases)
+    place = open_place(arguments.path)
+    stores = open_bases(arguments.bases)
     with Progress(lambda: _total_nbytes(place, stores), quiet=arguments.quiet) as progress:
         outcome = _check(place, stores, share, progress.advance)
     if arguments.json:

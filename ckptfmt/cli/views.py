@@ -49,7 +49,7 @@ _LINED: Final = (dict, list, tuple, deque)
 _ARRAY_ELEMENTS: Final = 8
 
 
-def dump_view(value: Any) -> Any:  # noqa: PLR0911 - any plain value; one line for each kind
+def dump_view(value: Any) -> Any:  # noqa: PLR0911
     """Return the JSON view of a plain value, in the forms of the module's docstring.
 
     >>> dump_view({"lr": (0.5, float("nan")), "seed": 1 << 64})
@@ -139,7 +139,7 @@ def _pairs(value: object) -> list[tuple[Any, Any]]:
     return []
 
 
-def _text(value: Any) -> str:  # noqa: PLR0911 - any plain value; one line for each kind
+def _text(value: Any) -> str:  # noqa: PLR0911
     """Return a value as a line."""
     if isinstance(value, str):
         return f'"{clean(value)}"'
@@ -244,9 +244,14 @@ def group_tensors(tensors: Iterable[IndexTensor]) -> list[TensorRow]:
     cuts: dict[Sharding, str] = {}
     for tensor in tensors:
         key = (
-            tensor.field, *(tuple(_NUMBER.split(text)) for text in (tensor.name, tensor.scope)), tensor.dtype,
-            tensor.global_shape, tensor.storage, _cut_of(tensor, cuts), bool(tensor.aliases),
-        )  # fmt: skip
+            tensor.field,
+            *(tuple(_NUMBER.split(text)) for text in (tensor.name, tensor.scope)),
+            tensor.dtype,
+            tensor.global_shape,
+            tensor.storage,
+            _cut_of(tensor, cuts),
+            bool(tensor.aliases),
+        )
         groups.setdefault(key, []).append(tensor)
     return [
         TensorRow(
@@ -269,7 +274,8 @@ def _cut_of(tensor: IndexTensor, cuts: dict[Sharding, str]) -> str:
 def common_name(names: Sequence[str]) -> str:
     """Return a common name for names that differ only in numbers.
 
-    >>> common_name(["layers.0.w1", "layers.1.w1"]), common_name(["a.0", "a.2"]), common_name(["a.7"])
+    >>> (common_name(["layers.0.w1", "layers.1.w1"]), common_name(["a.0", "a.2"]),
+    ...  common_name(["a.7"]))
     ('layers.{0..1}.w1', 'a.*', 'a.7')
     """
     if len(names) == 1:

@@ -45,11 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show_interval(arguments: argparse.Namespace) -> int:
     levels = _scenario_of(arguments, duration_s=1.0).levels_with_nodes()
-    best_s, young_s, shortest_s = (
-        best_interval_s(levels),
-        young_interval_s(levels),
-        shortest_interval_s(levels),
-    )
+    best_s = best_interval_s(levels)
+    young_s = young_interval_s(levels)
+    shortest_s = shortest_interval_s(levels)
     rows = [(best_s * factor, expected_waste(best_s * factor, levels)) for factor in _ROWS
             if best_s * factor >= shortest_s]  # fmt: skip
     told = [
@@ -69,10 +67,16 @@ def _show_interval(arguments: argparse.Namespace) -> int:
     console = Console()
     header = ("interval", "waste", "saving", "redone", "restoring", "")
     lines = [
-        [seconds_text(interval_s), *map(_percent, (waste.total, waste.saving, waste.redone, waste.restoring)),
-         "best" if interval_s == best_s else ""]
+        [
+            seconds_text(interval_s),
+            _percent(waste.total),
+            _percent(waste.saving),
+            _percent(waste.redone),
+            _percent(waste.restoring),
+            "best" if interval_s == best_s else "",
+        ]
         for interval_s, waste in rows
-    ]  # fmt: skip
+    ]
     console.table([header, *lines], right=(0, 1, 2, 3, 4), indent=0)
     _print_levels(console, levels)
     console.line()
@@ -98,8 +102,8 @@ def _show_simulation(arguments: argparse.Namespace) -> int:
     interval_s = (
         best_interval_s(levels) if arguments.every is None else _seconds("--every", arguments.every)
     )
-    outcome = simulate(scenario, interval_s, runs=1 if trace is not None else arguments.runs, seed=arguments.seed,
-                       trace=trace)  # fmt: skip
+    runs = arguments.runs if trace is None else 1
+    outcome = simulate(scenario, interval_s, runs=runs, seed=arguments.seed, trace=trace)
     is_exact = trace is None and scenario.shape == 1
     formula = 1 - expected_waste(interval_s, levels).total if is_exact else None
     if arguments.json:
@@ -133,7 +137,8 @@ def _show_simulation(arguments: argparse.Namespace) -> int:
     for name in ("saving", "redone", "restoring"):
         console.line((name.ljust(9), "dim"), f"  {_percent(getattr(outcome, name))}")
     runs = count_text(len(outcome.runs), "run")
-    failures, saves = count_text(outcome.failures, "failure"), count_text(outcome.saves, "save")
+    failures = count_text(outcome.failures, "failure")
+    saves = count_text(outcome.saves, "save")
     console.line(
         ("played", "dim"),
         f"     {runs} of {seconds_text(scenario.duration_s)}, {failures}, {saves}",
@@ -146,10 +151,16 @@ def _show_simulation(arguments: argparse.Namespace) -> int:
 def _print_levels(console: Console, levels: Sequence[Level]) -> None:
     header = ("level", "lost", "commit", "restore", "MTBF", "every")
     rows = [
-        [clean(level.name), *map(seconds_text, (level.lost_s, level.commit_s, level.restore_s, level.mtbf_s)),
-         str(level.every)]
+        [
+            clean(level.name),
+            seconds_text(level.lost_s),
+            seconds_text(level.commit_s),
+            seconds_text(level.restore_s),
+            seconds_text(level.mtbf_s),
+            str(level.every),
+        ]
         for level in levels
-    ]  # fmt: skip
+    ]
     console.line()
     console.table([header, *rows], right=(1, 2, 3, 4, 5), indent=0)
 
@@ -309,7 +320,8 @@ def _percent(share: float) -> str:
 def seconds_text(seconds: float) -> str:
     """Return a time as a text with a unit; "never" for infinity.
 
-    >>> seconds_text(9.684), seconds_text(90), seconds_text(10800), seconds_text(0.0131), seconds_text(0)
+    >>> (seconds_text(9.684), seconds_text(90), seconds_text(10800), seconds_text(0.0131),
+    ...  seconds_text(0))
     ('9.68 s', '90 s', '3 h', '0.0131 s', '0 s')
     """
     if math.isinf(seconds):

@@ -58,11 +58,10 @@ def _probe(
     """
     width = np.dtype(words).itemsize * 8
     bias = (1 << (width - digits - 2)) - 1
-    one, sign = bias << digits, 1 << (width - 1)
-    half, three_quarters = (
-        (bias - digits - 1) << digits,
-        (bias - digits - 1) << digits | 1 << (digits - 1),
-    )
+    one = bias << digits
+    sign = 1 << (width - 1)
+    half = (bias - digits - 1) << digits
+    three_quarters = (bias - digits - 1) << digits | 1 << (digits - 1)
     rows = [
         # value, addend, product with 1/2, sum of product and addend
         (least, least >> 1, least >> 1, least),

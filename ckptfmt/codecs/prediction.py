@@ -219,7 +219,8 @@ class Encode(Protocol):
 def needed_bases(rule: Rule, role: str) -> frozenset[str]:
     """Return the roles with bases that decoding a block of `role` needs, in any encoding.
 
-    >>> sorted(needed_bases(Rule(kind="adam"), "exp_avg_sq")), sorted(needed_bases(Rule(kind="adam"), "weight"))
+    >>> (sorted(needed_bases(Rule(kind="adam"), "exp_avg_sq")),
+    ...  sorted(needed_bases(Rule(kind="adam"), "weight")))
     (['exp_avg', 'exp_avg_sq'], ['weight'])
     """
     if rule.kind == "cast" or role == COPY:
@@ -267,7 +268,8 @@ def encode_member(
         raise err(Code.ARGUMENT, f"the rule's {role} is {role_dtype(rule, role)}, not {dtype}")
     if role == "master" or not new.nbytes:
         return "raw", b""
-    gradient, missed = b"", 0.0
+    gradient = b""
+    missed = 0.0
     if role == FIRST_MOMENT.get(rule.kind) and rule.gradient in LOW:
         gradient, missed = _encode_gradient(rule, new, bases)
         if missed <= _ESCAPES and len(gradient) < new.nbytes:
@@ -345,7 +347,8 @@ def _iter_predictions(
     """Yield the prediction for a member, piece by piece."""
     check_float_environment()
     step = Step(rule)
-    old, made = _contents(rule, bases), _contents(rule, news)
+    old = _contents(rule, bases)
+    made = _contents(rule, news)
     for piece in _pieces(_count(old, made)):
         yield piece, step.predict(role, _cut(old, piece), _cut(made, piece))
 
@@ -353,11 +356,13 @@ def _iter_predictions(
 def _encode_gradient(rule: Rule, new: memoryview, bases: Views) -> tuple[bytes, float]:
     """Return a first moment in the encoding `gradient`, and the share of elements it misses."""
     check_float_environment()
-    step, role = Step(rule), FIRST_MOMENT[rule.kind]
+    step = Step(rule)
+    role = FIRST_MOMENT[rule.kind]
     old = _contents(rule, bases)
     content = np.frombuffer(new, np.float32)
     count = _count(old, {role: content})
-    gradient, moments = np.empty(count, np.uint16), np.empty(count, np.float32)
+    gradient = np.empty(count, np.uint16)
+    moments = np.empty(count, np.float32)
     for piece in _pieces(count):
         cut = _cut(old, piece)
         gradient[piece] = low = step.low_gradient(cut, {role: content[piece]})
@@ -373,7 +378,8 @@ def _decode_gradient(
     rule: Rule, stored: memoryview, out: memoryview, bases: Views, where: str
 ) -> None:
     check_float_environment()
-    step, role = Step(rule), FIRST_MOMENT[rule.kind]
+    step = Step(rule)
+    role = FIRST_MOMENT[rule.kind]
     old = _contents(rule, bases)
     if stored.nbytes < _HEAD.size:
         raise err(

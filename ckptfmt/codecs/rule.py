@@ -41,7 +41,8 @@ _WORDS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 _FLAGS: Final = {"adam": ("amsgrad",), "sgd": ("nesterov",), "cast": ()}
 _SCALARS: Final = {
     "adam": (
-        "clip", "l2", "decay", "gain", "square_decay", "square_gain", "shrink", "step_size", "bias", "eps",
+        "clip", "l2", "decay", "gain", "square_decay", "square_gain", "shrink", "step_size", "bias",
+        "eps",
     ),
     "sgd": ("clip", "l2", "decay", "gain", "step_size"),
     "cast": (),
@@ -237,7 +238,8 @@ def _adam(options: Mapping[str, object]) -> Iterator[Rule]:
     )
     try:
         corrections = 1 - beta1**step, 1 - beta2**step
-        step_size, bias = rate / corrections[0], corrections[1] ** 0.5
+        step_size = rate / corrections[0]
+        bias = corrections[1] ** 0.5
     except (OverflowError, ZeroDivisionError):
         return
     if isinstance(bias, complex):

@@ -92,7 +92,8 @@ def _refined(mantissas: Doubles, tolerance: Doubles, factor: float, digits: int)
     found = [middle]
     above = below = middle
     for _ in range(_NEIGHBOURS // 2):
-        above, below = np.nextafter(above, np.float32(4)), np.nextafter(below, np.float32(0))
+        above = np.nextafter(above, np.float32(4))
+        below = np.nextafter(below, np.float32(0))
         found += [above, below]
     return [float(number) for number in found]
 
@@ -335,10 +336,12 @@ def _clipped(rules: list[Rule], state: _State) -> list[Rule]:
     best = slice(0, _KNOWN)
     found: dict[str, tuple[float, Rule]] = {}
     few = state.at(known[best])
-    last, scale = 0.0, 1.0
+    last = 0.0
+    scale = 1.0
     for factor in factor_candidates(values[best], tolerance[best], DIGITS[low]):
         if low == "float16" and abs(factor - last) > _NEAR:
-            last, scale = factor, _scale_of(values / factor, tolerance)
+            last = factor
+            scale = _scale_of(values / factor, tolerance)
         for rule in rules:
             clipped = dataclasses.replace(rule, clip=factor * scale)
             exact = _exactness(clipped, few)
@@ -355,9 +358,11 @@ def _known_gradients(
     The gradients with the smallest errors come first.
     """
     role = FIRST_MOMENT[rule.kind]
-    base, new = state.bases[role].astype(np.float64), state.news[role].astype(np.float64)
+    base = state.bases[role].astype(np.float64)
+    new = state.news[role].astype(np.float64)
     with np.errstate(all="ignore"):
-        gain, decay = float(np.float32(rule.gain)), float(np.float32(rule.decay))
+        gain = float(np.float32(rule.gain))
+        decay = float(np.float32(rule.decay))
         lerp = rule.moment == "lerp"
         gradient = (new - base) / gain + base if lerp else (new - decay * base) / gain
         off = np.spacing(np.abs(state.news[role])).astype(np.float64) / abs(gain)
@@ -377,7 +382,8 @@ def _known_gradients(
 def _scale_of(values: Doubles, tolerance: Doubles) -> float:
     """Return the power of two with which float16 holds the values best: the middle of the best."""
     every = slice(None, None, max(1, values.size // _KNOWN))
-    values, tolerance = values[every], tolerance[every]
+    values = values[every]
+    tolerance = tolerance[every]
     shares = []
     with np.errstate(all="ignore"):
         for scale in _SCALES:

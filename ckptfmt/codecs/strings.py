@@ -204,7 +204,8 @@ def dump_set(places: Places, count: int) -> bytes:
     if outside:
         rest = np.ones(count, np.bool_)
         rest[places] = False
-        places, size = np.flatnonzero(rest), count - size
+        places = np.flatnonzero(rest)
+        size = count - size
     head = dump_number(2 * size + outside)
     if not size:
         return head
@@ -235,7 +236,8 @@ def dump_set(places: Places, count: int) -> bytes:
 def take_set(source: Source, count: int) -> Places:
     """Return the places of a set, out of `count` places."""
     head = source.take_number(2 * count + 1)
-    size, outside = head >> 1, head & 1
+    size = head >> 1
+    outside = head & 1
     if 2 * size + outside > count:
         raise source.refuse("a set isn't said by the smaller of its halves", "REQ-ENC-011")
     if not size:

@@ -59,8 +59,8 @@ _ATTEMPT: Final = re.compile(
 #: writers. Every `LayoutError` does too.
 _VERDICTS: Final = frozenset(
     {
-        Code.FENCED, Code.CHECKPOINT_EXISTS, Code.COMMIT_CONFLICT, Code.CHECKPOINT_ABORTED, Code.CHECKPOINT_RETIRED,
-        Code.WRITERS_MISSING,
+        Code.FENCED, Code.CHECKPOINT_EXISTS, Code.COMMIT_CONFLICT, Code.CHECKPOINT_ABORTED,
+        Code.CHECKPOINT_RETIRED, Code.WRITERS_MISSING,
     }
 )  # fmt: skip
 _REPLACE: Final = (
@@ -314,7 +314,7 @@ def finalize(
     # Checked before the register is created: a register that no reader accepts could never be
     # corrected afterwards.
     decided = known.parse_register(content)
-    assert isinstance(decided, Manifest)  # noqa: S101 - it was dumped from one
+    assert isinstance(decided, Manifest)  # noqa: S101
     _decide_anew(store, content) if replace else _decide(store, content)
     store.sync("")
     return decided
@@ -439,7 +439,8 @@ def sweep_attempts(store: Store, origin: Origin, *, known: Known | None = None) 
         ]
         held = list_held_attempts(store, but=origin.attempt)
     else:  # in a run, this directory has the attempts of one step, and no holds
-        paths, held = store.list(""), []
+        paths = store.list("")
+        held = []
     register = read_register(store, known=known)
     if not isinstance(register, Manifest):
         return
@@ -485,14 +486,13 @@ def wait_for_decision(
     missing = _list_missing(origin, set(store.list_names("parts")))
     if missing:
         whom = ", ".join(map(str, missing[:16]))
-        code, detail = (
-            Code.WRITERS_MISSING,
-            f"no part of writers {whom} within {deadline_s:g} s, and no decision",
-        )
+        code = Code.WRITERS_MISSING
+        detail = f"no part of writers {whom} within {deadline_s:g} s, and no decision"
     else:
         # All parts are present: the committer, or another process that finishes the attempt, may
         # commit.
-        code, detail = Code.COMMIT_UNKNOWN, f"the committer didn't decide within {deadline_s:g} s"
+        code = Code.COMMIT_UNKNOWN
+        detail = f"the committer didn't decide within {deadline_s:g} s"
     raise err(code, detail, where=MANIFEST_NAME, requirement="REQ-CMT-009")
 
 
@@ -535,12 +535,10 @@ def _error_of_record(record: Mapping[str, Any], path: str) -> CkptError:
 
     Spec: REQ-CMT-038.
     """
-    writer, code, detail, remedy = (
-        record["writer"],
-        record["code"],
-        record["detail"],
-        record["remedy"],
-    )
+    writer = record["writer"]
+    code = record["code"]
+    detail = record["detail"]
+    remedy = record["remedy"]
     if code in _VERDICTS or (
         code in Code.__members__ and issubclass(Code[code].error, LayoutError)
     ):
@@ -589,7 +587,8 @@ def _read_equal_index(store: Store, path: str, content: bytes) -> tuple[int, byt
     try:
         said, digest, _ = open_packed_document(found, where=path)
     except (FormatError, IntegrityError):
-        said, digest = b"", b""
+        said = b""
+        digest = b""
     if said != open_packed_document(content, where=path)[0]:
         raise err(
             Code.COMMIT_CONFLICT,

@@ -58,7 +58,8 @@ def is_run(store: Store) -> bool:
 
 def refuse_checkpoint(store: Store) -> CkptError:
     """Return the error for a run's path at which a checkpoint is found. Spec: REQ-RUN-016."""
-    detail, remedy = "a checkpoint is here, and no run", "Give the run a directory of its own."
+    detail = "a checkpoint is here, and no run"
+    remedy = "Give the run a directory of its own."
     parent, name = split_path(store.name)
     if parse_checkpoint_name(name) is not None:
         detail = f"this is a checkpoint of the run {parent}"
@@ -96,7 +97,7 @@ def own_place(path: str | os.PathLike[str] | Store) -> None:
     Raises: the errors of `check_no_run`; StoreError(STORE_UNSUPPORTED).
     """
     if isinstance(path, str | os.PathLike) and not is_url(path):
-        if os.path.islink(path):  # noqa: PTH114 - a path needn't be text
+        if os.path.islink(path):  # noqa: PTH114
             leads_to = LocalStore(path, writable=False)
             check_no_run(leads_to, replace=True)
             found = [] if read_register(leads_to) else leads_to.list("")

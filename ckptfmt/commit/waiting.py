@@ -23,7 +23,9 @@ _NAME: Final = re.compile(r"([0-9]{4,})-([0-9]{5,})-[0-9a-f]{16}")
 _ATTEMPT: Final = re.compile(r"[0-9a-f]{16}")
 #: Sleep of a poll in seconds: the first, the longest, and the longest on a store with leases. There
 #: each poll is a request, and a lease lasts a minute.
-_POLL_MIN_S, _POLL_MAX_S, _POLL_LEASES_S = 0.002, 0.1, 1.0
+_POLL_MIN_S = 0.002
+_POLL_MAX_S = 0.1
+_POLL_LEASES_S = 1.0
 #: Largest number of a launch's writers listed in a message.
 _SHOWN: Final = 8
 

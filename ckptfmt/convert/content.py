@@ -144,7 +144,8 @@ def read_exactly(path: Path | str, begin: int, out: memoryview, where: str) -> N
             if not count:
                 detail = f"the file ends before byte {begin + out.nbytes}"
                 raise err(Code.FILE_NBYTES, detail, where=where, remedy=COPY)
-            out, begin = out[count:], begin + count
+            out = out[count:]
+            begin = begin + count
 
 
 #: Bytes of a tensor in memory at a time, not counting copies of these bytes.
@@ -326,7 +327,7 @@ class Content:
         self.tensors[tensor.key] = tensor
 
 
-class Unfit(Exception):  # noqa: N818 - no error: a signal within `map_tree`
+class Unfit(Exception):  # noqa: N818
     """A value for which the target has no form."""
 
 

@@ -242,7 +242,8 @@ def _read_foreign(source: str, kind: str, rules: dict[str, str], step: int | Non
     """Return the contents of a foreign source; `step`, if given, replaces the source's own step."""
     content = _read_source(source, kind, rules, step)
     if step is not None:
-        content.step, content.step_key = step, None
+        content.step = step
+        content.step_key = None
     return content
 
 
@@ -620,7 +621,7 @@ class _Streamed(LiveContents):
 
     def _iter_piece(self, piece: Piece) -> Iterator[memoryview]:
         source = self._sources[piece.key]
-        assert isinstance(source, Tensor)  # noqa: S101 - of `snapshot_of`
+        assert isinstance(source, Tensor)  # noqa: S101
         found = []
         for chunk in _whole_blocks(source.iter_content(), self._image.block_nbytes):
             found.append(block_digests(chunk, self._image.block_nbytes))

@@ -119,7 +119,7 @@ def _files_of(root: Path) -> dict[str, set[str] | None]:
                 Code.UNSAFE_PATH, f"{tensor[:200]!r} is in no file", where=str(root / INDEX_NAME)
             )
         wanted = files.setdefault(name, set())
-        assert wanted is not None  # noqa: S101 - made in this loop
+        assert wanted is not None  # noqa: S101
         wanted.add(tensor)
     return files
 
@@ -139,7 +139,7 @@ def _weight_map(path: Path) -> dict[str, Any]:
 
 def _read_file(path: Path, wanted: set[str] | None, content: Content) -> None:
     """Add the tensors of one file; safetensors' own parser decides whether the file is valid."""
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - needed for foreign files only
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
     where = str(path)
     head = read_head(path)
@@ -170,7 +170,8 @@ def _read_file(path: Path, wanted: set[str] | None, content: Content) -> None:
             remedy = "Save it in another dtype with the program that wrote it, or as bytes."
             raise err(Code.SHARD_DTYPE, detail, where=where, remedy=remedy)
         shape = _shape_of(key, _DTYPE_OF[tag], extents, where=where)
-        begin, at = at, at + math.prod(shape) * DTYPES[_DTYPE_OF[tag]].nbytes
+        begin = at
+        at = at + math.prod(shape) * DTYPES[_DTYPE_OF[tag]].nbytes
         if wanted is not None and key not in wanted:
             content.left_out.append(LeftOut(f"{path.name}:{key}", "the index doesn't name it"))
             continue

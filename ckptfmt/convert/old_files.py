@@ -159,11 +159,13 @@ class OldFile:
                 Code.FILE_NBYTES, f"the file has no storage {key[:200]!r}", where=where, remedy=COPY
             )
         dtype = dtype_of_storage(kind, where)
-        begin, nbytes = held.begin, held.nbytes
+        begin = held.begin
+        nbytes = held.nbytes
         if view is not None:
             _key, first, count = only(view, tuple)
             element_nbytes = DTYPES[dtype].nbytes if dtype else 1
-            skipped, nbytes = size_of(first) * element_nbytes, size_of(count) * element_nbytes
+            skipped = size_of(first) * element_nbytes
+            nbytes = size_of(count) * element_nbytes
             if skipped + nbytes > held.nbytes:
                 raise err(Code.FILE_NBYTES, "a view exceeds its storage", where=where, remedy=COPY)
             begin += skipped
@@ -245,7 +247,8 @@ class TarFile:
             target, root, first, count = only(row, tuple)
             held = self._storages[str(root)]
             element_nbytes = DTYPES[held.dtype].nbytes if held.dtype else 1
-            begin, nbytes = size_of(first) * element_nbytes, size_of(count) * element_nbytes
+            begin = size_of(first) * element_nbytes
+            nbytes = size_of(count) * element_nbytes
             if begin + nbytes > held.nbytes:
                 raise ValueError("a view exceeds its storage")
             self._storages[str(target)] = StoredBytes(

@@ -194,7 +194,8 @@ class _Machine:
 
     def cut(self) -> list[Any]:
         """Remove and return the values above the last mark."""
-        items, self.stack = self.stack, self.marks.pop()
+        items = self.stack
+        self.stack = self.marks.pop()
         return items
 
     def filled(self, *, but: Collection[str]) -> list[Any]:
@@ -265,7 +266,8 @@ def _extend(machine: _Machine, items: list[Any]) -> None:
 
 
 def _set_item(machine: _Machine, _operand: None) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
+    value = machine.stack.pop()
+    key = machine.stack.pop()
     machine.filled(but=(SET, FROZENSET)).extend((key, value))
 
 
@@ -286,12 +288,14 @@ def _put(machine: _Machine, operand: int) -> None:
 
 
 def _stack_global(machine: _Machine, _operand: None) -> None:
-    name, module = machine.stack.pop(), machine.stack.pop()
+    name = machine.stack.pop()
+    module = machine.stack.pop()
     machine.push(machine.named(module, name))
 
 
 def _make(machine: _Machine, _operand: None) -> None:
-    args, maker = machine.stack.pop(), machine.stack.pop()
+    args = machine.stack.pop()
+    maker = machine.stack.pop()
     if type(args) is not tuple:
         raise TypeError(f"arguments that are a {type(args).__name__}")
     if type(maker) is Named:
@@ -304,7 +308,8 @@ def _make(machine: _Machine, _operand: None) -> None:
 
 
 def _build(machine: _Machine, _operand: None) -> None:
-    state, target = machine.stack.pop(), machine.stack[-1]
+    state = machine.stack.pop()
+    target = machine.stack[-1]
     if type(target) is not Made:
         raise machine.refuse(
             f"a state for {target.name if type(target) is Named else type(target).__name__}"

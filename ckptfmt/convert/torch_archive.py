@@ -420,9 +420,10 @@ class _Window(io.RawIOBase):
     """A part of a file, as a file object."""
 
     def __init__(self, path: str, begin: int, nbytes: int) -> None:
-        self._file = Path(path).open("rb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._file = Path(path).open("rb", buffering=0)  # noqa: SIM115
         self.nbytes = nbytes
-        self._begin, self._at = begin, 0
+        self._begin = begin
+        self._at = 0
 
     def readable(self) -> bool:
         """Return True."""

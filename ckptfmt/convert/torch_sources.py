@@ -379,7 +379,9 @@ def _lost_of_tensors(tensors: list[tuple[str, StoredTensor]]) -> Iterable[LeftOu
         if tensor.memory is not None:
             spans.append((tensor.begin, tensor.end, name, tensor.memory))
     spans.sort(key=lambda span: span[:3])
-    end, holder, held = 0, "", None
+    end = 0
+    holder = ""
+    held = None
     for begin, span_end, name, memory in spans:
         if begin < end and memory != held:
             yield LeftOut(
@@ -387,7 +389,9 @@ def _lost_of_tensors(tensors: list[tuple[str, StoredTensor]]) -> Iterable[LeftOu
                 "only tensors of one shape can be tied",
             )
         if span_end > end:
-            end, holder, held = span_end, name, memory
+            end = span_end
+            holder = name
+            held = memory
 
 
 METADATA_NAME: Final = ".metadata"
@@ -512,8 +516,10 @@ class _Directory:
         """
         places = {}
         for index, info in self._pairs(stored):
-            key, of = self._state(index, "MetadataIndex"), self._state(info, _STORAGE_INFO)
-            name, offsets = key.get("fqn"), key.get("offset")
+            key = self._state(index, "MetadataIndex")
+            of = self._state(info, _STORAGE_INFO)
+            name = key.get("fqn")
+            offsets = key.get("offset")
             if type(name) is not str:
                 raise TypeError("a name that isn't text")
             places[name, "" if offsets is None else str(shape_of(offsets))] = self._place(name, of)
@@ -524,7 +530,8 @@ class _Directory:
         if of.get("transform_descriptors"):
             detail = f"{name[:200]!r} is stored by an extension of torch's format"
             raise err(Code.STATE_UNSUPPORTED, detail, where=str(path))
-        begin, nbytes = of.get("offset"), of.get("length")
+        begin = of.get("offset")
+        nbytes = of.get("length")
         if type(begin) is not int or type(nbytes) is not int or begin < 0 or nbytes < 0:
             raise ValueError("a place out of range")
         if path.name not in self._sizes:

@@ -96,7 +96,8 @@ def write_file(root: dict[str, Any], path: Path, *, on_progress: Callable[[int],
     memory = Memory()
     with path.open("r+b", buffering=0) as file:
         for tensor, (record, begin) in places:
-            at, checksum = begin, 0
+            at = begin
+            checksum = 0
             for chunk in tensor.iter_content(memory):
                 _write_exactly(file.fileno(), chunk, at)
                 checksum = zlib.crc32(chunk, checksum)
@@ -204,7 +205,8 @@ def _mend_checksums(fd: int, path: Path, checksums: dict[str, int]) -> None:
 def _write_exactly(fd: int, content: memoryview, at: int) -> None:
     while content:
         count = os.pwrite(fd, content, at)
-        content, at = content[count:], at + count
+        content = content[count:]
+        at = at + count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +256,7 @@ def plan_flat(root: dict[str, Any]) -> Flat:
             Code.STATE_NAME, f"torch joins names with dots: {error}", where="", remedy=remedy
         ) from None
     tensors = {name: by_meta[id(value)] for name, value in flat.items() if id(value) in by_meta}
-    assert len(tensors) == len(by_meta)  # noqa: S101 - else a placeholder would be pickled in a tensor's place
+    assert len(tensors) == len(by_meta)  # noqa: S101
     left_out += _differences(metas, _nested_dict.unflatten_state_dict(flat, paths), "")
     return Flat(state_dict=lists, tensors=tensors, left_out=left_out)
 
@@ -358,7 +360,8 @@ class _StreamingPlanner(DefaultSavePlanner):
         """
         if write_item.type is WriteItemType.BYTE_IO or write_item.tensor_data is None:
             return super().resolve_data(write_item)
-        tensor, chunk = self._tensors[write_item.index.fqn], write_item.tensor_data.chunk
+        tensor = self._tensors[write_item.index.fqn]
+        chunk = write_item.tensor_data.chunk
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         out = self._memory.take(box.element_count * DTYPES[tensor.dtype].nbytes)
         tensor.copy_into(box, out)

@@ -314,7 +314,8 @@ def ledger_of_samples(source_id: str, epoch: int, samples: NDArray[np.integer]) 
     Source: incremental hashing by addition: M. Bellare, D. Micciancio, EUROCRYPT 1997.
 
     >>> once = ledger_of_samples("books", 0, np.array([3, 1, 2]))
-    >>> once == ledger_of_samples("books", 0, np.array([1, 2, 3])), once == ledger_of_samples("books", 0, np.arange(3))
+    >>> (once == ledger_of_samples("books", 0, np.array([1, 2, 3])),
+    ...  once == ledger_of_samples("books", 0, np.arange(3)))
     (True, False)
     """
     key = blake3(b"ckptfmt/ledger-v1" + struct.pack("<Q", epoch) + source_id.encode()).digest()
@@ -553,10 +554,8 @@ def _check_stand(cursor: Cursor, course: Course) -> None:
         said: object = (commit.epoch, commit.pos_in_epoch)
         computed: object = course.epoch_at(commit.global_pos)
     else:
-        said, computed = (
-            tuple(one.pos for one in cursor.sources),
-            course.draws_before(commit.global_pos),
-        )
+        said = tuple(one.pos for one in cursor.sources)
+        computed = course.draws_before(commit.global_pos)
     if said != computed:
         detail = (
             f"at position {commit.global_pos} the sources stand at {computed}, the cursor"

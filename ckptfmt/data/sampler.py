@@ -168,7 +168,8 @@ class Sampler:
     >>> sampler.advance()
     >>> next(iter(sampler))
     [8, 5]
-    >>> mixed = Sampler({"books": 10, "code": 5}, mixture={"books": 3, "code": 1}, global_batch=4, worker=(0, 1))
+    >>> mixed = Sampler({"books": 10, "code": 5}, mixture={"books": 3, "code": 1}, global_batch=4,
+    ...     worker=(0, 1))
     >>> sorted(name for name, sample in next(iter(mixed)))
     ['books', 'books', 'books', 'code']
     """
@@ -206,7 +207,8 @@ class Sampler:
         self._seed = seed
         self._mixture = None if mixture is None else _mixture(mixture, seed, self._sources)
         self._skips: tuple[Skip, ...] = ()
-        self._worker, self._micro_batches = worker, micro_batches
+        self._worker = worker
+        self._micro_batches = micro_batches
         self._loaded: Cursor | None = None
         #: Whether a skip was added since the sampler was made or a cursor was loaded.
         self.has_new_skips = False
@@ -288,7 +290,9 @@ class Sampler:
             before the last fetched position, or if a batch has fewer samples than workers;
             StateError(WRITERS_UNKNOWN).
         """
-        progress, first, count = self._progress, self.steps_done, self._micro_batches
+        progress = self._progress
+        first = self.steps_done
+        count = self._micro_batches
         fetches = _Fetches(
             first_step=first, primed=count_primed(), counted_step=first, counted_taken=0
         )
@@ -465,8 +469,10 @@ class Sampler:
         Raises: StateError(ARGUMENT) if the counted steps took fewer batches, or micro-batches, than
             they need; or more, so that the cursor would fall behind the training.
         """
-        progress, size = self._progress, self._micro_batches
-        moved, progress.moved = progress.moved, []
+        progress = self._progress
+        size = self._micro_batches
+        moved = progress.moved
+        progress.moved = []
         fetches = progress.serving
         if moved and not any(one is fetches for one in moved):
             fetches = moved[-1]
@@ -495,7 +501,9 @@ class Sampler:
             raise _shares(
                 fetches, step, size, "A batch that is to be left out goes to Sampler.skip"
             )
-        fetches.counted_step, fetches.counted_taken, fetches.spare = step, fetches.taken, spare
+        fetches.counted_step = step
+        fetches.counted_taken = fetches.taken
+        fetches.spare = spare
         progress.serving = fetches
 
     def drawn_in_hand(self, mark: object) -> bool:
@@ -634,7 +642,8 @@ class Sampler:
         self.has_new_skips = False
         self._course = course
         self._loaded = cursor
-        step, position = cursor.commit.step, cursor.commit.global_pos
+        step = cursor.commit.step
+        position = cursor.commit.global_pos
         self._progress = _Progress(
             first_step=step,
             first_position=position,
@@ -659,7 +668,8 @@ class Sampler:
 
     def _part(self, step: int) -> Stretch:
         """Return the rows of this worker's positions in a step."""
-        position, size = self._first_position(step), self._plan.global_batch
+        position = self._first_position(step)
+        size = self._plan.global_batch
         self._progress.read = True
         number, count = self._worker or distributed_worker()
         check_worker((number, count), size // self._micro_batches)
@@ -750,7 +760,8 @@ class Sampler:
 
 def _shares(fetches: _Fetches, step: int, size: int, remedy: str) -> CkptError:
     """Return the error of steps that took a wrong number of pieces."""
-    count, taken = step - fetches.counted_step, fetches.taken - fetches.counted_taken
+    count = step - fetches.counted_step
+    taken = fetches.taken - fetches.counted_taken
     if not fetches.counted_taken:
         taken -= fetches.primed
     pieces = "batches" if size == 1 else "micro-batches"

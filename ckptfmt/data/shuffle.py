@@ -146,7 +146,8 @@ def _walk(n: int, epoch: _Epoch, positions: NDArray[np.uint64]) -> NDArray[np.ui
 
 
 def _pass(epoch: _Epoch, p: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    a, b = np.uint64(epoch.a), np.uint64(epoch.b)
+    a = np.uint64(epoch.a)
+    b = np.uint64(epoch.b)
     left, right = np.divmod(p, b)
     keys = np.array(epoch.keys, np.uint64)
     for i in range(0, ROUNDS, 2):
@@ -156,7 +157,8 @@ def _pass(epoch: _Epoch, p: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _pass_back(epoch: _Epoch, p: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    a, b = np.uint64(epoch.a), np.uint64(epoch.b)
+    a = np.uint64(epoch.a)
+    b = np.uint64(epoch.b)
     left, right = np.divmod(p, b)
     keys = np.array(epoch.keys, np.uint64)
     for i in range(ROUNDS - 2, -1, -2):

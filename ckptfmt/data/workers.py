@@ -57,13 +57,14 @@ def count_primed() -> int:
     sampler: the iterator is searched among the callers of the sampler's iterator. Without
     such a caller the result is 0.
     """
-    frame = sys._getframe(1)  # noqa: SLF001 - the way to the callers that inspect.currentframe takes
+    frame = sys._getframe(1)  # noqa: SLF001
     for _ in range(_CALLERS):
         if frame.f_back is None:
             break
         frame = frame.f_back
         attributes = getattr(frame.f_locals.get("self"), "__dict__", {})
-        workers, factor = attributes.get("_num_workers"), attributes.get("_prefetch_factor")
+        workers = attributes.get("_num_workers")
+        factor = attributes.get("_prefetch_factor")
         if isinstance(workers, int):
             return workers * factor if isinstance(factor, int) else 0
     return 0

@@ -120,7 +120,7 @@ class BaseFiles:
         piece = self._image.pieces[number]
         library = self._open()
         stored = library.files.open_part(self._base.part.writer).find(piece.key, piece.box)
-        assert stored is not None  # noqa: S101 - the base has the same image
+        assert stored is not None  # noqa: S101
         return library.read_blocks(stored, [block])[0][0]
 
     def close(self) -> None:

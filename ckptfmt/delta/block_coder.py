@@ -67,7 +67,8 @@ class Sides:
 
     def elements_of(self, number: int, block: int) -> range:
         """Return the range of a piece's elements that a block holds."""
-        piece, width = self.image.pieces[number], self.width(number)
+        piece = self.image.pieces[number]
+        width = self.width(number)
         per_block = self.image.block_nbytes // width
         return range(
             block * per_block, min((block + 1) * per_block, (piece.end - piece.begin) // width)
@@ -235,7 +236,8 @@ class _Finder:
             role: self._sample(number, elements)
             for role, number in zip(_roles_of(members), row, strict=True)
         }
-        options, before = dict(members.options), dict(base_options or members.options)
+        options = dict(members.options)
+        before = dict(base_options or members.options)
         steps = self._steps_of(members)
         if steps is not None:
             before["step"], options["step"] = steps
@@ -398,11 +400,13 @@ class BlockCoder:
 
     def _code_changed(self, number: int, block: int, content: memoryview) -> _Encoded | None:
         """Return the smallest encoding of a changed block, checked by decoding; None for raw."""
-        group, is_small = self._groups.get(number), content.nbytes < SMALL_NBYTES
+        group = self._groups.get(number)
+        is_small = content.nbytes < SMALL_NBYTES
         found = None if group is None or is_small else self._predict(group, number, block, content)
         if found is not None:
             return found
-        base, dtype = self._sides.contents.content(number, block), self._sides.dtype(number)
+        base = self._sides.contents.content(number, block)
+        dtype = self._sides.dtype(number)
         if is_small:
             encoding, stored = encode_small(content, dtype=dtype, base=base)
         else:
@@ -451,7 +455,8 @@ class BlockCoder:
         self, group: PlannedGroup, number: int, block: int, content: memoryview
     ) -> _Encoded | None:
         """Return a block encoded with its group's prediction; None if that doesn't work or pay."""
-        place, elements = group.pieces.index(number), self._sides.elements_of(number, block)
+        place = group.pieces.index(number)
+        elements = self._sides.elements_of(number, block)
         role = group.roles[place]
         given: dict[str, Any] = {
             "news": {

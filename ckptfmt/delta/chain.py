@@ -163,7 +163,8 @@ class Chain:
         last = self._last
         if last is None or last.manifest is None or last.snapped.image is not snapped.image:
             return plan_save(options, self.history, base_reference_count=None), None
-        origin, is_taken = last.manifest.origin, last.snapped.slot == snapped.slot
+        origin = last.manifest.origin
+        is_taken = last.snapped.slot == snapped.slot
         if origin.launch is None:  # outside a run, any base may be deleted
             return plan_save(options, self.history, base_reference_count=None), None
         base = Base(
@@ -183,7 +184,7 @@ class Chain:
     def _write_delta(
         self, delta: Delta, store: Store, origin: Origin, writer: int, *, begin_s: float, mode: str
     ) -> _Link:
-        assert self._last is not None  # noqa: S101 - the last save is the base
+        assert self._last is not None  # noqa: S101
         snapped = delta.snapped
         try:
             part = delta.write(store, origin, writer)
@@ -193,8 +194,10 @@ class Chain:
             delta.close()
         write_part_file(store, part)
         nbytes = _content_nbytes(snapped.image)
-        encoding, own = delta.verdicts["encoding"], delta.verdicts["nbytes"]
-        is_raw, is_same = encoding == RAW, encoding == SAME
+        encoding = delta.verdicts["encoding"]
+        own = delta.verdicts["nbytes"]
+        is_raw = encoding == RAW
+        is_same = encoding == SAME
         encoded_nbytes = np.where(is_raw | is_same, 0, nbytes)
         link = _Link(
             snapped=snapped,

@@ -114,8 +114,10 @@ class Coders:
             fields: fields in which changed blocks are encoded.
             among: candidate encodings.
         """
-        image, slot = snapped.image, snapped.slot
-        self._idle, self._alive_count = [], 0
+        image = snapped.image
+        slot = snapped.slot
+        self._idle = []
+        self._alive_count = 0
         message = {
             "type": "delta",
             "slot": slot,
@@ -152,7 +154,8 @@ class Coders:
                 missing in the result.
             nbytes: size of the blocks' contents in bytes, an upper bound of the encoded size.
         """
-        coder, coded = self._take(), None
+        coder = self._take()
+        coded = None
         if coder is not None:
             try:
                 coded = self._ask(coder, blocks, nbytes)
@@ -176,7 +179,7 @@ class Coders:
         told, fd = received
         if fd is not None:
             coder.results = Slot.attach(fd)
-        assert coder.results is not None  # noqa: S101 - the first answer carries the shared memory
+        assert coder.results is not None  # noqa: S101
         verdicts = np.frombuffer(told["verdicts"], VERDICT)
         encoded = np.where(
             (verdicts["encoding"] == RAW) | (verdicts["encoding"] == UNDECIDED),
@@ -286,11 +289,12 @@ def _serve(channel: Channel) -> None:
         elif message["type"] == "image":
             image = Image.from_dict(message["image"])
         elif message["type"] == "delta":
-            assert image is not None  # noqa: S101 - the saver sends the image first
+            assert image is not None  # noqa: S101
             coder = _make_coder(message, image, slots)
         else:
-            assert coder is not None  # noqa: S101 - the saver sends image and delta first
-            room_nbytes, fd = message["room_nbytes"], None
+            assert coder is not None  # noqa: S101
+            room_nbytes = message["room_nbytes"]
+            fd = None
             if results is None or results.nbytes < room_nbytes:
                 results = Slot.make(room_nbytes)
                 fd = results.fd
@@ -307,7 +311,8 @@ def _make_coder(message: dict[str, Any], image: Image, slots: dict[int, Slot]) -
         PlannedGroup(rule=rule, pieces=tuple(pieces)) for rule, rows in rules for pieces in rows
     ]
     view = slots[message["slot"]].view
-    fields, among = frozenset(message["fields"]), message["among"]
+    fields = frozenset(message["fields"])
+    among = message["among"]
     return BlockCoder(image, view, contents=contents, groups=groups, fields=fields, among=among)
 
 

@@ -361,8 +361,10 @@ class Delta:
             [-1 if piece.shard is None else piece.shard for piece in self._image.pieces], np.int64
         )
         written = np.flatnonzero(shard_of[self._piece_of] >= 0)
-        blocks, piece = self.verdicts[written], self._piece_of[written]
-        encoding, predicted = blocks["encoding"].astype(np.int64), blocks["predicted"]
+        blocks = self.verdicts[written]
+        piece = self._piece_of[written]
+        encoding = blocks["encoding"].astype(np.int64)
+        predicted = blocks["predicted"]
         has_base = (
             np.isin(encoding, [ENCODINGS.index(name) for name in sorted(NEEDS_BASE)]) & ~predicted
         )
@@ -379,7 +381,8 @@ class Delta:
         place = ends - ends[np.searchsorted(shard, shard)] + len(PACK_HEADER)
         file = np.where(encoding[first] == SAME, -1, file_of[shard])
         empty = np.flatnonzero((np.diff(self._first) == 0) & (shard_of >= 0))
-        none, of_base = np.zeros_like(empty), np.full_like(empty, self._base_number + 1)
+        none = np.zeros_like(empty)
+        of_base = np.full_like(empty, self._base_number + 1)
         block_count = np.concatenate([np.diff(first, append=len(written)), none])
         of_encoded = count_stored(np.concatenate([encoding[first], none + SAME]), block_count)
         found = Extents(

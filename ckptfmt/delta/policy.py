@@ -132,7 +132,9 @@ class History:
 
     def note_full(self, *, nbytes: int, seconds: float, unchanged: float) -> None:
         """Record the measurements of a full save."""
-        self.nbytes, self.full_s, self.unchanged = nbytes, seconds, unchanged
+        self.nbytes = nbytes
+        self.full_s = seconds
+        self.unchanged = unchanged
         self.chain_count = self.decoded_nbytes = self.stored_nbytes = 0
         self.restore_nbytes = nbytes
         self.pause_count = max(0, self.pause_count - 1)
@@ -155,8 +157,10 @@ class History:
             encoded_nbytes: size of the content that was encoded and decoded again, in bytes.
             decode_s: decoding time in seconds, with all threads at work.
         """
-        self.unchanged, self.stored_nbytes = unchanged, stored_nbytes
-        self.restore_nbytes, self.decoded_nbytes = restore_nbytes, decoded_nbytes
+        self.unchanged = unchanged
+        self.stored_nbytes = stored_nbytes
+        self.restore_nbytes = restore_nbytes
+        self.decoded_nbytes = decoded_nbytes
         self.chain_count += 1
         if encoded_nbytes:
             self.encode_rate = encoded_nbytes / max(seconds, 1e-6)

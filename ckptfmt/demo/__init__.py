@@ -33,7 +33,10 @@ from ckptfmt.store import is_url, open_store
 __all__ = ["main"]
 
 #: Exit codes: all comparisons hold; a comparison fails; the demo couldn't run; interrupted.
-_HOLDS, _DIFFERS, _FAILED, _INTERRUPTED = 0, 1, 2, 130
+_HOLDS = 0
+_DIFFERS = 1
+_FAILED = 2
+_INTERRUPTED = 130
 #: Value of `--store` that isn't a URL: start a server.
 _SERVER = "s3"
 

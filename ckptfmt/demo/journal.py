@@ -309,8 +309,10 @@ def compare_worlds(
 
     Args and Returns: as in `compare`.
     """
-    both, count = min(len(reference), len(candidate)), len(candidate)
-    ours, theirs = join_samples(reference), join_samples(candidate)
+    both = min(len(reference), len(candidate))
+    count = len(candidate)
+    ours = join_samples(reference)
+    theirs = join_samples(candidate)
     return compare(
         [
             _shared(reference[rank if rank < both else 0], ours, streams=rank < both)
@@ -355,7 +357,8 @@ def _compare_presence(
 def _compare_entries(
     expected: Entry, found: Entry, rank: int, names: Counter[str]
 ) -> list[Difference]:
-    ours, theirs = expected.facts(), found.facts()
+    ours = expected.facts()
+    theirs = found.facts()
     # At the start of a launch, there is state, and no step yet.
     if found.samples is None or expected.samples is None:
         for facts in (ours, theirs):
@@ -400,7 +403,8 @@ def check_history(
         if len(samples) != global_batch:
             return f"step {step} took {len(samples)} samples, not {global_batch}"
     times = Counter(sample for samples in history.values() for sample in samples)
-    most, least = max(times.values()), min(times.values()) if len(times) == sample_count else 0
+    most = max(times.values())
+    least = min(times.values()) if len(times) == sample_count else 0
     if most - least > 1:
         return f"one sample was taken {most} times, another {least} times"
     return ""

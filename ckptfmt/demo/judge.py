@@ -49,7 +49,7 @@ def digest_state(
     digests["cursor/data"] = _digest_tree(sampler.state_dict())
     digests["trainer/state"] = _digest_tree(trainer.state_dict())
     digests["rng/python"] = _digest_tree(random.getstate())
-    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 - the global RNG stream is one of those to restore
+    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002
     digests["rng/numpy"] = _digest_tree(numpy_state)
     digests["rng/torch.cpu"] = _digest_tensor(torch.get_rng_state())
     return digests

@@ -72,7 +72,8 @@ def render(outcome: Outcome, look: Look, *, seconds: float) -> str:
 
 
 def _iter_what(outcome: Outcome) -> Iterator[str]:
-    header, settings = outcome.header, outcome.settings
+    header = outcome.header
+    settings = outcome.settings
     before, after = outcome.losses
     text = (
         f"A GPT of {header.parameter_count:,} parameters on {settings.text_nbytes >> 10:,} KiB of"
@@ -109,7 +110,8 @@ def _draw(strip: Strip, steps: int, look: Look) -> str:
     columns = {
         step: step * _STRIP_WIDTH // steps for step in (strip.first, strip.last, *strip.saves)
     }
-    begin, end = columns[strip.first], columns[strip.last]
+    begin = columns[strip.first]
+    end = columns[strip.last]
     cells = [look.line] * (end - begin + 1)
     for step in strip.saves:
         cells[columns[step] - begin] = look.save
@@ -128,7 +130,8 @@ def _draw(strip: Strip, steps: int, look: Look) -> str:
 
 
 def _iter_comparison(outcome: Outcome, look: Look) -> Iterator[str]:
-    same, steps = outcome.same, outcome.settings.steps
+    same = outcome.same
+    steps = outcome.settings.steps
     yield "  Launches 1 and 2 against the undisturbed run, each step of each process:"
     for name, categories, what in _list_rows(same):
         done = min(same.identical_steps(category) for category in categories)
@@ -181,12 +184,14 @@ def _iter_resized(resized: Resized, look: Look) -> Iterator[str]:
     word = look.verdict(good=good, text="none skipped, none repeated" if good else "WRONG")
     yield f"    samples of the whole history: {resized.sample_count:,}, {word}"
     yield f"    {_claim(resized.claim)}; the trainer does the rest"
-    new, streams = resized.new_stream_count, resized.stream_count
+    new = resized.new_stream_count
+    streams = resized.stream_count
     yield f"    {new} of {streams} RNG streams are new, and decide nothing: process 0 draws for all"
 
 
 def _iter_verdict(outcome: Outcome, look: Look, seconds: float) -> Iterator[str]:
-    same, steps = outcome.same, outcome.settings.steps
+    same = outcome.same
+    steps = outcome.settings.steps
     for sentence in _iter_problems(outcome):
         yield from textwrap.wrap(sentence, _WIDTH, initial_indent="  ", subsequent_indent="    ")
     if outcome.holds:
@@ -237,7 +242,8 @@ def _iter_next(outcome: Outcome) -> Iterator[str]:
 
 def as_json(outcome: Outcome, *, seconds: float) -> dict[str, object]:
     """Return the contents of the last screen as a JSON-ready mapping."""
-    same, resized = outcome.same, outcome.resized
+    same = outcome.same
+    resized = outcome.resized
     return {
         "holds": outcome.holds,
         "run": str(outcome.run),

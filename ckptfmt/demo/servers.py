@@ -209,7 +209,8 @@ class Ceph:
             raise ServerError(f"there is no {', '.join(missing)} here. {CEPH_REMEDY}")
         for name in ("mon", "osd", "run", "log"):
             (self._directory / name).mkdir()
-        cluster, monitor_port = str(uuid.uuid4()), free_port()
+        cluster = str(uuid.uuid4())
+        monitor_port = free_port()
         self._configuration.write_text(self._settings(cluster, monitor_port), "utf-8")
         monmap = self._directory / "monmap"
         address = f"[v1:127.0.0.1:{monitor_port}]"
@@ -326,7 +327,7 @@ rgw_gc_processor_max_time = 60
                 raise self._error(f"{ended[0].args!r} ended with {ended[0].returncode}")
             with (
                 contextlib.suppress(OSError),
-                urllib.request.urlopen(self.endpoint.url, timeout=10),  # noqa: S310 - HTTP
+                urllib.request.urlopen(self.endpoint.url, timeout=10),  # noqa: S310
             ):
                 return
             time.sleep(0.2)

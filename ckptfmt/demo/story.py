@@ -142,11 +142,13 @@ class Job:
 
     def _watch(self, on_step: Callable[[int], None], *, until: int | None = None) -> None:
         """Follow the journals until all processes have done a step, or the job has ended."""
-        last_step, change_s = 0, time.monotonic()
+        last_step = 0
+        change_s = time.monotonic()
         while self._process.poll() is None:
             step = min(read_progress(path)[1] for path in self._journal_paths)
             if step != last_step:
-                last_step, change_s = step, time.monotonic()
+                last_step = step
+                change_s = time.monotonic()
                 on_step(step)
             if until is not None and step >= until:
                 return
@@ -341,10 +343,11 @@ def tell(
         [*before.entries, *after.entries] for before, after in zip(killed, resumed, strict=True)
     ]
     same = compare([journal.entries for journal in undisturbed], both, steps=settings.steps)
-    resized, strips = (
-        None,
-        [_strip(settings, "launch 1", killed, killed=True), _strip(settings, "launch 2", resumed)],
-    )
+    resized = None
+    strips = [
+        _strip(settings, "launch 1", killed, killed=True),
+        _strip(settings, "launch 2", resumed),
+    ]
     if same.identical:
         saved_by = 2 if settings.resized_step > resumed[0].entries[0].step else 1
         name = checkpoint_name(settings.resized_step, saved_by)
@@ -429,7 +432,7 @@ def _strip(
 
 def _header(journals: list[Journal]) -> Header:
     header = journals[0].header
-    assert header is not None  # noqa: S101 - the job ended well, so it wrote one
+    assert header is not None  # noqa: S101
     return header
 
 

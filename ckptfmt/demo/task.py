@@ -52,7 +52,8 @@ def read_text(*, text_nbytes: int, chunk_nbytes: int) -> Text:
     Raises: FileNotFoundError where the library has no sources, as in a zip archive.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    content, file_count = bytearray(), 0
+    content = bytearray()
+    file_count = 0
     for path in sorted(library.glob("*.py")):
         if len(content) >= text_nbytes:
             break
@@ -89,7 +90,7 @@ def draw_augmentation(settings: Settings) -> Augmentation:
     restores: a run with a lost stream learns differently.
     """
     begin = random.randrange(settings.chunk_nbytes - settings.context)
-    masked = np.random.uniform(0.0, settings.masked)  # noqa: NPY002 - the global RNG stream is one to restore
+    masked = np.random.uniform(0.0, settings.masked)  # noqa: NPY002
     dropout = settings.dropout * torch.rand((), dtype=torch.float64).item()
     drawn = torch.tensor([begin, masked, dropout], dtype=torch.float64)
     if dist.is_initialized():
@@ -152,7 +153,8 @@ def make_batch(
     chunks = b"".join(text.chunk(sample) for sample in samples)
     rows = np.frombuffer(chunks, dtype=np.uint8).reshape(len(samples), settings.chunk_nbytes)
     windows = rows[:, augmentation.begin : augmentation.begin + settings.context + 1]
-    tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+    tokens = windows[:, :-1].copy()
+    targets = windows[:, 1:].copy()
     generator = np.random.default_rng(random.getrandbits(64))
     noise = generator.random(tokens.shape) < augmentation.masked
     tokens[noise] = generator.integers(BYTES, size=int(noise.sum()), dtype=np.uint8)

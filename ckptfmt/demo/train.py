@@ -89,7 +89,8 @@ def train(
         # Before the first step, since the journal records the load's claim.
         checkpointer.restore_rng()
         journal.write(describe(checkpointer, model, text, rank, world_size))
-        samples, loss = None, None
+        samples = None
+        loss = None
         for step in checkpointer.steps(settings.steps):
             if samples is None:
                 put_back()
@@ -130,7 +131,8 @@ def describe(
     checkpointer: Checkpointer, model: nn.Module, text: Text, rank: int, world_size: int
 ) -> Header:
     """Return the journal's header."""
-    launch, report = checkpointer.launch, checkpointer.load_report
+    launch = checkpointer.launch
+    report = checkpointer.load_report
     resume = launch.resume_from if launch else None
     return Header(
         pid=os.getpid(),

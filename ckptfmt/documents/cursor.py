@@ -95,7 +95,8 @@ class BatchPlan:
     def epoch_positions(self, count: int) -> int:
         """Return the number of positions in an epoch of `count` samples.
 
-        >>> [BatchPlan(global_batch=4, tail=tail).epoch_positions(10) for tail in ("carry", "drop", "pad_masked")]
+        >>> [BatchPlan(global_batch=4, tail=tail).epoch_positions(10) for tail in ("carry", "drop",
+        ...     "pad_masked")]
         [10, 8, 12]
         """
         if self.tail == "carry":
@@ -482,7 +483,8 @@ def _check_epoch(cursor: Cursor, where: str) -> None:
 
 
 def _check_count(cursor: Cursor, where: str) -> None:
-    count, position = cursor.ledger.count, cursor.commit.global_pos
+    count = cursor.ledger.count
+    position = cursor.commit.global_pos
     all_count = not cursor.skips and cursor.plan.tail != "pad_masked"
     if count > position or (all_count and count != position):
         detail = f"{count} samples in the ledger, {position} positions committed"

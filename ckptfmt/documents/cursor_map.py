@@ -248,7 +248,8 @@ def count_removed(skips: Iterable[Skip], source: str) -> int:
     >>> count_removed([one, two], "a"), count_removed([one, two], "b")
     (5, 0)
     """
-    count, reached = 0, 0
+    count = 0
+    reached = 0
     for begin, end in sorted(_shifted(skips, source)):
         count += max(0, end - max(begin, reached))
         reached = max(reached, end)
@@ -275,7 +276,9 @@ def _parse_skip(one: CursorMap, lengths: dict[str, int]) -> Skip:
         "source",
         *(("ids",) if scope == "sample" else _SHARD),
     )
-    policy, reason, source = _policy(one), one.text("reason"), one.text("source")
+    policy = _policy(one)
+    reason = one.text("reason")
+    source = one.text("source")
     from_pos = one.integer("from_pos", _POSITION)
     if source not in lengths:
         refuse(f"there is no source {source!r}", f"{one.where}/source", "REQ-CUR-017")

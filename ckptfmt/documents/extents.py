@@ -103,7 +103,8 @@ def parse_references(columns: Columns) -> tuple[Reference, ...]:
     for row in rows:
         if not isinstance(row, dict) or row.keys() != {"name", "digest"}:
             raise columns.broken("references", "not maps of name and digest")
-        name, digest = row["name"], row["digest"]
+        name = row["name"]
+        digest = row["digest"]
         if (
             not isinstance(name, str)
             or not isinstance(digest, bytes)
@@ -265,7 +266,8 @@ class Extent:
 
     def stored_begin(self, block: int) -> int:
         """Return the offset of an encoded block in the file, in bytes."""
-        ends, first = self._extents.stored_ends, self._extents.stored_row[self._row]
+        ends = self._extents.stored_ends
+        first = self._extents.stored_row[self._row]
         return self.byte_begin + int(ends[first + block - self.block_begin] - ends[first])
 
     def stored_nbytes(self, block: int) -> int:
@@ -335,7 +337,8 @@ class Extents:
 
     def row(self, row: int) -> Extent:
         """Return one row."""
-        file, reference = int(self.file[row]), int(self.reference[row])
+        file = int(self.file[row])
+        reference = int(self.reference[row])
         return Extent(
             block_begin=int(self.block_begin[row]),
             block_count=int(self.block_count[row]),
@@ -440,7 +443,8 @@ def parse_extents(
     Args:
         owner: for each box of the part, the number of its tensor.
     """
-    is_delta, references = reference_count is not None, reference_count or 0
+    is_delta = reference_count is not None
+    references = reference_count or 0
     table = columns.columns("extents", _DELTA_KEYS if is_delta else _EXTENT_KEYS)
     key = table.strings("key", limit_nbytes=limits.KEY_NBYTES)
     count = len(key)
@@ -576,7 +580,8 @@ def place_extents(rows: Extents, nbytes: Integers, files: Files) -> Integers:
         rows.file < len(files.nbytes), ends - nbytes + np.append(before, 0)[rows.file], 0
     )
     empty = nbytes == 0
-    boxes, blocks = np.diff(rows.box), np.diff(rows.block_begin)
+    boxes = np.diff(rows.box)
+    blocks = np.diff(rows.block_begin)
     unsorted = (boxes < 0) | ((boxes == 0) & (blocks <= 0))
     if (empty[1:] & empty[:-1] & (np.diff(rows.file) == 0) & unsorted).any():
         raise files.table.unsorted(

@@ -79,7 +79,8 @@ class Boxes:
 
     def list_boxes(self) -> list[Box]:
         """Return all boxes."""
-        begins, shapes = iter(self.begin.tolist()), iter(self.box_shape.tolist())
+        begins = iter(self.begin.tolist())
+        shapes = iter(self.box_shape.tolist())
         return [
             Box(tuple(itertools.islice(begins, ndim)), tuple(itertools.islice(shapes, ndim)))
             for ndim in self.table.ndim[self.owner].tolist()
@@ -160,7 +161,8 @@ class Holdings(Boxes):
 
     def digests_of(self, row: int) -> bytes:
         """Return the digests of a box."""
-        begin, count = int(self._digest_begin[row]), int(self.digest_count[row])
+        begin = int(self._digest_begin[row])
+        count = int(self.digest_count[row])
         return self.digests[begin * DIGEST_NBYTES : (begin + count) * DIGEST_NBYTES]
 
     def box_columns(
@@ -216,7 +218,9 @@ class Holdings(Boxes):
         nowhere = len(header_nbytes)  # blocks without a file get a number after all files
         files = np.where(found.file < 0, nowhere, found.file)
         order = np.lexsort((found.block_begin, found.box, nbytes > 0, found.byte_begin, files))
-        box, file, begin = found.box[order], files[order], found.byte_begin[order]
+        box = found.box[order]
+        file = files[order]
+        begin = found.byte_begin[order]
         ends = np.concatenate([np.zeros(1, np.int64), begin + nbytes[order]])[:-1]
         gap = begin - np.where(
             np.diff(file, prepend=-1) != 0, np.append(header_nbytes, 0)[file], ends

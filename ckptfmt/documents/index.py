@@ -149,8 +149,8 @@ class Index:
 
 
 _INDEX_KEYS: Final = (
-    "type", "format_version", "features", *tables.ORIGIN_KEYS, "saved_unix_s", "scopes", "dtypes", "parts", "tensors",
-    "aliases", "shardings", "streams", "leaves", "absent",
+    "type", "format_version", "features", *tables.ORIGIN_KEYS, "saved_unix_s", "scopes", "dtypes",
+    "parts", "tensors", "aliases", "shardings", "streams", "leaves", "absent",
 )  # fmt: skip
 
 

@@ -48,7 +48,8 @@ def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
     found = _CHECKPOINT_NAME.fullmatch(name)
     if not found or len(name) > 64:
         return None
-    step, launch = int(found[1]), int(found[2])
+    step = int(found[1])
+    launch = int(found[2])
     return (step, launch) if checkpoint_name(step, launch) == name else None
 
 

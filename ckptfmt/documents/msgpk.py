@@ -321,10 +321,14 @@ def check_msgpack(
 def count_items(
     content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None
 ) -> int:
-    """Return the number of values of `content`, checked without building objects. Raises: as `parse_msgpack`."""
+    """Return the number of values of `content`, checked without building objects.
+
+    Raises: as `parse_msgpack`.
+    """
     at = items = containers = 0
     # Values left in the innermost container, and in those around it.
-    left, open_counts = 1, list[int]()
+    left = 1
+    open_counts = list[int]()
     while left or open_counts:
         if not left:
             left = open_counts.pop()

@@ -198,7 +198,8 @@ class Budget:
     __slots__ = ("_extents", "_rows")
 
     def __init__(self, most: Weight) -> None:
-        self._rows, self._extents = most.rows, most.extents
+        self._rows = most.rows
+        self._extents = most.extents
 
     def take(self, where: str, *, rows: int = 0, extents: int = 0) -> None:
         """Subtract rows and extents before they are built. Raises: FormatError(LIMIT_EXCEEDED)."""
@@ -404,7 +405,8 @@ def _number_kind(kind: type, values: Collection[Any]) -> str | None:
         return "float64"
     if kind is not int:
         return None
-    least, most = min(values), max(values)
+    least = min(values)
+    most = max(values)
     if least >= 0:
         return next((f"uint{bits}" for bits in _BITS if most < 1 << bits), None)
     return next(
@@ -417,7 +419,8 @@ def unpack_items(items: list[Any], *, where: str) -> list[Any]:
 
     Raises: ValueError, TypeError, KeyError or FormatError for items that `pack_items` can't return.
     """
-    kind, content = items[0], items[1:]
+    kind = items[0]
+    content = items[1:]
     if kind == "str":
         values: list[Any] = (
             Columns({"": content}, ("",), where).strings("", limit_nbytes=len(content[1])).tolist()

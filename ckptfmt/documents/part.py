@@ -136,7 +136,8 @@ class Part:
         held = self.holdings
         scopes = tables.collect_scopes(held.table, self.streams, self.leaves)
         dtypes = sorted(set(held.table.dtypes))
-        features, encodings = self.features, held.encodings()
+        features = self.features
+        encodings = held.encodings()
         is_delta = is_of_delta(features)
         header_nbytes = [file.header_nbytes for file in self.files]
         return {
@@ -247,8 +248,9 @@ def parse_failure(content: bytes, *, where: str) -> dict[str, Any]:
 # --- parse ----------------------------------------------------------------------------------------
 
 _PART_KEYS: Final = (
-    "type", "format_version", "features", *tables.ORIGIN_KEYS, "writer", "saved_unix_s", "references", "encodings",
-    "scopes", "dtypes", "files", "tensors", "aliases", "boxes", "extents", "digests", "streams", "leaves", "absent",
+    "type", "format_version", "features", *tables.ORIGIN_KEYS, "writer", "saved_unix_s",
+    "references", "encodings", "scopes", "dtypes", "files", "tensors", "aliases", "boxes",
+    "extents", "digests", "streams", "leaves", "absent",
 )  # fmt: skip
 _DELTA_KEYS: Final = (*_PART_KEYS, "stored", "groups")
 
@@ -284,10 +286,8 @@ def _parse_part(
         )
     labels = parse_labels(signed, features, where)
     if labels and writer != 0:
-        detail, place = (
-            "metrics, tags and suspect are those of writer 0",
-            columns.place("suspect" if labels.suspect else "metrics"),
-        )
+        detail = "metrics, tags and suspect are those of writer 0"
+        place = columns.place("suspect" if labels.suspect else "metrics")
         raise err(Code.DOC_SCHEMA, detail, where=place, requirement="REQ-PRT-014")
     durability = parse_durability(signed, features, origin.run_id, where)
     scopes = tables.check_scopes(columns)
@@ -332,12 +332,17 @@ def _list_trees(
     streams: Sequence[RngStream], leaves: Sequence[Leaf], groups: Sequence[PredictionGroup]
 ) -> list[bytes]:
     return [
-        *(stream.state for stream in streams), *(leaf.value for leaf in leaves), *(group.rule for group in groups)
-    ]  # fmt: skip
+        *(stream.state for stream in streams),
+        *(leaf.value for leaf in leaves),
+        *(group.rule for group in groups),
+    ]
 
 
 def _check_tree_items(trees: Sequence[bytes], where: str) -> None:
-    """Raise LIMIT_EXCEEDED where trees have more values together than they may. Spec: REQ-DOC-030."""
+    """Raise LIMIT_EXCEEDED if trees together have more values than allowed.
+
+    Spec: REQ-DOC-030.
+    """
     if sum(map(len, trees)) <= limits.TREES_ITEMS:  # a value takes a byte at least
         return
     left = limits.TREES_ITEMS

@@ -161,7 +161,8 @@ def labels_name(checkpoint: str, number: int) -> str:
 def parse_labels_name(name: str) -> tuple[str, int] | None:
     """Return checkpoint and number from the file name of a record of labels; else None.
 
-    >>> parse_labels_name("step-00001200-l0003-0002.json"), parse_labels_name("step-00001200-l0003-2.json")
+    >>> (parse_labels_name("step-00001200-l0003-0002.json"),
+    ...  parse_labels_name("step-00001200-l0003-2.json"))
     (('step-00001200-l0003', 2), None)
 
     Spec: REQ-RUN-023.
@@ -222,7 +223,8 @@ class LabelsRecord:
             IntegrityError, UnsupportedError.
         """
         signed, _ = parse_document(content, where=where, types=("labels",))
-        checkpoint, number = signed["checkpoint"], signed["number"]
+        checkpoint = signed["checkpoint"]
+        number = signed["number"]
         if parse_labels_name(where.rpartition("/")[2]) != (checkpoint, number):
             detail = f"the record is number {number} of {checkpoint}"
             raise err(Code.RUN_MISMATCH, detail, where=where, requirement="REQ-RUN-023")

@@ -228,7 +228,9 @@ def _parse_header(text: bytes, where: str) -> dict[str, Any]:
 def _parse_entry(key: str, value: object, header_nbytes: int, where: str) -> ShardEntry:
     if not isinstance(value, dict) or set(value) != _ENTRY_KEYS:
         raise _schema_error(key, "hasn't exactly dtype, shape and data_offsets", where)
-    tag, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    tag = value["dtype"]
+    shape = value["shape"]
+    offsets = value["data_offsets"]
     if not isinstance(tag, str) or tag not in _ELEMENT_NBYTES:
         raise err(
             Code.SHARD_DTYPE,

@@ -219,7 +219,8 @@ class Sharding(Sequence[tuple[Box, int]]):
             yield from self._iter_common_of_grid(wanted)
         else:
             full = self._find_full()
-            begin, box_shape = self.begin[full], self.box_shape[full]
+            begin = self.begin[full]
+            box_shape = self.box_shape[full]
             low = np.maximum(begin, wanted.begin)
             rows = np.flatnonzero((low < np.minimum(begin + box_shape, wanted.end)).all(axis=1))
             yield from self.iter_rows(rows if isinstance(full, slice) else full[rows])
@@ -228,7 +229,8 @@ class Sharding(Sequence[tuple[Box, int]]):
         """Return the part of a box; None if no piece equals the box."""
         if self.extents is not None or not len(self):
             return next((part for held, part in self.iter_common(box) if held == box), None)
-        low, high = 0, len(self)
+        low = 0
+        high = len(self)
         for column, value in zip(
             (*self.begin.T, *self.box_shape.T), (*box.begin, *box.shape), strict=True
         ):
@@ -303,7 +305,7 @@ class Sharding(Sequence[tuple[Box, int]]):
     def _content(self) -> tuple[Integers, ...]:
         if self.extents is not None:
             return (self.part, *self.extents)
-        assert self._begin is not None  # noqa: S101 - a sharding has extents or boxes
+        assert self._begin is not None  # noqa: S101
         assert self._box_shape is not None  # noqa: S101
         return (self.part, self._begin, self._box_shape)
 
@@ -437,7 +439,8 @@ def parse_shardings(columns: Columns, part_count: int) -> list[Sharding]:
     is_grid = forms == _GRID
     grids = _iter_grids(table, ndim[is_grid].tolist(), counts[is_grid].tolist())
     boxes = _iter_boxes(table, ndim[~is_grid].tolist(), counts[~is_grid].tolist())
-    shardings, at = [], 0
+    shardings = []
+    at = 0
     for form, count in zip(forms.tolist(), counts.tolist(), strict=True):
         part = parts[at : at + count]
         shardings.append(
@@ -474,7 +477,8 @@ def _iter_grids(table: Columns, ndim: list[int], counts: list[int]) -> Iterator[
         )
     ends = np.cumsum(lengths).tolist()
     axes = [extents[begin:end] for begin, end in itertools.pairwise([0, *ends])]
-    grids, at = [], 0
+    grids = []
+    at = 0
     for rank, count in zip(ndim, counts, strict=True):
         grid = axes[at : at + rank]
         _check_box_count(table, grid, count)
@@ -506,7 +510,8 @@ def _iter_boxes(
     table.take("begin", extents=sum(sizes))
     steps = unfold(table.packed("begin", count=sum(sizes), below=2 * limits.DIM + 1))
     extents = table.packed("box_shape", count=sum(sizes), below=limits.DIM + 1)
-    found, at = [], 0
+    found = []
+    at = 0
     for rank, count, size in zip(ndim, counts, sizes, strict=True):
         if (rank == 0) != (count == 0):
             raise _unlike(table, rank, count)

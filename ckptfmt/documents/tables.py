@@ -164,7 +164,8 @@ def alias_columns(table: TensorTable) -> dict[str, object]:
 
 def dump_table(table: TensorTable) -> dict[str, Any]:
     """Return a table as columns, including scopes and dtypes, for `parse_table`."""
-    scopes, dtypes = collect_scopes(table), sorted(set(table.dtypes))
+    scopes = collect_scopes(table)
+    dtypes = sorted(set(table.dtypes))
     tensors = tensor_columns(table, scopes, dtypes)
     return {"scopes": scopes, "dtypes": dtypes, "tensors": tensors, "aliases": alias_columns(table)}
 

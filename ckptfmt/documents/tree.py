@@ -472,11 +472,13 @@ def _decode_items(items: list[object], where: _Where) -> list[Any]:
 def _decode_pairs(items: list[object], where: _Where) -> list[tuple[Any, Any]]:
     if len(items) % 2:
         raise ValueError
-    keys, values = items[::2], items[1::2]
+    keys = items[::2]
+    values = items[1::2]
     if set(map(type, keys)) <= _PLAIN_KEYS:  # usual: keys are equal as values if equal as trees
         are_unique = len(set(keys)) == len(keys)
     else:
-        trees, keys = keys, _decode_items(keys, where)
+        trees = keys
+        keys = _decode_items(keys, where)
         if not all(map(_is_key, keys)):
             raise TypeError
         _check_hashes(keys, where)

@@ -166,7 +166,8 @@ def kept_steps(resumed: Mapping[int, tuple[int, int] | None]) -> dict[int, float
     {3: inf, 1: 4}
     """
     kept: dict[int, float] = {}
-    number, step = max(resumed, default=0), math.inf
+    number = max(resumed, default=0)
+    step = math.inf
     while number in resumed and number not in kept:
         kept[number] = step
         source = resumed[number]
@@ -185,7 +186,9 @@ class _Account:
         known: Mapping[int, KnownLaunch],
         untimed: Collection[int],
     ) -> None:
-        self._resumed, self._known, self._untimed = resumed, known, untimed
+        self._resumed = resumed
+        self._known = known
+        self._untimed = untimed
         self._kept = kept_steps(resumed)
         self._sums = Goodput(launch_count=len(resumed))
         #: End of the accounted time, and whether the last launch is known to have ended then.
@@ -239,14 +242,16 @@ class _Account:
             late_s: overlap with the previous launch, in the same process, in seconds.
             gap_s: time without any launch before this launch, in seconds; None if unknown.
         """
-        sums, times = self._sums, one.times
+        sums = self._sums
+        times = one.times
         initialising_s = max(0.0, times.initialising / 1000 - late_s)
         sums.initialising_s += initialising_s
         sums.waiting_s += times.waiting / 1000
         sums.restoring_s += times.restoring / 1000
         if gap_s is not None:
             self._restores.append(gap_s + initialising_s + (times.waiting + times.restoring) / 1000)
-        kept_step, steps = self._kept.get(number, one.first_step), one.step - one.first_step
+        kept_step = self._kept.get(number, one.first_step)
+        steps = one.step - one.first_step
         # With a single remaining save, no number of steps is known: the share is 1 or 0.
         share = (
             1.0 if kept_step >= one.step else max(0.0, (kept_step - one.first_step) / max(1, steps))
@@ -259,10 +264,8 @@ class _Account:
         # For a save committed after the last entry, the steps are known, but not their time.
         behind = max(0.0, kept_step - one.step) if math.isfinite(kept_step) else 0.0
         self._extra_s = behind * times.in_training / 1000 / steps if steps else 0.0
-        self._until_s, self._has_ended = (
-            max(self._until_s or -math.inf, one.measured_s),
-            one.ended_s is not None,
-        )
+        self._until_s = max(self._until_s or -math.inf, one.measured_s)
+        self._has_ended = one.ended_s is not None
         if one.ended_s is not None:
             rest_s = max(0.0, one.ended_s - self._until_s)
             extra_s = min(self._extra_s, rest_s)
@@ -273,10 +276,8 @@ class _Account:
 
     def _costs(self) -> Costs:
         measured = [one for one in self._known.values() if one.is_measured]
-        saves, commits = (
-            sum(one.save_count for one in measured),
-            sum(one.commit_count for one in measured),
-        )
+        saves = sum(one.save_count for one in measured)
+        commits = sum(one.commit_count for one in measured)
         stopped_ms = sum(one.times.blocked + one.times.lost for one in measured)
         committing_ms = sum(one.committing_ms for one in measured)
         in_training_ms = sum(one.times.in_training for one in measured)

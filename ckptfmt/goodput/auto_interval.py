@@ -58,8 +58,10 @@ class LevelMeter:
     """
 
     def __init__(self, every: int, mtbf_s: float) -> None:
-        self.every, self.failures = every, 0
-        self._weight, self._time_s = _PRIOR, _PRIOR * mtbf_s
+        self.every = every
+        self.failures = 0
+        self._weight = _PRIOR
+        self._time_s = _PRIOR * mtbf_s
         self._since_s = 0.0
         self._lost_s: collections.deque[float] = collections.deque(maxlen=_SAVES)
         self._commit_s: collections.deque[float] = collections.deque(maxlen=_SAVES)
@@ -179,7 +181,8 @@ class AutoInterval:
         is_near = self._about_s / _KEPT <= about_s <= self._about_s * _KEPT
         if not is_near or shortest_s > self._chosen_s:
             longest_s = max(_LONGEST_S, _LONGEST_OF_LOST * lost_per_save_s(levels), shortest_s)
-            self._chosen_s, self._about_s = min(best_interval_s(levels), longest_s), about_s
+            self._chosen_s = min(best_interval_s(levels), longest_s)
+            self._about_s = about_s
         return self._chosen_s
 
 

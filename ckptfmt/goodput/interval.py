@@ -186,12 +186,15 @@ def expected_waste(interval_s: float, levels: Sequence[Level]) -> Waste:
     Raises: StateError(ARGUMENT).
 
     >>> home = Level(name="home", lost_s=30, commit_s=30, restore_s=600, mtbf_s=3 * 3600)
-    >>> round(expected_waste(805, [home]).of_saves, 4)  # synchronous saves of 30 s, a failure in three hours
+    >>> (round(expected_waste(805, [home]).of_saves, 4)  # synchronous saves of 30 s,
+    ...  a failure in three hours)
     0.0688
     """
     check_levels(levels)
     check_interval(interval_s, levels)
-    kept, restored, lost_s = 1.0, 1.0, 0.0
+    kept = 1.0
+    restored = 1.0
+    lost_s = 0.0
     for level in levels:
         lost_s += level.lost_s
         if level.mtbf_s == math.inf:
@@ -234,10 +237,12 @@ def best_interval_s(levels: Sequence[Level], *, shortest_s: float = 0.0) -> floa
     low_s = max(shortest_s, shortest_interval_s(levels))
     longest_s = max(level.mtbf_s for level in levels if level.mtbf_s != math.inf)
     # No optimum exceeds the mean time between the rarest failures plus the cost of a save.
-    low, high = math.log(low_s), math.log(min(LIMIT_S, low_s + longest_s + lost_per_save_s(levels)))
+    low = math.log(low_s)
+    high = math.log(min(LIMIT_S, low_s + longest_s + lost_per_save_s(levels)))
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(_STEPS):
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        left = high - ratio * (high - low)
+        right = low + ratio * (high - low)
         if _log_goodput(math.exp(left), levels) >= _log_goodput(math.exp(right), levels):
             high = right
         else:
@@ -276,7 +281,8 @@ def choose_every(levels: Sequence[Level]) -> list[Level]:
 def _improve_every(once: list[Level], interval_s: float) -> list[Level]:
     chosen: list[Level] = []
     for _ in range(20):
-        before, chosen = chosen, [once[0], *(_with_every(level, interval_s) for level in once[1:])]
+        before = chosen
+        chosen = [once[0], *(_with_every(level, interval_s) for level in once[1:])]
         if chosen == before:
             break
         interval_s = best_interval_s(chosen)

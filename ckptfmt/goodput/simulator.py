@@ -272,8 +272,9 @@ def draw_failures(scenario: Scenario, rng: np.random.Generator) -> list[Failure]
     failures: list[Failure] = []
     for number, level in enumerate(scenario.levels):
         failures += [
-            Failure(at_s=at_s, level=number) for at_s in _draw_times(level.mtbf_s, scenario, rng).tolist()
-        ]  # fmt: skip
+            Failure(at_s=at_s, level=number)
+            for at_s in _draw_times(level.mtbf_s, scenario, rng).tolist()
+        ]
     times = _draw_times(scenario.node_mtbf_s / scenario.nodes, scenario, rng)
     nodes = rng.integers(scenario.nodes, size=len(times))
     failures += [
@@ -289,7 +290,9 @@ def _draw_times(
     """Return random times of failures in a run: sums of Weibull times with the given mean."""
     if mtbf_s == math.inf:
         return np.empty(0)
-    scale, times, last_s = mtbf_s / math.gamma(1 + 1 / scenario.shape), [], 0.0
+    scale = mtbf_s / math.gamma(1 + 1 / scenario.shape)
+    times = []
+    last_s = 0.0
     while last_s < scenario.duration_s:
         more = int((scenario.duration_s - last_s) / mtbf_s * 1.1) + 16
         drawn = last_s + np.cumsum(scale * rng.weibull(scenario.shape, more))
@@ -325,8 +328,10 @@ class _Play:
     """The state of a simulated run."""
 
     def __init__(self, scenario: Scenario, interval_s: float, pilot: Pilot | None) -> None:
-        self._scenario, self._levels = scenario, scenario.levels
-        self._interval_s, self._pilot = interval_s, pilot
+        self._scenario = scenario
+        self._levels = scenario.levels
+        self._interval_s = interval_s
+        self._pilot = pilot
         self._spent = Spent()
         #: For each level: the newest committed save, then the saves without a commit yet.
         self._held: list[list[_Saved]] = [[] for _ in self._levels]
@@ -340,14 +345,17 @@ class _Play:
 
     def play(self, failures: Sequence[Failure]) -> Spent:
         """Simulate the run with these failures, and return the time by use."""
-        spent, now_s, restore_s = self._spent, 0.0, 0.0
+        spent = self._spent
+        now_s = 0.0
+        restore_s = 0.0
         for failure in failures:
             self._go_on(now_s, restore_s, failure.at_s)
             now_s = failure.at_s
             spent.failures += 1
             restore_s = self._fail(failure).restore_s
         self._go_on(now_s, restore_s, self._scenario.duration_s)
-        spent.training_s, spent.saving_s = self._trained_s, self._saving_s
+        spent.training_s = self._trained_s
+        spent.saving_s = self._saving_s
         return spent
 
     def _go_on(self, begin_s: float, restore_s: float, end_s: float) -> None:
@@ -444,7 +452,8 @@ class _Play:
         self._spent.redone_s += (self._trained_s - saved.trained_s) + (
             self._saving_s - saved.saving_s
         )
-        self._trained_s, self._saving_s = saved.trained_s, saved.saving_s
+        self._trained_s = saved.trained_s
+        self._saving_s = saved.saving_s
         return self._levels[place]
 
     def _level_of_node(self, failure: Failure) -> int:

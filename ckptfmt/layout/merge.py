@@ -146,7 +146,8 @@ def _check_origins(parts: Sequence[Part]) -> Origin:
     origin = parts[0].origin
     for number, part in enumerate(parts):
         if part.writer != number or part.origin != origin:
-            theirs, ours = part.origin.as_dict(), origin.as_dict()
+            theirs = part.origin.as_dict()
+            ours = origin.as_dict()
             differing = [key for key in ours if ours[key] != theirs[key]] or ["writer"]
             raise err(
                 Code.WRITERS_DIVERGED,
@@ -216,7 +217,8 @@ def _find_divergence(
     Spec: REQ-CMT-011.
     """
     for what in ("dtype", "global_shape", "storage"):
-        one, other = getattr(first, what), getattr(tensor, what)
+        one = getattr(first, what)
+        other = getattr(tensor, what)
         if one != other:
             return err(
                 Code.TENSOR_DIVERGED,
@@ -382,7 +384,8 @@ class HeldBoxes:
 
     def digests_of(self, row: int) -> bytes:
         """Return the digests of a row."""
-        begin, count = int(self.digest_begin[row]), int(self.digest_count[row])
+        begin = int(self.digest_begin[row])
+        count = int(self.digest_count[row])
         return self.digests[int(self.writer[row])][
             begin * DIGEST_NBYTES : (begin + count) * DIGEST_NBYTES
         ]
@@ -430,11 +433,9 @@ class _Gathered:
             tensors = alone[self.ndim[alone] == rank]
             rows = self.end[tensors] - 1
             place = self.place[rows, None] + np.arange(rank)
-            begin, box_shape, writer = (
-                self.begin[place],
-                self.box_shape[place],
-                self.columns["writer"][rows],
-            )
+            begin = self.begin[place]
+            box_shape = self.box_shape[place]
+            writer = self.columns["writer"][rows]
             full = box_shape.all(axis=1)
             described = np.column_stack([writer, begin, box_shape])[full]
             _, first, kinds = np.unique(described, axis=0, return_index=True, return_inverse=True)

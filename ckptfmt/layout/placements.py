@@ -92,7 +92,8 @@ def boxes_of(
     >>> placements = (StridedShard(0, split_factor=2), Shard(0))
     >>> [str(piece.box.begin) for piece in boxes_of((8, 3), (2, 2), (0, 1), placements)]
     ['(4, 0)']
-    >>> [piece.box.begin for piece in boxes_of((8,), (2,), (0,), (StridedShard(0, split_factor=2),))]
+    >>> [piece.box.begin for piece in boxes_of((8,), (2,), (0,), (StridedShard(0,
+    ...     split_factor=2),))]
     [(0,), (4,)]
     """
     _check(global_shape, mesh_shape, coordinate, placements)
@@ -190,13 +191,16 @@ def _chunk(intervals: _Intervals, chunk_count: int, chunk: int) -> _Intervals:
     """Return one chunk of the intervals, by the rule of torch.chunk."""
     count = sum(end - begin for begin, end in intervals)
     extent = -(-count // chunk_count)
-    low, high = extent * chunk, extent * (chunk + 1)
+    low = extent * chunk
+    high = extent * (chunk + 1)
     taken = []
     for begin, end in intervals:
-        first, last = begin + max(low, 0), min(begin + high, end)
+        first = begin + max(low, 0)
+        last = min(begin + high, end)
         if first < last:
             taken.append((first, last))
-        low, high = low - (end - begin), high - (end - begin)
+        low = low - (end - begin)
+        high = high - (end - begin)
     return tuple(taken)
 
 
@@ -213,10 +217,8 @@ def _pieces(intervals: list[_Intervals]) -> tuple[LocalPiece, ...]:
     pieces = []
     for choice in itertools.product(*placed):
         shape = tuple(extent for _, _, extent in choice)
-        begin, local_begin = (
-            tuple(begin for begin, _, _ in choice),
-            tuple(at for _, at, _ in choice),
-        )
+        begin = tuple(begin for begin, _, _ in choice)
+        local_begin = tuple(at for _, at, _ in choice)
         pieces.append(LocalPiece(Box(begin, shape), Box(local_begin, shape)))
     return tuple(pieces)
 

@@ -195,7 +195,8 @@ def cut_range(
     """
     counts = [math.prod(stored.shape[axis:]) for axis in range(len(stored.shape) + 1)]
     found: list[tuple[int, Box]] = []
-    at, end = byte_begin // element_nbytes, byte_end // element_nbytes
+    at = byte_begin // element_nbytes
+    end = byte_end // element_nbytes
     while at < end:
         # The outermost dimension with a whole row that begins here and fits.
         axis = next(
@@ -223,10 +224,12 @@ def find_stretch(outer: Box, inner: Box) -> int | None:
     Args:
         inner: a non-empty box within `outer`.
 
-    >>> find_stretch(Box((0, 0), (9, 4)), Box((2, 0), (3, 4))), find_stretch(Box((0, 0), (9, 4)), Box((2, 1), (3, 2)))
+    >>> (find_stretch(Box((0, 0), (9, 4)), Box((2, 0), (3, 4))),
+    ...  find_stretch(Box((0, 0), (9, 4)), Box((2, 1), (3, 2))))
     (8, None)
     """
-    first, count = 0, 1
+    first = 0
+    count = 1
     is_cut = False
     for base, outer_extent, begin, extent in zip(
         reversed(outer.begin),

@@ -159,7 +159,8 @@ def check_bounds(
         )
         raise err(Code.ARGUMENT, detail, where=where)
     for j, extent in enumerate(global_shape):
-        low, count = begin[:, j], box_shape[:, j]
+        low = begin[:, j]
+        count = box_shape[:, j]
         outside = (low < 0) | (count < 0) | (low > extent) | (count > extent)
         # Only small values are added, and in int64: a sum in the array's own dtype may overflow.
         outside |= (
@@ -205,7 +206,8 @@ def _first_wrong(shape: tuple[int, ...], begin: _Ints, end: _Ints) -> _Ints | No
         begins = begin[:, dim] == coordinate
         rows = np.flatnonzero(begins | (end[:, dim] == coordinate))
         sign = np.where(begins[rows], sign[rows], -sign[rows])
-        begin, end = begin[rows], end[rows]
+        begin = begin[rows]
+        end = end[rows]
     return wrong
 
 

@@ -48,8 +48,6 @@ XLA and FSDP1 are refused. Hooks for `save_state` and `load_state` are refused t
 would write and read outside the checkpoint.
 """
 
-# ruff: noqa: PTH111, PTH118, PTH119, PTH120 - accelerate and ckptfmt say Any; a path may be a URL
-
 from __future__ import annotations
 
 import contextlib
@@ -112,8 +110,8 @@ class CkptfmtAccelerator(Accelerator):
             )
         naming = self.project_configuration
         if run is None and naming.automatic_checkpoint_naming:
-            run = os.path.join(self.project_dir, "checkpoints")
-        self._run = None if run is None else os.path.expanduser(run)
+            run = os.path.join(self.project_dir, "checkpoints")  # noqa: PTH118 - the framework's signature
+        self._run = None if run is None else os.path.expanduser(run)  # noqa: PTH111 - the framework's signature
         self._saving = {"keep": naming.total_limit, **(saving or {})}
         self._positions: dict[int, _Position] = {}
         self._state = ckptfmt.State(config=config)
@@ -130,8 +128,8 @@ class CkptfmtAccelerator(Accelerator):
     def save_state(
         self,
         output_dir: _Path | None = None,
-        safe_serialization: bool = True,
-        **kwargs: Any,  # noqa: ARG002, FBT001, FBT002 - the framework's signature
+        safe_serialization: bool = True,  # noqa: ARG002, FBT001, FBT002 - the framework's signature
+        **kwargs: Any,
     ) -> Any:
         """Save all prepared or registered objects in the background; every process calls this.
 
@@ -153,14 +151,15 @@ class CkptfmtAccelerator(Accelerator):
                 "hooks for save_state would write beside the checkpoint: save what they do apart"
             )
         counts_steps = bool(self._optimizers) and "step" not in kwargs
-        is_counted, step = counts_steps or "step" in kwargs, kwargs.pop("step", self.updates)
+        is_counted = counts_steps or "step" in kwargs
+        step = kwargs.pop("step", self.updates)
         self._stepped.clear()
         self._fill(self._state)
         if output_dir is not None and not self.project_configuration.automatic_checkpoint_naming:
             self._saver = self._saver or ckptfmt.Saver(
                 **{k: v for k, v in self._saving.items() if k in _OF_SAVER}
             )
-            path = os.path.expanduser(output_dir)
+            path = os.path.expanduser(output_dir)  # noqa: PTH111 - the framework's signature
             saved: Any = self._saver.save(path, self._state, step=step, replace=True, **kwargs)
         else:
             checkpointer = self.checkpointer or self._begin("fresh")
@@ -197,15 +196,16 @@ class CkptfmtAccelerator(Accelerator):
             )
         if kwargs:
             raise TypeError(f"load_state of a ckptfmt checkpoint takes no {', '.join(kwargs)}=")
-        path = None if input_dir is None else os.path.realpath(os.path.expanduser(input_dir))
+        path = None if input_dir is None else os.path.realpath(os.path.expanduser(input_dir))  # noqa: PTH111 - the framework's signature
         if path is not None and (
-            self._run is None or os.path.dirname(path) != os.path.realpath(self._run)
+            self._run is None or os.path.dirname(path) != os.path.realpath(self._run)  # noqa: PTH120 - the framework's signature
         ):
             self._close()
             report: Any = ckptfmt.load(path, self._fill(self._state), **(load_kwargs or {}))
         else:
-            report = self._begin("auto" if path is None else os.path.basename(path)).load_report
-        self._stepped, self.updates = set(), self.updates if report is None else report.step
+            report = self._begin("auto" if path is None else os.path.basename(path)).load_report  # noqa: PTH119 - the framework's signature
+        self._stepped = set()
+        self.updates = self.updates if report is None else report.step
         return report
 
     def position(self, loader: Any) -> tuple[int, int]:
@@ -288,9 +288,11 @@ class CkptfmtAccelerator(Accelerator):
         return norm
 
     def _count(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        seen, self._seen = self._seen, {}
+        seen = self._seen
+        self._seen = {}
         if not self._stepped or id(optimizer) in self._stepped:
-            self._stepped, self.updates = set(), self.updates + 1
+            self._stepped = set()
+            self.updates = self.updates + 1
             if self.checkpointer is not None and self.counts_steps:
                 self.checkpointer.observe(**seen)
                 self.checkpointer.step = self.updates
@@ -313,12 +315,10 @@ class CkptfmtAccelerator(Accelerator):
         return checkpointer
 
     def _close(self) -> None:
-        checkpointer, self.checkpointer, saver, self._saver = (
-            self.checkpointer,
-            None,
-            self._saver,
-            None,
-        )
+        checkpointer = self.checkpointer
+        self.checkpointer = None
+        saver = self._saver
+        self._saver = None
         with contextlib.ExitStack() as closing:
             closing.callback(checkpointer.close if checkpointer else bool)
             closing.callback(saver.close if saver else bool)
@@ -345,7 +345,8 @@ class _Counters:
     """The counters of an accelerator, as a part of a state."""
 
     def __init__(self, accelerator: CkptfmtAccelerator) -> None:
-        self._accelerator, self._ahead = accelerator, 1  # 1: the current save counts itself
+        self._accelerator = accelerator  # 1: the current save counts itself
+        self._ahead = 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
@@ -370,7 +371,8 @@ class _Position:
     """
 
     def __init__(self, accelerator: CkptfmtAccelerator, loader: Any) -> None:
-        self._accelerator, self._loader = accelerator, loader
+        self._accelerator = accelerator
+        self._loader = loader
         self._done = self._batch = 0  # completed epochs; batches given in the current epoch
         #: The RNG streams of the process and of the loader at the start of the current iterator;
         #: None between epochs.
@@ -422,13 +424,17 @@ class _Position:
     def _iterate(
         self, loader: Any, skipped: int, make: Callable[[], Iterator[Any]]
     ) -> Iterator[Any]:
-        loaded, self.loaded, self._done = self.loaded, None, 0
+        loaded = self.loaded
+        self.loaded = None
+        self._done = 0
         skipped = (
             loaded["position"][1] if loaded and self._loader.use_stateful_dataloader else skipped
         )
-        began, now = loaded["began"] if loaded else None, _streams()
+        began = loaded["began"] if loaded else None
+        now = _streams()
         _put_streams(began or now)
-        self._began, updates = (began or now, self._own_streams()), self._accelerator.updates
+        self._began = (began or now, self._own_streams())
+        updates = self._accelerator.updates
         try:
             for number, batch in enumerate(make()):
                 if number == loader.skip_batches and began is not None:
@@ -440,7 +446,8 @@ class _Position:
             # training may continue from here in another launch.
             self._began = self._began if self._accelerator.updates > updates else None
             raise
-        self._began, self._done = None, loader.iteration + 1
+        self._began = None
+        self._done = loader.iteration + 1
         self._loader.iteration = self._loader.iteration if loader is self._loader else self._done
 
     def _generators(self) -> dict[str, torch.Generator]:
@@ -460,14 +467,14 @@ def _streams() -> dict[str, Any]:
     """Return the RNG streams from which the creation of an iterator may draw."""
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - the framework's stream
+        "numpy": np.random.get_state(),  # noqa: NPY002 - the framework's signature
         "torch": torch.get_rng_state(),
     }
 
 
 def _put_streams(streams: Mapping[str, Any]) -> None:
     random.setstate(streams["python"])
-    np.random.set_state(streams["numpy"])  # noqa: NPY002 - the global one
+    np.random.set_state(streams["numpy"])  # noqa: NPY002 - the framework's signature
     torch.set_rng_state(streams["torch"])
 
 

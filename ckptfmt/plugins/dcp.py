@@ -108,7 +108,7 @@ class CkptfmtWriter(_AtPath, StorageWriter):
     save_id: str = field(default="", init=False)
     _attempt: Any = field(default=None, init=False)  # set on the coordinator only
 
-    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
+    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - the framework's signature
         """Check that ranks use collectives: without collectives no rank could commit.
 
         Raises: NotImplementedError without collectives.
@@ -124,7 +124,8 @@ class CkptfmtWriter(_AtPath, StorageWriter):
         Raises: ValueError for names that would collide in the checkpoint.
         """
         usable = [plan for plan in plans if plan.usable]
-        alone, paths = _heads_alone(usable), _paths_of(usable)
+        alone = _heads_alone(usable)
+        paths = _paths_of(usable)
         _check_names(paths, alone)
         self._paths = paths if len(usable) == len(plans) else None
         step = (
@@ -242,7 +243,8 @@ class CkptfmtReader(_AtPath, StorageReader):
         with ckptfmt.open(self.path) as checkpoint:
             # A run's newest checkpoint may change during the load. All reads therefore use this
             # path and digest.
-            self._path, self._digest = checkpoint.store.name, checkpoint.digest
+            self._path = checkpoint.store.name
+            self._digest = checkpoint.digest
             key = ("optimizer", _join(["extra", _PATHS]), "global")  # absent where DCP didn't write
             told: Any = (
                 checkpoint.leaf(*key) if key in checkpoint.leaves else {"alone": {}, "paths": {}}
@@ -294,9 +296,9 @@ class CkptfmtReader(_AtPath, StorageReader):
     def set_up_storage_reader(
         self,
         metadata: meta.Metadata,
-        is_coordinator: bool,
+        is_coordinator: bool,  # noqa: FBT001 - the framework's signature
         *_args: Any,
-        **_kwargs: Any,  # noqa: FBT001 - the framework's signature
+        **_kwargs: Any,
     ) -> None:
         """Do nothing: `read_metadata` has recorded the contents of the checkpoint."""
 
@@ -459,13 +461,13 @@ def install(*, allow_pickle: bool = False) -> contextlib.ExitStack:
     Returns: a context that undoes the installation at its end or by its method ``close``.
     Raises: RuntimeError where ckptfmt is installed already.
     """
-    if (theirs := _storage_utils._storage_setup).__module__ == __name__:  # noqa: SLF001 - torch has no public name
+    if (theirs := _storage_utils._storage_setup).__module__ == __name__:  # noqa: SLF001 - the framework's signature
         raise RuntimeError("ckptfmt is installed already: close what the first install() returned")
-    executor = _async_process_executor._ProcessBasedAsyncCheckpointExecutor  # noqa: SLF001
+    executor = _async_process_executor._ProcessBasedAsyncCheckpointExecutor  # noqa: SLF001 - the framework's signature
     execute_save = executor.execute_save
 
-    def set_up(storage: Any, checkpoint_id: _Path | None, reader: bool = False) -> Any:  # noqa: FBT001, FBT002
-        is_theirs = checkpoint_id and os.path.exists(os.path.join(checkpoint_id, ".metadata"))  # noqa: PTH110, PTH118
+    def set_up(storage: Any, checkpoint_id: _Path | None, reader: bool = False) -> Any:  # noqa: FBT001, FBT002 - the framework's signature
+        is_theirs = checkpoint_id and os.path.exists(os.path.join(checkpoint_id, ".metadata"))  # noqa: PTH110, PTH118 - the framework's signature
         if is_theirs and not (storage or reader):
             raise FileExistsError(
                 f"{checkpoint_id} has a checkpoint of torch's: remove it, or save to another path"

@@ -107,13 +107,13 @@ class _Saves:
         """Begin a save, which replaces a checkpoint at the path. Raises: `ckptfmt.CkptError`."""
         self.check()
         self._saver = self._saver or ckptfmt.Saver(**self._options)
-        self._handles[os.path.abspath(path)] = self._saver.save(  # noqa: PTH100 - a link stays one
+        self._handles[os.path.abspath(path)] = self._saver.save(  # noqa: PTH100 - the framework's signature
             path, state, step=step, replace=True
         )
 
     def wait(self, path: Any) -> None:
         """Wait until this process no longer writes to a path. Raises: the save's error."""
-        handle = self._handles.pop(os.path.abspath(path), None)  # noqa: PTH100 - a link stays one
+        handle = self._handles.pop(os.path.abspath(path), None)  # noqa: PTH100 - the framework's signature
         if handle is not None:
             handle.wait()
             handle.wait_over()
@@ -147,7 +147,9 @@ class _Saves:
 
     def close(self) -> None:
         """Wait for all saves. Later saves are allowed. Raises: a save's error."""
-        saver, self._saver, self._handles = self._saver, None, {}
+        saver = self._saver
+        self._saver = None
+        self._handles = {}
         if saver is not None:
             saver.close()
 
@@ -241,7 +243,7 @@ class CkptfmtModelParallelStrategy(ModelParallelStrategy):
         """Return an empty dict: the live module is saved."""
         return {}
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002 - Lightning's
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002 - the framework's signature
         """Return an empty dict: the live optimizer is saved."""
         return {}
 
@@ -310,11 +312,11 @@ class ExactResume(Callback):
         self._began: tuple[Any, dict[str, Any]] | None = None
         self._loaded: dict[str, Any] | None = None
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - the framework's signature
         """Record the RNG streams from which the order of the epoch is drawn."""
         self._began = _iterator(trainer), _streams(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's signature
         """Raise the error of a failed save."""
         for part in (trainer.strategy, trainer.strategy.checkpoint_io):
             if isinstance(part, CkptfmtIO | CkptfmtModelParallelStrategy):
@@ -323,8 +325,8 @@ class ExactResume(Callback):
     def on_save_checkpoint(
         self,
         trainer: Trainer,
-        pl_module: LightningModule,
-        checkpoint: dict[str, Any],  # noqa: ARG002 - the framework's signature
+        pl_module: LightningModule,  # noqa: ARG002 - the framework's signature
+        checkpoint: dict[str, Any],
     ) -> None:
         """Add the RNG streams and loader positions of all processes to a checkpoint."""
         mine: dict[str, Any] = {"now": _streams(trainer), "began": None}
@@ -347,8 +349,8 @@ class ExactResume(Callback):
     def on_load_checkpoint(
         self,
         trainer: Trainer,
-        pl_module: LightningModule,
-        checkpoint: dict[str, Any],  # noqa: ARG002 - the framework's signature
+        pl_module: LightningModule,  # noqa: ARG002 - the framework's signature
+        checkpoint: dict[str, Any],
     ) -> None:
         """Keep this process's part of the checkpoint for `on_train_start`."""
         saved = checkpoint.get(_EXACT, ())
@@ -360,15 +362,16 @@ class ExactResume(Callback):
                 f"the checkpoint has random numbers of {told}; the training goes on with others"
             )
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - the framework's signature
         """Advance the loaders to their saved position, and restore the RNG streams.
 
         Lightning calls this method when the iterators exist, before a batch is fetched.
         """
-        loaded, self._loaded = self._loaded, None
+        loaded = self._loaded
+        self._loaded = None
         if loaded is None:
             return
-        fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001 - Lightning has no public access
+        fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001 - the framework's signature
         goes_on = all(hasattr(loader, "state_dict") for loader in _loaders(trainer).flattened)
         began = loaded["began"] or loaded["now"]
         _put_streams(trainer, began)
@@ -385,11 +388,11 @@ class ExactResume(Callback):
 
 
 def _loaders(trainer: Trainer) -> Any:
-    return trainer.fit_loop._combined_loader  # noqa: SLF001 - no public access
+    return trainer.fit_loop._combined_loader  # noqa: SLF001 - the framework's signature
 
 
 def _iterator(trainer: Trainer) -> Any:
-    return _loaders(trainer)._iterator  # noqa: SLF001 - a different object means a new iterator
+    return _loaders(trainer)._iterator  # noqa: SLF001 - the framework's signature
 
 
 def _generators(trainer: Trainer) -> dict[str, torch.Generator]:
@@ -413,7 +416,7 @@ def _streams(trainer: Trainer) -> dict[str, Any]:
     streams: dict[str, Any] = {
         name: generator.get_state() for name, generator in _generators(trainer).items()
     }
-    streams |= {"python": random.getstate(), "numpy": np.random.get_state()}  # noqa: NPY002 - the global one
+    streams |= {"python": random.getstate(), "numpy": np.random.get_state()}  # noqa: NPY002 - the framework's signature
     return streams | {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
 
 
@@ -421,7 +424,7 @@ def _put_streams(trainer: Trainer, streams: Mapping[str, Any]) -> None:
     for name, generator in _generators(trainer).items():
         generator.set_state(streams[name])
     random.setstate(streams["python"])
-    np.random.set_state(streams["numpy"])  # noqa: NPY002 - the global one
+    np.random.set_state(streams["numpy"])  # noqa: NPY002 - the framework's signature
     torch.set_rng_state(streams["torch"])
     torch.cuda.set_rng_state_all(streams["cuda"][: torch.cuda.device_count()])
 

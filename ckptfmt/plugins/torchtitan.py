@@ -66,7 +66,7 @@ class CkptfmtManager(BaseCheckpointManager):
         optimizers: Any,
         lr_schedulers: Any,
         states: dict[str, Any],
-        sd_adapter: Any = None,  # noqa: ARG002
+        sd_adapter: Any = None,  # noqa: ARG002 - the framework's signature
         base_folder: str = "",
     ) -> None:
         self.enable = config.enable
@@ -83,7 +83,7 @@ class CkptfmtManager(BaseCheckpointManager):
             raise ValueError(f"CkptfmtManager doesn't take {what}")
         self.save_future: Future[None] | None = None
         self._config = config
-        self._path = os.path.join(base_folder, config.folder)  # noqa: PTH118 - as TorchTitan does
+        self._path = os.path.join(base_folder, config.folder)  # noqa: PTH118 - the framework's signature
         self._handle: Any = None
         self._run: ckptfmt.Checkpointer | None = None
         #: The state under the names that TorchTitan's own manager uses.
@@ -126,11 +126,9 @@ class CkptfmtManager(BaseCheckpointManager):
 
     def _begin_from(self, path: str) -> None:
         """Load the initial state of an empty run: a ckptfmt checkpoint, or TorchTitan's own."""
-        is_model_only, excluded = (
-            self._config.initial_load_model_only,
-            self._config.exclude_from_loading,
-        )
-        if not os.path.exists(os.path.join(path, ".metadata")):  # noqa: PTH110, PTH118
+        is_model_only = self._config.initial_load_model_only
+        excluded = self._config.exclude_from_loading
+        if not os.path.exists(os.path.join(path, ".metadata")):  # noqa: PTH110, PTH118 - the framework's signature
             if is_model_only:
                 ckptfmt.load(path, ckptfmt.State(weights=self._state.weights, rng=False))
                 return
@@ -173,7 +171,7 @@ class CkptfmtManager(BaseCheckpointManager):
                 " initial_load_model_only=False; to begin anew, give another checkpoint.folder"
             )
 
-    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - as TorchTitan calls it
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - the framework's signature
         is_due = last_step or curr_step % self._config.interval == 0
         is_due = is_due or (curr_step == 1 and self._config.enable_first_step_checkpoint)
         if self._config.load_only or self._run is None:
@@ -195,7 +193,8 @@ class CkptfmtManager(BaseCheckpointManager):
 
     def _close(self) -> None:
         if getattr(self, "_run", None) is not None:
-            run, self._run = self._run, None
+            run = self._run
+            self._run = None
             run.close()  # type: ignore[union-attr]
 
 

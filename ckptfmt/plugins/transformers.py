@@ -96,8 +96,9 @@ _MARK: Final = "ckptfmt.json"
 _TRAINER_STATE: Final = ("optimizer", "extra/trainer", "global")
 #: Prefixes of the arguments that don't influence the trained weights.
 _HARMLESS: Final = (
-    "ddp_timeout", "disable_tqdm", "do_", "greater_is_better", "hub_", "load_best", "log_", "logging_", "metric_for",
-    "output_dir", "project", "push_to_hub", "report_to", "resume_from", "run_name", "save_", "skip_memory", "trackio_",
+    "ddp_timeout", "disable_tqdm", "do_", "greater_is_better", "hub_", "load_best", "log_",
+    "logging_", "metric_for", "output_dir", "project", "push_to_hub", "report_to", "resume_from",
+    "run_name", "save_", "skip_memory", "trackio_",
 )  # fmt: skip
 #: Entries of a model's configuration about its creation and storage, which aren't compared.
 _NOT_COMPARED: Final = ("_name_or_path", "architectures", "dtype", "transformers_version")
@@ -170,9 +171,10 @@ class CkptfmtTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         # The iterator exists, and the completed batches are skipped.
-        self.checkpointer.restore_rng() if checkpoint == self._ckptfmt.place else super()._load_rng_state(
-            checkpoint
-        )
+        if checkpoint == self._ckptfmt.place:
+            self.checkpointer.restore_rng()
+        else:
+            super()._load_rng_state(checkpoint)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Train a batch as the Trainer does, and record the loss and the batch for the witness."""
@@ -288,7 +290,8 @@ class _Training(contextlib.ExitStack):
 
     def state(self) -> ckptfmt.State:
         """Return the state to save and load, once the Trainer's objects exist."""
-        trainer, args = self.trainer, self.trainer.args
+        trainer = self.trainer
+        args = self.trainer.args
         extra: dict[str, object] = {"trainer": ckptfmt.FirstWorker(_Asked(self._dump_trainer))}
         config = {
             "args": _plain(args),
@@ -341,7 +344,8 @@ class _Training(contextlib.ExitStack):
 
     def _export(self, handle: Any) -> None:
         """Create ``checkpoint-N`` atomically from a checkpoint once it is committed."""
-        digest, target = handle.wait().digest, Path(f"{self.exports}-{handle.step}")
+        digest = handle.wait().digest
+        target = Path(f"{self.exports}-{handle.step}")
         trees: Any = ckptfmt.load(
             handle.path, only=["weights:*", "optimizer:extra/trainer"], framework="torch"
         )
@@ -351,7 +355,7 @@ class _Training(contextlib.ExitStack):
         )
         place = self.output_dir / ".exporting"
         shutil.rmtree(place, ignore_errors=True)  # perhaps left by a killed process
-        self.trainer._save(str(place / "made"), state_dict=trees["weights"])  # noqa: SLF001 - users override it
+        self.trainer._save(str(place / "made"), state_dict=trees["weights"])  # noqa: SLF001 - the framework's signature
         state.save_to_json(str(place / "made" / TRAINER_STATE_NAME))
         (place / "made" / _MARK).write_text(
             json.dumps({"checkpoint": handle.path, "digest": digest})
@@ -366,7 +370,8 @@ class _Training(contextlib.ExitStack):
 
     def finish(self) -> None:
         """Wait until all saves are committed and exported. Raises: a save's or export's error."""
-        trainer, state = self.trainer, self.trainer.state
+        trainer = self.trainer
+        state = self.trainer.state
         trainer.checkpointer.close()
         self.exported.exception()  # waits
         trainer.accelerator.wait_for_everyone()
@@ -379,7 +384,8 @@ class _Training(contextlib.ExitStack):
 
     def load_best(self) -> None:
         """Load the best model. Raises: `ckptfmt.CkptError`."""
-        metric, score = _best_of(self.trainer.args)[0], self.trainer.state.best_metric
+        metric = _best_of(self.trainer.args)[0]
+        score = self.trainer.state.best_metric
         found = ckptfmt.Run(self.run).list()
         equal = [
             one.name
@@ -448,13 +454,16 @@ def _plain(value: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def _refuse_unsupported(trainer: Any) -> None:
     """Check the arguments and the environment. Raises: NotImplementedError."""
-    args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    args = trainer.args
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     is_fsdp1 = trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1
     refused = {
         "DeepSpeed and FSDP but for version 2": trainer.is_deepspeed_enabled
         or is_fsdp1
         or trainer.is_fsdp_xla_enabled,
-        "enable_jit_checkpoint saves in mid-step: pass ckptfmt={'stop_on': [SIGTERM]}": args.enable_jit_checkpoint,
+        "enable_jit_checkpoint saves in mid-step: pass ckptfmt={'stop_on': [SIGTERM]}": (
+            args.enable_jit_checkpoint
+        ),
         "auto_find_batch_size would begin the run twice": args.auto_find_batch_size,
         "a save is pushed before it is over: hub_strategy='end'": args.push_to_hub
         and args.hub_strategy != "end",

@@ -55,7 +55,8 @@ class CachedStore:
     """
 
     def __init__(self, home: Store, cache: Store, report: Callable[[str], None]) -> None:
-        self._home, self._cache = home, cache
+        self._home = home
+        self._cache = cache
         self._prefix = ""
         self._seen = _Seen(report)
 
@@ -172,7 +173,8 @@ class CachedStore:
 
     def _of(self, home: Store, cache: Store, prefix: str) -> CachedStore:
         other = CachedStore(home, cache, self._seen.report)
-        other._prefix, other._seen = prefix, self._seen
+        other._prefix = prefix
+        other._seen = self._seen
         return other
 
     def _is_whole(self, path: str) -> bool:
@@ -236,5 +238,6 @@ class _Ranges:
         except CkptError:
             with self._lock:
                 if self._open_home is not None:
-                    self._reader, self._open_home = self._open_home(), None
+                    self._reader = self._open_home()
+                    self._open_home = None
             return self._reader.read_into(byte_begin, nbytes, buffer)

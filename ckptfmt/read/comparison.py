@@ -198,7 +198,7 @@ def _compare_tensor(
     """Return the difference of a tensor; None if both sides are equal."""
     one, other = pair
     shown = one or other
-    assert shown is not None  # noqa: S101 - at least one side has the tensor
+    assert shown is not None  # noqa: S101
     difference = TensorDifference(
         field=shown.field,
         name=shown.name,
@@ -323,7 +323,8 @@ def _compare_trees(
     if one == other:
         return
     field, name, scope = key
-    only_in, place = None, ""
+    only_in = None
+    place = ""
     if one is None or other is None:
         only_in = 0 if other is None else 1
     else:
@@ -396,7 +397,8 @@ class Distance:
         At least half of the changed numbers lie within this distance. None where no floats were
         compared.
         """
-        half, seen = sum(self.ulp_counts) / 2, 0
+        half = sum(self.ulp_counts) / 2
+        seen = 0
         for digits, count in enumerate(self.ulp_counts):
             seen += count
             if count and seen >= half:
@@ -441,7 +443,8 @@ def measure(one: memoryview, other: memoryview, dtype: str) -> Distance:
 
     The index of a change is its number in the sequence.
 
-    >>> one, other = (np.array(values, "<f4").data.cast("B") for values in ([1, 2, 0.0], [1, 2.5, -0.0]))
+    >>> one, other = (np.array(values, "<f4").data.cast("B") for values in ([1, 2, 0.0], [1, 2.5,
+    ...     -0.0]))
     >>> found = measure(one, other, "float32")
     >>> found.changed_count, found.max_abs, found.max_rel, found.max_ulps, found.largest[0]
     (2, 0.5, 0.2, 2097152, Change(index=(1,), values=(2.0, 2.5), gap=0.5))
@@ -486,7 +489,7 @@ def _measure_floats(
         changed: numbers of the changed elements.
         lanes: number of floats in an element: 2 for complex dtypes, else 1.
     """
-    import ml_dtypes  # noqa: PLC0415 - the import takes 50 ms, which other commands save
+    import ml_dtypes  # noqa: PLC0415
 
     kind = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}.get(
         dtype, dtype
@@ -536,8 +539,10 @@ def _gaps(one: NDArray[Any], other: NDArray[Any], *, is_signed: bool) -> NDArray
     """
     width = one.itemsize
     if is_signed:
-        one, other = one.view(f"<i{width}"), other.view(f"<i{width}")
-    low, high = np.minimum(one, other), np.maximum(one, other)
+        one = one.view(f"<i{width}")
+        other = other.view(f"<i{width}")
+    low = np.minimum(one, other)
+    high = np.maximum(one, other)
     gaps: NDArray[Any] = high.view(f"<u{width}") - low.view(f"<u{width}")
     return gaps
 

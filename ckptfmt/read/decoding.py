@@ -61,10 +61,8 @@ def iter_spans(stored: StoredBox, first: int, last: int) -> Iterator[BlockSpan]:
     Raises: the errors of `Decoder.content` that don't depend on the bytes of blocks.
     """
     for extent in stored.extents_of(first, last):
-        begin, end = (
-            max(first, extent.block_begin),
-            min(last, extent.block_begin + extent.block_count),
-        )
+        begin = max(first, extent.block_begin)
+        end = min(last, extent.block_begin + extent.block_count)
         if extent.encoding != "same":
             yield BlockSpan(stored=stored, first=begin, last=end, encoding=extent.encoding)
             continue
@@ -80,7 +78,7 @@ def _find_base(stored: StoredBox, number: int | None) -> StoredBox:
 
     Raises: FormatError(BASE_BLOCK) if the base lacks the box.
     """
-    assert number is not None  # noqa: S101 - parsing has checked this
+    assert number is not None  # noqa: S101
     opened = stored.opened
     reference = opened.part.references[number]
     files = opened.files.closure.open(reference)
@@ -213,7 +211,8 @@ def join_blocks(
         content_of: returns a block's content by number.
         elements: numbers of the elements within the box.
     """
-    begin, end = elements.start * element_nbytes, elements.stop * element_nbytes
+    begin = elements.start * element_nbytes
+    end = elements.stop * element_nbytes
     blocks = _blocks_of(elements, element_nbytes, block_nbytes)
     found = [content_of(block) for block in blocks]
     whole = found[0] if len(found) == 1 else memoryview(b"".join(found))
@@ -461,7 +460,8 @@ class Decoder:
         self, stored: StoredBox, block: int, encoding: str, found: memoryview, content: memoryview
     ) -> None:
         """Decode the stored bytes of a block into `content`."""
-        sources, where = self._library.sources_of(stored, block), stored.place_of(block)
+        sources = self._library.sources_of(stored, block)
+        where = stored.place_of(block)
         if sources.rule is None:
             base = None if sources.base is None else self.content(sources.base, block)
             encodings.decode(encoding, found, content, dtype=stored.dtype, base=base, where=where)

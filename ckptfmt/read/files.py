@@ -361,7 +361,8 @@ class CheckpointFiles:
         Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST); FormatError.
         Spec: REQ-OPN-004.
         """
-        origin, entry = self.manifest.origin, self.index.parts[number]
+        origin = self.manifest.origin
+        entry = self.index.parts[number]
         path = part_path(origin.attempt, number)
         content = read_exactly(self.store, path, entry.nbytes)
         part, _ = Part.parse(content, where=path, digest=entry.digest)
@@ -530,7 +531,8 @@ class OpenPart:
 
     def _make_box(self, row: int) -> StoredBox:
         held = self.part.holdings
-        tensor, table = held.owner[row], held.table
+        tensor = held.owner[row]
+        table = held.table
         return StoredBox(
             opened=self,
             row=row,
@@ -618,9 +620,10 @@ class StoredBox:
             last: ``first + 1`` for encoded blocks.
         """
         extent = self.extent_of(first)
-        assert extent.file is not None  # noqa: S101 - only blocks of a base have no file
+        assert extent.file is not None  # noqa: S101
         if extent.is_encoded:
-            byte_begin, nbytes = extent.stored_begin(first), extent.stored_nbytes(first)
+            byte_begin = extent.stored_begin(first)
+            nbytes = extent.stored_nbytes(first)
         else:
             byte_begin = extent.byte_begin + (first - extent.block_begin) * self.block_nbytes
             nbytes = min(last * self.block_nbytes, self.nbytes) - first * self.block_nbytes
@@ -647,14 +650,13 @@ class StoredBox:
         first = blocks.box_byte_begin // self.block_nbytes
         extent = self.extent_of(first)
         if extent.is_encoded:
-            digests, requirement, saved = (
-                extent.stored_digest(first),
-                "REQ-DEL-007",
-                "stored as it was saved",
-            )
+            digests = extent.stored_digest(first)
+            requirement = "REQ-DEL-007"
+            saved = "stored as it was saved"
         else:  # raw, in this checkpoint or in a base
             digests = self.digests_of(first, first - (-blocks.nbytes // self.block_nbytes))
-            requirement, saved = "REQ-OPN-006", "what was saved"
+            requirement = "REQ-OPN-006"
+            saved = "what was saved"
         for number, (begin, end) in enumerate(iter_blocks(blocks.nbytes, self.block_nbytes)):
             if digest_bytes(stored[begin:end]) != digest_at(digests, number):
                 yield err(
@@ -679,14 +681,14 @@ def read_manifest(store: Store) -> Manifest:
     if isinstance(register, Manifest):
         return register
     if register is None:
-        code, detail = Code.NOT_COMMITTED, f"{store.name} has no {MANIFEST_NAME}"
+        code = Code.NOT_COMMITTED
+        detail = f"{store.name} has no {MANIFEST_NAME}"
     elif isinstance(register, Abort):
-        code, detail = Code.CHECKPOINT_ABORTED, register.reason
+        code = Code.CHECKPOINT_ABORTED
+        detail = register.reason
     else:
-        code, detail = (
-            Code.CHECKPOINT_RETIRED,
-            f"the checkpoint {register.manifest_digest} was retired",
-        )
+        code = Code.CHECKPOINT_RETIRED
+        detail = f"the checkpoint {register.manifest_digest} was retired"
     raise err(code, detail, where=MANIFEST_NAME, requirement="REQ-MAN-001")
 
 

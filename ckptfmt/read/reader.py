@@ -29,9 +29,9 @@ from ckptfmt.write.snapshot import TensorSink
 _EXTRA: Final = "extra/"
 #: The members listed by `dir` of a checkpoint.
 _SHOWN: Final = (
-    "close", "config", "data", "digest", "extra", "field", "leaf", "leaves", "manifest", "metrics", "optimizer", "path",
-    "pending", "provenance", "read", "read_into", "rng", "step", "store", "stream", "streams", "tags", "tensors",
-    "topology", "weights",
+    "close", "config", "data", "digest", "extra", "field", "leaf", "leaves", "manifest", "metrics",
+    "optimizer", "path", "pending", "provenance", "read", "read_into", "rng", "step", "store",
+    "stream", "streams", "tags", "tensors", "topology", "weights",
 )  # fmt: skip
 #: Maximum size in bytes of the chunks of `Checkpoint.iter_content`.
 CHUNK_NBYTES: Final = 32 << 20
@@ -328,7 +328,8 @@ class TensorView(Mapping[str, "TensorHandle"]):
         self._scope = scope
         #: The prefix that the view removes from names, and the prefix of names that the view leaves
         #: out.
-        self._under, self._without = under, without
+        self._under = under
+        self._without = without
 
     def __repr__(self) -> str:
         return f"TensorView({place_of_view(self._field, self._under)}: {len(self)} names)"
@@ -528,7 +529,7 @@ class TensorHandle:
     def __repr__(self) -> str:
         return f"TensorHandle({self._tensor.name!r}, {self.dtype}, {self.shape})"
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: FBT001 - numpy's
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: FBT001
         del copy
         array = self[...]
         return array if dtype is None else array.astype(dtype)
@@ -558,7 +559,9 @@ def _box_of(
         filled = (slice(None),) * (len(shape) - len(items) + 1)
         items = (*items[:at], *filled, *items[at + 1 :])
     items = (*items, *(slice(None),) * (len(shape) - len(items)))
-    begin, extents, keep = [], [], []
+    begin = []
+    extents = []
+    keep = []
     for index, extent in zip(items, shape, strict=True):
         if isinstance(index, slice):
             start, stop, step = index.indices(extent)

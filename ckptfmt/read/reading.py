@@ -173,7 +173,8 @@ class WantedBox:
         """
         begin = blocks.box_byte_begin
         for first, memory in self._straight:
-            low, high = max(begin, first), min(begin + blocks.nbytes, first + memory.nbytes)
+            low = max(begin, first)
+            high = min(begin + blocks.nbytes, first + memory.nbytes)
             if low < high:
                 found = np.frombuffer(content[low - begin : high - begin], np.uint8)
                 np.copyto(memory[low - first : high - first], found)

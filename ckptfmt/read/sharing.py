@@ -242,12 +242,12 @@ class Rounds:
             places = self._places(parcels)
             try:
                 self._read(parcels, places, read)
-            except Exception as error:  # noqa: BLE001 - other processes wait: raise at the end
+            except Exception as error:  # noqa: BLE001
                 failed = failed or error
             self._exchange(parcels, places)
             try:
                 self._take(parcels, places, take)
-            except Exception as error:  # noqa: BLE001 - other processes wait: raise at the end
+            except Exception as error:  # noqa: BLE001
                 failed = failed or error
         if failed is not None:
             raise failed

@@ -120,17 +120,18 @@ def stream_requests(
     longest_nbytes = max(request.nbytes for request in requests)
     # Two more pages: direct I/O begins and ends at page boundaries.
     buffer_nbytes = (-(-longest_nbytes // PAGE_NBYTES) + 2) * PAGE_NBYTES
-    reader_count, count, most_nbytes = 0, thread_count(), IN_FLIGHT_NBYTES
+    reader_count = 0
+    count = thread_count()
+    most_nbytes = IN_FLIGHT_NBYTES
     if store.is_remote:
-        reader_count, count, most_nbytes = (
-            REMOTE_READER_COUNT,
-            2 * REMOTE_READER_COUNT,
-            REMOTE_IN_FLIGHT_NBYTES,
-        )
+        reader_count = REMOTE_READER_COUNT
+        count = 2 * REMOTE_READER_COUNT
+        most_nbytes = REMOTE_IN_FLIGHT_NBYTES
     elif sum(request.nbytes for request in requests) <= _SMALL_NBYTES:
         count = 1
     elif store.waits(requests[0].path):
-        reader_count, count = READER_COUNT, WAITING_BUFFER_COUNT
+        reader_count = READER_COUNT
+        count = WAITING_BUFFER_COUNT
     count = max(1, min(count, len(requests), most_nbytes // buffer_nbytes))
     memory = make_memory(buffer_nbytes * count)
     with contextlib.nullcontext() if borrow is None else borrow(memory):
@@ -236,7 +237,7 @@ class _Work:
                 return file.read_into(request.byte_begin, request.nbytes, buffer)
             finally:
                 self._files.close_after(request.path)
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+        except BaseException as error:  # noqa: BLE001
             self._finish(number, error)
             return None
 
@@ -247,7 +248,7 @@ class _Work:
         try:
             if failed is None or number < failed[0]:
                 self._take(self._requests[number], content)
-        except BaseException as caught:  # noqa: BLE001 - raised in the caller's thread
+        except BaseException as caught:  # noqa: BLE001
             error = caught
         self._finish(number, error)
 
@@ -314,7 +315,7 @@ class _Work:
                     while self._running_count:
                         self._changed.wait()
                 break
-            except BaseException as error:  # noqa: BLE001 - raised below
+            except BaseException as error:  # noqa: BLE001
                 interruption = error
         self._files.close()
         if interruption is not None:
@@ -428,6 +429,7 @@ def iter_batches(
         batch_nbytes += nbytes_of(item)
         if batch_nbytes >= nbytes or len(batch) == count:
             yield batch
-            batch, batch_nbytes = [], 0
+            batch = []
+            batch_nbytes = 0
     if batch:
         yield batch

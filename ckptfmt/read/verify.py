@@ -329,7 +329,9 @@ class _Verification:
         self, checkpoint: Checkpoint, reference: Reference, report: Report, directory: str
     ) -> bool:
         """Search for a base once, for all blocks; return whether the base can be read."""
-        path, reason, can_read = None, "", False
+        path = None
+        reason = ""
+        can_read = False
         try:
             path = checkpoint.closure.open(reference).store.name
             can_read = True
@@ -420,7 +422,8 @@ class _Verification:
             for extent in stored.extents:
                 if extent.file is not None:
                     shards[extent.file].append((stored, extent))
-        readable, sound = set(), set()
+        readable = set()
+        sound = set()
         for number, file in enumerate(part.files):
             with report.collect(directory):
                 opened.files.check_nbytes(part, file)
@@ -487,7 +490,8 @@ class _BlockCheck(Reading):
             for extent in stored.extents:
                 first = extent.block_begin + max(0, begin)
                 last = extent.block_begin + min(extent.block_count, end)
-                begin, end = begin - extent.block_count, end - extent.block_count
+                begin = begin - extent.block_count
+                end = end - extent.block_count
                 if first >= last:
                     continue
                 if extent.encoding == "raw":
@@ -515,7 +519,8 @@ class _BlockCheck(Reading):
             if span.encoding == "raw":
                 self.add_blocks(number, [span])
                 continue
-            extent, done = span.stored.extent_of(span.first), self._done.get(_key(span.stored), ())
+            extent = span.stored.extent_of(span.first)
+            done = self._done.get(_key(span.stored), ())
             self._count(sum(extent.stored_nbytes(at) for at in range(span.first, span.last)))
             left = (at for at in range(span.first, span.last) if at not in done)
             self.add_blocks(
@@ -702,12 +707,11 @@ def _check_merge(checkpoint: CheckpointFiles, entries: list[PartFileEntry]) -> N
     Raises: FormatError(DOC_MISMATCH, MANIFEST_SUMMARY); the errors of merging. Spec: REQ-IDX-005,
         REQ-MAN-006, REQ-DEL-021.
     """
-    manifest, parts = checkpoint.manifest, [entry.part for entry in entries]
+    manifest = checkpoint.manifest
+    parts = [entry.part for entry in entries]
     if merge_parts(entries) != checkpoint.index:
-        detail, where = (
-            "the index isn't the one that follows from the parts",
-            index_name(manifest.origin.attempt),
-        )
+        detail = "the index isn't the one that follows from the parts"
+        where = index_name(manifest.origin.attempt)
         raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-IDX-001")
     features, references = merge_deltas(parts)
     for what, said, merged in (
@@ -715,28 +719,20 @@ def _check_merge(checkpoint: CheckpointFiles, entries: list[PartFileEntry]) -> N
         ("references", manifest.references, references),
     ):
         if said != merged:
-            detail, where = (
-                f"the {what} aren't those that follow from the parts",
-                f"{MANIFEST_NAME}#/signed/{what}",
-            )
+            detail = f"the {what} aren't those that follow from the parts"
+            where = f"{MANIFEST_NAME}#/signed/{what}"
             raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-DEL-021")
     if manifest.labels != parts[0].labels:
-        detail, where = (
-            "metrics, tags and suspect aren't those of part 0",
-            f"{MANIFEST_NAME}#/signed/metrics",
-        )
+        detail = "metrics, tags and suspect aren't those of part 0"
+        where = f"{MANIFEST_NAME}#/signed/metrics"
         raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-CMT-039")
     if manifest.durability != weakest(part.durability for part in parts):
-        detail, where = (
-            "the durability isn't the weakest of the parts",
-            f"{MANIFEST_NAME}#/signed/durability",
-        )
+        detail = "the durability isn't the weakest of the parts"
+        where = f"{MANIFEST_NAME}#/signed/durability"
         raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-CMT-046")
     if is_of_delta(features) and add_stored(summarise(checkpoint.index), parts) != manifest.fields:
-        detail, where = (
-            "stored_nbytes isn't what the parts store",
-            f"{MANIFEST_NAME}#/signed/fields",
-        )
+        detail = "stored_nbytes isn't what the parts store"
+        where = f"{MANIFEST_NAME}#/signed/fields"
         raise err(Code.MANIFEST_SUMMARY, detail, where=where, requirement="REQ-MAN-006")
 
 

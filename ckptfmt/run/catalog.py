@@ -102,7 +102,8 @@ class Run:
 
     >>> import ckptfmt, tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
-    ...     with ckptfmt.Checkpointer(directory, ckptfmt.State(data={"position": 0}), saver="inline") as checkpointer:
+    ...     with ckptfmt.Checkpointer(directory, ckptfmt.State(data={"position": 0}),
+    ...         saver="inline") as checkpointer:
     ...         _ = checkpointer.save(step=1, metrics={"eval_loss": 2.5})
     ...         _ = checkpointer.save(step=2, metrics={"eval_loss": 2.25})
     ...     ckptfmt.Run(directory).best("eval_loss", "min").step
@@ -358,7 +359,7 @@ class Run:
         Raises: IntegrityError(NOT_COMMITTED, NO_VALID_CHECKPOINT); as `mirror`. Spec: REQ-RUN-032.
         """
         store, _ = self._writable()
-        old = None if home is None else Run(home)._writable()[0]  # noqa: SLF001 - another one of this class
+        old = None if home is None else Run(home)._writable()[0]  # noqa: SLF001
         return promote(store, old, on_progress=on_progress)
 
     def _writable(self) -> tuple[Store, RunRecord]:

@@ -93,7 +93,7 @@ def compact_run(
         return name, head, False
     run = open_run(store)
     launch, checkpoint = begin_launch(store, run, choose=head.digest, on_progress=on_progress)
-    assert checkpoint is not None  # noqa: S101 - a choice by name or digest opens one
+    assert checkpoint is not None  # noqa: S101
     origin = dataclasses.replace(
         head.origin, launch=launch.launch, nonce=launch.nonce, attempt=secrets.token_hex(8)
     )

@@ -318,11 +318,9 @@ def list_checkpoints(
 
     Spec: REQ-RUN-014, REQ-RUN-026.
     """
-    entries, places, is_unsure = (
-        dict[tuple[int, int], RunEntry](),
-        _list_places(store),
-        store.is_remote,
-    )
+    entries = dict[tuple[int, int], RunEntry]()
+    places = _list_places(store)
+    is_unsure = store.is_remote
     while True:
         newest = list_newest_labels(store) if with_labels else {}
         read = functools.partial(
@@ -338,12 +336,11 @@ def list_checkpoints(
             for place, entry in pairs
         }
         entries |= found
-        is_retired, listed = (
-            any(isinstance(entry.register, Tombstone) for entry in found.values()),
-            places,
-        )
+        is_retired = any(isinstance(entry.register, Tombstone) for entry in found.values())
+        listed = places
         if is_retired or is_unsure:  # a damaged network answer may look like a shorter listing
-            places, is_unsure = sorted({*places, *_list_places(store)}), False
+            places = sorted({*places, *_list_places(store)})
+            is_unsure = False
         if places == listed:
             return [entries[place] for place in listed]
 
@@ -458,7 +455,7 @@ def _digest_of(entry: RunEntry) -> str:
     """Return the manifest's digest of a committed or retired checkpoint."""
     if isinstance(entry.register, Tombstone):
         return entry.register.manifest_digest
-    assert entry.manifest is not None  # noqa: S101 - see above
+    assert entry.manifest is not None  # noqa: S101
     return entry.manifest.digest
 
 
@@ -489,20 +486,14 @@ def _find_replacement(
     """
     match register:
         case None:
-            code, what = (
-                Code.NOT_COMMITTED,
-                "a launch record names this checkpoint, which has no register",
-            )
+            code = Code.NOT_COMMITTED
+            what = "a launch record names this checkpoint, which has no register"
         case Abort():
-            code, what = (
-                Code.CHECKPOINT_ABORTED,
-                "a launch record names this checkpoint, which was given up",
-            )
+            code = Code.CHECKPOINT_ABORTED
+            what = "a launch record names this checkpoint, which was given up"
         case Manifest() if register.digest != resume.digest:
-            code, what = (
-                Code.DOC_DIGEST,
-                f"a launch record names {resume.digest}, and here is {register.digest}",
-            )
+            code = Code.DOC_DIGEST
+            what = f"a launch record names {resume.digest}, and here is {register.digest}"
         case _:
             return None
     return err(code, what, where=resume.name, requirement="REQ-RUN-022")
@@ -565,7 +556,8 @@ def begin_launch(
         if fresh:
             chosen_by = "hand"
         elif choose is not None:
-            checkpoint, chosen_by = _choose_by_hand(store, entries, choose, on_progress), "hand"
+            checkpoint = _choose_by_hand(store, entries, choose, on_progress)
+            chosen_by = "hand"
         else:
             check_records(store, entries)
             checkpoint, chosen_by = _choose_by_lineage(
@@ -628,7 +620,7 @@ def find_head(store: Store) -> tuple[str, Manifest]:
     Raises: as `find_head_entry`.
     """
     entry = find_head_entry(store, with_labels=False)
-    assert entry.manifest is not None  # noqa: S101 - a head is committed
+    assert entry.manifest is not None  # noqa: S101
     return entry.name, entry.manifest
 
 
@@ -639,10 +631,8 @@ def find_head_entry(store: Store, *, with_labels: bool = True) -> RunEntry:
     Spec: REQ-RUN-006, REQ-RUN-015.
     """
     run = read_known_run(store)
-    launches, entries = (
-        list_launches(store, run),
-        list_checkpoints(store, run, with_labels=with_labels),
-    )
+    launches = list_launches(store, run)
+    entries = list_checkpoints(store, run, with_labels=with_labels)
     check_records(store, entries)
     for entry in iter_lineage(launches, entries):
         if isinstance(entry.register, CkptError):
@@ -668,7 +658,8 @@ def find_head_entry(store: Store, *, with_labels: bool = True) -> RunEntry:
             " with resume='fresh'."
         )
     else:
-        detail, remedy = "the run has no checkpoint yet", "Train until the first save."
+        detail = "the run has no checkpoint yet"
+        remedy = "Train until the first save."
     raise err(
         Code.NOT_COMMITTED, detail, where=store.name, requirement="REQ-RUN-006", remedy=remedy
     )
@@ -828,7 +819,7 @@ def _open_valid(
     """
     if isinstance(entry.register, CkptError):
         return entry.register
-    assert entry.manifest is not None  # noqa: S101 - candidates are committed, or can't be read
+    assert entry.manifest is not None  # noqa: S101
     report = Report(target=entry.name, kind="checkpoint", on_progress=on_progress)
     checkpoint = verify_loadable(store.at(entry.name), report, digest=entry.manifest.digest)
     if checkpoint is not None and report.violations:
@@ -842,7 +833,7 @@ def _open_valid(
 def _name_in_run(manifest: Manifest) -> ResumeFrom:
     """Return the reference of a launch record to a checkpoint of the run, given the manifest."""
     origin = manifest.origin
-    assert origin.launch is not None  # noqa: S101 - the manifest was compared with the directory's name
+    assert origin.launch is not None  # noqa: S101
     return ResumeFrom(name=checkpoint_name(origin.step, origin.launch), digest=manifest.digest)
 
 

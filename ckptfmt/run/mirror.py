@@ -187,7 +187,8 @@ def follow_run(
     while not stop.is_set():
         try:
             on_report(mirror_run(home, mirror, retire=retire, stop=stop))
-            failure_count, pause_s = 0, every_s
+            failure_count = 0
+            pause_s = every_s
         except StoreError as error:
             if error.code not in _PASSING:
                 raise
@@ -232,7 +233,7 @@ def promote(
         mirror_run(home, mirror, on_progress=on_progress)
     passed_over: list[str] = []
     launch = _begin(mirror, run, on_passed_over=passed_over.append, on_progress=on_progress)
-    assert launch.resume_from is not None  # noqa: S101 - there was a candidate
+    assert launch.resume_from is not None  # noqa: S101
     return PromoteReport(
         mirror=mirror.name,
         launch=launch.launch,
@@ -291,7 +292,8 @@ def check_same_history(
     for entry in other[1]:
         if isinstance(entry.register, CkptError) and entry.register.code == Code.RUN_MISMATCH:
             raise entry.register.below(entry.name)
-        digest, here = _digest_of(entry.register), registers.get(entry.name)
+        digest = _digest_of(entry.register)
+        here = registers.get(entry.name)
         if digest is not None and not isinstance(here, CkptError) and _digest_of(here) != digest:
             raise _diverged(
                 entry.name, "isn't" if _digest_of(here) is None else "is another one", names
@@ -631,7 +633,8 @@ class _Mirroring:
 
         Raises: errors of the files at home; StoreError.
         """
-        home, mirror = self._home.at(name), self._mirror.at(name)
+        home = self._home.at(name)
+        mirror = self._mirror.at(name)
         present = set(mirror.list(""))
         with CheckpointFiles(home, digest=manifest.digest) as files:
             check_at_home(files)

@@ -102,7 +102,7 @@ class CacheOptions:
         if is_url(path):
             remedy = "Pass a directory on a disk of this node."
             raise err(Code.ARGUMENT, f"{path!r} isn't a directory", where="cache=", remedy=remedy)
-        path = os.path.abspath(path)  # noqa: PTH100 - a path needn't be text
+        path = os.path.abspath(path)  # noqa: PTH100
         return cls(path=path, limit_nbytes=limit_nbytes, upload_every=upload_every)
 
     def as_dict(self) -> dict[str, Any]:
@@ -277,8 +277,11 @@ class NodeCache:
         Spec: REQ-RUN-035.
         """
         files = stored_files_of(found or self.read_part(part)[0])
-        place, failed, end_s = self.at(part.name), threading.Event(), time.monotonic() + deadline_s
-        present, created = set(home.list_names("")), []
+        place = self.at(part.name)
+        failed = threading.Event()
+        end_s = time.monotonic() + deadline_s
+        present = set(home.list_names(""))
+        created = []
 
         def copy_file(file: VerifiedFile) -> None:
             chunks = functools.partial(_iter_cached, file, place, failed, end_s)
@@ -530,7 +533,8 @@ def plan_finish(home: Store, tables: Iterable[Iterable[Sequence[Any]]]) -> list[
     for (name, attempt, writer_count), writers in sorted(
         holders.items(), key=lambda row: _step_of(row[0][0])
     ):
-        parsed, place = parse_checkpoint_name(name), home.at(name)
+        parsed = parse_checkpoint_name(name)
+        place = home.at(name)
         if parsed is None or parsed[1] != newest or read_register(place) is not None:
             continue
         there = {writer for writer in range(writer_count) if _is_there(place, attempt, writer)}
@@ -590,7 +594,8 @@ def list_in_caches(home: Store, by_hand: str | None = None) -> list[str]:
     Returns: names of committed checkpoints in caches, up to the first candidate at the home.
     Raises: StoreError; FormatError. Spec: REQ-RUN-041.
     """
-    entries, found = list_checkpoints(home, with_labels=False), []
+    entries = list_checkpoints(home, with_labels=False)
+    found = []
     for entry in iter_lineage(list_launches(home), entries) if by_hand is None else entries:
         manifest = entry.manifest
         if manifest is None or by_hand not in (None, entry.name, manifest.digest):
@@ -620,7 +625,8 @@ def plan_fetch(
     """
     try:
         with CheckpointFiles(home.at(name)) as files:
-            attempt, elsewhere = files.manifest.origin.attempt, find_elsewhere(files)
+            attempt = files.manifest.origin.attempt
+            elsewhere = find_elsewhere(files)
     except CkptError as error:
         if not is_violation(error):
             raise
@@ -658,5 +664,5 @@ def list_committed(home: Store, names: Iterable[str]) -> dict[str, str]:
 
 def part_of(origin: Origin, writer: int) -> CachedPart:
     """Return the identity of a writer's save in an attempt of a run."""
-    assert origin.launch is not None  # noqa: S101 - see above
+    assert origin.launch is not None  # noqa: S101
     return CachedPart(checkpoint_name(origin.step, origin.launch), origin.attempt, writer)

@@ -245,7 +245,8 @@ def _list_ended(
     protected: set[str],
 ) -> list[RunEntry]:
     """Return the checkpoints at home that may go; `at_home` has the lineage's, best first."""
-    keep, keep_every = retention.keep, retention.keep_every
+    keep = retention.keep
+    keep_every = retention.keep_every
     if keep is None:
         return []
     staying = protected | {entry.name for entry in at_home[: max(1, keep)]}
@@ -416,7 +417,7 @@ def find_last_loadable(
     )
 
     def can_load(entry: RunEntry) -> bool:
-        assert entry.manifest is not None  # noqa: S101 - it is at home
+        assert entry.manifest is not None  # noqa: S101
         if entry.manifest.digest in known:
             return True
         problem = find_damage(
@@ -613,7 +614,8 @@ def _is_worth_a_line(count: int, near: str | None) -> bool:
     checkpoints stay, and again at each doubling. If checkpoints have a metric of a similar name,
     the name was probably misspelt.
 
-    >>> [count for count in range(100) if _is_worth_a_line(count, None)], _is_worth_a_line(1, "loss")
+    >>> ([count for count in range(100) if _is_worth_a_line(count, None)],
+    ...  _is_worth_a_line(1, "loss"))
     ([16, 32, 64], True)
     """
     return near is not None or (count >= _MANY and count & (count - 1) == 0)
@@ -714,7 +716,8 @@ def _find_labelled(store: Store, going: list[RunEntry]) -> dict[str, Need]:
 
     Spec: REQ-CMT-040.
     """
-    newest, found = list_newest_labels(store), {}
+    newest = list_newest_labels(store)
+    found = {}
     changed = Need(
         "its pin, metrics or tags were changed just now",
         "Give the command again: it reads what holds now.",
@@ -757,7 +760,8 @@ def delete_checkpoint(
     Spec: REQ-CMT-022 to REQ-CMT-026, REQ-CMT-032, REQ-CMT-040.
     """
     check_writer_features(run, "REQ-CMT-025", doing="deleting", undone="nothing was removed")
-    launches, entries = list_launches(store, run), list_checkpoints(store, run)
+    launches = list_launches(store, run)
+    entries = list_checkpoints(store, run)
     entry = next((entry for entry in entries if entry.name == name), None)
     if entry is None or entry.register is None:
         raise err(Code.NOT_COMMITTED, "it isn't committed", where=name)
@@ -801,7 +805,8 @@ def retire_as_elsewhere(store: Store, run: RunRecord, names: Iterable[str]) -> l
     Returns: the names of the retired checkpoints.
     Raises: StoreError. Spec: REQ-RUN-031, REQ-CMT-034, REQ-CMT-040.
     """
-    launches, entries = list_launches(store, run), list_checkpoints(store, run)
+    launches = list_launches(store, run)
+    entries = list_checkpoints(store, run)
     if any(isinstance(entry.register, CkptError) for entry in entries):
         return []
     wanted = set(names)

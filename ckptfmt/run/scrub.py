@@ -366,7 +366,7 @@ class _Scrubbing:
                 continue
             if donor is not None and not self._dry_run:
                 content = found[donor]
-                assert isinstance(content, bytes)  # noqa: S101 - a donor has it
+                assert isinstance(content, bytes)  # noqa: S101
                 self._copies[at].replace(path, content)
                 self._copies[at].sync(path.rpartition("/")[0])
             self._note(at, path, error, donor)
@@ -438,7 +438,7 @@ class _Scrubbing:
         return None
 
     def _write_register(self, place: Store, content: bytes, error: CkptError) -> None:
-        assert isinstance(parse_register(content), Manifest)  # noqa: S101 - it was read before
+        assert isinstance(parse_register(content), Manifest)  # noqa: S101
         if error.code == Code.FILE_MISSING:
             # Another process may decide meanwhile.
             create_once(place, MANIFEST_NAME, content=content)

@@ -135,7 +135,7 @@ class StepLog:
                     self._close()
                 else:
                     task()
-            except Exception as error:  # noqa: BLE001 - the caller gets every error, from `put` or `close`
+            except Exception as error:  # noqa: BLE001
                 self._error = self._error or _named(error, self.path)
 
     def _open(self, header: StepsHeader) -> None:

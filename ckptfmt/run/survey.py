@@ -75,7 +75,8 @@ def survey_run(store: Store, run: RunRecord, retention: Retention) -> Survey:
     check_writer_features(run, "REQ-CMT-025", doing="cleaning up", undone="nothing was looked at")
     # Before the registers, where a save decided in between is seen.
     held = launches_of(list_held(store))
-    launches, entries = list_launches(store, run), list_checkpoints(store, run)
+    launches = list_launches(store, run)
+    entries = list_checkpoints(store, run)
     launch = launches[-1].launch if launches else 0
     going = plan_retention(launches, entries, retention)
     undecided = [entry for entry in entries if entry.register is None and entry.launch >= launch]

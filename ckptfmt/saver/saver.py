@@ -70,16 +70,18 @@ class _Work:
         request: SaveRequest,
         report: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        self.request, self.report = request, report
+        self.request = request
+        self.report = report
         self.held = contextlib.ExitStack()
         #: Attempts at the same place, held when this save began.
         self._earlier: list[str] = []
         #: The trainer's answer about the replica on another node: a problem, or an empty string.
         self.replicated: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._run_store = run_store
-        origin, place = request.origin, request.place
+        origin = request.origin
+        place = request.place
         if place is None:
-            assert run_store is not None  # noqa: S101 - such requests go to the saver of a run
+            assert run_store is not None  # noqa: S101
             assert origin.launch is not None  # noqa: S101
             self.store = run_store.at(checkpoint_name(origin.step, origin.launch))
         else:
@@ -119,7 +121,7 @@ class _Work:
             )
             self.report("WRITTEN", {})
             manifest = self._decide(known)
-        except Exception as error:  # noqa: BLE001 - every error is reported to the trainer
+        except Exception as error:  # noqa: BLE001
             self.fail(error)
             return None
         # From here on the checkpoint exists, and later errors don't fail the save.
@@ -141,7 +143,8 @@ class _Work:
         Raises: StoreError, IntegrityError, FormatError if the cache fails or has no room; errors of
             waiting for the slot.
         """
-        request, nbytes = self.request, snapped.image.nbytes
+        request = self.request
+        nbytes = snapped.image.nbytes
         while not cache.make_room(nbytes):
             if not uploads.wait_for_one():
                 detail = f"no room for a save of {nbytes} bytes"
@@ -186,7 +189,7 @@ class _Work:
             on_commit: called with the manifest, if the checkpoint can be the base of a delta.
         """
         request = self.request
-        assert self._run_store is not None  # noqa: S101 - only saves of a run go through a cache
+        assert self._run_store is not None  # noqa: S101
         try:
             part = part_of(request.origin, request.writer)
             manifest = bring_home(
@@ -199,7 +202,7 @@ class _Work:
                 deadline_s=request.deadline_s,
                 has_replica=request.durability == PEERS and self._has_replica(),
             )
-        except Exception as error:  # noqa: BLE001 - every error is reported to the trainer
+        except Exception as error:  # noqa: BLE001
             self.fail(error)
             return
         if manifest.durability == HOME:
@@ -258,7 +261,7 @@ class _Work:
         """Raise if the save is no longer allowed; wait for earlier saves to the same place."""
         request = self.request
         if self.is_in_run:
-            assert self._run_store is not None  # noqa: S101 - see __init__
+            assert self._run_store is not None  # noqa: S101
             check_not_fenced(self._run_store, request.origin.launch or 0)
             check_vacant(self.store)
             return
@@ -273,7 +276,7 @@ class _Work:
         origin = self.request.origin
         if self.request.writer != 0 or self.request.place is not None or self._run_store is None:
             return {"removed": [], "problem": ""}
-        assert origin.run_id is not None  # noqa: S101 - see __init__
+        assert origin.run_id is not None  # noqa: S101
         assert origin.launch is not None  # noqa: S101
         run = RunRecord(run_id=origin.run_id, writer_features=self.request.writer_features)
         retention = self.request.retention
@@ -281,8 +284,9 @@ class _Work:
             removed, problem = tidy_up(
                 self._run_store, run, launch=origin.launch, retention=retention, known=known
             )
-        except Exception as error:  # noqa: BLE001 - committed; the next save tries again
-            removed, problem = [], str(as_ckpt_error(error))
+        except Exception as error:  # noqa: BLE001
+            removed = []
+            problem = str(as_ckpt_error(error))
         return {"removed": removed, "problem": encodable(problem)}
 
 
@@ -341,7 +345,8 @@ class Saver:
 
     def handle(self, message: dict[str, Any]) -> None:
         """Execute a message: image, save, staged, complete, replicated or abandon."""
-        kind, number = message["type"], message.get("number", 0)
+        kind = message["type"]
+        number = message.get("number", 0)
         if kind == "image":
             self._image = Image.from_dict(message["image"])
         elif kind == "save":
@@ -399,7 +404,7 @@ class Saver:
         return self._thread.is_alive() and (self._uploads is None or self._uploads.is_alive())
 
     def _begin(self, number: int, slot: int, request: SaveRequest) -> None:
-        assert self._image is not None  # noqa: S101 - the trainer sends it first
+        assert self._image is not None  # noqa: S101
         progress = Progress()
         snapped = Snapped(
             image=self._image,
@@ -410,12 +415,12 @@ class Saver:
         )
         try:
             work = _Work(self._store, request, functools.partial(self._report, number))
-        except Exception as error:  # noqa: BLE001 - every error is reported to the trainer
+        except Exception as error:  # noqa: BLE001
             self._report(number, "FAILED", as_ckpt_error(error).as_json())  # so for all writers
             return
         try:
             self._hold(number, work, progress)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001
             self._release(number, work)
             work.fail(error)
             return
@@ -460,7 +465,7 @@ class Saver:
             self._note(f"CACHE_FAILED: a save is written to the run's home at once: {error}")
             uploads.wait_idle()
             return False
-        except Exception as error:  # noqa: BLE001 - every error is reported to the trainer
+        except Exception as error:  # noqa: BLE001
             work.report("FAILED", as_ckpt_error(error).as_json())
             uploads.add(functools.partial(self._end_failed, number, work, error))
             return True
@@ -479,7 +484,7 @@ class Saver:
 
     def _settle_older(self, request: SaveRequest) -> None:
         """Mark earlier saves in the cache as settled: this save is at home, and they needn't be."""
-        assert self._cache_options is not None  # noqa: S101 - there are uploads
+        assert self._cache_options is not None  # noqa: S101
         with contextlib.suppress(CkptError):  # the cache may be gone
             cache = NodeCache(self._cache_options, request.origin.run_id or "")
             cache.settle_up_to(part_of(request.origin, request.writer))
@@ -499,7 +504,7 @@ class Saver:
 
         The first call also queues the uploads of a saver of this launch and writer that died.
         """
-        assert self._cache_options is not None  # noqa: S101 - there are uploads
+        assert self._cache_options is not None  # noqa: S101
         origin = request.origin
         if self._cache is None:
             self._cache = NodeCache(self._cache_options, origin.run_id or "")
@@ -514,7 +519,7 @@ class Saver:
         self, cache: NodeCache, part: CachedPart, request: SaveRequest, uploads: Uploads
     ) -> None:
         """Finish a cached save of a saver that died. Spec: REQ-RUN-036."""
-        assert self._store is not None  # noqa: S101 - only runs have caches
+        assert self._store is not None  # noqa: S101
         try:
             with cache.hold(part):
                 origin = cache.read_part(part)[0].origin
@@ -527,7 +532,7 @@ class Saver:
                     known=self._upload_known,
                     deadline_s=request.deadline_s,
                 )
-        except Exception as error:  # noqa: BLE001 - no handle waits for this save
+        except Exception as error:  # noqa: BLE001
             self._note(
                 f"CACHE_UNFINISHED: {part.name}, which a saver left when it died:"
                 f" {as_ckpt_error(error)}"
@@ -556,7 +561,7 @@ class Saver:
         with self._lock:
             if self._is_held:
                 return
-        assert self._store is not None  # noqa: S101 - see _Work
+        assert self._store is not None  # noqa: S101
         name = f"{SAVERS}/{request.origin.launch:04d}-{request.writer:05d}-{request.origin.attempt}"
         with contextlib.ExitStack() as held:
             held.enter_context(self._store.hold(name))
@@ -581,7 +586,7 @@ class Saver:
             while (task := self._tasks.get()) is not None:
                 task()
                 self._rest()
-        except BaseException as error:  # noqa: BLE001 - every error is reported to the trainer
+        except BaseException as error:  # noqa: BLE001
             self._break(error)
         finally:
             self._coders.close()
@@ -642,7 +647,7 @@ def main(fd: int) -> None:
         cache = None if opening["cache"] is None else CacheOptions.from_dict(opening["cache"])
         saver = Saver(store, send, cache=cache, rest=gc.collect)
         _serve(channel, saver, send)
-    except Exception as error:  # noqa: BLE001 - every error is reported to the trainer
+    except Exception as error:  # noqa: BLE001
         problem = as_ckpt_error(error)
     if saver is not None:
         saver.lose_trainer() if problem is None else saver.give_up(problem)

@@ -24,7 +24,8 @@ T = TypeVar("T")
 #: Codes of errors of home that may pass, so that a call is repeated.
 PASSING: Final = frozenset({Code.STORE_IO, Code.STORE_NO_ANSWER, Code.STORE_ACCESS})
 #: The first and the longest pause between two calls to a home that doesn't answer, in seconds.
-_PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 10.0
+_PAUSE_MIN_S = 0.1
+_PAUSE_MAX_S = 10.0
 
 
 def bring_home(
@@ -54,7 +55,8 @@ def bring_home(
         doesn't answer.
     Spec: REQ-RUN-035, REQ-RUN-037, REQ-RUN-004, REQ-CMT-048.
     """
-    home, passing = run_store.at(part.name), PASSING
+    home = run_store.at(part.name)
+    passing = PASSING
     if part.writer == 0:
         passing |= {Code.COMMIT_UNKNOWN}  # a committer may ask again
 
@@ -207,7 +209,7 @@ class Uploads:
                     self._is_busy = False
                     self._done_count += 1
                     self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 - every error is reported to the trainer
+        except BaseException as error:  # noqa: BLE001
             self._on_broken(error)
         finally:
             with self._changed:

@@ -145,7 +145,7 @@ def start_helper(
     """
     channel, theirs = Channel.pair()
     try:
-        process = subprocess.Popen(  # noqa: S603 - this very interpreter
+        process = subprocess.Popen(  # noqa: S603
             [sys.executable, "-P", "-m", module, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -172,7 +172,7 @@ class Slot:
         """
         calls = MemoryCalls() if calls is None else calls
         with _no_fork(), _named_errors(None), _closed_if_failed(fd):
-            os.set_inheritable(fd, False)  # noqa: FBT003 - the standard library's signature
+            os.set_inheritable(fd, False)  # noqa: FBT003
             if not calls.has_sealed_size(fd):
                 raise err(
                     Code.SLOT_MEMORY, "the size of the attached memory isn't sealed", remedy=""
@@ -220,7 +220,8 @@ class Slot:
         # A reference keeps the mapping alive: if another thread closes the slot, this call fails,
         # but doesn't crash.
         mapping = self._open_mapping()
-        view, address = memoryview(mapping).cast("B"), ctypes.addressof(mapping)
+        view = memoryview(mapping).cast("B")
+        address = ctypes.addressof(mapping)
         for byte_begin in range(0, self.nbytes, _PIECE_NBYTES):
             byte_end = min(byte_begin + _PIECE_NBYTES, self.nbytes)
             with _named_errors(self.nbytes):

@@ -122,7 +122,7 @@ def local_path(path: str | os.PathLike[str]) -> str | None:
 
 def _refuse_file(path: str | bytes, *, writable: bool) -> None:
     """Check that a path isn't a file's, such as of torch.save. Raises: FormatError(UNSAFE_FILE)."""
-    if os.path.isfile(path):  # noqa: PTH113 - a path needn't be text
+    if os.path.isfile(path):  # noqa: PTH113
         remedy = "Give a directory, or a path where nothing is."
         if not writable:
             remedy = (
@@ -159,15 +159,15 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
 def suggest_path(path: str) -> str:
     """Return the remedy for a missing local path: a similar name, or the existing part."""
     parent, name = os.path.split(path.rstrip("/"))
-    while parent and not os.path.isdir(parent):  # noqa: PTH112 - a path needn't be text for pathlib
+    while parent and not os.path.isdir(parent):  # noqa: PTH112
         parent, name = os.path.split(parent)
     try:
-        names = os.listdir(parent or ".")  # noqa: PTH208 - as above
+        names = os.listdir(parent or ".")  # noqa: PTH208
     except OSError:
         names = []
     near = difflib.get_close_matches(name, names, n=1)
     if near:
-        return f"Did you mean {os.path.join(parent, near[0])}?"  # noqa: PTH118 - as it was typed
+        return f"Did you mean {os.path.join(parent, near[0])}?"  # noqa: PTH118
     remedy = "Give the directory of a checkpoint or of a run; `ckptfmt ls` lists both."
     return f"{parent or 'The working directory'} has nothing called {name}. {remedy}"
 
@@ -195,7 +195,8 @@ def check_apart(copies: Sequence[Store]) -> None:
     Raises: StateError(ARGUMENT).
     """
     for one, other in itertools.permutations(copies, 2):
-        outer, inner = _root_of(one), _root_of(other)
+        outer = _root_of(one)
+        inner = _root_of(other)
         if (
             outer
             and inner

@@ -243,7 +243,7 @@ class _Requests:
                     while self._active_count:
                         self._changed.wait()
                 break
-            except BaseException as error:  # noqa: BLE001 - raised below
+            except BaseException as error:  # noqa: BLE001
                 interruption = error
         for thread in self._threads:
             if thread.is_alive():  # or interrupted in its start: it ends at once
@@ -286,7 +286,7 @@ class _Requests:
         try:
             if self._error is None:
                 self._write(*request)
-        except BaseException as caught:  # noqa: BLE001 - raised where the caller is
+        except BaseException as caught:  # noqa: BLE001
             error = caught
         with self._changed:
             self._error = self._error or error
@@ -403,7 +403,8 @@ def in_pages(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
 
     A piece may be changed once the next piece is requested.
     """
-    memory, filled_nbytes = make_memory(_FIRST_NBYTES), 0
+    memory = make_memory(_FIRST_NBYTES)
+    filled_nbytes = 0
     for piece in pieces:
         rest = memoryview(piece).cast("B")
         while rest:
@@ -416,7 +417,8 @@ def in_pages(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
             if filled_nbytes == len(memory):
                 yield memory
                 # The store may still be writing the yielded memory.
-                memory, filled_nbytes = make_memory(min(2 * len(memory), _CHUNK_NBYTES)), 0
+                memory = make_memory(min(2 * len(memory), _CHUNK_NBYTES))
+                filled_nbytes = 0
     if filled_nbytes:
         yield memory[:filled_nbytes]
 

@@ -39,7 +39,8 @@ TERM_S: Final = 60.0
 #: files.
 FOLDER: Final = f"{TEMPORARY_PREFIX}leases"
 #: Number of renewals in a term, and number of attempts in a term after an error.
-_RENEWALS, _REPEATS = 6, 30
+_RENEWALS = 6
+_REPEATS = 30
 #: Maximum wait for a renewal in progress at the end of a hold, in seconds.
 _LAST_RENEWAL_S: Final = 2.0
 #: Number of attempts of the first put of a lease, while the store doesn't answer.
@@ -163,7 +164,8 @@ class Leases:
 
     def _look(self, directory: str) -> tuple[list[tuple[str, float]], float]:
         """Return a directory's leases with their times, and a lower bound of the store's clock."""
-        folder, asked_s = join_path(directory, FOLDER), time.time()
+        folder = join_path(directory, FOLDER)
+        asked_s = time.time()
         found = self._objects.list_modified(folder)
         if not found:
             return [], 0.0
@@ -246,7 +248,8 @@ class Leases:
                 return  # never added, or a forked child's copy of the parent's lease
             idle = None
             if not self._leases:
-                idle, self._thread = self._thread, None
+                idle = self._thread
+                self._thread = None
             self._changed.notify_all()
             is_renewing = lease in self._renewing.values()
             # Wait for a renewal in progress: if the process exited now, the renewed lease would
@@ -296,16 +299,14 @@ class Leases:
         try:
             if not lease.is_ended:
                 self._objects.put(lease.key)
-        except Exception as error:  # noqa: BLE001 - the thread's end would silently end all holds
+        except Exception as error:  # noqa: BLE001
             problem = error
         now_s = self._local_s()
         with self._changed:
             if problem is None:
-                lease.renewed_s, lease.due_s, lease.is_told = (
-                    begun_s,
-                    begun_s + self._term_s / _RENEWALS,
-                    False,
-                )
+                lease.renewed_s = begun_s
+                lease.due_s = begun_s + self._term_s / _RENEWALS
+                lease.is_told = False
             else:
                 lease.due_s = now_s + self._term_s / _REPEATS
             is_ended = lease.is_ended
@@ -401,7 +402,7 @@ _ALL: Final[weakref.WeakSet[Leases]] = weakref.WeakSet()
 
 def _forget_inherited() -> None:
     for leases in list(_ALL):
-        leases._reset()  # noqa: SLF001 - of this module
+        leases._reset()  # noqa: SLF001
 
 
 @functools.cache

@@ -123,14 +123,14 @@ class LocalStore:
         """Return the same store with `prefix` as root; see `Store.at`."""
         check_prefix(prefix)
         lower = copy.copy(self)
-        lower._prefix = join_path(self._prefix, prefix)  # noqa: SLF001 - a copy of ourselves
+        lower._prefix = join_path(self._prefix, prefix)  # noqa: SLF001
         return lower
 
     def beside(self, name: str) -> LocalStore:
         """Return a read-only store of the sibling directory `name`; see `Store.beside`."""
         check_path(name)
         other = copy.copy(self)
-        other._writable = False  # noqa: SLF001 - a copy of ourselves
+        other._writable = False  # noqa: SLF001
         if not self._prefix:
             other._root = os.path.dirname(self._root)  # noqa: SLF001
         other._prefix = join_path(self._prefix.rpartition("/")[0], name)  # noqa: SLF001
@@ -504,7 +504,8 @@ class LocalStore:
             if on_each:
                 on_each(fd)
             for name in full_path.split("/") if full_path else []:
-                upper, fd = fd, self._open_below(fd, name, make=make)
+                upper = fd
+                fd = self._open_below(fd, name, make=make)
                 self._release(upper)
                 if on_each:
                     on_each(fd)

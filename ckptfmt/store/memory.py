@@ -137,7 +137,7 @@ class MemoryStore(HeldByLeases):
         """Return the same store with `prefix` as root; see `Store.at`."""
         check_prefix(prefix)
         lower = copy.copy(self)
-        lower._prefix = join_path(self._prefix, prefix)  # noqa: SLF001 - a copy of ourselves
+        lower._prefix = join_path(self._prefix, prefix)  # noqa: SLF001
         return lower
 
     def beside(self, name: str) -> MemoryStore:
@@ -147,7 +147,7 @@ class MemoryStore(HeldByLeases):
         """
         check_path(name)
         other = copy.copy(self)
-        other._prefix = join_path(self._prefix.rpartition("/")[0], name)  # noqa: SLF001 - a copy of ourselves
+        other._prefix = join_path(self._prefix.rpartition("/")[0], name)  # noqa: SLF001
         return other if self._prefix else MemoryStore()
 
     def create(self, path: str, chunks: Iterable[Buffer]) -> None:

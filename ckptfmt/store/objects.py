@@ -52,7 +52,8 @@ _MOST_PARTS: Final = 9_000
 #: Total time for the attempts to create a file, and the first and the longest pause between
 #: attempts, in seconds.
 _DEADLINE_S: Final = 60.0
-_PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
+_PAUSE_MIN_S = 0.1
+_PAUSE_MAX_S = 5.0
 #: Default options of the HTTP client. obstore's own time-out, of 30 seconds in total, is short for
 #: a range. A caller who configures an endpoint without TLS intends plain HTTP.
 _CLIENT_OPTIONS: Final = {"connect_timeout": "10s", "timeout": "120s", "allow_http": True}
@@ -181,13 +182,13 @@ class ObjectStore(HeldByLeases):
                 requirement="REQ-CKP-001",
             )
         other = self._with_prefix(join_path(self._prefix.rpartition("/")[0], name))
-        other._writable = False  # noqa: SLF001 - a copy of ourselves
+        other._writable = False  # noqa: SLF001
         other._leases = Leases(self._lease_objects, writable=False)  # noqa: SLF001
         return other
 
     def _with_prefix(self, prefix: str) -> ObjectStore:
         other = copy.copy(self)
-        other._prefix = prefix  # noqa: SLF001 - a copy of ourselves
+        other._prefix = prefix  # noqa: SLF001
         return other
 
     # --- writing ----------------------------------------------------------------------------------
@@ -292,7 +293,8 @@ class ObjectStore(HeldByLeases):
                     found = self._client.get(
                         key, options={"range": (byte_begin, byte_begin + nbytes)}
                     )
-                    content, file_nbytes = found.bytes(), found.meta["size"]
+                    content = found.bytes()
+                    file_nbytes = found.meta["size"]
                 except Exception as error:
                     if status_of(error) != 416:  # no such range
                         raise
@@ -319,14 +321,14 @@ class ObjectStore(HeldByLeases):
                 self._once.put(
                     key, data, mode="create", attributes={_OWNER: owner}, use_multipart=False
                 )
-            except Exception as error:  # noqa: BLE001 - named below
+            except Exception as error:  # noqa: BLE001
                 named = self._named(error, path, missing=Code.STORE_IO, taken=Code.STORE_EXISTS)
             else:
                 return
             if named.code == Code.STORE_EXISTS:
                 try:
                     found = self._owner_of(key)
-                except Exception as error:  # noqa: BLE001 - the object's creator is unknown
+                except Exception as error:  # noqa: BLE001
                     raise err(
                         Code.STORE_NO_ANSWER, self._named(error, path).detail, where=path
                     ) from None
@@ -362,7 +364,7 @@ class ObjectStore(HeldByLeases):
                     chunk_size=part_nbytes,
                     max_concurrency=max(1, _PART_COUNT * _PART_NBYTES // part_nbytes),
                 )
-        except Exception as error:  # noqa: BLE001 - named below
+        except Exception as error:  # noqa: BLE001
             if drawn.error is not None:
                 raise drawn.error from None
             named = self._named(error, path, missing=Code.STORE_IO)
@@ -370,7 +372,7 @@ class ObjectStore(HeldByLeases):
                 try:
                     if self._owner_of(key) == owner:
                         return
-                except Exception:  # noqa: BLE001 - the object's state is unknown
+                except Exception:  # noqa: BLE001
                     raise err(Code.STORE_NO_ANSWER, named.detail, where=path) from None
             raise named from None
 
@@ -412,7 +414,7 @@ class ObjectStore(HeldByLeases):
                 begin.wait(_DEADLINE_S)
             try:
                 client.put(key, b"%d" % number, mode="create", use_multipart=False)
-            except Exception as error:  # noqa: BLE001 - looked at below
+            except Exception as error:  # noqa: BLE001
                 return self._named(error, self.name, missing=Code.STORE_IO, taken=Code.STORE_EXISTS)
             return None
 
@@ -507,7 +509,7 @@ class _LeaseObjects:
 
     def put(self, key: str) -> None:
         """Write a lease; see `LeaseObjects.put`."""
-        with self._store._named_errors(key, missing=Code.STORE_IO):  # noqa: SLF001 - our own
+        with self._store._named_errors(key, missing=Code.STORE_IO):  # noqa: SLF001
             self._client.put(key, b"", use_multipart=False)
 
     def delete(self, key: str) -> None:
@@ -538,7 +540,7 @@ class _Ranges:
     def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
         """Return exactly a range, in the answer's own memory; see `RangeReader.read_into`."""
         del buffer
-        return memoryview(self._store._get_range(self._path, byte_begin, nbytes))  # noqa: SLF001 - our own
+        return memoryview(self._store._get_range(self._path, byte_begin, nbytes))  # noqa: SLF001
 
 
 class _Drawn:
@@ -582,7 +584,8 @@ def _draw_first(chunks: SizedChunks) -> tuple[list[Buffer], Iterator[Buffer] | N
     The second value is None if all chunks together don't exceed the size of a part.
     """
     drawn: list[Buffer] = []
-    rest, nbytes = iter(chunks), chunks.nbytes or 0
+    rest = iter(chunks)
+    nbytes = chunks.nbytes or 0
     while nbytes <= _PART_NBYTES:
         chunk = next(rest, None)
         if chunk is None:
@@ -639,7 +642,7 @@ def _client_maker(
     The function takes the options for repeated requests, and further options of the HTTP client.
     """
     try:
-        from obstore.store import from_url  # noqa: PLC0415 - an extra, which takes time to import
+        from obstore.store import from_url  # noqa: PLC0415
     except ImportError as error:
         remedy = 'pip install "ckptfmt[cloud]"'
         raise err(
@@ -656,7 +659,7 @@ def _client_maker(
         }
         try:
             return from_url(place, **given, **provider)  # type: ignore[arg-type, no-any-return, call-overload, unused-ignore]
-        except Exception as error:  # noqa: BLE001 - any error of obstore
+        except Exception as error:  # noqa: BLE001
             raise err(
                 Code.ARGUMENT,
                 text_of(error),
@@ -673,6 +676,6 @@ def _pauses(deadline_s: float) -> Iterator[None]:
     pause = _PAUSE_MIN_S
     yield None
     while time.monotonic() + pause < end:
-        time.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - avoids simultaneous repeats
+        time.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
         yield None
         pause = min(2 * pause, _PAUSE_MAX_S)

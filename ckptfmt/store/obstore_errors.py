@@ -57,7 +57,9 @@ def code_of(error: BaseException, *, missing: Code) -> tuple[Code, str | None]:
 
 
 def _code_of(error: BaseException, missing: Code) -> tuple[Code, str | None]:
-    kind, text, status = type(error).__name__, str(error), status_of(error)
+    kind = type(error).__name__
+    text = str(error)
+    status = status_of(error)
     if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in text:
         return missing, None
     if "Quota" in text or status == 507:

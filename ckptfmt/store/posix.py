@@ -304,7 +304,8 @@ class Hold:
 
     def release(self) -> None:
         """Release the hold without removing the file."""
-        fd, self._fd = self._fd, None
+        fd = self._fd
+        self._fd = None
         _HOLDS.discard(self)
         if fd is not None:
             with contextlib.suppress(OSError):

@@ -403,7 +403,8 @@ def call_each(
         return [call(item) for item in items]
     answers: dict[int, Answer] = {}
     errors: dict[int, BaseException] = {}
-    left, lock = iter(enumerate(items)), threading.Lock()
+    left = iter(enumerate(items))
+    lock = threading.Lock()
 
     def work() -> None:
         while not errors:
@@ -414,7 +415,7 @@ def call_each(
             number, item = found
             try:
                 answers[number] = call(item)
-            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            except BaseException as error:  # noqa: BLE001
                 errors[number] = error
 
     threads = _start_threads(work, count - 1)

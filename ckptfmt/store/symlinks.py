@@ -32,7 +32,8 @@ def detach_link(path: str | os.PathLike[str], *, calls: PosixCalls | None = None
     calls = PosixCalls() if calls is None else calls
     path = os.path.abspath(path)
     parent, name = os.path.split(path)
-    target, prefix = os.path.realpath(path), f"{TEMPORARY_PREFIX}{name}-"
+    target = os.path.realpath(path)
+    prefix = f"{TEMPORARY_PREFIX}{name}-"
     try:
         with contextlib.suppress(OSError):
             _remove_leftovers(parent, prefix)
@@ -72,7 +73,8 @@ def _link_tree(source: str, copy: str) -> None:
     """Create a durable directory whose files are hard links to another directory's files."""
     os.mkdir(copy)
     for name in os.listdir(source):
-        old, new = os.path.join(source, name), os.path.join(copy, name)
+        old = os.path.join(source, name)
+        new = os.path.join(copy, name)
         if os.path.isdir(old) and not os.path.islink(old):
             _link_tree(old, new)
         elif not name.startswith(TEMPORARY_PREFIX):

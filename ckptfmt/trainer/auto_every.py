@@ -58,7 +58,8 @@ class AutoEvery:
         self._launches: list[tuple[int, int]] = []
         self._early_s = 0.0
         self._steps = StepMeter()
-        self._told_s, self._told_count = 0.0, 0
+        self._told_s = 0.0
+        self._told_count = 0
 
     def note_launches(self, store: Store, run: RunRecord, launch: Launch) -> None:
         """Record the launches before this launch whose records can be read."""
@@ -98,7 +99,8 @@ class AutoEvery:
         count = sum(meter.is_measured for meter in self._auto.meters)
         is_told = self._told_s / _TOLD <= interval_s <= self._told_s * _TOLD
         if count > self._told_count or (count and not is_told):
-            self._told_s, self._told_count = interval_s, count
+            self._told_s = interval_s
+            self._told_count = count
             _LOG.info(
                 "every='auto': saves every %.3g s: %s", interval_s, "; ".join(self._reasons())
             )
@@ -143,4 +145,5 @@ class AutoEvery:
             self._auto.note_time(steps * step_s)
             self._auto.note_failure(level)
         self._auto.note_time(self._early_s)
-        self._launches, self._early_s = [], 0.0
+        self._launches = []
+        self._early_s = 0.0

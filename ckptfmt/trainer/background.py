@@ -29,8 +29,8 @@ _LOG: Final = logging.getLogger("ckptfmt")
 #: training.
 _PASSING: Final = frozenset(
     {
-        Code.FILE_MISSING, Code.FILE_NBYTES, Code.BLOCK_DIGEST, Code.HEADER_DIGEST, Code.DOC_DIGEST, Code.DOC_MISMATCH,
-        Code.WRITER_FAILED, Code.WRITERS_MISSING, Code.COMMIT_UNKNOWN,
+        Code.FILE_MISSING, Code.FILE_NBYTES, Code.BLOCK_DIGEST, Code.HEADER_DIGEST, Code.DOC_DIGEST,
+        Code.DOC_MISMATCH, Code.WRITER_FAILED, Code.WRITERS_MISSING, Code.COMMIT_UNKNOWN,
     }
 )  # fmt: skip
 
@@ -137,7 +137,8 @@ class Background:
     ) -> None:
         self._store = store
         self._cache = cache
-        self._note, self._on_written = note, on_written
+        self._note = note
+        self._on_written = on_written
         self._name = None if store is None else store.name
         self._address = None if store is None else address_of(store)
         self._in_process = in_process
@@ -214,10 +215,8 @@ class Background:
                 # as available.
                 if not (count and is_shortage(error)):
                     raise
-                count, reason = (
-                    count - 1,
-                    error.detail if isinstance(error, CkptError) else repr(error),
-                )
+                count = count - 1
+                reason = error.detail if isinstance(error, CkptError) else repr(error)
         if count == self._slot_count:
             return ""
         return f"SLOTS_REDUCED: {count} of {self._slot_count} slots: {reason}"
@@ -232,7 +231,8 @@ class Background:
             self._end_idle_link()
         with self._lock:
             self._wants_slots = True
-            places, self._places = self._places, []
+            places = self._places
+            self._places = []
         for place in places:
             place.close()
         for number in range(count):
@@ -294,10 +294,8 @@ class Background:
     def _start_link(self) -> Link:
         number = self._number_link()
         link: Link | None = None
-        on_message, on_lost = (
-            functools.partial(self._on_message, number),
-            functools.partial(self._on_lost, number),
-        )
+        on_message = functools.partial(self._on_message, number)
+        on_lost = functools.partial(self._on_lost, number)
         try:
             link = self._make_link(on_message, on_lost)
             with self._lock:
@@ -381,7 +379,7 @@ class Background:
             )
 
         copies = sorted((*now, *later), key=lambda copy: copy.begin)
-        assert self._image is not None  # noqa: S101 - set by prepare()
+        assert self._image is not None  # noqa: S101
         staging = Staging(self._image, copies, place.slot.view, tell)
         for copy in copies:
             copy.start()
@@ -393,7 +391,7 @@ class Background:
 
     def _begin(self, request: SaveRequest, handle: SaveHandle, link: Link) -> tuple[_Save, Place]:
         """Reserve a free slot for a save, and announce the save to the saver."""
-        assert self._image is not None  # noqa: S101 - set by prepare()
+        assert self._image is not None  # noqa: S101
         with self._lock:
             if self._link is not link or self._wants_slots:
                 raise err(Code.SAVER_LOST, "the saver ended just now", where=handle.path)
@@ -415,7 +413,8 @@ class Background:
             }
             self._saves[save.number] = save
             handle.tell_begun(self.look)
-            place.handle, place.last_save = handle, self._count
+            place.handle = handle
+            place.last_save = self._count
         if self._sent_image is not self._image:
             link.send({"type": "image", "image": self._image.as_dict()})
             self._sent_image = self._image
@@ -453,7 +452,7 @@ class Background:
                 return  # the save was abandoned
             staging.run(later)
             self._end_copies(save, None)
-        except BaseException as error:  # noqa: BLE001 - the handle has the error
+        except BaseException as error:  # noqa: BLE001
             self._end_copies(save, None if save.is_complete else error)
 
     def _end_copies(self, save: _Save, problem: BaseException | None) -> None:
@@ -539,7 +538,8 @@ class Background:
         with self._lock:
             if link_number != self._link_number or self._lost is not None:
                 return  # handled already
-            link, self._link = self._link, None
+            link = self._link
+            self._link = None
             self._lost = lost.error
             # A saver that still writes staged saves reads its slots, so new slots are made.
             self._wants_slots |= not lost.has_ended and link is not None
@@ -557,7 +557,8 @@ class Background:
         """
         with self._lock:
             saves = [save for save in self._saves.values() if not save.handle.is_over]
-            link, number = self._link, self._link_number
+            link = self._link
+            number = self._link_number
         for save in saves:
             if save.is_left():
                 self._end_copies(
@@ -587,7 +588,8 @@ class Background:
         for place in self._places:
             handle = place.handle
             if handle is not None and handle.is_through:
-                place.handle, place.was_written = None, "WRITTEN" in handle.times
+                place.handle = None
+                place.was_written = "WRITTEN" in handle.times
         self._changed.notify_all()
 
     # --- failures, and the end --------------------------------------------------------------------
@@ -679,14 +681,16 @@ class Background:
         """Close the stager and the slots; copies in progress keep their slot's memory mapped."""
         self._stager.shutdown(wait=False)
         with self._lock:
-            places, self._places = self._places, []
+            places = self._places
+            self._places = []
         for place in places:
             place.close()
 
     def _end_link(self, timeout_s: float, *, drain_s: float = 0.0) -> None:
         with self._lock:
             self._is_closing = True
-            link, self._link = self._link, None
+            link = self._link
+            self._link = None
         if link is not None:
             link.close(timeout_s, drain_s=drain_s)
 

@@ -142,10 +142,8 @@ def _explain(
 ) -> str:
     if what == "rng":
         return _explain_streams(now, drawn, is_first=is_first)
-    differs, cause = (
-        _DIFFERS[what],
-        _cause_of(what, compared, has_streams=earlier.is_full and now.is_full),
-    )
+    differs = _DIFFERS[what]
+    cause = _cause_of(what, compared, has_streams=earlier.is_full and now.is_full)
     if what == "samples" and earlier.position != now.position:
         differs = (
             f"its data ends at position {now.position}, and ended at {earlier.position} before"

@@ -102,7 +102,9 @@ class DataPosition:
             if side is not None and is_plain and side.has_shuffling_sampler():
                 self._found[SHUFFLED] = f"DATA_SHUFFLED: {DATA_DOUBTS[SHUFFLED]}; {_REMEDY}"
         if is_save or not self._digest:
-            self._step, self._digest, self._is_of_save = step, digest, is_save
+            self._step = step
+            self._digest = digest
+            self._is_of_save = is_save
         self.doubts = tuple(dict.fromkeys((*self.doubts, *self._found)))
         self.reports = tuple(self._found.values())
         return self.doubts

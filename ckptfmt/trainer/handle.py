@@ -164,7 +164,7 @@ class Callbacks:
                 function, argument = self._calls.popleft()
             try:
                 function(argument)
-            except BaseException:  # noqa: BLE001 - no exception stops the later calls
+            except BaseException:  # noqa: BLE001
                 _LOG.exception("a callback of a save raised: %r", function)
 
 
@@ -276,7 +276,8 @@ class SaveHandle:
         """Hand over the functions for the reached state, if it is final. Needs the lock."""
         argument = self.report if self._state == "COMMITTED" else self.error
         if self._state in ("COMMITTED", "FAILED", "SKIPPED"):
-            due, self._at_end = self._at_end, []
+            due = self._at_end
+            self._at_end = []
             for state, function in due:
                 if state == self._state:
                     self._callbacks.add(function, argument)
@@ -334,7 +335,7 @@ class SaveHandle:
 
     def _holds_in_time(self, is_there: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait until a condition holds. Returns: whether the condition held in time."""
-        look = lambda: self._look()  # noqa: E731, PLW0108 - `tell_begun` may set it during a wait
+        look = lambda: self._look()  # noqa: E731, PLW0108
         return wait_until(
             is_there, lock=self._lock, changed=self._changed, look=look, timeout_s=timeout_s
         )
@@ -380,7 +381,8 @@ class SaveHandle:
         with self._lock:
             changes = self._state in STATES and self._state != "COMMITTED"
             if changes:
-                self._state, self.error = "FAILED", error
+                self._state = "FAILED"
+                self.error = error
                 self._call_back()
             self._is_over = True
             self._note_end()

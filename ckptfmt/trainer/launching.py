@@ -279,7 +279,7 @@ class _Finish:
         ):
             tried: set[tuple[int, int]] = set()
             while plan := self._group.run_on_first(
-                lambda: plan_fetch(self._store, name, self._parts, tried)  # noqa: B023 - called at once
+                lambda: plan_fetch(self._store, name, self._parts, tried)  # noqa: B023
             ):
                 self._group.together(lambda: self._copy(plan, NodeCache.upload_files))
                 tried |= {(row[2], row[3]) for row in plan}
@@ -378,7 +378,7 @@ class _Finish:
                 found = self._ask(functools.partial(cache.read_part, part))[0]
             except StoreError:
                 raise
-            except Exception as error:  # noqa: BLE001 - a damaged part is reported and passed over
+            except Exception as error:  # noqa: BLE001
                 self._report(f"CACHE_UNFINISHED: {part.name}: {as_ckpt_error(error)}")
             else:
                 table.append([part.name, part.attempt, part.writer, found.origin.writer_count])
@@ -404,7 +404,7 @@ class _Finish:
                     )
                 except StoreError:
                     raise
-                except Exception as error:  # noqa: BLE001 - a damaged part is reported and passed over
+                except Exception as error:  # noqa: BLE001
                     self._report(f"CACHE_UNFINISHED: {name}: {as_ckpt_error(error)}")
 
     def _report(self, sentence: str) -> None:

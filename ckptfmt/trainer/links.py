@@ -74,7 +74,8 @@ class ProcessLink:
             self._process, self._channel = start_helper("ckptfmt.saver.saver")
         except OSError as error:
             raise _not_started(error) from error
-        self._on_message, self._on_lost = on_message, on_lost
+        self._on_message = on_message
+        self._on_lost = on_lost
         self._is_closing = False
         #: The exception that ended a thread of this link.
         self._problem: BaseException | None = None
@@ -163,7 +164,7 @@ class ProcessLink:
             while (item := self._outgoing.get()) is not None:
                 message, slot = item
                 self._channel.send(message, fd=None if slot is None else slot.fd)
-        except BaseException as error:  # noqa: BLE001 - the receiver reports any exception
+        except BaseException as error:  # noqa: BLE001
             self._problem = self._problem or error
             self._channel.shut_down()  # messages from the saver are still received
 
@@ -171,7 +172,7 @@ class ProcessLink:
         try:
             while (received := self._channel.receive()) is not None:
                 self._on_message(received[0])
-        except BaseException as error:  # noqa: BLE001 - any exception is reported below
+        except BaseException as error:  # noqa: BLE001
             self._problem = self._problem or error
             self._channel.shut_down()
         # If the saver closed the channel, the process ends soon.
@@ -188,7 +189,9 @@ class ProcessLink:
         return self._process.returncode is not None
 
     def _why(self) -> CkptError:
-        problem, code, pid = self._problem, self._process.returncode, self._process.pid
+        problem = self._problem
+        code = self._process.returncode
+        pid = self._process.pid
         if problem is not None and not isinstance(problem, ConnectionError):
             error = err(
                 Code.SAVER_LOST,
@@ -243,7 +246,8 @@ class ThreadLink:
         on_message: _OnMessage,
         on_lost: _OnLost,
     ) -> None:
-        self._on_message, self._on_lost = on_message, on_lost
+        self._on_message = on_message
+        self._on_lost = on_lost
         self._is_closing = False
         self._incoming: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -291,7 +295,7 @@ class ThreadLink:
         try:
             while (message := self._incoming.get()) is not None:
                 self._saver.handle(message)
-        except BaseException as problem:  # noqa: BLE001 - any exception is reported
+        except BaseException as problem:  # noqa: BLE001
             error = err(
                 Code.SAVER_LOST,
                 f"the saver failed at a message: {type(problem).__qualname__}: {problem}",

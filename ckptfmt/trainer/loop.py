@@ -139,7 +139,9 @@ class StepCount:
             sampler.check_fetched(step)
         for sampler in samplers:
             sampler.commit(step)
-        more, self.step, self._is_told = step - self.step, step, True
+        more = step - self.step
+        self.step = step
+        self._is_told = True
         self._is_left = self._is_left and not more
         return more
 
@@ -151,7 +153,8 @@ class StepCount:
         Args:
             mark_streams: returns a value that changes with every drawn random number.
         """
-        self.step, self.is_streamless = step, True
+        self.step = step
+        self.is_streamless = True
         self._mark_streams = mark_streams
         for sampler in find_samplers(self.state):
             sampler.begin_at(step)
@@ -166,7 +169,8 @@ class StepCount:
 
         Samplers no longer watch their batches after this call.
         """
-        samplers, mark = list(find_samplers(self.state)), self._mark_streams()
+        samplers = list(find_samplers(self.state))
+        mark = self._mark_streams()
         for sampler in samplers:
             sampler.note_fetch = None
         return (DRAWN_IN_HAND,) if any(sampler.drawn_in_hand(mark) for sampler in samplers) else ()
@@ -349,7 +353,8 @@ class Meters:
     """
 
     def __init__(self, auto: AutoEvery | None, keeper: TimeKeeper | None) -> None:
-        self.auto, self.keeper = auto, keeper
+        self.auto = auto
+        self.keeper = keeper
 
     def note_launch(self, store: Store, taken: Taken) -> None:
         """Record the begun launch of the run at `store`."""
@@ -382,7 +387,7 @@ class Meters:
         if self.keeper is not None:
             self.keeper.note_save(handle)
 
-    def cadence(self, cadence: int | float | None) -> int | float | None:  # noqa: PYI041 - as returned by `parse_every`
+    def cadence(self, cadence: int | float | None) -> int | float | None:  # noqa: PYI041
         """Return the measured interval of saves, or the given interval without a measurement.
 
         The result is of the form of `parse_every`.
@@ -420,13 +425,13 @@ def make_meters(
         raise err(Code.ARGUMENT, "mtbf= says nothing without every='auto'", where="mtbf=")
     meters = Meters(None, None)
     if group.writer == 0 and every == "auto":
-        from ckptfmt.trainer.auto_every import AutoEvery  # noqa: PLC0415 - imported only for every='auto'
+        from ckptfmt.trainer.auto_every import AutoEvery  # noqa: PLC0415
 
         meters.auto = AutoEvery(
             mtbf_s, group.writer_count, 1 if cache is None else cache.upload_every
         )
     if group.writer == 0 and ledger:
-        from ckptfmt.trainer.time_keeping import TimeKeeper  # noqa: PLC0415 - imported only with a ledger
+        from ckptfmt.trainer.time_keeping import TimeKeeper  # noqa: PLC0415
 
         meters.keeper = TimeKeeper()
     return meters

@@ -116,7 +116,7 @@ class Mirrors:
         name = os.fspath(place) if isinstance(place, str | os.PathLike) else place.name
         try:
             report = mirror_run(self._home, open_store(place, writable=True), stop=self._stop)
-        except BaseException as error:  # noqa: BLE001 - a dead thread would silently stop the mirroring
+        except BaseException as error:  # noqa: BLE001
             with self._lock:
                 self._is_behind = True
             self._report(f"MIRROR_BEHIND: {name}: {as_ckpt_error(error)}")

@@ -179,7 +179,7 @@ def agree_on_save(
         "say": say,
     }
     told = group.agree(error, mine)
-    assert snapshot is not None  # noqa: S101 - agree() has raised otherwise
+    assert snapshot is not None  # noqa: S101
     check_same_leaves(group, snapshot.leaves, [theirs["leaves"] for theirs in told])
     origin = Origin(
         run_id=None if launch is None else launch.run_id,
@@ -284,7 +284,8 @@ def _look_at(snapshot: Snapshot, ownership: Ownership) -> None:
     declared = snapshot.declared_by
     tensors = [
         (
-            source.field, source.name, source.scope, source.dtype, source.global_shape, source.boxes, source.replica,
+            source.field, source.name, source.scope, source.dtype, source.global_shape,
+            source.boxes, source.replica,
             source.storage, source.aliases, declared.get((source.field, source.name, source.scope)),
         )
         for source in snapshot.tensors
@@ -335,7 +336,8 @@ def write_and_commit(
 
     Raises: StoreError; CommitError; LayoutError.
     """
-    origin, writer = agreed.origin, group.writer
+    origin = agreed.origin
+    writer = group.writer
     try:
         with contextlib.ExitStack() as stack:
             if replace:

@@ -42,7 +42,7 @@ class Pace:
     def __init__(
         self,
         group: Group,
-        cadence: int | float | None,  # noqa: PYI041 - int means steps, float means seconds
+        cadence: int | float | None,  # noqa: PYI041
         meters: Meters,
         signals: StopSignals,
         triggers: Triggers | None,
@@ -52,8 +52,11 @@ class Pace:
         self.stopped = False
         self.alarm: str | None = None
         self.is_suspect = False
-        self.signals, self._triggers = signals, triggers
-        self._group, self._cadence, self._stop_s = group, cadence, math.inf
+        self.signals = signals
+        self._triggers = triggers
+        self._group = group
+        self._cadence = cadence
+        self._stop_s = math.inf
 
     def begin(self) -> None:
         """Install the signal handlers, and start the watch over the steps.
@@ -101,7 +104,8 @@ class Pace:
         # A loop may continue another run, so its first count may include steps of that run.
         self.timer.steps_since += more if step > more else 1
         self.meters.note_steps(self.clock(), max(1, more))
-        cadence, has_triggers = self._cadence, self._triggers is not None
+        cadence = self._cadence
+        has_triggers = self._triggers is not None
         by_step = isinstance(cadence, int) and step // cadence > (step - more) // cadence
         asks = isinstance(cadence, float) or bool(self.signals) or has_triggers
         if (asks and step >= self.timer.next_step) or (has_triggers and (by_step or will_save)):
@@ -115,10 +119,8 @@ class Pace:
         """
         self._cadence = self.meters.cadence(self._cadence)
         every_s = self._cadence if isinstance(self._cadence, float) else float("inf")
-        asks, is_alone = (
-            bool(self.signals) or self._triggers is not None,
-            self._group.writer_count == 1,
-        )
+        asks = bool(self.signals) or self._triggers is not None
+        is_alone = self._group.writer_count == 1
         answer = self.timer.answer(step, self.clock(), every_s, asks=asks, is_alone=is_alone)
         answer["stop"] = self.signals.first_s is not None
         noticed, error = self.look()
@@ -154,7 +156,8 @@ class Pace:
             self.alarm is not None and (self.is_suspect or not noticed[0]["suspects"])
         ):
             return
-        self.alarm, self.is_suspect = f"step {step}: {noticed[0]['alarm']}", noticed[0]["suspects"]
+        self.alarm = f"step {step}: {noticed[0]['alarm']}"
+        self.is_suspect = noticed[0]["suspects"]
         if self._group.writer == 0:
             _LOG.warning("%s: %s", "alarm" if self.is_suspect else "notice", self.alarm)
 

@@ -82,7 +82,8 @@ class Saver:
             check_replicas=False,
             deadline_s=deadline_s,
         )
-        self._writer, self._agree = writer, agree
+        self._writer = writer
+        self._agree = agree
         #: Made by the first save, since the program may make a process group after this object.
         self._saves: Saves | None = None
         self._group: Group | None = None

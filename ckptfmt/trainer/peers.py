@@ -178,7 +178,7 @@ def connect_by_torch(rank: int, *, name: str, deadline_s: float) -> Connect:
 
     def connect(sender: int, receiver: int) -> Connection:
         side = torch_side()
-        assert side is not None  # noqa: S101 - PeerOptions.check() requires torch
+        assert side is not None  # noqa: S101
         pair: Connection = side.Pair(
             f"ckptfmt/peers/{name}/{sender}-{receiver}",
             int(rank == receiver),
@@ -247,13 +247,11 @@ class _Sender:
         title: str,
         note: Callable[[str], None],
     ) -> None:
-        self._options, self._run_id, self._line, self._title, self._note = (
-            options,
-            run_id,
-            line,
-            title,
-            note,
-        )
+        self._options = options
+        self._run_id = run_id
+        self._line = line
+        self._title = title
+        self._note = note
         self._lost = "" if line is not None else "there is no connection"
         self._has_problem = self._is_closing = False
         self._jobs: queue.SimpleQueue[tuple[CachedPart, Callable[[str], None]] | None] = (
@@ -282,7 +280,7 @@ class _Sender:
             if not self._lost:
                 try:
                     problem = self._offer(part)
-                except Exception as error:  # noqa: BLE001 - any exception is reported; the thread must answer
+                except Exception as error:  # noqa: BLE001
                     problem = self._lost = str(as_ckpt_error(error))
                     if not self._is_closing:
                         self._note(
@@ -295,7 +293,7 @@ class _Sender:
                 self._line.tell({"type": "end"})
 
     def _offer(self, part: CachedPart) -> str:
-        assert self._line is not None  # noqa: S101 - the caller has checked _lost
+        assert self._line is not None  # noqa: S101
         try:
             cache = NodeCache(self._options, self._run_id)
             if not cache.is_unfinished(part):
@@ -330,7 +328,8 @@ class _OfferedFiles:
 
     def answer(self, asked: dict[str, Any]) -> tuple[dict[str, Any], bytearray | memoryview]:
         """Return the answer's message and bytes; the bytes are valid until the next call."""
-        told, content = {"type": "answer", "value": 0}, bytearray()
+        told = {"type": "answer", "value": 0}
+        content = bytearray()
         try:
             if asked["type"] == "nbytes":
                 told["value"] = self._place.nbytes(asked["path"])
@@ -348,16 +347,15 @@ class _OfferedFiles:
 
     def close(self) -> None:
         """Close the open file."""
-        self._path, self._ranges = "", None
+        self._path = ""
+        self._ranges = None
         self._opened.close()
 
     def _read(self, path: str, byte_begin: int, nbytes: int) -> memoryview:
         if self._ranges is None or path != self._path:
             self.close()
-            self._ranges, self._path = (
-                self._opened.enter_context(self._place.open_ranges(path)),
-                path,
-            )
+            self._ranges = self._opened.enter_context(self._place.open_ranges(path))
+            self._path = path
         if len(self._memory) < nbytes + 2 * PAGE_NBYTES:
             self._memory = make_memory(nbytes + 2 * PAGE_NBYTES)
         return self._ranges.read_into(byte_begin, nbytes, self._memory)
@@ -431,13 +429,11 @@ class _Receiver:
         title: str,
         note: Callable[[str], None],
     ) -> None:
-        self._options, self._run_id, self._line, self._title, self._note = (
-            options,
-            run_id,
-            line,
-            title,
-            note,
-        )
+        self._options = options
+        self._run_id = run_id
+        self._line = line
+        self._title = title
+        self._note = note
         self._is_closing = False
         self.thread = threading.Thread(
             target=self._work, name="ckptfmt-replica-receive", daemon=True
@@ -457,7 +453,7 @@ class _Receiver:
             while (offer := self._line.hear(is_idle=True)[0])["type"] != "end":
                 part = CachedPart(offer["name"], offer["attempt"], offer["writer"])
                 self._line.tell({"type": "end", "problem": self._take(part)})
-        except Exception as error:  # noqa: BLE001 - any exception is reported
+        except Exception as error:  # noqa: BLE001
             self._line.abort()  # the other side must not wait
             if not self._is_closing:
                 self._note(
@@ -531,7 +527,7 @@ class Replicas:
         Args:
             answer: called from a thread with the problem, or with an empty string.
         """
-        assert self._sender is not None  # noqa: S101 - every process has a partner
+        assert self._sender is not None  # noqa: S101
         self._sender.add(part, answer)
 
     def close(self, timeout_s: float) -> None:

@@ -51,7 +51,8 @@ class Account:
     def parse(cls, content: bytes) -> Self:
         """Return the account that a process wrote."""
         members = json.loads(content)
-        lowered_by, changes = tuple(members.pop("lowered_by")), tuple(members.pop("changes"))
+        lowered_by = tuple(members.pop("lowered_by"))
+        changes = tuple(members.pop("changes"))
         return cls(lowered_by=lowered_by, changes=changes, **members)
 
 

@@ -124,7 +124,8 @@ class LoadReport:
         reasons = [reason for reason in self.lowered_by if not was_not_asked(reason)]
         told += [f"lowered by {len(reasons)}: {reasons[0]}"] if reasons else []
         told += [f"and {len(reasons) - 1} more in lowered_by"] if len(reasons) > 1 else []
-        return f"LoadReport({'; '.join([f'step={self.step}, claim={self.claim!r}{self._evidence_text()}', *told])})"
+        first = f"step={self.step}, claim={self.claim!r}{self._evidence_text()}"
+        return f"LoadReport({'; '.join([first, *told])})"
 
     def _evidence_text(self) -> str:
         if self.refuted_by is not None:
@@ -500,7 +501,8 @@ class Restoration:
 
         Raises: IntegrityError of parts.
         """
-        plan, side = self.plan, torch_side()
+        plan = self.plan
+        side = torch_side()
         borrow = None if side is None else side.plan_arrivals(plan.sinks, report=plan.notes.append)
         return plan.checkpoint.plan_reading(plan.sinks, borrow=borrow)
 

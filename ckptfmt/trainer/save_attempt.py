@@ -62,7 +62,8 @@ class SaveAttempt:
     >>> with tempfile.TemporaryDirectory() as path:
     ...     attempt = ckptfmt.SaveAttempt.begin(step=3, writer_count=1)
     ...     told = attempt.dump()  # to the other processes
-    ...     record = ckptfmt.SaveAttempt.parse(told).write_part(path, ckptfmt.State(data={"position": 24}), writer=0)
+    ...     record = ckptfmt.SaveAttempt.parse(told).write_part(path,
+    ...         ckptfmt.State(data={"position": 24}), writer=0)
     ...     attempt.commit(path, [record]).step
     3
     """

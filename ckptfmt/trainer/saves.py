@@ -296,8 +296,9 @@ class Saves:
             )
             add_report(self.reports, told)
             return
-        options, number = self._options, self._group.writer
-        assert options.cache is not None  # noqa: S101 - PeerOptions requires a cache
+        options = self._options
+        number = self._group.writer
+        assert options.cache is not None  # noqa: S101
         name = f"{launch.run_id}-{launch.launch}-{launch.nonce}"
         self._replicas = Replicas(
             options.cache,
@@ -337,10 +338,8 @@ class Saves:
         """
         # The search of the process runs at the first check, and again at the first save: a program
         # may make its schedulers as late as that.
-        looks_around, self._has_looked = (
-            not (self._begun_count if saves else self._has_looked),
-            True,
-        )
+        looks_around = not (self._begun_count if saves else self._has_looked)
+        self._has_looked = True
         found = self._unheld.find(state, looks_around=looks_around, saves=saves)
         for unsaved in found:
             self._report(f"{unsaved}; a resume claims no T1")
@@ -367,7 +366,7 @@ class Saves:
 
     def _prepare_slots(self) -> None:
         image = self._ownership.image
-        assert image is not None  # noqa: S101 - planned by check()
+        assert image is not None  # noqa: S101
         background = self._background or self._make_background()
         pin = {"pin": self._devices.pin} if self._has_device_tensors else {}
         problem = background.prepare(image, shared_by=self._trainers_here, **pin)
@@ -403,7 +402,8 @@ class Saves:
 
     def _guard_of(self, state: State) -> Any:
         """Return the guard against changes of a state during copies; freed with the state."""
-        side, key = torch_side(), id(state)
+        side = torch_side()
+        key = id(state)
         if side is None or not self._options.overlap:
             return None
         if key not in self._guards:
@@ -622,8 +622,9 @@ class Saves:
         The guard delays the optimizer's step until the second group is done.
         """
         image = self._ownership.image
-        assert image is not None  # noqa: S101 - planned by agree_on_save()
-        guard, sources = self._guard_of(state), agreed.snapshot.tensors
+        assert image is not None  # noqa: S101
+        guard = self._guard_of(state)
+        sources = agreed.snapshot.tensors
         constant: frozenset[TensorKey] = frozenset()
         for other in list(self._guards.values()):
             other.end_probation()  # the slot may have held any state
@@ -740,7 +741,8 @@ class Saves:
         Raises: the error of a failed save, if no caller was told of the failure;
             CommitError(SAVE_PENDING) if a save isn't over by the deadline.
         """
-        end_s, brought_home = time.monotonic() + deadline_s, None
+        end_s = time.monotonic() + deadline_s
+        brought_home = None
         self._unheld.close()
         try:
             self._close_background(deadline_s, quietly=quietly)
@@ -798,8 +800,9 @@ class Saves:
 
     def _upload_last(self, part: CachedPart, origin: Origin, end_s: float) -> bool:
         """Copy a save from the cache to home; return False for a save retired by a newer launch."""
-        assert self._store is not None and self._options.cache is not None  # noqa: S101, PT018 - without a cache durability is HOME
-        cache, home = NodeCache(self._options.cache, origin.run_id or ""), self._store.at(part.name)
+        assert self._store is not None and self._options.cache is not None  # noqa: PT018, S101
+        cache = NodeCache(self._options.cache, origin.run_id or "")
+        home = self._store.at(part.name)
         with cache.hold(part):
             register = read_register(home)
             if not isinstance(register, Manifest) or register.origin != origin:
@@ -808,7 +811,8 @@ class Saves:
         return True
 
     def _close_background(self, deadline_s: float, *, quietly: bool) -> None:
-        background, self._background = self._background, None
+        background = self._background
+        self._background = None
         rest: list[SaveHandle] = []
         if background is not None:
             if self._finalizer is not None:

@@ -71,7 +71,7 @@ class ShortRehearsal:
 
         The result is empty if the state can go back.
         """
-        assert self._handle is not None  # noqa: S101 - is_due() said so
+        assert self._handle is not None  # noqa: S101
         try:
             report = self._handle.wait(timeout_s=timeout_s)
         except CkptError as error:

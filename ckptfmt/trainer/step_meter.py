@@ -47,7 +47,8 @@ class StepMeter:
         Returns: the time since the last call in seconds, and the measured save, if over by now.
         """
         seconds = 0.0 if self._last_s is None else now_s - self._last_s
-        is_first, self._last_s = self._last_s is None, now_s
+        is_first = self._last_s is None
+        self._last_s = now_s
         if is_first:  # the first step compiles, or waits for data
             return seconds, None
         handle = self._handle
@@ -58,7 +59,9 @@ class StepMeter:
         if handle.state not in ("COMMITTED", "FAILED", "SKIPPED"):
             return seconds, None
         over = Beside(handle, self._beside_s, self._others)
-        self._handle, self._beside_s, self._others = None, [], []
+        self._handle = None
+        self._beside_s = []
+        self._others = []
         return seconds, over
 
     def note_save(self, handle: SaveHandle) -> None:

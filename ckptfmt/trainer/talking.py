@@ -54,7 +54,8 @@ class Talk:
 
     def tell_begun(self, launch: Launch, source: str | None, step: int, state: State) -> None:
         """Log the start of a run, the source, and the highest possible claim of a resume."""
-        begins, left = "nothing" if source is None else source, state.absent_reasons()
+        begins = "nothing" if source is None else source
+        left = state.absent_reasons()
         most = "S0" if "data" in left else "S1"
         more = (
             f"; not in State: {', '.join(left)}, so that a resume claims {most} at most"
@@ -141,7 +142,8 @@ class _Fallback(logging.Handler):
         if _LOG.hasHandlers():
             return None
         made = cls()
-        made.users, made._level_before = 1, _LOG.level
+        made.users = 1
+        made._level_before = _LOG.level
         _LOG.addHandler(made)
         _LOG.addFilter(made.may_pass)
         if _LOG.level == logging.NOTSET:
@@ -173,7 +175,7 @@ class _Fallback(logging.Handler):
         with contextlib.suppress(
             OSError, ValueError
         ):  # a closed standard error is no reason to stop a training
-            print(printable(self.format(record)), file=sys.stderr)  # noqa: T201 - the log of last resort
+            print(printable(self.format(record)), file=sys.stderr)  # noqa: T201
 
 
 def _is_handled_elsewhere() -> bool:

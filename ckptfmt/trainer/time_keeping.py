@@ -50,7 +50,9 @@ class TimeKeeper:
 
     def note_launch(self, store: Store, taken: Taken) -> None:
         """Record the begun launch of the run at `store`."""
-        self._store, self._taken, self._waiting_s = store, taken, taken.waited_s
+        self._store = store
+        self._taken = taken
+        self._waiting_s = taken.waited_s
         self._taken_s = self._clock()
 
     def note_restored(self) -> None:
@@ -62,7 +64,8 @@ class TimeKeeper:
 
     def note_begun(self, step: int) -> None:
         """Record the start of the first step, after `step` steps, and write the entry."""
-        self._begun_s, self._first_step = self._clock(), step
+        self._begun_s = self._clock()
+        self._first_step = step
         self._write(self.entry(step))
 
     def note_steps(self, now_s: float, count: int) -> None:
@@ -98,10 +101,11 @@ class TimeKeeper:
             is_save: whether a save begins now.
             has_ended: whether the launch ends now.
         """
-        assert self._taken is not None  # noqa: S101 - no save comes before the launch
+        assert self._taken is not None  # noqa: S101
         now_s = self._clock()
         if self._begun_s is None:  # a program that saves before its first step
-            self._begun_s, self._first_step = now_s, step
+            self._begun_s = now_s
+            self._first_step = step
         blocked_s = self._add_handles()
         if self._closing_s is not None:
             blocked_s += now_s - self._closing_s
@@ -150,7 +154,7 @@ class TimeKeeper:
         return self._blocked_s + sum(handle.blocked_s for handle in open_handles)
 
     def _write(self, entry: LedgerEntry) -> None:
-        assert self._store is not None  # noqa: S101 - note_launch() comes first
+        assert self._store is not None  # noqa: S101
         try:
             self._store.replace(entry.path, entry.dump())
             self._store.sync(LEDGER)

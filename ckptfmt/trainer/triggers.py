@@ -122,8 +122,12 @@ class Triggers:
         self.reason: str | None = None
         self.is_alarm = False
         self._norm_factor, self._norms = norm_factor, collections.deque[float](maxlen=norm_count)
-        self._rising, self._rises, self._last_loss = rising, 0, math.inf
-        self._alert, self._file, self._has_warned = alert, file, False
+        self._rising = rising
+        self._rises = 0
+        self._last_loss = math.inf
+        self._alert = alert
+        self._file = file
+        self._has_warned = False
         self._signals = StopSignals(signals)
         # Reentrant: a program may call `alarm` in a signal handler.
         self._lock = threading.RLock()
@@ -197,7 +201,8 @@ class Triggers:
         with self._lock:
             if self.reason is None or (is_alarm and not self.is_alarm):
                 text = " ".join(str(reason).split()) or "an alert without a reason"
-                self.reason, self.is_alarm = fit_string(text, _REASON_LENGTH), is_alarm
+                self.reason = fit_string(text, _REASON_LENGTH)
+                self.is_alarm = is_alarm
 
     def _feed_loss(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -226,7 +231,7 @@ class Triggers:
 
     def _look_for(self, path: str | os.PathLike[str]) -> None:
         try:
-            with open(path, encoding="utf-8", errors="backslashreplace") as file:  # noqa: PTH123 - the user's path may be of any type
+            with open(path, encoding="utf-8", errors="backslashreplace") as file:  # noqa: PTH123
                 self._notice(file.readline(_REASON_LENGTH))
         except FileNotFoundError:
             pass
@@ -248,7 +253,8 @@ class _Watchdog:
     """The thread that ends the process if a step takes too long."""
 
     def __init__(self, timeout_s: float, exit_code: int) -> None:
-        self._timeout_s, self._exit_code = timeout_s, exit_code
+        self._timeout_s = timeout_s
+        self._exit_code = exit_code
         self._changed = threading.Condition()
         self._due_s: float | None = None
         self._thread: threading.Thread | None = None
@@ -268,7 +274,8 @@ class _Watchdog:
         with self._changed:
             self._due_s = None
             self._changed.notify()
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             thread.join()
 

@@ -46,7 +46,9 @@ class Unsaved:
     def __init__(
         self, every: int | str | None, cadence: float | None, report: Callable[[str], None]
     ) -> None:
-        self._every, self._cadence, self._report = every, cadence, report
+        self._every = every
+        self._cadence = cadence
+        self._report = report
         self._begin_s = math.nan
         self._updates: dict[int, int] = {}
         self._steps = 0
@@ -79,7 +81,8 @@ class Unsaved:
 
     def end(self) -> None:
         """End the watch over the optimizers."""
-        unhook, self._unhook = self._unhook, _nothing
+        unhook = self._unhook
+        self._unhook = _nothing
         unhook()
 
     def tell_at_exit(self) -> None:
@@ -118,7 +121,8 @@ class Unsaved:
             self._tell(_UNCOUNTED.format(updates=count, every=self._every))
 
     def _tell(self, sentence: str) -> None:
-        report, self._report = self._report, _ignore
+        report = self._report
+        self._report = _ignore
         report(sentence)
 
 

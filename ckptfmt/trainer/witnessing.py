@@ -75,7 +75,7 @@ def _harmless(
     def call(witness: Witness, /, *arguments: P.args, **options: P.kwargs) -> None:
         try:
             method(witness, *arguments, **options)
-        except Exception as error:  # noqa: BLE001 - tensors of the program may be of any kind, and refuse anything
+        except Exception as error:  # noqa: BLE001
             witness.turn_off(error)
 
     return call
@@ -239,7 +239,8 @@ class Witness:
         # An evaluation between steps, or a step that ended with an exception, may have left values.
         self._observed = {}
         self._before = self._digest_streams() if self._is_full(step) else ()
-        saved, self._saved = self._saved, None
+        saved = self._saved
+        self._saved = None
         if saved is not None and saved.step == step:
             self._compare_saved(saved, state)
         if (
@@ -267,7 +268,7 @@ class Witness:
                 self._observed.setdefault("batch", []).append(found)
         except CkptError:
             raise
-        except Exception as error:  # noqa: BLE001 - tensors of the program may be of any kind, and refuse anything
+        except Exception as error:  # noqa: BLE001
             self.turn_off(error)
 
     @_harmless
@@ -287,7 +288,8 @@ class Witness:
             return
         position, samples = _position_of(self._samplers, step)
         is_full = self._is_full(step - 1)
-        streams, is_before = self._before, self._before is not None
+        streams = self._before
+        is_before = self._before is not None
         if streams is None:
             streams = self._digest_streams() if is_full else ()
         known = {
@@ -386,9 +388,9 @@ class Witness:
 
         Only then have optimizers their state, and wrappers their parameters.
         """
-        assert self._header is not None and self._store is not None  # noqa: S101, PT018 - begin() sets both
+        assert self._header is not None and self._store is not None  # noqa: PT018, S101
         folder = node_folder(self._store, self._header.run_id)
-        assert folder is not None  # noqa: S101 - begin() looked
+        assert folder is not None  # noqa: S101
         self._fingerprint, self._optimizers = _make_fingerprint(state), _find_optimizers(state)
         self._samplers = list(find_samplers(state))
         tensors = "" if self._fingerprint is None else self._fingerprint.plan
@@ -465,7 +467,7 @@ class Witness:
             self._log.call(functools.partial(self._write_verdict, repeated.record))
 
     def _write_verdict(self, record: WitnessRecord) -> None:
-        assert self._store is not None  # noqa: S101 - begin() sets the store
+        assert self._store is not None  # noqa: S101
         try:
             self._store.replace(verdict_path(record.launch), record.dump())
         except CkptError as error:  # a failed write of the verdict must not stop a training
@@ -477,7 +479,8 @@ class Witness:
         Args:
             timeout_s: the longest wait for the storage in seconds.
         """
-        header, log = self._header, self._log
+        header = self._header
+        log = self._log
         self._is_on = False
         self._header = None
         self._log = None
@@ -495,7 +498,7 @@ class Witness:
                 self._report(f"WITNESS_OFF: the last steps aren't recorded: {error}")
 
     def _bring_home(self, path: Path, header: StepsHeader) -> None:
-        assert self._store is not None  # noqa: S101 - begin() sets the store
+        assert self._store is not None  # noqa: S101
         try:
             bring_home(self._store, path, header.launch, header.writer)
         except CkptError as error:

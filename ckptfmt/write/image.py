@@ -156,7 +156,8 @@ class Image:
             digests: for each of `pieces`, the concatenated digests of its blocks.
             extents: the places of the boxes, if not in the image's shards.
         """
-        held, of_boxes = self.holdings, [b""] * len(self.holdings.replica)
+        held = self.holdings
+        of_boxes = [b""] * len(self.holdings.replica)
         for row, found in zip(self.rows, digests, strict=True):
             of_boxes[row] = found
         extents = held.extents if extents is None else extents
@@ -193,7 +194,8 @@ class Image:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the image's columns as bytes, strings and lists, for `from_dict`."""
-        held, extents = self.holdings, self.holdings.extents
+        held = self.holdings
+        extents = self.holdings.extents
         file, byte_begin = np.zeros((2, len(held.replica)), np.int64)
         file[extents.box], byte_begin[extents.box] = extents.file + 1, extents.byte_begin
         return {
@@ -225,7 +227,8 @@ class Image:
         stems = table.strings("stem").tolist()
         headers = table.blobs("header", count=len(stems))
         shards = _place_shards(stems, headers, table.packed("nbytes", count=len(stems)).tolist())
-        places, count = columns.columns("places", _PLACE_KEYS), int(boxes.box_count.sum())
+        places = columns.columns("places", _PLACE_KEYS)
+        count = int(boxes.box_count.sum())
         file = places.packed("file", count=count, below=len(shards) + 1) - 1
         byte_begin = places.packed("byte_begin", count=count)
         ends = np.array([shard.nbytes for shard in shards] + [np.iinfo(np.int64).max])[file]
@@ -293,14 +296,18 @@ def lay_out(
 
     Spec: REQ-TEN-004, REQ-TEN-005, REQ-SHD-009.
     """
-    tensors, extents = boxes.table, iter(boxes.box_shape.tolist())
+    tensors = boxes.table
+    extents = iter(boxes.box_shape.tolist())
     owners = boxes.owner.tolist()
     shapes = [
         tuple(itertools.islice(extents, len(tensors.global_shapes[owner]))) for owner in owners
     ]
-    file, byte_begin = np.full(len(owners), -1), np.zeros(len(owners), np.int64)
+    file = np.full(len(owners), -1)
+    byte_begin = np.zeros(len(owners), np.int64)
     keys = [""] * len(owners)
-    stems, headers, nbytes = [], [], []
+    stems = []
+    headers = []
+    nbytes = []
     for number, (stem, rows) in enumerate(
         _divide(tensors, owners, np.flatnonzero(written).tolist())
     ):
@@ -388,7 +395,8 @@ def key_of(source: TensorSource) -> TensorKey:
 def _place_shards(
     stems: list[str], headers: list[bytes], nbytes: list[int]
 ) -> tuple[ImageShard, ...]:
-    shards, begin = [], 0
+    shards = []
+    begin = 0
     for stem, header, length in zip(stems, headers, nbytes, strict=True):
         shards.append(ImageShard(stem=stem, header=header, begin=begin, nbytes=length))
         begin += length + -length % ALIGN_NBYTES
@@ -402,8 +410,10 @@ def _list_pieces(
 
     Boxes without a file follow the files.
     """
-    nbytes, extents = held.box_nbytes(), held.extents
-    begin, shard = np.zeros_like(nbytes), np.full_like(nbytes, -1)
+    nbytes = held.box_nbytes()
+    extents = held.extents
+    begin = np.zeros_like(nbytes)
+    shard = np.full_like(nbytes, -1)
     shard[extents.box] = extents.file
     begin[extents.box] = (
         np.array([one.begin for one in shards], np.int64)[extents.file] + extents.byte_begin
@@ -414,7 +424,8 @@ def _list_pieces(
     begin[behind] = end_of_files + np.cumsum(padded) - padded
     rows = np.concatenate([extents.box, behind])
     rows = rows[np.lexsort((rows, nbytes[rows], begin[rows]))]
-    boxes, keys = held.list_boxes(), held.table.keys
+    boxes = held.list_boxes()
+    keys = held.table.keys
     columns = (column[rows].tolist() for column in (held.owner, begin, begin + nbytes, shard))
     pieces = tuple(
         Piece(
@@ -452,11 +463,9 @@ def _divide(
             tensors.keys[owners[row]][1], len(tensors.global_shapes[owners[row]])
         )
         if header_nbytes + entry_nbytes > _ENTRIES_NBYTES:
-            stem, header_nbytes, more = (
-                f"{first}_{_LETTERS[more // 26]}{_LETTERS[more % 26]}",
-                0,
-                more + 1,
-            )
+            stem = f"{first}_{_LETTERS[more // 26]}{_LETTERS[more % 26]}"
+            header_nbytes = 0
+            more = more + 1
         open_stems[first] = stem, header_nbytes + entry_nbytes, more
         by_stem.setdefault(stem, []).append(row)
     return sorted(by_stem.items())
@@ -491,7 +500,8 @@ def _shard_keys(names: list[str]) -> list[str]:
     reached: dict[str, int] = {}  # last number tried for each name
     keys = []
     for name in names:
-        key, number = name, reached.get(name, 0)
+        key = name
+        number = reached.get(name, 0)
         while key in taken:
             number += 1
             key = f"{name}#{number}"
@@ -522,7 +532,8 @@ def assign_writers(holdings: Sequence[Sequence[tuple[K, int]]]) -> tuple[frozens
         different sizes.
     Source: LPT scheduling, R. L. Graham, SIAM J. Appl. Math. 17 (1969), with restricted machines.
 
-    >>> [sorted(keys) for keys in assign_writers([[("a", 5), ("b", 3), ("c", 3)], [("a", 5), ("b", 3)]])]
+    >>> [sorted(keys) for keys in assign_writers([[("a", 5), ("b", 3), ("c", 3)], [("a", 5), ("b",
+    ...     3)]])]
     [['b', 'c'], ['a']]
     """
     holders, nbytes = _invert(holdings)

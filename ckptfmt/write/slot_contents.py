@@ -226,7 +226,7 @@ class SlotContents:
                 _, begin, end = self._spans[span]
                 self._progress.wait(end)
                 self._digests[span] = block_digests(self._view[begin:end], self._image.block_nbytes)
-        except BaseException as error:  # noqa: BLE001 - raised by `digests`
+        except BaseException as error:  # noqa: BLE001
             self._error = error
 
 

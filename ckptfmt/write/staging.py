@@ -69,7 +69,8 @@ class DeviceTensor:
 
     def begin(self, *, was_written: bool) -> None:
         """Prepare for the next filling; see `Fillings.begin`."""
-        self.held, self.found = self.found if was_written else None, None
+        self.held = self.found if was_written else None
+        self.found = None
 
     def is_due(self) -> bool:
         """Return whether to compute digests at this filling. Called once for each filling."""
@@ -147,7 +148,8 @@ class Filling:
         """
         if content.nbytes != place.nbytes:
             raise ValueError(f"{content.nbytes} bytes don't fill {place.nbytes}")
-        source, slot = content.data, place.data
+        source = content.data
+        slot = place.data
         blocks = list(iter_blocks(content.nbytes, self.block_nbytes))
         samples = [
             self._checksum(source[first : min(end, first + _SAMPLE_NBYTES)])
@@ -204,7 +206,9 @@ class Fillings:
                 complete, and the saver has compared them with the digests of devices.
         """
         if image is not self._image:
-            self._image, self._samples, self._fillings = image, {}, {}
+            self._image = image
+            self._samples = {}
+            self._fillings = {}
         before = self._fillings.get(slot)
         held = before.found if before and was_written else {}
         on_devices = before.on_devices if before else {}
@@ -432,7 +436,7 @@ class Staging:
             if threads is not None:
                 with contextlib.suppress(RuntimeError):  # no thread can start: go on with fewer
                     for _ in range(min(thread_count, len(copies)) - 1):
-                        helpers.append(threads.submit(work))  # noqa: PERF401 - those that began count, if one can't
+                        helpers.append(threads.submit(work))  # noqa: PERF401
             work()
         finally:
             wait(helpers)  # after an error, too: the helpers write to the slot
@@ -453,5 +457,6 @@ class Staging:
             )
             if nbytes - self._told >= step_nbytes or self._front == len(self._done):
                 self._told = nbytes
-                seen, self._seen = self._seen, []
+                seen = self._seen
+                self._seen = []
                 self._tell(nbytes, seen)

@@ -49,7 +49,8 @@ def claim_of(run: Run) -> str:
     """
     if not run.is_green or run.selection:
         return ""
-    reached, passed = "", _kinds_that_pass(run.results)
+    reached = ""
+    passed = _kinds_that_pass(run.results)
     for level in LEVELS:
         asked = [result for result in run.results if _level_of(result) == level]
         if any(result.status is Status.XFAIL for result in asked):

@@ -312,7 +312,8 @@ class ServerCaller:
 
         Then kill all processes of the session.
         """
-        process, stderr = self._process, self._stderr
+        process = self._process
+        stderr = self._stderr
         self._process = self._stderr = None
         if process is None or stderr is None:
             return
@@ -366,7 +367,8 @@ class ServerCaller:
     def _start(self) -> Answer | None:
         """Start the process and wait for readiness. Return the failure; None on success."""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - the file lives as long as the process
-        self._said_nbytes, self._rest = 0, b""
+        self._said_nbytes = 0
+        self._rest = b""
         try:
             self._process = subprocess.Popen(
                 self._argv,
@@ -427,7 +429,8 @@ class ServerCaller:
         assert self._process is not None
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
-        pieces, nbytes = [self._rest], len(self._rest)
+        pieces = [self._rest]
+        nbytes = len(self._rest)
         while b"\n" not in pieces[-1]:
             _wait_for(descriptor, end_s)
             piece = os.read(descriptor, 1 << 20)

@@ -260,7 +260,8 @@ def _check_members(where: str, members: object) -> None:
 
 def _parse_expectation(where: str, members: Mapping[str, Any]) -> Expectation:
     """Return the expected result of a case. Raises: SuiteError."""
-    outcome, phase = members.get("outcome"), members.get("phase", "")
+    outcome = members.get("outcome")
+    phase = members.get("phase", "")
     codes = members.get("error", [])
     errors = (codes,) if isinstance(codes, str) else tuple(codes)
     if (

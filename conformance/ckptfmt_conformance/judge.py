@@ -124,7 +124,8 @@ def _verdict(complaint: str) -> Verdict:
 
 def _compare_refusal(expect: Expectation, body: Mapping[str, Any]) -> str:
     """Return the fault of a refusal; "" if the refusal is right."""
-    code, phase = body["error"], body.get("phase")
+    code = body["error"]
+    phase = body.get("phase")
     said = f"refused with {code}" + (f" at {body['where']}" if body.get("where") else "")
     if expect.outcome == "accept":
         return f"{said}, though it must be accepted"

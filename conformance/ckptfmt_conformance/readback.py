@@ -223,7 +223,8 @@ def entries_of(value: Any) -> list[Any]:
     if len(value) == 2 and isinstance(value[0], int) and isinstance(value[1], bytes):
         return _unpack(*value)
     if len(value) == 2 and isinstance(value[0], list) and isinstance(value[1], str):
-        text, ends = value[1].encode(), [0, *itertools.accumulate(_unpack(*value[0]))]
+        text = value[1].encode()
+        ends = [0, *itertools.accumulate(_unpack(*value[0]))]
         _require(ends[-1] == len(text), "a column of strings of a wrong length")
         return [text[begin:end].decode() for begin, end in itertools.pairwise(ends)]
     return list(value)
@@ -247,7 +248,8 @@ def rows(document: Tables, name: str, ndims: Sequence[int] = ()) -> list[Row]:
     """Return the rows of a table, with positions of scopes and dtypes replaced by their texts."""
     table = {column: entries_of(value) for column, value in document[name].items()}
     for column in _FLATTENED & table.keys():
-        counts, flat = table["ndim"] if column == "global_shape" else ndims, iter(table[column])
+        counts = table["ndim"] if column == "global_shape" else ndims
+        flat = iter(table[column])
         _require(
             sum(counts) == len(table[column]), f"{name}: {column} has a wrong number of entries"
         )
@@ -267,7 +269,8 @@ def _key_of(row: Row) -> str:
 def _iter_shardings(index: Tables) -> Iterator[list[tuple[Shape, Shape, int]]]:
     """Yield the boxes of each sharding: begin, shape, and the number of the part with the box."""
     table = {name: iter(entries_of(value)) for name, value in index["shardings"].items()}
-    part, writer_count = -1, index["writer_count"]
+    part = -1
+    writer_count = index["writer_count"]
     for ndim, form, count in zip(table["ndim"], table["form"], table["box_count"], strict=True):
         boxes: list[tuple[Shape, Shape]]
         if form:
@@ -358,17 +361,21 @@ class _Part:
             re.fullmatch(pattern, name) and file["kind"] == "safetensors",
             f"{name} isn't the name of a shard",
         )
-        raw, at = _read_exactly(root / name, file["nbytes"]), int(file["header_nbytes"])
+        raw = _read_exactly(root / name, file["nbytes"])
+        at = int(file["header_nbytes"])
         _require(
             blake3(raw[:at]).digest() == file["header_digest"],
             f"{name}: a wrong digest of the header",
         )
         listed = _parse_header(name, raw, at)
         for extent in extents:
-            owner, box = self._owners[extent["box"]], self._boxes[extent["box"]]
+            owner = self._owners[extent["box"]]
+            box = self._boxes[extent["box"]]
             width, tag = DTYPES[owner["dtype"]]
             nbytes = width * math.prod(box["shape"])
-            content, begin, at = raw[at : at + nbytes], at, at + nbytes
+            content = raw[at : at + nbytes]
+            begin = at
+            at = at + nbytes
             size = self._block_nbytes
             digests = [blake3(content[i : i + size]).digest() for i in range(0, nbytes, size)]
             whole = (extent["block_begin"], extent["block_count"], extent["gap_nbytes"]) == (
@@ -417,12 +424,15 @@ def _parse_header(name: str, raw: bytes, header_nbytes: int) -> dict[str, Any]:
 
 def _assemble(row: Row, boxes: Sequence[tuple[Shape, Shape, int]], parts: Sequence[_Part]) -> bytes:
     """Return the bytes of a tensor from boxes, which have to cover each byte exactly once."""
-    shape, width, key = row["global_shape"], DTYPES[row["dtype"]][0], _key_of(row)
+    shape = row["global_shape"]
+    width = DTYPES[row["dtype"]][0]
+    key = _key_of(row)
     runs: list[tuple[int, bytes]] = []
     for begin, extents, part in boxes:
         inside = all(b + n <= extent for b, n, extent in zip(begin, extents, shape, strict=True))
         _require(inside, f"{key}: a box leaves the tensor")
-        content, run = parts[part].content(key, begin, extents), width * math.prod(extents[-1:])
+        content = parts[part].content(key, begin, extents)
+        run = width * math.prod(extents[-1:])
         corners = itertools.product(
             *(range(b, b + n) for b, n in zip(begin[:-1], extents[:-1], strict=True))
         )

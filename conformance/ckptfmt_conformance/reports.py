@@ -55,7 +55,10 @@ class Progress:
     def __init__(self, total: int, stream: IO[str] | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._shown = self._stream.isatty()
-        self._total, self._done, self._red, self._last_s = total, 0, 0, 0.0
+        self._total = total
+        self._done = 0
+        self._red = 0
+        self._last_s = 0.0
 
     def take(self, result: Result) -> None:
         """Count a result, and update the line."""

@@ -91,7 +91,8 @@ def _draw_about(source: Case, rng: random.Random) -> Iterator[Case]:
         "why": "a table of answers reads no checkpoint",
         "files": files,
     }
-    name, place = rng.choice(names), source.id.replace("/", "-")
+    name = rng.choice(names)
+    place = source.id.replace("/", "-")
     boxes = [_draw_box(contents[name][1], rng) for _ in range(rng.randint(2, _BOXES))]
     digests = [_digest_of(contents[name], box) for box in boxes]
     for kind, request, members in (

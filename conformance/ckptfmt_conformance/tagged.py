@@ -35,7 +35,8 @@ def from_tree(tree: object) -> Any:  # noqa: PLR0911 - any value of JSON, a retu
         return {"bytes": tree.hex()}
     if not isinstance(tree, list) or not tree or not isinstance(tree[0], str):
         raise ValueError("an array without a tag")
-    tag, items = tree[0], tree[1:]
+    tag = tree[0]
+    items = tree[1:]
     if tag in ("l", "t") and _is_to_be_packed(items):
         raise ValueError(f"{len(items)} numbers or strings stand one by one (REQ-TRE-010)")
     if tag in _SEQUENCES:
@@ -98,7 +99,8 @@ def _integer_kind(values: list[int]) -> str | None:
 
     Spec: REQ-TRE-011.
     """
-    least, most = min(values), max(values)
+    least = min(values)
+    most = max(values)
     for bits in (8, 16, 32, 64):
         if least >= 0 and most < 1 << bits:
             return f"uint{bits}"
@@ -126,7 +128,10 @@ def _unpacked(kind: str, content: list[Any]) -> list[Any]:
 def _entries(kind: str, content: list[Any]) -> list[Any]:
     if kind == "str":
         (width, lengths), text = content
-        count, whole, entries, at = len(lengths) // width, text.encode(), list[Any](), 0
+        count = len(lengths) // width
+        whole = text.encode()
+        entries = list[Any]()
+        at = 0
         for row in range(count):
             nbytes = sum(lengths[plane * count + row] << 8 * plane for plane in range(width))
             entries.append(whole[at : at + nbytes].decode())

@@ -42,11 +42,10 @@ def _adapter(config: pytest.Config) -> str:
 def _cases(config: pytest.Config) -> tuple[Case, ...]:
     with contextlib.closing(find_target(_adapter(config)).open()) as caller:
         description = describe(caller)
-    root, kinds = _option(config, "--vectors"), _option(config, "--kind", [])
-    cases, patterns = (
-        load_cases(Path(root) if root else vectors_root()),
-        _option(config, "--filter", []),
-    )
+    root = _option(config, "--vectors")
+    kinds = _option(config, "--kind", [])
+    cases = load_cases(Path(root) if root else vectors_root())
+    patterns = _option(config, "--filter", [])
     # Listing trajectories imports a framework.
     if "trajectory" in (kinds or description.kinds) and not root:
         cases += cells.find_cases(patterns)
@@ -66,7 +65,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def asked(pytestconfig: pytest.Config) -> Iterator[tuple[Caller, Description, Xfails]]:
     """Start the adapter once for all cases."""
-    target, xfails = find_target(_adapter(pytestconfig)), _option(pytestconfig, "--xfails")
+    target = find_target(_adapter(pytestconfig))
+    xfails = _option(pytestconfig, "--xfails")
     with open_described(target) as (caller, description):
         yield caller, description, read_xfails(target, Path(xfails) if xfails else None)
 

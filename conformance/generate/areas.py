@@ -132,12 +132,14 @@ def find_differences(cases: Sequence[Case], root: Path) -> list[str]:
 
 def _explain(made: dict[str, bytes | None], there: dict[str, bytes | None]) -> list[str]:
     try:
-        wanted, given = _by_id(made), _by_id(there)
+        wanted = _by_id(made)
+        given = _by_id(there)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return [f"{next(iter(there))} can't be read: {type(error).__name__}: {error}"]
     lines = []
     for name in sorted(wanted.keys() | given.keys()):
-        one, other = wanted.get(name), given.get(name)
+        one = wanted.get(name)
+        other = given.get(name)
         if one is None or other is None:
             lines.append(
                 f"{name} "

@@ -59,7 +59,9 @@ class _Source:
     def draw(self) -> tuple[int, int, str]:
         self.waiting = [sample for sample in self.waiting if sample not in self.removed]
         while self.is_over():
-            self.epoch, self.drawn, self.padded = self.epoch + 1, 0, 0
+            self.epoch = self.epoch + 1
+            self.drawn = 0
+            self.padded = 0
             self.waiting = [sample for sample in self.order() if sample not in self.removed]
         self.drawn += 1
         if self.waiting:
@@ -123,7 +125,8 @@ def _order(n: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def _sources(cursor: Mapping[str, Any]) -> dict[str, _Source]:
-    plan, seed = cursor["plan"], cursor["order"]["seed"]
+    plan = cursor["plan"]
+    seed = cursor["order"]["seed"]
     found = {}
     for source in cursor["sources"]:
         name = source["id"]

@@ -48,8 +48,11 @@ class Row:
 
 
 def _rows(cases: Sequence[Case]) -> list[Row]:
-    accepted, refused = _cases_of(cases, "accept"), _cases_of(cases, "reject")
-    broken, wrong, tests = _by_clause(broken_adapters()), _by_clause(mutants()), citing_tests()
+    accepted = _cases_of(cases, "accept")
+    refused = _cases_of(cases, "reject")
+    broken = _by_clause(broken_adapters())
+    wrong = _by_clause(mutants())
+    tests = citing_tests()
     rows = []
     for clause in read_clauses():
         label = clause.label

@@ -51,7 +51,8 @@ def lanes(content: bytes, dtype: str) -> list[int]:
 def steps_between(content: bytes, base: bytes, dtype: str) -> list[int]:
     """Return the steps from the lanes of a base to those of a content."""
     width, is_signed = LANES[dtype]
-    top, every = 1 << 8 * width - 1, (1 << 8 * width) - 1
+    top = 1 << 8 * width - 1
+    every = (1 << 8 * width) - 1
 
     def order(lane: int) -> int:
         return lane ^ (every >> 1) if is_signed and lane & top else lane

@@ -223,7 +223,8 @@ def edited(value: Any, text: str) -> Any:
     if not match:
         raise ValueError(f"{text!r} is no edit")
     operation, pointer, new = match.groups()
-    before, value = value, copy.deepcopy(value)
+    before = value
+    value = copy.deepcopy(value)
     *path, last = [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
     place = value
     for step in path:

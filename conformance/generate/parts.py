@@ -61,7 +61,8 @@ def part_of(plan: Plan, writer: int) -> tuple[dict[str, Any], Files]:
     streams = sorted(
         (one for one in plan.streams if writer in one.writers), key=lambda one: one.order
     )
-    scopes, dtypes = scopes_of(held, leaves, streams), sorted({one.dtype for one in held})
+    scopes = scopes_of(held, leaves, streams)
+    dtypes = sorted({one.dtype for one in held})
     boxes = [(one, piece) for one in held for piece in _pieces(one, writer)]
     extents = [
         extent
@@ -195,7 +196,8 @@ def _entries(own: Sequence[_Extent]) -> dict[str, dict[str, Any]]:
     """Return what a shard's header says of its boxes."""
     entries: dict[str, dict[str, Any]] = {}
     for extent in own:
-        name, number = extent.tensor.name, 0
+        name = extent.tensor.name
+        number = 0
         key = name
         while key in entries or key == "__metadata__":
             number += 1

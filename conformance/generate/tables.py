@@ -87,7 +87,8 @@ def index_of(plan: Plan, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tensors = sorted(plan.tensors, key=lambda one: one.order)
     leaves = sorted(plan.leaves, key=lambda one: one.order)
     streams = sorted(plan.streams, key=lambda one: one.order)
-    scopes, dtypes = scopes_of(tensors, leaves, streams), sorted({one.dtype for one in tensors})
+    scopes = scopes_of(tensors, leaves, streams)
+    dtypes = sorted({one.dtype for one in tensors})
     shardings: dict[Sharding, int] = {}
     numbers = [shardings.setdefault(_sharding_of(one), len(shardings)) for one in tensors]
     return {

@@ -72,7 +72,10 @@ def _unpacked(kind: str, content: list[Any]) -> list[Any]:
     """Return packed entries one by one, each as a tree."""
     if kind == "str":
         (width, lengths), text = content
-        count, whole, entries, at = len(lengths) // width, text.encode(), list[Any](), 0
+        count = len(lengths) // width
+        whole = text.encode()
+        entries = list[Any]()
+        at = 0
         for row in range(count):
             nbytes = sum(lengths[plane * count + row] << 8 * plane for plane in range(width))
             entries.append(whole[at : at + nbytes].decode())

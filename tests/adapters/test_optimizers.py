@@ -350,7 +350,7 @@ class WrappedAsByFabric:
         (WrappedAsByFabric, 1),
     ],
 )
-def test_wrapped_optimizer_was_saved_by_position(Wrapped, depth):  # noqa: N803 - a class
+def test_wrapped_optimizer_was_saved_by_position(Wrapped, depth):  # noqa: N803
     def made(seed):
         torch.manual_seed(seed)
         net = nn.Linear(2, 2)

@@ -1,5 +1,4 @@
 """Random-number streams go on where they were."""
-# ruff: noqa: NPY002 - the legacy generator is one of them
 
 import random
 from typing import Any
@@ -20,15 +19,15 @@ def draw_all():
     return (
         random.random(),
         random.gauss(0, 1),
-        np.random.rand(),
-        np.random.randn(),
+        np.random.rand(),  # noqa: NPY002
+        np.random.randn(),  # noqa: NPY002
         torch.rand(3).tolist(),
     )
 
 
 def test_the_streams_of_the_process_go_on():
     random.gauss(0, 1)  # leaves a second value behind, which is state too
-    np.random.randn()
+    np.random.randn()  # noqa: NPY002
     state = State(data={"n": 1})
     checkpoint = save(state)
     expected = draw_all()

@@ -177,7 +177,7 @@ class Strange:
     pass
 
 
-Point = collections.namedtuple("Point", "x")  # noqa: PYI024 - the kind that is met
+Point = collections.namedtuple("Point", "x")  # noqa: PYI024
 
 
 @pytest.mark.parametrize(

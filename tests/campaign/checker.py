@@ -56,7 +56,7 @@ def _describe(value: Any, ranges: Any) -> dict[str, Any]:
         array = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
         dtype, content = value.dtype.name, array.reshape(-1).view(np.uint8)
     else:
-        import torch  # noqa: PLC0415 - the tensors are its
+        import torch  # noqa: PLC0415
 
         dtype = str(value.dtype).removeprefix("torch.")
         content = value.contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -465,7 +465,7 @@ class _Run:
                 problems = problems_of(self._root) if validate and self._root.exists() else []
                 answer.write_text(json.dumps({"loaded": loaded, "problems": problems}))
                 status = 0
-            except BaseException:  # noqa: BLE001 - told, whatever it is
+            except BaseException:  # noqa: BLE001
                 traceback.print_exc()
             finally:
                 os._exit(status)

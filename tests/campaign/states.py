@@ -225,7 +225,7 @@ class Held:
     def _look_at(self, memory: Any, spec: Spec, shape: tuple[int, ...]) -> Any:
         """Return the elements that lie in memory."""
         if self._framework == "torch" and spec.form != "rows":
-            import torch  # noqa: PLC0415 - most of the lives do without
+            import torch  # noqa: PLC0415
 
             flat = torch.from_numpy(memory).view(getattr(torch, spec.dtype))
             if spec.form == "strided":
@@ -279,7 +279,7 @@ class Held:
         """Return the bytes of the elements as the format has them."""
         live = tensor.live._array if isinstance(tensor.live, _Rows) else tensor.live
         if not isinstance(live, np.ndarray):
-            import torch  # noqa: PLC0415 - it is there already
+            import torch  # noqa: PLC0415
 
             return live.contiguous().reshape(-1).view(torch.uint8).numpy()
         return (
@@ -320,7 +320,7 @@ class TorchHeld(Held):
     """A module with its optimizer: what it saves is copied beside the next step."""
 
     def __init__(self, specs: list[Spec]) -> None:
-        import torch  # noqa: PLC0415 - most of the lives do without
+        import torch  # noqa: PLC0415
 
         self._torch = torch
         self.specs = specs

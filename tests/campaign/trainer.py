@@ -72,7 +72,7 @@ def live(
     except CkptError as error:
         trainer.tell_error(error)
         return 3
-    except BaseException:  # noqa: BLE001 - told to the oracle, whatever it is
+    except BaseException:  # noqa: BLE001
         trainer.log.write("failed", text=f"life {life.number}: {traceback.format_exc()}")
         return 1
     trainer.log.write("end")

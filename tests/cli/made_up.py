@@ -101,7 +101,7 @@ class MadeUpRun:
             )
         self.head = self._known[-1][0]
 
-    def _write_launch(self, launch: int, per_launch: int, count: int, is_last: bool) -> None:  # noqa: FBT001 - private
+    def _write_launch(self, launch: int, per_launch: int, count: int, is_last: bool) -> None:  # noqa: FBT001
         resume, step = None, 0
         if self._known:
             name, digest, step = self._known[-1 - (per_launch // 2 if launch % 2 else 0)]
@@ -177,7 +177,7 @@ class MadeUpRun:
             pin = LabelsRecord(run_id=RUN_ID, checkpoint=name, number=1, pinned=True, labels=labels)
             (self._path / pin.path).write_bytes(pin.dump())
 
-    def _summary(self, sizes: list[int], number: int, is_delta: bool) -> FieldSummary:  # noqa: FBT001 - private
+    def _summary(self, sizes: list[int], number: int, is_delta: bool) -> FieldSummary:  # noqa: FBT001
         stored_nbytes = sum(sizes) * (5 + number % 7) // 20 if is_delta else None
         return FieldSummary(tensor_count=len(sizes), nbytes=sum(sizes), stored_nbytes=stored_nbytes)
 

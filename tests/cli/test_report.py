@@ -244,7 +244,7 @@ def test_the_cause_of_a_divergence_is_named_as_far_as_it_shows(changed, cause, c
     for name, differs in (("one", False), ("other", True)):
         weights, stream = {"w": np.zeros(8, np.float32)}, np.random.default_rng(1)
         state = ckptfmt.State(weights=weights, data={"position": 0}, rng={"own": stream})
-        np.random.seed(0)  # noqa: NPY002 - the stream that every state has
+        np.random.seed(0)  # noqa: NPY002
         random.seed(0)
         torch.manual_seed(0)
         with ckptfmt.Checkpointer(tmp_path / name, state, every=1, saver="inline") as checkpointer:

@@ -83,7 +83,7 @@ class Sound:
     def decode(self, content, dtype, shape):
         return from_bits(content, dtype, shape)
 
-    def read_tensor(self, path, entry, live):  # noqa: ARG002 - others look at it
+    def read_tensor(self, path, entry, live):  # noqa: ARG002
         content = (path / entry["file"]).read_bytes()
         if digest(content) != entry["digest"]:
             raise ValueError(f"{entry['file']}: another digest")
@@ -148,7 +148,7 @@ class Sound:
         dist.barrier()
 
     def load_distributed(self, path, state):
-        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - slow, and seldom needed
+        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
 
         live = state["tensors"]
         loaded = Sound.load(self, path, {"tensors": live})
@@ -185,7 +185,7 @@ class Untyped(Sound):
 
 
 class Flat(Sound):
-    def decode(self, content, dtype, shape):  # noqa: ARG002 - it is the fault
+    def decode(self, content, dtype, shape):  # noqa: ARG002
         return from_bits(content, dtype)
 
 
@@ -240,7 +240,7 @@ class PlainJson(Sound):
 
 
 class CannotLoad(Sound):
-    def load(self, path, state):  # noqa: ARG002 - as it is called
+    def load(self, path, state):  # noqa: ARG002
         raise RuntimeError("not today")
 
 

@@ -182,7 +182,7 @@ def take(state: Mapping[str, Any]) -> dict[str, Any]:
         },
         "rng": {name: generator.get_state() for name, generator in state["rng"].items()},
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - the global stream is one to restore
+        "numpy": np.random.get_state(),  # noqa: NPY002
         "torch": torch.get_rng_state(),
     }
     return copy.deepcopy(content)
@@ -195,5 +195,5 @@ def put_back(saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     for name, stream in saved["rng"].items():
         state["rng"][name].set_state(stream)
     random.setstate(saved["python"])
-    np.random.set_state(saved["numpy"])  # noqa: NPY002 - the same
+    np.random.set_state(saved["numpy"])  # noqa: NPY002
     torch.set_rng_state(saved["torch"])

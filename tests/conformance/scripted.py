@@ -37,7 +37,7 @@ class Scripted:
         return {}
 
 
-def act(request, path):  # noqa: C901, PLR0912 - a table of behaviours
+def act(request, path):  # noqa: C901, PLR0912
     match request:
         case {"accept": result}:
             return result
@@ -59,7 +59,7 @@ def act(request, path):  # noqa: C901, PLR0912 - a table of behaviours
                 Path(name).touch()
             time.sleep(3)
         case {"print": text}:
-            print(text)  # noqa: T201 - that is the point
+            print(text)  # noqa: T201
             sys.stdout.flush()
             return {}
         case {"files": _}:

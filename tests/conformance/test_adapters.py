@@ -72,7 +72,7 @@ class Here:
         try:
             exit_code, body = ask(self._adapter, kind, path=path, request=request, output=output)
             reply = json.dumps({"id": 1, "exit": exit_code, "answer": body})
-        except Exception as error:  # noqa: BLE001 - what a process would say of it
+        except Exception as error:  # noqa: BLE001
             reply = json.dumps({"id": 1, "exit": 1, "message": repr(error)})
         return parse_reply(reply.encode(), 1)
 
@@ -116,7 +116,7 @@ def test_each_fault_is_found_by_its_name():
     assert len(BROKEN) == len(written) >= 126
     assert broken.lost_tuples is BROKEN["lost_tuples"]
     with pytest.raises(AttributeError, match="no broken adapter 'none'"):
-        broken.none  # noqa: B018 - it is looked up
+        broken.none  # noqa: B018
 
 
 @pytest.mark.parametrize("name", sorted(BROKEN))

@@ -338,12 +338,12 @@ def test_what_it_does_not_do_is_unsupported(tmp_path):
 
 
 def test_the_program_that_runs_a_cell_keeps_its_streams_and_settings(tmp_path):
-    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 - the global stream is the one kept
+    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002
     before = random.getstate(), repr(numpy_state), torch.get_rng_state(), torch.get_num_threads()
     judge(CELLS[MLP], Library(), tmp_path)
 
     assert random.getstate() == before[0]
-    assert repr(np.random.get_state(legacy=False)) == before[1]  # noqa: NPY002 - the same
+    assert repr(np.random.get_state(legacy=False)) == before[1]  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), before[2])
     assert torch.get_num_threads() == before[3]
     assert not torch.are_deterministic_algorithms_enabled()
@@ -425,7 +425,7 @@ def test_a_job_that_has_the_weights_already_proves_nothing(tmp_path, monkeypatch
 
 
 def always_the_same(recipe, seed):
-    from ckptfmt_conformance.trajectories.job import TrainingJob  # noqa: PLC0415 - the one that isn't replaced
+    from ckptfmt_conformance.trajectories.job import TrainingJob  # noqa: PLC0415
 
     del seed
     return TrainingJob(recipe, 1)

@@ -107,7 +107,7 @@ def test_a_seed_draws_the_same_again_and_another_one_other_bytes_and_boxes() -> 
 )
 def test_replicas_get_the_same_bytes_in_each_writer(name: str, tmp_path: pathlib.Path) -> None:
     """A box that two writers hold was given two contents, so that the suite asked for what must be refused."""
-    import random  # noqa: PLC0415 - for this test alone
+    import random  # noqa: PLC0415
 
     (case,) = (case for case in VECTORS if case.id == name)
     root = case.write_files(tmp_path)
@@ -117,7 +117,7 @@ def test_replicas_get_the_same_bytes_in_each_writer(name: str, tmp_path: pathlib
 
 
 def test_a_checkpoint_with_other_bytes_is_as_sound_as_before(tmp_path: pathlib.Path) -> None:
-    import random  # noqa: PLC0415 - for this test alone
+    import random  # noqa: PLC0415
 
     (case,) = (case for case in VECTORS if case.id == "manifest/valid/two-writers")
     root = case.write_files(tmp_path)

@@ -28,7 +28,7 @@ def anonymous_nbytes() -> int:
 
 def measure(argv: list[str]) -> int:
     """Convert, and return the peak beyond the start."""
-    import torch.distributed.checkpoint  # noqa: F401, PLC0415 - what a program weighs by itself is not the point
+    import torch.distributed.checkpoint  # noqa: F401, PLC0415
 
     import ckptfmt.convert.torch_targets  # noqa: F401, PLC0415
     from ckptfmt.__main__ import main  # noqa: PLC0415
@@ -62,7 +62,7 @@ def convert(variables: dict[str, str], output: str, peak: str, argv: list[str]) 
 def make(variables: dict[str, str], output: str, directory: str) -> None:
     """Write what is converted, with torch.save and with DCP."""
     settle(variables, output)
-    import torch  # noqa: PLC0415 - only forks need it
+    import torch  # noqa: PLC0415
     from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415
 
     torch.manual_seed(0)

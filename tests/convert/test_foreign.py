@@ -43,7 +43,7 @@ def test_torch_loads_the_weights_into_a_module(run, tmp_path):
 
 
 def test_torch_file_is_a_sound_zip_archive_in_which_ties_are_kept(run, tmp_path):
-    import zipfile  # noqa: PLC0415 - for this test alone
+    import zipfile  # noqa: PLC0415
 
     path, _ = run
     done(path, tmp_path / "all.pt")
@@ -141,7 +141,7 @@ def test_tensor_larger_than_the_limit_has_a_file_of_its_own(tmp_path):
 def test_statistics_of_several_workers_are_those_of_the_first(tmp_path):
     # As BatchNorm's under DistributedDataParallel: each worker has its own, and a module has room
     # for one.
-    import numpy as np  # noqa: PLC0415 - for this test alone
+    import numpy as np  # noqa: PLC0415
 
     from ckptfmt.store import LocalStore  # noqa: PLC0415
     from tests.builders import save, snapshot, tensor  # noqa: PLC0415

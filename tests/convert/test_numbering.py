@@ -24,7 +24,7 @@ class Tied(nn.Module):
         self.rare = nn.Linear(4, 4)
         self.head = nn.Linear(4, 6)
         self.head.weight = self.zeta.weight
-        self.norm.bias.requires_grad_(False)  # noqa: FBT003 - torch takes no keyword here
+        self.norm.bias.requires_grad_(False)  # noqa: FBT003
 
     def forward(self, step: int) -> Any:
         hidden = self.norm(self.alpha(self.zeta(torch.arange(step, step + 3) % 6)))

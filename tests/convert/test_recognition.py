@@ -170,7 +170,7 @@ def test_no_remedy_for_a_foreign_file_speaks_of_a_checkpoint_of_ours(tmp_path):
 
 
 def test_float4_of_safetensors_is_taken_and_given_back(tmp_path):
-    from safetensors.torch import load_file, save_file  # noqa: PLC0415 - for this test alone
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415
 
     packed = torch.arange(24, dtype=torch.uint8).reshape(3, 8).view(torch.float4_e2m1fn_x2)
     save_file({"w": packed, "scale": torch.ones(3)}, tmp_path / "a.safetensors")

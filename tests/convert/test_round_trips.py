@@ -150,7 +150,7 @@ def test_names_are_kept_as_they_are(kind, tmp_path):
 
 def test_several_writers_become_one(tmp_path):
     # What is in pieces of several processes, uneven ones and columns among them, is put together.
-    import threading  # noqa: PLC0415 - for this test alone
+    import threading  # noqa: PLC0415
 
     from ckptfmt.box import Box  # noqa: PLC0415
     from tests.builders import ArraySource  # noqa: PLC0415

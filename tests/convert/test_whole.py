@@ -195,7 +195,7 @@ def test_run_is_converted_from_the_head_of_its_lineage(tmp_path):
 
 
 def test_bar_on_a_terminal(checkpoint, tmp_path, monkeypatch):
-    from ckptfmt.cli import console  # noqa: PLC0415 - for this test alone
+    from ckptfmt.cli import console  # noqa: PLC0415
 
     shown = []
 

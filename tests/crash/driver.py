@@ -101,7 +101,7 @@ class _Run:
                     phase=self._phase,
                     save_count=save_count,
                 )
-            except BaseException:  # noqa: BLE001 - told to the oracle, whatever it is
+            except BaseException:  # noqa: BLE001
                 os.write(write_fd, f"failed {json.dumps(traceback.format_exc())}\n".encode())
                 os._exit(1)
             os._exit(0)

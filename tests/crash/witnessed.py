@@ -30,7 +30,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
-import jsonschema  # noqa: F401 - what forks import late is imported once, here
+import jsonschema  # noqa: F401
 import ml_dtypes  # noqa: F401
 import numpy as np
 import torch
@@ -155,7 +155,7 @@ def train(
         enter: called with the name of each phase that begins.
     """
     random.seed(1337)
-    np.random.seed(1337)  # noqa: NPY002 - the global one is part of a State
+    np.random.seed(1337)  # noqa: NPY002
     torch.manual_seed(1337)
     text = torch.randint(64, (2000,), generator=torch.Generator().manual_seed(1))
     bare = _Model()
@@ -278,7 +278,7 @@ def _be_writer(
         train(run, options, upto=upto, note=note, enter=enter)
         if options.writers > 1:
             torch.distributed.destroy_process_group()
-    except BaseException:  # noqa: BLE001 - noted for the oracle, whatever it is
+    except BaseException:  # noqa: BLE001
         note(f"failed {json.dumps(traceback.format_exc())}")
         code = 1
     os._exit(code)

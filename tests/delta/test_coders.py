@@ -240,7 +240,7 @@ def test_processes_end_with_their_saver_even_if_it_is_killed():
 
 def is_running(pid):
     try:
-        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123 - a line of the kernel's
+        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):  # before it is opened, or before it is read
         return False

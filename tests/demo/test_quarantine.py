@@ -21,7 +21,7 @@ from ckptfmt.demo.task import Task, TinyGPT, read_text  # noqa: E402
 from ckptfmt.demo.train import make_plan, make_scheduler, seed_streams  # noqa: E402
 from ckptfmt.trainer.pace import Pace  # noqa: E402
 from ckptfmt_conformance.elastic import Trainer, pin_arithmetic  # noqa: E402
-from tests.demo.test_task import own_streams  # noqa: E402, F401 - a fixture
+from tests.demo.test_task import own_streams  # noqa: E402, F401
 
 SETTINGS = dataclasses.replace(
     make_settings(steps=18, quick=True),

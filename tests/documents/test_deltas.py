@@ -1018,7 +1018,7 @@ def test_no_changed_byte_says_the_same(bit, stride):
 
 def seal(content):
     """Return the document of a content that needn't be one."""
-    import zlib  # noqa: PLC0415 - only here
+    import zlib  # noqa: PLC0415
 
     stored = zlib.compress(content, 1)
     return dump_msgpack({"digest": digest_bytes(stored), "nbytes": len(content), "signed": stored})

@@ -90,7 +90,7 @@ EXACT: list[Any] = [
 ]
 
 
-def identity(value):  # noqa: PLR0911 - one for each kind
+def identity(value):  # noqa: PLR0911
     """What makes a value the same: type and bits, within containers too."""
     if isinstance(value, float):
         return float, struct.pack("<d", value)
@@ -189,7 +189,7 @@ class Flag(int):
     pass
 
 
-Point = namedtuple("Point", "x y")  # noqa: PYI024 - one of the types that people put into states
+Point = namedtuple("Point", "x y")  # noqa: PYI024
 UNSUPPORTED = [
     object(),
     Flag(1),

@@ -312,7 +312,7 @@ def _by_directory(files: Mapping[str, bytes]) -> dict[str, dict[str, bytes]]:
 def _load(store: MemoryStore) -> content.Loaded | BaseException:
     try:
         return content.load(store)
-    except Exception as error:  # noqa: BLE001 - which it is, is what is judged
+    except Exception as error:  # noqa: BLE001
         return error
 
 

@@ -87,7 +87,7 @@ class Actor:
                 self.outcome = Outcome(answer=self._action())
         except Stopped:
             pass
-        except BaseException as error:  # noqa: BLE001 - an outcome, which the scene judges
+        except BaseException as error:  # noqa: BLE001
             self.outcome = Outcome(error=error)
         self._halted.release()
 
@@ -158,7 +158,7 @@ class Exploration:
         return f"{self.run_count} runs, {self.cut_count} cut short, {self.state_count} states"
 
 
-class _Cut(Exception):  # noqa: N818 - not an error
+class _Cut(Exception):  # noqa: N818
     """The rest of this run was explored before."""
 
 

@@ -99,7 +99,7 @@ class TorchToy(Toy):
     dtype = np.float32
 
     def __init__(self, nbytes: int = 1 << 20) -> None:
-        import torch  # noqa: PLC0415 - takes more than a second, which most of the tests don't need
+        import torch  # noqa: PLC0415
 
         self.model = torch.nn.ParameterList([torch.zeros(max(1, nbytes // 24)) for _ in range(3)])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.5)

@@ -69,7 +69,7 @@ _LIVES: Final = itertools.count()
 _WELL: Final = ("step: ok", "save: ok", "wait: ok", "close: ok")
 
 
-class Injected(Exception):  # noqa: N818 - it isn't anybody's error
+class Injected(Exception):  # noqa: N818
     """What is raised where nobody expects it."""
 
 

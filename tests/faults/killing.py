@@ -82,7 +82,7 @@ class _Trainer:
                 self._root, toy.state, keep=keep, deadline_s=PATIENCE_S
             ) as checkpointer:
                 self._train(checkpointer, toy, save_count)
-        except BaseException:  # noqa: BLE001 - told to the oracle, whatever it is
+        except BaseException:  # noqa: BLE001
             self._tell("failed", json.dumps(traceback.format_exc()))
             os._exit(1)
         os._exit(0)

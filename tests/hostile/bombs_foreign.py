@@ -112,8 +112,8 @@ def archive(
 def write_archive(
     path: Path,
     pickled: bytes,
-    compressed: bool = False,
-    data: bytes = bytes(16),  # noqa: FBT001, FBT002
+    compressed: bool = False,  # noqa: FBT001, FBT002
+    data: bytes = bytes(16),
 ) -> Path:
     """Write a torch.save file of a whole pickle."""
     method = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
@@ -674,7 +674,7 @@ def largest_nbytes() -> int:
 
 def cost(source: Path, target: Path, *options: str) -> dict[str, Any]:
     """Convert, and return what came of it, with the processor time and the growth of the largest resident size."""
-    from ckptfmt.__main__ import main  # noqa: PLC0415 - what a program weighs by itself is not the point
+    from ckptfmt.__main__ import main  # noqa: PLC0415
     from ckptfmt.convert import converting  # noqa: F401, PLC0415
 
     output, before = io.StringIO(), largest_nbytes()
@@ -694,7 +694,7 @@ def cost(source: Path, target: Path, *options: str) -> dict[str, Any]:
 
 def serve() -> None:
     """Print what a conversion costs for each line of source, target and options, each in a fork of this process."""
-    import torch  # noqa: PLC0415 - who makes the sources needs none
+    import torch  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as directory:  # import all of it here, and not in each fork
         torch.save({"model": {"w": torch.ones(1)}}, Path(directory, "a.pt"))

@@ -89,7 +89,7 @@ def _outcome(action: Callable[[], str]) -> str:
             return action()
     except CkptError as error:
         return str(error.code)
-    except BaseException as error:  # noqa: BLE001 - a child that is forked must not go on as its parent
+    except BaseException as error:  # noqa: BLE001
         return repr(error)
 
 
@@ -100,7 +100,7 @@ def _end(put: int, outcome: str) -> None:
 
 def main() -> None:
     """Print what each action came to, as a line of JSON for each question that comes in."""
-    import torch  # noqa: F401, PLC0415 - or each child that loads imports it anew
+    import torch  # noqa: F401, PLC0415
 
     for action in ACTIONS.values():  # and so what else the actions import
         with tempfile.TemporaryDirectory() as path:

@@ -391,7 +391,7 @@ def test_file_of_another_byte_order_keeps_its_values(tmp_path):
 
 
 def test_numbers_of_any_protocol_are_what_they_are():
-    import pickle  # noqa: PLC0415 - for this test alone
+    import pickle  # noqa: PLC0415
 
     value: list[object] = [
         0,

@@ -1,6 +1,5 @@
 """The house: a newcomer finds a module by its name, and old paths that README named still lead there."""
 
-import ast
 import collections
 import importlib
 import re
@@ -78,26 +77,3 @@ def test_the_map_names_every_folder():
 def test_every_file_is_listed_with_its_docstring():
     """If it isn't: ``python -m tests.house.file_list``."""
     assert written()[1] == file_list()
-
-
-def code_lines(path) -> int:
-    """How many lines a module has without blanks, comments and docstrings."""
-    text = path.read_text("utf-8")
-    documented: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
-            documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    lines = enumerate(text.splitlines(), 1)
-    return sum(
-        number not in documented and not re.fullmatch(r"\s*(#.*)?", line) for number, line in lines
-    )
-
-
-@pytest.mark.parametrize(
-    "path", sorted((PACKAGE / "plugins").glob("*.py")), ids=lambda path: path.name
-)
-def test_a_plug_in_is_thin(path):
-    assert code_lines(path) < 250

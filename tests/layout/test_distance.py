@@ -105,7 +105,7 @@ def test_every_number_against_exact_arithmetic(name, data):
         at = one_change.index[0]
         assert [struct.pack("<d", value) for value in one_change.values] == [
             struct.pack("<d", float(values_of(name, row[at])[0])) for row in rows
-        ] or any(value != value for value in one_change.values)  # noqa: PLR0124 - a NaN
+        ] or any(value != value for value in one_change.values)  # noqa: PLR0124
 
 
 def test_the_widest_numbers_do_not_overflow():

@@ -217,7 +217,7 @@ def cases():
 def fake_rank():
     """Return a function that makes this process pretend to be one rank of several."""
     torch = pytest.importorskip("torch")
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - needs torch
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
     def become(rank, world_size):
         if torch.distributed.is_initialized():
@@ -232,8 +232,8 @@ def fake_rank():
 
 
 def as_torch(placement):
-    from torch.distributed import tensor  # noqa: PLC0415 - needs torch
-    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415 - needs torch
+    from torch.distributed import tensor  # noqa: PLC0415
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
 
     if isinstance(placement, StridedShard):
         return _StridedShard(placement.dim, split_factor=placement.split_factor)
@@ -242,7 +242,7 @@ def as_torch(placement):
 
 def test_pieces_are_the_local_tensors_of_dtensor(fake_rank):
     torch = pytest.importorskip("torch")
-    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - needs torch
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
 
     for rank in range(8):
         fake_rank(rank, 8)
@@ -266,8 +266,8 @@ def test_pieces_are_the_local_tensors_of_dtensor(fake_rank):
 @pytest.mark.parametrize("rows", [1, 5, 12, 15, 16, 17, 22])
 def test_pieces_are_the_local_tensors_of_fsdp2_over_tensor_parallelism(fake_rank, rows):
     torch = pytest.importorskip("torch")
-    from torch.distributed import tensor  # noqa: PLC0415 - needs torch
-    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - needs torch
+    from torch.distributed import tensor  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
     mesh_shape, placements = (4, 3), (StridedShard(0, split_factor=3), Shard(0))
     for rank, coordinate in enumerate(coordinates(mesh_shape)):

@@ -148,8 +148,9 @@ MUTANTS = {
         fault="retires what a rollback left beside the lineage",
         patch=rewritten(
             retention.plan_retention,
-            "not entry.is_record, iter_lineage(launches, entries)",
-            "not entry.is_record, sorted(entries, key=lambda entry: (-entry.launch, -entry.step))",
+            "itertools.takewhile(lambda entry: not entry.is_record, iter_lineage(launches, entries))",
+            "itertools.takewhile(lambda entry: not entry.is_record, sorted(entries, key=lambda entry:"
+            " (-entry.launch, -entry.step)))",
         ),
         tests=("run/test_retention.py::test_what_a_rollback_left_beside_is_left_alone",),
     ),

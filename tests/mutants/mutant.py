@@ -3,11 +3,15 @@
 from __future__ import annotations
 import __future__
 
+import ast
 import contextlib
 import dataclasses
 import inspect
+import io
+import itertools
 import sys
 import textwrap
+import tokenize
 import types
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +27,19 @@ TESTS = Path(__file__).parents[1]
 #: A mutant that dies of one of these is a patch that doesn't fit the code any more, and no broken
 #: clause.
 STALE = (AttributeError, ImportError, NameError, TypeError)
+
+
+#: Tokens that hold no code.
+_SPACE = frozenset(
+    {
+        tokenize.COMMENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+        tokenize.INDENT,
+        tokenize.NEWLINE,
+        tokenize.NL,
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +88,8 @@ def rewritten(function: Any, old: str, new: str) -> Callable[[], AbstractContext
 
     Args:
         function: or method, decorated or not.
-        old: what is in its source exactly once, from the indentation of ``def`` on.
-        new: what stands there instead.
+        old: code that its source has exactly once; how it is laid out doesn't matter.
+        new: what stands there instead; with the indentation below ``def`` from its second line on.
     """
 
     @contextlib.contextmanager
@@ -90,11 +107,12 @@ def rewritten(function: Any, old: str, new: str) -> Callable[[], AbstractContext
 
 def _compile_rewritten(function: types.FunctionType, old: str, new: str) -> types.CodeType:
     """Return the code of a function after a change of its source. Raises: NameError if it isn't there once."""
-    source = textwrap.dedent(inspect.getsource(function))
-    if source.count(old) != 1:
-        raise NameError(f"{function.__qualname__} has {old!r} {source.count(old)} times")
-    # Tracebacks tell the lines of the file, as far as nothing was added.
-    source = "\n" * (function.__code__.co_firstlineno - 1) + source.replace(old, new)
+    source = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(function))))
+    found = _find_tokens(source, old)
+    if len(found) != 1:
+        raise NameError(f"{function.__qualname__} has {old!r} {len(found)} times")
+    begin, end = found[0]
+    source = source[:begin] + new.strip() + source[end:]
     flags = __future__.annotations.compiler_flag
     module = compile(source, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
     for code in module.co_consts:
@@ -103,6 +121,44 @@ def _compile_rewritten(function: types.FunctionType, old: str, new: str) -> type
                 break
             return code
     raise NameError(f"{function.__qualname__} can't be compiled by itself")
+
+
+def _find_tokens(source: str, wanted: str) -> list[tuple[int, int]]:
+    """Return the places of some code in a source that `ast.unparse` has written.
+
+    Only tokens count: spaces, line breaks, comments, quotes and trailing commas are free.
+    """
+    for rest in ("", " pass"):  # the head of a block is no statement by itself
+        with contextlib.suppress(SyntaxError):  # part of a statement, such as a condition
+            wanted = ast.unparse(ast.parse(textwrap.dedent(wanted) + rest))
+            wanted = wanted.removesuffix(rest)
+            break
+    lines = [0, *itertools.accumulate(len(line) for line in source.splitlines(keepends=True))]
+    tokens = list(_tokens_of(source))
+    texts = [_text_of(token) for token in tokens]
+    words = [_text_of(token) for token in _tokens_of(wanted)]
+    return [
+        (
+            lines[tokens[at].start[0] - 1] + tokens[at].start[1],
+            lines[tokens[at + len(words) - 1].end[0] - 1] + tokens[at + len(words) - 1].end[1],
+        )
+        for at in range(len(tokens) - len(words) + 1)
+        if texts[at : at + len(words)] == words
+    ]
+
+
+def _tokens_of(source: str) -> Iterator[tokenize.TokenInfo]:
+    with contextlib.suppress(tokenize.TokenError, IndentationError):  # part of a statement
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type not in _SPACE:
+                yield token
+
+
+def _text_of(token: tokenize.TokenInfo) -> str:
+    """Return the text of a token, with the quotes of `repr` if it is a string."""
+    if token.type == tokenize.STRING and not token.string.lower().startswith(("f", "rf")):
+        return repr(ast.literal_eval(token.string))
+    return token.string
 
 
 class _Broken:

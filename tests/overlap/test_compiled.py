@@ -35,7 +35,7 @@ def test_no_value_is_from_after_the_call(backend, begins, late: Late, spy: Spy):
     try:
         compiled = torch.compile(training.turn, backend=backend)
         compiled(0)
-    except Exception as error:  # noqa: BLE001 - of whichever kind: there is no compiler for this torch
+    except Exception as error:  # noqa: BLE001
         pytest.skip(f"torch can't compile here: {type(error).__name__}: {str(error)[:200]}")
     with Trainer(training.state, late) as trainer:
         for number in range(1, 7):

@@ -102,7 +102,7 @@ def fail_in_each_phase(path: str, mesh: Any) -> None:
             assert f"{method} failed here" in str(error), error
             assert list(error.failures) == [rank], error.failures
             sys.stdout.write(f"refused by {rank_of()}\n")
-        assert not os.path.exists(f"{path}/manifest.json"), method  # noqa: PTH110
+        assert not os.path.exists(f"{path}/manifest.json"), method  # noqa: PTH110 - the framework's signature
         dist.barrier()
     dcp_save.save(state, storage_writer=CkptfmtWriter(path))
     assert_loads(path, state)

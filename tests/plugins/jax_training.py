@@ -11,16 +11,16 @@ from typing import Any
 run, journal_path, devices = sys.argv[1:4]
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
 
-import jax  # noqa: E402 - after XLA_FLAGS
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from flax import linen  # noqa: E402
-from jax.sharding import NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
+import jax  # noqa: E402 - the framework's signature
+import jax.numpy as jnp  # noqa: E402 - the framework's signature
+import numpy as np  # noqa: E402 - the framework's signature
+import optax  # noqa: E402 - the framework's signature
+from flax import linen  # noqa: E402 - the framework's signature
+from jax.sharding import NamedSharding  # noqa: E402 - the framework's signature
+from jax.sharding import PartitionSpec as P  # noqa: E402 - the framework's signature
 
-import ckptfmt  # noqa: E402
-from tests.plugins.trainings import Journal  # noqa: E402
+import ckptfmt  # noqa: E402 - the framework's signature
+from tests.plugins.trainings import Journal  # noqa: E402 - the framework's signature
 
 TOTAL = 45
 
@@ -37,7 +37,7 @@ class Net(linen.Module):  # type: ignore[misc]
 net = Net()
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
 by_rows, copied = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
-place = lambda leaf: jax.device_put(leaf, by_rows if leaf.ndim == 2 else copied)  # noqa: E731
+place = lambda leaf: jax.device_put(leaf, by_rows if leaf.ndim == 2 else copied)  # noqa: E731 - the framework's signature
 transform = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.inject_hyperparams(optax.adamw)(
@@ -48,7 +48,7 @@ params = jax.tree_util.tree_map(
     place, net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, jnp.zeros((1, 8)))
 )
 opt_state = jax.tree_util.tree_map(place, transform.init(params))
-np.random.seed(11)  # noqa: NPY002 - a stream of the process
+np.random.seed(11)  # noqa: NPY002 - the framework's signature
 samples = np.random.default_rng(0).standard_normal((96, 8)).astype(np.float32)
 
 
@@ -93,7 +93,7 @@ with ckptfmt.Checkpointer(run, state, every=5) as checkpointer:
             optimizer=jax.tree_util.tree_leaves(state.optimizer),
             learning_rate=state.optimizer[1].hyperparams["learning_rate"],
             key=jax.random.key_data(state.extra["key"]),
-            noise=[np.random.random()],  # noqa: NPY002 - a stream of the process
+            noise=[np.random.random()],  # noqa: NPY002 - the framework's signature
         )
     report = checkpointer.load_report
 Path(f"{journal_path}.claim").write_text(

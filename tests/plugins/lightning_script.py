@@ -121,7 +121,7 @@ def parse_arguments():
 
 def make_loader(options):
     if options.loader == "stateful":
-        from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: PLC0415 - the other loaders do without
+        from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: PLC0415 - the framework's signature
 
         return StatefulDataLoader(Rows(), batch_size=2, shuffle=True)
     generator = torch.Generator().manual_seed(3) if options.loader == "generator" else None

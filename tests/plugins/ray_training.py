@@ -21,17 +21,17 @@ import ray.train.torch
 
 def train_loop(config: dict[str, Any]) -> None:
     """Train one worker's share."""
-    import numpy as np  # noqa: PLC0415 - in the worker's process
-    import torch  # noqa: PLC0415
+    import numpy as np  # noqa: PLC0415 - the framework's signature
+    import torch  # noqa: PLC0415 - the framework's signature
 
-    import ckptfmt  # noqa: PLC0415
-    from ckptfmt.plugins.ray import checkpointer, report  # noqa: PLC0415
-    from tests.plugins.trainings import Journal, rng_digest  # noqa: PLC0415
+    import ckptfmt  # noqa: PLC0415 - the framework's signature
+    from ckptfmt.plugins.ray import checkpointer, report  # noqa: PLC0415 - the framework's signature
+    from tests.plugins.trainings import Journal, rng_digest  # noqa: PLC0415 - the framework's signature
 
     rank = ray.train.get_context().get_world_rank()
     torch.manual_seed(7 + rank)
     random.seed(7 + rank)
-    np.random.seed(7 + rank)  # noqa: NPY002 - the process's own stream
+    np.random.seed(7 + rank)  # noqa: NPY002 - the framework's signature
     samples = torch.randn(60, 8, generator=torch.Generator().manual_seed(1))
     net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 8))
     model: Any = torch.nn.parallel.DistributedDataParallel(net)

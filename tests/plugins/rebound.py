@@ -92,7 +92,7 @@ class Reader(dcp.CkptfmtReader):
         super().__init__(path, allow_pickle=True)
 
 
-def bind(ours: bool) -> None:  # noqa: FBT001 - the header of a file passes it
+def bind(ours: bool) -> None:  # noqa: FBT001 - the framework's signature
     """Prepare this process for a file of tests: no accelerators, and ckptfmt as the storage if asked for."""
 
     def run_anyway(*_needed: object, **_options: object) -> Callable[[Any], Any]:
@@ -232,17 +232,17 @@ def _outcome(case: ET.Element) -> str:
 def main(pytorch: str, files: Sequence[str]) -> int:
     """Run the files, print the table, and return how many tests only torch's storage passes."""
     worse = 0
-    print("| test | torch's storage | ours |\n| --- | --- | --- |", flush=True)  # noqa: T201
+    print("| test | torch's storage | ours |\n| --- | --- | --- |", flush=True)  # noqa: T201 - the framework's signature
     for name in files or FILES:
         file = Path(pytorch, "test", "distributed", "checkpoint", name).resolve()
         if not file.exists():
-            print(f"| {name} | not in this checkout | |", flush=True)  # noqa: T201
+            print(f"| {name} | not in this checkout | |", flush=True)  # noqa: T201 - the framework's signature
             continue
         theirs, ours = outcomes(file, ours=False), outcomes(file, ours=True)
         for test in [*theirs, *(ours.keys() - theirs.keys())]:
             left, right = theirs.get(test, "not run"), ours.get(test, "not run")
             worse += left == "passed" != right
-            print(f"| {name}: {test} | {left} | {right} |", flush=True)  # noqa: T201
+            print(f"| {name}: {test} | {left} | {right} |", flush=True)  # noqa: T201 - the framework's signature
     return worse
 
 

@@ -175,7 +175,7 @@ def test_lightning_trains_a_batch_too_many_behind_the_end_of_an_epoch(tmp_path):
 
 
 class Tiny(LightningModule):
-    def __init__(self, width=1, loss=None):  # noqa: ARG002 - a hyper-parameter
+    def __init__(self, width=1, loss=None):  # noqa: ARG002 - the framework's signature
         super().__init__()
         self.save_hyperparameters()
         self.layer = torch.nn.Linear(2, width)

@@ -19,7 +19,7 @@ TOTAL = 42
 @pytest.fixture
 def lighthouse():
     """Return a function that starts a lighthouse for so many replicas, and returns its address."""
-    from torchft.coordination import LighthouseServer  # noqa: PLC0415 - it may be missing
+    from torchft.coordination import LighthouseServer  # noqa: PLC0415 - the framework's signature
 
     servers: list[Any] = []
 

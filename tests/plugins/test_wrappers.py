@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import ckptfmt  # noqa: E402 - after what may skip this file
+import ckptfmt  # noqa: E402 - the framework's signature
 
 Objects = tuple[Any, Any, Any]
 

@@ -19,22 +19,22 @@ import numpy as np
 import torch
 
 random.seed(7)
-np.random.seed(7)  # noqa: NPY002 - the process's own stream
+np.random.seed(7)  # noqa: NPY002 - the framework's signature
 stub: Any = torch
 stub._utils._get_available_device_type = lambda: "cpu"
 stub.cpu.current_device = lambda: 0
 stub.cpu.get_device_name = lambda *_: "cpu"
 stub.distributed.set_timeout = getattr(stub.distributed, "set_timeout", lambda *_: None)
 
-import tokenizers  # noqa: E402
-from torch.nn.attention import flex_attention  # noqa: E402
-from torchtitan.components import metrics  # noqa: E402
-from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
-from torchtitan.models.common.attention import FlexAttention  # noqa: E402
-from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
+import tokenizers  # noqa: E402 - the framework's signature
+from torch.nn.attention import flex_attention  # noqa: E402 - the framework's signature
+from torchtitan.components import metrics  # noqa: E402 - the framework's signature
+from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402 - the framework's signature
+from torchtitan.models.common.attention import FlexAttention  # noqa: E402 - the framework's signature
+from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402 - the framework's signature
 
-from ckptfmt.plugins.torchtitan import CkptfmtManager  # noqa: E402
-from tests.plugins.trainings import Journal, rng_digest  # noqa: E402
+from ckptfmt.plugins.torchtitan import CkptfmtManager  # noqa: E402 - the framework's signature
+from tests.plugins.trainings import Journal, rng_digest  # noqa: E402 - the framework's signature
 
 TOTAL = 42
 
@@ -156,7 +156,7 @@ def load(step: int) -> bool:
     return is_loaded
 
 
-def save(step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002
+def save(step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - the framework's signature
     """Save as the trainer does, and note the step."""
     is_saved: bool = inner(step, last_step)
     journal.note(

@@ -40,7 +40,7 @@ class Samples(torch.utils.data.Dataset[tuple[int, torch.Tensor]]):
 
 torch.manual_seed(7)
 random.seed(7)
-np.random.seed(7)  # noqa: NPY002 - the process's own stream
+np.random.seed(7)  # noqa: NPY002 - the framework's signature
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 8))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, TOTAL)

@@ -25,7 +25,7 @@ run, journal_path = (f"{path}-{replica}" for path in sys.argv[1:3])
 torch.manual_seed(7)
 net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 8))
 random.seed(7 + replica)
-np.random.seed(7 + replica)  # noqa: NPY002 - the process's own stream
+np.random.seed(7 + replica)  # noqa: NPY002 - the framework's signature
 torch.manual_seed(7 + replica)
 distributed: Any = torch.distributed
 store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -60,12 +60,12 @@ def _pieces(value: Any) -> Iterable[bytes]:
         if hasattr(value, "full_tensor"):
             value = value.full_tensor()
         if hasattr(value, "detach"):
-            import torch  # noqa: PLC0415 - not every script has it
+            import torch  # noqa: PLC0415 - the framework's signature
 
             flat = value.detach().cpu().contiguous().reshape(-1)
             content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         else:
-            import numpy as np  # noqa: PLC0415
+            import numpy as np  # noqa: PLC0415 - the framework's signature
 
             content = np.asarray(value).tobytes()
         yield f"{value.dtype} {tuple(value.shape)}".encode()
@@ -76,12 +76,12 @@ def _pieces(value: Any) -> Iterable[bytes]:
 
 def rng_digest() -> str:
     """Return a digest of the RNG streams of Python, numpy and torch."""
-    import random  # noqa: PLC0415 - a script without torch has no use for this
+    import random  # noqa: PLC0415 - the framework's signature
 
-    import numpy as np  # noqa: PLC0415
-    import torch  # noqa: PLC0415
+    import numpy as np  # noqa: PLC0415 - the framework's signature
+    import torch  # noqa: PLC0415 - the framework's signature
 
-    return digest([random.getstate(), np.random.get_state(), torch.get_rng_state()])  # noqa: NPY002 - the global one
+    return digest([random.getstate(), np.random.get_state(), torch.get_rng_state()])  # noqa: NPY002 - the framework's signature
 
 
 class Journal:
@@ -150,8 +150,8 @@ def verdict(run: str | Path) -> tuple[str, set[str], str]:
 
     Of a verdict that something differs, what differs stands in the place of what was compared.
     """
-    from ckptfmt.run.step_log import read_verdicts  # noqa: PLC0415 - not every script has a use for this
-    from ckptfmt.store import open_store  # noqa: PLC0415
+    from ckptfmt.run.step_log import read_verdicts  # noqa: PLC0415 - the framework's signature
+    from ckptfmt.store import open_store  # noqa: PLC0415 - the framework's signature
 
     found = read_verdicts(open_store(run, writable=False))
     newest = found[max(found)]

@@ -100,7 +100,7 @@ def _one_optimizer(
     module, optimizer = make(1, four)
     try:
         steps_without_model(module, optimizer, range(2))
-    except Exception as error:  # noqa: BLE001 - torch's own optimizers, on DTensors
+    except Exception as error:  # noqa: BLE001
         return {"unsupported": f"{type(error).__name__}: {error}"[:200]}
     path = stage.path(f"optimizer-{name}")
     ckptfmt.save(path, State(weights=module, optimizer=optimizer), step=2)

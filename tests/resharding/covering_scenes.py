@@ -508,7 +508,7 @@ def _cover(stage: Stage, pairs: tuple[tuple[Node, Node], ...], label: str) -> An
                 path = stage.path(f"{label}-{source.name}")
                 try:
                     outcomes[pair_name(source, node)] = target.load(path, number + offset)
-                except Exception:  # noqa: BLE001 - it is the outcome of this pair
+                except Exception:  # noqa: BLE001
                     outcomes[pair_name(source, node)] = traceback.format_exc()
     return {
         "outcomes": outcomes,

@@ -119,7 +119,7 @@ def _draw(own: dict[str, Any]) -> Any:
     user, array = own["torch"], own["numpy"]
     return [
         random.random().hex(),
-        np.random.rand().hex(),  # noqa: NPY002 - the legacy stream is under test
+        np.random.rand().hex(),  # noqa: NPY002
         bits(torch.rand(3)),
         bits(torch.rand(3, generator=user)),
         float(array.random()).hex(),
@@ -128,7 +128,7 @@ def _draw(own: dict[str, Any]) -> Any:
 
 def _seed(seed: int) -> dict[str, Any]:
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - the legacy stream is under test
+    np.random.seed(seed)  # noqa: NPY002
     torch.manual_seed(seed)
     return {
         "torch": torch.Generator().manual_seed(seed + 1),

@@ -125,7 +125,7 @@ def settle(variables: dict[str, str], output: str) -> None:
         os.dup2(file.fileno(), 2)
     os.environ.clear()
     os.environ.update(variables)
-    import torch  # noqa: PLC0415 - only the forks need it
+    import torch  # noqa: PLC0415
 
     torch.set_num_threads(1)  # what OMP_NUM_THREADS says is read by the import
 
@@ -133,7 +133,7 @@ def settle(variables: dict[str, str], output: str) -> None:
 def _play(variables: dict[str, str], errors: str, told: list[str]) -> None:
     """Be one process of a launch, from a fork on."""
     settle(variables, errors)
-    from tests.resharding import stage  # noqa: PLC0415 - it imports torch
+    from tests.resharding import stage  # noqa: PLC0415
 
     stage.main(*told)
 
@@ -157,7 +157,7 @@ def _meeting(rendezvous: str, here: Path) -> Iterator[dict[str, str]]:
     elif rendezvous == "env":
         yield {"MEET": "env://", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     else:
-        import torch.distributed as dist  # noqa: PLC0415 - only this way of meeting needs it here
+        import torch.distributed as dist  # noqa: PLC0415
 
         make = dist.TCPStore  # type: ignore[attr-defined]
         store = make("127.0.0.1", 0, is_master=True, wait_for_workers=False)

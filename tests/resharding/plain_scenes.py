@@ -245,7 +245,7 @@ def experts_own_names(stage: Stage) -> Any:
 
 def stages_replicated_by_their_own_mesh(stage: Stage) -> Any:
     """Local layer numbers again, but a mesh of each stage says that its ranks are replicas: only of one another."""
-    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
     from torch.distributed.tensor import Replicate, distribute_tensor  # noqa: PLC0415
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))["data"]
@@ -392,7 +392,7 @@ def agree_by_token(stage: Stage) -> Any:
 def writer_given(stage: Stage) -> Any:
     """Numbers of writers that aren't the ranks of torch.distributed."""
     number = stage.world_size - 1 - stage.rank
-    order = lambda value: _gather(value)[::-1]  # noqa: E731 - a gather of one line
+    order = lambda value: _gather(value)[::-1]  # noqa: E731
     return _save_and_load(stage, "given", agree=order, writer=(number, stage.world_size))
 
 

@@ -107,8 +107,9 @@ def fsdp_save(stage: Stage) -> Any:
     state = State(weights=module, optimizer=optimizer, data={})
     ckptfmt.save(path, state, step=3)
     local = {
-        name: list(parameter.to_local().shape) for name, parameter in module.named_parameters()
-    }  # type: ignore[attr-defined]
+        name: list(parameter.to_local().shape)  # type: ignore[attr-defined]
+        for name, parameter in module.named_parameters()
+    }
     saved = both(module, optimizer)
     module.train()
     losses = train(module, optimizer, range(3, 5), stage.rank)
@@ -189,7 +190,7 @@ def load_after_evaluation(stage: Stage) -> Any:
 
 def replicate_composably(stage: Stage) -> Any:
     """torch's `replicate`, which in some versions makes DTensors of the parameters and in others hooks."""
-    from torch.distributed._composable.replicate import replicate  # noqa: PLC0415 - private, and only here
+    from torch.distributed._composable.replicate import replicate  # noqa: PLC0415
 
     def make(seed: int) -> Net:
         module = Net(seed)
@@ -404,12 +405,12 @@ class Container(torch.optim.Optimizer):
         for inner in self.optimizers:
             inner.step()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
         for inner in self.optimizers:
             inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415 - slow to import
+        from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415
             StateDictOptions,
             get_optimizer_state_dict,
         )
@@ -422,7 +423,7 @@ class Container(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415 - slow to import
+        from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415
             StateDictOptions,
             set_optimizer_state_dict,
         )

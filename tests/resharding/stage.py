@@ -62,7 +62,7 @@ def attempt(action: Callable[[], object]) -> dict[str, Any]:
         action()
     except CkptError as error:
         said = {**error.as_json(), "text": str(error), "kind": "CkptError"}
-    except Exception as error:  # noqa: BLE001 - a foreign error is an outcome too
+    except Exception as error:  # noqa: BLE001
         said = {"code": type(error).__name__, "where": None, "text": str(error), "kind": "foreign"}
     else:
         said = {"code": "OK", "where": None, "text": "", "kind": "none"}
@@ -116,7 +116,7 @@ def steps_without_model(module: nn.Module, optimizer: torch.optim.Optimizer, ste
             grad = gradient(name, tuple(parameter.shape), step)
             mesh = getattr(parameter, "device_mesh", None)
             if mesh is not None:
-                from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - seldom needed, and slow
+                from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
 
                 grad = distribute_tensor(grad, mesh, parameter.placements)  # type: ignore[attr-defined]
             parameter.grad = grad
@@ -151,7 +151,7 @@ def _play(stage: Stage, name: str, scene: Callable[[Stage], object]) -> dict[str
     value, trace = None, None
     try:
         value = scene(stage)
-    except Exception:  # noqa: BLE001 - it is what this scene said
+    except Exception:  # noqa: BLE001
         trace = traceback.format_exc()
     seconds = time.monotonic() - begin_s
     return {

@@ -445,7 +445,7 @@ def test_a_launch_that_begins_at_a_mirror_at_any_moment_goes_on_undisturbed():
             operation: Operation, seen: list[Operation] = seen, there: RunOfSteps = there
         ) -> None:
             seen.append(operation)
-            if len(seen) == number:  # noqa: B023 - of this turn
+            if len(seen) == number:  # noqa: B023
                 there.begin()
                 there.save(99)
                 clean_up(there.store, there.run, launch=there.launch.launch)

@@ -345,7 +345,7 @@ class Stage:
         """Note a failure of the context as a broken promise."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - a test says which
+        except Exception as error:  # noqa: BLE001
             frames = "".join(traceback.format_tb(error.__traceback__)[-3:])
             self.wrongs.append(f"{where}: {type(error).__name__}: {error}\n{frames}")
 
@@ -421,7 +421,7 @@ def at_once(*actions: Callable[[], object]) -> None:
     def call(action: Callable[[], object]) -> None:
         try:
             action()
-        except BaseException as error:  # noqa: BLE001 - raised below
+        except BaseException as error:  # noqa: BLE001
             errors.append(error)
 
     threads = [threading.Thread(target=call, args=(action,), daemon=True) for action in actions]
@@ -799,7 +799,7 @@ class Campaign:
             steps = scenario.act(stage)
             try:
                 next(steps)
-            except BaseException as error:  # noqa: BLE001 - an undisturbed server, and yet
+            except BaseException as error:  # noqa: BLE001
                 said[0] = f"can't begin: {error!r}"
                 return
             self._proxy.script(*rules)
@@ -810,7 +810,7 @@ class Campaign:
                 said[0] = str(error.code)
                 if "testsecret" in str(error):
                     stage.wrongs.append("the error has a secret in it")
-            except BaseException as error:  # noqa: BLE001 - that is what is looked for
+            except BaseException as error:  # noqa: BLE001
                 said[0] = type(error).__name__
                 stage.wrongs.append(
                     f"no error of ckptfmt: {''.join(traceback.format_exception(error))}"

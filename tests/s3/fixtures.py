@@ -29,7 +29,7 @@ class Bucket:
 
     def store(self, prefix: str = "", **options: Any) -> Any:
         """Return obstore's own store of it."""
-        import obstore.store  # noqa: PLC0415 - most tests don't need it
+        import obstore.store  # noqa: PLC0415
 
         return obstore.store.S3Store(
             self.name, prefix=prefix or None, **self.endpoint.options, **options

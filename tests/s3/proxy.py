@@ -285,7 +285,7 @@ class Proxy:
             wait_s = self._free_at - now
         time.sleep(wait_s)
 
-    def _answer(self, request: Request) -> Answer | None:  # noqa: PLR0911 - one for each kind of fault
+    def _answer(self, request: Request) -> Answer | None:  # noqa: PLR0911
         """Carry out a request and what a rule does to it; return the answer, None if the connection ends."""
         rule = self._rule_for(request)
         match rule and rule.fault:
@@ -413,7 +413,7 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         whole = self.command == "HEAD" or nbytes == len(answer.body)
         self.close_connection = not whole or self.headers.get("Connection", "").lower() == "close"
 
-    do_PUT = do_POST = do_DELETE = do_HEAD = do_GET  # noqa: N815 - the same
+    do_PUT = do_POST = do_DELETE = do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, *_: Any) -> None:
         """Say nothing."""

@@ -119,7 +119,7 @@ def test_a_server_answers_as_the_model_does(s3_bucket, seed):
 
     for number in range(50):
         op, path, _, call = draw(chance, number)
-        assert outcome_of(lambda: call(store)) == outcome_of(lambda: call(model)), (  # noqa: B023 - called at once
+        assert outcome_of(lambda: call(store)) == outcome_of(lambda: call(model)), (  # noqa: B023
             number,
             op,
             path,

@@ -151,7 +151,7 @@ def outcome(action):
     """Return what a client of obstore says of a request: "done", or the name of its error."""
     try:
         action()
-    except Exception as error:  # noqa: BLE001 - which one it is, is the answer
+    except Exception as error:  # noqa: BLE001
         return type(error).__name__
     return "done"
 

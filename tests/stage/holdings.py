@@ -17,9 +17,9 @@ def mappings():
 def descriptors():
     """Return what this process's descriptors of slots point to."""
     targets = []
-    for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 - the names suffice
+    for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208
         with contextlib.suppress(FileNotFoundError):  # the one that listed is gone
-            targets.append(os.readlink(f"/proc/self/fd/{entry}"))  # noqa: PTH115 - as above
+            targets.append(os.readlink(f"/proc/self/fd/{entry}"))  # noqa: PTH115
     return [target for target in targets if "memfd:ckptfmt" in target]
 
 
@@ -29,7 +29,7 @@ def forked(body):
     if pid == 0:
         try:
             body()
-        except BaseException as error:  # noqa: BLE001 - told and judged by the parent
+        except BaseException as error:  # noqa: BLE001
             os.write(2, repr(error).encode())
             os._exit(1)
         os._exit(0)

@@ -193,7 +193,7 @@ def test_close_fd_leaves_the_memory(slot):
 
 def test_an_executed_program_inherits_no_descriptor(slot):
     received = os.dup(slot.fd)
-    os.set_inheritable(received, True)  # noqa: FBT003 - the standard library's signature
+    os.set_inheritable(received, True)  # noqa: FBT003
     with contextlib.closing(Slot.attach(received)):
         command = [
             sys.executable,

@@ -81,7 +81,7 @@ def test_every_failing_call_gives_a_named_error_and_whole_files(
         if operation.startswith("create") and code == "ok":
             assert {"run/new", "a/b/new"} & after.keys()
         assert len(temporaries(root)) <= 1  # one, if the call that failed was to remove it
-        assert code_of(lambda: OPERATIONS[operation](healthy)) in (  # noqa: B023 - called at once
+        assert code_of(lambda: OPERATIONS[operation](healthy)) in (  # noqa: B023
             "ok",
             Code.STORE_EXISTS,
             Code.FILE_MISSING,

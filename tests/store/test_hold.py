@@ -82,7 +82,7 @@ def test_a_forked_child_does_not_hold_on_for_its_killed_parent(store, tmp_path):
     with python(HOLD, tmp_path, "fork") as process:
         assert process.stdout.readline() == "ready\n"
         children = (f"/proc/{process.pid}/task/{process.pid}/children",)
-        with open(*children) as file:  # noqa: PTH123 - of the kernel
+        with open(*children) as file:  # noqa: PTH123
             (child,) = map(int, file.read().split())
         try:
             process.kill()
@@ -268,11 +268,11 @@ def test_without_locks_nothing_is_held_and_nothing_is_left(tmp_path, number):
 
 def test_what_is_held_is_not_inherited_by_started_programs(store):
     with store.hold("a"):
-        fds = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208 - not a path
+        fds = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208
         links = {}
         for fd in fds:
             with contextlib.suppress(OSError):
-                links[os.readlink(f"/proc/self/fd/{fd}")] = fd  # noqa: PTH115 - of the kernel
+                links[os.readlink(f"/proc/self/fd/{fd}")] = fd  # noqa: PTH115
         fd = links[f"{store.name}/a"]
         assert not os.get_inheritable(fd)
 

@@ -142,7 +142,7 @@ class Careless(Quiet):
         self.rfile.read(int(self.headers["Content-Length"]))
         self.answer(200, ETag='"1"')
 
-    do_DELETE = do_PUT  # noqa: N815 - the name that http.server calls
+    do_DELETE = do_PUT  # noqa: N815
 
 
 def test_a_server_that_ignores_conditions_is_refused():
@@ -192,7 +192,7 @@ class Denying(Quiet):
     def do_GET(self):
         self.answer(403)
 
-    do_HEAD = do_GET  # noqa: N815 - the name that http.server calls
+    do_HEAD = do_GET  # noqa: N815
 
 
 def test_a_key_that_may_not_read_is_named():

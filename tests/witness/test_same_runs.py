@@ -37,7 +37,7 @@ class Mean(nn.Module):
         self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, batch: torch.Tensor) -> Any:
-        mean: Any = getattr(self, "mean")  # noqa: B009 - a buffer
+        mean: Any = getattr(self, "mean")  # noqa: B009
         self.mean = mean * 0.9 + batch.mean(0) * 0.1
         return self.linear(batch - self.mean)
 

@@ -78,7 +78,7 @@ class Loop:
                 batches = iter(self.loader)
                 for step in checkpointer.steps(upto):
                     if step == dies_at:
-                        raise KilledError  # noqa: TRY301 - it stands for the end of the process
+                        raise KilledError  # noqa: TRY301
                     batch = next(batches)
                     for hook in self.hooks:
                         hook(self, step)
@@ -208,7 +208,7 @@ def own_loop(
     """Train with a loop of the program's own, which does something behind the save of step 10."""
     loop = Loop()
     checkpointer = Checkpointer(run, loop.state, every=5, saver="inline")
-    with pytest.raises(KilledError), checkpointer:  # noqa: PT012 - it stands for the whole launch
+    with pytest.raises(KilledError), checkpointer:  # noqa: PT012
         batches = iter(loop.loader)
         if says_when:
             checkpointer.restore_rng()
@@ -247,7 +247,7 @@ def test_numbers_drawn_behind_the_save_are_named_as_the_cause(tmp_path: pathlib.
             "the RNG stream torch.cpu was drawn from between the save of step 10 and the next step",
         ),
         (lambda _: random.random(), "the RNG stream python was drawn from"),
-        (lambda _: np.random.bytes(4), "the RNG stream numpy was drawn from"),  # noqa: NPY002 - it is the stream
+        (lambda _: np.random.bytes(4), "the RNG stream numpy was drawn from"),  # noqa: NPY002
         (
             lambda loop: loop.scheduler.step(),
             "optimizer:extra/scheduler changed between the save of step 10",
@@ -611,13 +611,14 @@ def wait_for_record(run: pathlib.Path, step: int) -> list[int]:
 
 def test_record_of_a_step_is_in_the_file_while_the_launch_goes_on(tmp_path: pathlib.Path) -> None:
     """Spec: REQ-RUN-061."""
-    found: list[list[int]] = []
+
+    def look(_loop: Loop, step: int) -> None:
+        if step:
+            assert wait_for_record(tmp_path, step) == list(range(1, step + 1))
+
     loop = Loop()
-    loop.hooks.append(
-        lambda _, step: found.append(wait_for_record(tmp_path, step)) if step else None
-    )
+    loop.hooks.append(look)
     loop.train(tmp_path, 4)
-    assert found == [[1], [1, 2], [1, 2, 3]]
 
 
 def test_loop_that_counts_by_number_is_recorded_from_its_first_step(tmp_path: pathlib.Path) -> None:

@@ -125,7 +125,7 @@ _SHUFFLING: Final = (
 #: Classes that supply batches and have no position to save.
 _LOADERS: Final = (
     torch.utils.data.DataLoader,
-    torch.utils.data.dataloader._BaseDataLoaderIter,  # noqa: SLF001 - torch has no public name for it
+    torch.utils.data.dataloader._BaseDataLoaderIter,  # noqa: SLF001
     torch.utils.data.Sampler,
     torch.utils.data.Dataset,
 )

@@ -58,7 +58,8 @@ def block_digests(tensor_bytes: torch.Tensor, block_nbytes: int) -> torch.Tensor
         raise err(
             Code.ARGUMENT, f"{told}: a contiguous vector of uint8 is needed", where="tensor_bytes="
         )
-    least, most = limits.BLOCK_NBYTES_MIN, limits.BLOCK_NBYTES_MAX
+    least = limits.BLOCK_NBYTES_MIN
+    most = limits.BLOCK_NBYTES_MAX
     if not least <= block_nbytes <= most or block_nbytes & (block_nbytes - 1):
         detail = f"{block_nbytes} isn't a power of two from {least} to {most}"
         raise err(Code.ARGUMENT, detail, where="block_nbytes=", requirement="REQ-TEN-005")
@@ -85,10 +86,10 @@ def _find_kernels(device: torch.device) -> _Program | None:
     if importlib.util.find_spec("triton") is None:
         return None
     try:
-        from ckptfmt.adapters.torch import blake3_triton  # noqa: PLC0415 - triton comes only with torch's CUDA builds
+        from ckptfmt.adapters.torch import blake3_triton  # noqa: PLC0415
 
         is_right = _is_right(blake3_triton.digest_batch, device)
-    except Exception as error:  # noqa: BLE001 - a kernel is compiled by an LLVM, an assembler and a C compiler
+    except Exception as error:  # noqa: BLE001
         reason = f"{type(error).__name__}: {error}"
     else:
         if is_right:
@@ -109,7 +110,8 @@ def _is_right(program: _Program, device: torch.device) -> bool:
     """
     nbytes = (2 << 20) + 3 * 1024 + 7
     content = (torch.arange(nbytes, dtype=torch.int32) * 40503 >> 8).to(torch.uint8)
-    host, held = content.numpy().tobytes(), content.to(device)
+    host = content.numpy().tobytes()
+    held = content.to(device)
     return all(
         _digest(held[begin:], block_nbytes, program).cpu().numpy().tobytes()
         == host_digests(memoryview(host)[begin:], block_nbytes)

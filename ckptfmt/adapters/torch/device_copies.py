@@ -240,7 +240,7 @@ class _Transfer:
         """Pack, gather and send the parts on the current stream."""
         packed = [_bytes_of(part) for part in self.parts]
         if len(packed) > 1:
-            assert self.side.buffer is not None  # noqa: S101 - the plan reserves it
+            assert self.side.buffer is not None  # noqa: S101
             packed = [torch.cat(packed, out=self.side.buffer[: self.nbytes])]
         self.side.cuda.copy_to_host(target, packed[0])
 
@@ -279,13 +279,14 @@ class _Transfer:
 
         Neighbouring blocks are sent together.
         """
-        assert self.kept is not None  # noqa: S101 - compared before
+        assert self.kept is not None  # noqa: S101
         content = _bytes_of(self.parts[0])
         # The beginnings of runs of equal values, and the end of the last run.
         edges = [0, *(np.flatnonzero(np.diff(self.kept)) + 1).tolist(), len(self.kept)]
         for first, last in itertools.pairwise(edges):
             if not self.kept[first]:
-                begin, end = first * self.block_nbytes, min(last * self.block_nbytes, len(content))
+                begin = first * self.block_nbytes
+                end = min(last * self.block_nbytes, len(content))
                 self.side.cuda.copy_to_host(
                     image[self.begin + begin : self.begin + end], content[begin:end]
                 )
@@ -293,7 +294,7 @@ class _Transfer:
     def seen(self) -> Seen:
         """Return the digests and the comparison's result."""
         self.compare()
-        assert self.kept is not None  # noqa: S101 - it was looked at
+        assert self.kept is not None  # noqa: S101
         assert self.digests is not None  # noqa: S101
         return Seen(
             begin=self.begin, digests=self.digests.numpy().tobytes(), kept=self.kept.tobytes()
@@ -328,7 +329,8 @@ class DeviceCopy:
 
         The copied values are those at the time of this call.
         """
-        cuda, stream = self.side.cuda, self.side.stream
+        cuda = self.side.cuda
+        stream = self.side.stream
         for transfer in self.transfers:
             transfer.reserve()
         cuda.follow_current(stream, self.side.device)
@@ -349,7 +351,8 @@ class DeviceCopy:
         self.seen = [
             each.seen() for each in self.transfers if self._looks and each.watched is not None
         ]
-        self.transfers, self.image = [], None
+        self.transfers = []
+        self.image = None
 
     def guard(self) -> None:
         """Make later work of the current stream wait until the sources have been read.
@@ -361,7 +364,7 @@ class DeviceCopy:
             self.side.cuda.hold_current(self.event, self.side.device)
 
     def _enqueue(self) -> None:
-        assert self.image is not None  # noqa: S101 - nobody starts a copy that has finished
+        assert self.image is not None  # noqa: S101
         for transfer in self.transfers:
             transfer.look()
             if not transfer.waits:
@@ -375,8 +378,10 @@ class DeviceCopy:
             ]
             if not waiting or self.event is None:
                 return
-            cuda, stream, image = self.side.cuda, self.side.stream, self.image
-            assert image is not None  # noqa: S101 - it has transfers
+            cuda = self.side.cuda
+            stream = self.side.stream
+            image = self.image
+            assert image is not None  # noqa: S101
             cuda.synchronize(self.event)
             for transfer in waiting:
                 transfer.compare()
@@ -440,7 +445,8 @@ def _iter_transfers(
     piece: tuple[TensorKey, torch.Tensor, int, int], *, sides: SideStreams, filling: Filling | None
 ) -> Iterator[_Transfer]:
     key, held, begin, end = piece
-    side, tensor = sides.of(held), held.detach()  # keeps the memory after `tensor.data = ...`
+    side = sides.of(held)  # keeps the memory after `tensor.data = ...`
+    tensor = held.detach()
     for at, part in _iter_parts(tensor, begin, end):
         transfer = _Transfer(side=side, keys=[key], begin=at, end=at + part.nbytes, parts=[part])
         # Blocks start at the begin of a piece, so a piece that is sent in parts can't be compared.
@@ -492,7 +498,7 @@ def _iter_parts(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[in
 
     A tensor that must be packed is yielded in parts that fit the gather buffer.
     """
-    assert tensor.nbytes == end - begin  # noqa: S101 - the image was laid out for this tensor
+    assert tensor.nbytes == end - begin  # noqa: S101
     if begin == end:
         return
     if _is_plain(tensor) or tensor.nbytes <= GATHER_NBYTES:
@@ -574,7 +580,8 @@ class Devices:
 
         The function must be called before the slot is closed.
         """
-        address, view = slot.address, slot.view
+        address = slot.address
+        view = slot.view
         problem = pin(address, slot.nbytes, cuda=self._cuda)
         if problem is not None:
             report = self._report()

@@ -75,7 +75,9 @@ class _CheckedCopy:
     ) -> None:
         # The reference keeps the guard alive during the copy, even if the program drops the state.
         self._guard = guard
-        self.keys, self.begin, self.end = inner.keys, inner.begin, inner.end
+        self.keys = inner.keys
+        self.begin = inner.begin
+        self.end = inner.end
         self.inner = inner
         #: The tensors with a changed write count; and whether a write without a count was detected.
         self.changed: list[TorchSource] = []
@@ -421,7 +423,7 @@ def _is_private(source: TorchSource) -> bool:
 
 def _version(local: torch.Tensor) -> int:
     """Return torch's count of the writes to a tensor, or -1 for an inference tensor."""
-    return -1 if local.is_inference() else local._version  # noqa: SLF001 - there is no public name
+    return -1 if local.is_inference() else local._version  # noqa: SLF001
 
 
 def _iter_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -89,7 +89,7 @@ class Paths:
         for part in path.split("."):
             attribute = self._attribute(module)
             if module is not None and attribute == part and (raw or attribute != _TAKEN_OUT):
-                module = module._modules.get(part)  # noqa: SLF001 - get_submodule would run the wrapper's __getattr__
+                module = module._modules.get(part)  # noqa: SLF001
                 continue
             while module is not None and attribute is not None:
                 module = module._modules.get(attribute)  # noqa: SLF001
@@ -123,7 +123,7 @@ def _all_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def tensor_readers(module: torch.nn.Module) -> list[tuple[str, Callable[[], torch.Tensor | None]]]:
-    """Return the places of a module's parameters and buffers, each with a function that reads the place."""
+    """Return the places of parameters and buffers of a module, each with a function to read."""
     found: dict[int, tuple[str, Callable[[], torch.Tensor | None]]] = {}
     for path, part in module.named_modules():
         for tensors in (part._parameters, part._buffers):  # noqa: SLF001
@@ -277,7 +277,7 @@ def merge_tied(entries: list[Entry]) -> list[Entry]:
         first = merged.get(key)
         if first is not None:
             names = (*first.names, *(name for name in entry.names if name not in first.names))
-            entry = dataclasses.replace(first, names=names)  # noqa: PLW2901 - the entry that stands for both
+            entry = dataclasses.replace(first, names=names)  # noqa: PLW2901
         merged[key] = entry
     return list(merged.values())
 
@@ -343,7 +343,7 @@ def _parameter_names(
 ) -> dict[int, tuple[str, ...]]:
     names: dict[int, tuple[str, ...]] = {}
     for path, module in modules:
-        for key, parameter in module._parameters.items():  # noqa: SLF001 - with the raw path, which wrappers rewrite
+        for key, parameter in module._parameters.items():  # noqa: SLF001
             if parameter is not None:
                 name = prefix + paths.name_of(f"{path}.{key}" if path else key, raw=True)
                 names[id(parameter)] = (*names.get(id(parameter), ()), name)
@@ -354,7 +354,7 @@ def _non_persistent(
     modules: Iterable[tuple[str, torch.nn.Module]], paths: Paths
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in modules:
-        for key in sorted(module._non_persistent_buffers_set):  # noqa: SLF001 - torch has no public name for it
+        for key in sorted(module._non_persistent_buffers_set):  # noqa: SLF001
             buffer = module._buffers.get(key)  # noqa: SLF001
             if buffer is not None:
                 yield paths.name_of(f"{path}.{key}" if path else key, raw=True), buffer

@@ -76,14 +76,16 @@ def _adds_nothing(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
     """Return whether a wrapper's state_dict has the same entries and state as the optimizer's."""
     if not callable(getattr(wrapper, "state_dict", None)):
         return False
-    own, held = wrapper.state_dict(), inner.state_dict()
+    own = wrapper.state_dict()
+    held = inner.state_dict()
     if (
         not isinstance(own, dict)
         or own.keys() != held.keys()
         or held.keys() != {"state", "param_groups"}
     ):
         return False
-    own_state, held_state = own["state"], held["state"]
+    own_state = own["state"]
+    held_state = held["state"]
     return own_state.keys() == held_state.keys() and all(
         own_state[key] is held_state[key] for key in held_state
     )

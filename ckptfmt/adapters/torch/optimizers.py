@@ -52,8 +52,8 @@ _FLAGS: Final = ("foreach", "fused", "capturable", "maximize", "differentiable")
 
 #: State of torch's optimizers with the parameter's shape.
 _LIKE_PARAMETERS: Final = {
-    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
-    "sum", "prev", "step_size",
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
+    "grad_avg", "acc_delta", "sum", "prev", "step_size",
 }  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def _groups_of(
 ) -> list[_Saved]:
     found: dict[str, _Saved] = {}
     for names in members:
-        names = list(names)  # noqa: PLW2901 - looked through twice
+        names = list(names)  # noqa: PLW2901
         saved = [group for name in names for group in by_parameter.get(name, ())]
         found |= {group.name: group for group in saved}
         if saved:
@@ -234,7 +234,7 @@ def contents_of(plan: LoadPlan, field: str, scope: str, value: Any) -> object:
     return value
 
 
-def _plan_options(  # noqa: PLR0917 - all of it is what a group is
+def _plan_options(  # noqa: PLR0917
     plan: LoadPlan, group: dict[str, Any], saved: _Saved, field: str, where: str, kept: set[str]
 ) -> None:
     for key in sorted(kept & saved.options.keys()):
@@ -523,8 +523,11 @@ class _ParameterState:
         field: str,
         on_device: bool,
     ) -> None:
-        self.plan, self.field, self.on_device = plan, field, on_device
-        self.optimizer, self.parameter = optimizer, parameter
+        self.plan = plan
+        self.field = field
+        self.on_device = on_device
+        self.optimizer = optimizer
+        self.parameter = parameter
         self.live: dict[Any, Any] = optimizer.state.get(parameter) or {}
         self.saved_dtype: str | None = None
 
@@ -577,7 +580,8 @@ class _ParameterState:
 
         Different contents become a problem, since they would be lost silently.
         """
-        plan, field = self.plan, self.field
+        plan = self.plan
+        field = self.field
         for other in others:
             key = (field, other, scope)
             if other == name or key not in plan.checkpoint.leaves:

@@ -12,7 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from ckptfmt.errors import CkptError, Code, err
 
-_DATA_TAG, _NOTHING_TAG = 0, 1
+_DATA_TAG = 0
+_NOTHING_TAG = 1
 _NOTHING_S: Final = 0.001
 #: A timeout longer than any training. `Pair.abort` or the end of the other process ends the wait.
 _EVER: Final = dt.timedelta(days=365)
@@ -46,7 +47,7 @@ class Pair:
         self._timeout = dt.timedelta(seconds=deadline_s)
         self._other = 1 - number
         if store is None:
-            store = c10d._get_default_store()  # noqa: SLF001 - there is no public way
+            store = c10d._get_default_store()  # noqa: SLF001
         make: Any = dist.ProcessGroupGloo  # torch's annotations lack its calls
         try:
             self._group = make(c10d.PrefixStore(name, store), number, 2, self._timeout)

@@ -199,7 +199,7 @@ def _memory_of(gradient: torch.Tensor) -> torch.Tensor | None:
     """Return a plain tensor that shares the local memory of a gradient, or None."""
     local = local_of(gradient) if is_distributed(gradient) else gradient
     if local.layout == torch.sparse_coo:
-        return local._values()  # noqa: SLF001 - values() wants it coalesced
+        return local._values()  # noqa: SLF001
     return local if local.layout == torch.strided and not local.is_inference() else None
 
 

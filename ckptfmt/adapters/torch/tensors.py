@@ -99,7 +99,7 @@ def check_tensor(tensor: torch.Tensor, *, where: str) -> None:
         raise _unsupported(
             "a quantized tensor", where, "Save int_repr() and the scales as tensors."
         )
-    if tensor._is_zerotensor():  # noqa: SLF001 - torch has no public name for it
+    if tensor._is_zerotensor():  # noqa: SLF001
         raise _unsupported(
             "a tensor of zeros that has no memory, as forward-mode AD makes",
             where,
@@ -521,7 +521,8 @@ def _copy(
     by: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
 ) -> None:
     if target.dtype == incoming.dtype and not (target.is_conj() or target.is_neg()):
-        target, incoming = _as_integers(target), _as_integers(incoming)
+        target = _as_integers(target)
+        incoming = _as_integers(incoming)
     if by is not None:
         by(target, incoming)
         return

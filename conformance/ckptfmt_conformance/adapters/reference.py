@@ -172,7 +172,8 @@ class Reference:
 
     def parse(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Parse a document or value, and return the value."""
-        form, name = request["form"], request["file"]
+        form = request["form"]
+        name = request["file"]
         if form not in _FORMS:
             raise Unsupported(f"parse-{form}")
         with self._broken_as_said(), _phase("open"):
@@ -378,8 +379,10 @@ def _rows(sampler: Sampler, step: int, name: str) -> Iterator[list[Any]]:
 def _loader(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Load the field `data` into another library's loader, and return the loader's state."""
     saved = next(checkpoint.leaf(*key) for key in checkpoint.leaves if key[0] == "data")
-    worker, count = asked["worker"], asked["worker_count"]
-    loader, counts = _Loader(), SimpleNamespace()
+    worker = asked["worker"]
+    count = asked["worker_count"]
+    loader = _Loader()
+    counts = SimpleNamespace()
     data: Any = PerWorker(ForeignLoader(loader, lib=saved["lib"], worker_count=count))
     if saved["per"] == "run":
         vars(counts).update(dict.fromkeys(saved["state"]))

@@ -85,14 +85,14 @@ class Job:
         pace_s: float,
         timeout_s: float,
     ) -> None:
-        self.cluster, self.run = cluster, directory / "run"
-        self.rng, self.victim = random.Random(0), 0
-        self._adapter, self._directory, self._pace_s, self._timeout_s = (
-            adapter,
-            directory,
-            pace_s,
-            timeout_s,
-        )
+        self.cluster = cluster
+        self.run = directory / "run"
+        self.rng = random.Random(0)
+        self.victim = 0
+        self._adapter = adapter
+        self._directory = directory
+        self._pace_s = pace_s
+        self._timeout_s = timeout_s
         self._armed = directory / "armed"
         self._armed.mkdir(parents=True)
         self._away_until = [0.0] * len(cluster.nodes)
@@ -281,9 +281,15 @@ class Campaign:
         timeout_s: float = 180.0,
         on_verdict: Callable[[Verdict], None] = lambda _: None,
     ) -> None:
-        self._adapter, self._kinds, self._seed, self._directory = adapter, kinds, seed, directory
-        self._node_count, self._is_network = node_count, is_network
-        self._pace_s, self._timeout_s, self._on_verdict = pace_s, timeout_s, on_verdict
+        self._adapter = adapter
+        self._kinds = kinds
+        self._seed = seed
+        self._directory = directory
+        self._node_count = node_count
+        self._is_network = is_network
+        self._pace_s = pace_s
+        self._timeout_s = timeout_s
+        self._on_verdict = on_verdict
 
     def run(self, count: int, *, within_s: float = math.inf) -> list[Verdict]:
         """Inject `count` faults, and return their verdicts.

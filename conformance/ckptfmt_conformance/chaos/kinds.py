@@ -268,7 +268,8 @@ def _launch_again(scene: Scene) -> None:
     scene.launch_again()
 
 
-_KILL, _TERM = signal.SIGKILL, signal.SIGTERM
+_KILL = signal.SIGKILL
+_TERM = signal.SIGTERM
 
 
 def _kind(

@@ -57,9 +57,11 @@ class Node:
     """
 
     def __init__(self, name: str, mark: str, namespace: str | None, address: str) -> None:
-        self.name, self.address = name, address
+        self.name = name
+        self.address = address
         self.agent: subprocess.Popen[bytes] | None = None
-        self._mark, self._namespace = mark, namespace
+        self._mark = mark
+        self._namespace = namespace
 
     def start(
         self, argv: Sequence[str], environment: Mapping[str, str], log: Path
@@ -136,7 +138,8 @@ class Cluster:
 
     def __init__(self, count: int, *, is_network: bool, logs: Path) -> None:
         self._token = secrets.token_hex(3)
-        self._is_network, self._logs = is_network, logs
+        self._is_network = is_network
+        self._logs = logs
         self._subnet = f"10.{101 + secrets.randbelow(100)}.{secrets.randbelow(256)}"
         self.nodes = [self._make(index) for index in range(count)]
         self._open = contextlib.ExitStack()
@@ -177,7 +180,8 @@ class Cluster:
         _ip("link", "set", name, "up")
 
     def _connect(self, stack: contextlib.ExitStack, index: int, node: Node) -> None:
-        namespace, port = f"ck{self._token}{index}", self._port(index)
+        namespace = f"ck{self._token}{index}"
+        port = self._port(index)
         _ip("netns", "add", namespace)
         stack.callback(_ip, "netns", "del", namespace, check=False)
         _ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", namespace)

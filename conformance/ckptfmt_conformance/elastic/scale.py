@@ -35,7 +35,8 @@ class LossScale:
         if overflow:
             self.scale = self.scale / 2
         elif self.good == self.interval:
-            self.scale, self.good = self.scale * 2, 0
+            self.scale = self.scale * 2
+            self.good = 0
         return self.scale
 
     def state_dict(self) -> dict[str, Any]:
@@ -44,4 +45,6 @@ class LossScale:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        self.scale, self.interval, self.good = state["scale"], state["interval"], state["good"]
+        self.scale = state["scale"]
+        self.interval = state["interval"]
+        self.good = state["good"]

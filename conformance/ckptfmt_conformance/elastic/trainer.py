@@ -160,7 +160,8 @@ class Trainer:
     def _take_buffers(self, sums: Sums, before: list[torch.Tensor]) -> Sums:
         """Set the buffers from a microbatch's sums. Return the sums that the window needs."""
         floats, wholes = sums
-        at_float, at_whole = sum(parameter.numel() for parameter in self._parameters) + 1, 1
+        at_float = sum(parameter.numel() for parameter in self._parameters) + 1
+        at_whole = 1
         kept = floats[:at_float].clone(), wholes[:at_whole].clone()
         for buffer, old in zip(self._model.buffers(), before, strict=True):
             if buffer.is_floating_point():
@@ -168,7 +169,8 @@ class Trainer:
                 # An unchanged buffer is kept: the sum of equal values, divided by their number, may
                 # differ from the value.
                 buffer.copy_(mean if wholes[at_whole] else old)
-                at_float, at_whole = at_float + old.numel(), at_whole + 1
+                at_float = at_float + old.numel()
+                at_whole = at_whole + 1
             else:
                 buffer.copy_(old + wholes[at_whole : at_whole + old.numel()].view_as(old))
                 at_whole += old.numel()

@@ -75,7 +75,8 @@ class TreeSum:
         middle = split_node(begin, end)
         left = self._node(begin, middle, leaf, plan, like)
         right = self._node(middle, end, leaf, plan, like)
-        to, source = plan.owner(begin, world_size), plan.owner(middle, world_size)
+        to = plan.owner(begin, world_size)
+        source = plan.owner(middle, world_size)
         if to != source:
             right = _hand_over(right, to, source, like)
         return None if left is None or right is None or rank != to else add(left, right)
@@ -154,10 +155,12 @@ class WindowSum:
 
         Raises: ValueError where the slots contradict the number of microbatches.
         """
-        count, slots = state["count"], state["slots"]
+        count = state["count"]
+        slots = state["slots"]
         loaded = {
             int(slot): (floats.clone(), wholes.clone()) for slot, (floats, wholes) in slots.items()
         }
         if sum(1 << slot for slot in loaded) != count:
             raise ValueError(f"slots {sorted(loaded)} aren't those of {count} microbatches")
-        self.count, self.slots = count, loaded
+        self.count = count
+        self.slots = loaded

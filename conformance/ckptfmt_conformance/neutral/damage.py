@@ -168,7 +168,8 @@ def _missing(peer: Peer, bench: Bench) -> Verdict:
 def _swapped(peer: Peer, bench: Bench) -> Verdict:
     saved = _Saved.make(peer, bench)
     other = _Saved.make(peer, bench, "other", seed=2)
-    ours, theirs = _by_role(saved.path), _by_role(other.path)
+    ours = _by_role(saved.path)
+    theirs = _by_role(other.path)
     if len(ours) < 2:
         return Verdict(Status.SKIPPED, "one file is the whole checkpoint: there is nothing to mix")
     if ours.keys() != theirs.keys():
@@ -204,7 +205,8 @@ class _Trap:
 def _executed(peer: Peer, bench: Bench) -> Verdict:
     saved = _Saved.make(peer, bench)
     marker = bench.scratch / "executed"
-    count, ran = 0, []
+    count = 0
+    ran = []
     for path in files_of(saved.path):
         for name, content in _traps(marker):
             where, _ = saved.damaged(path, content, f"replaced by {name}")

@@ -189,7 +189,9 @@ def _judge(run: _Run) -> Verdict:
     answer = call(run.outcomes, timeout_s=_TIMEOUT_S)
     if answer.problem:
         return Verdict(Status.FAIL, f"loading what was left: {answer.problem}")
-    found, cut_short, whole = [], 0, 0
+    found = []
+    cut_short = 0
+    whole = 0
     for victim, (kind, said) in zip(run.victims, answer.value, strict=True):
         if victim.problem:
             found.append(f"step {victim.step}, killed {victim.moment}: {victim.problem}")

@@ -43,7 +43,9 @@ class Cursor:
     """
 
     def __init__(self, samples: int, *, seed: int) -> None:
-        self.samples, self.seed, self.consumed = samples, seed, 0
+        self.samples = samples
+        self.seed = seed
+        self.consumed = 0
 
     @property
     def epoch(self) -> int:
@@ -52,7 +54,8 @@ class Cursor:
 
     def take(self, count: int) -> list[int]:
         """Return the next `count` samples, across ends of epochs."""
-        begin, self.consumed = self.consumed, self.consumed + count
+        begin = self.consumed
+        self.consumed = self.consumed + count
         places = (divmod(at, self.samples) for at in range(begin, self.consumed))
         return [order_of(self.samples, self.seed, epoch)[position] for epoch, position in places]
 
@@ -63,7 +66,8 @@ class Cursor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position."""
-        self.samples, self.seed = state["samples"], state["seed"]
+        self.samples = state["samples"]
+        self.seed = state["seed"]
         self.consumed = state["epoch"] * state["samples"] + state["position"]
 
 

@@ -76,7 +76,8 @@ def _iter_single() -> Iterator[Cell]:
 
 
 def _make(name: str, interruption: str, steps: tuple[int, ...], loaders: tuple[int, ...]) -> Cell:
-    chain, when = "-to-".join(map(str, loaders)), _WORDS[interruption]
+    chain = "-to-".join(map(str, loaders))
+    when = _WORDS[interruption]
     return Cell(
         id=f"t1/data/{name}/{interruption}/{chain}",
         features=(loaded_job.FEATURE,),

@@ -87,7 +87,8 @@ class ElasticJob:
         """Do one microbatch, and finish the step if the microbatch is its last."""
         report = self.trainer.microbatch()
         if report is None:
-            self.samples, self.loss = (0, 0), 0.0  # samples and loss belong to whole steps
+            self.samples = (0, 0)  # samples and loss belong to whole steps
+            self.loss = 0.0
             return
         self.scheduler.step()
         for module in self.core.modules():

@@ -43,7 +43,8 @@ __all__ = [
 #: The feature that an implementation needs for foreign loaders.
 FEATURE: Final = "foreign-loaders"
 #: Values of `Recipe.data`: a loader of each worker, or a count of the whole run.
-LOADER, COUNT = "foreign-loader", "foreign-count"
+LOADER = "foreign-loader"
+COUNT = "foreign-count"
 #: The number of samples in a worker's epoch; the last batch is a short batch.
 SAMPLES: Final = 22
 _NAME: Final = "consumed_train_samples"

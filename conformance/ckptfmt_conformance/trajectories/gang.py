@@ -80,7 +80,8 @@ class Gang:
                 rank = waiting.pop(connection)
                 trace, answers[rank] = _receive(connection, rank)
                 if trace is not None:
-                    failure, end_s = failure or trace, min(end_s, time.monotonic() + GRACE_S)
+                    failure = failure or trace
+                    end_s = min(end_s, time.monotonic() + GRACE_S)
         if waiting and failure is None:
             failure = f"processes {sorted(waiting.values())} didn't answer within {timeout_s:g} s"
         if failure is not None:

@@ -69,7 +69,8 @@ class Progress:
     """The loop's counters."""
 
     def __init__(self) -> None:
-        self.step, self.skipped = 0, 0
+        self.step = 0
+        self.skipped = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters."""

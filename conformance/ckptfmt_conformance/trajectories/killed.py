@@ -114,7 +114,8 @@ def _play(cell: Cell, checkpointing: Checkpointing, directory: Path) -> CellResu
     assert cell.kill is not None
     if not isinstance(checkpointing, AsyncCheckpointing):
         raise Unsupported(FEATURE)
-    phase, phases = cell.kill.phase, checkpointing.phases
+    phase = cell.kill.phase
+    phases = checkpointing.phases
     if phase and (phase not in phases or (cell.kill.midway and phase == phases[-1])):
         raise Unsupported(
             f"{FEATURE}: its saves don't tell of {phase}" + " and what follows" * cell.kill.midway
@@ -226,7 +227,8 @@ class _Victim:
         seen_s: dict[str, float] = {}
         end_s = time.monotonic() + _SAVE_S
         while True:
-            phase, now_s = save.phase(), time.monotonic()
+            phase = save.phase()
+            now_s = time.monotonic()
             since_s = now_s - seen_s.setdefault(phase, now_s)
             self._reached[step] = phase
             if is_doomed and phase == wanted and since_s >= self._delay_s:
@@ -284,7 +286,8 @@ def _go_on(
     seed_streams(2001)
     fresh = job.facts()
     run = checkpointing.open_run(directory, job.state(), delta=cell.kill.delta)
-    begin, comparison = (run.step, 0), Comparison(reference)
+    begin = (run.step, 0)
+    comparison = Comparison(reference)
     said = f"{death.explain()}, resumed from step {run.step}"
     problem = death.find_loss(cell.kill, run.step)
     if problem is None and job.position != begin:

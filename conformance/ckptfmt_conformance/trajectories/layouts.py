@@ -105,7 +105,8 @@ def _compare_samples(job: TrainingJob) -> str | None:
         of_all: list[Any] = [None] * job.world_size
         dist.all_gather_object(of_all, job.samples)
         taken += [sample for own in of_all[: job.replicas] for sample in own]
-    count, seed = job.cursor.samples, job.cursor.seed
+    count = job.cursor.samples
+    seed = job.cursor.seed
     due = [
         order_of(count, seed, at // count)[at % count] for at in range(begin, begin + len(taken))
     ]

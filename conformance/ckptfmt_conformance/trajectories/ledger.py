@@ -307,7 +307,8 @@ def _distance(expected: torch.Tensor | str | None, found: torch.Tensor | str | N
     )
     if not is_number:
         return "differs"
-    one, other = expected.double(), found.double()
+    one = expected.double()
+    other = found.double()
     ratio = (
         (one - other).abs()
         / torch.maximum(one.abs(), other.abs()).clamp_min(torch.finfo(torch.float64).tiny)
@@ -326,7 +327,8 @@ def _explain(
     width = expected.element_size()
     unequal = (bytes_of(expected) != bytes_of(found)).reshape(-1, width).any(dim=1)
     flat = int(unequal.nonzero()[0].item())
-    ours, theirs = expected.reshape(-1)[flat], found.reshape(-1)[flat]
+    ours = expected.reshape(-1)[flat]
+    theirs = found.reshape(-1)[flat]
     index = (
         [int(part) for part in torch.unravel_index(torch.tensor(flat), expected.shape)]
         if expected.dim()

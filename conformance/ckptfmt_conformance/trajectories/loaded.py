@@ -42,7 +42,8 @@ def _find_wrong(
     seen: Seen, cursor: Mapping[str, Any], due: list[list[Drawn]], batch: int
 ) -> str | None:
     """Return the fault of the last step: samples and weights, the position, or the ledger."""
-    done, ledger = len(due), cursor["ledger"]
+    done = len(due)
+    ledger = cursor["ledger"]
     expected = [
         (drawn.source, drawn.sample, drawn.weight) for drawn in due[-1] if drawn.weight is not None
     ]
@@ -72,7 +73,8 @@ def _find_wrong(
 def find_data_vacuity(cell: Cell) -> str | None:
     """Return the part of a plan without effect after the first interruption; None for none."""
     plan = plan_for(cell.recipe)
-    due, begin = steps_of(plan, STEPS), cell.cuts[0][0]
+    due = steps_of(plan, STEPS)
+    begin = cell.cuts[0][0]
     simpler = {
         "the skips change": dataclasses.replace(plan, skips=()),
         "the later stages change": dataclasses.replace(plan, stages=plan.stages[:1]),

@@ -26,7 +26,8 @@ __all__ = ["BATCH", "FEATURE", "LoadedElasticJob", "LoadedJob", "Seen", "make_lo
 #: The feature that an implementation needs for these jobs.
 FEATURE = "sampler"
 #: The number of positions in a step of one process, and in a step of the elastic trainer.
-BATCH, ELASTIC_BATCH = 6, 16
+BATCH = 6
+ELASTIC_BATCH = 16
 
 #: Source, sample and weight of each row of a step.
 Seen = list[tuple[str, int, int]]
@@ -64,7 +65,9 @@ class _Reading:
         self, recipe: Recipe, sampling: Sampling, workers: Sequence[tuple[int, int]], processes: int
     ) -> None:
         self.plan = plan_for(recipe)
-        self._sampling, self._workers, self._processes = sampling, workers, processes
+        self._sampling = sampling
+        self._workers = workers
+        self._processes = processes
         self._model = recipe.model
         self.use(self.plan)
 

@@ -19,8 +19,12 @@ __all__ = [
     "make_model",
 ]
 
-FEATURES, CLASSES = 64, 4
-VOCABULARY, CONTEXT, WIDTH, TOKENS = 24, 6, 16, 7
+FEATURES = 64
+CLASSES = 4
+VOCABULARY = 24
+CONTEXT = 6
+WIDTH = 16
+TOKENS = 7
 
 
 class MLP(nn.Module):

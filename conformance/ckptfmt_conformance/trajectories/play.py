@@ -109,7 +109,8 @@ def _take_over(path: Path) -> Any:
 def own_streams() -> Iterator[None]:
     """Compute deterministically on one thread; restore the program's streams and settings."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - restored below
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)
     try:
@@ -223,7 +224,8 @@ class _Legs:
 
     def _make(self, number: int) -> Runnable:
         """Return the job of a leg, before its first step."""
-        recipe, seed = self._cell.recipe, 1 if number == 0 else 1000 + number
+        recipe = self._cell.recipe
+        seed = 1 if number == 0 else 1000 + number
         processes = self._cell.loaders[number] if self._cell.loaders else 0
         if is_foreign(recipe):
             return ForeignJob(recipe, seed, self._checkpointing, processes)
@@ -232,7 +234,8 @@ class _Legs:
         return make_job(recipe, seed)
 
     def _run_leg(self, number: int) -> None:
-        comparison, cuts = self._comparison, self._cell.cuts
+        comparison = self._comparison
+        cuts = self._cell.cuts
         assert comparison is not None
         job = self._make(number)
         if number:
@@ -282,7 +285,8 @@ class _Legs:
             return CellResult(
                 status=FAIL, divergence=f"red, but not for {self._control.named}: {said}"
             )
-        learnt, last = comparison.learnt_at, self._control.cut[0] + RED_WITHIN
+        learnt = comparison.learnt_at
+        last = self._control.cut[0] + RED_WITHIN
         if self._control.learns and (learnt is None or learnt[0] > last):
             return CellResult(
                 status=FAIL,

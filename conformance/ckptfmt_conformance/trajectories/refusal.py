@@ -38,7 +38,8 @@ def play_refusal(
 def _load_both(cell: Cell, checkpointing: Checkpointing, path: str) -> str | None:
     """Load into a job of the same plan and into a job of another plan. Return the fault, if any."""
     assert cell.target is not None
-    same, other = ElasticJob(cell.recipe, seed=1001), ElasticJob(cell.target, seed=1002)
+    same = ElasticJob(cell.recipe, seed=1001)
+    other = ElasticJob(cell.target, seed=1002)
     checkpointing.load(path, same.state())
     if same.position != cell.cuts[0]:
         return (

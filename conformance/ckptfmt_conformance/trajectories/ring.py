@@ -35,7 +35,8 @@ def _ring(vector: torch.Tensor) -> torch.Tensor:
     rank, world_size = place()
     parts = list(torch.tensor_split(vector.clone(), world_size))
     for turn in range(2 * (world_size - 1)):
-        sent, taken = parts[(rank - turn) % world_size], parts[(rank - turn - 1) % world_size]
+        sent = parts[(rank - turn) % world_size]
+        taken = parts[(rank - turn - 1) % world_size]
         received = _pass_on(sent, torch.empty_like(taken))
         if turn < world_size - 1:
             taken += received
@@ -47,7 +48,8 @@ def _ring(vector: torch.Tensor) -> torch.Tensor:
 def _pass_on(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
     """Send a part to the next process, and return the part of the preceding process."""
     rank, world_size = place()
-    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    after = (rank + 1) % world_size
+    before = (rank - 1) % world_size
     sending = dist.isend(sent.clone(), dst=after)
     dist.recv(received, src=before)
     if sending is not None:

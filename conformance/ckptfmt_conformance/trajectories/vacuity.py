@@ -20,7 +20,8 @@ def find_vacuity(cell: Cell, reference: Mapping[Position, Facts]) -> str | None:
     Args:
         reference: the facts of the uninterrupted run.
     """
-    recipe, last = cell.recipe, (STEPS, 0)
+    recipe = cell.recipe
+    last = (STEPS, 0)
     begin = cell.cuts[0]
     if not begin < last:
         return "it's interrupted after its last step"
@@ -34,7 +35,8 @@ def _moves(
     reference: Mapping[Position, Facts], begin: Position, prefix: str, ending: str = ""
 ) -> bool:
     """Return whether any fact of a kind changes between an interruption and the end."""
-    first, last = reference[begin], reference[STEPS, 0]
+    first = reference[begin]
+    last = reference[STEPS, 0]
     names = [name for name in last if name.startswith(prefix) and name.endswith(ending)]
     return any(differ(first.get(name), last[name]) for name in names)
 

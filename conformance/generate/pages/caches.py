@@ -60,7 +60,8 @@ def _both(edit: Edit, other: Edit) -> Edit:
 
 
 def _accept(made: Page) -> None:
-    one, two = small(run_id=RUN_ID, launch=1), two_writers(run_id=RUN_ID, launch=1)
+    one = small(run_id=RUN_ID, launch=1)
+    two = two_writers(run_id=RUN_ID, launch=1)
     for slug, plan, edit, clauses, says in (
         ("node", one, _levels("node", "node"), "MAN-012 MAN-005 DEL-001", ("durability node; all"
         " files are there")),

@@ -14,7 +14,9 @@ from conformance.generate.wire import msgpack
 
 __all__ = ["page"]
 
-COUNT, SEED, POSITION = 100, 7, 256
+COUNT = 100
+SEED = 7
+POSITION = 256
 
 
 def cursor() -> dict[str, Any]:

@@ -198,7 +198,8 @@ def _rebased(link: Chain, base: Plan) -> Chain:
 
 
 def _take(own: Chain, c: Checkpoint) -> None:
-    c.manifest, c.parts = own.delta.manifest, own.delta.parts
+    c.manifest = own.delta.manifest
+    c.parts = own.delta.parts
 
 
 def _closures(made: Page) -> None:

@@ -111,7 +111,8 @@ def _each(made: Page) -> None:
 def _dtypes(made: Page) -> None:
     """Every dtype with a step that shows whether lanes are sign and magnitude."""
     for encoding in ("difference", "xor"):
-        tensors, bases = [], []
+        tensors = []
+        bases = []
         for name, (width, _) in DTYPES.items():
             lane = LANES[name][0]
             before = b"".join(
@@ -119,7 +120,8 @@ def _dtypes(made: Page) -> None:
             )
             after = (1).to_bytes(lane, "little") + before[lane:]
             if name == "bool":
-                before, after = b"\1" * 32, b"\0" + b"\1" * 31
+                before = b"\1" * 32
+                after = b"\0" + b"\1" * 31
             base = Tensor(name=name, dtype=name, shape=(32,), content=before)
             block = _shorter(encoding, after, before, name)
             bases.append(base)
@@ -149,7 +151,8 @@ def _bits(made: Page) -> None:
     odd = bytes.fromhex("0100807f ffffffff 00000080 01000000 000080ff 0100a0ff")
     after = odd + before[len(odd) :]
     steps = steps_between(after, before, "float32")
-    tensors, bases = [], []
+    tensors = []
+    bases = []
     for encoding, block in (
         ("planes", planes(lanes(after, "float32"), 4, plane=sparse_plane)),
         ("difference", _shorter("difference", after, before, "float32")),

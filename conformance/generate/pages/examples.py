@@ -28,10 +28,8 @@ def page() -> Page:
     _checkpoint(made, {example.name: example for example in examples if not example.is_edit})
     accepted = {one.name or one.form: _slug(one) for one in reversed(examples) if not one.code}
     for example in examples:
-        request, files = (
-            {"form": example.form, "file": example.place},
-            {example.place: example.content},
-        )
+        request = {"form": example.form, "file": example.place}
+        files = {example.place: example.content}
         features = [f"parse-{example.form}", *example.features]
         if example.code:
             of = example.name or _RELATED.get(example.form, example.form)

@@ -219,7 +219,9 @@ def _exchanged(c: Checkpoint) -> None:
 
 
 def _steps(c: Checkpoint, *, swap: bool) -> list[int]:
-    steps, writers, at = list(c.index["shardings"]["part"]), [], -1
+    steps = list(c.index["shardings"]["part"])
+    writers = []
+    at = -1
     for step in steps:
         at = (at + step + 1) % 2
         writers.append(at)
@@ -400,10 +402,8 @@ def _unwritten(c: Checkpoint) -> None:
 
 def _diverged_replica(c: Checkpoint) -> None:
     """Writer 1's copy of bias, which both wrote, has other bytes in its shard, under its own digest."""
-    part, name = (
-        c.parts[1],
-        next(name for name in c.files if name.startswith("weights-") and "-00001" in name),
-    )
+    part = c.parts[1]
+    name = next(name for name in c.files if name.startswith("weights-") and "-00001" in name)
     old = bytes(range(6))
     content = c.files[name]
     at = content.rindex(old)

@@ -123,7 +123,8 @@ def _ask(  # noqa: PLR0917 - a row of a table of cases
 ) -> None:  # fmt: skip
     """Add a case that asks which samples worker `worker` of `workers` takes."""
     asked: Tree = {"worker": worker, "worker_count": workers, "steps": steps}
-    begins, result = tree, {}
+    begins = tree
+    result = {}
     if ahead is not None:
         asked |= {"fetched": ahead[0], "done": ahead[1]}
         begins = went_on(copy.deepcopy(tree), tree["commit"]["step"] + ahead[1])
@@ -148,7 +149,8 @@ def _files(tree: Tree) -> dict[str, bytes]:
 
 
 def _taken(tree: Tree, worker: int, workers: int, steps: int) -> list[list[list[Any]]]:
-    begin, size = tree["commit"]["global_pos"], tree["plan"]["global_batch"]
+    begin = tree["commit"]["global_pos"]
+    size = tree["plan"]["global_batch"]
     places = _places(tree, begin, begin + steps * size)
     parts = [
         worker_part(places[at : at + size], worker, workers) for at in range(0, len(places), size)
@@ -165,7 +167,8 @@ def _places(tree: Tree, begin: int, end: int) -> list[Place]:
     # Too far to be played through: without a mixture, skips and another tail, the order alone says
     # it.
     (source,) = tree["sources"]
-    n, seed = source["n"], tree["order"]["seed"]
+    n = source["n"]
+    seed = tree["order"]["seed"]
     return [
         Place(source["id"], at // n, sample_at(n, seed, at), "counts") for at in range(begin, end)
     ]
@@ -209,7 +212,8 @@ def _plain(made: Page) -> None:
         "the check is of another position than the next one",
     )
     far = plain()
-    n, epoch = 2**48 - 59, 2**40
+    n = 2**48 - 59
+    epoch = 2**40
     position = (epoch + 1) * n - 3
     far["commit"] = {"step": 9, "global_pos": position, "epoch": epoch, "pos_in_epoch": n - 3}
     far["order"] |= {

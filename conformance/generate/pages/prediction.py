@@ -88,7 +88,8 @@ def group(
             leads to, "nan" if one's gradient is a NaN, "uneven" if they have digits up to the last.
         without: a role that the base doesn't have.
     """
-    before, roles = _start(), _roles(rule)
+    before = _start()
+    roles = _roles(rule)
     if odd == "uneven":
         before[roles[0]] = [f32(one / 3) for one in before[roles[0]]]
     bases = {role: _pack(before[role]) for role in roles}
@@ -174,7 +175,8 @@ def _assemble(  # noqa: PLR0917 - a row of a table of cases
     first: str,
     without: str,
 ) -> Chain:
-    bases, tensors = [], []
+    bases = []
+    tensors = []
     for role in roles:
         field = "weights" if role == "weight" else "optimizer"
         bases.append(Tensor(name=role, field=field, shape=(COUNT,), content=before[role]))
@@ -312,9 +314,12 @@ def _narrowed(value: float, dtype: str) -> bytes:
 
 def _two_casts() -> Chain:
     """Return a delta of two masters and the copies of each."""
-    shape, rule = (4,), rule_tree({"kind": "cast", "copy": "bfloat16"})
-    raw, rest = Stored(encoding="raw"), Stored(encoding="sparse", blocks=[b"\0"], predicted=True)
-    tensors, groups = [], []
+    shape = (4,)
+    rule = rule_tree({"kind": "cast", "copy": "bfloat16"})
+    raw = Stored(encoding="raw")
+    rest = Stored(encoding="sparse", blocks=[b"\0"], predicted=True)
+    tensors = []
+    groups = []
     for name in ("a", "b"):
         content = struct.pack("<4f", 1, 2, 3, 4)
         low = b"".join(narrow(value, "bfloat16") for value in (1, 2, 3, 4))
@@ -334,7 +339,8 @@ def _two_casts() -> Chain:
 
 def _cast(dtype: str, content: bytes) -> Chain:
     shape = (len(content) // 4,)
-    raw, rest = Stored(encoding="raw"), Stored(encoding="sparse", blocks=[b"\0"], predicted=True)
+    raw = Stored(encoding="raw")
+    rest = Stored(encoding="sparse", blocks=[b"\0"], predicted=True)
     master = Tensor(
         name="master",
         shape=shape,

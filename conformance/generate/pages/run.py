@@ -397,7 +397,8 @@ def _orders(made: Page) -> None:
         "a reader that looks in another order says another code, and nobody can tell what is"
         " wrong first"
     )
-    name, other = checkpoint_name(900, 1), set_at("index", "nonce", value="f" * 32)
+    name = checkpoint_name(900, 1)
+    other = set_at("index", "nonce", value="f" * 32)
     moved = simple().save(800, 1, name=name, run_id=OTHER_RUN, edit=other)
     foreign = simple().save(1200, 1, run_id=OTHER_RUN, edit=other)
     for slug, run, clauses, error, says, path in (

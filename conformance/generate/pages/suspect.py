@@ -106,10 +106,8 @@ def _refuse_parts(made: Page) -> None:
 
     says = "the part of writer 1 has the reason, too"
     _refuse(made, "of-writer-1", "writer-0", of_both, "PRT-014", "DOC_SCHEMA", says)
-    other, says = (
-        set_at("part/0", "suspect", value="step 800: loss is nan"),
-        "the part has another reason",
-    )
+    other = set_at("part/0", "suspect", value="step 800: loss is nan")
+    says = "the part has another reason"
     _refuse(made, "of-another-part", "small", other, "CMT-039", "DOC_MISMATCH", says, "validate")
 
     def unmark(checkpoint: Checkpoint) -> None:

@@ -16,7 +16,9 @@ __all__ = ["page"]
 ONE = bytes.fromhex("000000000000f03f")
 TWO = bytes.fromhex("0000000000000040")
 NAN = bytes.fromhex("01000000a0fbf97f")
-ZERO, MINUS_ZERO, INFINITY = bytes(8), bytes(7) + b"\x80", bytes(6) + b"\xf0\x7f"
+ZERO = bytes(8)
+MINUS_ZERO = bytes(7) + b"\x80"
+INFINITY = bytes(6) + b"\xf0\x7f"
 
 
 def page() -> Page:

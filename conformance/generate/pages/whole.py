@@ -100,7 +100,8 @@ def _resumes(made: Page, slug: str, run: Run, resume: str, clauses: str, says: s
 
 
 def _accept(made: Page) -> None:
-    newest, old = _newest(), Run().launch(1).save(400, 1).files
+    newest = _newest()
+    old = Run().launch(1).save(400, 1).files
     clauses = "CKP-008 RUN-006 RUN-012"
     says = "two writers, with something for each point of the list"
     made.accept("newest", newest, "CKP-008 OPN-009", says, why="it is what the others differ from", place=NEW,

@@ -123,7 +123,8 @@ def _patch_link() -> None:
 
 
 def _patch_clock() -> None:
-    seconds, nanoseconds = time.time, time.time_ns
+    seconds = time.time
+    nanoseconds = time.time_ns
 
     def jump() -> float:
         if not _is_armed("clock"):
@@ -170,7 +171,8 @@ class _AfterImport:
     """An import hook that calls a function with a module after the module's import."""
 
     def __init__(self, name: str, then: Callable[[Any], None]) -> None:
-        self._name, self._then = name, then
+        self._name = name
+        self._then = then
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != self._name:
