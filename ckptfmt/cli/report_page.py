@@ -390,8 +390,9 @@ def _tensors(picture: RunPicture) -> Iterator[str]:
     )
     yield draw_tree_map(newest.cells)
     yield _paragraph(
-        "Areas are sizes. Tensors too small to be seen share a rectangle with others whose names begin"
-        " alike, or lie in one range: xN is how many they are, and * stands for the rest of their names.",
+        "Areas are sizes. Tensors too small to be seen share a rectangle with others whose names"
+        " begin alike, or lie in one range: xN is how many they are, and * stands for the rest of"
+        " their names.",
         "note",
     )
     yield '<h3 id="writers">Who stored what</h3>\n'
