@@ -1,8 +1,9 @@
 """Checkpoints that restore a training run: weights, and the context that produced them.
 
-    state = ckptfmt.State(weights=model, optimizer=optimizer, data=sampler, config=config) with
-    ckptfmt.Checkpointer("runs/gpt", state, every="5min", keep=3) as checkpointer: for step in
-    checkpointer.steps(total): train_step(next(batches))
+    state = ckptfmt.State(weights=model, optimizer=optimizer, data=sampler, config=config)
+    with ckptfmt.Checkpointer("runs/gpt", state, every="5min", keep=3) as checkpointer:
+        for step in checkpointer.steps(total):
+            train_step(next(batches))
 
 Importing this package imports neither torch nor numpy, and has no side effect: no signal handler,
 no hook, no change of the environment. A public name is imported from its module at the first use.

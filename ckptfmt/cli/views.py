@@ -5,9 +5,9 @@ member, with a name that begins with $:
 
     None, bool, str; list, tuple, deque     null, true, "text"; array
     int                                     number up to 2^53-1 in size, else {"$int": "0x..."}
-    float                                   number (its shortest decimal), else {"$float": "nan" |
-    "inf" | "-inf"} dict, OrderedDict, Counter              object if all keys are strings without a
-    leading $,
+    float                                   number (its shortest decimal),
+                                            else {"$float": "nan" | "inf" | "-inf"}
+    dict, OrderedDict, Counter              object if all keys are strings without a leading $,
                                             else {"$map": [[key, value], ...]}; in the saved order
     set, frozenset                          {"$set": [...]}
     complex                                 {"$complex": [real, imaginary]}

@@ -7,12 +7,13 @@ The normative text, in unsigned integers; ``div`` rounds down, LE64 is eight byt
 
     1. a is the smallest integer with a * a >= n; b is the smallest integer with a * b >= n.
     2. The round keys K[0] to K[7] are the first 64 bytes of the BLAKE3 output (hash mode, extended)
-    of the 18 ASCII
-       bytes ``ckptfmt/feistel-v1`` followed by LE64(seed) and LE64(epoch), read as eight LE64.
+       of the 18 ASCII bytes ``ckptfmt/feistel-v1`` followed by LE64(seed) and LE64(epoch), read as
+       eight LE64.
     3. mix(x) is the finaliser of SplitMix64, all products modulo 2^64:
-       x = (x xor (x >> 30)) * 0xBF58476D1CE4E5B9; x = (x xor (x >> 27)) * 0x94D049BB133111EB; x xor
-       (x >> 31). F(i, x, m) = ((mix((x + K[i]) mod 2^64) >> 24) * m) >> 40; no intermediate value
-       exceeds 64 bits.
+       x = (x xor (x >> 30)) * 0xBF58476D1CE4E5B9;
+       x = (x xor (x >> 27)) * 0x94D049BB133111EB; x xor (x >> 31).
+       F(i, x, m) = ((mix((x + K[i]) mod 2^64) >> 24) * m) >> 40; no intermediate value exceeds
+       64 bits.
     4. l = p div b; r = p mod b. For i = 0 to 7: if i is even, l = (l + F(i, r, a)) mod a;
        if i is odd, r = (r + F(i, l, b)) mod b. Then p = l * b + r.
     5. If p >= n, go to step 4 with this p. Otherwise p is the sample.
@@ -21,12 +22,11 @@ The normative text, in unsigned integers; ``div`` rounds down, LE64 is eight byt
 
     Vectors: n, seed, epoch; the samples at 0, 1, 2, 3; the sample at n - 1.
 
-        10                0                       0    3  1  4  2
-           7 1000              1                       2    988  25  850  372
-                   936
-        281474976710656   18446744073709551615    3    37976156300933  205035813167397
-                                                       203094510729350  248246830510441
-                                                       41421302834276
+        10               0                     0  3  1  4  2                                  7
+        1000             1                     2  988  25  850  372                         936
+        281474976710656  18446744073709551615  3  37976156300933  205035813167397
+                                                  203094510729350  248246830510441
+                                                                                 41421302834276
 
 Step 4 permutes [0, a * b): each round adds to one half a function of the other half, and the
 inverse subtracts the same terms in reverse order. Since a * b - n < a, step 5 seldom repeats: the

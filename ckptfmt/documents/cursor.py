@@ -30,8 +30,9 @@ In a mixture of sources, each source has its own epochs and its own position:
 
     {...
      "commit":  {"step": 1200, "global_pos": 76800},
-     "order":   {"alg": "feistel-v1", "seed": 7, "vector_check": {"pos": 76800, "source": "books",
-     "id": 991823}}, "sources": [{"id": "books", "fingerprint": null, "n": 5000000, "pos": 53776},
+     "order":   {"alg": "feistel-v1", "seed": 7,
+                 "vector_check": {"pos": 76800, "source": "books", "id": 991823}},
+     "sources": [{"id": "books", "fingerprint": null, "n": 5000000, "pos": 53776},
                  {"id": "code", "fingerprint": null, "n": 900000, "pos": 23024}],
      "mixture": {"alg": "block-det-v1", "block": 1024, "seed": 7,
                  "stages": [{"from_pos": 0, "counts": {"books": 717, "code": 307}}]},
@@ -39,9 +40,8 @@ In a mixture of sources, each source has its own epochs and its own position:
 
 The position of another library's data loader is opaque and valid for one number of workers only:
 
-    {"kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0", "per":
-    "worker",
-     "worker_count": 8, "state": {...}}
+    {"kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0",
+     "per": "worker", "worker_count": 8, "state": {...}}
 
 `state` is the library's own value, and only the library can interpret it. With `per` ``worker``,
 each worker saves its own state under its own scope; with ``run``, all workers save the same state,

@@ -2,10 +2,10 @@
 
 A skip excludes samples, a shard or positions from a run, each from a position on:
 
-    {"scope": "sample", "policy": "shift", "from_pos": 41024, "reason": "corrupt", "source":
-    "books", "ids": [10422]} {"scope": "shard", "policy": "mask", "from_pos": 0, "reason":
-    "licence", "source": "code", "shard": "00017.tar",
-     "range": [0, 18000]}
+    {"scope": "sample", "policy": "shift", "from_pos": 41024, "reason": "corrupt",
+     "source": "books", "ids": [10422]}
+    {"scope": "shard", "policy": "mask", "from_pos": 0, "reason": "licence",
+     "source": "code", "shard": "00017.tar", "range": [0, 18000]}
     {"scope": "pos", "policy": "hole", "reason": "loss spike", "range": [70400, 70464]}
 
 A skip has no effect on positions before its first position. So the record of finished steps stays

@@ -5,8 +5,7 @@ of them copied beside a step. After the exception each call must end, with a res
 of ckptfmt; a later save must work; and what is committed must be what was live. A process of its
 own: it traces its threads, and its main thread is interrupted.
 
-    CKPTFMT_FAULTS_MARK=me python -m tests.faults.injecting lines --saver thread --seed 1 --sample
-    100
+    CKPTFMT_FAULTS_MARK=me python -m tests.faults.injecting lines --saver thread --seed 1 --sample 100
 """
 
 import argparse
