@@ -58,7 +58,7 @@ test-exhaustive: venv  ## what `make test` leaves out: minutes of what other tes
 
 # The tests that need an S3 server run on moto in `make test`. Here they run on Ceph's gateway, with those that take long.
 S3_TESTS := tests/s3 tests/store tests/commit/test_commit.py tests/delta/test_delta.py tests/read/test_verify.py \
-	tests/read/test_verify_deltas.py tests/run tests/test_checkpointer.py tests/test_choose.py tests/test_deltas.py
+	tests/read/test_verify_deltas.py tests/run tests/loop/test_checkpointer.py tests/loop/test_choose.py tests/save/test_deltas.py
 
 .PHONY: test-s3
 test-s3: venv  ## the tests of object stores on Ceph, which it starts and stops; needs Ceph's packages, see CONTRIBUTING.md
@@ -71,9 +71,9 @@ TORCH_VERSIONS := 2.7.1 2.15.0
 TORCH_TESTS := tests/adapters tests/regressions tests/convert/test_round_trips.py tests/convert/test_foreign.py \
 	tests/resharding/test_sharded.py tests/resharding/test_data_parallel.py tests/resharding/test_plain.py \
 	tests/resharding/test_deltas.py tests/resharding/test_sharing.py tests/overlap/test_compiled.py \
-	tests/overlap/test_guard.py tests/overlap/test_trainings.py tests/test_api.py tests/test_checkpointer.py \
-	tests/test_deltas.py tests/test_device_deltas.py tests/test_own_loops.py tests/test_peers.py \
-	tests/test_saves.py
+	tests/overlap/test_guard.py tests/overlap/test_trainings.py tests/interface/test_api.py tests/loop/test_checkpointer.py \
+	tests/save/test_deltas.py tests/save/test_device_deltas.py tests/loop/test_own_loops.py tests/save/test_peers.py \
+	tests/save/test_saves.py
 
 .PHONY: test-torch
 test-torch: $(TORCH_VERSIONS:%=test-torch-%)  ## a subset on the oldest and the newest torch; installs up to 11 GB
@@ -93,7 +93,7 @@ test-torch-%:
 # What needs no torch, on the other supported versions of Python.
 PYTHONS := 3.12 3.13
 PYTHON_TESTS := tests/documents tests/layout tests/codecs tests/read tests/run tests/cli tests/commit tests/write \
-	tests/store tests/stage tests/data tests/test_errors.py
+	tests/store tests/stage tests/data tests/interface/test_errors.py
 # Files of these folders that import torch.
 PYTHON_LEAVES_OUT := tests/cli/test_doctor.py tests/cli/test_listing.py tests/codecs/test_prediction_members.py \
 	tests/codecs/test_prediction_training.py tests/read/test_oracle.py

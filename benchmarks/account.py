@@ -21,7 +21,7 @@ from benchmarks.state import Bench, Trainer
 from ckptfmt.digest import block_digests
 from ckptfmt.limits import BLOCK_NBYTES
 
-_SAVER: Final = "ckptfmt.saver.saver"
+_SAVER: Final = "ckptfmt.saving.saver"
 #: What is digested at once, in bytes.
 _SPAN_NBYTES: Final = 8 << 20
 _SETTING: Final = RawSetting(threads=1, request_nbytes=16 << 20)

@@ -20,7 +20,7 @@ from benchmarks.figures import Figure, paired_ratio, summarize
 from benchmarks.ours import Ours
 from benchmarks.rounds import Progress, Workplace, order_of_round, remove
 from ckptfmt import limits
-from ckptfmt.trainer.handle import SaveReport
+from ckptfmt.saving.handle import SaveReport
 
 #: How many times the state is stored at most: of each run a full checkpoint and the next one, and
 #: deltas.

@@ -19,9 +19,9 @@ import ckptfmt
 from benchmarks.peers import Dcp, Safetensors, TorchSave
 from benchmarks.raw import RawReader, RawSetting, RawWriter
 from benchmarks.state import Trainer
+from ckptfmt.loading.restore import LoadReport
 from ckptfmt.read.files import StoredBox
 from ckptfmt.read.streaming import ReadReport
-from ckptfmt.trainer.restore import LoadReport
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -8,7 +8,7 @@ from typing import Final, Self
 
 from benchmarks.machine import find_children, rss_anon_nbytes, rss_unfiled_nbytes
 
-_SAVER: Final = "ckptfmt.saver.saver"
+_SAVER: Final = "ckptfmt.saving.saver"
 _EVERY_S: Final = 0.005
 _OFTEN_S: Final = 0.002
 _LOOK_EVERY: Final = 10  # looking for a new child reads all of /proc

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from ckptfmt.checkpointer import Checkpointer
     from ckptfmt.data.sampler import Sampler
     from ckptfmt.errors import CkptError
+    from ckptfmt.loading.initial import InitFrom
+    from ckptfmt.loading.restore import LoadReport
+    from ckptfmt.loop.triggers import Triggers
     from ckptfmt.read.reader import Checkpoint
     from ckptfmt.read.report import Report
     from ckptfmt.run.catalog import Run, RunCheckpoint
+    from ckptfmt.saving.handle import SaveHandle, SaveReport
+    from ckptfmt.saving.path_saver import Saver
+    from ckptfmt.saving.save_attempt import SaveAttempt
     from ckptfmt.state import FirstWorker, Parts, PerWorker, State
-    from ckptfmt.trainer.handle import SaveHandle, SaveReport
-    from ckptfmt.trainer.initial import InitFrom
-    from ckptfmt.trainer.path_saver import Saver
-    from ckptfmt.trainer.restore import LoadReport
-    from ckptfmt.trainer.save_attempt import SaveAttempt
-    from ckptfmt.trainer.triggers import Triggers
     from ckptfmt.write.snapshot import TensorSink, TensorSource
 
 __version__ = "0.9.0"
@@ -77,22 +77,22 @@ _HOMES = {
     "Checkpointer": "checkpointer",
     "CkptError": "errors",
     "FirstWorker": "state",
-    "InitFrom": "trainer.initial",
-    "LoadReport": "trainer.restore",
+    "InitFrom": "loading.initial",
+    "LoadReport": "loading.restore",
     "Parts": "state",
     "PerWorker": "state",
     "Report": "read.report",
     "Run": "run.catalog",
     "RunCheckpoint": "run.catalog",
     "Sampler": "data.sampler",
-    "SaveAttempt": "trainer.save_attempt",
-    "SaveHandle": "trainer.handle",
-    "SaveReport": "trainer.handle",
-    "Saver": "trainer.path_saver",
+    "SaveAttempt": "saving.save_attempt",
+    "SaveHandle": "saving.handle",
+    "SaveReport": "saving.handle",
+    "Saver": "saving.path_saver",
     "State": "state",
     "TensorSink": "write.snapshot",
     "TensorSource": "write.snapshot",
-    "Triggers": "trainer.triggers",
+    "Triggers": "loop.triggers",
     "capture_rng": "adapters.rng_streams",
     "sink_of": "adapters.pieces",
     "source_of": "adapters.pieces",

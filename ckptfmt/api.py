@@ -13,6 +13,7 @@ from ckptfmt import limits
 from ckptfmt.adapters.live import list_doubts
 from ckptfmt.adapters.live_trees import find_below
 from ckptfmt.adapters.load_plan import Allow, Patterns, Rename
+from ckptfmt.adapters.numbering import nest, take_optimizers
 from ckptfmt.adapters.placing import load_trees
 from ckptfmt.adapters.unsaved import Unheld, Unsaved
 from ckptfmt.commit.lone import check_no_run, is_run, own_place
@@ -22,11 +23,11 @@ from ckptfmt.commit.waiting import (
     wait_for_attempts,
     wait_for_savers,
 )
-from ckptfmt.convert.numbering import nest, take_optimizers
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, err
 from ckptfmt.group import DEADLINE_S, EXCHANGE, Agree, make_group
+from ckptfmt.loading.restore import LoadReport, load_anew, load_once
 from ckptfmt.read.files import read_anew
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
@@ -34,13 +35,12 @@ from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import find_surroundings, open_head
+from ckptfmt.saving.handle import SaveReport
+from ckptfmt.saving.one_save import Ownership, save_once
+from ckptfmt.saving.save_attempt import check_block_nbytes
 from ckptfmt.state import State, check_state, place_of
 from ckptfmt.store import is_url, open_store, split_path, suggest_path
 from ckptfmt.store.protocol import Store
-from ckptfmt.trainer.handle import SaveReport
-from ckptfmt.trainer.one_save import Ownership, save_once
-from ckptfmt.trainer.restore import LoadReport, load_anew, load_once
-from ckptfmt.trainer.save_attempt import check_block_nbytes
 
 PathOrStore = str | os.PathLike[str] | Store
 

@@ -19,22 +19,8 @@ from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import REFERENCED
 from ckptfmt.group import DEADLINE_S, Agree, Group, make_group
-from ckptfmt.read.reader import Checkpoint
-from ckptfmt.run.node_cache import CacheOptions
-from ckptfmt.run.retention import Retention
-from ckptfmt.state import State, check_state
-from ckptfmt.store import open_store
-from ckptfmt.store.protocol import Store
-from ckptfmt.trainer.background import staging_thread_count
-from ckptfmt.trainer.handle import SaveHandle
-from ckptfmt.trainer.initial import InitFrom, carry_init
-from ckptfmt.trainer.launching import take_launch
-from ckptfmt.trainer.loop import StepCount, StopSignals, make_meters, parse_every
-from ckptfmt.trainer.one_save import check_step
-from ckptfmt.trainer.pace import Pace
-from ckptfmt.trainer.peers import PeerOptions
-from ckptfmt.trainer.rehearsal import Account, Rehearsal
-from ckptfmt.trainer.restore import (
+from ckptfmt.loading.initial import InitFrom, carry_init
+from ckptfmt.loading.restore import (
     LoadReport,
     claim_of_all,
     load_anew,
@@ -42,14 +28,28 @@ from ckptfmt.trainer.restore import (
     mark_streams,
     restore_streams,
 )
-from ckptfmt.trainer.saves import SaveOptions, Saves, Target, add_report
-from ckptfmt.trainer.short_rehearsal import ShortRehearsal, keep_iterators
-from ckptfmt.trainer.talking import Talk
-from ckptfmt.trainer.uncounted import Unsaved
-from ckptfmt.trainer.witnessing import Witness, digest_outside_modules
+from ckptfmt.loop.launching import take_launch
+from ckptfmt.loop.loop import StepCount, StopSignals, make_meters, parse_every
+from ckptfmt.loop.pace import Pace
+from ckptfmt.loop.rehearsal import Account, Rehearsal
+from ckptfmt.loop.short_rehearsal import ShortRehearsal, keep_iterators
+from ckptfmt.loop.talking import Talk
+from ckptfmt.loop.uncounted import Unsaved
+from ckptfmt.loop.witnessing import Witness, digest_outside_modules
+from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.node_cache import CacheOptions
+from ckptfmt.run.retention import Retention
+from ckptfmt.saving.background import staging_thread_count
+from ckptfmt.saving.handle import SaveHandle
+from ckptfmt.saving.one_save import check_step
+from ckptfmt.saving.peers import PeerOptions
+from ckptfmt.saving.saves import SaveOptions, Saves, Target, add_report
+from ckptfmt.state import State, check_state
+from ckptfmt.store import open_store
+from ckptfmt.store.protocol import Store
 
 if TYPE_CHECKING:
-    from ckptfmt.trainer.triggers import Triggers
+    from ckptfmt.loop.triggers import Triggers
 
 _LOG: Final = logging.getLogger("ckptfmt")
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptfmt
 from ckptfmt.commit.waiting import poll
-from ckptfmt.trainer.handle import SaveHandle
-from ckptfmt.trainer.peers import Replicas
+from ckptfmt.saving.handle import SaveHandle
+from ckptfmt.saving.peers import Replicas
 from tests.resharding.launch import settle
 from tests.resharding.stage import _meet, gradient
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptfmt
-from tests.stranger_reader import FIELDS, read_checkpoint
+from tests.pages.stranger_reader import FIELDS, read_checkpoint
 
 MAX_NBYTES = 20_000_000
 MAX_CHECKPOINTS = 50

@@ -18,9 +18,9 @@ from typing import Any, Final, Protocol
 
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.load_plan import LoadPlan
+from ckptfmt.data.cursor import Foreign, Per, dump_foreign, is_foreign, parse_foreign
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.data.workers import distributed_worker
-from ckptfmt.documents.cursor import Foreign, Per, dump_foreign, is_foreign, parse_foreign
 from ckptfmt.errors import Code, err
 from ckptfmt.state import FirstWorker, PerWorker, State
 

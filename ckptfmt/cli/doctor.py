@@ -24,10 +24,10 @@ from ckptfmt.commit.lone import is_run
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.catalog import Run
-from ckptfmt.stage.slot import Slot, available_nbytes, plan_slots
 from ckptfmt.store import Store, is_url, open_store
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import PAGE_NBYTES, TEMPORARY_PREFIX
+from ckptfmt.write.slot import Slot, available_nbytes, plan_slots
 
 #: The size of the test file, in bytes.
 _TRY_NBYTES: Final = 4 << 20

@@ -9,7 +9,7 @@ from typing import Final
 from ckptfmt.cli.console import Console, clean, count_text, print_json
 from ckptfmt.cli.places import open_run_place
 from ckptfmt.cli.waste import seconds_text
-from ckptfmt.goodput.accounts import Goodput
+from ckptfmt.run.accounts import Goodput
 from ckptfmt.run.spent_time import read_goodput
 
 #: The meaning of the training time if a launch has no ledger.

@@ -30,8 +30,8 @@ from ckptfmt.cli.console import (
 )
 from ckptfmt.cli.places import Place, check_field, checkpoint_path, open_bases, open_place
 from ckptfmt.cli.views import TensorRow, dump_view, group_tensors, iter_lines, list_tensors
-from ckptfmt.documents.cursor import KIND as CURSOR_KIND
-from ckptfmt.documents.cursor import parse_cursor
+from ckptfmt.data.cursor import KIND as CURSOR_KIND
+from ckptfmt.data.cursor import parse_cursor
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.labels import Labels

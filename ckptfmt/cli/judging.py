@@ -9,9 +9,9 @@ from typing import Final
 
 from ckptfmt.documents.witness import WITNESS, StepRecord
 from ckptfmt.errors import Code, err
-from ckptfmt.run.step_log import Steps
-from ckptfmt.trainer.comparing import RESULTS, WORDS, Comparison, compare_steps
-from ckptfmt.trainer.rehearsal import Account
+from ckptfmt.loop.comparing import RESULTS, WORDS, Comparison, compare_steps
+from ckptfmt.loop.rehearsal import Account
+from ckptfmt.loop.step_log import Steps
 
 _LOG_NAME: Final = re.compile(r"([0-9]+)/([0-9]+)\.steps")
 

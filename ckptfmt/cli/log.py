@@ -31,9 +31,9 @@ from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.documents.witness import WitnessRecord
 from ckptfmt.errors import CkptError, StoreError
+from ckptfmt.loop.step_log import read_verdicts
 from ckptfmt.run.catalog import state_of
 from ckptfmt.run.lineage import LostLaunch, RunEntry, iter_lineage, list_checkpoints, read_run
-from ckptfmt.run.step_log import read_verdicts
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from xml.etree import ElementTree as ET
 from ckptfmt.cli.console import Console, clean, count_text, print_json
 from ckptfmt.cli.judging import Outcome, judge, read_accounts
 from ckptfmt.errors import Code, err
-from ckptfmt.trainer.rehearsal import Rehearsal
+from ckptfmt.loop.rehearsal import Rehearsal
 
 #: The number of last lines shown of a failed launch's output.
 _TAIL: Final = 12

@@ -25,8 +25,8 @@ from ckptfmt.documents.manifest import Abort, parse_checkpoint_name
 from ckptfmt.documents.sharding import Sharding
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, StoreError
-from ckptfmt.goodput.accounts import Goodput
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.accounts import Goodput
 from ckptfmt.run.lineage import RunEntry
 from ckptfmt.run.spent_time import read_goodput
 

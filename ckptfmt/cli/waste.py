@@ -13,7 +13,8 @@ from typing import Final, TypeVar
 
 from ckptfmt.cli.console import Console, clean, count_text, print_json
 from ckptfmt.errors import Code, err
-from ckptfmt.goodput.interval import (
+from ckptfmt.goodput.simulator import NODE, Failure, Scenario, simulate
+from ckptfmt.loop.interval import (
     Level,
     best_interval_s,
     choose_every,
@@ -21,7 +22,6 @@ from ckptfmt.goodput.interval import (
     shortest_interval_s,
     young_interval_s,
 )
-from ckptfmt.goodput.simulator import NODE, Failure, Scenario, simulate
 
 T = TypeVar("T")
 

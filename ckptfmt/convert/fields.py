@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.adapters.live_trees import GLOBAL, key_text
+from ckptfmt.adapters.numbering import nest, take_optimizers
 from ckptfmt.convert.content import (
     Array,
     Content,
@@ -18,7 +19,6 @@ from ckptfmt.convert.content import (
     map_tree,
     text_of,
 )
-from ckptfmt.convert.numbering import nest, take_optimizers
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef, iter_references
 from ckptfmt.errors import CkptError, Code, err

@@ -25,9 +25,9 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from ckptfmt.data.cursor import BatchPlan, Cursor, Ledger, Mixture, Source, check_rules
+from ckptfmt.data.cursor_map import PosSkip, SampleSkip, ShardSkip, Skip
 from ckptfmt.data.shuffle import mix64, positions_of, sample_indices, samples_at
-from ckptfmt.documents.cursor import BatchPlan, Cursor, Ledger, Mixture, Source, check_rules
-from ckptfmt.documents.cursor_map import PosSkip, SampleSkip, ShardSkip, Skip
 from ckptfmt.errors import Code, err
 
 #: Number of draws computed at once: small enough for scratch arrays to stay in the cache.

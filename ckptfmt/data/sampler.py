@@ -11,9 +11,7 @@ from typing import Any, Final, Self
 
 from ckptfmt import limits
 from ckptfmt.data.course import COUNTS, EMPTY, HOLE, Course, Stretch, add_ledgers, check_order
-from ckptfmt.data.shuffle import sample_indices
-from ckptfmt.data.workers import check_worker, count_primed, distributed_worker
-from ckptfmt.documents.cursor import (
+from ckptfmt.data.cursor import (
     BatchPlan,
     Commit,
     Cursor,
@@ -27,7 +25,9 @@ from ckptfmt.documents.cursor import (
     parse_cursor,
     parse_mixture,
 )  # fmt: skip
-from ckptfmt.documents.cursor_map import CursorMap, Policy, PosSkip, SampleSkip, ShardSkip, Skip
+from ckptfmt.data.cursor_map import CursorMap, Policy, PosSkip, SampleSkip, ShardSkip, Skip
+from ckptfmt.data.shuffle import sample_indices
+from ckptfmt.data.workers import check_worker, count_primed, distributed_worker
 from ckptfmt.errors import CkptError, Code, err
 
 #: Number of positions after which `advance` updates the ledger, so that a save has little to count.

@@ -26,9 +26,9 @@ from ckptfmt.codecs.rule import Rule
 from ckptfmt.delta.base import Base, BaseContents
 from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder, PlannedGroup, dump_rules
 from ckptfmt.documents.extents import RAW
-from ckptfmt.stage.helper_process import Channel, be_helper, start_helper, watch
-from ckptfmt.stage.slot import Slot
+from ckptfmt.write.helper_process import Channel, be_helper, start_helper, watch
 from ckptfmt.write.image import Image
+from ckptfmt.write.slot import Slot
 from ckptfmt.write.slot_contents import Snapped
 
 #: Coders allocate and free arrays of a block's size all the time: malloc keeps the memory.

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptfmt.errors import Code, err
-from ckptfmt.goodput.interval import (
+from ckptfmt.loop.interval import (
     Level,
     check_interval,
     check_levels,

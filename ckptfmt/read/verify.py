@@ -13,8 +13,8 @@ import numpy as np
 from ckptfmt import limits
 from ckptfmt.commit.decision import read_register
 from ckptfmt.commit.waiting import describe_savers, list_held
-from ckptfmt.documents.cursor import KIND as CURSOR_KIND
-from ckptfmt.documents.cursor import is_foreign, parse_cursor, parse_foreign
+from ckptfmt.data.cursor import KIND as CURSOR_KIND
+from ckptfmt.data.cursor import is_foreign, parse_cursor, parse_foreign
 from ckptfmt.documents.durability import weakest
 from ckptfmt.documents.extents import Extent
 from ckptfmt.documents.manifest import (

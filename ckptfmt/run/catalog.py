@@ -16,9 +16,9 @@ from ckptfmt.documents.labels import Labels, check_name
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
 from ckptfmt.documents.run import LabelsRecord, RunRecord
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.goodput.accounts import Goodput
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.accounts import Goodput
 from ckptfmt.run.labelling import change_labels, pin_checkpoint
 from ckptfmt.run.lineage import (
     RunEntry,

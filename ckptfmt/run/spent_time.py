@@ -9,11 +9,11 @@ import functools
 from collections.abc import Iterable
 
 from ckptfmt import limits
-from ckptfmt.documents.ledger import LEDGER, LaunchTimes, LedgerEntry, ledger_path
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch, RunRecord, check_run_id, parse_launch_name
 from ckptfmt.errors import CkptError, StoreError
-from ckptfmt.goodput.accounts import Goodput, KnownLaunch, account
+from ckptfmt.run.accounts import Goodput, KnownLaunch, account
+from ckptfmt.run.ledger import LEDGER, LaunchTimes, LedgerEntry, ledger_path
 from ckptfmt.run.lineage import (
     LostLaunch,
     RunEntry,

@@ -1,10 +1,10 @@
 """States captured, written into memory and opened again: what a test restores."""
 
 from ckptfmt.adapters.load_plan import LoadPlan
+from ckptfmt.loading.restore import LoadReport, plan_restore
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.saving.one_save import capture
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.trainer.one_save import capture
-from ckptfmt.trainer.restore import LoadReport, plan_restore
 from ckptfmt.write.snapshot import Snapshot
 from tests import builders
 

@@ -13,8 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ckptfmt.adapters.torch.tensors import pieces_of
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.errors import StateError
+from ckptfmt.saving.one_save import capture
 from ckptfmt.state import State
-from ckptfmt.trainer.one_save import capture
 from tests.adapters.double import checkpoint_of, load, restore, save
 
 LAYOUTS = [(1,), (2,), (4,), (7,), (2, 2), (2, 3)]

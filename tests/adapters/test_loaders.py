@@ -11,8 +11,8 @@ from ckptfmt.adapters.data_loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.api import load, save
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.errors import CkptError, Code
+from ckptfmt.saving.one_save import capture
 from ckptfmt.state import PerWorker, State
-from ckptfmt.trainer.one_save import capture
 from tests.adapters.double import checkpoint_of, restore
 
 

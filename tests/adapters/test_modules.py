@@ -11,8 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptfmt.errors import Code, StateError
+from ckptfmt.saving.one_save import capture
 from ckptfmt.state import Parts, PerWorker, State
-from ckptfmt.trainer.one_save import capture
 from tests.adapters.double import checkpoint_of, load, restore, save
 
 

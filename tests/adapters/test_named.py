@@ -10,9 +10,9 @@ import torch
 
 import ckptfmt
 from ckptfmt.errors import CkptError, Code
+from ckptfmt.saving.handle import SaveReport
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.trainer.handle import SaveReport
-from tests.test_group import Allgather, run_writers
+from tests.interface.test_group import Allgather, run_writers
 
 
 def together(count: int, body: Any) -> list[Any]:

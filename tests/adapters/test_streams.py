@@ -9,9 +9,9 @@ import torch
 
 from ckptfmt.adapters.rng_streams import capture_rng
 from ckptfmt.errors import Code, StateError
+from ckptfmt.loading.restore import restore_streams
+from ckptfmt.saving.one_save import capture
 from ckptfmt.state import CapturedRng, State
-from ckptfmt.trainer.one_save import capture
-from ckptfmt.trainer.restore import restore_streams
 from tests.adapters.double import checkpoint_of, load, restore, save
 
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.delta import coders
-from ckptfmt.saver import saver
+from ckptfmt.saving import saver
 from tests.campaign.checker import look_at, problems_of
 from tests.campaign.oracle import EXCUSED, Oracle, Place
 from tests.campaign.states import Spec, hold, make_specs

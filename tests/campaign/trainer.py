@@ -14,7 +14,7 @@ import numpy as np
 
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import CkptError
-from ckptfmt.trainer.handle import STATES, SaveHandle
+from ckptfmt.saving.handle import STATES, SaveHandle
 from tests.campaign.oracle import Log
 from tests.campaign.states import Held, Spec, change_specs, hold
 

@@ -11,9 +11,9 @@ import ckptfmt
 from ckptfmt.cli import doctor
 from ckptfmt.errors import Code, err
 from ckptfmt.run.lineage import begin_launch, open_run
-from ckptfmt.stage.slot import Slot
 from ckptfmt.store import LocalStore, open_store
 from ckptfmt.store.posix import PosixCalls
+from ckptfmt.write.slot import Slot
 from tests.cli.conftest import save
 from tests.cli.test_listing import contents_of
 

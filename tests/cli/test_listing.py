@@ -9,8 +9,8 @@ from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store import LocalStore
 from tests.cli.conftest import save_in_run
+from tests.save.test_saves import Run
 from tests.saver.test_saver import WAIT_S
-from tests.test_saves import Run
 
 
 def contents_of(path):

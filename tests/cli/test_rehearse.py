@@ -14,8 +14,8 @@ from ckptfmt.cli.judging import judge
 from ckptfmt.cli.rehearse import plan_kills
 from ckptfmt.documents.witness import StepRecord, StepsHeader, steps_path
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.run.step_log import StepLog
-from ckptfmt.trainer.rehearsal import VARIABLE, Account, Rehearsal
+from ckptfmt.loop.rehearsal import VARIABLE, Account, Rehearsal
+from ckptfmt.loop.step_log import StepLog
 
 #: A small nanoGPT: crops of a text by torch.randint, and learning rates set by hand. Prefetching is
 #: its common fault.

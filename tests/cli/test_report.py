@@ -22,7 +22,7 @@ from ckptfmt.cli.run_picture import TreeCell, group_by_size
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.errors import Code
 from tests.cli.made_up import MadeUpRun
-from tests.test_group import run_writers
+from tests.interface.test_group import run_writers
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

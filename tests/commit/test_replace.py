@@ -25,21 +25,21 @@ from ckptfmt.commit.lone import remove_alone
 from ckptfmt.commit.waiting import hold_attempt, list_held_attempts
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest
 from ckptfmt.errors import Code
+from ckptfmt.saving.path_saver import Saver
 from ckptfmt.store import Store, open_store
 from ckptfmt.store.leases import TERM_S
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.posix import PosixCalls
-from ckptfmt.trainer.path_saver import Saver
 from ckptfmt.write.writer import write_part
 from tests.builders import code_of, error_of, origin, save, snapshot, tensor
 from tests.explorer.crashes import Bench, bench_directory, lay_out, record
 from tests.explorer.fsmodel import EXT4_ORDERED, POSIX_MIN, Disk, DiskState
+from tests.interface.test_group import Allgather, run_writers
 from tests.saver.test_saver import WAIT_S
 from tests.store.helpers import ROOT
 from tests.stores.hooked import HookedStore, Operation
 from tests.stores.recorder import ACK
-from tests.test_group import Allgather, run_writers
 
 SEED = 20261123
 

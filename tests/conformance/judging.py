@@ -20,7 +20,7 @@ from ckptfmt_conformance.adapters.reference import Reference
 from ckptfmt_conformance.protocol import Rejected
 from conformance.generate.tagged import tagged
 from tests.adapters.double import restore
-from tests.stranger_reader import read_checkpoint
+from tests.pages.stranger_reader import read_checkpoint
 
 PHASES = ("open", "read", "validate")
 

@@ -36,12 +36,12 @@ from ckptfmt.errors import CkptError, Code
 from ckptfmt.read.in_caches import find_elsewhere
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import RunEntry, list_checkpoints
+from ckptfmt.saving.handle import SaveHandle
 from ckptfmt.store import LocalStore, is_url, leases, open_store
 from ckptfmt.store.protocol import Store
-from ckptfmt.trainer.handle import SaveHandle
+from tests.interface.test_group import Allgather, run_writers
 from tests.store.helpers import FAST_DIRECTORY
 from tests.stores.hooked import HookedStore, Operation
-from tests.test_group import Allgather, run_writers
 
 #: A launch waits half of it for a living saver, which on a busy machine has much in hand when its
 #: trainer is killed.

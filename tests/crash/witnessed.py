@@ -42,9 +42,9 @@ from torch import nn
 import ckptfmt
 import ckptfmt.adapters.torch
 from ckptfmt.checkpointer import Checkpointer
-from ckptfmt.run.step_log import read_verdicts
+from ckptfmt.loop.step_log import read_verdicts
+from ckptfmt.loop.witnessing import Witness
 from ckptfmt.store import open_store
-from ckptfmt.trainer.witnessing import Witness
 from tests.store.helpers import FAST_DIRECTORY
 
 #: The phases of a training; the place of each is what a process writes into the memory that it

@@ -5,8 +5,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ckptfmt.data.course import COUNTS, HOLE, MASKED, Course
-from ckptfmt.documents.cursor import BatchPlan, Mixture, Source, Stage
-from ckptfmt.documents.cursor_map import CursorMap, parse_skips
+from ckptfmt.data.cursor import BatchPlan, Mixture, Source, Stage
+from ckptfmt.data.cursor_map import CursorMap, parse_skips
 
 USES = {COUNTS: "counts", MASKED: "masked", HOLE: "hole"}
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt.data.course import COUNTS, HOLE, Course, add_ledgers
+from ckptfmt.data.cursor import BatchPlan, Mixture, Source, Stage
+from ckptfmt.data.cursor_map import PosSkip, SampleSkip, ShardSkip, Skip
 from ckptfmt.data.shuffle import sample_indices
-from ckptfmt.documents.cursor import BatchPlan, Mixture, Source, Stage
-from ckptfmt.documents.cursor_map import PosSkip, SampleSkip, ShardSkip, Skip
 from ckptfmt.errors import CkptError, Code
 from conformance.generate import course as oracle
 from tests.data.cursors import USES, course_of, orders

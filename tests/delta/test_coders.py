@@ -17,7 +17,7 @@ from ckptfmt.delta import chain, coders
 from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
-from ckptfmt.stage.slot import Slot
+from ckptfmt.write.slot import Slot
 from tests.builders import error_of
 from tests.chains import Saving, mixed
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ckptfmt.documents.cursor import dump_cursor, parse_cursor
+from ckptfmt.data.cursor import dump_cursor, parse_cursor
 from ckptfmt.documents.tree import dump_tree, parse_tree
 from ckptfmt.errors import CkptError, Code
 

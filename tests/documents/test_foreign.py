@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckptfmt.documents.cursor import dump_foreign, is_foreign, parse_foreign
+from ckptfmt.data.cursor import dump_foreign, is_foreign, parse_foreign
 from ckptfmt.documents.tree import dump_tree, parse_tree
 from ckptfmt.errors import CkptError, Code
 

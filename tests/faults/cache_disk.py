@@ -25,12 +25,12 @@ from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.run import node_cache
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
-from tests import test_node_cache, test_upload_every
+from tests.save import test_node_cache, test_upload_every
+from tests.save.test_node_cache import Outage, committed
+from tests.save.test_saves import Run
 from tests.saver.test_saver import WAIT_S
 from tests.store.helpers import FAST_DIRECTORY
 from tests.stores.hooked import HookedCalls, Operation
-from tests.test_node_cache import Outage, committed
-from tests.test_saves import Run
 
 #: The newest step that was acknowledged, in each scene: COMMITTED with durability "node", or
 #: WRITTEN.

@@ -21,9 +21,9 @@ from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import Manifest
 from ckptfmt.errors import CkptError
 from ckptfmt.run.lineage import list_checkpoints
-from ckptfmt.saver import saver
+from ckptfmt.saving import saver
+from ckptfmt.saving.handle import SaveHandle
 from ckptfmt.store import open_store
-from ckptfmt.trainer.handle import SaveHandle
 from tests.store.helpers import ROOT
 
 #: The environment variable by which the processes of one test are told from all others; savers

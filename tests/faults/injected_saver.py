@@ -8,9 +8,9 @@ import os
 import sys
 from typing import Any
 
-from ckptfmt.saver.saver import main
-from ckptfmt.stage import helper_process
-from ckptfmt.stage.helper_process import Channel
+from ckptfmt.saving.saver import main
+from ckptfmt.write import helper_process
+from ckptfmt.write.helper_process import Channel
 
 #: Of `tests.faults.injecting`, which imports torch, and much else that a saver hasn't got.
 _AT_MESSAGE = "CKPTFMT_FAULTS_AT_MESSAGE"

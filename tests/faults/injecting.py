@@ -34,13 +34,13 @@ from typing import Any, Final
 import torch
 
 import ckptfmt
-import ckptfmt.trainer.links
+import ckptfmt.saving.links
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import CkptError
-from ckptfmt.saver.saver import Saver
-from ckptfmt.stage.helper_process import Channel, start_helper
-from ckptfmt.trainer.background import Background
-from ckptfmt.trainer.handle import SaveHandle
+from ckptfmt.saving.background import Background
+from ckptfmt.saving.handle import SaveHandle
+from ckptfmt.saving.saver import Saver
+from ckptfmt.write.helper_process import Channel, start_helper
 from tests.faults.driver import problems
 from tests.store.helpers import FAST_DIRECTORY
 
@@ -51,12 +51,12 @@ _HANG_S: Final = 40.0
 _DEADLINE_S: Final = 15.0
 #: Where interrupts of the trainer's own thread matter: the mechanics of a save.
 _OF_TRAINER: Final = (
-    "trainer/background.py",
-    "trainer/links.py",
-    "trainer/handle.py",
+    "saving/background.py",
+    "saving/links.py",
+    "saving/handle.py",
     "write/staging.py",
     "write/slot_contents.py",
-    "saver/saver.py",
+    "saving/saver.py",
 )
 #: By this variable a saver's process is told at which of its messages to raise; see
 #: `tests.faults.injected_saver`.
@@ -383,7 +383,7 @@ def _live(
 
 def _wants(what: str, kind: str, file: str) -> bool:
     if what == "interrupts":
-        return kind == "MainThread" and (file in _OF_TRAINER or file == "trainer/saves.py")
+        return kind == "MainThread" and (file in _OF_TRAINER or file == "saving/saves.py")
     return kind.startswith("ckptfmt-")
 
 
@@ -463,7 +463,7 @@ def main() -> None:
     parser.add_argument("--file", default="")
     arguments = parser.parse_args()
     if arguments.what == "remote":
-        vars(ckptfmt.trainer.links)["start_helper"] = _start_failing
+        vars(ckptfmt.saving.links)["start_helper"] = _start_failing
     report = inject_all(
         arguments.what,
         arguments.saver,

@@ -24,8 +24,8 @@ from typing import Final
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.commit.decision import read_register
 from ckptfmt.documents.manifest import Manifest, Tombstone, checkpoint_name
+from ckptfmt.saving.handle import STATES, SaveHandle
 from ckptfmt.store import open_store
-from ckptfmt.trainer.handle import STATES, SaveHandle
 from tests.faults.driver import MARK, PATIENCE_S, TorchToy, Toy, problems, resume, savers, until
 from tests.store.helpers import FAST_DIRECTORY
 

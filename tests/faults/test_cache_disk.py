@@ -9,9 +9,9 @@ from ckptfmt.errors import Code, err
 from ckptfmt.run import node_cache
 from tests.builders import error_of
 from tests.faults.cache_disk import run_campaign
-from tests.test_node_cache import committed
-from tests.test_saves import Run
-from tests.test_upload_every import one_that_died
+from tests.save.test_node_cache import committed
+from tests.save.test_saves import Run
+from tests.save.test_upload_every import one_that_died
 
 
 def test_an_error_of_a_cache_disk_at_a_start_loses_no_save():

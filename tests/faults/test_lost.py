@@ -10,11 +10,11 @@ import pytest
 
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import CkptError, error_from_json
-from ckptfmt.saver.saver import Saver
-from ckptfmt.stage.helper_process import start_helper
-from ckptfmt.trainer import links
-from ckptfmt.trainer.background import Background
-from ckptfmt.trainer.handle import SaveHandle
+from ckptfmt.saving import links
+from ckptfmt.saving.background import Background
+from ckptfmt.saving.handle import SaveHandle
+from ckptfmt.saving.saver import Saver
+from ckptfmt.write.helper_process import start_helper
 from ckptfmt.write.staging import HostCopy
 from tests.builders import error_of
 from tests.faults.driver import (
@@ -69,7 +69,7 @@ def test_saver_that_never_gets_ready_is_given_up_and_the_next_save_starts_anothe
     toy = Toy()
     with Checkpointer(run, toy.state, deadline_s=1.0) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr("ckptfmt.trainer.links.start_helper", start_stopped)
+            patch.setattr("ckptfmt.saving.links.start_helper", start_stopped)
             error = error_of(lambda: toy.save(checkpointer))
         assert (error.code, "isn't ready" in error.detail) == ("SAVER_LOST", True)
         background_of(checkpointer)._deadline_s = PATIENCE_S
@@ -105,7 +105,7 @@ def test_failure_that_comes_while_the_next_save_begins_ends_no_thread(run, monke
             raise MemoryError
         finish(copy)
 
-    monkeypatch.setattr("ckptfmt.trainer.background.error_from_json", wait_for_begin)
+    monkeypatch.setattr("ckptfmt.saving.background.error_from_json", wait_for_begin)
     monkeypatch.setattr(Background, "_begin", begin_and_tell)
     monkeypatch.setattr(HostCopy, "finish", fail_once)
     with Checkpointer(run, toy.state, saver="thread", deadline_s=PATIENCE_S / 3) as checkpointer:

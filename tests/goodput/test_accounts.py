@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from ckptfmt.documents.ledger import LaunchTimes
-from ckptfmt.goodput.accounts import KnownLaunch, account
+from ckptfmt.run.accounts import KnownLaunch, account
+from ckptfmt.run.ledger import LaunchTimes
 
 
 def launch(

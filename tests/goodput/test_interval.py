@@ -8,7 +8,7 @@ import pytest
 
 from ckptfmt.__main__ import main
 from ckptfmt.errors import StateError
-from ckptfmt.goodput.interval import (
+from ckptfmt.loop.interval import (
     Level,
     best_interval_s,
     choose_every,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptfmt.commit import decision as commit
 from ckptfmt.commit import lone
 from ckptfmt.run import labelling, lineage, retention
-from ckptfmt.trainer import one_save
+from ckptfmt.saving import one_save
 from tests.mutants.mutant import Mutant, replaced, rewritten
 
 _NO_SYNC = ('    store.sync("")\n', "")
@@ -53,8 +53,8 @@ MUTANTS = {
         fault="counts what is in caches among what it keeps",
         patch=replaced(retention, "is_at_home", lambda _right, entry: entry.manifest is not None),
         tests=(
-            "test_upload_every.py::test_what_is_in_caches_does_not_count_and_goes_once_a_newer_one_is_at_home[1]",
-            "test_upload_every.py::test_the_last_at_home_cannot_be_deleted_for_one_in_caches",
+            "save/test_upload_every.py::test_what_is_in_caches_does_not_count_and_goes_once_a_newer_one_is_at_home[1]",
+            "save/test_upload_every.py::test_the_last_at_home_cannot_be_deleted_for_one_in_caches",
         ),
     ),
     "caches_kept_for_ever": Mutant(
@@ -62,16 +62,16 @@ MUTANTS = {
         fault="never retires what is in caches",
         patch=replaced(retention, "_iter_behind", lambda *_: []),
         tests=(
-            "test_upload_every.py::test_what_is_in_caches_does_not_count_and_goes_once_a_newer_one_is_at_home[None]",
-            "test_upload_every.py::test_a_launch_goes_on_from_the_newest_in_its_cache",
-            "test_upload_every.py::test_without_its_cache_a_launch_goes_on_from_home",
+            "save/test_upload_every.py::test_what_is_in_caches_does_not_count_and_goes_once_a_newer_one_is_at_home[None]",
+            "save/test_upload_every.py::test_a_launch_goes_on_from_the_newest_in_its_cache",
+            "save/test_upload_every.py::test_without_its_cache_a_launch_goes_on_from_home",
         ),
     ),
     "pinned_in_a_cache": Mutant(
         clauses=("REQ-CMT-041",),
         fault="promises to keep what isn't at home",
         patch=replaced(labelling, "check_at_home", lambda *_: None),
-        tests=("test_upload_every.py::test_a_pin_is_refused_where_the_files_are_not_at_home",),
+        tests=("save/test_upload_every.py::test_a_pin_is_refused_where_the_files_are_not_at_home",),
     ),
     "own_saves_given_up": Mutant(
         clauses=("REQ-CMT-021",),

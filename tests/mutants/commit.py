@@ -11,8 +11,8 @@ from ckptfmt.delta import chain
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, parse_register
 from ckptfmt.group import Group
+from ckptfmt.saving import one_save as saving
 from ckptfmt.store.protocol import Store
-from ckptfmt.trainer import one_save as saving
 from ckptfmt.write import writer
 from tests.mutants.mutant import Mutant, replaced, rewritten
 
@@ -45,13 +45,13 @@ MUTANTS = {
         patch=rewritten(
             saving.agree_on_save, 'attempt=told[0]["attempt"]', 'attempt=mine["attempt"]'
         ),
-        tests=("test_api.py::test_writers_make_one_attempt_of_one_step",),
+        tests=("interface/test_api.py::test_writers_make_one_attempt_of_one_step",),
     ),
     "steps_not_compared": Mutant(
         clauses=("REQ-CMT-001",),
         fault="begins to write whatever step the others save",
         patch=rewritten(Group.agree, "if len(steps) > 1:", "if not steps:"),
-        tests=("test_api.py::test_writers_make_one_attempt_of_one_step",),
+        tests=("interface/test_api.py::test_writers_make_one_attempt_of_one_step",),
     ),
     "refusal_not_told": Mutant(
         clauses=("REQ-CMT-002",),
@@ -62,7 +62,7 @@ MUTANTS = {
             "    if error is not None:\n        raise error\n    mine = {",
         ),
         tests=(
-            "test_api.py::test_what_one_writer_refuses_reaches_all_before_a_file_is_created[1]",
+            "interface/test_api.py::test_what_one_writer_refuses_reaches_all_before_a_file_is_created[1]",
         ),
     ),
     "replaces_what_is_there": Mutant(
@@ -84,7 +84,7 @@ MUTANTS = {
         patch=rewritten(
             saving.agree_on_save, "secrets.token_hex(8)", 'f"{operator.index(step):016x}"'
         ),
-        tests=("test_api.py::test_each_try_has_an_attempt_of_its_own",),
+        tests=("interface/test_api.py::test_each_try_has_an_attempt_of_its_own",),
     ),
     "relies_on_what_is_in_caches": Mutant(
         clauses=("REQ-CMT-047",),
@@ -96,7 +96,7 @@ MUTANTS = {
         clauses=("REQ-CMT-048",),
         fault="says of files that it writes to home that they are in a cache",
         patch=replaced(chain.Chain, "write", _say_node),
-        tests=("test_upload_every.py::test_a_cache_that_goes_makes_saves_go_home",),
+        tests=("save/test_upload_every.py::test_a_cache_that_goes_makes_saves_go_home",),
     ),
     "durability_of_part_0": Mutant(
         clauses=("REQ-CMT-046",),

@@ -13,7 +13,8 @@ from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.data import sampler
 from ckptfmt.data.course import Course
 from ckptfmt.data.sampler import Sampler
-from ckptfmt.trainer import one_save, restore
+from ckptfmt.loading import restore
+from ckptfmt.saving import one_save
 from tests.mutants.mutant import Mutant, replaced
 
 
@@ -49,7 +50,9 @@ MUTANTS = {
         clauses=("REQ-CTX-002",),
         fault="saves extra state under names of optimizers' own",
         patch=replaced(walk._Walker, "units", _without_extra),
-        tests=("test_api.py::test_extra_lies_in_the_field_optimizer_under_names_of_its_own",),
+        tests=(
+            "interface/test_api.py::test_extra_lies_in_the_field_optimizer_under_names_of_its_own",
+        ),
     ),
     "generators_of_nobody": Mutant(
         clauses=("REQ-CTX-003",),
@@ -77,20 +80,20 @@ MUTANTS = {
             "local_facts",
             lambda right, **given: {**right(**given), "env": dict(os.environ)},
         ),
-        tests=("test_capture.py::test_provenance_says_where_the_run_comes_from",),
+        tests=("save/test_capture.py::test_provenance_says_where_the_run_comes_from",),
     ),
     "ledger_of_what_was_fetched": Mutant(
         clauses=("REQ-CUR-008",),
         fault="counts those samples that were fetched last",
         patch=replaced(Sampler, "_count", _count_what_was_fetched),
-        tests=("test_sampler.py::test_the_ledger_is_that_of_the_samples_seen",),
+        tests=("data/test_sampler.py::test_the_ledger_is_that_of_the_samples_seen",),
     ),
     "skips_of_what_was_consumed": Mutant(
         clauses=("REQ-CUR-020",),
         fault="takes a number of steps for the position that a skip may begin at",
         patch=replaced(Sampler, "skip", _steps_for_positions),
         tests=(
-            "test_sampler_orders.py::test_a_skip_that_cannot_be_is_refused_and_nothing_changes[options6]",
+            "data/test_sampler_orders.py::test_a_skip_that_cannot_be_is_refused_and_nothing_changes[options6]",
         ),
     ),
     "stages_of_what_was_consumed": Mutant(
@@ -98,8 +101,8 @@ MUTANTS = {
         fault="goes on with other stages in the place of those that have begun",
         patch=replaced(sampler, "_begun", lambda right, mixture, _: right(mixture, 0)),
         tests=(
-            "test_sampler_orders.py::test_a_cursor_of_another_mixture_is_refused[options4]",
-            "test_sampler_orders.py::test_a_cursor_of_another_mixture_is_refused[options5]",
+            "data/test_sampler_orders.py::test_a_cursor_of_another_mixture_is_refused[options4]",
+            "data/test_sampler_orders.py::test_a_cursor_of_another_mixture_is_refused[options5]",
         ),
     ),
 }

@@ -7,9 +7,9 @@ from typing import Any
 from ckptfmt import limits
 from ckptfmt.codecs import prediction as codec
 from ckptfmt.documents.manifest import part_path
+from ckptfmt.loading import restore
 from ckptfmt.read import decoding, files
 from ckptfmt.run import lineage
-from ckptfmt.trainer import restore
 from tests.mutants.mutant import Mutant, replaced
 
 

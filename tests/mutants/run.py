@@ -16,6 +16,10 @@ from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, parse_checkpoint_name
 from ckptfmt.documents.run import RUN_NAME
 from ckptfmt.documents.witness import StepsHeader
+from ckptfmt.loop import launching, repeated_steps
+from ckptfmt.loop.comparing import Comparison
+from ckptfmt.loop.repeated_steps import RepeatedSteps
+from ckptfmt.loop.step_log import StepLog
 from ckptfmt.read import verify
 from ckptfmt.read.cached import CachedStore
 from ckptfmt.read.reader import Checkpoint
@@ -23,16 +27,12 @@ from ckptfmt.read.report import Report
 from ckptfmt.read.verified_files import VerifiedFile
 from ckptfmt.run import compaction as compact
 from ckptfmt.run import lineage, mirror, node_cache, scrub, spent_time
-from ckptfmt.run.step_log import StepLog
-from ckptfmt.saver import saver, uploads
-from ckptfmt.saver.saver import Saver
+from ckptfmt.saving import one_save as saving
+from ckptfmt.saving import peers, saver, uploads
+from ckptfmt.saving.saver import Saver
 from ckptfmt.store.direct import make_memory
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader, Store
-from ckptfmt.trainer import launching, peers, repeated_steps
-from ckptfmt.trainer import one_save as saving
-from ckptfmt.trainer.comparing import Comparison
-from ckptfmt.trainer.repeated_steps import RepeatedSteps
 from tests.mutants.mutant import Mutant, replaced, rewritten
 
 
@@ -168,13 +168,13 @@ MUTANTS = {
         clauses=("REQ-RUN-016",),
         fault="saves a checkpoint where a run is",
         patch=replaced(api, "check_no_run", lambda _, store, **_how: commit.check_vacant(store)),
-        tests=("test_checkpointer.py::test_directory_is_a_run_or_a_checkpoint_and_not_both",),
+        tests=("loop/test_checkpointer.py::test_directory_is_a_run_or_a_checkpoint_and_not_both",),
     ),
     "run_in_a_checkpoint_directory": Mutant(
         clauses=("REQ-RUN-016",),
         fault="begins a run where a checkpoint is",
         patch=replaced(lineage, "_refuse_other_contents", lambda *_: None),
-        tests=("test_checkpointer.py::test_directory_is_a_run_or_a_checkpoint_and_not_both",),
+        tests=("loop/test_checkpointer.py::test_directory_is_a_run_or_a_checkpoint_and_not_both",),
     ),
     "let_go_with_a_save_to_do": Mutant(
         clauses=("REQ-RUN-017",),
@@ -188,7 +188,9 @@ MUTANTS = {
         clauses=("REQ-RUN-018",),
         fault="chooses what to resume from while a saver is at work",
         patch=replaced(launching, "wait_for_savers", lambda *_, **__: []),
-        tests=("test_checkpointer.py::test_launch_waits_for_what_an_old_saver_has_in_its_hands",),
+        tests=(
+            "loop/test_checkpointer.py::test_launch_waits_for_what_an_old_saver_has_in_its_hands",
+        ),
     ),
     "compaction_does_not_wait": Mutant(
         clauses=("REQ-RUN-018",),
@@ -203,13 +205,13 @@ MUTANTS = {
             " saver has in hand"
         ),
         patch=replaced(api, "wait_for_savers", lambda *_, **__: []),
-        tests=("test_api.py::test_opening_a_run_says_that_a_saver_has_a_save_in_hand",),
+        tests=("interface/test_api.py::test_opening_a_run_says_that_a_saver_has_a_save_in_hand",),
     ),
     "register_of_the_retired_removed": Mutant(
         clauses=("REQ-CKP-006",),
         fault="removes the register of what it retires too, so that the name is free again",
         patch=replaced(commit, "_delete_all_but_register", _delete_everything),
-        tests=("test_api.py::test_place_of_a_retired_checkpoint_is_never_used_again",),
+        tests=("interface/test_api.py::test_place_of_a_retired_checkpoint_is_never_used_again",),
     ),
     "nonce_from_a_fixed_seed": Mutant(
         clauses=("REQ-CKP-007",),
@@ -218,7 +220,7 @@ MUTANTS = {
             mock.patch.object, saving, "secrets", mock.Mock(token_hex=lambda nbytes: "5a" * nbytes)
         ),
         tests=(
-            "test_api.py::test_checkpoint_outside_of_a_run_names_no_run_and_has_a_nonce_of_its_own",
+            "interface/test_api.py::test_checkpoint_outside_of_a_run_names_no_run_and_has_a_nonce_of_its_own",
         ),
     ),
     "run_kept_by_what_is_compacted": Mutant(
@@ -349,7 +351,7 @@ MUTANTS = {
             VerifiedFile._read, "check(content[first - begin : first - begin + nbytes])", "pass"
         ),
         tests=(
-            "test_node_cache.py::test_what_is_damaged_in_the_cache_is_not_finished[damaged-.safetensors]",
+            "save/test_node_cache.py::test_what_is_damaged_in_the_cache_is_not_finished[damaged-.safetensors]",
         ),
     ),
     "nothing_finished_from_caches": Mutant(
@@ -357,16 +359,16 @@ MUTANTS = {
         fault="begins a launch without a look into the caches",
         patch=replaced(launching, "plan_finish", lambda *_: []),
         tests=(
-            "test_node_cache.py::test_a_launch_finishes_what_a_killed_one_left",
-            "test_node_cache.py::test_the_parts_of_all_writers_come_from_wherever_they_are[True]",
-            "test_node_cache.py::test_one_process_finishes_from_a_shared_cache",
+            "save/test_node_cache.py::test_a_launch_finishes_what_a_killed_one_left",
+            "save/test_node_cache.py::test_the_parts_of_all_writers_come_from_wherever_they_are[True]",
+            "save/test_node_cache.py::test_one_process_finishes_from_a_shared_cache",
         ),
     ),
     "older_launches_finished": Mutant(
         clauses=("REQ-RUN-036",),
         fault="finishes what a launch left that was overtaken",
         patch=rewritten(node_cache.plan_finish, "parsed[1] != newest", "parsed[1] < 0"),
-        tests=("test_node_cache.py::test_what_an_older_launch_left_is_not_finished",),
+        tests=("save/test_node_cache.py::test_what_an_older_launch_left_is_not_finished",),
     ),
     "half_an_attempt_finished": Mutant(
         clauses=("REQ-RUN-036",),
@@ -374,21 +376,21 @@ MUTANTS = {
         patch=rewritten(
             node_cache.plan_finish, "there | set(writers) < set(range(writer_count))", "not writers"
         ),
-        tests=("test_node_cache.py::test_a_lost_node_leaves_nothing_half_visible",),
+        tests=("save/test_node_cache.py::test_a_lost_node_leaves_nothing_half_visible",),
     ),
     "unfinished_evicted": Mutant(
         clauses=("REQ-RUN-037",),
         fault="makes room in the cache by what home doesn't have",
         patch=replaced(node_cache.NodeCache, "_scan", _all_settled),
-        tests=("test_node_cache.py::test_what_home_lacks_stays_and_the_saver_waits",),
+        tests=("save/test_node_cache.py::test_what_home_lacks_stays_and_the_saver_waits",),
     ),
     "settled_while_nothing_is_at_home": Mutant(
         clauses=("REQ-RUN-037",),
         fault="lets the files go of what is committed and in caches alone",
         patch=rewritten(uploads.bring_home, "manifest.durability == HOME", "True"),
         tests=(
-            "test_upload_every.py::test_what_nothing_at_home_replaces_stays_and_a_save_without_room_goes_home",
-            "test_upload_every.py::test_of_so_many_saves_one_goes_home",
+            "save/test_upload_every.py::test_what_nothing_at_home_replaces_stays_and_a_save_without_room_goes_home",
+            "save/test_upload_every.py::test_of_so_many_saves_one_goes_home",
         ),
     ),
     "never_settled": Mutant(
@@ -396,8 +398,8 @@ MUTANTS = {
         fault="keeps the files of what is in caches when a newer one is at home",
         patch=replaced(node_cache.NodeCache, "settle_up_to", lambda *_: None),
         tests=(
-            "test_upload_every.py::test_what_nothing_at_home_replaces_stays_and_a_save_without_room_goes_home",
-            "test_upload_every.py::test_once_a_newer_one_is_at_home_the_cache_may_let_all_older_ones_go",
+            "save/test_upload_every.py::test_what_nothing_at_home_replaces_stays_and_a_save_without_room_goes_home",
+            "save/test_upload_every.py::test_once_a_newer_one_is_at_home_the_cache_may_let_all_older_ones_go",
         ),
     ),
     "settled_for_an_older_one": Mutant(
@@ -405,7 +407,7 @@ MUTANTS = {
         fault="takes a checkpoint at home for a reason to let newer ones go",
         patch=rewritten(node_cache.NodeCache.settle_up_to, "ours <= theirs for", "True for"),
         tests=(
-            "test_upload_every.py::test_once_a_newer_one_is_at_home_the_cache_may_let_all_older_ones_go",
+            "save/test_upload_every.py::test_once_a_newer_one_is_at_home_the_cache_may_let_all_older_ones_go",
         ),
     ),
     "nothing_brought_home": Mutant(
@@ -413,9 +415,9 @@ MUTANTS = {
         fault="chooses without a look for committed files in the caches",
         patch=replaced(launching, "list_in_caches", lambda *_: []),
         tests=(
-            "test_upload_every.py::test_a_launch_goes_on_from_the_newest_in_its_cache",
-            "test_upload_every.py::test_what_is_chosen_by_hand_is_brought_home",
-            "test_upload_every.py::test_each_writers_files_come_from_wherever_they_are[True]",
+            "save/test_upload_every.py::test_a_launch_goes_on_from_the_newest_in_its_cache",
+            "save/test_upload_every.py::test_what_is_chosen_by_hand_is_brought_home",
+            "save/test_upload_every.py::test_each_writers_files_come_from_wherever_they_are[True]",
         ),
     ),
     "newest_alone_brought_home": Mutant(
@@ -425,7 +427,7 @@ MUTANTS = {
             launching, "list_in_caches", lambda right, *arguments: right(*arguments)[:1]
         ),
         tests=(
-            "test_upload_every.py::test_where_the_newest_is_damaged_the_next_older_one_is_taken[damaged]",
+            "save/test_upload_every.py::test_where_the_newest_is_damaged_the_next_older_one_is_taken[damaged]",
         ),
     ),
     "half_a_checkpoint_brought_home": Mutant(
@@ -434,33 +436,35 @@ MUTANTS = {
         patch=rewritten(
             node_cache.plan_fetch, "return []\n        plan.append", "continue\n        plan.append"
         ),
-        tests=("test_upload_every.py::test_without_one_of_two_nodes_all_go_on_from_home",),
+        tests=("save/test_upload_every.py::test_without_one_of_two_nodes_all_go_on_from_home",),
     ),
     "cached_files_believed": Mutant(
         clauses=("REQ-RUN-038",),
         fault="reads from the cache what isn't what was saved, and doesn't ask home",
         patch=replaced(CachedStore, "_verify", lambda *_: True),
         tests=(
-            "test_node_cache.py::test_what_is_not_whole_in_the_cache_is_read_from_home[damaged-off]",
+            "save/test_node_cache.py::test_what_is_not_whole_in_the_cache_is_read_from_home[damaged-off]",
         ),
     ),
     "newer_replicas_settled": Mutant(
         clauses=("REQ-RUN-037",),
         fault="lets replicas go that are newer than what home has",
         patch=rewritten(node_cache.NodeCache.settle_up_to, "ours <= theirs", "ours"),
-        tests=("test_peers.py::test_only_what_is_not_newer_is_settled_with_a_commit",),
+        tests=("save/test_peers.py::test_only_what_is_not_newer_is_settled_with_a_commit",),
     ),
     "peers_told_without_a_replica": Mutant(
         clauses=("REQ-CMT-048",),
         fault="commits a save as one that survives its node, whatever the partner says",
         patch=replaced(saver._Work, "_has_replica", lambda *_: True),
-        tests=("test_peers.py::test_what_stays_in_caches_survives_a_node_with_replicas[problem]",),
+        tests=(
+            "save/test_peers.py::test_what_stays_in_caches_survives_a_node_with_replicas[problem]",
+        ),
     ),
     "entries_of_the_ledger_needed": Mutant(
         clauses=("REQ-RUN-044",),
         fault="gives up where an entry of the ledger can't be read",
         patch=rewritten(spent_time._read_entry, "return error", "raise error"),
-        tests=("test_ledger.py::test_an_entry_that_can_not_be_read_stops_nothing",),
+        tests=("loop/test_ledger.py::test_an_entry_that_can_not_be_read_stops_nothing",),
     ),
     "steps_recorded_at_the_end": Mutant(
         clauses=("REQ-RUN-061",),
@@ -513,7 +517,7 @@ MUTANTS = {
         clauses=("REQ-RUN-039",),
         fault="takes the next process for its partner, whichever node that is on",
         patch=replaced(peers, "choose_partners", lambda _, nodes: [*range(1, len(nodes)), 0]),
-        tests=("test_peers.py::test_partners_are_on_another_node_and_share_the_work",),
+        tests=("save/test_peers.py::test_partners_are_on_another_node_and_share_the_work",),
     ),
     "replicated_bytes_not_compared": Mutant(
         clauses=("REQ-RUN-040",),
@@ -521,7 +525,7 @@ MUTANTS = {
         patch=rewritten(
             VerifiedFile._read, "check(content[first - begin : first - begin + nbytes])", "pass"
         ),
-        tests=("test_peers.py::test_what_is_damaged_is_no_replica[damaged-.safetensors]",),
+        tests=("save/test_peers.py::test_what_is_damaged_is_no_replica[damaged-.safetensors]",),
     ),
     "replicated_part_first": Mutant(
         clauses=("REQ-RUN-040",),
@@ -531,6 +535,6 @@ MUTANTS = {
             "for file in files:",
             "place.create(part.path, [content])\n            for file in files:",
         ),
-        tests=("test_peers.py::test_the_part_of_a_replica_comes_last",),
+        tests=("save/test_peers.py::test_the_part_of_a_replica_comes_last",),
     ),
 }

@@ -15,9 +15,9 @@ from ckptfmt.delta import base, chain
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import Origin, Reference, pins_path
 from ckptfmt.documents.run import Pins, RunRecord
-from ckptfmt.saver.saver import Saver
+from ckptfmt.loop import launching
+from ckptfmt.saving.saver import Saver
 from ckptfmt.store.protocol import Store
-from ckptfmt.trainer import launching
 from ckptfmt.write.slot_contents import Progress
 from tests.mutants.mutant import Mutant, replaced
 
@@ -130,7 +130,7 @@ MUTANTS = {
         clauses=("REQ-CMT-036",),
         fault="takes every run for one that lists references",
         patch=replaced(launching, "open_run", _as_if_listed),
-        tests=("test_deltas.py::test_a_run_that_was_begun_without_deltas_refuses_them",),
+        tests=("save/test_deltas.py::test_a_run_that_was_begun_without_deltas_refuses_them",),
     ),
     "pins_of_the_first_writer": Mutant(
         clauses=("REQ-CMT-037",),

@@ -24,8 +24,8 @@ from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import list_checkpoints
+from ckptfmt.saving.handle import SaveHandle
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.write.staging import HostCopy, Seen
 from tests.builders import code_of
 from tests.overlap.trainings import TRAININGS, Training, module

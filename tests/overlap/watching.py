@@ -16,13 +16,13 @@ from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.errors import CkptError
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.saving.background import Background
+from ckptfmt.saving.handle import SaveHandle
+from ckptfmt.saving.one_save import capture
 from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
-from ckptfmt.trainer.background import Background
-from ckptfmt.trainer.handle import SaveHandle
-from ckptfmt.trainer.one_save import capture
 from ckptfmt.write.staging import HostCopy
 
 #: By kind, field, name, scope and box: the bytes of a tensor, the dumped tree of a leaf or stream.

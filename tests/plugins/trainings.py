@@ -150,7 +150,7 @@ def verdict(run: str | Path) -> tuple[str, set[str], str]:
 
     Of a verdict that something differs, what differs stands in the place of what was compared.
     """
-    from ckptfmt.run.step_log import read_verdicts  # noqa: PLC0415 - the framework's signature
+    from ckptfmt.loop.step_log import read_verdicts  # noqa: PLC0415 - the framework's signature
     from ckptfmt.store import open_store  # noqa: PLC0415 - the framework's signature
 
     found = read_verdicts(open_store(run, writable=False))

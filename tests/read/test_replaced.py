@@ -18,7 +18,7 @@ from ckptfmt.__main__ import main
 from ckptfmt.errors import Code, IntegrityError
 from ckptfmt.store.posix import PosixCalls
 from tests.builders import code_of, error_of
-from tests.test_group import Allgather, run_writers
+from tests.interface.test_group import Allgather, run_writers
 
 #: The most files that a reader in these tests opens.
 MOST_OPENED = 200

@@ -11,8 +11,8 @@ import torch
 
 import ckptfmt
 from ckptfmt.errors import CkptError, Code
+from ckptfmt.loading.restore import LoadReport
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.trainer.restore import LoadReport
 
 
 def saved(**fields: Any) -> MemoryStore:

@@ -41,11 +41,11 @@ from ckptfmt.run.lineage import (
 from ckptfmt.run.mirror import MirrorReport, follow_run, mirror_run, promote
 from ckptfmt.run.retention import clean_up
 from ckptfmt.run.scrub import scrub_run
+from ckptfmt.saving import mirrors
 from ckptfmt.store import LocalStore, check_apart
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import PAGE_NBYTES
-from ckptfmt.trainer import mirrors
 from tests.builders import code_of, error_of, known_launches, read_all, snapshot, tensor
 from tests.chains import Saving
 from tests.run.test_lineage import RunOfSteps

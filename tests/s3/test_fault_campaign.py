@@ -7,7 +7,7 @@ import pytest
 from ckptfmt.commit import decision
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.run import retention
-from ckptfmt.saver import saver
+from ckptfmt.saving import saver
 from ckptfmt.store import objects
 from ckptfmt.store.objects import ObjectStore
 from tests.s3.fault_campaign import SCENARIOS, Campaign, Combination

@@ -19,14 +19,14 @@ from ckptfmt.documents.run import SAVERS
 from ckptfmt.errors import Code, err
 from ckptfmt.run.lineage import begin_launch, list_checkpoints, open_run
 from ckptfmt.run.retention import Retention
-from ckptfmt.saver.request import SaveRequest
-from ckptfmt.saver.saver import Saver
-from ckptfmt.stage.slot import Slot
+from ckptfmt.saving.request import SaveRequest
+from ckptfmt.saving.saver import Saver
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Buffer, Store
 from ckptfmt.write import slot_contents
 from ckptfmt.write.image import Context, plan_image
+from ckptfmt.write.slot import Slot
 from ckptfmt.write.writer import write_part
 from tests.builders import leaf, origin, snapshot, stream, tensor, two_writers, verify
 from tests.stores.faults import Fault, FaultStore

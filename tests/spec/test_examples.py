@@ -14,12 +14,11 @@ from referencing import Registry, Resource
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import finalize
+from ckptfmt.data.cursor import dump_cursor, parse_cursor
 from ckptfmt.digest import digest_bytes, digest_text
 from ckptfmt.documents import msgpk, tree
 from ckptfmt.documents.canonical import dump_document
-from ckptfmt.documents.cursor import dump_cursor, parse_cursor
 from ckptfmt.documents.index import Index
-from ckptfmt.documents.ledger import LedgerEntry
 from ckptfmt.documents.manifest import Manifest, parse_register
 from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, parse_packed
 from ckptfmt.documents.part import PACK_HEADER, Part, parse_failure
@@ -31,6 +30,7 @@ from ckptfmt.layout.merge import PartFileEntry, merge_parts
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint
+from ckptfmt.run.ledger import LedgerEntry
 from ckptfmt.store.memory import MemoryStore
 from conformance.generate.fences import REFUSAL, edited
 from tests.spec.pages import SCHEMA, fences, page

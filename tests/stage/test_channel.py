@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptfmt.documents.msgpk import dump_msgpack
-from ckptfmt.stage.helper_process import Channel
+from ckptfmt.write.helper_process import Channel
 
 MESSAGE = dump_msgpack({"type": "x", "content": b"y" * 40})
 FRAME = struct.pack("<Q", len(MESSAGE)) + MESSAGE

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.stage.slot import available_nbytes, margin_nbytes, plan_slots, slot_nbytes
+from ckptfmt.write.slot import available_nbytes, margin_nbytes, plan_slots, slot_nbytes
 from tests.store.helpers import FAST_DIRECTORY, code_of
 
 MIB = 2**20

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from ckptfmt.errors import CkptError
-from ckptfmt.stage.slot import MemoryCalls, Slot, slot_nbytes
+from ckptfmt.write.slot import MemoryCalls, Slot, slot_nbytes
 from tests.stage.holdings import descriptors, mappings
 from tests.store.helpers import ROOT, code_of, no_fd_leak, run_python
 
@@ -64,7 +64,7 @@ def test_another_process_sees_the_bytes_of_the_maker(slot):
     content = os.urandom(slot.nbytes)
     slot.view[:] = content
     script = (
-        "import sys, hashlib; from ckptfmt.stage.slot import Slot; slot ="
+        "import sys, hashlib; from ckptfmt.write.slot import Slot; slot ="
         " Slot.attach(int(sys.argv[1])); slot.touch();"
         "print(slot.nbytes, slot.view.readonly, hashlib.sha256(slot.view).hexdigest())"
     )
@@ -101,7 +101,7 @@ def test_an_attached_slot_refuses_writes(slot):
 
 def test_bytes_outlive_a_maker_that_was_killed():
     script = (
-        "import sys, socket, os, time; from ckptfmt.stage.slot import Slot; slot ="
+        "import sys, socket, os, time; from ckptfmt.write.slot import Slot; slot ="
         " Slot.make(10_000); slot.touch();"
         "slot.view[9_995:10_000] = b'hello'; channel = socket.socket(fileno=int(sys.argv[1]));"
         "socket.send_fds(channel, [b'x'], [slot.fd]); time.sleep(300)"
@@ -212,7 +212,7 @@ def test_an_executed_program_inherits_no_descriptor(slot):
 FORK = """
 import contextlib, ctypes, gc, os, sys
 from ckptfmt.errors import CkptError
-from ckptfmt.stage.slot import Slot
+from ckptfmt.write.slot import Slot
 from tests.stage.holdings import descriptors, forked, mappings
 """
 
@@ -308,8 +308,8 @@ finally:
 def test_forks_are_watched_once_and_not_before_there_is_a_slot():
     output = run_python(
         "import os; calls = []; os.register_at_fork = lambda **given: calls.append(given);"
-        "import ckptfmt.stage.slot; before = [*calls];"
-        "[ckptfmt.stage.slot.Slot.make(1).close() for _ in range(3)];"
+        "import ckptfmt.write.slot; before = [*calls];"
+        "[ckptfmt.write.slot.Slot.make(1).close() for _ in range(3)];"
         "ours = [given for given in calls if given not in before and 'ckptfmt' in"
         " given['after_in_child'].__module__];"
         "print(sum('ckptfmt' in str(given) for given in before), len(ours))"

@@ -17,8 +17,8 @@ from ckptfmt.documents.witness import (
     StepRecord,
     StepsHeader,
 )
-from ckptfmt.run.step_log import StepLog, Steps
-from ckptfmt.trainer.comparing import compare_steps
+from ckptfmt.loop.comparing import compare_steps
+from ckptfmt.loop.step_log import StepLog, Steps
 
 U64 = st.none() | st.integers(0, 2**64 - 1)
 RECORDS = st.builds(

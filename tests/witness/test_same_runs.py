@@ -18,8 +18,8 @@ import ckptfmt
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.cli.judging import judge
 from ckptfmt.documents.witness import StepRecord, StepsHeader, steps_path
-from ckptfmt.run.step_log import StepLog
-from ckptfmt.trainer.repeated_steps import RepeatedSteps
+from ckptfmt.loop.repeated_steps import RepeatedSteps
+from ckptfmt.loop.step_log import StepLog
 
 INPUTS: Any = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
 

@@ -15,9 +15,9 @@ from torch import nn
 import ckptfmt
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import CkptError
-from ckptfmt.run.step_log import read_verdicts
+from ckptfmt.loop.step_log import read_verdicts
 from ckptfmt.store import open_store
-from tests.test_group import Allgather, run_writers
+from tests.interface.test_group import Allgather, run_writers
 
 INPUTS: Any = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 

@@ -28,11 +28,11 @@ from ckptfmt.__main__ import main
 from ckptfmt.adapters.torch import fingerprints
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.witness import verdict_path
-from ckptfmt.run.step_log import KEPT_LAUNCHES, StepLog, read_steps, read_verdicts
+from ckptfmt.loop.step_log import KEPT_LAUNCHES, StepLog, read_steps, read_verdicts
+from ckptfmt.loop.witnessing import digest_outside_modules
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.trainer.witnessing import digest_outside_modules
-from tests.test_group import Allgather, run_writers
+from tests.interface.test_group import Allgather, run_writers
 
 INPUTS: Any = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 

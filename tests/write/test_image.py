@@ -38,8 +38,8 @@ from tests.builders import (
     tensor,
     verify,
 )
+from tests.interface.test_group import Allgather, run_writers
 from tests.part_rows import contents_of, rows_of
-from tests.test_group import Allgather, run_writers
 
 NAMES = ("", "w", "w#1", "__metadata__", "__metadata__#1", "日本語", "\0", "a/b", '"\\', "x" * 300)
 

@@ -33,7 +33,7 @@ from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.read.streaming import Borrow
-from ckptfmt.stage.slot import Slot
+from ckptfmt.write.slot import Slot
 from ckptfmt.write.snapshot import TensorSink, TensorSource
 from ckptfmt.write.staging import DeviceTensor, Filling, Seen
 

@@ -50,7 +50,7 @@ _STRIDE: Final = 0x9E3779B97F4A7C1
 
 
 class Awaited(Protocol):
-    """A save with copies in progress; `ckptfmt.trainer.handle.SaveHandle` implements it."""
+    """A save with copies in progress; `ckptfmt.saving.handle.SaveHandle` implements it."""
 
     blocked_s: float
 

@@ -26,9 +26,8 @@ import ckptfmt
 from ckptfmt import Box, CkptError, PerWorker, Sampler, State
 from ckptfmt.adapters.data_loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.adapters.load_plan import LoadPlan
-from ckptfmt.documents.cursor import parse_cursor
+from ckptfmt.data.cursor import parse_cursor
 from ckptfmt.documents.index import Index
-from ckptfmt.documents.ledger import LedgerEntry
 from ckptfmt.documents.manifest import parse_register
 from ckptfmt.documents.msgpk import open_packed_document, parse_msgpack
 from ckptfmt.documents.packed import Columns, parse_packed
@@ -50,11 +49,12 @@ from ckptfmt.dtypes import numpy_dtype
 from ckptfmt.errors import Code
 from ckptfmt.features import READER_FEATURES
 from ckptfmt.limits import FORMAT_VERSION
+from ckptfmt.loading.restore import plan_restore
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.ledger import LedgerEntry
 from ckptfmt.run.lineage import begin_launch, open_run
+from ckptfmt.saving.handle import STATES, SaveHandle
 from ckptfmt.store.local import LocalStore
-from ckptfmt.trainer.handle import STATES, SaveHandle
-from ckptfmt.trainer.restore import plan_restore
 from ckptfmt_conformance.protocol import METHODS, Rejected, Unsupported, run_as_command
 
 __all__ = [

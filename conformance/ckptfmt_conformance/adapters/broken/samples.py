@@ -17,11 +17,11 @@ _COUNTS = original("ckptfmt.data.course:COUNTS")
 _stretch = original("ckptfmt.data.course:Course.stretch")
 _walk = original("ckptfmt.data.course:Walk")
 _init = original("ckptfmt.data.course:Course.__init__")
-_check_epoch = original("ckptfmt.documents.cursor:_check_epoch")
-_check_count = original("ckptfmt.documents.cursor:_check_count")
+_check_epoch = original("ckptfmt.data.cursor:_check_epoch")
+_check_count = original("ckptfmt.data.cursor:_check_count")
 _load = original("ckptfmt.adapters.data_loaders:ForeignLoader.load_state_dict")
-_cursor_map: Any = original("ckptfmt.documents.cursor:CursorMap")
-_parse_foreign = original("ckptfmt.documents.cursor:parse_foreign")
+_cursor_map: Any = original("ckptfmt.data.cursor:CursorMap")
+_parse_foreign = original("ckptfmt.data.cursor:parse_foreign")
 
 
 def _first_epoch(n: int, seed: int, _: int) -> Any:
@@ -229,7 +229,7 @@ class PlainPositions(Reference):
         "context/valid/samples-left-out-epoch",
         "context/valid/samples-fill-shift-step-2-of-3",
     )
-    replacements = (("ckptfmt.documents.cursor:_check_epoch", _check_plainly),)
+    replacements = (("ckptfmt.data.cursor:_check_epoch", _check_plainly),)
 
 
 def _check_nothing(*_: object) -> None:
@@ -246,7 +246,7 @@ class UncountedMixtures(Reference):
 
     breaks = ("REQ-CUR-004",)
     convicted_by = ("context/invalid/cursor-mixture-ledger-count",)
-    replacements = (("ckptfmt.documents.cursor:_check_count", _check_unmixed_count),)
+    replacements = (("ckptfmt.data.cursor:_check_count", _check_unmixed_count),)
 
 
 class UncheckedSample(Reference):
@@ -299,7 +299,7 @@ class DealtLoader(Reference):
         "context/invalid/loader-run-on-more",
     )
     replacements = (
-        ("ckptfmt.trainer.restore:may_load", _may_always),
+        ("ckptfmt.loading.restore:may_load", _may_always),
         ("ckptfmt.adapters.data_loaders:ForeignLoader.load_state_dict", _load_anywhere),
     )
 
@@ -323,7 +323,7 @@ class AnyLibrary(Reference):
         "context/invalid/loader-lib-of-4097",
         "context/invalid/loader-version-number",
     )
-    replacements = (("ckptfmt.documents.cursor:CursorMap", _LoaderMap),)
+    replacements = (("ckptfmt.data.cursor:CursorMap", _LoaderMap),)
 
 
 def _parse_named(tree: Any, **members: Any) -> Any:

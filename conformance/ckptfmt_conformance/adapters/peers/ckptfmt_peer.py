@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ckptfmt
 import ckptfmt.adapters.torch  # once, for all forked processes
-from ckptfmt.trainer.handle import SaveHandle
+from ckptfmt.saving.handle import SaveHandle
 from ckptfmt_conformance.neutral.peer import Description, Loaded
 
 __all__ = ["Ckptfmt"]

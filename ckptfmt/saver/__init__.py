@@ -1,1 +1,0 @@
-"""The saver: hashes, writes and commits saves, and deletes old ones, while the training goes on."""

@@ -1,0 +1,134 @@
+"""The mirrors of a run in training: a thread copies each commit; failures don't stop a training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from typing import Final, TypeAlias
+
+from ckptfmt.errors import printable
+from ckptfmt.run.mirror import mirror_run
+from ckptfmt.saving.handle import SaveHandle
+from ckptfmt.store import open_store
+from ckptfmt.store.protocol import Store
+from ckptfmt.write.writer import as_ckpt_error
+
+#: Place of a mirror: a directory or URL, or a store rooted there.
+Place: TypeAlias = str | os.PathLike[str] | Store
+
+_LOG: Final = logging.getLogger("ckptfmt")
+#: Longest time for a copy to stop after a request, in seconds.
+_STOP_S: Final = 5.0
+#: Longest wait of `close` for other processes' uploads to home, and its polling interval, in
+#: seconds.
+_OTHERS_S: Final = 10.0
+_PAUSE_S: Final = 0.5
+
+
+class Mirrors:
+    """The mirrors of a run, and the only thread for copies, which lives while copies are due.
+
+    Args:
+        home: store rooted at the run.
+        places: places of the mirrors.
+        reports: list to which a sentence is added for each problem.
+    """
+
+    def __init__(self, home: Store, places: Iterable[Place], reports: list[str]) -> None:
+        self._home = home
+        self._places = (places,) if isinstance(places, str | os.PathLike) else tuple(places)
+        self._reports = reports
+        self._stop = threading.Event()
+        self._lock = threading.Lock()  # guards the next four attributes
+        self._is_wanted = self._is_behind = False
+        self._in_caches: frozenset[str] = frozenset()
+        self._thread: threading.Thread | None = None
+
+    def follow(self, handle: SaveHandle) -> None:
+        """Start a copy of the committed checkpoints when a save is committed."""
+        if self._places:
+            handle.on_committed(lambda _: self._start())
+
+    def close(self, deadline_s: float, brought_home: str | None = None) -> None:
+        """Wait until the mirrors are complete; stop a running copy at the deadline.
+
+        Args:
+            deadline_s: longest wait in seconds.
+            brought_home: name of a checkpoint, if this process uploaded files after the commit.
+                Other processes may still be uploading their files.
+        """
+        if not self._places:
+            return
+        end_s = time.monotonic() + deadline_s
+        others_end_s = min(end_s, time.monotonic() + _OTHERS_S)
+        self._join(end_s)
+        if self._is_behind or brought_home is not None:
+            self._start()  # another try: the store may answer now
+            self._join(end_s)
+        while brought_home in self._in_caches and time.monotonic() < others_end_s:
+            time.sleep(_PAUSE_S)
+            self._start()
+            self._join(end_s)
+        if brought_home in self._in_caches:
+            self._report(
+                f"MIRROR_BEHIND: {brought_home} isn't at home yet, with the files of all"
+                " processes; `mirror`"
+                " copies it once it is"
+            )
+        thread = self._thread
+        if thread is not None:
+            self._report(
+                "MIRROR_BEHIND: the last checkpoints weren't copied by the deadline; `mirror`"
+                " copies them"
+            )
+            self._stop.set()
+            thread.join(_STOP_S)
+
+    def _join(self, end_s: float) -> None:
+        thread = self._thread
+        if thread is not None:
+            thread.join(max(0.0, end_s - time.monotonic()))
+
+    def _start(self) -> None:
+        with self._lock:
+            self._is_wanted = True
+            if self._thread is None and not self._stop.is_set():
+                # A daemon: unfinished copies at the interpreter's exit are made another time.
+                self._thread = threading.Thread(
+                    target=self._run, name="ckptfmt-mirror", daemon=True
+                )
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._is_wanted or self._stop.is_set():
+                    self._thread = None
+                    return
+                self._is_wanted = self._is_behind = False
+            for place in self._places:
+                self._copy(place)
+
+    def _copy(self, place: Place) -> None:
+        name = os.fspath(place) if isinstance(place, str | os.PathLike) else place.name
+        try:
+            report = mirror_run(self._home, open_store(place, writable=True), stop=self._stop)
+        except BaseException as error:  # noqa: BLE001
+            with self._lock:
+                self._is_behind = True
+            self._report(f"MIRROR_BEHIND: {name}: {as_ckpt_error(error)}")
+            return
+        with self._lock:
+            self._in_caches = frozenset(report.in_caches)
+        for problem in report.problems:
+            self._report(f"MIRROR_BEHIND: {name}: {problem}")
+        for copied in report.copied:
+            _LOG.info("mirrored %s to %s", copied, printable(str(name)))
+
+    def _report(self, sentence: str) -> None:
+        if sentence not in self._reports:
+            _LOG.warning("%s", sentence)
+            self._reports.append(sentence)

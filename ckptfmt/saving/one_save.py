@@ -1,0 +1,504 @@
+"""One save, from live objects to a committed checkpoint, for a single path or a run."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import functools
+import operator
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from ckptfmt import limits
+from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.context import local_facts, own_config, provenance, topology
+from ckptfmt.adapters.data_loaders import UNREAD_SAMPLERS, has_unread_samplers
+from ckptfmt.adapters.live import Kind, Live, Unit, check_source, optimizer_prefix
+from ckptfmt.adapters.live_trees import GLOBAL, Encoder, check_unique
+from ckptfmt.adapters.placing import is_named_tensors
+from ckptfmt.adapters.rng_streams import LiveRngStream, capture_streams, live_streams, unit_streams
+from ckptfmt.adapters.unsaved import UNSAVED
+from ckptfmt.adapters.visible import look_at
+from ckptfmt.box import Box
+from ckptfmt.commit.decision import Known, decide, sweep_attempts
+from ckptfmt.commit.waiting import hold_attempt, wait_for_attempts
+from ckptfmt.documents.holdings import Structure
+from ckptfmt.documents.labels import NO_LABELS, Labels
+from ckptfmt.documents.manifest import FIELDS, Manifest, Origin
+from ckptfmt.documents.part import Leaf
+from ckptfmt.documents.run import Launch
+from ckptfmt.documents.tables import TensorKey, sort_key
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.group import Group, attempt
+from ckptfmt.saving.data_position import DataPosition
+from ckptfmt.saving.same_leaves import check_same_leaves, mark_leaves
+from ckptfmt.state import State, place_of
+from ckptfmt.store.protocol import Store
+from ckptfmt.write.image import Image, assign_writers, plan_image
+from ckptfmt.write.snapshot import Snapshot, TensorSource
+from ckptfmt.write.writer import (
+    as_ckpt_error,
+    check_snapshot,
+    for_saving,
+    structure_of,
+    tell_failure,
+    write_part,
+)
+
+#: Fields whose values are equal on all processes of a launch. A difference makes a save wrong.
+_CONSTANT: Final = frozenset({"config", "topology"})
+
+
+@dataclasses.dataclass(slots=True)
+class Ownership:
+    """The results of a structure's analysis, kept between saves: names and boxes, no tensors.
+
+    Attributes:
+        check_replicas: whether this writer also digests declared replicas written by other writers.
+        signature: signature of this writer's structure.
+        fingerprint: fingerprint of this writer's structure; equal only for equal structures.
+        fingerprints: fingerprints of all writers' structures.
+        written: pieces written by this writer; None for all pieces.
+        image: plan of the written pieces' positions.
+        position: evidence of earlier saves about the position in the data.
+    """
+
+    check_replicas: bool = False
+    signature: object = None
+    fingerprint: str = ""
+    fingerprints: list[str] = dataclasses.field(default_factory=list)
+    written: frozenset[tuple[TensorKey, Box]] | None = None
+    image: Image | None = None
+    position: DataPosition = dataclasses.field(default_factory=DataPosition)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """The agreement of all writers on one save.
+
+    Attributes:
+        snapshot: this writer's contribution.
+        origin: the attempt's origin.
+        told: each writer's `say`, by writer number.
+    """
+
+    snapshot: Snapshot
+    origin: Origin
+    told: list[Any]
+
+
+def save_once(
+    store: Store,
+    group: Group,
+    state: State,
+    *,
+    step: int,
+    block_nbytes: int,
+    deadline_s: float,
+    ownership: Ownership,
+    check: Callable[[], None] | None = None,
+    label: Callable[[], Labels] | None = None,
+    replace: bool = False,
+    unsaved: Callable[[], Sequence[str]] | None = None,
+) -> Manifest:
+    """Save `state` into the checkpoint directory at the root of `store`, outside of a run.
+
+    Args:
+        check: called on writer 0 before the first write. An exception stops all writers.
+        ownership: results kept by the caller between saves.
+        label: as for `agree_on_save`.
+        replace: as for `write_and_commit`.
+        unsaved: as for `agree_on_save`.
+
+    Raises: CkptError of any kind. Then no checkpoint was committed, unless the code is
+        COMMIT_UNKNOWN or the store failed after the decision.
+    Spec: the steps of REQ-CMT-001 to REQ-CMT-009.
+    """
+    agreed = agree_on_save(
+        group,
+        state,
+        step=step,
+        block_nbytes=block_nbytes,
+        ownership=ownership,
+        check=check,
+        label=label,
+        unsaved=unsaved,
+    )
+    return write_and_commit(
+        store, group, agreed, ownership=ownership, deadline_s=deadline_s, replace=replace
+    )
+
+
+def agree_on_save(
+    group: Group,
+    state: State,
+    *,
+    step: int,
+    launch: Launch | None = None,
+    block_nbytes: int,
+    ownership: Ownership,
+    check: Callable[[], None] | None = None,
+    label: Callable[[], Labels] | None = None,
+    say: object = None,
+    unsaved: Callable[[], Sequence[str]] | None = None,
+) -> Agreed:
+    """Capture the live state, and agree with the other writers on the attempt and the shares.
+
+    Args:
+        launch: launch of the run; None outside of a run.
+        label: returns metrics and tags. Called on writer 0 only. An exception stops the save on all
+            writers.
+        say: JSON value to send to all writers.
+        unsaved: returns the value of `unsaved` for `capture`.
+
+    Raises: the error that refuses the save, on all writers alike.
+    Spec: REQ-CMT-001, REQ-CMT-002.
+    """
+
+    def take() -> Snapshot:
+        check_step(step)
+        if check is not None and group.writer == 0:
+            check()
+        labels = label() if label is not None and group.writer == 0 else NO_LABELS
+        # Saves to paths may be of different states, whose positions aren't comparable.
+        number = None if launch is None else operator.index(step)
+        snapshot = _take(state, group, ownership, step=number, unsaved=unsaved)
+        return dataclasses.replace(snapshot, labels=labels)
+
+    snapshot, error = attempt(take)
+    mine = {
+        "step": 0 if snapshot is None else operator.index(step),
+        "fingerprint": "" if snapshot is None else ownership.fingerprint,
+        "nonce": secrets.token_hex(16) if launch is None else launch.nonce,
+        "attempt": secrets.token_hex(8),
+        "leaves": {}
+        if snapshot is None or group.writer_count == 1
+        else mark_leaves(snapshot.leaves),
+        "say": say,
+    }
+    told = group.agree(error, mine)
+    assert snapshot is not None  # noqa: S101
+    check_same_leaves(group, snapshot.leaves, [theirs["leaves"] for theirs in told])
+    origin = Origin(
+        run_id=None if launch is None else launch.run_id,
+        launch=None if launch is None else launch.launch,
+        nonce=told[0]["nonce"],
+        step=operator.index(step),  # accepts NumPy's integers
+        attempt=told[0]["attempt"],
+        writer_count=group.writer_count,
+        block_nbytes=block_nbytes,
+    )
+    _assign(group, snapshot, ownership, [theirs["fingerprint"] for theirs in told], block_nbytes)
+    return Agreed(snapshot=snapshot, origin=origin, told=[theirs["say"] for theirs in told])
+
+
+def prepare_once(
+    group: Group, state: State, ownership: Ownership, *, block_nbytes: int, step: int | None = None
+) -> Snapshot:
+    """Check a state as a save does, and assign the pieces to writers, before the first step.
+
+    Args:
+        step: number of training steps done; None if unknown.
+
+    Returns: this writer's snapshot for a save now.
+
+    Raises: StateError; FormatError; LayoutError.
+    """
+    snapshot = group.together(lambda: _take(state, group, ownership, step=step, is_save=False))
+    mine = {
+        "fingerprint": ownership.fingerprint,
+        "leaves": mark_leaves(snapshot.leaves, fields=_CONSTANT),
+    }
+    told = group.all_gather(mine)
+    check_same_leaves(group, snapshot.leaves, [theirs["leaves"] for theirs in told])
+    _assign(group, snapshot, ownership, [theirs["fingerprint"] for theirs in told], block_nbytes)
+    return snapshot
+
+
+def _assign(
+    group: Group,
+    snapshot: Snapshot,
+    ownership: Ownership,
+    fingerprints: list[str],
+    block_nbytes: int,
+) -> None:
+    """Assign the pieces to writers and plan the image, unless no writer's structure has changed."""
+    if fingerprints != ownership.fingerprints:
+        ownership.written = _find_written(group, snapshot)
+        ownership.fingerprints = fingerprints
+        ownership.image = None
+    if ownership.image is None or ownership.image.block_nbytes != block_nbytes:
+        ownership.image = plan_image(
+            snapshot,
+            written=ownership.written,
+            block_nbytes=block_nbytes,
+            check_replicas=ownership.check_replicas,
+        )
+
+
+def _take(
+    state: State,
+    group: Group,
+    ownership: Ownership,
+    *,
+    step: int | None,
+    is_save: bool = True,
+    unsaved: Callable[[], Sequence[str]] | None = None,
+) -> Snapshot:
+    look = (
+        None
+        if step is None
+        else functools.partial(ownership.position.look, step=step, is_save=is_save)
+    )
+    lacking = () if unsaved is None else unsaved()
+    try:
+        snapshot = capture(
+            state, worker=group.writer, worker_count=group.writer_count, look=look, unsaved=lacking
+        )
+        _look_at(snapshot, ownership)
+    except CkptError as error:
+        if (found := for_saving(error)) is not error:
+            raise found from error
+        raise
+    return snapshot
+
+
+def check_step(step: object, where: str = "step=") -> None:
+    """Check that a value is a number of steps. Raises: StateError(ARGUMENT)."""
+    if (
+        isinstance(step, bool)
+        or not hasattr(step, "__index__")
+        or not 0 <= operator.index(step) <= limits.JSON_INTEGER
+    ):
+        remedy = "Pass a whole number of steps, from 0 on, such as 100."
+        raise err(Code.ARGUMENT, f"{step!r} isn't a number of steps", where=where, remedy=remedy)
+
+
+def _look_at(snapshot: Snapshot, ownership: Ownership) -> None:
+    """Check the names of a snapshot and keep the structure; skip an unchanged structure.
+
+    Raises: StateError(STATE_NAME).
+    """
+    declared = snapshot.declared_by
+    tensors = [
+        (
+            source.field, source.name, source.scope, source.dtype, source.global_shape,
+            source.boxes, source.replica,
+            source.storage, source.aliases, declared.get((source.field, source.name, source.scope)),
+        )
+        for source in snapshot.tensors
+    ]  # fmt: skip
+    leaves = [(leaf.field, leaf.name, leaf.scope) for leaf in snapshot.leaves]
+    signature = (tensors, leaves, [(stream.name, stream.scope) for stream in snapshot.streams])
+    if signature != ownership.signature:
+        check_snapshot(snapshot)
+        # The fingerprint covers all inputs of the image: a changed dtype needs a new plan.
+        ownership.fingerprint = structure_of(snapshot).dump()[1].hex()
+        ownership.signature = signature
+
+
+def _find_written(group: Group, snapshot: Snapshot) -> frozenset[tuple[TensorKey, Box]] | None:
+    """Exchange the structures with all writers, and return this writer's pieces.
+
+    Returns: None for all pieces.
+    """
+    if group.writer_count == 1:
+        return None
+    content, _ = structure_of(snapshot).dump()
+    gathered = group.all_gather(base64.b64encode(content).decode())
+    holdings = [
+        [
+            ((key, box, declared_by), nbytes)
+            for key, box, declared_by, nbytes in Structure.parse(theirs).iter_pieces()
+        ]
+        for theirs in map(base64.b64decode, gathered)
+    ]
+    return frozenset((key, box) for key, box, _ in assign_writers(holdings)[group.writer])
+
+
+def write_and_commit(
+    store: Store,
+    group: Group,
+    agreed: Agreed,
+    *,
+    ownership: Ownership,
+    deadline_s: float,
+    known: Known | None = None,
+    replace: bool = False,
+) -> Manifest:
+    """Write this writer's share from the live tensors, and wait for the commit.
+
+    Args:
+        known: documents already parsed by the caller.
+        replace: whether the save may replace an existing checkpoint outside of a run.
+
+    Raises: StoreError; CommitError; LayoutError.
+    """
+    origin = agreed.origin
+    writer = group.writer
+    try:
+        with contextlib.ExitStack() as stack:
+            if replace:
+                earlier = stack.enter_context(hold_attempt(store, origin, writer, must=True))
+                if writer == 0:
+                    wait_for_attempts(store, earlier, deadline_s=deadline_s)
+                    sweep_attempts(store, origin)
+            write_part(store, agreed.snapshot, origin, writer=writer, image=ownership.image)
+            return decide(
+                store, origin, writer=writer, deadline_s=deadline_s, known=known, replace=replace
+            )
+    except Exception as error:
+        found = as_ckpt_error(error)
+        tell_failure(store, origin, writer, found)
+        if isinstance(error, CkptError) and found is not error:
+            raise found from error
+        raise
+
+
+#: Leaf of topology from worker 0 only: facts that may differ between machines.
+LOCAL_TOPOLOGY: Final = "local"
+#: Leaf of topology from worker 0 only: digests of the visible attributes of objects of unknown
+#: classes.
+SEEN_TOPOLOGY: Final = "objects"
+
+
+def capture(
+    state: State,
+    *,
+    worker: int,
+    worker_count: int,
+    look: Callable[[Sequence[Unit], Sequence[Leaf], Sequence[TensorSource]], Iterable[str]]
+    | None = None,
+    unsaved: Sequence[str] = (),
+) -> Snapshot:
+    """Return this worker's contribution to a save.
+
+    The sources refer to live tensors, so their content is right until the program changes the
+    tensors. Values and RNG streams are copied here.
+
+    Args:
+        state: the state to save.
+        worker: number of this worker, from 0.
+        worker_count: number of workers.
+        look: examines the objects, values and tensors, and returns the names of the `DATA_DOUBTS`
+            that apply.
+        unsaved: texts about parts of the training missing from this save. The texts lower the claim
+            of a load. Worker 0's texts are saved.
+
+    Raises: StateError(STATE_UNSUPPORTED, STATE_NAME, PARAMETER_UNNAMED, ARGUMENT);
+        FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
+    """
+    live = Live.of(state, worker=worker, worker_count=worker_count)
+    tensors: list[TensorSource] = []
+    leaves: list[Leaf] = []
+    side: Any = torch_side()  # only torch has entries, modules and optimizers
+    for field, entries in live.entries.items():
+        tensors += side.capture_entries(entries, field)
+    for number, unit in enumerate(live.units):
+        if not unit.is_given:
+            continue
+        encoder = Encoder(field=unit.field, scope=unit.scope)
+        leaves += _capture_unit(unit, encoder, live, number)
+        tensors += encoder.sources
+    doubts = () if look is None else tuple(look(live.units, leaves, tensors))
+    leaves += _context_leaves(
+        state, live, unsaved, worker=worker, worker_count=worker_count, doubts=doubts
+    )
+    aliases = [
+        (tensor.field, alias, tensor.scope) for tensor in tensors for alias in tensor.aliases
+    ]
+    check_unique(
+        [*((tensor.field, tensor.name, tensor.scope) for tensor in tensors), *aliases], "tensors"
+    )
+    check_unique([(leaf.field, leaf.name, leaf.scope) for leaf in leaves], "values")
+    streams = capture_streams(list_streams(state, live), worker=worker)
+    given = (
+        {tensor.field for tensor in tensors}
+        | {leaf.field for leaf in leaves}
+        | ({"rng"} if streams else set())
+    )
+    return Snapshot(
+        tensors=tuple(sorted(tensors, key=_key_order)),
+        streams=streams,
+        leaves=tuple(sorted(leaves, key=_key_order)),
+        absent=_absent(state, given),
+        declared_by={} if side is None else side.declared_by(tensors),
+    )
+
+
+def list_streams(state: State, live: Live) -> list[LiveRngStream]:
+    """Return the RNG streams that a save contains and a load puts back.
+
+    Raises: as `ckptfmt.adapters.rng_streams.live_streams`: StateError(STATE_UNSUPPORTED,
+        STREAM_MISSING).
+    """
+    own = [] if state.rng is False else live_streams(state.rng, live.devices)
+    return own + unit_streams(live.units, state.rng)
+
+
+def _key_order(of: TensorSource | Leaf) -> tuple[int, bytes, bytes]:
+    return sort_key((of.field, of.name, of.scope))
+
+
+def _capture_unit(unit: Unit, encoder: Encoder, live: Live, number: int) -> list[Leaf]:
+    """Return the values of an object of the state, and add the object's tensors to the encoder."""
+    side: Any = torch_side()
+    leaves: list[Leaf] = []
+    match unit.kind:
+        case Kind.MODULE:
+            leaves = side.capture_module(live.views[number], encoder)
+        case Kind.OPTIMIZER:
+            prefix = optimizer_prefix(unit)
+            path = () if prefix else unit.path
+            leaves = side.capture_optimizer(
+                unit.value, live.names, prefix=prefix, path=path, encoder=encoder
+            )
+        case Kind.STATEFUL:
+            leaves = [encoder.leaf(unit.name, unit.value.state_dict())]
+        case Kind.PIECE:
+            encoder.sources.append(
+                check_source(unit.value, field=unit.field, where=place_of(unit.field, unit.name))
+            )
+        case Kind.TREE if live.worker_count > 1 and is_named_tensors(unit):
+            encoder.encode(unit.value, unit.name)
+        case Kind.TREE:
+            leaves = [encoder.leaf(unit.name, unit.value)]
+    return leaves
+
+
+def _context_leaves(
+    state: State,
+    live: Live,
+    unsaved: Sequence[str],
+    *,
+    worker: int,
+    worker_count: int,
+    doubts: Iterable[str],
+) -> list[Leaf]:
+    values: list[tuple[str, str, Any]] = [("topology", "", topology(worker_count=worker_count))]
+    config, is_given = own_config(state.config, worker=worker)
+    if config is not None and is_given:
+        values.append(("config", "", config))
+    if worker == 0:
+        facts = local_facts(devices=live.devices, meshes=live.meshes, jax_facts=live.jax_facts)
+        if has_unread_samplers(state):
+            facts[UNREAD_SAMPLERS] = True
+        facts |= dict.fromkeys(doubts, True)
+        if unsaved:
+            facts[UNSAVED] = list(unsaved)
+        if objects := look_at(live.units):
+            values.append(("topology", SEEN_TOPOLOGY, objects))
+        values.append(("topology", LOCAL_TOPOLOGY, facts))
+        values.append(("provenance", "", provenance(state.provenance, state.init_from)))
+    return [
+        Encoder(field=field, scope=GLOBAL, inline=True).leaf(name, value, tensors_under=name)
+        for field, name, value in values
+    ]
+
+
+def _absent(state: State, given: set[str]) -> dict[str, str]:
+    reasons = state.absent_reasons()
+    empty = [field for field in FIELDS if field not in given]
+    return {field: reasons.get(field, "nothing of it on this worker") for field in empty}

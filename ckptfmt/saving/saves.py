@@ -1,0 +1,883 @@
+"""The saves of a run and of a path: inline in the calling thread, or in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from ckptfmt import limits
+from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.data_loaders import UNREAD, has_unread_samplers
+from ckptfmt.adapters.live import list_doubts
+from ckptfmt.adapters.unsaved import Unheld
+from ckptfmt.commit.decision import Known, check_vacant, read_register
+from ckptfmt.commit.lone import check_no_run
+from ckptfmt.delta.policy import DeltaOptions
+from ckptfmt.documents.durability import HOME, NODE, PEERS
+from ckptfmt.documents.labels import Labels
+from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
+from ckptfmt.documents.part import Leaf
+from ckptfmt.documents.run import Launch, RunRecord
+from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.tree import is_near_limit
+from ckptfmt.errors import CkptError, Code, StoreError, err, error_from_json
+from ckptfmt.group import Group, attempt
+from ckptfmt.run.lineage import check_not_fenced
+from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
+from ckptfmt.run.retention import Retention, explain_no_space, tidy_up
+from ckptfmt.saving.background import Background, Place
+from ckptfmt.saving.handle import STATES, Callbacks, SaveHandle, SaveReport, tell_committed
+from ckptfmt.saving.ledger_writer import put_entry
+from ckptfmt.saving.mirrors import Mirrors
+from ckptfmt.saving.mirrors import Place as MirrorPlace
+from ckptfmt.saving.one_save import (
+    Agreed,
+    Ownership,
+    agree_on_save,
+    prepare_once,
+    write_and_commit,
+)
+from ckptfmt.saving.peers import PeerOptions, Replicas, connect_by_torch
+from ckptfmt.saving.request import SaveRequest
+from ckptfmt.state import State
+from ckptfmt.store import address_of
+from ckptfmt.store.protocol import Store
+from ckptfmt.write.image import Context
+from ckptfmt.write.snapshot import Snapshot
+from ckptfmt.write.staging import Copy, Fillings, plan_copies
+from ckptfmt.write.writer import as_ckpt_error, tell_failure
+
+_LOG: Final = logging.getLogger("ckptfmt")
+#: Kinds of saver.
+_SAVERS: Final = ("process", "thread", "inline")
+#: Policies for a save while every slot is busy.
+_POLICIES: Final = ("wait", "skip")
+#: Codes of failures of the storage: the store is full, unreachable, or reports an error.
+_STORAGE: Final = frozenset(
+    {
+        Code.STORE_IO,
+        Code.STORE_NO_ANSWER,
+        Code.STORE_ACCESS,
+        Code.NO_SPACE,
+        Code.COMMIT_UNKNOWN,
+        Code.SLOTS_BUSY,
+    }
+)
+#: Codes of the other processes' saves after such a failure.
+_FOLLOWING: Final = frozenset({Code.WRITER_FAILED, Code.WRITERS_MISSING, Code.CHECKPOINT_ABORTED})
+#: The code of the failed writer in the detail of WRITER_FAILED (`ckptfmt.commit.decision`).
+_HEARD: Final = re.compile(r"writer [0-9]+: ([A-Z_0-9]+)\b")
+#: Prefix of the report of a failed save. The reports keep only the newest report with this prefix.
+_SAVE_FAILED: Final = "SAVE_FAILED: "
+#: Time for which the interpreter's exit waits for the saver, in seconds. The wait is for a thread
+#: to finish its saves, or for the copies into a saver process's slots.
+_EXIT_S: Final = 60.0
+#: Shortest time for callbacks at the end of the saves, in seconds.
+_CALLBACKS_S: Final = 1.0
+#: Longest wait for partners' replicas at the end of the saves, in seconds.
+_PARTNERS_S: Final = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """The options for saving of `Checkpointer` and `ckptfmt.Saver`, under their keywords' names."""
+
+    saver: str
+    overlap: bool
+    slots: int
+    when_busy: str
+    nice: int
+    check_replicas: bool
+    deadline_s: float
+    delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
+    cache: CacheOptions | None = None
+    peers: PeerOptions | None = None
+    failed_saves: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.failed_saves) is not int or self.failed_saves < 0:
+            detail = f"failed_saves={self.failed_saves!r} isn't a number from 0 on"
+            remedy = (
+                "Pass how many saves in a row may fail before the run ends, such as"
+                " failed_saves=10."
+            )
+            raise err(Code.ARGUMENT, detail, where="failed_saves=", remedy=remedy)
+        for name, value, known in (
+            ("saver", self.saver, _SAVERS),
+            ("when_busy", self.when_busy, _POLICIES),
+        ):
+            if value not in known:
+                raise err(
+                    Code.ARGUMENT,
+                    f"{name}={value!r} isn't one of {', '.join(known)}",
+                    where=f"{name}=",
+                )
+        if type(self.slots) is not int or not 1 <= self.slots <= 8:
+            raise err(
+                Code.ARGUMENT, f"slots={self.slots!r} isn't a number from 1 to 8", where="slots="
+            )
+        if not self.deadline_s > 0:
+            raise err(
+                Code.ARGUMENT,
+                f"deadline_s={self.deadline_s!r} isn't a positive time",
+                where="deadline_s=",
+            )
+        if self.delta.mode != "off" and self.saver == "inline":
+            remedy = "Pass saver='process' or saver='thread': a delta is made from a snapshot."
+            raise err(
+                Code.ARGUMENT, "saver='inline' can't save deltas", where="delta=", remedy=remedy
+            )
+        if self.cache is not None and self.saver == "inline":
+            remedy = "Pass saver='process' or saver='thread': the upload goes on behind the save."
+            raise err(Code.ARGUMENT, "saver='inline' has no cache", where="cache=", remedy=remedy)
+        if type(self.nice) is not int or not 0 <= self.nice <= 19:
+            raise err(
+                Code.ARGUMENT, f"nice={self.nice!r} isn't a number from 0 to 19", where="nice="
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The destination of a save, and the parts of a save that differ by destination.
+
+    Attributes:
+        store: store rooted at the checkpoint's directory.
+        check: raises if saving here is refused. Called on writer 0, for an inline save and for
+            every save outside of a run.
+        request: attributes of the saver's `SaveRequest`.
+        launch: launch of the run; None outside of a run.
+        replace: whether the save may replace an existing checkpoint.
+        tidy_up: cleans up on writer 0 after the commit of an inline save. Returns the names of the
+            removed checkpoints, and the problem that stopped the clean-up, or an empty string.
+        explain: returns the error of a save with a remedy for this destination.
+    """
+
+    store: Store
+    check: Callable[[], None]
+    request: Mapping[str, Any]
+    launch: Launch | None = None
+    replace: bool = False
+    tidy_up: Callable[[Known], tuple[list[str], str]] = lambda _: ([], "")
+    explain: Callable[[CkptError], CkptError] = lambda error: error
+
+    @classmethod
+    def in_run(
+        cls,
+        store: Store,
+        run: RunRecord,
+        launch: Launch,
+        *,
+        step: int,
+        retention: Retention,
+        ledger: bytes = b"",
+    ) -> Target:
+        """Return the target of a step of a run.
+
+        Args:
+            store: store rooted at the run.
+            ledger: entry of the ledger as of now; empty for none.
+        """
+        place = store.at(checkpoint_name(step, launch.launch))
+
+        def check() -> None:
+            check_not_fenced(store, launch.launch)
+            check_vacant(place)
+
+        def clean(known: Known) -> tuple[list[str], str]:
+            put_entry(store, launch.launch, ledger)
+            return tidy_up(store, run, launch=launch.launch, retention=retention, known=known)
+
+        request = {"retention": retention, "writer_features": run.writer_features, "ledger": ledger}
+        explain = functools.partial(explain_no_space, run=store, retention=retention)
+        return cls(
+            store=place, check=check, request=request, launch=launch, tidy_up=clean, explain=explain
+        )
+
+    @classmethod
+    def alone(cls, store: Store, *, replace: bool) -> Target:
+        """Return the target of a checkpoint outside of a run, at the root of `store`."""
+        address = address_of(store)
+        request = {
+            "place": store if address is None else address,
+            "replace": replace,
+            "writer_features": (),
+        }
+        check = functools.partial(check_no_run, store, replace=replace)
+        return cls(store=store, check=check, request=request, replace=replace)
+
+
+class Saves:
+    """The saves of one trainer process, through one saver and its slots.
+
+    Args:
+        store: store rooted at the run; None outside of a run.
+        group: group of the trainer processes.
+        options: options for saving.
+        mirrors: places to which writer 0 copies the run.
+
+    Attributes:
+        unsaved: one sentence for each part of the training that the last check found missing.
+        reports: one sentence for each request not carried out as asked. A sentence begins with the
+            report's name.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        group: Group,
+        options: SaveOptions,
+        mirrors: Iterable[MirrorPlace] = (),
+    ) -> None:
+        if options.peers is not None:
+            options.peers.check(group)
+        self.reports: list[str] = []
+        self._mirrors = (
+            None if store is None or group.writer else Mirrors(store, mirrors, self.reports)
+        )
+        self._near_limit: set[tuple[str, str]] = set()
+        self._store = store
+        self._group = group
+        self._options = options
+        self._known = Known()
+        self._callbacks = Callbacks()
+        self._ownership = Ownership(check_replicas=options.check_replicas)
+        # Only with torch: one ckptfmt.adapters.torch.Guard for each state, by id, and one Devices.
+        self._guards: dict[int, Any] = {}
+        side = torch_side()
+        self._devices: Any = None if side is None else side.Devices(self._report)
+        self._has_device_tensors = False
+        self._fillings = Fillings()
+        self._unheld = Unheld(group.writer)
+        self._has_looked = False
+        self.unsaved: list[str] = []
+        self._trainers_here = 1
+        #: Number of started saves. With a cache, the files of every `upload_every`-th save are
+        #: uploaded to home, beginning with the first save.
+        self._begun_count = 0
+        # The next three: saves still in progress at the last look; whether a save was committed
+        # since the last exchange with the other processes; and the number of saves that failed in a
+        # row.
+        self._undecided: list[SaveHandle] = []
+        self._has_news = False
+        self._failed_count = 0
+        #: Attempts that failed in this thread, still unknown to the other processes.
+        self._own_failures: list[tuple[str, SaveHandle]] = []
+        #: Handle of the last started save, its attempt's origin, and the process id at the start.
+        self._last: tuple[SaveHandle, Origin, int] | None = None
+        self._background: Background | None = None
+        self._replicas: Replicas | None = None
+        self._finalizer: weakref.finalize[[Background, dict[int, Any]], Any] | None = None
+
+    # --- getting ready ----------------------------------------------------------------------------
+
+    def begin_replicas(self, launch: Launch, nodes: Sequence[str]) -> None:
+        """Connect with processes of other nodes, to store replicas of saves in their caches.
+
+        Every process calls this method.
+
+        Args:
+            nodes: node of each process. If all processes are on one node, the saves have no
+                replicas, and a report says so.
+        """
+        if len(set(nodes)) == 1:
+            told = (
+                f"PEER_LOST: all {len(nodes)} processes are on node {nodes[0]!r}: saves have"
+                " no replicas"
+            )
+            add_report(self.reports, told)
+            return
+        options = self._options
+        number = self._group.writer
+        assert options.cache is not None  # noqa: S101
+        name = f"{launch.run_id}-{launch.launch}-{launch.nonce}"
+        self._replicas = Replicas(
+            options.cache,
+            launch.run_id,
+            rank=number,
+            nodes=nodes,
+            connect=connect_by_torch(number, name=name, deadline_s=options.deadline_s),
+            deadline_s=options.deadline_s,
+            note=functools.partial(add_report, self.reports),
+        )
+        # Closed at the interpreter's exit: the threads of the replicas must end before the modules
+        # that they use.
+        weakref.finalize(self, self._replicas.close, 0.0)
+
+    def check(self, state: State, *, step: int | None = None) -> None:
+        """Check a state as a save does, and report doubtful parts of the state.
+
+        Args:
+            step: number of training steps done; None if unknown.
+
+        Raises: StateError; FormatError; LayoutError.
+        """
+        snapshot = prepare_once(
+            self._group, state, self._ownership, block_nbytes=limits.BLOCK_NBYTES, step=step
+        )
+        self._look_for_devices(snapshot)
+        self._unheld.follow(state)
+        self.unsaved = self._find_unsaved(state, saves=False)
+        for sentence in list_doubts(state, worker=self._group.writer):
+            if not any(report.startswith(sentence.partition(":")[0]) for report in self.reports):
+                self._report(sentence)
+
+    def _find_unsaved(self, state: State, *, saves: bool = True) -> list[str]:
+        """Report the parts of the training missing from a save now.
+
+        Returns: the texts for the checkpoint, so that later loads can report the missing parts.
+        """
+        # The search of the process runs at the first check, and again at the first save: a program
+        # may make its schedulers as late as that.
+        looks_around = not (self._begun_count if saves else self._has_looked)
+        self._has_looked = True
+        found = self._unheld.find(state, looks_around=looks_around, saves=saves)
+        for unsaved in found:
+            self._report(f"{unsaved}; a resume claims no T1")
+        return [unsaved.text for unsaved in found]
+
+    def _look_for_devices(self, snapshot: Snapshot) -> None:
+        self._has_device_tensors |= self._devices is not None and self._devices.holds_any(
+            snapshot.tensors
+        )
+
+    def prepare(self, state: State, *, step: int | None = None) -> None:
+        """Check a state, make and touch the slots for the state, and start the saver.
+
+        If slots and saver are ready, only the check remains.
+
+        Raises: as `check`; CommitError(SAVER_LOST); StateError(SLOT_MEMORY).
+        """
+        self.check(state, step=step)
+        if self._options.saver != "inline":
+            hosts = self._group.all_gather(socket.gethostname())
+            self._trainers_here = hosts.count(hosts[self._group.writer])
+            self._group.together(self._prepare_slots)
+            self._guard_of(state)  # the guard learns from every step from now on
+
+    def _prepare_slots(self) -> None:
+        image = self._ownership.image
+        assert image is not None  # noqa: S101
+        background = self._background or self._make_background()
+        pin = {"pin": self._devices.pin} if self._has_device_tensors else {}
+        problem = background.prepare(image, shared_by=self._trainers_here, **pin)
+        if problem:
+            self._report(problem if background.has_slots else f"{problem}; saves are made inline")
+
+    def _make_background(self) -> Background:
+        options = self._options
+        in_process = options.saver == "process" and (
+            self._store is None or address_of(self._store) is not None
+        )
+        if options.saver == "process" and not in_process:
+            kind = type(self._store).__qualname__
+            self._report(f"SAVER_IN_THREAD: a {kind} can't be handed to another process")
+        self._background = background = Background(
+            self._store,
+            in_process=in_process,
+            slot_count=options.slots,
+            nice=options.nice,
+            deadline_s=options.deadline_s,
+            cache=options.cache,
+            note=functools.partial(add_report, self.reports),  # holds the list, not this object
+            **(
+                {}
+                if self._replicas is None
+                else {"on_written": functools.partial(_replicate, self._replicas)}
+            ),
+        )
+        # Runs at the interpreter's exit, or when the checkpointer is garbage-collected, so that no
+        # staged save is lost.
+        self._finalizer = weakref.finalize(self, _let_go, background, self._guards)
+        return background
+
+    def _guard_of(self, state: State) -> Any:
+        """Return the guard against changes of a state during copies; freed with the state."""
+        side = torch_side()
+        key = id(state)
+        if side is None or not self._options.overlap:
+            return None
+        if key not in self._guards:
+            self._guards[key] = side.Guard(self._report)
+            # Removed with the state, before another object gets the same id. A guard with copies
+            # in progress lives until the copies are done.
+            weakref.finalize(state, self._guards.pop, key, None).atexit = False
+        return self._guards[key]
+
+    def _report(self, sentence: str) -> None:
+        add_report(self.reports, sentence)
+
+    def take_reports(self, sentences: list[str]) -> None:
+        """Add a launch's sentences to the reports. The launch has logged them already."""
+        self.reports += [sentence for sentence in sentences if sentence not in self.reports]
+
+    def _warn_of_limits(self, leaves: Iterable[Leaf]) -> None:
+        """Report each value above half of a limit, long before the limit stops a save."""
+        for leaf in leaves:
+            key = leaf.field, leaf.name
+            if key not in self._near_limit and is_near_limit(leaf.value):
+                self._near_limit.add(key)
+                title = f"{leaf.field}:{leaf.name}"
+                self._report(
+                    f"LIMIT_NEAR: {title} has more than half of the {limits.TREE_ITEMS} values,"
+                    " or of the"
+                    f" {limits.TREE_NBYTES} bytes, that a plain value may have; put large data"
+                    " into tensors or arrays"
+                )
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        state: State,
+        target: Target,
+        *,
+        step: int,
+        must: bool = False,
+        deadline_s: float | None = None,
+        label: Callable[[], Labels] | None = None,
+        to_home: bool = False,
+    ) -> SaveHandle:
+        """Start a save, or make a whole save inline; every process calls this at the same step.
+
+        Args:
+            must: whether to wait for a slot even if the policy is "skip", and to store the files at
+                home.
+            deadline_s: longest wait for a slot, in seconds; None for the deadline of the options.
+            label: returns metrics and tags; called on writer 0.
+            to_home: whether the files go home regardless of the cache. Writer 0's value counts.
+
+        After a failure of the storage the handle and the reports have the error. Only after more
+        than `failed_saves` such failures in a row is the error raised.
+
+        Raises: the error of an earlier failed save, once; the error that refuses this save.
+        """
+        begin_s = time.monotonic()
+        if self._options.saver != "inline" and self._background is None:
+            self.prepare(state)
+        # If memory is too short for slots, the save is made inline.
+        background = (
+            self._background
+            if self._background is not None and self._background.has_slots
+            else None
+        )
+        path = target.store.name
+        waits = must or self._options.when_busy == "wait"
+        problem = self._wait_for_slot(background, deadline_s) if waits else None
+        handle = SaveHandle(step=step, path=path, begin_s=begin_s, callbacks=self._callbacks)
+        try:
+            agreed = agree_on_save(
+                self._group,
+                state,
+                step=step,
+                launch=target.launch,
+                block_nbytes=limits.BLOCK_NBYTES,
+                ownership=self._ownership,
+                check=target.check if background is None or target.launch is None else None,
+                label=label,
+                unsaved=functools.partial(self._find_unsaved, state),
+                say={
+                    "failure": self._say_failure(),
+                    "committed": self._has_committed(),
+                    "busy": problem is not None
+                    or (background is not None and background.is_busy()),
+                    "durability": HOME
+                    if must or to_home or self._is_homes_turn()
+                    else (NODE if self._replicas is None else PEERS),
+                },
+            )
+        except StoreError as error:  # from writer 0's check; all processes raise it
+            self._fail_together(handle, error, must=must)
+            return handle
+        self._raise_failure(agreed.told)
+        if has_unread_samplers(state):
+            self._report(f"SAMPLER_UNREAD: {UNREAD}; a resume claims no T1")
+        for sentence in self._ownership.position.reports:
+            self._report(sentence)
+        self._warn_of_limits(agreed.snapshot.leaves)
+        if any(theirs["busy"] for theirs in agreed.told):
+            if waits:
+                busy = problem or err(
+                    Code.SLOTS_BUSY, "another writer has no free slot", where=path
+                )
+                self._fail_together(handle, busy, must=must)
+                return handle
+            _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
+            return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
+        self._begun_count += 1
+        self._last = handle, agreed.origin, os.getpid()
+        self._undecided.append(handle)
+        try:
+            if background is None or not self._save_beside(
+                background, agreed, handle, state, target
+            ):
+                self._save_inline(agreed, handle, target)
+        except CkptError as error:
+            if not (
+                self._options.failed_saves
+                and (error.code in _FOLLOWING or _is_of_storage(error.as_json()))
+            ):
+                raise
+            if handle.tell_failed(error):
+                _LOG.error("step %d FAILED: %s", step, error)
+            handle.tell_copied()
+            # The other processes learn of the failure at the next save, so that all counts agree.
+            self._own_failures.append((agreed.origin.attempt, handle))
+        if self._mirrors is not None:
+            self._mirrors.follow(handle)
+        handle.blocked_s = time.monotonic() - begin_s
+        return handle
+
+    def _is_homes_turn(self) -> bool:
+        """Return whether the files of this save go home: always, if there is no cache."""
+        cache = self._options.cache
+        return cache is None or self._begun_count % cache.upload_every == 0
+
+    def _wait_for_slot(
+        self, background: Background | None, deadline_s: float | None
+    ) -> CkptError | None:
+        """Return the error if no slot becomes free in time. All writers exchange these errors."""
+        if background is not None and background.has_slots:
+            try:
+                background.wait_free(self._options.deadline_s if deadline_s is None else deadline_s)
+            except CkptError as error:
+                return error
+        return None
+
+    def _save_inline(self, agreed: Agreed, handle: SaveHandle, target: Target) -> None:
+        try:
+            manifest = write_and_commit(
+                target.store,
+                self._group,
+                agreed,
+                ownership=self._ownership,
+                deadline_s=self._options.deadline_s,
+                known=self._known,
+                replace=target.replace,
+            )
+        except CkptError as error:
+            raise target.explain(error) from error.__cause__
+        handle.tell_copied()
+        report = SaveReport.of(manifest, path=handle.path, reason="saved inline")
+        handle.tell_state("COMMITTED", report)
+        tell_committed(self._group.writer, report, handle.times["COMMITTED"])
+        removed: list[str] = []
+        if self._group.writer == 0:
+            removed, problem = target.tidy_up(self._known)
+            if problem:
+                _LOG.warning("%s", problem)
+        handle.tell_over(tuple(removed))
+
+    def _save_beside(
+        self,
+        background: Background,
+        agreed: Agreed,
+        handle: SaveHandle,
+        state: State,
+        target: Target,
+    ) -> bool:
+        """Start a save in the background.
+
+        Returns: False if memory is too short for slots; then no save was started.
+        """
+        request = SaveRequest(
+            origin=agreed.origin,
+            writer=self._group.writer,
+            context=Context.of(agreed.snapshot),
+            deadline_s=self._options.deadline_s,
+            delta=self._options.delta,
+            durability=agreed.told[0]["durability"],
+            **target.request,
+        )
+        try:
+            self._look_for_devices(agreed.snapshot)
+            self._prepare_slots()  # the structure may have grown
+            if not background.has_slots:
+                return False
+            background.save(
+                request, handle, lambda place: self._plan_copies(agreed, handle, state, place)
+            )
+        except BaseException as error:
+            # Interrupts included. The error is raised here; all writers can read of the failure in
+            # the store.
+            background.abandon(handle, agreed.origin.attempt, error)
+            tell_failure(target.store, agreed.origin, self._group.writer, as_ckpt_error(error))
+            raise
+        return True
+
+    def _plan_copies(
+        self, agreed: Agreed, handle: SaveHandle, state: State, place: Place
+    ) -> tuple[list[Copy], list[Copy]]:
+        """Return the copies into a slot: copies to do now, and copies to do during the next step.
+
+        The guard delays the optimizer's step until the second group is done.
+        """
+        image = self._ownership.image
+        assert image is not None  # noqa: S101
+        guard = self._guard_of(state)
+        sources = agreed.snapshot.tensors
+        constant: frozenset[TensorKey] = frozenset()
+        for other in list(self._guards.values()):
+            other.end_probation()  # the slot may have held any state
+        if guard is not None:
+            constant = guard.find_constant(sources)
+        filling = None
+        if (
+            self._options.delta.mode != "off"
+        ):  # without deltas every block is copied, without checksums
+            filling = self._fillings.begin(place.number, image, was_written=place.was_written)
+        now, later = plan_copies(
+            agreed.snapshot,
+            image,
+            place.slot.view,
+            later=constant,
+            devices=self._devices,
+            filling=filling,
+        )
+        if guard is not None:
+            later = guard.hold(later, sources, handle)
+            guard.begin_probation(sources, image, place.slot.view)
+        return now, later
+
+    # --- failures, and the end --------------------------------------------------------------------
+
+    def _next_failure(self, *, at_end: bool = False) -> tuple[str, CkptError] | None:
+        """Return attempt and error of a failed save, if not yet raised or reported."""
+        own = (
+            (attempt, handle.error)
+            for attempt, handle in self._own_failures
+            if not handle.is_failure_taken
+        )
+        found = next(((attempt, error) for attempt, error in own if error is not None), None)
+        if found is None and self._background is not None:
+            found = self._background.next_failure(at_end=at_end)
+        return found
+
+    def _say_failure(self) -> dict[str, Any] | None:
+        failure = self._next_failure()
+        return None if failure is None else {"attempt": failure[0], "error": failure[1].as_json()}
+
+    def _has_committed(self) -> bool:
+        """Return whether a save was committed since the last exchange with the other processes."""
+        ended = [handle for handle in self._undecided if handle.state not in STATES[:-1]]
+        self._undecided = [handle for handle in self._undecided if handle not in ended]
+        self._has_news |= any(handle.state == "COMMITTED" for handle in ended)
+        return self._has_news
+
+    def _raise_failure(self, told: list[Any]) -> None:
+        """Raise or report the failure of an earlier save, on every process alike and only once."""
+        self._has_news = False
+        if told[0]["committed"]:
+            self._failed_count = 0
+        failures = [theirs["failure"] for theirs in told]
+        for failure in failures:
+            if failure is not None:
+                self._note_told(failure["attempt"])
+        own = failures[self._group.writer]
+        first = own or next(filter(None, failures), None)
+        if first is None:
+            return
+        errors = [failure["error"] for failure in failures if failure is not None]
+        if not (
+            any(map(_is_of_storage, errors))
+            and all(_is_of_storage(e) or e["code"] in _FOLLOWING for e in errors)
+        ):
+            raise error_from_json(first["error"])
+        self._count_failure(error_from_json(first["error"]))
+
+    def _note_told(self, attempt: str) -> None:
+        self._own_failures = [failure for failure in self._own_failures if failure[0] != attempt]
+        if self._background is not None:
+            self._background.note_told(attempt)
+
+    def _fail_together(self, handle: SaveHandle, error: CkptError, *, must: bool = False) -> None:
+        """Let a save fail before its start, for a reason known to all processes.
+
+        Args:
+            must: whether no later save replaces this save; then the error is raised.
+
+        Raises: the error, unless `failed_saves` allows this failure of the storage.
+        """
+        if must or not _is_of_storage(error.as_json()):
+            raise error
+        self._count_failure(error)
+        handle.tell_failed(error)
+        handle.tell_copied()
+
+    def _count_failure(self, error: CkptError) -> None:
+        """Report a failure of the storage. Raises: the error, after too many failures in a row."""
+        self._failed_count += 1
+        most = self._options.failed_saves
+        if self._failed_count > most:
+            raise error
+        self.reports[:] = [report for report in self.reports if not report.startswith(_SAVE_FAILED)]
+        self._report(
+            f"{_SAVE_FAILED}a checkpoint is missing, and the training goes on: {error} The run"
+            " saves again when the"
+            f" next save is due, and ends when more than {most} saves in a row have failed"
+            " (failed_saves=); it is"
+            f" {self._failed_count} now"
+        )
+
+    def close(self, *, deadline_s: float, quietly: bool = False) -> None:
+        """Wait for the saves in flight and their callbacks, then close the saver and the slots.
+
+        The files of the last save are brought home from the cache.
+
+        Args:
+            deadline_s: longest wait in seconds.
+            quietly: whether the caller already raises an error. Then a failure is logged instead of
+                raised, and files in caches are left to the next start.
+
+        Raises: the error of a failed save, if no caller was told of the failure;
+            CommitError(SAVE_PENDING) if a save isn't over by the deadline.
+        """
+        end_s = time.monotonic() + deadline_s
+        brought_home = None
+        self._unheld.close()
+        try:
+            self._close_background(deadline_s, quietly=quietly)
+            if not quietly:
+                brought_home = self._bring_last_home(end_s)
+        finally:
+            if not self._callbacks.wait(max(_CALLBACKS_S, end_s - time.monotonic())):
+                _LOG.warning("callbacks of saves aren't over when the saves are")
+            if self._mirrors is not None:
+                self._mirrors.close(max(0.0, end_s - time.monotonic()), brought_home)
+            if self._replicas is not None:
+                self._replicas.close(max(0.0, min(_PARTNERS_S, end_s - time.monotonic())))
+
+    def _bring_last_home(self, end_s: float) -> str | None:
+        """Upload this process's files of the last save, if they may be in a cache only.
+
+        No later save replaces the last save, so the files must reach home. A failed upload is
+        reported; the next launch on this node tries again.
+
+        Args:
+            end_s: deadline by the monotonic clock, in seconds.
+
+        Returns: the name of the checkpoint, if this process's files are at home now; else None.
+        Spec: REQ-RUN-035.
+        """
+        if self._last is None:
+            return None
+        handle, origin, pid = self._last
+        if handle.report is None or handle.report.durability == HOME or os.getpid() != pid:
+            return None
+        part = part_of(origin, self._group.writer)
+        outcomes: list[tuple[bool | None, Exception | None]] = []
+        # A thread bounds the wait: a request to an unresponsive store has no deadline.
+        thread = threading.Thread(
+            target=lambda: outcomes.append(attempt(lambda: self._upload_last(part, origin, end_s))),
+            name="ckptfmt-bring-home",
+            daemon=True,
+        )
+        thread.start()
+        thread.join(max(0.0, end_s - time.monotonic()))
+        late = err(
+            Code.SAVE_PENDING,
+            "its files aren't at home by the deadline",
+            remedy="The next start brings them.",
+        )
+        is_there, error = outcomes[0] if outcomes else (None, late)
+        if error is not None:
+            self._report(f"CACHE_UNFINISHED: {part.name}: {as_ckpt_error(error)}")
+        if not is_there:
+            return None
+        _LOG.info(
+            "step %d is at home now, with the files of writer %d", handle.step, self._group.writer
+        )
+        return part.name
+
+    def _upload_last(self, part: CachedPart, origin: Origin, end_s: float) -> bool:
+        """Copy a save from the cache to home; return False for a save retired by a newer launch."""
+        assert self._store is not None and self._options.cache is not None  # noqa: PT018, S101
+        cache = NodeCache(self._options.cache, origin.run_id or "")
+        home = self._store.at(part.name)
+        with cache.hold(part):
+            register = read_register(home)
+            if not isinstance(register, Manifest) or register.origin != origin:
+                return False
+            cache.upload_files(part, home, deadline_s=max(0.0, end_s - time.monotonic()))
+        return True
+
+    def _close_background(self, deadline_s: float, *, quietly: bool) -> None:
+        background = self._background
+        self._background = None
+        rest: list[SaveHandle] = []
+        if background is not None:
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            try:
+                rest = background.close(deadline_s)
+            finally:
+                for guard in list(self._guards.values()):
+                    guard.close()
+                self._guards.clear()
+        problem = self._find_last_problem(background)
+        if rest and problem is None:
+            detail = (
+                f"{len(rest)} saves aren't over {deadline_s:g} s after the checkpointer was closed"
+            )
+            problem = err(Code.SAVE_PENDING, detail, where=rest[0].path)
+        if problem is not None and not quietly:
+            raise problem
+        if problem is not None:
+            _LOG.error("%s", problem)
+
+    def _find_last_problem(self, background: Background | None) -> CkptError | None:
+        """Return the error of a failed save, if not yet raised or reported.
+
+        If a later save is committed, the failure is reported instead of returned.
+        """
+        self._background = background
+        try:
+            while (failure := self._next_failure(at_end=True)) is not None:
+                attempt, error = failure
+                self._note_told(attempt)
+                is_made_up_for = self._last is not None and self._last[0].state == "COMMITTED"
+                if not (
+                    self._options.failed_saves
+                    and is_made_up_for
+                    and _is_of_storage(error.as_json())
+                ):
+                    return error
+                self._report(
+                    f"{_SAVE_FAILED}a checkpoint is missing, and a later one was saved: {error}"
+                )
+        finally:
+            self._background = None
+        return None
+
+
+def _is_of_storage(error: Mapping[str, Any]) -> bool:
+    """Return whether an error is the storage's fault, on this writer or on the named writer."""
+    heard = error["code"] == Code.WRITER_FAILED and _HEARD.match(error["detail"])
+    return (heard[1] if heard else error["code"]) in _STORAGE
+
+
+def add_report(reports: list[str], sentence: str) -> None:
+    """Log a sentence and add it to the reports, unless the reports contain it already."""
+    if sentence not in reports:
+        _LOG.warning("%s", sentence)
+        reports.append(sentence)
+
+
+def _replicate(replicas: Replicas, request: SaveRequest, answer: Callable[[str], None]) -> None:
+    replicas.replicate(part_of(request.origin, request.writer), answer)
+
+
+def _let_go(background: Background, guards: dict[int, Any]) -> None:
+    for guard in list(guards.values()):
+        guard.close()
+    with contextlib.suppress(CkptError):
+        background.let_go(_EXIT_S)
