@@ -1,8 +1,8 @@
 """The saver: follows the copies into a slot, hashes, writes, commits and cleans up.
 
 A `Saver` executes messages of the trainer. It uses stores and slots, and no framework. It runs in a
-thread of the trainer, or in a process ``python -m ckptfmt.saving.saver FD`` with its own session and
-without standard streams. After the trainer's end, the process finishes the saves with a complete
+thread of the trainer, or in a process ``python -m ckptfmt.saving.saver FD`` with its own session
+and without standard streams. After the trainer's end, the process finishes the saves with a complete
 snapshot, gives up the rest, and exits. A save passes through these states, and reports each:
 
     STAGED      the snapshot is complete: the saver finishes the save even if the trainer dies
