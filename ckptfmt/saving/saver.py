@@ -2,8 +2,9 @@
 
 A `Saver` executes messages of the trainer. It uses stores and slots, and no framework. It runs in a
 thread of the trainer, or in a process ``python -m ckptfmt.saving.saver FD`` with its own session
-and without standard streams. After the trainer's end, the process finishes the saves with a complete
-snapshot, gives up the rest, and exits. A save passes through these states, and reports each:
+and without standard streams. After the trainer's end, the process finishes the saves with a
+complete snapshot, gives up the rest, and exits. A save passes through these states, and reports
+each:
 
     STAGED      the snapshot is complete: the saver finishes the save even if the trainer dies
     WRITTEN     this writer's files and part are durable, at home or in the node's cache; the slot
