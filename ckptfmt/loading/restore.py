@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar, cast
 
 from ckptfmt.adapters import jax_side, torch_side
+from ckptfmt.adapters.capture import LOCAL_TOPOLOGY, SEEN_TOPOLOGY, list_streams
 from ckptfmt.adapters.context import (
     PROCESS_COUNTS,
     find_differences,
@@ -19,6 +20,7 @@ from ckptfmt.adapters.context import (
     topology,
 )
 from ckptfmt.adapters.data_loaders import UNREAD, UNREAD_SAMPLERS, may_load, settle
+from ckptfmt.adapters.data_position import DATA_DOUBTS
 from ckptfmt.adapters.live import NO_SCHEDULE, Kind, Live, Unit, may_be_schedule, optimizer_prefix
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, fingerprint, prefix_of
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan, Patterns, Rename, check_allow
@@ -44,8 +46,6 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Reading
 from ckptfmt.read.sharing import Peers, refuse_sharing
 from ckptfmt.read.streaming import ReadReport
-from ckptfmt.saving.data_position import DATA_DOUBTS
-from ckptfmt.saving.one_save import LOCAL_TOPOLOGY, SEEN_TOPOLOGY, list_streams
 from ckptfmt.state import NO_RNG, NOT_GIVEN, CapturedRng, State, place_of
 
 T = TypeVar("T")

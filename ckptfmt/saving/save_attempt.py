@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Self, SupportsFloat
 
 from ckptfmt import limits
+from ckptfmt.adapters.capture import capture
 from ckptfmt.commit.decision import finalize, sweep_attempts
 from ckptfmt.commit.lone import check_no_run, own_place
 from ckptfmt.commit.waiting import hold_attempt, list_held_attempts, wait_for_attempts
@@ -23,7 +24,7 @@ from ckptfmt.documents.manifest import Origin
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import DEADLINE_S, EXCHANGE
 from ckptfmt.saving.handle import SaveReport
-from ckptfmt.saving.one_save import capture, check_step
+from ckptfmt.saving.one_save import check_step
 from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store

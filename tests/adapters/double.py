@@ -1,9 +1,9 @@
 """States captured, written into memory and opened again: what a test restores."""
 
+from ckptfmt.adapters.capture import capture
 from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.loading.restore import LoadReport, plan_restore
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.saving.one_save import capture
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.snapshot import Snapshot
 from tests import builders

@@ -13,7 +13,7 @@ import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import ckptfmt
-from ckptfmt.saving.one_save import capture
+from ckptfmt.adapters.capture import capture
 from tests.adapters.double import restore
 from ckptfmt.commit.decision import commit
 from ckptfmt.read.reader import Checkpoint

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ckptfmt.adapters.capture import capture
 from ckptfmt.adapters.torch.tensors import pieces_of
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.errors import StateError
-from ckptfmt.saving.one_save import capture
 from ckptfmt.state import State
 from tests.adapters.double import checkpoint_of, load, restore, save
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from ckptfmt.adapters.capture import capture
 from ckptfmt.adapters.data_loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.api import load, save
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.saving.one_save import capture
 from ckptfmt.state import PerWorker, State
 from tests.adapters.double import checkpoint_of, restore
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from ckptfmt.adapters.capture import capture
 from ckptfmt.errors import Code, StateError
-from ckptfmt.saving.one_save import capture
 from ckptfmt.state import Parts, PerWorker, State
 from tests.adapters.double import checkpoint_of, load, restore, save
 

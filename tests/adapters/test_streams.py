@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from ckptfmt.adapters.capture import capture
 from ckptfmt.adapters.rng_streams import capture_rng
 from ckptfmt.errors import Code, StateError
 from ckptfmt.loading.restore import restore_streams
-from ckptfmt.saving.one_save import capture
 from ckptfmt.state import CapturedRng, State
 from tests.adapters.double import checkpoint_of, load, restore, save
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from ckptfmt.adapters.capture import capture
 from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.errors import StateError
 from ckptfmt.loading.restore import plan_restore
-from ckptfmt.saving.one_save import capture
 from ckptfmt.state import PerWorker, State
 from tests.adapters.double import checkpoint_of, load, restore, save
 

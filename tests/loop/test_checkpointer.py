@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import ckptfmt
+from ckptfmt.adapters.capture import capture
 from ckptfmt.api import compact
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import Manifest, Tombstone
 from ckptfmt.documents.run import RUN_NAME, SAVERS, RunRecord
 from ckptfmt.errors import CkptError, Code, FencedError
 from ckptfmt.run.lineage import list_checkpoints, open_run
-from ckptfmt.saving.one_save import capture
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from tests import builders

@@ -6,6 +6,7 @@ import os
 from typing import Any
 from unittest import mock
 
+from ckptfmt.adapters import capture
 from ckptfmt.adapters import live as walk
 from ckptfmt.adapters import rng_streams as streams
 from ckptfmt.adapters.live_trees import GLOBAL
@@ -14,7 +15,6 @@ from ckptfmt.data import sampler
 from ckptfmt.data.course import Course
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.loading import restore
-from ckptfmt.saving import one_save
 from tests.mutants.mutant import Mutant, replaced
 
 
@@ -76,7 +76,7 @@ MUTANTS = {
         clauses=("REQ-CTX-005",),
         fault="saves all variables of the environment",
         patch=replaced(
-            one_save,
+            capture,
             "local_facts",
             lambda right, **given: {**right(**given), "env": dict(os.environ)},
         ),

@@ -9,6 +9,7 @@ from typing import Any, Final, Self
 import pytest
 import torch
 
+from ckptfmt.adapters.capture import capture
 from ckptfmt.adapters.torch.guard import Guard
 from ckptfmt.box import Box
 from ckptfmt.checkpointer import Checkpointer
@@ -18,7 +19,6 @@ from ckptfmt.errors import CkptError
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.saving.background import Background
 from ckptfmt.saving.handle import SaveHandle
-from ckptfmt.saving.one_save import capture
 from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore

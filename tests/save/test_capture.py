@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from ckptfmt.adapters.capture import capture
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tree import InlineArray, parse_tree
 from ckptfmt.errors import CkptError, StateError
-from ckptfmt.saving.one_save import capture
 from ckptfmt.state import NOT_GIVEN, PerWorker, State
 from ckptfmt.write.snapshot import TensorSource
 
@@ -173,7 +173,7 @@ def test_numpy_runs_go_without_torch():
     program = """
 import sys
 import numpy as np
-from ckptfmt.saving.one_save import capture
+from ckptfmt.adapters.capture import capture
 from ckptfmt.loading.restore import load_once
 from ckptfmt.state import State
 snapshot = capture(State(weights={"w": np.ones(2)}, config={"a": 1}), worker=0, worker_count=1)

@@ -1,0 +1,167 @@
+"""Capture a State for a save: tensors as sources, values and RNG streams as copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.context import local_facts, own_config, provenance, topology
+from ckptfmt.adapters.data_loaders import UNREAD_SAMPLERS, has_unread_samplers
+from ckptfmt.adapters.live import Kind, Live, Unit, check_source, optimizer_prefix
+from ckptfmt.adapters.live_trees import GLOBAL, Encoder, check_unique
+from ckptfmt.adapters.placing import is_named_tensors
+from ckptfmt.adapters.rng_streams import LiveRngStream, capture_streams, live_streams, unit_streams
+from ckptfmt.adapters.unsaved import UNSAVED
+from ckptfmt.adapters.visible import look_at
+from ckptfmt.documents.manifest import FIELDS
+from ckptfmt.documents.part import Leaf
+from ckptfmt.documents.tables import sort_key
+from ckptfmt.state import State, place_of
+from ckptfmt.write.snapshot import Snapshot, TensorSource
+
+#: Leaf of topology from worker 0 only: facts that may differ between machines.
+LOCAL_TOPOLOGY: Final = "local"
+#: Leaf of topology from worker 0 only: digests of the visible attributes of objects of unknown
+#: classes.
+SEEN_TOPOLOGY: Final = "objects"
+
+
+def capture(
+    state: State,
+    *,
+    worker: int,
+    worker_count: int,
+    look: Callable[[Sequence[Unit], Sequence[Leaf], Sequence[TensorSource]], Iterable[str]]
+    | None = None,
+    unsaved: Sequence[str] = (),
+) -> Snapshot:
+    """Return this worker's contribution to a save.
+
+    The sources refer to live tensors, so their content is right until the program changes the
+    tensors. Values and RNG streams are copied here.
+
+    Args:
+        state: the state to save.
+        worker: number of this worker, from 0.
+        worker_count: number of workers.
+        look: examines the objects, values and tensors, and returns the names of the `DATA_DOUBTS`
+            that apply.
+        unsaved: texts about parts of the training missing from this save. The texts lower the claim
+            of a load. Worker 0's texts are saved.
+
+    Raises: StateError(STATE_UNSUPPORTED, STATE_NAME, PARAMETER_UNNAMED, ARGUMENT);
+        FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
+    """
+    live = Live.of(state, worker=worker, worker_count=worker_count)
+    tensors: list[TensorSource] = []
+    leaves: list[Leaf] = []
+    side: Any = torch_side()  # only torch has entries, modules and optimizers
+    for field, entries in live.entries.items():
+        tensors += side.capture_entries(entries, field)
+    for number, unit in enumerate(live.units):
+        if not unit.is_given:
+            continue
+        encoder = Encoder(field=unit.field, scope=unit.scope)
+        leaves += _capture_unit(unit, encoder, live, number)
+        tensors += encoder.sources
+    doubts = () if look is None else tuple(look(live.units, leaves, tensors))
+    leaves += _context_leaves(
+        state, live, unsaved, worker=worker, worker_count=worker_count, doubts=doubts
+    )
+    aliases = [
+        (tensor.field, alias, tensor.scope) for tensor in tensors for alias in tensor.aliases
+    ]
+    check_unique(
+        [*((tensor.field, tensor.name, tensor.scope) for tensor in tensors), *aliases], "tensors"
+    )
+    check_unique([(leaf.field, leaf.name, leaf.scope) for leaf in leaves], "values")
+    streams = capture_streams(list_streams(state, live), worker=worker)
+    given = (
+        {tensor.field for tensor in tensors}
+        | {leaf.field for leaf in leaves}
+        | ({"rng"} if streams else set())
+    )
+    return Snapshot(
+        tensors=tuple(sorted(tensors, key=_key_order)),
+        streams=streams,
+        leaves=tuple(sorted(leaves, key=_key_order)),
+        absent=_absent(state, given),
+        declared_by={} if side is None else side.declared_by(tensors),
+    )
+
+
+def list_streams(state: State, live: Live) -> list[LiveRngStream]:
+    """Return the RNG streams that a save contains and a load puts back.
+
+    Raises: as `ckptfmt.adapters.rng_streams.live_streams`: StateError(STATE_UNSUPPORTED,
+        STREAM_MISSING).
+    """
+    own = [] if state.rng is False else live_streams(state.rng, live.devices)
+    return own + unit_streams(live.units, state.rng)
+
+
+def _key_order(of: TensorSource | Leaf) -> tuple[int, bytes, bytes]:
+    return sort_key((of.field, of.name, of.scope))
+
+
+def _capture_unit(unit: Unit, encoder: Encoder, live: Live, number: int) -> list[Leaf]:
+    """Return the values of an object of the state, and add the object's tensors to the encoder."""
+    side: Any = torch_side()
+    leaves: list[Leaf] = []
+    match unit.kind:
+        case Kind.MODULE:
+            leaves = side.capture_module(live.views[number], encoder)
+        case Kind.OPTIMIZER:
+            prefix = optimizer_prefix(unit)
+            path = () if prefix else unit.path
+            leaves = side.capture_optimizer(
+                unit.value, live.names, prefix=prefix, path=path, encoder=encoder
+            )
+        case Kind.STATEFUL:
+            leaves = [encoder.leaf(unit.name, unit.value.state_dict())]
+        case Kind.PIECE:
+            encoder.sources.append(
+                check_source(unit.value, field=unit.field, where=place_of(unit.field, unit.name))
+            )
+        case Kind.TREE if live.worker_count > 1 and is_named_tensors(unit):
+            encoder.encode(unit.value, unit.name)
+        case Kind.TREE:
+            leaves = [encoder.leaf(unit.name, unit.value)]
+    return leaves
+
+
+def _context_leaves(
+    state: State,
+    live: Live,
+    unsaved: Sequence[str],
+    *,
+    worker: int,
+    worker_count: int,
+    doubts: Iterable[str],
+) -> list[Leaf]:
+    values: list[tuple[str, str, Any]] = [("topology", "", topology(worker_count=worker_count))]
+    config, is_given = own_config(state.config, worker=worker)
+    if config is not None and is_given:
+        values.append(("config", "", config))
+    if worker == 0:
+        facts = local_facts(devices=live.devices, meshes=live.meshes, jax_facts=live.jax_facts)
+        if has_unread_samplers(state):
+            facts[UNREAD_SAMPLERS] = True
+        facts |= dict.fromkeys(doubts, True)
+        if unsaved:
+            facts[UNSAVED] = list(unsaved)
+        if objects := look_at(live.units):
+            values.append(("topology", SEEN_TOPOLOGY, objects))
+        values.append(("topology", LOCAL_TOPOLOGY, facts))
+        values.append(("provenance", "", provenance(state.provenance, state.init_from)))
+    return [
+        Encoder(field=field, scope=GLOBAL, inline=True).leaf(name, value, tensors_under=name)
+        for field, name, value in values
+    ]
+
+
+def _absent(state: State, given: set[str]) -> dict[str, str]:
+    reasons = state.absent_reasons()
+    empty = [field for field in FIELDS if field not in given]
+    return {field: reasons.get(field, "nothing of it on this worker") for field in empty}
