@@ -1,1 +1,1 @@
-"""The generator of the vectors: whole small checkpoints made from the spec alone, without the library they judge."""
+"""The generator of the vectors: checkpoints made from the specification, without the library."""

@@ -1,4 +1,4 @@
-"""Write the vectors, or see that they are up to date: `python -m conformance.generate [--check] [--out DIR]`."""
+"""Write or check the vectors: `python -m conformance.generate [--check] [--out DIR]`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1] / "vectors"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Generate, or check; return 1 if something is out of date."""
+    """Generate or check the vectors, and return 1 if a file is out of date."""
     parser = argparse.ArgumentParser(prog="python -m conformance.generate", description=__doc__)
     parser.add_argument(
         "--check",

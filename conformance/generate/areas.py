@@ -1,7 +1,7 @@
-"""Files of the vectors: for each area, its cases in one file, and beside it the contents of their files in another.
+"""Files of the vectors: per area, a file of cases and a file of their contents.
 
-`vectors/README.md` says how both are read. They are written without a clock or chance: the same
-cases are the same bytes.
+`vectors/README.md` describes both formats. Neither a clock nor a random number enters the files:
+equal cases give equal bytes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from blake3 import blake3
 from conformance.generate.cases import Case
 from conformance.generate.kept import is_kept
 
-#: Members of a case, in the order in which a person wants to know them.
+#: Members of a case, in the order in which a person reads them.
 _ORDER = (
     "id", "description", "derived_from", "edit", "requirements", "kind", "request", "path", "expect", "why",
     "bug_class", "roles", "spec", "features", "source", "files",
 )  # fmt: skip
-#: Contents of these bytes alone stand as text, all others in base64.
+#: Contents made of these bytes only are written as text, all other contents as base64.
 _PLAIN = frozenset(range(0x20, 0x7F)) | {ord("\n")}
 _WIDTH = 120
 
 
 def dump_areas(cases: Iterable[Case]) -> dict[str, bytes]:
-    """Return the files of all areas, by their paths below the vectors."""
+    """Return the files of all areas by their paths below the vectors' folder."""
     areas: dict[str, list[Case]] = {}
     for case in cases:
         areas.setdefault(case.id.partition("/")[0], []).append(case)
@@ -68,7 +68,7 @@ def _entry(content: bytes) -> dict[str, str]:
 
 
 def _text(value: object, indent: str = "") -> str:
-    """Return JSON text: what fits is on one line, of the rest each member or entry begins one."""
+    """Return JSON text: short values on a single line, long values with a line per member or entry."""
     line = json.dumps(value, ensure_ascii=False)
     if (
         not isinstance(value, dict | list)
@@ -88,7 +88,7 @@ def _text(value: object, indent: str = "") -> str:
 
 
 def write_areas(cases: Sequence[Case], root: Path) -> None:
-    """Write the files of all areas below `root`, and remove those of areas that there aren't any more."""
+    """Write the files of all areas below `root`, and remove files of areas without cases."""
     made = dump_areas(cases)
     for name in _names(root) - made.keys():
         (root / name).unlink()
@@ -98,7 +98,7 @@ def write_areas(cases: Sequence[Case], root: Path) -> None:
 
 
 def _names(root: Path) -> set[str]:
-    """Return the files below `root` that are generated, or were: all but those of earlier versions."""
+    """Return the generated files below `root`: all files except the vectors of earlier versions."""
     found = (
         path
         for pattern in ("*.json", "files/*.json")
@@ -109,7 +109,7 @@ def _names(root: Path) -> set[str]:
 
 
 def find_differences(cases: Sequence[Case], root: Path) -> list[str]:
-    """Return in which cases the files below `root` aren't those that are written for `cases`, a line for each."""
+    """Return a line for each case with a difference between the files below `root` and `cases`."""
     made = dump_areas(cases)
     there = {name: (root / name).read_bytes() for name in _names(root)}
     wrong = {name for name in made.keys() | there.keys() if made.get(name) != there.get(name)}
@@ -121,7 +121,7 @@ def find_differences(cases: Sequence[Case], root: Path) -> list[str]:
                 for files in (made, there)
             )
         )
-        # Where no case differs, it is the writing alone: spaces, order, contents that no case uses.
+        # Where every case is equal, only the writing differs: spaces, order, unused contents.
         found += lines or [
             f"{name} isn't written as it is generated"
             for name in sorted(wrong)
@@ -156,7 +156,7 @@ def _explain(made: dict[str, bytes | None], there: dict[str, bytes | None]) -> l
 
 
 def _by_id(area: dict[str, bytes | None]) -> dict[str, dict[str, Any]]:
-    """Return what the cases of an area say, by their ids, the contents of their files among it."""
+    """Return the cases of an area by id, with the contents of their files."""
     cases, contents = (json.loads(text) if text is not None else None for text in area.values())
     found = {}
     for case in cases or ():

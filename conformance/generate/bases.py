@@ -1,4 +1,4 @@
-"""Small checkpoints that many cases derive from, and edits that several pages use."""
+"""Small checkpoints from which many cases derive, and edits for several pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RUN_ID = "9f8b6c0d2e4a4f1c8d7e6b5a49382716"
 
 
 def small(**members: Any) -> Plan:
-    """Return the smallest checkpoint that has a tensor, a leaf and a stream."""
+    """Return the smallest checkpoint with a tensor, a leaf and a stream."""
     return Plan(
         tensors=[Tensor(name="w", shape=(2, 3))],
         leaves=[Leaf(field="config", value=["d", "width", 3])],
@@ -24,7 +24,7 @@ def small(**members: Any) -> Plan:
 
 
 def two_writers(**members: Any) -> Plan:
-    """Return a checkpoint of two writers that has something of every kind."""
+    """Return a checkpoint of two writers with a value of every kind."""
     halves = [
         Piece(writer=0, begin=(0, 0), shape=(3, 4)),
         Piece(writer=1, begin=(3, 0), shape=(3, 4)),
@@ -67,7 +67,7 @@ def two_writers(**members: Any) -> Plan:
 
 
 def replace(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
-    """Return a change that puts `new` where `old` stands, which is in one place."""
+    """Return a change from the bytes `old`, which occur exactly once, to `new`."""
 
     def change(content: bytes) -> bytes:
         if content.count(old) != 1:
@@ -78,7 +78,7 @@ def replace(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
 
 
 def set_at(document: str, *path: str | int, value: Any) -> Edit:
-    """Return an edit that puts a value into a document: `set_at("index", "tensors", "field", 0, value=1)`."""
+    """Return an edit of a value: `set_at("index", "tensors", "field", 0, value=1)`."""
 
     def edit(made: Checkpoint) -> None:
         place = _place(made, document)
@@ -90,7 +90,7 @@ def set_at(document: str, *path: str | int, value: Any) -> Edit:
 
 
 def pop_at(document: str, *path: str | int) -> Edit:
-    """Return an edit that takes a member out of a document."""
+    """Return an edit to remove a member from a document."""
 
     def edit(made: Checkpoint) -> None:
         place = _place(made, document)
@@ -102,7 +102,7 @@ def pop_at(document: str, *path: str | int) -> Edit:
 
 
 def put_file(path: str, content: bytes | None) -> Edit:
-    """Return an edit that puts a file over what is signed; None takes it away."""
+    """Return an edit to replace a file after signing, or with None to remove the file."""
 
     def edit(made: Checkpoint) -> None:
         made.extra[path] = content
@@ -117,12 +117,12 @@ def _place(made: Checkpoint, document: str) -> Any:
 
 
 def alter(document: str, **changes: Any) -> Edit:
-    """Return an edit that bends the bytes of a document; see `Bend`."""
+    """Return an edit of a document's bytes; see `Bend`."""
     return lambda made: made.bend(document, **changes)
 
 
 def flip(path: str, at: int, bit: int = 0) -> Callable[[dict[str, bytes]], None]:
-    """Return what flips one bit of a file, after all is signed."""
+    """Return a change of one bit in a file, for use after all documents are signed."""
 
     def change(files: dict[str, bytes]) -> None:
         content = bytearray(files[path])

@@ -1,4 +1,4 @@
-"""Cases: what each says and which files it has, and how pages of the specification are filled with them."""
+"""Cases: their members and files, and the builders by which the pages' modules add cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conformance.generate.wire import FORMAT_VERSION
 
 __all__ = ["BUG_CLASSES", "Case", "Page"]
 
-#: What a failure does to whoever relies on the reader.
+#: The harm that a failure does to users of the reader.
 BUG_CLASSES = {
     "AMBIGUITY": "two readers take one file for different things",
     "CRASH": "the reader dies instead of answering",
@@ -27,7 +27,7 @@ BUG_CLASSES = {
     "WRONG_RUN": "a run goes on from another state than it should",
 }
 
-#: The generator's own version: the content of a released case never changes under it.
+#: The generator's own version. The content of a released case never changes within a version.
 VERSION = "1"
 
 FileMap = dict[str, bytes]
@@ -35,11 +35,11 @@ FileMap = dict[str, bytes]
 
 @dataclass(slots=True, kw_only=True)
 class Case:
-    """One case of the vectors.
+    """A case of the vectors.
 
     Attributes:
-        members: what it says.
-        files: what it is about, by path.
+        members: the case's JSON members.
+        files: the files of the case, by path.
     """
 
     members: dict[str, Any]
@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(slots=True)
 class Page:
-    """The cases of one page or area of the specification."""
+    """The cases of a page or area of the specification."""
 
     name: str
     cases: list[Case] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Page:
     module: str = ""
 
     def __post_init__(self) -> None:
-        """Note which module makes the cases."""
+        """Record the name of the module that makes the cases."""
         caller = inspect.stack()[2].filename
         self.module = f"generate/pages/{PurePosixPath(caller).name}"
 
@@ -83,21 +83,21 @@ class Page:
         after: Callable[[FileMap], object] | None = None,
         request: dict[str, Any] | None = None,
     ) -> Checkpoint:
-        """Add a checkpoint that a reader has to read wholly.
+        """Add a checkpoint for every reader to read completely.
 
         Args:
-            slug: its name.
+            slug: the case's name.
             clauses: labels without `REQ-`, separated by spaces.
-            says: what is in it, in one line.
-            edit: what is done to it.
-            place: directory of the checkpoint among the files.
-            beside: other files.
-            path: what is opened, if not the checkpoint.
-            tensors: what comes out, if not what the plan says.
-            after: changes the files at the end.
-            request: what is asked; without it, that everything be verified.
+            says: a description of the content, in one line.
+            edit: the edit of the checkpoint.
+            place: the directory of the checkpoint among the files.
+            beside: further files.
+            path: the path to open, if not the checkpoint.
+            tensors: the expected tensors, if different from the plan.
+            after: a change of the files at the end.
+            request: the request; by default, a validation of everything.
 
-        Returns: the checkpoint, for cases that derive from it.
+        Returns: the checkpoint, for cases derived from this case.
         """
         checkpoint = build(made) if isinstance(made, Plan) else made
         if edit is not None:
@@ -144,15 +144,16 @@ class Page:
         kind: str = "open",
         features: Sequence[str] | None = None,
     ) -> None:
-        """Add a checkpoint that differs from a valid one by one edit, and that a reader has to refuse.
+        """Add a checkpoint to refuse, made from a valid checkpoint by a single edit.
 
         Args:
-            of: slug of the valid case, or its id if it is of another page.
-            edit: what is done before digests and sizes are made to fit again.
-            error: the code; several, separated by spaces, where the specification leaves it open.
-            after: what is done to the files when all is signed.
-            files: all of them, if they were made elsewhere.
-            request: what is asked; without it, that everything be verified.
+            of: the slug of the valid case, or the id of a case on another page.
+            edit: the edit before digests and sizes are computed again.
+            error: the code; several codes, separated by spaces, where the specification allows
+                several.
+            after: a change of the files after signing.
+            files: all files, if made elsewhere.
+            request: the request; by default, a validation of everything.
         """
         base = self.bases.get(of)
         if files is None:
@@ -202,7 +203,7 @@ class Page:
         beside: FileMap | None = None,
         features: Sequence[str] | None = None,
     ) -> None:
-        """Add a case that asks something else than to open, and says what the answer is."""
+        """Add a case with a request besides opening, and the expected answer."""
         base = self.bases.get(of)
         if files is None:
             if base is None:

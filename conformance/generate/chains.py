@@ -1,4 +1,4 @@
-"""Deltas with what they read from: a base, and checkpoints made from it."""
+"""Deltas with their bases: a full checkpoint, and checkpoints derived from the full checkpoint."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ BASE, DELTA, SECOND = (checkpoint_name(step, 1) for step in (3, 4, 5))
 
 @dataclass(slots=True)
 class Chain:
-    """A delta, and the files of all that it reads from, below the directories of a run."""
+    """A delta, and the files of all bases below the directories of a run."""
 
     delta: Checkpoint
     beside: dict[str, bytes]
 
 
 def in_run(step: int, **members: Any) -> Plan:
-    """Return a plan of a step of one run."""
+    """Return a plan of a step of the run."""
     return Plan(run_id=RUN_ID, launch=1, step=step, attempt=f"{step:016x}", **members)
 
 
 def base_plan(*tensors: Tensor, **members: Any) -> Plan:
-    """Return a full checkpoint, the first of the run."""
+    """Return the plan of a full checkpoint, the first of the run."""
     return in_run(3, tensors=list(tensors), **members)
 
 
@@ -51,13 +51,13 @@ def reference_to(base: Checkpoint) -> Reference:
 
 
 def placed(made: Checkpoint) -> dict[str, bytes]:
-    """Return the files of a checkpoint, in its directory."""
+    """Return the files of a checkpoint, in the checkpoint's directory."""
     name = checkpoint_name(made.plan.step, 1)
     return {f"{name}/{path}": content for path, content in made.seal().items()}
 
 
 def stored_as(encoding: str, tensor: Tensor, content: bytes, **members: Any) -> Tensor:
-    """Return a tensor of one block with new content, against its base's."""
+    """Return a tensor of one block with new content, encoded against the content of the base."""
     needs_base = encoding in ("same", "xor", "difference", "sparse", "classes") and not members.get(
         "predicted"
     )
@@ -83,11 +83,11 @@ def stored_as(encoding: str, tensor: Tensor, content: bytes, **members: Any) -> 
 
 
 def later(*bases: Checkpoint, step: int = 4, **members: Any) -> Plan:
-    """Return a plan that refers to checkpoints of the run."""
+    """Return a plan with references to checkpoints of the run."""
     return in_run(step, references=[reference_to(base) for base in bases], **members)
 
 
 def chain(base: Plan | Checkpoint, *tensors: Tensor, **members: Any) -> Chain:
-    """Return a delta of these tensors, against one base."""
+    """Return a delta of `tensors` against `base`."""
     made = build(base) if isinstance(base, Plan) else base
     return Chain(build(later(made, tensors=list(tensors), **members)), placed(made))

@@ -1,4 +1,4 @@
-"""The clauses of the specification's pages, and which tests cite them."""
+"""The clauses on the specification's pages, and the citing tests of each clause."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FENCE = re.compile(r"```\w* *(.*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clause:
-    """A labelled clause: its page, whom it binds, the codes behind its arrow, whether a test can check it."""
+    """A labelled clause: page, bound role, codes behind the arrow, and whether tests can check it."""
 
     label: str
     page: str
@@ -27,7 +27,7 @@ class Clause:
 
 
 def read_clauses(spec: Path = ROOT / "spec") -> list[Clause]:
-    """Return all clauses, page by page."""
+    """Return all clauses in the order of the pages."""
     found = []
     for path in sorted(spec.glob("*.md")):
         lines = path.read_text("utf-8").splitlines()
@@ -52,7 +52,7 @@ def read_clauses(spec: Path = ROOT / "spec") -> list[Clause]:
 
 
 def citing_tests(root: Path = ROOT) -> dict[str, list[str]]:
-    """Return the tests that cite each label: files below `tests/`, and pages whose examples show it."""
+    """Return the citing tests of each label: files below `tests/`, and pages with examples."""
     found: dict[str, set[str]] = {}
     for path in sorted((root / "tests").rglob("*.py")):
         place = path.relative_to(root / "tests")

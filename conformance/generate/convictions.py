@@ -1,4 +1,4 @@
-"""What is broken on purpose: the suite's broken adapters, and the mutants of the tests; read and not imported."""
+"""Deliberate faults: broken adapters of the suite and mutants of the tests, read without import."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MUTANTS = ROOT / "tests" / "mutants"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conviction:
-    """Something that breaks clauses: its name, the clauses, and the cases, or files of tests, that convict it."""
+    """A deliberate fault: name, broken clauses, and the cases or test files that convict it."""
 
     name: str
     clauses: tuple[str, ...]
@@ -26,7 +26,7 @@ class Conviction:
 
 
 def broken_adapters(folder: Path = _BROKEN) -> list[Conviction]:
-    """Return the broken adapters that say by `breaks` which clauses they break."""
+    """Return the broken adapters with a `breaks` list of clauses."""
     found = []
     classes = (
         node

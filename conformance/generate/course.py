@@ -1,7 +1,7 @@
-"""What each position of a cursor has: its mixture, its skips and its tail played through, one position after another.
+"""The sample at each position of a cursor: mixture, skips and tail, played step by step.
 
-Written from spec/60-context.md, in plain Python and without a closed form, as slow as it is simple:
-the vectors are made by it, and the tests hold the library to it.
+The code follows spec/60-context.md in plain Python and without a closed form: slow and simple. The
+vectors are made by this code, and the tests compare the library with its results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ __all__ = ["Place", "course", "ledger_of", "positions", "worker_part"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a position has; `use` is ``counts``, ``masked`` or ``hole``, `drawn` the draws of the epoch before it."""
+    """The content of a position.
+
+    `use` is ``counts``, ``masked`` or ``hole``; `drawn` counts the epoch's draws before the
+    position.
+    """
 
     source: str
     epoch: int
@@ -32,7 +36,7 @@ class Place:
 
 @dataclass(slots=True)
 class _Source:
-    """A source that is asked for one sample after the other."""
+    """A source that yields one sample after another."""
 
     name: str
     n: int
@@ -72,7 +76,7 @@ class _Source:
 
 
 def course(cursor: Mapping[str, Any], count: int) -> Iterator[Place]:
-    """Yield what the first `count` positions have, by the plan, order, sources, mixture and skips of a cursor."""
+    """Yield the content of the first `count` positions of a cursor."""
     sources = _sources(cursor)
     skips: Sequence[Mapping[str, Any]] = cursor["skips"]
     for position in range(count):
@@ -87,13 +91,13 @@ def course(cursor: Mapping[str, Any], count: int) -> Iterator[Place]:
 
 
 def positions(cursor: Mapping[str, Any], count: int) -> dict[str, int]:
-    """Return how many of the first `count` positions each source has."""
+    """Return the number of the first `count` positions per source."""
     found = [_source_at(cursor, position) for position in range(count)]
     return {source["id"]: found.count(source["id"]) for source in cursor["sources"]}
 
 
 def worker_part(places: Sequence[Place], worker: int, workers: int) -> list[Place]:
-    """Return what a worker is given of a step's positions."""
+    """Return a worker's share of the positions of a step."""
     size = len(places)
     return [
         place
@@ -103,7 +107,7 @@ def worker_part(places: Sequence[Place], worker: int, workers: int) -> list[Plac
 
 
 def ledger_of(places: Sequence[Place]) -> dict[str, Any]:
-    """Return the ledger of what counts."""
+    """Return the ledger of the counted samples."""
     sums = [0] * 4
     members = [place for place in places if place.use == "counts"]
     for place in members:

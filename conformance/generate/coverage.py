@@ -1,4 +1,4 @@
-"""The table of coverage, spec/97-coverage.md: what shows each clause, and what convicts those who break it."""
+"""The table of coverage, spec/97-coverage.md: per clause, the examples and the convicted faults."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ What is accepted is then the case or the test that convicts: whoever keeps to th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What there is for a clause."""
+    """The evidence for a clause."""
 
     clause: Clause
     accepted: tuple[str, ...]
@@ -71,7 +71,7 @@ def _rows(cases: Sequence[Case]) -> list[Row]:
 
 
 def _cases_of(cases: Sequence[Case], outcome: str) -> dict[str, list[str]]:
-    """Return the ids of the cases of an outcome, by the labels that they test; those of whole checkpoints first."""
+    """Return the ids of the cases of an outcome by tested label, whole checkpoints first."""
     found: dict[str, list[str]] = {}
     for case in sorted(cases, key=lambda case: case.members["kind"] == "parse"):
         if case.members["expect"]["outcome"] == outcome:
@@ -89,7 +89,7 @@ def _by_clause(convictions: Iterable[Conviction]) -> dict[str, list[Conviction]]
 
 
 def find_gaps(cases: Sequence[Case]) -> list[str]:
-    """Return what is wrong with the coverage: clauses that lack something, and things that name what is no clause."""
+    """Return the gaps of the coverage: clauses without evidence, and names of unknown clauses."""
     rows = _rows(cases)
     labels = {row.clause.label for row in rows}
     named = {label: one.name for one in (*broken_adapters(), *mutants()) for label in one.clauses}
@@ -113,7 +113,7 @@ def _cell(names: Sequence[str]) -> str:
 
 
 def table_text(cases: Sequence[Case]) -> str:
-    """Return the page."""
+    """Return the text of the page."""
     lines = [_HEAD]
     page = ""
     for row in _rows(cases):
@@ -124,7 +124,7 @@ def table_text(cases: Sequence[Case]) -> str:
                 "| Clause | Accepted | Refused | Test |",
                 "|---|---|---|---|",
             ]
-        # One test is enough here: a number would change with every test that is added.
+        # One test is enough here: a number would change with every added test.
         own = [_cell(row.accepted), _cell(row.refused), _cell(row.tests[:1])]
         if not row.clause.is_testable:
             own = ["can't be tested: its page says why", "", own[2]]
@@ -137,7 +137,7 @@ def table_text(cases: Sequence[Case]) -> str:
 
 
 def write_table(*, check: bool, path: Path = TABLE) -> int:
-    """Write the table, or say whether it is up to date; return 1 for gaps, or if it isn't."""
+    """Write or check the table, and return 1 for gaps or a table out of date."""
     cases = all_cases()
     gaps = find_gaps(cases)
     for gap in gaps:

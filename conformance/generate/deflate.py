@@ -1,4 +1,4 @@
-"""Deflate streams by hand (RFC 1951, 3.2.6): the same bytes from every version of every library."""
+"""Deflate streams by hand (RFC 1951, 3.2.6): equal bytes from every version of every library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zlib
 
 __all__ = ["deflate", "deflate_literals", "deflate_run", "deflate_stored"]
 
-#: The base and the extra bits of each code of a length, from 257 up, and of a distance, from 0 up.
+#: The base and the extra bits of each length code from 257 up, and of each distance code from 0 up.
 _LENGTHS = [(length, 0) for length in range(3, 11)] + [
     (base + (step << extra), extra)
     for extra, base in ((1, 11), (2, 19), (3, 35), (4, 67), (5, 131))
@@ -21,14 +21,14 @@ _LONGEST = 257
 
 
 class _Bits:
-    """Bits packed from the lowest of each byte up."""
+    """A stream of bits, packed from the lowest bit of each byte up."""
 
     def __init__(self) -> None:
         self.value = self.count = 0
         self.out = bytearray()
 
     def add(self, value: int, count: int) -> None:
-        """Add a number, its lowest bit first."""
+        """Add a number, the lowest bit first."""
         self.value |= value << self.count
         self.count += count
         while self.count >= 8:
@@ -37,7 +37,7 @@ class _Bits:
             self.count -= 8
 
     def code(self, value: int, count: int) -> None:
-        """Add a Huffman code, its highest bit first."""
+        """Add a Huffman code, the highest bit first."""
         self.add(int(f"{value:0{count}b}"[::-1], 2), count)
 
     def literal(self, byte: int) -> None:
@@ -58,7 +58,7 @@ class _Bits:
         self.add(distance - _DISTANCES[row][0], _DISTANCES[row][1])
 
     def end(self) -> bytes:
-        """Return the stream with its end."""
+        """Return the stream with the end code."""
         self.code(0, 7)
         self.add(0, -self.count % 8)
         return bytes(self.out)
@@ -69,7 +69,7 @@ def _zlib_stream(bits: _Bits, content: bytes) -> bytes:
 
 
 def deflate_stored(content: bytes, *, piece_nbytes: int = 65535) -> bytes:
-    """Return a zlib stream that holds `content` as it is (RFC 1951, 3.2.4)."""
+    """Return a zlib stream of stored blocks with `content` (RFC 1951, 3.2.4)."""
     pieces = [content[at : at + piece_nbytes] for at in range(0, len(content), piece_nbytes)] or [
         b""
     ]
@@ -91,10 +91,10 @@ def deflate_literals(content: bytes) -> bytes:
 
 
 def deflate(content: bytes, *, longest: int = _LONGEST) -> bytes:
-    """Return a zlib stream of one block of fixed codes, with the last match that there is of three bytes or more.
+    """Return a zlib stream of one block of fixed codes with the latest matches of 3 bytes or more.
 
     Args:
-        longest: bytes of a match at most; the fewer, the less is compressed.
+        longest: the maximum length of a match in bytes; a smaller length compresses less.
     """
     bits = _Bits()
     bits.add(0b011, 3)
@@ -119,7 +119,7 @@ def deflate(content: bytes, *, longest: int = _LONGEST) -> bytes:
 
 
 def deflate_run(byte: int, nbytes: int, *, head: bytes = b"") -> bytes:
-    """Return a zlib stream of `head`, and then one byte up to `nbytes` in all."""
+    """Return a zlib stream of `head` followed by copies of one byte, `nbytes` bytes in all."""
     bits = _Bits()
     bits.add(0b011, 3)
     for one in (*head, byte):

@@ -1,4 +1,4 @@
-"""An encoder of blocks, as spec/55-encodings.md has them: plain, slow, and with every choice left to the caller."""
+"""An encoder of blocks for spec/55-encodings.md: plain, slow, with all choices left to callers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
     "zstd_string",
 ]
 
-#: Bytes of a lane, and whether it is sign and magnitude.
+#: Bytes of a lane, and whether lanes are sign and magnitude.
 LANES: dict[str, tuple[int, bool]] = {
     **dict.fromkeys(("bfloat16", "float16", "complex32"), (2, True)),
     **dict.fromkeys(("float32", "complex64"), (4, True)),
@@ -36,7 +36,7 @@ LANES: dict[str, tuple[int, bool]] = {
     **dict.fromkeys(("uint64", "int64"), (8, False)),
 }
 
-#: The byte that says of a class that it is stored as changes.
+#: The byte for a class stored as changes.
 AS_CHANGES = 255
 
 
@@ -49,7 +49,7 @@ def lanes(content: bytes, dtype: str) -> list[int]:
 
 
 def steps_between(content: bytes, base: bytes, dtype: str) -> list[int]:
-    """Return the steps from the lanes of a base to those of a content."""
+    """Return the steps from the lanes of a base to the lanes of a content."""
     width, is_signed = LANES[dtype]
     top = 1 << 8 * width - 1
     every = (1 << 8 * width) - 1
@@ -66,7 +66,7 @@ def steps_between(content: bytes, base: bytes, dtype: str) -> list[int]:
 
 
 def number(value: int) -> bytes:
-    """Return a number, seven bits to a byte."""
+    """Return a number in groups of seven bits, a byte per group."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -75,7 +75,7 @@ def number(value: int) -> bytes:
 
 
 def string(content: bytes, *, kind: int | None = None) -> bytes:
-    """Return a string, as it is or of one byte."""
+    """Return a string, stored plainly or as a run of a byte."""
     if not content:
         return b""
     if kind == 1 or (kind is None and len(set(content)) == 1):
@@ -84,7 +84,7 @@ def string(content: bytes, *, kind: int | None = None) -> bytes:
 
 
 def frame(content: bytes, *, size: int | None = None) -> bytes:
-    """Return a zstd frame (RFC 8878) of one segment, in blocks of one byte each where there is a run."""
+    """Return a zstd frame (RFC 8878) of a single segment, with a block of a byte for each run."""
     nbytes = len(content) if size is None else size
     head = bytes([0x20, nbytes]) if nbytes < 256 else b"\x60" + (nbytes - 256).to_bytes(2, "little")
     runs = [(byte, len(list(group))) for byte, group in itertools.groupby(content)]
@@ -133,7 +133,7 @@ def set_bytes(places: Sequence[int], count: int, *, k: int = 0) -> bytes:
 
 
 def sparse_plane(content: bytes) -> bytes:
-    """Return a plane as the places of its bytes that aren't zero, and these."""
+    """Return a plane as the places of the nonzero bytes, followed by these bytes."""
     places = [at for at, byte in enumerate(content) if byte]
     return b"\3" + set_bytes(places, len(content)) + string(bytes(content[at] for at in places))
 
@@ -146,7 +146,7 @@ def planes(words: Sequence[int], width: int, *, plane: Any = string) -> bytes:
 
 
 def changes(steps: Sequence[int], width: int, *, levels: int = 1, k: int = 0) -> bytes:
-    """Return steps of which most are 0."""
+    """Return the encoding of steps, most of them 0."""
     places = [at for at, step in enumerate(steps) if step]
     out = set_bytes(places, len(steps), k=k)
     if not places:
@@ -168,7 +168,7 @@ def classes(
     cuts: Sequence[int] = (),
     k: Sequence[int] = (0,),
 ) -> bytes:
-    """Return steps class by class; `k` says how each class that has lanes is stored."""
+    """Return steps class by class; `k` gives the storage form of each class with lanes."""
     width = LANES[dtype][0]
     keys = [
         (lane >> 8 * width - 9) & 0xFF if width > 1 else (lane & 0x7F) << 1
@@ -193,7 +193,7 @@ def classes(
 
 
 def encode(encoding: str, content: bytes, base: bytes, dtype: str) -> bytes:
-    """Return a block by an encoding, with the simplest choices."""
+    """Return a block in an encoding, with the simplest choices."""
     width = LANES[dtype][0]
     if encoding == "planes":
         return planes(lanes(content, dtype), width)

@@ -1,7 +1,7 @@
-"""The fenced examples of the specification (spec/00-overview.md, Notation), and the files that they stand for.
+"""The fenced examples of the specification (spec/00-overview.md, Notation), and their files.
 
 `text` is a picture, and `python` a session with the reference implementation; every other line or
-document is bytes that any reader takes or refuses.
+document is a sequence of bytes that every reader accepts or refuses.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from conformance.generate.wire import Bend, json_document, msgpack, table_docume
 
 __all__ = ["REFUSAL", "Example", "Fence", "edited", "file_of", "read_examples", "read_fences"]
 
-#: What a line of examples ends with: code and clause of the refusal, and other clauses that it
-#: shows.
+#: The end of a refused line: the code and clause of the refusal, and further clauses shown.
 REFUSAL = re.compile(r"(.*) -> ([A-Z_0-9]+) (REQ-[A-Z]{3}-[0-9]{3})((?: REQ-[A-Z]{3}-[0-9]{3})*)")
 _EDIT = re.compile(r"(add|replace|remove) (/\S+)(?: (.+))?")
 _FENCE = re.compile(r"```(\S*)((?: \S+)*)")
-#: Bytes of elements behind the header of the shard that is the example.
+#: Bytes of elements after the header of the example shard.
 SHARD_DATA_NBYTES = 36
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fence:
-    """A fenced example: its page, its first line there, its language, its tags, and what it holds."""
+    """A fenced example: page, first line on the page, language, tags and content."""
 
     page: str
     line: int
@@ -44,18 +43,18 @@ class Fence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """Bytes of a form, and what a reader makes of them.
+    """Bytes of a form, and the expected result of a reader.
 
     Attributes:
-        form: what they are to be parsed as: a document's type, `index`, `part`, `cursor`, `shard`,
-            or a form of values.
-        name: of the example, or of that which it is an edit of; "" for a line by itself.
-        says: the line, or what is called so.
-        clauses: those that it shows; of a refusal, that by which it is refused first.
-        code: of a refusal; "" if it is accepted.
-        is_edit: whether it is an edit of the example that is named.
-        features: reader features that it needs.
-        place: the file in which it would stand.
+        form: the form to parse: a document's type, `index`, `part`, `cursor`, `shard`, or a form of
+            values.
+        name: the name of the example, or of the edited example; "" for a line by itself.
+        says: the line, or the title of the example.
+        clauses: the clauses shown; for a refusal, the clause of the first refusal.
+        code: the code of a refusal; "" for an accepted example.
+        is_edit: whether the example is an edit of the named example.
+        features: the reader features required.
+        place: the file that would contain the bytes.
     """
 
     form: str
@@ -71,7 +70,7 @@ class Example:
 
 
 def read_fences(spec: Path = ROOT / "spec") -> list[Fence]:
-    """Return all fences, page by page."""
+    """Return all fences in the order of the pages."""
     found = []
     for path in sorted(spec.glob("*.md")):
         lines = iter(enumerate(path.read_text("utf-8").splitlines(), 1))
@@ -96,7 +95,7 @@ def _until_end(lines: Iterator[tuple[int, str]]) -> Iterator[str]:
 
 
 def read_examples(spec: Path = ROOT / "spec") -> list[Example]:
-    """Return what the fences hold that a reader can be asked about, page by page."""
+    """Return the examples for readers from all fences, in the order of the pages."""
     fences = read_fences(spec)
     named = {fence.tags["name"]: fence for fence in fences if "name" in fence.tags}
     found: list[Example] = []
@@ -143,7 +142,7 @@ def _form(fence: Fence) -> str:
 
 
 def file_of(fence: Fence, value: Any) -> bytes:
-    """Return the file that an example stands for, or an edit of it."""
+    """Return the file for an example or for an edit of the example."""
     if "document" in fence.tags:
         return json_document(value)[0]
     if "view" in fence.tags:
@@ -157,7 +156,7 @@ def file_of(fence: Fence, value: Any) -> bytes:
 
 
 def _tree_of(value: Any) -> Any:
-    """Return the tree of a value whose maps and lists stand as themselves."""
+    """Return the tree of a value; maps and lists stand for dicts and lists."""
     if isinstance(value, dict):
         return ["d", *(item for row in value.items() for item in (row[0], _tree_of(row[1])))]
     if isinstance(value, list):
@@ -170,20 +169,20 @@ def _tree_of(value: Any) -> Any:
 
 
 def _padded(text: bytes) -> bytes:
-    """Return the header of a shard: its length, the text, spaces."""
+    """Return the header of a shard: the length, the text, spaces."""
     text += b" " * (-(8 + len(text)) % 64)
     return len(text).to_bytes(8, "little") + text
 
 
 def _edit(source: Fence, fence: Fence, line: str) -> Example:
-    """Return a line of edits: the example that it is of, edited."""
+    """Return the example for a line of edits: the source example, edited."""
     text, code, clauses = _refusal(fence, line)
     value = edited(json.loads(source.content), text)
     return _document(source, value, says=text, code=code, clauses=clauses, is_edit=True)
 
 
 def _line(fence: Fence, line: str, *, place: str = "document") -> Example:
-    """Return a line of whole documents or values, with what comes of it."""
+    """Return the example for a line with a whole document or value and the expected result."""
     shown = fence.tags.get("shows")
     members: dict[str, Any] = {
         "form": fence.tags["parse"],
@@ -206,7 +205,10 @@ def _line(fence: Fence, line: str, *, place: str = "document") -> Example:
 
 
 def _refusal(fence: Fence, line: str) -> tuple[str, str, tuple[str, ...]]:
-    """Return the text of a line, the code, and the clauses. Raises: ValueError for a line without them."""
+    """Return the text of a line, the code, and the clauses.
+
+    Raises: ValueError for a line without code and clauses.
+    """
     match = REFUSAL.fullmatch(line)
     if not match:
         raise ValueError(f"{fence.page}: {line!r} doesn't say how it is refused")
@@ -215,9 +217,9 @@ def _refusal(fence: Fence, line: str) -> tuple[str, str, tuple[str, ...]]:
 
 
 def edited(value: Any, text: str) -> Any:
-    """Return a value after one edit: `add`, `replace` or `remove`, a JSON pointer, and the new value.
+    """Return a value after one edit: `add`, `replace` or `remove`, a JSON pointer, the new value.
 
-    Raises: ValueError for an edit that is none, or changes nothing.
+    Raises: ValueError for an unknown edit, or an edit without effect.
     """
     match = _EDIT.fullmatch(text)
     if not match:

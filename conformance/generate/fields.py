@@ -1,4 +1,4 @@
-"""The table of members, spec/96-fields.md: which document has which member, in each version of the format."""
+"""The table of members, spec/96-fields.md: the members of each document per format version."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["fields_text", "write_fields"]
 
 PAGE = ROOT / "spec" / "96-fields.md"
 
-#: The schemas of each version, oldest first; those of earlier versions are kept.
+#: The schemas of each version, oldest first; the schemas of earlier versions are kept.
 VERSIONS = {
     "0.1": ROOT / "spec" / "kept" / "0.1",
     "0.9": ROOT / "spec" / "kept" / "0.9",
     "0.10": ROOT / "spec" / "schema",
 }
-#: What these are used in is listed with its members.
+#: Shared schemas are listed with the members that use them.
 _SHARED = ("columns", "defs")
 
 _HEAD = """\
@@ -42,7 +42,7 @@ A member that is added comes behind a feature, or with another number ([95](95-v
 
 
 class _Schemas:
-    """The schemas of a version, by the names that they call each other."""
+    """The schemas of a version, by the names that schemas use for references."""
 
     def __init__(self, folder: Path) -> None:
         self._named = {
@@ -51,13 +51,13 @@ class _Schemas:
         }
 
     def documents(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield those of whole documents, and the names by which they are called in prose."""
+        """Yield the schemas of whole documents, each with the document's name in prose."""
         for name, schema in self._named.items():
             if name.removesuffix(".schema.json") not in _SHARED:
                 yield name.removesuffix(".schema.json"), schema
 
     def members(self, schema: dict[str, Any], home: str, before: str = "") -> dict[str, str]:
-        """Return the members below a schema, each with its path, and whether it is required."""
+        """Return the members below a schema: each path, and whether the member is required."""
         schema, home = self._resolved(schema, home)
         forms = schema.get("oneOf") or schema.get("anyOf")
         if forms:
@@ -81,7 +81,7 @@ class _Schemas:
 
 
 def _merged(forms: list[dict[str, str]]) -> dict[str, str]:
-    """Return the members of several forms of one thing: what isn't in all of them is in some."""
+    """Return the members of several forms merged: a member missing in a form counts as optional."""
     forms = [form for form in forms if form]
     merged: dict[str, str] = {}
     for form in forms:
@@ -92,7 +92,7 @@ def _merged(forms: list[dict[str, str]]) -> dict[str, str]:
 
 
 def fields_text() -> str:
-    """Return the page."""
+    """Return the text of the page."""
     tables: dict[str, dict[str, dict[str, str]]] = {}
     for version, folder in VERSIONS.items():
         schemas = _Schemas(folder)
@@ -115,7 +115,7 @@ def fields_text() -> str:
 
 
 def write_fields(*, check: bool, path: Path = PAGE) -> int:
-    """Write the page, or say whether it is up to date; return 1 if it isn't."""
+    """Write or check the page, and return 1 for a page out of date."""
     text = fields_text()
     if not check:
         path.write_text(text, "utf-8")

@@ -1,7 +1,6 @@
-"""A checkpoint in memory: documents that may be edited, and then signed anew from the parts upwards.
+"""A checkpoint in memory: documents for editing, then signed again from the parts upwards.
 
-So what is wrong with an invalid case is the one edit that it names, and never a digest that no
-longer fits.
+The only fault of an invalid case is therefore the named edit, and never a stale digest.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ def checkpoint_name(step: int, launch: int) -> str:
 
 @dataclass(slots=True)
 class Checkpoint:
-    """A checkpoint whose documents may be edited.
+    """A checkpoint with editable documents.
 
     Attributes:
-        plan: what it was made from.
-        manifest, index, parts: what the documents sign.
+        plan: the plan of the checkpoint.
+        manifest, index, parts: the signed contents of the documents.
         files: shards and packs, by name.
-        bends: what is done to the bytes of `"manifest"`, `"index"` or `"part/0"`.
-        kept: which of `"index/nbytes"`, `"index/digest"`, `"parts/nbytes"`, `"parts/digest"` aren't
-            made to fit.
-        extra: files that are put over the others at the end, by path; None takes one away.
+        bends: the changes of the bytes of `"manifest"`, `"index"` or `"part/0"`.
+        kept: the values left unchanged when sizes and digests are computed again, among
+            `"index/nbytes"`, `"index/digest"`, `"parts/nbytes"`, `"parts/digest"`.
+        extra: the files that replace files at the end, by path; None removes a file.
     """
 
     plan: Plan
@@ -50,7 +49,7 @@ class Checkpoint:
     extra: dict[str, bytes | None] = field(default_factory=dict)
 
     def bend(self, document: str, **changes: Any) -> None:
-        """Say what is done to a document's bytes."""
+        """Add changes of a document's bytes."""
         self.bends[document] = Bend(**changes)
 
     def edited(self, edit: Edit) -> Checkpoint:
@@ -61,7 +60,7 @@ class Checkpoint:
 
     @property
     def part(self) -> dict[str, Any]:
-        """What the part of writer 0 signs."""
+        """The signed content of the part of writer 0."""
         return self.parts[0]
 
     @property
@@ -74,11 +73,11 @@ class Checkpoint:
         return f"parts/{self.plan.attempt}-{writer:05d}.msgpack"
 
     def file_name(self, ending: str = "") -> str:
-        """Name of the first shard or pack that ends so."""
+        """Name of the first shard or pack with this ending."""
         return next(name for name in sorted(self.files) if name.endswith(ending))
 
     def seal(self) -> dict[str, bytes]:
-        """Return all files, digests and sizes made to fit from the parts upwards."""
+        """Return all files, with digests and sizes computed from the parts upwards."""
         made: dict[str, bytes] = dict(self.files)
         documents = [
             table_document(part, self.bends.get(f"part/{i}")) for i, part in enumerate(self.parts)
@@ -115,7 +114,7 @@ class Checkpoint:
 
 
 def build(plan: Plan) -> Checkpoint:
-    """Return the checkpoint that writers and committer make of a plan."""
+    """Return the checkpoint that writers and committer make from a plan."""
     made = [part_of(plan, writer) for writer in range(plan.writer_count)]
     parts = [part for part, _ in made]
     files = {name: content for _, own in made for name, content in own.items()}

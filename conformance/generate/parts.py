@@ -1,4 +1,4 @@
-"""A part and the files of its writer, as they follow from a plan; spec/40, spec/45 and spec/50."""
+"""A part and the files of its writer, derived from a plan; spec/40, spec/45 and spec/50."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PACK_HEADER = f"ckptfmt pack {FORMAT_VERSION}\n".encode().ljust(64, b"\0")
 
 @dataclass(slots=True, kw_only=True)
 class _Extent:
-    """Some blocks of a box, with the bytes that a file has of them."""
+    """Some blocks of a box, with their stored bytes."""
 
     box: int
     tensor: Tensor
@@ -52,7 +52,7 @@ def _blocks(content: bytes, block_nbytes: int) -> list[bytes]:
 
 
 def part_of(plan: Plan, writer: int) -> tuple[dict[str, Any], Files]:
-    """Return what the part of a writer signs, and the files that it wrote."""
+    """Return the signed content of a writer's part, and the files of the writer."""
     known = (one for one in plan.tensors if any(piece.writer == writer for piece in one.pieces))
     held = sorted(known, key=lambda one: one.order)
     leaves = sorted(
@@ -151,7 +151,7 @@ def _extents_of(plan: Plan, row: int, tensor: Tensor, piece: Piece) -> list[_Ext
 
 
 def stored_nbytes(plan: Plan, tensor: Tensor) -> int:
-    """Return how many bytes of a tensor the files of a checkpoint have."""
+    """Return the number of bytes that a checkpoint's files store for a tensor."""
     own = [piece for piece in tensor.pieces if not piece.ghost]
     return sum(len(one.content) for piece in own for one in _extents_of(plan, 0, tensor, piece))
 
@@ -168,7 +168,7 @@ def _file_of(plan: Plan, writer: int, extent: _Extent) -> str:
 
 
 def _lay_out(plan: Plan, writer: int, extents: Sequence[_Extent]) -> tuple[list[str], Files]:
-    """Put extents into files, and return the names in order, and the contents."""
+    """Place extents in files, and return the file names in order, and the contents."""
     for extent in extents:
         extent.file = _file_of(plan, writer, extent)
     names = sorted({extent.file for extent in extents} - {""})
@@ -193,7 +193,7 @@ def _lay_out(plan: Plan, writer: int, extents: Sequence[_Extent]) -> tuple[list[
 
 
 def _entries(own: Sequence[_Extent]) -> dict[str, dict[str, Any]]:
-    """Return what a shard's header says of its boxes."""
+    """Return the header entries of a shard's boxes."""
     entries: dict[str, dict[str, Any]] = {}
     for extent in own:
         name = extent.tensor.name
@@ -231,7 +231,7 @@ def _features(
 def _references(
     plan: Plan, extents: Sequence[_Extent], groups: Sequence[Group]
 ) -> list[dict[str, Any]]:
-    """Return the references of a part: all of the plan, where the part reads from any."""
+    """Return the references of a part: all references of the plan if the part reads from any."""
     reads = any(one.stored.reference for one in extents) or any(one.reference for one in groups)
     rows = sorted(plan.references, key=lambda one: one.digest) if reads else []
     return [{"name": one.name, "digest": one.digest} for one in rows]

@@ -1,4 +1,4 @@
-"""What is to be saved, described: tensors with the pieces that writers hold, leaves, streams, groups."""
+"""Descriptions of a state to save: tensors with the pieces of writers, leaves, streams, groups."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ Box = tuple[Shape, Shape]
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Stored:
-    """Some blocks of a piece that aren't stored the plain way.
+    """Some blocks of a piece, stored otherwise than as raw bytes.
 
     Attributes:
-        encoding: of the registry.
-        first, count: which blocks; None for all from `first` on.
-        blocks: of encoded ones, the stored bytes of each.
-        reference: name of the checkpoint that has their base.
-        predicted: whether the group's prediction stands in the base's place.
-        in_pack: whether a raw one is in a pack.
-        place: what it is sorted by in its file, before its box and blocks.
+        encoding: the name from the registry.
+        first, count: the first block and the number of blocks; None for all blocks from `first` on.
+        blocks: the stored bytes of each encoded block.
+        reference: the name of the checkpoint with the base.
+        predicted: whether the group's prediction replaces the base.
+        in_pack: whether a raw block is in a pack.
+        place: the first sort key within the file, before box and blocks.
     """
 
     encoding: str
@@ -71,9 +71,9 @@ class Stored:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Piece:
-    """What one writer holds of a tensor; without `stored`, it writes that as one raw extent into a shard.
+    """The piece of a tensor on one writer; without `stored`, one raw extent in a shard.
 
-    A `ghost` is nothing: the writer's part names the tensor, and has no box of it.
+    A `ghost` has no content: the writer's part names the tensor without a box.
     """
 
     writer: int
@@ -88,7 +88,7 @@ class Piece:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Tensor:
-    """A tensor, with all of its bytes."""
+    """A tensor with all of its bytes."""
 
     name: str
     dtype: str = "float32"
@@ -101,7 +101,7 @@ class Tensor:
     pieces: list[Piece] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Fill in the payload that no case is about, and one writer who has everything."""
+        """Fill in default content, and one writer with the whole tensor."""
         self.content = self.content or payload(self.nbytes)
         self.pieces = self.pieces or [whole(self.shape)]
         if len(self.content) != self.nbytes:
@@ -119,13 +119,13 @@ class Tensor:
 
     @property
     def order(self) -> tuple[int, bytes, bytes]:
-        """What tables of tensors are sorted by."""
+        """Sort key in tables of tensors."""
         return FIELDS.index(self.field), self.name.encode(), self.scope.encode()
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Leaf:
-    """A plain value, as the msgpack of its tree."""
+    """A plain value, as msgpack of a tree."""
 
     field: str
     value: Any
@@ -135,13 +135,13 @@ class Leaf:
 
     @property
     def order(self) -> tuple[int, bytes, bytes]:
-        """What tables of leaves are sorted by."""
+        """Sort key in tables of leaves."""
         return FIELDS.index(self.field), self.name.encode(), self.scope.encode()
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Stream:
-    """A stream of random numbers, as the msgpack of its state's tree."""
+    """A stream of random numbers, with the msgpack of the state's tree."""
 
     name: str
     state: Any
@@ -151,13 +151,13 @@ class Stream:
 
     @property
     def order(self) -> tuple[bytes, bytes]:
-        """What tables of streams are sorted by."""
+        """Sort key in tables of streams."""
         return self.name.encode(), self.scope.encode()
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Reference:
-    """A checkpoint that is read from: its directory in the run, the digest of its manifest."""
+    """A reference to a base: the checkpoint's directory in the run and the manifest's digest."""
 
     name: str
     digest: bytes
@@ -165,7 +165,7 @@ class Reference:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Group:
-    """Tensors of one writer that are predicted together, each in one piece, in the order of decoding."""
+    """Tensors of a writer, predicted together: a piece of each, in the order of decoding."""
 
     kind: str
     rule: Any
@@ -176,7 +176,7 @@ class Group:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Plan:
-    """A whole checkpoint, as its writers would describe it."""
+    """A whole checkpoint, as described by its writers."""
 
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
     leaves: list[Leaf] = dataclasses.field(default_factory=list)
@@ -195,12 +195,12 @@ class Plan:
     saved_unix_s: int = 1793491200
 
     def origin(self) -> dict[str, Any]:
-        """Return the members that all documents of the attempt have."""
+        """Return the members common to all documents of the attempt."""
         keys = ("run_id", "launch", "nonce", "step", "attempt", "writer_count", "block_nbytes")
         return {key: getattr(self, key) for key in keys}
 
     def reasons(self) -> dict[str, str]:
-        """Return the fields that nothing is saved of, but for those that are `empty`, each with a reason."""
+        """Return the reason for each field without saved content, except fields marked `empty`."""
         there = {one.field for one in self.tensors} | {one.field for one in self.leaves}
         there |= {"rng"} if self.streams else set()
         given = {name: "none" for name in FIELDS if name not in there and name not in self.empty}
@@ -208,12 +208,12 @@ class Plan:
 
 
 def payload(nbytes: int) -> bytes:
-    """Return the bytes that stand where a case isn't about values: byte i is i mod 251."""
+    """Return the default bytes of a tensor: byte i is i mod 251."""
     return bytes(i % 251 for i in range(nbytes))
 
 
 def whole(shape: Shape, writer: int = 0, **members: Any) -> Piece:
-    """Return all of a tensor, as one writer's piece."""
+    """Return the whole tensor as the piece of one writer."""
     return Piece(writer=writer, begin=(0,) * len(shape), shape=shape, **members)
 
 
@@ -233,14 +233,14 @@ def box_bytes(tensor: Tensor, begin: Shape, shape: Shape) -> bytes:
 
 
 def key_of(tensor: Tensor) -> str:
-    """Return what a case calls a tensor: field and name; with the scope behind, where that isn't global."""
+    """Return the key of a tensor in a case: field and name, then the scope unless it is global."""
     return f"{tensor.field}/{tensor.name}" + (
         "" if tensor.scope == "global" else f"@{tensor.scope}"
     )
 
 
 def expected(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return what a reader has to find: each tensor with dtype, shape, digest and first bytes."""
+    """Return the expected tensors: dtype, shape, digest and first bytes of each."""
     return {
         key_of(tensor): {
             "dtype": tensor.dtype,

@@ -1,4 +1,4 @@
-"""Predictions, one element at a time, as spec/56-prediction.md computes them."""
+"""Predictions, one element at a time, as computed in spec/56-prediction.md."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def widen(content: bytes, dtype: str) -> float:
 
 @dataclass(slots=True)
 class _Arithmetic:
-    """The scalars of a rule, and its two ways of a product and a sum."""
+    """The scalars of a rule, and two ways to compute a product and a sum."""
 
     rule: Rule
 
@@ -80,12 +80,12 @@ class _Arithmetic:
         return a * b if self.rule["arithmetic"] == "double" else f32(a * b)
 
     def fma(self, a: float, x: float, y: float) -> float:
-        """A product that goes into a sum."""
+        """A product that is added to a sum."""
         return f32(f32(a * x) + y) if self.rule["arithmetic"] == "separate" else f32(a * x + y)
 
 
 def gradient_of(rule: Rule, after: float, before: float, weight: float) -> tuple[float, bytes]:
-    """Return the gradient behind a first moment, and its 16 bits; steps 1 to 5."""
+    """Return the gradient for a first moment, and the gradient's 16 bits; steps 1 to 5."""
     own = _Arithmetic(rule)
     if rule.get("moment") == "lerp":
         e = f32(f32(f32(after - before) / own.scalar("gain")) + before)
@@ -102,7 +102,7 @@ def gradient_of(rule: Rule, after: float, before: float, weight: float) -> tuple
 
 
 def from_stored(rule: Rule, stored: bytes, weight: float) -> float:
-    """Return the gradient that 16 bits stand for; step 5."""
+    """Return the gradient for 16 stored bits; step 5."""
     own = _Arithmetic(rule)
     g = widen(stored, rule["gradient"])
     if rule["clip"] != 1:
@@ -111,7 +111,7 @@ def from_stored(rule: Rule, stored: bytes, weight: float) -> float:
 
 
 def first_moment(rule: Rule, g: float, before: float) -> float:
-    """Return the first moment that a gradient leads to; step 6."""
+    """Return the first moment for a gradient; step 6."""
     own = _Arithmetic(rule)
     gain = own.bracket("gain")
     if rule.get("moment") != "lerp":
@@ -124,7 +124,10 @@ def first_moment(rule: Rule, g: float, before: float) -> float:
 
 
 def predicted(rule: Rule, g: float, m: float, v: float, x: float, w: float) -> dict[str, float]:  # noqa: PLR0917 - the state of an element
-    """Return what later members become, given the gradient behind the new first moment `m`; steps 7 to 10."""
+    """Return the later members of the group from the gradient and the new first moment `m`.
+
+    Steps 7 to 10 of the page.
+    """
     own = _Arithmetic(rule)
     if rule["kind"] == "sgd":
         d = own.fma(own.scalar("decay"), m, g) if rule["nesterov"] else m

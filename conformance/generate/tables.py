@@ -1,4 +1,4 @@
-"""The tables that index and parts have alike, and the index itself; spec/40-index-and-parts.md."""
+"""The tables common to index and parts, and the index itself; spec/40-index-and-parts.md."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = [
     "tensor_rows",
 ]
 
-#: The boxes of a tensor with their writers, and how many dimensions they have.
+#: The boxes of a tensor with their writers, and the number of dimensions.
 Sharding = tuple[tuple[tuple[Box, int], ...], int]
 
 
 def base_document(kind: str, plan: Plan) -> dict[str, Any]:
-    """Return the members with which documents of an attempt begin."""
+    """Return the first members of every document of an attempt."""
     return {
         "type": kind,
         "format_version": FORMAT_VERSION,
@@ -39,7 +39,7 @@ def scopes_of(*rows: Iterable[Tensor | Leaf | Stream]) -> list[str]:
 
 
 def tensor_rows(tensors: Sequence[Tensor], scopes: list[str], dtypes: list[str]) -> dict[str, Any]:
-    """Return the columns of tensors that index and parts have alike."""
+    """Return the columns of tensors common to index and parts."""
     return {
         "field": Packed(FIELDS.index(one.field) for one in tensors),
         "name": Strings(one.name for one in tensors),
@@ -52,7 +52,7 @@ def tensor_rows(tensors: Sequence[Tensor], scopes: list[str], dtypes: list[str])
 
 
 def alias_rows(tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the table of other names."""
+    """Return the table of aliases."""
     rows = [
         (number, name)
         for number, one in enumerate(tensors)
@@ -65,7 +65,7 @@ def alias_rows(tensors: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def stream_rows(streams: Sequence[Stream], scopes: list[str]) -> dict[str, Any]:
-    """Return the columns of streams that index and parts have alike."""
+    """Return the columns of streams common to index and parts."""
     return {
         "name": Strings(one.name for one in streams),
         "scope": Packed(scopes.index(one.scope) for one in streams),
@@ -74,7 +74,7 @@ def stream_rows(streams: Sequence[Stream], scopes: list[str]) -> dict[str, Any]:
 
 
 def leaf_rows(leaves: Sequence[Leaf], scopes: list[str]) -> dict[str, Any]:
-    """Return the columns of leaves that index and parts have alike."""
+    """Return the columns of leaves common to index and parts."""
     return {
         "field": Packed(FIELDS.index(one.field) for one in leaves),
         "name": Strings(one.name for one in leaves),
@@ -83,7 +83,7 @@ def leaf_rows(leaves: Sequence[Leaf], scopes: list[str]) -> dict[str, Any]:
 
 
 def index_of(plan: Plan, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the index that a committer makes of the parts of a plan."""
+    """Return the index that a committer makes from the parts of a plan."""
     tensors = sorted(plan.tensors, key=lambda one: one.order)
     leaves = sorted(plan.leaves, key=lambda one: one.order)
     streams = sorted(plan.streams, key=lambda one: one.order)
@@ -109,7 +109,7 @@ def index_of(plan: Plan, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _sharding_of(tensor: Tensor) -> Sharding:
-    """Return the boxes of a tensor, sorted, each with the lowest writer that wrote it."""
+    """Return the boxes of a tensor, sorted, each with the lowest of its writers."""
     found: dict[Box, int] = {}
     for piece in tensor.pieces:
         has_room = 0 in tensor.shape or 0 not in piece.shape

@@ -1,8 +1,8 @@
-"""Trees as tagged JSON, so that cases can say what a tree is in a way that every language has.
+"""Trees as tagged JSON, so that cases can describe a tree for readers in every language.
 
-Null, booleans, strings and integers up to 2^53 - 1 stand as themselves; everything else is an
-object of one member, or of a few, named after what it is: `{"float": "3ff0000000000000"}` has the
-bits of a float, the highest first.
+Null, booleans, strings and integers up to 2^53 - 1 stand for themselves; every other value is an
+object of one member or of a few, named after the type: `{"float": "3ff0000000000000"}` has the bits
+of a float, the highest first.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _PAIRS = {"d": "dict", "O": "ordered_dict", "C": "counter"}
 def tagged(tree: Any) -> Any:  # noqa: PLR0911 - any tree, as msgpack has it; one answer for each form
     """Return the tagged JSON of a tree.
 
-    >>> tagged(["t", 1, ["f", bytes.fromhex("000000000000f03f")]])
-    {'tuple': [1, {'float': '3ff0000000000000'}]}
+    >>> tagged(["t", 1, ["f", bytes.fromhex("000000000000f03f")]]) {'tuple': [1, {'float':
+    '3ff0000000000000'}]}
     """
     match tree:
         case None | bool() | str():
@@ -69,7 +69,7 @@ def _leaf(tree: list[Any]) -> dict[str, Any]:
 
 
 def _unpacked(kind: str, content: list[Any]) -> list[Any]:
-    """Return packed entries one by one, each as a tree."""
+    """Return packed entries as separate trees."""
     if kind == "str":
         (width, lengths), text = content
         count = len(lengths) // width

@@ -1,4 +1,4 @@
-"""The JSON view of msgpack documents (spec/40-index-and-parts.md): byte strings stand in it as hex."""
+"""The JSON view of msgpack documents (spec/40-index-and-parts.md): byte strings are hex there."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Schema = dict[str, Any]
 
 @functools.cache
 def load_schema(name: str) -> Schema:
-    """Return a schema of the specification, by the name of its document."""
+    """Return a schema of the specification by its document's name."""
     found: Schema = json.loads((SCHEMA / f"{name}.schema.json").read_text("utf-8"))
     return found
 
 
 def resolve(schema: Schema) -> Schema:
-    """Return what a schema says after its references: all of it in one map."""
+    """Return a schema with all references resolved and merged into one map."""
     while "$ref" in schema:
         file, pointer = schema["$ref"].split("#")
         target = load_schema(file.removesuffix(".schema.json"))
@@ -39,7 +39,7 @@ def resolve(schema: Schema) -> Schema:
 
 
 def _properties_of(schema: Schema) -> dict[str, Schema]:
-    """Return what a schema says of members; of alternatives all that any has, the last one's where they differ."""
+    """Return a schema's members; the last alternative wins where alternatives differ."""
     known = dict(schema.get("properties", {}))
     for one in schema.get("oneOf", []):
         known |= _properties_of(resolve(one))
@@ -47,10 +47,10 @@ def _properties_of(schema: Schema) -> dict[str, Schema]:
 
 
 def document_of(view: Any, schema: Schema) -> Any:
-    """Return the signed map of a view; the schema says which strings are bytes. What it doesn't know stays as it is."""
+    """Return the signed map of a view: strings become bytes where the schema says so."""
     schema = resolve(schema)
     if isinstance(view, str):
-        # An edit may put something else there.
+        # An edit may put another value there.
         is_hex = schema.get("contentEncoding") == "base16" and _HEX.fullmatch(view)
         return bytes.fromhex(view) if is_hex else view
     if isinstance(view, dict):

@@ -1,4 +1,4 @@
-"""Bytes of the format, as spec/10-documents.md has them: canonical JSON, msgpack, packed columns, zlib, digests.
+"""Bytes of the format (spec/10-documents.md): canonical JSON, msgpack, columns, zlib, digests.
 
 Streams are written by hand: what a compressor makes of the same bytes differs between versions of
 it, and vectors must not.
@@ -49,16 +49,16 @@ class Strings(list[str]):
 
 
 class Raw(bytes):
-    """Msgpack that stands as it is, whatever it is."""
+    """Msgpack bytes written unchanged, whatever their content."""
 
 
 def same(content: bytes) -> bytes:
-    """Return `content`: the change that changes nothing."""
+    """Return `content`: the identity as a change."""
     return content
 
 
 def digest_text(content: bytes) -> str:
-    """Return the BLAKE3-256 of `content` as JSON documents have it."""
+    """Return the BLAKE3-256 of `content` in the form of JSON documents."""
     return "blake3:" + blake3(content).hexdigest()
 
 
@@ -88,14 +88,14 @@ def canonical(value: object) -> str:
 
 @dataclass(slots=True)
 class Bend:
-    """What is done to a document's bytes on the way to its file, after which everything above is signed anew.
+    """Changes of a document's bytes before writing; all enclosing documents are signed again.
 
     Attributes:
-        inner: to what is signed: the JSON text of `signed`; of msgpack the bytes before they are
-            compressed.
-        stream: of msgpack, to the compressed bytes.
-        envelope: of msgpack, to the members of the envelope.
-        outer: to the whole file.
+        inner: the change of the signed content: the JSON text of `signed`, or the msgpack bytes
+            before compression.
+        stream: the change of the compressed bytes of a msgpack document.
+        envelope: the change of the members of the envelope of a msgpack document.
+        outer: the change of the whole file.
     """
 
     inner: Change = same
@@ -123,7 +123,7 @@ def table_document(signed: object, bend: Bend | None = None) -> tuple[bytes, byt
 
 
 def packed(values: Iterable[int], width: int = 0) -> list[Any]:
-    """Return a packed array; with `width`, of another one than its own."""
+    """Return a packed array; `width` replaces the smallest possible width."""
     values = list(values)
     most = max(values, default=0)
     width = width or next(width for width in (1, 2, 4, 8) if most < 1 << 8 * width)
@@ -138,7 +138,7 @@ def _strings(values: list[str]) -> list[Any]:
 
 
 def msgpack(value: object) -> bytes:  # noqa: PLR0911 - one answer for each form
-    """Return the canonical msgpack of a value, its columns packed."""
+    """Return the canonical msgpack of a value, with packed columns."""
     match value:
         case Raw():
             return bytes(value)
@@ -168,7 +168,7 @@ def msgpack(value: object) -> bytes:  # noqa: PLR0911 - one answer for each form
 
 
 def _head(count: int, small: tuple[int, int] | None, codes: tuple[int | None, int, int]) -> bytes:
-    """Return the shortest head of something of `count` bytes or entries."""
+    """Return the shortest msgpack head for a value of `count` bytes or entries."""
     if small and count < small[1]:
         return bytes([small[0] + count])
     for code, width in zip(codes, (1, 2, 4), strict=True):

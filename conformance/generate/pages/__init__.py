@@ -1,4 +1,4 @@
-"""The cases, one module for each page of the specification or part of one."""
+"""The cases: a module for each page of the specification or part of a page."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _PAGES: tuple[Callable[[], Page], ...] = (
 
 @functools.cache
 def all_cases() -> tuple[Case, ...]:
-    """Return all cases, sorted by their ids; they are made once."""
+    """Return all cases, sorted by their ids and made only once."""
     found = sorted((case for make in _PAGES for case in make().cases), key=lambda case: case.id)
     names = [case.id for case in found]
     if len(set(names)) != len(names):

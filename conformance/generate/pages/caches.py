@@ -1,4 +1,4 @@
-"""Checkpoints whose files may be in caches of nodes: what their documents say; spec/30-manifest.md."""
+"""Documents of checkpoints whose files may be in caches of nodes; spec/30-manifest.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def page() -> Page:
 
 
 def _give(document: dict[str, Any], durability: object) -> None:
-    """Give a document a durability, behind its feature; None for none."""
+    """Set a document's durability, after the document's feature; None sets no durability."""
     features = set(document["features"]["reader"]) - {"caches"}
     document.pop("durability", None)
     if durability is not None:
@@ -35,7 +35,7 @@ def _give(document: dict[str, Any], durability: object) -> None:
 
 
 def _levels(manifest: str, *parts: str | None) -> Edit:
-    """Return an edit that gives manifest and parts their durabilities."""
+    """Return an edit that sets the durabilities of manifest and parts."""
 
     def edit(made: Checkpoint) -> None:
         _give(made.manifest, manifest)

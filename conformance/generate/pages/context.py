@@ -1,4 +1,4 @@
-"""Context; spec/60-context.md: the data cursor, streams, and how leaves are scoped."""
+"""Context; spec/60-context.md: the data cursor, streams, and the scopes of leaves."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def mixed() -> dict[str, Any]:
 
 
 def skipping() -> dict[str, Any]:
-    """Return a cursor of one source, ten of whose samples are left out in one way or another, after twelve steps."""
+    """Return a cursor of one source after twelve steps, ten samples of which are skipped."""
     tree = cursor() | {
         "sources": [{"id": "books", "fingerprint": None, "n": 30}],
         "skips": [
@@ -70,14 +70,14 @@ def skipping() -> dict[str, Any]:
 
 
 def tailed(tail: str) -> dict[str, Any]:
-    """Return a cursor of one source of ten samples with another tail than carry, after seven steps of four."""
+    """Return a cursor of ten samples after seven steps of four, with a tail other than carry."""
     tree = cursor() | {"sources": [{"id": "books", "fingerprint": None, "n": 10}]}
     tree["plan"]["tail"] = tail
     return went_on(tree, 7)
 
 
 def went_on(tree: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return a cursor with the position, check and ledger that it has after so many steps."""
+    """Return a cursor advanced by `steps` steps: with new position, check and ledger."""
     end = steps * tree["plan"]["global_batch"]
     places = list(course(tree, end + 1))
     here = places[end]
@@ -198,7 +198,7 @@ def _valid_orders(made: Page) -> None:
 
 
 def _others(made: Page) -> None:
-    """Add other loaders' positions: two that are accepted, and some that are refused."""
+    """Add positions of foreign loaders: two accepted positions, and several refused positions."""
     theirs = {
         "kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0", "per": "worker",
         "worker_count": 2, "state": {"_num_yielded": 3, "fetcher_state": None},
@@ -248,7 +248,7 @@ def _others(made: Page) -> None:
 
 
 def _names_of_loaders(made: Page, base: dict[str, Any]) -> None:
-    """Add what a library may be called."""
+    """Add allowed and refused names of a library."""
     for slug, lib, version, says in (
         ("nameless", "", "", "lib and version are empty"),
         (
@@ -268,7 +268,7 @@ def _names_of_loaders(made: Page, base: dict[str, Any]) -> None:
 
 
 def _valid_values(made: Page) -> None:
-    """Add leaves and streams that are accepted."""
+    """Add accepted leaves and streams."""
     streams = Plan(
         tensors=[Tensor(name="w", dtype="int8", shape=(2,))],
         streams=[
@@ -321,7 +321,7 @@ def _valid_values(made: Page) -> None:
 
 
 def _put(base: dict[str, Any], path: str, value: Any) -> Any:
-    """Return the edit of a checkpoint that puts another value into its cursor."""
+    """Return an edit that sets another value in a checkpoint's cursor."""
 
     def edit(c: Checkpoint) -> None:
         changed = copy.deepcopy(base)
@@ -341,7 +341,7 @@ def _put(base: dict[str, Any], path: str, value: Any) -> Any:
 
 
 def _cursors(made: Page) -> None:
-    """Add cursors that are refused."""
+    """Add refused cursors."""
     why = (
         "an order or a position that is read otherwise repeats some samples and skips others,"
         " and nothing else shows it"
@@ -381,7 +381,7 @@ def _cursors(made: Page) -> None:
 
 
 def _cursors_of_orders(made: Page, why: str) -> None:
-    """Add cursors of mixtures, skips and tails that are refused."""
+    """Add refused cursors of mixtures, skips and tails."""
     bases = {"mixed": mixed(), "skips": skipping(), "drop": tailed("drop")}
     for slug, base, clauses, path, value in (
         ("same-name", "mixed", "CUR-009", "sources/1/id", "books"),

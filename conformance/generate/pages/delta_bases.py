@@ -1,4 +1,4 @@
-"""What deltas read from, and bytes that are damaged; spec/45-deltas.md, "Bases" and "Read a block"."""
+"""Bases of deltas, and damaged bytes; spec/45-deltas.md, "Bases" and "Read a block"."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["add"]
 
 
 def add(made: Page, link: Chain) -> None:
-    """Add the cases of bases to those of deltas."""
+    """Add the cases of bases to the cases of deltas."""
     _bases(made, link)
     _contents(made, link)
     _closures(made)
@@ -124,7 +124,7 @@ def _bases(made: Page, link: Chain) -> None:
 
 
 def _contents(made: Page, link: Chain) -> None:
-    """Add bases that are there, and have something else."""
+    """Add bases that exist but have other content."""
     why = "a base that doesn't have what is read from it is another's"
     other = Tensor(name="weight", shape=(3, 2), content=WEIGHT.content)
     cut = Tensor(
@@ -186,7 +186,7 @@ def _contents(made: Page, link: Chain) -> None:
 
 
 def _rebased(link: Chain, base: Plan) -> Chain:
-    """Return the same delta, against another base under the right digest."""
+    """Return the same delta against another base, with the right digest."""
     made = build(base)
     digest = made.digest
 
@@ -350,7 +350,7 @@ def _bytes(made: Page, link: Chain) -> None:
 
 
 def _beyond(made: Page) -> None:
-    """Add what is wrong in a base and not read by the delta: who validates finds it, who reads needn't."""
+    """Add faults in unread parts of a base, found only by a validation."""
     spare = Tensor(name="spare", field="optimizer", shape=(4,))
     plan = base_plan(BIAS, WEIGHT, spare, leaves=[Leaf(field="config", value=["d", "width", 3])])
     link = chain(plan, stored_as("same", BIAS, BIAS.content))
@@ -442,7 +442,7 @@ def _beyond(made: Page) -> None:
 
 
 def _stored(made: Page, link: Chain) -> None:
-    """Add what is stored, under digests that fit."""
+    """Add faults in stored bytes under correct digests."""
 
     def content(c: Checkpoint) -> None:
         digests = c.part["digests"]

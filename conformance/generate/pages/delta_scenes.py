@@ -1,4 +1,4 @@
-"""Deltas that the cases of spec/45-deltas.md are made of."""
+"""Deltas from which the cases of spec/45-deltas.md are made."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CAST = ["d", "kind", "cast", "copy", "bfloat16"]
 
 
 def example() -> Chain:
-    """Return the delta of the page's example: a bias as it was, a weight that moved, and its rounded copy."""
+    """Return the page's delta: an unchanged bias, a changed weight and the weight's rounded copy."""
     copy = Tensor(
         name="weight.bfloat16",
         dtype="bfloat16",
@@ -71,7 +71,7 @@ def example() -> Chain:
 
 
 def blocks() -> Chain:
-    """Return a delta of a box of three blocks: as it was, in planes, and as it was."""
+    """Return a delta of a box of three blocks: unchanged, in planes, unchanged."""
     base = Tensor(name="b", dtype="uint8", shape=(9000,), content=b"\1" * 9000)
     content = base.content[:4096] + b"\2" * 4096 + base.content[8192:]
     stored = [
@@ -92,7 +92,7 @@ def blocks() -> Chain:
 
 
 def blocks_backwards() -> Chain:
-    """Return a delta of a box of three blocks, the last of which lies first in the pack."""
+    """Return a delta of a box of three blocks, of which the last lies first in the pack."""
     base = Tensor(name="b", dtype="uint8", shape=(9000,), content=b"\1" * 9000)
     content = b"".join(bytes([number]) * 4096 for number in (2, 3, 4))[:9000]
     stored = [
@@ -114,7 +114,7 @@ def blocks_backwards() -> Chain:
 
 
 def third_step(link: Chain) -> Chain:
-    """Return step 5: the bias is step 3's, the weight is changed from step 4's."""
+    """Return step 5: the bias is taken from step 3, the weight is changed from step 4."""
     base = Reference(
         name=BASE, digest=bytes.fromhex(link.delta.manifest["references"][0]["digest"][7:])
     )
@@ -129,7 +129,7 @@ def third_step(link: Chain) -> Chain:
 
 
 def same_of_same() -> Chain:
-    """Return step 5, whose block is step 4's, which is step 3's."""
+    """Return step 5 with a block equal to step 4's, which in turn equals step 3's."""
     base = build(base_plan(BIAS))
     middle = chain(base, stored_as("same", BIAS, BIAS.content))
     last = later(
@@ -139,7 +139,7 @@ def same_of_same() -> Chain:
 
 
 def two_writers() -> Chain:
-    """Return a delta of two writers, of whom the first has a full part."""
+    """Return a delta of two writers, of which the first has a full part."""
     base = build(base_plan(BIAS))
     full = Tensor(name="full", shape=(2,), pieces=[whole((2,), 0)])
     delta = Tensor(
@@ -154,7 +154,7 @@ def two_writers() -> Chain:
             )
         ],
     )
-    # The base has its only part from writer 0: who stores a box may change from step to step.
+    # The base has only a part from writer 0: the writer of a box may change from step to step.
     return Chain(build(later(base, tensors=[full, delta], writer_count=2)), placed(base))
 
 
@@ -163,7 +163,7 @@ def reject(  # noqa: PLR0917 - a row of a table of cases
     bug: str = "AMBIGUITY", phase: str = "open", after: Callable[[FileMap], object] | None = None, of: str = "example",
     beside: FileMap | None = None,
 ) -> None:  # fmt: skip
-    """Add a delta that differs from a valid one by one edit, and that has to be refused."""
+    """Add a delta that differs from a valid delta by one edit and has to be refused."""
     made.reject(
         slug,
         of,

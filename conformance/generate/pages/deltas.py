@@ -1,4 +1,4 @@
-"""Deltas; spec/45-deltas.md: what their documents say, what they read from, and how blocks of several are read."""
+"""Deltas; spec/45-deltas.md: their documents, their bases, and reads across several steps."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def _manifests(made: Page, link: Chain) -> None:
 
 
 def _lists(made: Page, link: Chain) -> None:
-    """Add what manifest and parts say of one thing."""
+    """Add contradictions between manifest and parts."""
     why = "manifest and parts say the same of what has to be kept"
     reject(
         made,
@@ -297,7 +297,10 @@ def _members(made: Page, link: Chain) -> None:
 
 
 def _extents(made: Page, link: Chain) -> None:
-    """The rows are, in order: the weight, sparse; its copy, sparse and predicted; the bias, same."""
+    """Add faults in the columns of extents.
+
+    The rows are, in order: the weight, sparse; its copy, sparse and predicted; the bias, same.
+    """
     for slug, clauses, error, says, table, column, value in (
         ("kind-of-the-pack", "PRT-003", "COLUMN_FORM", "the pack is of the kind safetensors", "files", "kind",
          Strings(["safetensors"])),

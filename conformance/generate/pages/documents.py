@@ -1,4 +1,4 @@
-"""JSON documents; spec/10-documents.md, first half. All of them are the register, which every reader reads first."""
+"""JSON documents; spec/10-documents.md, first half. All cases are registers, the first read."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ def _valid(made: Page) -> None:
     )
     made.accept(
         "string-normal-form",
-        # In the order of the description; U+0958 is never composed, U+FB01 is another form under
-        # NFKC alone.
+        # In the order of the description; U+0958 is never composed, U+FB01 changes under NFKC only.
         small(absent=_reason("\u00e9 \uac01 \u0915\u093c \ufb01 x\u1dfa\u0301 \U0001e290")),
         "DOC-006",
         "a reason with a composed letter, a composed syllable, a letter that is only ever two"

@@ -47,7 +47,7 @@ def _floats(*values: float) -> bytes:
     return struct.pack(f"<{len(values)}f", *values)
 
 
-#: Sixteen weights, and what became of them.
+#: Sixteen weights, before and after a step.
 BEFORE = _floats(*(0.5 + number / 16 for number in range(16)))
 AFTER = bytearray(BEFORE)
 AFTER[12:16] = _floats(struct.unpack("<f", BEFORE[12:16])[0] + 2**-20)
@@ -59,7 +59,7 @@ BASE_TENSOR = Tensor(name="w", shape=(16,), content=BEFORE)
 def _made(
     encoding: str, stored: bytes | None = None, content: bytes = CONTENT, base: Tensor = BASE_TENSOR
 ) -> Any:
-    """Return a delta of one block, stored as said."""
+    """Return a delta of a single block in the given storage form."""
     block = encode(encoding, content, base.content, base.dtype) if stored is None else stored
     needs = encoding != "planes"
     extent = Stored(encoding=encoding, blocks=[block], reference=BASE if needs else None)
@@ -109,7 +109,7 @@ def _each(made: Page) -> None:
 
 
 def _dtypes(made: Page) -> None:
-    """Every dtype with a step that shows whether lanes are sign and magnitude."""
+    """Add every dtype with a step to show whether lanes are sign and magnitude."""
     for encoding in ("difference", "xor"):
         tensors = []
         bases = []
@@ -146,7 +146,7 @@ def _dtypes(made: Page) -> None:
 
 
 def _bits(made: Page) -> None:
-    """Contents that look like something else: floats that arithmetic changes, and a raw block that is a frame."""
+    """Add ambiguous contents: floats changed by arithmetic, and a raw block equal to a frame."""
     before = _floats(*[1.0] * 32)
     odd = bytes.fromhex("0100807f ffffffff 00000080 01000000 000080ff 0100a0ff")
     after = odd + before[len(odd) :]
@@ -177,7 +177,7 @@ def _bits(made: Page) -> None:
         chain(base_plan(*bases), *tensors),
         "who moves floats as floats changes some of their bits",
     )
-    # Whoever inflated it would have as many bytes.
+    # A reader that inflated the block would get equally many bytes.
     content = frame(b"\7" * 60).ljust(60, b"\0")
     made.accept(
         "raw-like-a-frame",

@@ -1,4 +1,4 @@
-"""The examples that stand on the pages of the specification, each asked for alone, by the kind `parse`."""
+"""The examples on the pages of the specification, each requested alone, by the kind `parse`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conformance.generate.wire import msgpack
 
 __all__ = ["page"]
 
-#: Whose lines alone are refused: what they are derived from is an example of another form.
+#: Forms with refused lines only: the lines derive from an example of another form.
 _RELATED = {"packed_document": "index"}
 
 
@@ -65,7 +65,7 @@ def page() -> Page:
 
 
 def _checkpoint(made: Page, named: dict[str, Example]) -> None:
-    """Add the checkpoint that the examples of pages 30, 40 and 50 are, with the elements of its shard."""
+    """Add the checkpoint of the examples on pages 30, 40 and 50, with the shard's elements."""
     elements = {
         "layers.0.bias": struct.pack("<3f", 0.5, 1, 2),
         "layers.0.weight": struct.pack("<6f", *range(6)),
@@ -113,7 +113,7 @@ def _says(example: Example) -> str:
 
 
 def _slug(example: Example) -> str:
-    """Return a name that stays when other lines come or go."""
+    """Return a name independent of the rest of the lines."""
     if example.name and not example.is_edit:
         return example.name
     digest = blake3(f"{example.form} {example.name} {example.says}".encode()).hexdigest()[:8]
@@ -124,7 +124,7 @@ def _slug(example: Example) -> str:
 
 
 def _shown(example: Example, examples: list[Example]) -> list[str]:
-    """Return the clauses that an accepted example shows: its own, and those by which its like are refused."""
+    """Return the clauses shown by an accepted example, and the clauses of similar refusals."""
     alike = [
         one for one in examples if one.code and (one.name, one.form) == (example.name, example.form)
     ]

@@ -1,4 +1,4 @@
-"""The index; spec/40-index-and-parts.md: its tables, the tiling of tensors, and what it says of other documents."""
+"""The index; spec/40-index-and-parts.md: tables, the tiling of tensors, references to documents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def pieces(*boxes: tuple[Box, int]) -> list[Piece]:
 
 
 def quarters(second: int = 0) -> Plan:
-    """Return a tensor in four quarters, a second cut alike, a third like a pinwheel; `second` writes half of them."""
+    """Return three tensors: in quarters, again in quarters, and cut like a pinwheel.
+
+    Writer `second` writes half of the boxes.
+    """
     cut = [
         (((0, 0), (2, 2)), 0),
         (((0, 2), (2, 2)), second),
@@ -168,7 +171,7 @@ def _valid_names(made: Page) -> None:
 
 
 def _valid_paths(made: Page) -> None:
-    """Add names that look like something else."""
+    """Add names that resemble paths, numbers and other special strings."""
     made.accept(
         "dimensions",
         Plan(tensors=[Tensor(name="d", dtype="int8", shape=(1,) * 32), Tensor(name="s")]),
@@ -287,7 +290,7 @@ def _tables(made: Page) -> None:
 
 
 def _shard(*rows: Any) -> Edit:
-    """Return an edit that puts other shardings in the index: each a list of (begin, shape, writer)."""
+    """Return an edit that replaces the index's shardings: each a list of (begin, shape, writer)."""
 
     def edit(c: Checkpoint) -> None:
         shardings = [
@@ -349,7 +352,7 @@ def _shardings(made: Page) -> None:
 
 
 def _uses(made: Page) -> None:
-    """Add shardings and the tensors that have them."""
+    """Add shardings and their tensors."""
     _reject(
         made,
         "sharding-order",
@@ -429,8 +432,7 @@ def _tilings(made: Page) -> None:
         ("tiling-grid-wide", "BOX_BOUNDS", "the grid is a column too wide", _shard(grid_b, WHEEL)),
     ):  # fmt: skip
         _reject(made, slug, edit, "IDX-004 CMT-015", error, says, why=LOST, bug="SILENT_DATA_LOSS")
-    # A box without elements, as the only one of a tensor that has some: what a sharded optimizer
-    # once wrote.
+    # The only box of a nonempty tensor is an empty box, as a sharded optimizer once wrote.
     empty = _shard(CUT, [((0, 0), (0, 3), 0)])
     _reject(
         made,
@@ -449,7 +451,7 @@ def _no_box(c: Checkpoint) -> None:
 
 
 def _cuts(made: Page) -> None:
-    """Add a tensor that is cut in as many dimensions as may be, and in one more."""
+    """Add a tensor cut in the largest allowed number of dimensions, and in one dimension more."""
     corners = itertools.product((0, 1), repeat=8)
     cut = [Piece(writer=0, begin=(*corner, 0), shape=(1,) * 9) for corner in corners]
     made.accept(
@@ -481,8 +483,7 @@ def _cuts(made: Page) -> None:
             box_count=Packed([2049 << 7]), grid_shape=Packed([2049, *[2] * 7, 1]),
             extent=Packed([1] * (2049 + 14 + 1)), part=Packed([0] * (2049 << 7)),
         )  # fmt: skip
-        # Compressed as usual, the column of parts would be more than may be inflated from so
-        # little.
+        # With the usual compression, the column of parts would exceed the limit of inflation.
         c.bend("index", stream=lambda stream: deflate(zlib.decompress(stream), longest=40))
 
     made.reject(

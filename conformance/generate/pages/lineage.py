@@ -1,6 +1,7 @@
-"""What a run goes on from; spec/20-run.md, "What to resume from", and "Launch and resume" of spec/70-commit.md.
+"""The lineage of a run: "What to resume from" (spec/20-run.md), "Launch and resume" (70-commit.md).
 
-Some cases open the run; others ask what the next launch resumes from, and what it passes over.
+Some cases open the run; other cases request the checkpoint from which the next launch resumes, and
+the checkpoints that the launch passes over.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from conformance.generate.plans import Stored, Tensor, whole
 
 __all__ = ["page"]
 
-#: Names of checkpoints that many runs here have.
+#: Names of checkpoints in many runs of this module.
 FIRST, SECOND, THIRD = (checkpoint_name(step, 1) for step in (200, 400, 800))
 LINEAGE = "the lineage decides, and two implementations must not disagree about it"
 OLDER = "a launch goes on from an older checkpoint, says so, and doesn't end for the damage of one"
@@ -66,7 +67,7 @@ def _abort(run: Run, step: int, launch: int, /, **members: Any) -> Run:
 
 
 def _cut(run: Run, step: int, launch: int) -> Run:
-    """Take the last byte from a register: it is unreadable then."""
+    """Remove the last byte of a register, which makes the register unreadable."""
     name = f"{checkpoint_name(step, launch)}/manifest.json"
     run.files[name] = run.files[name][:-1]
     return run
@@ -83,7 +84,8 @@ def _damage(run: Run, *places: tuple[int, int]) -> Run:
 def _opens(  # noqa: PLR0917 - a row of a table of cases
     made: Page, slug: str, run: Run, comes: str, clauses: str, says: str, why: str = JUMP
 ) -> None:
-    # Who validates a run checks what lies beside the lineage, too; so this isn't asked.
+    # A validation of a run also checks documents outside the lineage; these cases request no
+    # validation.
     made.accept(
         slug, run.made[comes], clauses, says, why=why, bug="WRONG_RUN", place=comes, beside=run.files, path="",
         request={},
@@ -113,7 +115,7 @@ def _resumes(  # noqa: PLR0917 - a row of a table of cases
 
 
 def _overtaken(made: Page) -> None:
-    """Add launches that are overtaken, and those that aren't."""
+    """Add overtaken launches, and launches that aren't overtaken."""
     _opens(
         made, "overtaken", _retire(_three().launch(2, of=SECOND), 400, 1), THIRD, "RUN-006",
         "launch 2 has saved nothing, and what its record names was retired",
@@ -145,7 +147,7 @@ def _overtaken(made: Page) -> None:
 
 
 def _beside(made: Page) -> None:
-    """Add damage beside the lineage."""
+    """Add damage outside the lineage."""
     _opens(
         made, "unreadable-beside", _cut(_three().launch(2, of=SECOND, by="fallback").save(500, 2), 800, 1),
         checkpoint_name(500, 2), "RUN-021 RUN-007",
@@ -166,7 +168,7 @@ def _beside(made: Page) -> None:
 
 
 def _first_candidate(made: Page) -> None:
-    """Add runs whose first candidate isn't whole, and that are opened."""
+    """Add runs that open although the first candidate isn't whole."""
     for slug, clauses, error, says, run in (
         ("first-unreadable", "RUN-020 DOC-003", "DOC_SYNTAX",
          "the register of the newest checkpoint lacks its last byte", _cut(simple(), 800, 1)),
@@ -205,7 +207,7 @@ def _other_digest(**members: Any) -> Run:
 
 
 def _launch(made: Page) -> None:
-    """Add launches that pass over nothing."""
+    """Add launches that pass over no checkpoint."""
     _resumes(
         made,
         "launch-newest",
@@ -240,7 +242,7 @@ def _launch(made: Page) -> None:
 
 
 def _launch_damaged(made: Page) -> None:
-    """Add launches whose newest candidate isn't whole."""
+    """Add launches with a newest candidate that isn't whole."""
     foreign = simple().save(1200, 1, run_id=OTHER_RUN)
     moved = simple().save(800, 1, name=checkpoint_name(900, 1))
     for slug, clauses, says, run, older, passed in (
@@ -331,7 +333,7 @@ def _spoil(run: Run, number: int) -> Run:
 
 
 def _launch_lost(made: Page) -> None:
-    """Add launches whose records can't be read: what doesn't follow from the record goes on."""
+    """Add launches with unreadable records; work independent of the record goes on."""
     why = "one bad bit in a launch record must not close a run, nor bring back what was rolled back"
     saved = checkpoint_name(500, 2)
 
@@ -374,7 +376,7 @@ def _launch_lost(made: Page) -> None:
 
 
 def _launch_deltas(made: Page) -> None:
-    """Add a delta whose base is damaged, where the delta reads it and elsewhere."""
+    """Add a delta with a damaged base, where the delta reads the damage and elsewhere."""
     pieces = [whole((2, 3), stored=[Stored(encoding="raw")])]
     anew = Tensor(name="weight", shape=(2, 3), content=NEXT, pieces=pieces)
 
@@ -401,7 +403,7 @@ def _launch_deltas(made: Page) -> None:
 
 
 def _launch_refused(made: Page) -> None:
-    """Add launches that have nothing to resume from, and must not begin anew."""
+    """Add launches without a checkpoint to resume from, which must not begin anew."""
     gone = _retire(Run().launch(1).save(400, 1).launch(2, of=SECOND, by="hand"), 400, 1)
     ring = Run().launch(1).launch(2).launch(3)
     for number, other in ((2, 3), (3, 2)):

@@ -1,4 +1,4 @@
-"""The register and what it says; spec/30-manifest.md."""
+"""The register and its content; spec/30-manifest.md."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def page() -> Page:
 
 
 def _labelled(**members: Any) -> Edit:
-    """Return an edit that gives a checkpoint metrics and tags, or in their place `members` to the manifest alone."""
+    """Return an edit that sets metrics and tags, or sets `members` on the manifest only."""
 
     def edit(made: Checkpoint) -> None:
         for document in (made.part, made.manifest):
@@ -135,7 +135,7 @@ def _labels(made: Page) -> None:
 
 
 def _bad_labels(made: Page) -> None:
-    """Add metrics and tags that a manifest may not have."""
+    """Add metrics and tags forbidden in a manifest."""
 
     def reject(
         slug: str,
@@ -226,7 +226,7 @@ def _fraction(made: Checkpoint) -> None:
 
 
 def _bad_parts(reject: Callable[..., None]) -> None:
-    """Add parts whose metrics and tags can't be, or aren't those of the manifest."""
+    """Add parts with invalid metrics and tags, or with metrics and tags unlike the manifest's."""
 
     def of_both(made: Checkpoint) -> None:
         made.parts[1].update(metrics={"eval_loss": "2.5"}, tags=[])
@@ -538,7 +538,7 @@ def _index(made: Page) -> None:
 
 
 def _entry(made: Page) -> None:
-    """Add what the manifest says of the index."""
+    """Add faults in the manifest's entry for the index."""
     why = "the index is what the manifest names, or the checkpoint isn't whole"
     made.reject(
         "index-nbytes",

@@ -1,4 +1,4 @@
-"""What parts say of each other, and the index of them; spec/40-index-and-parts.md, and "Merge" of spec/70-commit.md."""
+"""Contradictions between parts and index; spec/40-index-and-parts.md and spec/70-commit.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORM = "what one document says of another has to be what that one says"
 
 
 def add(made: Page) -> None:
-    """Add the cases of contradictions to those of parts."""
+    """Add the cases of contradictions to the cases of parts."""
     _contradictions(made)
     _rows(made)
     _elsewhere(made)
@@ -123,7 +123,7 @@ def _contradictions(made: Page) -> None:
 
 
 def _rows(made: Page) -> None:
-    """Add parts that have other rows than the index says."""
+    """Add parts with rows that differ from the index."""
     why = (
         "what the index says of a part, the part has to say, or a reader returns another"
         " tensor's bytes"
@@ -172,7 +172,7 @@ def _rows(made: Page) -> None:
 
 
 def _elsewhere(made: Page) -> None:
-    """Add parts that are somewhere else."""
+    """Add parts in another place."""
     made.reject(
         "missing",
         "two-writers",
@@ -208,13 +208,13 @@ def _reshaped(c: Checkpoint) -> None:
 
 
 def _recut(c: Checkpoint) -> None:
-    """The two boxes of a become its rows, in part and shard alike; the index has its columns."""
+    """Cut the two boxes of `a` into rows, in part and shard alike; the index keeps columns."""
     c.part["boxes"]["begin"] = Packed([0, 0, 1, 0, 0])
     c.part["boxes"]["cut_shape"] = Packed([2, 0, 2, 0, 0])
 
 
 def _exchanged(c: Checkpoint) -> None:
-    """Box 0 of embedding to writer 1, box 1 to writer 0; bias, scale, empty and the others stay."""
+    """Give box 0 of embedding to writer 1 and box 1 to writer 0; all other boxes stay."""
     c.index["shardings"]["part"] = packed(_steps(c, swap=True))
 
 
@@ -244,7 +244,7 @@ def _leaf_elsewhere(c: Checkpoint) -> None:
 
 
 def _merge(made: Page) -> None:
-    """Parts that are sound, each by itself, and from which no committer would have made this index."""
+    """Add sound parts from which no committer would have made this index."""
 
     def edit(  # noqa: PLR0917 - a row of a table of cases
         slug: str,
@@ -316,7 +316,7 @@ def _merge(made: Page) -> None:
 
 
 def _merge_values(made: Page) -> None:
-    """Add values and tensors of which writers say different things."""
+    """Add values and tensors with contradictions between writers."""
 
     def edit(  # noqa: PLR0917 - a row of a table of cases
         slug: str,
@@ -379,7 +379,7 @@ def _without_leaf(c: Checkpoint) -> None:
 
 
 def _unwritten(c: Checkpoint) -> None:
-    """Writer 1 holds a second tensor, of no file, which the index doesn't have."""
+    """Add to writer 1 a second tensor, without a file and absent from the index."""
     part = c.parts[1]
     tensors = part["tensors"]
     for column, value in (
@@ -401,7 +401,7 @@ def _unwritten(c: Checkpoint) -> None:
 
 
 def _diverged_replica(c: Checkpoint) -> None:
-    """Writer 1's copy of bias, which both wrote, has other bytes in its shard, under its own digest."""
+    """Change the bytes of writer 1's copy of bias, under a matching digest."""
     part = c.parts[1]
     name = next(name for name in c.files if name.startswith("weights-") and "-00001" in name)
     old = bytes(range(6))

@@ -262,7 +262,7 @@ def _read_scopes(made: Page) -> None:
 
 
 def _rows(shape: Sequence[int], parts: int, axis: int) -> list[Bounds]:
-    """Return the boxes of a tensor that is cut along one axis, unevenly where it has to be."""
+    """Return the boxes of a tensor cut along an axis, of unequal sizes where necessary."""
     ends = [shape[axis] * i // parts for i in range(parts + 1)]
     return [
         [list(cut) if at == axis else [0, extent] for at, extent in enumerate(shape)]
@@ -354,10 +354,10 @@ def _ask_to_write(
     leaves: dict[str, Any] | None = None,
     **members: Any,
 ) -> None:
-    """Add a case that describes a state, which has to be found in what is written.
+    """Add a case with a state to write; the written checkpoint has to contain the state.
 
     Args:
-        leaves: tagged JSON of all leaves, where they are compared, too.
+        leaves: the tagged JSON of all leaves, if leaves are compared.
     """
     made_of = {
         key: Tensor(name="x", dtype=dtype, shape=shape) for key, (dtype, shape) in tensors.items()
@@ -382,7 +382,7 @@ def _ask_to_write(
         why="what a writer writes, another's reader has to read",
         result={"tensors": found, "step": members["step"]}
         | ({} if leaves is None else {"leaves": leaves}),
-        files={},  # nothing is read: the state stands in the request
+        files={},  # nothing is read: the state is in the request
     )
 
 
@@ -407,8 +407,7 @@ def _write(made: Page) -> None:
     )
 
 
-#: Lists that are packed, of each kind; and lists that aren't, for they are too short or of several
-#: kinds.
+#: Lists that are packed, of each kind, and lists that aren't packed: short or of mixed kinds.
 LISTS: dict[str, list[Any]] = {
     "flags": [True, False] * 8,
     "uint8": [*range(240, 256)],
@@ -440,7 +439,7 @@ def _tagged(value: Any) -> Any:
 
 
 def _write_lists(made: Page) -> None:
-    """Add states with lists of many entries, each kind by itself, so that one says which isn't packed."""
+    """Add states with long lists, a kind per state: a failure then names the unpacked kind."""
     tensors = {"weights/a": ("int8", (2,))}
     for name, value in LISTS.items():
         config = {name: value}

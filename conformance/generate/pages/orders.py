@@ -1,4 +1,4 @@
-"""How a run goes on from the field `data`; spec/60-context.md: which samples a worker takes, and what a loader gets."""
+"""Continuation of a run from the field `data`; spec/60-context.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tree = dict[str, Any]
 
 
 def page() -> Page:
-    """Return the cases of going on."""
+    """Return the cases of continuation."""
     made = Page("context")
     _plain(made)
     _mixtures(made)
@@ -43,7 +43,7 @@ def page() -> Page:
 
 
 def plain(tail: str = "carry", *, skips: Iterable[Tree] = (), steps: int = 1) -> Tree:
-    """Return a cursor of 21 samples, of which a step takes eight."""
+    """Return a cursor of 21 samples with steps of eight samples."""
     tree = cursor() | {
         "sources": [{"id": "books", "fingerprint": None, "n": 21}],
         "skips": list(skips),
@@ -53,7 +53,7 @@ def plain(tail: str = "carry", *, skips: Iterable[Tree] = (), steps: int = 1) ->
 
 
 def mixed(*, skips: Iterable[Tree] = (), seed: int = 11, batch: int = 5, steps: int = 4) -> Tree:
-    """Return a cursor of three sources, two of one length, a step before the second of two stages begins."""
+    """Return a cursor of three sources, two of equal length, one step before the second stage."""
     lengths = {"books": 20, "code": 7, "news": 20}
     tree = cursor() | {
         "sources": [{"id": name, "fingerprint": None, "n": n} for name, n in lengths.items()],
@@ -71,7 +71,7 @@ def mixed(*, skips: Iterable[Tree] = (), seed: int = 11, batch: int = 5, steps: 
 
 
 def mixed_by_blocks() -> Tree:
-    """Return a cursor of the same sources, of which a step takes a block, and whose blocks have the order's seed."""
+    """Return a cursor of the same sources, with a block per step and the order's seed."""
     return mixed(seed=SEED, batch=8, steps=2)
 
 
@@ -101,12 +101,12 @@ def skip_positions(policy: str, begin: int, end: int) -> Tree:
 
 
 def later() -> list[Tree]:
-    """Return a skip that begins once its samples are behind, in the first epoch of 21."""
+    """Return a skip that begins after its samples were drawn, in the first epoch of 21."""
     return [skip_samples("shift", sorted(sample_at(21, SEED, at) for at in (17, 18)), 21)]
 
 
 def each_scope(policy: str) -> list[Tree]:
-    """Return three skips: one that has begun at position 16, one that begins there, and one that will."""
+    """Return three skips around position 16: begun before, beginning there, and beginning later."""
     return [
         skip_samples(policy, [2, 11, 19], 5),
         skip_shard(policy, (6, 9), 16),
@@ -114,14 +114,14 @@ def each_scope(policy: str) -> list[Tree]:
     ]
 
 
-# --- what is asked --------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def _ask(  # noqa: PLR0917 - a row of a table of cases
     made: Page, slug: str, tree: Tree, worker: int, workers: int, steps: int, clauses: str, says: str, *,
     ahead: tuple[int, int] | None = None, why: str = WHY,
 ) -> None:  # fmt: skip
-    """Add a case that asks which samples worker `worker` of `workers` takes."""
+    """Add a case that requests the samples of worker `worker` of `workers`."""
     asked: Tree = {"worker": worker, "worker_count": workers, "steps": steps}
     begins = tree
     result = {}
@@ -164,8 +164,7 @@ def _taken(tree: Tree, worker: int, workers: int, steps: int) -> list[list[list[
 def _places(tree: Tree, begin: int, end: int) -> list[Place]:
     if end < 1 << 20:
         return list(course(tree, end))[begin:]
-    # Too far to be played through: without a mixture, skips and another tail, the order alone says
-    # it.
+    # Too far to play through: without mixture, skips and tail, the order alone gives the sample.
     (source,) = tree["sources"]
     n = source["n"]
     seed = tree["order"]["seed"]
@@ -254,7 +253,7 @@ def _mixtures(made: Page) -> None:
 
 
 def _skips(made: Page) -> None:
-    """Add skips of each policy, that have begun and that will."""
+    """Add skips of each policy, already begun and not yet begun."""
     for policy, says in (
         ("hole", "skipped positions have no sample"),
         ("mask", "skipped samples have weight zero"),
@@ -304,7 +303,7 @@ def _skips(made: Page) -> None:
 
 
 def _fills(made: Page) -> None:
-    """Add skips that meet positions 21 to 23, which only fill the batch of an epoch of 21 samples."""
+    """Add skips at positions 21 to 23, which only fill the batch of an epoch of 21 samples."""
     nine, last = (sample_at(21, SEED, at) for at in (0, 17))
     for slug, skip, says in (
         ("hole", skip_positions("hole", 22, 23), "a position that only fills a batch is in a hole"),
@@ -332,7 +331,7 @@ def _fills(made: Page) -> None:
 
 
 def _ahead(made: Page) -> None:
-    """Add workers that fetch more than they say is done, and save then."""
+    """Add workers that prefetch more samples than are done when they save."""
     why = "who counts what was fetched leaves out the samples that no step had yet"
     skips = each_scope("hole")
     for slug, tree, worker, workers, ahead in (
@@ -368,7 +367,7 @@ def _ahead(made: Page) -> None:
         )
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def _refuse(  # noqa: PLR0917 - a row of a table of cases
@@ -404,7 +403,7 @@ def _checked(tree: Tree, position: int, sample: int, source: str | None = None) 
 
 
 def _refused(made: Page) -> None:
-    """Add cursors of one source that say another order than the one that is computed."""
+    """Add cursors of one source with an order unlike the computed order."""
     tree = plain()
     right = tree["order"]["vector_check"]["id"]
     _refuse(
@@ -506,9 +505,9 @@ def _refused(made: Page) -> None:
 
 
 def _refused_mixtures(made: Page) -> None:
-    """Add cursors of mixtures that say another order than the one that is computed."""
-    # Where a block begins, the sources stand alike in whatever order blocks have: only the check
-    # tells.
+    """Add cursors of mixtures with an order unlike the computed order."""
+    # At the beginning of a block, the sources stand alike in every order of blocks: only the check
+    # differs.
     tree = mixed_by_blocks()
     block = ["books"] * 4 + ["code"] * 2 + ["news"] * 2
     position = next(
@@ -549,16 +548,16 @@ def _length(tree: Tree, name: str) -> int:
 
 
 def _source_seed(name: str) -> int:
-    """Return the seed that a source has in a mixture."""
+    """Return the seed of a source in a mixture."""
     digest = blake3(b"ckptfmt/source-v1" + struct.pack("<Q", SEED) + name.encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
-# --- other loaders --------------------------------------------------------------------------------
+# --- foreign loaders ------------------------------------------------------------------------------
 
 
 def _loaders(made: Page) -> None:
-    """Add positions of other libraries' loaders, asked for by as many workers as saved them, and by others."""
+    """Add positions of foreign loaders, for the saved number of workers and for other numbers."""
     theirs = {"kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0", "per": "worker",
               "worker_count": 2}  # fmt: skip
     states = [{"_num_yielded": 3 + i, "fetcher_state": None} for i in range(2)]

@@ -1,4 +1,4 @@
-"""Parts; spec/40-index-and-parts.md, "The part", and what parts say of each other: spec/70-commit.md, "Merge"."""
+"""Parts; spec/40-index-and-parts.md, "The part", and spec/70-commit.md, "Merge"."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def page() -> Page:
 
 
 def boxes(**members: Any) -> Plan:
-    """Return a checkpoint of one writer: two boxes of one tensor, one of another, and a scalar."""
+    """Return a checkpoint of one writer: two boxes of a tensor, a box of another, and a scalar."""
     halves = [
         Piece(writer=0, begin=(0, 0), shape=(2, 2)),
         Piece(writer=0, begin=(0, 2), shape=(2, 2)),
@@ -312,7 +312,7 @@ def _files(made: Page) -> None:
 
 
 def _more(column: str, value: int) -> Edit:
-    """Return an edit that adds to what the first row of `files` has in a column."""
+    """Return an edit to increase a column of the first row of `files`."""
 
     def edit(c: Checkpoint) -> None:
         c.part["files"][column][0] += value
@@ -339,7 +339,7 @@ def _in_two(c: Checkpoint) -> None:
 
 
 def _several(made: Page) -> None:
-    """Add a box with two extents in a safetensors file: elements are there, and the file's header can't say it."""
+    """Add a box with two extents in a safetensors file, which the file's header can't express."""
     two = Plan(tensors=[Tensor(name="w", dtype="uint8", shape=(6000,))])
     made.accept(
         "two-extents", two, "PRT-006 OPN-005", ("a box of two blocks with an extent for each, in a"

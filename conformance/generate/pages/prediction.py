@@ -57,7 +57,7 @@ def _list(content: bytes) -> list[float]:
 
 
 def _start() -> dict[str, list[float]]:
-    """Return a state at step 1, whose numbers are of binary32."""
+    """Return a state at step 1, with numbers of binary32."""
     moment = [(-1) ** i * (i + 1) / 1024 for i in range(COUNT)]
     square = [(i + 1) / 4194304 for i in range(COUNT)]
     return {
@@ -76,17 +76,18 @@ def group(
     rule: Rule, *, first: str = "gradient", how: int = 0, missed: bool = False, nan: bool = False, odd: str = "",
     without: str = "",
 ) -> Chain:  # fmt: skip
-    """Return a delta of an optimizer's state, one step after its base.
+    """Return a delta of an optimizer's state, a step after its base.
 
     Args:
-        first: the encoding of the first moment; of another than `gradient`, the gradient is read
-            off it.
-        how: 0 for a gradient as it is, 1 for planes.
-        missed: whether one weight isn't as predicted.
-        nan: whether one second moment is a NaN.
-        odd: what is odd about the first moment: "corrected" if one isn't what its stored gradient
-            leads to, "nan" if one's gradient is a NaN, "uneven" if they have digits up to the last.
-        without: a role that the base doesn't have.
+        first: the encoding of the first moment; for encodings other than `gradient`, readers derive
+            the gradient from the first moment.
+        how: 0 for a plain gradient, 1 for planes.
+        missed: whether a weight differs from the prediction.
+        nan: whether a second moment is a NaN.
+        odd: the irregularity of the first moment: "corrected" if an element differs from the result
+            of the stored gradient, "nan" if an element's gradient is a NaN, "uneven" if the
+            elements have digits up to the last.
+        without: a role that the base lacks.
     """
     before = _start()
     roles = _roles(rule)
@@ -97,8 +98,7 @@ def group(
         before["exp_avg_sq"][3] = float("nan")
         bases["exp_avg_sq"] = bases["exp_avg_sq"][:12] + NAN + bases["exp_avg_sq"][16:]
     kind = "bfloat16" if rule["gradient"] == "float32" else rule["gradient"]
-    # Few elements have a gradient where the first moment is stored as what it changed: so the block
-    # is short.
+    # Few elements have a gradient if the first moment is stored as a change, so the block is short.
     grain = [
         narrow(0.0 if first == "sparse" and i % 5 else (-1) ** (i // 3) * (i + 1) / 96, kind)
         for i in range(COUNT)
@@ -144,13 +144,13 @@ def group(
 
 
 def _moments(rule: Rule, gradients: list[float], before: list[float]) -> list[float]:
-    """Return what gradients lead to; where that is a NaN, the base's element."""
+    """Return the moments after gradients; for a NaN, the base's element."""
     found = [first_moment(rule, g, m) for g, m in zip(gradients, before, strict=True)]
     return [m if math.isnan(one) else one for one, m in zip(found, before, strict=True)]
 
 
 def _kept(values: list[float], base: bytes) -> bytes:
-    """Return values as binary32; where one is a NaN, the bits of the base's element."""
+    """Return values as binary32; for a NaN, the bits of the base's element."""
     cells = (
         base[4 * at : 4 * at + 4] if math.isnan(value) else struct.pack("<f", value)
         for at, value in enumerate(values)
@@ -296,12 +296,12 @@ def _valid_casts(made: Page) -> None:
         )
 
 
-#: What is rounded otherwise by who takes all numbers alike.
+#: Numbers rounded differently by a reader with one rule for all numbers.
 ODD = bytes.fromhex(
     "0000807f 000080ff 0100a07f 0000c0ff 0010803f 0030803f ffff7f3f 00000080 00e07f47 01000000"
 )
 MORE_NANS = bytes.fromhex("0100807f ffffff7f")
-#: More than a block of elements of 32 bits, and less than one of 16.
+#: More than a block of elements of 32 bits, and less than a block of elements of 16 bits.
 LONG = b"".join(struct.pack("<f", 1 + number / 256) for number in range(1030))
 
 
@@ -523,7 +523,7 @@ def _blocks(made: Page, link: Chain) -> None:
 
 
 def _others(made: Page, link: Chain) -> None:
-    """Add gradients that are another block's."""
+    """Add gradients taken from another block."""
 
     def later_role(c: Checkpoint) -> None:
         row = next(

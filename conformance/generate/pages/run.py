@@ -1,4 +1,4 @@
-"""Runs and launches; spec/20-run.md. What is opened is the run, and what has to come out is what it resumes from."""
+"""Runs and launches; spec/20-run.md. Each case opens a run and expects a resume point."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD = {"format_version": FORMAT_VERSION, "features": {"reader": [], "writer": [
 
 
 class Run:
-    """The files of a run, and its checkpoints."""
+    """The files and checkpoints of a run."""
 
     def __init__(self, **members: Any) -> None:
         self.files: FileMap = {
@@ -35,7 +35,7 @@ class Run:
         name: str = "",
         **members: Any,
     ) -> Run:
-        """Add the record of a launch that resumes from the checkpoint `of`."""
+        """Add the record of a launch with the checkpoint `of` to resume from."""
         digest = self.made[of].digest.hex() if of in self.made else ""
         document = HEAD | {
             "type": "launch", "run_id": RUN_ID, "launch": number, "nonce": f"{number:032x}", "chosen_by": by,
@@ -50,7 +50,7 @@ class Run:
         self, step: int, launch: int, *, name: str = "", register: bytes | None = None, run_id: str = RUN_ID,
         edit: Edit | None = None,
     ) -> Run:  # fmt: skip
-        """Add a checkpoint, whose one tensor holds its step."""
+        """Add a checkpoint with a tensor of the step."""
         name = name or checkpoint_name(step, launch)
         tensor = Tensor(name="w", dtype="int64", shape=(), content=step.to_bytes(8, "little"))
         made = build(
@@ -70,7 +70,7 @@ class Run:
         return self
 
     def drop(self, path: str) -> Run:
-        """Take a file away."""
+        """Remove a file."""
         del self.files[path]
         return self
 
@@ -97,7 +97,7 @@ def record(kind: str, step: int, launch: int, /, **members: Any) -> bytes:
 
 
 def simple() -> Run:
-    """Return a run of one launch and two checkpoints."""
+    """Return a run of a launch and two checkpoints."""
     return Run().launch(1).save(400, 1).save(800, 1)
 
 
@@ -225,7 +225,7 @@ def _valid_names(made: Page) -> None:
 
 
 def _valid_more(made: Page) -> None:
-    """Add other runs."""
+    """Add further runs."""
     greatest = "with the greatest step of all, a run that was rolled back would jump forward again"
     fell = (
         Run()
@@ -392,7 +392,7 @@ def _places(made: Page) -> None:
 
 
 def _orders(made: Page) -> None:
-    """Add checkpoints that break several clauses at once, and those beside a `run.json` that can't be read."""
+    """Add checkpoints with several faults at once, and checkpoints with a broken `run.json`."""
     why = (
         "a reader that looks in another order says another code, and nobody can tell what is"
         " wrong first"

@@ -44,7 +44,7 @@ def page() -> Page:
 
 
 def put_header(c: Checkpoint, header: bytes, name: str = SHARD) -> None:
-    """Put another header on a shard, and make its part say so."""
+    """Replace the header of a shard, and update the shard's part."""
     table = c.part["files"]
     row = table["name"].index(name)
     content = c.files[name][table["header_nbytes"][row] :]
@@ -58,7 +58,7 @@ def put_header(c: Checkpoint, header: bytes, name: str = SHARD) -> None:
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Edit:
-    """Return an edit of what the header says, as a JSON object."""
+    """Return an edit of the header as a JSON object."""
 
     def edit(c: Checkpoint) -> None:
         entries = json.loads(c.files[SHARD][8 : c.part["files"]["header_nbytes"][0]])
@@ -70,7 +70,7 @@ def header(change: Callable[[dict[str, Any]], object]) -> Edit:
 
 
 def text(change: Callable[[bytes], bytes], *, pad: bytes = b" ") -> Edit:
-    """Return an edit of the JSON text of the header, which is padded anew."""
+    """Return an edit of the JSON text of the header, followed by new padding."""
 
     def edit(c: Checkpoint) -> None:
         changed = change(c.files[SHARD][8 : c.part["files"]["header_nbytes"][0]].rstrip(b" "))

@@ -1,4 +1,4 @@
-"""Checkpoints that were saved because something was wrong; spec/30-manifest.md, and what a run makes of them."""
+"""Checkpoints saved because of a fault in the training; spec/30-manifest.md, and runs with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def page() -> Page:
 
 
 def _mark(reason: str = REASON) -> Edit:
-    """Return an edit that marks a checkpoint, in its manifest and in the part of writer 0."""
+    """Return an edit to mark a checkpoint, in its manifest and in the part of writer 0."""
 
     def edit(made: Checkpoint) -> None:
         for document in (made.part, made.manifest):
@@ -119,7 +119,7 @@ def _refuse_parts(made: Page) -> None:
 
 
 def _three() -> Run:
-    """Return a run of one launch, whose newest of three checkpoints is suspect."""
+    """Return a run of one launch with three checkpoints, of which the newest is suspect."""
     return Run().launch(1).save(200, 1).save(400, 1).save(800, 1, edit=_mark())
 
 

@@ -1,4 +1,4 @@
-"""Msgpack documents; spec/10-documents.md, second half. Most are the index, which every reader reads."""
+"""Msgpack documents; spec/10-documents.md, second half. Most cases use the index."""
 
 from __future__ import annotations
 
@@ -245,13 +245,13 @@ def _streams(made: Page) -> None:
 
 
 def _costs(made: Page) -> None:
-    """What is stored has to be worth what it costs to read."""
+    """Add documents around the limit of inflated bytes per stored byte."""
     why = (
         "what costs a bit of a stream must not cost hundreds of bytes, and microseconds, of"
         " memory and time"
     )
     deep = Plan(tensors=[Tensor(name=f"{n:03d}", dtype="int8", shape=(1,) * 32) for n in range(90)])
-    # Of each byte, a third: bytes that no compressor makes less of, and zeros.
+    # A third of each kind: incompressible bytes, and zeros.
     loud = b"".join(blake3(number.to_bytes(2, "big")).digest() for number in range(300))
     tree = Plan(
         tensors=[Tensor(name="w", shape=(2,))],

@@ -1,4 +1,4 @@
-"""Trees; spec/10-documents.md, "Trees". Most are asked for alone, as `tree.msgpack`; some stand in a checkpoint."""
+"""Trees; spec/10-documents.md, "Trees". Most are requested alone, some within a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def page() -> Page:
 
 
 def _set(*members: Any) -> list[Any]:
-    """Return the tree of a set, its members in the order of their bytes."""
+    """Return the tree of a set, with members in the order of their bytes."""
     return ["s", *sorted(members, key=msgpack)]
 
 
@@ -160,7 +160,7 @@ def _checkpoint(made: Page) -> None:
 
 
 def _leaves(made: Page) -> None:
-    """Add leaves that are no trees, and one that refers to an alias."""
+    """Add leaves that are no trees, and a leaf with a reference to an alias."""
     tied = Plan(
         tensors=[Tensor(name="w", dtype="int8", shape=(2,), aliases=("tied",))],
         leaves=[Leaf(field="weights", value=["d", "head", ["T", "tied", "torch"]])],

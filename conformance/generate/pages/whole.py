@@ -1,7 +1,7 @@
-"""What makes a checkpoint whole, point by point; spec/30-manifest.md, "A whole checkpoint".
+"""The conditions of a whole checkpoint, point by point; spec/30-manifest.md, "A whole checkpoint".
 
-Each fault is asked for twice: by a check of everything in the checkpoint, and by a launch, which
-has to pass it over.
+Each fault is requested twice: by a validation of the whole checkpoint, and by a launch, which has
+to pass over the checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def page() -> Page:
 
 
 def _newest() -> Checkpoint:
-    """Return a checkpoint of two writers, of step 800, that has something for each point of the list."""
+    """Return a checkpoint of step 800 from two writers, with content for each point of the list."""
     halves = [
         Piece(writer=0, begin=(0, 0), shape=(3, 4)),
         Piece(writer=1, begin=(3, 0), shape=(3, 4)),
@@ -78,7 +78,7 @@ def _newest() -> Checkpoint:
 
 
 def _run(newest: Checkpoint, after: Callable[[FileMap], object] | None = None) -> Run:
-    """Return a run of two checkpoints, of which the newest is that one."""
+    """Return a run of two checkpoints, of which `newest` is the newer."""
     run = Run().launch(1).save(400, 1)
     run.made[NEW] = newest
     files = newest.seal()
@@ -160,7 +160,7 @@ def _refuse(made: Page, fault: _Fault) -> None:
 
 
 def _unknown(made: Page) -> None:
-    """Add candidates that are of a later version, or have a feature that nobody knows."""
+    """Add candidates of a later version, or with an unknown feature."""
     newest = _newest()
     later = cursor() | {"v": 2}
     for slug, edit, error, says in (
@@ -195,7 +195,7 @@ def _unknown(made: Page) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fault:
-    """One thing that keeps a checkpoint from being whole: what is edited before, or after, it is signed."""
+    """A fault that keeps a checkpoint from being whole: an edit before or after signing."""
 
     slug: str
     clauses: str
@@ -207,7 +207,7 @@ class _Fault:
 
 
 def _leaf(name: str, value: Any) -> Edit:
-    """Return an edit that gives a leaf another value, in both parts."""
+    """Return an edit of a leaf's value in both parts."""
 
     def edit(c: Checkpoint) -> None:
         for part in c.parts:
@@ -217,7 +217,7 @@ def _leaf(name: str, value: Any) -> Edit:
 
 
 def _data(value: dict[str, Any]) -> Edit:
-    """Return an edit that puts another cursor into both parts."""
+    """Return an edit of the cursor in both parts."""
 
     def edit(c: Checkpoint) -> None:
         for part in c.parts:
@@ -228,7 +228,7 @@ def _data(value: dict[str, Any]) -> Edit:
 
 
 def _stream(value: Any) -> Edit:
-    """Return an edit that gives a stream another state."""
+    """Return an edit of a stream's state."""
 
     def edit(c: Checkpoint) -> None:
         c.parts[0]["streams"]["state"][0] = msgpack(value)
@@ -237,7 +237,7 @@ def _stream(value: Any) -> Edit:
 
 
 def _reasons(reason: str) -> Edit:
-    """Return an edit that gives another reason in index and manifest."""
+    """Return an edit of the reason in index and manifest."""
 
     def edit(c: Checkpoint) -> None:
         c.index["absent"]["provenance"] = reason
@@ -247,14 +247,14 @@ def _reasons(reason: str) -> Edit:
 
 
 def _present(c: Checkpoint) -> None:
-    """Say in index and manifest that a field is there, of which no part has anything."""
+    """List a field as present in index and manifest although every part lacks the field."""
     del c.index["absent"]["provenance"]
     counts = ("tensor_count", "nbytes", "stream_count", "leaf_count")
     c.manifest["fields"]["provenance"] = {"state": "present"} | dict.fromkeys(counts, 0)
 
 
 def _header(old: bytes, new: bytes) -> Edit:
-    """Return an edit of a shard's header, whose digest is made to fit."""
+    """Return an edit of a shard's header, with a matching digest."""
 
     def edit(c: Checkpoint) -> None:
         content = c.files[WEIGHTS]
@@ -280,7 +280,7 @@ def _without_alias(c: Checkpoint) -> None:
 
 
 def _of_both(key: str, value: Any) -> Edit:
-    """Return an edit that puts a value into all documents."""
+    """Return an edit of a value in all documents."""
 
     def edit(c: Checkpoint) -> None:
         for document in (c.manifest, c.index, *c.parts):
