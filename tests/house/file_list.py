@@ -1,11 +1,10 @@
-"""The list of all modules in ARCHITECTURE.md, from their docstrings. ``python -m tests.house.file_list`` writes it."""
+"""The list of all modules with the first sentences of their docstrings. ``make house`` prints it."""
 
 import ast
 from pathlib import Path
 
 from tests.house.sources import ROOT
 
-HEADING = "## Every file"
 PACKAGE = ROOT / "ckptfmt"
 
 
@@ -15,24 +14,9 @@ def purpose_of(path: Path) -> str:
     return docstring.partition("\n\n")[0].replace("\n", " ").rstrip(".")
 
 
-def file_list() -> str:
-    """Return the section as it has to be."""
-    paths = [
-        path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"
-    ]
-    paths.sort(key=lambda path: (len(path.parts) > 1, path.as_posix()))
-    lines = [f"- `{path.as_posix()}`: {purpose_of(PACKAGE / path)}" for path in paths]
-    told = "From the docstrings; `python -m tests.house.file_list` writes this list anew."
-    return "\n".join([HEADING, "", told, "", *lines, ""])
-
-
-def written() -> tuple[str, str]:
-    """Return what stands before the list in ARCHITECTURE.md, and the list."""
-    before, heading, listed = (ROOT / "ARCHITECTURE.md").read_text("utf-8").partition(HEADING)
-    return before, heading + listed
-
-
-if __name__ == "__main__":
-    (ROOT / "ARCHITECTURE.md").write_text(
-        written()[0].rstrip() + "\n\n" + file_list(), encoding="utf-8"
-    )
+def list_files() -> list[str]:
+    """Return a line for each module, the top level first."""
+    paths = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    names = {path.relative_to(PACKAGE).as_posix(): path for path in paths}
+    ordered = sorted(names, key=lambda name: ("/" in name, name))
+    return [f"{name:34} {purpose_of(names[name])}" for name in ordered]

@@ -1,12 +1,13 @@
 """The house: a newcomer finds a module by its name, and old paths that README named still lead there."""
 
+import ast
 import collections
 import importlib
 import re
 
 import pytest
 
-from tests.house.file_list import file_list, written
+from tests.house.picture import draw, drawn
 from tests.house.sources import ROOT
 
 PACKAGE = ROOT / "ckptfmt"
@@ -74,6 +75,59 @@ def test_the_map_names_every_folder():
     assert folders - named == set()
 
 
-def test_every_file_is_listed_with_its_docstring():
-    """If it isn't: ``python -m tests.house.file_list``."""
-    assert written()[1] == file_list()
+def test_the_picture_of_the_layers_is_that_of_the_contract():
+    """If it isn't: ``python -m tests.house.picture``."""
+    assert drawn()[1] == draw()
+
+
+def defined_in(path) -> set[str]:
+    """Return the names that a module defines, members of classes included."""
+    tree = ast.parse(path.read_text("utf-8"))
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def test_the_map_names_symbols_that_exist():
+    page = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
+    found = re.findall(
+        r"`([A-Za-z_.]+)`(?: and `([A-Za-z_]+)`)? (?:in |\()`([a-z0-9_/]+\.py)`", page
+    )
+    assert len(found) >= 25
+    missing = []
+    for one, other, name in found:
+        path = PACKAGE / name if (PACKAGE / name).exists() else ROOT / name
+        missing += [
+            f"{name}: {word}"
+            for word in (one.split(".")[-1], other)
+            if word and word not in defined_in(path)
+        ]
+    assert missing == []
+
+
+#: The twelve changes that the map answers, and some that are asked for less often.
+CHANGES = [
+    "a dtype",
+    "a codec of deltas",
+    "a retention rule",
+    "a store",
+    "a lease, or a hold",
+    "a trigger",
+    "a metric, a tag or an event",
+    "a progress bar",
+    "signatures",
+    "encryption at rest",
+    "a plug-in",
+    "a command",
+]
+
+
+def test_the_map_answers_the_usual_changes():
+    page = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
+    assert [change for change in CHANGES if f"\n| {change} | " not in page] == []
+    assert len(page.split()) <= 2500
