@@ -10,11 +10,11 @@ import re
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from ckptfmt.errors import Code, err
 
-__all__ = ["OLDEST_TORCH", "check_torch", "jax_side", "torch_side"]
+__all__ = ["OLDEST_TORCH", "Sides", "check_torch", "find_sides", "jax_side", "torch_side"]
 
 #: The oldest supported version of torch. `pyproject.toml` and README name the same version, and a
 #: test compares them.
@@ -40,6 +40,18 @@ def torch_side() -> ModuleType | None:
 def jax_side() -> ModuleType | None:
     """Return `ckptfmt.adapters.jax` if the program has loaded jax, else None."""
     return import_module(_JAX) if "jax" in sys.modules else None
+
+
+class Sides(NamedTuple):
+    """The modules for torch and for JAX; None for a library that the program hasn't loaded."""
+
+    torch: Any
+    jax: Any
+
+
+def find_sides() -> Sides:
+    """Return the modules for torch and JAX. Raises: StateError(ARGUMENT) as `torch_side`."""
+    return Sides(torch_side(), jax_side())
 
 
 def check_torch(torch: ModuleType) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.context import local_facts, own_config, provenance, topology
 from ckptfmt.adapters.data_loaders import UNREAD_SAMPLERS, has_unread_samplers
 from ckptfmt.adapters.live import Kind, Live, Unit, check_source, optimizer_prefix
@@ -16,7 +15,7 @@ from ckptfmt.adapters.unsaved import UNSAVED
 from ckptfmt.adapters.visible import look_at
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.part import Leaf
-from ckptfmt.documents.tables import sort_key
+from ckptfmt.documents.tables import sort_rows
 from ckptfmt.state import State, place_of
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 
@@ -56,13 +55,13 @@ def capture(
     live = Live.of(state, worker=worker, worker_count=worker_count)
     tensors: list[TensorSource] = []
     leaves: list[Leaf] = []
-    side: Any = torch_side()  # only torch has entries, modules and optimizers
+    side = live.sides.torch  # only torch has entries, modules and optimizers
     for field, entries in live.entries.items():
         tensors += side.capture_entries(entries, field)
     for number, unit in enumerate(live.units):
         if not unit.is_given:
             continue
-        encoder = Encoder(field=unit.field, scope=unit.scope)
+        encoder = Encoder(field=unit.field, scope=unit.scope, sides=live.sides)
         leaves += _capture_unit(unit, encoder, live, number)
         tensors += encoder.sources
     doubts = () if look is None else tuple(look(live.units, leaves, tensors))
@@ -72,20 +71,16 @@ def capture(
     aliases = [
         (tensor.field, alias, tensor.scope) for tensor in tensors for alias in tensor.aliases
     ]
-    check_unique(
-        [*((tensor.field, tensor.name, tensor.scope) for tensor in tensors), *aliases], "tensors"
-    )
-    check_unique([(leaf.field, leaf.name, leaf.scope) for leaf in leaves], "values")
-    streams = capture_streams(list_streams(state, live), worker=worker)
-    given = (
-        {tensor.field for tensor in tensors}
-        | {leaf.field for leaf in leaves}
-        | ({"rng"} if streams else set())
-    )
+    names = [(tensor.field, tensor.name, tensor.scope) for tensor in tensors]
+    leaf_names = [(leaf.field, leaf.name, leaf.scope) for leaf in leaves]
+    check_unique([*names, *aliases], "tensors")
+    check_unique(leaf_names, "values")
+    streams = capture_streams(list_streams(state, live), worker=worker, sides=live.sides)
+    given = {field for field, _, _ in (*names, *leaf_names)} | ({"rng"} if streams else set())
     return Snapshot(
-        tensors=tuple(sorted(tensors, key=_key_order)),
+        tensors=sort_rows(tensors),
         streams=streams,
-        leaves=tuple(sorted(leaves, key=_key_order)),
+        leaves=sort_rows(leaves),
         absent=_absent(state, given),
         declared_by={} if side is None else side.declared_by(tensors),
     )
@@ -101,13 +96,9 @@ def list_streams(state: State, live: Live) -> list[LiveRngStream]:
     return own + unit_streams(live.units, state.rng)
 
 
-def _key_order(of: TensorSource | Leaf) -> tuple[int, bytes, bytes]:
-    return sort_key((of.field, of.name, of.scope))
-
-
 def _capture_unit(unit: Unit, encoder: Encoder, live: Live, number: int) -> list[Leaf]:
     """Return the values of an object of the state, and add the object's tensors to the encoder."""
-    side: Any = torch_side()
+    side = live.sides.torch
     leaves: list[Leaf] = []
     match unit.kind:
         case Kind.MODULE:
@@ -140,12 +131,15 @@ def _context_leaves(
     worker_count: int,
     doubts: Iterable[str],
 ) -> list[Leaf]:
-    values: list[tuple[str, str, Any]] = [("topology", "", topology(worker_count=worker_count))]
+    sides = live.sides
+    facts = topology(worker_count=worker_count, side=sides.torch)
+    values: list[tuple[str, str, Any]] = [("topology", "", facts)]
     config, is_given = own_config(state.config, worker=worker)
     if config is not None and is_given:
         values.append(("config", "", config))
     if worker == 0:
-        facts = local_facts(devices=live.devices, meshes=live.meshes, jax_facts=live.jax_facts)
+        facts = local_facts(live)
+        values.append(("provenance", "", provenance(state.provenance, state.init_from)))
         if has_unread_samplers(state):
             facts[UNREAD_SAMPLERS] = True
         facts |= dict.fromkeys(doubts, True)
@@ -154,9 +148,8 @@ def _context_leaves(
         if objects := look_at(live.units):
             values.append(("topology", SEEN_TOPOLOGY, objects))
         values.append(("topology", LOCAL_TOPOLOGY, facts))
-        values.append(("provenance", "", provenance(state.provenance, state.init_from)))
     return [
-        Encoder(field=field, scope=GLOBAL, inline=True).leaf(name, value, tensors_under=name)
+        Encoder(field=field, scope=GLOBAL, inline=True, sides=sides).leaf(name, value)
         for field, name, value in values
     ]
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.live import Live
 from ckptfmt.errors import Code, err
 from ckptfmt.state import INIT_FROM, FirstWorker, PerWorker
 
@@ -155,12 +155,15 @@ def _same(left: object, right: object) -> bool:
     return left == right or (left != left and right != right)  # noqa: PLR0124
 
 
-def topology(*, worker_count: int) -> dict[str, object]:
+def topology(*, worker_count: int, side: Any) -> dict[str, object]:
     """Return the facts that must be equal on all workers.
 
     These are the number of workers, and the settings and versions that determine bits.
+
+    Args:
+        worker_count: the number of workers.
+        side: the result of `torch_side`.
     """
-    side = torch_side()
     world_size = None if side is None else side.world_size()
     return {
         "worker_count": worker_count,
@@ -175,18 +178,16 @@ def topology(*, worker_count: int) -> dict[str, object]:
     }
 
 
-def local_facts(
-    *, devices: frozenset[str], meshes: list[Any], jax_facts: Mapping[str, object]
-) -> dict[str, object]:
+def local_facts(live: Live) -> dict[str, object]:
     """Return facts about a single worker's machine: devices, threads, environment and meshes."""
-    side = torch_side()
+    side = live.sides.torch
     return {
         "byte_order": sys.byteorder,
         "machine": platform.machine(),
-        "mesh": meshes,
+        "mesh": live.meshes,
         "env": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-        **({} if side is None else side.local_facts(devices)),
-        **jax_facts,
+        **({} if side is None else side.local_facts(live.devices)),
+        **live.jax_facts,
     }
 
 

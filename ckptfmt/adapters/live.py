@@ -15,9 +15,10 @@ from typing import Any, Final, TypeGuard
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.adapters import jax_side, torch_side
+from ckptfmt.adapters import Sides, find_sides, torch_side
 from ckptfmt.adapters.live_trees import GLOBAL, join_name, prefix_of, too_deep, worker_scope
 from ckptfmt.box import Box
+from ckptfmt.documents.tree import PLAIN
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 from ckptfmt.state import FirstWorker, Parts, PerWorker, State, check_state, place_of
@@ -73,11 +74,13 @@ NO_SCHEDULE: Final = (
 
 #: Containers whose items become units. Instances of subclasses are objects of their own.
 _WALKED: Final = (dict, OrderedDict, list, tuple, deque)
+#: Types of values without parts, which are trees of their own.
+_LEAVES: Final[frozenset[type]] = PLAIN | {np.ndarray}
 
 
 def walk(state: State, *, worker: int) -> Iterator[Unit]:
     """Yield the units of weights, extra, optimizer and data, in the order of loading."""
-    walker = _Walker(worker_scope(worker))
+    walker = _Walker(worker_scope(worker), torch_side())
 
     def field(name: str) -> Iterator[Unit]:
         return walker.units(
@@ -184,8 +187,10 @@ def _unwrapped(value: Any) -> Any:
 
 
 class _Walker:
-    def __init__(self, own_scope: str) -> None:
+    def __init__(self, own_scope: str, side: Any) -> None:
         self.own_scope = own_scope
+        self._side = side
+        self._leaves = _LEAVES if side is None else _LEAVES | side.TENSOR_TYPES
 
     def _counts_for_all(self, unit: Unit) -> bool:
         """Return whether this worker's value beneath a `FirstWorker` is saved.
@@ -242,16 +247,38 @@ class _Walker:
             return
         if len(path) > limits.MSGPACK_DEPTH:
             raise too_deep(place_of(field, join_name(path[:4])))
-        side: Any = torch_side()
-        value = value if side is None else side.unwrap_optimizer(value)
-        kind = _kind_of(value)
-        if _is_loader(value):
-            raise side.loader_error(value, where=place_of(field, join_name(path)))
-        if kind is Kind.TREE and type(value) in _WALKED and not _is_plain(value):
-            for key, item in _items(value):
-                yield from self.units(field, (*path, key), scope, item, _putter(value, key))
-        else:
-            yield Unit(field=field, path=path, scope=scope, kind=kind, value=value, put=put)
+        side = self._side
+        kind = Kind.TREE
+        if type(value) in _WALKED:
+            if not self._are_plain(value):
+                for key, item in _items(value):
+                    yield from self.units(field, (*path, key), scope, item, _putter(value, key))
+                return
+        elif type(value) not in self._leaves:
+            value = value if side is None else side.unwrap_optimizer(value)
+            if side is not None and side.is_plain_loader(value):
+                raise side.loader_error(value, where=place_of(field, join_name(path)))
+            kind = _kind_of(value, side)
+        yield Unit(field=field, path=path, scope=scope, kind=kind, value=value, put=put)
+
+    def _are_plain(self, container: object, depth: int = 0) -> bool:
+        """Return whether a container holds plain values, tensors and other values of trees only."""
+        kinds = self._leaves
+        values: Any = container.values() if isinstance(container, dict) else container
+        if kinds.issuperset(map(type, values)):
+            return True
+        return all(self._is_plain(value, depth + 1) for value in values if type(value) not in kinds)
+
+    def _is_plain(self, value: object, depth: int) -> bool:
+        if type(value) in _WALKED:
+            # The encoder rejects values that nest too deeply.
+            return depth > limits.MSGPACK_DEPTH or self._are_plain(value, depth)
+        side = self._side
+        if isinstance(value, PerWorker | FirstWorker | Parts):
+            return False
+        # A load must not replace a torch data loader without a position.
+        is_loader = side is not None and side.is_plain_loader(value)
+        return not is_loader and _kind_of(value, side) is Kind.TREE
 
     def _parts(
         self, field: str, path: tuple[object, ...], scope: str, value: Parts
@@ -261,21 +288,20 @@ class _Walker:
         Raises: StateError(ARGUMENT).
         """
         for part in value.modules:
-            if _kind_of(part) is not Kind.MODULE:
+            if _kind_of(part, self._side) is not Kind.MODULE:
                 detail = f"Parts holds a {type(part).__qualname__}, which isn't a module"
                 raise err(Code.ARGUMENT, detail, where=place_of(field, join_name(path)))
             yield Unit(field=field, path=path, scope=scope, kind=Kind.MODULE, value=part, put=None)
 
 
-def _kind_of(value: object) -> Kind:
-    side = torch_side()
+def _kind_of(value: object, side: Any) -> Kind:
     if side is not None and side.is_module(value):
         return Kind.MODULE
     if side is not None and side.is_plain_optimizer(value):
         return Kind.OPTIMIZER
     if is_piece(value):
         return Kind.PIECE
-    if is_generator(value):
+    if is_generator(value, side):
         return Kind.GENERATOR
     stateful = not isinstance(value, type) and all(
         callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
@@ -283,32 +309,17 @@ def _kind_of(value: object) -> Kind:
     return Kind.STATEFUL if stateful else Kind.TREE
 
 
-def is_generator(value: object) -> bool:
-    """Return whether a value is a random-number generator with a state that can be saved."""
+def is_generator(value: object, side: Any) -> bool:
+    """Return whether a value is a random-number generator with a state that can be saved.
+
+    Args:
+        side: the result of `torch_side`.
+    """
     if type(value) is random.Random or isinstance(
         value, np.random.RandomState | np.random.Generator
     ):
         return True
-    side = torch_side()
-    return side is not None and side.is_generator(value)
-
-
-def _is_loader(value: object) -> bool:
-    """Return whether a value is a torch data loader without a position.
-
-    A load must not replace such a loader.
-    """
-    side = torch_side()
-    return side is not None and side.is_plain_loader(value)
-
-
-def _is_plain(value: object, depth: int = 0) -> bool:
-    is_own = isinstance(value, PerWorker | FirstWorker | Parts) or _is_loader(value)
-    if is_own or _kind_of(value) is not Kind.TREE:
-        return False
-    # The encoder rejects values that nest too deeply.
-    deep = type(value) in _WALKED and depth <= limits.MSGPACK_DEPTH
-    return not deep or all(_is_plain(item, depth + 1) for _, item in _items(value))
+    return side is not None and bool(side.is_generator(value))
 
 
 def _items(value: Any) -> list[tuple[object, object]]:
@@ -335,10 +346,12 @@ class Live:
         devices: the torch devices of all tensors, as torch prints them.
         meshes: the distinct meshes of DTensors.
         jax_facts: facts that determine bits of JAX arrays in the state.
+        sides: the modules for torch and JAX.
     """
 
     units: tuple[Unit, ...]
     worker_count: int
+    sides: Sides
     views: dict[int, Any] = dataclasses.field(default_factory=dict)
     entries: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     names: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -358,12 +371,12 @@ class Live:
                 Code.ARGUMENT, f"there is no worker {worker} of {worker_count}", where="writer"
             )
         units = tuple(walk(state, worker=worker))
-        side = torch_side()
-        of_jax = jax_side()
+        sides = find_sides()
+        side, of_jax = sides
         trees = [unit for unit in units if unit.kind is Kind.TREE]
         jax_facts = {} if of_jax is None else of_jax.local_facts(trees)
         if side is None:
-            return cls(units=units, worker_count=worker_count, jax_facts=jax_facts)
+            return cls(units=units, worker_count=worker_count, sides=sides, jax_facts=jax_facts)
         views = {
             number: side.view_module(
                 unit.value,
@@ -391,6 +404,7 @@ class Live:
             meshes=side.meshes_of(tensors),
             jax_facts=jax_facts,
             worker_count=worker_count,
+            sides=sides,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -9,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.adapters import jax_side, torch_side
+from ckptfmt.adapters import Sides, find_sides
 from ckptfmt.adapters.numpy import ArraySource, array_of, inline_array
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.part import Leaf
@@ -154,15 +155,18 @@ class Encoder:
         field: the field of the leaves and tensors.
         scope: the scope of the leaves and tensors.
         inline: whether numpy arrays become part of the tree. Torch tensors can't be encoded then.
+        sides: the modules for torch and JAX; None to look the modules up.
     """
 
-    def __init__(self, *, field: str, scope: str, inline: bool = False) -> None:
+    def __init__(
+        self, *, field: str, scope: str, inline: bool = False, sides: Sides | None = None
+    ) -> None:
         self.field = field
         self.scope = scope
         self.inline = inline
         self.sources: list[TensorSource] = []
         self._depth = 0
-        self._side = torch_side()
+        self.sides = find_sides() if sides is None else sides
 
     def leaf(self, name: str, value: object, *, tensors_under: str | None = None) -> Leaf:
         """Return the leaf of a value.
@@ -193,23 +197,32 @@ class Encoder:
         kind = type(value)
         if kind in PLAIN:
             return value
-        of_jax = jax_side()
         encode = _CONTAINERS.get(kind)
-        if encode is None and of_jax is not None and of_jax.is_node(value):
-            encode = _encode_node
         if encode is not None:
             return self._encode_container(encode, value, name)
-        if isinstance(value, np.generic) or (self.inline and isinstance(value, np.ndarray)):
-            return inline_array(value, where=place_of(self.field, name))
-        if isinstance(value, np.ndarray):
-            self.sources.append(
-                ArraySource.of(value, field=self.field, name=name, scope=self.scope)
-            )
-            return TensorRef(name, "numpy")
-        is_of_jax = of_jax is not None and of_jax.is_array(value)
-        # the code of a value may import torch
-        side = of_jax if is_of_jax else self._side or torch_side()
+        if kind is not np.ndarray:
+            self._look_for_libraries()
+            of_jax = self.sides.jax
+            if of_jax is not None and of_jax.is_node(value):
+                return self._encode_container(_encode_node, value, name)
+        if isinstance(value, np.generic | np.ndarray):
+            return self._encode_array(value, name)
+        side, of_jax = self.sides
+        if of_jax is not None and of_jax.is_array(value):
+            side = of_jax
         return value if side is None else side.encode(self, value, name)
+
+    def _encode_array(self, value: Any, name: str) -> object:
+        if self.inline or isinstance(value, np.generic):
+            return inline_array(value, where=place_of(self.field, name))
+        self.sources.append(ArraySource.of(value, field=self.field, name=name, scope=self.scope))
+        return TensorRef(name, "numpy")
+
+    def _look_for_libraries(self) -> None:
+        """Look up torch and JAX again if the code of a value has imported a library."""
+        side, of_jax = self.sides
+        if (side is None and "torch" in sys.modules) or (of_jax is None and "jax" in sys.modules):
+            self.sides = find_sides()
 
     def _encode_container(
         self, encode: Callable[[Encoder, Any, str], object], value: object, name: str
@@ -286,10 +299,8 @@ def _encode_set(encoder: Encoder, value: Any, name: str) -> object:
 
 
 def _encode_node(encoder: Encoder, value: Any, name: str) -> object:
-    side: Any = jax_side()
-    return {
-        key: encoder.encode(child, child_name(name, key)) for key, child in side.children_of(value)
-    }
+    children = encoder.sides.jax.children_of(value)
+    return {key: encoder.encode(child, child_name(name, key)) for key, child in children}
 
 
 #: Functions by exact type. An instance of a subclass may hold more than its items.

@@ -69,19 +69,20 @@ class ArraySource:
     @classmethod
     def of(cls, array: Array, *, field: str, name: str, scope: str) -> ArraySource:
         """Return the source of an array. Raises: StateError(STATE_UNSUPPORTED)."""
+        dtype = _find_name(array.dtype) if type(array) is np.ndarray else None
         return cls(
             field=field,
             name=name,
-            dtype=saved_dtype(array, where=place_of(field, name)),
+            dtype=dtype or saved_dtype(array, where=place_of(field, name)),
             global_shape=array.shape,
             scope=scope,
             array=array,
-            boxes=(Box.whole(array.shape),),
+            boxes=(Box((0,) * array.ndim, array.shape),),
         )
 
     def copy_into(self, box: Box, out: memoryview) -> None:
         """Copy the elements of `box` into `out`. The copy releases the GIL."""
-        if not box.element_count:
+        if 0 in box.shape:
             return
         memory = self.memory_of(box)
         if memory is not None:
@@ -147,6 +148,8 @@ def array_of(value: InlineArray) -> Array | np.generic:
 
 
 def _view(array: Array, box: Box) -> Array:
+    if box.shape == array.shape:
+        return array
     # the ellipsis keeps a 0-d array an array
     index: tuple[Any, ...] = (*box.relative_to(Box.whole(array.shape)), ...)
     view: Array = array[index]

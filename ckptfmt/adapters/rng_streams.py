@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from ckptfmt.adapters import torch_side
+from ckptfmt.adapters import Sides, torch_side
 from ckptfmt.adapters.data_loaders import ForeignLoader
 from ckptfmt.adapters.live import Kind, Unit, is_generator
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, attributes_of, plain_values, worker_scope
@@ -153,48 +153,58 @@ def unit_streams(
     given = rng.values() if isinstance(rng, Mapping) else ()
     seen = {id(generator) for generator in given}
     streams = []
+    side = torch_side()
     for unit in units:
-        place = "/".join(filter(None, (unit.field, unit.name)))
         found: Iterable[tuple[str, object]] = ()
         if unit.kind is Kind.GENERATOR:
-            found = [(f"user/{place}", unit.value)]
+            found = [("", unit.value)]
         elif rng is not False:
-            found = ((f"{HELD}{place}/{path}", generator) for path, generator in _held_by(unit))
-        for name, generator in found:
+            found = _held_by(unit, side)
+        for path, generator in found:
             if id(generator) not in seen:
                 seen.add(id(generator))
+                place = "/".join(filter(None, (unit.field, unit.name)))
+                name = f"{HELD}{place}/{path}" if path else f"user/{place}"
                 streams.append(_user_stream(name, generator))
     return streams
 
 
-def _held_by(unit: Unit) -> Iterator[tuple[str, object]]:
+def _held_by(unit: Unit, side: Any) -> Iterator[tuple[str, object]]:
     """Yield the path and the generator of each generator in an object's attributes."""
-    side: Any = torch_side()
     if unit.kind is Kind.MODULE:
         yield from side.generators_of(unit.value)
         return
     value = unit.value.loader if isinstance(unit.value, ForeignLoader) else unit.value
     # Classes of ckptfmt save and restore their own generators.
     if unit.kind is Kind.STATEFUL and type(value).__module__.partition(".")[0] != "ckptfmt":
-        yield from _generators_in(value, "", 0)
+        yield from _generators_in(value, "", 0, side)
 
 
-def _generators_in(value: object, path: str, depth: int) -> Iterator[tuple[str, object]]:
+def _generators_in(value: object, path: str, depth: int, side: Any) -> Iterator[tuple[str, object]]:
     for name, part in list(attributes_of(value).items()):
-        if is_generator(part):
+        if is_generator(part, side):
             yield f"{path}{name}", part
         elif (
-            depth < _HELD_DEPTH and attributes_of(part) and not isinstance(part, type | ModuleType)
+            depth < _HELD_DEPTH
+            and attributes_of(part)
+            and not isinstance(part, type | ModuleType)
+            and (side is None or not (side.is_module(part) or side.is_optimizer(part)))
         ):
-            side: Any = torch_side()
-            if side is None or not (side.is_module(part) or side.is_optimizer(part)):
-                yield from _generators_in(part, f"{path}{name}.", depth + 1)
+            yield from _generators_in(part, f"{path}{name}.", depth + 1, side)
 
 
-def capture_streams(streams: list[LiveRngStream], *, worker: int) -> tuple[RngStream, ...]:
-    """Return the current state of RNG streams. Each stream belongs to a single worker."""
+def capture_streams(
+    streams: list[LiveRngStream], *, worker: int, sides: Sides | None = None
+) -> tuple[RngStream, ...]:
+    """Return the current state of RNG streams. Each stream belongs to a single worker.
+
+    Args:
+        streams: the streams.
+        worker: the number of the worker.
+        sides: the modules for torch and JAX; None to look the modules up.
+    """
     scope = worker_scope(worker)
-    encoder = Encoder(field="rng", scope=scope, inline=True)
+    encoder = Encoder(field="rng", scope=scope, inline=True, sides=sides)
     return tuple(
         RngStream(
             name=stream.name,

@@ -33,7 +33,7 @@ from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME, Manifest, Origin
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
-from ckptfmt.documents.tables import sort_key
+from ckptfmt.documents.tables import sort_key, sort_rows
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError, err, remedy_of
@@ -585,9 +585,7 @@ def snapshot_of(content: Content) -> Snapshot:
     snapshot = Snapshot(
         tensors=tuple(content.tensors[key] for key in sorted(content.tensors, key=sort_key)),
         streams=(),
-        leaves=tuple(
-            sorted(leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope)))
-        ),
+        leaves=sort_rows(leaves),
         absent={field: f"{IMPORTED}{content.origin}" for field in FIELDS if field not in given},
     )
     check_snapshot(snapshot)

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar
 
 from ckptfmt import limits
 from ckptfmt.documents.canonical import check_string
@@ -39,6 +39,27 @@ def sort_key(key: TensorKey) -> tuple[int, bytes, bytes]:
     field, name, scope = key
     # Names that aren't Unicode text pass here; a later check reports them with their place.
     return _FIELD_NUMBERS[field], name.encode(errors="surrogatepass"), scope.encode()
+
+
+class _Row(Protocol):
+    """A tensor, RNG stream or leaf."""
+
+    @property
+    def field(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def scope(self) -> str: ...
+
+
+_R = TypeVar("_R", bound=_Row)
+
+
+def sort_rows(rows: Iterable[_R]) -> tuple[_R, ...]:
+    """Return tensors or leaves in the order in which documents list them. Spec: REQ-IDX-003."""
+    return tuple(sorted(rows, key=lambda row: sort_key((row.field, row.name, row.scope))))
 
 
 def title_of(key: TensorKey) -> str:

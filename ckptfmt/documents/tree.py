@@ -299,7 +299,7 @@ def _big_int(value: int) -> bytes:
 
 def _encode_items(tag: str, compact_tag: str) -> _Encoder:
     def encode(value: Any, where: _Where, depth: int) -> object:
-        packed = pack_items(value)
+        packed = pack_items(value) if len(value) >= limits.COMPACT_ITEMS else None
         if packed is not None:
             _check_depth(depth + (packed[0] == "str"), where)
             return [compact_tag, *packed]
@@ -370,7 +370,10 @@ def _encode_pairs(tag: str) -> _Encoder:
                     requirement="REQ-TRE-008",
                 )
             below = (where, key)
-            flat += (_encode(key, below, depth), _encode(item, below, depth))
+            flat += (
+                key if type(key) is str and key.isascii() else _encode(key, below, depth),
+                item if type(item) is str and item.isascii() else _encode(item, below, depth),
+            )
         return flat
 
     return encode

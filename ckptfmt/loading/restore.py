@@ -814,11 +814,10 @@ def _is_absent(plan: LoadPlan, field: str) -> bool:
 def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
     if _is_absent(plan, "topology"):
         return []
-    facts: dict[str, object] = {"": topology(worker_count=plan.worker_count)}
+    shared = topology(worker_count=plan.worker_count, side=live.sides.torch)
+    facts: dict[str, object] = {"": shared}
     if plan.worker == 0:
-        facts[LOCAL_TOPOLOGY] = local_facts(
-            devices=live.devices, meshes=live.meshes, jax_facts=live.jax_facts
-        )
+        facts[LOCAL_TOPOLOGY] = local_facts(live)
     lowered = []
     for name, now in facts.items():
         key = ("topology", name, GLOBAL)

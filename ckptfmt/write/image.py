@@ -35,7 +35,7 @@ from ckptfmt.documents.packed import (
 )
 from ckptfmt.documents.part import Leaf, Part, PartFile, RngStream
 from ckptfmt.documents.shard import most_entry_nbytes, plan_shard
-from ckptfmt.documents.tables import TensorKey, TensorTable, parse_counter, sort_key
+from ckptfmt.documents.tables import TensorKey, TensorTable, parse_counter, sort_rows
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 from ckptfmt.write.snapshot import Snapshot, TensorSource
@@ -182,11 +182,7 @@ class Image:
                     key=lambda stream: (stream.name.encode(), stream.scope.encode()),
                 )
             ),
-            leaves=tuple(
-                sorted(
-                    context.leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope))
-                )
-            ),
+            leaves=sort_rows(context.leaves),
             absent=context.absent,
             labels=context.labels,
             durability=context.durability,
@@ -337,9 +333,9 @@ def lay_out(
     )
 
 
-def sort_sources(snapshot: Snapshot) -> list[TensorSource]:
+def sort_sources(snapshot: Snapshot) -> tuple[TensorSource, ...]:
     """Return the tensors of a snapshot in the order in which documents list them."""
-    return sorted(snapshot.tensors, key=lambda source: sort_key(key_of(source)))
+    return sort_rows(snapshot.tensors)
 
 
 def gather_boxes(sources: Sequence[TensorSource]) -> Boxes:

@@ -116,6 +116,8 @@ def _of_optimizers() -> frozenset[str]:
     return frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.empty(0))], lr=0.0)))
 
 
+#: Types of plain tensors. A value of these types is neither a module nor an optimizer.
+TENSOR_TYPES: Final[frozenset[type]] = frozenset({torch.Tensor, torch.nn.Parameter})
 #: Samplers with a random order. Without a generator, the order comes from the default generator.
 _SHUFFLING: Final = (
     torch.utils.data.RandomSampler,
