@@ -14,8 +14,8 @@ __all__ = ["dump", "parse"]
 _DEPTH: Final = 64
 #: First byte of a sized value: the width of the length in bytes, and the type.
 _SIZED: Final = {
-    0xC4: (1, bytes), 0xC5: (2, bytes), 0xC6: (4, bytes), 0xD9: (1, str), 0xDA: (2, str), 0xDB: (4, str),
-    0xDC: (2, list), 0xDD: (4, list), 0xDE: (2, dict), 0xDF: (4, dict),
+    0xC4: (1, bytes), 0xC5: (2, bytes), 0xC6: (4, bytes), 0xD9: (1, str), 0xDA: (2, str),
+    0xDB: (4, str), 0xDC: (2, list), 0xDD: (4, list), 0xDE: (2, dict), 0xDF: (4, dict),
 }  # fmt: skip
 _NUMBERS: Final = {
     0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q",

@@ -18,16 +18,19 @@ __all__ = ["dump_html"]
 
 _STYLE: Final = """
 :root { color-scheme: light dark; }
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 76rem; }
+body { margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .6rem; border-top: 1px solid #8884; }
 tbody th { padding-top: 1.2rem; }
-td.s { font-weight: 600; white-space: nowrap; } td.n { text-align: right; font-variant-numeric: tabular-nums; }
+td.s { font-weight: 600; white-space: nowrap; }
+td.n { text-align: right; font-variant-numeric: tabular-nums; }
 code { font: 13px ui-monospace, monospace; overflow-wrap: anywhere; } small { color: #888; }
 pre { margin: .2rem 0 0; white-space: pre-wrap; font: 13px ui-monospace, monospace; }
 .PASS { color: #2e7d32; } .FAIL, .XPASS { color: #c62828; } .ERROR { color: #8e24aa; }
 .XFAIL { color: #8d6e00; } .UNSUPPORTED { color: #00798c; } .SKIPPED { color: #888; }
-label { margin-right: 1rem; white-space: nowrap; } input[type=search] { font: inherit; width: 20rem; max-width: 100%; }
+label { margin-right: 1rem; white-space: nowrap; }
+input[type=search] { font: inherit; width: 20rem; max-width: 100%; }
 """
 
 _SCRIPT: Final = """
@@ -75,16 +78,19 @@ def dump_html(run: Run) -> str:
     return f"""<!doctype html>
 <html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">
 <title>{name}: conformance</title><style>{_STYLE}</style>
-<h1>{name}: conformance to the checkpoint format ckptfmt {html.escape("/".join(described.spec))}</h1>
+<h1>{name}: conformance to the checkpoint format ckptfmt
+{html.escape("/".join(described.spec))}</h1>
 <p>{badge_svg(run).strip()}</p>
 <p>Claim level: <b>{html.escape(said_claim(run)) or "none"}</b>. {chosen}
 Adapter <code>{html.escape(run.adapter)}</code>, suite {__version__},
 {len(run.results)} cases in {run.seconds:.1f} s, {when}.</p>
-<p><small>Roles: {html.escape(", ".join(described.roles))}. Kinds: {html.escape(", ".join(described.kinds))}.
+<p><small>Roles: {html.escape(", ".join(described.roles))}.
+Kinds: {html.escape(", ".join(described.kinds))}.
 Features: {html.escape(", ".join(described.features)) or "none"}.</small></p>{idle}
 <p>{boxes}<input type=search placeholder="id, clause, code, ..." aria-label=search></p>
 <table><thead><tr><th>Status<th>Case<th>Clauses<th>Seconds</tr></thead>
-{"".join(itertools.starmap(_group, group_by_clause(run.results).items()))}</table><script>{_SCRIPT}</script></html>
+{"".join(itertools.starmap(_group, group_by_clause(run.results).items()))}</table>
+<script>{_SCRIPT}</script></html>
 """
 
 

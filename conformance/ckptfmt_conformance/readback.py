@@ -33,12 +33,14 @@ FIELDS: Final = ("weights", "optimizer", "rng", "data", "config", "topology", "p
 ORIGIN: Final = ("run_id", "launch", "nonce", "step", "attempt", "writer_count", "block_nbytes")
 #: Size of an element in bytes, and the tag in a shard's header; spec/50-shards.md.
 DTYPES: Final[dict[str, tuple[int, str]]] = {
-    "bool": (1, "BOOL"), "uint8": (1, "U8"), "int8": (1, "I8"), "uint16": (2, "U16"), "int16": (2, "I16"),
-    "uint32": (4, "U32"), "int32": (4, "I32"), "uint64": (8, "U64"), "int64": (8, "I64"), "float16": (2, "F16"),
-    "bfloat16": (2, "BF16"), "float32": (4, "F32"), "float64": (8, "F64"), "complex64": (8, "C64"),
-    "float8_e4m3fn": (1, "F8_E4M3"), "float8_e5m2": (1, "F8_E5M2"), "float8_e8m0fnu": (1, "F8_E8M0"),
-    "float8_e4m3fnuz": (1, "F8_E4M3FNUZ"), "float8_e5m2fnuz": (1, "F8_E5M2FNUZ"), "complex128": (16, ""),
-    "complex32": (4, ""), "float4_e2m1fn_x2": (1, ""),
+    "bool": (1, "BOOL"), "uint8": (1, "U8"), "int8": (1, "I8"),
+    "uint16": (2, "U16"), "int16": (2, "I16"), "uint32": (4, "U32"), "int32": (4, "I32"),
+    "uint64": (8, "U64"), "int64": (8, "I64"),
+    "float16": (2, "F16"), "bfloat16": (2, "BF16"), "float32": (4, "F32"), "float64": (8, "F64"),
+    "complex64": (8, "C64"), "float8_e4m3fn": (1, "F8_E4M3"), "float8_e5m2": (1, "F8_E5M2"),
+    "float8_e8m0fnu": (1, "F8_E8M0"), "float8_e4m3fnuz": (1, "F8_E4M3FNUZ"),
+    "float8_e5m2fnuz": (1, "F8_E5M2FNUZ"), "complex128": (16, ""), "complex32": (4, ""),
+    "float4_e2m1fn_x2": (1, ""),
 }  # fmt: skip
 #: Columns with one entry per dimension of each row.
 _FLATTENED: Final = frozenset({"global_shape", "begin", "cut_shape"})

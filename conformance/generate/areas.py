@@ -19,8 +19,8 @@ from conformance.generate.kept import is_kept
 
 #: Members of a case, in the order in which a person reads them.
 _ORDER = (
-    "id", "description", "derived_from", "edit", "requirements", "kind", "request", "path", "expect", "why",
-    "bug_class", "roles", "spec", "features", "source", "files",
+    "id", "description", "derived_from", "edit", "requirements", "kind", "request", "path",
+    "expect", "why", "bug_class", "roles", "spec", "features", "source", "files",
 )  # fmt: skip
 #: Contents made of these bytes only are written as text, all other contents as base64.
 _PLAIN = frozenset(range(0x20, 0x7F)) | {ord("\n")}
@@ -68,7 +68,7 @@ def _entry(content: bytes) -> dict[str, str]:
 
 
 def _text(value: object, indent: str = "") -> str:
-    """Return JSON text: short values on a single line, long values with a line per member or entry."""
+    """Return JSON text: a short value on a single line, else a line per member or entry."""
     line = json.dumps(value, ensure_ascii=False)
     if (
         not isinstance(value, dict | list)

@@ -17,7 +17,7 @@ _FENCE = re.compile(r"```\w* *(.*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clause:
-    """A labelled clause: page, bound role, codes behind the arrow, and whether tests can check it."""
+    """A labelled clause: page, bound role, codes behind the arrow, and whether it is testable."""
 
     label: str
     page: str

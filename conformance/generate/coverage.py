@@ -18,22 +18,23 @@ TABLE = ROOT / "spec" / "97-coverage.md"
 _HEAD = """\
 # Coverage
 
-Each clause, with what has to be accepted by it, what has to be refused, and a test that cites it.
-The table is generated from these pages, the cases and the tests, by `python -m conformance.generate`.
-With `--check`, that says whether the table is up to date, and whether a clause that can be tested lacks either.
-Of several names the first one is given, and how many more there are; of several tests the first one.
+For each clause, the table names an accepted example, a refused example, and a citing test.
+`python -m conformance.generate` generates the table from the pages, the cases and the tests.
+With `--check`, the command reports a table out of date, and testable clauses without examples.
+A cell gives the first name and the number of further names; the last column gives one test.
 
-Where a file shows the clause, what is accepted and refused are cases of the suite, `conformance/vectors/`.
-No file shows what a reader makes of contents that are whole, or how who writes, commits or cleans goes about it.
-There, what is refused is an implementation with one fault, which breaks the clause:
+Where a file can show the clause, the examples are cases of the suite, `conformance/vectors/`.
+No file can show how a reader handles whole contents, or how an implementation writes,
+commits or cleans up.
+For such a clause, the refused example is an implementation with one fault that breaks the clause:
 
 | Refused | Means |
 |---|---|
 | `page/invalid/...` | a file that every reader has to refuse |
-| `broken/...` | one of the suite's broken adapters; the cases that it names convict it |
-| `mutants/...` | the reference implementation with one fault; the tests that it names convict it, and pass without |
+| `broken/...` | a broken adapter of the suite, convicted by the cases named in the adapter |
+| `mutants/...` | the reference implementation with one fault, convicted by the named tests |
 
-What is accepted is then the case or the test that convicts: whoever keeps to the clause passes it.
+The accepted example is then the convicting case or test: a conforming implementation passes it.
 """
 
 

@@ -11,14 +11,15 @@ __all__ = ["ADAM", "SGD", "Rule", "f32", "narrow", "predicted", "rule_tree"]
 
 #: The members of a rule, in their order, by kind.
 ADAM: dict[str, Any] = {
-    "kind": "adam", "gradient": "bfloat16", "arithmetic": "fused", "moment": "lerp", "square": "gain_first",
-    "update": "product", "copy": "", "amsgrad": False, "clip": 1.0, "l2": 0.0, "decay": 0.9, "gain": 1 - 0.9,
-    "square_decay": 0.999, "square_gain": 1 - 0.999, "shrink": 1 - 0.001 * 0.1, "step_size": 0.001 / (1 - 0.9**2),
-    "bias": (1 - 0.999**2) ** 0.5, "eps": 1e-8,
+    "kind": "adam", "gradient": "bfloat16", "arithmetic": "fused", "moment": "lerp",
+    "square": "gain_first",
+    "update": "product", "copy": "", "amsgrad": False, "clip": 1.0, "l2": 0.0, "decay": 0.9,
+    "gain": 1 - 0.9, "square_decay": 0.999, "square_gain": 1 - 0.999, "shrink": 1 - 0.001 * 0.1,
+    "step_size": 0.001 / (1 - 0.9**2), "bias": (1 - 0.999**2) ** 0.5, "eps": 1e-8,
 }  # fmt: skip
 SGD: dict[str, Any] = {
-    "kind": "sgd", "gradient": "bfloat16", "arithmetic": "separate", "copy": "", "nesterov": False, "clip": 1.0,
-    "l2": 0.0, "decay": 0.9, "gain": 1.0, "step_size": 0.05,
+    "kind": "sgd", "gradient": "bfloat16", "arithmetic": "separate", "copy": "", "nesterov": False,
+    "clip": 1.0, "l2": 0.0, "decay": 0.9, "gain": 1.0, "step_size": 0.05,
 }  # fmt: skip
 
 Rule = dict[str, Any]

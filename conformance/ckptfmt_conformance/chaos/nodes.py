@@ -18,7 +18,10 @@ __all__ = ["Cluster", "Node", "network_problem"]
 #: The environment variable with the mark of a node's processes, including children of children.
 _MARK: Final = "CKPTFMT_CHAOS_NODE"
 #: torchrun's timeouts for the rendezvous and for silent nodes: seconds instead of minutes.
-_RENDEZVOUS: Final = "is_host=0,join_timeout=300,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,read_timeout=60"
+_RENDEZVOUS: Final = (
+    "is_host=0,join_timeout=300,last_call_timeout=1,keep_alive_interval=1"
+    ",keep_alive_max_attempt=5,read_timeout=60"
+)
 
 
 def _ip(*words: str, check: bool = True) -> None:

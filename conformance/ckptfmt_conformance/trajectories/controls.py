@@ -350,60 +350,60 @@ def _data_controls() -> dict[str, Control]:
     return {
         "data.cursor/drop": Control(recipe=_MIXED, drop=_keep_stateful("reading"), **later),
         "data.fetched/damage": Control(recipe=_MIXED, damage=_fetched, **later),
-        "data.tail/damage": Control(recipe=Recipe(data="pad"), cut=(4, 0), damage=_other_plan(tail="carry"), **later),
+        "data.tail/damage": Control(recipe=Recipe(data="pad"), cut=(4, 0),
+                                    damage=_other_plan(tail="carry"), **later),
         "data.skips/drop": Control(
             recipe=Recipe(data="quarantine-mixed"), cut=(8, 0), damage=_other_plan(skips=()),
             named="the data cursor's skips",
         ),
         "data.shard/drop": Control(
-            recipe=Recipe(data="quarantine"), damage=_other_plan(skips=plan_of("quarantine", BATCH).skips[::2]),
+            recipe=Recipe(data="quarantine"),
+            damage=_other_plan(skips=plan_of("quarantine", BATCH).skips[::2]),
             named="the data cursor's skips",
         ),
         "data.stages/drop": Control(
             recipe=_MIXED, damage=_other_plan(stages=first), named="the data cursor's mixture"
         ),
-        "data.elastic/damage": Control(recipe=elastic, worlds=(3, 2), damage=_fetched, named=("the"
-        " data"
-        " cursor")),
-        "foreign.position/drop": Control(recipe=_FOREIGN, drop=_keep_stateful("loader"), named=("the"
-        " data"
-        " cursor")),
+        "data.elastic/damage": Control(recipe=elastic, worlds=(3, 2), damage=_fetched,
+                                       named="the data cursor"),
+        "foreign.position/drop": Control(recipe=_FOREIGN, drop=_keep_stateful("loader"),
+                                         named="the data cursor"),
         "foreign.fetched/damage": Control(
             recipe=_FOREIGN, damage=lambda job: job.take_batch(), named="the data cursor"
         ),
-        "foreign.count/damage": Control(recipe=Recipe(data=COUNT), damage=_count_more, named=("the"
-        " data"
-        " cursor")),
+        "foreign.count/damage": Control(recipe=Recipe(data=COUNT), damage=_count_more,
+                                        named="the data cursor"),
     }  # fmt: skip
 
 
 CONTROLS: Final[Mapping[str, Control]] = {
     "weights/drop": Control(recipe=_MLP, drop=_keep_tensors(_weights), named="the weights"),
     "weights/damage": Control(recipe=_MLP, damage=_flip(_weights), named="the weights"),
-    "weights.tie/damage": Control(recipe=Recipe(model="gpt"), damage=_untie, named=("tie between"
-    " two"
-    " weights")),
+    "weights.tie/damage": Control(recipe=Recipe(model="gpt"), damage=_untie,
+                                  named="tie between two weights"),
     "buffer.mean/drop": Control(
-        recipe=_AVERAGED, drop=_keep_tensors(_buffers, "running_mean"), named=("buffer"
-        " norm.running_mean")
+        recipe=_AVERAGED, drop=_keep_tensors(_buffers, "running_mean"),
+        named="buffer norm.running_mean"
     ),
     "buffer.variance/damage": Control(
         recipe=_AVERAGED, damage=_flip(_buffers, "running_var"), named="buffer norm.running_var"
     ),
     "buffer.tracked/drop": Control(
-        recipe=_MLP, drop=_keep_tensors(_buffers, "num_batches_tracked"), named="num_batches_tracked", learns=False
+        recipe=_MLP, drop=_keep_tensors(_buffers, "num_batches_tracked"),
+        named="num_batches_tracked", learns=False
     ),
-    "buffer.bias/drop": Control(recipe=_MOE, drop=_keep_tensors(_buffers, ".bias"), named="feed.bias"),
+    "buffer.bias/drop": Control(recipe=_MOE, drop=_keep_tensors(_buffers, ".bias"),
+                                named="feed.bias"),
     "buffer.counts/drop": Control(
         recipe=_MOE, cut=(7, 1), drop=_keep_tensors(_buffers, ".counts"), named="feed.counts"
     ),
     "extra_state/drop": Control(
-        recipe=Recipe(model="cnn"), drop=_keep_attributes(_curriculum, "seen"), named=("extra state"
-        " curriculum")
+        recipe=Recipe(model="cnn"), drop=_keep_attributes(_curriculum, "seen"),
+        named="extra state curriculum"
     ),
     "extra_state/damage": Control(
-        recipe=Recipe(model="cnn"), damage=_alter(_curriculum, "seen"), named=("extra state"
-        " curriculum")
+        recipe=Recipe(model="cnn"), damage=_alter(_curriculum, "seen"),
+        named="extra state curriculum"
     ),
     "scheduler/drop": Control(recipe=_MLP, drop=_keep_stateful("scheduler"), named="the scheduler"),
     "scheduler/damage": Control(
@@ -411,48 +411,43 @@ CONTROLS: Final[Mapping[str, Control]] = {
         named="the scheduler",
     ),
     "scheduler.plateau/drop": Control(
-        recipe=Recipe(schedule="plateau"), cut=(5, 0), drop=_keep_stateful("scheduler"), named=("the"
-        " scheduler")
+        recipe=Recipe(schedule="plateau"), cut=(5, 0), drop=_keep_stateful("scheduler"),
+        named="the scheduler"
     ),
-    "scaler.scale/drop": Control(recipe=_HALF, cut=(4, 0), drop=_keep_scaler("scale"), named=("the"
-    " loss"
-    " scaler")),
+    "scaler.scale/drop": Control(recipe=_HALF, cut=(4, 0), drop=_keep_scaler("scale"),
+                                 named="the loss scaler"),
     "scaler.growth/drop": Control(
         recipe=_HALF, cut=(8, 0), drop=_keep_scaler("_growth_tracker"), named="the loss scaler"
     ),
     "cursor/drop": Control(recipe=_MLP, drop=_keep_stateful("cursor"), named="the data cursor"),
-    "cursor/damage": Control(recipe=_MLP, damage=_alter(lambda job: job.cursor, "consumed"), named=("the"
-    " data"
-    " cursor")),
+    "cursor/damage": Control(recipe=_MLP, damage=_alter(lambda job: job.cursor, "consumed"),
+                             named="the data cursor"),
     "window.gradients/drop": Control(
-        recipe=_WINDOW, cut=(7, 1), drop=lambda job: job.core.zero_grad, named=("the accumulation"
-        " window")
+        recipe=_WINDOW, cut=(7, 1), drop=lambda job: job.core.zero_grad,
+        named="the accumulation window"
     ),
-    "averaged.weights/drop": Control(recipe=_AVERAGED, drop=_keep_tensors(_averages), named=("the"
-    " averaged"
-    " weights")),
-    "averaged.weights/damage": Control(recipe=_AVERAGED, damage=_flip(_averages), named=("the"
-    " averaged"
-    " weights")),
+    "averaged.weights/drop": Control(recipe=_AVERAGED, drop=_keep_tensors(_averages),
+                                     named="the averaged weights"),
+    "averaged.weights/damage": Control(recipe=_AVERAGED, damage=_flip(_averages),
+                                       named="the averaged weights"),
     "averaged.count/drop": Control(
-        recipe=_AVERAGED, drop=_keep_tensors(lambda job: {"n": job.averaged.n_averaged}), named=("the"
-        " averaged"
-        " weights")
+        recipe=_AVERAGED, drop=_keep_tensors(lambda job: {"n": job.averaged.n_averaged}),
+        named="the averaged weights"
     ),
     "progress.skipped/drop": Control(
-        recipe=_HALF, drop=_keep_attributes(lambda job: job.progress, "skipped"), named=("loop's"
-        " counters"), learns=False
+        recipe=_HALF, drop=_keep_attributes(lambda job: job.progress, "skipped"),
+        named="loop's counters", learns=False
     ),
     **_moment_controls(),
     **_stream_controls(),
     **_data_controls(),
-    "ranks.stream/damage": Control(recipe=_DDP, damage=_one_for_all, named=("random-number stream"
-    " torch")),
+    "ranks.stream/damage": Control(recipe=_DDP, damage=_one_for_all,
+                                   named="random-number stream torch"),
     "ranks.statistics/damage": Control(
         recipe=_DDP, damage=_statistics_of_first, named="buffer norm.running_mean", learns=False
     ),
-    "elastic.weights/damage": Control(recipe=_ELASTIC, worlds=(3, 2), damage=_flip(_weights), named=("the"
-    " weights")),
+    "elastic.weights/damage": Control(recipe=_ELASTIC, worlds=(3, 2), damage=_flip(_weights),
+                                      named="the weights"),
     "elastic.window/drop": Control(
         recipe=_ELASTIC, worlds=(2, 3), cut=(7, 1), named="the trainer's own state",
         drop=lambda job: lambda: [slot[0].zero_() for slot in job.trainer.window.slots.values()],

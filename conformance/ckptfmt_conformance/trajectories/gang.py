@@ -35,7 +35,8 @@ CELL_S: Final = 120.0
 #: The time limit of all other processes after a failure, in seconds.
 GRACE_S: Final = 2.0
 _PRELOADED: Final = [
-    "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.optim.swa_utils", "numpy.random",
+    "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.optim.swa_utils",
+    "numpy.random",
     # setting deterministic algorithms imports this module, which takes half a second
     "torch._inductor.config",
     "ckptfmt_conformance.trajectories.play",

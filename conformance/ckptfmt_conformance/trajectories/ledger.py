@@ -293,8 +293,10 @@ def _how_telling(name: str) -> tuple[int, str]:
 def _distance(expected: torch.Tensor | str | None, found: torch.Tensor | str | None) -> str:
     """Return the greatest relative difference of two elements, or a word where no number applies.
 
-    >>> _distance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])), _distance("3", "4"), _distance("3", None)
-    ('5e-01', 'differs', 'missing')
+    >>> _distance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0]))
+    '5e-01'
+    >>> _distance("3", "4"), _distance("3", None)
+    ('differs', 'missing')
     """
     if expected is None or found is None:
         return "missing"

@@ -63,14 +63,14 @@ def _accept(made: Page) -> None:
     one = small(run_id=RUN_ID, launch=1)
     two = two_writers(run_id=RUN_ID, launch=1)
     for slug, plan, edit, clauses, says in (
-        ("node", one, _levels("node", "node"), "MAN-012 MAN-005 DEL-001", ("durability node; all"
-        " files are there")),
-        ("peers", one, _levels("peers", "peers"), "MAN-012 MAN-005 DEL-001", ("durability peers;"
-        " all files are there")),
+        ("node", one, _levels("node", "node"), "MAN-012 MAN-005 DEL-001",
+         "durability node; all files are there"),
+        ("peers", one, _levels("peers", "peers"), "MAN-012 MAN-005 DEL-001",
+         "durability peers; all files are there"),
         ("labels", one, _both(_levels("node", "node"), _labelled), "MAN-012 MAN-010 DEL-001",
          "durability, and a metric: two features, and still a full checkpoint"),
-        ("weakest", two, _levels("node", "peers", "node"), "CMT-046 MAN-012", ("the part of writer"
-        " 1 is the weaker one")),
+        ("weakest", two, _levels("node", "peers", "node"), "CMT-046 MAN-012",
+         "the part of writer 1 is the weaker one"),
         ("one-at-home", two, _levels("peers", None, "peers"), "CMT-046 CMT-007",
          "the part of writer 0 has no durability, that of writer 1 has"),
     ):  # fmt: skip
@@ -95,9 +95,12 @@ def _refuse_members(made: Page) -> None:
         edits: list[tuple[str, str, Edit]] = [
             ("unlisted", f"{name} has a durability without the feature",
              set_at(document, "features", "reader", value=[])),
-            ("missing", f"{name} has the feature and no durability", pop_at(document, "durability")),
-            *((f"is-{kind}", f"the durability of {name} is {value!r}", set_at(document, "durability", value=value))
-              for kind, value in (("home", "home"), ("mirror", "mirror"), ("empty", ""), ("number", 1), ("null", None),
+            ("missing", f"{name} has the feature and no durability",
+             pop_at(document, "durability")),
+            *((f"is-{kind}", f"the durability of {name} is {value!r}",
+               set_at(document, "durability", value=value))
+              for kind, value in (("home", "home"), ("mirror", "mirror"), ("empty", ""),
+                                  ("number", 1), ("null", None),
                                   ("list", ["node"]), ("capital", "Node"))),
         ]  # fmt: skip
         for kind, says, edit in edits:
@@ -126,7 +129,8 @@ def _refuse_parts(made: Page) -> None:
          set_at("manifest", "durability", value="peers")),
         ("weaker-than-its-parts", "one-at-home", "the manifest says node, and the part peers",
          set_at("manifest", "durability", value="node")),
-        ("nowhere", "node", "the manifest has a durability, and no part has one", _levels("node", None)),
+        ("nowhere", "node", "the manifest has a durability, and no part has one",
+         _levels("node", None)),
         ("of-the-part-alone", "node", "the part has a durability, and the manifest has none",
          lambda c: _give(c.manifest, None)),
     ):  # fmt: skip
@@ -156,7 +160,8 @@ def _refuse_files(made: Page) -> None:
         return edit
 
     for slug, of, code, says, edit in (
-        ("file-elsewhere", "node", "FILES_IN_CACHES", "the only shard isn't there", remove("weights", 0)),
+        ("file-elsewhere", "node", "FILES_IN_CACHES", "the only shard isn't there",
+         remove("weights", 0)),
         ("file-elsewhere-of-writer-1", "one-at-home", "FILES_IN_CACHES",
          "a shard of writer 1 isn't there, whose part has a durability", remove("weights", 1)),
         ("file-missing-of-writer-0", "one-at-home", "FILE_MISSING",

@@ -32,19 +32,21 @@ def cursor() -> dict[str, Any]:
         },
         "sources": [{"id": "books", "fingerprint": None, "n": COUNT}],
         "skips": [],
-        "ledger": {"alg": "mix64-add4-v1", "count": POSITION, "set_digest": ledger("books", COUNT, SEED, POSITION)},
+        "ledger": {"alg": "mix64-add4-v1", "count": POSITION,
+                   "set_digest": ledger("books", COUNT, SEED, POSITION)},
     }  # fmt: skip
 
 
 def mixed() -> dict[str, Any]:
     """Return a cursor of two sources in two stages, after 16 steps of four."""
     tree = cursor() | {
-        "sources": [{"id": "books", "fingerprint": None, "n": 20}, {"id": "code", "fingerprint": ("by"
-        " hand"), "n": 7}],
+        "sources": [{"id": "books", "fingerprint": None, "n": 20},
+                    {"id": "code", "fingerprint": "by hand", "n": 7}],
         "mixture": {
             "alg": "block-det-v1", "block": 8, "seed": SEED,
             "stages": [
-                {"from_pos": 0, "counts": {"books": 5, "code": 3}}, {"from_pos": 40, "counts": {"books": 8, "code": 0}},
+                {"from_pos": 0, "counts": {"books": 5, "code": 3}},
+                {"from_pos": 40, "counts": {"books": 8, "code": 0}},
             ],
         },
     }  # fmt: skip
@@ -56,12 +58,14 @@ def skipping() -> dict[str, Any]:
     tree = cursor() | {
         "sources": [{"id": "books", "fingerprint": None, "n": 30}],
         "skips": [
-            {"scope": "sample", "policy": "shift", "from_pos": 8, "reason": "nan", "source": "books", "ids": [3, 29]},
+            {"scope": "sample", "policy": "shift", "from_pos": 8, "reason": "nan",
+             "source": "books", "ids": [3, 29]},
             {
-                "scope": "shard", "policy": "hole", "from_pos": 0, "reason": "lost", "source": "books",
-                "shard": "00017.tar", "range": [10, 14],
+                "scope": "shard", "policy": "hole", "from_pos": 0, "reason": "lost",
+                "source": "books", "shard": "00017.tar", "range": [10, 14],
             },
-            {"scope": "sample", "policy": "mask", "from_pos": 1, "reason": "licence", "source": "books", "ids": [0]},
+            {"scope": "sample", "policy": "mask", "from_pos": 1, "reason": "licence",
+             "source": "books", "ids": [0]},
             {"scope": "pos", "policy": "shift", "reason": "spike", "range": [20, 28]},
             {"scope": "pos", "policy": "hole", "reason": "", "range": [30, 31]},
         ],
@@ -200,8 +204,8 @@ def _valid_orders(made: Page) -> None:
 def _others(made: Page) -> None:
     """Add positions of foreign loaders: two accepted positions, and several refused positions."""
     theirs = {
-        "kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0", "per": "worker",
-        "worker_count": 2, "state": {"_num_yielded": 3, "fetcher_state": None},
+        "kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0",
+        "per": "worker", "worker_count": 2, "state": {"_num_yielded": 3, "fetcher_state": None},
     }  # fmt: skip
     leaves = [Leaf(field="data", scope=f"lw/{i}", value=tree_of(theirs)) for i in range(2)]
     made.accept(
@@ -357,7 +361,8 @@ def _cursors(made: Page) -> None:
         ("unit", "CUR-003", "FEATURE_UNSUPPORTED", "plan/unit", "token"),
         ("tail", "CUR-003", "FEATURE_UNSUPPORTED", "plan/tail", "wrap"),
         ("order", "CUR-003", "FEATURE_UNSUPPORTED", "order/alg", "feistel-v2"),
-        ("two-sources", "CUR-009", "CURSOR_FORM", "sources/1", {"id": "web", "fingerprint": None, "n": 3}),
+        ("two-sources", "CUR-009", "CURSOR_FORM", "sources/1",
+         {"id": "web", "fingerprint": None, "n": 3}),
         ("skips", "CUR-003", "FEATURE_UNSUPPORTED", "skips/0", {"scope": "token"}),
         ("mixture", "CUR-003", "FEATURE_UNSUPPORTED", "mixture", {"alg": "block-det-v2"}),
         ("foreign", "CUR-003", "FEATURE_UNSUPPORTED", "foreign", []),

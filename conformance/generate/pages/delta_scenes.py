@@ -51,7 +51,7 @@ CAST = ["d", "kind", "cast", "copy", "bfloat16"]
 
 
 def example() -> Chain:
-    """Return the page's delta: an unchanged bias, a changed weight and the weight's rounded copy."""
+    """Return the page's delta: an unchanged bias, a changed weight and its rounded copy."""
     copy = Tensor(
         name="weight.bfloat16",
         dtype="bfloat16",
@@ -159,9 +159,10 @@ def two_writers() -> Chain:
 
 
 def reject(  # noqa: PLR0917 - a row of a table of cases
-    made: Page, slug: str, link: Chain, edit: Edit | None, clauses: str, error: str, says: str, *, why: str = FORM,
-    bug: str = "AMBIGUITY", phase: str = "open", after: Callable[[FileMap], object] | None = None, of: str = "example",
-    beside: FileMap | None = None,
+    made: Page, slug: str, link: Chain, edit: Edit | None, clauses: str, error: str, says: str, *,
+    why: str = FORM,
+    bug: str = "AMBIGUITY", phase: str = "open", after: Callable[[FileMap], object] | None = None,
+    of: str = "example", beside: FileMap | None = None,
 ) -> None:  # fmt: skip
     """Add a delta that differs from a valid delta by one edit and has to be refused."""
     made.reject(

@@ -166,14 +166,13 @@ def _manifests(made: Page, link: Chain) -> None:
          set_at("manifest", "profile", value="full")),
         ("manifest-no-features", "MAN-005", "PROFILE_MISMATCH", "no features",
          set_at("manifest", "features", "reader", value=[])),
-        ("manifest-feature-unknown", "DOC-010 VER-002", "FEATURE_UNSUPPORTED", ("the feature"
-        " wavelets"),
+        ("manifest-feature-unknown", "DOC-010 VER-002", "FEATURE_UNSUPPORTED",
+         "the feature wavelets",
          set_at("manifest", "features", "reader", value=["cast", "deltas", "sparse", "wavelets"])),
         ("manifest-no-stored-nbytes", "MAN-005", "PROFILE_MISMATCH", "no stored_nbytes of weights",
          lambda c: c.manifest["fields"]["weights"].pop("stored_nbytes")),
-        ("manifest-reference-path", "DEL-002 RUN-008", "DOC_SCHEMA UNSAFE_PATH", ("a reference"
-        " called"
-        " ../elsewhere"),
+        ("manifest-reference-path", "DEL-002 RUN-008", "DOC_SCHEMA UNSAFE_PATH",
+         "a reference called ../elsewhere",
          set_at("manifest", "references", 0, "name", value="../elsewhere")),
         ("manifest-reference-twice", "DEL-002", "COLUMN_ORDER", "one digest under two names",
          set_at("manifest", "references", value=[one, one | {"name": SECOND}])),
@@ -236,8 +235,8 @@ def _lists(made: Page, link: Chain) -> None:
 def _members(made: Page, link: Chain) -> None:
     digest = link.delta.part["references"][0]["digest"]
     for slug, clauses, error, says, key, value in (
-        ("reference-path", "DEL-002", "UNSAFE_PATH", "a reference called ../elsewhere", "references",
-         [{"name": "../elsewhere", "digest": digest}]),
+        ("reference-path", "DEL-002", "UNSAFE_PATH", "a reference called ../elsewhere",
+         "references", [{"name": "../elsewhere", "digest": digest}]),
         ("reference-twice", "DEL-002", "COLUMN_ORDER", "one digest under two names", "references",
          [{"name": BASE, "digest": digest}, {"name": SECOND, "digest": digest}]),
         ("reference-other", "IDX-001 DEL-021", "DOC_MISMATCH", ("a reference that the manifest"
@@ -247,12 +246,10 @@ def _members(made: Page, link: Chain) -> None:
         ("reference-renamed", "DEL-026 IDX-001", "DOC_MISMATCH", ("the reference with another name"
         " than in the manifest"),
          "references", [{"name": SECOND, "digest": digest}]),
-        ("encodings-unsorted", "IDX-003 DEL-003", "COLUMN_ORDER", ("encodings out of the"
-        " registry's order"), "encodings",
-         ["sparse", "same"]),
-        ("encoding-unknown", "DEL-003 ENC-001", "COLUMN_FORM FEATURE_UNSUPPORTED", ("the encoding"
-        " wavelets"), "encodings",
-         ["same", "wavelets"]),
+        ("encodings-unsorted", "IDX-003 DEL-003", "COLUMN_ORDER",
+         "encodings out of the registry's order", "encodings", ["sparse", "same"]),
+        ("encoding-unknown", "DEL-003 ENC-001", "COLUMN_FORM FEATURE_UNSUPPORTED",
+         "the encoding wavelets", "encodings", ["same", "wavelets"]),
     ):  # fmt: skip
         reject(
             made,
@@ -302,26 +299,26 @@ def _extents(made: Page, link: Chain) -> None:
     The rows are, in order: the weight, sparse; its copy, sparse and predicted; the bias, same.
     """
     for slug, clauses, error, says, table, column, value in (
-        ("kind-of-the-pack", "PRT-003", "COLUMN_FORM", "the pack is of the kind safetensors", "files", "kind",
-         Strings(["safetensors"])),
-        ("pack-header-digest", "DEL-012", "COLUMN_FORM", "the pack's header has another digest", "files",
-         "header_digest", bytes(32)),
+        ("kind-of-the-pack", "PRT-003", "COLUMN_FORM", "the pack is of the kind safetensors",
+         "files", "kind", Strings(["safetensors"])),
+        ("pack-header-digest", "DEL-012", "COLUMN_FORM", "the pack's header has another digest",
+         "files", "header_digest", bytes(32)),
         ("pack-nbytes", "PRT-007", "FILE_COVERAGE", ("the pack has a byte more than header and"
         " blocks"), "files",
          "nbytes", Packed([75])),
         ("same-in-a-file", "DEL-004", "COLUMN_FORM FILE_COVERAGE", ("a block that is the base's is"
         " in the pack"),
          "extents", "file", Packed([0, 0, 0])),
-        ("base-missing", "DEL-006", "COLUMN_FORM", "a changed block names no base", "extents", "reference",
-         Packed([0, 0, 1])),
-        ("same-without-base", "DEL-006", "COLUMN_FORM", "a block that is the base's names no base", "extents",
-         "reference", Packed([1, 0, 0])),
-        ("base-and-predicted", "DEL-006", "COLUMN_FORM", "a predicted block names a base", "extents", "reference",
-         Packed([1, 1, 1])),
-        ("same-predicted", "DEL-006", "COLUMN_FORM", "a block that is the base's is predicted", "extents", "predicted",
-         Packed([0, 1, 1])),
-        ("first-predicted", "DEL-006", "COLUMN_FORM", "the first box of the group is predicted", "extents",
-         "predicted", Packed([1, 1, 0])),
+        ("base-missing", "DEL-006", "COLUMN_FORM", "a changed block names no base", "extents",
+         "reference", Packed([0, 0, 1])),
+        ("same-without-base", "DEL-006", "COLUMN_FORM", "a block that is the base's names no base",
+         "extents", "reference", Packed([1, 0, 0])),
+        ("base-and-predicted", "DEL-006", "COLUMN_FORM", "a predicted block names a base",
+         "extents", "reference", Packed([1, 1, 1])),
+        ("same-predicted", "DEL-006", "COLUMN_FORM", "a block that is the base's is predicted",
+         "extents", "predicted", Packed([0, 1, 1])),
+        ("first-predicted", "DEL-006", "COLUMN_FORM", "the first box of the group is predicted",
+         "extents", "predicted", Packed([1, 1, 0])),
         ("stored-not-shorter", "DEL-005", "COLUMN_FORM", ("a block is stored in 24 bytes, and has"
         " as many"), "stored",
          "nbytes", Packed([24, 1])),
@@ -350,7 +347,8 @@ def _groups(made: Page, link: Chain) -> None:
          set_at("part/0", "groups", "kind", value=Strings(["lion"]))),
         ("group-of-unequal", "DEL-009 PRE-001", "boxes of three and of six elements",
          set_at("part/0", "groups", "box", value=Folded([1, -1]))),
-        ("group-none", "DEL-006", "no group, and a predicted block", set_at("part/0", "groups", value=none)),
+        ("group-none", "DEL-006", "no group, and a predicted block",
+         set_at("part/0", "groups", value=none)),
         ("group-cast-with-base", "DEL-010", "a reference of cast, which needs none",
          set_at("part/0", "groups", "reference", value=Packed([1]))),
     ):  # fmt: skip

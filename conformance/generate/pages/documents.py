@@ -204,8 +204,10 @@ def _syntax(made: Page) -> None:
 def _numbers(made: Page) -> None:
     why = "a language with another type for numbers gets another value, or an exception"
     for slug, text in (
-        ("fraction", b"3.0"), ("exponent", b"3e0"), ("negative-zero", b"-0"), ("beyond-2-53", b"9007199254740992"),
-        ("huge-exponent", b"1e400"), ("nan", b"NaN"), ("infinity", b"-Infinity"), ("5001-digits", b"1" + b"0" * 5000),
+        ("fraction", b"3.0"), ("exponent", b"3e0"), ("negative-zero", b"-0"),
+        ("beyond-2-53", b"9007199254740992"),
+        ("huge-exponent", b"1e400"), ("nan", b"NaN"), ("infinity", b"-Infinity"),
+        ("5001-digits", b"1" + b"0" * 5000),
     ):  # fmt: skip
         shown = text.decode() if len(text) < 20 else "an integer of 5001 digits"
         _document(
@@ -396,8 +398,8 @@ def _types(made: Page) -> None:
     )
     for slug, key, value in (
         ("true-for-integer", "step", True),
-        ("arabic-digits", "attempt", "\u0660123456789abcdef"), ("upper-case-hex", "nonce", "AA" * 16),
-        ("another-type", "type", "run"),
+        ("arabic-digits", "attempt", "\u0660123456789abcdef"),
+        ("upper-case-hex", "nonce", "AA" * 16), ("another-type", "type", "run"),
     ):  # fmt: skip
         made.reject(
             slug,

@@ -210,12 +210,13 @@ def _forms(made: Page) -> None:
     runs = b"\7" * 24 + b"\x09" * 36
     long = Tensor(name="w", dtype="uint8", shape=(700,), content=bytes(700))
     for slug, clauses, says, encoding, tensor, content, stored in (
-        ("sparse-plane", "ENC-012 ENC-011", "a plane as a set and two bytes", "planes", base, few, sparse_plane(few)),
+        ("sparse-plane", "ENC-012 ENC-011", "a plane as a set and two bytes", "planes", base, few,
+         sparse_plane(few)),
         ("one-byte", "ENC-008 ENC-012", "a plane of one byte", "planes", base, b"\3" * 60, b"\1\3"),
-        ("zstd", "ENC-008 ENC-009 ENC-012", "a plane in a zstd frame of two runs", "planes", base, runs,
-         zstd_string(runs)),
-        ("frame-checksum", "ENC-009 ENC-024", "a plane in a zstd frame with a checksum", "planes", base, runs,
-         zstd_string(b"", _checked(frame(runs)))),
+        ("zstd", "ENC-008 ENC-009 ENC-012", "a plane in a zstd frame of two runs", "planes", base,
+         runs, zstd_string(runs)),
+        ("frame-checksum", "ENC-009 ENC-024", "a plane in a zstd frame with a checksum", "planes",
+         base, runs, zstd_string(b"", _checked(frame(runs)))),
         ("frame-dictionary-0", "ENC-009 ENC-024", ("a plane in a zstd frame that states the"
         " dictionary id 0"), "planes",
          base, runs, zstd_string(b"", b"\x28\xb5\x2f\xfd\x21\0" + frame(runs)[5:])),
@@ -225,15 +226,16 @@ def _forms(made: Page) -> None:
         ("zstd-of-700", "ENC-008 ENC-009", "a frame whose size takes two bytes", "planes", long,
          b"\4" * 300 + b"\6" * 400,
          zstd_string(b"\4" * 300 + b"\6" * 400)),
-        ("outside", "ENC-011", "a set that lists the places outside of it", "sparse", base, b"\0" + b"\1" * 59,
-         changes(steps_between(b"\0" + b"\1" * 59, bytes(60), "uint8"), 1)),
+        ("outside", "ENC-011", "a set that lists the places outside of it", "sparse", base,
+         b"\0" + b"\1" * 59, changes(steps_between(b"\0" + b"\1" * 59, bytes(60), "uint8"), 1)),
         ("low-bits", "ENC-011 ENC-017", "gaps of which three bits stand apart", "sparse", base, few,
          changes(steps_between(few, bytes(60), "uint8"), 1, k=3)),
-        ("levels-0", "ENC-017 ENC-018", "no levels, but the planes of all heights", "sparse", base, few,
-         changes(steps_between(few, bytes(60), "uint8"), 1, levels=0)),
-        ("levels-3", "ENC-017 ENC-018", "three levels, and what is left of the heights", "sparse", base, few,
-         changes(steps_between(few, bytes(60), "uint8"), 1, levels=3)),
-        ("nothing-changed", "ENC-017 ENC-011", "no change at all", "sparse", base, bytes(60), b"\0"),
+        ("levels-0", "ENC-017 ENC-018", "no levels, but the planes of all heights", "sparse", base,
+         few, changes(steps_between(few, bytes(60), "uint8"), 1, levels=0)),
+        ("levels-3", "ENC-017 ENC-018", "three levels, and what is left of the heights", "sparse",
+         base, few, changes(steps_between(few, bytes(60), "uint8"), 1, levels=3)),
+        ("nothing-changed", "ENC-017 ENC-011", "no change at all", "sparse", base, bytes(60),
+         b"\0"),
     ):  # fmt: skip
         _accept(made, slug, clauses, says, _made(encoding, stored, content, tensor), why)
     steps = steps_between(CONTENT, BEFORE, "float32")
@@ -253,7 +255,8 @@ def _forms(made: Page) -> None:
 
 
 def _refuse(  # noqa: PLR0917 - a row of a table of cases
-    made: Page, slug: str, of: str, clauses: str, says: str, encoding: str, stored: bytes, *, content: bytes = CONTENT,
+    made: Page, slug: str, of: str, clauses: str, says: str, encoding: str, stored: bytes, *,
+    content: bytes = CONTENT,
     base: Tensor = BASE_TENSOR, error: str = "ENCODED_FORM", bug: str = "CRASH",
 ) -> None:  # fmt: skip
     link = _made(encoding, stored, content, base)

@@ -38,7 +38,8 @@ def quarters(second: int = 0) -> Plan:
         (((2, 0), (2, 2)), 0),
         (((2, 2), (2, 2)), second),
     ]
-    pinwheel = [(((0, 0), (1, 2)), 0), (((0, 2), (2, 1)), second), (((1, 0), (2, 1)), 0), (((1, 1), (1, 1)), second),
+    pinwheel = [(((0, 0), (1, 2)), 0), (((0, 2), (2, 1)), second), (((1, 0), (2, 1)), 0),
+                (((1, 1), (1, 1)), second),
                 (((2, 1), (1, 2)), second)]  # fmt: skip
     return Plan(
         tensors=[
@@ -244,14 +245,17 @@ def _tables(made: Page) -> None:
     for slug, clauses, says, table, column, value in (
         ("field-7", "IDX-002", "a field 7", "tensors", "field", Packed([0, 0, 7])),
         ("storage-2", "IDX-002", "a storage of 2", "tensors", "storage", Packed([0, 0, 2])),
-        ("scope-beyond", "IDX-002", "a scope that isn't in scopes", "tensors", "scope", Packed([0, 0, 3])),
+        ("scope-beyond", "IDX-002", "a scope that isn't in scopes", "tensors", "scope",
+         Packed([0, 0, 3])),
         ("ndim-33", "IDX-002 LIM-001", "33 dimensions", "tensors", "ndim", Packed([2, 2, 33])),
-        ("shape-short", "IDX-002", "an extent less than there are dimensions", "tensors", "global_shape",
-         Packed([4, 4, 4, 4, 3])),
+        ("shape-short", "IDX-002", "an extent less than there are dimensions", "tensors",
+         "global_shape", Packed([4, 4, 4, 4, 3])),
         ("extent-beyond", "IDX-002 LIM-001", "an extent of 2^48 + 1", "tensors", "global_shape",
          Packed([4, 4, 4, 4, 3, 2**48 + 1])),
-        ("sharding-beyond", "IDX-002", "a sharding that isn't there", "tensors", "sharding", Packed([0, 0, 2])),
-        ("alias-of-nothing", "IDX-002", "an alias of a tensor that isn't there", "aliases", "tensor", Packed([3])),
+        ("sharding-beyond", "IDX-002", "a sharding that isn't there", "tensors", "sharding",
+         Packed([0, 0, 2])),
+        ("alias-of-nothing", "IDX-002", "an alias of a tensor that isn't there", "aliases",
+         "tensor", Packed([3])),
         ("leaf-of-no-part", "IDX-002", "a leaf in part 2 of one", "leaves", "part", Packed([2, 0])),
         ("parts-digest-short", "IDX-002", "31 bytes for a digest", "parts", "digest", bytes(31)),
     ):  # fmt: skip
@@ -428,7 +432,8 @@ def _tilings(made: Page) -> None:
         ("tiling-bounds", "BOX_BOUNDS", "a box of the pinwheel ends outside of its tensor",
          _shard(CUT, _other(WHEEL, 4, shape=(2, 2)))),
         ("tiling-no-box", "TILING_GAP", "no box at all for a tensor of nine elements", _no_box),
-        ("tiling-grid-narrow", "TILING_GAP", "the grid is a column too narrow", _shard(grid_a, WHEEL)),
+        ("tiling-grid-narrow", "TILING_GAP", "the grid is a column too narrow",
+         _shard(grid_a, WHEEL)),
         ("tiling-grid-wide", "BOX_BOUNDS", "the grid is a column too wide", _shard(grid_b, WHEEL)),
     ):  # fmt: skip
         _reject(made, slug, edit, "IDX-004 CMT-015", error, says, why=LOST, bug="SILENT_DATA_LOSS")
@@ -455,7 +460,8 @@ def _cuts(made: Page) -> None:
     corners = itertools.product((0, 1), repeat=8)
     cut = [Piece(writer=0, begin=(*corner, 0), shape=(1,) * 9) for corner in corners]
     made.accept(
-        "cut-in-8", Plan(tensors=[Tensor(name="w", dtype="int8", shape=(*(2,) * 8, 1), pieces=cut)]),
+        "cut-in-8",
+        Plan(tensors=[Tensor(name="w", dtype="int8", shape=(*(2,) * 8, 1), pieces=cut)]),
         "LIM-001 LIM-002 IDX-004", "a tensor that is cut in eight of its nine dimensions",
         why="a checkpoint within the limits has to be read",
     )  # fmt: skip
@@ -498,8 +504,10 @@ def _order(made: Page) -> None:
     for slug, says, edit in (
         ("tensors-unsorted", "the tensors b and a change places",
          set_at("index", "tensors", "name", value=Strings("bac"))),
-        ("tensors-twice", "two rows of the tensor b", set_at("index", "tensors", "name", value=Strings("bbc"))),
-        ("leaves-unsorted", "topology before config", set_at("index", "leaves", "field", value=Packed([5, 4]))),
+        ("tensors-twice", "two rows of the tensor b",
+         set_at("index", "tensors", "name", value=Strings("bbc"))),
+        ("leaves-unsorted", "topology before config",
+         set_at("index", "leaves", "field", value=Packed([5, 4]))),
         ("aliases-twice", "one alias twice", set_at("index", "aliases", value={
             "tensor": Packed([0, 0]), "name": Strings(["z", "z"])})),
     ):  # fmt: skip
@@ -538,7 +546,8 @@ def _scopes(made: Page) -> None:
 def _origin(made: Page) -> None:
     why = "an index of another attempt speaks of other files"
     for key, value in (
-        ("step", 4), ("nonce", "f" * 32), ("attempt", "f" * 16), ("block_nbytes", 8192), ("saved_unix_s", 1),
+        ("step", 4), ("nonce", "f" * 32), ("attempt", "f" * 16), ("block_nbytes", 8192),
+        ("saved_unix_s", 1),
     ):  # fmt: skip
         _reject(
             made,
@@ -564,22 +573,28 @@ def _origin(made: Page) -> None:
 
 def _members(made: Page) -> None:
     for slug, error, clauses, says, edit in (
-        ("type-part", "DOC_SCHEMA", "DOC-011", "its type is part", set_at("index", "type", value="part")),
-        ("member-unknown", "DOC_SCHEMA", "DOC-011", "a member colour", set_at("index", "colour", value=None)),
-        ("writer-count-0", "DOC_SCHEMA", "DOC-011 LIM-001", "no writers", set_at("index", "writer_count", value=0)),
+        ("type-part", "DOC_SCHEMA", "DOC-011", "its type is part",
+         set_at("index", "type", value="part")),
+        ("member-unknown", "DOC_SCHEMA", "DOC-011", "a member colour",
+         set_at("index", "colour", value=None)),
+        ("writer-count-0", "DOC_SCHEMA", "DOC-011 LIM-001", "no writers",
+         set_at("index", "writer_count", value=0)),
         ("version", "VERSION_UNSUPPORTED", "DOC-010 VER-001", "format_version is 9.0",
          set_at("index", "format_version", value="9.0")),
-        ("feature-unknown", "FEATURE_UNSUPPORTED", "DOC-010 VER-002", ("it needs the feature"
-        " wavelets"),
+        ("feature-unknown", "FEATURE_UNSUPPORTED", "DOC-010 VER-002",
+         "it needs the feature wavelets",
          set_at("index", "features", "reader", value=["wavelets"])),
         ("feature-of-parts", "FEATURE_UNSUPPORTED", "VER-002", ("it needs the feature deltas,"
         " which an index never does"),
          set_at("index", "features", "reader", value=["deltas"])),
-        ("scopes-no-list", "COLUMN_FORM", "IDX-014", "scopes is text", set_at("index", "scopes", value="global")),
-        ("dtypes-of-integers", "COLUMN_FORM", "IDX-014", "a dtype is 7", set_at("index", "dtypes", value=[7])),
+        ("scopes-no-list", "COLUMN_FORM", "IDX-014", "scopes is text",
+         set_at("index", "scopes", value="global")),
+        ("dtypes-of-integers", "COLUMN_FORM", "IDX-014", "a dtype is 7",
+         set_at("index", "dtypes", value=[7])),
         ("tensors-no-map", "DOC_SCHEMA", "IDX-014 DOC-011", "tensors is an array",
          set_at("index", "tensors", value=[])),
-        ("absent-no-map", "MANIFEST_FIELDS", "IDX-014", "absent is an array", set_at("index", "absent", value=[])),
+        ("absent-no-map", "MANIFEST_FIELDS", "IDX-014", "absent is an array",
+         set_at("index", "absent", value=[])),
         ("saved-unix-s-negative", "DOC_SCHEMA", "IDX-014 DOC-011", "saved_unix_s is -1",
          set_at("index", "saved_unix_s", value=-1)),
         ("order-version-first", "VERSION_UNSUPPORTED", "IDX-014 DOC-010",

@@ -87,8 +87,8 @@ def _opens(  # noqa: PLR0917 - a row of a table of cases
     # A validation of a run also checks documents outside the lineage; these cases request no
     # validation.
     made.accept(
-        slug, run.made[comes], clauses, says, why=why, bug="WRONG_RUN", place=comes, beside=run.files, path="",
-        request={},
+        slug, run.made[comes], clauses, says, why=why, bug="WRONG_RUN", place=comes,
+        beside=run.files, path="", request={},
     )  # fmt: skip
 
 
@@ -96,20 +96,22 @@ def _refuses(  # noqa: PLR0917 - a row of a table of cases
     made: Page, slug: str, run: Run, clauses: str, error: str, says: str, *, launch: bool = False
 ) -> None:
     made.reject(
-        slug, "run/valid/simple", None, clauses, error, says, why=LINEAGE, bug="WRONG_RUN", files=run.files,
+        slug, "run/valid/simple", None, clauses, error, says, why=LINEAGE, bug="WRONG_RUN",
+        files=run.files,
         request={"launch": True} if launch else {}, features=["launch"] if launch else [],
     )  # fmt: skip
 
 
 def _resumes(  # noqa: PLR0917 - a row of a table of cases
-    made: Page, slug: str, files: Run | Chain, resume: str | None, passed: list[str], clauses: str, says: str, *,
-    why: str = OLDER,
+    made: Page, slug: str, files: Run | Chain, resume: str | None, passed: list[str], clauses: str,
+    says: str, *, why: str = OLDER,
 ) -> None:  # fmt: skip
     given = files.files if isinstance(files, Run) else files.beside | placed(files.delta)
     made.ask(
-        slug, "", "open", {"launch": True}, clauses, says, why=why, files=given, bug="WRONG_RUN", features=["launch"],
-        result={
-            "launch": {"resume_from": resume, "chosen_by": "fallback" if passed else "lineage", "passed_over": passed}
+        slug, "", "open", {"launch": True}, clauses, says, why=why, files=given, bug="WRONG_RUN",
+        features=["launch"], result={
+            "launch": {"resume_from": resume, "chosen_by": "fallback" if passed else "lineage",
+                       "passed_over": passed}
         },
     )  # fmt: skip
 
@@ -121,7 +123,8 @@ def _overtaken(made: Page) -> None:
         "launch 2 has saved nothing, and what its record names was retired",
     )  # fmt: skip
     _opens(
-        made, "overtaken-by-hand", _retire(_three().launch(2, of=SECOND, by="hand"), 400, 1), FIRST, "RUN-006",
+        made, "overtaken-by-hand", _retire(_three().launch(2, of=SECOND, by="hand"), 400, 1), FIRST,
+        "RUN-006",
         "launch 2 was chosen by hand and has saved nothing, and what its record names was retired",
     )  # fmt: skip
     saved = _three().launch(2, of=SECOND, by="fallback").save(500, 2)
@@ -149,13 +152,14 @@ def _overtaken(made: Page) -> None:
 def _beside(made: Page) -> None:
     """Add damage outside the lineage."""
     _opens(
-        made, "unreadable-beside", _cut(_three().launch(2, of=SECOND, by="fallback").save(500, 2), 800, 1),
+        made, "unreadable-beside",
+        _cut(_three().launch(2, of=SECOND, by="fallback").save(500, 2), 800, 1),
         checkpoint_name(500, 2), "RUN-021 RUN-007",
         "launch 2 passed over step 800, whose register lacks its last byte, and has saved step 500",
     )  # fmt: skip
     _opens(
-        made, "unreadable-beyond", _cut(_three().launch(2, of=SECOND, by="hand"), 800, 1), SECOND, ("RUN-021"
-        " RUN-006"),
+        made, "unreadable-beyond", _cut(_three().launch(2, of=SECOND, by="hand"), 800, 1), SECOND,
+        "RUN-021 RUN-006",
         ("launch 2 was rolled back by hand from step 800, whose register lacks its last byte, and"
         " has saved nothing"),
     )  # fmt: skip
@@ -173,11 +177,14 @@ def _first_candidate(made: Page) -> None:
         ("first-unreadable", "RUN-020 DOC-003", "DOC_SYNTAX",
          "the register of the newest checkpoint lacks its last byte", _cut(simple(), 800, 1)),
         ("abort-of-another-step", "MAN-002 RUN-020", "STEP_MISMATCH",
-         "the register of step 800 holds an abort record of step 900", _abort(simple(), 800, 1, step=900)),
+         "the register of step 800 holds an abort record of step 900",
+         _abort(simple(), 800, 1, step=900)),
         ("tombstone-of-another-launch", "MAN-002 RUN-020", "STEP_MISMATCH",
-         "the register of step 800 of launch 1 holds a tombstone of launch 2", _retire(simple(), 800, 1, launch=2)),
+         "the register of step 800 of launch 1 holds a tombstone of launch 2",
+         _retire(simple(), 800, 1, launch=2)),
         ("tombstone-of-another-run", "RUN-003 RUN-020", "RUN_MISMATCH",
-         "the register of step 800 holds a tombstone of another run", _retire(simple(), 800, 1, run_id=OTHER_RUN)),
+         "the register of step 800 holds a tombstone of another run",
+         _retire(simple(), 800, 1, run_id=OTHER_RUN)),
         ("abort-without-run", "MAN-008 RUN-020", "DOC_SCHEMA",
          "the register of step 800 holds an abort record with the launch, and run_id is null",
          _abort(simple(), 800, 1, run_id=None)),
@@ -188,7 +195,8 @@ def _first_candidate(made: Page) -> None:
          "the register of step 800 holds a tombstone with the launch, and run_id is null",
          _retire(simple(), 800, 1, run_id=None)),
         ("resume-from-digest", "RUN-022 RUN-020", "DOC_DIGEST",
-         "launch 2 has saved nothing, and its record names step 400 with another digest", _other_digest()),
+         "launch 2 has saved nothing, and its record names step 400 with another digest",
+         _other_digest()),
         ("resume-from-aborted", "RUN-022 RUN-020", "CHECKPOINT_ABORTED",
          ("launch 2 has saved nothing, and the register of what its record names holds an abort"
          " record"),
@@ -229,8 +237,8 @@ def _launch(made: Page) -> None:
     )  # fmt: skip
     undecided = _three().drop(f"{THIRD}/manifest.json")
     _resumes(
-        made, "launch-unfinished", undecided, SECOND, [], "RUN-006 RUN-007", ("the greatest step"
-        " has no register"),
+        made, "launch-unfinished", undecided, SECOND, [], "RUN-006 RUN-007",
+        "the greatest step has no register",
         why="what was never committed isn't damaged, and nothing was passed over",
     )  # fmt: skip
     retired = _retire(_three().launch(2, of=SECOND, by="hand"), 400, 1)
@@ -246,8 +254,8 @@ def _launch_damaged(made: Page) -> None:
     foreign = simple().save(1200, 1, run_id=OTHER_RUN)
     moved = simple().save(800, 1, name=checkpoint_name(900, 1))
     for slug, clauses, says, run, older, passed in (
-        ("launch-damaged", "RUN-012", "the newest checkpoint has a damaged block", _damage(simple(), (800, 1)),
-         SECOND, THIRD),
+        ("launch-damaged", "RUN-012", "the newest checkpoint has a damaged block",
+         _damage(simple(), (800, 1)), SECOND, THIRD),
         ("launch-unreadable", "RUN-007", ("the register of the newest checkpoint lacks its last"
         " byte"),
          _cut(simple(), 800, 1), SECOND, THIRD),
@@ -281,17 +289,19 @@ def _launch_lineage(made: Page) -> None:
         "launch 2 went on from step 400 of launch 1, and its only checkpoint has a damaged block",
     )  # fmt: skip
     _resumes(
-        made, "launch-smaller-steps-down", _damage(second(), (500, 2), (400, 1)), FIRST, [saved, SECOND], "RUN-006",
+        made, "launch-smaller-steps-down", _damage(second(), (500, 2), (400, 1)), FIRST,
+        [saved, SECOND], "RUN-006",
         "launch 2 went on from step 400 of launch 1, and both checkpoints have a damaged block",
     )  # fmt: skip
     _resumes(
-        made, "launch-smaller-steps-retired", _retire(_damage(second(), (500, 2)), 400, 1), FIRST, [saved], "RUN-006",
+        made, "launch-smaller-steps-retired", _retire(_damage(second(), (500, 2)), 400, 1), FIRST,
+        [saved], "RUN-006",
         ("launch 2 went on from step 400 of launch 1, which is retired; its only checkpoint has a"
         " damaged block"),
     )  # fmt: skip
     _resumes(
-        made, "launch-smaller-steps-unreadable", _cut(_damage(second(), (500, 2)), 400, 1), FIRST, [saved, SECOND],
-        "RUN-006", "as before, and the register of step 400 lacks its last byte",
+        made, "launch-smaller-steps-unreadable", _cut(_damage(second(), (500, 2)), 400, 1), FIRST,
+        [saved, SECOND], "RUN-006", "as before, and the register of step 400 lacks its last byte",
     )  # fmt: skip
     _resumes(
         made, "launch-resume-from-digest", _other_digest(by="hand"), FIRST, [SECOND], "RUN-022",
@@ -299,7 +309,8 @@ def _launch_lineage(made: Page) -> None:
         why="the digest counts, and not the name: what lies under it is another checkpoint",
     )  # fmt: skip
     _resumes(
-        made, "launch-resume-from-aborted", _abort(_three().launch(2, of=SECOND, by="hand"), 400, 1), FIRST, [SECOND],
+        made, "launch-resume-from-aborted",
+        _abort(_three().launch(2, of=SECOND, by="hand"), 400, 1), FIRST, [SECOND],
         "RUN-022", ("launch 2 has saved nothing, and the register of what its record names holds"
         " an abort record"),
     )  # fmt: skip
@@ -321,7 +332,8 @@ def _launch_lineage(made: Page) -> None:
     deep.save(1000, 3)
     down = [(1000, 3), (900, 2), (800, 1)]
     _resumes(
-        made, "launch-down", _damage(deep, *down), SECOND, [checkpoint_name(*place) for place in down], "RUN-006",
+        made, "launch-down", _damage(deep, *down), SECOND,
+        [checkpoint_name(*place) for place in down], "RUN-006",
         "of three launches the checkpoints on the lineage have damaged blocks, but for the oldest",
     )  # fmt: skip
 
@@ -350,13 +362,14 @@ def _launch_lost(made: Page) -> None:
         "one bit of the record of launch 2 is another; launch 3 went on from it", why,
     )  # fmt: skip
     _opens(
-        made, "launch-record-bit-beside", _spoil(second("hand").launch(3, of=THIRD, by="hand"), 2), THIRD, "RUN-045",
+        made, "launch-record-bit-beside", _spoil(second("hand").launch(3, of=THIRD, by="hand"), 2),
+        THIRD, "RUN-045",
         "one bit of the record of launch 2 is another; launch 3 went back to launch 1 by hand", why,
     )  # fmt: skip
     bare = _spoil(_three().launch(2, of=SECOND), 2)
     _refuses(
-        made, "launch-record-bit-unsaved", bare, "RUN-045 RUN-020", ("DOC_DIGEST DOC_SCHEMA"
-        " DOC_SYNTAX"),
+        made, "launch-record-bit-unsaved", bare, "RUN-045 RUN-020",
+        "DOC_DIGEST DOC_SCHEMA DOC_SYNTAX",
         "one bit of the record of launch 2 is another, which has saved nothing",
     )  # fmt: skip
     for slug, run, resume, chosen_by, passed, says in (
@@ -364,14 +377,15 @@ def _launch_lost(made: Page) -> None:
         ("launch-lost-unsaved", bare, THIRD, "fallback", [], "launch 2 has saved nothing"),
         ("launch-lost-bound", _damage(_spoil(second(), 2), (500, 2)), SECOND, "fallback", [saved],
          "the only checkpoint of launch 2 has a damaged block; step 800 of launch 1 is beyond it"),
-        ("launch-lost-first", _spoil(Run().launch(1), 1), None, "lineage", [], ("it is the first,"
-        " and nothing is saved")),
+        ("launch-lost-first", _spoil(Run().launch(1), 1), None, "lineage", [],
+         "it is the first, and nothing is saved"),
     ):  # fmt: skip
         made.ask(
             slug, "", "open", {"launch": True}, "RUN-045 RUN-007", ("the record of a launch can't"
             f" be read: {says}"),
             why=why, files=run.files, bug="WRONG_RUN", features=["launch"],
-            result={"launch": {"resume_from": resume, "chosen_by": chosen_by, "passed_over": passed}},
+            result={"launch": {"resume_from": resume, "chosen_by": chosen_by,
+                               "passed_over": passed}},
         )  # fmt: skip
 
 
@@ -396,7 +410,8 @@ def _launch_deltas(made: Page) -> None:
     needed = link()
     flip(BASE_SHARD, -len(WEIGHT.content) - 1)(needed.beside)
     made.reject(
-        "launch-base-needed", "run/valid/launch-base-not-needed", None, "RUN-012 RUN-010", "NO_VALID_CHECKPOINT",
+        "launch-base-needed", "run/valid/launch-base-not-needed", None, "RUN-012 RUN-010",
+        "NO_VALID_CHECKPOINT",
         "the base has a damaged block that the delta reads", why=OLDER, bug="DAMAGE_UNSEEN",
         files=needed.beside | placed(needed.delta), request={"launch": True}, features=["launch"],
     )  # fmt: skip
@@ -417,7 +432,8 @@ def _launch_refused(made: Page) -> None:
          ("launch 2 was chosen by hand, and its record names the only checkpoint, which was"
          " retired"), gone),
         ("launch-ring", "RUN-010 RUN-022", "NO_VALID_CHECKPOINT",
-         "the records of launches 2 and 3 name checkpoints of each other, which aren't there", ring),
+         "the records of launches 2 and 3 name checkpoints of each other, which aren't there",
+         ring),
         ("launch-record-of-another-run", "RUN-003", "RUN_MISMATCH", ("the record of launch 2 is of"
         " another run"),
          simple().launch(2, of=THIRD, run_id=OTHER_RUN)),

@@ -171,10 +171,12 @@ def _bad_labels(made: Page) -> None:
             pop_at("manifest", key),
         )
     for slug, value in (
-        ("nan", "NaN"), ("nan-small", "nan"), ("infinity", "Infinity"), ("overflow", "1e309"), ("empty", ""),
-        ("number", 2), ("null", None), ("plus", "+1"), ("hex", "0x1p3"), ("comma", "2,5"), ("point-last", "2."),
-        ("point-first", ".5"), ("space", " 2"), ("capital", "1E3"), ("underscore", "1_000"), ("zeros", "007"),
-        ("long", "0." + "1" * 31), ("digits", "\u0661"),
+        ("nan", "NaN"), ("nan-small", "nan"), ("infinity", "Infinity"), ("overflow", "1e309"),
+        ("empty", ""),
+        ("number", 2), ("null", None), ("plus", "+1"), ("hex", "0x1p3"), ("comma", "2,5"),
+        ("point-last", "2."),
+        ("point-first", ".5"), ("space", " 2"), ("capital", "1E3"), ("underscore", "1_000"),
+        ("zeros", "007"), ("long", "0." + "1" * 31), ("digits", "\u0661"),
     ):  # fmt: skip
         says = f"the value of a metric is {value!r}"
         reject(

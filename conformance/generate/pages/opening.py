@@ -363,7 +363,8 @@ def _ask_to_write(
         key: Tensor(name="x", dtype=dtype, shape=shape) for key, (dtype, shape) in tensors.items()
     }
     found = {
-        key: {"dtype": one.dtype, "shape": list(one.shape), "blake3": blake3(one.content).hexdigest(),
+        key: {"dtype": one.dtype, "shape": list(one.shape),
+              "blake3": blake3(one.content).hexdigest(),
               "first16": payload(math.prod(one.shape) * one.width)[:16].hex()}
         for key, one in made_of.items()
     }  # fmt: skip

@@ -118,8 +118,8 @@ def each_scope(policy: str) -> list[Tree]:
 
 
 def _ask(  # noqa: PLR0917 - a row of a table of cases
-    made: Page, slug: str, tree: Tree, worker: int, workers: int, steps: int, clauses: str, says: str, *,
-    ahead: tuple[int, int] | None = None, why: str = WHY,
+    made: Page, slug: str, tree: Tree, worker: int, workers: int, steps: int, clauses: str,
+    says: str, *, ahead: tuple[int, int] | None = None, why: str = WHY,
 ) -> None:  # fmt: skip
     """Add a case that requests the samples of worker `worker` of `workers`."""
     asked: Tree = {"worker": worker, "worker_count": workers, "steps": steps}
@@ -558,7 +558,8 @@ def _source_seed(name: str) -> int:
 
 def _loaders(made: Page) -> None:
     """Add positions of foreign loaders, for the saved number of workers and for other numbers."""
-    theirs = {"kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0", "per": "worker",
+    theirs = {"kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0",
+              "per": "worker",
               "worker_count": 2}  # fmt: skip
     states = [{"_num_yielded": 3 + i, "fetcher_state": None} for i in range(2)]
     count = {"consumed_train_samples": 640}

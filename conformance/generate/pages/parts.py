@@ -176,19 +176,20 @@ def _columns(made: Page) -> None:
         ("cut-shape-spelled-out-first", "PRT-013", "COLUMN_FORM", ("the first extent of a box in"
         " full, not as 0"),
          "boxes", "cut_shape", Packed([3, 3, 0, 3, 0])),
-        ("replica-2", "IDX-002", "COLUMN_FORM", "a replica of 2", "boxes", "replica", Packed([0, 0, 2, 0])),
-        ("digest-count-less", "PRT-005", "EXTENT_COVERAGE", "a block without a digest", "boxes", "digest_count",
-         Packed([0, 2, 1, 1])),
-        ("box-count-less", "IDX-002", "COLUMN_FORM", "a box that belongs to no tensor", "tensors", "box_count",
-         Packed([1, 1, 1])),
-        ("scope-beyond", "IDX-002", "COLUMN_FORM", "a scope that isn't in scopes", "tensors", "scope",
-         Packed([0, 0, 2])),
-        ("extent-of-no-box", "IDX-002", "COLUMN_FORM", "an extent of box 4 of four", "extents", "box",
-         Folded([3, -4, 0, 2])),
-        ("extent-of-no-file", "IDX-002", "COLUMN_FORM", "an extent in file 1 of one", "extents", "file",
-         Packed([0, 0, 0, 1])),
-        ("digests-odd", "IDX-002", "COLUMN_FORM EXTENT_COVERAGE", "127 bytes for four digests", "digests", "",
-         bytes(127)),
+        ("replica-2", "IDX-002", "COLUMN_FORM", "a replica of 2", "boxes", "replica",
+         Packed([0, 0, 2, 0])),
+        ("digest-count-less", "PRT-005", "EXTENT_COVERAGE", "a block without a digest", "boxes",
+         "digest_count", Packed([0, 2, 1, 1])),
+        ("box-count-less", "IDX-002", "COLUMN_FORM", "a box that belongs to no tensor", "tensors",
+         "box_count", Packed([1, 1, 1])),
+        ("scope-beyond", "IDX-002", "COLUMN_FORM", "a scope that isn't in scopes", "tensors",
+         "scope", Packed([0, 0, 2])),
+        ("extent-of-no-box", "IDX-002", "COLUMN_FORM", "an extent of box 4 of four", "extents",
+         "box", Folded([3, -4, 0, 2])),
+        ("extent-of-no-file", "IDX-002", "COLUMN_FORM", "an extent in file 1 of one", "extents",
+         "file", Packed([0, 0, 0, 1])),
+        ("digests-odd", "IDX-002", "COLUMN_FORM EXTENT_COVERAGE", "127 bytes for four digests",
+         "digests", "", bytes(127)),
     ):  # fmt: skip
 
         def edit(
@@ -237,14 +238,16 @@ def _forms(made: Page) -> None:
     )
 
     for slug, clauses, error, says, edit in (
-        ("boxes-no-map", "IDX-014 DOC-011", "DOC_SCHEMA", "boxes are no map", set_at("part/0", "boxes", value=[])),
+        ("boxes-no-map", "IDX-014 DOC-011", "DOC_SCHEMA", "boxes are no map",
+         set_at("part/0", "boxes", value=[])),
         ("kind-no-column", "IDX-014 DOC-026", "COLUMN_FORM", "the kinds of files are a plain array",
          set_at("part/0", "files", "kind", value=["safetensors"])),
-        ("digests-text", "IDX-014", "COLUMN_FORM", "digests are text", set_at("part/0", "digests", value="00")),
+        ("digests-text", "IDX-014", "COLUMN_FORM", "digests are text",
+         set_at("part/0", "digests", value="00")),
         ("saved-unix-s-text", "IDX-014 DOC-011", "DOC_SCHEMA", "saved_unix_s is text",
          set_at("part/0", "saved_unix_s", value="1")),
-        ("order-profile-first", "IDX-014 MAN-005", "PROFILE_MISMATCH", ("encodings are raw and"
-        " planes, and step is text"),
+        ("order-profile-first", "IDX-014 MAN-005", "PROFILE_MISMATCH",
+         "encodings are raw and planes, and step is text",
          lambda c: c.part.update(encodings=["raw", "planes"], step="3")),
         ("order-writer-first", "IDX-014 DOC-011", "DOC_SCHEMA", ("writer is text, and a scope is"
         " lw/03"),
@@ -333,7 +336,8 @@ def _second_file(c: Checkpoint) -> None:
 def _in_two(c: Checkpoint) -> None:
     """Give the only box, of two blocks, an extent for each of them."""
     c.part["extents"] |= {
-        "box": Folded([0, -1]), "block_begin": Packed([0, 1]), "block_count": Packed([1, 1]), "key": Strings(["", ""]),
+        "box": Folded([0, -1]), "block_begin": Packed([0, 1]), "block_count": Packed([1, 1]),
+        "key": Strings(["", ""]),
         "file": Packed([0, 0]), "gap_nbytes": Packed([0, 0]), "encoding": Packed([0, 0]),
     }  # fmt: skip
 
@@ -360,8 +364,8 @@ def _extents(made: Page) -> None:
         why="of extents that begin at the same byte the order of boxes decides",
     )  # fmt: skip
     made.reject(
-        "no-bytes-unsorted", "no-bytes", set_at("part/0", "extents", "box", value=Folded([1, -2])), "IDX-003",
-        "COLUMN_ORDER", "the extents of two boxes without bytes change places",
+        "no-bytes-unsorted", "no-bytes", set_at("part/0", "extents", "box", value=Folded([1, -2])),
+        "IDX-003", "COLUMN_ORDER", "the extents of two boxes without bytes change places",
         why="one content has one form", bug="AMBIGUITY",
     )  # fmt: skip
     _reject(
@@ -467,23 +471,26 @@ def _undigested(c: Checkpoint) -> None:
 
 def _members(made: Page) -> None:
     for slug, error, clauses, says, edit in (
-        ("type-index", "DOC_SCHEMA", "DOC-011", "its type is index", set_at("part/0", "type", value="index")),
+        ("type-index", "DOC_SCHEMA", "DOC-011", "its type is index",
+         set_at("part/0", "type", value="index")),
         ("member-missing", "DOC_SCHEMA", "DOC-011", "no digests", lambda c: c.part.pop("digests")),
         ("member-of-deltas", "DOC_SCHEMA", "DOC-011", "a table groups, which only deltas have",
          set_at("part/0", "groups", value={})),
-        ("writer-beyond", "DOC_SCHEMA", "DOC-011", "it is of writer 1 of one", set_at("part/0", "writer", value=1)),
+        ("writer-beyond", "DOC_SCHEMA", "DOC-011", "it is of writer 1 of one",
+         set_at("part/0", "writer", value=1)),
         ("features-without-deltas", "DOC_SCHEMA", "DOC-011", ("it needs the feature deltas, and"
         " has no column of them"),
          set_at("part/0", "features", "reader", value=["deltas"])),
-        ("feature-unknown", "FEATURE_UNSUPPORTED", "DOC-010 VER-002", ("it needs the feature"
-        " wavelets"),
+        ("feature-unknown", "FEATURE_UNSUPPORTED", "DOC-010 VER-002",
+         "it needs the feature wavelets",
          set_at("part/0", "features", "reader", value=["wavelets"])),
         ("version", "VERSION_UNSUPPORTED", "DOC-010 VER-001", "format_version is 9.0",
          set_at("part/0", "format_version", value="9.0")),
         ("encodings-more", "PROFILE_MISMATCH", "MAN-005", "the encoding planes is listed",
          set_at("part/0", "encodings", value=["raw", "planes"])),
         ("references", "PROFILE_MISMATCH", "MAN-005", "a reference, without the feature",
-         set_at("part/0", "references", value=[{"name": "step-00000002-l0001", "digest": bytes(32)}])),
+         set_at("part/0", "references",
+                value=[{"name": "step-00000002-l0001", "digest": bytes(32)}])),
         ("absent-long", "MANIFEST_FIELDS", "PRT-009 MAN-003", "a reason of 1001 characters",
          set_at("part/0", "absent", "data", value="x" * 1001)),
     ):  # fmt: skip

@@ -73,8 +73,8 @@ def _roles(rule: Rule) -> list[str]:
 
 
 def group(
-    rule: Rule, *, first: str = "gradient", how: int = 0, missed: bool = False, nan: bool = False, odd: str = "",
-    without: str = "",
+    rule: Rule, *, first: str = "gradient", how: int = 0, missed: bool = False, nan: bool = False,
+    odd: str = "", without: str = "",
 ) -> Chain:  # fmt: skip
     """Return a delta of an optimizer's state, a step after its base.
 
@@ -133,7 +133,9 @@ def group(
     blocks = dict.fromkeys(roles[1:], b"\x00")
     blocks["weight"] = changes(steps_between(after["weight"], expected, "float32"), 4)
     if first == "gradient":
-        lead = _moments(rule, [from_stored(rule, *one) for one in zip(grain, before["weight"], strict=True)],
+        lead = _moments(rule,
+                        [from_stored(rule, *one)
+                         for one in zip(grain, before["weight"], strict=True)],
                         before[roles[0]])  # fmt: skip
         rest = changes(steps_between(_pack(moments), _pack(lead), "float32"), 4, levels=0)
         blocks[roles[0]] = _gradient_block(b"".join(grain), how, rest)
@@ -223,12 +225,16 @@ def _valid(made: Page) -> None:
     clauses += "DEL-009 DEL-010 DEL-011"
     for slug, says, link in (
         ("adam", "AdamW: a stored gradient, second moment and weight as predicted", group(ADAM)),
-        ("adam-planes", "the gradient in planes, one weight that wasn't predicted", group(ADAM, how=1, missed=True)),
-        ("adam-separate", "products and sums rounded one by one", group(ADAM | {"arithmetic": "separate"})),
-        ("adam-double", "scalars of binary64", group(ADAM | {"arithmetic": "double", "square": "gain_last"})),
+        ("adam-planes", "the gradient in planes, one weight that wasn't predicted",
+         group(ADAM, how=1, missed=True)),
+        ("adam-separate", "products and sums rounded one by one",
+         group(ADAM | {"arithmetic": "separate"})),
+        ("adam-double", "scalars of binary64",
+         group(ADAM | {"arithmetic": "double", "square": "gain_last"})),
         ("adam-sum", "a moment by a sum, the square's gain last, a quotient",
          group(ADAM | {"moment": "sum", "square": "gain_last", "update": "quotient"})),
-        ("adam-amsgrad", "the maximum of the second moments as a member", group(ADAM | {"amsgrad": True})),
+        ("adam-amsgrad", "the maximum of the second moments as a member",
+         group(ADAM | {"amsgrad": True})),
         ("adam-copy", "a copy in bfloat16 behind the weight", group(ADAM | {"copy": "bfloat16"})),
         ("adam-l2-and-clip", "weight decay in the gradient, which was clipped",
          group(ADAM | {"l2": 0.01, "clip": 0.5, "shrink": 1.0, "gradient": "float16"})),
@@ -249,14 +255,16 @@ def _valid(made: Page) -> None:
          group(ADAM | {"l2": 3e-9, "shrink": 1.0}, first="sparse")),
         ("adam-base-without-copy", "a copy of the weights that the base doesn't have",
          group(ADAM | {"copy": "bfloat16"}, without="copy")),
-        ("adam-first-raw", "the first moment raw, and the gradient read off it", group(ADAM, first="raw")),
+        ("adam-first-raw", "the first moment raw, and the gradient read off it",
+         group(ADAM, first="raw")),
         ("adam-float32", ("a gradient of binary32: the first moment as what it differs in from the"
         " decayed one"),
          group(ADAM | {"gradient": "float32"}, first="sparse")),
         ("adam-decayed", ("the first moment as what it differs in from the decayed one, and a"
         " gradient of bfloat16"),
          group(ADAM, first="sparse")),
-        ("adam-nan", "a second moment that is a NaN, so that the weight stays as it was", group(ADAM, nan=True)),
+        ("adam-nan", "a second moment that is a NaN, so that the weight stays as it was",
+         group(ADAM, nan=True)),
         ("adam-nan-gradient", ("a stored gradient that is a NaN, so that the first moment stays as"
         " it was"),
          group(ADAM, odd="nan")),
@@ -288,7 +296,8 @@ def _valid_casts(made: Page) -> None:
          _cast("float16", ODD)),
         ("cast-bfloat16", "PRE-004 ", "a copy in bfloat16 of a raw master that has more of these",
          _cast("bfloat16", ODD + MORE_NANS)),
-        ("cast-of-two-blocks", "", "a block of the copy goes with two of the master", _cast("bfloat16", LONG)),
+        ("cast-of-two-blocks", "", "a block of the copy goes with two of the master",
+         _cast("bfloat16", LONG)),
     ):  # fmt: skip
         own = f"PRE-001 {clauses}PRE-016 DEL-010 DEL-011"
         made.accept(
@@ -361,8 +370,8 @@ def _cast(dtype: str, content: bytes) -> Chain:
 
 
 def _reject(  # noqa: PLR0917 - a row of a table of cases
-    made: Page, slug: str, link: Chain, edit: Edit, clauses: str, error: str, says: str, *, bug: str = "CRASH",
-    phase: str = "read",
+    made: Page, slug: str, link: Chain, edit: Edit, clauses: str, error: str, says: str, *,
+    bug: str = "CRASH", phase: str = "read",
 ) -> None:  # fmt: skip
     made.reject(
         slug,
@@ -535,16 +544,18 @@ def _others(made: Page, link: Chain) -> None:
 
     two = _two_casts()
     made.accept(
-        "two-groups", two.delta, "DEL-009 IDX-003", "two groups of one kind", why=WHY, bug="WRONG_BYTES", place=DELTA,
-        beside=two.beside,
+        "two-groups", two.delta, "DEL-009 IDX-003", "two groups of one kind", why=WHY,
+        bug="WRONG_BYTES", place=DELTA, beside=two.beside,
     )  # fmt: skip
     made.reject(
-        "groups-unsorted", "two-groups", set_at("part/0", "groups", "box", value=Folded([2, 1, -3, 1])), "IDX-003",
-        "COLUMN_ORDER", "in groups, the two change places", why="one content has one form", bug="AMBIGUITY",
-        place=DELTA, beside=two.beside,
+        "groups-unsorted", "two-groups",
+        set_at("part/0", "groups", "box", value=Folded([2, 1, -3, 1])), "IDX-003",
+        "COLUMN_ORDER", "in groups, the two change places", why="one content has one form",
+        bug="AMBIGUITY", place=DELTA, beside=two.beside,
     )  # fmt: skip
     made.reject(
-        "groups-counted-anew", "two-groups", set_at("part/0", "groups", "box", value=Folded([0, 1, 2, 1])), "IDX-002",
+        "groups-counted-anew", "two-groups",
+        set_at("part/0", "groups", "box", value=Folded([0, 1, 2, 1])), "IDX-002",
         "COLUMN_FORM", ("in groups, the boxes of the second are counted from 0, as if it were the"
         " first"),
         why=("only the first member of all counts from 0: counted so, the members are boxes 0 and"

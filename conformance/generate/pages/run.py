@@ -38,7 +38,8 @@ class Run:
         """Add the record of a launch with the checkpoint `of` to resume from."""
         digest = self.made[of].digest.hex() if of in self.made else ""
         document = HEAD | {
-            "type": "launch", "run_id": RUN_ID, "launch": number, "nonce": f"{number:032x}", "chosen_by": by,
+            "type": "launch", "run_id": RUN_ID, "launch": number, "nonce": f"{number:032x}",
+            "chosen_by": by,
             "resume_from": {"name": of, "digest": f"blake3:{digest}"} if of else None,
         }  # fmt: skip
         self.files[f"launches/{name or f'{number:04d}'}.json"] = json_document(document | members)[
@@ -47,8 +48,8 @@ class Run:
         return self
 
     def save(
-        self, step: int, launch: int, *, name: str = "", register: bytes | None = None, run_id: str = RUN_ID,
-        edit: Edit | None = None,
+        self, step: int, launch: int, *, name: str = "", register: bytes | None = None,
+        run_id: str = RUN_ID, edit: Edit | None = None,
     ) -> Run:  # fmt: skip
         """Add a checkpoint with a tensor of the step."""
         name = name or checkpoint_name(step, launch)
@@ -256,8 +257,8 @@ def _valid_more(made: Page) -> None:
 
 
 def _reject(  # noqa: PLR0917 - a row of a table of cases
-    made: Page, slug: str, run: Run, clauses: str, error: str, says: str, *, why: str, path: str = "",
-    bug: str = "WRONG_RUN",
+    made: Page, slug: str, run: Run, clauses: str, error: str, says: str, *, why: str,
+    path: str = "", bug: str = "WRONG_RUN",
     phase: str = "open", of: str = "simple",
 ) -> None:  # fmt: skip
     made.reject(
@@ -279,10 +280,12 @@ def _reject(  # noqa: PLR0917 - a row of a table of cases
 def _identity(made: Page) -> None:
     why = "two jobs must not each found a run in one place"
     for slug, clauses, error, says, members in (
-        ("run-id-upper-case", "RUN-001", "DOC_SCHEMA", "run_id is in upper case", {"run_id": RUN_ID.upper()}),
+        ("run-id-upper-case", "RUN-001", "DOC_SCHEMA", "run_id is in upper case",
+         {"run_id": RUN_ID.upper()}),
         ("run-id-short", "RUN-001", "DOC_SCHEMA", "run_id has 31 digits", {"run_id": RUN_ID[1:]}),
         ("run-member", "RUN-001 DOC-011", "DOC_SCHEMA", "a member owner", {"owner": "me"}),
-        ("run-version", "DOC-010 VER-001", "VERSION_UNSUPPORTED", "format_version is 9.0", {"format_version": "9.0"}),
+        ("run-version", "DOC-010 VER-001", "VERSION_UNSUPPORTED", "format_version is 9.0",
+         {"format_version": "9.0"}),
         ("run-feature", "DOC-010 VER-002", "FEATURE_UNSUPPORTED", "it needs the feature packs",
          {"features": {"reader": ["packs"], "writer": []}}),
         ("run-features-65", "VER-008", "DOC_SCHEMA", "65 features",
@@ -316,16 +319,18 @@ def _records(made: Page) -> None:
     first = checkpoint_name(400, 1)
     for slug, clauses, error, says, members in (
         ("launch-number", "RUN-005", "RUN_MISMATCH", "launch is 3, in 0002.json", {"launch": 3}),
-        ("launch-of-another-run", "RUN-003", "RUN_MISMATCH", "run_id is another's", {"run_id": OTHER_RUN}),
+        ("launch-of-another-run", "RUN-003", "RUN_MISMATCH", "run_id is another's",
+         {"run_id": OTHER_RUN}),
         ("launch-nonce", "RUN-002", "DOC_SCHEMA", "nonce has four digits", {"nonce": "0011"}),
-        ("launch-chosen-by", "RUN-007", "DOC_SCHEMA", "chosen_by is chance", {"chosen_by": "chance"}),
+        ("launch-chosen-by", "RUN-007", "DOC_SCHEMA", "chosen_by is chance",
+         {"chosen_by": "chance"}),
         ("launch-without-digest", "RUN-006", "DOC_SCHEMA", "resume_from has no digest",
          {"resume_from": {"name": first}}),
-        ("launch-name-of-another-form", "RUN-008", "DOC_SCHEMA", ("resume_from is"
-        " step-000000400-l0001, of nine digits"),
+        ("launch-name-of-another-form", "RUN-008", "DOC_SCHEMA",
+         "resume_from is step-000000400-l0001, of nine digits",
          {"resume_from": {"name": "step-000000400-l0001", "digest": "blake3:" + "0" * 64}}),
-        ("launch-name-of-five-digits", "RUN-008", "DOC_SCHEMA", ("resume_from is"
-        " step-00000400-l00001"),
+        ("launch-name-of-five-digits", "RUN-008", "DOC_SCHEMA",
+         "resume_from is step-00000400-l00001",
          {"resume_from": {"name": "step-00000400-l00001", "digest": "blake3:" + "0" * 64}}),
         ("launch-elsewhere", "RUN-006", "DOC_SCHEMA", "resume_from is ../elsewhere",
          {"resume_from": {"name": "../elsewhere", "digest": "blake3:" + "0" * 64}}),
@@ -407,7 +412,8 @@ def _orders(made: Page) -> None:
          " the name of step 900"),
          name),
         ("order-run-second", foreign, "RUN-003 IDX-001", "RUN_MISMATCH",
-         "a checkpoint is of another run, and its index has another nonce", checkpoint_name(1200, 1)),
+         "a checkpoint is of another run, and its index has another nonce",
+         checkpoint_name(1200, 1)),
     ):  # fmt: skip
         _reject(
             made,
@@ -423,7 +429,8 @@ def _orders(made: Page) -> None:
         "order-digest-third", "run/valid/simple", None, "MAN-002 OPN-001 VER-004", "STEP_MISMATCH",
         ("the checkpoint of step 800 lies under the name of step 900, and is opened with another"
         " digest"),
-        why=why, path=name, files=simple().save(800, 1, name=name).files, request={"digest": NOBODY},
+        why=why, path=name, files=simple().save(800, 1, name=name).files,
+        request={"digest": NOBODY},
     )  # fmt: skip
     retired = record("tombstone", 800, 1, manifest_digest=NOBODY)
     _reject(
@@ -438,9 +445,8 @@ def _orders(made: Page) -> None:
     garbage.files["run.json"] = b"x"
     made.accept(
         "damaged-run-json-opened", garbage.made[last], "MAN-002 RUN-008",
-        "run.json can't be read, and a checkpoint is opened by itself", why=("the damage isn't the"
-        " checkpoint's"),
-        bug="WRONG_RUN", place=last, beside=garbage.files,
+        "run.json can't be read, and a checkpoint is opened by itself",
+        why="the damage isn't the checkpoint's", bug="WRONG_RUN", place=last, beside=garbage.files,
     )  # fmt: skip
     renamed = simple().save(800, 1, name=name)
     renamed.files["run.json"] = b"x"

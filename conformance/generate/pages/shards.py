@@ -327,18 +327,22 @@ def _entries(made: Page) -> None:
          lambda e: e["bias"].update(strides=[1])),
         ("extent-true", "SHD-011 SHD-007", "SHARD_SHAPE", "an extent of true",
          lambda e: e["bias"].update(shape=[3, True])),
-        ("shape-null", "SHD-011 SHD-007", "SHARD_SHAPE", "a shape of null", lambda e: e["bias"].update(shape=None)),
-        ("tag-null", "SHD-011 SHD-006", "SHARD_DTYPE", "the tag null", lambda e: e["bias"].update(dtype=None)),
+        ("shape-null", "SHD-011 SHD-007", "SHARD_SHAPE", "a shape of null",
+         lambda e: e["bias"].update(shape=None)),
+        ("tag-null", "SHD-011 SHD-006", "SHARD_DTYPE", "the tag null",
+         lambda e: e["bias"].update(dtype=None)),
         ("offset-false", "SHD-011 SHD-006", "SHARD_HEADER_SCHEMA", "the offsets false and 12",
          lambda e: e["bias"].update(data_offsets=[False, 12])),
-        ("box-null", "SHD-011 SHD-006", "SHARD_HEADER_SCHEMA", "null for a box", lambda e: e.update(bias=None)),
-        ("one-offset", "SHD-006", "SHARD_HEADER_SCHEMA", "one offset", lambda e: e["bias"].update(data_offsets=[0])),
-        ("offsets-reversed", "SHD-006 SHD-008", "SHARD_HEADER_SCHEMA SHARD_OFFSETS", ("offsets in"
-        " the"
-        " wrong order"),
-         lambda e: e["bias"].update(data_offsets=[12, 0])),
-        ("tag-lower-case", "SHD-006", "SHARD_DTYPE", "the tag f32", lambda e: e["bias"].update(dtype="f32")),
-        ("negative-extent", "SHD-007", "SHARD_SHAPE", "an extent of -3", lambda e: e["bias"].update(shape=[-3])),
+        ("box-null", "SHD-011 SHD-006", "SHARD_HEADER_SCHEMA", "null for a box",
+         lambda e: e.update(bias=None)),
+        ("one-offset", "SHD-006", "SHARD_HEADER_SCHEMA", "one offset",
+         lambda e: e["bias"].update(data_offsets=[0])),
+        ("offsets-reversed", "SHD-006 SHD-008", "SHARD_HEADER_SCHEMA SHARD_OFFSETS",
+         "offsets in the wrong order", lambda e: e["bias"].update(data_offsets=[12, 0])),
+        ("tag-lower-case", "SHD-006", "SHARD_DTYPE", "the tag f32",
+         lambda e: e["bias"].update(dtype="f32")),
+        ("negative-extent", "SHD-007", "SHARD_SHAPE", "an extent of -3",
+         lambda e: e["bias"].update(shape=[-3])),
         ("large-extent", "SHD-007 LIM-001", "SHARD_SHAPE", "an extent of 2^48 + 1",
          lambda e: e["bias"].update(shape=[2**48 + 1])),
         ("extent-2-64", "SHD-007 LIM-001", "SHARD_SHAPE", "an extent of 2^64 - 1",
@@ -358,7 +362,8 @@ def _entries(made: Page) -> None:
          lambda e: e["weight"].update(data_offsets=[16, 36], shape=[5])),
         ("begins-late", "SHD-008", "SHARD_OFFSETS", "a first box that begins at byte 4",
          lambda e: e["bias"].update(data_offsets=[4, 12], shape=[2])),
-        ("tail", "SHD-008", "SHARD_OFFSETS", "24 bytes behind the last box", lambda e: e.pop("weight")),
+        ("tail", "SHD-008", "SHARD_OFFSETS", "24 bytes behind the last box",
+         lambda e: e.pop("weight")),
         ("offset-beyond", "SHD-008", "SHARD_OFFSETS", "a box that ends outside of the file",
          lambda e: e["weight"].update(data_offsets=[12, 60], shape=[12])),
     ):  # fmt: skip
@@ -380,8 +385,10 @@ def _entries(made: Page) -> None:
 def _mismatches(made: Page) -> None:
     for slug, clauses, says, change in (
         ("other-key", "SHD-010 SHD-009", "another key", lambda e: e.update(biaS=e.pop("bias"))),
-        ("other-tag", "SHD-010", "another tag of the same width", lambda e: e["bias"].update(dtype="I32")),
-        ("other-shape", "SHD-010", "another shape of as many elements", lambda e: e["weight"].update(shape=[3, 2])),
+        ("other-tag", "SHD-010", "another tag of the same width",
+         lambda e: e["bias"].update(dtype="I32")),
+        ("other-shape", "SHD-010", "another shape of as many elements",
+         lambda e: e["weight"].update(shape=[3, 2])),
         ("exchanged", "SHD-010", "the two keys exchanged",
          lambda e: (e.update(weight=e["bias"], bias=e["weight"]))),
         ("one-more", "SHD-010", "a third box, without elements",
@@ -470,7 +477,8 @@ def _files(made: Page) -> None:
         lambda files: (files.pop(SHARD), files.update({f"{SHARD}/x": b""})),
     )
     for slug, says, magic in (
-        ("zip", "a ZIP archive", b"PK\x03\x04\x14\0\0\0"), ("pickle", "a pickle", b"\x80\x04\x95\x1a\0\0\0\0"),
+        ("zip", "a ZIP archive", b"PK\x03\x04\x14\0\0\0"),
+        ("pickle", "a pickle", b"\x80\x04\x95\x1a\0\0\0\0"),
     ):  # fmt: skip
         _reject(
             made,
@@ -487,15 +495,20 @@ def _files(made: Page) -> None:
 def _bits(made: Page) -> None:
     why = "one bit of any byte of any file has to be seen"
     for slug, clauses, error, says, phase, path, at in (
-        ("header", "PRT-008 OPN-011", "HEADER_DIGEST", "the JSON text of a shard", "read", SHARD, 20),
-        ("padding", "PRT-008 OPN-011", "HEADER_DIGEST", "the padding of a shard's header", "read", SHARD, 191),
-        ("first-byte", "TEN-006 OPN-006", "BLOCK_DIGEST", "the first byte of a block", "read", SHARD, 192),
-        ("last-byte", "TEN-006 OPN-006", "BLOCK_DIGEST", "the last byte of a block", "read", SHARD, -1),
-        ("index", "OPN-003 DOC-025", "DOC_DIGEST", "what the index signs", "open", "index-0123456789abcdef.msgpack",
-         200),
-        ("part", "OPN-003 DOC-025", "DOC_DIGEST", "what a part signs", "open", "parts/0123456789abcdef-00000.msgpack",
-         200),
-        ("manifest", "DOC-009", "DOC_DIGEST", "a digit of the manifest", "open", "manifest.json", 40),
+        ("header", "PRT-008 OPN-011", "HEADER_DIGEST", "the JSON text of a shard", "read", SHARD,
+         20),
+        ("padding", "PRT-008 OPN-011", "HEADER_DIGEST", "the padding of a shard's header", "read",
+         SHARD, 191),
+        ("first-byte", "TEN-006 OPN-006", "BLOCK_DIGEST", "the first byte of a block", "read",
+         SHARD, 192),
+        ("last-byte", "TEN-006 OPN-006", "BLOCK_DIGEST", "the last byte of a block", "read", SHARD,
+         -1),
+        ("index", "OPN-003 DOC-025", "DOC_DIGEST", "what the index signs", "open",
+         "index-0123456789abcdef.msgpack", 200),
+        ("part", "OPN-003 DOC-025", "DOC_DIGEST", "what a part signs", "open",
+         "parts/0123456789abcdef-00000.msgpack", 200),
+        ("manifest", "DOC-009", "DOC_DIGEST", "a digit of the manifest", "open", "manifest.json",
+         40),
     ):  # fmt: skip
         made.reject(
             f"bit-in-{slug}",

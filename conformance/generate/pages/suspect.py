@@ -89,11 +89,15 @@ def _refuse_members(made: Page) -> None:
     for document, name in (("manifest", "the manifest"), ("part/0", "the part")):
         slug = document.partition("/")[0]
         edits: list[tuple[str, str, Edit]] = [
-            ("unlisted", f"{name} has a reason without the feature", set_at(document, "features", "reader", value=[])),
+            ("unlisted", f"{name} has a reason without the feature",
+             set_at(document, "features", "reader", value=[])),
             ("missing", f"{name} has the feature and no reason", pop_at(document, "suspect")),
-            ("is-long", f"the reason of {name} has 1001 characters", set_at(document, "suspect", value="x" * 1001)),
-            *((f"is-{kind}", f"the reason of {name} is {value!r}", set_at(document, "suspect", value=value))
-              for kind, value in (("empty", ""), ("true", True), ("number", 1), ("null", None), ("list", ["nan"]))),
+            ("is-long", f"the reason of {name} has 1001 characters",
+             set_at(document, "suspect", value="x" * 1001)),
+            *((f"is-{kind}", f"the reason of {name} is {value!r}",
+               set_at(document, "suspect", value=value))
+              for kind, value in (("empty", ""), ("true", True), ("number", 1), ("null", None),
+                                  ("list", ["nan"]))),
         ]  # fmt: skip
         for kind, says, edit in edits:
             _refuse(made, f"{slug}-{kind}", "small", edit, "MAN-013 DEL-001", "DOC_SCHEMA", says)
@@ -143,24 +147,26 @@ def _launch(made: Page) -> None:
         ("launch-newest", _three(), SECOND, [THIRD], "the newest of three checkpoints is suspect"),
         ("launch-both", both(), FIRST, [THIRD, SECOND], ("the two newest of three checkpoints are"
         " suspect")),
-        ("launch-between", both().save(1200, 1), checkpoint_name(1200, 1), [], ("one that isn't is"
-        " newer than they are")),
+        ("launch-between", both().save(1200, 1), checkpoint_name(1200, 1), [],
+         "one that isn't is newer than they are"),
         ("launch-damaged", damaged, FIRST, [THIRD, SECOND], ("the newest is suspect, and the one"
         " before it is damaged")),
         ("launch-by-hand", _three().launch(2, of=THIRD, by="hand"), THIRD, [],
          "launch 2 began from the suspect one, by hand, and has saved nothing"),
-        ("launch-by-hand-marked", _three().launch(2, of=THIRD, by="hand").save(900, 2, edit=_mark()), THIRD, [last],
+        ("launch-by-hand-marked",
+         _three().launch(2, of=THIRD, by="hand").save(900, 2, edit=_mark()), THIRD, [last],
          "launch 2 began from the suspect one, by hand, and what it saved is suspect"),
-        ("launch-rolled-back", _three().launch(2, of=SECOND).save(900, 2, edit=_mark()), SECOND, [last],
-         "launch 2 began before the suspect one, and its own checkpoint is suspect, too"),
+        ("launch-rolled-back", _three().launch(2, of=SECOND).save(900, 2, edit=_mark()), SECOND,
+         [last], "launch 2 began before the suspect one, and its own checkpoint is suspect, too"),
         ("launch-repaired", _three().launch(2, of=SECOND).save(900, 2), last, [],
          "launch 2 began before the suspect one, and has saved"),
     ):  # fmt: skip
         chosen_by = "fallback" if slug == "launch-damaged" else "lineage"
         made.ask(
-            slug, "", "open", {"launch": True}, "RUN-042 RUN-006 RUN-007", says, why=GOES_ON, files=run.files,
-            bug="WRONG_RUN", features=["launch"],
-            result={"launch": {"resume_from": resume, "chosen_by": chosen_by, "passed_over": passed}},
+            slug, "", "open", {"launch": True}, "RUN-042 RUN-006 RUN-007", says, why=GOES_ON,
+            files=run.files, bug="WRONG_RUN", features=["launch"],
+            result={"launch": {"resume_from": resume, "chosen_by": chosen_by,
+                               "passed_over": passed}},
         )  # fmt: skip
     alone = Run().launch(1).save(400, 1, edit=_mark()).save(800, 1, edit=_mark())
     for slug, clauses, error, is_launch in (
@@ -168,7 +174,8 @@ def _launch(made: Page) -> None:
         ("open-none", "RUN-042 RUN-020", "NOT_COMMITTED", False),
     ):
         made.reject(
-            slug, "run/valid/simple", None, clauses, error, "both checkpoints are suspect", why=GOES_ON,
+            slug, "run/valid/simple", None, clauses, error, "both checkpoints are suspect",
+            why=GOES_ON,
             bug="WRONG_RUN", files=alone.files, request={"launch": True} if is_launch else {},
             features=["launch"] if is_launch else [],
         )  # fmt: skip

@@ -24,7 +24,8 @@ __all__ = ["page"]
 
 ONE_LIST = "a launch that takes it for whole, and one that passes it over, make two runs of one"
 OLD, NEW = (checkpoint_name(step, 1) for step in (400, 800))
-LOADER = {"kind": "ckptfmt.foreign_loader", "v": 1, "lib": "megatron", "version": "", "per": "run", "worker_count": 2,
+LOADER = {"kind": "ckptfmt.foreign_loader", "v": 1, "lib": "megatron", "version": "", "per": "run",
+          "worker_count": 2,
           "state": {"consumed_train_samples": 640}}  # fmt: skip
 WEIGHTS = "weights-0000000000000800-00000.safetensors"
 
@@ -91,10 +92,11 @@ def _run(newest: Checkpoint, after: Callable[[FileMap], object] | None = None) -
 def _resumes(made: Page, slug: str, run: Run, resume: str, clauses: str, says: str) -> None:  # noqa: PLR0917 - a row of a table of cases
     passed = [NEW] if resume == OLD else []
     made.ask(
-        f"launch-{slug}", "", "open", {"launch": True}, clauses, says, why=ONE_LIST, files=run.files, bug="WRONG_RUN",
-        features=["launch"],
+        f"launch-{slug}", "", "open", {"launch": True}, clauses, says, why=ONE_LIST,
+        files=run.files, bug="WRONG_RUN", features=["launch"],
         result={
-            "launch": {"resume_from": resume, "chosen_by": "fallback" if passed else "lineage", "passed_over": passed}
+            "launch": {"resume_from": resume, "chosen_by": "fallback" if passed else "lineage",
+                       "passed_over": passed}
         },
     )  # fmt: skip
 
@@ -104,7 +106,8 @@ def _accept(made: Page) -> None:
     old = Run().launch(1).save(400, 1).files
     clauses = "CKP-008 RUN-006 RUN-012"
     says = "two writers, with something for each point of the list"
-    made.accept("newest", newest, "CKP-008 OPN-009", says, why="it is what the others differ from", place=NEW,
+    made.accept("newest", newest, "CKP-008 OPN-009", says, why="it is what the others differ from",
+                place=NEW,
                 beside=old)  # fmt: skip
     _resumes(made, "newest", _run(newest), NEW, clauses, says)
     litter = _run(newest)
@@ -146,8 +149,8 @@ def _refuse(made: Page, fault: _Fault) -> None:
     damaged = newest if fault.edit is None else newest.edited(fault.edit)
     run = _run(damaged, fault.after)
     made.reject(
-        fault.slug, "whole/valid/newest", None, f"{fault.clauses} CKP-008 OPN-009", fault.error, fault.says,
-        why=ONE_LIST, phase=fault.phase, path=NEW, files=run.files,
+        fault.slug, "whole/valid/newest", None, f"{fault.clauses} CKP-008 OPN-009", fault.error,
+        fault.says, why=ONE_LIST, phase=fault.phase, path=NEW, files=run.files,
     )  # fmt: skip
     _resumes(
         made,
@@ -164,21 +167,22 @@ def _unknown(made: Page) -> None:
     newest = _newest()
     later = cursor() | {"v": 2}
     for slug, edit, error, says in (
-        ("feature", set_at("manifest", "features", "reader", value=["nobody.knows"]), "FEATURE_UNSUPPORTED",
-         "its manifest needs a feature that no reader knows"),
-        ("version", _of_both("format_version", "9.0"), "VERSION_UNSUPPORTED", ("it is of version"
-        " 9.0")),
+        ("feature", set_at("manifest", "features", "reader", value=["nobody.knows"]),
+         "FEATURE_UNSUPPORTED", "its manifest needs a feature that no reader knows"),
+        ("version", _of_both("format_version", "9.0"), "VERSION_UNSUPPORTED",
+         "it is of version 9.0"),
         ("cursor", _data(later), "VERSION_UNSUPPORTED", "its cursor is of version 2"),
     ):  # fmt: skip
         made.reject(
             f"launch-unknown-{slug}", "whole/valid/launch-newest", None, "VER-010 RUN-006", error,
             f"of the newest checkpoint, {says}", why=("nobody found it damaged, and a newer"
             " program goes on from it"),
-            bug="WRONG_RUN", files=_run(newest.edited(edit)).files, request={"launch": True}, features=["launch"],
+            bug="WRONG_RUN", files=_run(newest.edited(edit)).files, request={"launch": True},
+            features=["launch"],
         )  # fmt: skip
     says = "of the newest checkpoint, the cursor is of version 2, and a block is damaged"
-    _resumes(made, "unknown-and-damaged", _run(newest.edited(_data(later)), flip(WEIGHTS, -1)), OLD, ("VER-010"
-    " CKP-008"),
+    _resumes(made, "unknown-and-damaged", _run(newest.edited(_data(later)), flip(WEIGHTS, -1)), OLD,
+             "VER-010 CKP-008",
              says)  # fmt: skip
     beside = (
         Run()
@@ -295,65 +299,64 @@ def _flip_padding(files: FileMap) -> None:
 
 
 _FAULTS = (
-    _Fault(slug="register-member", clauses="DOC-011", error="DOC_SCHEMA", says=("the manifest has a"
-    " member too many"),
-           edit=set_at("manifest", "extra", value=1)),
+    _Fault(slug="register-member", clauses="DOC-011", error="DOC_SCHEMA",
+           says="the manifest has a member too many", edit=set_at("manifest", "extra", value=1)),
     _Fault(slug="register-of-another-step", clauses="MAN-002", error="STEP_MISMATCH",
            says="it is of step 900, and its name says 800", edit=_of_both("step", 900)),
-    _Fault(slug="index-missing", clauses="CKP-004", error="FILE_MISSING", says=("the index isn't"
-    " there"),
-           edit=lambda c: put_file(c.index_name, None)(c)),
+    _Fault(slug="index-missing", clauses="CKP-004", error="FILE_MISSING",
+           says="the index isn't there", edit=lambda c: put_file(c.index_name, None)(c)),
     _Fault(slug="index-summary", clauses="MAN-006", error="MANIFEST_SUMMARY",
            says="the manifest counts a tensor more than the index has",
            edit=set_at("manifest", "fields", "weights", "tensor_count", value=3)),
-    _Fault(slug="part-missing", clauses="CKP-004", error="FILE_MISSING", says=("the part of writer"
-    " 1 isn't there"),
+    _Fault(slug="part-missing", clauses="CKP-004", error="FILE_MISSING",
+           says="the part of writer 1 isn't there",
            edit=lambda c: put_file(c.part_name(1), None)(c)),
     _Fault(slug="part-without-stream", clauses="OPN-004 IDX-001", error="DOC_MISMATCH",
            says="the index names writer 0 for a stream that writer 1 has",
            edit=set_at("index", "streams", "part", 1, value=0)),
-    _Fault(slug="absent-for-another-reason", clauses="CMT-017 IDX-001", error="DOC_MISMATCH", phase="validate",
+    _Fault(slug="absent-for-another-reason", clauses="CMT-017 IDX-001", error="DOC_MISMATCH",
+           phase="validate",
            says="index and manifest give another reason than the parts why provenance is absent",
            edit=_reasons("nobody knows")),
-    _Fault(slug="absent-in-one-part", clauses="CMT-017 IDX-001", error="DOC_MISMATCH", phase="validate",
+    _Fault(slug="absent-in-one-part", clauses="CMT-017 IDX-001", error="DOC_MISMATCH",
+           phase="validate",
            says=("index and manifest say that provenance is absent, for which writer 1 gives no"
            " reason"),
            edit=pop_at("part/1", "absent", "provenance")),
-    _Fault(slug="absent-in-all-parts", clauses="CMT-017 IDX-001", error="DOC_MISMATCH", phase="validate",
+    _Fault(slug="absent-in-all-parts", clauses="CMT-017 IDX-001", error="DOC_MISMATCH",
+           phase="validate",
            says=("index and manifest say that provenance is present, and both parts why it is"
            " absent"), edit=_present),
     _Fault(slug="alias-left-out", clauses="CMT-011 IDX-001", error="DOC_MISMATCH", phase="validate",
            says="the index leaves out an alias that both parts have", edit=_without_alias),
-    _Fault(slug="leaf-of-the-higher", clauses="CMT-014 IDX-001", error="DOC_MISMATCH", phase="validate",
-           says="the index names writer 1 for a leaf that both writers have",
+    _Fault(slug="leaf-of-the-higher", clauses="CMT-014 IDX-001", error="DOC_MISMATCH",
+           phase="validate", says="the index names writer 1 for a leaf that both writers have",
            edit=set_at("index", "leaves", "part", 0, value=1)),
     _Fault(slug="leaf-diverged", clauses="CMT-014", error="LEAF_DIVERGED", phase="validate",
            says="the two writers have other values of one leaf",
            edit=lambda c: c.parts[1]["leaves"]["value"].__setitem__(
                list(c.parts[1]["leaves"]["name"]).index("state"), msgpack(["d", "m", None]))),
-    _Fault(slug="shard-missing", clauses="CKP-004", error="FILE_MISSING", phase="read", says=("a"
-    " shard"
-    " isn't"
-    " there"),
-           after=lambda files: files.pop(WEIGHTS)),
+    _Fault(slug="shard-missing", clauses="CKP-004", error="FILE_MISSING", phase="read",
+           says="a shard isn't there", after=lambda files: files.pop(WEIGHTS)),
     _Fault(slug="shard-longer", clauses="CKP-003", error="FILE_NBYTES", phase="read",
            says="a shard has a byte too many", after=_longer),
     _Fault(slug="header-damaged", clauses="PRT-008", error="HEADER_DIGEST", phase="read",
            says="a bit of a shard's padding is flipped", after=_flip_padding),
-    _Fault(slug="header-of-another-key", clauses="SHD-010", error="SHARD_MISMATCH", phase="validate",
-           says="a shard's header calls a tensor otherwise than the part", edit=_header(b'"bias"', b'"base"')),
-    _Fault(slug="header-of-another-dtype", clauses="SHD-010", error="SHARD_MISMATCH", phase="validate",
-           says="a shard's header gives a tensor another dtype than the part", edit=_header(b'"I16"', b'"U16"')),
+    _Fault(slug="header-of-another-key", clauses="SHD-010", error="SHARD_MISMATCH",
+           phase="validate", says="a shard's header calls a tensor otherwise than the part",
+           edit=_header(b'"bias"', b'"base"')),
+    _Fault(slug="header-of-another-dtype", clauses="SHD-010", error="SHARD_MISMATCH",
+           phase="validate", says="a shard's header gives a tensor another dtype than the part",
+           edit=_header(b'"I16"', b'"U16"')),
     _Fault(slug="block-damaged", clauses="OPN-006", error="BLOCK_DIGEST", phase="read",
            says="a bit of a block is flipped", after=flip(WEIGHTS, -1)),
-    _Fault(slug="leaf-no-tree", clauses="TRE-001", error="TREE_TAG", phase="read", says=("a leaf is"
-    " no"
-    " tree"),
-           edit=_leaf("state", ["x"])),
+    _Fault(slug="leaf-no-tree", clauses="TRE-001", error="TREE_TAG", phase="read",
+           says="a leaf is no tree", edit=_leaf("state", ["x"])),
     _Fault(slug="stream-no-tree", clauses="TRE-001", error="TREE_TAG", phase="read",
            says="the state of a stream is no tree", edit=_stream(["x"])),
-    _Fault(slug="leaf-refers-to-nothing", clauses="TRE-004", error="TREE_REFERENCE", phase="validate",
-           says="a leaf refers to a tensor that isn't there", edit=_leaf("state", ["d", "m", ["T", "w", "torch"]])),
+    _Fault(slug="leaf-refers-to-nothing", clauses="TRE-004", error="TREE_REFERENCE",
+           phase="validate", says="a leaf refers to a tensor that isn't there",
+           edit=_leaf("state", ["d", "m", ["T", "w", "torch"]])),
     _Fault(slug="cursor-form", clauses="CUR-002", error="CURSOR_FORM", phase="validate",
            says="the cursor has a member too many", edit=_data(cursor() | {"world_size": 8})),
     _Fault(slug="loader-form", clauses="CUR-022", error="CURSOR_FORM", phase="validate",
