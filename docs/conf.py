@@ -57,7 +57,7 @@ napoleon_use_rtype = False
 napoleon_custom_sections = [("Attributes", "params_style"), "Shapes", "Units", "Spec", "Source"]
 
 # Fences of the specification whose first word is no language: spec/00-overview.md, "Notation".
-_PLAIN_FENCES = ("edits", "hex", "rejects", "serve")
+_PLAIN_FENCES = ("edits", "hex", "mermaid", "rejects", "serve")
 
 
 #: Sections of docstrings that begin on the line of their name, with their indented continuation:
