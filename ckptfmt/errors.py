@@ -191,23 +191,23 @@ class Code(StrEnum):
     DOC_STRING = ("DOC_STRING", FormatError, _WRITER)
     #: a document nests too deeply
     DOC_DEPTH = ("DOC_DEPTH", FormatError, _WRITER)
-    #: a document isn't in its canonical form
+    #: a document isn't in canonical form
     DOC_NOT_CANONICAL = ("DOC_NOT_CANONICAL", FormatError, _RESTORE)
     #: a document has a missing, unknown or ill-typed member
     DOC_SCHEMA = ("DOC_SCHEMA", FormatError, _WRITER)
-    #: a document isn't the one that its digest names
+    #: a document doesn't have the expected digest
     DOC_DIGEST = ("DOC_DIGEST", IntegrityError, _RESTORE)
     #: two documents of one checkpoint contradict each other
     DOC_MISMATCH = ("DOC_MISMATCH", FormatError, _RESTORE)
-    #: a compressed document doesn't hold what it says
+    #: a compressed document doesn't inflate to the declared content
     DOC_COMPRESSION = ("DOC_COMPRESSION", FormatError, _RESTORE)
-    #: something is larger than the table of limits allows
+    #: a value exceeds the table of limits
     LIMIT_EXCEEDED = ("LIMIT_EXCEEDED", FormatError, _WRITER)
     #: bytes aren't one whole msgpack value
     MSGPACK_SYNTAX = ("MSGPACK_SYNTAX", FormatError, _RESTORE)
     #: a msgpack type is outside of the profile
     MSGPACK_TYPE = ("MSGPACK_TYPE", FormatError, _WRITER)
-    #: a packed array isn't in its one form
+    #: a packed array isn't in canonical form
     PACKED_FORM = ("PACKED_FORM", FormatError, _WRITER)
     #: columns disagree in length, or an entry is out of range
     COLUMN_FORM = ("COLUMN_FORM", FormatError, _WRITER)
@@ -217,17 +217,17 @@ class Code(StrEnum):
     SCOPE_FORM = ("SCOPE_FORM", FormatError, _WRITER)
     #: a tree has an unknown tag, or a tag with the wrong contents
     TREE_TAG = ("TREE_TAG", FormatError, _WRITER)
-    #: a tree refers to a tensor that isn't there
+    #: a tree refers to a missing tensor
     TREE_REFERENCE = ("TREE_REFERENCE", FormatError, _WRITER)
-    #: a data cursor isn't of the form that the specification gives
+    #: a data cursor isn't of the specified form
     CURSOR_FORM = ("CURSOR_FORM", FormatError, _WRITER)
     #: a field is neither present nor absent with a reason
     MANIFEST_FIELDS = ("MANIFEST_FIELDS", FormatError, _WRITER)
-    #: the manifest's summary isn't what the index says
+    #: the manifest's summary contradicts the index
     MANIFEST_SUMMARY = ("MANIFEST_SUMMARY", FormatError, _WRITER)
     #: a full checkpoint has references or encoded blocks
     PROFILE_MISMATCH = ("PROFILE_MISMATCH", FormatError, _WRITER)
-    #: the manifest isn't that of this directory's step and launch
+    #: the manifest has another step or launch than this directory
     STEP_MISMATCH = (
         "STEP_MISMATCH",
         FormatError,
@@ -260,26 +260,26 @@ class Code(StrEnum):
     SHARD_DTYPE = ("SHARD_DTYPE", FormatError, _WRITER)
     #: a shard's header has a shape out of range
     SHARD_SHAPE = ("SHARD_SHAPE", FormatError, _WRITER)
-    #: a shard's tensors don't tile its data exactly
+    #: a shard's tensors don't tile the data exactly
     SHARD_OFFSETS = ("SHARD_OFFSETS", FormatError, _WRITER)
-    #: a shard's header isn't what its part says
+    #: a shard's header contradicts the part
     SHARD_MISMATCH = ("SHARD_MISMATCH", FormatError, _WRITER)
-    #: the stored bytes of a block aren't of its encoding's form
+    #: the stored bytes of a block aren't of the encoding's form
     ENCODED_FORM = ("ENCODED_FORM", FormatError, _WRITER)
-    #: a block decodes to other bytes than were saved
+    #: a block doesn't decode to the saved bytes
     DECODED_DIGEST = ("DECODED_DIGEST", FormatError, _WRITER)
-    #: a base doesn't have what a delta reads from it
+    #: a base lacks content for a delta
     BASE_BLOCK = ("BASE_BLOCK", FormatError, _WRITER)
-    #: the references of a checkpoint leave out what its bases refer to
+    #: the references of a checkpoint leave out references of a base
     REFERENCE_CLOSURE = ("REFERENCE_CLOSURE", FormatError, _WRITER)
     # integrity
     #: a file isn't there
     FILE_MISSING = ("FILE_MISSING", IntegrityError, _RESTORE)
     #: a file has another number of bytes than declared
     FILE_NBYTES = ("FILE_NBYTES", IntegrityError, _RESTORE)
-    #: a block's bytes aren't those that were saved
+    #: a block's bytes aren't the saved bytes
     BLOCK_DIGEST = ("BLOCK_DIGEST", IntegrityError, _RESTORE)
-    #: a shard's header isn't the one that was saved
+    #: a shard's header isn't the saved header
     HEADER_DIGEST = ("HEADER_DIGEST", IntegrityError, _RESTORE)
     #: there is no committed checkpoint here
     NOT_COMMITTED = (
@@ -293,13 +293,13 @@ class Code(StrEnum):
         IntegrityError,
         "Load another checkpoint of the run.",
     )
-    #: this checkpoint was retired and its files deleted
+    #: this checkpoint was retired and the files deleted
     CHECKPOINT_RETIRED = (
         "CHECKPOINT_RETIRED",
         IntegrityError,
         "Load another checkpoint of the run.",
     )
-    #: none of the checkpoints that the lineage names is valid
+    #: no checkpoint in the lineage is valid
     NO_VALID_CHECKPOINT = (
         "NO_VALID_CHECKPOINT",
         IntegrityError,
@@ -308,7 +308,7 @@ class Code(StrEnum):
             " afresh."
         ),
     )
-    #: a checkpoint that this one reads from isn't there
+    #: a base of this checkpoint is missing
     BASE_MISSING = (
         "BASE_MISSING",
         IntegrityError,
@@ -340,10 +340,10 @@ class Code(StrEnum):
         UnsupportedError,
         "Install the ckptfmt that writes this version.",
     )
-    #: the document needs a feature that this reader doesn't know
+    #: the document needs a feature unknown to this reader
     FEATURE_UNSUPPORTED = ("FEATURE_UNSUPPORTED", UnsupportedError, "Install a newer ckptfmt.")
     # layout
-    #: a box leaves its tensor
+    #: a box exceeds the bounds of the tensor
     BOX_BOUNDS = ("BOX_BOUNDS", LayoutError, _WRITER)
     #: the boxes leave a part of a tensor uncovered
     TILING_GAP = ("TILING_GAP", LayoutError, _WRITER)
@@ -365,7 +365,7 @@ class Code(StrEnum):
             " SyncBatchNorm. Otherwise suspect silent corruption."
         ),
     )
-    #: a worker holds a piece of a tensor that no worker wrote
+    #: a worker holds a piece of a tensor, and no worker wrote the piece
     HELD_NOT_WRITTEN = (
         "HELD_NOT_WRITTEN",
         LayoutError,
@@ -373,9 +373,9 @@ class Code(StrEnum):
     )
     #: workers give one tensor different shapes, dtypes or kinds
     TENSOR_DIVERGED = ("TENSOR_DIVERGED", LayoutError, "Give different tensors different names.")
-    #: workers give one value differently
+    #: workers give different values for one leaf
     LEAF_DIVERGED = ("LEAF_DIVERGED", LayoutError, _SCOPE)
-    #: workers disagree on what they save or load
+    #: workers disagree on the content of the save or load
     WRITERS_DIVERGED = (
         "WRITERS_DIVERGED",
         LayoutError,
@@ -398,7 +398,7 @@ class Code(StrEnum):
         StateError,
         "Rename the module, parameter or key that this error names.",
     )
-    #: an optimizer updates a parameter that has no name in weights
+    #: an optimizer updates a parameter without a name in weights
     PARAMETER_UNNAMED = (
         "PARAMETER_UNNAMED",
         StateError,
@@ -413,13 +413,13 @@ class Code(StrEnum):
             " you."
         ),
     )
-    #: the checkpoint lacks a tensor that the state wants
+    #: the checkpoint lacks a tensor of the state
     TENSOR_MISSING = (
         "TENSOR_MISSING",
         StateError,
         "Fix the model; or pass allow=('missing',), which leaves the live tensor as it was made.",
     )
-    #: the checkpoint has a tensor that the state doesn't want
+    #: the checkpoint has a tensor unknown to the state
     TENSOR_UNEXPECTED = (
         "TENSOR_UNEXPECTED",
         StateError,
@@ -437,17 +437,17 @@ class Code(StrEnum):
         StateError,
         "Build the model with the sizes that were saved.",
     )
-    #: the checkpoint lacks a value that the state wants
+    #: the checkpoint lacks a value of the state
     LEAF_MISSING = ("LEAF_MISSING", StateError, "Pass allow=('missing',) to keep the live value.")
-    #: the checkpoint has a value that the state doesn't want
+    #: the checkpoint has a value unknown to the state
     LEAF_UNEXPECTED = ("LEAF_UNEXPECTED", StateError, "Pass allow=('unexpected',) to leave it out.")
-    #: the checkpoint lacks an RNG stream that is live here
+    #: the checkpoint lacks a live RNG stream
     STREAM_MISSING = (
         "STREAM_MISSING",
         StateError,
         "Pass allow=('streams',) to go on with the fresh RNG stream; the claim is lowered.",
     )
-    #: the checkpoint has an RNG stream that nothing here takes
+    #: the checkpoint has an RNG stream without a live counterpart
     STREAM_UNEXPECTED = (
         "STREAM_UNEXPECTED",
         StateError,
@@ -459,13 +459,13 @@ class Code(StrEnum):
         StateError,
         "Build the optimizer with the same groups as when it was saved.",
     )
-    #: a configuration key that defines the run differs
+    #: a configuration key differs, and this key is part of the run's identity
     CONFIG_IDENTITY = (
         "CONFIG_IDENTITY",
         StateError,
         "Use the saved configuration, or take the key out of State(identity=...).",
     )
-    #: an object doesn't hold what its load_state_dict was given
+    #: an object's state differs from the argument of load_state_dict
     READ_BACK = (
         "READ_BACK",
         StateError,
@@ -489,7 +489,7 @@ class Code(StrEnum):
     )
     #: another worker refused the save or the load
     PEER_FAILED = ("PEER_FAILED", StateError, "See the error that the named worker raised.")
-    #: a tensor changed while it was copied beside the training
+    #: a tensor changed during the copy, in parallel to the training
     STATE_CHANGED = (
         "STATE_CHANGED",
         StateError,
@@ -501,7 +501,7 @@ class Code(StrEnum):
         StateError,
         "Free memory, pass slots=1, or pass saver='inline' to save without a snapshot.",
     )
-    #: there isn't enough memory for a tensor that is loaded
+    #: there isn't enough memory for a loaded tensor
     LOAD_MEMORY = (
         "LOAD_MEMORY",
         StateError,
@@ -519,13 +519,13 @@ class Code(StrEnum):
             " -ffast-math."
         ),
     )
-    #: another library's position in its data holds for another number of workers
+    #: a foreign loader's position is valid only for another number of workers
     LOADER_NOT_ELASTIC = (
         "LOADER_NOT_ELASTIC",
         StateError,
         "Load with as many workers as saved, or pass allow=('loader',); the claim is lowered.",
     )
-    #: something is wrong with the training, which is to go back to its last good checkpoint
+    #: an alarm sends the training back to the last good checkpoint
     ALARM = (
         "ALARM",
         StateError,
@@ -546,7 +546,7 @@ class Code(StrEnum):
         CommitError,
         "Save to another path; a committed checkpoint is never changed.",
     )
-    #: this checkpoint stays, since something needs it
+    #: this checkpoint is needed, and stays
     CHECKPOINT_NEEDED = (
         "CHECKPOINT_NEEDED",
         CommitError,
@@ -564,7 +564,7 @@ class Code(StrEnum):
         CommitError,
         "Load what was committed, or save another step.",
     )
-    #: a run went on in two places, or in what was to be its mirror
+    #: a run went on in two places, or in its intended mirror
     HOMES_DIVERGED = (
         "HOMES_DIVERGED",
         CommitError,
@@ -586,21 +586,21 @@ class Code(StrEnum):
         CommitError,
         "Find out why the named writers stopped, then save again.",
     )
-    #: a writer reported that it failed
+    #: a writer reported a failure
     WRITER_FAILED = (
         "WRITER_FAILED",
         CommitError,
         "See the error that the named writer raised, then save again.",
     )
-    #: every slot holds a save that isn't written yet
+    #: every slot holds a save in progress
     SLOTS_BUSY = (
         "SLOTS_BUSY",
         CommitError,
         "Save less often, or pass when_busy='skip'. If the storage hangs, find out why.",
     )
-    #: the save has not reached that state within the time given
+    #: the save has not reached the state within the time given
     SAVE_PENDING = ("SAVE_PENDING", CommitError, "The save goes on: wait again, or longer.")
-    #: the saver process ended before it confirmed the commit
+    #: the saver process ended before confirming the commit
     SAVER_LOST = (
         "SAVER_LOST",
         CommitError,
@@ -609,7 +609,7 @@ class Code(StrEnum):
             " committed."
         ),
     )
-    #: the training process ended before its snapshot was complete
+    #: the training process ended before the snapshot was complete
     TRAINER_LOST = ("TRAINER_LOST", CommitError, "Resume from an older checkpoint.")
     # store
     #: a file is there already
