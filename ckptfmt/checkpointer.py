@@ -486,11 +486,13 @@ class Checkpointer:
 
         Raises: as `StepCount.tell`.
         """
-        before = self.step
-        more = self._count.tell(step)
+        count = self._count
+        before = count.step
+        more = count.tell(step)
         if more:
-            self._begin_witness(before)
-            self._witness.end_step(self.step, self._count.state, is_single=more == 1)
+            if not self._witness.is_recording:
+                self._begin_witness(before)
+            self._witness.end_step(count.step, count.state, is_single=more == 1)
         return more
 
     def restore_rng(self) -> None:
@@ -681,11 +683,12 @@ class Checkpointer:
         Spec: REQ-CMT-001 to REQ-CMT-009, REQ-RUN-004.
         """
         label = functools.partial(Labels.of, metrics, tags, suspect)
-        to_home = asks_for_home(durability) or suspect is not None
+        to_home = (durability is not None and asks_for_home(durability)) or suspect is not None
         if self._count.is_under_way and step is None:
             self._requested = label, to_home
             return None
-        self.restore()
+        if not self._restored:
+            self.restore()
         handle = self._save(step=step, must=False, label=label, to_home=to_home)
         if handle is None and (metrics or tags or suspect) and self._group.writer == 0:
             told = (
@@ -744,16 +747,17 @@ class Checkpointer:
             error = caught
         has_failed = self._handle is not None and self._handle.state == "FAILED"
         noticed, failure = self._pace.look()
+        now = self._count.step
         answer = {
-            "step": self.step,
-            "done": self._saved_step == self.step,
+            "step": now,
+            "done": self._saved_step == now,
             "failed": has_failed,
+            "witness": self._witness.answer(),
             **noticed,
         }
-        answer["witness"] = self._witness.answer()
         told = self._group.agree(error or failure, answer)
-        self._pace.hear(self.step, told)
-        self._witness.hear([theirs["witness"] for theirs in told])
+        self._witness.hear(told)
+        self._pace.hear(now, told)
         # After a failure on any process, all processes may save the step again.
         return any(theirs["failed"] or not theirs["done"] for theirs in told)
 
@@ -768,35 +772,37 @@ class Checkpointer:
     ) -> SaveHandle | None:
         assert self.launch is not None and self._run is not None  # noqa: PT018, S101
         is_new = self._agree(step)
-        self.stopped |= self.alarm is not None
-        if self._pace.gives_up() or not is_new:
+        pace = self._pace
+        has_alarm = pace.alarm is not None
+        self.stopped |= has_alarm
+        if pace.gives_up() or not is_new:
             return None
+        now = self._count.step
+        label = pace.doubt(label)
         place = (self._store, self._run, self.launch)
-        ledger = self._pace.meters.ledger(self.step)
-        target = Target.in_run(*place, step=self.step, retention=self._retention, ledger=ledger)
+        ledger = pace.meters.ledger(now)
+        target = Target.in_run(*place, step=now, retention=self._retention, ledger=ledger)
         handle = self._saves.save(
             self._count.state,
             target,
-            step=self.step,
-            must=must or self.alarm is not None,
+            step=now,
+            must=must or has_alarm,
             deadline_s=deadline_s,
-            label=self._pace.doubt(label),
-            to_home=to_home or self.alarm is not None,
+            label=label,
+            to_home=to_home or has_alarm,
         )
         self._unsaved.note_saved()
         if handle.state != "SKIPPED":
             self._handle = handle
-            self._saved_step = self.step
-            self._witness.note_saved(self.step, self._count.state)
-            if self.launch.resume_from is None and self._short_rehearsal.note_saved(
-                self.step, handle
-            ):
+            self._saved_step = now
+            self._witness.note_saved(now, self._count.state)
+            if self.launch.resume_from is None and self._short_rehearsal.note_saved(now, handle):
                 add_report(
                     self._saves.reports,
-                    f"NOT_REHEARSED: step {self.step} was saved before the steps to repeat",
+                    f"NOT_REHEARSED: step {now} was saved before the steps to repeat",
                 )
-            self._pace.meters.note_save(handle)
-        self._pace.note_save(next_step=self.step + 1)
+            pace.meters.note_save(handle)
+        pace.note_save(next_step=now + 1)
         return handle
 
     def _save_and_stop(self, label: Callable[[], Labels] | None) -> None:

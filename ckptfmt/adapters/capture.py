@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from ckptfmt.adapters import Sides, find_sides
 from ckptfmt.adapters.context import local_facts, own_config, provenance, topology
 from ckptfmt.adapters.data_loaders import UNREAD_SAMPLERS, has_unread_samplers
 from ckptfmt.adapters.live import Kind, Live, Unit, check_source, optimizer_prefix
@@ -61,13 +62,12 @@ def capture(
     for number, unit in enumerate(live.units):
         if not unit.is_given:
             continue
-        encoder = Encoder(field=unit.field, scope=unit.scope, sides=live.sides)
-        leaves += _capture_unit(unit, encoder, live, number)
-        tensors += encoder.sources
+        found, sources = _capture_unit(unit, live, number)
+        leaves += found
+        tensors += sources
     doubts = () if look is None else tuple(look(live.units, leaves, tensors))
-    leaves += _context_leaves(
-        state, live, unsaved, worker=worker, worker_count=worker_count, doubts=doubts
-    )
+    sides = find_sides()  # the code of a value may have imported a library
+    leaves += _context_leaves(state, live, sides, unsaved, worker=worker, doubts=doubts)
     aliases = [
         (tensor.field, alias, tensor.scope) for tensor in tensors for alias in tensor.aliases
     ]
@@ -75,30 +75,37 @@ def capture(
     leaf_names = [(leaf.field, leaf.name, leaf.scope) for leaf in leaves]
     check_unique([*names, *aliases], "tensors")
     check_unique(leaf_names, "values")
-    streams = capture_streams(list_streams(state, live), worker=worker, sides=live.sides)
+    streams = capture_streams(list_streams(state, live, sides.torch), worker=worker, sides=sides)
     given = {field for field, _, _ in (*names, *leaf_names)} | ({"rng"} if streams else set())
+    absent = _absent(state, given)
     return Snapshot(
         tensors=sort_rows(tensors),
         streams=streams,
         leaves=sort_rows(leaves),
-        absent=_absent(state, given),
+        absent=absent,
         declared_by={} if side is None else side.declared_by(tensors),
     )
 
 
-def list_streams(state: State, live: Live) -> list[LiveRngStream]:
+def list_streams(state: State, live: Live, side: Any) -> list[LiveRngStream]:
     """Return the RNG streams that a save contains and a load puts back.
+
+    Args:
+        state: the State.
+        live: the structure of the State.
+        side: the result of `torch_side`.
 
     Raises: as `ckptfmt.adapters.rng_streams.live_streams`: StateError(STATE_UNSUPPORTED,
         STREAM_MISSING).
     """
-    own = [] if state.rng is False else live_streams(state.rng, live.devices)
-    return own + unit_streams(live.units, state.rng)
+    own = [] if state.rng is False else live_streams(state.rng, live.devices, side)
+    return own + unit_streams(live.units, state.rng, side)
 
 
-def _capture_unit(unit: Unit, encoder: Encoder, live: Live, number: int) -> list[Leaf]:
-    """Return the values of an object of the state, and add the object's tensors to the encoder."""
+def _capture_unit(unit: Unit, live: Live, number: int) -> tuple[list[Leaf], list[TensorSource]]:
+    """Return the values and the tensors of an object of the state."""
     side = live.sides.torch
+    encoder = Encoder(field=unit.field, scope=unit.scope, sides=live.sides)
     leaves: list[Leaf] = []
     match unit.kind:
         case Kind.MODULE:
@@ -119,26 +126,25 @@ def _capture_unit(unit: Unit, encoder: Encoder, live: Live, number: int) -> list
             encoder.encode(unit.value, unit.name)
         case Kind.TREE:
             leaves = [encoder.leaf(unit.name, unit.value)]
-    return leaves
+    return leaves, encoder.sources
 
 
 def _context_leaves(
     state: State,
     live: Live,
+    sides: Sides,
     unsaved: Sequence[str],
     *,
     worker: int,
-    worker_count: int,
     doubts: Iterable[str],
 ) -> list[Leaf]:
-    sides = live.sides
-    facts = topology(worker_count=worker_count, side=sides.torch)
+    facts = topology(worker_count=live.worker_count, side=sides.torch)
     values: list[tuple[str, str, Any]] = [("topology", "", facts)]
     config, is_given = own_config(state.config, worker=worker)
     if config is not None and is_given:
         values.append(("config", "", config))
     if worker == 0:
-        facts = local_facts(live)
+        facts = local_facts(live, sides.torch)
         values.append(("provenance", "", provenance(state.provenance, state.init_from)))
         if has_unread_samplers(state):
             facts[UNREAD_SAMPLERS] = True

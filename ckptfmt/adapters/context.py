@@ -178,9 +178,13 @@ def topology(*, worker_count: int, side: Any) -> dict[str, object]:
     }
 
 
-def local_facts(live: Live) -> dict[str, object]:
-    """Return facts about a single worker's machine: devices, threads, environment and meshes."""
-    side = live.sides.torch
+def local_facts(live: Live, side: Any) -> dict[str, object]:
+    """Return facts about a single worker's machine: devices, threads, environment and meshes.
+
+    Args:
+        live: the structure of the State.
+        side: the result of `torch_side`.
+    """
     return {
         "byte_order": sys.byteorder,
         "machine": platform.machine(),

@@ -49,20 +49,17 @@ class Unit:
         put: replaces the object in its container; None if the container is immutable.
         is_given: whether this worker contributes the object to a save. Beneath a `FirstWorker` only
             worker 0 does.
+        name: the path as a name.
     """
 
     field: str
     path: tuple[object, ...]
+    name: str
     scope: str
     kind: Kind
     value: Any
     put: Callable[[object], None] | None
     is_given: bool = True
-
-    @property
-    def name(self) -> str:
-        """The path as a name."""
-        return join_name(self.path)
 
 
 #: The report for an optimizer with a learning-rate schedule but without a saved scheduler.
@@ -78,9 +75,15 @@ _WALKED: Final = (dict, OrderedDict, list, tuple, deque)
 _LEAVES: Final[frozenset[type]] = PLAIN | {np.ndarray}
 
 
-def walk(state: State, *, worker: int) -> Iterator[Unit]:
-    """Yield the units of weights, extra, optimizer and data, in the order of loading."""
-    walker = _Walker(worker_scope(worker), torch_side())
+def walk(state: State, *, worker: int, sides: Sides | None = None) -> Iterator[Unit]:
+    """Yield the units of weights, extra, optimizer and data, in the order of loading.
+
+    Args:
+        state: the state.
+        worker: number of this worker, from 0.
+        sides: the modules for torch and JAX; None to look the modules up.
+    """
+    walker = _Walker(worker, torch_side() if sides is None else sides.torch)
 
     def field(name: str) -> Iterator[Unit]:
         return walker.units(
@@ -187,8 +190,8 @@ def _unwrapped(value: Any) -> Any:
 
 
 class _Walker:
-    def __init__(self, own_scope: str, side: Any) -> None:
-        self.own_scope = own_scope
+    def __init__(self, worker: int, side: Any) -> None:
+        self._worker = worker
         self._side = side
         self._leaves = _LEAVES if side is None else _LEAVES | side.TENSOR_TYPES
 
@@ -219,7 +222,7 @@ class _Walker:
                 " PerWorker outside of"
                 " FirstWorker.",
             )
-        return self.own_scope == worker_scope(0)
+        return self._worker == 0
 
     def units(
         self,
@@ -232,9 +235,9 @@ class _Walker:
         if value is None and not path:
             return
         if isinstance(value, PerWorker):
-            yield from self.units(
-                field, path, self.own_scope, value.value, functools.partial(setattr, value, "value")
-            )
+            scope = worker_scope(self._worker)
+            put = functools.partial(setattr, value, "value")
+            yield from self.units(field, path, scope, value.value, put)
             return
         if isinstance(value, FirstWorker):
             for unit in self.units(
@@ -259,7 +262,8 @@ class _Walker:
             if side is not None and side.is_plain_loader(value):
                 raise side.loader_error(value, where=place_of(field, join_name(path)))
             kind = _kind_of(value, side)
-        yield Unit(field=field, path=path, scope=scope, kind=kind, value=value, put=put)
+        name = join_name(path) if path else ""
+        yield Unit(field=field, path=path, name=name, scope=scope, kind=kind, value=value, put=put)
 
     def _are_plain(self, container: object, depth: int = 0) -> bool:
         """Return whether a container holds plain values, tensors and other values of trees only."""
@@ -287,11 +291,20 @@ class _Walker:
 
         Raises: StateError(ARGUMENT).
         """
+        name = join_name(path)
         for part in value.modules:
             if _kind_of(part, self._side) is not Kind.MODULE:
                 detail = f"Parts holds a {type(part).__qualname__}, which isn't a module"
-                raise err(Code.ARGUMENT, detail, where=place_of(field, join_name(path)))
-            yield Unit(field=field, path=path, scope=scope, kind=Kind.MODULE, value=part, put=None)
+                raise err(Code.ARGUMENT, detail, where=place_of(field, name))
+            yield Unit(
+                field=field,
+                path=path,
+                name=name,
+                scope=scope,
+                kind=Kind.MODULE,
+                value=part,
+                put=None,
+            )
 
 
 def _kind_of(value: object, side: Any) -> Kind:
@@ -370,8 +383,8 @@ class Live:
             raise err(
                 Code.ARGUMENT, f"there is no worker {worker} of {worker_count}", where="writer"
             )
-        units = tuple(walk(state, worker=worker))
         sides = find_sides()
+        units = tuple(walk(state, worker=worker, sides=sides))
         side, of_jax = sides
         trees = [unit for unit in units if unit.kind is Kind.TREE]
         jax_facts = {} if of_jax is None else of_jax.local_facts(trees)

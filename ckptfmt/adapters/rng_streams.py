@@ -85,7 +85,7 @@ def capture_rng(
     >>> drawn == random.random()
     True
     """
-    live = live_streams(generators, frozenset(map(str, devices)))
+    live = live_streams(generators, frozenset(map(str, devices)), torch_side())
     return CapturedRng(
         tuple(dataclasses.replace(stream, read=_returning(stream.read())) for stream in live)
     )
@@ -96,20 +96,21 @@ def _returning(state: object) -> Callable[[], object]:
 
 
 def live_streams(
-    rng: Mapping[str, object] | CapturedRng | None, devices: frozenset[str]
+    rng: Mapping[str, object] | CapturedRng | None, devices: frozenset[str], side: Any
 ) -> list[LiveRngStream]:
     """Return the RNG streams of this process.
 
     Args:
         rng: the caller's generators, by name; or captured streams, which are returned instead.
         devices: torch devices that hold tensors of the state, such as ``cuda:0``.
+        side: the result of `torch_side`.
 
     Raises: StateError(STATE_UNSUPPORTED) for a generator of an unknown type;
         StateError(STREAM_MISSING) for a stream that wasn't captured.
     """
     if isinstance(rng, CapturedRng):
         captured: list[Any] = list(rng.streams)
-        missing = {stream.name for stream in live_streams(None, devices)} - {
+        missing = {stream.name for stream in live_streams(None, devices, side)} - {
             stream.name for stream in captured
         }
         if missing:
@@ -132,7 +133,6 @@ def live_streams(
             write=np.random.set_state,
         ),
     ]
-    side = torch_side()
     if side is not None:
         streams += [LiveRngStream(**stream) for stream in side.global_streams(devices)]
     return streams + [
@@ -141,7 +141,9 @@ def live_streams(
 
 
 def unit_streams(
-    units: Iterable[Unit], rng: Mapping[str, object] | CapturedRng | Literal[False] | None
+    units: Iterable[Unit],
+    rng: Mapping[str, object] | CapturedRng | Literal[False] | None,
+    side: Any,
 ) -> list[LiveRngStream]:
     """Return the generators that are values of a State, or attributes of a State's objects.
 
@@ -149,11 +151,11 @@ def unit_streams(
         units: the units of the State.
         rng: the caller's generators, as for `live_streams`. They are excluded from the result.
             False if a framework handles the generators in attributes.
+        side: the result of `torch_side`.
     """
     given = rng.values() if isinstance(rng, Mapping) else ()
     seen = {id(generator) for generator in given}
     streams = []
-    side = torch_side()
     for unit in units:
         found: Iterable[tuple[str, object]] = ()
         if unit.kind is Kind.GENERATOR:
@@ -340,7 +342,7 @@ def settling(plan: LoadPlan, unit: Unit) -> Iterator[None]:
     each generator is moved to an arbitrary position. A generator at this position after the load
     wasn't set, and returns to the original position.
     """
-    held = unit_streams([unit], None)
+    held = unit_streams([unit], None, torch_side())
     rows = [(stream, stream.read(), _mark(stream)) for stream in held]
     try:
         yield

@@ -389,7 +389,9 @@ def mark_streams(state: State, group: Group) -> Callable[[], object]:
         return lambda: None
     devices = Live.of(state, worker=group.writer, worker_count=group.writer_count).devices
     generators = None if isinstance(state.rng, CapturedRng) else state.rng
-    return lambda: capture_streams(live_streams(generators, devices), worker=group.writer)
+    return lambda: capture_streams(
+        live_streams(generators, devices, torch_side()), worker=group.writer
+    )
 
 
 def plan_restore(state: State, plan: LoadPlan, *, strict: bool = False) -> Restoration:
@@ -690,7 +692,7 @@ def _plan_tree(plan: LoadPlan, unit: Unit) -> None:
 def _plan_streams(
     plan: LoadPlan, state: State, live: Live, *, strict: bool
 ) -> list[Callable[[], None]]:
-    streams = list_streams(state, live)
+    streams = list_streams(state, live, live.sides.torch)
     return plan_streams(plan, streams, strict=strict) if streams or state.rng is not False else []
 
 
@@ -817,7 +819,7 @@ def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
     shared = topology(worker_count=plan.worker_count, side=live.sides.torch)
     facts: dict[str, object] = {"": shared}
     if plan.worker == 0:
-        facts[LOCAL_TOPOLOGY] = local_facts(live)
+        facts[LOCAL_TOPOLOGY] = local_facts(live, live.sides.torch)
     lowered = []
     for name, now in facts.items():
         key = ("topology", name, GLOBAL)

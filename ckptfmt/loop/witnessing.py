@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
-from ckptfmt.adapters import jax_side, torch_side
+from ckptfmt.adapters import find_sides, jax_side, torch_side
 from ckptfmt.adapters.data_loaders import find_samplers
 from ckptfmt.adapters.live import Kind, iter_tensor_readers, iter_tensors, may_be_schedule, walk
 from ckptfmt.adapters.live_trees import fingerprint
@@ -355,9 +355,13 @@ class Witness:
         """Return this process's findings for the exchange at a save; None without comparisons."""
         return None if self._repeated is None else self._repeated.answer()
 
-    def hear(self, told: Iterable[Mapping[str, Any] | None]) -> None:
-        """Merge the findings of all processes, and write the verdict on process 0."""
-        answers = [theirs for theirs in told if theirs is not None]
+    def hear(self, told: Iterable[Mapping[str, Any]]) -> None:
+        """Merge the findings of all processes, and write the verdict on process 0.
+
+        Args:
+            told: each process's message, with the findings as ``witness``.
+        """
+        answers = [theirs["witness"] for theirs in told if theirs["witness"] is not None]
         if self._repeated is not None and len(answers) == self._group.writer_count:
             self._repeated.hear(answers)
             self._write()
@@ -391,8 +395,7 @@ class Witness:
         assert self._header is not None and self._store is not None  # noqa: PT018, S101
         folder = node_folder(self._store, self._header.run_id)
         assert folder is not None  # noqa: S101
-        self._fingerprint, self._optimizers = _make_fingerprint(state), _find_optimizers(state)
-        self._samplers = list(find_samplers(state))
+        self._fingerprint = self._find_tensors(state)
         tensors = "" if self._fingerprint is None else self._fingerprint.plan
         self._header = dataclasses.replace(self._header, tensors=tensors)
         launch = self._header.launch
@@ -411,12 +414,22 @@ class Witness:
         witness takes no digests of tensors until the next save.
         """
         if self._header is not None and self._log is not None:
-            found = _make_fingerprint(state)
-            self._optimizers = _find_optimizers(state)
-            self._samplers = list(find_samplers(state))
+            found = self._find_tensors(state)
             self._fingerprint = (
                 found if found is not None and found.plan == self._header.tensors else None
             )
+
+    def _find_tensors(self, state: State) -> Fingerprint | None:
+        """Look up the optimizers and samplers of the state; return the fingerprint of the tensors.
+
+        Without torch there is no fingerprint.
+        """
+        sides = find_sides()
+        units = walk(state, worker=0, sides=sides)
+        self._optimizers = [unit.value for unit in units if hasattr(unit.value, "param_groups")]
+        self._samplers = list(find_samplers(state))
+        side = sides.torch
+        return None if side is None else side.Fingerprint(iter_tensor_readers(state))
 
     def _is_full(self, step: int) -> bool:
         """Return whether the record of the step after `step` done steps is full.
@@ -602,12 +615,7 @@ def _witnessed_streams(state: State) -> list[LiveRngStream]:
         if side is None
         else side.devices_of([tensor for _, tensor in iter_tensors(state)])
     )
-    return live_streams(generators, devices)
-
-
-def _make_fingerprint(state: State) -> Fingerprint | None:
-    side: Any = torch_side()
-    return None if side is None else side.Fingerprint(iter_tensor_readers(state))
+    return live_streams(generators, devices, side)
 
 
 def digest_outside_modules(state: State) -> dict[str, list[int]]:
@@ -621,10 +629,6 @@ def digest_outside_modules(state: State) -> dict[str, list[int]]:
         if side is None
         else side.digest_outside_modules([tensor for _, tensor in iter_tensors(state)])
     )
-
-
-def _find_optimizers(state: State) -> list[Any]:
-    return [unit.value for unit in walk(state, worker=0) if hasattr(unit.value, "param_groups")]
 
 
 def _digest_options(optimizers: Iterable[Any]) -> int | None:

@@ -78,7 +78,7 @@ MUTANTS = {
         patch=replaced(
             capture,
             "local_facts",
-            lambda right, live: {**right(live), "env": dict(os.environ)},
+            lambda right, *given: {**right(*given), "env": dict(os.environ)},
         ),
         tests=("save/test_capture.py::test_provenance_says_where_the_run_comes_from",),
     ),
