@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ckptfmt.state import FirstWorker, Parts, PerWorker, State
     from ckptfmt.write.snapshot import TensorSink, TensorSource
 
-__version__ = "0.9.0"
+__version__ = "0.10.0"
 
 __all__ = [
     "Box",
