@@ -1,1 +1,1 @@
-"""What saving, loading and planning cost, measured beside their peers: ``python -m benchmarks save`` and its like."""
+"""Costs of saving, loading and planning, with peers: ``python -m benchmarks save`` and so on."""

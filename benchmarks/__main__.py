@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks`` and what to measure: `save`, `stall`, `load` and so on."""
+"""The command line: ``python -m benchmarks EXPERIMENT``, such as `save`, `stall` and `load`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ MEASURE = {
     "frameworks": measure_frameworks,
     "s3": measure_s3,
 }
-#: Of `frameworks`, where one thread trains a state of this size in seconds; and of `s3`, where a
-#: server shares the processors.
+#: The size for `frameworks`, where a single thread trains a state of this size in seconds, and for
+#: `s3`, where a server shares the processors.
 SMALLER_NBYTES = 300_000_000
-# Those whose size isn't that of a state.
+# Experiments with a size other than the size of a state.
 PLAN, DELTA, MANY, LIVE, WITNESS = "plan", "delta", "tensors", "goodput", "witness"
 
 
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the record."""
     options = parse_arguments(arguments)
     began = dt.datetime.now(dt.UTC)
-    logging.basicConfig(level=logging.WARNING)  # a run would say what it saves, while it is timed
+    logging.basicConfig(level=logging.WARNING)  # a run would report each save during the timing
     with workplace(options.directory) as place:
         outcome = _measure(options, place)
         record = build_record(_repeat(options), outcome, directory=place.directory, began=began)
@@ -159,7 +159,7 @@ def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
 
 
 def _repeat(options: argparse.Namespace) -> str:
-    """Return the command that measures the same again; paths are this machine's own, and left out."""
+    """Return the command for a rerun, without paths of this machine."""
     rounds = f" --rounds {options.rounds}" if options.rounds else ""
     sizes = {
         PLAN: f"--ranks {options.ranks} --tensors {options.tensors}",
@@ -174,7 +174,7 @@ def _repeat(options: argparse.Namespace) -> str:
 
 
 def _count(text: str) -> int:
-    """Return a positive whole number; ``1.6e9`` is one."""
+    """Return a positive whole number, also from a text such as ``1.6e9``."""
     value = float(text)
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f"{text!r} isn't a positive whole number")

@@ -1,4 +1,4 @@
-"""Seconds of processor of a save, by thread and process, beside a floor: copy, digest and write, nothing else."""
+"""Processor seconds of a save by thread and process, with a floor: copy, digest and write only."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ckptfmt.digest import block_digests
 from ckptfmt.limits import BLOCK_NBYTES
 
 _SAVER: Final = "ckptfmt.saving.saver"
-#: What is digested at once, in bytes.
+#: The number of bytes digested at once.
 _SPAN_NBYTES: Final = 8 << 20
 _SETTING: Final = RawSetting(threads=1, request_nbytes=16 << 20)
 
 
 class Floor:
-    """The least that a verified save of a snapshot has to do: one thread copies, digests and writes the same bytes.
+    """The least work of a verified save: a single thread copies, digests and writes the same bytes.
 
-    It knows no format, has memory and places at hand before its clock starts, and lets no optimizer
-    wait: what lies in its memory may be no snapshot.
+    The floor knows no format, and memory and places are ready before the clock starts. No optimizer
+    waits, so the copy in memory may be an inconsistent snapshot.
     """
 
     name = "floor"
@@ -42,7 +42,7 @@ class Floor:
         self._sources = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
         self._region = Region([tensor.cpu() for tensor in tensors], huge=False)
         self._writer = RawWriter(self.name, self._region, _SETTING)
-        #: Seconds of processor of the last save, by what they were spent on.
+        #: Processor seconds of the last save, by activity.
         self.cpu_s: dict[str, float] = {}
 
     def describe(self) -> dict[str, object]:
@@ -59,13 +59,13 @@ class Floor:
         return Pending(path=path, is_done=lambda: not thread.is_alive(), wait=thread.join)
 
     def save(self, path: Path) -> Path:
-        """Save, durably; return the file."""
+        """Save durably, and return the file."""
         begin_s = time.thread_time()
         self._copy()
         copied_s = time.thread_time()
         self._digest()
         self.cpu_s = {"copy": copied_s - begin_s, "digest": time.thread_time() - copied_s}
-        begin_s = time.process_time()  # the writer has a thread of its own
+        begin_s = time.process_time()  # the writer has its own thread
         self._writer.save(path)
         self.cpu_s["write"] = time.process_time() - begin_s
         return path
@@ -87,7 +87,7 @@ class Floor:
 
 
 def measure_account(bench: Bench, ours: Ours, *, rounds: int) -> list[dict[str, Any]]:
-    """Save without training beside, in turns with the floor; return the seconds of processor of both, by round."""
+    """Save without training, in turns with the floor, and return processor seconds per round."""
     floor = Floor(bench.trainer)
     rows = []
     for number in range(rounds):
@@ -122,22 +122,22 @@ def sum_up_account(rows: list[dict[str, Any]]) -> tuple[dict[str, Figure], dict[
 
 
 def _account(ours: Ours) -> tuple[dict[str, float], Path]:
-    """Save; return where the seconds of processor went, by process and thread, and what was written."""
+    """Save, and return the processor seconds by process and thread, and the checkpoint's path."""
     before = _read_clocks()
     path = ours.save()
-    time.sleep(0.1)  # for retention, which comes behind the commit
+    time.sleep(0.1)  # for retention, which follows the commit
     after = _read_clocks()
     spent = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
     for process in ("trainer", "saver"):
         living = sum(seconds for name, seconds in spent.items() if name.startswith(f"{process}/"))
-        # Of threads that ended meanwhile, such as those that hash and write, only the process
-        # knows.
+        # Only the process counts the time of threads that ended meanwhile, such as hashers and
+        # writers.
         spent[f"{process}/ended"] = spent.pop(process) - living
     return {name: seconds for name, seconds in spent.items() if seconds >= 0.0005}, path
 
 
 def _read_clocks() -> dict[str, float]:
-    """Return the seconds of processor so far of the trainer, of its saver, and of the threads of both that live."""
+    """Return the processor seconds so far of trainer and saver, and of their living threads."""
     clocks = {"trainer": time.process_time(), "saver": 0.0}
     for thread in threading.enumerate():
         if thread.ident is not None:
@@ -146,7 +146,7 @@ def _read_clocks() -> dict[str, float]:
                 time.pthread_getcpuclockid(thread.ident)
             )
     for pid in find_children(_SAVER):
-        # The clock of another process, as clock_getcpuclockid(3) makes its number.
+        # The clock of another process, numbered as by clock_getcpuclockid(3).
         clocks["saver"] += time.clock_gettime((~pid << 3) | 2)
         for task in Path(f"/proc/{pid}/task").iterdir():
             name = "saver/messages" if int(task.name) == pid else "saver/ckptfmt-saver"

@@ -1,7 +1,7 @@
-"""The least that has to be done, in loops of a few lines that know no format.
+"""Lower bounds: loops of a few lines without a format.
 
-A verified load from the page cache has to read each block, digest it, and copy it to its place; who
-finds out what has changed since the last save has to read what there is.
+A verified load from the page cache has to read each block, digest the block, and copy the content
+to its place. A save of changes has to read all memory in order to find the changes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _BLOCK_NBYTES: Final = 1 << 20
 
 
 class BareLoad:
-    """A loop of a few lines over one file, by as many threads as there are processors.
+    """A short loop over a file, with as many threads as processors.
 
-    It knows no format, plans nothing, and has file, places and digests at hand before its clock
-    starts: what it takes is what no verified load can do without, as long as its bytes come through
-        `read` and its digests are BLAKE3's.
+    The loop knows no format and no plan; file, places and digests are ready before the clock
+    starts. Every verified load needs at least this time, as long as bytes come through `read` and
+    digests are BLAKE3.
     """
 
     name = "bare_warm"
@@ -54,7 +54,7 @@ class BareLoad:
         }
 
     def write(self, path: Path) -> Path:
-        """Write the tensors one after the other, and note the digests of their blocks."""
+        """Write the tensors one after another, and keep the digests of their blocks."""
         with path.open("wb") as file:
             for _, content in self._places:
                 file.write(content.data)
@@ -67,7 +67,7 @@ class BareLoad:
         """Fill the tensors."""
         opened = os.open(path, os.O_RDONLY)
         try:
-            rest = iter(range(len(self._places)))  # shared by the threads: one step of it is atomic
+            rest = iter(range(len(self._places)))  # shared by the threads: each step is atomic
             problems: list[int] = []
             _run_threads(self._thread_count, lambda: self._load_rest(opened, rest, problems))
         finally:
@@ -86,7 +86,7 @@ class BareLoad:
 
 
 class BareRead:
-    """A piece of memory that is read by as many threads as there are processors."""
+    """Memory that is read by as many threads as processors."""
 
     def __init__(self, nbytes: int) -> None:
         self._numbers = np.arange(-(-nbytes // 8), dtype=np.uint64)
@@ -94,7 +94,7 @@ class BareRead:
         self._thread_count = len(os.sched_getaffinity(0))
 
     def time(self) -> float:
-        """Read all of it; return the seconds."""
+        """Read all memory, and return the seconds."""
         begin_s = time.perf_counter()
         rest = self._iter_begins()
         sums: list[int] = []

@@ -1,6 +1,7 @@
-"""Seconds of training that a save to a bucket by way of a node cache costs.
+"""Training seconds lost to a save through a node cache to a bucket.
 
-Beside it: what one to a local directory costs, and an upload of as many bytes by obstore alone.
+The same rounds measure a save to a local directory, and a plain upload of equally many bytes by
+obstore.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from benchmarks.state import Bench
 
 _LOCAL: Final = "ckptfmt_local"
 _CACHED: Final = "ckptfmt_cached"
-#: Which processors the training's thread has: all, as the others have; or one, which no other
-#: thread has.
+#: The processors of the training's thread: all processors, shared with other threads, or an
+#: exclusive processor.
 _SHARED: Final = "shared"
 _APART: Final = "apart"
-#: What the command lines of a server's processes contain.
+#: Parts of the command lines of a server's processes.
 _SERVERS: Final = ("ckptfmt.demo.servers", "ceph-", "radosgw")
-#: No clock here tells less apart.
+#: The resolution of the clock in such an experiment, in seconds.
 _FLOOR_S: Final = 0.001
-#: How many saves a cache has room for: the one that is written, the one before it, and what is to
-#: be let go.
+#: The capacity of a cache in saves: the save in progress, the save before, and the save to be
+#: deleted.
 _ROOM: Final = 3.5
-#: The largest batch, and how long forward and backward are to take, in seconds.
+#: The largest batch, and the target duration of forward and backward pass, in seconds.
 _ROWS: Final = (4, 8, 16, 32, 64, 128)
 _PASSES_S: Final = 0.1
 
 
 class _Run:
-    """A run that lets go of its older checkpoints itself: what the loop deletes behind a save is an empty file."""
+    """A run that deletes older checkpoints itself; the loop only deletes an empty file."""
 
     is_buffered = False
 
@@ -56,20 +57,20 @@ class _Run:
         return {**self._ours.describe(), "keep": 1}
 
     def start(self, path: Path) -> Pending:
-        """Ask for a save of the next step."""
+        """Start a save of the next step."""
         path.touch()
         return dataclasses.replace(self._ours.start(), path=path)
 
     def close(self) -> None:
-        """End the saver."""
+        """Stop the saver."""
         self._ours.close()
 
 
 class _Apart:
-    """A contestant whose threads are kept off the training's processor, those among them that a save starts.
+    """A contestant with threads kept off the training's processor, including threads of the save.
 
-    Another thread sees to that, beside the training: to go through all threads of the system takes
-    milliseconds.
+    A separate thread moves the threads during training, since a walk over all threads of the system
+    takes milliseconds.
     """
 
     is_buffered = False
@@ -81,7 +82,7 @@ class _Apart:
         self._keep_apart = keep_apart
 
     def start(self, path: Path) -> Pending:
-        """Ask for a save."""
+        """Start a save."""
         pending = self._contestant.start(path)
         threading.Thread(target=self._keep_apart).start()
         return pending
@@ -90,19 +91,19 @@ class _Apart:
 def measure_cached_lost(
     bucket: str, bench: Bench, setting: tuple[int, int], *, rounds: int
 ) -> tuple[list[dict[str, Any]], dict[str, object]]:
-    """Run interleaved rounds of the same steps: without a save, with one to a directory, with one to a bucket.
+    """Run interleaved rounds of equal steps: no save, a save to a directory, a save to a bucket.
 
-    Each round runs twice. In the first, the training has one thread less than there are cores, so
-    that one is left for whoever saves, and the system decides which thread runs where. In the
-    second, it has one thread and a processor of its own, which it has wherever a GPU computes. The
-    servers below this process get what is left of the processors, from now on: in practice they run
-    elsewhere.
+    Each round runs twice. In the first run, the training has fewer threads than cores by one, so
+    that a core is left for the saver, and the system places the threads. In the second run, the
+    training has a thread and an exclusive processor, as always with a GPU. The servers below this
+    process get the remaining processors from now on, since servers run elsewhere in practice.
 
     Args:
-        setting: of an upload by obstore alone: bytes of a part, and how many parts at once.
+        setting: the settings of a plain upload by obstore: bytes per part, and concurrent parts.
 
-    Returns: the raw rounds, each with ``apart`` or ``shared`` as ``processors``; what a record says
-        of them.
+    Returns: the raw rounds, each with ``apart`` or ``shared`` as ``processors``, and the notes for
+    a
+        record.
     """
     yield_processors(*_SERVERS)
     with _threads(max(1, bench.trainer.threads - 1)), contextlib.ExitStack() as stack:
@@ -150,10 +151,10 @@ def measure_cached_lost(
 def sum_up_cached_lost(
     rows: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, Figure], dict[str, Figure]]:
-    """Return the figures and the ratios of the rounds; ``_shared`` ends the names of those without an own processor.
+    """Return figures and ratios of the rounds; ``_shared`` marks rounds with shared processors.
 
-    A loss counts at least as much as two runs of the same steps without a save differ by, in the
-    median round: the clock can't tell less apart.
+    A loss counts at least as much as the difference between two runs without a save in the median
+    round, since the clock resolves no smaller difference.
     """
     figures, ratios = {}, {}
     for processors, ending in ((_APART, ""), (_SHARED, "_shared")):
@@ -198,7 +199,7 @@ def _sum_up(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Figure], dict[
 
 
 def _choose_rows(bench: Bench) -> int:
-    """Choose the batch with which forward and backward take a tenth of a second; return its rows."""
+    """Choose a batch for passes of a tenth of a second, and return the number of rows."""
     for rows in _ROWS:
         bench.trainer.set_batch(rows)
         bench.trainer.step()

@@ -1,8 +1,8 @@
-"""Chains of saves as a run makes them: how long each takes beside a full one, and how long the way back is.
+"""Chains of saves as in a run: time of a delta save against a full save, and of the restore.
 
-States of real training are shown to a live model (see `benchmarks.chains`), and saved by two
-checkpointers, one after the other: one with deltas, one without. Far stores are local ones behind a
-link of 0.2 GB/s.
+A live model takes states of a real training (see `benchmarks.training`). Two checkpointers save
+each state in turn: the first with deltas, the second without. A remote store is a local store
+behind a link of 0.2 GB/s.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Replay:
     """Copies of a scene's model, under one optimizer.
 
     Attributes:
-        state: for `ckptfmt.Checkpointer` and `ckptfmt.load`.
+        state: the state for `ckptfmt.Checkpointer` and `ckptfmt.load`.
     """
 
     def __init__(self, sizes: Sizes, scene: Scene, *, copies: int) -> None:
@@ -43,14 +43,14 @@ class Replay:
         self.state = ckptfmt.State(weights=self._models, optimizer=self._optimizer)
 
     def show(self, state: Snapshot, *, copies: int | None = None) -> None:
-        """Put the first so many copies into a state, or all; the others stay as they are."""
+        """Put the first `copies` copies, or all copies, into a state; the rest stays unchanged."""
         for model in self._models[:copies]:
             fill(model, [self._optimizer], state)
 
     def check(self, state: Snapshot) -> None:
-        """Look whether all copies are in a state.
+        """Check that all copies are in a state.
 
-        Raises: RuntimeError if one isn't.
+        Raises: RuntimeError if a copy isn't.
         """
         for model in self._models:
             places = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -62,7 +62,7 @@ class Replay:
                     raise RuntimeError(f"{name} has other bytes than were saved")
 
 
-#: Of a store far away, in bytes a second.
+#: The rate of a remote store in bytes per second.
 FAR: Final = 0.2e9
 _STEPS: Final = (1, 2, 3, 4)
 
@@ -78,15 +78,14 @@ CHAIN_GOALS: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One kind of run.
+    """The setup of a run.
 
     Attributes:
-        mode: of the checkpointer's `delta`.
-        is_far: whether its store is behind the link.
-        copies: of the model.
-        moving: how many of them go on training; the others stay as they were.
-        is_wide: whether the model is the wider one, whose tensors are as large as those of models
-            that are adapted.
+        mode: the checkpointer's `delta`.
+        is_far: whether the store is behind the link.
+        copies: the number of copies of the model.
+        moving: the number of copies that train on; the rest stays unchanged.
+        is_wide: whether the model is the wider model, with tensors as large as in adapted models.
     """
 
     scene: str
@@ -98,7 +97,7 @@ class Setup:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether most of the state stays as it was."""
+        """Whether most of the state stays unchanged."""
         return self.moving < self.copies
 
     @property
@@ -110,11 +109,11 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Saves:
-    """What came of the chains.
+    """The results of the chains.
 
     Attributes:
         rounds: each save and each load, by setup.
-        figures: each setup's ratio of times, and of bytes.
+        figures: each setup's ratios of times and bytes.
     """
 
     rounds: dict[str, list[Row]]
@@ -123,12 +122,12 @@ class Saves:
 
 
 def list_setups(copies: int) -> list[Setup]:
-    """Return all runs, with so many copies of the model."""
+    """Return all setups for a number of copies of the model."""
     near = [
         Setup(scene=scene, mode="auto", is_far=False, copies=copies, moving=copies)
         for scene in ("adamw-1e-3", "adamw-1e-6", "adamw-bf16-1e-5")
     ]
-    # Of an adapted model an eighth moves: of one in three copies, less than a twentieth.
+    # An eighth of an adapted model changes; with one changing copy in three, less than a twentieth.
     frozen = Setup(scene="lora", mode="auto", is_far=False, copies=3, moving=1, is_wide=True)
     away = [
         Setup(scene=scene, mode=mode, is_far=True, copies=copies, moving=copies)
@@ -139,10 +138,9 @@ def list_setups(copies: int) -> list[Setup]:
 
 
 def widen(sizes: Sizes) -> Sizes:
-    """Return sizes of a model with sixteen times the parameters, which trains for a fifteenth of the steps.
+    """Return sizes of a model with sixteen times the parameters and a fifteenth of the steps.
 
-    >>> widen(Sizes()).width
-    1024
+    >>> widen(Sizes()).width 1024
     """
     return dataclasses.replace(sizes, width=4 * sizes.width, steps=max(1, sizes.steps // 15))
 
@@ -150,12 +148,12 @@ def widen(sizes: Sizes) -> Sizes:
 def measure_chains(
     sizes: Sizes, scratch: Path, *, copies: int, passes: int, place: Workplace, progress: Progress
 ) -> Saves:
-    """Time saves with deltas beside full ones, and restores from chains beside full ones.
+    """Time saves with deltas against full saves, and restores of chains against full restores.
 
     Args:
-        scratch: where trained states are kept.
-        copies: of the model, so that a save is long enough to be timed.
-        passes: how many runs of each kind.
+        scratch: the directory for trained states.
+        copies: the number of copies of the model, so that a save is long enough for the clock.
+        passes: the number of runs of each setup.
     """
     rounds: dict[str, list[Row]] = {}
     for setup in list_setups(copies):
@@ -177,7 +175,7 @@ def measure_chains(
 
 
 class _Race:
-    """Two runs of the same training, one with deltas and one without."""
+    """Two runs of the same training, with deltas and without."""
 
     def __init__(
         self, sizes: Sizes, scratch: Path, setup: Setup, place: Workplace, progress: Progress
@@ -191,10 +189,10 @@ class _Race:
         self._replay = Replay(sizes, scene, copies=setup.copies)
 
     def run(self, number: int) -> list[Row]:
-        """Save each state by both; the first one is full on both sides, and isn't counted.
+        """Save each state in both runs; the first saves are full, and don't count.
 
         Args:
-            number: of the pass: in every other one the full save comes first.
+            number: the number of the pass: in every second pass the full save comes first.
         """
         with (
             _Saver(self._place, self._replay.state, self._setup, "off") as full,
@@ -202,7 +200,7 @@ class _Race:
             contextlib.ExitStack() as stack,
         ):
             rows, floor = [], None
-            # A run's second save is in full wherever deltas may be slower than that: one of four
+            # A run's second save is full wherever deltas may be slower: a full save among four
             # would be too many.
             for offset in (0, *self._offsets() * (2 if self._setup.is_frozen else 1)):
                 self._show(offset)
@@ -225,7 +223,7 @@ class _Race:
             return rows
 
     def restore(self, rounds: int) -> list[Row]:
-        """Make a chain however long, and load its first checkpoint and its last one."""
+        """Make a chain of any length, and load its first and last checkpoint."""
         with _Saver(
             self._place, self._replay.state, self._setup, self._setup.mode, restore_budget=100.0
         ) as saver:
@@ -268,7 +266,7 @@ class _Race:
 
 
 class _Saver:
-    """A checkpointer on a run of its own."""
+    """A checkpointer on a separate run."""
 
     def __init__(
         self,
@@ -289,7 +287,7 @@ class _Saver:
             self._state,
             resume="fresh",
             overlap=False,
-            # The link is in this process, and stays there.
+            # The link exists only in this process.
             saver="thread" if setup.is_far else "process",
             delta={"mode": mode, "restore_budget": restore_budget},
         )
@@ -303,7 +301,7 @@ class _Saver:
         remove(self._directory)
 
     def save(self) -> Row:
-        """Save the next step; return how long it took until it was committed, and what it came to."""
+        """Save the next step, and return the seconds until the commit, with the counters."""
         self._checkpointer.step += 1
         os.sync()
         begin_s = time.perf_counter()
@@ -326,22 +324,22 @@ class _Saver:
         }
 
     def tensor_count(self, saved: Row) -> int:
-        """Return how many tensors one of the saves has."""
+        """Return the number of tensors in a save."""
         with ckptfmt.open(self._store.at(saved["name"])) as opened:
             return len(opened.index.tensors)
 
     def load(self, saved: Row) -> float:
-        """Load one of the saves; return the seconds."""
+        """Load a save, and return the seconds."""
         begin_s = time.perf_counter()
         ckptfmt.load(self._store.at(saved["name"]), self._state)
         return time.perf_counter() - begin_s
 
 
 class _Floor:
-    """What a save of which little has changed can't do without.
+    """The least work of a save with few changes.
 
-    To find that out it reads what there is, and then it commits as a full one does: how long that
-    takes, a save of as many tensors of one element each shows.
+    Such a save reads the whole state to find the changes, and commits like a full save. The time of
+    a commit is measured with a save of equally many tensors of one element each.
     """
 
     def __init__(self, nbytes: int, weights: dict[str, torch.Tensor], hollow: _Saver) -> None:
@@ -351,7 +349,7 @@ class _Floor:
         hollow.save()
 
     def measure(self) -> Row:
-        """Return the seconds of both."""
+        """Return the seconds of both parts."""
         for tensor in self._weights.values():
             tensor.add_(1)
         return {"read_s": self._read.time(), "hollow_s": self._hollow.save()["seconds"]}
@@ -382,7 +380,7 @@ def _list_figures(rounds: dict[str, list[Row]]) -> dict[str, Figure]:
 
 
 def _list_ratios(rounds: dict[str, list[Row]]) -> dict[str, Figure]:
-    """Return the ratios that goals are said of: of several setups, the worst by median."""
+    """Return the ratios with goals; of several setups, the worst by median."""
 
     def worst_of(is_meant: Callable[[str], bool], *, deltas_alone: bool = False) -> Figure:
         found = [

@@ -1,9 +1,9 @@
-"""What else can be done with two states, for stores that know nothing of training: the peers of delta checkpoints.
+"""Peers of delta checkpoints: generic encodings of two states, for stores of any data.
 
-- ``zstd``: the whole newer state in one stream; the base isn't looked at.
-- ``xor_zstd``: each tensor XOR its base, in one zstd frame, as slime's updates of weights have it.
-- ``blocks``: a store of blocks by digest: those that the base has already aren't stored again. A
-  block table alone, as that of a full checkpoint, can do as much.
+- ``zstd``: the whole newer state in a stream, without the base.
+- ``xor_zstd``: each tensor XOR its base, in a zstd frame, as in slime's updates of weights.
+- ``blocks``: a store of blocks by digest: only blocks missing in the base are stored. The block
+  table of a full checkpoint alone can do as much.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Stored = Sequence[bytes]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a codec made of a state, and how fast, on one core.
+    """The result of a codec on a state: sizes, and seconds on a single core.
 
     Attributes:
-        nbytes: of the state.
-        stored_nbytes: of what has to be stored.
-        encode_s: seconds of one processor core; seconds that others had it don't count.
-        decode_s: likewise, back again.
+        nbytes: the size of the state.
+        stored_nbytes: the size of the stored bytes.
+        encode_s: the processor seconds of encoding.
+        decode_s: the processor seconds of decoding.
     """
 
     nbytes: int
@@ -42,7 +42,7 @@ class Measured:
     decode_s: float
 
     def describe(self) -> dict[str, object]:
-        """Return what a record says of it."""
+        """Return the entry for a record."""
         return {
             "vs_raw": self.stored_nbytes / self.nbytes,
             "encode_gb_per_s": self.nbytes / max(self.encode_s, 1e-9) / 1e9,
@@ -51,10 +51,10 @@ class Measured:
 
 
 class Codec(Protocol):
-    """A way to store a state, given one that is stored already. Lossless.
+    """A lossless way to store a state, given a stored base.
 
-    `prepare` returns what a store has at hand of the base before a save and before a load: that
-    isn't timed.
+    `prepare` returns the data that a store has about the base before a save or a load; the
+    preparation isn't timed.
     """
 
     def describe(self) -> dict[str, object]:
@@ -62,11 +62,11 @@ class Codec(Protocol):
         ...
 
     def prepare(self, base: Contents) -> Any:
-        """Return what is at hand."""
+        """Return the data about the base."""
         ...
 
     def encode(self, new: Contents, known: Any) -> Stored:
-        """Return what is stored."""
+        """Return the stored bytes."""
         ...
 
     def decode(self, stored: Stored, out: Contents, known: Any) -> None:
@@ -89,10 +89,10 @@ class Zstd:
         }
 
     def prepare(self, base: Contents) -> None:
-        """Return nothing: it doesn't know of a base."""
+        """Return None, since the codec has no base."""
 
     def encode(self, new: Contents, known: None) -> Stored:  # noqa: ARG002
-        """Return what is stored."""
+        """Return the stored bytes."""
         compressor = zstandard.ZstdCompressor(level=self._level).compressobj(size=_nbytes(new))
         return [*(compressor.compress(content) for content in new.values()), compressor.flush()]
 
@@ -107,7 +107,7 @@ class Zstd:
 
 
 class XorZstd:
-    """Each tensor XOR its base, in a zstd frame of its own."""
+    """Each tensor XOR its base, each in a separate zstd frame."""
 
     def __init__(self, level: int) -> None:
         self._level = level
@@ -121,11 +121,11 @@ class XorZstd:
         }
 
     def prepare(self, base: Contents) -> Contents:
-        """Return the base as it is."""
+        """Return the base unchanged."""
         return base
 
     def encode(self, new: Contents, known: Contents) -> Stored:
-        """Return what is stored."""
+        """Return the stored bytes."""
         compressor = zstandard.ZstdCompressor(level=self._level)
         return [
             compressor.compress(_xor(content, known.get(name)).data)
@@ -140,7 +140,7 @@ class XorZstd:
 
 
 class Blocks:
-    """Blocks of a tensor by their digest: only those that aren't there yet are stored, and the digests of all."""
+    """Blocks of a tensor by digest: only new blocks are stored, with the digests of all blocks."""
 
     def __init__(self, block_nbytes: int) -> None:
         self._block_nbytes = block_nbytes
@@ -154,13 +154,13 @@ class Blocks:
         }
 
     def prepare(self, base: Contents) -> dict[bytes, memoryview]:
-        """Return the blocks of the base by digest, as they are in the store."""
+        """Return the blocks of the base by digest, as in the store."""
         return {
             digest_bytes(block): block for content in base.values() for block in self._cut(content)
         }
 
     def encode(self, new: Contents, known: Mapping[bytes, memoryview]) -> Stored:
-        """Return what is stored: the digests in order, then the blocks that are new."""
+        """Return the stored bytes: the digests in order, then the new blocks."""
         digests: list[bytes] = []
         stored: dict[bytes, bytes] = {}
         for content in new.values():
@@ -172,7 +172,7 @@ class Blocks:
         return [b"".join(digests), *stored.values()]
 
     def decode(self, stored: Stored, out: Contents, known: Mapping[bytes, memoryview]) -> None:
-        """Fill `out` with the newer state: each block is looked up, and verified as a load would."""
+        """Fill `out` with the newer state, with a lookup and a verification of each block."""
         digests, *blocks = stored
         by_digest = {**known, **{digest_bytes(block): memoryview(block) for block in blocks}}
         at = 0
@@ -201,9 +201,9 @@ CODECS: Final[dict[str, Callable[[], Codec]]] = {
 
 
 def measure_codec(codec: Codec, new: Snapshot, base: Snapshot) -> Measured:
-    """Store a state and get it back; look whether it is the same.
+    """Store and restore a state, and compare the result.
 
-    Raises: RuntimeError if it isn't.
+    Raises: RuntimeError for a different result.
     """
     contents, before = contents_of(new), contents_of(base)
     out = {name: memoryview(bytearray(content.nbytes)) for name, content in contents.items()}
@@ -219,7 +219,7 @@ def measure_codec(codec: Codec, new: Snapshot, base: Snapshot) -> Measured:
 
 
 def timed(call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> tuple[T, float]:
-    """Return what a call returns, and the seconds of this thread's processor time that it took."""
+    """Return the result of a call, and the processor seconds of this thread in the call."""
     begin_s = time.thread_time()
     result = call(*arguments, **options)
     return result, time.thread_time() - begin_s
@@ -231,7 +231,7 @@ def contents_of(state: Snapshot) -> dict[str, memoryview]:
 
 
 def _xor(content: memoryview, base: memoryview | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the XOR; without a base, as of a tensor that is new, the content."""
+    """Return the XOR, or the content of a tensor without a base."""
     return _bytes(content) if base is None else _bytes(content) ^ _bytes(base)
 
 

@@ -1,7 +1,7 @@
-"""What ckptfmt's own encodings make of two states, block by block, without files around them.
+"""Sizes of two states in ckptfmt's own encodings, block by block, without files.
 
-A delta's bytes are these, and what parts and manifests take: the digests of a block (of its
-content, and of what is stored of it) and where it lies.
+A delta consists of these bytes, and of parts and manifests: digests of each block (of the content
+and of the stored bytes) and the block's place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptfmt.delta.block_coder import SMALL_NBYTES, encode_small
 from ckptfmt.digest import DIGEST_NBYTES, iter_blocks
 from ckptfmt.limits import BLOCK_NBYTES
 
-#: What a group consists of, by the kind of its rule: what a parameter must have to be predicted.
+#: The members of a group by kind of rule: roles of a predictable parameter.
 _ROLES: Final = {
     "adam": {"exp_avg", "exp_avg_sq", WEIGHT},
     "sgd": {"momentum_buffer", WEIGHT},
@@ -31,15 +31,15 @@ _ROLES: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Coded(Measured):
-    """What ckptfmt made of a state.
+    """The result of ckptfmt's encodings on a state.
 
     Attributes:
-        digests_nbytes: of the blocks: one for each, and a second one for each that is stored.
-        find_s: seconds in which the rule was found that predicts this step, among the seconds of
+        digests_nbytes: the size of digests: one per block, and a second per stored block.
+        find_s: the seconds for finding the rule that predicts this step, included in the seconds of
             encoding.
-        predicted: how many parameters it predicts.
+        predicted: the number of predicted parameters.
         by_role: stored over raw bytes.
-        blocks: how many of each encoding.
+        blocks: the number of blocks per encoding.
     """
 
     digests_nbytes: int
@@ -49,7 +49,7 @@ class Coded(Measured):
     blocks: Mapping[str, int]
 
     def describe(self) -> dict[str, object]:
-        """Return what a record says of it."""
+        """Return the entry for a record."""
         return {
             **Measured.describe(self),
             "with_digests_vs_raw": (self.stored_nbytes + self.digests_nbytes) / self.nbytes,
@@ -62,7 +62,7 @@ class Coded(Measured):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """One block of a tensor, before and after."""
+    """A block of a tensor, before and after."""
 
     tensor: Tensor
     base: memoryview | None
@@ -73,7 +73,7 @@ class _Block:
         return self.base is not None and self.base == self.new
 
 
-#: One block of each tensor of a group, by role; or of one tensor alone.
+#: A block of each tensor of a group, by role, or a block of a single tensor.
 _Blocks = Mapping[str, _Block]
 
 
@@ -88,7 +88,7 @@ class _Tally:
         self.blocks: collections.Counter[str] = collections.Counter()
 
     def add(self, block: _Block, encoding: str, stored_nbytes: int) -> None:
-        """Count a block; ``same`` is that of the base, and stores nothing."""
+        """Count a block; ``same`` equals the base, and stores nothing."""
         self.stored[block.tensor.role] += stored_nbytes
         self.raw[block.tensor.role] += block.new.nbytes
         self.blocks[encoding] += 1
@@ -96,12 +96,12 @@ class _Tally:
 
 
 def code(pair: Pair, *, predict: bool = True) -> Coded:
-    """Encode the newer state against the older one, and decode it.
+    """Encode the newer state against the older state, and decode the result.
 
     Args:
-        predict: whether an optimizer's rule is looked for.
+        predict: whether to look for an optimizer's rule.
 
-    Raises: RuntimeError if other bytes come back.
+    Raises: RuntimeError if decoding returns different bytes.
     """
     tally = _Tally()
     kind = pair.kind if predict else ""
@@ -131,7 +131,7 @@ def code(pair: Pair, *, predict: bool = True) -> Coded:
 
 
 def list_groups(pair: Pair, kind: str) -> dict[str, dict[str, Tensor]]:
-    """Return what can be predicted: by parameter, its tensors by role. All of them have to be in both states."""
+    """Return predictable groups: by parameter, the tensors by role, all present in both states."""
     roles = _ROLES.get(kind, set())
     groups: dict[str, dict[str, Tensor]] = {}
     for name, tensor in pair.new.items():
@@ -143,7 +143,7 @@ def list_groups(pair: Pair, kind: str) -> dict[str, dict[str, Tensor]]:
 def _find_rules(
     pair: Pair, kind: str, groups: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Rule]:
-    """Return the rule of each parameter that one predicts: found in the largest of those with the same step counts."""
+    """Return the rule per predictable parameter, found in the largest with equal step counts."""
     by_steps: dict[tuple[int | None, int | None], list[str]] = {}
     for parameter, group in groups.items():
         if any(pair.base[tensor.name].content != tensor.content for tensor in group.values()):
@@ -167,7 +167,7 @@ def _find_rules(
 
 
 def _iter_blocks(pair: Pair, tensors: Mapping[str, Tensor]) -> Iterator[_Blocks]:
-    """Yield the blocks of tensors of the same shape, those of the same number together."""
+    """Yield blocks of tensors of equal shape, blocks of equal number together."""
     first = next(iter(tensors.values()))
     for begin, end in iter_blocks(first.content.nbytes, BLOCK_NBYTES):
         yield {

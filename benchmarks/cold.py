@@ -1,4 +1,4 @@
-"""Cold and warm files: what the page cache holds of them, as the kernel says, and how to make it none or all."""
+"""Cold and warm files: cached pages according to the kernel, and ways to evict or load files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptfmt.store.posix import PosixCalls
 
 
 def sync_file(path: Path) -> None:
-    """Wait until a file's bytes are durable, and its name too."""
+    """Wait until a file's bytes and name are durable."""
     _sync(path, os.O_RDONLY)
     sync_directory(path.parent)
 
@@ -31,7 +31,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 _REQUEST_NBYTES: Final = 2**22
-_WARM_TRIES: Final = 20  # while memory is short, pages leave as others come
+_WARM_TRIES: Final = 20  # pages may be evicted when memory is short
 
 
 def list_files(path: Path) -> list[Path]:
@@ -40,7 +40,7 @@ def list_files(path: Path) -> list[Path]:
 
 
 def cached_nbytes(paths: Iterable[Path]) -> int:
-    """Return how many bytes of some files the page cache holds, in whole pages; it isn't changed by the question.
+    """Return the number of bytes of files in the page cache, in whole pages, without side effects.
 
     Raises: OSError where the kernel has no cachestat(2).
     """
@@ -48,7 +48,7 @@ def cached_nbytes(paths: Iterable[Path]) -> int:
 
 
 def make_cold(paths: Iterable[Path]) -> None:
-    """Let the page cache forget some files, and have the kernel confirm it.
+    """Evict files from the page cache, and confirm the eviction with the kernel.
 
     Raises: RuntimeError if pages are left.
     """
@@ -64,15 +64,15 @@ def make_cold(paths: Iterable[Path]) -> None:
 
 
 def check_cold(paths: Iterable[Path]) -> None:
-    """Raise RuntimeError if the page cache holds anything of some files."""
+    """Raise RuntimeError if the page cache holds any page of the files."""
     if held_nbytes := cached_nbytes(paths):
         raise RuntimeError(f"{held_nbytes} bytes are still in the page cache: this isn't cold")
 
 
 def make_warm(paths: Iterable[Path]) -> None:
-    """Read some files into the page cache, if they aren't there, and have the kernel confirm it.
+    """Read files into the page cache where absent, and confirm the presence with the kernel.
 
-    Raises: RuntimeError if it doesn't keep them.
+    Raises: RuntimeError if the page cache doesn't keep the files.
     """
     paths = list(paths)
     for _ in range(_WARM_TRIES):
@@ -83,7 +83,7 @@ def make_warm(paths: Iterable[Path]) -> None:
 
 
 def check_warm(paths: Iterable[Path]) -> None:
-    """Raise RuntimeError unless the page cache holds some files whole."""
+    """Raise RuntimeError unless the page cache holds the files whole."""
     if missing_nbytes := _missing_nbytes(list(paths)):
         raise RuntimeError(f"{missing_nbytes} bytes aren't in the page cache: this isn't warm")
 
@@ -103,6 +103,6 @@ def _read_all(paths: Iterable[Path]) -> None:
 def _count_pages(path: Path) -> int:
     opened = os.open(path, os.O_RDONLY)
     try:
-        return PosixCalls().cached_page_count(opened, 0, 0)  # up to its end
+        return PosixCalls().cached_page_count(opened, 0, 0)  # up to the end
     finally:
         os.close(opened)

@@ -1,4 +1,4 @@
-"""DCP as several ranks without their processes: its own planners, given boxes where they would look at DTensors."""
+"""DCP as several ranks without processes: DCP's own planners with boxes instead of DTensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ckptfmt.box import Box
 
 
 def write_item(name: str, box: Box, global_shape: tuple[int, ...]) -> WriteItem:
-    """Return how DCP says that a rank writes a box of a float32 tensor."""
+    """Return DCP's write item for a rank's box of a float32 tensor."""
     return WriteItem(
         index=MetadataIndex(name, torch.Size(box.begin)),
         type=WriteItemType.SHARD,
@@ -42,7 +42,7 @@ def write_item(name: str, box: Box, global_shape: tuple[int, ...]) -> WriteItem:
 
 
 def save_as_ranks(path: Path, matrices: Matrices, cut: Cut) -> Path:
-    """Save what each rank has, one rank after the other, as DCP's ranks would: plan, agree, write, finish."""
+    """Save the share of each rank in turn, as DCP's ranks do: plan, agree, write, finish."""
     planners, writers, plans = [], [], []
     for rank in range(cut.ranks):
         planner, writer = (
@@ -64,13 +64,13 @@ def save_as_ranks(path: Path, matrices: Matrices, cut: Cut) -> Path:
 
 
 def load_as_rank(path: Path, matrices: Matrices, cut: Cut, rank: int) -> None:
-    """Load what a rank has into its local tensors."""
+    """Load a rank's share into the local tensors."""
     planner = _BoxLoadPlanner(matrices.locals(cut, rank), cut.box(matrices.shape, rank))
     load(dict(matrices.whole), storage_reader=FileSystemReader(path), planner=planner)
 
 
 class _BoxSavePlanner(DefaultSavePlanner):
-    """Plan the boxes of one rank."""
+    """Plan the boxes of a rank."""
 
     def __init__(self, matrices: Matrices, cut: Cut, rank: int) -> None:
         super().__init__(flatten_state_dict=False, enable_plan_caching=False)
@@ -80,7 +80,7 @@ class _BoxSavePlanner(DefaultSavePlanner):
         self.is_coordinator = rank == 0
 
     def create_local_plan(self) -> SavePlan:
-        """Return what this rank writes."""
+        """Return this rank's writes."""
         self.plan = SavePlan([write_item(name, self._box, self._shape) for name in self._whole])
         return self.plan
 
@@ -90,7 +90,7 @@ class _BoxSavePlanner(DefaultSavePlanner):
 
 
 class _BoxLoadPlanner(DefaultLoadPlanner):
-    """Plan to fill one box of each tensor."""
+    """Plan to fill a box of each tensor."""
 
     def __init__(self, locals_: Mapping[str, torch.Tensor], box: Box) -> None:
         super().__init__(flatten_state_dict=False)
@@ -98,7 +98,7 @@ class _BoxLoadPlanner(DefaultLoadPlanner):
         self._box = box
 
     def create_local_plan(self) -> LoadPlan:
-        """Return what this rank reads."""
+        """Return this rank's reads."""
         assert self.metadata is not None
         chunks = [_chunk_of(self._box)]
         stored = self.metadata.state_dict_metadata

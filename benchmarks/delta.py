@@ -1,4 +1,4 @@
-"""How little a delta stores, beside its entropy floor and its peers, on real training; and how fast it is coded."""
+"""Stored bytes of a delta on real training, with entropy floor and peers, and the coding rate."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _ROUNDS: Final = 3
 _OURS: Final = "ckptfmt"
 _OURS_ALONE: Final = "ckptfmt_unpredicted"
 
-#: What is stored is the same in each round: from the second one on these are enough to have rates
-#: of.
+#: The stored bytes are equal in each round: from the second round on, these settings are enough for
+#: rates.
 _TIMED: Final = ("adamw-1e-3", "adamw-1e-6", "adamw-bf16-1e-3")
 
 Row = dict[str, Any]
 
-#: Of the settings whose names begin so, in this precision: what of them is the ratio, and its goal.
-#: The worst counts.
+#: For each ratio: prefix of the settings' names, precision, quantity, and goal. The worst setting
+#: counts.
 _RATIOS: Final = {
     "bf16_rl_vs_floor": ("adamw-1e-6-fused-gap1", "bf16", "vs_floor", "<= 1.1"),
     "adamw_vs_raw": ("adamw-fp32-", "fp32", "vs_raw", "<= 0.285"),
@@ -56,16 +56,16 @@ def measure_delta(
     place: Workplace,
     progress: Progress,
 ) -> Outcome:
-    """Measure what is stored of each setting, by everyone, and how fast.
+    """Measure the stored bytes of each setting by each contestant, and the rates.
 
     Args:
-        sizes: of the models and their training.
-        copies: of the model, where saves are timed.
-        scratch: where trained states are kept from run to run.
-        rounds: how many runs of each kind are saved, and how many times states are coded; None for
-            as many as a figure needs.
+        sizes: the sizes of the models and their training.
+        copies: the number of copies of the model for timed saves.
+        scratch: the directory that keeps trained states from run to run.
+        rounds: the number of saved runs per kind and of coding rounds; None for as many as a figure
+            needs.
 
-    Raises: SystemExit where memory or storage wouldn't do.
+    Raises: SystemExit without enough memory or storage.
     """
     rounds = rounds or _ROUNDS
     check_room(place.directory, memory_nbytes=8 << 30, storage_nbytes=8 << 30)
@@ -112,14 +112,13 @@ def measure_delta(
 
 
 def steady_of(stored_vs_raw: float) -> float:
-    """Return stored over raw of a long run whose deltas are that large, the full saves counted in.
+    """Return stored over raw bytes of a long run with deltas of a given size, full saves included.
 
-    By the policy as it is by default, where decoding costs no time: one delta may follow a full
-    save in any case, each further one unless reading the chain, 1 + the sum of its deltas, would
-    exceed the budget.
+    The default policy applies, with free decoding: a delta may always follow a full save; a further
+    delta may follow unless the cost of reading the chain, 1 + the sum of the deltas, would exceed
+    the budget.
 
-    >>> steady_of(0.25), steady_of(0.6), steady_of(0.0)
-    (0.5, 0.8, 0.0625)
+    >>> steady_of(0.25), steady_of(0.6), steady_of(0.0) (0.5, 0.8, 0.0625)
     """
     options = DeltaOptions()
     most = options.full_every - 1
@@ -144,10 +143,10 @@ def _describe_contestants() -> dict[str, object]:
 
 
 def _measure_pair(scene: Scene, pair: Pair, first: list[Row] | None) -> list[Row]:
-    """Return a row for each state that a pair has: all of it, its weights in bfloat16, what wasn't touched.
+    """Return the rows of a pair: the whole state, bfloat16 weights, and the untouched part.
 
     Args:
-        first: the rows of the first round, for what is the same in each.
+        first: the rows of the first round, for values equal in each round.
     """
     states = {"fp32": pair}
     if scene.name in {f"adamw-{rate}" for rate in RATES}:
@@ -164,7 +163,7 @@ def _measure_pair(scene: Scene, pair: Pair, first: list[Row] | None) -> list[Row
 
 
 def _measure_floor(pair: Pair) -> Row:
-    """Return how much changed, and the floors: of changes in ULPs, and, of one step, of its gradients."""
+    """Return the changed fraction and the floors: changes in ULPs, and a step's gradients."""
     change = change_of(pair.base, pair.new)
     told: Row = {
         "nbytes": pair.nbytes,
@@ -174,7 +173,7 @@ def _measure_floor(pair: Pair) -> Row:
         "changed_weights": change_of(pair.base, pair.new, roles=[WEIGHT]).fraction,
         "floor_nbytes": change.floor_nbytes,
     }
-    if pair.base.keys() == pair.new.keys():  # an expert's first step has no moments to compare with
+    if pair.base.keys() == pair.new.keys():  # an expert's first step has no moments to compare
         told["floor_vs_raw"] = change.floor_nbytes / pair.nbytes
     if not pair.kind or not pair.gradients:
         return told
@@ -193,7 +192,7 @@ def _measure_floor(pair: Pair) -> Row:
 
 
 def _first_moment(pair: Pair) -> tuple[str, float]:
-    """Return the role of what the gradients go into first, and what it was multiplied by."""
+    """Return the role of the first moment, and the factor of its decay."""
     if pair.kind == "sgd":
         return "momentum_buffer", cast("float", pair.options["momentum"])
     return "exp_avg", cast("Sequence[float]", pair.options["betas"])[0]
@@ -203,7 +202,7 @@ def _measure_contestants(scene: Scene, pair: Pair, told: Row) -> dict[str, Row]:
     contestants: dict[str, Callable[[], Measured]] = {_OURS: lambda: code(pair)}
     if pair.kind:
         contestants[_OURS_ALONE] = lambda: code(pair, predict=False)
-    if len(scene.implementations) == 1:  # once for each setting is enough
+    if len(scene.implementations) == 1:  # once per setting is enough
         contestants |= {
             name: lambda make=make: measure_codec(make(), pair.new, pair.base)  # type: ignore[misc] # bound now
             for name, make in CODECS.items()
@@ -228,7 +227,7 @@ def _list_ratios(rows: Sequence[Row]) -> dict[str, Figure]:
 
 
 def _sum_up(rows: Sequence[list[Row]]) -> dict[str, Figure]:
-    """Return stored over raw of each setting by ours, and everyone's rates over all settings."""
+    """Return stored over raw bytes of each setting in ckptfmt, and all rates over all settings."""
     figures: dict[str, Figure] = {}
     for row in rows[0]:
         figures[f"{row['setting']}_{row['state']}_vs_raw"] = summarize(
@@ -249,7 +248,7 @@ def _sum_up(rows: Sequence[list[Row]]) -> dict[str, Figure]:
 
 
 def _list_notes(rows: Sequence[Row]) -> Mapping[str, object]:
-    """Return what is read first: the steady ratios, then for each setting what changed, its floors, and all codecs."""
+    """Return the notes: steady ratios, then per setting the changes, floors, and codecs."""
     tables: dict[str, object] = {}
     for row in rows:
         floors = (

@@ -1,7 +1,7 @@
-"""What a load takes of memory beyond its destination, each size in processes of its own.
+"""Memory of a load beyond the destination, each size in separate processes.
 
-``python -m benchmarks.extra_memory write DIRECTORY NBYTES`` saves a checkpoint; with ``cold`` or
-``warm`` in the place of ``write`` it loads it so, and prints what that took.
+``python -m benchmarks.extra_memory write DIRECTORY NBYTES`` saves a checkpoint; ``cold`` or
+``warm`` instead of ``write`` loads the checkpoint in that condition, and prints the figures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.memory import PeakResident
 from benchmarks.rounds import Progress, Workplace, remove
 from benchmarks.state import PARAMETERS, plan_width
 
-#: The sizes that are measured, as multiples of the benchmark's: 0.4, 1.6 and 6 GB by default.
+#: The measured sizes, as multiples of the benchmark's size: 0.4, 1.6 and 6 GB by default.
 SIZES: Final = (0.25, 1.0, 3.75)
 _ROOT: Final = Path(__file__).parents[1]
 _TENSORS: Final = 3 * PARAMETERS
@@ -28,9 +28,9 @@ _SETTLE: Final = {"cold": make_cold, "warm": make_warm}
 
 
 def measure_extra_memory(nbytes: int, place: Workplace, progress: Progress) -> list[dict[str, Any]]:
-    """Return for each size what a load took: the most of anonymous and shared memory, minus that before it.
+    """Return per size the peak of anonymous and shared memory in a load, minus the memory before.
 
-    The destination was there, and touched, before it: it is in both.
+    The destination exists and is touched before the load, so both numbers include the destination.
     """
     found = []
     for multiple in SIZES:
@@ -68,7 +68,7 @@ def _run_child(action: str, directory: Path, nbytes: int) -> Any:
 
 
 def main(arguments: list[str]) -> None:
-    """Do one action in this process, and print what it found."""
+    """Do an action in this process, and print the result."""
     action, directory, nbytes = arguments
     tensors = _make_tensors(int(nbytes))
     found = (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One measured quantity over all rounds: where its middle lies, and how far it spreads."""
+    """A measured quantity over all rounds: median and spread."""
 
     median: float
     p10: float
@@ -17,7 +17,7 @@ class Figure:
     count: int
 
     def spread(self) -> dict[str, float]:
-        """Return the percentiles alone, as a record's `spread` holds them."""
+        """Return the percentiles for a record's `spread`."""
         return {"p10": self.p10, "p90": self.p90}
 
 
@@ -38,12 +38,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def median_of(values: Sequence[float]) -> float:
-    """Return the median: half of the values lie on each side of it."""
+    """Return the median."""
     return percentile(values, 50)
 
 
 def summarize(values: Sequence[float]) -> Figure:
-    """Return the summary of one quantity over all rounds."""
+    """Return the summary of a quantity over all rounds."""
     return Figure(
         median=median_of(values),
         p10=percentile(values, 10),
@@ -55,13 +55,12 @@ def summarize(values: Sequence[float]) -> Figure:
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Figure:
     """Return the summary of the ratios of each round, ours divided by theirs.
 
-    Paired, since what a machine gives changes from minute to minute: both sides of one round met
-    the same minute.
+    Ratios are paired, since a machine's performance changes from minute to minute: both sides of a
+    round run within the same minute.
 
-    Raises: ValueError if there aren't equally many, or if one of theirs isn't above zero.
+    Raises: ValueError for unequal lengths, or a value of theirs that isn't above zero.
 
-    >>> paired_ratio([1.0, 4.0, 3.0], [2.0, 4.0, 1.0]).median
-    1.0
+    >>> paired_ratio([1.0, 4.0, 3.0], [2.0, 4.0, 1.0]).median 1.0
     """
     if len(ours) != len(theirs) or any(value <= 0 for value in theirs):
         raise ValueError(f"no ratios of {list(ours)} to {list(theirs)}")
@@ -69,9 +68,9 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Figure:
 
 
 def floor_all(values: Sequence[float], least: float) -> list[float]:
-    """Return the values, none of them below `least`.
+    """Return the values, raised to at least `least`.
 
-    A difference of two wall times may come out at or below zero: it is then less than what the
-    clock of the experiment can tell apart, which is what `least` says.
+    A difference of two wall times may be zero or negative: the difference is then below the
+    resolution `least` of the experiment's clock.
     """
     return [max(value, least) for value in values]

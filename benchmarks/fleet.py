@@ -1,4 +1,4 @@
-"""An attempt of a thousand writers, all of whose parts are real, and whose shards are holes of the right size."""
+"""An attempt of a thousand writers with real parts, and shards that are holes of the right size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SAVED_UNIX_S: Final = 1_790_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a rank has of a tensor, or wants of it: the names of both sides' protocols, without elements."""
+    """A rank's boxes of a tensor, to save or to load, without elements."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -42,16 +42,16 @@ class Wanted:
         return cls(name=tensor.name, global_shape=tensor.global_shape, boxes=boxes)
 
     def copy_into(self, box: Box, out: memoryview) -> None:
-        """Refuse: no element is there."""
+        """Raise an error, since no element exists."""
         raise NotImplementedError
 
     def copy_from(self, box: Box, content: memoryview) -> None:
-        """Refuse: no element is there."""
+        """Raise an error, since no element exists."""
         raise NotImplementedError
 
 
 def make_origin(ranks: int) -> Origin:
-    """Return what all documents of an attempt of so many writers share."""
+    """Return the members common to all documents of an attempt of `ranks` writers."""
     return Origin(
         run_id=None, launch=None, nonce="5" * 32, step=1, attempt="a" * 16, writer_count=ranks
     )
@@ -60,10 +60,9 @@ def make_origin(ranks: int) -> Origin:
 def write_fleet(
     directory: Path, mixture: Sequence[CutTensor], ranks: int, on_rank: Callable[[int], None]
 ) -> int:
-    """Write the parts of all writers, and files in the place of their shards; return how many digests there are.
+    """Write the parts of all writers, and holes in place of shards; return the number of digests.
 
-    The shards have their headers, and behind them nothing but a size. The digests are random: none
-    repeats itself.
+    Each shard has a header, followed by a hole. The digests are random, without repetition.
     """
     origin = make_origin(ranks)
     (directory / "parts").mkdir(parents=True)
@@ -84,7 +83,7 @@ def write_fleet(
 
 
 def fill_memory(tensor: CutTensor, boxes: Sequence[Box]) -> MemoryStore:
-    """Return a store with the parts of an attempt that saves one tensor, each writer one of the boxes."""
+    """Return a store with the parts of an attempt with one tensor, each writer with a box."""
     store, origin = MemoryStore(), make_origin(len(boxes))
     for rank, box in enumerate(boxes):
         part, _ = _make_part(origin, [Wanted.of(tensor, box)], rank)
@@ -95,7 +94,7 @@ def fill_memory(tensor: CutTensor, boxes: Sequence[Box]) -> MemoryStore:
 def _make_part(
     origin: Origin, held: Sequence[Wanted], rank: int
 ) -> tuple[Part, list[tuple[str, bytes, int]]]:
-    """Return a writer's part, and of each of its shards the stem, the header and the size."""
+    """Return a writer's part, and stem, header and size of each of its shards."""
     snapshot = Snapshot(tensors=tuple(held), streams=(), leaves=(), absent={})
     image = plan_image(snapshot, block_nbytes=origin.block_nbytes)
     chance = random.Random(rank)
@@ -107,9 +106,9 @@ def _make_part(
 
 
 def iter_bad(boxes: Sequence[Box], shape: tuple[int, int]) -> Iterator[tuple[str, list[Box]]]:
-    """Yield tilings that are wrong in one box: each with what is wrong.
+    """Yield tilings with a wrong box, each with a description of the fault.
 
-    One that is shifted leaves a gap and overlaps as much: the volume is right.
+    A shifted box leaves a gap and overlaps by the same volume.
     """
     middle = len(boxes) // 2
     changes = (
@@ -119,7 +118,7 @@ def iter_bad(boxes: Sequence[Box], shape: tuple[int, int]) -> Iterator[tuple[str
         ("out of bounds", _push_out),
     )
     for name, change in changes:
-        # The box to change must have room for it.
+        # The changed box must have room for the change.
         for at in itertools.chain(range(middle, len(boxes)), range(middle)):
             changed = change(boxes[at], shape)
             if changed is not None:

@@ -1,7 +1,7 @@
-"""Entropy floors: what no coder that looks at one element at a time can go below. Pure: arrays in, numbers out.
+"""Entropy floors of coders of single elements. Pure: arrays in, numbers out.
 
-All of them are of order 0: nothing is known of an element's neighbours, nor of its base's value. A
-coder that looks at these may go below.
+All floors are of order 0: without knowledge of an element's neighbours or of the base's value. A
+coder with such knowledge may go below.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from ckptfmt.limits import BLOCK_NBYTES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Of the lanes whose steps are told one by one; those of wider ones are told as a length and its
-#: bits.
+#: Narrow lanes code steps as single symbols; wider lanes code a step as a length and bits.
 _NARROW: Final = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """How much of a state changed, and the fewest bytes in which that can be said.
+    """The changed part of a state, and the least number of bytes for the changes.
 
     Attributes:
-        elements: how many there are.
-        changed: of how many of them the bits differ.
+        elements: the number of elements.
+        changed: the number of elements with different bits.
         floor_nbytes: n*H(p) + changed*H(step in ULPs), over all elements at once.
     """
 
@@ -39,15 +38,14 @@ class Change:
 
     @property
     def fraction(self) -> float:
-        """The part that changed."""
+        """The changed fraction."""
         return self.changed / self.elements if self.elements else 0.0
 
 
 def entropy(counts: Array) -> float:
-    """Return the entropy in bits of an element, of which each value was met so often.
+    """Return the entropy in bits per element, from the count of each value.
 
-    >>> entropy(np.array([4, 4, 0]))
-    1.0
+    >>> entropy(np.array([4, 4, 0])) 1.0
     """
     met = counts[counts > 0]
     p = met / met.sum() if met.size else np.ones(1)
@@ -55,22 +53,20 @@ def entropy(counts: Array) -> float:
 
 
 def entropy_of_changes(elements: int, changed: int) -> float:
-    """Return n*H(p) in bits: what it takes to say which elements changed.
+    """Return n*H(p) in bits: the cost of the set of changed elements.
 
-    >>> entropy_of_changes(8, 4), entropy_of_changes(8, 0), entropy_of_changes(8, 8)
-    (8.0, 0.0, 0.0)
+    >>> entropy_of_changes(8, 4), entropy_of_changes(8, 0), entropy_of_changes(8, 8) (8.0, 0.0, 0.0)
     """
     return elements * entropy(np.array([changed, elements - changed])) if elements else 0.0
 
 
 def ordered(lanes: Array) -> Array:
-    """Return the bits of floats as integers in the order of the floats: neighbours differ by one ULP, that is by 1.
+    """Return the bits of floats as integers in the order of the floats: 1 per ULP.
 
     Args:
         lanes: unsigned integers of 16 or 32 bits, the floats' bits.
 
-    >>> ordered(np.array([0x8001, 0x8000, 0x0000, 0x3F80], np.uint16)).tolist()
-    [-1, 0, 0, 16256]
+    >>> ordered(np.array([0x8001, 0x8000, 0x0000, 0x3F80], np.uint16)).tolist() [-1, 0, 0, 16256]
     """
     bits = 8 * lanes.itemsize
     magnitude = (lanes & ((1 << (bits - 1)) - 1)).astype(np.int64)
@@ -78,12 +74,12 @@ def ordered(lanes: Array) -> Array:
 
 
 def step_bits(steps: Array, *, lane_nbytes: int) -> float:
-    """Return the entropy of steps in ULPs, in bits, of all of them together.
+    """Return the entropy of all steps in ULPs together, in bits.
 
-    Of narrow lanes each step is a value of its own. Wide ones have more values than there are
-    elements, which makes counting them meaningless: a step is then its sign and length, with their
-    entropy, and the bits below the highest, which count whole. Where neighbouring values are about
-    as likely as each other that is the same.
+    In narrow lanes, each step is a value. Wide lanes have more values than elements, so counts of
+    values are meaningless: a step is then a sign and a length, with their entropy, followed by the
+    bits below the highest, which count in full. Both agree where neighbouring values are about
+    equally likely.
     """
     if steps.size == 0:
         return 0.0
@@ -95,7 +91,7 @@ def step_bits(steps: Array, *, lane_nbytes: int) -> float:
 
 
 def change_of(base: Snapshot, new: Snapshot, *, roles: Iterable[str] | None = None) -> Change:
-    """Return what changed between the tensors, or those of some roles, that both states have."""
+    """Return the change between the common tensors of two states, or the tensors of some roles."""
     chosen = None if roles is None else set(roles)
     names = [
         name
@@ -119,12 +115,12 @@ def change_of(base: Snapshot, new: Snapshot, *, roles: Iterable[str] | None = No
 
 
 def gradient_nbytes(gradients: Iterable[Array], *, narrow: bool) -> float:
-    """Return the order-0 entropy of gradients in bytes: what is new in a step of which all else can be predicted.
+    """Return the order-0 entropy of gradients in bytes: the new information in a predictable step.
 
     Args:
-        gradients: fp32 arrays; their values are counted together.
-        narrow: whether they have the precision of bf16. Then each of their values counts; otherwise
-            sign and exponent have their entropy, and the 23 bits of the mantissa count whole.
+        gradients: fp32 arrays, with values counted together.
+        narrow: whether gradients have the precision of bf16. Each value then counts; otherwise,
+            sign and exponent have their entropy, and the 23 bits of the mantissa count in full.
     """
     lanes = np.concatenate([_lanes(gradient) for gradient in gradients])
     shift, noise = (16, 0) if narrow else (23, 23)
@@ -132,7 +128,7 @@ def gradient_nbytes(gradients: Iterable[Array], *, narrow: bool) -> float:
 
 
 def gradient_nbytes_by_block(gradients: Iterable[Array], *, narrow: bool) -> float:
-    """Return the same, each block counted on its own: for coders that adapt to each."""
+    """Return the entropy with separate counts per block: for coders that adapt to blocks."""
     return sum(
         gradient_nbytes([block], narrow=narrow)
         for gradient in gradients
@@ -143,16 +139,15 @@ def gradient_nbytes_by_block(gradients: Iterable[Array], *, narrow: bool) -> flo
 
 
 def moment_nbytes(base: Snapshot, new: Snapshot, *, role: str, decay: float) -> float:
-    """Return the order-0 entropy of what moved the first moments, in bytes.
+    """Return the order-0 entropy of the changes of first moments, in bytes.
 
-    A moment keeps fewer digits of its gradient than the gradient has where it is the larger of the
-    two: what of them it keeps is all that a decoder needs, if second moments and weights depend on
-        the others nowhere or seldom. So this may
-    be below the entropy of the gradients.
+    A moment keeps fewer digits of the gradient than the gradient has where the moment is larger. A
+    decoder needs only the kept digits, if second moments and weights depend rarely or never on the
+    lost digits. The result may therefore be below the entropy of the gradients.
 
     Args:
-        role: of the first moments.
-        decay: what they were multiplied by.
+        role: the role of the first moments.
+        decay: the factor of the first moments.
     """
     steps = []
     for name, tensor in new.items():
@@ -168,10 +163,10 @@ def _lanes(array: Array) -> Array:
 
 
 def _steps(before: Array, after: Array) -> Array:
-    """Return how many ULPs lie between, for floats; of 8 bytes, which are step counts and the like, the difference."""
+    """Return the difference in ULPs for floats; the plain difference for 8-byte values."""
     if before.itemsize > 4:
         return (after - before).astype(np.int64)
     steps = ordered(after) - ordered(before)
-    # From -0.0 to 0.0 there is no distance, and a change nevertheless: one that no other float has.
+    # From -0.0 to 0.0, the distance is 0, but the bits change: use a step unknown to other floats.
     steps[steps == 0] = math.trunc(2**33)
     return steps

@@ -1,8 +1,8 @@
-"""Seconds that a training in a framework loses for each save: with the framework's own saving, and with the plug-in.
+"""Training seconds lost per save in a framework: the framework's own saving, and the plug-in.
 
-``python -m benchmarks frameworks`` runs every training in a process of its own; the frameworks are
-those of ``make venv-plugins``. ``python -m benchmarks.frameworks FRAMEWORK HOW DIRECTORY NBYTES``
-is one such process: it prints when each step began, and how long each save stood in the way.
+``python -m benchmarks frameworks`` runs every training in a separate process; ``make venv-plugins``
+installs the frameworks. ``python -m benchmarks.frameworks FRAMEWORK HOW DIRECTORY NBYTES`` is such
+a process, and prints the start of each step and the blocking time of each save.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round, remove
 from ckptfmt.digest import digest_bytes
 
-#: What is measured of each framework: its own ways of saving, what bounds them, and the plug-in's.
+#: The ways measured per framework: the framework's own saves, bounds, and the plug-in's saves.
 HOW: Final = {
     "transformers": ("own", "ckptfmt"),
     "lightning": ("own", "own_async", "ckptfmt"),
@@ -45,24 +45,24 @@ HOW: Final = {
         "ckptfmt_process",
     ),
 }
-#: Ways that aren't somebody's saves: the copy alone with which every asynchronous save of DCP
-#: begins; that copy with its digests, without which ckptfmt saves nothing; and both with a raw
-#: direct write of as many bytes.
+#: Bounds, which are no complete saves: the initial copy of every asynchronous DCP save; the copy
+#: with digests, needed by every ckptfmt save; and both with a raw direct write of equally many
+#: bytes.
 _BOUNDS: Final = ("staging", "hashing", "writing")
 _NEVER: Final = "never"
 _STEPS: Final = 48
-#: Every so many steps there is a save; the first one starts processes and makes memory, and isn't
-#: counted. Nor is the last one, which no step follows.
+#: The number of steps per save. The first save starts processes and allocates memory, and the last
+#: save has no following step; neither counts.
 _EVERY: Final = 8
 _COUNTED: Final = _STEPS // _EVERY - 2
-#: How many steps before each save, but the first, are taken for undisturbed.
+#: The number of undisturbed steps before each save except the first.
 _CALM: Final = 3
 _WIDTH: Final = 1024
-#: A parameter under AdamW: itself and both moments, in fp32.
+#: A parameter under AdamW: weights and both moments, in fp32.
 _NBYTES_OF_LAYER: Final = 12 * _WIDTH * _WIDTH
 _ROWS: Final = 96
 _ROUNDS: Final = 5
-#: What the clock of such an experiment can't tell apart, in seconds for each save.
+#: The resolution of the experiment's clock, in seconds per save.
 _LEAST_S: Final = 1e-3
 _ROOT: Final = Path(__file__).parents[1]
 
@@ -70,13 +70,13 @@ _ROOT: Final = Path(__file__).parents[1]
 def measure_frameworks(
     nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress
 ) -> Outcome:
-    """Measure lost seconds in interleaved rounds: in each one a training of every kind, in turning order.
+    """Measure lost seconds in interleaved rounds: each round trains every kind, in turning order.
 
     Args:
-        nbytes: about how large the state is.
-        rounds: how many; None for 5.
+        nbytes: the approximate size of the state.
+        rounds: the number of rounds; None for 5.
 
-    Raises: SystemExit where memory or storage wouldn't do, or a framework isn't there.
+    Raises: SystemExit without enough memory or storage, or without a framework.
     """
     missing = [
         name for name in ("transformers", "accelerate", "lightning") if not _version_of(name)
@@ -154,7 +154,7 @@ def measure_frameworks(
 
 
 def _list_ratios(lost: dict[str, list[float]]) -> dict[str, Figure]:
-    """Return what the plug-in's saves lose, as a share of what each other way loses."""
+    """Return the plug-in's losses as a share of each other way's losses."""
     return {
         f"{name}_lost_vs_{how}": paired_ratio(
             floor_all(lost[f"{name}_ckptfmt"], _LEAST_S), floor_all(lost[f"{name}_{how}"], _LEAST_S)
@@ -195,7 +195,7 @@ def _run_child(name: str, how: str, place: Workplace, nbytes: int) -> dict[str, 
     assert len(stamps) == _STEPS, f"{name}, {how}: {len(stamps)} steps"
     assert how == _NEVER or len(told["blocked_s"]) > _COUNTED, f"{name}, {how}: {told['blocked_s']}"
     steps_s = [end - begin for begin, end in itertools.pairwise(stamps)]
-    # Each begins with the step at whose end there is a save.
+    # Each window begins with the step that ends with a save.
     windows = [steps_s[at : at + _EVERY] for at in range(_EVERY - 1, len(steps_s), _EVERY)]
     calm_s = median_of([step for window in windows for step in window[-_CALM:]])
     return {
@@ -205,22 +205,22 @@ def _run_child(name: str, how: str, place: Workplace, nbytes: int) -> dict[str, 
     }
 
 
-# --- one training, in a process of its own --------------------------------------------------------
+# --- a training in a separate process -----------------------------------------------------------
 
 
 class _Clock:
-    """When each step began, and how long each save stood in the way."""
+    """The start of each step, and the blocking time of each save."""
 
     def __init__(self) -> None:
         self.stamps: list[float] = []
         self.blocked_s: list[float] = []
 
     def note(self, *_: object) -> None:
-        """Note that a step begins."""
+        """Record the start of a step."""
         self.stamps.append(time.perf_counter())
 
     def timed(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that saves, and is timed."""
+        """Return a timed function that saves."""
 
         def call(*arguments: Any, **options: Any) -> Any:
             begin_s = time.perf_counter()
@@ -263,7 +263,7 @@ class _Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def _hash(staged: Future[Any], then: Callable[[], object]) -> None:
-    """Make the digest of every tensor, as a save of ckptfmt does, and what is to be done then."""
+    """Digest every tensor, as a save of ckptfmt does, then run the continuation."""
     leaves, _ = torch.utils._pytree.tree_flatten(staged.result())  # noqa: SLF001
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
@@ -273,7 +273,7 @@ def _hash(staged: Future[Any], then: Callable[[], object]) -> None:
 
 
 def _make_stager(*, is_process: bool) -> Any:
-    """Return one stager for all saves: it keeps its memory, and copies beside the training."""
+    """Return a stager for all saves, which keeps its memory and copies during training."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # noqa: PLC0415
 
     # The other options are for accelerators.
@@ -288,7 +288,7 @@ def _make_stager(*, is_process: bool) -> Any:
 
 
 def _make_raw_writer(nbytes: int) -> RawWriter:
-    """Return what writes as many bytes as the state has, from memory of its own that is touched."""
+    """Return a writer of as many bytes as the state has, from separate, touched memory."""
     region = Region(
         [torch.zeros(_layer_count(nbytes) * _NBYTES_OF_LAYER, dtype=torch.uint8)], huge=False
     )
@@ -346,7 +346,7 @@ def _train_dcp(how: str, directory: Path, nbytes: int, clock: _Clock) -> None:
     for step in range(1, _STEPS + 1):
         clock.note()
         model(rows, rows)["loss"].backward()
-        if staged is not None:  # nothing may change before it is copied
+        if staged is not None:  # no change is allowed before the copy
             wait()
             staged = None
             clock.blocked_s[-2:] = [sum(clock.blocked_s[-2:])]
@@ -440,8 +440,8 @@ def _main(name: str, how: str, directory: str, nbytes: str) -> None:
     clock = _Clock()
     TRAININGS[name](how, Path(directory), int(nbytes), clock)
     print(json.dumps({"stamps": clock.stamps, "blocked_s": clock.blocked_s}), flush=True)
-    # All is told, and saved where it was to be: torch's threads sometimes abort a process that ends
-    # in order.
+    # All results are printed and saved. torch's threads sometimes abort a process that exits
+    # normally.
     os._exit(0)
 
 

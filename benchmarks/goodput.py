@@ -1,4 +1,4 @@
-"""A live run that is killed again and again: its goodput by its ledger, beside what the simulator says of its costs."""
+"""A live run with repeated kills: goodput from the ledger, compared with the simulator."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ MINUTES: Final = 60
 _MTBF_S: Final = 90.0
 _EVERY_S: Final = 10.0
 _STEP_S: Final = 0.1
-#: Of the training's four parameters, and both moments of each.
+#: The training's four parameters, and both moments of each.
 _NBYTES: Final = 3 * 4 * (512 * 512 + 512 + 512 + 1)
-#: From a kill until the training is started again: for what notices a failure and finds another
-#: node.
+#: The delay from a kill to the restart of the training: time to detect a failure and find a node.
 _NOTICE_S: Final = 3.0
 _SEED: Final = 22
 _RUNS: Final = 256
-#: How long the training may take to save and end when it is asked to, in seconds.
+#: The time limit for the training's final save and exit, in seconds.
 _END_S: Final = 120.0
 
 
 def measure_goodput(
     minutes: float, *, rounds: int | None, place: Workplace, progress: Progress
 ) -> Outcome:
-    """Run a training under a supervisor that kills it at times drawn at random, and compare with the simulator.
+    """Run a training under a supervisor with random kills, and compare with the simulator.
 
     Args:
-        minutes: how long a run takes.
-        rounds: how many runs, each with other times; None for one.
+        minutes: the duration of a run.
+        rounds: the number of runs, each with different times; None for a single run.
 
-    Raises: RuntimeError where the training ends by itself.
+    Raises: RuntimeError if the training ends by itself.
     """
     rows = [
         _measure_once(place.fresh("run"), minutes * 60, seed=_SEED + number, progress=progress)
@@ -142,14 +141,14 @@ def _measure_once(run: Path, duration_s: float, *, seed: int, progress: Progress
 def _supervise(
     run: Path, duration_s: float, chance: random.Random, progress: Progress
 ) -> tuple[list[float], int, float]:
-    """Start the training, kill it again and again, and end it properly.
+    """Start the training, kill the process repeatedly, and end the run properly.
 
-    Returns: the times of the kills since the beginning, the last step, and how long all of it took.
+    Returns: the times of the kills since the beginning, the last step, and the total duration.
     """
     begin_s = time.monotonic()
     kills_s: list[float] = []
-    # A constant rate, given how many failures there are: by chance alone, an hour would have 28 to
-    # 52 of them.
+    # A constant rate with a given number of failures: a random number would range from 28 to 52 per
+    # hour.
     due_s = sorted(
         chance.uniform(0, duration_s) for _ in range(max(1, round(duration_s / _MTBF_S)))
     )
@@ -167,7 +166,7 @@ def _supervise(
             process.wait()
             kills_s.append(now_s)
             time.sleep(_NOTICE_S)
-            # A failure while nothing runs changes nothing; the rate is that of the clock.
+            # A failure while no process runs has no effect; the rate is per wall clock.
             due_s = [at_s for at_s in due_s if at_s > now_s + _NOTICE_S]
             process = _start(run)
         process.send_signal(signal.SIGTERM)
@@ -185,7 +184,7 @@ def _start(run: Path) -> subprocess.Popen[bytes]:
 
 
 def _first_step_after_s(run: Path) -> float:
-    """Return how long the first launch took until its first step: the simulator's runs begin with that."""
+    """Return the time from the first launch to its first step, where the simulation starts."""
     store = open_store(run, writable=False)
     entries, _ = read_entries(store, read_known_run(store))
     times = entries[min(entries)].times
@@ -193,7 +192,7 @@ def _first_step_after_s(run: Path) -> float:
 
 
 def _known_costs(found: Goodput) -> dict[str, float]:
-    """Return the costs of a run that was killed often enough to show them all. Raises: RuntimeError."""
+    """Return the costs of a run with enough kills to show all costs. Raises: RuntimeError."""
     costs = {
         name: getattr(found.costs, name)
         for name in ("lost_s", "commit_s", "restore_s", "interval_s", "mtbf_s")

@@ -1,4 +1,4 @@
-"""BLAKE3 on a GPU: that its digests are the host's, its rate beside those of copies, and what it spares a save."""
+"""BLAKE3 on a GPU: equality with the host's digests, the rate against copies, and savings."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.digest import block_digests as host_digests
 
 _ROUNDS: Final = 11
-#: How many times the bytes are on the host at most: two slots of each of two runs, loaded once, and
-#: what else there is.
+#: The largest multiple of the size in host memory: two slots of each of two runs, a loaded copy,
+#: and the remaining buffers.
 _MEMORY_FACTOR: Final = 6
-_NO_DEVICE: Final = 2  # the exit status where there is nothing to measure
-#: Where two programs could differ: ends of messages, chunks, blocks and groups of kernels.
+_NO_DEVICE: Final = 2  # the exit status without a CUDA device
+#: Sizes at which two programs could differ: ends of messages, chunks, blocks and groups of kernels.
 _EDGES: Final = (
     1,
     63,
@@ -49,18 +49,18 @@ _RATIOS: Final = {
 
 
 class Clock(Protocol):
-    """How long a device takes for what it is given."""
+    """A clock for work on a device."""
 
     def time(self, work: Callable[[], object]) -> float:
-        """Return the seconds from the begin of the first to the end of the last thing that `work` enqueues."""
+        """Return the seconds from the start to the end of the operations of `work`."""
         ...
 
 
 class _EventClock:
-    """That of the device: events before and behind, on the current stream."""
+    """The device's clock: events before and after the work, on the current stream."""
 
     def time(self, work: Callable[[], object]) -> float:
-        """Return the seconds between the events; the device was idle before."""
+        """Return the seconds between the events, starting with an idle device."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         begin.record()
@@ -71,10 +71,10 @@ class _EventClock:
 
 
 class _WallClock:
-    """That of the host, which does at once what it is given."""
+    """The host's clock, for synchronous work."""
 
     def time(self, work: Callable[[], object]) -> float:
-        """Return the seconds that the call takes."""
+        """Return the seconds of the call."""
         begin_s = time.perf_counter()
         work()
         return time.perf_counter() - begin_s
@@ -83,13 +83,13 @@ class _WallClock:
 def measure_gpu_digest(
     nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress, device: str = "cuda"
 ) -> Outcome:
-    """Measure the digests of so many bytes on the current CUDA device, then saves of a state as large.
+    """Measure digests of `nbytes` bytes on the current CUDA device, then saves of an equal size.
 
     Args:
-        device: ``cpu`` to rehearse it there.
+        device: ``cpu`` for a rehearsal on the host.
 
-    Raises: SystemExit, 2 where there is no CUDA device, with a sentence where there is no room;
-        RuntimeError if a digest isn't the host's, or if what was saved isn't what loads.
+    Raises: SystemExit, 2 without a CUDA device, a sentence without enough room; RuntimeError for a
+        digest unlike the host's, or for a load unlike the save.
     """
     rounds = rounds or _ROUNDS
     if device == "cpu":
@@ -133,7 +133,7 @@ def measure_on(
     place: Workplace,
     progress: Progress,
 ) -> Outcome:
-    """Check and measure on a device, whichever it is: digests, then, with their memory free again, saves."""
+    """Check and measure on any device: digests, then, with freed memory, saves."""
     digests = _measure_digests(device, nbytes, clock=clock, rounds=rounds, progress=progress)
     saves = measure_saves(device, nbytes, rounds=rounds, place=place, progress=progress)
     return dataclasses.replace(
@@ -174,7 +174,7 @@ def _random_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _check_equal(content: torch.Tensor) -> dict[str, int]:
-    """Compare with the host's digests: all bytes, then every edge at two addresses; then see one bit make a difference.
+    """Compare with the host's digests: all bytes, every edge at two addresses, and a changed bit.
 
     Raises: RuntimeError.
     """
@@ -202,7 +202,10 @@ def _check_equal(content: torch.Tensor) -> dict[str, int]:
 
 
 def block_digests(content: torch.Tensor, block_nbytes: int) -> torch.Tensor:
-    """Return the digests of blocks, computed where they are. Raises: SystemExit where the device has no program."""
+    """Return the digests of blocks, computed on their device.
+
+    Raises: SystemExit for a device without a program.
+    """
     if not content.is_cuda:
         digests = host_digests(memoryview(content.numpy()), block_nbytes)
         return torch.frombuffer(bytearray(digests), dtype=torch.uint8).reshape(-1, DIGEST_NBYTES)
@@ -219,7 +222,7 @@ def _digest(content: torch.Tensor, block_nbytes: int) -> bytes:
 
 
 def _measure_extra(content: torch.Tensor) -> int | None:
-    """Return how many bytes of the device a call takes at most beside its input; None for the host."""
+    """Return a call's peak of device memory beyond the input, in bytes; None for the host."""
     if not content.is_cuda:
         return None
     torch.cuda.synchronize()
@@ -230,7 +233,7 @@ def _measure_extra(content: torch.Tensor) -> int | None:
 
 
 def _list_works(content: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Return what is timed: all on the same bytes, but for the one that is small."""
+    """Return the timed operations: all on the same bytes, except the small operation."""
     copy = torch.empty_like(content)
     host = torch.empty(content.shape, dtype=torch.uint8, pin_memory=content.is_cuda)
     small = content[: limits.BLOCK_NBYTES]
@@ -278,7 +281,7 @@ def _sum_up(
 
 
 def _describe(device: torch.device) -> dict[str, object]:
-    """Return what the record says of the device and of what compiled for it."""
+    """Return the entries for a record: the device, and the compiler of its program."""
     if device.type != "cuda":
         return {"name": device.type, "kernels": False}
     properties = torch.cuda.get_device_properties(device)

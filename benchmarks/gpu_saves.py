@@ -1,7 +1,7 @@
-"""Saves of a state on a device of which little has changed: deltas beside full ones, each of the same state.
+"""Saves of a mostly unchanged state on a device: deltas against full saves of the same state.
 
-The state is nothing but tensors, so that what is timed is what a save does with bytes: find out
-which blocks are new, bring them over, write them, commit.
+The state consists only of tensors, so that the time covers a save's work on bytes: find new blocks,
+copy the blocks to the host, write, commit.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from benchmarks.rounds import Progress, Workplace, order_of_round, remove
 from ckptfmt import limits
 from ckptfmt.saving.handle import SaveReport
 
-#: How many times the state is stored at most: of each run a full checkpoint and the next one, and
-#: deltas.
+#: The largest multiple of the state in storage: per run a full checkpoint and the next, and deltas.
 STORAGE_FACTOR: Final = 5
 _TENSOR_NBYTES: Final = 64 << 20
 _BLOCK_ELEMENTS: Final = limits.BLOCK_NBYTES // 4
-#: Of so many blocks one changes between two saves.
+#: The ratio of blocks to changed blocks between two saves.
 _CHANGED_OF: Final = 100
-#: First saves that don't count: one fills each of the two slots, and by the third there is a base
-#: to compare with.
+#: The number of first saves that don't count: two fill the slots, and the third is the first with a
+#: base.
 _UNCOUNTED: Final = 3
-#: No chain ends for what reading it would cost: deltas are what is timed.
+#: No chain ends because of the cost of reading, since the benchmark times deltas.
 _DELTA: Final = {"restore_budget": 1e6, "full_every": limits.REFERENCES}
 _RATIO: Final = "delta_save_1pct_vs_full"
 
@@ -43,10 +42,10 @@ SAVE_GOALS: Final = {_RATIO: "<= 0.1"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSaves:
-    """What came of the saves, by the names that they have in a record.
+    """The results of the saves, by their names in a record.
 
     Attributes:
-        ratios: none where no save of the counted rounds was a delta.
+        ratios: the ratios; empty if no save of the counted rounds was a delta.
     """
 
     workload: Mapping[str, object]
@@ -66,13 +65,13 @@ def measure_saves(
     progress: Progress,
     mode: str = "auto",
 ) -> DeviceSaves:
-    """Save the same states with deltas and without, one after the other, until each is committed.
+    """Save the same states with deltas and without, in turn, each until the commit.
 
     Args:
-        nbytes: about how large the state is.
-        mode: of the checkpointer that saves deltas.
+        nbytes: the approximate size of the state.
+        mode: the mode of the checkpointer with deltas.
 
-    Raises: RuntimeError if what was saved last doesn't load back bit for bit.
+    Raises: RuntimeError if the last save doesn't load back bit for bit.
     """
     progress.say("gpu_digest: making slots")
     held = _Held(device, nbytes)
@@ -100,7 +99,7 @@ def measure_saves(
 
 
 def _save_round(held: _Held, runs: Mapping[str, _Run], number: int) -> Row:
-    """Change some blocks, and save them in every run."""
+    """Change some blocks, and save the blocks in every run."""
     changed_blocks = held.change(number + _UNCOUNTED)
     order = order_of_round(list(runs), number)
     return {
@@ -111,7 +110,7 @@ def _save_round(held: _Held, runs: Mapping[str, _Run], number: int) -> Row:
 
 
 def _sum_up(held: _Held, rows: list[Row], settings: Mapping[str, object]) -> DeviceSaves:
-    """Compare deltas with the full saves of their rounds; a save of that run which became a full one is left out."""
+    """Compare deltas with full saves of the same rounds; skip full saves in the run with deltas."""
     paired = [row for row in rows if row["delta"]["profile"] == "delta"]
     figures = {"save_full_s": summarize([row["full"]["seconds"] for row in rows])}
     ratios = {}
@@ -142,10 +141,10 @@ def _sum_up(held: _Held, rows: list[Row], settings: Mapping[str, object]) -> Dev
 
 
 class _Held:
-    """Tensors on a device, of which one element in each of some blocks changes between two saves.
+    """Tensors on a device; an element in each of some blocks changes between two saves.
 
     Attributes:
-        changed_of: of so many blocks one changes: fewer than a hundred where there are no more.
+        changed_of: the ratio of blocks to changed blocks: below 100 for fewer blocks.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
@@ -161,28 +160,27 @@ class _Held:
         self.changed_of = min(_CHANGED_OF, sum(map(_count_blocks, self.tensors.values())))
 
     def change(self, number: int) -> int:
-        """Change the first element of every hundredth block, other blocks each time; return of how many blocks."""
+        """Change the first element of every hundredth block, and return the number of blocks."""
         begin = changed = 0
         for tensor in self.tensors.values():
             block_count = _count_blocks(tensor)
             first = (number - begin) % self.changed_of
-            # No other value is as large, and none is written twice.
+            # No other value is as large, and no value is written twice.
             tensor[first * _BLOCK_ELEMENTS :: self.changed_of * _BLOCK_ELEMENTS] = 100.0 + number
             changed += len(range(first, block_count, self.changed_of))
             begin += block_count
         return changed
 
     def settle(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished all work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def _cut(nbytes: int, part_nbytes: int) -> Sequence[int]:
-    """Return the sizes of parts; the last one may be smaller.
+    """Return the sizes of parts; the last part may be smaller.
 
-    >>> _cut(10, 4)
-    [4, 4, 2]
+    >>> _cut(10, 4) [4, 4, 2]
     """
     return [min(part_nbytes, nbytes - begin) for begin in range(0, nbytes, part_nbytes)]
 
@@ -192,7 +190,7 @@ def _count_blocks(tensor: torch.Tensor) -> int:
 
 
 class _Run:
-    """A checkpointer on a run of its own, which keeps no checkpoint that nothing is read from any more.
+    """A checkpointer on a separate run that deletes unneeded checkpoints.
 
     Attributes:
         ours: the checkpointer.
@@ -217,7 +215,7 @@ class _Run:
         remove(self._directory)
 
     def save(self) -> Row:
-        """Save; return how long it took until it was committed, and what it came to."""
+        """Save, and return the seconds until the commit, with the counters."""
         self._held.settle()
         self._place.settle(is_buffered=False)
         begin_s = time.perf_counter()
@@ -235,7 +233,7 @@ class _Run:
         }
 
     def check(self) -> None:
-        """Load what was saved last, and compare it with what is there.
+        """Load the last save, and compare with the tensors.
 
         Raises: RuntimeError.
         """
@@ -246,7 +244,7 @@ class _Run:
                 raise RuntimeError(f"{self._kept[-1].name}: {name} isn't what was saved")
 
     def _keep(self, path: Path, *, is_full: bool) -> None:
-        """Delete what came before a full checkpoint: it reads from none of them."""
+        """Delete checkpoints before a full checkpoint, which needs no base."""
         if is_full:
             for earlier in self._kept:
                 remove(earlier)

@@ -1,4 +1,4 @@
-"""Matrices cut in rows or columns, as FSDP and tensor parallelism cut them, saved and loaded without process groups."""
+"""Matrices cut in rows or columns, as by FSDP and tensor parallelism, without process groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import write_part
 
 _FLOAT_NBYTES: Final = 4
-#: Size of a block where nobody chooses another.
+#: The default size of a block.
 BLOCK_NBYTES: Final = Origin(
     run_id=None, launch=None, nonce="0" * 32, step=0, attempt="0" * 16, writer_count=1
 ).block_nbytes
@@ -28,14 +28,14 @@ _ALIGN: Final = 16  # elements: where a local tensor begins
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How every matrix is divided among ranks: along one dimension, by the rule of `torch.chunk`."""
+    """A division of every matrix among ranks: along a dimension, by the rule of `torch.chunk`."""
 
     name: str
     dim: int
     ranks: int
 
     def box(self, shape: tuple[int, int], rank: int) -> Box:
-        """Return what a rank has of a matrix."""
+        """Return a rank's box of a matrix."""
         extent = shape[self.dim]
         chunk = -(-extent // self.ranks)
         begin = min(extent, rank * chunk)
@@ -49,7 +49,7 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """What one writer has of a matrix."""
+    """A writer's box of a matrix."""
 
     name: str
     tensor: torch.Tensor
@@ -69,12 +69,12 @@ class _Source:
 
 
 class Matrices:
-    """Matrices of one shape with random contents, and memory to load a rank's share of them into.
+    """Matrices of equal shape with random contents, and memory for loading a rank's share.
 
     Args:
-        count: how many.
-        width: rows and columns of each.
-        most: the largest share of any rank that loads, as a fraction.
+        count: the number of matrices.
+        width: the number of rows and columns of each matrix.
+        most: the largest share of any loading rank, as a fraction.
     """
 
     def __init__(self, count: int, width: int, *, most: float) -> None:
@@ -86,7 +86,7 @@ class Matrices:
         self._memory = torch.zeros(count * (share + _ALIGN)).fill_(0)
 
     def sources(self, cut: Cut, rank: int) -> list[_Source]:
-        """Return what a rank gives to a save."""
+        """Return a rank's sources for a save."""
         box = cut.box(self.shape, rank)
         return [
             _Source(name=name, tensor=tensor, boxes=(box,), global_shape=self.shape)
@@ -104,7 +104,7 @@ class Matrices:
         }
 
     def sinks(self, cut: Cut, rank: int) -> list[TorchSink]:
-        """Return what a rank asks a checkpoint for."""
+        """Return a rank's sinks for a load."""
         box = cut.box(self.shape, rank)
         return [
             TorchSink(
@@ -121,7 +121,7 @@ class Matrices:
         ]
 
     def spoil(self, cut: Cut, rank: int) -> None:
-        """Put a value into the local tensors that no load may leave there."""
+        """Fill the local tensors with a value that every load must overwrite."""
         for local in self.locals(cut, rank).values():
             local.fill_(-1.0)
 
@@ -136,7 +136,7 @@ class Matrices:
 
 
 def save_in_rows(path: Path, matrices: Matrices, cut: Cut) -> Path:
-    """Save a checkpoint as so many writers, one after the other, each with its share."""
+    """Save a checkpoint as several writers, one after another, each with its share."""
     store = open_store(path, writable=True)
     origin = Origin(
         run_id=None, launch=None, nonce="5" * 32, step=1, attempt="a" * 16, writer_count=cut.ranks
@@ -154,14 +154,14 @@ def save_in_rows(path: Path, matrices: Matrices, cut: Cut) -> Path:
 
 
 def count_edge_nbytes(shape: tuple[int, int], stored: Cut, wanted: Cut) -> Mapping[str, int]:
-    """Return what all ranks need of one matrix, and what whole blocks of what they need in one piece hold besides.
+    """Return the bytes of a matrix needed by all ranks, and the excess of whole blocks.
 
-    Computed here from the boxes alone, by no means of the reader's: a piece of rows is one run of
-    bytes of what is stored, and a block that it touches is read whole.
+    The numbers are computed from the boxes alone, independently of the reader: a box of rows is a
+    single run of stored bytes, and every touched block is read whole.
 
-    >>> same, twice = Cut(name="a", dim=0, ranks=2), Cut(name="b", dim=0, ranks=4)
-    >>> dict(count_edge_nbytes((8, 2**16), same, same)), dict(count_edge_nbytes((4, 2**17), same, twice))
-    ({'needed': 2097152, 'edges': 0}, {'needed': 2097152, 'edges': 0})
+    >>> same, twice = Cut(name="a", dim=0, ranks=2), Cut(name="b", dim=0, ranks=4) >>>
+    dict(count_edge_nbytes((8, 2**16), same, same)) {'needed': 2097152, 'edges': 0} >>>
+    dict(count_edge_nbytes((4, 2**17), same, twice)) {'needed': 2097152, 'edges': 0}
     """
     needed = edges = 0
     for begin, end, stored_nbytes in _iter_runs(shape, stored, wanted):
@@ -175,7 +175,7 @@ def count_edge_nbytes(shape: tuple[int, int], stored: Cut, wanted: Cut) -> Mappi
 
 
 def _iter_runs(shape: tuple[int, int], stored: Cut, wanted: Cut) -> Iterator[tuple[int, int, int]]:
-    """Yield first and last byte of each run of rows that a rank wants of what a writer stored, and that one's size."""
+    """Yield the first and last byte of each needed run of rows, and the size of the stored box."""
     for rank in range(wanted.ranks):
         for writer in range(stored.ranks):
             held = stored.box(shape, writer)

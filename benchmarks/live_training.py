@@ -1,4 +1,4 @@
-"""A small training with torch that mostly sleeps: what `benchmarks.goodput` starts, kills and starts again."""
+"""A small torch training that mostly sleeps; `benchmarks.goodput` starts, kills and restarts it."""
 
 from __future__ import annotations
 

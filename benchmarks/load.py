@@ -1,4 +1,4 @@
-"""How fast a load is, cold and warm, beside raw direct reads, DCP, torch.load and safetensors; and its memory."""
+"""Load rates, cold and warm, against raw direct reads, DCP, torch.load and safetensors; memory."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round, remove
 from benchmarks.state import Bench, Trainer
 
-#: A NaN that no training makes.
+#: A NaN that no training produces.
 _SPOILT: Final = 0x7FC0BAD0
 
 
 class Destination:
-    """The tensors that everyone loads into, and what they are to hold afterwards.
+    """The destination tensors of all contestants, and the expected contents.
 
     Args:
-        tensors: of four-byte elements, contiguous; they hold now what is saved.
+        tensors: contiguous tensors of four-byte elements, with the saved contents.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -46,7 +46,7 @@ class Destination:
         self._digests = self._digest_all()
 
     def spoil(self) -> None:
-        """Put a value everywhere that no load may leave there; so all of the memory is touched."""
+        """Fill all tensors with a value that every load must overwrite; touch all memory."""
         for flat in self._flat:
             flat.fill_(_SPOILT)
 
@@ -56,7 +56,7 @@ class Destination:
             raise RuntimeError("a load left a tensor as it was")
 
     def check_all(self) -> None:
-        """Raise RuntimeError unless every byte is what was saved."""
+        """Raise RuntimeError unless every byte equals the saved byte."""
         if self._digest_all() != self._digests:
             raise RuntimeError("a load brought other bytes than were saved")
 
@@ -72,14 +72,13 @@ def _digest(array: NDArray[np.int32]) -> bytes:
 
 
 _ROUNDS: Final = 11
-_TRIALS: Final = 3  # of each setting, to choose the best by median
+_TRIALS: Final = 3  # trials per setting, for the choice by median
 _THREAD_COUNTS: Final = (1, 2)
 _RAW: Final = "raw_cold"
 _TOUCHED: Final = "raw_touched_cold"
 _UNVERIFIED: Final = "ckptfmt_cold_unverified"
 
-#: A rate divided by another one: name, dividend, divisor, goal. Those of bounds say what a goal
-#: could come to here.
+#: Ratios of rates: name, dividend, divisor, goal. A ratio of bounds shows the reachable value.
 _RATES: Final = {
     "load_cold_vs_direct": ("ckptfmt_cold", _RAW, ">= 0.9"),
     "load_cold_vs_touched": ("ckptfmt_cold", _TOUCHED, ""),
@@ -104,13 +103,13 @@ Candidates = Mapping[str, Sequence[Loader]]
 def measure_load(
     nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress
 ) -> Outcome:
-    """Measure the rate of everyone, cold and warm apart, in interleaved rounds; and ckptfmt's memory.
+    """Measure all rates, cold and warm separately, in interleaved rounds, and ckptfmt's memory.
 
     Args:
-        nbytes: about how large the state is.
-        rounds: how many of each experiment; None for as many as a figure needs.
+        nbytes: the approximate size of the state.
+        rounds: the number of rounds of each experiment; None for as many as a figure needs.
 
-    Raises: SystemExit where memory or storage wouldn't do.
+    Raises: SystemExit without enough memory or storage.
     """
     check_room(place.directory, memory_nbytes=12 * nbytes, storage_nbytes=8 * nbytes)
     rounds = rounds or _ROUNDS
@@ -168,7 +167,7 @@ class _Experiment:
         self.settings: dict[str, object] = {}
 
     def run(self, candidates: Candidates, rounds: int) -> _Experiment:
-        """Choose everyone's best setting, and run the rounds."""
+        """Choose the best setting of each contestant, and run the rounds."""
         try:
             chosen = [
                 self._choose(name, loaders, min(_TRIALS, rounds))
@@ -186,7 +185,7 @@ class _Experiment:
         return self
 
     def _choose(self, name: str, loaders: Sequence[Loader], trials: int) -> Loader:
-        """Have each setting load everything rightly once, and return the one that is best by median."""
+        """Check a load of each setting, and return the best setting by median."""
         medians = []
         for loader in loaders:
             self._bench.progress.say(f"load: {self._cache}, trying {name}: {loader.describe()}")
@@ -217,13 +216,13 @@ class _Experiment:
         self.rows.append({"order": order, "seconds": seconds})
 
     def _time(self, loader: Loader) -> float:
-        """Return the seconds of one load; what it left is let go of off the clock."""
+        """Return the seconds of a load; memory is released outside of the timing."""
         path = self._find(loader)
         self._settle(path)
         heat(self._destination.nbytes)
         if loader.fills:
-            # All of it, and so all of it is touched: what was left idle for seconds costs ten times
-            # as much to touch.
+            # The whole destination is touched: memory left idle for seconds costs ten times as much
+            # to touch.
             self._destination.spoil()
         begin_s = time.perf_counter()
         left = loader.load(path)
@@ -233,7 +232,7 @@ class _Experiment:
         return seconds
 
     def _settle(self, path: Path) -> None:
-        """Make sure that the page cache holds nothing of the files, or all of them."""
+        """Make sure that the page cache holds all pages of the files, or no page."""
         files = list_files(path)
         if self._is_cold:
             make_cold(files)
@@ -241,7 +240,7 @@ class _Experiment:
         make_warm(files)
 
     def _find(self, loader: Loader) -> Path:
-        """Return the files that a contestant loads, written in this run."""
+        """Return a contestant's files, written in this run."""
         if loader.kind not in self._written:
             self._written[loader.kind] = loader.write(self._bench.place.fresh(loader.kind))
             os.sync()
@@ -253,7 +252,7 @@ class _Experiment:
 
 
 def _list_cold(trainer: Trainer) -> Candidates:
-    """Return who loads cold files, in each of the settings that are worth trying."""
+    """Return the contestants for cold files, in each setting worth a trial."""
     with pages_in_order(trainer.nbytes):
         writer = RawWriter("raw", Region(trainer.tensors().values(), huge=True), SETTINGS[0])
     return {
@@ -265,7 +264,7 @@ def _list_cold(trainer: Trainer) -> Candidates:
 
 
 def _list_warm(destination: Destination, trainer: Trainer) -> Candidates:
-    """Return who loads warm files, in each of the settings that are worth trying."""
+    """Return the contestants for warm files, in each setting worth a trial."""
     tensors = destination.tensors
     return {
         "ckptfmt_warm": [OursLoad("ckptfmt_warm", trainer)],
@@ -284,7 +283,7 @@ def _list_warm(destination: Destination, trainer: Trainer) -> Candidates:
 
 
 def _say(loader: Loader) -> str:
-    """Return a setting as the key of what was tried."""
+    """Return a setting as a key of the trials."""
     settings = loader.describe()
     varying = ("threads", "request_nbytes", "files", "copy_threads")
     said = [f"{name}={settings[name]}" for name in varying if name in settings]
@@ -292,7 +291,7 @@ def _say(loader: Loader) -> str:
 
 
 def _sum_up(seconds: Mapping[str, list[float]]) -> dict[str, Figure]:
-    """Return the ratios of rates, and that of times with and without verifying."""
+    """Return the ratios of rates, and the ratio of times with and without verification."""
     ratios = {
         name: paired_ratio(seconds[peer], seconds[ours]) for name, (ours, peer, _) in _RATES.items()
     }

@@ -1,4 +1,4 @@
-"""Who loads: ckptfmt and its peers, each from files of its own kind, into the same tensors."""
+"""Contestants that load into the same tensors: ckptfmt and peers, each with its own files."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Loader(Protocol):
-    """What the rounds know of a contestant.
+    """A contestant of the rounds.
 
     Attributes:
-        name: in the record.
-        kind: of files that it loads; who has the same kind may load the same files.
-        fills: whether it fills the tensors.
+        name: the name in the record.
+        kind: the kind of files; contestants of the same kind may load the same files.
+        fills: whether a load fills the tensors.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Loader(Protocol):
         ...
 
     def write(self, path: Path) -> Path:
-        """Write under a fresh name what `load` loads; return the path."""
+        """Write files for `load` under a fresh name, and return the path."""
         ...
 
     def load(self, path: Path) -> object:
-        """Fill the tensors; return what is to be let go of off the clock."""
+        """Fill the tensors, and return objects to release outside of the timing."""
         ...
 
 
@@ -56,7 +56,7 @@ class OursLoad:
     """`ckptfmt.load` into a model and its optimizer, in place.
 
     Args:
-        verify: whether blocks are verified; else the reader is patched, see `without_verifying`.
+        verify: whether blocks are verified; if not, the reader is patched, see `without_verifying`.
     """
 
     kind = "ckptfmt"
@@ -70,7 +70,7 @@ class OursLoad:
         self.reads: dict[str, int] = {}
 
     def describe(self) -> dict[str, object]:
-        """Return the settings, and what the last load counted."""
+        """Return the settings, and the counters of the last load."""
         return {
             "call": "ckptfmt.load(path, State(weights=model, optimizer=optimizer))",
             "verified": "every block" if self._verify else "no block",
@@ -84,7 +84,7 @@ class OursLoad:
         return path
 
     def load(self, path: Path) -> None:
-        """Load it."""
+        """Load the checkpoint."""
         with contextlib.nullcontext() if self._verify else without_verifying():
             report = ckptfmt.load(path, self._trainer.state)
         assert isinstance(report, LoadReport)  # a state was given
@@ -92,7 +92,7 @@ class OursLoad:
 
 
 class RawLoad:
-    """Raw direct reads of as many bytes, into buffers that are used again and again.
+    """Raw direct reads of equally many bytes into reused buffers.
 
     Args:
         touches: see `RawReader`.
@@ -117,12 +117,12 @@ class RawLoad:
         return self._writer.save(path)
 
     def load(self, path: Path) -> None:
-        """Read it; the tensors stay as they are."""
+        """Read the file; the tensors stay unchanged."""
         self._reader.load(path)
 
 
 class DcpLoad:
-    """`torch.distributed.checkpoint.load` into the tensors, which verifies nothing."""
+    """`torch.distributed.checkpoint.load` into the tensors, without verification."""
 
     name = "dcp"
     fills = True
@@ -144,7 +144,7 @@ class DcpLoad:
         }
 
     def write(self, path: Path) -> Path:
-        """Save with as many threads: each writes a file."""
+        """Save with as many threads; each thread writes a file."""
         return self._writer.save(path)
 
     def load(self, path: Path) -> None:
@@ -183,7 +183,7 @@ class TorchLoad:
 
 
 class SafetensorsLoad:
-    """`safetensors.torch.load_file`, or tensors one by one from `safetensors.safe_open`; then a copy."""
+    """`safetensors.torch.load_file`, or tensors from `safetensors.safe_open`; then a copy."""
 
     kind = "safetensors"
     name = "safetensors"
@@ -228,7 +228,7 @@ def _copy_into(tensors: Tensors, loaded: Tensors) -> Tensors:
 
 @contextlib.contextmanager
 def without_verifying() -> Iterator[None]:
-    """Patch the reader so that it compares no stored block with its digest; it has no switch for that."""
+    """Patch the reader to skip the comparison of blocks with digests; no option skips it."""
     with mock.patch.object(StoredBox, "iter_damages", return_value=iter(())):
         yield
 

@@ -1,4 +1,4 @@
-"""obstore alone in a process of its own, which puts one object of so many bytes whenever it is asked to."""
+"""A separate process with obstore alone that uploads an object of a given size on request."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _DONE: Final = "done\n"
 
 
 class LoneUpload:
-    """An upload of as many bytes as a save has, beside a training, and nothing else.
+    """An upload of a save's size during a training, and no other work.
 
-    No upload spares a training what it loses to this one: no copy, digest, or write to a cache has
-    a part in it.
+    A save's upload costs a training at least as much, since this process makes no copy, no digest,
+    and no write to a cache.
 
     Args:
-        bucket: URL of the bucket; where it is, the environment says.
-        nbytes: of the object.
-        setting: bytes of a part, and how many parts at once.
+        bucket: the URL of the bucket; the environment gives the address.
+        nbytes: the size of the object.
+        setting: bytes per part, and the number of concurrent parts.
     """
 
     name = "obstore_upload"
@@ -37,7 +37,7 @@ class LoneUpload:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            start_new_session=True,  # as savers have one: many kernels share processors out by session
+            start_new_session=True,  # as with savers: many kernels share CPUs by session
         )
 
     def describe(self) -> dict[str, object]:
@@ -46,7 +46,7 @@ class LoneUpload:
         return {"call": "obstore.put in a process", "part_nbytes": part_nbytes, "at_once": count}
 
     def start(self, path: Path) -> Pending:
-        """Ask for an upload."""
+        """Start an upload."""
         path.touch()
         sender, receiver = self._process.stdin, self._process.stdout
         assert sender is not None
@@ -63,12 +63,12 @@ class LoneUpload:
         return Pending(path=path, is_done=is_done, wait=wait)
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         self._process.communicate()
 
 
 def main(arguments: str) -> None:
-    """Put an object for each line of the standard input."""
+    """Upload an object for each line of the standard input."""
     import obstore  # noqa: PLC0415
     from obstore.store import from_url  # noqa: PLC0415
 

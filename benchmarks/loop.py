@@ -1,4 +1,4 @@
-"""Training steps with a save among them: what the wall clock says of both."""
+"""Training steps with a save among them: wall time of both."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from benchmarks.state import Bench, StepTimes
 
 
 class Contestant(Protocol):
-    """Who saves beside the steps.
+    """A contestant that saves during the steps.
 
     Attributes:
-        name: in the record.
-        is_buffered: whether it writes through the page cache.
+        name: the name in the record.
+        is_buffered: whether writes go through the page cache.
     """
 
     name: str
@@ -28,22 +28,22 @@ class Contestant(Protocol):
         ...
 
     def start(self, path: Path) -> Pending:
-        """Ask for a save under a fresh name."""
+        """Start a save under a fresh name."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoopRun:
-    """One loop of steps, with a save asked for before the first, or without.
+    """A loop of steps, with a save started before the first step, or without a save.
 
     Attributes:
-        steps: how many.
-        wall_s: all of it, the call of the save included.
-        call_s: the call of the save; 0 without one.
-        first: the first step, beside which copies may go on.
-        is_done: whether the save was durable when the last step was over.
-        save_s: from the call until it was found durable, to within a step; 0 without one.
-        told_blocked_s: what the save itself says that it blocked; None if it says nothing.
+        steps: the number of steps.
+        wall_s: the total time, the call of the save included.
+        call_s: the time of the save's call; 0 without a save.
+        first: the first step, during which copies may go on.
+        is_done: whether the save was durable after the last step.
+        save_s: the time from the call to durability, to within a step; 0 without a save.
+        told_blocked_s: the blocking time reported by the save; None without a report.
     """
 
     steps: int
@@ -57,8 +57,8 @@ class LoopRun:
     def describe(self) -> dict[str, object]:
         """Return the raw figures for a record.
 
-        ``blocked_s`` is what the training stood still, seen from outside: in the call, and at the
-        guard of the update that follows.
+        ``blocked_s`` is the training's idle time as seen from outside: in the call, and at the
+        guard of the following update.
         """
         return {
             "wall_s": self.wall_s,
@@ -73,15 +73,15 @@ class LoopRun:
 
 
 def run_loop(bench: Bench, steps: int, contestant: Contestant | None) -> LoopRun:
-    """Run a fixed number of steps, with a save if somebody is to save.
+    """Run a fixed number of steps, with a save if a contestant is given.
 
-    A save that outlasts the steps is waited for, off the clock: `LoopRun.is_done` tells.
+    The rest of a longer save is awaited outside of the timing; see `LoopRun.is_done`.
     """
     return _run(bench, contestant, is_over=lambda taken, _: taken >= steps)
 
 
 def run_until_done(bench: Bench, contestant: Contestant) -> LoopRun:
-    """Ask for a save, and run steps until it is durable."""
+    """Start a save, and run steps until the save is durable."""
     return _run(bench, contestant, is_over=lambda _, is_done: is_done)
 
 

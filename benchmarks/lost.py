@@ -1,4 +1,4 @@
-"""Seconds of training that one save costs in all: K steps with a save minus the same K steps without."""
+"""Total training seconds lost to a save: K steps with a save minus the same K steps without."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from benchmarks.state import Bench, Trainer
 
 
 class CopyYardstick:
-    """Targets for every tensor of a trainer, and a clock around the copy."""
+    """Copy targets for every tensor of a trainer, and a timed copy."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._sources = list(trainer.tensors().values())
-        # From a device the fastest copy is into pinned memory.
+        # From a device, the fastest copy goes into pinned memory.
         self._is_far = trainer.device.type == "cuda"
         self._targets = [
             torch.empty_like(source, device="cpu", pin_memory=self._is_far)
@@ -36,7 +36,7 @@ class CopyYardstick:
         self.time_copy(threads=self._threads)  # touches the targets
 
     def time_copy(self, *, threads: int) -> float:
-        """Return the seconds that the copy of all tensors takes with so many threads."""
+        """Return the seconds of a copy of all tensors with a number of threads."""
         torch.set_num_threads(threads)
         try:
             begin_s = time.perf_counter()
@@ -49,11 +49,11 @@ class CopyYardstick:
             torch.set_num_threads(self._threads)
 
 
-_TRIALS: Final = 2  # of each number of threads, to choose the better
+_TRIALS: Final = 2  # trials per number of threads
 _THREAD_COUNTS: Final = (1, 2)
-#: How many more steps there are than the longest save of the warm-up lasted.
+#: The ratio of the steps' duration to the longest save of the warm-up.
 MARGIN: Final = 1.2
-#: A loss below this can't be told from none: ratios take it for this much.
+#: A loss below this bound can't be measured: ratios use the bound instead.
 _FLOOR_S: Final = 0.001
 _UNCHECKED: Final = "thread_count=1, no checksums"
 _WITHOUT: Final = "without"
@@ -61,7 +61,7 @@ _WITHOUT: Final = "without"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """What the experiment found: raw rounds, settings of the contestants, and what a reader has to know."""
+    """The results of the experiment: raw rounds, settings of the contestants, and notes."""
 
     rows: list[dict[str, Any]]
     settings: dict[str, object]
@@ -71,13 +71,13 @@ class Lost:
 def measure_lost(
     bench: Bench, ours: tuple[Ours, Ours], yardstick: CopyYardstick, *, rounds: int
 ) -> Lost:
-    """Run interleaved rounds of the same K steps: without a save, with ours, with DCP's, with the floor.
+    """Run interleaved rounds of the same K steps: no save, ckptfmt's save, DCP's, and the floor's.
 
-    The steps without a save run twice in each round, since every loss of the round is measured
-    against them.
+    The steps without a save run twice in each round, since every loss of the round is a difference
+    from them.
 
     Args:
-        ours: with overlap, and without.
+        ours: the checkpointers with overlap and without.
     """
     stager = make_stager(bench.trainer.device)
     try:
@@ -118,7 +118,7 @@ def measure_lost(
 
 
 def _list_candidates(kind: str, bench: Bench, stager: DefaultStager) -> dict[str, DcpAsync]:
-    """Return what may take part, and last what is tried for the record alone."""
+    """Return the candidates; the last candidate is tried only for the record."""
     make = functools.partial(DcpAsync, kind, bench.trainer.state_dict, stager)
     checked = {f"thread_count={count}": make(thread_count=count) for count in _THREAD_COUNTS}
     return {**checked, _UNCHECKED: make(thread_count=_THREAD_COUNTS[0], checksums=False)}
@@ -127,7 +127,7 @@ def _list_candidates(kind: str, bench: Bench, stager: DefaultStager) -> dict[str
 def _choose(
     bench: Bench, candidates: dict[str, DcpAsync]
 ) -> tuple[DcpAsync, list[LoopRun], dict[str, float]]:
-    """Warm a peer up, and choose the number of threads that loses least; return its runs, and what was tried."""
+    """Warm a peer up, choose the threads with the least loss, and return the runs and trials."""
     first = next(iter(candidates.values()))
     bench.place.discard(first.warm_up(bench.place.fresh(first.name)), is_buffered=True)
     runs: dict[str, list[LoopRun]] = {setting: [] for setting in candidates}
@@ -148,7 +148,7 @@ def _choose(
 def run_round(
     bench: Bench, contestants: Mapping[str, Contestant], number: int, steps: int
 ) -> dict[str, Any]:
-    """Run the same steps with each contestant's save, and twice without one; return the raw figures."""
+    """Run the same steps with each contestant's save, and twice without; return the raw figures."""
     names = list(contestants)
     order = order_of_round(
         [_WITHOUT, *names[: len(names) // 2], _WITHOUT, *names[len(names) // 2 :]], number
@@ -165,7 +165,7 @@ def run_round(
 
 
 def _time_copy(yardstick: CopyYardstick, threads: int) -> float:
-    """Return the seconds of a copy whose targets have just been copied to."""
+    """Return the seconds of a copy to warm targets."""
     yardstick.time_copy(threads=threads)
     return yardstick.time_copy(threads=threads)
 

@@ -1,4 +1,4 @@
-"""What a figure was measured on: processor, memory, kernel, file system; and what it leaves free."""
+"""The machine of a measurement: processor, memory, kernel, file system, and free resources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROC = Path("/proc")
 
 
 def describe_machine() -> dict[str, object]:
-    """Return what a record says of the machine; nothing that names it."""
+    """Return the machine's entries for a record, without names of the machine."""
     return {
         "cpu": _field(_PROC / "cpuinfo", "model name"),
         "arch": platform.machine(),
@@ -31,9 +31,9 @@ def describe_machine() -> dict[str, object]:
 
 
 def describe_storage(directory: Path) -> dict[str, object]:
-    """Return what a record says of the storage below a directory."""
+    """Return the entries for a record about the storage below a directory."""
     kind, device = file_system_of(directory)
-    # Only a device has a name worth keeping: a bind mount or an overlay would name places of this
+    # Only a device has a name of interest: a bind mount or an overlay would name places of this
     # machine.
     name = Path(device).name if device.startswith("/dev/") else None
     flag = Path("/sys/class/block") / (name or "none") / "queue" / "rotational"
@@ -43,7 +43,7 @@ def describe_storage(directory: Path) -> dict[str, object]:
 
 
 def file_system_of(directory: Path) -> tuple[str, str]:
-    """Return type and source of the file system that holds a directory."""
+    """Return type and source of a directory's file system."""
     wanted = directory.stat().st_dev
     found = ("unknown", "")
     with contextlib.suppress(OSError):
@@ -56,37 +56,37 @@ def file_system_of(directory: Path) -> tuple[str, str]:
 
 
 def available_nbytes() -> int:
-    """Return how much memory may still be taken, as the kernel guesses it."""
+    """Return the kernel's estimate of available memory."""
     return _meminfo_nbytes("MemAvailable")
 
 
 def rss_anon_nbytes(pid: int | None = None) -> int:
-    """Return the anonymous resident memory of a process, by default this one; 0 if it is gone.
+    """Return the anonymous resident memory of a process, by default this process; 0 after its end.
 
-    Shared memory isn't part of it, so slots aren't.
+    The memory excludes shared memory, hence also slots.
     """
     text = _field(_PROC / str(pid or os.getpid()) / "status", "RssAnon")
     return int(text.split()[0]) * 1024 if text else 0
 
 
 def rss_unfiled_nbytes() -> int:
-    """Return the resident memory of this process that no file stands behind: anonymous, and shared."""
+    """Return the resident memory of this process without a file behind: anonymous and shared."""
     texts = (_field(_PROC / "self" / "status", name) for name in ("RssAnon", "RssShmem"))
     return sum(int(text.split()[0]) * 1024 for text in texts if text)
 
 
 def read_by_calls_nbytes() -> int:
-    """Return how many bytes this process has read by system calls so far, as the kernel counts them."""
+    """Return the number of bytes that this process has read through system calls."""
     return int(_field(_PROC / "self" / "io", "rchar") or 0)
 
 
 def find_children(needle: str) -> list[int]:
-    """Return the processes below this one whose command line contains `needle`."""
+    """Return the processes below this process with `needle` in the command line."""
     parents, needles = {}, []
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, IndexError):
-                # The name in parentheses may contain blanks and parentheses itself.
+                # The name in parentheses may contain blanks and parentheses.
                 parents[int(entry.name)] = int(
                     (entry / "stat").read_text().rpartition(")")[2].split()[1]
                 )
@@ -98,25 +98,24 @@ def find_children(needle: str) -> list[int]:
 
 
 def yield_processors(*needles: str) -> None:
-    """Let processes below this one have no more of the processors than others leave.
+    """Give processes below this process only the processor time left by all other processes.
 
     Args:
-        needles: what the command line of each contains. Each is in another session than this
-            process.
+        needles: substrings of the command lines. Each process is in a separate session.
     """
     for pid in {pid for needle in needles for pid in find_children(needle)}:
         for task in _tasks(pid):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 os.setpriority(
                     os.PRIO_PROCESS, task, _LOWEST
-                )  # of one thread: those it starts are alike
+                )  # a single thread: threads inherit the policy
         if os.getsid(pid) != os.getsid(0):
-            with contextlib.suppress(OSError):  # many kernels go by the session's
+            with contextlib.suppress(OSError):  # many kernels use the session's value
                 (_PROC / str(pid) / "autogroup").write_text(str(_LOWEST))
 
 
 def _tasks(pid: int) -> list[int]:
-    """Return the threads of a process; none once it has ended."""
+    """Return the threads of a process; none after the end of the process."""
     with contextlib.suppress(OSError):
         return [int(task.name) for task in (_PROC / str(pid) / "task").iterdir()]
     return []
@@ -124,11 +123,11 @@ def _tasks(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def own_processor() -> Iterator[Callable[[], None]]:
-    """Keep one processor for the calling thread, and the others for all other threads of this process and below it.
+    """Keep a processor for the calling thread, and the rest for all other threads and children.
 
-    Yields what does so again, for threads that were started since: each begins where the thread
-        runs that starts it.
-    Where there is one processor only, nothing changes.
+    Yields a function that repeats the assignment for new threads: a new thread inherits the
+    processors of the thread that starts it. On a machine with a single processor, no assignment
+    changes.
     """
     processors = os.sched_getaffinity(0)
     own = {min(processors)} if len(processors) > 1 else processors
@@ -137,7 +136,7 @@ def own_processor() -> Iterator[Callable[[], None]]:
     def keep(own: set[int], rest: set[int]) -> None:
         for pid in (os.getpid(), *find_children("")):
             for task in _tasks(pid):
-                with contextlib.suppress(OSError):  # it has ended
+                with contextlib.suppress(OSError):  # the thread has ended
                     os.sched_setaffinity(task, own if task == caller else rest)
 
     def keep_apart() -> None:
@@ -163,7 +162,7 @@ def _meminfo_nbytes(name: str) -> int:
 
 
 def _field(path: Path, name: str) -> str | None:
-    """Return the value of the first line ``name: value`` of a file of the kernel; None if there is none."""
+    """Return the value of the first line ``name: value`` of a kernel file, or None."""
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
             key, colon, value = line.partition(":")
@@ -173,7 +172,7 @@ def _field(path: Path, name: str) -> str | None:
 
 
 def _selected(path: Path) -> str | None:
-    """Return the word in brackets: what is chosen among ``always [madvise] never``."""
+    """Return the word in brackets: the selected value in ``always [madvise] never``."""
     with contextlib.suppress(OSError):
         if found := re.search(r"\[(\w+)\]", path.read_text()):
             return found[1]

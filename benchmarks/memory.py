@@ -1,4 +1,4 @@
-"""Peaks of memory while something runs: this process's, and that of the saver process below it."""
+"""Peaks of memory during a computation: in this process, and in the saver process below."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from benchmarks.machine import find_children, rss_anon_nbytes, rss_unfiled_nbyte
 _SAVER: Final = "ckptfmt.saving.saver"
 _EVERY_S: Final = 0.005
 _OFTEN_S: Final = 0.002
-_LOOK_EVERY: Final = 10  # looking for a new child reads all of /proc
+_LOOK_EVERY: Final = 10  # a search for new children reads all of /proc
 
 
 class PeakMemory:
-    """Watch anonymous resident memory from a thread, as long as the context is open.
+    """Watch anonymous resident memory from a thread while the context is open.
 
-    Slots are shared memory: they aren't part of any of these figures.
+    Slots are shared memory, and are in none of these figures.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class PeakMemory:
         self._thread.join()
 
     def describe(self) -> dict[str, int]:
-        """Return the peaks in bytes: of this process, beyond what it had in the beginning; of the saver, in all."""
+        """Return the peaks in bytes: this process's growth, and the saver's total."""
         return {
             "trainer_beyond_slots_nbytes": self._peak_nbytes - self._before_nbytes,
             "saver_anonymous_nbytes": self._saver_peak_nbytes,
@@ -56,10 +56,10 @@ class PeakMemory:
 
 
 class PeakResident:
-    """Watch this process's anonymous and shared memory from a thread, as long as the context is open.
+    """Watch this process's anonymous and shared memory from a thread while the context is open.
 
     Attributes:
-        extra_nbytes: the most that there was, beyond what there was in the beginning.
+        extra_nbytes: the peak beyond the initial value.
     """
 
     def __init__(self) -> None:

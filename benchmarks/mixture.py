@@ -1,4 +1,4 @@
-"""Which pieces each of a thousand ranks has of each of a thousand tensors: rows, grids, and cuts without a pattern."""
+"""The boxes of a thousand tensors on a thousand ranks: rows, grids, and irregular cuts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Final
 
 from ckptfmt.box import Box
 
-#: Of how many tensors in 64 which kind they are; they take turns, so that any 64 that follow each
-#: other have these.
+#: The number of tensors per kind among 64. The kinds alternate, so that any 64 consecutive tensors
+#: have these shares.
 _SHARES: Final = {"rows, torch.chunk": 28, "rows, balanced": 28, "grid, uneven": 7, "irregular": 1}
 _LAYER: Final = (
     "attention.wq",
@@ -30,11 +30,11 @@ _ROWS_EACH: Final = (256, 768)  # of a tensor cut in rows, per rank
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CutTensor:
-    """A tensor and who holds which piece of it.
+    """A tensor with the boxes of all ranks.
 
     Attributes:
-        boxes: that of each rank, by its number.
-        grid: ranks along rows and columns where the cuts are a grid's; else None.
+        boxes: the box of each rank, by number.
+        grid: the ranks along rows and columns for a regular grid; else None.
     """
 
     name: str
@@ -45,9 +45,9 @@ class CutTensor:
 
 
 def make_mixture(ranks: int, tensors: int) -> list[CutTensor]:
-    """Return the tensors, the same at every call; no two have the same shape.
+    """Return the tensors, equal at every call, with distinct shapes.
 
-    A tensor grows with the ranks, so that its pieces stay as large.
+    A tensor grows with the number of ranks, so that the boxes stay as large.
 
     Args:
         ranks: a power of two.
@@ -57,7 +57,7 @@ def make_mixture(ranks: int, tensors: int) -> list[CutTensor]:
 
 
 def describe_mixture(mixture: list[CutTensor]) -> dict[str, object]:
-    """Return what a record says of it."""
+    """Return the entry for a record."""
     return {
         "kinds": dict(collections.Counter(tensor.kind for tensor in mixture)),
         "grid": next((list(tensor.grid) for tensor in mixture if tensor.grid), None),
@@ -67,10 +67,10 @@ def describe_mixture(mixture: list[CutTensor]) -> dict[str, object]:
 
 
 def halve(tensor: CutTensor, rank: int) -> tuple[Box, ...]:
-    """Return what a rank wants that is one of half as many: rows are cut anew, the others join two neighbours.
+    """Return a rank's boxes with half as many ranks: rows are cut anew, other boxes are joined.
 
-    In a grid those lie above each other. Cuts without a pattern have no half: such a rank wants two
-    pieces.
+    In a grid, the joined neighbours are above each other. Irregular cuts have no half: such a rank
+    needs two boxes.
     """
     if tensor.kind.startswith("rows"):
         return (split_rows(tensor, len(tensor.boxes) // 2)[rank],)
@@ -82,14 +82,14 @@ def halve(tensor: CutTensor, rank: int) -> tuple[Box, ...]:
 
 
 def split_rows(tensor: CutTensor, ranks: int) -> list[Box]:
-    """Return the pieces of all ranks if a tensor is cut in rows: in its own way, or else by the rule of torch.chunk."""
+    """Return the boxes of all ranks for a cut in rows: by its own rule or by torch.chunk's."""
     split = _split_balanced if tensor.kind == "rows, balanced" else _split_chunk
     rows, columns = tensor.global_shape
     return [Box((begin, 0), (count, columns)) for begin, count in split(rows, ranks)]
 
 
 def _interleave() -> list[str]:
-    """Return 64 kinds, each as evenly among the others as its share allows."""
+    """Return 64 kinds, each distributed as evenly as its share allows."""
     places = [
         ((turn + 0.5) / share, kind) for kind, share in _SHARES.items() for turn in range(share)
     ]
@@ -99,7 +99,7 @@ def _interleave() -> list[str]:
 def _make_tensor(number: int, kind: str, ranks: int) -> CutTensor:
     chance = random.Random(number)
     layer, place = divmod(number, len(_LAYER))
-    columns = 64 + number  # a number of its own: no two tensors have the same shape
+    columns = 64 + number  # a distinct number, for distinct shapes
     grid = None
     if kind.startswith("rows"):
         each = chance.randrange(*_ROWS_EACH)
@@ -121,7 +121,7 @@ def _make_tensor(number: int, kind: str, ranks: int) -> CutTensor:
 
 
 def _split_chunk(extent: int, ranks: int) -> list[tuple[int, int]]:
-    """Cut as `torch.chunk` does: equal pieces, and what is left for the last."""
+    """Cut as `torch.chunk` does: equal parts, and a remainder for the last."""
     each = -(-extent // ranks)
     return [
         (min(extent, rank * each), max(0, min(each, extent - rank * each))) for rank in range(ranks)
@@ -129,7 +129,7 @@ def _split_chunk(extent: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def _split_balanced(extent: int, ranks: int) -> list[tuple[int, int]]:
-    """Cut so that no piece has more than one element more than another."""
+    """Cut into parts with sizes that differ by at most an element."""
     each, left = divmod(extent, ranks)
     return [(rank * each + min(rank, left), each + (rank < left)) for rank in range(ranks)]
 
@@ -140,7 +140,7 @@ def _grid_of(ranks: int) -> tuple[int, int]:
 
 
 def _cut_grid(shape: tuple[int, int], grid: tuple[int, int], chance: random.Random) -> list[Box]:
-    """Cut both dimensions unevenly, each row of pieces at the same places."""
+    """Cut both dimensions unevenly, each row of boxes at the same places."""
     down, across = (
         _cut_unevenly(extent, count, chance) for extent, count in zip(shape, grid, strict=True)
     )
@@ -148,7 +148,7 @@ def _cut_grid(shape: tuple[int, int], grid: tuple[int, int], chance: random.Rand
 
 
 def _cut_unevenly(extent: int, count: int, chance: random.Random) -> list[tuple[int, int]]:
-    """Cut up to a third of a piece beside the places of an even cut."""
+    """Cut up to a third of a part away from the places of an even cut."""
     each = extent / count
     cuts = [
         0,
@@ -161,7 +161,7 @@ def _cut_unevenly(extent: int, count: int, chance: random.Random) -> list[tuple[
 def _cut_irregular(
     shape: tuple[int, int], grid: tuple[int, int], chance: random.Random
 ) -> list[Box]:
-    """Cut from edge to edge, each half again at a place and in a direction of its own."""
+    """Cut from edge to edge, each half again at a separate place and in a separate direction."""
     boxes: list[Box] = []
     todo = [(Box.whole(shape), grid[0] * grid[1])]
     while todo:

@@ -1,4 +1,4 @@
-"""The models that deltas are measured on: the demo's GPT, with adapters, with experts, with a large table."""
+"""The models of the delta benchmarks: the demo's GPT, with adapters, experts, or a large table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptfmt.demo.task import BYTES, TinyGPT
 
 
 def make_gpt(*, width: int, layers: int, heads: int, context: int) -> TinyGPT:
-    """Return the demo's GPT in another size, without dropout, which few models have nowadays."""
+    """Return the demo's GPT in another size, without dropout, as in most current models."""
     return TinyGPT(
         Settings(
             steps=1,
@@ -30,7 +30,7 @@ def make_gpt(*, width: int, layers: int, heads: int, context: int) -> TinyGPT:
 
 
 class Adapter(nn.Module):
-    """A low-rank addition to a linear layer (LoRA), nothing at first."""
+    """A low-rank addition to a linear layer (LoRA), zero at first."""
 
     def __init__(self, linear: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -39,13 +39,13 @@ class Adapter(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is added."""
+        """Return the addition."""
         added: torch.Tensor = self.up(self.down(x))
         return added
 
 
 def adapt(model: TinyGPT, *, part: float) -> None:
-    """Freeze everything, and add adapters with `part` of the parameters to all linear layers of the blocks."""
+    """Freeze all parameters, and add adapters with a `part` of the parameters to all blocks."""
     frozen = sum(parameter.numel() for parameter in model.parameters())
     model.requires_grad_(requires_grad=False)
     linears = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
@@ -59,7 +59,7 @@ def adapt(model: TinyGPT, *, part: float) -> None:
 
 
 class Experts(nn.Module):
-    """Feed-forward layers of which each sequence uses one; the others get no gradient, not even of zeros."""
+    """Feed-forward layers with one expert per sequence; unused experts get no gradient at all."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (batch, context, width), each sequence through the expert that the router likes best."""
+        """Return (batch, context, width), each sequence through the router's preferred expert."""
         weights = functional.softmax(self.router(x.mean(dim=1)), dim=-1)
         best, chosen = weights.max(dim=-1)
         fed = torch.empty_like(x)
@@ -81,14 +81,14 @@ class Experts(nn.Module):
 
 
 def split_feeds(model: TinyGPT, *, experts: int) -> None:
-    """Put experts in the place of all feed-forward layers."""
+    """Replace all feed-forward layers by experts."""
     width = model.norm.normalized_shape[0]
     for block in model.blocks:
         block.feed = Experts(width, experts)
 
 
 def add_table(model: TinyGPT) -> None:
-    """Add a large table: an embedding for each pair of neighbouring bytes, with sparse gradients."""
+    """Add a large table: an embedding per pair of neighbouring bytes, with sparse gradients."""
     table = nn.Embedding(BYTES * BYTES, model.norm.normalized_shape[0], sparse=True)
     nn.init.normal_(table.weight, std=0.02)
     model.add_module("table", table)

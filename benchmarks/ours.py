@@ -1,4 +1,4 @@
-"""ckptfmt as the benchmarks run it: a `Checkpointer` with its defaults, without overlap, or with deltas."""
+"""ckptfmt in the benchmarks: a `Checkpointer` with defaults, without overlap, or with deltas."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from benchmarks.peers import Pending
 
 
 class Ours:
-    """One `ckptfmt.Checkpointer` on a run of its own, ready to save.
+    """A `ckptfmt.Checkpointer` on a separate run, ready to save.
 
     Args:
-        run: directory or URL of the run; it mustn't be there yet.
-        state: what is saved.
-        overlap: whether parameters and moments are copied beside the next step.
-        options: as `Checkpointer` takes them.
+        run: the directory or URL of the run, which must not exist yet.
+        state: the state to save.
+        overlap: whether parameters and moments are copied during the next step.
+        options: further options of `Checkpointer`.
 
     Attributes:
-        slots_ready_s: seconds from the beginning of construction until slots were made and touched.
-        staging_threads: how many threads copy into a slot.
+        slots_ready_s: the seconds from the start of construction until slots are made and touched.
+        staging_threads: the number of threads that copy into a slot.
     """
 
     is_buffered = False
@@ -46,7 +46,7 @@ class Ours:
         self.staging_threads = self._checkpointer.staging_threads
 
     def describe(self) -> dict[str, object]:
-        """Return the settings, and what it reported of them."""
+        """Return the settings, and the checkpointer's report of them."""
         return {
             "call": "Checkpointer.save, until COMMITTED",
             "overlap": self._overlap,
@@ -57,7 +57,7 @@ class Ours:
         }
 
     def start(self, path: Path | None = None) -> Pending:  # noqa: ARG002
-        """Ask for a save of the next step."""
+        """Start a save of the next step."""
         self._checkpointer.step += 1
         handle = self._checkpointer.save()
         assert handle is not None, "this step is saved already"
@@ -69,11 +69,11 @@ class Ours:
         )
 
     def save(self, path: Path | None = None) -> Path:
-        """Save, and wait until it is committed; return the checkpoint's directory."""
+        """Save, wait until the commit, and return the checkpoint's directory."""
         pending = self.start(path)
         pending.wait()
         return pending.path
 
     def close(self) -> None:
-        """End the saver and let go of the slots."""
+        """Stop the saver and release the slots."""
         self._checkpointer.close()

@@ -1,4 +1,4 @@
-"""Memory of a stated kind, touched: what raw writes read from, and raw reads fill."""
+"""Touched memory of a given kind: the source of raw writes, and the destination of raw reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 PAGE_NBYTES = mmap.PAGESIZE
-#: More than Linux keeps at hand of what was freed last, for two processors and 24 GiB.
+#: More than Linux caches of recently freed memory, for two processors and 24 GiB.
 _FREED_NBYTES = 3 * 2**29
 _MADV_POPULATE_WRITE = 23
 
@@ -21,22 +21,21 @@ _MADV_POPULATE_WRITE = 23
 def round_up(nbytes: int, multiple: int = PAGE_NBYTES) -> int:
     """Return the least multiple that isn't smaller.
 
-    >>> round_up(4097, 4096)
-    8192
+    >>> round_up(4097, 4096) 8192
     """
     return -(-nbytes // multiple) * multiple
 
 
 @contextlib.contextmanager
 def pages_in_order(nbytes: int) -> Iterator[None]:
-    """Let buffers that are made meanwhile have pages that follow each other in physical memory.
+    """Give buffers made within the context physically consecutive pages.
 
-    What was freed last comes back first, and in reverse; a direct write of such pages is cut into
-    many small requests, and takes a fifth longer. How much of a buffer that concerns is chance, so
-    those pages are held by others meanwhile.
+    Linux reuses recently freed pages first, and in reverse order. A direct write of such pages is
+    split into many small requests, and takes a fifth longer. The affected part of a buffer varies,
+    so the context holds such pages meanwhile.
 
     Args:
-        nbytes: size of the buffers, in bytes; twice that is held at most.
+        nbytes: the size of the buffers in bytes; the context holds at most twice the size.
     """
     with mmap.mmap(
         -1, round_up(min(_FREED_NBYTES, 2 * nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -46,10 +45,10 @@ def pages_in_order(nbytes: int) -> Iterator[None]:
 
 
 def heat(nbytes: int) -> None:
-    """Touch memory and let go of it: what is allocated next comes from pages that the host has not taken back yet.
+    """Touch and free memory: later allocations then use pages that the host hasn't reclaimed.
 
     Args:
-        nbytes: how much, in bytes.
+        nbytes: the number of bytes.
     """
     with mmap.mmap(
         -1, round_up(max(1, nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -58,12 +57,12 @@ def heat(nbytes: int) -> None:
 
 
 class Region:
-    """A mapping filled with the bytes of tensors, one after the other, and thereby touched.
+    """A mapping filled with the bytes of consecutive tensors, and thereby touched.
 
     Args:
-        tensors: what it holds; rounded up to whole pages.
-        huge: anonymous memory in huge pages where the kernel gives them; else a memfd, mapped
-            shared, in small pages, which is the kind of memory that a slot is.
+        tensors: the contents, rounded up to whole pages.
+        huge: anonymous memory in huge pages where the kernel provides them; else a memfd, mapped
+            shared, in small pages, as in a slot.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, huge: bool) -> None:
@@ -80,7 +79,7 @@ class Region:
         self.view = memoryview(self._map)
 
     def describe(self) -> dict[str, object]:
-        """Return kind and page size, and how much of it really is in huge pages."""
+        """Return kind and page size, and the size of the part in huge pages."""
         huge_nbytes = _huge_nbytes(self._address) if self.is_huge else 0
         return {
             "memory": "anonymous, MADV_HUGEPAGE" if self.is_huge else "memfd, MAP_SHARED",
@@ -99,14 +98,14 @@ def _map_memfd(nbytes: int) -> mmap.mmap:
 
 
 def map_anonymous(nbytes: int) -> mmap.mmap:
-    """Return anonymous memory, in huge pages where the kernel gives them."""
+    """Return anonymous memory, in huge pages where the kernel provides them."""
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
 
 
 def _huge_nbytes(address: int) -> int:
-    """Return how many bytes of the mapping that holds an address lie in huge pages."""
+    """Return the number of bytes in huge pages of the mapping around an address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

@@ -1,4 +1,4 @@
-"""The peers, durable and at their best settings: torch.save, safetensors, DCP (sync; async by thread, by process)."""
+"""Durable peers at their best settings: torch.save, safetensors, DCP sync and async."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from benchmarks.cold import sync_directory, sync_file
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """A save that was asked for and goes on.
+    """A save in progress.
 
     Attributes:
-        path: what it leaves behind.
-        is_done: tell whether it is durable, or has failed.
-        wait: wait until it is; raises what it failed with.
-        blocked_s: seconds that its maker says the caller stood still; None if it doesn't say.
+        path: the path of the result.
+        is_done: return whether the save is durable or has failed.
+        wait: wait for the end, and raise the save's error.
+        blocked_s: the caller's blocking time as reported by the library; None without a report.
     """
 
     path: Path
@@ -46,11 +46,11 @@ class Pending:
 
 
 class DurableWriter(FileSystemWriter):
-    """DCP's writer, which makes files durable, and here the directories too.
+    """DCP's writer, which makes files durable, extended to directories.
 
     Args:
-        checksums: whether the CRC-32 of each tensor is computed, which is torch's default. Without,
-            other tools take its archives for damaged ones.
+        checksums: whether the CRC-32 of each tensor is computed, torch's default. Without
+            checksums, other tools report the archives as damaged.
     """
 
     def __init__(self, path: Path, *, thread_count: int, checksums: bool) -> None:
@@ -58,7 +58,7 @@ class DurableWriter(FileSystemWriter):
         self._checksums = checksums
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write all tensors, in whichever process this is."""
+        """Write all tensors, in any process."""
         before = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(self._checksums)
         try:
@@ -67,7 +67,7 @@ class DurableWriter(FileSystemWriter):
             torch.serialization.set_crc32_options(before)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """End the checkpoint; every name is durable afterwards."""
+        """Finish the checkpoint; every name is durable afterwards."""
         super().finish(metadata, results)
         sync_directory(Path(self.path))
         sync_directory(Path(self.path).parent)
@@ -118,13 +118,13 @@ class Safetensors:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions:
-    """How DCP writes: what may be chosen about it."""
+    """DCP's options for writing."""
 
     thread_count: int
     checksums: bool
 
     def make_writer(self, path: Path) -> DurableWriter:
-        """Return the writer of one save."""
+        """Return a save's writer."""
         return DurableWriter(path, thread_count=self.thread_count, checksums=self.checksums)
 
     def describe(self) -> dict[str, object]:
@@ -138,7 +138,7 @@ class WriterOptions:
 
 
 class Dcp:
-    """`torch.distributed.checkpoint.save`: as it is by default, or otherwise."""
+    """`torch.distributed.checkpoint.save`, with default or other options."""
 
     is_buffered = True
 
@@ -165,11 +165,11 @@ class Dcp:
 
 
 class DcpAsync:
-    """`torch.distributed.checkpoint.async_save` with a stager that keeps its shared memory from save to save.
+    """`torch.distributed.checkpoint.async_save` with a stager that reuses its shared memory.
 
     Args:
-        kind: who writes: "thread" or "process".
-        stager: shared by all of them, so that its pages are touched once and stay hot.
+        kind: the writer's kind: "thread" or "process".
+        stager: the stager shared by all saves, so that its pages are touched once and stay hot.
     """
 
     is_buffered = True
@@ -199,16 +199,14 @@ class DcpAsync:
         }
 
     def warm_up(self, path: Path) -> Path:
-        """Save, and wait for it: staging memory is made, and the writer started; return what was written."""
-        with (
-            _silent_standard_error()
-        ):  # DCP's process inherits it, and tells of each of its steps there
+        """Save once, which allocates staging memory and starts the writer; return the path."""
+        with _silent_standard_error():  # DCP's process inherits stderr, and logs each step there
             pending = self.start(path)
             pending.wait()
         return pending.path
 
     def start(self, path: Path) -> Pending:
-        """Stage, and let the writer go on."""
+        """Stage, and start the writer."""
         future = async_save(
             dict(self._state_dict()),
             storage_writer=self.options.make_writer(path),
@@ -220,7 +218,7 @@ class DcpAsync:
 
 
 def make_stager(device: torch.device) -> DefaultStager:
-    """Return DCP's best stager: into shared memory that is kept, and pinned where it is copied to from a GPU."""
+    """Return DCP's best stager: into reused shared memory, pinned for copies from a GPU."""
     is_far = device.type == "cuda"
     return DefaultStager(
         StagingOptions(
@@ -234,22 +232,23 @@ def make_stager(device: torch.device) -> DefaultStager:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """Give DCP the process group that it asks for: this process alone, on this machine alone."""
+    """Give DCP the required process group: this process alone, on this machine alone."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # where DCP's saver process meets itself
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # for DCP's saver process
     store = dist.HashStore()  # type: ignore[attr-defined]  # public, though not said to be
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield
     finally:
-        # DCP keeps its saver process in a global, and only the interpreter's end would stop it.
+        # DCP keeps the saver process in a global, and would stop the process only at the
+        # interpreter's exit.
         process_executor._CHECKPOINT_PROCESS = None  # noqa: SLF001
         dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def _silent_standard_error() -> Iterator[None]:
-    """Let standard error go nowhere, for this process and for those that it starts meanwhile."""
+    """Discard standard error of this process and of processes started meanwhile."""
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:

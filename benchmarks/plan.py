@@ -1,4 +1,4 @@
-"""Metadata at scale: how long a thousand ranks' parts take to commit, to check, and one rank to open and plan with."""
+"""Metadata at scale: time to commit, check, open and plan with the parts of a thousand ranks."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from ckptfmt.store import LocalStore, open_store
 
 
 class CountingStore(LocalStore):
-    """A directory, read only.
+    """A read-only directory.
 
     Attributes:
-        metadata_nbytes: bytes read of manifest, index and parts so far.
+        metadata_nbytes: the bytes read so far of manifest, index and parts.
     """
 
     def __init__(self, root: Path) -> None:
@@ -49,17 +49,17 @@ class CountingStore(LocalStore):
 
     @property
     def part_count(self) -> int:
-        """Of how many parts something was read."""
+        """Number of parts with any read."""
         return len(self._parts)
 
     def read(self, path: str, *, limit_nbytes: int) -> bytes:
-        """Return a whole file, and count it."""
+        """Return a whole file, and count the bytes."""
         content = super().read(path, limit_nbytes=limit_nbytes)
         self._count(path, len(content))
         return content
 
     def read_range(self, path: str, byte_begin: int, nbytes: int) -> bytes:
-        """Return a range of a file, and count it."""
+        """Return a range of a file, and count the bytes."""
         self._count(path, nbytes)
         return super().read_range(path, byte_begin, nbytes)
 
@@ -72,9 +72,9 @@ class CountingStore(LocalStore):
 
 
 _ROUNDS: Final = 5
-_FEWER: Final = 8  # so many times fewer ranks give the exponent
-_DCP_RANKS: Final = 256  # as many as its plan and validation take a few seconds for
-#: Which of what a rank asks for has goals.
+_FEWER: Final = 8  # the divisor of ranks, for the exponent
+_DCP_RANKS: Final = 256  # so many that plan and validation take a few seconds
+#: The requests of a rank with goals.
 _COUNTED: Final = ("same", "half")
 _MEMORY_NBYTES_PER_BOX: Final = 4000
 
@@ -90,14 +90,13 @@ _GOALS: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Scale:
-    """What was measured with so many ranks.
+    """The measurements for a number of ranks.
 
     Attributes:
-        rows: of each round the seconds.
-        reads: for each thing that a rank asked for, the most that any of those ranks read: bytes,
-            and parts.
-        nbytes: of manifest, index and parts.
-        digests: how many.
+        rows: the seconds of each round.
+        reads: the largest number of bytes and parts read by any rank, for each request.
+        nbytes: the size of manifest, index and parts.
+        digests: the number of digests.
     """
 
     ranks: int
@@ -115,14 +114,14 @@ class _Scale:
 def measure_plan(
     ranks: int, tensors: int, *, rounds: int | None, place: Workplace, progress: Progress
 ) -> Outcome:
-    """Measure what metadata of so many ranks costs on one core, beside DCP's plan and validation.
+    """Measure the cost of many ranks' metadata on a single core, with DCP's plan and validation.
 
     Args:
-        ranks: a power of two; an eighth of it is measured too.
-        tensors: how many, each of which has a piece on every rank.
-        rounds: how many; None for as many as a figure needs.
+        ranks: a power of two; an eighth of the ranks is measured too.
+        tensors: the number of tensors, each with a box on every rank.
+        rounds: the number of rounds; None for as many as a figure needs.
 
-    Raises: SystemExit where memory wouldn't do; RuntimeError if a bad tiling passes.
+    Raises: SystemExit without enough memory; RuntimeError if a bad tiling passes.
     """
     check_room(
         place.directory,
@@ -148,7 +147,7 @@ def measure_plan(
 def _measure_scale(
     ranks: int, tensors: int, rounds: int, place: Workplace, progress: Progress
 ) -> _Scale:
-    """Write the parts of so many ranks, and measure what is done with them."""
+    """Write the parts of a number of ranks, and measure the operations on them."""
     mixture = make_mixture(ranks, tensors)
     boxes = sum(len(tensor.boxes) for tensor in mixture)
     directory = place.fresh(f"ranks-{ranks}")
@@ -177,7 +176,7 @@ def _measure_scale(
 
 
 def _list_asked(mixture: Sequence[CutTensor], ranks: int) -> dict[str, list[list[Wanted]]]:
-    """Return what the first, the middle and the last rank ask for: what they saved, their halves, or rows of grids."""
+    """Return the requests of first, middle and last rank: saved boxes, halves, grid rows."""
     half = ranks // 2
     rows = {tensor.name: split_rows(tensor, ranks) for tensor in mixture if tensor.grid}
     return {
@@ -197,7 +196,7 @@ def _list_asked(mixture: Sequence[CutTensor], ranks: int) -> dict[str, list[list
 
 
 def _time_commit(directory: Path, ranks: int) -> float:
-    """Return the seconds of a commit, once all parts are there; what an earlier one made is deleted before."""
+    """Return the seconds of a commit with all parts present and without an earlier result."""
     origin = make_origin(ranks)
     for name in (MANIFEST_NAME, index_name(origin.attempt)):
         (directory / name).unlink(missing_ok=True)
@@ -209,7 +208,7 @@ def _time_commit(directory: Path, ranks: int) -> float:
 
 
 def _time_check(directory: Path, ranks: int) -> float:
-    """Return the seconds of parsing an index, and of checking that the boxes of each tensor tile it exactly."""
+    """Return the seconds of parsing an index, and of checking the exact tiling of each tensor."""
     name = index_name(make_origin(ranks).attempt)
     content = (directory / name).read_bytes()
     gc.collect()
@@ -219,7 +218,7 @@ def _time_check(directory: Path, ranks: int) -> float:
 
 
 def _time_open(directory: Path, wanted: Sequence[Wanted]) -> tuple[float, dict[str, int]]:
-    """Return the seconds in which one rank opens and plans, and what of the metadata it read."""
+    """Return a rank's seconds to open and plan, and the metadata read."""
     store = CountingStore(directory)
     gc.collect()
     begin_s = time.perf_counter()
@@ -235,16 +234,16 @@ def _time_open(directory: Path, wanted: Sequence[Wanted]) -> tuple[float, dict[s
 
 
 def plan_reads(checkpoint: Checkpoint, wanted: Sequence[Wanted]) -> int:
-    """Plan what to read of which file for some boxes, as a load does before its first request; return how many ranges.
+    """Plan a load's reads for some boxes, and return the number of ranges.
 
-    This is the one place that knows how the reader plans.
+    Only this function knows how the reader plans.
     """
     reading = checkpoint.plan_reading(wanted)
     return len(reading.library.plan_requests(reading.ranges))
 
 
 def _refuse_bad(mixture: Sequence[CutTensor]) -> list[str]:
-    """Return which bad tilings of each kind were refused, and as what. Raises: RuntimeError if one passes."""
+    """Return the refusals of bad tilings per kind. Raises: RuntimeError if a bad tiling passes."""
     by_kind = {tensor.kind: tensor for tensor in mixture}
     refused = []
     for kind, tensor in by_kind.items():
@@ -259,7 +258,7 @@ def _refuse_bad(mixture: Sequence[CutTensor]) -> list[str]:
 
 
 def _measure_dcp(mixture: Sequence[CutTensor], rounds: int, progress: Progress) -> dict[str, Any]:
-    """Time DCP's plan and validation of the same pieces, and pickle its metadata."""
+    """Time DCP's plan and validation of the same boxes, and pickle its metadata."""
     ranks, boxes = len(mixture[0].boxes), sum(len(tensor.boxes) for tensor in mixture)
     plans = [
         SavePlan(
@@ -340,7 +339,7 @@ def _sum_up(
 def _list_ratios(
     scale: _Scale, exponents: Mapping[str, Figure], fractions: Mapping[str, float]
 ) -> dict[str, Figure]:
-    """Return what has a goal; of what a rank may ask for, its own pieces and the split to half count."""
+    """Return the ratios with goals; requests for saved boxes and for halves count."""
     lean_nbytes = scale.nbytes["index"] + scale.nbytes["parts"] - DIGEST_NBYTES * scale.digests
     opens = [f"open_plan_{name}_s" for name in _COUNTED]
     counted = [exponents[name] for name in ("commit_s", "check_s", *opens)]
@@ -365,7 +364,7 @@ def _exponent(fewer: _Scale, all_: _Scale, name: str) -> Figure:
 
 @contextlib.contextmanager
 def _one_core() -> Iterator[None]:
-    """Let this thread, and those that it starts, run on one processor only."""
+    """Restrict this thread, and threads started meanwhile, to a single processor."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(before)})
     try:
@@ -375,6 +374,6 @@ def _one_core() -> Iterator[None]:
 
 
 def _forget_rubbish() -> None:
-    """Let the collector look at nothing that is there by now: a program that commits or loads has none of it."""
+    """Exclude existing objects from garbage collection: a real program has no such objects."""
     gc.collect()
     gc.freeze()

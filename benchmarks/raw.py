@@ -1,4 +1,4 @@
-"""Raw direct writes and reads: the same bytes, nothing else. What the machine gives, and the yardstick of the rest."""
+"""Raw direct writes and reads of the same bytes: the machine's limit, the yardstick of saves."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _CACHE_LINE_NBYTES: Final = 64
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RawSetting:
-    """How many threads write or read, and how much each of them asks for at once."""
+    """The number of threads, and the size of each request."""
 
     threads: int
     request_nbytes: int
 
 
-#: What is tried; the best by median counts.
+#: The settings to try; the best by median counts.
 SETTINGS: Final = tuple(
     RawSetting(threads=threads, request_nbytes=mib * _MIB)
     for threads, mib in ((2, 16), (2, 4), (3, 8))
 )
-#: What reads are tried with.
+#: The settings for reads.
 READ_SETTINGS: Final = (
     *(
         RawSetting(threads=threads, request_nbytes=mib * _MIB)
@@ -41,17 +41,16 @@ READ_SETTINGS: Final = (
     ),
     RawSetting(threads=8, request_nbytes=_MIB // 2),
 )
-#: What reads that are touched are tried with: those that are quickest where nobody looks at what
-#: came.
+#: The settings for touched reads: the fastest settings of untouched reads.
 TOUCH_SETTINGS: Final = tuple(
     setting for setting in READ_SETTINGS if setting.threads > 1 and setting.request_nbytes <= _MIB
 )
 
 
 class RawWriter:
-    """Write a region to a file with O_DIRECT, preallocated, and make it durable.
+    """Write a region to a file with O_DIRECT, preallocated, and make the file durable.
 
-    Where the file system refuses direct I/O the writes are buffered, and `describe` says so.
+    Where the file system refuses direct I/O, writes are buffered, and `describe` reports the fact.
     """
 
     def __init__(self, name: str, region: Region, setting: RawSetting) -> None:
@@ -69,7 +68,7 @@ class RawWriter:
         }
 
     def save(self, path: Path) -> Path:
-        """Write all bytes durably; return the file."""
+        """Write all bytes durably, and return the file."""
         opened = self._create(path)
         try:
             os.posix_fallocate(opened, 0, self._region.nbytes)
@@ -93,11 +92,11 @@ class RawWriter:
             if error.errno != errno.EINVAL:
                 raise
         self.is_buffered = True
-        path.unlink(missing_ok=True)  # the name may be there although the flag was refused
+        path.unlink(missing_ok=True)  # the name may exist although the flag was refused
         return os.open(path, flags, 0o644)
 
     def _write_share(self, opened: int, first: int) -> None:
-        """Write every n-th request, beginning with `first`, n being the number of threads."""
+        """Write every n-th request, beginning with `first`, for n threads."""
         request_nbytes = self._setting.request_nbytes
         stride = request_nbytes * self._setting.threads
         for begin in range(first * request_nbytes, self._region.nbytes, stride):
@@ -108,14 +107,13 @@ class RawWriter:
 
 
 class RawReader:
-    """Read a file with O_DIRECT into buffers in huge pages, one for each thread, which are all touched by now.
+    """Read a file with O_DIRECT into touched buffers in huge pages, a buffer per thread.
 
-    Where the file system refuses direct I/O the reads are buffered, and `describe` says so.
+    Where the file system refuses direct I/O, reads are buffered, and `describe` reports the fact.
 
     Args:
-        touches: whether one word of each cache line of what came is looked at before the next
-            request: bytes that somebody uses have to reach his processor's cache, and leave that of
-                whoever filled the buffer.
+        touches: whether a word of each cache line is read before the next request: used bytes have
+            to move from the cache of the writing processor to the cache of the reading processor.
     """
 
     def __init__(self, setting: RawSetting, *, touches: bool = False) -> None:
@@ -140,7 +138,7 @@ class RawReader:
         }
 
     def load(self, path: Path) -> None:
-        """Read all bytes of a file, each of them once."""
+        """Read all bytes of a file, each byte once."""
         nbytes = path.stat().st_size
         opened = self._open(path)
         try:
@@ -164,7 +162,7 @@ class RawReader:
         return os.open(path, os.O_RDONLY)
 
     def _read_share(self, opened: int, first: int, nbytes: int) -> int:
-        """Read every n-th request, beginning with `first`, n being the number of threads; return how many bytes."""
+        """Read every n-th request, from `first` on, for n threads, and return the byte count."""
         request_nbytes = self._setting.request_nbytes
         view = self._buffers[first]
         total_nbytes = 0

@@ -1,4 +1,4 @@
-"""The record of a run: what was measured, where, how, and every raw figure."""
+"""The record of a run: subject, place, method, and every raw figure."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _PACKAGES = ("ckptfmt", "torch", "safetensors", "numpy", "blake3")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a benchmark hands over to be recorded.
+    """The results of a benchmark for a record.
 
     Attributes:
-        workload: what was saved or loaded.
-        settings: of each contestant, by name.
-        repeats: how many rounds, by experiment.
+        workload: the saved or loaded state.
+        settings: the settings of each contestant, by name.
+        repeats: the number of rounds, by experiment.
         rounds: the raw figures of each round, by experiment.
-        figures: their summaries, by quantity; a name ends with its unit.
-        ratios: the figures that have a goal, by the name that the project gave them.
-        goals: what each of these is meant to be.
-        memory: peaks in bytes.
-        notes: what a reader has to know besides.
-        cache: what the page cache held, and how hot memory was.
+        figures: the summaries by quantity; a name ends with its unit.
+        ratios: the figures with a goal, by the project's names.
+        goals: the goal of each ratio.
+        memory: the peaks in bytes.
+        notes: further facts for readers.
+        cache: the state of the page cache and of memory.
     """
 
     workload: Mapping[str, object]
@@ -54,8 +54,8 @@ def build_record(
     """Return the record as plain values.
 
     Args:
-        command: how to run it again; without places of this machine.
-        directory: where the files were written.
+        command: the command for a rerun, without paths of this machine.
+        directory: the directory of the written files.
     """
     ended = dt.datetime.now(dt.UTC)
     return {
@@ -85,7 +85,7 @@ def build_record(
 
 
 def _version_of(name: str) -> str | None:
-    """Return the version of a package; None where it is run from a checkout, and not installed."""
+    """Return the version of a package; None for a checkout without installation."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -93,7 +93,7 @@ def _version_of(name: str) -> str | None:
 
 
 def dump_record(record: Mapping[str, Any]) -> str:
-    """Return the record as JSON, one value to a line down to the raw figures, of which each round is a line."""
+    """Return the record as JSON, a value per line, and a round of raw figures per line."""
     lines = []
     for key, value in record.items():
         if key == "rounds":
@@ -115,14 +115,14 @@ def dump_record(record: Mapping[str, Any]) -> str:
 
 
 def default_path(record: Mapping[str, Any], name: str) -> Path:
-    """Return where a record goes if nobody says: below ``out/``, which git ignores."""
+    """Return the default path of a record: below ``out/``, which git ignores."""
     machine = record["machine"]
     kind = f"{machine['cores']}cores-{round(machine['ram_gib'])}gib-{machine['arch']}"
     return Path("out") / "benchmarks" / f"{name}_{kind}_{record['date'][:10].replace('-', '')}.json"
 
 
 def _describe_commit() -> dict[str, object]:
-    """Return the commit of the checkout that runs, and whether it was changed since; None without git."""
+    """Return the checkout's commit and whether files have changed since; None without git."""
     return {
         "git_commit": _ask_git("rev-parse", "HEAD"),
         "dirty": None if (changes := _ask_git("status", "--porcelain")) is None else bool(changes),
@@ -140,7 +140,7 @@ def _ask_git(*arguments: str) -> str | None:
 
 
 def _rounded(value: Any) -> Any:
-    """Return the value with six significant digits: no clock here tells more."""
+    """Return the value with six significant digits, the precision of the clocks."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def _rounded(value: Any) -> Any:
 
 
 def format_record(record: Mapping[str, Any]) -> str:
-    """Return the tables of a record: what was measured, and the ratios beside what they are meant to be."""
+    """Return the tables of a record: the figures, and the ratios with their goals."""
     workload, machine, storage = record["workload"], record["machine"], record["storage"]
     head = (
         f"{workload['nbytes'] / 1e9:.3g} GB in {workload['tensors']} tensors; {machine['cores']}"

@@ -1,4 +1,4 @@
-"""What it takes to load in another layout than was saved: time beside the same layout's, and bytes read."""
+"""Loads in a layout other than the saved layout: relative time, and bytes read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckptfmt.store import open_store
 
 _ROUNDS: Final = 11
 _SHARING_ROUNDS: Final = 5
-#: Matrices of a layer's size: 64 MB each by default, and 16 MB of each on a writer.
+#: Matrices of a layer's size: 64 MB each by default, with 16 MB of each on a writer.
 _MATRICES: Final = 25
 _HOT_NBYTES: Final = 2**28
 
@@ -38,11 +38,10 @@ def _rows(ranks: int) -> Cut:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """What is loaded from what: all ranks of one cut, from what all writers of another one stored.
+    """A load by all ranks of a cut, from the files of all writers of another cut.
 
     Attributes:
-        same: the case that it is compared with: loaded by as many ranks, who need as much each, as
-            it was stored.
+        same: the case for comparison: equally many ranks with equal shares load the saved layout.
     """
 
     name: str
@@ -61,7 +60,7 @@ _ROWS: Final = tuple(
 )
 _COLUMNS: Final = _Case(name=COLUMNS.name, stored=STORED, wanted=COLUMNS, same="same_2")
 _CASES: Final = (*_SAME, *_ROWS, _COLUMNS)
-#: What DCP does too: everything that is stored by four.
+#: DCP's cases: every load from four writers.
 _DCP_CASES: Final = tuple(case for case in _CASES if case.stored == STORED)
 
 _GOALS: Final = {
@@ -76,7 +75,7 @@ Rows = list[dict[str, Any]]
 
 
 class _Load(Protocol):
-    """How one side loads: it fills the local tensors of a rank, and returns what it counted."""
+    """A contestant's load: fills the local tensors of a rank, and returns counters."""
 
     def __call__(self, path: Path, matrices: Matrices, cut: Cut, rank: int) -> dict[str, int]:
         """Load."""
@@ -85,7 +84,7 @@ class _Load(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Contestant:
-    """One side in one case: all ranks load, one after the other, and need every byte once together."""
+    """A contestant in a case: all ranks load in turn, and together need every byte once."""
 
     name: str
     load: _Load
@@ -106,7 +105,7 @@ class _Contestant:
             reads = self.load(self.path, matrices, cut, rank)
             seconds += time.perf_counter() - begin_s
             by_calls_nbytes += read_by_calls_nbytes() - before_nbytes
-            # Buffers are let go of before the next rank begins; all else adds up.
+            # Buffers are released before the next rank begins; other counters add up.
             counted = {
                 name: max(counted.get(name, 0), count)
                 if name == "buffer_nbytes"
@@ -127,13 +126,13 @@ class _Contestant:
 def measure_reshard(
     nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress
 ) -> Outcome:
-    """Measure loads in other layouts beside loads in the same, in interleaved rounds, and DCP's.
+    """Measure loads in other layouts and in the saved layout in interleaved rounds, and DCP's.
 
     Args:
-        nbytes: about how large the checkpoint is.
-        rounds: how many; None for as many as a figure needs.
+        nbytes: the approximate size of the checkpoint.
+        rounds: the number of rounds; None for as many as a figure needs.
 
-    Raises: SystemExit where memory or storage wouldn't do.
+    Raises: SystemExit without enough memory or storage.
     """
     check_room(place.directory, memory_nbytes=9 * nbytes, storage_nbytes=6 * nbytes)
     rounds = rounds or _ROUNDS
@@ -174,7 +173,7 @@ def measure_reshard(
 
 
 def _plan_width(nbytes: int) -> int:
-    """Return the width of a matrix: a multiple of 8, so that the layouts differ in what they leave uneven."""
+    """Return the width of a matrix: a multiple of 8, for different uneven remainders."""
     return max(16, 8 * round(math.sqrt(nbytes / _MATRICES / 4) / 8))
 
 
@@ -185,7 +184,7 @@ def _load_ours(path: Path, matrices: Matrices, cut: Cut, rank: int) -> dict[str,
 
 
 def _load_dcp(path: Path, matrices: Matrices, cut: Cut, rank: int) -> dict[str, int]:
-    """Have DCP load into the local tensors, as one rank."""
+    """Load into the local tensors with DCP, as a single rank."""
     load_as_rank(path, matrices, cut, rank)
     return {}
 
@@ -299,7 +298,7 @@ def _list_seconds(rows: Rows, name: str) -> list[float]:
 
 
 def _compare(rows: Rows, name: str, with_name: str) -> Figure:
-    """Return the time of one divided by that of another; both need the same bytes."""
+    """Return the ratio of two times; both loads need the same bytes."""
     return paired_ratio(_list_seconds(rows, name), _list_seconds(rows, with_name))
 
 
@@ -308,7 +307,7 @@ def _worst(figures: Iterable[Figure]) -> Figure:
 
 
 def _list_overreads(needed_nbytes: int, rows: Rows, edges: Mapping[str, int]) -> dict[str, Figure]:
-    """Return bytes read over bytes needed: of the worst row split, without block edges and with; and of columns."""
+    """Return bytes read over needed: the worst split of rows, with and without edges; columns."""
 
     def divide(name: str, left_out_nbytes: int = 0) -> Figure:
         read = [row["runs"][name]["read_nbytes"] for row in rows]
@@ -322,7 +321,7 @@ def _list_overreads(needed_nbytes: int, rows: Rows, edges: Mapping[str, int]) ->
 
 
 def _overread_small(nbytes: int) -> dict[str, float]:
-    """Return what block edges alone make of the bytes read if the matrices are as small as in the other benchmarks."""
+    """Return the share of block edges in the bytes read for matrices as small as elsewhere."""
     width = plan_width(nbytes)
     counts = {
         case.name: count_edge_nbytes((width, width), case.stored, case.wanted) for case in _ROWS

@@ -1,4 +1,4 @@
-"""How rounds are run: fresh names, nothing dirty, hot pages, each contestant in each round, the order turned."""
+"""The rounds: fresh names, no dirty pages, hot memory, every contestant, turning order."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from benchmarks.machine import available_nbytes
 
 
 class Saver(Protocol):
-    """What the rounds know of a contestant.
+    """A contestant of the rounds.
 
     Attributes:
-        name: in the record.
-        is_buffered: whether it writes through the page cache.
+        name: the name in the record.
+        is_buffered: whether writes go through the page cache.
     """
 
     name: str
@@ -31,29 +31,29 @@ class Saver(Protocol):
         ...
 
     def save(self, path: Path) -> Path:
-        """Save durably under a fresh name; return what is to be deleted."""
+        """Save durably under a fresh name, and return the path to delete."""
         ...
 
 
 class Progress:
-    """Say on a terminal what is going on; say nothing anywhere else."""
+    """Show the progress on a terminal, and print no progress elsewhere."""
 
     def __init__(self) -> None:
         self._is_shown = sys.stderr.isatty()
 
     def say(self, text: str) -> None:
-        """Replace the line by another one; an empty text clears it."""
+        """Replace the line by another line; an empty text clears the line."""
         if self._is_shown:
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
 
 
 class Workplace:
-    """A directory of its own, in which no name is used twice.
+    """A separate directory, in which no name is used twice.
 
-    What a buffered writer wrote stays until the next buffered writer begins: its page cache is then
-    freed and taken again at once, which is as hot as guest memory gets. Memory left free for
-    seconds costs ten times as much to touch.
+    A buffered writer's files stay until the next buffered writer begins: the page cache is then
+    freed and reused at once, the hottest possible memory of a guest. Memory left free for seconds
+    costs ten times as much to touch.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -62,19 +62,19 @@ class Workplace:
         self._held: Path | None = None
 
     def fresh(self, name: str) -> Path:
-        """Return a path that nothing ever had."""
+        """Return an unused path."""
         self._count += 1
         return self.directory / f"{name}-{self._count:05d}"
 
     def settle(self, *, is_buffered: bool) -> None:
-        """Make ready for a save: delete what is held for it, and write back everything that is dirty."""
+        """Prepare a save: delete retained files, and write back all dirty pages."""
         if is_buffered and self._held is not None:
             remove(self._held)
             self._held = None
         os.sync()
 
     def discard(self, path: Path, *, is_buffered: bool) -> None:
-        """Delete what a save has written; of a buffered one, at the next `settle`."""
+        """Delete a save's files; files of a buffered save are deleted at the next `settle`."""
         if is_buffered:
             if self._held is not None:
                 remove(self._held)
@@ -85,14 +85,14 @@ class Workplace:
 
 @contextlib.contextmanager
 def workplace(directory: Path) -> Iterator[Workplace]:
-    """Make a workplace below `directory`, and remove it with all that it holds."""
+    """Make a workplace below `directory`, and remove the workplace with all contents."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=directory) as path:
         yield Workplace(Path(path))
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a directory with all that it holds."""
+    """Delete a file, or a directory with all contents."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -100,10 +100,10 @@ def remove(path: Path) -> None:
 
 
 def order_of_round(names: Sequence[str], number: int) -> list[str]:
-    """Return the order of a round: turned by one place every second round, and backwards in those between.
+    """Return the order of a round: rotated every second round, and reversed in the rounds between.
 
-    >>> ["".join(order_of_round("abc", number)) for number in range(6)]
-    ['abc', 'cba', 'bca', 'acb', 'cab', 'bac']
+    >>> ["".join(order_of_round("abc", number)) for number in range(6)] ['abc', 'cba', 'bca', 'acb',
+    'cab', 'bac']
     """
     turn = number // 2 % len(names)
     turned = [*names[turn:], *names[:turn]]
@@ -111,7 +111,7 @@ def order_of_round(names: Sequence[str], number: int) -> list[str]:
 
 
 def time_save(saver: Saver, place: Workplace) -> float:
-    """Return the seconds from the call until the save is durable; nothing before and after is counted."""
+    """Return the seconds from the call until the save is durable, without preparation."""
     path = place.fresh(saver.name)
     place.settle(is_buffered=saver.is_buffered)
     begin_s = time.perf_counter()
@@ -122,7 +122,7 @@ def time_save(saver: Saver, place: Workplace) -> float:
 
 
 def check_room(directory: Path, *, memory_nbytes: int, storage_nbytes: int) -> None:
-    """Refuse to begin where memory or storage wouldn't do.
+    """Check the available memory and storage.
 
     Raises: SystemExit, with a sentence.
     """

@@ -1,4 +1,4 @@
-"""How fast saves reach an S3 server and loads come back, beside obstore alone, DCP's writer for S3, and torch.save."""
+"""Rates of saves to an S3 server and of loads, with obstore, DCP's S3 writer, and torch.save."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from ckptfmt.digest import block_digests
 from tests.s3.proxy import Proxy
 
 _ROUNDS: Final = 7
-_TRIALS: Final = 2  # of each setting, to choose the best by median
+_TRIALS: Final = 2  # trials per setting, for the choice by median
 _BOUND: Final = "obstore"
 _HASHING: Final = "hashing"
-#: Parts of an upload and ranges of a download: bytes of each, and how many at once.
+#: Parts of an upload and ranges of a download: bytes of each, and the number of concurrent
+#: requests.
 _SETTINGS: Final = tuple((mib << 20, count) for mib in (8, 16, 32) for count in (4, 8, 16))
-#: How many bytes a second the link carries behind which deltas are timed.
+#: The link's rate for timed deltas, in bytes per second.
 _LINK_NBYTES_PER_S: Final = 20_000_000
 
-#: Our rate divided by another one's: name, what is done, whose, goal.
+#: Our rate divided by a peer's rate: name, operation, peer, goal.
 _RATIOS: Final = {
     "save_vs_obstore": ("save", _BOUND, ">= 0.9"),
     "load_vs_obstore": ("load", _BOUND, ">= 0.85"),
@@ -48,18 +49,17 @@ _RATIOS: Final = {
     "save_vs_s3fs": ("save", "s3fs", ""),
     "load_vs_s3fs": ("load", "s3fs", ""),
 }
-#: How much faster a delta is than a full save, divided by how many times fewer its bytes are; and
-#: what a training loses for a save by way of a cache, divided by what it loses for one to a local
-#: directory.
+#: The speedup of a delta over a full save, divided by the reduction of bytes; and a training's loss
+#: for a save through a cache, divided by the loss for a save to a local directory.
 _OTHER_GOALS: Final = {"delta_vs_bytes": ">= 0.85", "cache_vs_local_lost": "<= 1"}
 
 
 class Contestant(Protocol):
-    """Who saves and loads.
+    """A contestant that saves and loads.
 
     Attributes:
-        name: in the record.
-        verifies: what of a load is verified.
+        name: the name in the record.
+        verifies: the verified part of a load.
     """
 
     name: str
@@ -70,16 +70,16 @@ class Contestant(Protocol):
         ...
 
     def save(self, key: str) -> None:
-        """Save under a fresh name, until a reader can have it all."""
+        """Save under a fresh name, until readers can read the whole state."""
         ...
 
     def load(self, key: str) -> object:
-        """Fill the tensors with what was saved under a name; return what is to be let go of off the clock."""
+        """Fill the tensors from a saved name, and return objects to release untimed."""
         ...
 
 
 class Ours:
-    """A `Checkpointer` whose run lies in the bucket, and `ckptfmt.load` from it."""
+    """A `Checkpointer` with a run in the bucket, and `ckptfmt.load` from the bucket."""
 
     name = "ckptfmt"
     verifies = "every byte"
@@ -113,25 +113,25 @@ class Ours:
         self.reads = {"requests": report.reads.request_count, "nbytes": report.reads.read_nbytes}  # type: ignore[union-attr]
 
     def settle(self) -> None:
-        """Wait until the saver has cleaned up behind its last commit."""
+        """Wait until the saver has cleaned up after the last commit."""
         while ckptfmt.Run(self._run).pending:
             time.sleep(0.05)
 
     def stored_nbytes(self) -> int:
-        """Return how many bytes the newest checkpoint's own files hold."""
+        """Return the size of the newest checkpoint's own files."""
         return ckptfmt.Run(self._run).newest().stored_nbytes or 0
 
     def close(self) -> None:
-        """End the saver."""
+        """Stop the saver."""
         self._checkpointer.close()
 
 
 class Bound:
-    """obstore alone: as many bytes from one buffer in parts, and ranges of it into nowhere.
+    """obstore alone: equally many bytes from a buffer in parts, and ranges into a discarded buffer.
 
     Attributes:
         content: the bytes.
-        setting: bytes of a part, and how many at once.
+        setting: bytes per part, and the number of concurrent parts.
     """
 
     name = _BOUND
@@ -155,7 +155,7 @@ class Bound:
         }
 
     def save(self, key: str) -> None:
-        """Put one object."""
+        """Upload an object."""
         self._obstore.put(
             self._store,
             key,
@@ -170,7 +170,7 @@ class Bound:
         self.load_each(key, lambda _begin, _found: None)
 
     def load_each(self, key: str, take: Callable[[int, memoryview], object]) -> None:
-        """Get all ranges, and hand each over with its first byte's number."""
+        """Get all ranges, and pass on each range with the number of its first byte."""
 
         def get(begin: int) -> None:
             end = min(begin + self._part_nbytes, len(self.content))
@@ -181,7 +181,7 @@ class Bound:
 
 
 class Best:
-    """A contestant that saves in one of its settings, and loads in another."""
+    """A contestant with separate settings for saves and loads."""
 
     def __init__(self, saver: Contestant, loader: Contestant) -> None:
         self.name, self.verifies = saver.name, saver.verifies
@@ -206,10 +206,10 @@ class Best:
 
 
 class Hashing:
-    """obstore and the BLAKE3 digests of the same bytes, and nothing else: no save of ckptfmt is quicker, and no load.
+    """obstore and BLAKE3 digests of the same bytes: a lower bound for saves and loads.
 
-    A save's digests are made by a thread beside the upload, as the saver does; a load's by the
-    threads that get ranges, and what came is copied once, as it is into tensors.
+    A thread computes a save's digests during the upload, as the saver does. A load's digests are
+    computed by the threads that get ranges, and the content is copied once, as into tensors.
     """
 
     name = _HASHING
@@ -225,14 +225,14 @@ class Hashing:
         return {**Best(self._saver, self._loader).describe(), "digests": digests}
 
     def save(self, key: str) -> None:
-        """Put one object, and digest its bytes beside that."""
+        """Upload an object, and digest the bytes meanwhile."""
         with ThreadPoolExecutor(1) as threads:
             digests = threads.submit(block_digests, self._saver.content, limits.BLOCK_NBYTES)
             self._saver.save(key)
             digests.result()
 
     def load(self, key: str) -> None:
-        """Get all ranges, digest each, and copy it."""
+        """Get all ranges, and digest and copy each range."""
         target = np.frombuffer(self._target, np.uint8)
 
         def take(begin: int, found: memoryview) -> None:
@@ -243,7 +243,7 @@ class Hashing:
 
 
 class Connector:
-    """`torch.distributed.checkpoint` through s3torchconnector's writer and reader, made for S3 by its makers."""
+    """`torch.distributed.checkpoint` through s3torchconnector's writer and reader for S3."""
 
     name = "s3torchconnector"
     verifies = "nothing"
@@ -307,12 +307,12 @@ class TorchS3fs:
         }
 
     def save(self, key: str) -> None:
-        """Save one object."""
+        """Save a single object."""
         with self._files.open(f"{self._bucket}/{key}", "wb", block_size=self._block_nbytes) as file:
             torch.save(dict(self._tensors), file)
 
     def load(self, key: str) -> object:
-        """Load one object, and copy the tensors into place."""
+        """Load a single object, and copy the tensors into place."""
         with self._files.open(f"{self._bucket}/{key}", "rb", block_size=self._block_nbytes) as file:
             found = torch.load(file)
         with torch.no_grad():
@@ -322,13 +322,13 @@ class TorchS3fs:
 
 
 def measure_s3(nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
-    """Measure saves and loads of everyone on a server of this machine in interleaved rounds; deltas; and lost seconds.
+    """Measure saves and loads on a local server in interleaved rounds; deltas; and lost seconds.
 
     Args:
-        nbytes: about how large the state is.
-        rounds: how many; None for as many as a figure needs.
+        nbytes: the approximate size of the state.
+        rounds: the number of rounds; None for as many as a figure needs.
 
-    Raises: SystemExit where memory or storage wouldn't do; ServerError.
+    Raises: SystemExit without enough memory or storage; ServerError.
     """
     check_room(place.directory, memory_nbytes=6 * nbytes, storage_nbytes=8 * nbytes)
     rounds = rounds or _ROUNDS
@@ -355,7 +355,7 @@ def measure_s3(nbytes: int, *, rounds: int | None, place: Workplace, progress: P
             except (
                 Exception,
                 CheckpointException,
-            ) as error:  # whatever a peer does not like about this server
+            ) as error:  # any incompatibility of a peer with this server
                 if settings[0].name == _BOUND:
                     raise
                 missing.append(f"{settings[0].name}: {str(error).strip().splitlines()[-1]}")
@@ -390,7 +390,7 @@ def measure_s3(nbytes: int, *, rounds: int | None, place: Workplace, progress: P
 
 
 class _Races:
-    """Saves and loads of several, one after the other, each under a fresh name."""
+    """Saves and loads of several contestants in turn, each under a fresh name."""
 
     def __init__(self, bench: Bench, destination: Destination, bucket: str) -> None:
         self._bench = bench
@@ -418,7 +418,7 @@ class _Races:
     def run_round(
         self, contestants: Sequence[Contestant], number: int, rounds: int
     ) -> dict[str, Any]:
-        """Time everyone once."""
+        """Time each contestant once."""
         by_name = {one.name: one for one in contestants}
         order = order_of_round(list(by_name), number)
         seconds = {}
@@ -442,12 +442,12 @@ class _Races:
         loaded_s = time.perf_counter() - begin_s
         del left
         self._destination.check_all()
-        if not isinstance(one, Ours):  # which deletes the checkpoint before its newest
+        if not isinstance(one, Ours):  # ckptfmt deletes older checkpoints
             self._delete(key)
         return {"save": saved_s, "load": loaded_s}
 
     def _delete(self, key: str) -> None:
-        """Delete what was saved under a name: a full server answers no request, and says nothing."""
+        """Delete the objects of a name: a full server answers no request, without an error."""
         import obstore  # noqa: PLC0415
         from obstore.store import from_url  # noqa: PLC0415
 
@@ -457,7 +457,7 @@ class _Races:
 
 
 def _list_peers(bucket: str, trainer: Trainer) -> tuple[list[list[Contestant]], list[str]]:
-    """Return everyone else in each of the settings that are worth trying; and whom this environment doesn't have."""
+    """Return all peers in each setting worth a trial, and the names of missing peers."""
     tensors = trainer.tensors()
     content = torch.cat(
         [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors.values()]
@@ -481,7 +481,7 @@ def _list_peers(bucket: str, trainer: Trainer) -> tuple[list[list[Contestant]], 
 
 
 def _count_requests(endpoint: Endpoint, bench: Bench) -> dict[str, dict[str, int]]:
-    """Return how many requests of which kind a save in a run takes, and a load."""
+    """Return the number of requests by kind, for a save in a run and for a load."""
     found = {}
     with Proxy(endpoint) as proxy, _environment(proxy.endpoint), contextlib.ExitStack() as stack:
         ours = Ours(f"s3://{endpoint.make_bucket()}", bench.trainer, key="counted")
@@ -520,7 +520,7 @@ def _time_delta(endpoint: Endpoint, bench: Bench, number: int) -> dict[str, floa
 
 @contextlib.contextmanager
 def _environment(endpoint: Endpoint) -> Iterator[None]:
-    """Let everyone reach a server, as its users do: by the environment."""
+    """Set the environment for access to a server, as users do."""
     before = dict(os.environ)
     os.environ.update(endpoint.environment)
     try:

@@ -1,4 +1,4 @@
-"""How fast a save becomes durable, beside raw direct writes, DCP, safetensors and torch.save."""
+"""Rates of durable saves, with raw direct writes, DCP, safetensors and torch.save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.rounds import Progress, Saver, Workplace, check_room, order_of_r
 from benchmarks.state import Bench, Trainer
 
 _ROUNDS: Final = 11
-_TRIALS: Final = 3  # of each setting, to choose the best by median
+_TRIALS: Final = 3  # trials per setting, for the choice by median
 
 #: Our rate divided by a peer's: name, peer, goal.
 RATIOS: Final = {
@@ -34,13 +34,13 @@ RATIOS: Final = {
 def measure_save(
     nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress
 ) -> Outcome:
-    """Measure the durable rate of everyone, in interleaved rounds.
+    """Measure all durable rates, in interleaved rounds.
 
     Args:
-        nbytes: about how large the state is.
-        rounds: how many; None for as many as a figure needs.
+        nbytes: the approximate size of the state.
+        rounds: the number of rounds; None for as many as a figure needs.
 
-    Raises: SystemExit where memory or storage wouldn't do.
+    Raises: SystemExit without enough memory or storage.
     """
     check_room(place.directory, memory_nbytes=9 * nbytes, storage_nbytes=4 * nbytes)
     rounds = rounds or _ROUNDS
@@ -51,7 +51,7 @@ def measure_save(
     with process_group(), contextlib.ExitStack() as stack:
         progress.say("save: making slots")
         with pages_in_order(nbytes), PeakMemory() as memory:
-            # Nothing is trained here, so there is nothing to overlap with.
+            # Without training, a save can't overlap with any step.
             ours = Ours(place.fresh("run"), bench.trainer.state, overlap=False)
             stack.callback(ours.close)
             time_save(ours, place)
@@ -69,7 +69,7 @@ def measure_save(
 
 
 def _list_candidates(trainer: Trainer) -> dict[str, list[Saver]]:
-    """Return every peer in each of the settings that are worth trying."""
+    """Return every peer in each setting worth a trial."""
     with pages_in_order(trainer.nbytes):
         small, huge = (
             Region(trainer.tensors().values(), huge=is_huge) for is_huge in (False, True)
@@ -88,7 +88,7 @@ def _list_candidates(trainer: Trainer) -> dict[str, list[Saver]]:
 
 
 def _choose_peers(bench: Bench, *, trials: int) -> tuple[list[Saver], dict[str, list[float]]]:
-    """Warm every peer up, and choose the settings that are best by median; return the medians too, in seconds."""
+    """Warm every peer up, choose the best settings by median, and return the medians in seconds."""
     candidates = _list_candidates(bench.trainer)
     seconds = {name: [[0.0] * trials for _ in savers] for name, savers in candidates.items()}
     for trial in range(trials):

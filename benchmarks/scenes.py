@@ -1,4 +1,4 @@
-"""The settings that deltas are measured in: what is trained, at which rate, by which optimizer, and for how long."""
+"""The settings of the delta benchmarks: model, learning rate, optimizer, and duration."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _SGD_RATE: Final = 1e-2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How large the models are, and how long they train.
+    """The sizes of models and trainings.
 
     Attributes:
-        width, layers, heads, context: of the GPT; those with experts and with a table have narrower
-            ones.
-        batch: windows in a step.
-        steps: of the training that all settings begin with, and of the long one at 1e-5.
-        settle: steps of a setting before its first state is taken.
+        width, layers, heads, context: the sizes of the GPT; models with experts or a table are
+            narrower.
+        batch: the number of windows in a step.
+        steps: the number of steps of the initial training, and of the long training at 1e-5.
+        settle: the number of steps of a setting before its first state.
         gap: the longer distance between two states.
-        experts: in each feed-forward layer of the model that has them.
+        experts: the number of experts in each feed-forward layer of the model with experts.
     """
 
     width: int = 256
@@ -37,17 +37,17 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """One setting: what is trained, how, and which of its states are taken.
+    """A setting: model, training, and the saved states.
 
     Attributes:
         model: ``gpt``, ``lora``, ``moe`` or ``embedding``.
         optimizer: ``adamw``, ``sgd`` or ``sparse`` (AdamW, and SparseAdam for the table).
-        gradients: ``fp32``, ``bf16`` (of one micro-batch, rounded before the step) or ``clipped``
-            (bf16, then scaled).
-        implementations: torch's, for the first step after the first state; the first of them goes
-            on.
-        settle: steps before the first state.
-        offsets: steps from the first state to the others.
+        gradients: ``fp32``, ``bf16`` (a micro-batch's gradients, rounded before the step) or
+            ``clipped`` (bf16, then scaled).
+        implementations: torch's implementations for the first step after the first state; the first
+            implementation goes on.
+        settle: the number of steps before the first state.
+        offsets: the steps from the first state to the later states.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Two real processes under gloo that load the two halves of all columns: what both of them read of what both need.
+"""Two processes under gloo that each load half of all columns: bytes read and bytes needed.
 
-``python -m benchmarks.sharing DIRECTORY MEETING RANK WIDTH COUNT ROUNDS`` is one of them.
+``python -m benchmarks.sharing DIRECTORY MEETING RANK WIDTH COUNT ROUNDS`` is such a process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ROOT: Final = Path(__file__).parents[1]
 def measure_sharing(
     directory: Path, matrices: Matrices, rounds: int, progress: Progress
 ) -> dict[str, Any]:
-    """Return for each round what both processes read, what both need, and how long the slower one took."""
+    """Return per round the bytes read and needed by both processes, and the longer time."""
     progress.say("reshard: two processes that share what they read")
     with tempfile.TemporaryDirectory() as meeting:
         shared = [str(directory.resolve()), f"{meeting}/store"]
@@ -67,7 +67,7 @@ def measure_sharing(
 
 
 def main(arguments: list[str]) -> None:
-    """Be one of the processes, and print what each load counted."""
+    """Run as a process of the pair, and print the counters of each load."""
     directory, meeting = arguments[:2]
     rank, width, count, rounds = map(int, arguments[2:])
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -105,8 +105,7 @@ def _load(directory: Path, tensors: dict[str, DTensor], rank: int) -> dict[str, 
     for local in locals_:
         local.fill_(-1)
     assert isinstance(report, LoadReport)  # a state was given
-    # What is needed is known here; what the reader takes for it may leave out what the other
-    # process reads.
+    # Compute the needed bytes here: the reader's count may exclude bytes read by the other process.
     needed_nbytes = sum(local.nbytes for local in locals_)
     return {
         "seconds": seconds,

@@ -1,4 +1,4 @@
-"""States of training as arrays: what a checkpoint would hold of them, and files to keep them from run to run."""
+"""States of training as arrays, as a checkpoint holds them, and files that keep states."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import numpy as np
 
 WEIGHT, MASTER, STEP = "weight", "master", "step"
 
-_SEPARATOR = "|"  # no name of a parameter has it
+_SEPARATOR = "|"  # in no parameter's name
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tensor:
-    """One tensor of a state.
+    """A tensor of a state.
 
     Attributes:
-        field: as in a checkpoint: ``weights`` or ``optimizer``.
-        parameter: the parameter's name, the same for all that belongs to it.
-        role: what it is of this parameter: ``weight``, ``exp_avg``, ``step``, ...; ``buffer`` for
-            what no optimizer updates.
-        dtype: as the format names it; a bfloat16 array has dtype ``uint16``.
+        field: the field in a checkpoint: ``weights`` or ``optimizer``.
+        parameter: the parameter's name, common to all tensors of the parameter.
+        role: the tensor's role for the parameter: ``weight``, ``exp_avg``, ``step``, ...;
+            ``buffer`` for tensors without optimizer.
+        dtype: the format's name of the dtype; a bfloat16 array has dtype ``uint16``.
     """
 
     field: str
@@ -46,21 +46,21 @@ class Tensor:
         return np.ascontiguousarray(self.array).reshape(-1).view(np.uint8).data
 
 
-#: A state: its tensors by name.
+#: A state: tensors by name.
 Snapshot = Mapping[str, Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pair:
-    """Two states of one training, `gap` steps apart.
+    """Two states of a training, `gap` steps apart.
 
     Attributes:
         name: the setting.
-        kind: of the rule that may predict one from the other: ``adam``, ``sgd``, or empty.
-        options: the optimizer's scalars of the last step, as its param group has them; step counts
-            are in the states.
-        gradients: those that the last step took, before they were clipped, by parameter; none if
-            the gap isn't 1.
+        kind: the kind of a rule that may predict the newer state: ``adam``, ``sgd``, or empty.
+        options: the optimizer's scalars of the last step, as in a param group; step counts are in
+            the states.
+        gradients: the gradients of the last step before clipping, by parameter; empty unless the
+            gap is 1.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Pair:
     gradients: Mapping[str, np.ndarray[Any, np.dtype[Any]]]
 
     def steps_of(self, parameter: str) -> tuple[int | None, int | None]:
-        """Return how many steps the optimizer has done with a parameter, before and after; None if nobody counted."""
+        """Return a parameter's step counts before and after; None without a count."""
         counts = (state.get(f"optimizer/{parameter}/{STEP}") for state in (self.base, self.new))
         before, after = (None if count is None else int(count.array) for count in counts)
         return before, after
@@ -84,7 +84,7 @@ class Pair:
         return sum(tensor.array.nbytes for tensor in self.new.values())
 
     def untouched(self) -> Pair:
-        """Return the pair with those tensors alone that are the same in both states."""
+        """Return the pair with only the tensors equal in both states."""
         names = [
             n
             for n, tensor in self.new.items()
@@ -94,14 +94,14 @@ class Pair:
         return dataclasses.replace(self, kind="", base=base, new=new, gradients={})
 
     def rounded(self) -> Pair:
-        """Return the pair with the weights alone, in bfloat16: a state of its own, of which no rule is known."""
+        """Return the pair with only the weights, in bfloat16, without a known rule."""
         return dataclasses.replace(
             self, kind="", base=round_weights(self.base), new=round_weights(self.new), gradients={}
         )
 
 
 def round_weights(state: Snapshot) -> Snapshot:
-    """Return the weights of a state in bfloat16, rounded to nearest even as torch casts: a state of its own."""
+    """Return a state's weights in bfloat16, rounded to nearest even as in torch's casts."""
     return {
         name: dataclasses.replace(
             tensor, dtype="bfloat16", array=tensor.array.astype(ml_dtypes.bfloat16).view(np.uint16)
@@ -112,7 +112,7 @@ def round_weights(state: Snapshot) -> Snapshot:
 
 
 def write_snapshot(path: Path, state: Snapshot) -> None:
-    """Write a state into a file, whole or not at all."""
+    """Write a state to a file atomically."""
     unfinished = path.with_suffix(".unfinished.npz")
     keys = {
         _SEPARATOR.join((tensor.field, tensor.parameter, tensor.role, tensor.dtype)): tensor.array
@@ -123,7 +123,7 @@ def write_snapshot(path: Path, state: Snapshot) -> None:
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """Return a state that `write_snapshot` wrote."""
+    """Return a state written by `write_snapshot`."""
     state = {}
     with np.load(path) as arrays:
         for key in arrays.files:

@@ -1,4 +1,4 @@
-"""How long training stands still for a save, and how many seconds it loses in all, beside DCP and a floor."""
+"""Training stalls of a save, and total lost seconds, with DCP and a floor."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ _COPY_ROUNDS: Final = 11
 _FIRST_ROUNDS: Final = 5
 _LOST_ROUNDS: Final = 7
 _ACCOUNT_ROUNDS: Final = 11
-_LATER_SAVES: Final = 3  # after each first one
+_LATER_SAVES: Final = 3  # after each first save
 _BATCHES: Final = (16, 32, 64, 128, 256, 512)
-#: Forward and backward take so many times the copy: beside a busy loop a copy takes longer than
-#: alone.
+#: The ratio of passes to the copy: a copy during a busy loop takes longer than a copy alone.
 _PASSES_PER_COPY: Final = 4
-#: A GPU takes so many times the rows in the time that a copy from it takes.
+#: The factor of rows on a GPU, for passes as long as a copy from the device.
 _ROWS_ON_DEVICE: Final = 32
 
 GOALS: Final = {
@@ -48,11 +47,11 @@ def measure_stall(
     """Measure stalls and lost seconds, in interleaved rounds.
 
     Args:
-        nbytes: about how large the state is.
-        rounds: how many of each experiment; None for as many as each figure needs.
-        device: what the state lies on.
+        nbytes: the approximate size of the state.
+        rounds: the number of rounds of each experiment; None for as many as each figure needs.
+        device: the device of the state.
 
-    Raises: SystemExit where memory or storage wouldn't do.
+    Raises: SystemExit without enough memory or storage.
     """
     check_room(place.directory, memory_nbytes=12 * nbytes, storage_nbytes=4 * nbytes)
     bench = Bench(
@@ -103,7 +102,7 @@ def measure_stall(
 
 
 def _choose_batch(trainer: Trainer, yardstick: CopyYardstick) -> dict[str, object]:
-    """Choose the batch with which forward and backward outlast the copy; return what a record says of the steps."""
+    """Choose a batch with passes longer than the copy, and return the steps' entry for a record."""
     copy_s = median_of([yardstick.time_copy(threads=1) for _ in range(3)])
     for rows in [
         rows * (_ROWS_ON_DEVICE if trainer.device.type == "cuda" else 1) for rows in _BATCHES
@@ -124,7 +123,7 @@ def _choose_batch(trainer: Trainer, yardstick: CopyYardstick) -> dict[str, objec
 
 
 def _measure_memory(bench: Bench) -> dict[str, int]:
-    """Return the peaks of anonymous memory from before a checkpointer is made until its second save is committed."""
+    """Return the peaks of anonymous memory from before construction to the second commit."""
     bench.progress.say("stall: peak memory")
     bench.trainer.step()
     with PeakMemory() as memory:
@@ -139,7 +138,7 @@ def _measure_memory(bench: Bench) -> dict[str, int]:
 
 
 def _measure_firsts(bench: Bench, rounds: int) -> list[dict[str, Any]]:
-    """Make fresh checkpointers; time the save that is asked for at once, and the ones after it."""
+    """Make new checkpointers, and time the immediate first save and the later saves."""
     rows = []
     for number in range(rounds):
         bench.progress.say(f"stall: first save, round {number + 1} of {rounds}")
@@ -154,10 +153,10 @@ def _measure_firsts(bench: Bench, rounds: int) -> list[dict[str, Any]]:
 def _measure_stalls(
     bench: Bench, ours: Ours, yardstick: CopyYardstick, rounds: int
 ) -> list[dict[str, Any]]:
-    """Time `save` itself beside copies of the same tensors by one thread and more."""
+    """Time the call of `save`, and copies of the same tensors by a single thread and by more."""
     most = max(bench.trainer.threads, ours.staging_threads)
     copies = {f"copy_{count}": count for count in range(1, most + 1)}
-    for _ in range(2):  # slots take turns
+    for _ in range(2):  # slots alternate
         _time_call(ours, bench.place)
     rows = []
     for number in range(rounds):
@@ -174,7 +173,7 @@ def _measure_stalls(
 
 
 def _time_call(ours: Ours, place: Workplace) -> float:
-    """Return the seconds that the call of `save` takes; the rest of the save is waited for, off the clock."""
+    """Return the seconds of the call of `save`; the rest of the save is awaited, untimed."""
     os.sync()
     begin_s = time.perf_counter()
     pending = ours.start()

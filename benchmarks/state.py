@@ -1,4 +1,4 @@
-"""The state that is saved: a real model and its AdamW, after a step, and a loop that trains it on all cores."""
+"""The saved state: a real model with AdamW after a step, and a training loop on all cores."""
 
 from __future__ import annotations
 
@@ -13,25 +13,23 @@ from torch.nn import functional
 import ckptfmt
 from benchmarks.rounds import Progress, Workplace
 
-#: Layers, each with one parameter; AdamW adds two moments of the same shape and a step count to
-#: each.
+#: Layers with a parameter each; AdamW adds two moments of the same shape and a step count to each.
 PARAMETERS: Final = 66
 _TENSORS_EACH: Final = 3
 _FLOAT_NBYTES: Final = 4
 
 
 def plan_width(nbytes: int) -> int:
-    """Return the width of a layer with which weights and moments are nearest to `nbytes`; a multiple of 8.
+    """Return the layer width for weights and moments of about `nbytes`; a multiple of 8.
 
-    >>> plan_width(1_600_000_000)
-    1424
+    >>> plan_width(1_600_000_000) 1424
     """
     elements = nbytes / (_FLOAT_NBYTES * _TENSORS_EACH * PARAMETERS)
     return max(8, 8 * round(math.sqrt(elements) / 8))
 
 
 class Stack(torch.nn.Module):
-    """Square layers one after the other, normalized between, so that no figure drifts into denormals."""
+    """Consecutive square layers, normalized between, so that no number drifts into denormals."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,12 +48,12 @@ class Stack(torch.nn.Module):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Where the seconds of one training step went.
+    """The seconds of a training step.
 
     Attributes:
         passes_s: forward and backward pass.
-        guard_s: from the call of the optimizer's step until its last pre-hook: what waits for
-            copies stands here.
+        guard_s: the time from the call of the optimizer's step until the last pre-hook: waits for
+            copies happen here.
         update_s: the rest of the optimizer's step.
     """
 
@@ -70,12 +68,12 @@ class StepTimes:
 
 
 class Trainer:
-    """A model with an optimizer that has its state, and steps to take.
+    """A model with an optimizer and its state, ready for steps.
 
     Args:
-        nbytes: about how many bytes weights and moments are together.
-        threads: how many threads the steps use.
-        device: what the state lies on, and steps are computed by.
+        nbytes: the approximate size of weights and moments together.
+        threads: the number of threads for steps.
+        device: the device of the state and of steps.
     """
 
     def __init__(self, nbytes: int, *, threads: int, device: str = "cpu") -> None:
@@ -93,22 +91,22 @@ class Trainer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that is saved: the numerator of every rate."""
+        """Bytes of the whole saved state: the numerator of every rate."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return everything that is saved, flat: weights, moments, step counts."""
+        """Return the whole saved state, flat: weights, moments, step counts."""
         flat = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         for number, slots in self.optimizer.state_dict()["state"].items():
             flat |= {f"optimizer.{number}.{name}": tensor for name, tensor in slots.items()}
         return flat
 
     def state_dict(self) -> dict[str, object]:
-        """Return what torch's own savers take."""
+        """Return the state for torch's own savers."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def describe(self) -> dict[str, object]:
-        """Return what a record says of the workload."""
+        """Return the workload's entry for a record."""
         large = [tensor for tensor in self.tensors().values() if tensor.ndim]
         return {
             "nbytes": self.nbytes,
@@ -121,24 +119,24 @@ class Trainer:
         }
 
     def set_batch(self, rows: int) -> None:
-        """Choose how many rows a step takes: how long it is."""
+        """Set the number of rows in a step, which determines the duration."""
         self._rows = torch.randn(rows, self.model.width, device=self.device)
 
     def drop_gradients(self) -> None:
-        """Let go of the gradients: no step is to come."""
+        """Release the gradients; no step may follow."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def watch_last(self) -> None:
-        """Note the time after all hooks that there are by now, the guard of a checkpointer among them."""
+        """Record the time after all current hooks, the guard of a checkpointer included."""
         self._hook.remove()
         self._hook = self.optimizer.register_step_pre_hook(self._note_hook)
 
     def step(self) -> StepTimes:
-        """Take one training step; a device has done it when this returns."""
+        """Run a training step, and wait until the device has finished."""
         begin_s = time.perf_counter()
         self.optimizer.zero_grad(
             set_to_none=False
-        )  # the gradients' memory stays, and stays touched
+        )  # the gradients' memory stays allocated and touched
         loss = (self.model(self._rows) - 1).square().mean()
         loss.backward()
         self._settle()
@@ -161,7 +159,7 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """The state that is saved, the place for files, and whom to tell how far it is."""
+    """The saved state, the place for files, and the receiver of progress messages."""
 
     trainer: Trainer
     place: Workplace

@@ -1,8 +1,8 @@
-"""What a state of very many small tensors costs: seconds and memory of saves, loads and resumes, by count of tensors.
+"""Costs of many small tensors: seconds and memory of saves, loads and resumes, by tensor count.
 
-``python -m benchmarks.tensors ACTION DIRECTORY COUNT`` does one action in this process, and prints
-what that took: ``save`` and ``load`` a checkpoint, or ``run`` a `Checkpointer` whose saver is a
-process, and ``resume`` its run.
+``python -m benchmarks.tensors ACTION DIRECTORY COUNT`` runs an action in this process, and prints
+the costs: ``save`` and ``load`` a checkpoint, or ``run`` a `Checkpointer` with a saver process, and
+``resume`` its run.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from benchmarks.machine import rss_unfiled_nbytes
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, remove
 
-#: How many tensors; those that are more than is asked for are left out.
+#: The numbers of tensors; numbers above the requested maximum are left out.
 _COUNTS: Final = (10_000, 100_000, 1_000_000)
 MOST: Final = _COUNTS[-1]
 _ROOT: Final = Path(__file__).parents[1]
-#: A parameter under AdamW: itself, both moments, and the count of its steps.
+#: A parameter under AdamW: weights, both moments, and the step count.
 _TENSORS_OF_ONE: Final = 4
 _SHAPE: Final = (4, 4)
-#: How many parameters a block of layers has.
+#: The number of parameters in a block of layers.
 _BLOCK: Final = 500
 
 
 def measure_tensors(
     most: int, *, rounds: int | None, place: Workplace, progress: Progress
 ) -> Outcome:
-    """Measure every count up to `most`, each action in a process of its own."""
+    """Measure every count up to `most`, each action in a separate process."""
     counts = [count for count in _COUNTS if count <= most] or [most]
     rounds = rounds or 1
     found: dict[str, list[dict[str, Any]]] = {}
@@ -142,18 +142,18 @@ class _Training:
             self.step()
 
     def state(self) -> ckptfmt.State:
-        """Return what is saved or loaded."""
+        """Return the state to save or load."""
         return ckptfmt.State(weights=self.model, optimizer=self.optimizer)
 
     def step(self) -> None:
-        """Do a step of the optimizer."""
+        """Run a step of the optimizer."""
         for number, parameter in enumerate(self.model.parameters()):
             parameter.grad = torch.full(_SHAPE, float(number % 7))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Yield all of them."""
+        """Yield all tensors."""
         for parameter in self.model.parameters():
             yield parameter
             yield from self.optimizer.state[parameter].values()
@@ -167,7 +167,7 @@ class _Training:
 
 
 class _Clock:
-    """Seconds, and seconds of this process's processor, of what was done in turn."""
+    """Seconds and processor seconds of consecutive activities."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {"before_nbytes": rss_unfiled_nbytes()}
@@ -214,7 +214,7 @@ def _run(directory: Path, count: int) -> dict[str, Any]:
             clock.time(f"{name}_rest", handle.wait)
             clock.found[f"{name}_committed_s"] = handle.times["COMMITTED"]
         clock.time("third_training_step", training.step)
-    # The second save's: a fresh training does the same steps, and no save stands between them.
+    # The second save's digest: a fresh training runs the same steps without a save between them.
     return {**clock.end(), "digest": _Training(count, step_count=3).digest()}
 
 
@@ -237,7 +237,7 @@ _ACTIONS: Final[dict[str, Callable[[Path, int], dict[str, Any]]]] = {
 
 
 def main(arguments: list[str]) -> None:
-    """Do one action in this process, and print what it took."""
+    """Run an action in this process, and print the costs."""
     action, directory, count = arguments
     print(json.dumps(_ACTIONS[action](Path(directory), int(count))))
 

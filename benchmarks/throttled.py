@@ -1,4 +1,4 @@
-"""A store that is far away: another one behind a link of so many bytes per second."""
+"""A remote store: another store behind a link with a given rate in bytes per second."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ckptfmt.store.protocol import Names, RangeReader, SizedChunks
 
 
 class Link:
-    """What all bytes pass, one after the other, in both directions; thread-safe.
+    """A link that all bytes pass in turn, in both directions; thread-safe.
 
-    Bytes have the link to themselves for as long as they take. What their sender does meanwhile
-    costs nothing extra: a store as fast as the link is no slower behind it.
+    Bytes occupy the link for their whole transmission. The sender's work meanwhile costs no extra
+    time: a store as fast as the link is no slower behind the link.
 
     Args:
-        nbytes_per_s: its rate.
-        clock: tells the time in seconds.
-        sleep: waits for seconds.
+        nbytes_per_s: the link's rate.
+        clock: the function that returns the time in seconds.
+        sleep: the function that waits for seconds.
 
     Attributes:
-        written_nbytes: bytes that have passed on their way to the store.
-        read_nbytes: bytes that have passed on their way back.
+        written_nbytes: the bytes transmitted to the store.
+        read_nbytes: the bytes transmitted from the store.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Link:
 
     @contextlib.contextmanager
     def write(self, nbytes: int) -> Iterator[None]:
-        """Pass bytes on to the store, while the context does something with them."""
+        """Transmit bytes to the store while the context processes them."""
         with self._lock:
             self.written_nbytes += nbytes
         with self._pass(nbytes):
@@ -53,7 +53,7 @@ class Link:
 
     @contextlib.contextmanager
     def read(self, nbytes: int) -> Iterator[None]:
-        """Pass bytes back, while the context gets them."""
+        """Transmit bytes back while the context gets them."""
         with self._lock:
             self.read_nbytes += nbytes
         with self._pass(nbytes):
@@ -72,10 +72,10 @@ class Link:
 
 
 class ThrottledStore:
-    """A `ckptfmt.store.Store` whose contents pass a link. Names, sizes and listings take no time.
+    """A `ckptfmt.store.Store` with contents behind a link. Names, sizes and listings take no time.
 
-    It isn't a `LocalStore`, whatever it wraps, so that no other process opens the same directory
-    past the link.
+    The class isn't a `LocalStore`, even around a local store, so that no other process opens the
+    same directory directly.
     """
 
     def __init__(self, inner: Store, link: Link) -> None:
@@ -89,7 +89,7 @@ class ThrottledStore:
 
     @property
     def is_remote(self) -> bool:
-        """False: bytes take time, requests don't."""
+        """False: bytes take time, but requests don't."""
         return False
 
     def at(self, prefix: str) -> Store:
@@ -97,18 +97,18 @@ class ThrottledStore:
         return ThrottledStore(self._inner.at(prefix), self._link)
 
     def beside(self, name: str) -> Store:
-        """Return the store beside this one, behind the same link."""
+        """Return the neighbouring store, behind the same link."""
         return ThrottledStore(self._inner.beside(name), self._link)
 
     def create(self, path: str, chunks: Iterable[Buffer]) -> None:
-        """Create a file, each chunk when it has passed."""
+        """Create a file, writing each chunk after its transmission."""
         passing: Iterable[Buffer] = self._iter_passing(chunks)
         if isinstance(chunks, SizedChunks):
             passing = SizedChunks(passing, chunks.nbytes)
         self._inner.create(path, passing)
 
     def replace(self, path: str, data: bytes) -> None:
-        """Put `data` in the place of a file."""
+        """Replace a file by `data`."""
         with self._link.write(len(data)):
             self._inner.replace(path, data)
 
@@ -125,12 +125,12 @@ class ThrottledStore:
 
     @contextlib.contextmanager
     def open_ranges(self, path: str) -> Iterator[RangeReader]:
-        """Open a file whose ranges pass the link."""
+        """Open a file with ranges behind the link."""
         with self._inner.open_ranges(path) as ranges:
             yield _ThrottledRanges(ranges, self._link)
 
     def waits(self, path: str) -> bool:  # noqa: ARG002
-        """Say that reads wait."""
+        """Return True, since reads wait."""
         return True
 
     def nbytes(self, path: str) -> int:
@@ -150,11 +150,11 @@ class ThrottledStore:
         self._inner.delete(path)
 
     def delete_leftovers(self, prefix: str) -> None:
-        """Remove what killed writers left."""
+        """Remove leftovers of killed writers."""
         self._inner.delete_leftovers(prefix)
 
     def remove_directory(self, path: str) -> None:
-        """Remove a directory that holds no files."""
+        """Remove a directory without files."""
         self._inner.remove_directory(path)
 
     def sync(self, path: str) -> None:
@@ -167,21 +167,21 @@ class ThrottledStore:
 
     @property
     def holds_expire(self) -> bool:
-        """Say whether a holder that is stopped holds nothing in the end."""
+        """Return whether a stopped holder's hold expires."""
         return self._inner.holds_expire
 
     def is_held(self, path: str) -> bool:
-        """Say whether somebody holds a file."""
+        """Return whether a process holds a file."""
         return self._inner.is_held(path)
 
     def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
-        """Return what somebody holds in a directory."""
+        """Return the held files in a directory."""
         return self._inner.list_held(prefix, wanted)
 
     def _iter_passing(self, chunks: Iterable[Buffer]) -> Iterator[Buffer]:
         for chunk in chunks:
-            # The inner store writes a chunk while the link carries it, and asks for the next one
-            # when it is done.
+            # The inner store writes a chunk during the transmission, and asks for the next chunk
+            # afterwards.
             with self._link.write(memoryview(chunk).nbytes):
                 yield chunk
 

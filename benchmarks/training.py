@@ -1,11 +1,11 @@
-"""Real training whose states delta checkpoints are measured on, kept in files so that a rerun needn't train again.
+"""Real training for delta benchmarks, with states in files, so that reruns need no training.
 
-The demo's GPT learns the sources of Python's standard library. It is trained once (AdamW, 1e-3),
-and every other setting branches off from there: fine-tuning at 1e-5, say, begins with a model that
-has learnt something.
+The demo's GPT learns the sources of Python's standard library. The base is trained once (AdamW,
+1e-3), and every other setting branches off: fine-tuning at 1e-5, for example, begins with a trained
+model.
 
-One thread trains: sums then don't depend on how many share them, and a setting has the same states
-on any machine with the same kernels.
+Training uses a single thread: sums then don't depend on the number of threads, and a setting has
+the same states on any machine with the same kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IMPLEMENTATIONS: Final = {
     "fused": {"foreach": False, "fused": True},
 }
 _WARM_UP: Final = 20
-_CLIP: Final = 0.1  # of the norm: below that of every gradient here, so that each is scaled
+_CLIP: Final = 0.1  # the norm's bound, below every gradient's norm, so each is scaled
 _TEXT_NBYTES: Final = 4 << 20
 _SEED: Final = 2026
 
@@ -43,11 +43,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Studio:
-    """Trains the scenes, or finds their states where an earlier run left them.
+    """A studio that trains the scenes, or finds the states of an earlier run.
 
     Args:
-        scratch: the directory of these files; a folder in it for everything that decides what their
-            bytes are.
+        scratch: the directory of the files, with a folder per set of factors that determine the
+            bytes.
     """
 
     def __init__(self, sizes: Sizes, scratch: Path, progress: Progress) -> None:
@@ -60,7 +60,7 @@ class Studio:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def iter_pairs(self, scenes: Sequence[Scene]) -> Iterator[Pair]:
-        """Yield what each scene has: a step by each implementation, and the first state with each later one."""
+        """Yield each scene's pairs: a step per implementation, and pairs with later states."""
         for scene in scenes:
             for offset in scene.offsets:
                 if offset in (1, self._sizes.gap):
@@ -73,9 +73,9 @@ class Studio:
         """Return two states of a scene.
 
         Args:
-            begin: steps after the first state.
-            end: likewise.
-            implementation: of the step, where there is a choice.
+            begin: the older state's steps after the first state.
+            end: the newer state's steps after the first state.
+            implementation: the step's implementation, where several exist.
         """
         told = self._train(scene)
         gap = end - begin
@@ -92,7 +92,7 @@ class Studio:
         )
 
     def state(self, scene: Scene, offset: int, implementation: str | None = None) -> Snapshot:
-        """Return the state of a scene so many steps after its first one."""
+        """Return the state of a scene `offset` steps after the first state."""
         self._train(scene)
         is_first = implementation in (None, scene.implementations[0]) or offset != 1
         return read_snapshot(
@@ -102,11 +102,11 @@ class Studio:
     def _path(self, scene: Scene, state: str, suffix: str = "npz") -> Path:
         told = hashlib.sha256(repr(scene).encode()).hexdigest()[
             :8
-        ]  # a scene that is changed is another one
+        ]  # a changed scene is another scene
         return self._folder / f"{scene.name}-{told}-{state}.{suffix}"
 
     def _fingerprint(self) -> str:
-        """Return a name for everything that decides the states: sizes, text, sources, torch and its kernels."""
+        """Return a name for all factors of the states: sizes, text, sources, torch, kernels."""
         sources = [
             inspect.getsource(module) for module in (models, inspect.getmodule(TinyGPT)) if module
         ]
@@ -125,7 +125,7 @@ class Studio:
         return {tensor.parameter: tensor.array for tensor in state.values()}
 
     def _pretrain(self) -> Snapshot:
-        """Return the state that all scenes of the GPT begin with."""
+        """Return the initial state of all scenes of the GPT."""
         scene = Scene(name="pretrained", lr=PRETRAIN_RATE, settle=self._sizes.steps, offsets=())
         path = self._path(scene, "0")
         if not path.exists():
@@ -139,7 +139,7 @@ class Studio:
         return read_snapshot(path)
 
     def _train(self, scene: Scene) -> dict[str, Any]:
-        """Make sure that a scene's states are there; return what is known of it besides."""
+        """Train a scene unless its states exist, and return the further facts."""
         path = self._path(scene, "told", "json")
         if not path.exists():
             with _one_thread():
@@ -160,7 +160,7 @@ class Studio:
         write_snapshot(self._path(scene, "0"), first)
         gradients = run.differentiate()
         write_snapshot(self._path(scene, "gradients"), gradients)
-        for implementation in reversed(scene.implementations):  # the first one last: it goes on
+        for implementation in reversed(scene.implementations):  # the first trains on
             if len(scene.implementations) > 1:
                 run.choose(implementation)
                 run.fill(first)
@@ -201,12 +201,12 @@ class _Run:
         self._optimizers = make_optimizers(scene, self._parameters)
 
     def step(self) -> None:
-        """Do one step of training."""
+        """Run a training step."""
         self.differentiate()
         self.update()
 
     def differentiate(self) -> Snapshot:
-        """Find the gradients of a batch, as the scene wants them; return them as they were before they were clipped."""
+        """Compute a batch's gradients for the scene, and return the gradients before clipping."""
         tokens, self._targets = self._next_batch()
         for optimizer in self._optimizers:
             optimizer.zero_grad()
@@ -228,19 +228,19 @@ class _Run:
         return gradients
 
     def update(self) -> None:
-        """Have the optimizers take their step with the gradients that are there."""
+        """Run a step of the optimizers with the present gradients."""
         for optimizer in self._optimizers:
             optimizer.step()
         self._model.count(self._targets)
 
     def set_rate(self, lr: float) -> None:
-        """Set the learning rate of the steps from now on."""
+        """Set the learning rate of all later steps."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
     def choose(self, implementation: str) -> None:
-        """Have the next steps be taken by another implementation of the same optimizer."""
+        """Choose another implementation of the same optimizer for the next steps."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group.update(
@@ -257,7 +257,7 @@ class _Run:
         return {name: value for name, value in group.items() if name != "params"}
 
     def capture(self) -> Snapshot:
-        """Return a copy of the state: parameters, buffers, and what the optimizers know of each parameter."""
+        """Return a copy of the state: parameters, buffers, and the optimizers' states."""
         tensors = [
             _make_tensor("weights", name, WEIGHT, p) for name, p in self._model.named_parameters()
         ]
@@ -276,7 +276,7 @@ class _Run:
         return {tensor.name: tensor for tensor in tensors}
 
     def fill(self, state: Snapshot) -> None:
-        """Go to a state; what it doesn't know keeps its value, gradients too."""
+        """Restore a state; tensors missing in the state keep their values, gradients too."""
         fill(self._model, self._optimizers, state)
 
     def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,10 +289,10 @@ class _Run:
 
 @torch.no_grad()
 def fill(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: Snapshot) -> None:
-    """Fill a model and its optimizers with a state; what isn't in it keeps its value.
+    """Fill a model and its optimizers with a state; missing tensors keep their values.
 
     Args:
-        optimizers: they may have parameters of other models too.
+        optimizers: the optimizers, which may have parameters of other models too.
     """
     parameters = dict(model.named_parameters())
     places = parameters | dict(model.named_buffers())
@@ -319,12 +319,12 @@ def fill(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: S
 
 
 def _narrow(scene: Scene, batch: int) -> int:
-    """Return the windows in a step: few where few experts are to be touched."""
+    """Return the windows in a step: few for scenes that should touch few experts."""
     return max(1, batch // 4) if scene.model == "moe" else batch
 
 
 def make_model(sizes: Sizes, kind: str) -> TinyGPT:
-    """Return a model of one of the kinds that scenes have."""
+    """Return a model of a scene's kind."""
     narrow = {"moe": 2, "embedding": 4}.get(kind, 1)
     model = models.make_gpt(
         width=max(sizes.heads, sizes.width // narrow),

@@ -1,9 +1,8 @@
-"""What the witness of a launch costs each step: microseconds of the training's thread, and bytes of the step log.
+"""Costs of a launch's witness per step: microseconds of the training's thread, and logged bytes.
 
-A step trains nothing, so that what is left is the loop of a `Checkpointer`. Loops with a witness
-and without one take turns, in one process. A second pair of loops changes all weights in each step,
-as an optimizer does, and leaves that time out: the caches of the processor are cold then, as they
-are in a training.
+A step trains no model, so that only the loop of a `Checkpointer` is timed. Loops with and without a
+witness alternate in the same process. A second pair of loops changes all weights in each step, as
+an optimizer does, outside of the timing: the processor's caches are then cold, as in a training.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, remove
 from ckptfmt.documents.witness import HEADER_NBYTES, RECORD_NBYTES, STEP_COUNT
 
-#: The numbers of parameters; those above what is asked for are left out.
+#: The numbers of parameters; numbers above the requested maximum are left out.
 _COUNTS: Final = (1_000_000, 100_000_000, 1_000_000_000)
 MOST_PARAMETERS: Final = _COUNTS[-1]
 _ROUNDS: Final = 7
 _STEPS: Final = 300
-#: Bytes that a loop with cold caches changes at most: a step of 10^9 parameters takes half a
+#: The limit of bytes changed by a loop with cold caches: a step of 10^9 parameters takes half a
 #: second.
 _SWEPT_NBYTES: Final = 16_000_000_000
-#: The number of tensors of a model: about that of a transformer of 12 layers.
+#: The number of tensors of a model: about the number in a transformer of 12 layers.
 _TENSORS: Final = 148
-#: The goal of the issue that asked for the witness, in microseconds of the training's thread.
+#: The goal of the witness, in microseconds of the training's thread.
 _GOAL: Final = "<= 100"
 
 
 def measure_witness(
     most: int, *, rounds: int | None, place: Workplace, progress: Progress
 ) -> Outcome:
-    """Measure every number of parameters up to `most`, each round with a witness and without one."""
+    """Measure every number of parameters up to `most`, each round with and without a witness."""
     counts = [count for count in _COUNTS if count <= most] or [most]
     rounds = rounds or _ROUNDS
     found: dict[str, list[dict[str, Any]]] = {}
@@ -104,7 +103,7 @@ def measure_witness(
 
 
 class _Model(torch.nn.Module):
-    """So many parameters in so many tensors of equal size."""
+    """Parameters in a number of tensors of equal size."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -120,7 +119,7 @@ def _time_steps(model: _Model, place: Workplace, *, is_on: bool, sweeps: bool) -
     """Return the median of the seconds of a step.
 
     Args:
-        sweeps: whether each step changes all weights, whose time is left out.
+        sweeps: whether each step changes all weights, outside of the timing.
     """
     weights = [tensor.data for tensor in model.tensors]
     nbytes = sum(tensor.nbytes for tensor in weights)

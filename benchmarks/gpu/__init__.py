@@ -1,1 +1,1 @@
-"""Everything that needs a GPU, in under ten minutes: ``python -m benchmarks.gpu --out DIRECTORY``, or ``gpu.sh``."""
+"""GPU checks in under ten minutes: ``python -m benchmarks.gpu --out DIRECTORY``, or ``gpu.sh``."""

@@ -1,7 +1,7 @@
-"""Run all that needs a GPU, step by step and in order of value, and write records as it goes.
+"""Run all GPU checks, step by step and in order of value, and write records meanwhile.
 
-It needs nothing but Python's standard library itself: a step that lacks a package says so, and the
-others go on.
+The command needs only Python's standard library: a step without a needed package reports the
+package, and the other steps go on.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 WHEELS: Final = ROOT / ".wheels"
-#: For all of it, in seconds: who lends a device lends it for ten minutes.
+#: The time limit of all steps, in seconds: devices are lent for ten minutes.
 BOUND_S: Final = 570.0
 _TAIL: Final = 6000
 
 
 def find_tests() -> list[str]:
-    """Return the files of tests of which some need a device: importing all of them would take half a minute."""
+    """Return the test files with device tests: an import of all files would take half a minute."""
     found = [
         path
         for path in (ROOT / "tests").rglob("test_*.py")
@@ -40,14 +40,14 @@ def find_tests() -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One thing to do, in a process of its own.
+    """A step in a separate process.
 
     Attributes:
-        name: of its records.
-        arguments: of the interpreter; ``{device}``, ``{out}``, ``{scratch}`` and ``{nbytes}`` are
-            filled in.
-        limit_s: how long it may take, in seconds.
-        nbytes: how large a state it works with, and in a rehearsal.
+        name: the name of the step's records.
+        arguments: the interpreter's arguments; ``{device}``, ``{out}``, ``{scratch}`` and
+            ``{nbytes}`` are filled in.
+        limit_s: the time limit in seconds.
+        nbytes: the size of the state, and the size in a rehearsal.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Step:
     nbytes: tuple[int, int] = (0, 0)
 
 
-#: How a test says that it needs a device.
+#: The mark of tests that need a device.
 MARK: Final = "@pytest.mark.cuda\n"
 _PYTEST: Final = (
     *("-m", "pytest", "-q", "-m", "cuda", "-rs", "-p", "pytest_timeout", "-p", "no:cacheprovider"),
@@ -169,7 +169,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do the steps; return 0 if each did what it was to do, 1 if one didn't, 2 if a name isn't one of theirs."""
+    """Run the steps; return 0 for success, 1 if a step failed, 2 for an unknown name."""
     options = parse_arguments(arguments)
     names = [step.name for step in STEPS] if options.steps is None else options.steps.split(",")
     if unknown := set(names) - {step.name for step in STEPS}:
@@ -214,10 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def unpack(wheels: Path, site: Path) -> int:
-    """Unpack the wheels that travelled along; return how many.
+    """Unpack the transferred wheels, and return their number.
 
-    A wheel is an archive, so that this needs no installer: not every environment has one. One for
-    another machine fails in the first step that imports it, by name.
+    A wheel is an archive, so that no installer is needed, which some environments lack. A wheel for
+    another machine fails in the first step that imports the package, by name.
     """
     site.mkdir(parents=True)
     found = sorted(wheels.glob("*.whl")) if wheels.is_dir() else []
@@ -228,7 +228,7 @@ def unpack(wheels: Path, site: Path) -> int:
 
 
 def environment_of(site: Path, *, device: str) -> dict[str, str]:
-    """Return the environment of the steps: our packages before the machine's, and kernels that always compute alike."""
+    """Return the environment of the steps: our packages first, and deterministic kernels."""
     places = [str(site), str(ROOT), str(ROOT / "conformance")]
     if inherited := os.environ.get("PYTHONPATH"):
         places.append(inherited)
@@ -246,10 +246,10 @@ def environment_of(site: Path, *, device: str) -> dict[str, str]:
 def run_step(
     name: str, command: Sequence[str], environment: dict[str, str], *, limit_s: float, log: Path
 ) -> dict[str, Any]:
-    """Run a command to its end, or until its time is over; return its record.
+    """Run a command until its end or its time limit, and return the record.
 
     Args:
-        log: file that all of the output is appended to, as it comes.
+        log: the file for the whole output, appended at once.
     """
     began, begin_s = dt.datetime.now(dt.UTC), time.monotonic()
     code: int | None = None
@@ -258,7 +258,7 @@ def run_step(
         output.flush()
         begin = output.tell()
         if limit_s > 0:
-            # In a session of its own, so that what it started ends with it.
+            # In a separate session, so that child processes end with the step.
             with subprocess.Popen(
                 command,
                 cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Say what the machine is, as one JSON object; fail where something that the steps need is missing."""
+"""Print a description of the machine as a JSON object; fail if a needed module is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from typing import Any
 
-#: What the steps import, by its module.
+#: The modules imported by the steps.
 _MODULES = (
     *(
         "numpy",
@@ -30,7 +30,7 @@ _MODULES = (
 
 
 def main() -> int:
-    """Print the object; return 0 where everything is there."""
+    """Print the object, and return 0 if all modules are present."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     device = parser.parse_args().device

@@ -1,7 +1,7 @@
-"""Do on this machine what will be done on one with a GPU: torch and numpy are there, and nothing else of ours.
+"""Rehearse the GPU steps on this machine, with torch and numpy only.
 
-The interpreter is the one below this environment, which sees none of its packages; torch and numpy,
-with what they need themselves, are lent to it by links.
+The interpreter is the base interpreter of this environment, without the environment's packages;
+links provide torch and numpy with their dependencies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.gpu.wheels import fetch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rehearse; the arguments are those of `benchmarks.gpu`."""
+    """Rehearse; the arguments are the arguments of `benchmarks.gpu`."""
     with tempfile.TemporaryDirectory(prefix="ckptfmt-rehearsal-") as directory:
         wheels, site = Path(directory) / "wheels", Path(directory) / "site"
         python = ".".join(platform.python_version_tuple()[:2])
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def lend(site: Path, names: Sequence[str]) -> None:
-    """Make links to packages of this environment, and to those that they need."""
+    """Make links to packages of this environment and to their dependencies."""
     site.mkdir(parents=True)
     for distribution in _with_needs(names):
         for file in distribution.files or ():
@@ -63,7 +63,7 @@ def _with_needs(names: Sequence[str]) -> Iterator[importlib.metadata.Distributio
         try:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
-            continue  # it is for another machine
+            continue  # for another machine
         yield distribution
         needs = [need for need in distribution.requires or () if "extra ==" not in need]
         waiting += [re.split(r"[^A-Za-z0-9._-]", need, maxsplit=1)[0] for need in needs]

@@ -1,4 +1,4 @@
-"""Save, load, make deltas and resume with a state on a device, and compare every bit; print what held as JSON."""
+"""Save, load, save deltas and resume on a device, compare every bit; print the checks as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import ckptfmt
 _STEPS: Final = 6
 _KILLED_AFTER: Final = 4
 _LAYERS: Final = 4
-#: Weights and two moments, in bytes of an element.
+#: Weights and two moments, in bytes per element.
 _ELEMENT_NBYTES: Final = 12
 _DTYPES: Final = (
     *(
@@ -43,7 +43,7 @@ _DTYPES: Final = (
 
 @dataclasses.dataclass(slots=True)
 class Training:
-    """A model with dropout, and its optimizer, on a device; all of its state follows from the seed and the steps."""
+    """A model with dropout and its optimizer on a device; seed and steps determine the state."""
 
     model: Any
     optimizer: Any
@@ -52,7 +52,7 @@ class Training:
 
     @classmethod
     def make(cls, device: torch.device, width: int, *, seed: int) -> Training:
-        """Return a training that has done nothing yet."""
+        """Return a new training before the first step."""
         torch.manual_seed(seed)
         layers = [
             torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Dropout(0.1))
@@ -64,14 +64,14 @@ class Training:
 
     @property
     def state(self) -> ckptfmt.State:
-        """What is saved and restored."""
+        """The state to save and restore."""
         config = {"width": self.model[0][0].in_features}
         return ckptfmt.State(
             weights=self.model, optimizer=self.optimizer, data=self.data, config=config
         )
 
     def step(self) -> None:
-        """Do a step; dropout draws from the device's own stream."""
+        """Run a step; dropout draws from the device's own stream."""
         width = self.model[0][0].in_features
         rows = torch.full((16, width), 0.5 + 0.1 * self.data["step"], device=self.device)
         self.optimizer.zero_grad()
@@ -95,7 +95,7 @@ def bits_of(tensor: torch.Tensor) -> bytes:
 
 
 def main() -> int:
-    """Do it all, print what held, and return 0 if everything did."""
+    """Run all checks, print the results, and return 0 if all pass."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--nbytes", type=int, default=200_000_000)
@@ -112,7 +112,7 @@ def main() -> int:
 
 
 def check_dtypes(path: Path, device: torch.device) -> dict[str, object]:
-    """Save tensors of all dtypes, some of which lie oddly, and load them into others on device and host."""
+    """Save tensors of all dtypes, some with unusual strides, and load on device and host."""
     made = {}
     for number, dtype in enumerate(_DTYPES):
         size = torch.empty(0, dtype=dtype).element_size()
@@ -132,7 +132,7 @@ def check_dtypes(path: Path, device: torch.device) -> dict[str, object]:
 
 
 def check_run(run: Path, device: torch.device, width: int) -> dict[str, object]:
-    """Train without interruption; then with one, from deltas; compare each state, and what each checkpoint holds."""
+    """Train without and with an interruption, from deltas; compare each state and checkpoint."""
     undisturbed = Training.make(device, width, seed=1)
     expected = {}
     for _ in range(_STEPS):

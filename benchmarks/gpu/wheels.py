@@ -1,4 +1,4 @@
-"""Fetch the packages that travel along to a machine that has torch and numpy, and no network."""
+"""Fetch the packages for a machine with torch and numpy and without a network."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Final
 
 from benchmarks.gpu.__main__ import ROOT, WHEELS
 
-#: What the steps import beside torch and numpy, and what that imports. numpy is left as torch's own
-#: environment has it.
+#: The imports of the steps except torch and numpy, and their dependencies. numpy stays as in
+#: torch's own environment.
 NAMES: Final = (
     *(
         "attrs",
@@ -47,7 +47,7 @@ _PLATFORMS: Final = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fetch; return the status of the installer."""
+    """Fetch the packages, and return the exit status of the installer."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.wheels", description=__doc__)
     parser.add_argument(
         "--python", default=PYTHON, help="version of the machine's Python (%(default)s)"
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fetch(out: Path, *, python: str, machine: str) -> int:
-    """Fetch what `constraints.txt` pins into an empty directory; return the status of the installer."""
+    """Fetch the pins of `constraints.txt` into an empty directory, and return the exit status."""
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("*.whl"):
         old.unlink()
@@ -84,7 +84,7 @@ def fetch(out: Path, *, python: str, machine: str) -> int:
 
 
 def pins() -> list[str]:
-    """Return each package with its version, as an installer takes them."""
+    """Return each package with its version, in an installer's syntax."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     versions = dict(line.split("==") for line in lines if not line.startswith("#"))
     return [f"{name}=={versions[name]}" for name in NAMES]
