@@ -32,7 +32,7 @@ _CACHED: Final = "ckptfmt_cached"
 _SHARED: Final = "shared"
 _APART: Final = "apart"
 #: Parts of the command lines of a server's processes.
-_SERVERS: Final = ("ckptfmt.demo.servers", "ceph-", "radosgw")
+_SERVERS: Final = ("ckptfmt_tools.demo.servers", "ceph-", "radosgw")
 #: The resolution of the clock in such an experiment, in seconds.
 _FLOOR_S: Final = 0.001
 #: The capacity of a cache in saves: the save in progress, the save before, and the save to be

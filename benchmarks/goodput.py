@@ -15,12 +15,12 @@ import ckptfmt
 from benchmarks.figures import summarize
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace
-from ckptfmt.goodput.simulator import Failure, Scenario, simulate
 from ckptfmt.loop.interval import Level
 from ckptfmt.run.accounts import Goodput
 from ckptfmt.run.lineage import read_known_run
 from ckptfmt.run.spent_time import read_entries, read_goodput
 from ckptfmt.store import open_store
+from ckptfmt_tools.simulator import Failure, Scenario, simulate
 
 MINUTES: Final = 60
 _MTBF_S: Final = 90.0

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ckptfmt.demo.settings import Settings
-from ckptfmt.demo.task import BYTES, TinyGPT
+from ckptfmt_tools.demo.settings import Settings
+from ckptfmt_tools.demo.task import BYTES, TinyGPT
 
 
 def make_gpt(*, width: int, layers: int, heads: int, context: int) -> TinyGPT:

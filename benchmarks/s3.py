@@ -24,8 +24,8 @@ from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round
 from benchmarks.state import Bench, Trainer
 from ckptfmt import limits
-from ckptfmt.demo.servers import KINDS, Endpoint, Server, choose_kind
 from ckptfmt.digest import block_digests
+from ckptfmt_tools.demo.servers import KINDS, Endpoint, Server, choose_kind
 from tests.s3.proxy import Proxy
 
 _ROUNDS: Final = 7

@@ -27,7 +27,7 @@ from benchmarks import models
 from benchmarks.rounds import Progress
 from benchmarks.scenes import PRETRAIN_RATE, Scene, Sizes
 from benchmarks.snapshots import STEP, WEIGHT, Pair, Snapshot, Tensor, read_snapshot, write_snapshot
-from ckptfmt.demo.task import TinyGPT, read_text
+from ckptfmt_tools.demo.task import TinyGPT, read_text
 
 IMPLEMENTATIONS: Final = {
     "loop": {"foreach": False, "fused": False},

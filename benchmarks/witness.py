@@ -18,7 +18,7 @@ import ckptfmt
 from benchmarks.figures import summarize
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, remove
-from ckptfmt.documents.witness import HEADER_NBYTES, RECORD_NBYTES, STEP_COUNT
+from ckptfmt.run.witness import HEADER_NBYTES, RECORD_NBYTES, STEP_COUNT
 
 #: The numbers of parameters; numbers above the requested maximum are left out.
 _COUNTS: Final = (1_000_000, 100_000_000, 1_000_000_000)

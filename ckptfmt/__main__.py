@@ -14,7 +14,7 @@ import os
 import sys
 from importlib import import_module
 
-from ckptfmt.cli.commands import COMMANDS, PROGRAM, USAGE, help_text, suggest
+from ckptfmt.cli.commands import COMMANDS, PROGRAM, TOOLS, USAGE, help_text, suggest
 
 # A substitute for typing.TYPE_CHECKING: the import of typing takes longer than help and version.
 TYPE_CHECKING = False
@@ -62,17 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
-    """Run a command, a module of `ckptfmt.cli`; only the module of this command is imported."""
+    """Run a command of `ckptfmt.cli`, of the tools or of the conformance suite.
+
+    Only the modules of this command are imported.
+    """
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
     if name == "--version":
         return _print_version()
     if name in ("--help", "-h", "help") and not rest:
         print(help_text())
         return 0
-    if name == "demo":  # parses its arguments itself
-        from ckptfmt import demo
-
-        return demo.main(rest)
     if name == "conformance":  # parses its arguments itself
         return _run_conformance(rest)
     if not name or name.startswith("-"):
@@ -83,6 +82,8 @@ def _dispatch(argv: list[str]) -> int:
         return EXIT_FAILED
     if name not in COMMANDS:
         raise _no_command(name)
+    if COMMANDS[name][1] == TOOLS:
+        return _run_tool(name, rest)
     from ckptfmt.cli.arguments import make_command_parser
 
     arguments = make_command_parser(name).parse_args(rest)
@@ -115,20 +116,38 @@ def _run_conformance(argv: list[str]) -> int:
 
     Raises: StateError(STATE_UNSUPPORTED) where the suite isn't installed.
     """
-    from ckptfmt.errors import Code, err
-
     try:
         from ckptfmt_conformance import __main__ as conformance
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "ckptfmt_conformance":
-            raise
-        raise err(
-            Code.STATE_UNSUPPORTED,
-            "the conformance suite isn't installed",
-            where="ckptfmt_conformance",
-            remedy='Install it: pip install "ckptfmt[conformance]"; in a checkout, `make venv`.',
-        ) from error
+        raise _not_installed(error, "ckptfmt_conformance", "the conformance suite") from error
     return conformance.main(argv, program=f"{PROGRAM} conformance")
+
+
+def _run_tool(name: str, argv: list[str]) -> int:
+    """Run a command of the distribution `ckptfmt-tools`.
+
+    Raises: StateError(STATE_UNSUPPORTED) where the tools aren't installed.
+    """
+    try:
+        from ckptfmt_tools import handover
+    except ModuleNotFoundError as error:
+        raise _not_installed(error, TOOLS, f"the command `{name}`") from error
+    return handover.run(name, argv)
+
+
+def _not_installed(error: ModuleNotFoundError, module: str, thing: str) -> Exception:
+    """Return the error for a missing distribution, or `error` if another module is missing."""
+    from ckptfmt.errors import Code, err
+
+    if error.name is None or error.name.partition(".")[0] != module:
+        return error
+    extra = module.removeprefix(f"{PROGRAM}_")
+    return err(
+        Code.STATE_UNSUPPORTED,
+        f"{thing} isn't installed",
+        where=module,
+        remedy=f'Install it: pip install "ckptfmt[{extra}]"; in a checkout, `make venv`.',
+    )
 
 
 def _fail(error: CkptError, *, as_json: bool) -> int:

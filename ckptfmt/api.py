@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal, SupportsFloat, overload
 
 from ckptfmt import limits
@@ -24,7 +25,8 @@ from ckptfmt.commit.waiting import (
     wait_for_savers,
 )
 from ckptfmt.documents.labels import Labels
-from ckptfmt.documents.manifest import parse_checkpoint_name
+from ckptfmt.documents.manifest import MANIFEST_NAME, parse_checkpoint_name
+from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, err
 from ckptfmt.group import DEADLINE_S, EXCHANGE, Agree, make_group
 from ckptfmt.loading.restore import LoadReport, load_anew, load_once
@@ -46,10 +48,6 @@ PathOrStore = str | os.PathLike[str] | Store
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: Descriptions of foreign directories, by the kind recognised by a conversion.
-_KINDS: Final = {
-    "dcp": "a directory of torch.distributed.checkpoint",
-    "hf": "a Hugging Face directory of safetensors files",
-}
 #: Reasons of a `SaveReport` for the full checkpoint of a compaction.
 COMPACTED = "made from a delta"
 FULL_ALREADY = "it is full already"
@@ -589,12 +587,7 @@ def _say_what_is_there(error: CkptError, path: PathOrStore) -> CkptError:
             requirement=error.requirement,
             remedy=remedy,
         )
-    from ckptfmt.convert.converting import source_kind
-
-    try:
-        kind = _KINDS.get(source_kind(os.fsdecode(path)))
-    except CkptError:
-        kind = None
+    kind = _foreign_kind(path)
     if kind is None:
         return error
     remedy = (
@@ -605,6 +598,21 @@ def _say_what_is_there(error: CkptError, path: PathOrStore) -> CkptError:
     return err(
         error.code, detail, where=os.fsdecode(path), requirement=error.requirement, remedy=remedy
     )
+
+
+def _foreign_kind(path: str | os.PathLike[str]) -> str | None:
+    """Return a description of a directory of another library, recognised by file names."""
+    try:
+        names = {entry.name for entry in Path(path).iterdir()}
+    except OSError:
+        return None
+    if names & {MANIFEST_NAME, RUN_NAME, LAUNCHES, "parts"}:
+        return None
+    if ".metadata" in names:
+        return "a directory of torch.distributed.checkpoint"
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return "a Hugging Face directory of safetensors files"
+    return None
 
 
 def _wait_for_attempts(store: Store, wait_s: float) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsFloat
 from ckptfmt.adapters.load_plan import Allow, check_allow
 from ckptfmt.api import open_checkpoint
 from ckptfmt.delta.policy import DeltaOptions
-from ckptfmt.documents.durability import asks_for_home
+from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, Code, err
@@ -683,7 +683,7 @@ class Checkpointer:
         Spec: REQ-CMT-001 to REQ-CMT-009, REQ-RUN-004.
         """
         label = functools.partial(Labels.of, metrics, tags, suspect)
-        to_home = (durability is not None and asks_for_home(durability)) or suspect is not None
+        to_home = (durability is not None and _asks_for_home(durability)) or suspect is not None
         if self._count.is_under_way and step is None:
             self._requested = label, to_home
             return None
@@ -922,3 +922,21 @@ class Checkpointer:
             else name
         )
         self._talk.tell_resumed(self.launch, source, self._load_report, harmless=state.harmless)
+
+
+def _asks_for_home(durability: object) -> bool:
+    """Return whether a caller asks for a save to home.
+
+    False for None, which leaves the choice open.
+
+    Raises: StateError(ARGUMENT).
+    """
+    if durability not in (None, HOME):
+        remedy = "upload_every= says which saves stay in caches."
+        raise err(
+            Code.ARGUMENT,
+            f"durability={durability!r} isn't {HOME!r}",
+            where="durability=",
+            remedy=remedy,
+        )
+    return durability == HOME

@@ -30,6 +30,7 @@ include_patterns = [
     "docs/*.md",
     "spec/**.md",
     "conformance/*.md",
+    "tools/*.md",
     "conformance/vectors/README.md",
     "benchmarks/README.md",
     "tests/plugins/DCP.md",

@@ -10,7 +10,11 @@ from benchmarks.gpu.rehearsal import lend
 from tests.house.sources import ROOT
 
 #: Where each is built.
-PROJECTS = {"ckptfmt": ROOT, "ckptfmt-conformance": ROOT / "conformance"}
+PROJECTS = {
+    "ckptfmt": ROOT,
+    "ckptfmt-conformance": ROOT / "conformance",
+    "ckptfmt-tools": ROOT / "tools",
+}
 
 
 def run(*command, cwd, path=None, code=0):

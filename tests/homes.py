@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import pytest
 
-from ckptfmt.demo.servers import Endpoint
 from ckptfmt.store import LocalStore, MemoryStore, ObjectStore
 from ckptfmt.store.protocol import Store, call_each
+from ckptfmt_tools.demo.servers import Endpoint
 from tests.s3 import fixtures
 
 KINDS: Final = ("memory", "local", "s3")

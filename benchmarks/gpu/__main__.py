@@ -229,7 +229,7 @@ def unpack(wheels: Path, site: Path) -> int:
 
 def environment_of(site: Path, *, device: str) -> dict[str, str]:
     """Return the environment of the steps: our packages first, and deterministic kernels."""
-    places = [str(site), str(ROOT), str(ROOT / "conformance")]
+    places = [str(site), str(ROOT), str(ROOT / "conformance"), str(ROOT / "tools")]
     if inherited := os.environ.get("PYTHONPATH"):
         places.append(inherited)
     return {

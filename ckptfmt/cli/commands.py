@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 #: The name of the program in its usage, independent of the way of starting it.
 PROGRAM: Final = "ckptfmt"
 
-#: Commands by purpose: description, and implementing module of `ckptfmt.cli`; "" for a command with
-#: a separate parser.
+#: Marks a command of the distribution `ckptfmt-tools`, in place of a module.
+TOOLS: Final = "ckptfmt_tools"
+
+#: Commands by purpose: description, and implementing module of `ckptfmt.cli`, or `TOOLS`; "" for
+#: the conformance suite.
 GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "look": {
         "ls": ("the checkpoints of a run; the runs and checkpoints of a directory", "listing"),
@@ -25,10 +28,10 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         "log": ("the checkpoints of a run and their lineage, newest first", "log"),
         "goodput": (
             "the time of a run, over all launches: training, saves, work that was lost",
-            "goodput_table",
+            TOOLS,
         ),
-        "report": ("a picture of a run, as one page of HTML", "run_report"),
-        "diff": ("the tensors and values in which two checkpoints differ, and by how much", "diff"),
+        "report": ("a picture of a run, as one page of HTML", TOOLS),
+        "diff": ("the tensors and values in which two checkpoints differ, and by how much", TOOLS),
         "du": ("the space that each part of a run or checkpoint takes", "listing"),
     },
     "check": {
@@ -42,11 +45,11 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         ),
         "rehearse": (
             "kill a training on purpose, and say whether a resume is the same run",
-            "rehearse",
+            TOOLS,
         ),
         "doctor": (
             "whether this machine and this place will do: versions, memory, promises of the store",
-            "doctor",
+            TOOLS,
         ),
     },
     "keep and delete": {
@@ -80,24 +83,24 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         "compact": ("make a full checkpoint of a delta", "compact"),
         "convert": (
             "from and to torch.save files, DCP directories and Hugging Face directories",
-            "convert",
+            TOOLS,
         ),
     },
     "plan": {
         "interval": (
             "how often to save: the expected waste by interval, from what saves and failures cost",
-            "waste",
+            TOOLS,
         ),
         "simulate": (
             "play runs that fail, save and restore, on 8 to 100,000 nodes: their goodput",
-            "waste",
+            TOOLS,
         ),
     },
     "try": {
-        "demo": ("the whole story on this machine, in about a minute", ""),
+        "demo": ("the whole story on this machine, in about a minute", TOOLS),
         "completion": (
             "a script for bash, zsh or tcsh, which then complete what is typed",
-            "completion",
+            TOOLS,
         ),
         "conformance": ("judge a reader or writer, in any language", ""),
     },

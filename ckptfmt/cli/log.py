@@ -29,11 +29,11 @@ from ckptfmt.commit.waiting import describe_savers, launches_of, list_held
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
 from ckptfmt.documents.run import Launch, RunRecord
-from ckptfmt.documents.witness import WitnessRecord
 from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.loop.step_log import read_verdicts
 from ckptfmt.run.catalog import state_of
 from ckptfmt.run.lineage import LostLaunch, RunEntry, iter_lineage, list_checkpoints, read_run
+from ckptfmt.run.witness import WitnessRecord
 
 T = TypeVar("T")
 

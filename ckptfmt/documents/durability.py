@@ -30,24 +30,6 @@ def weakest(levels: Iterable[str]) -> str:
     return min(levels, key=LEVELS.index, default=HOME)
 
 
-def asks_for_home(durability: object) -> bool:
-    """Return whether a caller asks for a save to home.
-
-    False for None, which leaves the choice open.
-
-    Raises: StateError(ARGUMENT).
-    """
-    if durability not in (None, HOME):
-        remedy = "upload_every= says which saves stay in caches."
-        raise err(
-            Code.ARGUMENT,
-            f"durability={durability!r} isn't {HOME!r}",
-            where="durability=",
-            remedy=remedy,
-        )
-    return durability == HOME
-
-
 def durability_members(durability: str) -> dict[str, Any]:
     """Return the members of a document; empty if all files are at home."""
     return {} if durability == HOME else {"durability": durability}

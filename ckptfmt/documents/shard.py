@@ -22,11 +22,6 @@ _DEPTH: Final = 3
 _SMALL_NBYTES: Final = 1 << 20
 _METADATA_KEY: Final = "__metadata__"
 _METADATA: Final = {"format": "pt"}
-#: Largest size of an entry in bytes, without key and shape: two offsets of 20 digits, a dtype, a
-#: suffix of the key.
-_ENTRY_NBYTES: Final = 128
-#: Largest size of an extent of a shape in bytes: the digits of 2^60, and a comma.
-_EXTENT_NBYTES: Final = 20
 _ENTRY_KEYS: Final = {"dtype", "shape", "data_offsets"}
 _ELEMENT_NBYTES: Final = {
     dtype.safetensors: dtype.nbytes for dtype in DTYPES.values() if dtype.safetensors
@@ -91,20 +86,6 @@ def plan_shard(boxes: list[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, li
         for index, (key, tag, shape) in enumerate(boxes)
     ]
     return content, entries
-
-
-def most_entry_nbytes(name: str, ndim: int) -> int:
-    """Return the largest size of a box's entry in a header, in bytes.
-
-    Args:
-        name: name of the tensor; the key may add a number.
-        ndim: number of dimensions of the box.
-    """
-    return (
-        len(json.dumps(name, ensure_ascii=False).encode())
-        + _ENTRY_NBYTES
-        + _EXTENT_NBYTES * max(1, ndim)
-    )
 
 
 def dump_shard_header(header: dict[str, Any]) -> bytes:

@@ -38,7 +38,6 @@ from ckptfmt.data.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import find_difference, parse_tree
-from ckptfmt.documents.witness import Verdict, WitnessRecord
 from ckptfmt.errors import Code, StateError, err
 from ckptfmt.group import Group, attempt
 from ckptfmt.read.files import ReplacedError, read_anew, replaced
@@ -46,6 +45,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Reading
 from ckptfmt.read.sharing import Peers, refuse_sharing
 from ckptfmt.read.streaming import ReadReport
+from ckptfmt.run.witness import Verdict, WitnessRecord
 from ckptfmt.state import NO_RNG, NOT_GIVEN, CapturedRng, State, place_of
 
 T = TypeVar("T")

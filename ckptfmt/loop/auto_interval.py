@@ -104,7 +104,7 @@ class LevelMeter:
 
 
 class AutoInterval:
-    """The interval of a run in progress; a `ckptfmt.goodput.simulator.Pilot`.
+    """The interval of a run in progress; a `ckptfmt_tools.simulator.Pilot`.
 
     Args:
         mtbf_s: expected mean time between failures, in seconds, before the first failure. Failures

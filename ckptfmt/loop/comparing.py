@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
-from ckptfmt.documents.witness import StepRecord, What
+from ckptfmt.run.witness import StepRecord, What
 
 #: The members of a record in the order of comparison, each with a word for sentences.
 WORDS: Final = {

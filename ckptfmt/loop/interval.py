@@ -15,7 +15,7 @@ sqrt(2 lost MTBF).
 
 With several levels, the class of a failure is the nearest level that survives it. Goodput is the
 product of one such factor for each class. The product is exact to the first order in the rates;
-`ckptfmt.goodput.simulator` shows the deviation.
+`ckptfmt_tools.simulator` shows the deviation.
 
 Source: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17 (9),
 1974. J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,

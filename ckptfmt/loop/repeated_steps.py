@@ -10,7 +10,10 @@ from typing import Any, Final
 from ckptfmt.documents.canonical import fit_string
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch
-from ckptfmt.documents.witness import (
+from ckptfmt.group import Group
+from ckptfmt.loop.comparing import RESULTS, WORDS, compare_steps
+from ckptfmt.loop.step_log import Steps, read_steps
+from ckptfmt.run.witness import (
     Difference,
     StepRecord,
     StepsHeader,
@@ -18,9 +21,6 @@ from ckptfmt.documents.witness import (
     What,
     WitnessRecord,
 )
-from ckptfmt.group import Group
-from ckptfmt.loop.comparing import RESULTS, WORDS, compare_steps
-from ckptfmt.loop.step_log import Steps, read_steps
 from ckptfmt.store.protocol import Store
 
 _LOG: Final = logging.getLogger("ckptfmt")

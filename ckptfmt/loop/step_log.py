@@ -21,7 +21,8 @@ from typing import Final, Self
 
 from ckptfmt import limits
 from ckptfmt.documents.run import parse_launch_name
-from ckptfmt.documents.witness import (
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.run.witness import (
     HEADER_NBYTES,
     RECORD_NBYTES,
     STEP_COUNT,
@@ -31,7 +32,6 @@ from ckptfmt.documents.witness import (
     WitnessRecord,
     steps_path,
 )
-from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.protocol import Store, call_each
 

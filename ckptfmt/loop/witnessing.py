@@ -25,7 +25,12 @@ from ckptfmt.adapters.rng_streams import LiveRngStream, live_streams, make_strea
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch
-from ckptfmt.documents.witness import (
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.group import Group
+from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loop.repeated_steps import RepeatedSteps
+from ckptfmt.loop.step_log import StepLog, bring_home, list_logged_launches, node_folder, remove_old
+from ckptfmt.run.witness import (
     FULL_EVERY,
     STREAM_COUNT,
     StepRecord,
@@ -34,11 +39,6 @@ from ckptfmt.documents.witness import (
     steps_path,
     verdict_path,
 )
-from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.group import Group
-from ckptfmt.loading.restore import LoadReport
-from ckptfmt.loop.repeated_steps import RepeatedSteps
-from ckptfmt.loop.step_log import StepLog, bring_home, list_logged_launches, node_folder, remove_old
 from ckptfmt.state import CapturedRng, State
 from ckptfmt.store.protocol import Store
 

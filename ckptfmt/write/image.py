@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -34,7 +35,7 @@ from ckptfmt.documents.packed import (
     make_integers,
 )
 from ckptfmt.documents.part import Leaf, Part, PartFile, RngStream
-from ckptfmt.documents.shard import most_entry_nbytes, plan_shard
+from ckptfmt.documents.shard import plan_shard
 from ckptfmt.documents.tables import TensorKey, TensorTable, parse_counter, sort_rows
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
@@ -44,6 +45,11 @@ from ckptfmt.write.snapshot import Snapshot, TensorSource
 ALIGN_NBYTES: Final = 4096
 #: Largest total size of a header's tensor entries in bytes; the rest of the header needs room, too.
 _ENTRIES_NBYTES: Final = limits.SHARD_HEADER_NBYTES - 4096
+#: Largest size of an entry in bytes, without key and shape: two offsets of 20 digits, a dtype, a
+#: suffix of the key.
+_ENTRY_NBYTES: Final = 128
+#: Largest size of an extent of a shape in bytes: the digits of 2^60, and a comma.
+_EXTENT_NBYTES: Final = 20
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -465,6 +471,20 @@ def _divide(
         open_stems[first] = stem, header_nbytes + entry_nbytes, more
         by_stem.setdefault(stem, []).append(row)
     return sorted(by_stem.items())
+
+
+def most_entry_nbytes(name: str, ndim: int) -> int:
+    """Return the largest size of a box's entry in a header, in bytes.
+
+    Args:
+        name: name of the tensor; the key may add a number.
+        ndim: number of dimensions of the box.
+    """
+    return (
+        len(json.dumps(name, ensure_ascii=False).encode())
+        + _ENTRY_NBYTES
+        + _EXTENT_NBYTES * max(1, ndim)
+    )
 
 
 def _stem(tensors: TensorTable, tensor: int) -> str:

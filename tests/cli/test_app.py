@@ -16,7 +16,7 @@ import pytest
 
 from ckptfmt.__main__ import EXIT_PIPE, main
 from ckptfmt.cli import console
-from ckptfmt.cli.commands import COMMANDS
+from ckptfmt.cli.commands import COMMANDS, TOOLS
 from ckptfmt.errors import Code, err
 from tests.cli.conftest import ROOT, spawn
 
@@ -57,7 +57,18 @@ def test_no_command_but_the_demo_imports_torch(command, run_path):
     assert (done.returncode, done.stderr.strip()) == (0, "[]")
 
 
-@pytest.mark.parametrize("command", [name for name, (_, module) in COMMANDS.items() if module])
+#: The modules that a command's help text imports; a command of the tools imports those of `TOOL_HELP` too.
+HELP = {
+    "ckptfmt",
+    "ckptfmt.__main__",
+    "ckptfmt.cli",
+    "ckptfmt.cli.arguments",
+    "ckptfmt.cli.commands",
+}
+TOOL_HELP = {"ckptfmt_tools", "ckptfmt_tools.handover", "ckptfmt_tools.options"}
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"conformance", "demo"}))
 def test_the_help_of_a_command_imports_the_parser_alone(command):
     """So it takes no longer than to import argparse, and a little."""
     program = (
@@ -75,9 +86,8 @@ def test_the_help_of_a_command_imports_the_parser_alone(command):
     imported = set(ast.literal_eval(done.stderr))
 
     assert done.returncode == 0
-    assert {name for name in imported if name.startswith("ckptfmt")} == {
-        "ckptfmt", "ckptfmt.__main__", "ckptfmt.cli", "ckptfmt.cli.arguments", "ckptfmt.cli.commands"
-    }  # fmt: skip
+    expected = HELP | (TOOL_HELP if COMMANDS[command][1] == TOOLS else set())
+    assert {name for name in imported if name.startswith("ckptfmt")} == expected
     assert {name for name in imported if not name.startswith("ckptfmt")} <= {
         "__future__", "_locale", "errno", "locale", "textwrap"
     }  # fmt: skip
@@ -175,7 +185,9 @@ def test_main_takes_the_arguments_of_the_process(monkeypatch, capsys):
 
 
 def test_the_demo_takes_its_own_options(monkeypatch):
-    monkeypatch.setattr("ckptfmt.demo.main", lambda argv: 7 if argv == ["--keep", "-h"] else 0)
+    monkeypatch.setattr(
+        "ckptfmt_tools.demo.main", lambda argv: 7 if argv == ["--keep", "-h"] else 0
+    )
 
     assert main(["demo", "--keep", "-h"]) == 7
 

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 import ckptfmt
-from ckptfmt.cli import doctor
 from ckptfmt.errors import Code, err
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store import LocalStore, open_store
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.write.slot import Slot
+from ckptfmt_tools.cli import doctor
 from tests.cli.conftest import save
 from tests.cli.test_listing import contents_of
 

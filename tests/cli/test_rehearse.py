@@ -10,12 +10,12 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from ckptfmt.__main__ import main
-from ckptfmt.cli.judging import judge
-from ckptfmt.cli.rehearse import plan_kills
-from ckptfmt.documents.witness import StepRecord, StepsHeader, steps_path
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.loop.rehearsal import VARIABLE, Account, Rehearsal
 from ckptfmt.loop.step_log import StepLog
+from ckptfmt.run.witness import StepRecord, StepsHeader, steps_path
+from ckptfmt_tools.cli.judging import judge
+from ckptfmt_tools.cli.rehearse import plan_kills
 
 #: A small nanoGPT: crops of a text by torch.randint, and learning rates set by hand. Prefetching is
 #: its common fault.

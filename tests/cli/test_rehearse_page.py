@@ -126,7 +126,7 @@ def test_each_fault_is_found_and_said_as_on_the_page(
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
     else:
         module = types.SimpleNamespace(run=start_in_fork)
-        monkeypatch.setattr("ckptfmt.cli.rehearse.subprocess", module)
+        monkeypatch.setattr("ckptfmt_tools.cli.rehearse.subprocess", module)
     code, printed = rehearse(name, mended, options, tmp_path, capsys)
     assert printed == said
     assert code == (1 if "NOT the same" in said else 0)

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import ckptfmt
-from ckptfmt.cli.charts import draw_lines, squarify
-from ckptfmt.cli.report_page import _SCRIPT
-from ckptfmt.cli.run_picture import TreeCell, group_by_size
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.errors import Code
+from ckptfmt_tools.report.charts import draw_lines, squarify
+from ckptfmt_tools.report.report_page import _SCRIPT
+from ckptfmt_tools.report.run_picture import TreeCell, group_by_size
 from tests.cli.made_up import MadeUpRun
 from tests.interface.test_group import run_writers
 

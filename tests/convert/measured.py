@@ -30,7 +30,7 @@ def measure(argv: list[str]) -> int:
     """Convert, and return the peak beyond the start."""
     import torch.distributed.checkpoint  # noqa: F401, PLC0415
 
-    import ckptfmt.convert.torch_targets  # noqa: F401, PLC0415
+    import ckptfmt_tools.convert.torch_targets  # noqa: F401, PLC0415
     from ckptfmt.__main__ import main  # noqa: PLC0415
 
     before, peak, ended = anonymous_nbytes(), [0], threading.Event()

@@ -71,7 +71,7 @@ def test_dcp_loads_the_weights_into_a_module(run, tmp_path):
 
 
 def test_dcp_reads_a_tensor_that_was_written_in_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptfmt.convert.content.CHUNK_NBYTES", 64)
+    monkeypatch.setattr("ckptfmt_tools.convert.content.CHUNK_NBYTES", 64)
     whole = torch.arange(13 * 11, dtype=torch.float64).reshape(13, 11)
     ckptfmt.save(
         tmp_path / "ckpt", ckptfmt.State(weights={"w": whole, "s": torch.tensor(2.5)}), step=1

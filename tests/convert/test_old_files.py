@@ -88,7 +88,7 @@ def test_a_training_of_the_old_form_comes_back_whole(protocol, tmp_path):
 
 
 def test_large_tensors_of_the_old_form_are_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptfmt.convert.content.CHUNK_NBYTES", 64)
+    monkeypatch.setattr("ckptfmt_tools.convert.content.CHUNK_NBYTES", 64)
     value = {"w": tensor_of("float64", (13, 11)), "t": tensor_of("int16", (30, 20)).t()}
     path = save_old(value, tmp_path / "a.bin")
     done(path, tmp_path / "w.safetensors")

@@ -124,7 +124,7 @@ def test_every_dtype_passes_through_each_kind(tmp_path):
 
 @pytest.mark.parametrize("kind", ["torch", "dcp", "hf"])
 def test_tensors_of_many_chunks(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptfmt.convert.content.CHUNK_NBYTES", 64)
+    monkeypatch.setattr("ckptfmt_tools.convert.content.CHUNK_NBYTES", 64)
     weights = {
         "rows": tensor_of("float64", (13, 11)),
         "deep": tensor_of("int16", (3, 5, 7, 2)),

@@ -13,7 +13,7 @@ import torch
 
 import ckptfmt
 from ckptfmt.__main__ import main
-from ckptfmt.convert.content import Tensor
+from ckptfmt_tools.convert.content import Tensor
 from tests.cli.conftest import ROOT, spawn
 from tests.convert.made import done, refused, trees
 
@@ -93,7 +93,7 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     big = {"w": np.zeros(1 << 26, np.uint8)}
     ckptfmt.save(tmp_path / "ckpt", ckptfmt.State(weights=big), step=1)
     program = (
-        "import time, sys; from ckptfmt.convert.content import Tensor; from ckptfmt.__main__"
+        "import time, sys; from ckptfmt_tools.convert.content import Tensor; from ckptfmt.__main__"
         " import main\n"
         "read = Tensor.iter_content\n"
         "def slowly(self):\n"

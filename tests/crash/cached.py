@@ -29,7 +29,6 @@ import numpy as np
 from safetensors.numpy import load_file
 
 import ckptfmt
-from ckptfmt.demo.servers import KINDS, Server
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest
 from ckptfmt.errors import CkptError, Code
@@ -39,6 +38,7 @@ from ckptfmt.run.lineage import RunEntry, list_checkpoints
 from ckptfmt.saving.handle import SaveHandle
 from ckptfmt.store import LocalStore, is_url, leases, open_store
 from ckptfmt.store.protocol import Store
+from ckptfmt_tools.demo.servers import KINDS, Server
 from tests.interface.test_group import Allgather, run_writers
 from tests.store.helpers import FAST_DIRECTORY
 from tests.stores.hooked import HookedStore, Operation

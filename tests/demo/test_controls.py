@@ -14,12 +14,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ckptfmt.data.sampler import Sampler  # noqa: E402
-from ckptfmt.demo.journal import compare, journal_path, read_journal  # noqa: E402
-from ckptfmt.demo.judge import digest_state  # noqa: E402
-from ckptfmt.demo.settings import ITEMS, make_settings  # noqa: E402
-from ckptfmt.demo.train import make_scheduler, train  # noqa: E402
 from ckptfmt.documents.manifest import checkpoint_name  # noqa: E402
 from ckptfmt_conformance.elastic import Plan, Trainer  # noqa: E402
+from ckptfmt_tools.demo.journal import compare, journal_path, read_journal  # noqa: E402
+from ckptfmt_tools.demo.judge import digest_state  # noqa: E402
+from ckptfmt_tools.demo.settings import ITEMS, make_settings  # noqa: E402
+from ckptfmt_tools.demo.train import make_scheduler, train  # noqa: E402
 
 SETTINGS = dataclasses.replace(
     make_settings(steps=12, quick=True), width=32, context=32, text_nbytes=24 << 10

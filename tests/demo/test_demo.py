@@ -11,13 +11,14 @@ import time
 
 import pytest
 
-import ckptfmt.demo
-from ckptfmt.demo.journal import compare_worlds, read_journal
-from ckptfmt.demo.servers import ServerError, choose_kind
-from ckptfmt.demo.settings import STEPS_MIN, make_settings
-from ckptfmt.demo.story import Job, JobError
+import ckptfmt
+import ckptfmt_tools.demo
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.errors import CkptError
+from ckptfmt_tools.demo.journal import compare_worlds, read_journal
+from ckptfmt_tools.demo.servers import ServerError, choose_kind
+from ckptfmt_tools.demo.settings import STEPS_MIN, make_settings
+from ckptfmt_tools.demo.story import Job, JobError
 
 pytest.importorskip("torch")
 
@@ -188,7 +189,7 @@ def launch(directory, world_size, options):
 @pytest.mark.parametrize("store", ["s4", "/tmp/demo"])
 def test_a_store_is_a_server_or_a_url(store, capsys):
     with pytest.raises(SystemExit):
-        ckptfmt.demo.main(["--store", store])
+        ckptfmt_tools.demo.main(["--store", store])
 
     assert "s3, or a URL such as s3://bucket/demo" in capsys.readouterr().err
 
@@ -214,7 +215,7 @@ def test_without_what_it_trains_with_it_says_so(monkeypatch, module):
     )
 
     with pytest.raises(CkptError, match=f"trains a small model with {module}") as caught:
-        ckptfmt.demo.main([])
+        ckptfmt_tools.demo.main([])
 
     assert caught.value.code == "STATE_UNSUPPORTED"
 
@@ -222,7 +223,7 @@ def test_without_what_it_trains_with_it_says_so(monkeypatch, module):
 def test_it_writes_over_nothing(tmp_path, capsys):
     (tmp_path / "mine").write_text("precious", "utf-8")
 
-    assert ckptfmt.demo.main(["--run", str(tmp_path)]) == 2
+    assert ckptfmt_tools.demo.main(["--run", str(tmp_path)]) == 2
 
     assert "isn't empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
@@ -241,7 +242,7 @@ def test_a_job_that_cannot_start_says_what_it_said(tmp_path):
 )
 def test_other_arguments_are_refused(argument, capsys):
     with pytest.raises(SystemExit) as caught:
-        ckptfmt.demo.main(argument)
+        ckptfmt_tools.demo.main(argument)
 
     assert caught.value.code == 2
     assert argument[0] in capsys.readouterr().err
@@ -265,7 +266,7 @@ def test_the_logical_workers_share_a_batch_evenly(quick):
 
 
 def test_importing_the_demo_does_not_import_torch():
-    program = "import ckptfmt.demo, sys; print('torch' in sys.modules)"
+    program = "import ckptfmt_tools.demo, sys; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from ckptfmt.demo.journal import (
+from ckptfmt_tools.demo.journal import (
     Entry,
     Header,
     JournalWriter,

@@ -15,12 +15,12 @@ torch = pytest.importorskip("torch")
 from torch.optim import AdamW  # noqa: E402
 
 import ckptfmt  # noqa: E402
-from ckptfmt.demo.judge import digest_state  # noqa: E402
-from ckptfmt.demo.settings import make_settings  # noqa: E402
-from ckptfmt.demo.task import Task, TinyGPT, read_text  # noqa: E402
-from ckptfmt.demo.train import make_plan, make_scheduler, seed_streams  # noqa: E402
 from ckptfmt.loop.pace import Pace  # noqa: E402
 from ckptfmt_conformance.elastic import Trainer, pin_arithmetic  # noqa: E402
+from ckptfmt_tools.demo.judge import digest_state  # noqa: E402
+from ckptfmt_tools.demo.settings import make_settings  # noqa: E402
+from ckptfmt_tools.demo.task import Task, TinyGPT, read_text  # noqa: E402
+from ckptfmt_tools.demo.train import make_plan, make_scheduler, seed_streams  # noqa: E402
 from tests.demo.test_task import own_streams  # noqa: E402, F401
 
 SETTINGS = dataclasses.replace(

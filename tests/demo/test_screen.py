@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptfmt.demo.journal import Comparison, Difference, Header
-from ckptfmt.demo.screen import Look, Progress, as_json, render
-from ckptfmt.demo.settings import make_settings
-from ckptfmt.demo.story import Outcome, Resized, Strip
+from ckptfmt_tools.demo.journal import Comparison, Difference, Header
+from ckptfmt_tools.demo.screen import Look, Progress, as_json, render
+from ckptfmt_tools.demo.settings import make_settings
+from ckptfmt_tools.demo.story import Outcome, Resized, Strip
 
 NAMES = [
     "parameter/w",

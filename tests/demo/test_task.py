@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ckptfmt.data.sampler import Sampler  # noqa: E402
-from ckptfmt.demo.settings import make_settings  # noqa: E402
-from ckptfmt.demo.task import (  # noqa: E402
+from ckptfmt_tools.demo.settings import make_settings  # noqa: E402
+from ckptfmt_tools.demo.task import (  # noqa: E402
     Augmentation,
     Task,
     TinyGPT,

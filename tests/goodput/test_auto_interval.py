@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ckptfmt.goodput.simulator import Scenario, draw_failures, simulate
 from ckptfmt.loop.auto_interval import AutoInterval
 from ckptfmt.loop.interval import Level, best_interval_s, shortest_interval_s
+from ckptfmt_tools.simulator import Scenario, draw_failures, simulate
 
 HOUR_S = 3600.0
 

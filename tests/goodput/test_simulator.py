@@ -9,8 +9,8 @@ import pytest
 
 from ckptfmt.__main__ import main
 from ckptfmt.errors import StateError
-from ckptfmt.goodput.simulator import NODE, Failure, Scenario, draw_failures, simulate
 from ckptfmt.loop.interval import Level, best_interval_s, expected_waste
+from ckptfmt_tools.simulator import NODE, Failure, Scenario, draw_failures, simulate
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 HOME = Level(name="home", lost_s=1, commit_s=4, restore_s=50)

@@ -675,7 +675,7 @@ def largest_nbytes() -> int:
 def cost(source: Path, target: Path, *options: str) -> dict[str, Any]:
     """Convert, and return what came of it, with the processor time and the growth of the largest resident size."""
     from ckptfmt.__main__ import main  # noqa: PLC0415
-    from ckptfmt.convert import converting  # noqa: F401, PLC0415
+    from ckptfmt_tools.convert import converting  # noqa: F401, PLC0415
 
     output, before = io.StringIO(), largest_nbytes()
     begin = time.process_time()

@@ -13,9 +13,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from ckptfmt.convert import torch_archive, torch_sources
-from ckptfmt.convert.pickles import Made, Named, parse_pickle
 from ckptfmt.errors import CkptError
+from ckptfmt_tools.convert import torch_archive, torch_sources
+from ckptfmt_tools.convert.pickles import Made, Named, parse_pickle
 from tests.convert.made import bits, convert, done, refused, save_dcp, trees
 from tests.hostile.bombs_foreign import (
     archive,

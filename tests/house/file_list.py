@@ -6,6 +6,7 @@ from pathlib import Path
 from tests.house.sources import ROOT
 
 PACKAGE = ROOT / "ckptfmt"
+TOOLS = ROOT / "tools" / "ckptfmt_tools"
 
 
 def purpose_of(path: Path) -> str:
@@ -15,8 +16,12 @@ def purpose_of(path: Path) -> str:
 
 
 def list_files() -> list[str]:
-    """Return a line for each module, the top level first."""
-    paths = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
-    names = {path.relative_to(PACKAGE).as_posix(): path for path in paths}
+    """Return a line for each module of the package and then of the tools, the top level first."""
+    return [*_list(PACKAGE), *_list(TOOLS)]
+
+
+def _list(package: Path) -> list[str]:
+    paths = [path for path in package.rglob("*.py") if path.name != "__init__.py"]
+    names = {path.relative_to(package).as_posix(): path for path in paths}
     ordered = sorted(names, key=lambda name: ("/" in name, name))
     return [f"{name:34} {purpose_of(names[name])}" for name in ordered]

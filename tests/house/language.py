@@ -74,8 +74,12 @@ class Count:
 
 
 def count_files() -> dict[str, Count]:
-    """Return the counts of every source file of the package and of the conformance suite, by its path."""
-    paths = sorted((ROOT / "ckptfmt").rglob("*.py")) + sorted((ROOT / "conformance").rglob("*.py"))
+    """Return the counts of every source file of the three distributions, by its path."""
+    paths = [
+        path
+        for folder in ("ckptfmt", "conformance", "tools")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
     return {path.relative_to(ROOT).as_posix(): Count.of(path.read_text("utf-8")) for path in paths}
 
 

@@ -1,18 +1,19 @@
-"""No module of the package imports itself by way of others: not for types, and not inside a function."""
+"""No module of the packages imports itself by way of others: not for types, and not inside a function."""
 
 import ast
 import graphlib
 
 from tests.house.sources import ROOT, parse
 
-PACKAGE = ROOT / "ckptfmt"
+PACKAGES = (ROOT / "ckptfmt", ROOT / "tools" / "ckptfmt_tools")
 
 
 def import_graph():
-    """The modules of the package that each of them imports, wherever the import stands."""
+    """The modules of the packages that each of them imports, wherever the import stands."""
     modules = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-        for path in PACKAGE.rglob("*.py")
+        ".".join(path.relative_to(package.parent).with_suffix("").parts): path
+        for package in PACKAGES
+        for path in package.rglob("*.py")
     }
     modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
     graph = {}

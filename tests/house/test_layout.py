@@ -11,8 +11,12 @@ from tests.house.picture import draw, drawn
 from tests.house.sources import ROOT
 
 PACKAGE = ROOT / "ckptfmt"
+TOOLS = ROOT / "tools" / "ckptfmt_tools"
 MODULES = sorted(
-    path for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py")
+    path
+    for package in (PACKAGE, TOOLS)
+    for path in package.rglob("*.py")
+    if path.name not in ("__init__.py", "__main__.py")
 )
 
 
@@ -72,6 +76,11 @@ def test_contributors_are_told_targets_that_exist():
 def test_the_map_names_every_folder():
     named = paths_named("ARCHITECTURE.md")
     folders = {f"{path.name}/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    folders |= {
+        f"tools/ckptfmt_tools/{path.name}/"
+        for path in TOOLS.iterdir()
+        if (path / "__init__.py").exists()
+    }
     assert folders - named == set()
 
 

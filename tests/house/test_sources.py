@@ -6,7 +6,7 @@ import pytest
 
 from tests.house.sources import ROOT, imported_modules, parse, python_files
 
-OURS = python_files("ckptfmt", "conformance", "benchmarks")
+OURS = python_files("ckptfmt", "conformance", "tools", "benchmarks")
 
 
 def name_of(path):

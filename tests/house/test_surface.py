@@ -80,7 +80,7 @@ before = dict(os.environ), sys.excepthook, threading.excepthook, gc.get_threshol
 import ckptfmt
 
 for found in pkgutil.walk_packages(ckptfmt.__path__, "ckptfmt."):
-    if not found.name.endswith(("__main__", "blake3_triton")) and not found.name.startswith("ckptfmt.demo"):
+    if not found.name.endswith(("__main__", "blake3_triton")):
         try:
             __import__(found.name)
         except ModuleNotFoundError as error:  # a framework that isn't installed here

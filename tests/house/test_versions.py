@@ -6,14 +6,15 @@ import tomllib
 
 import ckptfmt
 import ckptfmt_conformance
+import ckptfmt_tools
 from ckptfmt import limits
 from tests.house.sources import ROOT
 
 
-def test_package_changelog_and_suite_say_one_version() -> None:
-    project, suite = (
+def test_package_changelog_suite_and_tools_say_one_version() -> None:
+    project, suite, tools = (
         tomllib.loads((ROOT / path).read_text("utf-8"))["project"]
-        for path in ("pyproject.toml", "conformance/pyproject.toml")
+        for path in ("pyproject.toml", "conformance/pyproject.toml", "tools/pyproject.toml")
     )
     headings = re.findall(
         r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
@@ -24,10 +25,14 @@ def test_package_changelog_and_suite_say_one_version() -> None:
         == ckptfmt.__version__
         == ckptfmt_conformance.__version__
         == suite["version"]
+        == ckptfmt_tools.__version__
+        == tools["version"]
     )
     assert project["optional-dependencies"]["conformance"] == [
         f"{suite['name']}=={suite['version']}"
     ]
+    assert project["optional-dependencies"]["tools"] == [f"{tools['name']}=={tools['version']}"]
+    assert f"ckptfmt=={project['version']}" in tools["dependencies"]
     assert headings[:2] == ["Unreleased", ckptfmt.__version__]
 
 

@@ -1,4 +1,4 @@
-"""The distributions, built and installed: whole without the checkout, without torch, without the suite, small."""
+"""The distributions, built and installed: whole without the checkout, without torch, suite and tools, small."""
 
 import email
 import json
@@ -10,11 +10,13 @@ import zipfile
 import pytest
 from packaging.requirements import Requirement
 
+from ckptfmt.cli.commands import COMMANDS, TOOLS
 from tests.distributions import Environment, build, run
 from tests.house.sources import ROOT
 
 pytestmark = pytest.mark.slow
 
+NAMES = ("ckptfmt", "ckptfmt-conformance", "ckptfmt-tools")
 SCHEMAS = {path.name: path.read_bytes() for path in (ROOT / "spec" / "schema").glob("*.json")}
 LICENCE = (ROOT / "LICENSE").read_bytes()
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
@@ -28,7 +30,7 @@ from ckptfmt.documents.canonical import schema_text
 names = json.loads(sys.argv[1])
 print(json.dumps({
     "file": ckptfmt.__file__,
-    "found": [name for name in ("torch", "ckptfmt_conformance") if importlib.util.find_spec(name)],
+    "found": [name for name in ("torch", "ckptfmt_conformance", "ckptfmt_tools") if importlib.util.find_spec(name)],
     "schemas": {name: schema_text(name.removesuffix(".schema.json")) for name in names},
 }))
 """
@@ -43,7 +45,7 @@ print(numpy.asarray(ckptfmt.open("first").weights["w"]).sum())
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("built")
-    return {name: build(folder, name) for name in ("ckptfmt", "ckptfmt-conformance")}
+    return {name: build(folder, name) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def test_the_wheel_is_smaller_than_a_megabyte(wheel):
     assert wheel.stat().st_size < 1_000_000
 
 
-@pytest.mark.parametrize("name", ["ckptfmt", "ckptfmt-conformance"])
+@pytest.mark.parametrize("name", NAMES)
 def test_wheel_and_source_have_the_licence_and_no_caches(built, name):
     source, wheel = built[name]
     stem = f"{name.replace('-', '_')}-{VERSION}"
@@ -116,7 +118,7 @@ def test_readme_of_the_source_distribution_leads_to_files_of_it(built):
     assert not [link for link in links if f"ckptfmt-{VERSION}/{link}" not in names]
 
 
-@pytest.mark.parametrize("name", ["ckptfmt", "ckptfmt-conformance"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_text_for_a_package_index_has_no_link_into_the_checkout(built, name):
     text = metadata_of(built[name][1]).get_payload()
 
@@ -148,11 +150,32 @@ def test_the_installed_program_saves_validates_and_inspects(alone, tmp_path):
     assert "96 B" in run(program, "inspect", "first", cwd=tmp_path)
 
 
-@pytest.mark.parametrize("command", ["conformance", "demo"])
-def test_without_the_suite_the_commands_that_need_it_name_what_to_install(alone, tmp_path, command):
-    said = run(alone.bin / "ckptfmt", command, cwd=tmp_path, code=2)
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [
+        ("conformance", "conformance"),
+        *((name, "tools") for name, (_, module) in COMMANDS.items() if module == TOOLS),
+    ],
+)
+def test_without_suite_and_tools_their_commands_name_the_extra(alone, tmp_path, command, extra):
+    said = run(alone.bin / "ckptfmt", command, "--help", cwd=tmp_path, code=2)
 
-    assert 'pip install "ckptfmt[conformance' in said
+    assert "STATE_UNSUPPORTED" in said
+    assert f'pip install "ckptfmt[{extra}]"' in said
+
+
+def test_the_extra_brings_the_tools_and_they_work_without_torch_and_without_the_suite(
+    built, tmp_path
+):
+    environment = Environment(tmp_path, required_by(built["ckptfmt"][1]))
+    environment.install("--find-links", built["ckptfmt"][1].parent, "ckptfmt[tools]")
+    program = environment.bin / "ckptfmt"
+
+    run(environment.python, "-c", SAVE, cwd=tmp_path)
+    assert "safetensors" in run(program, "convert", "first", "one.safetensors", cwd=tmp_path)
+    assert "usage: ckptfmt convert" in run(program, "convert", "--help", cwd=tmp_path)
+    said = run(program, "demo", cwd=tmp_path, code=2)
+    assert 'pip install "ckptfmt[conformance,tools,torch]"' in said
 
 
 def test_the_extra_brings_the_suite_and_its_cases_run(built, tmp_path):

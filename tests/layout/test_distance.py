@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.read.comparison import Change, Distance, measure
+from ckptfmt_tools.comparison import Change, Distance, measure
 
 FLOATS = [
     name for name in DTYPES if name.startswith(("float", "bfloat")) and name != "float4_e2m1fn_x2"

@@ -13,13 +13,13 @@ import pytest
 import ckptfmt
 from ckptfmt.__main__ import main
 from ckptfmt.checkpointer import Checkpointer
-from ckptfmt.cli.goodput_table import simulate_line
-from ckptfmt.cli.waste import seconds_text
 from ckptfmt.commit.waiting import list_held
 from ckptfmt.run.ledger import LedgerEntry
 from ckptfmt.saving.ledger_writer import put_entry
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt_tools.cli.goodput_table import simulate_line
+from ckptfmt_tools.cli.waste import seconds_text
 from tests.homes import files_of
 from tests.interface.test_group import Allgather, run_writers
 from tests.loop.test_checkpointer import Trainer

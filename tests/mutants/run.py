@@ -15,7 +15,6 @@ from ckptfmt.adapters.torch import fingerprints
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, parse_checkpoint_name
 from ckptfmt.documents.run import RUN_NAME
-from ckptfmt.documents.witness import StepsHeader
 from ckptfmt.loop import launching, repeated_steps
 from ckptfmt.loop.comparing import Comparison
 from ckptfmt.loop.repeated_steps import RepeatedSteps
@@ -27,6 +26,7 @@ from ckptfmt.read.report import Report
 from ckptfmt.read.verified_files import VerifiedFile
 from ckptfmt.run import compaction as compact
 from ckptfmt.run import lineage, mirror, node_cache, scrub, spent_time
+from ckptfmt.run.witness import StepsHeader
 from ckptfmt.saving import one_save as saving
 from ckptfmt.saving import peers, saver, uploads
 from ckptfmt.saving.saver import Saver

@@ -17,9 +17,9 @@ import torch
 
 import ckptfmt
 from ckptfmt.__main__ import main
-from ckptfmt.convert.converting import _store_error
 from ckptfmt.errors import CkptError, Code, NotFoundError, remedy_of
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt_tools.convert.converting import _store_error
 from tests.house.sources import ROOT
 from tests.interface.test_group import run_writers
 from tests.stores.faults import Fault, FaultStore

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from ckptfmt.box import Box
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.errors import Code
-from ckptfmt.read.comparison import Distance, ValueDifference, compare
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt_tools.comparison import Distance, ValueDifference, compare
 from tests.builders import code_of, leaf, save, snapshot, stream, tensor, two_writers
 from tests.chains import Saving
 

@@ -13,13 +13,13 @@ from ckptfmt.documents.part import Part
 from ckptfmt.documents.run import RunRecord
 from ckptfmt.errors import Code
 from ckptfmt.features import REFERENCED
-from ckptfmt.read.comparison import compare
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import begin_launch, find_head, list_launches, open_run
 from ckptfmt.run.retention import Retention, clean_up
 from ckptfmt.store import LocalStore
 from ckptfmt.write.writer import write_part
+from ckptfmt_tools.comparison import compare
 from tests.builders import (
     code_of,
     error_of,

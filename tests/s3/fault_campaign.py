@@ -39,7 +39,6 @@ from ckptfmt.commit.decision import commit, decide, read_register
 from ckptfmt.commit.lone import remove_alone
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Tombstone, checkpoint_name
 from ckptfmt.documents.run import LABELS_FOLDER, LAUNCHES, RUN_NAME
-from ckptfmt.documents.witness import WITNESS
 from ckptfmt.errors import CkptError
 from ckptfmt.features import LABELS
 from ckptfmt.read.files import CheckpointFiles, OpenPart
@@ -52,6 +51,7 @@ from ckptfmt.run.lineage import begin_launch, list_checkpoints, open_run, read_r
 from ckptfmt.run.mirror import mirror_run
 from ckptfmt.run.retention import Retention, clean_up
 from ckptfmt.run.scrub import scrub_run
+from ckptfmt.run.witness import WITNESS
 from ckptfmt.store import leases, objects
 from ckptfmt.store.leases import Leases
 from ckptfmt.store.memory import MemoryStore

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckptfmt.demo.servers import Endpoint, Server
+from ckptfmt_tools.demo.servers import Endpoint, Server
 from tests.s3.proxy import Proxy
 
 KIND = os.environ.get("CKPTFMT_TEST_S3", "moto")

@@ -20,7 +20,7 @@ import urllib.parse
 from collections.abc import Set as AbstractSet
 from typing import Any, Final, Self
 
-from ckptfmt.demo.servers import Endpoint
+from ckptfmt_tools.demo.servers import Endpoint
 
 #: Headers that concern one connection, and no request.
 _HOP_BY_HOP: Final[AbstractSet[str]] = {"connection", "expect", "keep-alive", "transfer-encoding"}

@@ -16,11 +16,11 @@ import pytest
 
 import ckptfmt
 from ckptfmt.commit.waiting import poll
-from ckptfmt.demo.servers import Endpoint
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.run import SAVERS
 from ckptfmt.store import ObjectStore
 from ckptfmt.store.leases import FOLDER, Leases, _name_of, boot_s
+from ckptfmt_tools.demo.servers import Endpoint
 from tests.s3.fixtures import Bucket
 from tests.s3.proxy import Fault, Proxy, Rule
 

@@ -10,8 +10,8 @@ from datetime import timedelta
 import obstore
 import pytest
 
-from ckptfmt.demo import servers
-from ckptfmt.demo.servers import Endpoint, ServerError
+from ckptfmt_tools.demo import servers
+from ckptfmt_tools.demo.servers import Endpoint, ServerError
 from tests.s3.fixtures import KIND
 from tests.s3.proxy import Fault, Rule
 
@@ -119,7 +119,7 @@ def test_a_server_that_does_not_start_shows_the_end_of_its_log(tmp_path, monkeyp
 
 
 def test_the_command_prints_what_a_client_needs():
-    command = [sys.executable, "-m", "ckptfmt.demo.servers", "moto"]
+    command = [sys.executable, "-m", "ckptfmt_tools.demo.servers", "moto"]
     with start(command) as process:
         lines = [next_line(process) for _ in range(7)]
         process.terminate()

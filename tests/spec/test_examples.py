@@ -24,13 +24,13 @@ from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, parse_p
 from ckptfmt.documents.part import PACK_HEADER, Part, parse_failure
 from ckptfmt.documents.run import LabelsRecord, Launch, Pins, RunRecord
 from ckptfmt.documents.shard import dump_shard_header, parse_shard_header
-from ckptfmt.documents.witness import WitnessRecord
 from ckptfmt.errors import CkptError
 from ckptfmt.layout.merge import PartFileEntry, merge_parts
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint
 from ckptfmt.run.ledger import LedgerEntry
+from ckptfmt.run.witness import WitnessRecord
 from ckptfmt.store.memory import MemoryStore
 from conformance.generate.fences import REFUSAL, edited
 from tests.spec.pages import SCHEMA, fences, page

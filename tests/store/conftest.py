@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ckptfmt.demo.servers import Endpoint
+from ckptfmt_tools.demo.servers import Endpoint
 from tests.store.helpers import FAST_DIRECTORY
 
 

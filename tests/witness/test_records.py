@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.documents.witness import (
+from ckptfmt.loop.comparing import compare_steps
+from ckptfmt.loop.step_log import StepLog, Steps
+from ckptfmt.run.witness import (
     RECORD_NBYTES,
     STEP_COUNT,
     STREAM_COUNT,
     StepRecord,
     StepsHeader,
 )
-from ckptfmt.loop.comparing import compare_steps
-from ckptfmt.loop.step_log import StepLog, Steps
 
 U64 = st.none() | st.integers(0, 2**64 - 1)
 RECORDS = st.builds(

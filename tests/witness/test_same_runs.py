@@ -16,10 +16,10 @@ from torch import nn
 
 import ckptfmt
 from ckptfmt.checkpointer import Checkpointer
-from ckptfmt.cli.judging import judge
-from ckptfmt.documents.witness import StepRecord, StepsHeader, steps_path
 from ckptfmt.loop.repeated_steps import RepeatedSteps
 from ckptfmt.loop.step_log import StepLog
+from ckptfmt.run.witness import StepRecord, StepsHeader, steps_path
+from ckptfmt_tools.cli.judging import judge
 
 INPUTS: Any = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
 

@@ -27,9 +27,9 @@ import ckptfmt
 from ckptfmt.__main__ import main
 from ckptfmt.adapters.torch import fingerprints
 from ckptfmt.checkpointer import Checkpointer
-from ckptfmt.documents.witness import verdict_path
 from ckptfmt.loop.step_log import KEPT_LAUNCHES, StepLog, read_steps, read_verdicts
 from ckptfmt.loop.witnessing import digest_outside_modules
+from ckptfmt.run.witness import verdict_path
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from tests.interface.test_group import Allgather, run_writers

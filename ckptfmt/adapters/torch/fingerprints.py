@@ -13,7 +13,7 @@ from typing import Any, Final, TypeGuard
 import torch
 
 from ckptfmt.adapters.torch.tensors import _as_integers, is_distributed, is_plain, local_of
-from ckptfmt.documents.witness import FULL_EVERY
+from ckptfmt.run.witness import FULL_EVERY
 
 #: The number of tensors in the digest of a step. If there are more tensors, the steps take turns.
 #: A large step evicts the tensors from the CPU's caches; then each costs about 5 microseconds.

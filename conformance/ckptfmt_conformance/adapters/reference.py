@@ -44,7 +44,6 @@ from ckptfmt.documents.tree import (
     iter_values,
     parse_tree,
 )
-from ckptfmt.documents.witness import WitnessRecord
 from ckptfmt.dtypes import numpy_dtype
 from ckptfmt.errors import Code
 from ckptfmt.features import READER_FEATURES
@@ -53,6 +52,7 @@ from ckptfmt.loading.restore import plan_restore
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.ledger import LedgerEntry
 from ckptfmt.run.lineage import begin_launch, open_run
+from ckptfmt.run.witness import WitnessRecord
 from ckptfmt.saving.handle import STATES, SaveHandle
 from ckptfmt.store.local import LocalStore
 from ckptfmt_conformance.protocol import METHODS, Rejected, Unsupported, run_as_command

@@ -1,1 +1,0 @@
-"""The interval of saves, and the cost of failures and saves: formulas and a simulator. Pure."""

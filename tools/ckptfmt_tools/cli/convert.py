@@ -1,0 +1,125 @@
+"""``convert``: from and to files of torch.save, DCP directories, and Hugging Face directories."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import time
+from typing import Final
+
+from ckptfmt.api import open_checkpoint
+from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_json
+from ckptfmt.errors import Code, err
+from ckptfmt.read.files import read_anew
+from ckptfmt_tools.convert.content import LeftOut
+from ckptfmt_tools.convert.converting import Conversion, plan_conversion
+from ckptfmt_tools.convert.hf import parse_nbytes
+
+#: The number of names shown for each reason; ``--json`` has all names.
+_SHOWN: Final = 4
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert a checkpoint, print the result and the omitted parts, and return the exit code.
+
+    Raises: CkptError of any kind; then no target exists.
+    """
+    if arguments.step is not None and not 0 <= arguments.step < 1 << 53:
+        raise err(Code.ARGUMENT, f"{arguments.step} is no number of steps", where="--step")
+    begin_s = time.perf_counter()
+    conversion = read_anew(lambda: _convert(arguments))
+    elapsed_s = time.perf_counter() - begin_s
+    if arguments.json:
+        _print_json(conversion, elapsed_s)
+    else:
+        _print_text(conversion, elapsed_s)
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> Conversion:
+    with plan_conversion(
+        arguments.source,
+        arguments.target,
+        from_kind=arguments.from_kind,
+        to_kind=arguments.to_kind,
+        open_checkpoint=functools.partial(open_checkpoint, bases=arguments.bases),
+        rules=arguments.field,
+        only=arguments.only,
+        step=arguments.step,
+        max_shard_nbytes=parse_nbytes(arguments.max_shard_size),
+    ) as conversion:
+        if arguments.strict and conversion.left_out:
+            raise _refusal(conversion)
+        with Progress(lambda: conversion.nbytes, quiet=False) as progress:
+            conversion.run(progress.advance)
+    return conversion
+
+
+def _refusal(conversion: Conversion) -> Exception:
+    first = conversion.left_out[0]
+    count = len(conversion.left_out)
+    return err(
+        Code.STATE_UNSUPPORTED,
+        f"{count_text(count, 'thing')} would be left out, first {first.what}: {first.reason}",
+        where=conversion.target,
+        remedy=(
+            "Convert without --strict to see the list, or a field that passes whole with --only."
+        ),
+    )
+
+
+def _print_json(conversion: Conversion, elapsed_s: float) -> None:
+    print_json(
+        {
+            "source": {"path": conversion.source, "kind": conversion.source_kind},
+            "target": {"path": conversion.target, "kind": conversion.target_kind},
+            "checked": "bytes" if conversion.source_kind == "ckptfmt" else "nothing",
+            "step": conversion.step,
+            "step_key": conversion.step_key,
+            "tensor_count": conversion.tensor_count,
+            "nbytes": conversion.nbytes,
+            "left_out": [dataclasses.asdict(left_out) for left_out in conversion.left_out],
+            "elapsed_s": round(elapsed_s, 6),
+        }
+    )
+
+
+def _print_text(conversion: Conversion, elapsed_s: float) -> None:
+    console = Console()
+    console.line(
+        ("converted", "green bold"),
+        f"  {clean(conversion.source)} ({conversion.source_kind}) to"
+        f" {clean(conversion.target)} ({conversion.target_kind}):"
+        f" {count_text(conversion.tensor_count, 'tensor')}, {bytes_text(conversion.nbytes)} in"
+        f" {elapsed_s:.2f} s",
+    )
+    checked = "The source has no digests: its bytes were taken as they are."
+    if conversion.source_kind == "ckptfmt":
+        checked = "Every byte that was converted was compared with its digest first."
+    console.line((f"  {checked}", "dim"))
+    if conversion.source_kind != "ckptfmt" and conversion.target_kind == "ckptfmt":
+        console.line((f"  {_step_text(conversion)}", "dim"))
+    ordered = sorted(conversion.left_out, key=lambda left_out: left_out.reason)
+    for reason, same in itertools.groupby(ordered, key=lambda left_out: left_out.reason):
+        console.line(
+            ("left out", "yellow bold"), f"  {_names(list(same))}", (f"  {clean(reason)}", "dim")
+        )
+
+
+def _step_text(conversion: Conversion) -> str:
+    if conversion.step is None:
+        return (
+            "It is of step 0: the source doesn't say how many training steps were done; --step"
+            " N does."
+        )
+    return (
+        "It is of step"
+        f" {conversion.step}{f', as {conversion.step_key!r} says' if conversion.step_key else ''}."
+    )
+
+
+def _names(same: list[LeftOut]) -> str:
+    shown = ", ".join(clean(left_out.what) for left_out in same[:_SHOWN])
+    return shown if len(same) <= _SHOWN else f"{shown} and {len(same) - _SHOWN} more"

@@ -1,0 +1,1 @@
+"""The command ``report``: facts on a run, drawings, the HTML page, divergence from a run."""
