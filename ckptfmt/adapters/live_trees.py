@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -184,7 +185,7 @@ class Encoder:
 
     def leaf_of(self, name: str, tree: object) -> Leaf:
         """Return the leaf of a tree that `encode` returned."""
-        content = dump_tree(tree, where=place_of(self.field, name))
+        content = dump_tree(tree, where=functools.partial(place_of, self.field, name))
         return Leaf(field=self.field, name=name, scope=self.scope, value=content)
 
     def encode(self, value: object, name: str) -> object:

@@ -91,17 +91,17 @@ _FORM_CODES: Final = (Code.COLUMN_FORM, Code.PACKED_FORM, Code.LIMIT_EXCEEDED)
 _CONTAINERS: Final[frozenset[type]] = frozenset({list, dict})
 
 #: The place of a value: its container's place, and its key there. Only messages need the text.
-_Where: TypeAlias = "str | tuple[_Where, object]"
+_Where: TypeAlias = "str | Callable[[], str] | tuple[_Where, object]"
 
 
-def dump_tree(value: object, *, where: str) -> bytes:
+def dump_tree(value: object, *, where: str | Callable[[], str]) -> bytes:
     """Return the bytes of a tree.
 
     Args:
         value: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset,
             OrderedDict, Counter, deque, or an object of this module's classes; exactly these types,
             no subclass.
-        where: name of the value, for messages.
+        where: name of the value, for messages; or a function that returns the name.
 
     Raises: StateError(STATE_UNSUPPORTED) naming the first unsupported value;
         FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
@@ -114,12 +114,12 @@ def dump_tree(value: object, *, where: str) -> bytes:
     # A tree that a reader would reject must not be written. A value takes at least one byte, so
     # short trees need no count. Types and depth are checked above.
     if len(content) > limits.TREE_ITEMS:
-        check_msgpack(content, where=where, limit_items=limits.TREE_ITEMS)
+        check_msgpack(content, where=_place(where), limit_items=limits.TREE_ITEMS)
     if len(content) > limits.TREE_NBYTES:
         raise err(
             Code.LIMIT_EXCEEDED,
             f"{len(content)} bytes of plain values; put large data into tensors or arrays",
-            where=where,
+            where=_place(where),
             requirement="REQ-LIM-001",
         )
     return content
@@ -248,7 +248,9 @@ def _encode(value: Any, where: _Where, depth: int) -> object:
 
 def _place(where: _Where) -> str:
     """Return the text of a place for messages."""
-    return where if isinstance(where, str) else _below(_place(where[0]), where[1])
+    if isinstance(where, str):
+        return where
+    return _below(_place(where[0]), where[1]) if isinstance(where, tuple) else where()
 
 
 def _check_depth(depth: int, where: _Where) -> None:

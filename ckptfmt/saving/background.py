@@ -193,11 +193,7 @@ class Background:
         """
         self._check_process()
         self._image = image
-        if (
-            self._places
-            and not self._wants_slots
-            and all(place.slot.nbytes >= image.nbytes for place in self._places)
-        ):
+        if self.fits(image):
             self._ready_link()
             return ""
         room_nbytes = available_nbytes()
@@ -272,11 +268,13 @@ class Background:
                 link.add_slot(place.number, place.slot)
                 place.given_to = link
         number = self._link_number
-        if not self._wait(
-            lambda: (
-                self._link is not link or all(place.ready_for == number for place in self._places)
+
+        def is_ready() -> bool:
+            return self._link is not link or all(
+                place.ready_for == number for place in self._places
             )
-        ):
+
+        if not is_ready() and not self._wait(is_ready):
             self._drop(
                 err(
                     Code.SAVER_LOST,
@@ -339,9 +337,18 @@ class Background:
         with self._lock:
             return bool(self._places) and not any(place.handle is None for place in self._places)
 
+    def fits(self, image: Image) -> bool:
+        """Return whether the slots are made, and hold the image of the last `prepare`."""
+        return (
+            self._image is image
+            and bool(self._places)
+            and not self._wants_slots
+            and all(place.slot.nbytes >= image.nbytes for place in self._places)
+        )
+
     def wait_free(self, timeout_s: float) -> None:
         """Wait until a slot is free. Raises: CommitError(SLOTS_BUSY) at the timeout."""
-        if not self._wait(lambda: not self.is_busy(), timeout_s):
+        if self.is_busy() and not self._wait(lambda: not self.is_busy(), timeout_s):
             raise self._busy_error(timeout_s)
 
     def _busy_error(self, timeout_s: float) -> CkptError:

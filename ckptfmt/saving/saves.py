@@ -341,9 +341,11 @@ class Saves:
         looks_around = not (self._begun_count if saves else self._has_looked)
         self._has_looked = True
         found = self._unheld.find(state, looks_around=looks_around, saves=saves)
+        texts = []
         for unsaved in found:
             self._report(f"{unsaved}; a resume claims no T1")
-        return [unsaved.text for unsaved in found]
+            texts.append(unsaved.text)
+        return texts
 
     def _look_for_devices(self, snapshot: Snapshot) -> None:
         self._has_device_tensors |= self._devices is not None and self._devices.holds_any(
@@ -424,7 +426,8 @@ class Saves:
         """Report each value above half of a limit, long before the limit stops a save."""
         for leaf in leaves:
             key = leaf.field, leaf.name
-            if key not in self._near_limit and is_near_limit(leaf.value):
+            is_long = len(leaf.value) > limits.TREE_ITEMS // 2
+            if is_long and key not in self._near_limit and is_near_limit(leaf.value):
                 self._near_limit.add(key)
                 title = f"{leaf.field}:{leaf.name}"
                 self._report(
@@ -465,15 +468,16 @@ class Saves:
         if self._options.saver != "inline" and self._background is None:
             self.prepare(state)
         # If memory is too short for slots, the save is made inline.
+        path = target.store.name
         background = (
             self._background
             if self._background is not None and self._background.has_slots
             else None
         )
-        path = target.store.name
         waits = must or self._options.when_busy == "wait"
         problem = self._wait_for_slot(background, deadline_s) if waits else None
         handle = SaveHandle(step=step, path=path, begin_s=begin_s, callbacks=self._callbacks)
+        has_committed = self._has_committed()
         try:
             agreed = agree_on_save(
                 self._group,
@@ -487,7 +491,7 @@ class Saves:
                 unsaved=functools.partial(self._find_unsaved, state),
                 say={
                     "failure": self._say_failure(),
-                    "committed": self._has_committed(),
+                    "committed": has_committed,
                     "busy": problem is not None
                     or (background is not None and background.is_busy()),
                     "durability": HOME
@@ -546,7 +550,7 @@ class Saves:
         self, background: Background | None, deadline_s: float | None
     ) -> CkptError | None:
         """Return the error if no slot becomes free in time. All writers exchange these errors."""
-        if background is not None and background.has_slots:
+        if background is not None:
             try:
                 background.wait_free(self._options.deadline_s if deadline_s is None else deadline_s)
             except CkptError as error:
@@ -600,9 +604,11 @@ class Saves:
         )
         try:
             self._look_for_devices(agreed.snapshot)
-            self._prepare_slots()  # the structure may have grown
-            if not background.has_slots:
-                return False
+            assert self._ownership.image is not None  # noqa: S101
+            if not background.fits(self._ownership.image):  # the structure may have grown
+                self._prepare_slots()
+                if not background.has_slots:
+                    return False
             background.save(
                 request, handle, lambda place: self._plan_copies(agreed, handle, state, place)
             )
@@ -668,9 +674,13 @@ class Saves:
 
     def _has_committed(self) -> bool:
         """Return whether a save was committed since the last exchange with the other processes."""
-        ended = [handle for handle in self._undecided if handle.state not in STATES[:-1]]
-        self._undecided = [handle for handle in self._undecided if handle not in ended]
-        self._has_news |= any(handle.state == "COMMITTED" for handle in ended)
+        undecided = self._undecided
+        self._undecided = []
+        for handle in undecided:
+            state = handle.state
+            if state in STATES[:-1]:
+                self._undecided.append(handle)
+            self._has_news |= state == "COMMITTED"
         return self._has_news
 
     def _raise_failure(self, told: list[Any]) -> None:
