@@ -39,7 +39,11 @@ MEASURE = {
 #: `s3`, where a server shares the processors.
 SMALLER_NBYTES = 300_000_000
 # Experiments with a size other than the size of a state.
-PLAN, DELTA, MANY, LIVE, WITNESS = "plan", "delta", "tensors", "goodput", "witness"
+PLAN = "plan"
+DELTA = "delta"
+MANY = "tensors"
+LIVE = "goodput"
+WITNESS = "witness"
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -135,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
-    rounds, progress = options.rounds, Progress()
+    rounds = options.rounds
+    progress = Progress()
     if options.command == PLAN:
         return measure_plan(
             options.ranks, options.tensors, rounds=rounds, place=place, progress=progress

@@ -205,7 +205,8 @@ def measure_codec(codec: Codec, new: Snapshot, base: Snapshot) -> Measured:
 
     Raises: RuntimeError for a different result.
     """
-    contents, before = contents_of(new), contents_of(base)
+    contents = contents_of(new)
+    before = contents_of(base)
     out = {name: memoryview(bytearray(content.nbytes)) for name, content in contents.items()}
     known = codec.prepare(before)
     stored, encode_s = timed(codec.encode, contents, known)

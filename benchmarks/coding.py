@@ -186,7 +186,8 @@ def _code_alone(block: _Block, tally: _Tally) -> None:
     if block.is_unchanged:
         tally.add(block, "same", 0)
         return
-    dtype, base = block.tensor.dtype, block.base
+    dtype = block.tensor.dtype
+    base = block.base
     if base is not None and block.new.nbytes < SMALL_NBYTES:
         (encoding, stored), encode_s = timed(encode_small, block.new, dtype=dtype, base=base)
     else:
@@ -229,7 +230,8 @@ def _code_group(rule: Rule, blocks: _Blocks, tally: _Tally) -> None:
             tally.add(block, encoding, block.new.nbytes)
             continue
         tally.add(block, encoding, len(stored))
-        content, out = memoryview(stored), memoryview(bytearray(block.new.nbytes))
+        content = memoryview(stored)
+        out = memoryview(bytearray(block.new.nbytes))
         where = block.tensor.name
         _, decode_s = timed(
             prediction.decode_member,

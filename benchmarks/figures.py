@@ -33,7 +33,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
         raise ValueError(f"percentile {percent} of {len(values)} values")
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
-    below, above = math.floor(place), math.ceil(place)
+    below = math.floor(place)
+    above = math.ceil(place)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 

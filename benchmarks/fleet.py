@@ -84,7 +84,8 @@ def write_fleet(
 
 def fill_memory(tensor: CutTensor, boxes: Sequence[Box]) -> MemoryStore:
     """Return a store with the parts of an attempt with one tensor, each writer with a box."""
-    store, origin = MemoryStore(), make_origin(len(boxes))
+    store = MemoryStore()
+    origin = make_origin(len(boxes))
     for rank, box in enumerate(boxes):
         part, _ = _make_part(origin, [Wanted.of(tensor, box)], rank)
         store.create(part_path(origin.attempt, rank), [part.dump()[0]])

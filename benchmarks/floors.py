@@ -98,7 +98,9 @@ def change_of(base: Snapshot, new: Snapshot, *, roles: Iterable[str] | None = No
         for name, tensor in new.items()
         if name in base and (chosen is None or tensor.role in chosen)
     ]
-    floor_bits, elements, changed = 0.0, 0, 0
+    floor_bits = 0.0
+    elements = 0
+    changed = 0
     for lane_nbytes in sorted({new[name].array.itemsize for name in names}):
         steps, counted = [], 0
         for name in (name for name in names if new[name].array.itemsize == lane_nbytes):
@@ -107,7 +109,8 @@ def change_of(base: Snapshot, new: Snapshot, *, roles: Iterable[str] | None = No
             places = before != after
             steps.append(_steps(before[places], after[places]))
         found = np.concatenate(steps)
-        elements, changed = elements + counted, changed + found.size
+        elements += counted
+        changed += found.size
         floor_bits += entropy_of_changes(counted, found.size) + step_bits(
             found, lane_nbytes=lane_nbytes
         )

@@ -61,7 +61,8 @@ class _EventClock:
 
     def time(self, work: Callable[[], object]) -> float:
         """Return the seconds between the events, starting with an idle device."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         begin.record()
         work()

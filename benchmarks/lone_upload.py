@@ -48,7 +48,8 @@ class LoneUpload:
     def start(self, path: Path) -> Pending:
         """Start an upload."""
         path.touch()
-        sender, receiver = self._process.stdin, self._process.stdout
+        sender = self._process.stdin
+        receiver = self._process.stdout
         assert sender is not None
         assert receiver is not None
         sender.write("put\n")

@@ -94,7 +94,9 @@ def _run(
     begin_s = time.perf_counter()
     pending = contestant.start(path) if contestant else None
     call_s = time.perf_counter() - begin_s
-    first, taken, save_s = bench.trainer.step(), 1, 0.0
+    first = bench.trainer.step()
+    taken = 1
+    save_s = 0.0
     while True:
         if pending and not save_s and pending.is_done():
             save_s = time.perf_counter() - begin_s

@@ -259,7 +259,8 @@ def _refuse_bad(mixture: Sequence[CutTensor]) -> list[str]:
 
 def _measure_dcp(mixture: Sequence[CutTensor], rounds: int, progress: Progress) -> dict[str, Any]:
     """Time DCP's plan and validation of the same boxes, and pickle its metadata."""
-    ranks, boxes = len(mixture[0].boxes), sum(len(tensor.boxes) for tensor in mixture)
+    ranks = len(mixture[0].boxes)
+    boxes = sum(len(tensor.boxes) for tensor in mixture)
     plans = [
         SavePlan(
             [write_item(tensor.name, tensor.boxes[rank], tensor.global_shape) for tensor in mixture]

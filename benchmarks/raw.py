@@ -167,7 +167,8 @@ class RawReader:
         view = self._buffers[first]
         total_nbytes = 0
         for begin in range(first * request_nbytes, nbytes, request_nbytes * self._setting.threads):
-            wanted_nbytes, read_nbytes = min(request_nbytes, nbytes - begin), 0
+            wanted_nbytes = min(request_nbytes, nbytes - begin)
+            read_nbytes = 0
             while read_nbytes < wanted_nbytes:
                 target = view[read_nbytes : round_up(wanted_nbytes, PAGE_NBYTES)]
                 read_nbytes += os.preadv(opened, [target], begin + read_nbytes)

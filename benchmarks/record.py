@@ -152,7 +152,9 @@ def _rounded(value: Any) -> Any:
 
 def format_record(record: Mapping[str, Any]) -> str:
     """Return the tables of a record: the figures, and the ratios with their goals."""
-    workload, machine, storage = record["workload"], record["machine"], record["storage"]
+    workload = record["workload"]
+    machine = record["machine"]
+    storage = record["storage"]
     head = (
         f"{workload['nbytes'] / 1e9:.3g} GB in {workload['tensors']} tensors; {machine['cores']}"
         " cores, "

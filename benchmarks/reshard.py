@@ -94,14 +94,18 @@ class _Contestant:
 
     def run(self, matrices: Matrices, *, check: bool = False) -> dict[str, Any]:
         """Return seconds and bytes of the loads of all ranks."""
-        files, cut = list_files(self.path), self.case.wanted
-        seconds, by_calls_nbytes, counted = 0.0, 0, dict[str, int]()
+        files = list_files(self.path)
+        cut = self.case.wanted
+        seconds = 0.0
+        by_calls_nbytes = 0
+        counted = dict[str, int]()
         for rank in range(cut.ranks):
             if check:
                 matrices.spoil(cut, rank)
             self._settle(files)
             heat(min(_HOT_NBYTES, matrices.nbytes))
-            before_nbytes, begin_s = read_by_calls_nbytes(), time.perf_counter()
+            before_nbytes = read_by_calls_nbytes()
+            begin_s = time.perf_counter()
             reads = self.load(self.path, matrices, cut, rank)
             seconds += time.perf_counter() - begin_s
             by_calls_nbytes += read_by_calls_nbytes() - before_nbytes

@@ -184,12 +184,15 @@ class Best:
     """A contestant with separate settings for saves and loads."""
 
     def __init__(self, saver: Contestant, loader: Contestant) -> None:
-        self.name, self.verifies = saver.name, saver.verifies
-        self.saver, self.loader = saver, loader
+        self.name = saver.name
+        self.verifies = saver.verifies
+        self.saver = saver
+        self.loader = loader
 
     def describe(self) -> dict[str, object]:
         """Return the settings of both."""
-        saving, loading = self.saver.describe(), self.loader.describe()
+        saving = self.saver.describe()
+        loading = self.loader.describe()
         return {
             "call": saving.pop("call"),
             "save": saving,
@@ -216,7 +219,8 @@ class Hashing:
     verifies = "every byte, against nothing"
 
     def __init__(self, saver: Bound, loader: Bound) -> None:
-        self._saver, self._loader = saver, loader
+        self._saver = saver
+        self._loader = loader
         self._target = memoryview(bytearray(len(saver.content)))
 
     def describe(self) -> dict[str, object]:
@@ -359,7 +363,8 @@ def measure_s3(nbytes: int, *, rounds: int | None, place: Workplace, progress: P
                 if settings[0].name == _BOUND:
                     raise
                 missing.append(f"{settings[0].name}: {str(error).strip().splitlines()[-1]}")
-        saver, loader = chosen[0].saver, chosen[0].loader
+        saver = chosen[0].saver
+        loader = chosen[0].loader
         assert isinstance(saver, Bound)
         assert isinstance(loader, Bound)
         racing = [ours, *chosen, Hashing(saver, loader)]

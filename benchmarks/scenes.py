@@ -62,7 +62,8 @@ class Scene:
 
 def list_scenes(sizes: Sizes) -> list[Scene]:
     """Return every setting."""
-    settle, gap = sizes.settle, sizes.gap
+    settle = sizes.settle
+    gap = sizes.gap
     scenes = [
         Scene(name=f"adamw-{rate}", lr=float(rate), settle=settle, offsets=(1, 2, 3, 4, gap))
         for rate in RATES

@@ -96,7 +96,8 @@ def _load(directory: Path, tensors: dict[str, DTensor], rank: int) -> dict[str, 
     if rank == 0:
         make_cold(list_files(directory))
     dist.barrier()
-    before_nbytes, begin_s = read_by_calls_nbytes(), time.perf_counter()
+    before_nbytes = read_by_calls_nbytes()
+    begin_s = time.perf_counter()
     report = ckptfmt.load(directory, ckptfmt.State(weights=tensors), share=True)
     seconds = time.perf_counter() - begin_s
     by_calls_nbytes = read_by_calls_nbytes() - before_nbytes

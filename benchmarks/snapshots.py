@@ -10,7 +10,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-WEIGHT, MASTER, STEP = "weight", "master", "step"
+WEIGHT = "weight"
+MASTER = "master"
+STEP = "step"
 
 _SEPARATOR = "|"  # in no parameter's name
 

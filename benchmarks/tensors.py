@@ -96,7 +96,8 @@ def measure_tensors(
 
 
 def _measure_count(count: int, place: Workplace) -> dict[str, Any]:
-    alone, run = place.fresh("alone"), place.fresh("run")
+    alone = place.fresh("alone")
+    run = place.fresh("run")
     told = {action: _run_child(action, alone, count) for action in ("save", "load")}
     remove(alone)
     told |= {action: _run_child(action, run, count) for action in ("run", "resume")}
@@ -173,7 +174,8 @@ class _Clock:
         self.found: dict[str, Any] = {"before_nbytes": rss_unfiled_nbytes()}
 
     def time(self, name: str, do: Callable[[], Any]) -> Any:
-        began_s, cpu_s = time.perf_counter(), time.process_time()
+        began_s = time.perf_counter()
+        cpu_s = time.process_time()
         returned = do()
         self.found[f"{name}_s"] = time.perf_counter() - began_s
         self.found[f"{name}_cpu_s"] = time.process_time() - cpu_s

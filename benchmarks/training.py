@@ -192,7 +192,8 @@ class _Run:
         torch.manual_seed(_SEED)
         self._scene = scene
         self._text = text
-        self._batch, self._context = _narrow(scene, sizes.batch), sizes.context
+        self._batch = _narrow(scene, sizes.batch)
+        self._context = sizes.context
         self._random = np.random.default_rng([_SEED, *scene.name.encode()])
         self._model = make_model(sizes, scene.model)
         self._parameters = {

@@ -251,7 +251,8 @@ def run_step(
     Args:
         log: the file for the whole output, appended at once.
     """
-    began, begin_s = dt.datetime.now(dt.UTC), time.monotonic()
+    began = dt.datetime.now(dt.UTC)
+    begin_s = time.monotonic()
     code: int | None = None
     with log.open("ab+") as output:
         output.write(f"=== {name}: {' '.join(command)}\n".encode())

@@ -23,7 +23,8 @@ from benchmarks.gpu.wheels import fetch
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rehearse; the arguments are the arguments of `benchmarks.gpu`."""
     with tempfile.TemporaryDirectory(prefix="ckptfmt-rehearsal-") as directory:
-        wheels, site = Path(directory) / "wheels", Path(directory) / "site"
+        wheels = Path(directory) / "wheels"
+        site = Path(directory) / "site"
         python = ".".join(platform.python_version_tuple()[:2])
         if status := fetch(wheels, python=python, machine=platform.machine()):
             return status

@@ -186,7 +186,8 @@ def _lay_out(plan: Plan, writer: int, extents: Sequence[_Extent]) -> tuple[list[
         )
         at = 0
         for extent in own:
-            extent.begin, at = at, at + len(extent.content)
+            extent.begin = at
+            at = at + len(extent.content)
         header = PACK_HEADER if name.endswith(".pack") else shard_header(_entries(own))
         files[name] = header + b"".join(extent.content for extent in own)
     return names, files

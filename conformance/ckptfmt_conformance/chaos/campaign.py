@@ -133,7 +133,8 @@ class Job:
             return False
         ranks = [tuple(node.ranks()) for node in self.cluster.nodes]
         if ranks != self._ranks:
-            self._ranks, self._ranks_s = ranks, time.monotonic()
+            self._ranks = ranks
+            self._ranks_s = time.monotonic()
         return all(ranks) and last[0][1] > self._ranks_s
 
     def tend(self) -> None:
@@ -351,7 +352,8 @@ class Campaign:
             job.await_whole(job.highest())
             verdict.recovered = True
         except NotInTimeError as error:
-            verdict.recovered, verdict.message = False, str(error)
+            verdict.recovered = False
+            verdict.message = str(error)
         verdict.seconds = time.monotonic() - begin_s
         highest = verdict.first_step
         for step, at_s, _ in job.progress():

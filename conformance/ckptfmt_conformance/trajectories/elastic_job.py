@@ -96,7 +96,8 @@ class ElasticJob:
                 module.after_step()
         if self.averaged is not None:
             self.averaged.update_parameters(self.core)
-        self.progress.step, self.loss = report.step, report.loss
+        self.progress.step = report.step
+        self.loss = report.loss
         self.progress.skipped += report.skipped
         self.samples = report.samples.start, report.samples.stop
 

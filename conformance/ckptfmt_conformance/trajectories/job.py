@@ -135,7 +135,8 @@ class TrainingJob:
         self.scaler = torch.amp.GradScaler(DEVICE.type, **SCALER) if scaled else None
         self.cursor = Cursor(EPOCH_STEPS * self.step_samples, seed=3)
         self.augment = torch.Generator()
-        self.window, self.progress = Window(self.core), Progress()
+        self.window = Window(self.core)
+        self.progress = Progress()
         self.samples: list[int] = []
         self.loss = 0.0
         seed_streams(seed + 100 * (self.rank if recipe.layout != "tp" else 0), self.augment)

@@ -91,8 +91,10 @@ class Block(nn.Module):
 
     def __init__(self, feed: nn.Module | None = None) -> None:
         super().__init__()
-        self.norm_attention, self.norm_feed = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.mix = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm_attention = nn.LayerNorm(WIDTH)
+        self.norm_feed = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
         self.feed = feed or nn.Sequential(
             nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
         )
