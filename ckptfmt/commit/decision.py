@@ -130,12 +130,18 @@ def read_register(store: Store, *, known: Known | None = None) -> Register | Non
         raise
 
 
-def check_vacant(store: Store) -> None:
+def check_vacant(store: Store, *, but: Origin | None = None) -> None:
     """Raise if a checkpoint directory already has a register.
+
+    Args:
+        but: origin of the caller's own attempt, if an earlier try may have committed the attempt
+            without an answer of the store.
 
     Raises: CommitError(CHECKPOINT_EXISTS).
     """
     register = read_register(store)
+    if isinstance(register, Manifest) and register.origin == but:
+        return
     if register is not None:
         told = "Checkpoint already exists" + {Manifest: "", Abort: ", given up"}.get(
             type(register), ", and is retired"

@@ -7,12 +7,10 @@ Spec: REQ-CKP-006, REQ-CKP-007, REQ-CMT-003 to REQ-CMT-008, REQ-RUN-004, REQ-RUN
 
 from __future__ import annotations
 
-import dataclasses
-import secrets
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from ckptfmt.commit.decision import check_vacant, decide
+from ckptfmt.commit.decision import check_vacant
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.tables import block_count
@@ -22,6 +20,7 @@ from ckptfmt.read.files import OpenPart, StoredBox
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.streaming import iter_ahead
 from ckptfmt.run.lineage import begin_launch, check_not_fenced, find_head, open_run
+from ckptfmt.run.save_job import SaveJob, SaveState, new_origin
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Context, Image, lay_out
 from ckptfmt.write.writer import write_image
@@ -50,9 +49,7 @@ def compact_checkpoint(
     """
     check_vacant(store)
     old = checkpoint.manifest.origin
-    origin = dataclasses.replace(
-        old, run_id=None, launch=None, nonce=secrets.token_hex(16), attempt=secrets.token_hex(8)
-    )
+    origin = new_origin(step=old.step, writer_count=old.writer_count, block_nbytes=old.block_nbytes)
     return _write(checkpoint, store, origin, on_progress)
 
 
@@ -94,8 +91,11 @@ def compact_run(
     run = open_run(store)
     launch, checkpoint = begin_launch(store, run, choose=head.digest, on_progress=on_progress)
     assert checkpoint is not None  # noqa: S101
-    origin = dataclasses.replace(
-        head.origin, launch=launch.launch, nonce=launch.nonce, attempt=secrets.token_hex(8)
+    origin = new_origin(
+        step=head.origin.step,
+        launch=launch,
+        writer_count=head.origin.writer_count,
+        block_nbytes=head.origin.block_nbytes,
     )
     full_name = checkpoint_name(origin.step, launch.launch)
     with checkpoint:
@@ -111,28 +111,30 @@ def _write(
     After an error the files stay: once all parts are there, any process may still commit them. The
     next call removes the files after its commit; in a run, the next clean-up does.
     """
-    for number in range(origin.writer_count):
-        opened = checkpoint.open_part(number)
-        part = opened.part
-        held = part.holdings
-        image = lay_out(
-            held,
-            block_nbytes=origin.block_nbytes,
-            written=held.written,
-            replica=held.replica,
-            digested=held.digest_count > 0,
-        )
-        context = Context(
-            saved_unix_s=part.saved_unix_s,
-            streams=part.streams,
-            leaves=part.leaves,
-            absent=dict(part.absent),
-            labels=part.labels,
-        )
-        write_image(
-            store, image, _Decoded(opened, image, on_progress), origin, context, writer=number
-        )
-    return decide(store, origin, writer=0, deadline_s=_DEADLINE_S)
+
+    def write() -> None:
+        for number in range(origin.writer_count):
+            opened = checkpoint.open_part(number)
+            part = opened.part
+            held = part.holdings
+            image = lay_out(
+                held,
+                block_nbytes=origin.block_nbytes,
+                written=held.written,
+                replica=held.replica,
+                digested=held.digest_count > 0,
+            )
+            context = Context(
+                saved_unix_s=part.saved_unix_s,
+                streams=part.streams,
+                leaves=part.leaves,
+                absent=dict(part.absent),
+                labels=part.labels,
+            )
+            contents = _Decoded(opened, image, on_progress)
+            write_image(store, image, contents, origin, context, writer=number)
+
+    return SaveJob(SaveState(store=store, origin=origin, deadline_s=_DEADLINE_S)).run(write)
 
 
 # --- one part -------------------------------------------------------------------------------------

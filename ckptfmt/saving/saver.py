@@ -38,10 +38,10 @@ from ckptfmt.documents.durability import HOME, PEERS
 from ckptfmt.documents.manifest import Manifest, checkpoint_name
 from ckptfmt.documents.run import SAVERS, RunRecord
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, StoreError, encodable, err
+from ckptfmt.run.ledger_writer import end_entry, put_entry
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
 from ckptfmt.run.retention import explain_no_space, tidy_up
-from ckptfmt.saving.ledger_writer import end_entry, put_entry
 from ckptfmt.saving.request import OF_MANIFEST, SaveRequest
 from ckptfmt.saving.uploads import Uploads, bring_home
 from ckptfmt.store import open_address

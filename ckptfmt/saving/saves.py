@@ -32,12 +32,12 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, StoreError, err, error_from_json
 from ckptfmt.group import Group, attempt
+from ckptfmt.run.ledger_writer import put_entry
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
 from ckptfmt.run.retention import Retention, explain_no_space, tidy_up
 from ckptfmt.saving.background import Background, Place
 from ckptfmt.saving.handle import STATES, Callbacks, SaveHandle, SaveReport, tell_committed
-from ckptfmt.saving.ledger_writer import put_entry
 from ckptfmt.saving.mirrors import Mirrors
 from ckptfmt.saving.mirrors import Place as MirrorPlace
 from ckptfmt.saving.one_save import (

@@ -15,7 +15,7 @@ from ckptfmt.__main__ import main
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.commit.waiting import list_held
 from ckptfmt.run.ledger import LedgerEntry
-from ckptfmt.saving.ledger_writer import put_entry
+from ckptfmt.run.ledger_writer import put_entry
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt_tools.cli.goodput_table import simulate_line

@@ -18,14 +18,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptfmt import limits
 from ckptfmt.adapters import check_torch
 from ckptfmt.box import Box
-from ckptfmt.commit.decision import finalize
 from ckptfmt.commit.lone import check_no_run
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.index import IndexTensor
-from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME, Manifest, Origin
+from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME, Manifest
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.documents.tables import sort_key, sort_rows
@@ -34,6 +32,7 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError, err, remedy_of
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import carrier_of
+from ckptfmt.run.save_job import SaveJob, SaveState, new_origin
 from ckptfmt.state import IMPORTED
 from ckptfmt.store import LocalStore, empty_path, is_url, local_path, open_store, suggest_path
 from ckptfmt.store.posix import PosixCalls
@@ -599,19 +598,14 @@ def write_checkpoint(
 
     Raises: StoreError; errors of reading the source. Spec: REQ-CMT-003 to REQ-CMT-008.
     """
-    origin = Origin(
-        run_id=None,
-        launch=None,
-        nonce=secrets.token_hex(16),
-        step=step,
-        attempt=secrets.token_hex(8),
-        writer_count=1,
-        block_nbytes=limits.BLOCK_NBYTES,
-    )
+    origin = new_origin(step=step)
     image = plan_image(snapshot, block_nbytes=origin.block_nbytes)
     contents = _Streamed(snapshot, image, on_progress)
-    write_image(store, image, contents, origin, Context.of(snapshot), writer=0)
-    return finalize(store, origin)
+    # The place is new, so that a sweep would find nothing.
+    return SaveJob(SaveState(store=store, origin=origin)).run(
+        lambda: write_image(store, image, contents, origin, Context.of(snapshot), writer=0),
+        sweeps=False,
+    )
 
 
 class _Streamed(LiveContents):
