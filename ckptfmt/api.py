@@ -37,8 +37,9 @@ from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import find_surroundings, open_head
+from ckptfmt.run.save_job import SaveState, new_origin
 from ckptfmt.saving.handle import SaveReport
-from ckptfmt.saving.one_save import Ownership, save_once
+from ckptfmt.saving.one_save import save_once
 from ckptfmt.saving.save_attempt import check_block_nbytes
 from ckptfmt.state import State, check_state, place_of
 from ckptfmt.store import is_url, open_store, split_path, suggest_path
@@ -116,19 +117,14 @@ def save(
         unsaved.extend(Unheld(group.writer).find(state, looks_around=True))
         return [one.text for one in unsaved]
 
-    manifest = save_once(
-        store,
-        group,
-        state,
-        step=step,
-        block_nbytes=block_nbytes,
+    save = SaveState(
+        store=store,
+        origin=new_origin(step=step, block_nbytes=block_nbytes),
         deadline_s=deadline_s,
-        ownership=Ownership(),
-        check=lambda: check_no_run(store, replace=replace),
-        label=functools.partial(Labels.of, metrics, tags),
         replace=replace,
-        unsaved=find_unsaved,
     )
+    label = functools.partial(Labels.of, metrics, tags)
+    manifest = save_once(group, state, save, label=label, unsaved=find_unsaved)
     for sentence in [*list_doubts(state, worker=group.writer), *map(str, unsaved)]:
         _LOG.warning("%s", sentence)
     if isinstance(agree, str) and group.writer == 0:

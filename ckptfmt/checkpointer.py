@@ -39,11 +39,12 @@ from ckptfmt.loop.witnessing import Witness, digest_outside_modules
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.node_cache import CacheOptions
 from ckptfmt.run.retention import Retention
+from ckptfmt.run.save_job import SaveState
 from ckptfmt.saving.background import staging_thread_count
 from ckptfmt.saving.handle import SaveHandle
 from ckptfmt.saving.one_save import check_step
 from ckptfmt.saving.peers import PeerOptions
-from ckptfmt.saving.saves import SaveOptions, Saves, Target, add_report
+from ckptfmt.saving.saves import SaveOptions, Saves, add_report
 from ckptfmt.state import State, check_state
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
@@ -781,11 +782,9 @@ class Checkpointer:
         label = pace.doubt(label)
         place = (self._store, self._run, self.launch)
         ledger = pace.meters.ledger(now)
-        target = Target.in_run(*place, step=now, retention=self._retention, ledger=ledger)
         handle = self._saves.save(
             self._count.state,
-            target,
-            step=now,
+            SaveState.in_run(*place, step=now, retention=self._retention, ledger=ledger),
             must=must or has_alarm,
             deadline_s=deadline_s,
             label=label,

@@ -238,16 +238,14 @@ def decide(
     deadline_s: float,
     known: Known | None = None,
     replace: bool = False,
-    sweeps: bool = True,
 ) -> Manifest:
     """Commit an attempt as writer 0, or wait for the decision as another writer.
 
-    Called after the part of `writer` is written.
+    Called after the part of `writer` is written. The caller removes the files of other attempts
+    afterwards (`sweep_attempts`).
 
     Args:
         replace: whether to replace an existing checkpoint outside of a run; see `finalize`.
-        sweeps: whether to remove files of other attempts before returning. If False, the caller
-            does so (`sweep_attempts`).
 
     Raises: the errors of `commit` and `wait_for_decision`.
     Spec: REQ-CMT-005 to REQ-CMT-009, REQ-CMT-027, REQ-CMT-042.
@@ -256,12 +254,7 @@ def decide(
         return wait_for_decision(store, origin, deadline_s=deadline_s, replace=replace)
     if origin.writer_count > 1:  # a sole writer has just written the only part
         _wait_for_parts(store, origin, deadline_s)
-    manifest = finalize(store, origin, known=known, replace=replace)
-    # The save is committed. Leftovers of killed attempts only take space, so a failed sweep isn't
-    # an error.
-    with contextlib.suppress(CkptError):
-        sweep_attempts(store, origin, known=known) if sweeps else None
-    return manifest
+    return finalize(store, origin, known=known, replace=replace)
 
 
 def finalize(

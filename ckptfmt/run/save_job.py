@@ -9,13 +9,13 @@ through a node's cache, `SaveAttempt`, conversions and compactions. The steps in
     clear     check again after a wait; a replacing save removes the remains of killed saves
     write     write this writer's files, the part last
     decide    commit the attempt, or wait for the committer
-    sweep     remove the files of other attempts
+    sweep     remove the files of earlier attempts
     record    write the ledger entry
     retain    retire checkpoints by the run's rule
     tidy      end the holds
 
-`run` makes the steps from `wait` to `sweep`. A caller that has nothing to do in another step
-doesn't call that step.
+`run` makes the steps from `wait` to `sweep`. A caller leaves out each step without work for the
+caller's kind of save.
 
 Spec: REQ-CMT-003 to REQ-CMT-009, REQ-CMT-027, REQ-CMT-042 to REQ-CMT-044, REQ-RUN-004.
 """
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,13 +71,13 @@ def new_origin(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveState:
-    """The values of one save on one writer.
+    """The values of a save on a writer.
 
     Attributes:
         store: store rooted at the checkpoint's directory.
         origin: the attempt's origin; before the writers' agreement, the proposal of this process.
         writer: number of this writer.
-        deadline_s: longest wait for other writers and other saves, in seconds.
+        deadline_s: longest wait for writers and earlier saves, in seconds.
         replace: whether the save may replace an existing checkpoint outside of a run.
         run: store rooted at the run; None outside of a run.
         writer_features: writer features of the run.
@@ -124,12 +125,16 @@ class SaveState:
         )
 
 
+def _call(step: Callable[[], Any]) -> Any:
+    return step()
+
+
 class SaveJob:
-    """The steps of one save on one writer. One thread at a time uses a job.
+    """The steps of a save on a writer, for use by a single thread at a time.
 
     Args:
         save: values of the save.
-        known: documents already parsed by the thread that runs the job.
+        known: documents already parsed by the thread of the job.
 
     Attributes:
         held: holds of this save, which `tidy` ends.
@@ -139,7 +144,7 @@ class SaveJob:
         self.save = save
         self.known = known
         self.held = contextlib.ExitStack()
-        #: Attempts at the same place that were held when `hold` began.
+        #: Attempts at the same place, held when `hold` began.
         self._earlier: list[str] = []
 
     def check(self) -> None:
@@ -160,11 +165,11 @@ class SaveJob:
         """
         save = self.save
         if save.run is None:
-            held = hold_attempt(save.store, save.origin, save.writer, must=save.replace)
-            self._earlier = self.held.enter_context(held)
+            hold = hold_attempt(save.store, save.origin, save.writer, must=save.replace)
+            self._earlier = self.held.enter_context(hold)
 
     def wait(self) -> None:
-        """Wait as writer 0 for the attempts that were held when `hold` began.
+        """Wait as writer 0 for the attempts held when `hold` began.
 
         Raises: CommitError(SAVE_PENDING) at the deadline; StoreError. Spec: REQ-CMT-043.
         """
@@ -172,8 +177,12 @@ class SaveJob:
         if save.writer == 0:
             wait_for_attempts(save.store, self._earlier, deadline_s=save.deadline_s)
 
-    def clear(self) -> None:
+    def clear(self, *, may_be_committed: bool = False) -> None:
         """Check again as writer 0 that the save is allowed; a replacing save makes room.
+
+        Args:
+            may_be_committed: whether an earlier try of this attempt may have committed, without an
+                answer of the store.
 
         Raises: FencedError(FENCED); CommitError(CHECKPOINT_EXISTS); StoreError.
         Spec: REQ-RUN-004, REQ-CMT-008, REQ-CMT-044.
@@ -184,17 +193,16 @@ class SaveJob:
         if save.run is not None:
             check_not_fenced(save.run, save.origin.launch or 0)
         if save.replace:
-            # The remains of a killed save may be as large as this save, with room for only one.
+            # The remains of a killed save may be as large as this save, without room for both.
             sweep_attempts(save.store, save.origin)
         else:
-            check_vacant(save.store, but=save.origin)
+            check_vacant(save.store, but=save.origin if may_be_committed else None)
 
     def run(
         self,
         write: Callable[[], object],
         *,
-        on_written: Callable[[], object] = lambda: None,
-        again: Callable[[Callable[[], Any]], Any] = lambda step: step(),
+        again: Callable[[Callable[[], Any]], Any] | None = None,
         waits: bool = False,
         sweeps: bool = True,
     ) -> Manifest:
@@ -202,27 +210,27 @@ class SaveJob:
 
         Args:
             write: writes this writer's files, the part last.
-            on_written: called once the part is durable.
-            again: calls a step that it is given, and repeats the call after a passing error.
+            again: calls its argument, a step, and repeats the call after a passing error. None to
+                call each step once.
             waits: whether time has passed since `check`. Then the job begins with `wait` and
                 `clear`.
             sweeps: whether to end with `sweep`.
 
-        Raises: StoreError; CommitError; LayoutError; the errors of `write`. Nothing is told to the
-            other writers.
+        Raises: StoreError; CommitError; LayoutError; the errors of `write`. The writers
+            learn nothing of an error.
         """
+        call = again or _call
         if waits:
-            again(self.wait)
-            again(self.clear)
-        again(write)
-        on_written()
-        manifest: Manifest = again(self.decide)
+            self.wait()
+            call(functools.partial(self.clear, may_be_committed=again is not None))
+        call(write)
+        manifest: Manifest = call(self.decide)
         if sweeps:
             self.sweep()
         return manifest
 
     def run_here(self, write: Callable[[], object]) -> Manifest:
-        """Make a save in the calling thread, up to `sweep`; a failure is told to the other writers.
+        """Make a save in the calling thread, up to `sweep`; a failure is told to all writers.
 
         Raises: as `run`, with the remedy of `fail`.
         """
@@ -261,11 +269,10 @@ class SaveJob:
             deadline_s=save.deadline_s,
             known=self.known,
             replace=save.replace,
-            sweeps=False,
         )
 
     def sweep(self) -> None:
-        """Remove the files of other attempts as writer 0; ignore errors. Spec: REQ-CMT-027.
+        """Remove the files of earlier attempts as writer 0; ignore errors. Spec: REQ-CMT-027.
 
         The save is committed, and the remains of killed attempts only take space.
         """
@@ -281,8 +288,8 @@ class SaveJob:
     def retain(self) -> tuple[list[str], str]:
         """Retire checkpoints of the run as writer 0, by the rule of the save.
 
-        Returns: the names of the removed checkpoints, and the problem that stopped the clean-up, or
-            an empty string.
+        Returns: the names of the removed checkpoints, and the problem of the clean-up, or an
+            empty string.
         """
         save = self.save
         origin = save.origin
@@ -307,8 +314,8 @@ class SaveJob:
         with contextlib.suppress(CkptError):
             self.held.close()
 
-    def fail(self, error: Exception) -> CkptError:
-        """Tell the other writers of a failure. Spec: REQ-CMT-004.
+    def fail(self, error: BaseException) -> CkptError:
+        """Report a failure to all writers. Spec: REQ-CMT-004.
 
         Returns: the error with the remedy for a save in this run.
         """

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 from ckptfmt.errors import CkptError, Code, StoreError, encodable, err, error_from_json
 from ckptfmt.run.node_cache import CacheOptions
+from ckptfmt.run.save_job import SaveState
 from ckptfmt.saving.handle import SaveHandle, SaveReport, tell_committed, wait_until
 from ckptfmt.saving.links import Link, Lost, ProcessLink, ThreadLink
-from ckptfmt.saving.request import OF_MANIFEST, SaveRequest
+from ckptfmt.saving.request import OF_MANIFEST
 from ckptfmt.store import address_of
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Image
@@ -77,6 +78,7 @@ class _Save:
 
     Attributes:
         number: number of the save in this trainer, by which the saver knows the save.
+        state: values of the save.
         link: link to the save's saver.
         thread: id of the thread that called `save`.
         later: copies in the stager's thread, once they were handed over.
@@ -84,7 +86,7 @@ class _Save:
     """
 
     number: int
-    request: SaveRequest
+    state: SaveState
     handle: SaveHandle
     link: Link
     thread: int
@@ -119,7 +121,7 @@ class Background:
         deadline_s: longest wait for the saver to be ready, in seconds.
         cache: node cache for saves of the run; None for none.
         note: called from a thread with a sentence from the saver.
-        on_written: called with the request of a WRITTEN save, and a function to send the saver the
+        on_written: called with the values of a WRITTEN save, and a function to send the saver the
             result of the replication.
     """
 
@@ -133,7 +135,7 @@ class Background:
         deadline_s: float,
         cache: CacheOptions | None = None,
         note: Callable[[str], None] = lambda _: None,
-        on_written: Callable[[SaveRequest, Callable[[str], None]], None] = lambda *_: None,
+        on_written: Callable[[SaveState, Callable[[str], None]], None] = lambda *_: None,
     ) -> None:
         self._store = store
         self._cache = cache
@@ -362,13 +364,16 @@ class Background:
 
     def save(
         self,
-        request: SaveRequest,
+        state: SaveState,
+        request: dict[str, Any],
         handle: SaveHandle,
         plan: Callable[[Place], tuple[list[Copy], list[Copy]]],
     ) -> None:
         """Save into a free slot; the saver reads behind the copies, and finishes by itself.
 
         Args:
+            state: values of the save.
+            request: the request for the saver, from `dump_request`.
             plan: called with the slot's place. Returns the copies to do before this method returns,
                 and the copies for the stager's thread.
 
@@ -376,7 +381,7 @@ class Background:
             error the caller calls `abandon`.
         """
         self._check_process()
-        save, place = self._begin(request, handle, self._ready_link())
+        save, place = self._begin(state, request, handle, self._ready_link())
         now, later = plan(place)
 
         def tell(nbytes: int, seen: Sequence[Seen]) -> None:
@@ -396,7 +401,9 @@ class Background:
         else:
             self._end_copies(save, None)
 
-    def _begin(self, request: SaveRequest, handle: SaveHandle, link: Link) -> tuple[_Save, Place]:
+    def _begin(
+        self, state: SaveState, request: dict[str, Any], handle: SaveHandle, link: Link
+    ) -> tuple[_Save, Place]:
         """Reserve a free slot for a save, and announce the save to the saver."""
         assert self._image is not None  # noqa: S101
         with self._lock:
@@ -410,7 +417,7 @@ class Background:
             self._count += 1
             save = _Save(
                 number=self._count,
-                request=request,
+                state=state,
                 handle=handle,
                 link=link,
                 thread=threading.get_ident(),
@@ -430,7 +437,7 @@ class Background:
                 "type": "save",
                 "number": save.number,
                 "slot": place.number,
-                "request": request.as_dict(),
+                "request": request,
             }
         )
         return save, place
@@ -512,17 +519,17 @@ class Background:
                 _LOG.warning("%s", message["problem"])
             handle.tell_over(tuple(message["removed"]))
         elif state == "COMMITTED":
-            origin = save.request.origin
+            origin = save.state.origin
             told = {name: message[name] for name in (*OF_MANIFEST, "reason")}
             report = SaveReport(
                 path=handle.path, step=origin.step, writer_count=origin.writer_count, **told
             )
             handle.tell_state(state, report)
-            tell_committed(save.request.writer, report, handle.times.get(state, 0.0))
+            tell_committed(save.state.writer, report, handle.times.get(state, 0.0))
         else:
             handle.tell_state(state)
             if state == "WRITTEN":
-                self._on_written(save.request, save.answer)
+                self._on_written(save.state, save.answer)
         with self._lock:
             self._free_slots()
 
@@ -586,7 +593,7 @@ class Background:
             # Under one lock: a thread that sees the failure in the handle finds it here too.
             if save.handle.tell_failed(error):
                 _LOG.error("step %d FAILED: %s", save.handle.step, error)
-                attempt = save.request.origin.attempt
+                attempt = save.state.origin.attempt
                 if attempt not in self._told:
                     self._failures.append((attempt, save.handle))
             self._free_slots()

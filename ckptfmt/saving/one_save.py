@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import functools
 import operator
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -15,28 +13,18 @@ from ckptfmt import limits
 from ckptfmt.adapters.capture import capture
 from ckptfmt.adapters.data_position import DataPosition
 from ckptfmt.box import Box
-from ckptfmt.commit.decision import Known, decide, sweep_attempts
-from ckptfmt.commit.waiting import hold_attempt, wait_for_attempts
 from ckptfmt.documents.holdings import Structure
 from ckptfmt.documents.labels import NO_LABELS, Labels
-from ckptfmt.documents.manifest import Manifest, Origin
-from ckptfmt.documents.run import Launch
+from ckptfmt.documents.manifest import Manifest
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import Group, attempt
+from ckptfmt.run.save_job import SaveJob, SaveState
 from ckptfmt.saving.same_leaves import check_same_leaves, mark_leaves
 from ckptfmt.state import State
-from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Image, assign_writers, plan_image
 from ckptfmt.write.snapshot import Snapshot
-from ckptfmt.write.writer import (
-    as_ckpt_error,
-    check_snapshot,
-    for_saving,
-    structure_of,
-    tell_failure,
-    write_part,
-)
+from ckptfmt.write.writer import check_snapshot, for_saving, structure_of, write_part
 
 #: Fields whose values are equal on all processes of a launch. A difference makes a save wrong.
 _CONSTANT: Final = frozenset({"config", "topology"})
@@ -65,105 +53,89 @@ class Ownership:
     position: DataPosition = dataclasses.field(default_factory=DataPosition)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Agreed:
-    """The agreement of all writers on one save.
-
-    Attributes:
-        snapshot: this writer's contribution.
-        origin: the attempt's origin.
-        told: each writer's `say`, by writer number.
-    """
-
-    snapshot: Snapshot
-    origin: Origin
-    told: list[Any]
-
-
 def save_once(
-    store: Store,
     group: Group,
     state: State,
+    save: SaveState,
     *,
-    step: int,
-    block_nbytes: int,
-    deadline_s: float,
-    ownership: Ownership,
-    check: Callable[[], None] | None = None,
     label: Callable[[], Labels] | None = None,
-    replace: bool = False,
     unsaved: Callable[[], Sequence[str]] | None = None,
 ) -> Manifest:
-    """Save `state` into the checkpoint directory at the root of `store`, outside of a run.
+    """Save `state` outside of a run, in the calling thread.
 
     Args:
-        check: called on writer 0 before the first write. An exception stops all writers.
-        ownership: results kept by the caller between saves.
+        save: values of the save, as proposed by this process.
         label: as for `agree_on_save`.
-        replace: as for `write_and_commit`.
         unsaved: as for `agree_on_save`.
 
     Raises: CkptError of any kind. Then no checkpoint was committed, unless the code is
         COMMIT_UNKNOWN or the store failed after the decision.
     Spec: the steps of REQ-CMT-001 to REQ-CMT-009.
     """
-    agreed = agree_on_save(
-        group,
-        state,
-        step=step,
-        block_nbytes=block_nbytes,
-        ownership=ownership,
-        check=check,
-        label=label,
-        unsaved=unsaved,
+    ownership = Ownership()
+    save, snapshot, _ = agree_on_save(
+        group, state, save, ownership=ownership, checks=True, label=label, unsaved=unsaved
     )
-    return write_and_commit(
-        store, group, agreed, ownership=ownership, deadline_s=deadline_s, replace=replace
+    return write_live(SaveJob(save), snapshot, ownership)
+
+
+def write_live(job: SaveJob, snapshot: Snapshot, ownership: Ownership) -> Manifest:
+    """Make a save from the live tensors, in the calling thread, up to the sweep.
+
+    Raises: as `SaveJob.run_here`.
+    """
+    save = job.save
+    return job.run_here(
+        lambda: write_part(
+            save.store, snapshot, save.origin, writer=save.writer, image=ownership.image
+        )
     )
 
 
 def agree_on_save(
     group: Group,
     state: State,
+    save: SaveState,
     *,
-    step: int,
-    launch: Launch | None = None,
-    block_nbytes: int,
     ownership: Ownership,
-    check: Callable[[], None] | None = None,
+    checks: bool,
     label: Callable[[], Labels] | None = None,
     say: object = None,
     unsaved: Callable[[], Sequence[str]] | None = None,
-) -> Agreed:
+) -> tuple[SaveState, Snapshot, list[Any]]:
     """Capture the live state, and agree with the other writers on the attempt and the shares.
 
     Args:
-        launch: launch of the run; None outside of a run.
+        save: values of the save, as proposed by this process. The step isn't checked yet.
+        checks: whether writer 0 runs the step `check` before the first write.
         label: returns metrics and tags. Called on writer 0 only. An exception stops the save on all
             writers.
         say: JSON value to send to all writers.
         unsaved: returns the value of `unsaved` for `capture`.
 
+    Returns: the values of the save with the agreed origin; this writer's contribution; each
+        writer's `say`, by writer number.
     Raises: the error that refuses the save, on all writers alike.
     Spec: REQ-CMT-001, REQ-CMT-002.
     """
+    proposed = save.origin
 
     def take() -> Snapshot:
-        check_step(step)
-        if check is not None and group.writer == 0:
-            check()
+        check_step(proposed.step)
+        if checks and group.writer == 0:
+            SaveJob(save).check()
         labels = label() if label is not None and group.writer == 0 else NO_LABELS
         # Saves to paths may be of different states, whose positions aren't comparable.
-        number = None if launch is None else operator.index(step)
+        number = None if save.run is None else operator.index(proposed.step)
         snapshot = _take(state, group, ownership, step=number, unsaved=unsaved)
         return dataclasses.replace(snapshot, labels=labels)
 
     snapshot, error = attempt(take)
     mine = {
-        "step": 0 if snapshot is None else operator.index(step),
+        "step": 0 if snapshot is None else operator.index(proposed.step),
         "fingerprint": "" if snapshot is None else ownership.fingerprint,
-        "nonce": secrets.token_hex(16) if launch is None else launch.nonce,
-        "attempt": secrets.token_hex(8),
+        "nonce": proposed.nonce,
+        "attempt": proposed.attempt,
         "leaves": {}
         if snapshot is None or group.writer_count == 1
         else mark_leaves(snapshot.leaves),
@@ -172,17 +144,17 @@ def agree_on_save(
     told = group.agree(error, mine)
     assert snapshot is not None  # noqa: S101
     check_same_leaves(group, snapshot.leaves, [theirs["leaves"] for theirs in told])
-    origin = Origin(
-        run_id=None if launch is None else launch.run_id,
-        launch=None if launch is None else launch.launch,
+    origin = dataclasses.replace(
+        proposed,
         nonce=told[0]["nonce"],
-        step=operator.index(step),  # accepts NumPy's integers
+        step=operator.index(proposed.step),  # accepts NumPy's integers
         attempt=told[0]["attempt"],
         writer_count=group.writer_count,
-        block_nbytes=block_nbytes,
     )
-    _assign(group, snapshot, ownership, [theirs["fingerprint"] for theirs in told], block_nbytes)
-    return Agreed(snapshot=snapshot, origin=origin, told=[theirs["say"] for theirs in told])
+    fingerprints = [theirs["fingerprint"] for theirs in told]
+    _assign(group, snapshot, ownership, fingerprints, origin.block_nbytes)
+    agreed = dataclasses.replace(save, origin=origin, writer=group.writer)
+    return agreed, snapshot, [theirs["say"] for theirs in told]
 
 
 def prepare_once(
@@ -307,42 +279,3 @@ def _find_written(group: Group, snapshot: Snapshot) -> frozenset[tuple[TensorKey
         for theirs in map(base64.b64decode, gathered)
     ]
     return frozenset((key, box) for key, box, _ in assign_writers(holdings)[group.writer])
-
-
-def write_and_commit(
-    store: Store,
-    group: Group,
-    agreed: Agreed,
-    *,
-    ownership: Ownership,
-    deadline_s: float,
-    known: Known | None = None,
-    replace: bool = False,
-) -> Manifest:
-    """Write this writer's share from the live tensors, and wait for the commit.
-
-    Args:
-        known: documents already parsed by the caller.
-        replace: whether the save may replace an existing checkpoint outside of a run.
-
-    Raises: StoreError; CommitError; LayoutError.
-    """
-    origin = agreed.origin
-    writer = group.writer
-    try:
-        with contextlib.ExitStack() as stack:
-            if replace:
-                earlier = stack.enter_context(hold_attempt(store, origin, writer, must=True))
-                if writer == 0:
-                    wait_for_attempts(store, earlier, deadline_s=deadline_s)
-                    sweep_attempts(store, origin)
-            write_part(store, agreed.snapshot, origin, writer=writer, image=ownership.image)
-            return decide(
-                store, origin, writer=writer, deadline_s=deadline_s, known=known, replace=replace
-            )
-    except Exception as error:
-        found = as_ckpt_error(error)
-        tell_failure(store, origin, writer, found)
-        if isinstance(error, CkptError) and found is not error:
-            raise found from error
-        raise

@@ -14,8 +14,9 @@ from ckptfmt.commit.lone import check_removable, is_run, own_place, remove_alone
 from ckptfmt.documents.labels import Labels
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import DEADLINE_S, Agree, Group, make_group
+from ckptfmt.run.save_job import SaveState, new_origin
 from ckptfmt.saving.handle import SaveHandle, SaveReport
-from ckptfmt.saving.saves import SaveOptions, Saves, Target
+from ckptfmt.saving.saves import SaveOptions, Saves
 from ckptfmt.state import State, check_state
 from ckptfmt.store import address_of, open_store
 from ckptfmt.store.protocol import Store
@@ -157,8 +158,7 @@ class Saver:
         store = group.together(lambda: self._open(path, replace=replace))
         handle = saves.save(
             state,
-            Target.alone(store, replace=replace),
-            step=step,
+            SaveState(store=store, origin=new_origin(step=step), replace=replace),
             label=functools.partial(Labels.of, metrics, tags),
         )
         if on_committed is not None:

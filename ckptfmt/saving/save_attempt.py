@@ -8,21 +8,20 @@ import json
 import operator
 import os
 import re
-import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Self, SupportsFloat
 
 from ckptfmt import limits
 from ckptfmt.adapters.capture import capture
-from ckptfmt.commit.decision import finalize, sweep_attempts
-from ckptfmt.commit.lone import check_no_run, own_place
-from ckptfmt.commit.waiting import hold_attempt, list_held_attempts, wait_for_attempts
+from ckptfmt.commit.lone import own_place
+from ckptfmt.commit.waiting import list_held_attempts
 from ckptfmt.digest import digest_text
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import DEADLINE_S, EXCHANGE
+from ckptfmt.run.save_job import SaveJob, SaveState, new_origin
 from ckptfmt.saving.handle import SaveReport
 from ckptfmt.saving.one_save import check_step
 from ckptfmt.state import State
@@ -101,14 +100,8 @@ class SaveAttempt:
             raise err(Code.ARGUMENT, detail, where="writer_count=")
         check_block_nbytes(block_nbytes)
         return cls(
-            Origin(
-                run_id=None,
-                launch=None,
-                nonce=secrets.token_hex(16),
-                step=operator.index(step),
-                attempt=secrets.token_hex(8),
-                writer_count=writer_count,
-                block_nbytes=block_nbytes,
+            new_origin(
+                step=operator.index(step), writer_count=writer_count, block_nbytes=block_nbytes
             ),
             note,
             replace,
@@ -154,14 +147,15 @@ class SaveAttempt:
         if self.replace:
             own_place(path)
         store = open_store(path, writable=True)
-        check_no_run(store, replace=self.replace)
-        with contextlib.ExitStack() as held:
+        job = self._job(store)
+        job.check()
+        with job.held:
             if self.replace:
                 # Without this, an earlier failed attempt of this process would be waited for.
                 _HOLDS.pop(store.name, contextlib.ExitStack()).close()
-                earlier = held.enter_context(hold_attempt(store, self.origin, 0, must=True))
-                wait_for_attempts(store, earlier, deadline_s=DEADLINE_S)
-            kept = held.pop_all()
+                job.hold()
+                job.wait()
+            kept = job.held.pop_all()
         if self.replace:
             _HOLDS[store.name] = kept
         return kept
@@ -261,10 +255,11 @@ class SaveAttempt:
                 "an attempt that replaces is held from before its first part until it is committed"
             )
             raise err(Code.ARGUMENT, detail, where="SaveAttempt.hold()", requirement="REQ-CMT-043")
-        manifest = finalize(store, self.origin, part_digests=digests, replace=self.replace)
+        job = self._job(store)
+        manifest = job.decide(part_digests=digests)
+        job.sweep()
         # The save is done. Files left by a failed clean-up only take space.
         with contextlib.suppress(CkptError):
-            sweep_attempts(store, self.origin)
             store.delete(_PUBLISHED)
             store.remove_directory(EXCHANGE)
         return SaveReport.of(manifest, path=store.name)
@@ -273,8 +268,13 @@ class SaveAttempt:
         """Return the store of a path where a save is allowed; `hold` has checked a replacement."""
         store = open_store(path, writable=True)
         if not self.replace:
-            check_no_run(store)
+            self._job(store).check()
         return store
+
+    def _job(self, store: Store) -> SaveJob:
+        return SaveJob(
+            SaveState(store=store, origin=self.origin, deadline_s=DEADLINE_S, replace=self.replace)
+        )
 
     def _digests(self, records: Iterable[str]) -> list[str]:
         """Return the digests of the parts in writer order. Raises: StateError(ARGUMENT)."""

@@ -29,20 +29,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ckptfmt.commit.decision import Known, check_vacant, decide, sweep_attempts
-from ckptfmt.commit.waiting import hold_attempt, wait_for_attempts
+from ckptfmt.commit.decision import Known
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.durability import HOME, PEERS
-from ckptfmt.documents.manifest import Manifest, checkpoint_name
-from ckptfmt.documents.run import SAVERS, RunRecord
+from ckptfmt.documents.manifest import Manifest
+from ckptfmt.documents.run import SAVERS
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, StoreError, encodable, err
-from ckptfmt.run.ledger_writer import end_entry, put_entry
-from ckptfmt.run.lineage import check_not_fenced
+from ckptfmt.run.ledger_writer import end_entry
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
-from ckptfmt.run.retention import explain_no_space, tidy_up
-from ckptfmt.saving.request import OF_MANIFEST, SaveRequest
+from ckptfmt.run.save_job import SaveJob, SaveState
+from ckptfmt.saving.request import OF_MANIFEST, parse_request
 from ckptfmt.saving.uploads import Uploads, bring_home
 from ckptfmt.store import open_address
 from ckptfmt.store.protocol import Store
@@ -51,244 +49,7 @@ from ckptfmt.write.image import Image
 from ckptfmt.write.slot import Slot
 from ckptfmt.write.slot_contents import Progress, Snapped
 from ckptfmt.write.staging import Seen
-from ckptfmt.write.writer import as_ckpt_error, tell_failure
-
-
-class _Work:
-    """A save in a saver: the request, the place of the checkpoint, and the holds.
-
-    Args:
-        run_store: store of the run; None outside a run.
-        request: request of the trainer.
-        report: called with a state and the members of the report.
-
-    Raises: errors of opening the place.
-    """
-
-    def __init__(
-        self,
-        run_store: Store | None,
-        request: SaveRequest,
-        report: Callable[[str, dict[str, Any]], None],
-    ) -> None:
-        self.request = request
-        self.report = report
-        self.held = contextlib.ExitStack()
-        #: Attempts at the same place, held when this save began.
-        self._earlier: list[str] = []
-        #: The trainer's answer about the replica on another node: a problem, or an empty string.
-        self.replicated: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._run_store = run_store
-        origin = request.origin
-        place = request.place
-        if place is None:
-            assert run_store is not None  # noqa: S101
-            assert origin.launch is not None  # noqa: S101
-            self.store = run_store.at(checkpoint_name(origin.step, origin.launch))
-        else:
-            self.store = (
-                open_address(place, writable=True) if isinstance(place, bytes | dict) else place
-            )
-
-    @property
-    def is_in_run(self) -> bool:
-        """Whether the checkpoint belongs to a run."""
-        return self.request.place is None
-
-    def hold(self) -> None:
-        """Hold the attempt, as a sign of a save in progress. Spec: REQ-CMT-043."""
-        request = self.request
-        self._earlier = self.held.enter_context(
-            hold_attempt(self.store, request.origin, request.writer, must=request.replace)
-        )
-
-    def save(self, snapped: Snapped, chain: Chain, known: Known) -> Manifest | None:
-        """Write and commit a snapshot from a slot; report WRITTEN, COMMITTED and DONE, or FAILED.
-
-        Args:
-            snapped: the snapshot, in a slot that may still be filling.
-            chain: earlier saves of this saver.
-            known: documents already parsed.
-
-        Returns: the manifest, or None after a failure.
-        Spec: REQ-CMT-003 to REQ-CMT-009, REQ-CMT-029, REQ-RUN-004.
-        """
-        request = self.request
-        try:
-            if request.writer == 0:
-                self._check()
-            plan = chain.write(
-                self.store, request.origin, request.writer, snapped, options=request.delta
-            )
-            self.report("WRITTEN", {})
-            manifest = self._decide(known)
-        except Exception as error:  # noqa: BLE001
-            self.fail(error)
-            return None
-        # From here on the checkpoint exists, and later errors don't fail the save.
-        self._tell_committed(manifest, plan.reason)
-        if manifest.durability == HOME:  # no base otherwise: files may be in caches
-            chain.commit(manifest)
-        if request.writer == 0 and self.is_in_run:
-            with contextlib.suppress(CkptError):  # remains of a killed attempt only take space
-                sweep_attempts(self.store, request.origin, known=known)
-        self._end("DONE", self._tidy_up(known))
-        return manifest
-
-    def write_to_cache(
-        self, cache: NodeCache, uploads: Uploads, snapped: Snapped, chain: Chain
-    ) -> str:
-        """Write a snapshot from a slot into the cache, and report WRITTEN.
-
-        Returns: the reason why the save is a full save or a delta, or why it stays in the cache.
-        Raises: StoreError, IntegrityError, FormatError if the cache fails or has no room; errors of
-            waiting for the slot.
-        """
-        request = self.request
-        nbytes = snapped.image.nbytes
-        while not cache.make_room(nbytes):
-            if not uploads.wait_for_one():
-                detail = f"no room for a save of {nbytes} bytes"
-                raise err(
-                    Code.NO_SPACE,
-                    detail,
-                    where=cache.store.name,
-                    remedy="Raise cache_nbytes=, or free space.",
-                )
-        part = part_of(request.origin, request.writer)
-        self.held.enter_context(cache.hold(part))
-        stays = request.durability != HOME
-        try:
-            plan = chain.write(
-                cache.at(part.name),
-                request.origin,
-                request.writer,
-                dataclasses.replace(
-                    snapped,
-                    context=dataclasses.replace(snapped.context, durability=request.durability),
-                ),
-                options=request.delta if uploads.is_well and not stays else DeltaOptions(),
-                home=self.store,
-            )
-        except Exception:
-            cache.drop(part)
-            raise
-        self.report("WRITTEN", {})
-        return "it stays in the cache of its node" if stays else plan.reason
-
-    def bring_home(
-        self,
-        cache: NodeCache,
-        uploads: Uploads,
-        known: Known,
-        reason: str,
-        on_commit: Callable[[Manifest], object],
-    ) -> None:
-        """Copy the result of `write_to_cache` home; report COMMITTED and DONE, or FAILED.
-
-        Args:
-            on_commit: called with the manifest, if the checkpoint can be the base of a delta.
-        """
-        request = self.request
-        assert self._run_store is not None  # noqa: S101
-        try:
-            part = part_of(request.origin, request.writer)
-            manifest = bring_home(
-                cache,
-                part,
-                self._run_store,
-                request.origin,
-                uploads=uploads,
-                known=known,
-                deadline_s=request.deadline_s,
-                has_replica=request.durability == PEERS and self._has_replica(),
-            )
-        except Exception as error:  # noqa: BLE001
-            self.fail(error)
-            return
-        if manifest.durability == HOME:
-            on_commit(manifest)
-        self._tell_committed(manifest, reason)
-        self._end("DONE", self._tidy_up(known))
-
-    def _has_replica(self) -> bool:
-        """Wait for the trainer's answer, up to the deadline; return whether a replica exists."""
-        with contextlib.suppress(queue.Empty):
-            return not self.replicated.get(timeout=self.request.deadline_s)
-        return False
-
-    def _decide(self, known: Known) -> Manifest:
-        request = self.request
-        return decide(
-            self.store,
-            request.origin,
-            writer=request.writer,
-            deadline_s=request.deadline_s,
-            known=known,
-            replace=request.replace,
-            sweeps=not self.is_in_run,  # in a run, the sweep follows the commit
-        )
-
-    def _tell_committed(self, manifest: Manifest, reason: str) -> None:
-        self.report(
-            "COMMITTED",
-            {name: getattr(manifest, name) for name in OF_MANIFEST} | {"reason": reason},
-        )
-        if self._run_store is not None:
-            put_entry(self._run_store, self.request.origin.launch, self.request.ledger)
-
-    def fail(self, error: Exception) -> None:
-        """Report the failure of the save to trainer and writers. Spec: REQ-CMT-004."""
-        known = as_ckpt_error(error)
-        if self.is_in_run and self._run_store is not None:
-            known = explain_no_space(known, self._run_store, self.request.retention)
-        self.tell_others(known)
-        self._end("FAILED", known.as_json())
-
-    def _end(self, state: str, told: dict[str, Any]) -> None:
-        """Release the holds, then report the outcome.
-
-        The receiver may move or delete the directory, so that no hold may be left there.
-        """
-        with contextlib.suppress(CkptError):
-            self.held.close()
-        self.report(state, told)
-
-    def tell_others(self, error: CkptError) -> None:
-        """Report the failure of the save to all writers. Spec: REQ-CMT-004."""
-        tell_failure(self.store, self.request.origin, self.request.writer, error)
-
-    def _check(self) -> None:
-        """Raise if the save is no longer allowed; wait for earlier saves to the same place."""
-        request = self.request
-        if self.is_in_run:
-            assert self._run_store is not None  # noqa: S101
-            check_not_fenced(self._run_store, request.origin.launch or 0)
-            check_vacant(self.store)
-            return
-        wait_for_attempts(self.store, self._earlier, deadline_s=request.deadline_s)
-        if request.replace:
-            # The remains of a killed save may be as large as this save, with room for only one.
-            sweep_attempts(self.store, request.origin)
-        else:
-            check_vacant(self.store)
-
-    def _tidy_up(self, known: Known) -> dict[str, Any]:
-        origin = self.request.origin
-        if self.request.writer != 0 or self.request.place is not None or self._run_store is None:
-            return {"removed": [], "problem": ""}
-        assert origin.run_id is not None  # noqa: S101
-        assert origin.launch is not None  # noqa: S101
-        run = RunRecord(run_id=origin.run_id, writer_features=self.request.writer_features)
-        retention = self.request.retention
-        try:
-            removed, problem = tidy_up(
-                self._run_store, run, launch=origin.launch, retention=retention, known=known
-            )
-        except Exception as error:  # noqa: BLE001
-            removed = []
-            problem = str(as_ckpt_error(error))
-        return {"removed": removed, "problem": encodable(problem)}
+from ckptfmt.write.writer import as_ckpt_error
 
 
 class Saver:
@@ -323,7 +84,8 @@ class Saver:
         self._views: dict[int, memoryview] = {}
         self._image: Image | None = None
         self._pending: dict[int, Progress] = {}
-        self._works: dict[int, _Work] = {}
+        #: The trainer's answers about the replicas of saves: a problem, or an empty string.
+        self._answers: dict[int, queue.SimpleQueue[str]] = {}
         self._coders = Coders()
         self._known = Known()
         self._upload_known = Known()  # for the upload thread
@@ -334,7 +96,7 @@ class Saver:
         #: Number of the launch with a ledger, and the trainer's end in Unix milliseconds.
         self._launch: int | None = None
         self._ended_unix_ms: int | None = None
-        self._lock = threading.Lock()  # guards `_pending`, `_works`, `_held` and `_is_held`
+        self._lock = threading.Lock()  # guards `_pending`, `_answers`, `_held` and `_is_held`
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ckptfmt-saver", daemon=True)
         self._thread.start()
@@ -351,7 +113,7 @@ class Saver:
         if kind == "image":
             self._image = Image.from_dict(message["image"])
         elif kind == "save":
-            self._begin(number, message["slot"], SaveRequest.from_dict(message["request"]))
+            self._begin(number, message["slot"], message["request"])
         elif (progress := self._pending.get(number)) is not None:
             if kind == "staged":
                 seen = message.get("seen", ())
@@ -363,8 +125,8 @@ class Saver:
                 self._report(number, "STAGED", {})
                 progress.complete()
             # The save of a `replicated` message may have ended already.
-            elif kind == "replicated" and (work := self._works.get(number)) is not None:
-                work.replicated.put(message["problem"])
+            elif kind == "replicated" and (answers := self._answers.get(number)) is not None:
+                answers.put(message["problem"])
             elif kind == "abandon":
                 progress.abandon(err(Code.STATE_CHANGED, message["detail"]))
 
@@ -374,8 +136,8 @@ class Saver:
         Saves in the cache are still brought home.
         """
         self._ended_unix_ms = time.time_ns() // 1_000_000
-        for work in list(self._works.values()):
-            work.replicated.put("the trainer is gone")
+        for answers in list(self._answers.values()):
+            answers.put("the trainer is gone")
         self.give_up(
             err(Code.TRAINER_LOST, "the trainer ended while it copied", requirement="REQ-CMT-029")
         )
@@ -404,54 +166,120 @@ class Saver:
         """Return whether the threads of the saver are running."""
         return self._thread.is_alive() and (self._uploads is None or self._uploads.is_alive())
 
-    def _begin(self, number: int, slot: int, request: SaveRequest) -> None:
+    def _begin(self, number: int, slot: int, request: dict[str, Any]) -> None:
         assert self._image is not None  # noqa: S101
+        try:
+            save, context, delta = parse_request(request, self._store)
+        except Exception as error:  # noqa: BLE001
+            self._report(number, "FAILED", as_ckpt_error(error).as_json())  # so for all writers
+            return
         progress = Progress()
         snapped = Snapped(
             image=self._image,
             view=self._views[slot],
             slot=slot,
-            context=request.context,
+            context=context,
             progress=progress,
         )
+        job = SaveJob(save, self._known)
         try:
-            work = _Work(self._store, request, functools.partial(self._report, number))
+            self._hold(number, job, progress)
         except Exception as error:  # noqa: BLE001
-            self._report(number, "FAILED", as_ckpt_error(error).as_json())  # so for all writers
-            return
-        try:
-            self._hold(number, work, progress)
-        except Exception as error:  # noqa: BLE001
-            self._release(number, work)
-            work.fail(error)
+            self._release(number, job)
+            self._fail(number, job, error)
             return
 
         def task() -> None:
             is_on_its_way = False
             try:
                 is_on_its_way = self._uploads is not None and self._save_by_cache(
-                    number, work, snapped, self._uploads
+                    number, job, snapped, delta, self._uploads
                 )
                 if not is_on_its_way:
-                    manifest = work.save(snapped, self._chain, self._known)
+                    manifest = self._save(number, job, snapped, delta)
                     if (
                         self._uploads is not None
                         and manifest is not None
                         and manifest.durability == HOME
                     ):
-                        self._settle_older(request)
+                        self._settle_older(save)
             finally:
                 if not is_on_its_way:
-                    self._release(number, work)
+                    self._release(number, job)
 
-        self._deadline_s = request.deadline_s
-        if request.ledger:
-            self._launch = request.origin.launch
+        self._deadline_s = save.deadline_s
+        if save.ledger:
+            self._launch = save.origin.launch
         self._tasks.put(task)
+
+    def _save(
+        self, number: int, job: SaveJob, snapped: Snapped, delta: DeltaOptions
+    ) -> Manifest | None:
+        """Write and commit a snapshot from a slot; report WRITTEN, COMMITTED and DONE, or FAILED.
+
+        Args:
+            snapped: the snapshot, in a slot that may still be filling.
+
+        Returns: the manifest, or None after a failure.
+        Spec: REQ-CMT-003 to REQ-CMT-009, REQ-CMT-029, REQ-RUN-004.
+        """
+        save = job.save
+        reason = ""
+
+        def write() -> None:
+            nonlocal reason
+            plan = self._chain.write(save.store, save.origin, save.writer, snapped, options=delta)
+            reason = plan.reason
+            self._report(number, "WRITTEN", {})
+
+        is_in_run = save.run is not None
+        try:
+            # In a run, the sweep follows the report: nobody waits for the sweep.
+            manifest = job.run(write, waits=True, sweeps=not is_in_run)
+        except Exception as error:  # noqa: BLE001
+            self._fail(number, job, error)
+            return None
+        # From here on the checkpoint exists, and later errors don't fail the save.
+        self._tell_committed(number, job, manifest, reason)
+        if manifest.durability == HOME:  # no base otherwise: files may be in caches
+            self._chain.commit(manifest)
+        if is_in_run:
+            job.sweep()
+        self._end_well(number, job)
+        return manifest
+
+    def _tell_committed(self, number: int, job: SaveJob, manifest: Manifest, reason: str) -> None:
+        told = {name: getattr(manifest, name) for name in OF_MANIFEST}
+        self._report(number, "COMMITTED", told | {"reason": reason})
+        job.record()
+
+    def _end_well(self, number: int, job: SaveJob) -> None:
+        """Clean up after a committed save, and report DONE."""
+        removed, problem = job.retain()
+        self._end(number, job, "DONE", {"removed": removed, "problem": encodable(problem)})
+
+    def _fail(self, number: int, job: SaveJob, error: Exception) -> None:
+        """Report the failure of a save to trainer and writers. Spec: REQ-CMT-004."""
+        self._end(number, job, "FAILED", job.fail(error).as_json())
+
+    def _end(self, number: int, job: SaveJob, state: str, told: dict[str, Any]) -> None:
+        """End the holds, then report the outcome.
+
+        The receiver may move or delete the directory, so that no hold may be left there.
+        """
+        job.tidy()
+        self._report(number, state, told)
 
     # --- saves through a cache --------------------------------------------------------------------
 
-    def _save_by_cache(self, number: int, work: _Work, snapped: Snapped, uploads: Uploads) -> bool:
+    def _save_by_cache(
+        self,
+        number: int,
+        job: SaveJob,
+        snapped: Snapped,
+        delta: DeltaOptions,
+        uploads: Uploads,
+    ) -> bool:
         """Write a save into the cache and queue the upload, which releases the save.
 
         Returns: False if the cache failed, after all earlier saves have ended; True otherwise.
@@ -459,80 +287,141 @@ class Saver:
         while not self._committed.empty():
             self._chain.commit(self._committed.get())
         try:
-            cache = self._open_cache(work.request, uploads)
-            reason = work.write_to_cache(cache, uploads, snapped, self._chain)
+            cache = self._open_cache(job.save, uploads)
+            reason = self._write_to_cache(job, cache, uploads, snapped, delta)
+            self._report(number, "WRITTEN", {})
         except (StoreError, IntegrityError, FormatError) as error:
             self._cache = None
             self._note(f"CACHE_FAILED: a save is written to the run's home at once: {error}")
             uploads.wait_idle()
             return False
         except Exception as error:  # noqa: BLE001
-            work.report("FAILED", as_ckpt_error(error).as_json())
-            uploads.add(functools.partial(self._end_failed, number, work, error))
+            self._report(number, "FAILED", as_ckpt_error(error).as_json())
+            uploads.add(functools.partial(self._end_failed, number, job, error))
             return True
 
         def upload() -> None:
             try:
-                uploads.until_home_answers(lambda: self._hold_run(work.request))
-                work.bring_home(cache, uploads, self._upload_known, reason, self._committed.put)
+                uploads.until_home_answers(lambda: self._hold_run(job.save))
+                self._bring_home(number, job, cache, uploads, reason)
             except CkptError as error:  # home refuses the hold
-                work.fail(error)
+                self._fail(number, job, error)
             finally:
-                self._release(number, work)
+                self._release(number, job)
 
+        job.known = self._upload_known
         uploads.add(upload)
         return True
 
-    def _settle_older(self, request: SaveRequest) -> None:
+    def _write_to_cache(
+        self,
+        job: SaveJob,
+        cache: NodeCache,
+        uploads: Uploads,
+        snapped: Snapped,
+        delta: DeltaOptions,
+    ) -> str:
+        """Write a snapshot from a slot into the cache.
+
+        Returns: the reason why the save is a full save or a delta, or why it stays in the cache.
+        Raises: StoreError, IntegrityError, FormatError if the cache fails or has no room; errors of
+            waiting for the slot.
+        """
+        save = job.save
+        nbytes = snapped.image.nbytes
+        while not cache.make_room(nbytes):
+            if not uploads.wait_for_one():
+                detail = f"no room for a save of {nbytes} bytes"
+                raise err(
+                    Code.NO_SPACE,
+                    detail,
+                    where=cache.store.name,
+                    remedy="Raise cache_nbytes=, or free space.",
+                )
+        part = part_of(save.origin, save.writer)
+        job.held.enter_context(cache.hold(part))
+        stays = save.durability != HOME
+        context = dataclasses.replace(snapped.context, durability=save.durability)
+        try:
+            plan = self._chain.write(
+                cache.at(part.name),
+                save.origin,
+                save.writer,
+                dataclasses.replace(snapped, context=context),
+                options=delta if uploads.is_well and not stays else DeltaOptions(),
+                home=save.store,
+            )
+        except Exception:
+            cache.drop(part)
+            raise
+        return "it stays in the cache of its node" if stays else plan.reason
+
+    def _bring_home(
+        self, number: int, job: SaveJob, cache: NodeCache, uploads: Uploads, reason: str
+    ) -> None:
+        """Copy the result of `_write_to_cache` home; report COMMITTED and DONE, or FAILED."""
+        try:
+            has_replica = job.save.durability == PEERS and self._has_replica(number, job.save)
+            manifest = bring_home(cache, job, uploads=uploads, has_replica=has_replica)
+        except Exception as error:  # noqa: BLE001
+            self._fail(number, job, error)
+            return
+        if manifest.durability == HOME:
+            self._committed.put(manifest)
+        self._tell_committed(number, job, manifest, reason)
+        self._end_well(number, job)
+
+    def _has_replica(self, number: int, save: SaveState) -> bool:
+        """Wait for the trainer's answer, up to the deadline; return whether a replica exists."""
+        with contextlib.suppress(queue.Empty):
+            return not self._answers[number].get(timeout=save.deadline_s)
+        return False
+
+    def _settle_older(self, save: SaveState) -> None:
         """Mark earlier saves in the cache as settled: this save is at home, and they needn't be."""
         assert self._cache_options is not None  # noqa: S101
         with contextlib.suppress(CkptError):  # the cache may be gone
-            cache = NodeCache(self._cache_options, request.origin.run_id or "")
-            cache.settle_up_to(part_of(request.origin, request.writer))
+            cache = NodeCache(self._cache_options, save.origin.run_id or "")
+            cache.settle_up_to(part_of(save.origin, save.writer))
 
-    def _end_failed(self, number: int, work: _Work, error: Exception) -> None:
+    def _end_failed(self, number: int, job: SaveJob, error: Exception) -> None:
         """Report to all writers a save that failed before it was in the cache.
 
         The trainer has the report already.
         """
         try:
-            work.tell_others(as_ckpt_error(error))
+            job.fail(error)
         finally:
-            self._release(number, work)
+            self._release(number, job)
 
-    def _open_cache(self, request: SaveRequest, uploads: Uploads) -> NodeCache:
+    def _open_cache(self, save: SaveState, uploads: Uploads) -> NodeCache:
         """Return the cache.
 
         The first call also queues the uploads of a saver of this launch and writer that died.
         """
         assert self._cache_options is not None  # noqa: S101
-        origin = request.origin
+        origin = save.origin
         if self._cache is None:
             self._cache = NodeCache(self._cache_options, origin.run_id or "")
         if not self._has_adopted:
             self._has_adopted = True
             for part in self._cache.list_unfinished():
-                if (part.writer, part.launch) == (request.writer, origin.launch):
-                    uploads.add(functools.partial(self._adopt, self._cache, part, request, uploads))
+                if (part.writer, part.launch) == (save.writer, origin.launch):
+                    uploads.add(functools.partial(self._adopt, self._cache, part, save, uploads))
         return self._cache
 
-    def _adopt(
-        self, cache: NodeCache, part: CachedPart, request: SaveRequest, uploads: Uploads
-    ) -> None:
-        """Finish a cached save of a saver that died. Spec: REQ-RUN-036."""
+    def _adopt(self, cache: NodeCache, part: CachedPart, save: SaveState, uploads: Uploads) -> None:
+        """Finish a cached save of a saver that died. Spec: REQ-RUN-036.
+
+        Args:
+            save: values of a later save by this saver.
+        """
         assert self._store is not None  # noqa: S101
         try:
             with cache.hold(part):
                 origin = cache.read_part(part)[0].origin
-                bring_home(
-                    cache,
-                    part,
-                    self._store,
-                    origin,
-                    uploads=uploads,
-                    known=self._upload_known,
-                    deadline_s=request.deadline_s,
-                )
+                adopted = dataclasses.replace(save, store=self._store.at(part.name), origin=origin)
+                bring_home(cache, SaveJob(adopted, self._upload_known), uploads=uploads)
         except Exception as error:  # noqa: BLE001
             self._note(
                 f"CACHE_UNFINISHED: {part.name}, which a saver left when it died:"
@@ -544,26 +433,26 @@ class Saver:
 
     # --- holds ------------------------------------------------------------------------------------
 
-    def _hold(self, number: int, work: _Work, progress: Progress) -> None:
+    def _hold(self, number: int, job: SaveJob, progress: Progress) -> None:
         """Hold the file that shows that saves are in progress."""
         with self._lock:
-            self._works[number] = work
+            self._answers[number] = queue.SimpleQueue()
             self._pending[number] = progress  # first: keeps an existing hold
         try:
-            self._hold_run(work.request) if work.is_in_run else work.hold()
+            job.hold() if job.save.run is None else self._hold_run(job.save)
         except StoreError:
             if self._uploads is None:
                 raise
             # Home doesn't answer, and no launch can begin there. The upload takes the hold before
             # it writes its first byte to home.
 
-    def _hold_run(self, request: SaveRequest) -> None:
+    def _hold_run(self, save: SaveState) -> None:
         """Hold a file in the run, unless this saver holds one already. Spec: REQ-RUN-017."""
         with self._lock:
             if self._is_held:
                 return
         assert self._store is not None  # noqa: S101
-        name = f"{SAVERS}/{request.origin.launch:04d}-{request.writer:05d}-{request.origin.attempt}"
+        name = f"{SAVERS}/{save.origin.launch:04d}-{save.writer:05d}-{save.origin.attempt}"
         with contextlib.ExitStack() as held:
             held.enter_context(self._store.hold(name))
             with self._lock:
@@ -571,10 +460,10 @@ class Saver:
                     self._held = held.pop_all()
                     self._is_held = True
 
-    def _release(self, number: int, work: _Work) -> None:
+    def _release(self, number: int, job: SaveJob) -> None:
         with self._lock, contextlib.suppress(CkptError):
-            del self._pending[number], self._works[number]
-            with work.held:
+            del self._pending[number], self._answers[number]
+            with job.held:
                 if not self._pending:
                     self._is_held = False
                     self._held.close()

@@ -20,42 +20,33 @@ from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.data_loaders import UNREAD, has_unread_samplers
 from ckptfmt.adapters.live import list_doubts
 from ckptfmt.adapters.unsaved import Unheld
-from ckptfmt.commit.decision import Known, check_vacant, read_register
-from ckptfmt.commit.lone import check_no_run
+from ckptfmt.commit.decision import Known, read_register
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.durability import HOME, NODE, PEERS
 from ckptfmt.documents.labels import Labels
-from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
+from ckptfmt.documents.manifest import Manifest, Origin
 from ckptfmt.documents.part import Leaf
-from ckptfmt.documents.run import Launch, RunRecord
+from ckptfmt.documents.run import Launch
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, StoreError, err, error_from_json
 from ckptfmt.group import Group, attempt
-from ckptfmt.run.ledger_writer import put_entry
-from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
-from ckptfmt.run.retention import Retention, explain_no_space, tidy_up
+from ckptfmt.run.save_job import SaveJob, SaveState
 from ckptfmt.saving.background import Background, Place
 from ckptfmt.saving.handle import STATES, Callbacks, SaveHandle, SaveReport, tell_committed
 from ckptfmt.saving.mirrors import Mirrors
 from ckptfmt.saving.mirrors import Place as MirrorPlace
-from ckptfmt.saving.one_save import (
-    Agreed,
-    Ownership,
-    agree_on_save,
-    prepare_once,
-    write_and_commit,
-)
+from ckptfmt.saving.one_save import Ownership, agree_on_save, prepare_once, write_live
 from ckptfmt.saving.peers import PeerOptions, Replicas, connect_by_torch
-from ckptfmt.saving.request import SaveRequest
+from ckptfmt.saving.request import dump_request
 from ckptfmt.state import State
 from ckptfmt.store import address_of
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Context
 from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.staging import Copy, Fillings, plan_copies
-from ckptfmt.write.writer import as_ckpt_error, tell_failure
+from ckptfmt.write.writer import as_ckpt_error
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: Kinds of saver.
@@ -144,76 +135,6 @@ class SaveOptions:
             raise err(
                 Code.ARGUMENT, f"nice={self.nice!r} isn't a number from 0 to 19", where="nice="
             )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """The destination of a save, and the parts of a save that differ by destination.
-
-    Attributes:
-        store: store rooted at the checkpoint's directory.
-        check: raises if saving here is refused. Called on writer 0, for an inline save and for
-            every save outside of a run.
-        request: attributes of the saver's `SaveRequest`.
-        launch: launch of the run; None outside of a run.
-        replace: whether the save may replace an existing checkpoint.
-        tidy_up: cleans up on writer 0 after the commit of an inline save. Returns the names of the
-            removed checkpoints, and the problem that stopped the clean-up, or an empty string.
-        explain: returns the error of a save with a remedy for this destination.
-    """
-
-    store: Store
-    check: Callable[[], None]
-    request: Mapping[str, Any]
-    launch: Launch | None = None
-    replace: bool = False
-    tidy_up: Callable[[Known], tuple[list[str], str]] = lambda _: ([], "")
-    explain: Callable[[CkptError], CkptError] = lambda error: error
-
-    @classmethod
-    def in_run(
-        cls,
-        store: Store,
-        run: RunRecord,
-        launch: Launch,
-        *,
-        step: int,
-        retention: Retention,
-        ledger: bytes = b"",
-    ) -> Target:
-        """Return the target of a step of a run.
-
-        Args:
-            store: store rooted at the run.
-            ledger: entry of the ledger as of now; empty for none.
-        """
-        place = store.at(checkpoint_name(step, launch.launch))
-
-        def check() -> None:
-            check_not_fenced(store, launch.launch)
-            check_vacant(place)
-
-        def clean(known: Known) -> tuple[list[str], str]:
-            put_entry(store, launch.launch, ledger)
-            return tidy_up(store, run, launch=launch.launch, retention=retention, known=known)
-
-        request = {"retention": retention, "writer_features": run.writer_features, "ledger": ledger}
-        explain = functools.partial(explain_no_space, run=store, retention=retention)
-        return cls(
-            store=place, check=check, request=request, launch=launch, tidy_up=clean, explain=explain
-        )
-
-    @classmethod
-    def alone(cls, store: Store, *, replace: bool) -> Target:
-        """Return the target of a checkpoint outside of a run, at the root of `store`."""
-        address = address_of(store)
-        request = {
-            "place": store if address is None else address,
-            "replace": replace,
-            "writer_features": (),
-        }
-        check = functools.partial(check_no_run, store, replace=replace)
-        return cls(store=store, check=check, request=request, replace=replace)
 
 
 class Saves:
@@ -442,9 +363,8 @@ class Saves:
     def save(
         self,
         state: State,
-        target: Target,
+        save: SaveState,
         *,
-        step: int,
         must: bool = False,
         deadline_s: float | None = None,
         label: Callable[[], Labels] | None = None,
@@ -453,6 +373,7 @@ class Saves:
         """Start a save, or make a whole save inline; every process calls this at the same step.
 
         Args:
+            save: values of the save, as proposed by this process.
             must: whether to wait for a slot even if the policy is "skip", and to store the files at
                 home.
             deadline_s: longest wait for a slot, in seconds; None for the deadline of the options.
@@ -468,25 +389,24 @@ class Saves:
         if self._options.saver != "inline" and self._background is None:
             self.prepare(state)
         # If memory is too short for slots, the save is made inline.
-        path = target.store.name
         background = (
             self._background
             if self._background is not None and self._background.has_slots
             else None
         )
+        path = save.store.name
+        step = save.origin.step
         waits = must or self._options.when_busy == "wait"
         problem = self._wait_for_slot(background, deadline_s) if waits else None
         handle = SaveHandle(step=step, path=path, begin_s=begin_s, callbacks=self._callbacks)
         has_committed = self._has_committed()
         try:
-            agreed = agree_on_save(
+            save, snapshot, told = agree_on_save(
                 self._group,
                 state,
-                step=step,
-                launch=target.launch,
-                block_nbytes=limits.BLOCK_NBYTES,
+                dataclasses.replace(save, deadline_s=self._options.deadline_s),
                 ownership=self._ownership,
-                check=target.check if background is None or target.launch is None else None,
+                checks=background is None or save.run is None,  # else the saver checks
                 label=label,
                 unsaved=functools.partial(self._find_unsaved, state),
                 say={
@@ -502,13 +422,13 @@ class Saves:
         except StoreError as error:  # from writer 0's check; all processes raise it
             self._fail_together(handle, error, must=must)
             return handle
-        self._raise_failure(agreed.told)
+        self._raise_failure(told)
         if has_unread_samplers(state):
             self._report(f"SAMPLER_UNREAD: {UNREAD}; a resume claims no T1")
         for sentence in self._ownership.position.reports:
             self._report(sentence)
-        self._warn_of_limits(agreed.snapshot.leaves)
-        if any(theirs["busy"] for theirs in agreed.told):
+        self._warn_of_limits(snapshot.leaves)
+        if any(theirs["busy"] for theirs in told):
             if waits:
                 busy = problem or err(
                     Code.SLOTS_BUSY, "another writer has no free slot", where=path
@@ -518,13 +438,14 @@ class Saves:
             _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
             return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
         self._begun_count += 1
-        self._last = handle, agreed.origin, os.getpid()
+        self._last = handle, save.origin, os.getpid()
         self._undecided.append(handle)
         try:
+            save = dataclasses.replace(save, durability=told[0]["durability"])
             if background is None or not self._save_beside(
-                background, agreed, handle, state, target
+                background, save, snapshot, handle, state
             ):
-                self._save_inline(agreed, handle, target)
+                self._save_inline(save, snapshot, handle)
         except CkptError as error:
             if not (
                 self._options.failed_saves
@@ -535,7 +456,7 @@ class Saves:
                 _LOG.error("step %d FAILED: %s", step, error)
             handle.tell_copied()
             # The other processes learn of the failure at the next save, so that all counts agree.
-            self._own_failures.append((agreed.origin.attempt, handle))
+            self._own_failures.append((save.origin.attempt, handle))
         if self._mirrors is not None:
             self._mirrors.follow(handle)
         handle.blocked_s = time.monotonic() - begin_s
@@ -557,71 +478,55 @@ class Saves:
                 return error
         return None
 
-    def _save_inline(self, agreed: Agreed, handle: SaveHandle, target: Target) -> None:
-        try:
-            manifest = write_and_commit(
-                target.store,
-                self._group,
-                agreed,
-                ownership=self._ownership,
-                deadline_s=self._options.deadline_s,
-                known=self._known,
-                replace=target.replace,
-            )
-        except CkptError as error:
-            raise target.explain(error) from error.__cause__
+    def _save_inline(self, save: SaveState, snapshot: Snapshot, handle: SaveHandle) -> None:
+        job = SaveJob(save, self._known)
+        manifest = write_live(job, snapshot, self._ownership)
         handle.tell_copied()
         report = SaveReport.of(manifest, path=handle.path, reason="saved inline")
         handle.tell_state("COMMITTED", report)
-        tell_committed(self._group.writer, report, handle.times["COMMITTED"])
-        removed: list[str] = []
-        if self._group.writer == 0:
-            removed, problem = target.tidy_up(self._known)
-            if problem:
-                _LOG.warning("%s", problem)
+        tell_committed(save.writer, report, handle.times["COMMITTED"])
+        job.record()
+        removed, problem = job.retain()
+        if problem:
+            _LOG.warning("%s", problem)
         handle.tell_over(tuple(removed))
 
     def _save_beside(
         self,
         background: Background,
-        agreed: Agreed,
+        save: SaveState,
+        snapshot: Snapshot,
         handle: SaveHandle,
         state: State,
-        target: Target,
     ) -> bool:
         """Start a save in the background.
 
         Returns: False if memory is too short for slots; then no save was started.
         """
-        request = SaveRequest(
-            origin=agreed.origin,
-            writer=self._group.writer,
-            context=Context.of(agreed.snapshot),
-            deadline_s=self._options.deadline_s,
-            delta=self._options.delta,
-            durability=agreed.told[0]["durability"],
-            **target.request,
-        )
+        request = dump_request(save, Context.of(snapshot), self._options.delta)
         try:
-            self._look_for_devices(agreed.snapshot)
+            self._look_for_devices(snapshot)
             assert self._ownership.image is not None  # noqa: S101
             if not background.fits(self._ownership.image):  # the structure may have grown
                 self._prepare_slots()
                 if not background.has_slots:
                     return False
             background.save(
-                request, handle, lambda place: self._plan_copies(agreed, handle, state, place)
+                save,
+                request,
+                handle,
+                lambda place: self._plan_copies(snapshot, handle, state, place),
             )
         except BaseException as error:
             # Interrupts included. The error is raised here; all writers can read of the failure in
             # the store.
-            background.abandon(handle, agreed.origin.attempt, error)
-            tell_failure(target.store, agreed.origin, self._group.writer, as_ckpt_error(error))
+            background.abandon(handle, save.origin.attempt, error)
+            SaveJob(save).fail(error)
             raise
         return True
 
     def _plan_copies(
-        self, agreed: Agreed, handle: SaveHandle, state: State, place: Place
+        self, snapshot: Snapshot, handle: SaveHandle, state: State, place: Place
     ) -> tuple[list[Copy], list[Copy]]:
         """Return the copies into a slot: copies to do now, and copies to do during the next step.
 
@@ -630,7 +535,7 @@ class Saves:
         image = self._ownership.image
         assert image is not None  # noqa: S101
         guard = self._guard_of(state)
-        sources = agreed.snapshot.tensors
+        sources = snapshot.tensors
         constant: frozenset[TensorKey] = frozenset()
         for other in list(self._guards.values()):
             other.end_probation()  # the slot may have held any state
@@ -642,7 +547,7 @@ class Saves:
         ):  # without deltas every block is copied, without checksums
             filling = self._fillings.begin(place.number, image, was_written=place.was_written)
         now, later = plan_copies(
-            agreed.snapshot,
+            snapshot,
             image,
             place.slot.view,
             later=constant,
@@ -882,8 +787,8 @@ def add_report(reports: list[str], sentence: str) -> None:
         reports.append(sentence)
 
 
-def _replicate(replicas: Replicas, request: SaveRequest, answer: Callable[[str], None]) -> None:
-    replicas.replicate(part_of(request.origin, request.writer), answer)
+def _replicate(replicas: Replicas, save: SaveState, answer: Callable[[str], None]) -> None:
+    replicas.replicate(part_of(save.origin, save.writer), answer)
 
 
 def _let_go(background: Background, guards: dict[int, Any]) -> None:

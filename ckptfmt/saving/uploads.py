@@ -6,18 +6,17 @@ A job is retried as long as home doesn't answer.
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 import time
 from collections.abc import Callable, Container
 from typing import Final, TypeVar
 
-from ckptfmt.commit.decision import Known, check_vacant, decide, read_register
 from ckptfmt.documents.durability import HOME
-from ckptfmt.documents.manifest import Manifest, Origin
+from ckptfmt.documents.manifest import Manifest
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.run.lineage import check_not_fenced
-from ckptfmt.run.node_cache import CachedPart, NodeCache
-from ckptfmt.store.protocol import Store
+from ckptfmt.run.node_cache import NodeCache, part_of
+from ckptfmt.run.save_job import SaveJob
 
 T = TypeVar("T")
 
@@ -29,15 +28,7 @@ _PAUSE_MAX_S = 10.0
 
 
 def bring_home(
-    cache: NodeCache,
-    part: CachedPart,
-    run_store: Store,
-    origin: Origin,
-    *,
-    uploads: Uploads,
-    known: Known,
-    deadline_s: float,
-    has_replica: bool = False,
+    cache: NodeCache, job: SaveJob, *, uploads: Uploads, has_replica: bool = False
 ) -> Manifest:
     """Copy a writer's cached save to home, commit the save, and mark it as settled in the cache.
 
@@ -45,36 +36,24 @@ def bring_home(
     is copied, and the save is settled by a later save with its files at home.
 
     Args:
-        run_store: store of the run, at home.
-        origin: the attempt's origin.
-        deadline_s: longest wait for the other writers, in seconds.
+        job: the save, at home.
         has_replica: whether another node's cache certainly has the files.
 
-    Raises: errors of `NodeCache.upload` and `decide`; FencedError(FENCED);
+    Raises: errors of `NodeCache.upload` and `SaveJob.run`; FencedError(FENCED);
         CommitError(CHECKPOINT_EXISTS). After an error the save is settled too, except where home
         doesn't answer.
     Spec: REQ-RUN-035, REQ-RUN-037, REQ-RUN-004, REQ-CMT-048.
     """
-    home = run_store.at(part.name)
+    save = job.save
+    part = part_of(save.origin, save.writer)
     passing = PASSING
-    if part.writer == 0:
+    if save.writer == 0:
         passing |= {Code.COMMIT_UNKNOWN}  # a committer may ask again
-
-    def check() -> None:
-        if part.writer == 0:
-            check_not_fenced(run_store, origin.launch or 0)
-            register = read_register(home)
-            if (
-                not isinstance(register, Manifest) or register.origin != origin
-            ):  # else an answer was lost
-                check_vacant(home)
-
     try:
-        uploads.until_home_answers(check)
-        uploads.until_home_answers(lambda: cache.upload(part, home, has_replica=has_replica))
-        manifest = uploads.until_home_answers(
-            lambda: decide(home, origin, writer=part.writer, deadline_s=deadline_s, known=known),
-            passing=passing,
+        manifest = job.run(
+            lambda: cache.upload(part, save.store, has_replica=has_replica),
+            again=functools.partial(uploads.until_home_answers, passing=passing),
+            waits=True,
         )
     except Exception as error:
         if not (isinstance(error, CkptError) and error.code in passing):

@@ -454,6 +454,7 @@ def _replace_at_once(store: LocalStore, number: int) -> None:
         decision.sweep_attempts(store, made)
         write_part(store, state, made, writer=0)
         decision.decide(store, made, writer=0, deadline_s=WAIT_S, replace=True)
+        decision.sweep_attempts(store, made)
 
 
 def test_files_of_its_own_attempt_stay(store: LocalStore) -> None:

@@ -57,6 +57,7 @@ _OF_TRAINER: Final = (
     "write/staging.py",
     "write/slot_contents.py",
     "saving/saver.py",
+    "run/save_job.py",
 )
 #: By this variable a saver's process is told at which of its messages to raise; see
 #: `tests.faults.injected_saver`.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ckptfmt.commit import decision as commit
 from ckptfmt.commit import lone
-from ckptfmt.run import labelling, lineage, retention
-from ckptfmt.saving import one_save
+from ckptfmt.run import labelling, lineage, retention, save_job
 from tests.mutants.mutant import Mutant, replaced, rewritten
 
 _NO_SYNC = ('    store.sync("")\n', "")
@@ -229,7 +228,7 @@ MUTANTS = {
     "earlier_saves_not_waited_for": Mutant(
         clauses=("REQ-CMT-043",),
         fault="replaces while a save that began before is still under way",
-        patch=replaced(one_save, "wait_for_attempts", lambda *_, **__: None),
+        patch=replaced(save_job, "wait_for_attempts", lambda *_, **__: None),
         tests=("commit/test_replace.py::test_an_earlier_save_is_waited_for",),
     ),
     "removed_before_it_says_so": Mutant(

@@ -11,6 +11,7 @@ from ckptfmt.delta import chain
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, parse_register
 from ckptfmt.group import Group
+from ckptfmt.run import save_job
 from ckptfmt.saving import one_save as saving
 from ckptfmt.store.protocol import Store
 from ckptfmt.write import writer
@@ -81,9 +82,7 @@ MUTANTS = {
     "attempt_named_after_its_step": Mutant(
         clauses=("REQ-CMT-003",),
         fault="gives each try to save a step the same attempt",
-        patch=rewritten(
-            saving.agree_on_save, "secrets.token_hex(8)", 'f"{operator.index(step):016x}"'
-        ),
+        patch=rewritten(save_job.new_origin, "secrets.token_hex(8)", 'f"{int(step):016x}"'),
         tests=("interface/test_api.py::test_each_try_has_an_attempt_of_its_own",),
     ),
     "relies_on_what_is_in_caches": Mutant(

@@ -25,10 +25,9 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verified_files import VerifiedFile
 from ckptfmt.run import compaction as compact
-from ckptfmt.run import lineage, mirror, node_cache, scrub, spent_time
+from ckptfmt.run import lineage, mirror, node_cache, save_job, scrub, spent_time
 from ckptfmt.run.witness import StepsHeader
-from ckptfmt.saving import one_save as saving
-from ckptfmt.saving import peers, saver, uploads
+from ckptfmt.saving import peers, uploads
 from ckptfmt.saving.saver import Saver
 from ckptfmt.store.direct import make_memory
 from ckptfmt.store.local import LocalStore
@@ -48,7 +47,9 @@ def _all_settled(right: Any, *arguments: Any) -> Any:
 
 
 def _look_once() -> AbstractContextManager[Any]:
-    return mock.patch.object(saver, "check_not_fenced", functools.cache(lineage.check_not_fenced))
+    return mock.patch.object(
+        save_job, "check_not_fenced", functools.cache(lineage.check_not_fenced)
+    )
 
 
 def _open_only(_right: Any, store: Store, report: Report, *, digest: str) -> Checkpoint | None:
@@ -167,7 +168,9 @@ MUTANTS = {
     "checkpoint_in_a_run_directory": Mutant(
         clauses=("REQ-RUN-016",),
         fault="saves a checkpoint where a run is",
-        patch=replaced(api, "check_no_run", lambda _, store, **_how: commit.check_vacant(store)),
+        patch=replaced(
+            save_job, "check_no_run", lambda _, store, **_how: commit.check_vacant(store)
+        ),
         tests=("loop/test_checkpointer.py::test_directory_is_a_run_or_a_checkpoint_and_not_both",),
     ),
     "run_in_a_checkpoint_directory": Mutant(
@@ -217,7 +220,10 @@ MUTANTS = {
         clauses=("REQ-CKP-007",),
         fault="gives every checkpoint outside of a run the same nonce",
         patch=functools.partial(
-            mock.patch.object, saving, "secrets", mock.Mock(token_hex=lambda nbytes: "5a" * nbytes)
+            mock.patch.object,
+            save_job,
+            "secrets",
+            mock.Mock(token_hex=lambda nbytes: "5a" * nbytes),
         ),
         tests=(
             "interface/test_api.py::test_checkpoint_outside_of_a_run_names_no_run_and_has_a_nonce_of_its_own",
@@ -455,7 +461,7 @@ MUTANTS = {
     "peers_told_without_a_replica": Mutant(
         clauses=("REQ-CMT-048",),
         fault="commits a save as one that survives its node, whatever the partner says",
-        patch=replaced(saver._Work, "_has_replica", lambda *_: True),
+        patch=replaced(Saver, "_has_replica", lambda *_: True),
         tests=(
             "save/test_peers.py::test_what_stays_in_caches_survives_a_node_with_replicas[problem]",
         ),

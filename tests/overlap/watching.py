@@ -84,7 +84,9 @@ class Late:
         finish, save = HostCopy.finish, Background.save
         wait_copied, wait_free = SaveHandle.wait_copied, Background.wait_free
 
-        def save_late(background: Background, request: Any, handle: SaveHandle, plan: Any) -> None:
+        def save_late(
+            background: Background, state: Any, request: Any, handle: SaveHandle, plan: Any
+        ) -> None:
             def plan_late(lent: Any) -> Any:
                 now, later = plan(lent)
                 gate = self._gates[handle] = threading.Event()
@@ -93,7 +95,7 @@ class Late:
                     gate.set()
                 return now, later
 
-            save(background, request, handle, plan_late)
+            save(background, state, request, handle, plan_late)
 
         def finish_late(copy: HostCopy) -> None:
             gate = self._gate_of.get(id(copy))

@@ -6,8 +6,7 @@ import pytest
 
 from ckptfmt.commit import decision
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.run import retention
-from ckptfmt.saving import saver
+from ckptfmt.run import retention, save_job
 from ckptfmt.store import objects
 from ckptfmt.store.objects import ObjectStore
 from tests.s3.fault_campaign import SCENARIOS, Campaign, Combination
@@ -100,7 +99,7 @@ def _delete_when_the_outcome_is_unknown(monkeypatch):
             decision.sweep(store)
             raise
 
-    monkeypatch.setattr(saver, "decide", decide)
+    monkeypatch.setattr(save_job, "decide", decide)
 
 
 def _leave_what_a_clean_up_left(monkeypatch):

@@ -18,7 +18,7 @@ from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
 from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import Code
-from ckptfmt.saving import saver
+from ckptfmt.run import save_job
 from ckptfmt.store import open_store
 from ckptfmt.write.staging import Fillings
 from tests.builders import code_of, error_of
@@ -252,7 +252,7 @@ def test_a_save_that_fails_once_it_is_written_leaves_nothing_stale(home, monkeyp
             ck.step += 1
             with monkeypatch.context() as patch:
                 if number == 3:
-                    patch.setattr(saver, "decide", lambda *_, **__: 1 / 0)
+                    patch.setattr(save_job, "decide", lambda *_, **__: 1 / 0)
                     with pytest.raises(ckptfmt.CkptError):
                         save(ck)
                     with pytest.raises(ckptfmt.CkptError):

@@ -1,6 +1,7 @@
 """The trainer's way to its saver: nobody waits for it, and nothing of it stays behind."""
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import queue
@@ -11,10 +12,12 @@ import time
 from typing import Any
 
 from ckptfmt.commit.waiting import poll
+from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.errors import Code, CommitError
 from ckptfmt.run.lineage import begin_launch, open_run
+from ckptfmt.run.save_job import SaveState
 from ckptfmt.saving.links import Lost, ProcessLink, ThreadLink
-from ckptfmt.saving.request import SaveRequest
+from ckptfmt.saving.request import dump_request
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.image import Context, plan_image
@@ -55,17 +58,16 @@ def hand_over(link: Any, told: Told, number: int, nbytes: int = 4096) -> Slot:
     return slot
 
 
-def request_of(store: Any, made: Any) -> SaveRequest:
+def request_of(store: Any, made: Any) -> dict[str, Any]:
     """Begin a launch, and return the request of its step 1."""
     run = open_run(store)
     launch, _ = begin_launch(store, run)
-    return SaveRequest(
+    save = dataclasses.replace(
+        SaveState.in_run(store, run, launch, step=1),
         origin=origin(run_id=run.run_id, launch=launch.launch, nonce=launch.nonce, step=1),
-        writer=0,
-        context=Context.of(made),
         deadline_s=WAIT_S,
-        writer_features=(),
     )
+    return dump_request(save, Context.of(made), DeltaOptions())
 
 
 def send_save(link: Any, told: Told, store: Any) -> None:
@@ -75,9 +77,7 @@ def send_save(link: Any, told: Told, store: Any) -> None:
     slot = hand_over(link, told, 0, image.nbytes)
     slot.view[: image.nbytes] = fill(image, made)[: image.nbytes]
     link.send({"type": "image", "image": image.as_dict()})
-    link.send(
-        {"type": "save", "number": 1, "slot": 0, "request": request_of(store, made).as_dict()}
-    )
+    link.send({"type": "save", "number": 1, "slot": 0, "request": request_of(store, made)})
     link.send({"type": "complete", "number": 1})
 
 

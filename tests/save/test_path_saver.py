@@ -199,7 +199,7 @@ def test_path_is_refused_while_a_save_to_it_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr("ckptfmt.saving.saver.decide", _behind(gate, "ckptfmt.saving.saver.decide"))
+    monkeypatch.setattr("ckptfmt.run.save_job.decide", _behind(gate, "ckptfmt.run.save_job.decide"))
     (tmp_path / "link").symlink_to(tmp_path / "place")
     with make() as saving:
         handle = saving.save(tmp_path / "place", state_of(1), step=1)

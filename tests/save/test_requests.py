@@ -292,7 +292,7 @@ def test_the_only_writer_of_a_run_commits_without_a_listing():
     store, made = Distant(), origin(run_id="ab" * 16, launch=1)
     write_part(store, snapshot(tensor("w", np.zeros(2048, np.float32))), made, writer=0)
     store.forget()
-    decide(store, made, writer=0, deadline_s=1, sweeps=False)
+    decide(store, made, writer=0, deadline_s=1)
     assert store.counts["LIST"] == 0
     store.forget()
     sweep_attempts(store, made)

@@ -1,5 +1,6 @@
 """What saves from a slot, beside the training: states in order, nothing half done, and the same files as without it."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from ckptfmt.commit.decision import decide, read_register
 from ckptfmt.commit.waiting import poll
+from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.manifest import Manifest, checkpoint_name, failure_path, part_path
 from ckptfmt.documents.msgpk import dump_msgpack, parse_msgpack
 from ckptfmt.documents.part import Leaf, RngStream
@@ -19,7 +21,8 @@ from ckptfmt.documents.run import SAVERS
 from ckptfmt.errors import Code, err
 from ckptfmt.run.lineage import begin_launch, list_checkpoints, open_run
 from ckptfmt.run.retention import Retention
-from ckptfmt.saving.request import SaveRequest
+from ckptfmt.run.save_job import SaveState
+from ckptfmt.saving.request import dump_request, parse_request
 from ckptfmt.saving.saver import Saver
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
@@ -127,16 +130,17 @@ class Trainer:
         self.views[number] = made_slot.view[: len(self.contents[number])]
         self.views[number][:] = b"\xee" * len(self.contents[number])
         self.saver.add_slot(slot, made_slot)
-        request = SaveRequest(
+        save = SaveState(
+            store=self.place(number),
             origin=self.origin(number),
             writer=self.writer,
-            context=Context.of(made),
             deadline_s=WAIT_S,
+            run=self.seen,
             retention=Retention(keep=keep),
-            writer_features=(),
         )
+        request = dump_request(save, Context.of(made), DeltaOptions())
         self.send({"type": "image", "image": image.as_dict()})
-        self.send({"type": "save", "number": number, "slot": slot, "request": request.as_dict()})
+        self.send({"type": "save", "number": number, "slot": slot, "request": request})
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message as the channel would."""
@@ -617,8 +621,21 @@ def test_run_that_cannot_be_held_fails_the_save_and_not_the_saver() -> None:
 # --- what goes over the wire ----------------------------------------------------------------------
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
-REQUESTS = st.builds(
-    SaveRequest,
+CONTEXTS = st.builds(
+    Context,
+    saved_unix_s=st.integers(0, 2**40),
+    streams=st.lists(st.builds(RngStream, name=TEXT, scope=TEXT, kind=TEXT, state=st.binary())).map(
+        tuple
+    ),
+    leaves=st.lists(st.builds(Leaf, field=TEXT, name=TEXT, scope=TEXT, value=st.binary())).map(
+        tuple
+    ),
+    absent=st.dictionaries(TEXT, TEXT),
+)
+SAVES = st.builds(
+    SaveState,
+    store=st.none(),
+    run=st.just(MemoryStore()),
     origin=st.builds(
         origin,
         run_id=st.sampled_from(["f" * 32, "0" * 32]),
@@ -626,17 +643,6 @@ REQUESTS = st.builds(
         step=st.integers(0, 2**53 - 1),
     ),
     writer=st.integers(0, 999_999),
-    context=st.builds(
-        Context,
-        saved_unix_s=st.integers(0, 2**40),
-        streams=st.lists(
-            st.builds(RngStream, name=TEXT, scope=TEXT, kind=TEXT, state=st.binary())
-        ).map(tuple),
-        leaves=st.lists(st.builds(Leaf, field=TEXT, name=TEXT, scope=TEXT, value=st.binary())).map(
-            tuple
-        ),
-        absent=st.dictionaries(TEXT, TEXT),
-    ),
     deadline_s=st.floats(0, 1e9) | st.just(float("inf")) | st.integers(0, 10**6),
     retention=st.builds(
         Retention,
@@ -648,10 +654,14 @@ REQUESTS = st.builds(
 )
 
 
-@given(REQUESTS)
-def test_request_arrives_as_it_was_made(request_: SaveRequest) -> None:
-    message = parse_msgpack(dump_msgpack(request_.as_dict()), where="", limit_items=10_000)
-    assert SaveRequest.from_dict(message) == request_
+@given(SAVES, CONTEXTS)
+def test_request_arrives_as_it_was_made(save: SaveState, context: Context) -> None:
+    request = dump_request(save, context, DeltaOptions())
+    message = parse_msgpack(dump_msgpack(request), where="", limit_items=10_000)
+    arrived, *others = parse_request(message, save.run)
+    assert arrived.store.name.endswith(checkpoint_name(save.origin.step, save.origin.launch or 0))
+    assert dataclasses.replace(arrived, store=save.store) == save
+    assert others == [context, DeltaOptions()]
 
 
 @pytest.mark.parametrize("writer", [0, 1])
