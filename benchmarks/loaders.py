@@ -19,7 +19,7 @@ import ckptfmt
 from benchmarks.peers import Dcp, Safetensors, TorchSave
 from benchmarks.raw import RawReader, RawSetting, RawWriter
 from benchmarks.state import Trainer
-from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loading.load_report import LoadReport
 from ckptfmt.read.files import StoredBox
 from ckptfmt.read.streaming import ReadReport
 

@@ -25,7 +25,7 @@ from benchmarks.layouts import Matrices
 from benchmarks.loaders import describe_reads
 from benchmarks.machine import read_by_calls_nbytes
 from benchmarks.rounds import Progress
-from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loading.load_report import LoadReport
 
 _RANKS: Final = 2
 _ROOT: Final = Path(__file__).parents[1]

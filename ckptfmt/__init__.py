@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckptfmt.data.sampler import Sampler
     from ckptfmt.errors import CkptError
     from ckptfmt.loading.initial import InitFrom
-    from ckptfmt.loading.restore import LoadReport
+    from ckptfmt.loading.load_report import LoadReport
     from ckptfmt.loop.triggers import Triggers
     from ckptfmt.read.reader import Checkpoint
     from ckptfmt.read.report import Report
@@ -78,7 +78,7 @@ _HOMES = {
     "CkptError": "errors",
     "FirstWorker": "state",
     "InitFrom": "loading.initial",
-    "LoadReport": "loading.restore",
+    "LoadReport": "loading.load_report",
     "Parts": "state",
     "PerWorker": "state",
     "Report": "read.report",

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, SupportsFloat, overload
 
@@ -29,8 +29,10 @@ from ckptfmt.documents.manifest import MANIFEST_NAME, parse_checkpoint_name
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, err
 from ckptfmt.group import DEADLINE_S, EXCHANGE, Agree, make_group
-from ckptfmt.loading.restore import LoadReport, load_anew, load_once
-from ckptfmt.read.files import read_anew
+from ckptfmt.loading.agreement import LoadTries
+from ckptfmt.loading.load_report import LoadReport
+from ckptfmt.loading.restore import load_once
+from ckptfmt.read.files import ReadTries, read_anew
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
@@ -247,11 +249,13 @@ def load(
         if rename is not None:
             raise err(Code.ARGUMENT, "there is no live name without a state", where="rename=")
 
-        def read() -> dict[str, Any]:
-            with open_checkpoint(path, digest=digest, bases=bases, wait_s=wait_s) as checkpoint:
+        tries = ReadTries()
+        while True:
+            with (
+                tries,
+                open_checkpoint(path, digest=digest, bases=bases, wait_s=wait_s) as checkpoint,
+            ):
                 return load_trees(checkpoint, framework, only=only)
-
-        return read_anew(read)
     check_state(state)
     store = open_store(path, writable=isinstance(agree, str))
     # A separate place: a save with the same token removes its own place at the end, when a load may
@@ -259,11 +263,15 @@ def load(
     group = make_group(writer, agree, store.at("loading"), deadline_s=deadline_s)
     places = _open_bases(bases)
 
-    def load_into(checkpoint: Checkpoint) -> LoadReport:
-        with checkpoint:
-            if group.writer == 0:
-                _warn_of_pending(checkpoint)
-            try:
+    load_tries = LoadTries(group)
+    while True:
+        with load_tries:
+            checkpoint = load_tries.open(
+                lambda: _open(path, store, digest=digest, bases=places, wait_s=wait_s)
+            )
+            with checkpoint, _naming_checkpoint(checkpoint, store):
+                if group.writer == 0:
+                    _warn_of_pending(checkpoint)
                 return load_once(
                     state,
                     checkpoint,
@@ -274,16 +282,22 @@ def load(
                     rename=rename,
                     share=share,
                 )
-            except IntegrityError as error:
-                if checkpoint.store.name == store.name:
-                    raise
-                # In a run, the error names the damaged checkpoint, so that another one can be
-                # chosen.
-                raise error.below(checkpoint.store.name) from None
 
-    return load_anew(
-        group, lambda: _open(path, store, digest=digest, bases=places, wait_s=wait_s), load_into
-    )
+
+@contextlib.contextmanager
+def _naming_checkpoint(checkpoint: Checkpoint, store: Store) -> Iterator[None]:
+    """Add the name of a run's checkpoint to an IntegrityError, so that another one can be chosen.
+
+    Args:
+        checkpoint: the open checkpoint.
+        store: the store of the path that the caller gave.
+    """
+    try:
+        yield
+    except IntegrityError as error:
+        if checkpoint.store.name == store.name:
+            raise
+        raise error.below(checkpoint.store.name) from None
 
 
 def optimizer_state_dict(

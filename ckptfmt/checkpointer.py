@@ -19,15 +19,10 @@ from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import REFERENCED
 from ckptfmt.group import DEADLINE_S, Agree, Group, make_group
+from ckptfmt.loading.agreement import LoadTries
 from ckptfmt.loading.initial import InitFrom, carry_init
-from ckptfmt.loading.restore import (
-    LoadReport,
-    claim_of_all,
-    load_anew,
-    load_once,
-    mark_streams,
-    restore_streams,
-)
+from ckptfmt.loading.load_report import LoadReport, claim_of_all
+from ckptfmt.loading.restore import load_once, mark_streams, restore_streams
 from ckptfmt.loop.launching import take_launch
 from ckptfmt.loop.loop import StepCount, StopSignals, make_meters, parse_every
 from ckptfmt.loop.pace import Pace
@@ -878,11 +873,12 @@ class Checkpointer:
         self._talk.tell_changed(self._load_report)
 
     def _begin_from(self, init: InitFrom, state: State) -> None:
-        checkpoint, self._load_report = load_anew(
-            self._group,
-            lambda: open_checkpoint(init.path, digest=init.digest),
-            lambda found: (found, init.load(state, found, self._group, share=self._share)),
-        )
+        tries = LoadTries(self._group)
+        while True:
+            with tries:
+                checkpoint = tries.open(lambda: open_checkpoint(init.path, digest=init.digest))
+                self._load_report = init.load(state, checkpoint, self._group, share=self._share)
+                break
         assert self.launch is not None  # noqa: S101
         if init.is_whole:
             self._checkpoint = checkpoint

@@ -8,7 +8,8 @@ from typing import Any
 
 from ckptfmt.adapters.load_plan import Allow, Patterns, Rename
 from ckptfmt.group import Group
-from ckptfmt.loading.restore import LoadReport, load_once
+from ckptfmt.loading.load_report import LoadReport
+from ckptfmt.loading.restore import load_once
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.state import INIT_FROM, State
 from ckptfmt.store.protocol import Store

@@ -10,7 +10,8 @@ from typing import Final
 
 from ckptfmt.documents.run import Launch
 from ckptfmt.errors import printable
-from ckptfmt.loading.restore import LoadReport, was_not_asked
+from ckptfmt.loading.claims import was_not_asked
+from ckptfmt.loading.load_report import LoadReport
 from ckptfmt.state import State
 
 _LOG: Final = logging.getLogger("ckptfmt")

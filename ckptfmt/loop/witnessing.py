@@ -27,7 +27,7 @@ from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import Group
-from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loading.load_report import LoadReport
 from ckptfmt.loop.repeated_steps import RepeatedSteps
 from ckptfmt.loop.step_log import StepLog, bring_home, list_logged_launches, node_folder, remove_old
 from ckptfmt.run.witness import (

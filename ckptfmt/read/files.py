@@ -69,6 +69,34 @@ def replaced(digest: str) -> ReplacedError:
     )
 
 
+class ReadTries:
+    """The tries of a read that begins again where a save replaced the checkpoint meanwhile.
+
+    A context that suppresses ReplacedError, except in the last try.
+
+    Spec: REQ-OPN-013.
+
+    >>> tries, begun = ReadTries(), []
+    >>> while True:
+    ...     with tries:
+    ...         begun.append("a try")
+    ...         if len(begun) < 3:
+    ...             raise replaced("blake3:00")
+    ...         break
+    >>> len(begun)
+    3
+    """
+
+    def __init__(self) -> None:
+        self._left_count = _READ_TRIES
+
+    def __enter__(self) -> None:
+        self._left_count -= 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        return kind is not None and issubclass(kind, ReplacedError) and self._left_count > 0
+
+
 def read_anew(read: Callable[[], T]) -> T:
     """Return the result of `read`, and call `read` again if the checkpoint was replaced meanwhile.
 
@@ -78,10 +106,10 @@ def read_anew(read: Callable[[], T]) -> T:
     Raises: the errors of `read`; ReplacedError if the checkpoint was replaced during every attempt.
         Spec: REQ-OPN-013.
     """
-    for _ in range(_READ_TRIES - 1):
-        with contextlib.suppress(ReplacedError):
+    tries = ReadTries()
+    while True:
+        with tries:
             return read()
-    return read()
 
 
 def is_current(store: Store, digest: str) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
 
 from ckptfmt.layout.read_plan import Request
 from ckptfmt.store.direct import make_memory
@@ -117,6 +117,43 @@ def stream_requests(
     """
     if not requests:
         return 0
+    plan = _plan_buffers(store, requests)
+    memory = make_memory(plan.buffer_nbytes * plan.count)
+    with contextlib.nullcontext() if borrow is None else borrow(memory):
+        buffers = plan.cut(memory)
+        work = _RequestQueue(store, requests, take)
+        if plan.reader_count:
+            _read_beside_taking(work, buffers, plan.reader_count)
+        else:
+            with work:  # each thread reads and takes; the calling thread is one of the threads
+                for buffer in buffers[1:]:
+                    work.start(functools.partial(work.run, buffer))
+                work.run(buffers[0])
+        work.raise_error()
+    return memory.nbytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _BufferPlan:
+    """The memory and the threads for a sequence of requests.
+
+    Attributes:
+        buffer_nbytes: size of a buffer in bytes.
+        count: number of buffers.
+        reader_count: number of threads that only read; 0 where each thread reads and takes.
+    """
+
+    buffer_nbytes: int
+    count: int
+    reader_count: int
+
+    def cut(self, memory: memoryview) -> list[memoryview]:
+        """Return the buffers in a memory of their total size."""
+        nbytes = self.buffer_nbytes
+        return [memory[number * nbytes : (number + 1) * nbytes] for number in range(self.count)]
+
+
+def _plan_buffers(store: Ranges, requests: Sequence[Request]) -> _BufferPlan:
     longest_nbytes = max(request.nbytes for request in requests)
     # Two more pages: direct I/O begins and ends at page boundaries.
     buffer_nbytes = (-(-longest_nbytes // PAGE_NBYTES) + 2) * PAGE_NBYTES
@@ -133,16 +170,9 @@ def stream_requests(
         reader_count = READER_COUNT
         count = WAITING_BUFFER_COUNT
     count = max(1, min(count, len(requests), most_nbytes // buffer_nbytes))
-    memory = make_memory(buffer_nbytes * count)
-    with contextlib.nullcontext() if borrow is None else borrow(memory):
-        buffers = [
-            memory[number * buffer_nbytes : (number + 1) * buffer_nbytes] for number in range(count)
-        ]
-        if reader_count and count > 1:
-            _read_beside_taking(_Work(store, requests, take), buffers, reader_count)
-        else:
-            _read_and_take(_Work(store, requests, take), buffers)
-    return buffer_nbytes * count
+    if count == 1:
+        reader_count = 0
+    return _BufferPlan(buffer_nbytes=buffer_nbytes, count=count, reader_count=reader_count)
 
 
 def thread_count() -> int:
@@ -150,18 +180,9 @@ def thread_count() -> int:
     return min(THREAD_COUNT, len(os.sched_getaffinity(0)))
 
 
-def _read_and_take(work: _Work, buffers: Sequence[memoryview]) -> None:
-    """Read and take with one thread for each buffer; the calling thread is one of the threads."""
-    try:
-        for buffer in buffers[1:]:
-            work.start(functools.partial(work.run, buffer))
-        work.run(buffers[0])
-    finally:
-        work.end()
-    work.raise_error()
-
-
-def _read_beside_taking(work: _Work, buffers: Sequence[memoryview], reader_count: int) -> None:
+def _read_beside_taking(
+    work: _RequestQueue, buffers: Sequence[memoryview], reader_count: int
+) -> None:
     """Read with some threads, and take with other threads."""
     free: SimpleQueue[memoryview | None] = SimpleQueue()
     ready: SimpleQueue[tuple[int, memoryview, memoryview] | None] = SimpleQueue()
@@ -194,14 +215,16 @@ def _read_beside_taking(work: _Work, buffers: Sequence[memoryview], reader_count
             work.run(buffers[0])
     finally:
         work.end(wake)
-    work.raise_error()
 
 
-class _Work:
-    """The requests of a read, drawn one after the other by any free thread."""
+class _RequestQueue:
+    """The requests of a read, drawn one after the other by any free thread.
+
+    A context that ends all threads of the work.
+    """
 
     def __init__(self, store: Ranges, requests: Sequence[Request], take: _Take) -> None:
-        self._files = _Files(store, requests)
+        self._files = _RequestFiles(store, requests)
         self._requests = requests
         self._take = take
         # The lock guards all attributes below.
@@ -211,6 +234,12 @@ class _Work:
         self._running_count = 0
         self._has_ended = False
         self._failed: tuple[int, BaseException] | None = None  # the first in the order of requests
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def run(self, buffer: memoryview) -> None:
         """Read and take requests until no request is left or a request has failed."""
@@ -330,7 +359,7 @@ class _Work:
             raise self._failed[1]
 
 
-class _Files:
+class _RequestFiles:
     """Files that are open from their first request to their last.
 
     For requests in the order of files, few files are open at a time.

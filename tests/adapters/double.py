@@ -2,7 +2,8 @@
 
 from ckptfmt.adapters.capture import capture
 from ckptfmt.adapters.load_plan import LoadPlan
-from ckptfmt.loading.restore import LoadReport, plan_restore
+from ckptfmt.loading.load_report import LoadReport
+from ckptfmt.loading.restore import plan_restore
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.snapshot import Snapshot
@@ -39,7 +40,7 @@ def restore(
         restoration.leftover() if alone else frozenset(),
         restoration.unused_renames() if alone else frozenset(),
     )
-    return restoration.apply(restoration.plan_reading(), streams=streams)
+    return restoration.apply(restoration.plan_reading().run(), streams=streams)
 
 
 def load(state, checkpoint, **options) -> LoadReport:

@@ -17,7 +17,7 @@ import ckptfmt
 from ckptfmt.commit.decision import retire
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Origin, parse_register
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loading.load_report import LoadReport
 from ckptfmt.read.files import read_manifest
 from ckptfmt.run.lineage import list_checkpoints, open_run
 from ckptfmt.store import LocalStore, open_store

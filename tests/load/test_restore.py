@@ -136,7 +136,7 @@ def test_stages_of_a_pipeline_load_their_own_and_leave_the_others():
     nobody = plans[0].leftover() & plans[1].leftover()
     for plan in plans:
         plan.check(nobody)
-        plan.apply(plan.plan_reading(), streams=False)
+        plan.apply(plan.plan_reading().run(), streams=False)
 
     assert nobody == frozenset()
     assert plans[0].leftover()

@@ -12,7 +12,7 @@ import torch
 from ckptfmt.adapters.data_loaders import ForeignLoader
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import Code
-from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loading.load_report import LoadReport
 from ckptfmt.state import State
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import code_of

@@ -7,7 +7,7 @@ from typing import Any
 from ckptfmt import limits
 from ckptfmt.codecs import prediction as codec
 from ckptfmt.documents.manifest import part_path
-from ckptfmt.loading import restore
+from ckptfmt.loading import agreement
 from ckptfmt.read import decoding, files
 from ckptfmt.run import lineage
 from tests.mutants.mutant import Mutant, replaced
@@ -48,7 +48,7 @@ MUTANTS = {
     "tensors_of_two_checkpoints": Mutant(
         clauses=("REQ-OPN-014",),
         fault="loads a checkpoint on top of a part of the one that it replaced, whatever that had",
-        patch=replaced(restore, "_check_filled", lambda _right, _checkpoint, _filled: None),
+        patch=replaced(agreement, "_check_filled", lambda _right, _checkpoint, _filled: None),
         tests=("read/test_replaced.py::test_a_state_never_has_tensors_of_two_checkpoints",),
     ),
     "requests_without_a_limit": Mutant(

@@ -11,7 +11,7 @@ import torch
 
 import ckptfmt
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loading.load_report import LoadReport
 from ckptfmt.store.memory import MemoryStore
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckptfmt
 from ckptfmt import State
-from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loading.load_report import LoadReport
 from tests.resharding.stage import (
     Stage,
     attempt,

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptfmt
 from ckptfmt import State
 from ckptfmt.errors import CkptError
-from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loading.load_report import LoadReport
 from tests.resharding.stage import Stage
 
 #: State of AdamW that has the shape of its parameter.

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptfmt
 from ckptfmt import State
-from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loading.load_report import LoadReport
 from tests.resharding.stage import Stage, attempt, bits, optimizer_bits, weight_bits
 
 # --- BatchNorm ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ckptfmt
 from ckptfmt import Checkpointer, State
 from ckptfmt.delta import block_coder as coding
-from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loading.load_report import LoadReport
 from tests.resharding.sharded_scenes import adamw, both, shard, train
 from tests.resharding.stage import Stage
 

@@ -15,7 +15,7 @@ from torch import nn
 import ckptfmt
 from ckptfmt import PerWorker, State
 from ckptfmt.adapters.torch.tensors import TorchSource
-from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loading.load_report import LoadReport
 from tests.resharding.stage import (
     Stage,
     attempt,

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 import ckptfmt
 from ckptfmt import State
-from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loading.load_report import LoadReport
 from tests.resharding.stage import (
     Stage,
     attempt,

@@ -5,7 +5,7 @@ import pytest
 import ckptfmt
 from ckptfmt import State
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loading.load_report import LoadReport
 from tests.resharding.data_parallel_scenes import WRAPPED, _draw, _seed, make_normed
 from tests.resharding.launch import launch
 from tests.resharding.stage import weight_bits

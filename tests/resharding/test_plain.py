@@ -9,7 +9,7 @@ import pytest
 import ckptfmt
 from ckptfmt import State
 from ckptfmt.errors import Code
-from ckptfmt.loading.restore import LoadReport
+from ckptfmt.loading.load_report import LoadReport
 from tests.resharding.launch import launch
 from tests.resharding.plain_scenes import LAYERS, _both, make_layers
 

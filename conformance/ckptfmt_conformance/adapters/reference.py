@@ -395,7 +395,7 @@ def _loader(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> dict[str, Any]:
     restoration = plan_restore(State(data=data), plan)
     # With several workers, values left by this worker may belong to another worker.
     restoration.check(restoration.leftover() if count == 1 else frozenset())
-    report = restoration.apply(restoration.plan_reading())
+    report = restoration.apply(restoration.plan_reading().run())
     return {
         "state": tagged(vars(counts) or loader.given),
         "reported": any(line.startswith("LOADER_NOT_ELASTIC ") for line in report.downgrades),
