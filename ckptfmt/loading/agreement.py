@@ -1,4 +1,4 @@
-"""The agreement of all processes of a load: on errors, and on another try with a new checkpoint."""
+"""The agreement of all processes of a load on errors, and on another try with a new checkpoint."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ckptfmt.state import place_of
 
 
 class JointStep:
-    """A step of a load that succeeds on all processes or fails on all of them.
+    """A step of a load: success on all processes, or an error on all processes.
 
     Use the object as a context on every process, for one step after the other. The end of each step
     exchanges the errors.
 
     Args:
         group: the processes.
-        checkpoint: the checkpoint that all processes load.
+        checkpoint: the checkpoint to load.
 
     Raises: the step's own exception; on the other processes as `Group.raise_together`;
-        ReplacedError on all processes if one process raises it. Spec: REQ-OPN-013.
+        ReplacedError on all processes if any process raises ReplacedError. Spec: REQ-OPN-013.
     """
 
     def __init__(self, group: Group, checkpoint: Checkpoint) -> None:
@@ -56,7 +56,7 @@ class JointStep:
 
 
 class LoadTries(ReadTries):
-    """The tries of a load by all processes, which begins again if the checkpoint is replaced.
+    """The tries of a load by all processes. A replaced checkpoint starts another try.
 
     Args:
         group: the processes.
@@ -77,7 +77,7 @@ class LoadTries(ReadTries):
 
         Raises: the errors of `open_checkpoint`, on all processes;
             IntegrityError(CHECKPOINT_RETIRED) if the checkpoint lacks a tensor of an earlier try's
-            checkpoint, since the state may contain that tensor already. Spec: REQ-OPN-014.
+            checkpoint, since the state may contain the tensor already. Spec: REQ-OPN-014.
         """
         checkpoint = self._group.together(open_checkpoint)
         if self._filled is not None:

@@ -48,8 +48,8 @@ _SHOWN: Final = 20
 def claim_of(plan: LoadPlan, lowered_by: Iterable[str]) -> str:
     """Return the claim of a load by this process.
 
-    The claim is T1 without a reason for a lower claim; S1 if the load took everything, with a
-    cursor of samples whose order stays; else S0.
+    The claim is T1 without a reason for a lower claim; S1 if the load took everything, with the
+    cursor of an unchanged order of samples; else S0.
 
     Args:
         plan: the plan of the load.
@@ -169,7 +169,7 @@ def _find_limits(live: Live) -> list[str]:
 
 
 def _find_lost_schedule(plan: LoadPlan) -> list[str]:
-    """Return the reason NO_SCHEDULE if the optimizer has a scheduler whose state wasn't saved."""
+    """Return the reason NO_SCHEDULE if the state of the optimizer's scheduler wasn't saved."""
     keys = [key for key in plan.checkpoint.leaves if key[0] in ("optimizer", "data")]
     if plan.is_partial or any(may_be_schedule(name, None) for _, name, _ in keys):
         return []
