@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Final
 
-from ckptfmt.run.witness import Verdict, WitnessRecord
 from ckptfmt.group import Group
 from ckptfmt.loading.claims import (
     OTHER_PROCESS,
@@ -16,6 +15,7 @@ from ckptfmt.loading.claims import (
     was_not_asked,
 )
 from ckptfmt.read.streaming import ReadReport
+from ckptfmt.run.witness import Verdict, WitnessRecord
 
 #: Largest number of reasons to send to the other processes.
 _TOLD: Final = 32
