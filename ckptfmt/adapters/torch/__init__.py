@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptfmt.adapters.live_trees import FLATTENED, Encoder
 from ckptfmt.adapters.torch.device_copies import Devices, plan_arrivals
@@ -45,7 +44,7 @@ from ckptfmt.adapters.torch.runtime import (
     versions,
     world_size,
 )
-from ckptfmt.adapters.torch.step_watch import StepWatch
+from ckptfmt.adapters.torch.step_watch import StepWatch, watch_updates
 from ckptfmt.adapters.torch.tensors import (
     allocate,
     declared_by,
@@ -139,20 +138,6 @@ def is_plain_loader(value: object) -> bool:
     The loaders of torchdata have a `state_dict`.
     """
     return isinstance(value, _LOADERS) and not hasattr(value, "state_dict")
-
-
-def watch_updates(note: Callable[[object], None]) -> Callable[[], None]:
-    """Register a function to be called after each step of every optimizer in the process.
-
-    Returns: a function that ends the registration.
-    """
-
-    def call(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        note(optimizer)
-
-    hook: Callable[..., None] = torch.compiler.disable(call)  # compiled steps call the hook, too
-    handle = register_optimizer_step_post_hook(hook)
-    return handle.remove
 
 
 def has_shuffling_sampler() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -22,6 +22,20 @@ _SAMPLED: Final = 16
 _Place: TypeAlias = tuple[int, int, int]
 #: A mark of a gradient: a weak reference to its memory, and torch's count of the writes.
 _Mark: TypeAlias = tuple[StorageWeakRef, int]
+
+
+def watch_updates(note: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
+    """Register a function to be called after each step of every optimizer in the process.
+
+    Returns: the function to end the registration.
+    """
+
+    def call(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        note(optimizer)
+
+    # The compiler of torch doesn't trace the hook: a compiled step calls the hook too.
+    hook: Callable[..., None] = torch.compiler.disable(call)
+    return register_optimizer_step_post_hook(hook).remove
 
 
 class StepWatch:
@@ -59,15 +73,13 @@ class StepWatch:
         self._left_by_itself = dict(self._left)
         this = weakref.ref(self)
 
-        def hook(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        def note(optimizer: torch.optim.Optimizer) -> None:
             watch = this()
             if watch is not None:
                 watch.note_step(optimizer)
 
-        # The compiler of torch doesn't trace the hook: a compiled step calls the hook too.
-        handle = register_optimizer_step_post_hook(torch.compiler.disable(hook))
         #: Removes the hook, when called or when the watch is garbage-collected.
-        self.close = weakref.finalize(self, handle.remove)
+        self.close = weakref.finalize(self, watch_updates(note))
 
     def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Replace the set of the State's optimizers."""
