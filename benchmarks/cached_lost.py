@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+import ckptfmt
 from benchmarks.figures import Figure, floor_all, median_of, paired_ratio, summarize
 from benchmarks.lone_upload import LoneUpload
 from benchmarks.loop import Contestant, run_until_done
@@ -116,8 +117,12 @@ def measure_cached_lost(
                 _CACHED,
                 f"{bucket}/cached",
                 {
-                    "cache": bench.place.fresh("cache"),
-                    "cache_nbytes": int(_ROOM * bench.trainer.nbytes),
+                    "copies": [
+                        ckptfmt.Cache(
+                            bench.place.fresh("cache"),
+                            limit_nbytes=int(_ROOM * bench.trainer.nbytes),
+                        )
+                    ]
                 },
             ),
         ):

@@ -286,10 +286,12 @@ class _Saver:
             self._store if setup.is_far else self._directory,
             self._state,
             resume="fresh",
-            overlap=False,
-            # The link exists only in this process.
-            saver="thread" if setup.is_far else "process",
-            delta={"mode": mode, "restore_budget": restore_budget},
+            saving=ckptfmt.Saving(
+                overlap=False,
+                # The link exists only in this process.
+                saver="thread" if setup.is_far else "process",
+                delta={"mode": mode, "restore_budget": restore_budget},
+            ),
         )
         self._checkpointer.prepare()
 

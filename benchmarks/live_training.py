@@ -31,7 +31,12 @@ def main(arguments: Sequence[str]) -> int:
     optimizer = torch.optim.AdamW(model.parameters())
     state = ckptfmt.State(weights=model, optimizer=optimizer)
     checkpointer = ckptfmt.Checkpointer(
-        options.run, state, every=options.every, keep=2, ledger=True, stop_on=[signal.SIGTERM]
+        options.run,
+        state,
+        every=options.every,
+        keep=2,
+        ledger=True,
+        stop=ckptfmt.Stop(signals=[signal.SIGTERM]),
     )
     with checkpointer:
         for _ in checkpointer.steps(10**9):

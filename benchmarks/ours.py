@@ -33,13 +33,15 @@ class Ours:
         *,
         overlap: bool,
         name: str = "ckptfmt",
+        delta: Any = "off",
         **options: Any,
     ) -> None:
         self.name = name
         self._overlap = overlap
         begin_s = time.perf_counter()
+        saving = ckptfmt.Saving(overlap=overlap, delta=delta)
         self._checkpointer = ckptfmt.Checkpointer(
-            run, state, resume="fresh", overlap=overlap, **options
+            run, state, resume="fresh", saving=saving, **options
         )
         self._checkpointer.prepare()
         self.slots_ready_s = time.perf_counter() - begin_s

@@ -88,7 +88,11 @@ class Ours:
         self._trainer = trainer
         self._run = f"{bucket}/{key}"
         self._checkpointer = ckptfmt.Checkpointer(
-            self._run, trainer.state, resume="fresh", keep=1, delta=delta, overlap=False
+            self._run,
+            trainer.state,
+            resume="fresh",
+            keep=1,
+            saving=ckptfmt.Saving(delta=delta, overlap=False),
         )
         self._checkpointer.prepare()
         self.reads: dict[str, int] = {}

@@ -131,7 +131,13 @@ def _time_steps(model: _Model, place: Workplace, *, is_on: bool, sweeps: bool) -
     batches = iter(sampler)
     loss = torch.zeros(())
     times: list[float] = []
-    checkpointer = ckptfmt.Checkpointer(path, state, every=1_000_000, saver="inline", witness=is_on)
+    checkpointer = ckptfmt.Checkpointer(
+        path,
+        state,
+        every=1_000_000,
+        saving=ckptfmt.Saving(saver="inline"),
+        checks=ckptfmt.Checks(witness=is_on),
+    )
     checkpointer.restore_rng()
     for _ in range(steps):
         left_out = 0.0

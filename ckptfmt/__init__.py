@@ -27,36 +27,50 @@ if TYPE_CHECKING:
     from ckptfmt.loading.initial import InitFrom
     from ckptfmt.loading.load_report import LoadReport
     from ckptfmt.loop.triggers import Triggers
+    from ckptfmt.option_groups import Auto, Cache, Checks, Job, Loading, Mirror, Saving, Stop
     from ckptfmt.read.reader import Checkpoint
     from ckptfmt.read.report import Report
     from ckptfmt.run.catalog import Run, RunCheckpoint
-    from ckptfmt.saving.handle import SaveHandle, SaveReport
-    from ckptfmt.saving.path_saver import Saver
+    from ckptfmt.run.retention import Retention
+    from ckptfmt.saving.handle import SaveEvent, SaveHandle, SaveReport
+    from ckptfmt.saving.path_saver import PathSaver
     from ckptfmt.saving.save_attempt import SaveAttempt
     from ckptfmt.state import FirstWorker, Parts, PerWorker, State
     from ckptfmt.write.snapshot import TensorSink, TensorSource
 
+    Saver = PathSaver  # the name until 1.0
+
 __version__ = "0.10.0"
 
 __all__ = [
+    "Auto",
     "Box",
+    "Cache",
     "Checkpoint",
     "Checkpointer",
+    "Checks",
     "CkptError",
     "FirstWorker",
     "InitFrom",
+    "Job",
     "LoadReport",
+    "Loading",
+    "Mirror",
     "Parts",
+    "PathSaver",
     "PerWorker",
     "Report",
+    "Retention",
     "Run",
     "RunCheckpoint",
     "Sampler",
     "SaveAttempt",
+    "SaveEvent",
     "SaveHandle",
     "SaveReport",
-    "Saver",
+    "Saving",
     "State",
+    "Stop",
     "TensorSink",
     "TensorSource",
     "Triggers",
@@ -72,24 +86,34 @@ __all__ = [
 
 #: The modules of the public names outside of `api`.
 _HOMES = {
+    "Auto": "option_groups",
     "Box": "box",
+    "Cache": "option_groups",
     "Checkpoint": "read.reader",
     "Checkpointer": "checkpointer",
+    "Checks": "option_groups",
     "CkptError": "errors",
     "FirstWorker": "state",
     "InitFrom": "loading.initial",
+    "Job": "option_groups",
     "LoadReport": "loading.load_report",
+    "Loading": "option_groups",
+    "Mirror": "option_groups",
     "Parts": "state",
+    "PathSaver": "saving.path_saver",
     "PerWorker": "state",
     "Report": "read.report",
+    "Retention": "run.retention",
     "Run": "run.catalog",
     "RunCheckpoint": "run.catalog",
     "Sampler": "data.sampler",
     "SaveAttempt": "saving.save_attempt",
+    "SaveEvent": "saving.handle",
     "SaveHandle": "saving.handle",
     "SaveReport": "saving.handle",
-    "Saver": "saving.path_saver",
+    "Saving": "option_groups",
     "State": "state",
+    "Stop": "option_groups",
     "TensorSink": "write.snapshot",
     "TensorSource": "write.snapshot",
     "Triggers": "loop.triggers",
@@ -100,6 +124,15 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "Saver":
+        from warnings import warn  # noqa: PLC0415 - this import takes longer than this module
+
+        warn(
+            "ckptfmt.Saver is called ckptfmt.PathSaver now; the old name ends with ckptfmt 1.0.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return __getattr__("PathSaver")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = import_module(f"{__name__}.{_HOMES.get(name, 'api')}")

@@ -8,44 +8,50 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsFloat
+from typing import Any, Final, Self, SupportsFloat, Unpack
 
-from ckptfmt.adapters.load_plan import Allow, check_allow
+from ckptfmt.adapters.load_plan import check_allow
 from ckptfmt.api import open_checkpoint
-from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import REFERENCED
-from ckptfmt.group import DEADLINE_S, Agree, Group, make_group
+from ckptfmt.group import Group, make_group
 from ckptfmt.loading.agreement import LoadTries
 from ckptfmt.loading.initial import InitFrom, carry_init
 from ckptfmt.loading.load_report import LoadReport, claim_of_all
 from ckptfmt.loading.restore import load_once, mark_streams, restore_streams
 from ckptfmt.loop.launching import take_launch
-from ckptfmt.loop.loop import StepCount, StopSignals, make_meters, parse_every
+from ckptfmt.loop.loop import StepCount, make_meters, parse_every
 from ckptfmt.loop.pace import Pace
 from ckptfmt.loop.rehearsal import Account, Rehearsal
 from ckptfmt.loop.short_rehearsal import ShortRehearsal, keep_iterators
 from ckptfmt.loop.talking import Talk
 from ckptfmt.loop.uncounted import Unsaved
 from ckptfmt.loop.witnessing import Witness, digest_outside_modules
+from ckptfmt.option_groups import (
+    Auto,
+    Cache,
+    Checks,
+    Job,
+    Loading,
+    Mirror,
+    OldKeywords,
+    Options,
+    Saving,
+    Stop,
+)
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.run.node_cache import CacheOptions
 from ckptfmt.run.retention import Retention
 from ckptfmt.run.save_job import SaveState
 from ckptfmt.saving.background import staging_thread_count
-from ckptfmt.saving.handle import SaveHandle
+from ckptfmt.saving.handle import SaveEvent, SaveHandle
 from ckptfmt.saving.one_save import check_step
-from ckptfmt.saving.peers import PeerOptions
-from ckptfmt.saving.saves import SaveOptions, Saves, add_report
+from ckptfmt.saving.saves import Saves, add_report
 from ckptfmt.state import State, check_state
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
-
-if TYPE_CHECKING:
-    from ckptfmt.loop.triggers import Triggers
 
 _LOG: Final = logging.getLogger("ckptfmt")
 
@@ -71,95 +77,31 @@ class Checkpointer:
         state: the objects to save and restore; None if the program passes the state to `restore`
             later, once the objects exist.
         every: interval of saves: a number of steps (an int) or a time ("90s", "5min", "1h"); None
-            to save only at the end of `steps` and in calls of `save`; "auto" for the interval with
-            the least waste, computed by process 0 from the measured cost of saves and the observed
-            failures of launches. With `upload_every=`, "auto" chooses the intervals of the cache
-            and of `run` separately. The log has the chosen interval.
-        mtbf: mean time between failures that "auto" expects at first ("3h"); by default 50,700 h
-            for each process.
-        keep: number of the newest checkpoints to keep; None to keep all.
-        keep_every: divisor of the steps whose checkpoints are kept as well.
-        keep_best: a metric, "min" or "max", and a number: this many checkpoints, the best by the
-            metric, are kept as well. A checkpoint saved without the metric doesn't count, unless
-            `Run.set_metrics` has added the metric since. As long as no checkpoint has the metric,
-            all checkpoints are kept, and the log says so. Pinned checkpoints are always kept.
-        mirrors: other places to which process 0 copies the committed checkpoints, as `Run.mirror`
-            does. `reports` has the failures of a mirror; the training goes on.
-        cache: directory on a disk of this node (NVMe, tmpfs); other processes and runs may share
-            the directory. A save is WRITTEN, and its slot is free, as soon as the cache has the
-            files. The upload to `run` and the commit follow in the order of the saves; they
-            continue after a temporary outage of `run`. A start first finishes the uploads that a
-            killed process left in the cache, and reads the undamaged files from the cache. A
-            failure after WRITTEN appears in the handle and in `reports`, and `close` raises it.
-            No guarantee depends on the cache: the directory may be deleted at any time.
-        cache_nbytes: greatest size of the cache in bytes; None to leave a tenth of the file system
-            free. To make room, the saver removes saves that `run` already has, oldest first, and
-            then waits for an upload.
-        upload_every: period, in saves, of the saves whose files are all uploaded to `run`. The
-            first and the last save of a start are among them. For the other saves, only the
-            documents are committed in `run`; `close` uploads the files of the newest save, and so
-            does the next start.
-        peers: 1 to copy each WRITTEN save to the cache of a process on another node, through
-            torch.distributed, in parallel with the training; 0 for no copy. After the loss of a
-            node, a start finishes the replicated saves from the other caches. If the partner is
-            gone, hangs for `deadline_s` or has no room, `reports` has a sentence about this, and
-            each save goes to `run`.
-        node: name of this node, by which `peers` distinguishes nodes; by default the host name.
+            to save only at the end of `steps` and in calls of `save`; "auto" or an `Auto` for the
+            interval with the least waste, computed from measurements. With `Cache.upload_every`,
+            "auto" chooses the intervals of the cache and of `run` separately.
+        keep: number of the newest checkpoints to keep; a `Retention` for more rules; None to keep
+            all.
         resume: "auto" to follow the run's lineage; "fresh" to start anew; otherwise the name or
             the manifest digest of a checkpoint, to roll the run back to this checkpoint.
         init_from: initial contents of a run without a checkpoint: path of a checkpoint or of
             another run, to load the weights; or an `InitFrom`, to choose the contents.
-        allow: kinds of differences between the checkpoint and the live state to report instead of
-            to refuse; see `ckptfmt.load`.
-        strict: whether RNG streams of another number of processes are an error instead of a report.
-        override: live values to keep although the checkpoint has other values. The claim is
-            lowered, and the log has both values. Names as in the checkpoint, or patterns of names:
-            ``"optimizer:group/lr"`` for an option of an optimizer's parameter groups,
-            ``"extra:scheduler"`` for a value of `State.extra`. By default the saved value is
-            taken.
-        writer, agree: (number, count) of this process, and the exchange of small values between the
-            processes; see `ckptfmt.save`.
-        share: whether a block wanted by several processes is read by a single process, and sent to
-            the rest through torch.distributed; see `ckptfmt.load`.
-        deadline_s: longest wait for the other processes, for a free slot, and for the saves at the
-            end, in seconds.
-        saver: the writer: "process", a separate process that outlives this process; "thread", a
-            thread of this process; "inline", the calling thread: `save` returns after the commit.
-        overlap: whether the parameters and their optimizer state are copied during the next
-            forward and backward pass, provided that the first save has shown that only the
-            optimizer's step changes them.
-        slots: number of snapshots for which shared memory is reserved.
-        when_busy: "wait" or "skip": the behaviour of `save` while each slot holds a save that
-            isn't WRITTEN.
-        nice: increment of the niceness of the saver's process, and of the niceness of its session
-            (the scheduler's autogroup).
-        delta: "off" to write full checkpoints; "auto" to write only the changes where this is no
-            slower than a full save; "smallest" to write the changes in the fewest bytes, for
-            remote stores. Or a mapping with ``mode``, any of the three; ``full_every``, the period
-            of full saves in saves (16), shorter where deltas don't pay; ``restore_budget``, the
-            longest restore as a factor of the time that a full checkpoint takes (1.5);
-            ``fields``, the fields in which changes are encoded; changed blocks of other fields are
-            written unencoded.
-        check_replicas: whether the processes that hold the same tensor of a mesh compare its
-            digests at each save.
-        failed_saves: number of consecutive saves that may fail because of the storage (full,
-            unreachable, or with an I/O error) before the run ends with the error. Until then the
-            training goes on, the log and `reports` have the failures, and the next due save tries
-            again. 0 to end the run at the first failure. Any other failure ends the run in any
-            case, and so does a failure of the last save.
+        loading: options of the load with which this launch resumes; None for the defaults of
+            `Loading`. None has this meaning for each group of options.
+        saving: options of the saves beside the training, such as the saver and deltas: `Saving`.
+        copies: other places of the files: at most one `Cache` on a disk of this node, and any
+            number of `Mirror` objects.
+        job: the processes of the job, and how they reach each other: `Job`.
+        stop: signals and triggers at which the run is saved, and the training stops: `Stop`.
+        checks: checks of the training, such as the witness of repeated steps: `Checks`.
         ledger: whether to record in the run how the time is spent, for `ckptfmt goodput` and
             `Run.goodput`.
-        stop_on: signals to stop at, such as ``signal.SIGTERM``: the run is saved at the end of the
-            step, `steps` ends, and `stopped` is true.
-        stop_deadline_s: longest time for such a stop, in seconds. Also the longest wait for missing
-            processes after a signal from torchrun, which sends the signal when a process is lost.
-        triggers: conditions that stop the training, and the action that follows; see `Triggers`.
-        witness: whether to record a few bytes of each step in the run, and to compare the steps
-            repeated after a resume with their records. The claim T1 is then verified, or refuted
-            with the first difference and its cause.
-        rehearse: number of steps that `steps` repeats after the first save of a launch from
-            nothing: the checkpoint is loaded into the live state, and the witness compares both
-            passes. 0 for no repetition. `ckptfmt rehearse` is the rehearsal that kills processes.
+        on_save: function to call with a `SaveEvent` when a save is staged, and when it is committed
+            or has failed; also for the saves that `steps` makes. Each process calls the function
+            for its own saves, in a thread for callbacks: a slow function delays only later calls.
+            An exception in the function is logged. `close` waits for the calls.
+        deprecated: keywords of version 0.9, which the groups replace. They give a
+            DeprecationWarning with the new form, and end with version 1.0.
 
     Attributes:
         step: number of training steps done. An assignment counts steps as `end_step` does, and
@@ -170,7 +112,7 @@ class Checkpointer:
             the deadline.
         stopped: whether the run ends because of a signal, and is saved; or because of an alarm.
 
-    Raises: StateError(ARGUMENT).
+    Raises: StateError(ARGUMENT); TypeError for an unknown keyword.
     """
 
     #: The save requested within the body of a step: a function that returns its labels, and whether
@@ -190,102 +132,86 @@ class Checkpointer:
         run: str | os.PathLike[str] | Store,
         state: State | None = None,
         *,
-        every: int | str | None = None,
-        mtbf: str | None = None,
-        keep: int | None = None,
-        keep_every: int | None = None,
-        keep_best: tuple[str, Literal["min", "max"], int] | None = None,
-        mirrors: Iterable[str | os.PathLike[str] | Store] = (),
-        cache: str | os.PathLike[str] | None = None,
-        cache_nbytes: int | None = None,
-        peers: int = 0,
-        node: str | None = None,
-        upload_every: int = 1,
+        every: int | str | Auto | None = None,
+        keep: int | Retention | None = None,
         resume: str = "auto",
         init_from: str | os.PathLike[str] | Store | InitFrom | None = None,
-        allow: Allow = (),
-        strict: bool = False,
-        override: Iterable[str] = (),
-        writer: tuple[int, int] | None = None,
-        agree: Agree = None,
-        share: bool = False,
-        deadline_s: float = DEADLINE_S,
-        saver: Literal["process", "thread", "inline"] = "process",
-        overlap: bool = True,
-        slots: int = 2,
-        when_busy: Literal["wait", "skip"] = "wait",
-        nice: int = 0,
-        delta: Literal["off", "auto", "smallest"] | Mapping[str, Any] = "off",
-        check_replicas: bool = False,
-        failed_saves: int = 10,
+        loading: Loading | None = None,
+        saving: Saving | None = None,
+        copies: Iterable[Cache | Mirror] = (),
+        job: Job | None = None,
+        stop: Stop | None = None,
+        checks: Checks | None = None,
         ledger: bool = False,
-        stop_on: Iterable[int] = (),
-        stop_deadline_s: float = 30.0,
-        triggers: Triggers | None = None,
-        witness: bool = True,
-        rehearse: int = 0,
+        on_save: Callable[[SaveEvent], object] | None = None,
+        **deprecated: Unpack[OldKeywords],
     ) -> None:
+        groups = {
+            "every": every,
+            "keep": keep,
+            "loading": loading,
+            "saving": saving,
+            "copies": copies,
+            "job": job,
+            "stop": stop,
+            "checks": checks,
+        }
+        options = Options.of(groups, deprecated)
         self._rehearsal = Rehearsal.from_environment()
         if self._rehearsal is not None:  # a rehearsal replaces only places and intervals
             run = self._rehearsal.place(run)
-            every = self._rehearsal.every
-            mtbf = None
-            mirrors = ()
-            cache = None
-            cache_nbytes = None
-            upload_every = 1
-            peers = 0
+            options = options.for_rehearsal(self._rehearsal.every)
             resume = "auto"
-            witness = True
-            rehearse = 0
-        cadence = parse_every(every)
-        signals = StopSignals(stop_on, deadline_s=stop_deadline_s)
+        cadence = parse_every(options.every)
+        signals = options.stop.make_signals()
+        function: object = on_save
+        if function is not None and not callable(function):
+            remedy = "Pass a function of a SaveEvent, such as on_save=print."
+            raise err(Code.ARGUMENT, f"{on_save!r} isn't callable", where="on_save=", remedy=remedy)
+        self._on_save = on_save
         self._resume = resume
-        self._init, self._retention = (
-            InitFrom.of(init_from),
-            Retention.of(keep, keep_every, keep_best),
-        )
-        options = SaveOptions(
-            saver=saver,
-            overlap=overlap,
-            slots=slots,
-            when_busy=when_busy,
-            nice=nice,
-            check_replicas=check_replicas,
-            deadline_s=deadline_s,
-            delta=DeltaOptions.of(delta),
-            cache=CacheOptions.of(cache, cache_nbytes, upload_every),
-            peers=PeerOptions.of(peers, node, has_cache=cache is not None),
-            failed_saves=failed_saves,
-        )
-        self._peers = options.peers
-        self._writer_features = () if options.delta.mode == "off" else (REFERENCED,)
-        allowed = check_allow(allow)
+        self._init = InitFrom.of(init_from)
+        self._retention = options.keep
+        saves = options.saving.with_groups(options.job, options.checks, options.copies.cache)
+        self._peers = saves.peers
+        self._writer_features = () if saves.delta.mode == "off" else (REFERENCED,)
         self._state = state
-        self._share = share
-        self._choices: dict[str, Any] = {"allow": allowed, "strict": strict, "override": override}
+        self._share = options.loading.share
+        self._choices: dict[str, Any] = {
+            "allow": check_allow(options.loading.allow),
+            "strict": options.loading.strict,
+            "override": options.loading.override,
+        }
         self._store = open_store(run, writable=True)
-        self._deadline_s = deadline_s
-        self._cache = options.cache
+        self._deadline_s = saves.deadline_s
+        self._cache = saves.cache
         self._group: Group = make_group(
-            writer, agree, self._store, deadline_s=deadline_s, stop_end_s=signals.end_s
+            options.job.writer,
+            options.job.agree,
+            self._store,
+            deadline_s=saves.deadline_s,
+            stop_end_s=signals.end_s,
         )
-        meters = make_meters(every, mtbf, self._group, options.cache, ledger=ledger)
+        meters = make_meters(options.every, options.mtbf, self._group, saves.cache, ledger=ledger)
         self.passed_over = []
         self._count, self._pace = (
             StepCount(state),
-            Pace(self._group, cadence, meters, signals, triggers),
+            Pace(self._group, cadence, meters, signals, options.stop.triggers),
         )
-        self._short_rehearsal = ShortRehearsal(rehearse, every)
-        is_rehearsed = self._rehearsal is not None
+        rehearse = options.checks.rehearse
+        self._short_rehearsal = ShortRehearsal(rehearse, options.every)
         self._witness = Witness(
-            self._group, is_on=witness, kept_count=rehearse, is_thorough=is_rehearsed
+            self._group,
+            is_on=options.checks.witness,
+            kept_count=rehearse,
+            is_thorough=self._rehearsal is not None,
         )
         self._saves, self._talk = (
-            Saves(self._store, self._group, options, mirrors),
+            Saves(self._store, self._group, saves, options.copies.mirrors),
             Talk(self._group.writer),
         )
-        self._unsaved = Unsaved(every, cadence, functools.partial(add_report, self._saves.reports))
+        report = functools.partial(add_report, self._saves.reports)
+        self._unsaved = Unsaved(options.every, cadence, report)
         weakref.finalize(self, self._unsaved.end).atexit = False
         self._restored = self._is_touched = self._is_whole = self._has_begun = self._is_prepared = (
             self.stopped
@@ -310,7 +236,7 @@ class Checkpointer:
 
     @property
     def alarm(self) -> str | None:
-        """The reason why `triggers` stopped the run; None without such a stop."""
+        """The reason why `Stop.triggers` stopped the run; None without such a stop."""
         return self._pace.alarm
 
     @property
@@ -499,7 +425,7 @@ class Checkpointer:
         saved: within an epoch, after the iterator exists and has skipped the trained samples, and
         before the first batch is fetched; between two epochs, before the next epoch's iterator is
         created. The method also prepares saves, because reading an object's state may draw, and
-        installs the handlers of `stop_on`. A second call has no effect.
+        installs the handlers of `Stop.signals`. A second call has no effect.
 
         Raises: as `restore` and `prepare`; StateError(STREAM_MISSING, STREAM_UNEXPECTED).
         """
@@ -662,20 +588,20 @@ class Checkpointer:
             step: number of training steps done, over the whole run; samplers in the state commit.
                 None if the checkpointer counts the steps.
             metrics: finite numbers by name, such as ``{"eval_loss": 2.31}``, for the choice of
-                `Run.best` and ``keep_best=``. The values of process 0 count. Pass metrics known
+                `Run.best` and `Retention.best`. The values of process 0 count. Pass metrics known
                 only later to `Run.set_metrics`.
             tags: short strings; the values of process 0 count.
             suspect: a reason why the run doesn't go on from this save by itself, only by an
                 explicit choice; the value of process 0 counts.
             durability: "home" to upload the files of this save to the run, regardless of
-                `upload_every`; the value of process 0 counts.
+                `Cache.upload_every`; the value of process 0 counts.
 
         Raises: StateError(ARGUMENT) for a step below the number of steps done; without a step, if
             the steps aren't counted or the last step was left unfinished; and after a resume, if
             the RNG streams aren't restored. LayoutError(WRITERS_DIVERGED) if the processes save
             different steps. The error of an earlier save, if not raised before, such as
             FencedError(FENCED) when a newer launch owns the run, or the storage's error after more
-            than `failed_saves` consecutive failures. Other errors as `ckptfmt.save`.
+            than `Saving.failed_saves` consecutive failures. Other errors as `ckptfmt.save`.
         Spec: REQ-CMT-001 to REQ-CMT-009, REQ-RUN-004.
         """
         label = functools.partial(Labels.of, metrics, tags, suspect)
@@ -785,6 +711,8 @@ class Checkpointer:
             label=label,
             to_home=to_home or has_alarm,
         )
+        if self._on_save is not None:
+            handle.on_event(self._on_save)
         self._unsaved.note_saved()
         if handle.state != "SKIPPED":
             self._handle = handle
@@ -818,7 +746,7 @@ class Checkpointer:
         first = self._short_rehearsal.first
         group = self._group
         assert self.launch is not None and first is not None  # noqa: PT018, S101
-        obstacle = "witness=False, or a run in memory: no step is recorded"
+        obstacle = "Checks(witness=False), or a run in memory: no step is recorded"
         if self._witness.is_recording:
             obstacle = self._short_rehearsal.find_obstacle(state, timeout_s=self._deadline_s)
         told = group.agree(None, {"step": self.step, "obstacle": obstacle})
@@ -927,7 +855,7 @@ def _asks_for_home(durability: object) -> bool:
     Raises: StateError(ARGUMENT).
     """
     if durability not in (None, HOME):
-        remedy = "upload_every= says which saves stay in caches."
+        remedy = "Cache(upload_every=) says which saves stay in caches."
         raise err(
             Code.ARGUMENT,
             f"durability={durability!r} isn't {HOME!r}",

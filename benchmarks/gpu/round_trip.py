@@ -142,14 +142,18 @@ def check_run(run: Path, device: torch.device, width: int) -> dict[str, object]:
     found: dict[str, object] = {}
     reports = []
     first = Training.make(device, width, seed=1)
-    with ckptfmt.Checkpointer(run, first.state, delta="smallest", every=1) as checkpointer:
+    with ckptfmt.Checkpointer(
+        run, first.state, saving=ckptfmt.Saving(delta="smallest"), every=1
+    ) as checkpointer:
         for _ in checkpointer.steps(_KILLED_AFTER):
             first.step()
         reports += checkpointer.reports
     found["trained alike"] = first.bits() == expected[_KILLED_AFTER]
 
     second = Training.make(device, width, seed=2)
-    with ckptfmt.Checkpointer(run, second.state, delta="smallest", every=1) as checkpointer:
+    with ckptfmt.Checkpointer(
+        run, second.state, saving=ckptfmt.Saving(delta="smallest"), every=1
+    ) as checkpointer:
         report = checkpointer.load_report
         assert report is not None, "the run has checkpoints"
         found["resumed"] = second.bits() == expected[_KILLED_AFTER]

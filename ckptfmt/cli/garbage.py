@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
+from typing import Final, Literal
 
 from ckptfmt.cli.console import Cell, Console, Progress, bytes_text, clean, count_text, print_json
 from ckptfmt.cli.listing import directory_nbytes
@@ -43,6 +45,8 @@ class _Item:
     reason: str
 
 
+#: The words for the best of a metric.
+_MODES: Final[Mapping[str, Literal["min", "max"]]] = {"min": "min", "max": "max"}
 #: Removing treatments: the word after the removal, the word for a dry run, and the style.
 _DONE = {
     "retired": ("retired", "would retire", "yellow"),
@@ -78,8 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise err(
                 Code.ARGUMENT, "without --keep all checkpoints stay", where=option, remedy=remedy
             )
-    retention = Retention.of(
-        arguments.keep, arguments.keep_every, parse_keep_best(arguments.keep_best)
+    retention = Retention(
+        newest=arguments.keep,
+        every=arguments.keep_every,
+        best=parse_keep_best(arguments.keep_best),
     )
     place = open_run_place(arguments.path)
     record = read_known_run(place.store)
@@ -144,12 +150,12 @@ def parse_keep_best(text: str | None) -> KeepBest | None:
         return None
     metric, _, rest = text.rpartition(":")
     metric, _, mode = metric.rpartition(":")
-    if not metric or mode not in ("min", "max") or not rest.isdecimal():
-        remedy = "Write a metric, min or max, and how many, as in eval_loss:min:3."
-        raise err(
-            Code.ARGUMENT, f"{text!r} doesn't say what is best", where="--keep-best", remedy=remedy
-        )
-    return metric, mode, int(rest)
+    if metric and mode in _MODES and rest.isdecimal():
+        return metric, _MODES[mode], int(rest)
+    remedy = "Write a metric, min or max, and how many, as in eval_loss:min:3."
+    raise err(
+        Code.ARGUMENT, f"{text!r} doesn't say what is best", where="--keep-best", remedy=remedy
+    )
 
 
 def _find_damages(store: Store, survey: Survey) -> dict[str, CkptError | None]:

@@ -420,7 +420,7 @@ def _compare_schedules(
         detail += " from another class, or by another version of it"
         remedy = (
             "Give an object of the class that was saved; or keep the live one:"
-            " Checkpointer(override=...)."
+            " Checkpointer(loading=Loading(override=...))."
         )
         plan.problem(Code.READ_BACK, where, detail, remedy=remedy)
 

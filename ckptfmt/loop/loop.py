@@ -47,7 +47,7 @@ _EVERY: Final = (
     "Such as every=100 for each hundredth step, every='5min' or every='auto'; None"
     " leaves it to save()."
 )
-_MTBF: Final = "Pass a number with a unit, s, min or h, such as mtbf='3h'."
+_MTBF: Final = "Pass a number with a unit, s, min or h, such as every=Auto(mtbf='3h')."
 _UNIT_S: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -228,7 +228,10 @@ class StopSignals:
     def __init__(self, numbers: Iterable[int], *, deadline_s: float = 30.0) -> None:
         if not deadline_s > 0:
             raise err(
-                Code.ARGUMENT, f"{deadline_s!r} isn't a positive time", where="stop_deadline_s="
+                Code.ARGUMENT,
+                f"{deadline_s!r} isn't a positive time",
+                where="Stop(deadline_s=)",
+                remedy="Pass a time in seconds, such as Stop(deadline_s=10).",
             )
         self.deadline_s = deadline_s
         try:
@@ -236,10 +239,20 @@ class StopSignals:
             # previous one.
             self._numbers = list(dict.fromkeys(signal.Signals(number) for number in numbers))
         except (TypeError, ValueError) as error:
-            raise err(Code.ARGUMENT, f"stop_on: {error}", where="stop_on=") from error
+            raise err(
+                Code.ARGUMENT,
+                f"signals={numbers!r}: {error}",
+                where="signals=",
+                remedy="Pass a list of signal numbers, such as signals=[signal.SIGTERM].",
+            ) from error
         for number in self._numbers:
             if number in (signal.SIGKILL, signal.SIGSTOP):
-                raise err(Code.ARGUMENT, f"no process can catch {number.name}", where="stop_on=")
+                raise err(
+                    Code.ARGUMENT,
+                    f"no process can catch {number.name}",
+                    where="signals=",
+                    remedy="Pass a signal that can be caught, such as signal.SIGTERM.",
+                )
         self._previous: dict[signal.Signals, Any] = {}
         self.first_s: float | None = None
         self.first_name = ""
@@ -263,7 +276,7 @@ class StopSignals:
             return
         if threading.current_thread() is not threading.main_thread():
             raise err(
-                Code.ARGUMENT, "signals can be caught in the main thread only", where="stop_on="
+                Code.ARGUMENT, "signals can be caught in the main thread only", where="signals="
             )
         for number in self._numbers:
             self._previous[number] = signal.signal(number, self._note)
@@ -335,6 +348,11 @@ def parse_every(every: int | str | None) -> int | float | None:
         return operator.index(every)
     detail = f"every={every!r} isn't a number of steps from 1 on, 'auto', or a time such as '5min'"
     return _parse_time(every, detail, "every=", _EVERY)
+
+
+def parse_mtbf(mtbf: object) -> float:
+    """Return a mean time between failures in seconds. Raises: StateError(ARGUMENT)."""
+    return _parse_time(mtbf, f"mtbf={mtbf!r} isn't a time", "mtbf=", _MTBF)
 
 
 def _parse_time(time_text: object, detail: str, where: str, remedy: str) -> float:
@@ -418,11 +436,14 @@ def make_meters(
     ledger: bool,
 ) -> Meters:
     """Return the requested meters, on process 0. Raises: StateError(ARGUMENT)."""
-    mtbf_s = (
-        None if mtbf is None else _parse_time(mtbf, f"mtbf={mtbf!r} isn't a time", "mtbf=", _MTBF)
-    )
+    mtbf_s = None if mtbf is None else parse_mtbf(mtbf)
     if every != "auto" and mtbf is not None:
-        raise err(Code.ARGUMENT, "mtbf= says nothing without every='auto'", where="mtbf=")
+        raise err(
+            Code.ARGUMENT,
+            "mtbf= says nothing without every='auto'",
+            where="mtbf=",
+            remedy="Pass every=ckptfmt.Auto(mtbf=...).",
+        )
     meters = Meters(None, None)
     if group.writer == 0 and every == "auto":
         from ckptfmt.loop.auto_every import AutoEvery  # noqa: PLC0415

@@ -17,7 +17,7 @@ _COMMAND: Final = "`ckptfmt rehearse` does it in processes of their own"
 
 
 class ShortRehearsal:
-    """The rehearsal of `Checkpointer(rehearse=k)`, at most once in a launch, after a fresh start.
+    """The rehearsal of `Checks(rehearse=k)`, at most once in a launch, after a fresh start.
 
     Args:
         steps: the number of steps that are done twice; 0 for no rehearsal.

@@ -44,11 +44,11 @@ class Triggers:
     number given to `feed`, or a call of `alarm` by the program. A notice from outside, by `alert`,
     `file` or `signals`, is no evidence against the state.
 
-    Give such an object to `Checkpointer(triggers=)` on every process, with the same arguments. Feed
-    the numbers of each step before the step ends. A notice on one process is enough: all processes
-    learn of the notice together at the end of a step, within about a second, and no later than the
-    next save. The first notice counts, and an alarm comes before other notices. Afterwards
-    `Checkpointer.alarm` has the reason, and `Checkpointer.stopped` is true.
+    Give such an object to `Checkpointer(stop=Stop(triggers=))` on every process, with the same
+    arguments. Feed the numbers of each step before the step ends. A notice on one process is
+    enough: all processes learn of the notice together at the end of a step, within about a second,
+    and no later than the next save. The first notice counts, and an alarm comes before other
+    notices. Afterwards `Checkpointer.alarm` has the reason, and `Checkpointer.stopped` is true.
 
     Args:
         action: action at the end of that step, on all processes. "save": save the run and end

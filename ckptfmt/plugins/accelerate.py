@@ -64,8 +64,8 @@ from accelerate.data_loader import DataLoaderDispatcher
 
 import ckptfmt
 
-#: Options that a Checkpointer and a Saver share.
-_OF_SAVER: Final = ("saver", "overlap", "slots", "when_busy", "nice", "deadline_s")
+#: Fields of `ckptfmt.Saving` that are options of a `ckptfmt.PathSaver`, too.
+_OF_SAVER: Final = ("saver", "overlap", "slots", "when_busy", "nice")
 _Path = str | os.PathLike[str]
 _Options = Mapping[str, Any]
 _REFUSED: Final = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
@@ -79,7 +79,8 @@ class CkptfmtAccelerator(Accelerator):
         run: the run's directory; by default ``project_dir/checkpoints`` if accelerate is configured
             to name checkpoints itself.
         saving: keyword arguments of `ckptfmt.Checkpointer`, such as
-            ``{"keep": 3, "delta": "auto"}``; ``keep`` is accelerate's ``total_limit`` by default.
+            ``{"keep": 3, "saving": ckptfmt.Saving(delta="auto")}``; ``keep`` is accelerate's
+            ``total_limit`` by default.
         config: the program's configuration, as in `ckptfmt.State`. Without a configuration a load
             claims S1 at most, and the witness refutes no claim.
 
@@ -115,7 +116,7 @@ class CkptfmtAccelerator(Accelerator):
         self._saving = {"keep": naming.total_limit, **(saving or {})}
         self._positions: dict[int, _Position] = {}
         self._state = ckptfmt.State(config=config)
-        self._saver: ckptfmt.Saver | None = None
+        self._saver: ckptfmt.PathSaver | None = None
         self.checkpointer: ckptfmt.Checkpointer | None = None
         self.updates = 0
         self._hooks: dict[int, Any] = {}
@@ -156,9 +157,7 @@ class CkptfmtAccelerator(Accelerator):
         self._stepped.clear()
         self._fill(self._state)
         if output_dir is not None and not self.project_configuration.automatic_checkpoint_naming:
-            self._saver = self._saver or ckptfmt.Saver(
-                **{k: v for k, v in self._saving.items() if k in _OF_SAVER}
-            )
+            self._saver = self._saver or ckptfmt.PathSaver(**_options_of_saver(self._saving))
             path = os.path.expanduser(output_dir)  # noqa: PTH111 - the framework's signature
             saved: Any = self._saver.save(path, self._state, step=step, replace=True, **kwargs)
         else:
@@ -339,6 +338,16 @@ class CkptfmtAccelerator(Accelerator):
         schedulers = _numbered("scheduler", self._schedulers)
         state.extra = {"accelerator": _Counters(self), **schedulers, **registered, **scaler}
         return state
+
+
+def _options_of_saver(given: _Options) -> dict[str, Any]:
+    """Return the options of a `ckptfmt.PathSaver` among keywords of a `ckptfmt.Checkpointer`."""
+    found = {name: given[name] for name in (*_OF_SAVER, "deadline_s") if name in given}
+    if (saving := given.get("saving")) is not None:
+        found |= {name: getattr(saving, name) for name in _OF_SAVER}
+    if (job := given.get("job")) is not None:
+        found["deadline_s"] = job.deadline_s
+    return found
 
 
 class _Counters:

@@ -94,19 +94,19 @@ class _Saves:
     """The saves to paths that Lightning chooses, and their removal.
 
     Args:
-        options: options of `ckptfmt.Saver`.
+        options: options of `ckptfmt.PathSaver`.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
-        self._saver: ckptfmt.Saver | None = None
+        self._saver: ckptfmt.PathSaver | None = None
         #: The handle of the last save to each path.
         self._handles: dict[str, Any] = {}
 
     def save(self, path: Any, state: ckptfmt.State, step: int) -> None:
         """Begin a save, which replaces a checkpoint at the path. Raises: `ckptfmt.CkptError`."""
         self.check()
-        self._saver = self._saver or ckptfmt.Saver(**self._options)
+        self._saver = self._saver or ckptfmt.PathSaver(**self._options)
         self._handles[os.path.abspath(path)] = self._saver.save(  # noqa: PTH100 - the framework's signature
             path, state, step=step, replace=True
         )
@@ -131,7 +131,7 @@ class _Saves:
             place.unlink(missing_ok=True)  # a link, or a checkpoint file of Lightning's own format
             return
         try:
-            (self._saver or ckptfmt.Saver(**self._options)).remove(place)
+            (self._saver or ckptfmt.PathSaver(**self._options)).remove(place)
         except ckptfmt.CkptError as error:
             # Other errors mean no checkpoint, or a damaged one.
             if error.code.startswith(("SAVE_PENDING", "ARGUMENT", "STORE_")):
@@ -161,7 +161,7 @@ class CkptfmtIO(CheckpointIO):
     order. All other entries are in ``extra`` under their keys.
 
     Args:
-        saving: keyword arguments of `ckptfmt.Saver`.
+        saving: keyword arguments of `ckptfmt.PathSaver`.
     """
 
     def __init__(self, **saving: Any) -> None:
@@ -177,7 +177,8 @@ class CkptfmtIO(CheckpointIO):
         """
         if storage_options is not None:
             raise TypeError(
-                "CkptfmtIO takes no storage_options: pass what a ckptfmt.Saver takes to CkptfmtIO"
+                "CkptfmtIO takes no storage_options: pass what a ckptfmt.PathSaver takes to"
+                " CkptfmtIO"
             )
         state = ckptfmt.State(
             weights=checkpoint[_WEIGHTS],
@@ -231,7 +232,7 @@ class CkptfmtModelParallelStrategy(ModelParallelStrategy):
 
     Args:
         args, kwargs: arguments of `ModelParallelStrategy`.
-        saving: keyword arguments of `ckptfmt.Saver`.
+        saving: keyword arguments of `ckptfmt.PathSaver`.
     """
 
     def __init__(self, *args: Any, saving: Mapping[str, Any] | None = None, **kwargs: Any) -> None:

@@ -21,6 +21,7 @@ would delete directories of the run without the run's knowledge.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +42,9 @@ def checkpointer(
     Args:
         state: this worker's state.
         name: name of the run's directory in the experiment's storage.
-        options: options of `ckptfmt.Checkpointer`, such as ``every=`` and ``keep=``.
+        options: options of `ckptfmt.Checkpointer`, such as ``every=`` and ``keep=``. The default
+            of ``saving`` is ``ckptfmt.Saving(saver="thread")``; `ckptfmt.Job.writer` and
+            `ckptfmt.Job.agree` are set here.
 
     Raises: ValueError where the storage isn't a file system of this machine, or mounted on it; the
         errors of `Checkpointer`.
@@ -59,10 +62,20 @@ def checkpointer(
     # Ray stops all workers and their child processes when one worker fails. A separate saver
     # process that survives would hold a save that no process completes, and the next launch would
     # wait for this save.
-    options = {"saver": "thread", **options}
-    return ckptfmt.Checkpointer(
-        f"{storage.experiment_fs_path}/{name}", state, writer=worker, agree=token, **options
-    )
+    if _has_fields_of(ckptfmt.Saving, options):  # keywords of ckptfmt 0.9
+        options = {"saver": "thread", **options}
+    else:
+        options = {"saving": ckptfmt.Saving(saver="thread"), **options}
+    if _has_fields_of(ckptfmt.Job, options):
+        options |= {"writer": worker, "agree": token}
+    else:
+        job = options.get("job") or ckptfmt.Job()
+        options["job"] = dataclasses.replace(job, writer=worker, agree=token)
+    return ckptfmt.Checkpointer(f"{storage.experiment_fs_path}/{name}", state, **options)
+
+
+def _has_fields_of(group: Any, options: Mapping[str, Any]) -> bool:
+    return any(field.name in options for field in dataclasses.fields(group))
 
 
 def report(metrics: Mapping[str, Any], handle: Any = None) -> None:

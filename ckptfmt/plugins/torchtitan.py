@@ -55,7 +55,7 @@ class CkptfmtManager(BaseCheckpointManager):
         """TorchTitan's fields, and options of `ckptfmt.Checkpointer`."""
 
         options: dict[str, Any] = dataclasses.field(default_factory=dict)
-        """Options of `ckptfmt.Checkpointer`, such as {"delta": "auto"}."""
+        """Options of `ckptfmt.Checkpointer`, such as {"saving": ckptfmt.Saving(delta="auto")}."""
 
     def __init__(
         self,
@@ -111,9 +111,14 @@ class CkptfmtManager(BaseCheckpointManager):
         options: dict[str, Any] = {
             "keep": self._config.keep_latest_k or None,
             "resume": resume,
-            "override": override,
+            **self._config.options,
         }
-        options |= self._config.options
+        if any(field.name in options for field in dataclasses.fields(ckptfmt.Loading)):
+            options.setdefault("override", override)  # keywords of ckptfmt 0.9
+        else:
+            loading = options.get("loading") or ckptfmt.Loading()
+            kept = (*loading.override, *override)
+            options["loading"] = dataclasses.replace(loading, override=kept)
         initial = self._config.initial_load_path
         if not initial:
             self._refuse_theirs()

@@ -2,7 +2,7 @@
 
     from ckptfmt.plugins.transformers import CkptfmtTrainer
 
-    options = {"stop_on": [signal.SIGTERM]}
+    options = {"stop": ckptfmt.Stop(signals=[signal.SIGTERM])}
     trainer = CkptfmtTrainer(model=model, args=args, train_dataset=data, ckptfmt=options)
     trainer.train(resume_from_checkpoint=True)
 
@@ -63,7 +63,7 @@ differently.
 call of ``training_step``, the norm of the gradients, RNG streams, learning rates and weights. The
 verdict is in the log, in ``trainer.checkpointer.load_report`` and in ``ckptfmt log``.
 
-**Refused by name**: DeepSpeed, FSDP1, FSDP on XLA, ``enable_jit_checkpoint`` (use ``stop_on``),
+**Refused by name**: DeepSpeed, FSDP1, FSDP on XLA, ``enable_jit_checkpoint`` (use ``stop``),
 ``auto_find_batch_size``, and ``push_to_hub`` except with ``hub_strategy="end"``. Not tested: PEFT,
 searches for hyperparameters, quantised models, devices other than the CPU.
 
@@ -108,12 +108,13 @@ class CkptfmtTrainer(Trainer):
     """A `transformers.Trainer` that saves to and resumes from a run of ckptfmt.
 
     Args:
-        ckptfmt: options of a `ckptfmt.Checkpointer`, such as ``saver``, ``delta``, ``stop_on``, and
-            three more:
+        ckptfmt: options of a `ckptfmt.Checkpointer`, such as ``saving``, ``copies``, ``stop``,
+            and three more:
             ``run``: directory of the run; by default ``ckptfmt`` in ``args.output_dir``, or in a
                 trial's own directory.
             ``keep_best``: whether the best checkpoint by ``args.metric_for_best_model`` is kept in
-                addition to the newest (True); or a value of `ckptfmt.Checkpointer`'s ``keep_best``.
+                addition to the newest (True); or a value of `ckptfmt.Retention.best`. Not used if
+                ``keep`` is a `ckptfmt.Retention`.
             ``export_hf``: whether each committed checkpoint is exported to ``checkpoint-N``
                 (False).
         args, kwargs: arguments of `transformers.Trainer`, or of the other Trainer base class.
@@ -251,9 +252,7 @@ class _Training(contextlib.ExitStack):
         Raises: ValueError for an export of another run; `ckptfmt.CkptError`.
         """
         wanted = "auto" if resume is True else (resume and self._find(Path(str(resume)))) or "fresh"
-        options = (
-            _retention_of(self.trainer.args, self.options.pop("keep_best", True)) | self.options
-        )
+        options = _with_retention(self.options, self.trainer.args)
         self.trainer.checkpointer = self.enter_context(
             ckptfmt.Checkpointer(self.run, resume=wanted, **options)
         )
@@ -409,13 +408,22 @@ class _Asked:
         """Do nothing: `CkptfmtTrainer.train` has passed the state to the Trainer."""
 
 
-def _retention_of(args: Any, keep_best: Any) -> dict[str, Any]:
-    """Return the retention options for ``save_total_limit`` checkpoints, including the best."""
+def _with_retention(options: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """Return the options with rules for ``save_total_limit`` checkpoints, including the best.
+
+    The number and the rules in the options count before the arguments.
+    """
+    found = dict(options)
+    best = found.pop("keep_best", True)
+    if isinstance(found.get("keep"), ckptfmt.Retention):
+        return found
     limit = max(args.save_total_limit or 0, 0) or None
-    if keep_best is True:
+    if best is True:
         has_best = limit and args.metric_for_best_model and args.eval_strategy != "no"
-        keep_best = (*_best_of(args), 1) if has_best else None
-    return {"keep": limit and max(1, limit - bool(keep_best)), "keep_best": keep_best or None}
+        best = (*_best_of(args), 1) if has_best else None
+    newest = found.pop("keep", limit and max(1, limit - bool(best)))
+    every = found.pop("keep_every", None)
+    return {**found, "keep": ckptfmt.Retention(newest=newest, every=every, best=best or None)}
 
 
 def _best_of(args: Any) -> tuple[str, str]:
@@ -461,7 +469,7 @@ def _refuse_unsupported(trainer: Any) -> None:
         "DeepSpeed and FSDP but for version 2": trainer.is_deepspeed_enabled
         or is_fsdp1
         or trainer.is_fsdp_xla_enabled,
-        "enable_jit_checkpoint saves in mid-step: pass ckptfmt={'stop_on': [SIGTERM]}": (
+        "enable_jit_checkpoint saves in mid-step: pass ckptfmt={'stop': Stop(signals=[SIGTERM])}": (
             args.enable_jit_checkpoint
         ),
         "auto_find_batch_size would begin the run twice": args.auto_find_batch_size,

@@ -103,7 +103,7 @@ class Run:
     >>> import ckptfmt, tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     with ckptfmt.Checkpointer(directory, ckptfmt.State(data={"position": 0}),
-    ...         saver="inline") as checkpointer:
+    ...         saving=ckptfmt.Saving(saver="inline")) as checkpointer:
     ...         _ = checkpointer.save(step=1, metrics={"eval_loss": 2.5})
     ...         _ = checkpointer.save(step=2, metrics={"eval_loss": 2.25})
     ...     ckptfmt.Run(directory).best("eval_loss", "min").step

@@ -85,9 +85,14 @@ class CacheOptions:
             raise err(Code.ARGUMENT, detail, where="upload_every=", remedy=remedy)
         if path is None:
             if limit_nbytes is not None:
-                raise err(Code.ARGUMENT, "there is no cache to limit", where="cache_nbytes=")
+                raise err(
+                    Code.ARGUMENT,
+                    "there is no cache to limit",
+                    where="limit_nbytes=",
+                    remedy="Pass copies=[ckptfmt.Cache(DIRECTORY, limit_nbytes=...)].",
+                )
             if upload_every > 1:
-                remedy = "Pass cache=, a directory on a disk of this node."
+                remedy = "Pass copies=[ckptfmt.Cache(DIRECTORY)], with a disk of this node."
                 raise err(
                     Code.ARGUMENT,
                     "without a cache all saves go home",
@@ -96,12 +101,14 @@ class CacheOptions:
                 )
             return None
         if limit_nbytes is not None and (type(limit_nbytes) is not int or limit_nbytes < 1):
-            detail = f"cache_nbytes={limit_nbytes!r} isn't a number of bytes"
+            detail = f"limit_nbytes={limit_nbytes!r} isn't a number of bytes"
             remedy = "Give a positive integer, or None to leave a tenth of the disk free."
-            raise err(Code.ARGUMENT, detail, where="cache_nbytes=", remedy=remedy)
+            raise err(Code.ARGUMENT, detail, where="limit_nbytes=", remedy=remedy)
         if is_url(path):
             remedy = "Pass a directory on a disk of this node."
-            raise err(Code.ARGUMENT, f"{path!r} isn't a directory", where="cache=", remedy=remedy)
+            raise err(
+                Code.ARGUMENT, f"{path!r} isn't a directory", where="Cache(path=)", remedy=remedy
+            )
         path = os.path.abspath(path)  # noqa: PTH100
         return cls(path=path, limit_nbytes=limit_nbytes, upload_every=upload_every)
 
@@ -327,7 +334,7 @@ class NodeCache:
                 Code.NO_SPACE,
                 detail,
                 where=self.store.name,
-                remedy="Raise cache_nbytes=, or free space.",
+                remedy="Raise Cache(limit_nbytes=), or free space.",
             )
         with self.hold(part):
             try:

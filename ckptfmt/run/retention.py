@@ -11,7 +11,7 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import CONDEMNED, Known, abort, refusal_of, retire, sweep
@@ -37,7 +37,7 @@ from ckptfmt.run.lineage import (
 from ckptfmt.store.protocol import CALLS_AT_ONCE, Store, call_each
 
 #: A metric, ``min`` or ``max``, and the number of best checkpoints to keep.
-KeepBest: TypeAlias = tuple[str, str, int]
+KeepBest: TypeAlias = "tuple[str, Literal['min', 'max'], int]"
 
 
 class Need(NamedTuple):
@@ -47,52 +47,67 @@ class Need(NamedTuple):
     remedy: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """The rules by which committed checkpoints of a run stay.
+    """The rules by which committed checkpoints of a run stay, for ``Checkpointer(keep=)``.
+
+    A checkpoint stays if any of the rules applies. Pinned checkpoints always stay.
 
     Attributes:
-        keep: number of newest checkpoints to keep; None for all.
-        keep_every: checkpoints at multiples of this step stay as well.
-        keep_best: metric, ``min`` or ``max``, and the number of best checkpoints to keep as
-            well.
+        newest: number of the newest checkpoints to keep; by default None, to keep all.
+        every: divisor of the steps whose checkpoints are kept as well, in steps; by default None,
+            for no such checkpoint.
+        best: a metric, "min" or "max", and a number: this many checkpoints, the best by the metric,
+            are kept as well; by default None. A checkpoint saved without the metric doesn't count,
+            unless `Run.set_metrics` has added the metric since. As long as no checkpoint has the
+            metric, all checkpoints are kept, and the log says so.
+
+    Raises: StateError(ARGUMENT) for a number below 1, and for `best` without `newest`.
+
+    >>> Retention(newest=3, best=("eval_loss", "min", 1))
+    Retention(newest=3, every=None, best=('eval_loss', 'min', 1))
     """
 
-    keep: int | None = None
-    keep_every: int | None = None
-    keep_best: KeepBest | None = None
+    newest: int | None = None
+    every: int | None = None
+    best: KeepBest | None = None
+
+    def __post_init__(self) -> None:
+        for name, count in (("newest", self.newest), ("every", self.every)):
+            if count is not None:
+                _check_count(count, name, where=f"Retention({name}=)", remedy=_COUNTS[name])
+        if self.best is not None:
+            _check_best(self.best, self.newest)
 
     @classmethod
-    def of(cls, keep: int | None, keep_every: int | None, keep_best: KeepBest | None) -> Retention:
-        """Return the rules of a caller. Raises: StateError(ARGUMENT)."""
-        for name, count in (("keep", keep), ("keep_every", keep_every)):
-            if count is not None and (type(count) is not int or count < 1):
-                remedy = f"Pass a whole number from 1 on, such as {_COUNTS[name]}."
-                raise err(
-                    Code.ARGUMENT,
-                    f"{name}={count!r} isn't a positive number",
-                    where=f"{name}=",
-                    remedy=remedy,
-                )
-        if keep_best is not None:
-            _check_keep_best(keep_best, keep)
-        return cls(keep, keep_every, keep_best)
+    def of(cls, given: int | Retention | None) -> Retention:
+        """Return the rules of a caller; a number is the number of newest checkpoints.
+
+        Raises: StateError(ARGUMENT).
+        """
+        if isinstance(given, Retention):
+            return given
+        if given is not None:
+            remedy = f"{_COUNTS['newest']}; or a ckptfmt.Retention"
+            _check_count(given, "keep", where="keep=", remedy=remedy)
+        return cls(newest=given)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the rules as plain values."""
-        return {**dataclasses.asdict(self), "keep_best": self.keep_best and list(self.keep_best)}
+        return {**dataclasses.asdict(self), "best": self.best and list(self.best)}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Retention:
         """Return the rules from the plain values of `as_dict`."""
-        return cls(**{**value, "keep_best": value["keep_best"] and tuple(value["keep_best"])})
+        return cls(**{**value, "best": value["best"] and tuple(value["best"])})
 
 
 #: An example of each number, and the meaning of a missing number.
 _COUNTS: Final = {
-    "keep": "keep=3 for the newest three; without it all stay",
-    "keep_every": (
-        "keep_every=1000 for those of steps that it divides; without it none stays for its step"
+    "newest": "keep=3 for the newest three; without it all stay",
+    "every": (
+        "keep=Retention(newest=3, every=1000) for the steps that 1000 divides as well; without"
+        " every= no checkpoint stays for its step"
     ),
 }
 #: Number of checkpoints without the metric from which on a training reports.
@@ -106,27 +121,37 @@ _SAVING: Final = Need(
 )
 
 
-def _check_keep_best(keep_best: object, keep: int | None) -> None:
+def _check_count(count: object, name: str, *, where: str, remedy: str) -> None:
+    if type(count) is not int or count < 1:
+        raise err(
+            Code.ARGUMENT,
+            f"{name}={count!r} isn't a positive number",
+            where=where,
+            remedy=f"Pass a whole number from 1 on, such as {remedy}.",
+        )
+
+
+def _check_best(best: object, newest: int | None) -> None:
     """Raise unless the value is a metric, ``min`` or ``max``, and a number.
 
     Raises: StateError(ARGUMENT).
     """
-    match keep_best:
+    match best:
         case (str(), "min" | "max", int(count)) if count > 0 and type(count) is int:
-            if keep is None:
-                remedy = "Say with keep= how many of the newest stay beside the best."
+            if newest is None:
+                remedy = "Say with newest= how many of the newest stay beside the best."
                 raise err(
                     Code.ARGUMENT,
-                    "without keep= all checkpoints stay",
-                    where="keep_best=",
+                    "without newest= all checkpoints stay",
+                    where="Retention(best=)",
                     remedy=remedy,
                 )
         case _:
             remedy = "Pass a metric, 'min' or 'max', and how many, such as ('eval_loss', 'min', 3)."
             raise err(
                 Code.ARGUMENT,
-                f"{keep_best!r} doesn't say what is best",
-                where="keep_best=",
+                f"{best!r} doesn't say what is best",
+                where="Retention(best=)",
                 remedy=remedy,
             )
 
@@ -140,21 +165,19 @@ def explain_no_space(error: CkptError, run: Store, retention: Retention) -> Ckpt
     """
     if error.code != Code.NO_SPACE or error.remedy != Code.NO_SPACE.remedy:
         return error
-    keep = retention.keep
+    keep = retention.newest
     if keep is None:
         remedy = (
             f"Without keep= this run keeps all its checkpoints: `ckptfmt gc {run.name} --keep 3`"
             " deletes all but the"
             " newest three now, and Checkpointer(keep=3) does so after each save."
         )
-    elif keep > 1 or retention.keep_every is not None or retention.keep_best is not None:
-        chosen = ", ".join(
-            f"{name}={value!r}" for name, value in dataclasses.asdict(retention).items() if value
-        )
+    elif keep > 1 or retention.every is not None or retention.best is not None:
+        chosen = f"keep={keep}" if retention == Retention(newest=keep) else f"keep={retention!r}"
         remedy = (
-            f"This run was begun with {chosen}: `ckptfmt gc {run.name} --keep 1` deletes all but"
-            " the newest checkpoint"
-            " now, and a Checkpointer that keeps less does so after each save."
+            f"This run was begun with {chosen}: `ckptfmt gc {run.name} --keep 1`"
+            " deletes all but the newest checkpoint now, and a Checkpointer that keeps less does"
+            " so after each save."
         )
     else:
         remedy = (
@@ -186,7 +209,7 @@ def plan_retention(
     home, whatever `retention` says. A suspect checkpoint isn't counted either, and goes like a
     damaged one.
 
-    A pinned checkpoint stays. While no checkpoint has the metric of `keep_best`, all stay: perhaps
+    A pinned checkpoint stays. While no checkpoint has the metric of `best`, all stay: perhaps
     the metric's name is misspelt, or the metric is measured later.
 
     Where the lineage passes a launch with an unreadable record, no checkpoint of an older launch
@@ -245,13 +268,13 @@ def _list_ended(
     protected: set[str],
 ) -> list[RunEntry]:
     """Return the checkpoints at home that may go; `at_home` has the lineage's, best first."""
-    keep = retention.keep
-    keep_every = retention.keep_every
+    keep = retention.newest
+    every = retention.every
     if keep is None:
         return []
-    staying = protected | {entry.name for entry in at_home[: max(1, keep)]}
-    if retention.keep_best is not None:
-        metric, mode, count = retention.keep_best
+    staying = protected | {entry.name for entry in at_home[:keep]}
+    if retention.best is not None:
+        metric, mode, count = retention.best
         best = sort_by_metric(at_home, metric, mode)[:count]
         if not best:
             return []
@@ -281,13 +304,13 @@ def _list_ended(
             for one in {one.name: one for one in passed_over}.values()
             if is_at_home(one)
             and one not in late
-            and sum(other.step > one.step for other in at_home) >= max(1, keep)
+            and sum(other.step > one.step for other in at_home) >= keep
         ]
     return [
         *(
             one
             for one in (*at_home, *late)
-            if one.name not in staying and not (keep_every and one.step % keep_every == 0)
+            if one.name not in staying and not (every and one.step % every == 0)
         ),
         *(one for one in given_up if one.name not in staying),
     ]
@@ -488,13 +511,9 @@ def clean_up(
             " until"
             f" `ckptfmt repair {store.name}` has mended it"
         )
-    if (
-        retention.keep_best is not None
-        and not any(map(is_at_home, going))
-        and on_problem is not None
-    ):
+    if retention.best is not None and not any(map(is_at_home, going)) and on_problem is not None:
         problem = find_missing_metric(
-            launches, entries, retention, retention.keep_best[0], is_due=_is_worth_a_line
+            launches, entries, retention, retention.best[0], is_due=_is_worth_a_line
         )
         if problem is not None:
             on_problem(problem)
@@ -584,16 +603,16 @@ def find_missing_metric(
     *,
     is_due: Callable[[int, str | None], bool] = lambda *_: True,
 ) -> str | None:
-    """Return a sentence if checkpoints stay only for lack of `keep_best`'s metric; else None.
+    """Return a sentence if checkpoints stay only for lack of the metric of `best`; else None.
 
     Args:
-        metric: the metric of `keep_best`.
+        metric: the metric of `Retention.best`.
         is_due: called with the number of such checkpoints, and with a metric
             of a similar name, or None; returns whether to report.
     """
     lineage = [entry for entry in iter_lineage(launches, entries) if entry.manifest is not None]
     has_metric = any(entry.labels.number(metric) is not None for entry in lineage)
-    without = plan_retention(launches, entries, dataclasses.replace(retention, keep_best=None))
+    without = plan_retention(launches, entries, dataclasses.replace(retention, best=None))
     count = sum(map(is_at_home, without))
     known = sorted({name for entry in lineage for name in entry.labels.metrics})
     near = next(iter(difflib.get_close_matches(metric, known, n=1, cutoff=0.8)), None)
@@ -601,8 +620,8 @@ def find_missing_metric(
         return None
     meant = f"; did you mean {near!r}?" if near else ""
     return (
-        f"keep_best= names the metric {metric!r}, which no checkpoint has, so {count} stay that"
-        " keep= would let go;"
+        f"Retention(best=) names the metric {metric!r}, which no checkpoint has, so {count} stay"
+        " that keep= would let go;"
         f" their metrics: {', '.join(known[:8]) or 'none'}{meant}"
     )
 

@@ -82,8 +82,8 @@ def survey_run(store: Store, run: RunRecord, retention: Retention) -> Survey:
     undecided = [entry for entry in entries if entry.register is None and entry.launch >= launch]
     names = {entry.name for entry in going}
     problem = None
-    if retention.keep_best is not None and not going:
-        problem = find_missing_metric(launches, entries, retention, retention.keep_best[0])
+    if retention.best is not None and not going:
+        problem = find_missing_metric(launches, entries, retention, retention.best[0])
     return Survey(
         launch=launch,
         going=tuple(going),

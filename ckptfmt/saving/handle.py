@@ -10,8 +10,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Final, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, Self
 
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import Manifest
@@ -62,6 +62,42 @@ class SaveReport:
         return cls(
             path=path, step=origin.step, writer_count=origin.writer_count, reason=reason, **told
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveEvent:
+    """A change of a save's state, for the function ``on_save`` of `Checkpointer`.
+
+    Attributes:
+        kind: "staged" once the snapshot is complete and in the saver's hands; "committed" once the
+            checkpoint is durable for all processes; "failed" if there is no checkpoint.
+        step: number of training steps done.
+        path: directory of the checkpoint.
+        seconds: seconds from the call of the save to each state reached by now, such as
+            ``{"STAGED": 0.2, "WRITTEN": 1.5, "COMMITTED": 1.6}``.
+        blocked_s: time for which the save has blocked the training so far, in seconds.
+        nbytes: size of all tensors in bytes, each counted once; None unless committed.
+        stored_nbytes: size of the tensor bytes in the checkpoint's own files, without its bases;
+            None unless committed.
+        error: error of a failed save; else None.
+    """
+
+    kind: Literal["staged", "committed", "failed"]
+    step: int
+    path: str
+    seconds: Mapping[str, float]
+    blocked_s: float = 0.0
+    nbytes: int | None = None
+    stored_nbytes: int | None = None
+    error: CkptError | None = None
+
+
+#: The states that `SaveHandle.on_event` reports, with the kind of their events.
+_KINDS: Final[Mapping[str, Literal["staged", "committed", "failed"]]] = {
+    "STAGED": "staged",
+    "COMMITTED": "committed",
+    "FAILED": "failed",
+}
 
 
 def tell_committed(writer: int, report: SaveReport, seconds: float) -> None:
@@ -169,7 +205,7 @@ class Callbacks:
 
 
 class SaveHandle:
-    """A save of a `Checkpointer` or a `ckptfmt.Saver`.
+    """A save of a `Checkpointer` or a `ckptfmt.PathSaver`.
 
     The states are:
 
@@ -214,6 +250,9 @@ class SaveHandle:
         self._callbacks = Callbacks() if callbacks is None else callbacks
         #: Functions to call at the end, each with the final state that it is for.
         self._at_end: list[tuple[str, Callable[[Any], object]]] = []
+        #: Function for events, and the kinds of events that the function got.
+        self._on_event: Callable[[SaveEvent], object] | None = None
+        self._told_kinds: set[str] = set()
         self._is_failure_taken = False
         # Entered directly instead of through the condition: an interrupt can't come between the
         # acquisition and the `with` block.
@@ -265,6 +304,38 @@ class SaveHandle:
         """
         self._is_failure_taken = True
         return self._call_at("FAILED", function)
+
+    def on_event(self, function: Callable[[SaveEvent], object]) -> Self:
+        """Call a function with an event when the save is staged, and when it is over.
+
+        Events of the past are handed over at once. The calls run as for `on_committed`. The
+        failure is still raised by the next save or `close`.
+        """
+        with self._lock:
+            self._on_event = function
+            self._hand_over_events()
+        return self
+
+    def _hand_over_events(self) -> None:
+        """Hand over the events of the reached states, each once. Needs the lock."""
+        if self._on_event is None:
+            return
+        for state, kind in _KINDS.items():
+            is_reached = state in self.times or state == self._state
+            if is_reached and kind not in self._told_kinds:
+                self._told_kinds.add(kind)
+                report = self.report if kind == "committed" else None
+                event = SaveEvent(
+                    kind=kind,
+                    step=self.step,
+                    path=self.path,
+                    seconds=dict(self.times),
+                    blocked_s=self.blocked_s,
+                    nbytes=None if report is None else report.nbytes,
+                    stored_nbytes=None if report is None else report.stored_nbytes,
+                    error=self.error,
+                )
+                self._callbacks.add(self._on_event, event)
 
     def _call_at(self, state: str, function: Callable[[Any], object]) -> Self:
         with self._lock:
@@ -365,6 +436,7 @@ class SaveHandle:
                 self.times[state] = time.monotonic() - self._begin_s
                 self.report = report
                 self._call_back()
+                self._hand_over_events()
                 self._changed.notify_all()
 
     def tell_over(self, removed: tuple[str, ...] = ()) -> None:
@@ -384,6 +456,7 @@ class SaveHandle:
                 self._state = "FAILED"
                 self.error = error
                 self._call_back()
+                self._hand_over_events()
             self._is_over = True
             self._note_end()
             self._changed.notify_all()

@@ -22,7 +22,7 @@ from ckptfmt.store import address_of, open_store
 from ckptfmt.store.protocol import Store
 
 
-class Saver:
+class PathSaver:
     """A saver of any number of states to any number of paths, in the background.
 
     This class is for programs that choose the directory of each checkpoint themselves, such as a
@@ -30,16 +30,17 @@ class Saver:
     `ckptfmt.save`. For a training loop use `Checkpointer`, which also resumes and applies
     retention.
 
-    Every process of the job makes a `Saver` with the same arguments, and calls `save` for the same
-    paths in the same order. The saver process finishes saves that are STAGED when this process
+    Every process of the job makes a `PathSaver` with the same arguments, and calls `save` for the
+    same paths in the same order. The saver process finishes saves that are STAGED when this process
     ends, even after a crash.
 
     Pass the same `State` object for the same live objects each time: the saver learns for each
     state which tensors can be copied during the next step.
 
     Args:
-        saver, overlap, when_busy, nice, writer, agree: as for `Checkpointer`. `agree` can't be a
-            token, because a token needs a directory.
+        saver, overlap, when_busy, nice: the fields of `Saving`.
+        writer, agree: the fields of `Job`. `agree` can't be a token,
+            because a token needs a directory.
         slots: number of snapshots that fit into shared memory. A slot grows to the largest saved
             state.
         deadline_s: longest wait of the processes for each other, for a free slot, and for saves at
@@ -48,7 +49,8 @@ class Saver:
     Raises: StateError(ARGUMENT).
 
     >>> import ckptfmt, tempfile
-    >>> with tempfile.TemporaryDirectory() as path, ckptfmt.Saver(saver="thread", slots=1) as saver:
+    >>> saving = ckptfmt.PathSaver(saver="thread", slots=1)
+    >>> with tempfile.TemporaryDirectory() as path, saving as saver:
     ...     handle = saver.save(f"{path}/last", ckptfmt.State(data={"position": 24}), step=3)
     ...     handle.wait().step
     3
@@ -70,7 +72,7 @@ class Saver:
             remedy = "Pass an all-gather of bytes, or None for torch.distributed."
             raise err(
                 Code.ARGUMENT,
-                "a Saver has no directory to meet in by a token",
+                "a PathSaver has no directory to meet in by a token",
                 where="agree=",
                 remedy=remedy,
             )
@@ -99,7 +101,7 @@ class Saver:
 
     def __repr__(self) -> str:
         return (
-            f"Saver(saver={self._options.saver!r}, {len(self._in_hand())} saves in"
+            f"PathSaver(saver={self._options.saver!r}, {len(self._in_hand())} saves in"
             f" hand{', closed' * self._is_closed})"
         )
 
@@ -227,7 +229,7 @@ class Saver:
 
     def _begin(self) -> tuple[Group, Saves]:
         if self._is_closed:
-            raise err(Code.ARGUMENT, "this Saver is closed", remedy="Make another one.")
+            raise err(Code.ARGUMENT, "this PathSaver is closed", remedy="Make another one.")
         if self._saves is None or self._group is None:
             self._group = make_group(
                 self._writer, self._agree, None, deadline_s=self._options.deadline_s

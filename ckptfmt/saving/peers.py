@@ -72,7 +72,7 @@ class PeerOptions:
                 )
             return None
         if not has_cache:
-            remedy = "Pass cache=, a directory on a disk of this node."
+            remedy = "Pass copies=[ckptfmt.Cache(DIRECTORY, peers=1)], with a disk of this node."
             raise err(
                 Code.ARGUMENT,
                 "replicas lie in caches, and there is none",

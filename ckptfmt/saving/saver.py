@@ -336,7 +336,7 @@ class Saver:
                     Code.NO_SPACE,
                     detail,
                     where=cache.store.name,
-                    remedy="Raise cache_nbytes=, or free space.",
+                    remedy="Raise Cache(limit_nbytes=), or free space.",
                 )
         part = part_of(save.origin, save.writer)
         job.held.enter_context(cache.hold(part))

@@ -25,7 +25,7 @@ from ckptfmt.commit.lone import remove_alone
 from ckptfmt.commit.waiting import hold_attempt, list_held_attempts
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest
 from ckptfmt.errors import Code
-from ckptfmt.saving.path_saver import Saver
+from ckptfmt.saving.path_saver import PathSaver
 from ckptfmt.store import Store, open_store
 from ckptfmt.store.leases import TERM_S
 from ckptfmt.store.local import LocalStore
@@ -204,7 +204,7 @@ def test_a_link_gives_way_to_a_checkpoint_of_its_own(tmp_path: pathlib.Path, how
     link = tmp_path / "last"
     link.symlink_to("best")
     if how == "Saver":
-        with Saver(saver="thread") as saving:
+        with PathSaver(saver="thread") as saving:
             assert saving.save(link, state_of(2), step=2, replace=True).path == str(link)
     else:
         replace(link, 2)
@@ -353,7 +353,7 @@ def test_no_crash_leaves_half_of_what_is_removed() -> None:
         with bench_directory() as root:
             lay_out(state, root, leftovers)
             if code != Code.NOT_COMMITTED:
-                Saver().remove(root)
+                PathSaver().remove(root)
                 assert not root.exists()
         with bench_directory() as root:
             lay_out(state, root, leftovers)
@@ -508,7 +508,7 @@ def test_what_is_removed_is_gone_and_nothing_else(tmp_path: pathlib.Path) -> Non
         replace(tmp_path / name, 1)
     (tmp_path / "other" / "notes.txt").write_bytes(b"mine")
     (tmp_path / "link").symlink_to("left")
-    removing = Saver()
+    removing = PathSaver()
     for name in ("one", "other", "link"):
         removing.remove(tmp_path / name)
         assert code_of(lambda n=name: removing.remove(tmp_path / n)) == Code.NOT_COMMITTED
@@ -575,12 +575,12 @@ def test_neither_a_run_nor_a_part_of_it_nor_anything_else_is_removed(
     assert handle is not None
     before = sorted(tmp_path.rglob("*"))
     codes = {
-        place: code_of(lambda p=place: Saver().remove(tmp_path / p))
+        place: code_of(lambda p=place: PathSaver().remove(tmp_path / p))
         for place in ("run", handle.path)
     }
     assert set(codes.values()) == {Code.ARGUMENT}
     for place in ("data", "nowhere"):
-        assert code_of(lambda p=place: Saver().remove(tmp_path / p)) == Code.NOT_COMMITTED
+        assert code_of(lambda p=place: PathSaver().remove(tmp_path / p)) == Code.NOT_COMMITTED
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -591,12 +591,12 @@ def test_a_save_of_another_process_is_waited_for(
     replace(store, 1)
     made = origin(attempt=f"{7:016x}")
     with hold_attempt(store, made, 0, must=True):
-        assert code_of(lambda: Saver(deadline_s=0.05).remove(store)) == Code.SAVE_PENDING
+        assert code_of(lambda: PathSaver(deadline_s=0.05).remove(store)) == Code.SAVE_PENDING
         assert number_at(store) == 1
         assert made.attempt in caplog.text
         with ckptfmt.open(store, wait_s=0.01) as checkpoint:
             assert checkpoint.pending == (made.attempt,)
-        waiting = threading.Thread(target=Saver(deadline_s=WAIT_S).remove, args=(store,))
+        waiting = threading.Thread(target=PathSaver(deadline_s=WAIT_S).remove, args=(store,))
         waiting.start()
         waiting.join(0.1)
         assert waiting.is_alive()

@@ -490,7 +490,7 @@ def test_a_base_that_is_retired_is_not_used(chain):
 def test_what_stays_keeps_what_it_reads_from(chain):
     """REQ-CMT-032"""
     saving, expected = chain
-    assert clean_up(saving.store, saving.run, launch=1, retention=Retention(keep=1)) == []
+    assert clean_up(saving.store, saving.run, launch=1, retention=Retention(newest=1)) == []
     assert read_bytes(saving, 3) == expected
 
 
@@ -498,7 +498,7 @@ def test_a_chain_goes_when_nothing_reads_from_it_any_more(chain):
     saving, _ = chain
     saving.writers[0].chain = Saving(state({"w": some()})).writers[0].chain
     saving.save(4, state({"w": some()}))
-    gone = clean_up(saving.store, saving.run, launch=1, retention=Retention(keep=1))
+    gone = clean_up(saving.store, saving.run, launch=1, retention=Retention(newest=1))
     assert gone == [checkpoint_name(step, 1) for step in (3, 2, 1)]  # a delta before its base
     assert saving.place(1).list("") == ["manifest.json"]
 
@@ -509,7 +509,7 @@ def test_what_is_pinned_stays_and_is_no_more_condemned(chain):
     saving.write(4, [state({"w": some()})])  # undecided, pinned
     saving.writers[0].chain = Saving(state({"w": some()})).writers[0].chain
     saving.save(5, state({"w": some()}))
-    assert clean_up(saving.store, saving.run, launch=1, retention=Retention(keep=1)) == []
+    assert clean_up(saving.store, saving.run, launch=1, retention=Retention(newest=1)) == []
     for step in (1, 2, 3):
         assert not [name for name in saving.place(step).list("") if name.startswith(CONDEMNED)]
 
@@ -526,7 +526,7 @@ def test_a_cleaner_condemns_then_looks_for_pins_then_for_references(chain):
     """REQ-CMT-032: whoever is between two of these steps is seen by one of them."""
     saving = with_something_to_retire(chain[0])
     recorder = Recorder(saving.store)
-    clean_up(recorder, saving.run, launch=1, retention=Retention(keep=1))
+    clean_up(recorder, saving.run, launch=1, retention=Retention(newest=1))
     steps = [(step.op, step.path) for step in recorder.log.operations]
     condemned = [
         number for number, (op, path) in enumerate(steps) if op == "create" and CONDEMNED in path
@@ -558,7 +558,7 @@ def test_no_cleaner_takes_a_condemnation_of_another_away(chain):
             codes.append(
                 code_of(
                     lambda: clean_up(
-                        saving.store, saving.run, launch=1, retention=Retention(keep=1)
+                        saving.store, saving.run, launch=1, retention=Retention(newest=1)
                     )
                 )
             )
@@ -567,7 +567,10 @@ def test_no_cleaner_takes_a_condemnation_of_another_away(chain):
     codes.append(
         code_of(
             lambda: clean_up(
-                Recorder(saving.store, gate=gate), saving.run, launch=1, retention=Retention(keep=1)
+                Recorder(saving.store, gate=gate),
+                saving.run,
+                launch=1,
+                retention=Retention(newest=1),
             )
         )
     )
@@ -583,7 +586,7 @@ def test_a_register_that_cannot_be_read_protects_everything(chain):
     saving.writers[0].chain = Saving(state({"w": some()})).writers[0].chain
     saving.save(4, state({"w": some()}))
     saving.place(9).create("manifest.json", [b"{"])
-    assert clean_up(saving.store, saving.run, launch=1, retention=Retention(keep=1)) == []
+    assert clean_up(saving.store, saving.run, launch=1, retention=Retention(newest=1)) == []
     assert saving.place(2).list("") != ["manifest.json"]
 
 
@@ -782,7 +785,7 @@ def test_pins_that_cannot_be_read_protect_everything(chain):
     saving.writers[0].chain = Saving(state({"w": some()})).writers[0].chain
     saving.save(5, state({"w": some()}))
     code = code_of(
-        lambda: clean_up(saving.store, saving.run, launch=1, retention=Retention(keep=1))
+        lambda: clean_up(saving.store, saving.run, launch=1, retention=Retention(newest=1))
     )
     for step in (1, 2, 3):
         names = saving.place(step).list("")

@@ -128,7 +128,9 @@ def clean_up(
 ) -> None:
     """Clean up, telling what may go before it does, and what is gone afterwards."""
     telling = _TellingStore(store, marks)
-    retention.clean_up(telling, run, launch=launch.launch, retention=retention.Retention(keep=keep))
+    retention.clean_up(
+        telling, run, launch=launch.launch, retention=retention.Retention(newest=keep)
+    )
     for name in telling.replaced:
         marks.retired(name)
 

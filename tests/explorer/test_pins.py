@@ -58,7 +58,7 @@ class PinScene:
             self._add(
                 f"cleaner{number}",
                 lambda store: retention.clean_up(
-                    store, self._run, launch=2, retention=retention.Retention(keep=1)
+                    store, self._run, launch=2, retention=retention.Retention(newest=1)
                 ),
             )
 

@@ -205,6 +205,6 @@ def test_clean_up_follows_no_link_out_of_a_run(tmp_path):
     begin_launch(store, run)
     launch, _ = begin_launch(store, run)
     pathlib.Path(tmp_path / "run" / "step-00000001-l0001").symlink_to(outside)
-    clean_up(store, run, launch=launch.launch, retention=Retention(keep=1))
+    clean_up(store, run, launch=launch.launch, retention=Retention(newest=1))
     assert (outside / "precious").read_bytes() == b"x"
     assert sorted(path.name for path in outside.iterdir()) == ["precious"]

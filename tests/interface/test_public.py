@@ -103,7 +103,7 @@ def test_representations_say_what_it_is_in_a_line(tmp_path: Path) -> None:
     )
     run = str(tmp_path / "run")
     assert repr(state) == "State(weights={w}, data={n}, config={lr}, identity=('lr',))"
-    with ckptfmt.Checkpointer(run, state, saver="inline") as checkpointer:
+    with ckptfmt.Checkpointer(run, state, saving=ckptfmt.Saving(saver="inline")) as checkpointer:
         handle = checkpointer.save(step=2)
         assert repr(checkpointer) == f"Checkpointer({run!r}, step=2, launch=1)"
         assert handle is not None
@@ -117,7 +117,7 @@ def test_representations_say_what_it_is_in_a_line(tmp_path: Path) -> None:
     assert repr(ckptfmt.PerWorker(sampler)) == "PerWorker(Sampler)"
     assert repr(ckptfmt.FirstWorker({"best": np.zeros(3)})) == "FirstWorker({best})"
     assert repr(ckptfmt.Parts([sampler, {"w": np.zeros(9)}])) == "Parts([Sampler, {w}])"
-    assert repr(ckptfmt.Saver(saver="thread")) == "Saver(saver='thread', 0 saves in hand)"
+    assert repr(ckptfmt.PathSaver(saver="thread")) == "PathSaver(saver='thread', 0 saves in hand)"
     with ckptfmt.open(run) as checkpoint:
         assert repr(checkpoint) == (
             f"Checkpoint({path!r}, step=2, nbytes=24, weights rng data config topology provenance)"
@@ -136,11 +136,14 @@ import ckptfmt
 state = ckptfmt.State()
 assert_type(ckptfmt.load("x", state), ckptfmt.LoadReport)
 ckptfmt.load("x")["weights"]
-ckptfmt.Checkpointer("x", state, saver="proces")
+ckptfmt.Checkpointer("x", state, saving=ckptfmt.Saving(saver="proces"))
+ckptfmt.Checkpointer("x", state, saving=ckptfmt.Saving(when_busy="wiat"))
+ckptfmt.Checkpointer("x", state, saving=ckptfmt.Saving(delta="smalest"))
+ckptfmt.Checkpointer("x", state, keep=ckptfmt.Retention(newest=1, best=("loss", "least", 1)))
 ckptfmt.Checkpointer("x", state, when_busy="wiat")
 ckptfmt.Checkpointer("x", state, delta="smalest")
-ckptfmt.Checkpointer("x", state, keep_best=("loss", "least", 1))
-ckptfmt.Saver(saver="proces")
+ckptfmt.Checkpointer("x", state, keep=3, slots=1, stop_on=[15])
+ckptfmt.PathSaver(saver="proces")
 ckptfmt.load("x", state, allow=("mising",))
 ckptfmt.load("x", framework="numpyy")
 ckptfmt.Run("x").best("loss", "least")

@@ -178,7 +178,7 @@ def test_what_says_nothing_of_the_best_is_refused(keep_best: Any) -> None:
                 MemoryStore(), Trainer().state, keep=keep, keep_best=keep_best
             )
         )
-        assert (error.code, error.where) == (Code.ARGUMENT, "keep_best=")
+        assert (error.code, error.where) == (Code.ARGUMENT, "Retention(best=)")
     assert (
         builders.error_of(
             lambda: Checkpointer(MemoryStore(), Trainer().state, keep_best=("loss", "min", 1))

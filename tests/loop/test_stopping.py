@@ -142,7 +142,7 @@ def test_what_is_no_signal_to_catch_is_refused_at_once(before, numbers) -> None:
         lambda: Checkpointer(MemoryStore(), Trainer().state, stop_on=numbers),
     ):
         error = error_of(action)
-        assert (error.code, error.where) == (Code.ARGUMENT, "stop_on=")
+        assert (error.code, error.where) == (Code.ARGUMENT, "signals=")
     assert signal.getsignal(signal.SIGTERM) == before.handle
 
 
@@ -158,7 +158,7 @@ def test_signals_outside_of_the_main_thread_are_refused(before) -> None:
     thread = threading.Thread(target=body)
     thread.start()
     thread.join(WAIT_S)
-    assert [(error.code, error.where) for error in found] == [(Code.ARGUMENT, "stop_on=")]
+    assert [(error.code, error.where) for error in found] == [(Code.ARGUMENT, "signals=")]
     assert all(signal.getsignal(number) == before.handle for number in NUMBERS)
 
 

@@ -128,9 +128,9 @@ MUTANTS = {
     ),
     "the_last_one_retired": Mutant(
         clauses=("REQ-CMT-026",),
-        fault="retires the first candidate when it is told to keep none",
-        patch=rewritten(retention._list_ended, "at_home[: max(1, keep)]", "at_home[:keep]"),
-        tests=("run/test_retention.py::test_the_last_one_never_goes[memory-0]",),
+        fault="retires the first candidate when one is to be kept",
+        patch=rewritten(retention._list_ended, "at_home[:keep]", "at_home[: keep - 1]"),
+        tests=("run/test_retention.py::test_the_last_one_never_goes[memory]",),
     ),
     "what_was_resumed_from_retired": Mutant(
         clauses=("REQ-CMT-026",),
@@ -175,7 +175,7 @@ MUTANTS = {
         fault="retires what was passed over as damaged before any candidate has a greater step",
         patch=rewritten(
             retention._list_ended,
-            "sum(other.step > one.step for other in at_home) >= max(1, keep)",
+            "sum(other.step > one.step for other in at_home) >= keep",
             "True",
         ),
         tests=(

@@ -63,7 +63,7 @@ def test_what_is_no_state_is_named_with_what_to_write(given: Any, tmp_path: Path
         "load": lambda: ckptfmt.load(saved, given),
         "Checkpointer": lambda: ckptfmt.Checkpointer(tmp_path / "run", given),
         "restore": lambda: ckptfmt.Checkpointer(tmp_path / "run", saver="inline").restore(given),
-        "Saver": lambda: ckptfmt.Saver(saver="thread").save(tmp_path / "y", given, step=1),
+        "Saver": lambda: ckptfmt.PathSaver(saver="thread").save(tmp_path / "y", given, step=1),
     }
     for name, call in calls.items():
         text = told(call)
@@ -743,10 +743,10 @@ def test_a_scheduler_that_is_in_no_state_is_missed(
     [
         ({"every": 0}, "every=100 for each hundredth step, every='5min' or every='auto'"),
         ({"every": "10 steps"}, "every=100 for each hundredth step"),
-        ({"every": "auto", "mtbf": "often"}, "such as mtbf='3h'"),
+        ({"every": "auto", "mtbf": "often"}, "such as every=Auto(mtbf='3h')"),
         ({"keep": 0}, "such as keep=3 for the newest three"),
         ({"keep": "3"}, "such as keep=3 for the newest three"),
-        ({"keep": 1, "keep_every": 0}, "such as keep_every=1000"),
+        ({"keep": 1, "keep_every": 0}, "such as keep=Retention(newest=3, every=1000)"),
     ],
 )
 def test_a_value_that_cannot_be_names_one_that_can(
@@ -756,7 +756,8 @@ def test_a_value_that_cannot_be_names_one_that_can(
     text = told(
         ckptfmt.Checkpointer, tmp_path / "run", ckptfmt.State(data=1), saver="inline", **given
     )
-    assert f"ARGUMENT at {[*given][-1]}=:" in text
+    where = "Retention(every=)" if "keep_every" in given else f"{[*given][-1]}="
+    assert f"ARGUMENT at {where}:" in text
     assert example in text
 
 
@@ -1132,7 +1133,7 @@ def test_commands_of_other_programs_are_told_ours(typed: str, meant: str, capsys
 
 
 def test_a_metric_that_comes_once_an_epoch_is_waited_for_in_silence(caplog: Any) -> None:
-    """`keep_best=("eval_loss", "min", 2)`: the saves before the first evaluation said `clean-up stopped`."""
+    """`best=("eval_loss", "min", 2)`: the saves before the first evaluation said `clean-up stopped`."""
 
     def train(metrics: Any) -> tuple[list[str], int]:
         state, store = ckptfmt.State(weights={"w": torch.zeros(2)}, config={}), MemoryStore()
@@ -1151,7 +1152,7 @@ def test_a_metric_that_comes_once_an_epoch_is_waited_for_in_silence(caplog: Any)
         said = [
             message
             for message in caplog.messages
-            if "keep_best=" in message or "clean-up" in message
+            if "Retention(best=)" in message or "clean-up" in message
         ]
         return said, sum(one.state == "committed" for one in ckptfmt.Run(store).list())
 

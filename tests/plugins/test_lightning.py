@@ -282,7 +282,7 @@ def test_a_removal_waits_for_the_save(tmp_path):
 def test_a_removal_waits_for_the_saver_of_another_process(tmp_path):
     """Under FSDP each process has a saver, and the first removes what all of them wrote."""
     place = tmp_path / "a.ckpt"
-    with ckptfmt.Saver(saver="inline") as saver:
+    with ckptfmt.PathSaver(saver="inline") as saver:
         saver.save(place, ckptfmt.State(weights={"w": torch.zeros(8)}, rng=False), step=1)
     with ThreadPoolExecutor() as pool:
         with open_store(place, writable=True).hold(held_path("9f3c41d27ab80e65", 1)):
@@ -296,7 +296,7 @@ def test_a_removal_waits_for_the_saver_of_another_process(tmp_path):
 
 def test_a_removal_that_the_storage_refuses_leaves_the_checkpoint(tmp_path, monkeypatch):
     place = tmp_path / "a.ckpt"
-    with ckptfmt.Saver(saver="inline") as saver:
+    with ckptfmt.PathSaver(saver="inline") as saver:
         saver.save(place, ckptfmt.State(weights={"w": torch.zeros(8)}, rng=False), step=1)
 
     def refuse(store):

@@ -183,7 +183,7 @@ def test_damage_is_still_told_as_such(tmp_path: pathlib.Path) -> None:
 def test_a_removed_checkpoint_is_told_as_such(tmp_path: pathlib.Path) -> None:
     place = tmp_path / "place"
     replace(place, 1)
-    with ckptfmt.open(place) as checkpoint, ckptfmt.Saver() as saver:
+    with ckptfmt.open(place) as checkpoint, ckptfmt.PathSaver() as saver:
         saver.remove(place)
         assert code_of(lambda: checkpoint.weights["v"][...]) == Code.CHECKPOINT_RETIRED
     assert code_of(lambda: ckptfmt.load(place)) == Code.NOT_COMMITTED

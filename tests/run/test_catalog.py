@@ -206,11 +206,11 @@ def test_a_record_that_cannot_be_read_pins_until_somebody_unpins() -> None:
     store.create(f"{LABELS_FOLDER}/{checkpoint_name(1, 1)}-0001.json", [b"damaged"])
     record = open_run(store)
     assert [one.pinned for one in run.list()] == [True, False, False]
-    clean_up(store, record, launch=1, retention=Retention(keep=1))
+    clean_up(store, record, launch=1, retention=Retention(newest=1))
     assert [one.state for one in run.list()] == ["committed", "retired", "committed"]
     assert run.list()[0].tags == ("s1",)
     run.unpin(1)
-    clean_up(store, record, launch=1, retention=Retention(keep=1))
+    clean_up(store, record, launch=1, retention=Retention(newest=1))
     assert [one.state for one in run.list()] == ["retired", "retired", "committed"]
 
 
@@ -394,7 +394,7 @@ def test_a_pin_between_the_choice_and_the_tombstone_holds() -> None:
             pinned = functools.partial(dataclasses.replace, pinned=True)
             labelling.change_labels(store, open_run(store), checkpoint_name(1, 1), pinned)
 
-    clean_up(Meddling(store, pin), open_run(store), launch=1, retention=Retention(keep=1))
+    clean_up(Meddling(store, pin), open_run(store), launch=1, retention=Retention(newest=1))
     assert [one.state for one in run.list()] == ["committed", "retired", "committed"]
     assert not [path for path in store.list("") if CONDEMNED in path]
 
@@ -412,7 +412,7 @@ def test_a_metric_that_comes_between_the_choice_and_the_tombstone_keeps_the_best
             run.set_metrics(1, {"accuracy": 0.75})
 
     run.set_metrics(3, {"accuracy": 0.5})
-    retention = Retention(keep=1, keep_best=("accuracy", "max", 1))
+    retention = Retention(newest=1, best=("accuracy", "max", 1))
     clean_up(Meddling(store, measure), open_run(store), launch=1, retention=retention)
     assert [one.state for one in run.list()] == ["committed", "retired", "committed"]
     assert run.best("accuracy", "max").step == 1
@@ -440,7 +440,7 @@ def test_a_launch_that_begins_after_the_choice_keeps_what_it_resumes_from(cleane
             "launch 2 has just begun, and resumes from it",
         )
     else:
-        clean_up(meddling, open_run(store), launch=1, retention=Retention(keep=1))
+        clean_up(meddling, open_run(store), launch=1, retention=Retention(newest=1))
     assert begun == [2]
     assert run.newest().step == 1
     assert not [path for path in store.list("") if CONDEMNED in path]
@@ -538,7 +538,7 @@ def test_a_record_that_may_not_be_read_pins_and_stops_nobody() -> None:
     locked = Locked(store)
 
     assert [one.pinned for one in ckptfmt.Run(locked).list()] == [True, False, False]
-    clean_up(locked, open_run(store), launch=1, retention=Retention(keep=1))
+    clean_up(locked, open_run(store), launch=1, retention=Retention(newest=1))
     assert [one.state for one in run.list()] == ["committed", "retired", "committed"]
     ckptfmt.Run(locked).unpin(1)
     assert not run.list()[0].pinned

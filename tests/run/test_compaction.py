@@ -316,7 +316,9 @@ def test_afterwards_the_old_may_go(home):
     expected = contents(saving.open(3))
     name, _, _ = compact_run(saving.store)
     launch, _ = begin_launch(saving.store, saving.run)
-    removed = clean_up(saving.store, saving.run, launch=launch.launch, retention=Retention(keep=1))
+    removed = clean_up(
+        saving.store, saving.run, launch=launch.launch, retention=Retention(newest=1)
+    )
 
     assert sorted(removed) == [checkpoint_name(step, 1) for step in (1, 2, 3)]
     assert contents(Checkpoint(saving.store.at(name))) == expected

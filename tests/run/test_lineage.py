@@ -264,7 +264,7 @@ def test_a_manifest_that_a_late_repair_puts_back_is_retired_again():
     made.save(1, 2)
     content = made.place(1).read("manifest.json", limit_nbytes=1 << 16)
     for _ in range(2):
-        assert clean_up(made.store, made.run, launch=1, retention=Retention(keep=1)) == [
+        assert clean_up(made.store, made.run, launch=1, retention=Retention(newest=1)) == [
             checkpoint_name(1, 1)
         ]
         made.place(1).replace("manifest.json", content)

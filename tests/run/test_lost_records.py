@@ -144,7 +144,7 @@ def test_nothing_of_older_launches_goes_before_a_repair(home):
     content = spoil(made, 2)
     told: list[str] = []
     removed = clean_up(
-        made.store, made.run, launch=2, retention=Retention(keep=1), on_problem=told.append
+        made.store, made.run, launch=2, retention=Retention(newest=1), on_problem=told.append
     )
     assert removed == [checkpoint_name(step, 2) for step in (2, 3)]
     assert "the record of launch 2 can't be read" in told[0]
@@ -155,7 +155,7 @@ def test_nothing_of_older_launches_goes_before_a_repair(home):
         checkpoint_name(4, 2),
     ]
     made.store.replace("launches/0002.json", content)
-    assert clean_up(made.store, made.run, launch=2, retention=Retention(keep=1)) == [
+    assert clean_up(made.store, made.run, launch=2, retention=Retention(newest=1)) == [
         checkpoint_name(1, 1)
     ]
 
@@ -199,7 +199,7 @@ def test_a_damaged_record_lets_nothing_go_that_would_have_stayed(seed):
                 made.store,
                 made.run,
                 launch=made.launch.launch,
-                retention=Retention(keep=rng.randint(1, 3)),
+                retention=Retention(newest=rng.randint(1, 3)),
             )
     number = rng.randint(1, made.launch.launch)
     entries = list_checkpoints(made.store, made.run)
@@ -210,7 +210,7 @@ def test_a_damaged_record_lets_nothing_go_that_would_have_stayed(seed):
     ]
     for keep in (1, 2, 3):
         for keep_best in (None, ("loss", "min", 1)):
-            retention = Retention(keep=keep, keep_best=keep_best)
+            retention = Retention(newest=keep, best=keep_best)
             going = {one.name for one in plan_retention(lost, entries, retention)}
             assert going <= {one.name for one in plan_retention(launches, entries, retention)}
     head = next((one for one in iter_lineage(launches, entries) if one.manifest is not None), None)
@@ -300,7 +300,7 @@ def made_manifests(made: RunOfSteps, launch: int) -> list[Any]:
 
 def test_where_all_that_older_launches_saved_is_retired_a_record_names_the_newest_of_it(home):
     made = two_launches(home.store())
-    clean_up(made.store, made.run, launch=2, retention=Retention(keep=1))
+    clean_up(made.store, made.run, launch=2, retention=Retention(newest=1))
     assert names_of(made) == [checkpoint_name(4, 2)]
     spoil(made, 2, "cut")
     assert scrub_run([made.store]).whole

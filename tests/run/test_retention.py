@@ -56,22 +56,21 @@ def ten(home):
 
 
 def test_the_oldest_go_first(ten):
-    assert planned(ten, keep=7) == [(10, 1), (20, 1), (30, 1)]
+    assert planned(ten, newest=7) == [(10, 1), (20, 1), (30, 1)]
 
 
 def test_without_a_number_all_stay(ten):
-    assert planned(ten) == planned(ten, keep_every=20) == []
+    assert planned(ten) == planned(ten, every=20) == []
 
 
-@pytest.mark.parametrize("keep", [0, -3, 1])
-def test_the_last_one_never_goes(ten, keep):
+def test_the_last_one_never_goes(ten):
     """REQ-CMT-026."""
-    assert (100, 1) not in planned(ten, keep=keep)
-    assert len(planned(ten, keep=keep)) == 9
+    assert (100, 1) not in planned(ten, newest=1)
+    assert len(planned(ten, newest=1)) == 9
 
 
 def test_every_so_many_steps_one_stays(ten):
-    assert planned(ten, keep=2, keep_every=40) == [
+    assert planned(ten, newest=2, every=40) == [
         (10, 1),
         (20, 1),
         (30, 1),
@@ -164,23 +163,23 @@ class History:
         self.entries[self.entries.index(entry)] = dataclasses.replace(entry, record=record)
 
 
-def must_stay(history, entry, *, keep, keep_every, keep_best):
+def must_stay(history, entry, *, newest, every, best):
     """Say by brute force whether a checkpoint stays for its own sake."""
     lineage, last = history.lineage, history.launches[-1]
     is_unmeasured = all(other.labels.number("loss") is None for other in lineage)
-    if entry not in lineage or entry.is_pinned or (keep_best is not None and is_unmeasured):
+    if entry not in lineage or entry.is_pinned or (best is not None and is_unmeasured):
         return True
-    if sum(other.step > entry.step for other in lineage) < max(1, keep) or (
-        keep_every and not entry.step % keep_every
+    if sum(other.step > entry.step for other in lineage) < newest or (
+        every and not entry.step % every
     ):
         return True
     has_own = any(other.launch == last.launch for other in lineage)
     if not has_own and last.resume_from is not None and last.resume_from.name == entry.name:
         return True
     value = entry.labels.number("loss")
-    if keep_best is None or value is None:
+    if best is None or value is None:
         return False
-    _, mode, count = keep_best
+    _, mode, count = best
     better = 0
     for other in lineage:
         theirs = other.labels.number("loss")
@@ -195,14 +194,14 @@ def must_stay(history, entry, *, keep, keep_every, keep_best):
 @settings(max_examples=300, deadline=None)
 @given(
     st.data(),
-    st.integers(0, 4),
+    st.integers(1, 4),
     st.none() | st.integers(1, 4),
     st.none() | st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 4)),
 )
-def test_nothing_goes_that_must_stay_and_all_else_goes(data, keep, keep_every, keep_best):
+def test_nothing_goes_that_must_stay_and_all_else_goes(data, newest, every, best):
     """REQ-CMT-026, REQ-CMT-040: the newest, the best, the pinned, every so many, and what any of them reads from."""
     history = History(data.draw)
-    options = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
+    options = {"newest": newest, "every": every, "best": best}
     going = [
         entry.name
         for entry in plan_retention(history.launches, history.entries, Retention(**options))
@@ -214,7 +213,7 @@ def test_nothing_goes_that_must_stay_and_all_else_goes(data, keep, keep_every, k
         if entry.name in going and entry.is_suspect and entry not in lineage
     ]
     for entry in doubted:  # of those beside the lineage, test_suspect.py says which go
-        assert sum(other.step > entry.step for other in lineage) >= max(1, keep)
+        assert sum(other.step > entry.step for other in lineage) >= newest
         assert not entry.is_pinned
     staying = {
         one.name
@@ -242,11 +241,11 @@ def test_the_best_and_the_pinned_stay(ten):
     run = Run(ten.store)
     for step, loss in ((20, 0.5), (50, 0.25), (70, 0.5), (80, 9.0)):
         run.set_metrics(step, {"loss": loss})
-    best = {"keep": 1, "keep_best": ("loss", "min", 2)}
+    best = {"newest": 1, "best": ("loss", "min", 2)}
     assert planned(ten, **best) == [
         (step, 1) for step in range(10, 100, 10) if step not in (50, 70)
     ]
-    assert (80, 1) not in planned(ten, keep=1, keep_best=("loss", "max", 1))
+    assert (80, 1) not in planned(ten, newest=1, best=("loss", "max", 1))
     run.set_metrics(100, {"loss": 0.0})
     assert (70, 1) in planned(ten, **best)
 
@@ -254,9 +253,9 @@ def test_the_best_and_the_pinned_stay(ten):
 def test_a_metric_that_no_checkpoint_has_lets_nothing_go(ten):
     """A misspelt metric deletes nothing, and the log says it."""
     run = Run(ten.store)
-    ample = Retention(keep=10, keep_best=("los", "min", 2))
+    ample = Retention(newest=10, best=("los", "min", 2))
     assert tidy_up(ten.store, ten.run, launch=1, retention=ample) == ([], "")
-    scarce = dataclasses.replace(ample, keep=1)
+    scarce = dataclasses.replace(ample, newest=1)
     run.set_metrics(20, {"loss": 0.5})
     removed, problem = tidy_up(ten.store, ten.run, launch=1, retention=scarce)
     assert removed == []
@@ -268,22 +267,22 @@ def test_a_metric_that_no_checkpoint_has_lets_nothing_go(ten):
 
 
 def test_more_to_keep_than_there_are(ten):
-    assert planned(ten, keep=99) == []
+    assert planned(ten, newest=99) == []
 
 
 def test_what_a_launch_resumes_from_stays_until_it_saved(ten):
     """REQ-CMT-026: also when it is far back, chosen by hand."""
     ten.begin(choose="step-00000030-l0001")
-    assert planned(ten, keep=1) == [(10, 1), (20, 1)]
+    assert planned(ten, newest=1) == [(10, 1), (20, 1)]
     ten.save(35)
-    assert planned(ten, keep=1) == [(10, 1), (20, 1), (30, 1)]
+    assert planned(ten, newest=1) == [(10, 1), (20, 1), (30, 1)]
 
 
 def test_what_a_rollback_left_beside_is_left_alone(ten):
     """REQ-CMT-026: nobody asked for it to go."""
     ten.begin(choose="step-00000030-l0001")
     ten.save(35, 45)
-    clean_up(ten.store, ten.run, launch=2, retention=Retention(keep=1))
+    clean_up(ten.store, ten.run, launch=2, retention=Retention(newest=1))
     assert committed(ten) == [(step, 1) for step in range(40, 110, 10) if step < 45] + [(45, 2)] + [
         (step, 1) for step in range(50, 110, 10)
     ]
@@ -301,13 +300,13 @@ def late_run(store):
 def test_what_a_fenced_launch_committed_late_goes_once_its_successor_saved(home):
     """REQ-CMT-026: it is no candidate, and nobody left it there."""
     made = late_run(home.store())
-    assert planned(made, keep=1) == [(10, 1)]
+    assert planned(made, newest=1) == [(10, 1)]
     made.save(25)
-    assert planned(made, keep=1) == [(10, 1), (20, 1), (30, 1), (40, 1)]
-    assert planned(made, keep=2) == [(10, 1), (30, 1), (40, 1)]
-    assert planned(made, keep=1, keep_every=20) == [(10, 1), (30, 1)]
+    assert planned(made, newest=1) == [(10, 1), (20, 1), (30, 1), (40, 1)]
+    assert planned(made, newest=2) == [(10, 1), (30, 1), (40, 1)]
+    assert planned(made, newest=1, every=20) == [(10, 1), (30, 1)]
     assert planned(made) == []
-    clean_up(made.store, made.run, launch=2, retention=Retention(keep=1))
+    clean_up(made.store, made.run, launch=2, retention=Retention(newest=1))
     assert committed(made) == [(25, 2)]
     assert made.head() == "step-00000025-l0002"
 
@@ -320,7 +319,7 @@ def test_late_commits_of_many_launches_do_not_pile_up(home):
         made.save(10 * number)
         if number > 1:
             made.save(10 * number + 1, launch=number - 1)
-        clean_up(made.store, made.run, launch=number, retention=Retention(keep=1))
+        clean_up(made.store, made.run, launch=number, retention=Retention(newest=1))
     assert committed(made) == [(130, 13)]
 
 
@@ -330,11 +329,11 @@ def test_the_first_save_of_a_launch_that_was_taken_over_is_late_too(home):
     made.begin()
     assert made.begin().resume_from is None
     made.save(5, launch=1).save(7)
-    assert planned(made, keep=1) == [(5, 1)]
+    assert planned(made, newest=1) == [(5, 1)]
     made.begin()
     made.begin()
     made.save(9, launch=3).save(8)
-    assert planned(made, keep=1) == [(5, 1), (7, 2), (9, 3)]
+    assert planned(made, newest=1) == [(5, 1), (7, 2), (9, 3)]
 
 
 def test_what_a_rollback_left_is_not_late_for_launches_that_follow_it(ten):
@@ -342,10 +341,10 @@ def test_what_a_rollback_left_is_not_late_for_launches_that_follow_it(ten):
     ten.begin(choose="step-00000030-l0001")
     assert ten.begin().chosen_by == "lineage"
     ten.save(35)
-    assert planned(ten, keep=1) == [(10, 1), (20, 1), (30, 1)]
+    assert planned(ten, newest=1) == [(10, 1), (20, 1), (30, 1)]
     ten.begin(fresh=True)
     ten.save(1)
-    assert planned(ten, keep=1) == []
+    assert planned(ten, newest=1) == []
 
 
 def test_a_lost_record_makes_nothing_late(ten):
@@ -354,26 +353,26 @@ def test_a_lost_record_makes_nothing_late(ten):
     ten.begin()
     ten.save(35)
     ten.store.delete("launches/0002.json")
-    assert planned(ten, keep=1) == [(10, 1), (20, 1), (30, 1)]
+    assert planned(ten, newest=1) == [(10, 1), (20, 1), (30, 1)]
 
 
 def test_what_a_launch_fell_back_from_goes_with_others_of_its_step(ten):
     """REQ-CMT-026: it is damaged, perhaps not beyond repair; it mustn't stay for ever either."""
     ten.damage(100, 1)
     assert ten.begin().chosen_by == "fallback"
-    assert (100, 1) not in planned(ten, keep=1)
+    assert (100, 1) not in planned(ten, newest=1)
     ten.save(95)
-    assert (100, 1) not in planned(ten, keep=1)
+    assert (100, 1) not in planned(ten, newest=1)
     ten.save(105)
-    assert (100, 1) not in planned(ten, keep=2)
-    assert (100, 1) in planned(ten, keep=1)
+    assert (100, 1) not in planned(ten, newest=2)
+    assert (100, 1) in planned(ten, newest=1)
     ten.save(115)
-    assert (100, 1) in planned(ten, keep=2)
-    assert (100, 1) in planned(ten, keep=1, keep_every=50)  # another one of this step is as good
-    clean_up(ten.store, ten.run, launch=2, retention=Retention(keep=1))
+    assert (100, 1) in planned(ten, newest=2)
+    assert (100, 1) in planned(ten, newest=1, every=50)  # another one of this step is as good
+    clean_up(ten.store, ten.run, launch=2, retention=Retention(newest=1))
     assert committed(ten) == [(115, 2)]
     ten.begin(choose="step-00000115-l0002")
-    assert planned(ten, keep=1) == []
+    assert planned(ten, newest=1) == []
 
 
 def test_a_late_one_that_somebody_went_on_from_is_not_late_any_more(home):
@@ -384,7 +383,7 @@ def test_a_late_one_that_somebody_went_on_from_is_not_late_any_more(home):
     made.save(45)
     made.begin(choose="step-00000025-l0002")
     made.save(26)
-    assert planned(made, keep=1) == [(10, 1), (20, 1), (25, 2), (30, 1)]
+    assert planned(made, newest=1) == [(10, 1), (20, 1), (25, 2), (30, 1)]
 
 
 def test_a_launch_that_was_overtaken_makes_nothing_late(home):
@@ -396,11 +395,11 @@ def test_a_launch_that_was_overtaken_makes_nothing_late(home):
     made.save(20, launch=1)
     retire(made.place(10, 1), manifests(made)[0])
     assert made.begin().resume_from.name == "step-00000020-l0001"
-    assert planned(made, keep=1) == []
+    assert planned(made, newest=1) == []
     made.begin(choose="step-00000020-l0001")
     made.save(30, launch=1)
     made.save(25)
-    assert planned(made, keep=1) == [(20, 1), (30, 1)]
+    assert planned(made, newest=1) == [(20, 1), (30, 1)]
 
 
 def test_bases_of_a_late_delta_go_with_it(home):
@@ -427,13 +426,13 @@ def test_bases_of_a_late_delta_go_with_it(home):
         attempt="b" * 16,
     )
     assert second.launch == 2
-    removed = clean_up(saving.store, saving.run, launch=2, retention=Retention(keep=1))
+    removed = clean_up(saving.store, saving.run, launch=2, retention=Retention(newest=1))
     assert sorted(removed) == [checkpoint_name(step, 1) for step in (1, 2, 3)]
     assert verify(place).valid
 
 
 def test_a_cleaned_run_resumes_where_it_was(ten):
-    assert clean_up(ten.store, ten.run, launch=1, retention=Retention(keep=2)) == [
+    assert clean_up(ten.store, ten.run, launch=1, retention=Retention(newest=2)) == [
         f"step-{step:08}-l0001" for step in range(10, 90, 10)
     ]
     assert committed(ten) == [(90, 1), (100, 1)]
@@ -441,7 +440,7 @@ def test_a_cleaned_run_resumes_where_it_was(ten):
     for step in (10, 80):
         place = ten.place(step, 1)
         assert place.list("") == ["manifest.json"]
-    assert clean_up(ten.store, ten.run, launch=2, retention=Retention(keep=2)) == []
+    assert clean_up(ten.store, ten.run, launch=2, retention=Retention(newest=2)) == []
     assert all(verify(ten.place(step, 1)).valid for step in (90, 100))
 
 
@@ -449,7 +448,7 @@ def test_an_unknown_writer_feature_removes_nothing(ten):
     """REQ-CMT-025, REQ-VER-003."""
     before = files_of(ten.store)
     run = RunRecord(run_id=ten.run.run_id, writer_features=("me.packs",))
-    error = error_of(lambda: clean_up(ten.store, run, launch=9, retention=Retention(keep=1)))
+    error = error_of(lambda: clean_up(ten.store, run, launch=9, retention=Retention(newest=1)))
     assert (error.code, error.requirement, type(error)) == (
         Code.FEATURE_UNSUPPORTED,
         "REQ-CMT-025",
@@ -491,11 +490,11 @@ def test_files_go_only_behind_a_record_that_is_synced(ten, step, expected):
     """REQ-CMT-020, REQ-CMT-022, REQ-CMT-024."""
     unfinished(ten, 201, 1)
     interrupted = FaultStore(ten.store, Fault(fail_at=1, operations=frozenset({"delete"})))
-    error_of(lambda: clean_up(interrupted, ten.run, launch=1, retention=Retention(keep=9)))
+    error_of(lambda: clean_up(interrupted, ten.run, launch=1, retention=Retention(newest=9)))
     assert isinstance(read_register(ten.place(10, 1)), Tombstone)
     ten.begin()
     recorder = Recorder(ten.store)
-    clean_up(recorder, ten.run, launch=2, retention=Retention(keep=1))
+    clean_up(recorder, ten.run, launch=2, retention=Retention(newest=1))
     name = checkpoint_name(step, 1)
     steps = [step.op for step in recorder.log.operations if step.path.split("/")[0] == name]
     lasting = [op for op in steps if op in ("create", "replace", "sync", "delete")]
@@ -513,7 +512,7 @@ def test_a_clean_up_with_nothing_to_retire_reads_each_register_once():
 
     def read_by(keep):
         recorder = Recorder(made.store)
-        clean_up(recorder, run, launch=1, retention=Retention(keep=keep))
+        clean_up(recorder, run, launch=1, retention=Retention(newest=keep))
         return sorted(
             one.path
             for one in recorder.log.operations
@@ -534,7 +533,7 @@ def test_a_register_that_cannot_be_read_is_left_alone(ten):
         for name, content in files_of(ten.store).items()
         if name.startswith("step-00000010")
     }
-    clean_up(ten.store, ten.run, launch=2, retention=Retention(keep=1))
+    clean_up(ten.store, ten.run, launch=2, retention=Retention(newest=1))
     after = files_of(ten.store)
     assert {name: after.get(name) for name in before} == before
 
@@ -543,19 +542,19 @@ def test_a_register_that_cannot_be_read_is_left_alone(ten):
 def test_a_clean_up_that_was_interrupted_is_finished(home, ten):
     """REQ-CMT-024: at whatever operation it stopped, the next one gets to the same end, and nothing else is hurt."""
     done = home.store(files_of(ten.store))
-    clean_up(done, ten.run, launch=1, retention=Retention(keep=7))
+    clean_up(done, ten.run, launch=1, retention=Retention(newest=7))
     for fail_at in range(1, 200):
         inner = home.store(files_of(ten.store))
         fault = Fault(
             fail_at=fail_at, operations=frozenset({"replace", "delete", "create", "sync"})
         )
         try:
-            clean_up(FaultStore(inner, fault), ten.run, launch=1, retention=Retention(keep=7))
+            clean_up(FaultStore(inner, fault), ten.run, launch=1, retention=Retention(newest=7))
         except CkptError:
             kept = RunOfSteps(inner)
             assert {(step, 1) for step in range(40, 110, 10)} <= set(committed(kept))
             assert all(verify(kept.place(step, 1)).valid for step in (40, 100))
-        clean_up(inner, ten.run, launch=1, retention=Retention(keep=7))
+        clean_up(inner, ten.run, launch=1, retention=Retention(newest=7))
         assert files_of(inner) == files_of(done)
         if not fault.fired_count:
             assert fail_at > 6
@@ -593,7 +592,7 @@ def test_random_histories_never_lose_what_comes_next(home):
                     made.store,
                     made.run,
                     launch=made.launch.launch,
-                    retention=Retention(keep=rng.randrange(3), keep_every=rng.choice((None, 5))),
+                    retention=Retention(newest=rng.randint(1, 2), every=rng.choice((None, 5))),
                 )
                 assert made.begin().resume_from == before
         assert not made.passed_over

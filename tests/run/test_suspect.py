@@ -93,30 +93,30 @@ def test_damage_and_doubt_are_told_apart(marked):
 def test_it_is_not_counted_and_the_last_good_one_stays(marked):
     """REQ-CMT-026: whatever is kept, the run has something to go on from."""
     for keep in (1, 2):
-        assert (20, 1) not in planned(marked, keep=keep)
-        assert (30, 1) not in planned(marked, keep=keep)
-    assert planned(marked, keep=1) == [(10, 1)]
+        assert (20, 1) not in planned(marked, newest=keep)
+        assert (30, 1) not in planned(marked, newest=keep)
+    assert planned(marked, newest=1) == [(10, 1)]
     marked.save(40, 50, labels=SUSPECT)
-    assert planned(marked, keep=1) == [(10, 1)]
+    assert planned(marked, newest=1) == [(10, 1)]
 
 
 def test_it_goes_when_as_many_as_are_kept_have_greater_steps(marked):
     """REQ-CMT-026: it is somebody's to look at; it mustn't stay for ever either."""
     marked.begin()
-    assert planned(marked, keep=1) == [(10, 1)]
+    assert planned(marked, newest=1) == [(10, 1)]
     marked.save(25)
-    assert planned(marked, keep=1) == [(10, 1), (20, 1)]
+    assert planned(marked, newest=1) == [(10, 1), (20, 1)]
     marked.save(35)
-    assert planned(marked, keep=2) == [(10, 1), (20, 1)]
-    assert planned(marked, keep=1, keep_every=10) == [(25, 2), (30, 1)]
-    clean_up(marked.store, marked.run, launch=2, retention=Retention(keep=1))
+    assert planned(marked, newest=2) == [(10, 1), (20, 1)]
+    assert planned(marked, newest=1, every=10) == [(25, 2), (30, 1)]
+    clean_up(marked.store, marked.run, launch=2, retention=Retention(newest=1))
     assert committed(marked) == [(35, 2)]
 
 
 def test_in_the_launch_that_went_on_it_goes_likewise(marked):
     marked.save(40)
-    assert planned(marked, keep=2) == [(10, 1)]
-    assert planned(marked, keep=1) == [(10, 1), (20, 1), (30, 1)]
+    assert planned(marked, newest=2) == [(10, 1)]
+    assert planned(marked, newest=1) == [(10, 1), (20, 1), (30, 1)]
 
 
 def test_it_is_not_the_first_save_of_a_launch(home):
@@ -125,7 +125,7 @@ def test_it_is_not_the_first_save_of_a_launch(home):
     made.begin()
     made.save(10, 20).begin(choose=checkpoint_name(10, 1))
     made.save(30, labels=SUSPECT)
-    assert planned(made, keep=1) == []
+    assert planned(made, newest=1) == []
     assert code_of(lambda: Run(made.store).delete(checkpoint_name(10, 1))) == Code.CHECKPOINT_NEEDED
     assert made.head() == checkpoint_name(10, 1)
 
@@ -137,7 +137,7 @@ def test_the_best_is_not_among_the_suspect(home):
         made.save(step, labels=Labels.of({"loss": loss}))
     made.save(30, labels=Labels.of({"loss": 1}, suspect="too good"))
     assert Run(made.store).best("loss").step == 20
-    assert (20, 1) not in planned(made, keep=1, keep_best=("loss", "min", 1))
+    assert (20, 1) not in planned(made, newest=1, best=("loss", "min", 1))
 
 
 def test_the_mark_outlives_what_is_said_later(marked):

@@ -531,7 +531,7 @@ def _retire(stage: Stage) -> Iterator[None]:
     assert run is not None
     yield
     stage.retirable.add(checkpoint_name(1, 1))
-    clean_up(store, run, launch=1, retention=Retention(keep=1))
+    clean_up(store, run, launch=1, retention=Retention(newest=1))
 
 
 @_scenario(_two_full)
@@ -914,7 +914,7 @@ def _collect(stage: Stage) -> None:
     with stage.no_failure("the clean-up"):
         run = read_run(store)
         assert run is not None
-        clean_up(store, run, launch=stage.begun, retention=Retention(keep=1))
+        clean_up(store, run, launch=stage.begun, retention=Retention(newest=1))
         keys, found = stage.look("home")
         left = keys - set(_referred_to(found))
         if left:

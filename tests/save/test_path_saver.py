@@ -21,7 +21,7 @@ import torch
 import ckptfmt
 from ckptfmt.commit.waiting import list_held_attempts, poll
 from ckptfmt.errors import Code
-from ckptfmt.saving.path_saver import Saver
+from ckptfmt.saving.path_saver import PathSaver
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.posix import Hold
@@ -33,8 +33,8 @@ from tests.stores.faults import Fault, FaultStore
 SAVERS = ("process", "thread", "inline")
 
 
-def make(**options: Any) -> Saver:
-    return Saver(**{"saver": "thread", "deadline_s": WAIT_S, **options})
+def make(**options: Any) -> PathSaver:
+    return PathSaver(**{"saver": "thread", "deadline_s": WAIT_S, **options})
 
 
 def state_of(number: int, *, count: int = 20_000) -> ckptfmt.State:
@@ -346,7 +346,7 @@ def test_closed_saver_saves_nothing(tmp_path: Path) -> None:
     saving.close()
     assert code_of(lambda: saving.save(tmp_path / "two", state_of(2), step=2)) == Code.ARGUMENT
     assert not (tmp_path / "two").exists()
-    assert code_of(lambda: Saver(agree="token")) == Code.ARGUMENT
+    assert code_of(lambda: PathSaver(agree="token")) == Code.ARGUMENT
 
 
 # --- several processes ----------------------------------------------------------------------------
@@ -379,7 +379,7 @@ SCRIPT = """
     how, path = sys.argv[1], sys.argv[2]
     weights = {"w": np.full(3_000_000, 1, np.float32)}
     state = ckptfmt.State(weights=weights, data={"position": 1}, rng=False)
-    saver = ckptfmt.Saver(slots=2)
+    saver = ckptfmt.PathSaver(slots=2)
     for number in (1, 2):
         handle = saver.save(f"{path}/{number}", state, step=number)
     handle.wait_staged()
@@ -428,7 +428,7 @@ KILLED = """
 
     path, first = sys.argv[1], int(sys.argv[2])
     weights = np.zeros(4_000_000, np.float32)
-    saver = ckptfmt.Saver(slots=2)
+    saver = ckptfmt.PathSaver(slots=2)
     state = ckptfmt.State(weights={"w": weights}, data={"position": 0}, rng=False)
     for number in range(first, 1_000_000):
         weights[...] = state.data["position"] = number

@@ -136,7 +136,7 @@ class Trainer:
             writer=self.writer,
             deadline_s=WAIT_S,
             run=self.seen,
-            retention=Retention(keep=keep),
+            retention=Retention(newest=keep),
         )
         request = dump_request(save, Context.of(made), DeltaOptions())
         self.send({"type": "image", "image": image.as_dict()})
@@ -646,9 +646,9 @@ SAVES = st.builds(
     deadline_s=st.floats(0, 1e9) | st.just(float("inf")) | st.integers(0, 10**6),
     retention=st.builds(
         Retention,
-        keep=st.none() | st.integers(1, 2**31),
-        keep_every=st.none() | st.integers(1, 2**31),
-        keep_best=st.none() | st.tuples(TEXT, st.sampled_from(["min", "max"]), st.integers(1, 9)),
+        newest=st.integers(1, 2**31),
+        every=st.none() | st.integers(1, 2**31),
+        best=st.none() | st.tuples(TEXT, st.sampled_from(["min", "max"]), st.integers(1, 9)),
     ),
     writer_features=st.lists(TEXT).map(tuple),
 )

@@ -232,7 +232,7 @@ _DESCRIPTIONS: Final = {
     "rehearse": "Start a training undisturbed, then once more with kills between its saves, and"
     " compare each step. Runs"
     " are made in a scratch directory, with the options of the program's Checkpointer but for"
-    " every=, mirrors= and"
+    " every=, copies= and"
     " caches. Exit code 0: the same trajectory; 1: another one, with the first difference and its"
     " cause.",
     "interval": "Print the expected waste of a run by the interval of its saves. A level is a"

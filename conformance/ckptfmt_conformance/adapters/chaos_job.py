@@ -72,10 +72,9 @@ def train(run: Path, *, steps: int, progress: Path | None, pace_s: float) -> boo
         run,
         state,
         every=1,
-        check_replicas=True,
-        stop_on=[signal.SIGTERM],
-        stop_deadline_s=_STOP_S,
-        deadline_s=2 * _SILENCE_S,
+        checks=ckptfmt.Checks(replicas=True),
+        stop=ckptfmt.Stop(signals=[signal.SIGTERM], deadline_s=_STOP_S),
+        job=ckptfmt.Job(deadline_s=2 * _SILENCE_S),
     ) as checkpointer:
         batches = iter(sampler)
         for step in checkpointer.steps(steps):

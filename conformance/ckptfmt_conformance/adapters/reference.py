@@ -333,7 +333,7 @@ class Run:
         saver: Any = "process",
     ) -> None:
         self._checkpointer = ckptfmt.Checkpointer(
-            path, _state_of(state), keep=2, saver=saver, delta=delta
+            path, _state_of(state), keep=2, saving=ckptfmt.Saving(saver=saver, delta=delta)
         )
         self._checkpointer.restore_rng()
         self.step = self._checkpointer.step

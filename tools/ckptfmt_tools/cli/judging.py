@@ -84,7 +84,10 @@ def judge(scratch: Path, kills: list[int]) -> Outcome:
     killed = _read_logs(scratch / "killed")
     outcome = Outcome(kills=kills)
     if not calm:
-        remedy = "The program makes no Checkpointer, takes no step with it, or has witness=False."
+        remedy = (
+            "The program makes no Checkpointer, takes no step with it, or has"
+            " Checks(witness=False)."
+        )
         raise err(
             Code.ARGUMENT, "the undisturbed run recorded no step", where="rehearse", remedy=remedy
         )

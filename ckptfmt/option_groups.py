@@ -1,0 +1,685 @@
+"""The options of `Checkpointer` in groups, and the replaced keywords of version 0.9."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict
+
+from ckptfmt.adapters.load_plan import Allow, check_allow
+from ckptfmt.delta.policy import DeltaOptions
+from ckptfmt.errors import Code, err
+from ckptfmt.group import DEADLINE_S, Agree
+from ckptfmt.loop.loop import StopSignals, parse_mtbf
+from ckptfmt.run.node_cache import CacheOptions
+from ckptfmt.run.retention import KeepBest, Retention
+from ckptfmt.saving.peers import PeerOptions
+from ckptfmt.saving.saves import SaveOptions
+from ckptfmt.store.protocol import Store
+
+if TYPE_CHECKING:
+    from ckptfmt.loop.triggers import Triggers
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Auto:
+    """The choice of the interval with the least waste, for ``Checkpointer(every=)``.
+
+    Process 0 computes the interval from the measured cost of saves and the observed failures of
+    launches. ``every="auto"`` is the same as ``every=Auto()``. The log has the chosen interval.
+
+    Attributes:
+        mtbf: expected mean time between failures until the first failure: a number with a unit,
+            such as "90s", "30min" or "3h". By default None, for 50,700 hours divided by the number
+            of processes.
+
+    Raises: StateError(ARGUMENT) for text without a number and a unit.
+
+    >>> Auto(mtbf="3h")
+    Auto(mtbf='3h')
+    """
+
+    mtbf: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mtbf is not None:
+            parse_mtbf(self.mtbf)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """The options of the load with which a launch resumes, for ``Checkpointer(loading=)``.
+
+    Attributes:
+        allow: kinds of differences between the checkpoint and the live state to report instead of
+            to refuse, such as ``("missing",)``; by default none. See `ckptfmt.load`.
+        strict: whether RNG streams of another number of processes are an error instead of a report;
+            by default False.
+        override: live values to keep although the checkpoint has other values; by default none. The
+            claim is lowered, and the log has both values. Names as in the checkpoint, or patterns
+            of names: ``"optimizer:group/lr"`` for an option of an optimizer's parameter groups,
+            ``"extra:scheduler"`` for a value of `State.extra`.
+        share: whether a block wanted by several processes is read by a single process, and sent to
+            the rest through torch.distributed; by default False. See `ckptfmt.load`.
+
+    Raises: StateError(ARGUMENT) for an unknown kind of difference.
+
+    >>> Loading(override=["optimizer:group/lr"]).override
+    ['optimizer:group/lr']
+    """
+
+    allow: Allow = ()
+    strict: bool = False
+    override: Iterable[str] = ()
+    share: bool = False
+
+    def __post_init__(self) -> None:
+        check_allow(self.allow)
+        _check_flags(self, "strict", "share")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """The options of the saves beside the training, for ``Checkpointer(saving=)``.
+
+    Attributes:
+        saver: the writer: "process" (the default), a separate process that outlives this process;
+            "thread", a thread of this process; "inline", the calling thread: `Checkpointer.save`
+            returns after the commit.
+        overlap: whether the parameters and their optimizer state are copied during the next
+            forward and backward pass, provided that the first save has shown no other change
+            than by the optimizer's step; by default True.
+        slots: number of snapshots for which shared memory is reserved, from 1 to 8; by default 2.
+        when_busy: behaviour of `Checkpointer.save` while each slot holds a save that isn't WRITTEN:
+            "wait" (the default) or "skip".
+        nice: increment of the niceness of the saver's process, and of the niceness of its session
+            (the scheduler's autogroup), from 0 to 19; by default 0.
+        delta: "off" (the default) to write full checkpoints; "auto" to write only the changes where
+            this is no slower than a full save; "smallest" to write the changes in the fewest bytes,
+            for remote stores. Or a mapping with ``mode``, any of the three; ``full_every``, the
+            period of full saves in saves (16), shorter where deltas don't pay; ``restore_budget``,
+            the longest restore as a factor of the time that a full checkpoint takes (1.5);
+            ``fields``, the fields in which changes are encoded; changed blocks of other fields are
+            written unencoded.
+        failed_saves: number of consecutive saves that may fail because of the storage (full,
+            unreachable, or with an I/O error) before the run ends with the error; by default 10.
+            Until then the training goes on, the log and `Checkpointer.reports` have the failures,
+            and the next due save tries again. 0 to end the run at the first failure. Any other
+            failure ends the run in any case, and so does a failure of the last save.
+
+    Raises: StateError(ARGUMENT) for an unknown word, a number outside of its range, and deltas with
+        ``saver="inline"``.
+
+    >>> Saving(slots=1, delta="auto").when_busy
+    'wait'
+    """
+
+    saver: Literal["process", "thread", "inline"] = "process"
+    overlap: bool = True
+    slots: int = 2
+    when_busy: Literal["wait", "skip"] = "wait"
+    nice: int = 0
+    delta: Literal["off", "auto", "smallest"] | Mapping[str, Any] = "off"
+    failed_saves: int = 10
+
+    def __post_init__(self) -> None:
+        _check_flags(self, "overlap")
+        self.with_groups(Job(), Checks(), None)
+
+    def with_groups(self, job: Job, checks: Checks, cache: Cache | None) -> SaveOptions:
+        """Return all options of the saves of one `Checkpointer`.
+
+        Raises: StateError(ARGUMENT) for a cache with ``saver="inline"``.
+        """
+        return SaveOptions(
+            saver=self.saver,
+            overlap=self.overlap,
+            slots=self.slots,
+            when_busy=self.when_busy,
+            nice=self.nice,
+            check_replicas=checks.replicas,
+            deadline_s=job.deadline_s,
+            delta=DeltaOptions.of(self.delta),
+            cache=None if cache is None else cache.options(),
+            peers=None if cache is None else cache.peer_options(),
+            failed_saves=self.failed_saves,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """A cache on a disk of each node, for ``Checkpointer(copies=)``: saves lie there first.
+
+    A save is WRITTEN, and its slot is free, as soon as the cache has the files. The upload to the
+    run and the commit follow in the order of the saves; they continue after a temporary outage of
+    the run's store. A start first finishes the uploads that a killed process left in the cache, and
+    reads the undamaged files from the cache. A failure after WRITTEN appears in the handle and in
+    `Checkpointer.reports`, and is raised by `Checkpointer.close`. No guarantee depends on the
+    cache: the directory may be deleted at any time.
+
+    Attributes:
+        path: directory on a disk of this node (NVMe, tmpfs); other processes and runs may share the
+            directory.
+        limit_nbytes: greatest size of the cache in bytes; by default None, to leave a tenth of the
+            file system free. To make room, the saver removes saves that the run already has, oldest
+            first, and then waits for an upload.
+        upload_every: period, in saves, of the saves whose files are all uploaded to the run; by
+            default 1. The first and the last save of a start are among them. For the other saves,
+            only the documents are committed in the run; `Checkpointer.close` uploads the files of
+            the newest save, and so does the next start.
+        peers: 1 to copy each WRITTEN save to the cache of a process on another node, through
+            torch.distributed, in parallel with the training; 0 (the default) for no copy. After the
+            loss of a node, a start finishes the replicated saves from the other caches. If the
+            partner is gone, hangs for `Job.deadline_s` or has no room, `Checkpointer.reports` has a
+            sentence about this, and each save goes to the run.
+        node: name of this node, by which `peers` distinguishes nodes; by default None, for the host
+            name.
+
+    Raises: StateError(ARGUMENT) for a URL, a number below 1, and `node` without
+        `peers`.
+
+    >>> Cache("/nvme/ckpt", upload_every=10).peers
+    0
+    """
+
+    path: str | os.PathLike[str] = dataclasses.field(kw_only=False)
+    limit_nbytes: int | None = None
+    upload_every: int = 1
+    peers: int = 0
+    node: str | None = None
+
+    def __post_init__(self) -> None:
+        given: object = self.path
+        if not isinstance(given, str | os.PathLike):
+            raise err(
+                Code.ARGUMENT,
+                f"{self.path!r} isn't a directory",
+                where="Cache(path=)",
+                remedy="Pass a directory on a disk of this node.",
+            )
+        self.options()
+        self.peer_options()
+
+    def options(self) -> CacheOptions | None:
+        """Return the cache's part of the options."""
+        return CacheOptions.of(self.path, self.limit_nbytes, self.upload_every)
+
+    def peer_options(self) -> PeerOptions | None:
+        """Return the part of the options for replicas; None for no replicas."""
+        return PeerOptions.of(self.peers, self.node, has_cache=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mirror:
+    """Another place with a copy of the run, for ``Checkpointer(copies=)``.
+
+    Process 0 copies the committed checkpoints there, as `Run.mirror` does. `Checkpointer.reports`
+    has the failures of a mirror; the training goes on.
+
+    Attributes:
+        place: directory or URL of the copy, or a store rooted there.
+
+    Raises: StateError(ARGUMENT) for a number or None.
+
+    >>> Mirror("/elsewhere/my-run")
+    Mirror(place='/elsewhere/my-run')
+    """
+
+    place: str | os.PathLike[str] | Store = dataclasses.field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        given: object = self.place
+        if given is None or isinstance(given, int | float):
+            raise err(
+                Code.ARGUMENT,
+                f"{self.place!r} isn't a place",
+                where="Mirror(place=)",
+                remedy="Pass a directory, a URL or a store, as for Run.mirror.",
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The processes of the job, and how they reach each other, for ``Checkpointer(job=)``.
+
+    Attributes:
+        writer: number of this process and number of processes; by default None, to ask
+            torch.distributed or jax.distributed, else ``(0, 1)``.
+        agree: the exchange of small values between the processes: an all-gather of bytes, or a
+            token, equal on all processes and new at each start; by default None, for the key-value
+            store of torch.distributed. See `ckptfmt.save`.
+        deadline_s: longest wait for the other processes, for a free slot, and for the saves at the
+            end, in seconds; by default 600.
+
+    Raises: StateError(ARGUMENT) for a deadline of 0 or less. `Checkpointer` checks `writer` and
+        `agree`.
+
+    >>> Job(writer=(0, 1)).deadline_s
+    600.0
+    """
+
+    writer: tuple[int, int] | None = None
+    agree: Agree = None
+    deadline_s: float = DEADLINE_S
+
+    def __post_init__(self) -> None:
+        if not self.deadline_s > 0:
+            raise err(
+                Code.ARGUMENT,
+                f"deadline_s={self.deadline_s!r} isn't a positive time",
+                where="deadline_s=",
+                remedy="Pass a time in seconds, such as Job(deadline_s=60).",
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """The reasons to save and end the training before its last step, for ``Checkpointer(stop=)``.
+
+    Attributes:
+        signals: signals to stop at, such as ``signal.SIGTERM``; by default none. The run is saved
+            at the end of the step, `Checkpointer.steps` ends, and `Checkpointer.stopped` is true.
+        deadline_s: longest time for such a stop, in seconds; by default 30. Also the longest wait
+            for missing processes after a signal from torchrun, which sends the signal when a
+            process is lost.
+        triggers: conditions that stop the training, and the action that follows; by default None.
+            See `Triggers`.
+
+    Raises: StateError(ARGUMENT) for an unknown signal number, for SIGKILL and SIGSTOP, and for a
+        deadline of 0 or less.
+
+    >>> Stop(deadline_s=10).signals
+    ()
+    """
+
+    signals: Iterable[int] = ()
+    deadline_s: float = 30.0
+    triggers: Triggers | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "signals", _as_tuple(self.signals, "signals=", "signal numbers"))
+        self.make_signals()
+        if self.triggers is not None and not hasattr(self.triggers, "look"):
+            raise err(
+                Code.ARGUMENT,
+                f"{self.triggers!r} isn't a ckptfmt.Triggers",
+                where="Stop(triggers=)",
+                remedy="Pass Stop(triggers=ckptfmt.Triggers()).",
+            )
+
+    def make_signals(self) -> StopSignals:
+        """Return a new watch over the signals, which a `Checkpointer` installs."""
+        return StopSignals(self.signals, deadline_s=self.deadline_s)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checks:
+    """The checks of a training while it runs, for ``Checkpointer(checks=)``.
+
+    Attributes:
+        witness: whether to record a few bytes of each step in the run, and to compare the steps
+            repeated after a resume with their records; by default True. The claim T1 is then
+            verified, or refuted with the first difference and its cause.
+        rehearse: number of steps that `Checkpointer.steps` repeats after the first save of a launch
+            from nothing: the checkpoint is loaded into the live state, and the witness compares
+            both passes. 0 (the default) for no repetition. `ckptfmt rehearse` is the rehearsal that
+            kills processes.
+        replicas: whether the processes that hold the same tensor of a mesh compare its digests at
+            each save; by default False.
+
+    Raises: StateError(ARGUMENT) for a number of steps below 0. `Checkpointer` refuses `rehearse`
+        with as many steps as ``every=`` has.
+
+    >>> Checks(rehearse=3).witness
+    True
+    """
+
+    witness: bool = True
+    rehearse: int = 0
+    replicas: bool = False
+
+    def __post_init__(self) -> None:
+        _check_flags(self, "witness", "replicas")
+        if type(self.rehearse) is not int or self.rehearse < 0:
+            raise err(
+                Code.ARGUMENT,
+                f"rehearse={self.rehearse!r} isn't a number of steps",
+                where="rehearse=",
+                remedy="Pass a number of steps from 0 on, such as Checks(rehearse=3).",
+            )
+
+
+def _check_flags(group: object, *names: str) -> None:
+    for name in names:
+        value = getattr(group, name)
+        if type(value) is not bool:
+            raise err(
+                Code.ARGUMENT,
+                f"{name}={value!r} isn't True or False",
+                where=f"{name}=",
+                remedy=f"Pass {type(group).__name__}({name}=True) or leave {name}= out.",
+            )
+
+
+def _as_tuple(given: Iterable[Any], where: str, kind: str) -> tuple[Any, ...]:
+    try:
+        return tuple(given)
+    except TypeError as error:
+        remedy = f"Pass a list of {kind}, also for a single entry."
+        raise err(Code.ARGUMENT, f"{given!r} isn't a list", where=where, remedy=remedy) from error
+
+
+class Copies(NamedTuple):
+    """The value of ``copies=`` by kind.
+
+    Attributes:
+        cache: the cache; None for no cache.
+        mirrors: places of the mirrors.
+    """
+
+    cache: Cache | None
+    mirrors: tuple[str | os.PathLike[str] | Store, ...]
+
+    @classmethod
+    def of(cls, given: Iterable[Cache | Mirror]) -> Copies:
+        """Return a caller's copies. Raises: StateError(ARGUMENT)."""
+        copies = _as_tuple(given, "copies=", "Cache and Mirror objects")
+        remedy = "Pass copies=[ckptfmt.Cache(DIRECTORY), ckptfmt.Mirror(PLACE), ...]."
+        for copy in copies:
+            if not isinstance(copy, Cache | Mirror):
+                detail = f"{copy!r} is neither a Cache nor a Mirror"
+                raise err(Code.ARGUMENT, detail, where="copies=", remedy=remedy)
+        caches = [copy for copy in copies if isinstance(copy, Cache)]
+        if len(caches) > 1:
+            raise err(
+                Code.ARGUMENT,
+                f"{len(caches)} caches are given, and a process has one at most",
+                where="copies=",
+                remedy="Pass a single Cache; the number of mirrors is free.",
+            )
+        mirrors = tuple(copy.place for copy in copies if isinstance(copy, Mirror))
+        return cls(cache=caches[0] if caches else None, mirrors=mirrors)
+
+
+# --- the keywords of version 0.9 -----------------------------------------------------------------
+
+
+class OldKeywords(TypedDict, total=False):
+    """The replaced keywords of `Checkpointer` of version 0.9."""
+
+    mtbf: str | None
+    keep_every: int | None
+    keep_best: KeepBest | None
+    mirrors: Iterable[str | os.PathLike[str] | Store]
+    cache: str | os.PathLike[str] | None
+    cache_nbytes: int | None
+    peers: int
+    node: str | None
+    upload_every: int
+    allow: Allow
+    strict: bool
+    override: Iterable[str]
+    share: bool
+    writer: tuple[int, int] | None
+    agree: Agree
+    deadline_s: float
+    saver: Literal["process", "thread", "inline"]
+    overlap: bool
+    slots: int
+    when_busy: Literal["wait", "skip"]
+    nice: int
+    delta: Literal["off", "auto", "smallest"] | Mapping[str, Any]
+    failed_saves: int
+    check_replicas: bool
+    stop_on: Iterable[int]
+    stop_deadline_s: float
+    triggers: Triggers | None
+    witness: bool
+    rehearse: int
+
+
+class NewForm(NamedTuple):
+    """The place of an old keyword's value now.
+
+    Attributes:
+        keyword: keyword of `Checkpointer`.
+        group: class of the keyword's value, or of its entries.
+        field: field of the class.
+    """
+
+    keyword: str
+    group: type
+    field: str
+
+    def show(self, value: str) -> str:
+        """Return the new form as text, for a text of the value."""
+        made = f"ckptfmt.{self.group.__name__}({self.field}={value})"
+        return f"{self.keyword}=[{made}]" if self.keyword == "copies" else f"{self.keyword}={made}"
+
+
+#: Each old keyword, with the group and field of its value now.
+OLD_KEYWORDS: Final[Mapping[str, NewForm]] = {
+    "mtbf": NewForm("every", Auto, "mtbf"),
+    "keep_every": NewForm("keep", Retention, "every"),
+    "keep_best": NewForm("keep", Retention, "best"),
+    "mirrors": NewForm("copies", Mirror, "place"),
+    "cache": NewForm("copies", Cache, "path"),
+    "cache_nbytes": NewForm("copies", Cache, "limit_nbytes"),
+    "upload_every": NewForm("copies", Cache, "upload_every"),
+    "peers": NewForm("copies", Cache, "peers"),
+    "node": NewForm("copies", Cache, "node"),
+    "allow": NewForm("loading", Loading, "allow"),
+    "strict": NewForm("loading", Loading, "strict"),
+    "override": NewForm("loading", Loading, "override"),
+    "share": NewForm("loading", Loading, "share"),
+    "saver": NewForm("saving", Saving, "saver"),
+    "overlap": NewForm("saving", Saving, "overlap"),
+    "slots": NewForm("saving", Saving, "slots"),
+    "when_busy": NewForm("saving", Saving, "when_busy"),
+    "nice": NewForm("saving", Saving, "nice"),
+    "delta": NewForm("saving", Saving, "delta"),
+    "failed_saves": NewForm("saving", Saving, "failed_saves"),
+    "writer": NewForm("job", Job, "writer"),
+    "agree": NewForm("job", Job, "agree"),
+    "deadline_s": NewForm("job", Job, "deadline_s"),
+    "stop_on": NewForm("stop", Stop, "signals"),
+    "stop_deadline_s": NewForm("stop", Stop, "deadline_s"),
+    "triggers": NewForm("stop", Stop, "triggers"),
+    "witness": NewForm("checks", Checks, "witness"),
+    "rehearse": NewForm("checks", Checks, "rehearse"),
+    "check_replicas": NewForm("checks", Checks, "replicas"),
+}
+#: Start of the warning about old keywords.
+OLD_KEYWORD_WARNING: Final = "old keywords of Checkpointer"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """All options of a `Checkpointer` in groups, each with its value.
+
+    Attributes:
+        every: interval of saves, as `parse_every` takes it.
+        mtbf: mean time between failures for ``every="auto"``; None for the default.
+        keep: rules of retention.
+        loading, saving, job, stop, checks: the groups.
+        copies: the cache and the mirrors.
+    """
+
+    every: int | str | None
+    mtbf: str | None
+    keep: Retention
+    loading: Loading
+    saving: Saving
+    copies: Copies
+    job: Job
+    stop: Stop
+    checks: Checks
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], deprecated: Mapping[str, Any]) -> Options:
+        """Return the options of a caller, whose keywords may be of version 0.9.
+
+        Args:
+            given: keywords of `Checkpointer` by name, with None for an absent group.
+            deprecated: other keywords. The warning about old keywords names the caller of the
+                function around the call of this method.
+
+        Raises: TypeError for an unknown keyword; StateError(ARGUMENT).
+        """
+        found = dict(given)
+        if deprecated:
+            deprecated = dict(deprecated)
+            if "mirrors" in deprecated:
+                deprecated["mirrors"] = _as_tuple(deprecated["mirrors"], "mirrors=", "places")
+            _check_known(deprecated, found.keys())
+            _check_alone(deprecated, found)
+            warnings.warn(_tell_new_form(deprecated, found), DeprecationWarning, stacklevel=3)
+            found |= _make_groups(deprecated, found)
+        every = found["every"]
+        mtbf = found.pop("mtbf", None)
+        if isinstance(every, Auto):
+            mtbf = every.mtbf
+            every = "auto"
+        return cls(
+            every=every,
+            mtbf=mtbf,
+            keep=Retention.of(found["keep"]),
+            loading=_check_group(found["loading"], "loading", Loading),
+            saving=_check_group(found["saving"], "saving", Saving),
+            copies=Copies.of(found["copies"]),
+            job=_check_group(found["job"], "job", Job),
+            stop=_check_group(found["stop"], "stop", Stop),
+            checks=_check_group(found["checks"], "checks", Checks),
+        )
+
+    def for_rehearsal(self, every: int) -> Options:
+        """Return the options of a rehearsal by `ckptfmt rehearse`, which saves every so many steps.
+
+        The run has no copies elsewhere, and the witness is on.
+        """
+        return dataclasses.replace(
+            self,
+            every=every,
+            mtbf=None,
+            copies=Copies(cache=None, mirrors=()),
+            checks=dataclasses.replace(self.checks, witness=True, rehearse=0),
+        )
+
+
+def _check_group(given: Any, keyword: str, group: type) -> Any:
+    """Return a group, by default with its default values. Raises: StateError(ARGUMENT)."""
+    if given is None:
+        return group()
+    if not isinstance(given, group):
+        raise err(
+            Code.ARGUMENT,
+            f"{given!r} isn't a ckptfmt.{group.__name__}",
+            where=f"{keyword}=",
+            remedy=f"Pass {keyword}=ckptfmt.{group.__name__}(...).",
+        )
+    return given
+
+
+def _check_known(deprecated: Iterable[str], keywords: Iterable[str]) -> None:
+    """Check that each keyword is one of version 0.9.
+
+    Raises: TypeError with the nearest name for an unknown keyword.
+    """
+    unknown = next((name for name in deprecated if name not in OLD_KEYWORDS), None)
+    if unknown is None:
+        return
+    texts = {name: f"{name}=" for name in (*keywords, "resume", "init_from", "ledger", "on_save")}
+    for name, form in OLD_KEYWORDS.items():
+        texts.setdefault(form.field, form.show("..."))
+        texts[name] = form.show("...")
+    near = next(iter(difflib.get_close_matches(unknown, texts, n=1)), None)
+    meant = "" if near is None else f"; did you mean {texts[near]}?"
+    raise TypeError(f"Checkpointer() got an unexpected keyword argument {unknown!r}{meant}")
+
+
+def _check_alone(deprecated: Iterable[str], given: Mapping[str, Any]) -> None:
+    """Check that no old keyword stands beside the group with the same field.
+
+    Raises: StateError(ARGUMENT).
+    """
+    for name in deprecated:
+        form = OLD_KEYWORDS[name]
+        value = given[form.keyword]
+        if isinstance(value, form.group) or (form.keyword in _GROUPS and value):
+            raise err(
+                Code.ARGUMENT,
+                f"{name}= and {form.keyword}= are given together",
+                where=f"{name}=",
+                remedy=f"Leave {name}= out, and pass {form.show('...')} with the other fields.",
+            )
+
+
+#: Keywords whose value is a group or a list of groups only.
+_GROUPS: Final = frozenset({"loading", "saving", "copies", "job", "stop", "checks"})
+
+
+def _tell_new_form(deprecated: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Return the warning about old keywords: the new form with the caller's values."""
+    fields: dict[tuple[str, type], list[str]] = {}
+    mirrors: list[str] = []
+    for name, value in deprecated.items():
+        form = OLD_KEYWORDS[name]
+        if form.group is Mirror:
+            mirrors += [f"ckptfmt.Mirror({place!r})" for place in value]
+        else:
+            fields.setdefault((form.keyword, form.group), []).append(f"{form.field}={value!r}")
+    if ("keep", Retention) in fields:
+        fields["keep", Retention].insert(0, f"newest={given['keep']!r}")
+    groups = {
+        keyword: f"ckptfmt.{group.__name__}({', '.join(texts)})"
+        for (keyword, group), texts in fields.items()
+    }
+    copies = [*([groups.pop("copies")] if "copies" in groups else []), *mirrors]
+    new = [f"{keyword}={text}" for keyword, text in groups.items()]
+    if copies:
+        new.append(f"copies=[{', '.join(copies)}]")
+    return (
+        f"{OLD_KEYWORD_WARNING}, which end with ckptfmt 1.0: {', '.join(deprecated)}. Write"
+        f" Checkpointer(..., {', '.join(new)}) instead."
+    )
+
+
+def _make_groups(deprecated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the groups of old keywords, by keyword. Raises: StateError(ARGUMENT)."""
+    made: dict[str, Any] = {}
+    fields: dict[str, dict[str, Any]] = {}
+    for name, value in deprecated.items():
+        form = OLD_KEYWORDS[name]
+        if form.group is not Mirror:
+            fields.setdefault(form.keyword, {})[form.field] = value
+    for keyword, values in fields.items():
+        if keyword == "every":
+            made |= values  # every= may be any interval: `make_meters` checks both
+        elif keyword == "keep":
+            made["keep"] = Retention(newest=given["keep"], **values)
+        elif keyword == "copies":
+            made["copies"] = _make_cache(values)
+        else:
+            group: Callable[..., Any] = next(
+                form.group for form in OLD_KEYWORDS.values() if form.keyword == keyword
+            )
+            made[keyword] = group(**values)
+    mirrors = map(Mirror, deprecated.get("mirrors", ()))
+    if "mirrors" in deprecated or "copies" in made:
+        made["copies"] = [*made.get("copies", ()), *mirrors]
+    return made
+
+
+def _make_cache(values: dict[str, Any]) -> list[Cache]:
+    """Return the cache of old keywords in a list; an empty list for ``cache=None``.
+
+    Raises: StateError(ARGUMENT).
+    """
+    if values.get("path") is not None:
+        return [Cache(**values)]
+    CacheOptions.of(None, values.get("limit_nbytes"), values.get("upload_every", 1))
+    PeerOptions.of(values.get("peers", 0), values.get("node"), has_cache=False)
+    return []
