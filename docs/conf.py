@@ -30,7 +30,6 @@ include_patterns = [
     "docs/*.md",
     "spec/**.md",
     "conformance/*.md",
-    "tools/*.md",
     "conformance/vectors/README.md",
     "benchmarks/README.md",
     "tests/plugins/DCP.md",
