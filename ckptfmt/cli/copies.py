@@ -20,12 +20,12 @@ from ckptfmt.cli.console import (
     print_json,
 )
 from ckptfmt.cli.places import open_checkpoint_place, open_place, open_run_place
+from ckptfmt.cli.survey import iter_beside
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.run.catalog import Run
 from ckptfmt.run.lineage import iter_lineage, list_checkpoints, list_launches
 from ckptfmt.run.mirror import MirrorReport, follow_run
 from ckptfmt.run.scrub import ScrubReport, scrub_checkpoint
-from ckptfmt.run.survey import iter_beside
 from ckptfmt.store import open_store
 
 

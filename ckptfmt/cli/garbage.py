@@ -10,6 +10,7 @@ from typing import Final, Literal
 from ckptfmt.cli.console import Cell, Console, Progress, bytes_text, clean, count_text, print_json
 from ckptfmt.cli.listing import directory_nbytes
 from ckptfmt.cli.places import open_run_place
+from ckptfmt.cli.survey import Survey, survey_run
 from ckptfmt.documents.run import RunRecord
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read.report import Report
@@ -22,7 +23,6 @@ from ckptfmt.run.lineage import (
     read_known_run,
 )
 from ckptfmt.run.retention import KeepBest, LastLoadable, Retention, clean_up, find_last_loadable
-from ckptfmt.run.survey import Survey, survey_run
 from ckptfmt.store import Store, open_store
 
 

@@ -18,6 +18,7 @@ from ckptfmt.cli.console import (
     time_text,
 )
 from ckptfmt.cli.places import Place, find_places, open_place, open_run_place
+from ckptfmt.cli.survey import iter_beside
 from ckptfmt.commit.waiting import launches_of, list_held
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import FIELDS
@@ -33,7 +34,6 @@ from ckptfmt.run.lineage import (
     list_launches,
     read_run,
 )
-from ckptfmt.run.survey import iter_beside
 from ckptfmt.store import Store
 
 #: The states shown by `ls` without ``--all``: checkpoints, possible checkpoints, unreadable ones.
