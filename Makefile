@@ -29,6 +29,7 @@ TORCH_NOTE := 0.2 GB if pip finds a CPU build; 3 GB if it finds only one with CU
 # What pip says of downloads, with their sizes, and nothing else of it.
 DOWNLOADS = { grep --line-buffered -E '^ *(Downloading|Using cached|Processing) [^ ]*(torch|nvidia|cuda|triton)' || true; }
 
+# `.` stands beside `.[dev]`: pip looks for the version of ckptfmt that ckptfmt-tools requires before it resolves extras.
 # The build backend goes in first and builds without isolation, so that it is held to the pins as everything else is.
 $(STAMP): pyproject.toml conformance/pyproject.toml tools/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptfmt needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
@@ -37,7 +38,7 @@ $(STAMP): pyproject.toml conformance/pyproject.toml tools/pyproject.toml constra
 	@$(PIP) install --constraint constraints.txt hatchling editables
 	@$(BIN)/python -m pip --disable-pip-version-check install --progress-bar off --constraint constraints.txt \
 		$(TORCH_FROM) torch | $(DOWNLOADS)
-	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable ./conformance --editable ./tools --editable '.[dev]'
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable . --editable ./conformance --editable ./tools --editable '.[dev]'
 	@touch $@
 
 .PHONY: demo
@@ -87,7 +88,7 @@ test-torch-%:
 		pytest-timeout pytest-xdist hatchling editables build types-jsonschema 'moto[s3]' flask flask-cors
 	@.venv-torch/$*/bin/python -m pip --disable-pip-version-check --quiet install \
 		--constraint .venv-torch/$*/constraints.txt --no-build-isolation \
-		--editable ./conformance --editable ./tools --editable '.[cloud,torch]'
+		--editable . --editable ./conformance --editable ./tools --editable '.[cloud,torch]'
 	@.venv-torch/$*/bin/python -m pytest -n $(JOBS) $(DIST) $(TORCH_TESTS)
 
 # What needs no torch, on the other supported versions of Python.
@@ -110,7 +111,7 @@ test-python-%:
 		pytest pytest-timeout pytest-xdist
 	@.venv-pythons/$*/bin/python -m pip --disable-pip-version-check --quiet install \
 		--constraint .venv-pythons/$*/constraints.txt --no-build-isolation \
-		--editable ./conformance --editable ./tools --editable '.[cloud,completion]'
+		--editable . --editable ./conformance --editable ./tools --editable '.[cloud,completion]'
 	@.venv-pythons/$*/bin/python -m pytest -n $(JOBS) $(DIST) $(PYTHON_LEAVES_OUT:%=--ignore=%) $(PYTHON_TESTS)
 
 # The frameworks themselves, pinned, in an environment of their own: 2.5 GB beside torch.
@@ -125,7 +126,7 @@ $(PLUGINS)/.stamp: pyproject.toml conformance/pyproject.toml tools/pyproject.tom
 	@$(PLUGINS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-plugins.txt \
 		hatchling editables
 	@$(PLUGINS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-plugins.txt \
-		--no-build-isolation --editable ./conformance --editable ./tools --editable '.[accelerate,jax,lightning,ray,torchdata,transformers]' \
+		--no-build-isolation --editable . --editable ./conformance --editable ./tools --editable '.[accelerate,jax,lightning,ray,torchdata,transformers]' \
 		flax optax hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
