@@ -194,10 +194,8 @@ class Checkpointer:
         )
         meters = make_meters(options.every, options.mtbf, self._group, saves.cache, ledger=ledger)
         self.passed_over = []
-        self._count, self._pace = (
-            StepCount(state),
-            Pace(self._group, cadence, meters, signals, options.stop.triggers),
-        )
+        self._count = StepCount(state)
+        self._pace = Pace(self._group, cadence, meters, signals, options.stop.triggers)
         rehearse = options.checks.rehearse
         self._short_rehearsal = ShortRehearsal(rehearse, options.every)
         self._witness = Witness(
@@ -206,16 +204,17 @@ class Checkpointer:
             kept_count=rehearse,
             is_thorough=self._rehearsal is not None,
         )
-        self._saves, self._talk = (
-            Saves(self._store, self._group, saves, options.copies.mirrors),
-            Talk(self._group.writer),
-        )
+        self._saves = Saves(self._store, self._group, saves, options.copies.mirrors)
+        self._talk = Talk(self._group.writer)
         report = functools.partial(add_report, self._saves.reports)
         self._unsaved = Unsaved(options.every, cadence, report)
         weakref.finalize(self, self._unsaved.end).atexit = False
-        self._restored = self._is_touched = self._is_whole = self._has_begun = self._is_prepared = (
-            self.stopped
-        ) = False
+        self._restored = False
+        self._is_touched = False
+        self._is_whole = False
+        self._has_begun = False
+        self._is_prepared = False
+        self.stopped = False
 
     @property
     def reports(self) -> tuple[str, ...]:

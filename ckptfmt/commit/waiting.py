@@ -14,13 +14,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
-from ckptfmt.documents.manifest import Origin, held_path, parse_held_path
+from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.run import SAVERS
 from ckptfmt.errors import Code, err
 from ckptfmt.store.protocol import Store
 
 _NAME: Final = re.compile(r"([0-9]{4,})-([0-9]{5,})-[0-9a-f]{16}")
 _ATTEMPT: Final = re.compile(r"[0-9a-f]{16}")
+#: Suffix of the names of files that savers outside of a run hold during a save.
+HELD_SUFFIX: Final = ".held"
+_HELD_NAME: Final = re.compile(r"saver-([0-9a-f]{16})-[0-9]{5,9}\.held")
 #: Sleep of a poll in seconds: the first, the longest, and the longest on a store with leases. There
 #: each poll is a request, and a lease lasts a minute.
 _POLL_MIN_S = 0.002
@@ -28,6 +31,21 @@ _POLL_MAX_S = 0.1
 _POLL_LEASES_S = 1.0
 #: Largest number of a launch's writers listed in a message.
 _SHOWN: Final = 8
+
+
+def held_path(attempt: str, writer: int) -> str:
+    """Return the path of a held file outside of a run, relative to the checkpoint."""
+    return f"saver-{attempt}-{writer:05d}{HELD_SUFFIX}"
+
+
+def parse_held_path(path: str) -> str | None:
+    """Return the attempt of a path from `held_path`; None for any other path.
+
+    >>> parse_held_path(held_path("9f3c41d27ab80e65", 7)), parse_held_path("saver-9.held")
+    ('9f3c41d27ab80e65', None)
+    """
+    found = _HELD_NAME.fullmatch(path)
+    return None if found is None else found[1]
 
 
 def poll(deadline_s: float, *, pause_max_s: float = _POLL_MAX_S) -> Iterable[None]:

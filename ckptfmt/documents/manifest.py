@@ -21,12 +21,9 @@ from ckptfmt.features import DELTAS, is_of_delta
 MANIFEST_NAME: Final = "manifest.json"
 #: Suffix of the names of pins.
 PINS_SUFFIX: Final = ".pins.json"
-#: Suffix of the names of files that savers outside of a run hold during a save.
-HELD_SUFFIX: Final = ".held"
 #: The seven fields, in the order of their numbers in index and parts.
 FIELDS: Final = ("weights", "optimizer", "rng", "data", "config", "topology", "provenance")
 
-_HELD_NAME: Final = re.compile(r"saver-([0-9a-f]{16})-[0-9]{5,9}\.held")
 _CHECKPOINT_NAME: Final = re.compile(r"step-([0-9]{8,})-l([0-9]{4,})")
 
 
@@ -71,21 +68,6 @@ def failure_path(attempt: str, writer: int) -> str:
 def pins_path(attempt: str, writer: int) -> str:
     """Return the path of a writer's pins, relative to the checkpoint."""
     return f"parts/{attempt}-{writer:05d}{PINS_SUFFIX}"
-
-
-def held_path(attempt: str, writer: int) -> str:
-    """Return the path of a held file outside of a run, relative to the checkpoint."""
-    return f"saver-{attempt}-{writer:05d}{HELD_SUFFIX}"
-
-
-def parse_held_path(path: str) -> str | None:
-    """Return the attempt of a path from `held_path`; None for any other path.
-
-    >>> parse_held_path(held_path("9f3c41d27ab80e65", 7)), parse_held_path("saver-9.held")
-    ('9f3c41d27ab80e65', None)
-    """
-    found = _HELD_NAME.fullmatch(path)
-    return None if found is None else found[1]
 
 
 def shard_name(stem: str, attempt: str, writer: int) -> str:

@@ -9,9 +9,10 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from ckptfmt import limits
 from ckptfmt.documents.canonical import check_string
@@ -28,6 +29,8 @@ ORIGIN_KEYS: Final = tuple(field.name for field in dataclasses.fields(Origin))
 _REASON_LENGTH: Final = 1000
 _SCOPE: Final = re.compile(r"global|lw/(0|[1-9][0-9]{0,8})")
 
+_KEY: Final = operator.attrgetter("field", "name", "scope")
+_R = TypeVar("_R")
 _FIELD_NUMBERS: Final = {field: number for number, field in enumerate(FIELDS)}
 
 #: Field, name and scope, which identify a tensor independently of its holders.
@@ -41,25 +44,9 @@ def sort_key(key: TensorKey) -> tuple[int, bytes, bytes]:
     return _FIELD_NUMBERS[field], name.encode(errors="surrogatepass"), scope.encode()
 
 
-class _Row(Protocol):
-    """A tensor, RNG stream or leaf."""
-
-    @property
-    def field(self) -> str: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def scope(self) -> str: ...
-
-
-_R = TypeVar("_R", bound=_Row)
-
-
 def sort_rows(rows: Iterable[_R]) -> tuple[_R, ...]:
     """Return tensors or leaves in the order in which documents list them. Spec: REQ-IDX-003."""
-    return tuple(sorted(rows, key=lambda row: sort_key((row.field, row.name, row.scope))))
+    return tuple(sorted(rows, key=lambda row: sort_key(_KEY(row))))
 
 
 def title_of(key: TensorKey) -> str:

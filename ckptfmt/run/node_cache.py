@@ -23,12 +23,12 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import create_once, finalize, read_register
+from ckptfmt.commit.waiting import held_path
 from ckptfmt.documents.durability import HOME, PEERS
 from ckptfmt.documents.manifest import (
     Manifest,
     Origin,
     checkpoint_name,
-    held_path,
     parse_checkpoint_name,
     part_path,
 )

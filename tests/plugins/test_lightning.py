@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import ckptfmt
 from ckptfmt.commit import lone
-from ckptfmt.documents.manifest import held_path
+from ckptfmt.commit.waiting import held_path
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.plugins.lightning import CkptfmtIO, ExactResume
 from ckptfmt.store import open_store
