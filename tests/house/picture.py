@@ -1,7 +1,6 @@
 """The picture of the layers in ARCHITECTURE.md. ``python -m tests.house.picture`` draws it from the contract."""
 
 import tomllib
-from itertools import pairwise
 
 from tests.house.sources import ROOT
 
@@ -21,11 +20,11 @@ def read_layers() -> list[list[str]]:
 
 
 def draw() -> str:
-    """Return the picture as Mermaid: a box for each layer, an arrow for "may import"."""
+    """Return the picture as Mermaid: a box for each layer, arrows to the lower layers."""
     rows = [", ".join(word for word in layer if word not in "|:") for layer in read_layers()]
     boxes = [f'    L{number}["{row}"]' for number, row in enumerate(rows)]
-    arrows = [f"    L{upper} --> L{lower}" for upper, lower in pairwise(range(len(rows)))]
-    return "\n".join(["```mermaid", "flowchart TD", *boxes, *arrows, "```"]) + "\n"
+    arrows = "    " + "-->".join(f"L{number}" for number in range(len(rows)))
+    return "\n".join(["```mermaid", "flowchart TD", *boxes, arrows, "```"]) + "\n"
 
 
 def drawn() -> tuple[str, str, str]:
