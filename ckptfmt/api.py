@@ -503,13 +503,13 @@ def _check_out(out: PathOrStore, checkpoint: Checkpoint) -> None:
             Code.ARGUMENT,
             "the target is in the source",
             where=str(out),
-            remedy="Give a path outside of it.",
+            remedy="Give a path outside of the source.",
         )
     if parse_checkpoint_name(name) and is_run(open_store(parent, writable=False)):
         remedy = "Give a path outside of the run, or compact the run itself."
         raise err(
             Code.ARGUMENT,
-            "the run it lies in would take it for its own",
+            "the run around the target would count the target among the run's checkpoints",
             where=str(out),
             remedy=remedy,
         )

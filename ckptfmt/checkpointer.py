@@ -360,7 +360,7 @@ class Checkpointer:
                 "an earlier restore() failed: the live state is neither the checkpoint's nor"
                 " a fresh one"
             )
-            remedy = "Correct what the first error named, and start the process again."
+            remedy = "Correct the cause of the first error, and start the process again."
             raise err(Code.ARGUMENT, detail, where="restore()", remedy=remedy)
         checkpoint = self.choose()
         if checkpoint is not None:

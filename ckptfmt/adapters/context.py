@@ -84,10 +84,9 @@ def plain_config(value: Any, *, where: str, depth: int = 0) -> Any:
             Code.ARGUMENT,
             f"{name} stands where a configuration has one value for all processes",
             where=where.replace(":/", "/"),
-            remedy="Wrap the whole of it, State(config=ckptfmt.FirstWorker(config)), which saves"
-            " process 0's; what"
-            " differs between processes otherwise goes to State(extra={name:"
-            " ckptfmt.PerWorker(value)}).",
+            remedy="Wrap the whole configuration, State(config=ckptfmt.FirstWorker(config)), which"
+            " saves process 0's; a value that differs between processes goes to"
+            " State(extra={name: ckptfmt.PerWorker(value)}).",
         )
     if isinstance(value, Enum):
         return value.name

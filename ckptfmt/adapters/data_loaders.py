@@ -254,7 +254,11 @@ def settle(loader: Any, loaded: object) -> bool:
         if isinstance(snapshot, dict):
             snapshot[_SNAPSHOT_STEP] -= excess
     if wanted is None or _batches_taken(loader.state_dict()) != wanted:
-        raise err(Code.READ_BACK, "its count of batches isn't the loaded one", where="loader")
+        raise err(
+            Code.READ_BACK,
+            "the loader's count of batches differs from the loaded count",
+            where="loader",
+        )
     return True
 
 

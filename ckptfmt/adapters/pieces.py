@@ -60,7 +60,11 @@ def source_of(
     shape = _check_pieces(found, global_shape, where)
     dtypes = {source.dtype for source in found.values()}
     if len(dtypes) != 1:
-        raise err(Code.ARGUMENT, f"pieces of {len(dtypes)} dtypes; one source has one", where=where)
+        raise err(
+            Code.ARGUMENT,
+            f"pieces of {len(dtypes)} dtypes; a tensor has a single dtype",
+            where=where,
+        )
     return Pieces(
         field=field,
         name=name,
@@ -173,7 +177,8 @@ def _of_shape(whole: Tensor, global_shape: tuple[int, ...] | None, where: str) -
 
 def _boxes(pieces: Mapping[Any, Any], where: str) -> list[tuple[Box, Any]]:
     if not pieces:
-        raise err(Code.ARGUMENT, "no piece", where=where, remedy="Leave out what isn't here.")
+        remedy = "Leave out names that have no piece in this process."
+        raise err(Code.ARGUMENT, "no piece", where=where, remedy=remedy)
     boxes = []
     for begin, piece in pieces.items():
         if not hasattr(piece, "shape"):

@@ -238,7 +238,7 @@ class Placer:
                 Code.STATE_UNSUPPORTED,
                 f"a tensor of {flattened_kind(saved)} can only be filled in place",
                 where=where,
-                remedy="Create it before the load, for an optimizer by one step.",
+                remedy="Create the tensor before the load, for an optimizer by a step.",
             )
         made = self.fresh(form, name)
         inner = {

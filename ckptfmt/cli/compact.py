@@ -51,14 +51,23 @@ def run(arguments: argparse.Namespace) -> int:
     if report.reason == FULL_ALREADY:
         console.line(("full already", "green bold"), f"  {clean(report.path)}: nothing was written")
         console.line(
-            ("  Its manifest says so; its bytes were not read: validate checks them.", "dim")
+            (
+                "  According to the manifest; the bytes were not read: validate checks them.",
+                "dim",
+            )
         )
         return 0
     done = f"step {report.step}, {bytes_text(report.nbytes)} in {elapsed_s:.2f} s"
     console.line(("compacted", "green bold"), f"  {clean(path)} to {clean(report.path)}: {done}")
-    console.line(("  Every block was compared with its digest before it was written.", "dim"))
+    console.line(("  Every block was compared with its digest before the write.", "dim"))
     if take_over:
         console.line(
-            ("  The run goes on from it; what it was made from goes with a later clean-up.", "dim")
+            (
+                (
+                    "  The run goes on from the compacted checkpoint; a later clean-up deletes the"
+                    " chain of deltas."
+                ),
+                "dim",
+            )
         )
     return 0

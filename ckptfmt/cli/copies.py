@@ -164,7 +164,13 @@ def _promote(arguments: argparse.Namespace) -> int:
     )
     if report.fenced is None:
         console.line(
-            ("  The old home wasn't asked: what it saved since the last copy isn't here.", "dim")
+            (
+                (
+                    "  The old home wasn't asked: checkpoints saved there since the last copy"
+                    " aren't here."
+                ),
+                "dim",
+            )
         )
     else:
         console.line(
@@ -264,8 +270,8 @@ def _print_outlook(
         console.line(
             (
                 (
-                    f"  The next launch goes on from {head}, and passes over what is newer and"
-                    " damaged."
+                    f"  The next launch goes on from {head}, and passes over newer, damaged"
+                    " checkpoints."
                 ),
                 "yellow",
             )
@@ -275,7 +281,10 @@ def _print_outlook(
     elif arguments.dry_run:
         console.line(
             (
-                "  Nothing was changed: `ckptfmt repair` without --dry-run rewrites what can be.",
+                (
+                    "  No file was changed: without --dry-run, `ckptfmt repair` rewrites repairable"
+                    " files."
+                ),
                 "dim",
             )
         )
@@ -301,7 +310,7 @@ def _print_beside(console: Console, path: str) -> None:
         )
         console.line(
             (
-                f"{told} to go on from one of these, begin one launch with resume= and its name.",
+                f"{told} to go on from one of these, begin a launch with resume= and the name.",
                 "yellow",
             )
         )

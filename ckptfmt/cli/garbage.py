@@ -154,7 +154,10 @@ def parse_keep_best(text: str | None) -> KeepBest | None:
         return metric, _MODES[mode], int(rest)
     remedy = "Write a metric, min or max, and how many, as in eval_loss:min:3."
     raise err(
-        Code.ARGUMENT, f"{text!r} doesn't say what is best", where="--keep-best", remedy=remedy
+        Code.ARGUMENT,
+        f"{text!r} doesn't name a metric, min or max, and a number",
+        where="--keep-best",
+        remedy=remedy,
     )
 
 
@@ -308,8 +311,8 @@ def _print_text(arguments: argparse.Namespace, survey: Survey, items: list[_Item
         console.line(
             (
                 (
-                    "  What lies beside the lineage was not read: --verify tells what of it is"
-                    " damaged."
+                    "  Checkpoints beside the lineage were not read: --verify names the damaged"
+                    " checkpoints."
                 ),
                 "dim",
             )

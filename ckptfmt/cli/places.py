@@ -139,8 +139,8 @@ def open_run_place(path: str) -> Place:
         raise err(
             Code.ARGUMENT,
             (
-                f"the directory isn't a run: it has neither {RUN_NAME} nor {LAUNCHES}/, or it has a"
-                f" {MANIFEST_NAME}"
+                f"the directory isn't a run: {RUN_NAME} and {LAUNCHES}/ are both missing, or a"
+                f" {MANIFEST_NAME} lies there"
             ),
             where=path,
             remedy="Give the directory of a run; `ckptfmt inspect` shows a checkpoint.",

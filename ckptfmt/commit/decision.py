@@ -286,7 +286,11 @@ def finalize(
     for entry, told in zip(entries, part_digests or (), strict=part_digests is not None):
         if digest_text(entry.digest) != told:
             where = part_path(origin.attempt, entry.part.writer)
-            raise err(Code.DOC_MISMATCH, "this isn't the part that its writer told of", where=where)
+            raise err(
+                Code.DOC_MISMATCH,
+                "the part's digest differs from the digest told by the writer",
+                where=where,
+            )
     index = merge_parts(entries)
     content, digest = index.dump()
     index_nbytes, index_digest = _create_index(store, index_name(origin.attempt), content, digest)
@@ -718,7 +722,7 @@ def refusal_of(register: Manifest | Abort | Tombstone) -> CkptError:
             where=MANIFEST_NAME,
             requirement="REQ-MAN-001",
             remedy=(
-                "A newer launch cleaned up. A process that saves here must stop; else take"
+                "A newer launch cleaned up. A process that saves here must stop; a reader takes"
                 " another checkpoint."
             ),
         )

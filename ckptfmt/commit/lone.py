@@ -41,7 +41,7 @@ def _check_replaceable(store: Store) -> None:
     register = read_register(store)
     if register is not None and (run_id := _run_of(register)) is not None:
         problem = f"the checkpoint belongs to the run {run_id}"
-        remedy = "Save to a directory of its own, or through a Checkpointer."
+        remedy = "Save to a separate directory, or through a Checkpointer."
         raise err(
             Code.CHECKPOINT_EXISTS,
             problem,
@@ -80,10 +80,10 @@ def check_no_run(store: Store, *, replace: bool = False) -> None:
     if is_run(store):
         raise err(
             Code.CHECKPOINT_EXISTS,
-            "this directory is that of a run",
+            "this directory belongs to a run",
             where=store.name,
             requirement="REQ-RUN-016",
-            remedy="Save to a directory of its own, or through a Checkpointer.",
+            remedy="Save to a separate directory, or through a Checkpointer.",
         )
     _check_replaceable(store) if replace else check_vacant(store)
 
@@ -117,7 +117,7 @@ def check_removable(store: Store, *, is_in_run: bool) -> None:
     """
     register = read_register(store)
     if is_in_run or (register is not None and _run_of(register) is not None):
-        what = "this directory is that of a run" if is_in_run else "the checkpoint belongs to a run"
+        what = "this directory belongs to a run" if is_in_run else "the checkpoint belongs to a run"
         remedy = "Call ckptfmt.Run(path).delete(checkpoint), or `ckptfmt rm`."
         raise err(Code.ARGUMENT, what, where=store.name, requirement="REQ-CMT-045", remedy=remedy)
     if register is None and not any(map(is_of_attempt, store.list(""))):

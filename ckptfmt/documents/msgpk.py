@@ -215,7 +215,10 @@ def parse_packed_document(
     )
     if not isinstance(signed, dict):
         raise err(
-            Code.DOC_SCHEMA, "what is signed isn't a map", where=where, requirement="REQ-DOC-025"
+            Code.DOC_SCHEMA,
+            "the signed content isn't a map",
+            where=where,
+            requirement="REQ-DOC-025",
         )
     return signed, actual, stored_nbytes
 
@@ -244,7 +247,7 @@ def _inflate(stored: bytes, nbytes: int, where: str) -> bytes:
     if len(inflated) != nbytes or not stream.eof or stream.unused_data:
         raise err(
             Code.DOC_COMPRESSION,
-            f"the zlib stream isn't one of {nbytes} bytes with nothing behind it",
+            f"the zlib stream doesn't hold exactly {nbytes} bytes, or bytes follow the stream",
             where=where,
             requirement="REQ-DOC-027",
         )

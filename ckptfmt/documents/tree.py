@@ -275,8 +275,7 @@ def _check_text(text: str, where: _Where) -> str:
             where=_place(where),
             requirement="REQ-DOC-020",
             remedy=(
-                "Save it as bytes (os.fsencode, if it is a path), or decode what it came from"
-                " as UTF-8."
+                "Save the string as bytes (os.fsencode for a path), or decode its source as UTF-8."
             ),
         ) from None
     return text

@@ -93,7 +93,7 @@ def _check_filled(checkpoint: Checkpoint, filled: frozenset[TensorKey]) -> None:
     if lacking:
         raise err(
             Code.CHECKPOINT_RETIRED,
-            "another checkpoint took the place of the one that was being loaded, and lacks some"
+            "another checkpoint replaced this checkpoint during the load, and lacks some"
             " of the tensors, first"
             f" {place_of(lacking[0][0], lacking[0][1])}: the state is partly loaded",
             where=checkpoint.store.name,

@@ -284,12 +284,12 @@ class Restoration:
             raise err(
                 Code.ARGUMENT,
                 (
-                    "no live name is one of these, or lies beneath it:"
+                    "no live name equals, or lies beneath, any of the names"
                     f" {', '.join(map(repr, sorted(unused_renames)))}"
                 ),
                 where="rename=",
                 remedy=(
-                    "The keys are names of the live state; the values are those in the checkpoint."
+                    "The keys are names in the live state; the values are names in the checkpoint."
                 ),
             )
         self.plan.refuse_leftover(leftover)
@@ -446,7 +446,7 @@ def _load_stateful(plan: LoadPlan, unit: Unit, value: object, where: str) -> Non
         )
         raise err(
             Code.READ_BACK,
-            f"its state_dict differs from the loaded one, first at {differing}",
+            f"the object's state_dict differs from the loaded state, first at {differing}",
             where=where,
         )
 

@@ -165,13 +165,11 @@ def check_interval(interval_s: float, levels: Sequence[Level]) -> None:
     if not shortest_s * (1 - 1e-9) <= interval_s <= LIMIT_S:
         raise err(
             Code.ARGUMENT,
-            f"an interval of {interval_s:g} s isn't between {shortest_s:g} s, within which saves"
-            " would wait for each"
-            f" other, and {LIMIT_S:g} s",
+            f"an interval of {interval_s:g} s isn't between {shortest_s:g} s (saves at shorter"
+            f" intervals wait for earlier saves) and {LIMIT_S:g} s",
             where="interval",
             remedy=(
-                "Give a longer interval; or let fewer saves go to the level whose commit takes"
-                " longest."
+                "Give a longer interval; or send fewer saves to the level with the slowest commit."
             ),
         )
 

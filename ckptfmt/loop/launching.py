@@ -147,15 +147,14 @@ def _open_and_wait(
         raise err(
             Code.ARGUMENT,
             (
-                f"the run was begun without {', '.join(missing)}: programs that don't know deltas"
-                " may"
-                " clean it up"
+                f"the run was begun without {', '.join(missing)}: programs without support for"
+                " deltas may delete bases"
             ),
             where="delta=",
             requirement="REQ-CMT-036",
             remedy=(
-                "Pass delta='off', or begin another run with delta= and load this one's"
-                " checkpoint into it."
+                "Pass delta='off', or begin another run with delta= and load this run's"
+                " checkpoint there."
             ),
         )
     passed_over: list[str] = []

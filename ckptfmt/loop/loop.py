@@ -80,7 +80,7 @@ class StepCount:
         if self.is_under_way:
             raise err(
                 Code.ARGUMENT,
-                "a step begins within another one",
+                "a step begins within another step",
                 where=_WHERE,
                 remedy="End the first one.",
             )
@@ -118,8 +118,7 @@ class StepCount:
             raise err(
                 Code.ARGUMENT,
                 f"step {step} is counted, but the RNG streams of step {self.step} were never put"
-                " back: what"
-                " was trained since then isn't this run",
+                " back: training since then drew random numbers of another stream",
                 where=_WHERE,
                 remedy=(
                     "Call restore_rng() before the first step, once the iterators exist; or"
@@ -181,9 +180,8 @@ class StepCount:
             raise err(
                 Code.ARGUMENT,
                 (
-                    "the steps aren't counted: the state would be saved as that of step"
-                    f" {self.step},"
-                    " whatever was trained"
+                    "the steps aren't counted: the checkpoint would carry step"
+                    f" {self.step}, regardless of the steps trained"
                 ),
                 where="save()",
                 remedy=(

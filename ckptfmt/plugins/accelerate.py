@@ -149,7 +149,7 @@ class CkptfmtAccelerator(Accelerator):
         """
         if self._save_model_state_pre_hook:
             raise NotImplementedError(
-                "hooks for save_state would write beside the checkpoint: save what they do apart"
+                "hooks for save_state would write beside the checkpoint: save their data apart"
             )
         counts_steps = bool(self._optimizers) and "step" not in kwargs
         is_counted = counts_steps or "step" in kwargs
@@ -191,7 +191,7 @@ class CkptfmtAccelerator(Accelerator):
         """
         if self._load_model_state_pre_hook:
             raise NotImplementedError(
-                "hooks for load_state would read beside the checkpoint: load what they do apart"
+                "hooks for load_state would read beside the checkpoint: load their data apart"
             )
         if kwargs:
             raise TypeError(f"load_state of a ckptfmt checkpoint takes no {', '.join(kwargs)}=")

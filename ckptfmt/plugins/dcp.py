@@ -332,9 +332,8 @@ class CkptfmtReader(_AtPath, StorageReader):
         """
         if plan.storage_data != self._digest:
             raise RuntimeError(
-                "a checkpoint was committed meanwhile, so that ranks opened different ones:"
-                " load"
-                " again"
+                "a checkpoint was committed meanwhile, so that ranks opened different"
+                " checkpoints: load again"
             )
         pairs = [
             (one, planner.resolve_tensor(one).detach())
@@ -363,9 +362,8 @@ class CkptfmtReader(_AtPath, StorageReader):
         pickles = {name for name in names if name.startswith(_join(["extra", _PICKLE]))}
         if pickles and not self.allow_pickle:
             raise TypeError(
-                f"{min(pickles)} is a pickle: pass allow_pickle=True to load it, which runs"
-                " what"
-                " is in it"
+                f"{min(pickles)} is a pickle: pass allow_pickle=True to load the pickle, which runs"
+                " code in the file"
             )
         only = [f"optimizer:{name}" for name in names]
         trees: Any = (
@@ -462,7 +460,9 @@ def install(*, allow_pickle: bool = False) -> contextlib.ExitStack:
     Raises: RuntimeError where ckptfmt is installed already.
     """
     if (theirs := _storage_utils._storage_setup).__module__ == __name__:  # noqa: SLF001 - the framework's signature
-        raise RuntimeError("ckptfmt is installed already: close what the first install() returned")
+        raise RuntimeError(
+            "ckptfmt is installed already: close the handle from the first install()"
+        )
     executor = _async_process_executor._ProcessBasedAsyncCheckpointExecutor  # noqa: SLF001 - the framework's signature
     execute_save = executor.execute_save
 

@@ -177,7 +177,7 @@ class CkptfmtIO(CheckpointIO):
         """
         if storage_options is not None:
             raise TypeError(
-                "CkptfmtIO takes no storage_options: pass what a ckptfmt.PathSaver takes to"
+                "CkptfmtIO takes no storage_options: pass the options of a ckptfmt.PathSaver to"
                 " CkptfmtIO"
             )
         state = ckptfmt.State(

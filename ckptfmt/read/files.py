@@ -60,8 +60,8 @@ def replaced(digest: str) -> ReplacedError:
     return ReplacedError(
         Code.CHECKPOINT_RETIRED,
         (
-            f"the checkpoint {digest} isn't there any more: it was replaced or retired while it was"
-            " open"
+            f"the checkpoint {digest} isn't there any more: another process replaced or retired the"
+            " checkpoint after the open"
         ),
         where=MANIFEST_NAME,
         requirement="REQ-OPN-013",
@@ -469,7 +469,7 @@ class Closure:
         if missing:
             raise err(
                 Code.REFERENCE_CLOSURE,
-                f"it reads from {', '.join(missing)}, which its manifest doesn't list",
+                f"the checkpoint reads from {', '.join(missing)}, which the manifest doesn't list",
                 where=f"{MANIFEST_NAME}#/signed/references",
                 requirement="REQ-DEL-021",
             )
@@ -784,7 +784,7 @@ def read_header(store: Store, file: PartFile) -> bytes:
     if digest_bytes(header) != file.header_digest:
         raise err(
             Code.HEADER_DIGEST,
-            "the header isn't the one that was saved",
+            "the header differs from the saved header",
             where=f"{file.name}[0:{file.header_nbytes}]",
             requirement="REQ-PRT-008",
         )

@@ -170,10 +170,10 @@ def pin_checkpoint(store: Store, run: RunRecord, checkpoint: str) -> LabelsRecor
     if LABELS not in run.writer_features:
         raise err(
             Code.ARGUMENT,
-            "the run was begun by a version that doesn't know pins, and that may clean it up",
+            "the run was begun by a version without pins, which may delete the checkpoint",
             where=store.name,
             requirement="REQ-CMT-041",
-            remedy="Copy the checkpoint out of the run, or train on in a new one.",
+            remedy="Copy the checkpoint out of the run, or train on in a new run.",
         )
     if _read_manifest(store, checkpoint).durability != HOME:
         with CheckpointFiles(store.at(checkpoint)) as files:
@@ -226,7 +226,7 @@ def wait_for_cleaners(store: Store, checkpoint: str, *, requirement: str) -> Non
 def _refuse_number(path: str) -> CkptError:
     return err(
         Code.LIMIT_EXCEEDED,
-        "this record has the largest number that a record can have; no other can follow it",
+        "this record has the largest number that a record can have; no record can follow",
         where=path,
         requirement="REQ-RUN-024",
         remedy="Delete this file: no version of ckptfmt wrote it.",

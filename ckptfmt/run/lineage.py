@@ -142,7 +142,7 @@ class LostLaunch:
         """Return the error of the record, with the consequence and a remedy."""
         return err(
             self.error.code,
-            f"{self.error.detail}; what launch {self.launch} went on from can't be known",
+            f"{self.error.detail}; launch {self.launch}'s starting checkpoint can't be known",
             where=self.path,
             requirement=self.error.requirement,
             remedy="`ckptfmt repair RUN --with MIRROR` restores the record from a copy; without a"

@@ -643,7 +643,9 @@ class _Mirroring:
         register = parse_register(content)
         if not isinstance(register, Manifest) or register.digest != manifest.digest:
             raise err(
-                Code.CHECKPOINT_RETIRED, "it was retired while it was copied", where=MANIFEST_NAME
+                Code.CHECKPOINT_RETIRED,
+                "the checkpoint was retired during the copy",
+                where=MANIFEST_NAME,
             )
         for reference in manifest.references:
             check_base(mirror, reference)

@@ -236,7 +236,9 @@ class NodeCache:
             part.writer,
         ):
             raise err(
-                Code.DOC_MISMATCH, "the cached part isn't the one of its name", where=part.path
+                Code.DOC_MISMATCH,
+                "the cached part doesn't belong to this checkpoint and writer",
+                where=part.path,
             )
         return found
 

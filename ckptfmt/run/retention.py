@@ -150,7 +150,7 @@ def _check_best(best: object, newest: int | None) -> None:
             remedy = "Pass a metric, 'min' or 'max', and how many, such as ('eval_loss', 'min', 3)."
             raise err(
                 Code.ARGUMENT,
-                f"{best!r} doesn't say what is best",
+                f"{best!r} isn't a metric, 'min' or 'max', and a number",
                 where="Retention(best=)",
                 remedy=remedy,
             )

@@ -253,7 +253,7 @@ class Background:
             remedy = "Save from the process that made the checkpointer."
             raise err(
                 Code.SAVER_LOST,
-                "this process is a fork of the one that saves",
+                "this process is a fork of the saving process",
                 where=self._name,
                 remedy=remedy,
             )

@@ -75,8 +75,7 @@ class Mirrors:
         if brought_home in self._in_caches:
             self._report(
                 f"MIRROR_BEHIND: {brought_home} isn't at home yet, with the files of all"
-                " processes; `mirror`"
-                " copies it once it is"
+                " processes; `mirror` copies the checkpoint afterwards"
             )
         thread = self._thread
         if thread is not None:

@@ -315,7 +315,7 @@ def _parse(text: str, members: set[str], where: str) -> dict[str, Any]:
     except (TypeError, ValueError):
         told = None
     if not isinstance(told, dict) or told.keys() != members:
-        raise err(Code.ARGUMENT, f"not what a SaveAttempt gave: {text!r:.100}", where=where)
+        raise err(Code.ARGUMENT, f"not the text of a SaveAttempt: {text!r:.100}", where=where)
     return told
 
 

@@ -257,7 +257,7 @@ class Slot:
         if mapping is None:
             raise err(
                 Code.SLOT_MEMORY,
-                "the slot is closed, or belongs to the process that forked this one",
+                "the slot is closed, or belongs to the parent process",
                 remedy="",
             )
         return mapping

@@ -124,14 +124,14 @@ class Snapped:
                     raise err(
                         Code.STATE_CHANGED,
                         (
-                            f"block {block} of the tensor's copy changed since an earlier save, and"
-                            " nothing copied it"
+                            f"block {block} of the tensor's copy changed since an earlier save, but"
+                            " no copy was made"
                         ),
                         where=where,
                         requirement="REQ-CMT-028",
                         remedy=(
-                            "The next save copies all. If it happens again, something writes"
-                            " where it shouldn't."
+                            "The next save copies all. If the error recurs, look for code that"
+                            " writes into the slot."
                         ),
                     )
 

@@ -110,8 +110,8 @@ def _check_shape(source: TensorSource) -> None:
             where=f"{source.field}:{source.name}",
             requirement="REQ-LIM-001",
             remedy=(
-                "Save it in another shape, with dimensions joined: tensor.flatten(), or a view"
-                " of it."
+                "Save the tensor in another shape, with dimensions joined: tensor.flatten(), or a"
+                " view."
             ),
         )
 

@@ -153,7 +153,9 @@ def test_a_context_of_plain_values_comes_back():
 def test_what_cannot_be_made_anew_is_filled_in_place_only(members, said):
     kind, checkpoint = with_method(**members)
 
-    with pytest.raises(StateError, match=f"STATE_UNSUPPORTED.*{said}.*Create it before the load"):
+    with pytest.raises(
+        StateError, match=f"STATE_UNSUPPORTED.*{said}.*Create the tensor before the load"
+    ):
         load(State(weights={}), checkpoint)
     live = {"x": kind(torch.zeros(3, dtype=torch.int8), torch.tensor(0.0))}
     load(State(weights=live), checkpoint)

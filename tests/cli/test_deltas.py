@@ -236,7 +236,7 @@ def test_compact_in_the_run(call, call_json, run):
     code, out, _ = call("compact", run, "--take-over")
 
     assert code == 0
-    assert "The run goes on from it" in out
+    assert "The run goes on from the compacted checkpoint" in out
     answer = call_json("log", run)[1]
     assert answer["head"] == checkpoint_name(3, 2)
     assert answer["lineage"] == [checkpoint_name(3, 2), *NAMES[::-1]]
@@ -367,7 +367,7 @@ def test_commands_say_what_they_have_checked(call, call_json, run, tmp_path):
         in call("compact", run, "--out", tmp_path / "full")[1]
     )
     assert call_json("compact", run, "--take-over")[1]["checked"] == "bytes"
-    assert "its bytes were not read" in call("compact", run, "--take-over")[1]
+    assert "the bytes were not read" in call("compact", run, "--take-over")[1]
     assert call_json("compact", run, "--take-over")[1]["checked"] == "registers"
     code, out, _ = call("convert", tmp_path / "full", tmp_path / "hf", "--to", "hf")
     assert code == 0

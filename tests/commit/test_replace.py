@@ -155,7 +155,7 @@ def test_neither_a_run_nor_a_part_of_it_is_replaced(tmp_path: pathlib.Path) -> N
         place: error_of(lambda p=place: replace(tmp_path / p, 2)) for place in ("run", handle.path)
     }
     assert {error.code for error in errors.values()} == {Code.CHECKPOINT_EXISTS}
-    assert "that of a run" in errors["run"].detail
+    assert "belongs to a run" in errors["run"].detail
     assert "belongs to the run" in errors[handle.path].detail
     assert sorted(tmp_path.rglob("*")) == before
     assert number_at(tmp_path / "run") == 1

@@ -90,7 +90,7 @@ def test_a_launch_that_saved_nothing_is_passed_over_and_said(home, how):
     spoil(made, 2, how)
     error = error_of(lambda: find_head(made.store))
     assert error.where == "launches/0002.json"
-    assert "what launch 2 went on from can't be known" in error.detail
+    assert "launch 2's starting checkpoint can't be known" in error.detail
     launch = made.begin()
     assert (launch.launch, launch.chosen_by, launch.resume_from.name) == (
         3,

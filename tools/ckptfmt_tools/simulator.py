@@ -257,7 +257,7 @@ def _check_work(
                 Code.ARGUMENT,
                 f"about {count:,.0f} {what} would be played one by one, and the most are {most:,}",
                 where="runs",
-                remedy="Simulate fewer runs, or shorter ones.",
+                remedy="Simulate fewer runs, or shorter runs.",
             )
 
 

@@ -619,9 +619,9 @@ class _ParameterState:
         if alone and is_distributed(self.parameter) and len(tensor.sharding) > 1:
             raise err(
                 Code.STATE_UNSUPPORTED,
-                f"saved in {len(tensor.sharding)} pieces, of a shape that isn't its parameter's",
+                f"saved in {len(tensor.sharding)} pieces, in another shape than the parameter",
                 where=place_of(self.field, tensor.name),
-                remedy="Let the optimizer create this state, by one step, before the load.",
+                remedy="Let the optimizer create this state, by a step, before the load.",
             )
         like = None if alone else self.parameter
         return Placer(self.plan, field=self.field, scope=placer.scope, device=device).fresh(

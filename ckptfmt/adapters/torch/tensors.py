@@ -605,7 +605,7 @@ def unflatten(form: dict[str, Any], inner: dict[str, Any], *, where: str) -> tor
         raise _unsupported(
             f"a tensor of {form['kind']}, which isn't registered here", where, remedy
         )
-    remedy = "Create it before the load, for an optimizer by one step."
+    remedy = "Create the tensor before the load, for an optimizer by a step."
     unflatten_kind: Any = getattr(kind, "__tensor_unflatten__", None)
     if unflatten_kind is None:
         raise _unsupported(f"{form['kind']} has no __tensor_unflatten__", where, remedy)

@@ -281,7 +281,7 @@ def _try_file(store: Store) -> str:
     found = store.read(path, limit_nbytes=_TRY_NBYTES)
     store.delete(path)
     if found != content:
-        raise err(Code.STORE_IO, "what was read isn't what was written", where=store.name)
+        raise err(Code.STORE_IO, "the bytes read differ from the bytes written", where=store.name)
     return (
         f"{bytes_text(_TRY_NBYTES)} written durably in {elapsed_s * 1000:.0f} ms, read back"
         " and compared"

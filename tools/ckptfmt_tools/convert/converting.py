@@ -160,7 +160,7 @@ def plan_conversion(
             )
             raise err(
                 Code.ARGUMENT,
-                f"what is of kind {kind} can't be in a bucket",
+                f"a checkpoint of kind {kind} can't lie in a bucket",
                 where=place,
                 remedy=remedy,
             )

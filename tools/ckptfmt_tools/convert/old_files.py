@@ -131,7 +131,9 @@ class OldFile:
             keys = only(parse_pickle(file, where=self.where), list)
             for key in keys:
                 if only(key, str) not in said or key in self._storages:
-                    raise ValueError("a storage that no tensor has, or two of one key")
+                    raise ValueError(
+                        "a storage without a tensor, or two storages with the same key"
+                    )
                 self._storages[key] = self._take(file, key, *said[key])
         return found
 
@@ -220,7 +222,7 @@ class TarFile:
                 Code.ARGUMENT,
                 detail,
                 where=self.where,
-                remedy="Unpack it, and convert the file that is in it.",
+                remedy="Unpack the archive, and convert the file inside.",
             )
         self.pickle_nbytes = self._members["pickle"][1]
 

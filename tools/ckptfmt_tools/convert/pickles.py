@@ -168,11 +168,10 @@ class _Machine:
         """Return the error for a forbidden name or operation."""
         return err(
             Code.STATE_UNSUPPORTED,
-            f"the file holds something that isn't safe to load: {what[:300]}",
+            f"the file holds an object or operation that isn't safe to load: {what[:300]}",
             where=self.where,
-            remedy="Where you trust it, load it with the program that wrote it, and save its"
-            " state_dict and plain"
-            " values alone.",
+            remedy="If you trust the file, load it with the program that wrote it, and save only"
+            " the state_dict and plain values.",
         )
 
     def named(self, module: object, name: object) -> Named:

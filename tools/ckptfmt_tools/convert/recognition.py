@@ -181,7 +181,7 @@ def unknown_archive(names: list[str], *, where: str) -> CkptError:
         Code.ARGUMENT,
         detail[:500],
         where=where,
-        remedy="Give a file that torch.save made; or unpack it first.",
+        remedy="Give a file of torch.save; or unpack the archive first.",
     )
 
 

@@ -328,7 +328,7 @@ def _pairs_of(made: Made) -> Iterable[Any]:
     (pairs,) = made.args
     for pair in only(pairs, list):
         if type(pair) not in (list, tuple) or len(pair) != 2:
-            raise TypeError("a dict that is made of something else than pairs")
+            raise TypeError("a dict with an entry that isn't a pair")
         yield from pair
 
 
@@ -608,7 +608,7 @@ class _Directory:
         for name, value in flat.items():
             path = paths[name]
             if type(path) is not tuple or not path or type(path[0]) is not str:
-                raise TypeError("a path that isn't one")
+                raise TypeError("a path that isn't a tuple with a string in front")
             check_depth(len(path), name)
             at: Any = root
             for key, inner in itertools.pairwise(path):

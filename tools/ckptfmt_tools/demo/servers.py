@@ -105,7 +105,7 @@ class Server:
         if not line:
             self.close()
             raise ServerError(
-                f"the server {kind} didn't start; what it said stands on standard error"
+                f"the server {kind} didn't start; the server's output stands on standard error"
             )
         self.endpoint: Final = Endpoint(json.loads(line)["url"])
 

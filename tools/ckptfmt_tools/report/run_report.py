@@ -24,7 +24,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.html is None and not arguments.json:
         remedy = "Say where the page shall be: `--html run.html`; or print the same with --json."
-        raise err(Code.ARGUMENT, "nothing says what to make", where="--html", remedy=remedy)
+        raise err(
+            Code.ARGUMENT, "neither --html nor --json is given", where="--html", remedy=remedy
+        )
     place = open_run_place(arguments.path)
     against = None if arguments.against is None else open_run_place(arguments.against)
     picture = read_picture(place)
