@@ -28,7 +28,7 @@ from ckptfmt.loop.pace import Pace
 from ckptfmt.loop.rehearsal import Account, Rehearsal
 from ckptfmt.loop.short_rehearsal import ShortRehearsal, keep_iterators
 from ckptfmt.loop.talking import Talk
-from ckptfmt.loop.uncounted import Unsaved
+from ckptfmt.loop.uncounted import UnsavedWatch
 from ckptfmt.loop.witnessing import Witness, digest_outside_modules
 from ckptfmt.option_groups import (
     Auto,
@@ -207,7 +207,7 @@ class Checkpointer:
         self._saves = Saves(self._store, self._group, saves, options.copies.mirrors)
         self._talk = Talk(self._group.writer)
         report = functools.partial(add_report, self._saves.reports)
-        self._unsaved = Unsaved(options.every, cadence, report)
+        self._unsaved = UnsavedWatch(options.every, cadence, report)
         weakref.finalize(self, self._unsaved.end).atexit = False
         self._restored = False
         self._is_touched = False

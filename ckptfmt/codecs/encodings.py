@@ -23,7 +23,7 @@ from ckptfmt.codecs.lanes import (
     take_classes,
     take_planes,
 )
-from ckptfmt.codecs.strings import Source
+from ckptfmt.codecs.strings import BlockBytes
 from ckptfmt.errors import Code, err
 
 #: The closed registry. Each name except the first is also a reader feature.
@@ -94,7 +94,7 @@ def decode(
 
     Raises: FormatError(ENCODED_FORM), StateError(ARGUMENT). Spec: REQ-ENC-005.
     """
-    source = Source(stored, where)
+    source = BlockBytes(stored, where)
     if encoding == "raw":
         np.frombuffer(out, np.uint8)[:] = source.take(out.nbytes)
     else:
@@ -192,7 +192,7 @@ def _dump(encoding: str, words: Words, base: Words, lane: Lane) -> bytes:
     return dump_classes(words, base, lane)
 
 
-def _take(encoding: str, source: Source, out: Words, base: Words, lane: Lane) -> None:
+def _take(encoding: str, source: BlockBytes, out: Words, base: Words, lane: Lane) -> None:
     match encoding:
         case "xor":
             take_planes(source, out)

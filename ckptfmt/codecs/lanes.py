@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptfmt.codecs.strings import (
+    BlockBytes,
     Bytes,
     Places,
-    Source,
     dump_low_bits,
     dump_set,
     dump_string,
@@ -133,7 +133,7 @@ def dump_planes(words: Words, plane_count: int | None = None) -> bytes:
     return b"".join(out)
 
 
-def take_planes(source: Source, out: Words, plane_count: int | None = None) -> None:
+def take_planes(source: BlockBytes, out: Words, plane_count: int | None = None) -> None:
     """Decode planes into `out`."""
     count = out.itemsize if plane_count is None else plane_count
     planes = [take_plane(source, out.size) for _ in range(count)]
@@ -171,7 +171,7 @@ def _dump_scattered(plane: Bytes) -> bytes:
     )
 
 
-def take_plane(source: Source, count: int) -> Bytes:
+def take_plane(source: BlockBytes, count: int) -> Bytes:
     """Return a plane of `count` bytes."""
     if not count:
         return source.take(0)
@@ -217,7 +217,7 @@ def dump_changes(places: Places, count: int, steps: Words) -> bytes:
     return b"".join(out)
 
 
-def take_changes(source: Source, count: int, words: np.dtype[Any]) -> tuple[Places, Words]:
+def take_changes(source: BlockBytes, count: int, words: np.dtype[Any]) -> tuple[Places, Words]:
     """Return the places of the changed lanes among `count` lanes, and the steps there."""
     places = take_set(source, count)
     steps = np.zeros(places.size, words)
@@ -281,7 +281,7 @@ def dump_steps(steps: Words) -> bytes:
     return b"".join(out)
 
 
-def take_steps(source: Source, out: Words) -> None:
+def take_steps(source: BlockBytes, out: Words) -> None:
     """Decode steps into `out`."""
     low_bits = source.take_byte()
     if low_bits == _CHANGES:
@@ -332,7 +332,7 @@ def dump_classes(content: Words, base: Words, lane: Lane) -> bytes:
     return b"".join((bytes((len(cuts), *cuts)), *map(dump_steps, classes)))
 
 
-def take_classes(source: Source, out: Words, base: Words, lane: Lane) -> None:
+def take_classes(source: BlockBytes, out: Words, base: Words, lane: Lane) -> None:
     """Decode the steps, and apply them to the base, into `out`."""
     cut_count = source.take_byte()
     cuts = source.take(cut_count).tolist()

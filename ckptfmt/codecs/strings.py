@@ -81,7 +81,7 @@ def pack_bits(bits: NDArray[Any]) -> Bytes:
     return np.packbits(narrow, bitorder="little")
 
 
-class Source:
+class BlockBytes:
     """A reader of a block's stored bytes, which checks each size before a read or an allocation.
 
     Args:
@@ -233,7 +233,7 @@ def dump_set(places: Places, count: int) -> bytes:
     )
 
 
-def take_set(source: Source, count: int) -> Places:
+def take_set(source: BlockBytes, count: int) -> Places:
     """Return the places of a set, out of `count` places."""
     head = source.take_number(2 * count + 1)
     size = head >> 1
@@ -283,7 +283,9 @@ def dump_low_bits(words: NDArray[Any], low_bits: int) -> bytes:
     return b"".join(out)
 
 
-def take_low_bits(source: Source, low_bits: int, count: int, words: np.dtype[Any]) -> NDArray[Any]:
+def take_low_bits(
+    source: BlockBytes, low_bits: int, count: int, words: np.dtype[Any]
+) -> NDArray[Any]:
     """Return `count` unsigned integers of `low_bits` bits each."""
     whole, rest = divmod(low_bits, 8)
     found = np.zeros(count, words)

@@ -42,7 +42,7 @@ from ckptfmt.write.slot_contents import Snapped
 _FIELDS: Final = frozenset({"weights", "optimizer", "data"})
 
 
-class Sides:
+class DeltaSides:
     """The elements of a snapshot in a slot, and of its base, addressed by the numbers of pieces.
 
     Args:
@@ -146,7 +146,7 @@ class _Finder:
         self._snapped = snapped
         self._leaves = snapped.context.leaves, base_leaves
         self._image = snapped.image
-        self._sides = Sides(snapped.image, snapped.view, contents)
+        self._sides = DeltaSides(snapped.image, snapped.view, contents)
         self._pieces: dict[TensorKey, dict[Box, int]] = {}
         for number, piece in enumerate(self._image.pieces):
             if piece.shard is not None and piece.end > piece.begin:
@@ -351,7 +351,7 @@ class BlockCoder:
         among: Sequence[str],
     ) -> None:
         self._image = image
-        self._sides = Sides(image, view, contents)
+        self._sides = DeltaSides(image, view, contents)
         self._fields = fields
         self._groups = {number: group for group in groups for number in group.pieces}
         self._among = among

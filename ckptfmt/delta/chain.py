@@ -14,7 +14,7 @@ from ckptfmt.commit.decision import Known
 from ckptfmt.delta.base import Base, pin_base
 from ckptfmt.delta.coders import Coders
 from ckptfmt.delta.delta import Delta
-from ckptfmt.delta.policy import DeltaOptions, History, SavePlan, plan_save
+from ckptfmt.delta.policy import DeltaOptions, SaveMeasurements, SavePlan, plan_save
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.extents import RAW, SAME
 from ckptfmt.documents.manifest import Manifest, Origin, Reference, checkpoint_name, pins_path
@@ -60,7 +60,7 @@ class Chain:
     def __init__(self, coders: Coders | None = None, known: Known | None = None) -> None:
         self._coders = coders
         self._known = known
-        self.history = History()
+        self.history = SaveMeasurements()
         self._last: _Link | None = None  # the last committed save
         #: Written saves, not yet known to be committed, by attempt, the oldest first.
         self._written: dict[str, _Link] = {}

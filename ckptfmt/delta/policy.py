@@ -94,7 +94,7 @@ def _refused(detail: str) -> CkptError:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class History:
+class SaveMeasurements:
     """Measurements of the saves so far.
 
     Attributes:
@@ -187,7 +187,7 @@ class SavePlan:
 
 
 def plan_save(
-    options: DeltaOptions, history: History, *, base_reference_count: int | None
+    options: DeltaOptions, history: SaveMeasurements, *, base_reference_count: int | None
 ) -> SavePlan:
     """Return the decision whether the next save is a delta.
 
@@ -220,7 +220,9 @@ def plan_save(
     )
 
 
-def _find_reason(options: DeltaOptions, history: History, base_reference_count: int | None) -> str:
+def _find_reason(
+    options: DeltaOptions, history: SaveMeasurements, base_reference_count: int | None
+) -> str:
     """Return the reason why the next save must be full; an empty string if a delta is allowed."""
     reference_count = base_reference_count or 0
     reasons = {

@@ -19,7 +19,7 @@ from ckptfmt.documents import tables
 from ckptfmt.documents.canonical import check_version
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.msgpk import Weight, dump_packed_document, parse_packed_document
-from ckptfmt.documents.packed import Budget, Columns, Integers, dump_packed
+from ckptfmt.documents.packed import Columns, Integers, RowBudget, dump_packed
 from ckptfmt.documents.sharding import Sharding, parse_shardings, sharding_columns
 from ckptfmt.documents.tables import TensorKey, TensorTable
 from ckptfmt.dtypes import DTYPES
@@ -145,7 +145,7 @@ class Index:
         Spec: REQ-IDX-002, REQ-IDX-003, REQ-IDX-006.
         """
         signed, _, stored_nbytes = parse_packed_document(content, where=where, digest=digest)
-        return _parse_index(signed, where, Budget(Weight.most(stored_nbytes)))
+        return _parse_index(signed, where, RowBudget(Weight.most(stored_nbytes)))
 
 
 _INDEX_KEYS: Final = (
@@ -154,7 +154,7 @@ _INDEX_KEYS: Final = (
 )  # fmt: skip
 
 
-def _parse_index(signed: dict[str, Any], where: str, budget: Budget) -> Index:
+def _parse_index(signed: dict[str, Any], where: str, budget: RowBudget) -> Index:
     check_version(signed, where)
     columns = Columns(signed, _INDEX_KEYS, where, budget=budget)
     if columns.any("type") != "index":

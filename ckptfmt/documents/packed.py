@@ -189,7 +189,7 @@ def dump_strings(strings: Sequence[str]) -> list[object]:
     return [dump_packed(nbytes), text]
 
 
-class Budget:
+class RowBudget:
     """The number of rows and extents left for a document's tables, from its stored size.
 
     Spec: REQ-DOC-029.
@@ -225,7 +225,7 @@ class Columns:
     __slots__ = ("_budget", "_value", "_where")
 
     def __init__(
-        self, value: object, keys: tuple[str, ...], where: str, *, budget: Budget | None = None
+        self, value: object, keys: tuple[str, ...], where: str, *, budget: RowBudget | None = None
     ) -> None:
         if not isinstance(value, dict) or value.keys() != set(keys):
             found = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__

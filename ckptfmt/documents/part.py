@@ -25,7 +25,7 @@ from ckptfmt.documents.msgpk import (
     dump_packed_document,
     parse_packed_document,
 )
-from ckptfmt.documents.packed import Budget, Columns, dump_packed, dump_strings, total_of
+from ckptfmt.documents.packed import Columns, RowBudget, dump_packed, dump_strings, total_of
 from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import CkptError, Code, FormatError, err
 from ckptfmt.features import CACHES, LABELS, OF_ANY_PROFILE, SUSPECT, is_of_delta
@@ -264,7 +264,7 @@ def _parse_part(
     behind = {LABELS: ("metrics", "tags"), CACHES: ("durability",), SUSPECT: ("suspect",)}
     added = (key for feature, keys in behind.items() if feature in features for key in keys)
     keys = (*(_DELTA_KEYS if is_delta else _PART_KEYS), *added)
-    columns = Columns(signed, keys, where, budget=Budget(most))
+    columns = Columns(signed, keys, where, budget=RowBudget(most))
     if columns.any("type") != "part":
         raise err(
             Code.DOC_SCHEMA, "not a part", where=columns.place("type"), requirement="REQ-DOC-011"

@@ -52,7 +52,7 @@ _GRADIENTS: Final = "gradients that were there at the save (an accumulation half
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class StepComparison:
     """The outcome of comparing one step with the same step of an earlier launch.
 
     Attributes:
@@ -74,7 +74,7 @@ def compare_steps(
     earlier_streams: Sequence[str],
     same_tensors: bool,
     is_first: bool,
-) -> Comparison:
+) -> StepComparison:
     """Return the outcome of comparing a step with the same step of an earlier launch.
 
     Args:
@@ -109,11 +109,11 @@ def compare_steps(
     compared = tuple(differs)
     what = next((name for name in compared if differs[name]), None)
     if what is None:
-        return Comparison(compared=compared)
+        return StepComparison(compared=compared)
     equal = [WORDS[name] for name in compared[: compared.index(what)]]
     detail = _explain(what, earlier, now, compared, drawn or [], is_first=is_first)
     had = f" had the same {_joined(equal)}, but" if equal else ":"
-    return Comparison(compared=compared, what=what, detail=f"step {now.step}{had} {detail}")
+    return StepComparison(compared=compared, what=what, detail=f"step {now.step}{had} {detail}")
 
 
 def _differing_streams(

@@ -14,7 +14,7 @@ from ckptfmt.group import Group
 from ckptfmt.loop.comparing import RESULTS, WORDS, compare_steps
 from ckptfmt.loop.step_log import Steps, read_steps
 from ckptfmt.run.witness import (
-    Difference,
+    StepDifference,
     StepRecord,
     StepsHeader,
     Verdict,
@@ -58,7 +58,7 @@ class RepeatedSteps:
         self._identical: list[int] = []
         self._compared: tuple[What, ...] = ()
         self._stream_count = 0
-        self._difference: Difference | None = None
+        self._difference: StepDifference | None = None
         #: The last step that is identical on all processes.
         self._agreed_step: int | None = None
         self._is_said = False
@@ -172,7 +172,7 @@ class RepeatedSteps:
         if found.what is not None:
             # The names of RNG streams are the caller's.
             text = fit_string(found.detail, _TEXT_LENGTH)
-            difference = Difference(
+            difference = StepDifference(
                 step=record.step, writer=self._group.writer, what=found.what, text=text
             )
             self._refute(difference, level=logging.WARNING)
@@ -202,7 +202,7 @@ class RepeatedSteps:
         """
         told = list(told)
         found = [
-            Difference(**theirs["difference"])
+            StepDifference(**theirs["difference"])
             for theirs in told
             if theirs["difference"] is not None
         ]
@@ -236,7 +236,7 @@ class RepeatedSteps:
             return False
         return is_saver or (header.resumed == digest and header.expected == self._expected)
 
-    def _refute(self, difference: Difference, *, level: int) -> None:
+    def _refute(self, difference: StepDifference, *, level: int) -> None:
         self._difference = difference
         self.is_written = False
         process = f"process {difference.writer}: " if self._group.writer_count > 1 else ""

@@ -31,7 +31,7 @@ _AT_END: Final = (
 )
 
 
-class Unsaved:
+class UnsavedWatch:
     """The watch over a launch without a save so far.
 
     Args:

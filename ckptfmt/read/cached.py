@@ -107,7 +107,7 @@ class CachedStore:
             if self._is_whole(path):
                 with contextlib.suppress(CkptError):
                     cached = stack.enter_context(self._cache.open_ranges(path))
-                    found = _Ranges(
+                    found = _CachedRanges(
                         cached, lambda: stack.enter_context(self._home.open_ranges(path))
                     )
             yield found or stack.enter_context(self._home.open_ranges(path))
@@ -223,7 +223,7 @@ class CachedStore:
         return True
 
 
-class _Ranges:
+class _CachedRanges:
     """A range reader of a cached file that switches to the home store after a failed read."""
 
     def __init__(self, cached: RangeReader, open_home: Callable[[], RangeReader]) -> None:

@@ -36,7 +36,7 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, UnsupportedError, err
 from ckptfmt.layout.merge import check_index_tiling, summarise
 from ckptfmt.layout.read_plan import BlockRange
-from ckptfmt.store.protocol import Source, Store, call_each
+from ckptfmt.store.protocol import FileSource, Store, call_each
 
 T = TypeVar("T")
 
@@ -767,7 +767,7 @@ def in_caches(durability: str, names: Sequence[str]) -> CkptError:
     return err(Code.FILES_IN_CACHES, detail, where=names[0], requirement="REQ-OPN-012")
 
 
-def check_nbytes(store: Source, path: str, nbytes: int) -> None:
+def check_nbytes(store: FileSource, path: str, nbytes: int) -> None:
     """Raise unless a file has the declared size.
 
     Raises: IntegrityError(FILE_NBYTES, FILE_MISSING).

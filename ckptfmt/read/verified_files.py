@@ -24,7 +24,7 @@ from ckptfmt.layout.read_plan import BlockRange
 from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox, check_nbytes
 from ckptfmt.read.streaming import iter_ahead
 from ckptfmt.store.direct import make_memory
-from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader, SizedChunks, Source, Store
+from ckptfmt.store.protocol import PAGE_NBYTES, FileSource, RangeReader, SizedChunks, Store
 
 #: Size in bytes of the chunks that are read and compared, unless a block is larger.
 CHUNK_NBYTES: Final = 4 << 20
@@ -57,7 +57,7 @@ class VerifiedFile:
     spans: Sequence[Span]
     is_document: bool = False
 
-    def iter_chunks(self, store: Source) -> Generator[memoryview, None, None]:
+    def iter_chunks(self, store: FileSource) -> Generator[memoryview, None, None]:
         """Yield the file's contents from a store, each chunk verified, in memory of its own.
 
         Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST, HEADER_DIGEST, BLOCK_DIGEST);

@@ -46,7 +46,7 @@ from ckptfmt.read.verified_files import (
 )
 from ckptfmt.run.lineage import iter_lineage, list_checkpoints, list_launch_numbers, list_launches
 from ckptfmt.store import LocalStore, is_url
-from ckptfmt.store.protocol import SizedChunks, Source, Store
+from ckptfmt.store.protocol import FileSource, SizedChunks, Store
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 _SETTLED_SUFFIX: Final = ".settled"
@@ -308,7 +308,7 @@ class NodeCache:
         if files:
             home.sync("")
 
-    def take(self, part: CachedPart, source: Source) -> None:
+    def take(self, part: CachedPart, source: FileSource) -> None:
         """Copy another node's save to this cache, each byte compared with a digest, the part last.
 
         The save is held during the copy. After an error, no file of the save stays here.

@@ -190,7 +190,7 @@ class StepsHeader:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class StepDifference:
     """The first difference between a step and the same step of an earlier launch.
 
     Attributes:
@@ -230,7 +230,7 @@ class WitnessRecord:
     last_step: int | None
     step_count: int
     compared: tuple[str, ...]
-    difference: Difference | None
+    difference: StepDifference | None
 
     @property
     def summary(self) -> str:
@@ -276,5 +276,5 @@ class WitnessRecord:
         return cls(
             **members,
             compared=compared,
-            difference=None if difference is None else Difference(**difference),
+            difference=None if difference is None else StepDifference(**difference),
         )

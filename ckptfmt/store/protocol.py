@@ -100,7 +100,7 @@ class RangeReader(Protocol):
         """
 
 
-class Source(Protocol):
+class FileSource(Protocol):
     """A source of files: a `Store`, or a process that reads from a store.
 
     The methods are those of `Store`.

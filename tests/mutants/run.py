@@ -16,7 +16,7 @@ from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, parse_checkpoint_name
 from ckptfmt.documents.run import RUN_NAME
 from ckptfmt.loop import launching, repeated_steps
-from ckptfmt.loop.comparing import Comparison
+from ckptfmt.loop.comparing import StepComparison
 from ckptfmt.loop.repeated_steps import RepeatedSteps
 from ckptfmt.loop.step_log import StepLog
 from ckptfmt.read import verify
@@ -491,7 +491,9 @@ MUTANTS = {
     "witness_that_looks_at_nothing": Mutant(
         clauses=("REQ-RUN-060",),
         fault="compares no member of two records of a step",
-        patch=replaced(repeated_steps, "compare_steps", lambda *_, **__: Comparison(compared=())),
+        patch=replaced(
+            repeated_steps, "compare_steps", lambda *_, **__: StepComparison(compared=())
+        ),
         tests=(
             "witness/test_witness.py::test_cause_of_a_difference_is_named_as_far_as_it_shows[draw]",
             "witness/test_witness.py::test_steps_done_again_are_identical_and_said_to_be",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ckptfmt.errors import Code, err
-from ckptfmt.loop.comparing import RESULTS, WORDS, Comparison, compare_steps
+from ckptfmt.loop.comparing import RESULTS, WORDS, StepComparison, compare_steps
 from ckptfmt.loop.rehearsal import Account
 from ckptfmt.loop.step_log import Steps
 from ckptfmt.run.witness import WITNESS, StepRecord
@@ -224,7 +224,7 @@ def _is_alike(one: Steps, other: Steps) -> bool:
 
 def _compare_launch(
     steps: Steps, references: list[Steps], outcome: Outcome, *, counts: bool
-) -> tuple[int, Comparison] | None:
+) -> tuple[int, StepComparison] | None:
     """Compare each step with the first reference that has the step.
 
     Returns: the number and the comparison of the first step that differs; None if all are equal.
@@ -250,7 +250,7 @@ def _compare_launch(
 
 def _compare(
     one: Steps, earlier: StepRecord, other: Steps, now: StepRecord, *, is_first: bool
-) -> Comparison:
+) -> StepComparison:
     return compare_steps(
         earlier,
         now,

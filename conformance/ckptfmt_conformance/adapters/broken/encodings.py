@@ -10,7 +10,7 @@ import zstandard
 
 from ckptfmt_conformance.adapters.reference import Reference, original
 
-_take_frame = original("ckptfmt.codecs.strings:Source._take_frame")
+_take_frame = original("ckptfmt.codecs.strings:BlockBytes._take_frame")
 _take = original("ckptfmt.read.reading:Reading._take")
 _decode = original("ckptfmt.codecs.encodings:decode")
 _lanes = original("ckptfmt.codecs.encodings:LANES")
@@ -75,7 +75,7 @@ class PlainFrames(Reference):
         "encodings/valid/frame-checksum",
         "encodings/valid/frame-dictionary-0",
     )
-    replacements = (("ckptfmt.codecs.strings:Source._take_frame", _take_plain),)
+    replacements = (("ckptfmt.codecs.strings:BlockBytes._take_frame", _take_plain),)
 
 
 def _take_inflated(reading: Any, blocks: Any, content: memoryview) -> None:
