@@ -20,7 +20,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.image import Context, Image, plan_image
-from ckptfmt.write.slot_contents import Progress, Snapped
+from ckptfmt.write.slot_contents import FillProgress, Snapped
 from ckptfmt.write.snapshot import Snapshot
 from tests.builders import snapshot, tensor
 
@@ -91,7 +91,7 @@ class Saving:
             slot = self.number % len(writer.slots)
             view = memoryview(writer.slots[slot])
             fill(writer.image, held, view)
-            progress = Progress()
+            progress = FillProgress()
             progress.complete()
             snapped = Snapped(
                 image=writer.image,

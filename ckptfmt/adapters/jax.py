@@ -58,7 +58,7 @@ def is_array(value: object) -> bool:
     return isinstance(value, jax.Array)
 
 
-class Pending:
+class PendingArray:
     """A number in transfer from a device to the host.
 
     The transfer needs no copy on the device, since JAX arrays are immutable.

@@ -577,7 +577,7 @@ def _fetch(name: str, value: Any, side: Any) -> Any:
             return side.fetch(value)
         of_jax: Any = jax_side()
         if of_jax is not None and of_jax.is_array(value):
-            return of_jax.Pending(value)
+            return of_jax.PendingArray(value)
         return float(value)
     except (TypeError, ValueError) as error:
         remedy = f"Pass a number, or a tensor of one element, such as {name}.mean()."

@@ -42,7 +42,7 @@ def staging_thread_count() -> int:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Place:
+class SaveSlot:
     """A slot with the save in the slot.
 
     Attributes:
@@ -160,7 +160,7 @@ class Background:
         self._link_number = 0
         #: The error by which the link of this number was lost; None if the link is in use.
         self._lost: CkptError | None = None
-        self._places: list[Place] = []
+        self._places: list[SaveSlot] = []
         #: Whether slots must be made: there are none, or a thread or a saver may still use them.
         self._wants_slots = True
         self._saves: dict[int, _Save] = {}
@@ -236,7 +236,7 @@ class Background:
         for number in range(count):
             slot = Slot.make(nbytes)
             slot.touch()
-            self._places.append(Place(number, slot, pin(slot)))
+            self._places.append(SaveSlot(number, slot, pin(slot)))
         if count:
             self._ready_link()
         self._wants_slots = False
@@ -367,7 +367,7 @@ class Background:
         state: SaveState,
         request: dict[str, Any],
         handle: SaveHandle,
-        plan: Callable[[Place], tuple[list[Copy], list[Copy]]],
+        plan: Callable[[SaveSlot], tuple[list[Copy], list[Copy]]],
     ) -> None:
         """Save into a free slot; the saver reads behind the copies, and finishes by itself.
 
@@ -403,7 +403,7 @@ class Background:
 
     def _begin(
         self, state: SaveState, request: dict[str, Any], handle: SaveHandle, link: Link
-    ) -> tuple[_Save, Place]:
+    ) -> tuple[_Save, SaveSlot]:
         """Reserve a free slot for a save, and announce the save to the saver."""
         assert self._image is not None  # noqa: S101
         with self._lock:

@@ -47,7 +47,7 @@ from ckptfmt.store.protocol import Store
 from ckptfmt.write.helper_process import Channel, be_helper, watch
 from ckptfmt.write.image import Image
 from ckptfmt.write.slot import Slot
-from ckptfmt.write.slot_contents import Progress, Snapped
+from ckptfmt.write.slot_contents import FillProgress, Snapped
 from ckptfmt.write.staging import Seen
 from ckptfmt.write.writer import as_ckpt_error
 
@@ -83,7 +83,7 @@ class Saver:
         self._rest = rest
         self._views: dict[int, memoryview] = {}
         self._image: Image | None = None
-        self._pending: dict[int, Progress] = {}
+        self._pending: dict[int, FillProgress] = {}
         #: The trainer's answers about the replicas of saves: a problem, or an empty string.
         self._answers: dict[int, queue.SimpleQueue[str]] = {}
         self._coders = Coders()
@@ -173,7 +173,7 @@ class Saver:
         except Exception as error:  # noqa: BLE001
             self._report(number, "FAILED", as_ckpt_error(error).as_json())  # so for all writers
             return
-        progress = Progress()
+        progress = FillProgress()
         snapped = Snapped(
             image=self._image,
             view=self._views[slot],
@@ -433,7 +433,7 @@ class Saver:
 
     # --- holds ------------------------------------------------------------------------------------
 
-    def _hold(self, number: int, job: SaveJob, progress: Progress) -> None:
+    def _hold(self, number: int, job: SaveJob, progress: FillProgress) -> None:
         """Hold the file that shows that saves are in progress."""
         with self._lock:
             self._answers[number] = queue.SimpleQueue()

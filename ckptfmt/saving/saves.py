@@ -33,7 +33,7 @@ from ckptfmt.errors import CkptError, Code, StoreError, err, error_from_json
 from ckptfmt.group import Group, attempt
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
 from ckptfmt.run.save_job import SaveJob, SaveState
-from ckptfmt.saving.background import Background, Place
+from ckptfmt.saving.background import Background, SaveSlot
 from ckptfmt.saving.handle import STATES, Callbacks, SaveHandle, SaveReport, tell_committed
 from ckptfmt.saving.mirrors import Mirrors
 from ckptfmt.saving.mirrors import Place as MirrorPlace
@@ -526,7 +526,7 @@ class Saves:
         return True
 
     def _plan_copies(
-        self, snapshot: Snapshot, handle: SaveHandle, state: State, place: Place
+        self, snapshot: Snapshot, handle: SaveHandle, state: State, place: SaveSlot
     ) -> tuple[list[Copy], list[Copy]]:
         """Return the copies into a slot: copies to do now, and copies to do during the next step.
 

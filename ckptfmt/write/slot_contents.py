@@ -21,7 +21,7 @@ _CHUNK_NBYTES: Final = 16 << 20
 _SPAN_NBYTES: Final = 8 << 20
 
 
-class Progress:
+class FillProgress:
     """The length of the filled prefix of a slot's image, in bytes.
 
     One thread updates the length, other threads wait.
@@ -95,7 +95,7 @@ class Snapped:
     view: memoryview
     slot: int
     context: Context
-    progress: Progress
+    progress: FillProgress
 
     def check(self, digests: Sequence[bytes], held: Sequence[bytes] | None = None) -> None:
         """Compare the slot's contents with the results found while the slot was filled.

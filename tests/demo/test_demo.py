@@ -18,7 +18,7 @@ from ckptfmt.errors import CkptError
 from ckptfmt_tools.demo.journal import compare_worlds, read_journal
 from ckptfmt_tools.demo.servers import ServerError, choose_kind
 from ckptfmt_tools.demo.settings import STEPS_MIN, make_settings
-from ckptfmt_tools.demo.story import Job, JobError
+from ckptfmt_tools.demo.story import DemoJob, JobError
 
 pytest.importorskip("torch")
 
@@ -181,7 +181,7 @@ def test_on_any_number_of_processes_it_is_the_same_run(tmp_path):
 
 def launch(directory, world_size, options):
     name = f"{len(list(directory.glob('logs/*')))}-on-{world_size}"
-    with Job(directory, run="run", name=name, world_size=world_size, options=options) as job:
+    with DemoJob(directory, run="run", name=name, world_size=world_size, options=options) as job:
         job.wait(lambda _step: None)
         return [journal.entries for journal in job.journals()]
 
@@ -232,7 +232,7 @@ def test_it_writes_over_nothing(tmp_path, capsys):
 @pytest.mark.dist
 def test_a_job_that_cannot_start_says_what_it_said(tmp_path):
     options = ["--no-such-option"]
-    job = Job(tmp_path, run="run", name="broken", world_size=1, options=options)
+    job = DemoJob(tmp_path, run="run", name="broken", world_size=1, options=options)
     with job, pytest.raises(JobError, match="unrecognized arguments: --no-such-option"):
         job.wait(lambda _step: None)
 

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from ckptfmt_tools.demo.journal import (
-    Entry,
     Header,
+    JournalEntry,
     JournalWriter,
     check_history,
     compare,
@@ -41,7 +41,7 @@ HEADER = Header(
 
 def entry(step, *, rank=0, begins=False):
     samples = (4 * step - 4 + 2 * rank, 4 * step - 3 + 2 * rank)
-    return Entry(
+    return JournalEntry(
         step=step,
         digests={
             name: f"{name} {step} {rank if name.startswith('rng/') else ''}" for name in NAMES

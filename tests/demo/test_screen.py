@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptfmt_tools.demo.journal import Comparison, Difference, Header
-from ckptfmt_tools.demo.screen import Look, Progress, as_json, render
+from ckptfmt_tools.demo.journal import Difference, Header, JournalComparison
+from ckptfmt_tools.demo.screen import DemoProgress, Look, as_json, render
 from ckptfmt_tools.demo.settings import make_settings
-from ckptfmt_tools.demo.story import Outcome, Resized, Strip
+from ckptfmt_tools.demo.story import Resized, StoryOutcome, Strip
 
 NAMES = [
     "parameter/w",
@@ -42,7 +42,7 @@ def comparison(steps, *different):
         for step, name in different
     )
     names = dict.fromkeys([*NAMES, "loss/bits"], steps)
-    return Comparison(
+    return JournalComparison(
         steps=steps, names=names, repeated=((31, 0), (35, 1)), differences=differences
     )
 
@@ -76,7 +76,7 @@ def outcome(steps=60, **changes):
             name="launch 2", world_size=2, first=killed[-1], last=steps, saves=saves[len(killed) :]
         ),
     )
-    given = Outcome(
+    given = StoryOutcome(
         directory=Path("demo"),
         settings=settings,
         header=HEADER,
@@ -184,7 +184,7 @@ def test_colour_is_for_terminals_and_not_for_who_refuses_it(monkeypatch):
 
 def test_progress_moves_on_a_terminal():
     terminal = Terminal()
-    progress = Progress(2, terminal)
+    progress = DemoProgress(2, terminal)
     show = progress.phase("training", 4)
     show(2)
     progress.end()
@@ -195,7 +195,7 @@ def test_progress_moves_on_a_terminal():
 
 def test_progress_is_a_line_per_phase_in_a_pipe():
     pipe = io.StringIO()
-    progress = Progress(2, pipe)
+    progress = DemoProgress(2, pipe)
     progress.phase("training", 4)(2)
     progress.phase("training again", 4)(4)
     progress.end()

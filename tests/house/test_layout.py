@@ -25,12 +25,6 @@ def test_no_two_modules_have_one_name():
     assert [name for name, count in counts.items() if count > 1] == []
 
 
-#: Class names that two modules still share. Remove a name once the classes have names of their own.
-SHARED_CLASS_NAMES = {
-    "Comparison", "Entry", "Finding", "Outcome", "Pending", "Place", "Progress", "Saver",
-}  # fmt: skip
-
-
 def test_no_two_modules_have_a_class_of_one_name():
     counts = collections.Counter(
         node.name
@@ -38,8 +32,7 @@ def test_no_two_modules_have_a_class_of_one_name():
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
-    shared = {name for name, count in counts.items() if count > 1}
-    assert shared <= SHARED_CLASS_NAMES, sorted(shared - SHARED_CLASS_NAMES)
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_the_top_level_is_for_users():

@@ -18,7 +18,7 @@ from ckptfmt.documents.run import Pins, RunRecord
 from ckptfmt.loop import launching
 from ckptfmt.saving.saver import Saver
 from ckptfmt.store.protocol import Store
-from ckptfmt.write.slot_contents import Progress
+from ckptfmt.write.slot_contents import FillProgress
 from tests.mutants.mutant import Mutant, replaced
 
 #: What a saver says too early, one state ahead.
@@ -100,7 +100,7 @@ MUTANTS = {
             "creates the part when all bytes are there, and may still turn out not to be of one"
             " moment"
         ),
-        patch=replaced(Progress, "wait_complete", lambda *_: None),
+        patch=replaced(FillProgress, "wait_complete", lambda *_: None),
         tests=(
             "saver/test_saver.py::test_abandoned_save_leaves_nothing[1-1.0]",
             "saver/test_saver.py::test_states_come_in_order_each_with_what_it_promises",

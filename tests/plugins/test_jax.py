@@ -27,7 +27,7 @@ jnp: Any = pytest.importorskip("jax.numpy")
 linen: Any = pytest.importorskip("flax.linen")
 nnx: Any = pytest.importorskip("flax.nnx")
 optax: Any = pytest.importorskip("optax")
-Pending: Any = pytest.importorskip("ckptfmt.adapters.jax").Pending
+PendingArray: Any = pytest.importorskip("ckptfmt.adapters.jax").PendingArray
 FrozenDict: Any = pytest.importorskip("flax.core").FrozenDict
 NamedSharding, P = jax.sharding.NamedSharding, jax.sharding.PartitionSpec
 TRAINING = Path(__file__).with_name("jax_training.py")
@@ -355,7 +355,7 @@ def test_pieces_and_arrays_are_sources_of_their_own(tmp_path):
 def test_a_number_on_a_device_has_the_bits_of_a_float(dtype):
     """The witness compares losses by all their bits, and doesn't wait for a device."""
     value = random_array((1,), dtype)
-    pending = Pending(value)
+    pending = PendingArray(value)
     pending.wait()
     assert pending.is_ready()
     assert pending.bits() == int(np.float64(value[0]).view(np.uint64))

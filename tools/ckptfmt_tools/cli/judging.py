@@ -17,7 +17,7 @@ _LOG_NAME: Final = re.compile(r"([0-9]+)/([0-9]+)\.steps")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class RehearsalFinding:
     """A step that differs.
 
     Attributes:
@@ -36,7 +36,7 @@ class Finding:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Outcome:
+class RehearsalOutcome:
     """The outcome of a rehearsal.
 
     Attributes:
@@ -60,7 +60,7 @@ class Outcome:
     step_count: int = 0
     writer_count: int = 0
     compared: tuple[str, ...] = ()
-    difference: Finding | None = None
+    difference: RehearsalFinding | None = None
     claim: str | None = None
     lowered_by: tuple[str, ...] = ()
     is_repeatable: bool = True
@@ -75,14 +75,14 @@ class Outcome:
         return "same" if self.step_count and has_results else "unknown"
 
 
-def judge(scratch: Path, kills: list[int]) -> Outcome:
+def judge(scratch: Path, kills: list[int]) -> RehearsalOutcome:
     """Return the outcome of the launches below a scratch directory, by their step logs.
 
     Raises: StateError(ARGUMENT) if no step was recorded.
     """
     calm = _read_logs(scratch / "calm")
     killed = _read_logs(scratch / "killed")
-    outcome = Outcome(kills=kills)
+    outcome = RehearsalOutcome(kills=kills)
     if not calm:
         remedy = (
             "The program makes no Checkpointer, takes no step with it, or has"
@@ -100,7 +100,7 @@ def judge(scratch: Path, kills: list[int]) -> Outcome:
     }
     references = {key: [_with_streams(steps, set())] for key, steps in undisturbed.items()}
     sizes = {name: steps.header.writer_count for (name, _), steps in undisturbed.items()}
-    found_in: list[tuple[tuple[int, int, int, int], Finding]] = []
+    found_in: list[tuple[tuple[int, int, int, int], RehearsalFinding]] = []
     for (name, launch, writer), steps in sorted(killed.items()):
         size = steps.header.writer_count
         if sizes.setdefault(name, size) != size:
@@ -129,7 +129,7 @@ def judge(scratch: Path, kills: list[int]) -> Outcome:
             step, comparison = found
             what = comparison.what or ""
             where = f"launch {launch}, which resumed from step {steps.header.first_step}"
-            finding = Finding(
+            finding = RehearsalFinding(
                 launch=where, writer=writer, step=step, what=what, text=comparison.detail
             )
             found_in.append(((launch, step, list(WORDS).index(what), writer), finding))
@@ -150,7 +150,7 @@ def judge(scratch: Path, kills: list[int]) -> Outcome:
 
 
 def _judge_accounts(
-    outcome: Outcome,
+    outcome: RehearsalOutcome,
     calm: dict[tuple[str, int], Account],
     killed: dict[tuple[str, int], Account],
     *,
@@ -161,7 +161,7 @@ def _judge_accounts(
         if writer == 0 and account.claim is not None:
             outcome.claim = account.claim
             outcome.lowered_by = account.lowered_by
-    found: list[Finding] = []
+    found: list[RehearsalFinding] = []
     if compares_modules:
         for key, account in killed.items():
             for name, digests in account.modules.items() if key in calm else ():
@@ -177,7 +177,7 @@ def _judge_accounts(
                         " a resume needs it"
                     )
                     found.append(
-                        Finding(
+                        RehearsalFinding(
                             launch=where,
                             writer=key[1],
                             step=account.step,
@@ -223,7 +223,7 @@ def _is_alike(one: Steps, other: Steps) -> bool:
 
 
 def _compare_launch(
-    steps: Steps, references: list[Steps], outcome: Outcome, *, counts: bool
+    steps: Steps, references: list[Steps], outcome: RehearsalOutcome, *, counts: bool
 ) -> tuple[int, StepComparison] | None:
     """Compare each step with the first reference that has the step.
 

@@ -20,7 +20,7 @@ from xml.etree import ElementTree as ET
 from ckptfmt.cli.console import Console, clean, count_text, print_json
 from ckptfmt.errors import Code, err
 from ckptfmt.loop.rehearsal import Rehearsal
-from ckptfmt_tools.cli.judging import Outcome, judge, read_accounts
+from ckptfmt_tools.cli.judging import RehearsalOutcome, judge, read_accounts
 
 #: The number of last lines shown of a failed launch's output.
 _TAIL: Final = 12
@@ -220,7 +220,10 @@ def _command(command: list[str], world: int | None) -> list[str]:
 
 
 def _print(
-    console: Console, outcome: Outcome, command: Sequence[str], arguments: argparse.Namespace
+    console: Console,
+    outcome: RehearsalOutcome,
+    command: Sequence[str],
+    arguments: argparse.Namespace,
 ) -> None:
     processes = count_text(outcome.writer_count, "process", "processes")
     kills = _joined(outcome.kills)
@@ -265,7 +268,7 @@ def _joined(numbers: Sequence[int]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _junit(outcome: Outcome, command: Sequence[str], seconds: float) -> bytes:
+def _junit(outcome: RehearsalOutcome, command: Sequence[str], seconds: float) -> bytes:
     """Return the outcome as JUnit XML, with a single test."""
     failures = int(outcome.verdict != "same")
     suite = ET.Element(

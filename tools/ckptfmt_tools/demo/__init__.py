@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store import is_url, open_store
-from ckptfmt_tools.demo.screen import Look, Progress, as_json, render
+from ckptfmt_tools.demo.screen import DemoProgress, Look, as_json, render
 from ckptfmt_tools.demo.settings import ITEMS, STEPS_MIN, make_settings
 from ckptfmt_tools.demo.story import Home, JobError, tell
 
@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
     settings = make_settings(steps=arguments.steps, quick=arguments.quick)
     options = [f"--steps={settings.steps}", *(["--quick"] if arguments.quick else [])]
     directory = _make_directory(arguments.run)
-    progress = Progress(3 if arguments.leave_out else 4)
+    progress = DemoProgress(3 if arguments.leave_out else 4)
     with _home(arguments.store) as home:
         try:
             outcome = tell(

@@ -44,7 +44,7 @@ class Header:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class JournalEntry:
     """The state of one process after a step.
 
     Attributes:
@@ -75,7 +75,7 @@ class Journal:
     """The records written by one process of one launch."""
 
     header: Header | None
-    entries: tuple[Entry, ...]
+    entries: tuple[JournalEntry, ...]
 
     @property
     def last_step(self) -> int:
@@ -90,7 +90,7 @@ class JournalWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("x", encoding="utf-8")
 
-    def write(self, record: Header | Entry) -> None:
+    def write(self, record: Header | JournalEntry) -> None:
         """Write one line and flush it to the system, where it survives a kill."""
         self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
         self._file.flush()
@@ -120,9 +120,9 @@ def read_journal(path: Path) -> Journal:
     return Journal(header=header, entries=tuple(_parse_entry(record) for record in records[1:]))
 
 
-def _parse_entry(record: dict[str, Any]) -> Entry:
+def _parse_entry(record: dict[str, Any]) -> JournalEntry:
     samples = record["samples"]
-    return Entry(**record | {"samples": None if samples is None else tuple(samples)})
+    return JournalEntry(**record | {"samples": None if samples is None else tuple(samples)})
 
 
 def read_progress(path: Path) -> tuple[int | None, int]:
@@ -159,7 +159,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class JournalComparison:
     """The result of a comparison of two runs.
 
     Attributes:
@@ -255,12 +255,12 @@ def _describe(name: str) -> str:
 
 
 def compare(
-    reference: Sequence[Iterable[Entry]],
-    candidate: Sequence[Iterable[Entry]],
+    reference: Sequence[Iterable[JournalEntry]],
+    candidate: Sequence[Iterable[JournalEntry]],
     *,
     first: int = 0,
     steps: int,
-) -> Comparison:
+) -> JournalComparison:
     """Compare the entries of a run with the entries of an uninterrupted run, process by process.
 
     Args:
@@ -286,7 +286,7 @@ def compare(
             if entry.step in expected:
                 differences += _compare_entries(expected[entry.step], entry, rank, names)
     differences.sort(key=lambda one: (one.step, one.rank, one.category != _ENTRY, one.name))
-    return Comparison(
+    return JournalComparison(
         steps=steps - first,
         names=dict(names),
         repeated=tuple(sorted(repeated)),
@@ -295,12 +295,12 @@ def compare(
 
 
 def compare_worlds(
-    reference: Sequence[Sequence[Entry]],
-    candidate: Sequence[Sequence[Entry]],
+    reference: Sequence[Sequence[JournalEntry]],
+    candidate: Sequence[Sequence[JournalEntry]],
     *,
     first: int = 0,
     steps: int,
-) -> Comparison:
+) -> JournalComparison:
     """Compare a run with an uninterrupted run on another number of processes.
 
     Each process takes a part of the samples: samples are compared over all processes, in the order
@@ -325,8 +325,8 @@ def compare_worlds(
 
 
 def _shared(
-    entries: Sequence[Entry], samples: Mapping[int, tuple[int, ...]], *, streams: bool
-) -> list[Entry]:
+    entries: Sequence[JournalEntry], samples: Mapping[int, tuple[int, ...]], *, streams: bool
+) -> list[JournalEntry]:
     """Return a process's entries with the samples of all, with or without RNG streams."""
     return [
         dataclasses.replace(
@@ -355,7 +355,7 @@ def _compare_presence(
 
 
 def _compare_entries(
-    expected: Entry, found: Entry, rank: int, names: Counter[str]
+    expected: JournalEntry, found: JournalEntry, rank: int, names: Counter[str]
 ) -> list[Difference]:
     ours = expected.facts()
     theirs = found.facts()
@@ -374,7 +374,7 @@ def _compare_entries(
     ]
 
 
-def join_samples(processes: Sequence[Iterable[Entry]]) -> dict[int, tuple[int, ...]]:
+def join_samples(processes: Sequence[Iterable[JournalEntry]]) -> dict[int, tuple[int, ...]]:
     """Return the samples of each step in the order of the ranks.
 
     This is the order of the data, if the run is the same.

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from ckptfmt_tools.demo.journal import Comparison
-from ckptfmt_tools.demo.story import Outcome, Resized, Strip
+from ckptfmt_tools.demo.journal import JournalComparison
+from ckptfmt_tools.demo.story import Resized, StoryOutcome, Strip
 
 _WIDTH = 78
 _STRIP_WIDTH = 60
@@ -58,7 +58,7 @@ class Look:
         return self.style(text, "1;32" if good else "1;31")
 
 
-def render(outcome: Outcome, look: Look, *, seconds: float) -> str:
+def render(outcome: StoryOutcome, look: Look, *, seconds: float) -> str:
     """Return the last screen."""
     rule = look.style(look.rule * _WIDTH, "2")
     parts = [
@@ -71,7 +71,7 @@ def render(outcome: Outcome, look: Look, *, seconds: float) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _iter_what(outcome: Outcome) -> Iterator[str]:
+def _iter_what(outcome: StoryOutcome) -> Iterator[str]:
     header = outcome.header
     settings = outcome.settings
     before, after = outcome.losses
@@ -88,7 +88,7 @@ def _iter_what(outcome: Outcome) -> Iterator[str]:
     yield from textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
-def _iter_time_line(outcome: Outcome, look: Look) -> Iterator[str]:
+def _iter_time_line(outcome: StoryOutcome, look: Look) -> Iterator[str]:
     settings = outcome.settings
     axis = [" "] * (_STRIP_WIDTH + 4)
     steps = {*range(0, settings.steps, settings.every), settings.steps}
@@ -129,7 +129,7 @@ def _draw(strip: Strip, steps: int, look: Look) -> str:
     )
 
 
-def _iter_comparison(outcome: Outcome, look: Look) -> Iterator[str]:
+def _iter_comparison(outcome: StoryOutcome, look: Look) -> Iterator[str]:
     same = outcome.same
     steps = outcome.settings.steps
     yield "  Launches 1 and 2 against the undisturbed run, each step of each process:"
@@ -153,7 +153,7 @@ def _claim(level: str) -> str:
     return f"The load claims {level}, {meaning.get(level, 'the same state')}"
 
 
-def _list_rows(same: Comparison) -> list[tuple[str, tuple[str, ...], str]]:
+def _list_rows(same: JournalComparison) -> list[tuple[str, tuple[str, ...], str]]:
     """Return the rows of the comparison: label, categories, and a description of the facts."""
     names = same.names_of
     return [
@@ -189,7 +189,7 @@ def _iter_resized(resized: Resized, look: Look) -> Iterator[str]:
     yield f"    {new} of {streams} RNG streams are new, and decide nothing: process 0 draws for all"
 
 
-def _iter_verdict(outcome: Outcome, look: Look, seconds: float) -> Iterator[str]:
+def _iter_verdict(outcome: StoryOutcome, look: Look, seconds: float) -> Iterator[str]:
     same = outcome.same
     steps = outcome.settings.steps
     for sentence in _iter_problems(outcome):
@@ -207,7 +207,7 @@ def _iter_verdict(outcome: Outcome, look: Look, seconds: float) -> Iterator[str]
     )
 
 
-def _iter_problems(outcome: Outcome) -> Iterator[str]:
+def _iter_problems(outcome: StoryOutcome) -> Iterator[str]:
     if outcome.without:
         yield (
             f"Negative control: {outcome.without} was left out when launch 2 restored. The"
@@ -225,12 +225,12 @@ def _iter_problems(outcome: Outcome) -> Iterator[str]:
         yield f"The run left behind isn't valid: {violation}"
 
 
-def _sentence(comparison: Comparison) -> str:
+def _sentence(comparison: JournalComparison) -> str:
     text = comparison.explain()
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _iter_next(outcome: Outcome) -> Iterator[str]:
+def _iter_next(outcome: StoryOutcome) -> Iterator[str]:
     yield "  The run is left behind to look at:"
     for command, path in (
         ("log", outcome.run),
@@ -240,7 +240,7 @@ def _iter_next(outcome: Outcome) -> Iterator[str]:
         yield f"    ckptfmt {command} {path}"
 
 
-def as_json(outcome: Outcome, *, seconds: float) -> dict[str, object]:
+def as_json(outcome: StoryOutcome, *, seconds: float) -> dict[str, object]:
     """Return the contents of the last screen as a JSON-ready mapping."""
     same = outcome.same
     resized = outcome.resized
@@ -281,7 +281,7 @@ def as_json(outcome: Outcome, *, seconds: float) -> dict[str, object]:
 _BAR_WIDTH = 20
 
 
-class Progress:
+class DemoProgress:
     """The display of the demo's phases on standard error.
 
     Args:

@@ -18,10 +18,10 @@ from typing import Self, TypeAlias
 import ckptfmt
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt_tools.demo.journal import (
-    Comparison,
-    Entry,
     Header,
     Journal,
+    JournalComparison,
+    JournalEntry,
     check_history,
     compare,
     compare_worlds,
@@ -50,7 +50,7 @@ class JobError(Exception):
     """
 
 
-class Job:
+class DemoJob:
     """One launch of the training under torchrun; a context manager that ends all its processes.
 
     Args:
@@ -230,7 +230,7 @@ class Resized:
 
     world_size: int
     step: int
-    same: Comparison
+    same: JournalComparison
     new_stream_count: int
     stream_count: int
     samples_wrong: str
@@ -245,7 +245,7 @@ class Resized:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class StoryOutcome:
     """The contents of the last screen.
 
     Attributes:
@@ -262,7 +262,7 @@ class Outcome:
     settings: Settings
     header: Header
     strips: tuple[Strip, ...]
-    same: Comparison
+    same: JournalComparison
     claim: str
     losses: tuple[float, float]
     resized: Resized | None
@@ -305,7 +305,7 @@ def tell(
     without: str | None,
     show_phase: ShowPhase,
     home: Home | None = None,
-) -> Outcome:
+) -> StoryOutcome:
     """Run all launches one after the other and compare the results.
 
     Args:
@@ -318,8 +318,8 @@ def tell(
     """
     place = str(directory) if home is None else home.url
 
-    def launch(run: str, name: str, world_size: int, *more: str) -> Job:
-        return Job(
+    def launch(run: str, name: str, world_size: int, *more: str) -> DemoJob:
+        return DemoJob(
             directory,
             run=f"{place}/{run}",
             name=name,
@@ -360,7 +360,7 @@ def tell(
     if home is not None:
         ckptfmt.Run(f"{place}/{RUN}").mirror(directory / RUN)
     header = _header(undisturbed)
-    return Outcome(
+    return StoryOutcome(
         directory=directory,
         settings=settings,
         header=header,
@@ -377,7 +377,10 @@ def tell(
 
 
 def _compare_resized(
-    settings: Settings, undisturbed: list[Journal], both: list[list[Entry]], wider: list[Journal]
+    settings: Settings,
+    undisturbed: list[Journal],
+    both: list[list[JournalEntry]],
+    wider: list[Journal],
 ) -> Resized:
     step = settings.resized_step
     entries = [journal.entries for journal in wider]
@@ -406,7 +409,7 @@ def _compare_resized(
     )
 
 
-def _last_times(processes: list[list[Entry]]) -> list[list[Entry]]:
+def _last_times(processes: list[list[JournalEntry]]) -> list[list[JournalEntry]]:
     """Return each step once, as done last: steps between the last save and a kill are void."""
     latest = [
         {entry.step: entry for entry in entries if entry.samples is not None}

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from ckptfmt import Checkpointer, Sampler, State
 from ckptfmt_conformance.elastic import Plan, Trainer, pin_arithmetic
-from ckptfmt_tools.demo.journal import Entry, Header, JournalWriter, journal_path
+from ckptfmt_tools.demo.journal import Header, JournalEntry, JournalWriter, journal_path
 from ckptfmt_tools.demo.judge import digest_state, leave_out
 from ckptfmt_tools.demo.settings import ITEMS, Settings, make_settings
 from ckptfmt_tools.demo.task import Task, Text, TinyGPT, read_text
@@ -96,13 +96,13 @@ def train(
             if samples is None:
                 put_back()
             digests = digest_state(model, optimizer, scheduler, sampler, trainer)
-            journal.write(Entry(step=step, digests=digests, samples=samples, loss=loss))
+            journal.write(JournalEntry(step=step, digests=digests, samples=samples, loss=loss))
             task.begin_step()
             loss = trainer.step().loss.hex()
             scheduler.step()
             samples = tuple(task.taken)
     digests = digest_state(model, optimizer, scheduler, sampler, trainer)
-    journal.write(Entry(step=settings.steps, digests=digests, samples=samples, loss=loss))
+    journal.write(JournalEntry(step=settings.steps, digests=digests, samples=samples, loss=loss))
     journal.close()
 
 
