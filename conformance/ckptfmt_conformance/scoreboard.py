@@ -71,7 +71,7 @@ def render(
         date: the date of the run.
     """
     by_place = {(result.case, result.peer): result for result in results}
-    lines = [_HEAD.format(date=date), "| Library | Version | As it is used here |", "|---|---|---|"]
+    lines = [_HEAD.format(date=date), "| Library | Version | Use in this run |", "|---|---|---|"]
     lines += [f"| {said.name} | {said.version} | {said.settings} |" for said in peers.values()]
     lines += [
         "",
@@ -94,7 +94,7 @@ def render(
         + " | ".join(f"{c['PASS']}; {c['FAIL']}" for c in counts)
         + " |"
     )
-    lines += ["", "## What was seen", ""]
+    lines += ["", "## Observations", ""]
     for case in cases:
         lines += [
             f"### {case.id}",

@@ -39,7 +39,7 @@ _WAYS: tuple[tuple[str, Callable[[torch.Tensor], None]], ...] = (
 
 def _mutated(peer: Peer, bench: Bench) -> Verdict:
     if not isinstance(peer, AsyncPeer):
-        return Verdict(Status.UNSUPPORTED, "it saves while the caller waits, and not beside")
+        return Verdict(Status.UNSUPPORTED, "a save ends before the call returns")
     keeps = peer.describe().keeps
     for round_ in range(bench.effort.async_rounds):
         name, change = _WAYS[round_ % len(_WAYS)]
@@ -82,9 +82,9 @@ CASES = (
             "Begin a save beside the training, and overwrite all tensors as soon as the call"
             " returns."
         ),
-        passes="The checkpoint holds what the tensors held when the save was called.",
-        fails="It holds anything of what was written afterwards; or the save raises.",
-        unsupported="The library has no save that goes on beside its caller.",
+        passes="The checkpoint holds the tensors' contents at the call of the save.",
+        fails="The checkpoint holds bytes written after the call, or the save raises.",
+        unsupported="The library has no asynchronous save.",
         judge=_mutated,
     ),
 )

@@ -171,7 +171,7 @@ def _swapped(peer: Peer, bench: Bench) -> Verdict:
     ours = _by_role(saved.path)
     theirs = _by_role(other.path)
     if len(ours) < 2:
-        return Verdict(Status.SKIPPED, "one file is the whole checkpoint: there is nothing to mix")
+        return Verdict(Status.SKIPPED, "a single file is the whole checkpoint: no files to mix")
     if ours.keys() != theirs.keys():
         return Verdict(
             Status.ERROR, f"files without a counterpart: {sorted(ours.keys() ^ theirs.keys())[:3]}"
@@ -219,7 +219,7 @@ def _executed(peer: Peer, bench: Bench) -> Verdict:
         ran.append("an object among the values")
     seen = f"{count} files replaced by pickles; an object with code among the values: {said}"
     if ran:
-        return Verdict(Status.FAIL, f"{seen}; its code ran {len(ran)} times, first: {ran[0]}")
+        return Verdict(Status.FAIL, f"{seen}; the code ran {len(ran)} times, first: {ran[0]}")
     return Verdict(Status.PASS, f"{seen}; no code ran")
 
 
@@ -248,9 +248,9 @@ def _saved_trap(peer: Peer, bench: Bench, marker: Path) -> str:
 
 # --- cases ----------------------------------------------------------------------------------------
 
-_SAME = "Every load raises, or gives the bytes that were saved."
+_SAME = "Every load raises, or gives the saved bytes."
 _OTHER = "A load gives other bytes, or leaves some as they were, without an error."
-_NEVER = "Its documentation says that this isn't checked."
+_NEVER = "The library's documentation excludes the check."
 
 CASES = (
     NeutralCase(
@@ -264,7 +264,7 @@ CASES = (
     NeutralCase(
         id="damage/zero-tail",
         asked=(
-            "Let each file keep its size, but hold zeros from some place on, as after a power"
+            "Let each file keep the size, but hold zeros from some place on, as after a power"
             " cut, and load."
         ),
         passes=_SAME,
@@ -296,18 +296,17 @@ CASES = (
         ),
         passes=_SAME,
         fails=_OTHER,
-        unsupported=f"{_NEVER} SKIPPED where one file is the whole checkpoint.",
+        unsupported=f"{_NEVER} SKIPPED where a single file is the whole checkpoint.",
         judge=_swapped,
     ),
     NeutralCase(
         id="damage/nothing-executed",
         asked=(
-            "Put pickles that would run code in the place of each file, and an object among the"
-            " values; load."
+            "Put pickles with code in the place of each file, and an object among the values; load."
         ),
-        passes="No code ran, whatever the load says.",
+        passes="No code ran, in a load with or without an error.",
         fails="Code ran.",
-        unsupported="Its documentation says that only trusted checkpoints may be loaded.",
+        unsupported="The library's documentation demands trusted checkpoints.",
         judge=_executed,
     ),
 )

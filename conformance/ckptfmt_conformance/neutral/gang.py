@@ -154,7 +154,7 @@ def _resized(peer: Peer, bench: Bench) -> Verdict:
     if not isinstance(peer, DistributedPeer):
         return Verdict(
             Status.UNSUPPORTED,
-            "it knows nothing of shards: each process's file is a checkpoint of its own",
+            "the library knows no shards: each process's file is a separate checkpoint",
         )
     path = bench.place("saved")
     rounds: list[tuple[str, int, Callable[[], str]]] = [

@@ -214,7 +214,7 @@ def _judge(run: _Run) -> Verdict:
         return Verdict(Status.ERROR, f"{seen}: nothing was shown")
     return Verdict(
         Status.PASS,
-        f"{seen}, {cut_short - whole} refused; {kills - cut_short + 3} that had returned all there",
+        f"{seen}, {cut_short - whole} refused; {kills - cut_short + 3} returned saves all there",
     )
 
 
@@ -226,14 +226,11 @@ CASES = (
             " checkpoints; load them all."
         ),
         passes=(
-            "What had returned loads with its bytes; what was cut short is refused, or loads"
-            " with its bytes."
+            "A returned save loads with the saved bytes; a cut save is refused, or loads with"
+            " the saved bytes."
         ),
-        fails=(
-            "A checkpoint that was complete is lost; or what was half-written loads as"
-            " something else."
-        ),
-        unsupported="Its documentation says that a save isn't safe against this.",
+        fails="A complete checkpoint is lost, or a cut save loads with other bytes.",
+        unsupported="The library's documentation calls a killed save unsafe.",
         judge=_killed,
     ),
 )

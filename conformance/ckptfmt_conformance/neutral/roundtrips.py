@@ -31,7 +31,7 @@ def _round_trip(
     what: str,
 ) -> Verdict:
     if needs is not None and needs not in peer.describe().keeps:
-        return Verdict(Status.UNSUPPORTED, f"it keeps no {needs}")
+        return Verdict(Status.UNSUPPORTED, f"the format keeps no {needs}")
     state = make()
     expected = Expected.of(state, _STEP if needs == "step" else None)
     path = bench.place("saved")
@@ -193,8 +193,8 @@ def _case(
         id=name,
         asked=f"Save and load {asked}.",
         passes="Every byte, dtype, shape and value comes back.",
-        fails="Something else comes back without an error; or the load of what was saved raises.",
-        unsupported="The save refuses it by an error."
+        fails="Other contents come back without an error, or the load raises.",
+        unsupported="The save refuses the state by an error."
         if may_refuse
         else "The peer says so beforehand.",
         judge=partial(_round_trip, make, needs, may_refuse=may_refuse, what=what),
@@ -213,27 +213,27 @@ CASES = (
             " payloads"
         ),
         partial(_of_dtypes, *_FLOATS),
-        what="all patterns of 16 bits; 3,000 random ones and 16 special ones of 32 and 64",
+        what="all patterns of 16 bits; 3,000 random and 16 special patterns of 32 and 64 bits",
         may_refuse=False,
     ),
     _case(
         "bytes/float8",
         "the five kinds of float8",
         partial(_of_dtypes, *_FLOAT8),
-        what="all patterns of 8 bits, of each kind that torch has",
+        what="all patterns of 8 bits, of each kind in torch",
     ),
     _case(
         "bytes/integers",
         "int8 to int64, and uint8",
         partial(_of_dtypes, "int8", "int16", "int32", "int64", "uint8"),
-        what="all patterns of 8 and 16 bits, 3,000 random ones of 32 and 64",
+        what="all patterns of 8 and 16 bits, 3,000 random patterns of 32 and 64",
         may_refuse=False,
     ),
     _case(
         "bytes/unsigned",
         "uint16 to uint64",
         partial(_of_dtypes, "uint16", "uint32", "uint64"),
-        what="all patterns of 16 bits, 3,000 random ones of 32 and 64",
+        what="all patterns of 16 bits, 3,000 random patterns of 32 and 64",
     ),
     _case("bytes/bool", "a mask of 1,001 booleans", _bools, what="still bool", may_refuse=False),
     _case(
@@ -267,10 +267,10 @@ CASES = (
         _views,
         what="all five",
     ),
-    _case("views/tied", "one tensor under two names", _tied, what="under both names"),
+    _case("views/tied", "a tensor under two names", _tied, what="under both names"),
     _case(
         "views/overlapping",
-        "tensors that share parts of a storage",
+        "tensors with shared parts of a storage",
         _overlapping,
         what="under all names",
     ),

@@ -21,15 +21,15 @@ from ckptfmt_conformance.neutral.peer import Description, Loaded
 __all__ = ["Dcp"]
 
 _NO_CRC = (
-    "Its files hold archives of torch.save, whose sums torch.load doesn't compare: "
+    "The files hold archives of torch.save; torch.load doesn't compare the archives' sums: "
     "https://github.com/pytorch/pytorch/pull/28858"
 )
 _NO_DIGEST = (
-    "Its .metadata says which bytes of which file a tensor is, and nothing of what is in them: "
+    "The .metadata file names the bytes of a file for each tensor, without a digest: "
     "torch/distributed/checkpoint/filesystem.py, _StorageInfo"
 )
 _TRUSTED = (
-    "Its documentation asks for trusted environments, checkpoints among them: SECURITY.md, "
+    "The documentation asks for trusted environments, checkpoints among them: SECURITY.md, "
     "'Using distributed features', and https://github.com/pytorch/pytorch/pull/195600"
 )
 

@@ -16,7 +16,7 @@ from ckptfmt_conformance.neutral.peer import Description, Loaded, Unsupported
 __all__ = ["SafetensorsFile"]
 
 _NO_CHECKSUM = (
-    "Its makers chose against a checksum that is compared on load, for the sake of speed: "
+    "The authors chose speed over a checksum compared on load: "
     "https://github.com/safetensors/safetensors/issues/220"
 )
 
@@ -31,7 +31,7 @@ class SafetensorsFile:
             version=safetensors.__version__,
             settings="save_file of contiguous tensors to a temporary name, fsync, rename, fsync"
             " of the directory; "
-            "load_file; the step in its metadata; names and shapes compared as load_state_dict"
+            "load_file; the step in the metadata; names and shapes compared as load_state_dict"
             " does",
             keeps=frozenset({"step"}),
             remarks={"damage/flipped-bit": _NO_CHECKSUM, "damage/zero-tail": _NO_CHECKSUM},

@@ -13,7 +13,7 @@ from ckptfmt_conformance.neutral.peer import Description, Loaded
 __all__ = ["TorchSave"]
 
 _NO_CRC = (
-    "Its archives hold CRC-32 sums, and torch.load doesn't compare them: "
+    "The archives hold CRC-32 sums, but torch.load doesn't compare the sums: "
     "https://github.com/pytorch/pytorch/pull/28858,"
     " https://github.com/pytorch/pytorch/issues/126952"
 )
