@@ -94,7 +94,7 @@ def render(
         + " | ".join(f"{c['PASS']}; {c['FAIL']}" for c in counts)
         + " |"
     )
-    lines += ["", "## Observations", ""]
+    lines += ["", "## What was seen", ""]
     for case in cases:
         lines += [
             f"### {case.id}",
