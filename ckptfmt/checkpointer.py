@@ -709,9 +709,8 @@ class Checkpointer:
             deadline_s=deadline_s,
             label=label,
             to_home=to_home or has_alarm,
+            on_event=self._on_save,
         )
-        if self._on_save is not None:
-            handle.on_event(self._on_save)
         self._unsaved.note_saved()
         if handle.state != "SKIPPED":
             self._handle = handle

@@ -68,7 +68,7 @@ class Loading:
     Raises: StateError(ARGUMENT) for an unknown kind of difference.
 
     >>> Loading(override=["optimizer:group/lr"]).override
-    ['optimizer:group/lr']
+    ('optimizer:group/lr',)
     """
 
     allow: Allow = ()
@@ -77,7 +77,10 @@ class Loading:
     share: bool = False
 
     def __post_init__(self) -> None:
-        check_allow(self.allow)
+        # Iterators are read once, here.
+        override = (self.override,) if isinstance(self.override, str) else tuple(self.override)
+        object.__setattr__(self, "allow", check_allow(self.allow))
+        object.__setattr__(self, "override", override)
         _check_flags(self, "strict", "share")
 
 
@@ -360,7 +363,7 @@ def _check_flags(group: object, *names: str) -> None:
                 Code.ARGUMENT,
                 f"{name}={value!r} isn't True or False",
                 where=f"{name}=",
-                remedy=f"Pass {type(group).__name__}({name}=True) or leave {name}= out.",
+                remedy="Pass True or False.",
             )
 
 
@@ -386,7 +389,7 @@ class Copies(NamedTuple):
     @classmethod
     def of(cls, given: Iterable[Cache | Mirror]) -> Copies:
         """Return a caller's copies. Raises: StateError(ARGUMENT)."""
-        copies = _as_tuple(given, "copies=", "Cache and Mirror objects")
+        copies = _as_tuple(given or (), "copies=", "Cache and Mirror objects")
         remedy = "Pass copies=[ckptfmt.Cache(DIRECTORY), ckptfmt.Mirror(PLACE), ...]."
         for copy in copies:
             if not isinstance(copy, Cache | Mirror):
@@ -492,6 +495,8 @@ OLD_KEYWORDS: Final[Mapping[str, NewForm]] = {
     "rehearse": NewForm("checks", Checks, "rehearse"),
     "check_replicas": NewForm("checks", Checks, "replicas"),
 }
+#: Old keywords with a truth value, which took any object.
+_OLD_FLAGS: Final = frozenset({"check_replicas", "overlap", "share", "strict", "witness"})
 #: Start of the warning about old keywords.
 OLD_KEYWORD_WARNING: Final = "old keywords of Checkpointer"
 
@@ -600,12 +605,25 @@ def _check_known(deprecated: Iterable[str], keywords: Iterable[str]) -> None:
     raise TypeError(f"Checkpointer() got an unexpected keyword argument {unknown!r}{meant}")
 
 
-def _check_alone(deprecated: Iterable[str], given: Mapping[str, Any]) -> None:
+def _list_meant(deprecated: Mapping[str, Any]) -> list[str]:
+    """Return the old keywords with an effect: not ``mtbf=None``, or options of no cache."""
+    return [
+        name
+        for name, value in deprecated.items()
+        if not (
+            (name == "mtbf" and value is None)
+            or (name == "mirrors" and not value)
+            or (OLD_KEYWORDS[name].group is Cache and deprecated.get("cache") is None)
+        )
+    ]
+
+
+def _check_alone(deprecated: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Check that no old keyword stands beside the group with the same field.
 
     Raises: StateError(ARGUMENT).
     """
-    for name in deprecated:
+    for name in _list_meant(deprecated):
         form = OLD_KEYWORDS[name]
         value = given[form.keyword]
         if isinstance(value, form.group) or (form.keyword in _GROUPS and value):
@@ -625,8 +643,9 @@ def _tell_new_form(deprecated: Mapping[str, Any], given: Mapping[str, Any]) -> s
     """Return the warning about old keywords: the new form with the caller's values."""
     fields: dict[tuple[str, type], list[str]] = {}
     mirrors: list[str] = []
-    for name, value in deprecated.items():
+    for name in _list_meant(deprecated):
         form = OLD_KEYWORDS[name]
+        value = deprecated[name]
         if form.group is Mirror:
             mirrors += [f"ckptfmt.Mirror({place!r})" for place in value]
         else:
@@ -641,10 +660,8 @@ def _tell_new_form(deprecated: Mapping[str, Any], given: Mapping[str, Any]) -> s
     new = [f"{keyword}={text}" for keyword, text in groups.items()]
     if copies:
         new.append(f"copies=[{', '.join(copies)}]")
-    return (
-        f"{OLD_KEYWORD_WARNING}, which end with ckptfmt 1.0: {', '.join(deprecated)}. Write"
-        f" Checkpointer(..., {', '.join(new)}) instead."
-    )
+    remedy = f"Write Checkpointer(..., {', '.join(new)}) instead." if new else "Leave them out."
+    return f"{OLD_KEYWORD_WARNING}, which end with ckptfmt 1.0: {', '.join(deprecated)}. {remedy}"
 
 
 def _make_groups(deprecated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -654,7 +671,8 @@ def _make_groups(deprecated: Mapping[str, Any], given: Mapping[str, Any]) -> dic
     for name, value in deprecated.items():
         form = OLD_KEYWORDS[name]
         if form.group is not Mirror:
-            fields.setdefault(form.keyword, {})[form.field] = value
+            given_value = bool(value) if name in _OLD_FLAGS else value
+            fields.setdefault(form.keyword, {})[form.field] = given_value
     for keyword, values in fields.items():
         if keyword == "every":
             made |= values  # every= may be any interval: `make_meters` checks both

@@ -50,8 +50,8 @@ class JointStep:
         if isinstance(error, StateError) and error.code == Code.PEER_FAILED:
             try:
                 self._checkpoint.check_current()
-            except ReplacedError as replaced_error:
-                return replaced_error
+            except Exception as other:  # noqa: BLE001 - without an exchange the other processes would wait
+                return other
         return error
 
 

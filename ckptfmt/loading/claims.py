@@ -196,10 +196,11 @@ def compare_topology(plan: LoadPlan, live: Live) -> list[str]:
     """Return the differences of the run's surroundings, and the doubts recorded by the save."""
     if _is_absent(plan, "topology"):
         return []
-    shared = topology(worker_count=plan.worker_count, side=live.sides.torch)
+    side = torch_side()
+    shared = topology(worker_count=plan.worker_count, side=side)
     facts: dict[str, object] = {"": shared}
     if plan.worker == 0:
-        facts[LOCAL_TOPOLOGY] = local_facts(live, live.sides.torch)
+        facts[LOCAL_TOPOLOGY] = local_facts(live, side)
     lowered = []
     for name, now in facts.items():
         key = ("topology", name, GLOBAL)

@@ -483,7 +483,7 @@ def _plan_tree(plan: LoadPlan, unit: Unit) -> None:
 def _plan_streams(
     plan: LoadPlan, state: State, live: Live, *, strict: bool
 ) -> list[Callable[[], None]]:
-    streams = list_streams(state, live, live.sides.torch)
+    streams = list_streams(state, live, torch_side())
     return plan_streams(plan, streams, strict=strict) if streams or state.rng is not False else []
 
 

@@ -65,7 +65,8 @@ def checkpointer(
     if _has_fields_of(ckptfmt.Saving, options):  # keywords of ckptfmt 0.9
         options = {"saver": "thread", **options}
     else:
-        options = {"saving": ckptfmt.Saving(saver="thread"), **options}
+        saving = options.get("saving") or ckptfmt.Saving()
+        options["saving"] = dataclasses.replace(saving, saver="thread")
     if _has_fields_of(ckptfmt.Job, options):
         options |= {"writer": worker, "agree": token}
     else:

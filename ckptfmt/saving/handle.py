@@ -70,7 +70,9 @@ class SaveEvent:
 
     Attributes:
         kind: "staged" once the snapshot is complete and in the saver's hands; "committed" once the
-            checkpoint is durable for all processes; "failed" if there is no checkpoint.
+            checkpoint is durable for all processes; "failed" if there is no checkpoint, or if the
+            outcome stays unknown in this process (`error` has SAVER_LOST or COMMIT_UNKNOWN). A
+            skipped save has no event.
         step: number of training steps done.
         path: directory of the checkpoint.
         seconds: seconds from the call of the save to each state reached by now, such as

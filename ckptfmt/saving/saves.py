@@ -34,7 +34,14 @@ from ckptfmt.group import Group, attempt
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
 from ckptfmt.run.save_job import SaveJob, SaveState
 from ckptfmt.saving.background import Background, SaveSlot
-from ckptfmt.saving.handle import STATES, Callbacks, SaveHandle, SaveReport, tell_committed
+from ckptfmt.saving.handle import (
+    STATES,
+    Callbacks,
+    SaveEvent,
+    SaveHandle,
+    SaveReport,
+    tell_committed,
+)
 from ckptfmt.saving.mirrors import Mirrors
 from ckptfmt.saving.mirrors import Place as MirrorPlace
 from ckptfmt.saving.one_save import Ownership, agree_on_save, prepare_once, write_live
@@ -369,6 +376,7 @@ class Saves:
         deadline_s: float | None = None,
         label: Callable[[], Labels] | None = None,
         to_home: bool = False,
+        on_event: Callable[[SaveEvent], object] | None = None,
     ) -> SaveHandle:
         """Start a save, or make a whole save inline; every process calls this at the same step.
 
@@ -379,6 +387,8 @@ class Saves:
             deadline_s: longest wait for a slot, in seconds; None for the deadline of the options.
             label: returns metrics and tags; called on writer 0.
             to_home: whether the files go home regardless of the cache. Writer 0's value counts.
+            on_event: as for `SaveHandle.on_event`; also called for a save whose error is raised
+                here.
 
         After a failure of the storage the handle and the reports have the error. Only after more
         than `failed_saves` such failures in a row is the error raised.
@@ -399,6 +409,8 @@ class Saves:
         waits = must or self._options.when_busy == "wait"
         problem = self._wait_for_slot(background, deadline_s) if waits else None
         handle = SaveHandle(step=step, path=path, begin_s=begin_s, callbacks=self._callbacks)
+        if on_event is not None:
+            handle.on_event(on_event)
         has_committed = self._has_committed()
         try:
             save, snapshot, told = agree_on_save(
@@ -414,14 +426,15 @@ class Saves:
                     "committed": has_committed,
                     "busy": problem is not None
                     or (background is not None and background.is_busy()),
-                    "durability": HOME
-                    if must or to_home or self._is_homes_turn()
-                    else (NODE if self._replicas is None else PEERS),
+                    "durability": self._least_durability(to_home=must or to_home),
                 },
             )
         except StoreError as error:  # from writer 0's check; all processes raise it
             self._fail_together(handle, error, must=must)
             return handle
+        except CkptError as error:
+            handle.tell_failed(error)
+            raise
         self._raise_failure(told)
         if has_unread_samplers(state):
             self._report(f"SAMPLER_UNREAD: {UNREAD}; a resume claims no T1")
@@ -440,8 +453,29 @@ class Saves:
         self._begun_count += 1
         self._last = handle, save.origin, os.getpid()
         self._undecided.append(handle)
+        save = dataclasses.replace(save, durability=told[0]["durability"])
+        self._write(background, save, snapshot, handle, state)
+        if self._mirrors is not None:
+            self._mirrors.follow(handle)
+        handle.blocked_s = time.monotonic() - begin_s
+        return handle
+
+    def _write(
+        self,
+        background: Background | None,
+        save: SaveState,
+        snapshot: Snapshot,
+        handle: SaveHandle,
+        state: State,
+    ) -> None:
+        """Hand an agreed save over to the saver, or make the save inline.
+
+        A failure of the storage ends in the handle, and the other processes learn of the failure at
+        the next save.
+
+        Raises: any other failure, and each failure if `failed_saves` is 0.
+        """
         try:
-            save = dataclasses.replace(save, durability=told[0]["durability"])
             if background is None or not self._save_beside(
                 background, save, snapshot, handle, state
             ):
@@ -451,16 +485,19 @@ class Saves:
                 self._options.failed_saves
                 and (error.code in _FOLLOWING or _is_of_storage(error.as_json()))
             ):
+                handle.tell_failed(error)
                 raise
             if handle.tell_failed(error):
-                _LOG.error("step %d FAILED: %s", step, error)
+                _LOG.error("step %d FAILED: %s", handle.step, error)
             handle.tell_copied()
             # The other processes learn of the failure at the next save, so that all counts agree.
             self._own_failures.append((save.origin.attempt, handle))
-        if self._mirrors is not None:
-            self._mirrors.follow(handle)
-        handle.blocked_s = time.monotonic() - begin_s
-        return handle
+
+    def _least_durability(self, *, to_home: bool) -> str:
+        """Return the least durability of this process's files at the commit."""
+        if to_home or self._is_homes_turn():
+            return HOME
+        return NODE if self._replicas is None else PEERS
 
     def _is_homes_turn(self) -> bool:
         """Return whether the files of this save go home: always, if there is no cache."""
@@ -622,11 +659,11 @@ class Saves:
 
         Raises: the error, unless `failed_saves` allows this failure of the storage.
         """
+        handle.tell_failed(error)
+        handle.tell_copied()
         if must or not _is_of_storage(error.as_json()):
             raise error
         self._count_failure(error)
-        handle.tell_failed(error)
-        handle.tell_copied()
 
     def _count_failure(self, error: CkptError) -> None:
         """Report a failure of the storage. Raises: the error, after too many failures in a row."""

@@ -1,5 +1,6 @@
 """The options of Checkpointer: groups, the keywords of version 0.9, and the events of saves."""
 
+import contextlib
 import dataclasses
 import inspect
 import logging
@@ -31,9 +32,9 @@ VALUES: dict[str, Any] = {
     "upload_every": 4,
     "peers": 1,
     "node": "rack7",
-    "allow": ("missing",),
+    "allow": frozenset({"missing"}),
     "strict": True,
-    "override": ["optimizer:group/lr"],
+    "override": ("optimizer:group/lr",),
     "share": True,
     "saver": "thread",
     "overlap": False,
@@ -327,6 +328,82 @@ def test_a_failed_save_is_told_with_its_error():
     assert failed.error.code == Code.NO_SPACE
     assert (failed.nbytes, failed.stored_nbytes) == (None, None)
     assert "COMMITTED" not in failed.seconds
+
+
+@pytest.mark.parametrize("saver", ["thread", "inline"])
+def test_a_save_whose_error_is_raised_is_told_too(saver):
+    events: list[ckptfmt.SaveEvent] = []
+    code, operations = FULL_DISK
+    outage = Outage(code, operations=operations)
+    store = FailingStore(MemoryStore(), outage)
+    saving = ckptfmt.Saving(saver=saver, failed_saves=0)
+    checkpointer = ckptfmt.Checkpointer(
+        store, ckptfmt.State(data={"n": 1}), saving=saving, on_save=events.append
+    )
+    checkpointer.restore_rng()
+    outage.is_on = True
+    with contextlib.suppress(CkptError):
+        handle = checkpointer.save(step=1)
+        assert saver == "thread"
+        assert handle is not None
+        assert handle.wait_over(60)
+    with contextlib.suppress(CkptError):
+        checkpointer.close()
+    failed = [one.error for one in events if one.kind == "failed"]
+    assert [error.code for error in failed if error is not None] == [Code.NO_SPACE]
+
+
+def test_a_refused_state_is_told_as_a_failed_save():
+    events: list[ckptfmt.SaveEvent] = []
+    data: dict[str, Any] = {"n": 1}
+    saving = ckptfmt.Saving(saver="inline")
+    checkpointer = ckptfmt.Checkpointer(
+        MemoryStore(), ckptfmt.State(data=data), saving=saving, on_save=events.append
+    )
+    checkpointer.restore_rng()
+    data["n"] = object()
+    with pytest.raises(CkptError):
+        checkpointer.save(step=1)
+    checkpointer.close()
+    assert [one.kind for one in events] == ["failed"]
+
+
+def test_iterators_are_read_once():
+    loading = ckptfmt.Loading(allow=iter(["missing"]), override=iter(["optimizer:group/lr"]))  # type: ignore[arg-type]
+    assert (loading.allow, loading.override) == (frozenset({"missing"}), ("optimizer:group/lr",))
+    assert ckptfmt.Loading(override="extra:s").override == ("extra:s",)
+
+
+def test_old_flags_take_any_truth_value():
+    options, _ = options_of(overlap=0, witness=0, share=1, strict=None, check_replicas=[1])
+    assert not options.saving.overlap
+    assert options.checks == ckptfmt.Checks(witness=False, replicas=True)
+    assert options.loading == ckptfmt.Loading(share=True)
+
+
+@pytest.mark.parametrize(
+    ("old", "told"),
+    [
+        ({"every": 100, "mtbf": None}, "Leave them out."),
+        ({"cache": None, "upload_every": 1, "cache_nbytes": None}, "Leave them out."),
+        ({"peers": 0}, "Leave them out."),
+        ({"mirrors": []}, "Leave them out."),
+        (
+            {"mtbf": None, "slots": 1},
+            "Write Checkpointer(..., saving=ckptfmt.Saving(slots=1)) instead.",
+        ),
+    ],
+)
+def test_old_keywords_without_an_effect_are_left_out_of_the_new_form(old, told):
+    with pytest.warns(DeprecationWarning, match=OLD_KEYWORD_WARNING) as caught:
+        make(**old)
+    assert str(caught[0].message).endswith(told)
+
+
+def test_no_copies_are_none_or_an_empty_list():
+    make(copies=None)
+    with pytest.warns(DeprecationWarning, match="mirrors"):
+        make(copies=[ckptfmt.Mirror(MemoryStore())], mirrors=[])
 
 
 def test_an_exception_in_the_function_is_logged_and_the_next_event_comes(caplog):

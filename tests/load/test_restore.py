@@ -1,5 +1,7 @@
 """Reports and claims, configuration, what several workers leave, fields on their own."""
 
+import subprocess
+
 import pytest
 import torch
 
@@ -184,3 +186,37 @@ def test_values_of_workers_that_are_gone_are_reported():
 
     assert data == {"worker": 0}
     assert any("2 tensors and values" in line for line in report.downgrades)
+
+
+LAZY = """
+import sys
+import ckptfmt
+
+class Lazy:
+    count = 0
+    def state_dict(self):
+        import torch
+        return {"count": self.count}
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+state = ckptfmt.State(data=Lazy(), config={})
+if sys.argv[2] == "save":
+    ckptfmt.save(sys.argv[1], state, step=1)
+else:
+    assert "torch" not in sys.modules
+    report = ckptfmt.load(sys.argv[1], state)
+    print(sorted(report.lowered_by))
+"""
+
+
+def test_torch_that_a_state_dict_imports_is_there_for_the_claim(tmp_path):
+    """torch was looked up once, before the state_dict of a live object had imported it."""
+    printed = []
+    for word in ("save", "load"):
+        command = [sys.executable, "-c", LAZY, str(tmp_path / "c"), word]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        printed.append(run.stdout)
+    assert "<absent>" not in printed[1]
+    assert "flags" not in printed[1]
