@@ -1,6 +1,7 @@
 """Reports and claims, configuration, what several workers leave, fields on their own."""
 
 import subprocess
+import sys
 
 import pytest
 import torch
