@@ -387,8 +387,7 @@ class Saves:
             deadline_s: longest wait for a slot, in seconds; None for the deadline of the options.
             label: returns metrics and tags; called on writer 0.
             to_home: whether the files go home regardless of the cache. Writer 0's value counts.
-            on_event: as for `SaveHandle.on_event`; also called for a save whose error is raised
-                here.
+            on_event: function for `SaveHandle.on_event`, also for a save with an error raised here.
 
         After a failure of the storage the handle and the reports have the error. Only after more
         than `failed_saves` such failures in a row is the error raised.
