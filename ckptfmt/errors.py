@@ -152,9 +152,9 @@ _WRITER = (
     " writer's authors."
 )
 _SCOPE = (
-    "Wrap what belongs to one worker in ckptfmt.PerWorker, or in ckptfmt.FirstWorker where worker"
-    " 0's value counts for"
-    " all; or make it equal on all workers."
+    "Wrap a value that belongs to a single worker in ckptfmt.PerWorker, or in"
+    " ckptfmt.FirstWorker where worker 0's value counts for all; or make the value equal on all"
+    " workers."
 )
 
 
@@ -402,15 +402,15 @@ class Code(StrEnum):
     PARAMETER_UNNAMED = (
         "PARAMETER_UNNAMED",
         StateError,
-        "Pass every module whose parameters the optimizer updates as State(weights=...).",
+        "Pass every module with parameters of the optimizer as State(weights=...).",
     )
     #: a destination has no memory
     META_DESTINATION = (
         "META_DESTINATION",
         StateError,
         (
-            "Call module.to_empty(device=...) before load; what isn't loaded must be initialised by"
-            " you."
+            "Call module.to_empty(device=...) before load; your program must initialise tensors"
+            " outside of the load."
         ),
     )
     #: the checkpoint lacks a tensor of the state
@@ -535,7 +535,7 @@ class Code(StrEnum):
     STEP_OVERDUE = (
         "STEP_OVERDUE",
         StateError,
-        "See the stacks of all threads below for what the step waits for; start the program again.",
+        "Find the step's wait in the stacks of all threads below; start the program again.",
     )
     # commit
     #: a newer launch has taken over the run
@@ -550,19 +550,19 @@ class Code(StrEnum):
     CHECKPOINT_NEEDED = (
         "CHECKPOINT_NEEDED",
         CommitError,
-        "Delete or unpin what needs it first; the error names it.",
+        "First delete the dependent checkpoints, or remove the pin, named in the error.",
     )
     #: a clean-up may be about to retire this checkpoint
     CHECKPOINT_CONDEMNED = (
         "CHECKPOINT_CONDEMNED",
         CommitError,
-        "Ask again later; if the clean-up was killed, the next clean-up keeps what is pinned.",
+        "Ask again later; if the clean-up was killed, the next clean-up keeps pinned checkpoints.",
     )
     #: another checkpoint was committed here first
     COMMIT_CONFLICT = (
         "COMMIT_CONFLICT",
         CommitError,
-        "Load what was committed, or save another step.",
+        "Load the committed checkpoint, or save another step.",
     )
     #: a run went on in two places, or in its intended mirror
     HOMES_DIVERGED = (

@@ -29,7 +29,7 @@ from ckptfmt.state import FirstWorker, PerWorker, State
 UNREAD_SAMPLERS: Final = "unread_samplers"
 UNREAD: Final = (
     "no batch was taken of a Sampler in State, neither by iterating nor by indices():"
-    " what was trained isn't its order"
+    " the training didn't follow the Sampler's order"
 )
 
 

@@ -30,7 +30,7 @@ DATA_DOUBTS: Final = {
 }
 #: The remedy for each doubt.
 _REMEDY: Final = (
-    "give what knows the position, State(data=ckptfmt.Sampler(...)) or a StatefulDataLoader, or"
+    "give an object with the position, State(data=ckptfmt.Sampler(...)) or a StatefulDataLoader, or"
     " keep the mapping in the"
     " State up to date as the training goes: state.data['position'] = position"
 )

@@ -196,7 +196,7 @@ def source_of(array: jax.Array, *, field: str, name: str, scope: str) -> ShardSo
             "a typed key isn't one array of numbers", where, "Save jax.random.key_data(key)."
         )
     if array.is_deleted():
-        remedy = "Give what the step returned, not what was given to it with donate_argnums."
+        remedy = "Give the step's return value, not an argument donated by donate_argnums."
         raise _unsupported(
             "the array was donated or deleted, and its elements are gone", where, remedy
         )

@@ -112,11 +112,9 @@ def list_doubts(state: State, *, worker: int) -> list[str]:
     has_schedule = any("initial_lr" in group for group in groups)
     is_unsaved = has_schedule and not any(may_be_schedule(unit.name, unit.value) for unit in units)
     return [f"SCHEDULER_NOT_SAVED: {NO_SCHEDULE}"] * is_unsaved + [
-        f"SAVED_BY_POSITION: {unit.field}:{unit.name} is a {type(unit.value).__qualname__}, whose"
-        " own state_dict"
-        " numbers its parameters: it loads only where they stand in this order, in this layout;"
-        " to save by names, give"
-        " the optimizer that it wraps"
+        f"SAVED_BY_POSITION: {unit.field}:{unit.name} is a {type(unit.value).__qualname__}, with a"
+        " state_dict of numbered parameters, which loads only into the same order and layout;"
+        " to save by names, give the wrapped optimizer"
         for unit in units
         if side is not None and unit.kind is Kind.STATEFUL and side.is_numbered(unit.value)
     ]

@@ -822,7 +822,7 @@ class LoadPlan:
             return offer
         patterns = [f"weights:{name}" for name in rest]
         return (
-            f"{offer}To keep what is new here as it was made, and take the rest, pass"
+            f"{offer}To keep new tensors as made here, and load the rest, pass"
             f" only={patterns!r} to"
             " ckptfmt.load; a new run begins from the rest with"
             f" Checkpointer(NEW, state, init_from=InitFrom({self.checkpoint.store.name!r},"

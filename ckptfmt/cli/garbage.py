@@ -245,7 +245,7 @@ def _as_done(item: _Item, removed: set[str]) -> _Item:
     """
     if item.what not in ("retired", "given_up") or item.name in removed:
         return item
-    reason = "something needs it, or may, or its register changed meanwhile: `ckptfmt rm` says what"
+    reason = "possibly needed, or the register changed meanwhile: `ckptfmt rm` gives the reason"
     return dataclasses.replace(item, what="needed", reason=reason)
 
 

@@ -45,7 +45,7 @@ def _read_report(path: str) -> dict[str, Any]:
     if not isinstance(report, dict) or any(
         not isinstance(report.get(key), kind) for key, kind in _MEMBERS.items()
     ):
-        raise _no_report(path, "it isn't what `ckptfmt validate --json` prints")
+        raise _no_report(path, "the file isn't a report of `ckptfmt validate --json`")
     numbers = [report["split"].get(key) for key in ("slice", "count")]
     if report["verdict"] not in _EXIT_CODES or any(type(number) is not int for number in numbers):
         raise _no_report(path, "its verdict or its split means nothing")

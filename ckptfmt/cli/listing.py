@@ -259,11 +259,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     total_nbytes = directory_nbytes(place.store)
     uses = _uses_of_run(place) if place.is_run else _uses_of_checkpoint(place)
     rest_nbytes = total_nbytes - sum(use.nbytes for use in uses)
-    rest = (
-        "records of the run"
-        if place.is_run
-        else "index, parts, headers, and what doesn't belong to it"
-    )
+    rest = "records of the run" if place.is_run else "index, parts, headers, and foreign files"
     uses.append(_Use(name="", nbytes=rest_nbytes, content_nbytes=None, note=rest))
     if arguments.json:
         print_json(

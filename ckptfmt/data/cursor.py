@@ -448,8 +448,8 @@ def check_rules(
         edges = skip.range if isinstance(skip, PosSkip) else (skip.from_pos,)
         if skip.policy == "shift" and any(edge % plan.global_batch for edge in edges):
             detail = (
-                f"with the tail {plan.tail!r}, what shifts the order begins and ends where a"
-                " step does"
+                f"with the tail {plan.tail!r}, a range that shifts the order begins and ends"
+                " with a step"
             )
             refuse(detail, f"{where}/skips/{number}", "REQ-CUR-019")
 

@@ -520,7 +520,7 @@ def _check_encoded(found: Extents, files: Files, encodings: Sequence[str], table
     needs_base = np.isin(found.encoding, _NEEDS_BASE)
     if (found.predicted & (~needs_base | (found.encoding == SAME))).any():
         raise table.broken(
-            "predicted", "a block is predicted whose encoding has no base", "REQ-DEL-006"
+            "predicted", "a predicted block has an encoding without a base", "REQ-DEL-006"
         )
     if ((found.encoding == _GRADIENT) & ~found.predicted).any():
         raise table.broken("predicted", "a gradient that isn't predicted", "REQ-DEL-006")

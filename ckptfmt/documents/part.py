@@ -302,7 +302,7 @@ def _parse_part(
     tables.check_scopes_used(columns, held.table, (*streams, *leaves))
     tree_nbytes = _tree_nbytes(streams, leaves, groups)
     if tree_nbytes > most.tree_nbytes:
-        detail = f"{tree_nbytes} bytes of trees, where {most.tree_nbytes} go with what is stored"
+        detail = f"{tree_nbytes} bytes of trees, where {most.tree_nbytes} go with the stored bytes"
         raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-DOC-030")
     _check_tree_items(_list_trees(streams, leaves, groups), where)
     return Part(
@@ -390,7 +390,7 @@ def _check_predicted(table: Columns, held: Holdings, groups: Sequence[Prediction
     members = [box for group in groups for box in group.boxes]
     predicted = held.extents.box[held.extents.predicted]
     if np.setdiff1d(predicted, members).size:
-        raise table.broken("box", "a block is predicted whose box is in no group", "REQ-DEL-006")
+        raise table.broken("box", "the box of a predicted block is in no group", "REQ-DEL-006")
     if not held.written[members].all():
         raise table.broken("box", "a box that another writer stores is in a group", "REQ-DEL-009")
     if any((group.kind == "cast") != (group.reference is None) for group in groups):

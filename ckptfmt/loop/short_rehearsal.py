@@ -88,8 +88,8 @@ class ShortRehearsal:
             if is_position or (unit.kind is Kind.STATEFUL and _has_iterators(unit.value)):
                 place = place_of(unit.field, unit.name)
                 return (
-                    f"{place} is no ckptfmt.Sampler, and what reads it may not go back with"
-                    f" it: {_COMMAND}"
+                    f"{place} is no ckptfmt.Sampler, and the reader of the position may not go"
+                    f" back with the load: {_COMMAND}"
                 )
         self.name = report.path.rstrip("/").rpartition("/")[2]
         return ""

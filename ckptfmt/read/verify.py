@@ -731,7 +731,7 @@ def _check_merge(checkpoint: CheckpointFiles, entries: list[PartFileEntry]) -> N
         where = f"{MANIFEST_NAME}#/signed/durability"
         raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-CMT-046")
     if is_of_delta(features) and add_stored(summarise(checkpoint.index), parts) != manifest.fields:
-        detail = "stored_nbytes isn't what the parts store"
+        detail = "stored_nbytes isn't the sum over the parts"
         where = f"{MANIFEST_NAME}#/signed/fields"
         raise err(Code.MANIFEST_SUMMARY, detail, where=where, requirement="REQ-MAN-006")
 

@@ -692,10 +692,10 @@ def _find_read(
     entries = list_checkpoints(store, run, known=known)
     if any(isinstance(entry.register, CkptError) for entry in entries):
         unreadable = next(entry.name for entry in entries if isinstance(entry.register, CkptError))
-        reason = f"{unreadable} can't be read, so that nobody knows what it reads from"
+        reason = f"{unreadable} can't be read, so its references are unknown"
         need = Need(
             reason,
-            f"Restore that one from a mirror first: ckptfmt repair {store.name} --with MIRROR",
+            f"First restore it from a mirror: ckptfmt repair {store.name} --with MIRROR",
         )
         return {entry.manifest.digest: need for entry in going if entry.manifest}
     names = {entry.name for entry in going}
@@ -739,7 +739,7 @@ def _find_labelled(store: Store, going: list[RunEntry]) -> dict[str, Need]:
     found = {}
     changed = Need(
         "its pin, metrics or tags were changed just now",
-        "Give the command again: it reads what holds now.",
+        "Give the command again, to read the new pin, metrics and tags.",
     )
     for entry in going:
         seen = entry.record.number if isinstance(entry.record, LabelsRecord) else 0

@@ -304,7 +304,7 @@ class SaveAttempt:
             detail = (
                 f"{len(digests)} records for {self.origin.writer_count} writers; missing: {named}"
             )
-            remedy = "Gather what write_part returned on every process, and commit with all of it."
+            remedy = "Gather the records of write_part from all processes, and commit with all."
             raise err(Code.ARGUMENT, detail, where="records", remedy=remedy)
         return [digests[writer] for writer in range(self.origin.writer_count)]
 

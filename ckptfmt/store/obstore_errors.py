@@ -71,7 +71,7 @@ def _code_of(error: BaseException, missing: Code) -> tuple[Code, str | None]:
     if is_denied or status in (401, 403):
         return (
             Code.STORE_ACCESS,
-            "Check the credentials, what they permit, and the name of the bucket.",
+            "Check the credentials, their permissions, and the name of the bucket.",
         )
     is_refused = status is not None and 400 <= status < 500 and status not in (408, 409, 429)
     is_ours = (

@@ -116,7 +116,9 @@ class Snapped:
                 continue
             where = ":".join(piece.key[:2])
             if seen.digests and seen.digests != now:
-                detail = "the tensor's copy isn't what its device held when the save was called"
+                detail = (
+                    "the tensor's copy differs from the device's contents at the call of the save"
+                )
                 raise err(Code.STATE_CHANGED, detail, where=where, requirement="REQ-CMT-028")
             before = now if held is None else held[number]
             for block in itertools.compress(itertools.count(), seen.kept if before != now else b""):

@@ -96,7 +96,7 @@ def _find_kernels(device: torch.device) -> _Program | None:
             return blake3_triton.digest_batch
         reason = "they give other digests than the host"
     told = (
-        f"no digests on {device}, so that saves copy what hasn't changed, too: the Triton"
+        f"no digests on {device}, so that saves also copy unchanged blocks: the Triton"
         f" kernels don't do: {reason}"
     )
     warnings.warn(told, RuntimeWarning, stacklevel=3)

@@ -14,7 +14,8 @@ from ckptfmt_tools.cli.waste import seconds_text
 
 #: The meaning of the training time if a launch has no ledger.
 _UNMEASURED: Final = (
-    "from the first save to the last one of launches without a ledger; what saves cost is in it"
+    "from the first save to the last one of launches without a ledger; the cost of saves is"
+    " included"
 )
 #: The meanings of the members of `Goodput.times_s`.
 _MEANINGS: Final = {

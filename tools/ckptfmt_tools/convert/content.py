@@ -71,7 +71,7 @@ def value_budget(nbytes: int, *, where: str) -> Budget:
         _VALUES + _VALUES_RATIO * nbytes,
         what=f"plain values of {nbytes:,} bytes",
         where=where,
-        remedy="Save it anew, with what it refers to many times stored as often, or once.",
+        remedy="Save the file anew; store repeated objects once, or once per reference.",
     )
 
 

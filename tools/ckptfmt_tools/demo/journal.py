@@ -232,12 +232,11 @@ def _guess(names: Sequence[str]) -> str:
     kinds = {_describe(name) for name in names if not name.startswith(("sample/", "loss/"))}
     if not kinds:
         return (
-            "the state before it was the same, so look at what it doesn't hold: data, threads,"
-            " kernels"
+            "the state before it was the same, so look outside of the state: data, threads, kernels"
         )
     if len(kinds) == 1:
         return f"most likely not restored: {kinds.pop()}"
-    return "several kinds of state at once, so look at what this step reads first"
+    return "several kinds of state at once, so look at this step's first reads"
 
 
 def _describe(name: str) -> str:
