@@ -191,7 +191,7 @@ def test_equal_seeds_give_equal_outcomes():
         ),
         ({}, {"trace": [Failure(at_s=1, level=1)]}, "is none of 1 levels"),
         ({}, {"trace": [Failure(at_s=1, level=NODE, node=1)]}, "is none of 1 levels and 1 nodes"),
-        ({}, {"interval": 3}, "saves would wait"),
+        ({}, {"interval": 3}, "saves at shorter intervals wait"),
     ],
 )
 def test_what_can_not_be_simulated_is_refused_by_name(members, arguments, said):
