@@ -25,7 +25,7 @@ class InitFrom:
         only: patterns of the names to load, as for `ckptfmt.load`. By default the weights are
             loaded; optimizer, position in the data, RNG streams and count of steps begin anew. None
             loads everything, and the run continues from the checkpoint's step.
-        rename, allow: as for `ckptfmt.load`.
+        rename, allow: see `ckptfmt.load`.
         digest: expected manifest digest; None for any.
 
     >>> InitFrom("imported", rename={"encoder": "backbone"})

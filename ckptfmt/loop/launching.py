@@ -79,7 +79,7 @@ def take_launch(
 
     Args:
         store: store rooted at the run.
-        resume: as for `Checkpointer`.
+        resume: see `Checkpointer`.
         writer_features: features required of the run.
         deadline_s: longest wait of the processes for each other, in seconds. Process 0 waits for
             savers for half of this time.

@@ -65,8 +65,8 @@ def save_once(
 
     Args:
         save: values of the save, as proposed by this process.
-        label: as for `agree_on_save`.
-        unsaved: as for `agree_on_save`.
+        label: see `agree_on_save`.
+        unsaved: see `agree_on_save`.
 
     Raises: CkptError of any kind. Then no checkpoint was committed, unless the code is
         COMMIT_UNKNOWN or the store failed after the decision.

@@ -142,7 +142,7 @@ class PathSaver:
                 another `saver` than "process".
             state: objects to save.
             step: number of training steps done.
-            metrics, tags, replace: as for `ckptfmt.save`.
+            metrics, tags, replace: see `ckptfmt.save`.
             on_committed, on_failed: as the methods of `SaveHandle`. `on_failed` doesn't get an
                 error that this call raises.
 

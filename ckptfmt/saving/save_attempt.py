@@ -55,7 +55,7 @@ class SaveAttempt:
 
     Args:
         origin: step and ids from `begin` or `parse`.
-        note: JSON value for the other processes.
+        note: JSON value for all processes.
         replace: whether the save replaces an existing checkpoint, while `hold` protects the files.
 
     >>> import ckptfmt, tempfile
@@ -87,9 +87,9 @@ class SaveAttempt:
         Args:
             step: number of training steps done.
             writer_count: number of processes that write a part, at least 1.
-            block_nbytes: as for `ckptfmt.save`.
-            note: JSON value for the other processes; the value isn't saved.
-            replace: as for `ckptfmt.save`. With True one process must call `hold` before any
+            block_nbytes: see `ckptfmt.save`.
+            note: JSON value for all processes; the value isn't saved.
+            replace: see `ckptfmt.save`. With True one process must call `hold` before any
                 process writes its part.
 
         Raises: StateError(ARGUMENT).
@@ -135,7 +135,7 @@ class SaveAttempt:
         `ckptfmt.save`.
 
         Args:
-            path: as for `write_part`.
+            path: see `write_part`.
 
         Returns: a context that ends the hold. Close the context after `commit`, or after giving up
             the attempt.
@@ -167,7 +167,7 @@ class SaveAttempt:
         the file.
 
         Args:
-            path: as for `write_part`.
+            path: see `write_part`.
 
         Raises: CommitError(CHECKPOINT_EXISTS); StoreError.
         """
@@ -204,7 +204,7 @@ class SaveAttempt:
             path: directory of the checkpoint, made if missing; or a store rooted there.
             state: objects of this process; all of them are written.
             writer: number of this process, from 0.
-            metrics, tags: as for `ckptfmt.save`; the values of process 0 count.
+            metrics, tags: see `ckptfmt.save`; the values of process 0 count.
             on_progress: called with the number of bytes just written.
 
         Returns: the record of the part for `commit`, a short text.
@@ -238,7 +238,7 @@ class SaveAttempt:
         One process calls this, after all processes have written their parts.
 
         Args:
-            path: as for `write_part`.
+            path: see `write_part`.
             records: records of all parts, in any order.
 
         Raises: StateError(ARGUMENT) if a record is missing, given twice, or of another attempt;
