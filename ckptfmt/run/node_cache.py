@@ -175,7 +175,7 @@ class NodeCache:
         except CkptError as error:
             if error.code != Code.UNSAFE_FILE:
                 raise
-            remedy = "Pass cache= a directory on a disk of this node."
+            remedy = "Pass ckptfmt.Cache a directory on a disk of this node."
             raise err(error.code, error.detail, where=options.path, remedy=remedy) from None
         self._limit_nbytes = options.limit_nbytes
         self._run_id = run_id
@@ -325,7 +325,7 @@ class NodeCache:
         place = self.at(part.name)
         present = {*place.list_names(""), *(f"parts/{name}" for name in place.list_names("parts"))}
         if present & {part.path, *(file.path for file in files)}:
-            remedy = "Pass cache= a directory that only the processes of one node share."
+            remedy = "Pass ckptfmt.Cache a directory that only the processes of one node share."
             raise err(
                 Code.STORE_EXISTS, "both nodes have one cache", where=place.name, remedy=remedy
             )

@@ -395,7 +395,7 @@ def test_a_cache_that_is_no_directory_costs_no_save_and_is_told(tmp_path: pathli
     with Run(home, cache=tmp_path / "file") as run:
         run.save(1).wait(timeout_s=WAIT_S)
         assert any(
-            re.match("CACHE_FAILED.*Pass cache= a directory", line)
+            re.match("CACHE_FAILED.*Pass ckptfmt.Cache a directory", line)
             for line in run.checkpointer.reports
         )
     assert committed(home) == [1]

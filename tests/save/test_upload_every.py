@@ -96,7 +96,7 @@ def test_the_last_step_goes_home(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
-        ({"upload_every": 2}, "Pass cache="),
+        ({"upload_every": 2}, r"Pass copies=\[ckptfmt.Cache"),
         ({"cache": "x", "upload_every": 0}, "1 brings every save home"),
         ({"cache": "x", "cache_nbytes": 0}, "a positive integer, or None"),
     ],
