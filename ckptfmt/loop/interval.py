@@ -184,8 +184,7 @@ def expected_waste(interval_s: float, levels: Sequence[Level]) -> Waste:
     Raises: StateError(ARGUMENT).
 
     >>> home = Level(name="home", lost_s=30, commit_s=30, restore_s=600, mtbf_s=3 * 3600)
-    >>> (round(expected_waste(805, [home]).of_saves, 4)  # synchronous saves of 30 s,
-    ...  a failure in three hours)
+    >>> round(expected_waste(805, [home]).of_saves, 4)  # saves of 30 s, a failure in three hours
     0.0688
     """
     check_levels(levels)

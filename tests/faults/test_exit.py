@@ -37,7 +37,7 @@ def check_saved(run, steps):
 def test_exit_right_after_save_loses_nothing(run, saver, toy, where):
     body = f"""
     toy = {toy}
-    checkpointer = Checkpointer(run, toy.state, saver="{saver}")
+    checkpointer = Checkpointer(run, toy.state, saving=ckptfmt.Saving(saver="{saver}"))
     for _ in range(4):
         toy.save(checkpointer)
     """
@@ -73,7 +73,7 @@ tell(pid)
 def test_exit_within_the_body_ends_with_what_was_saved(run, saver):
     script = f"""
 toy = Toy(32 << 20)
-with Checkpointer(run, toy.state, saver="{saver}") as checkpointer:
+with Checkpointer(run, toy.state, saving=ckptfmt.Saving(saver="{saver}")) as checkpointer:
     toy.save(checkpointer)
     toy.save(checkpointer)
     sys.exit(7)
@@ -87,7 +87,7 @@ def test_exception_within_the_body_comes_out_as_it_is(run, saver):
     script = f"""
 toy = Toy(32 << 20)
 try:
-    with Checkpointer(run, toy.state, saver="{saver}") as checkpointer:
+    with Checkpointer(run, toy.state, saving=ckptfmt.Saving(saver="{saver}")) as checkpointer:
         toy.save(checkpointer)
         raise ValueError("of the training")
 except ValueError as error:

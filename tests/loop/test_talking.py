@@ -30,7 +30,7 @@ state = ckptfmt.State(
 )
 before = list(logging.getLogger("ckptfmt").handlers), logging.getLogger("ckptfmt").level
 init_from = sys.argv[5] if how == "init" else None
-with ckptfmt.Checkpointer(path, state, saver="thread", init_from=init_from) as checkpointer:
+with ckptfmt.Checkpointer(path, state, saving=ckptfmt.Saving(saver="thread"), init_from=init_from) as checkpointer:
     batches = iter(sampler)
     for step in checkpointer.steps(total):
         next(batches)

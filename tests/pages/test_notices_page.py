@@ -78,7 +78,9 @@ def run(place: pathlib.Path, program: str, environment: dict[str, str]) -> str:
 _TRAINED = """
 import sys, ckptfmt, notices
 triggers = ckptfmt.Triggers("drain")
-with ckptfmt.Checkpointer("run", ckptfmt.State(data={"position": 0}), triggers=triggers, allow="streams") as run:
+stop = ckptfmt.Stop(triggers=triggers)
+loading = ckptfmt.Loading(allow="streams")
+with ckptfmt.Checkpointer("run", ckptfmt.State(data={"position": 0}), stop=stop, loading=loading) as run:
     started = run.step
     notices.watch(triggers, notices.NAME, pause_s=0.01)
     for step in run.steps(10**9):
