@@ -639,7 +639,7 @@ def test_seq2seq_trainer(tmp_path):
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ({"enable_jit_checkpoint": True}, "stop_on"),
+        ({"enable_jit_checkpoint": True}, r"Stop\(signals="),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"push_to_hub": True}, "hub_strategy='end'"),
     ],
