@@ -3,10 +3,10 @@
 The classes are grouped by the reaction of a handler:
 
     CkptError
-    ├── FormatError         the bytes break the specification: use another checkpoint, report the
-    writer ├── IntegrityError      bytes are damaged, missing or replaced: use another checkpoint or
-    copy │   └── NotFoundError   no checkpoint is at this place: correct the path, or begin without
-    one ├── UnsupportedError    a newer writer made the checkpoint: upgrade the reader
+    ├── FormatError         the bytes break the specification: use another checkpoint
+    ├── IntegrityError      bytes are damaged, missing or replaced: use another checkpoint or copy
+    │   └── NotFoundError   no checkpoint is at this place: correct the path, or begin without one
+    ├── UnsupportedError    a newer writer made the checkpoint: upgrade the reader
     ├── LayoutError         the writers' states are contradictory: fix the program that saves
     ├── StateError          a live object can't be saved or restored as asked: fix the call
     ├── CommitError         this save didn't become a checkpoint, or perhaps didn't

@@ -50,7 +50,8 @@ class JointStep:
         if isinstance(error, StateError) and error.code == Code.PEER_FAILED:
             try:
                 self._checkpoint.check_current()
-            except Exception as other:  # noqa: BLE001 - without an exchange the other processes would wait
+            # Without an exchange the other processes would wait.
+            except Exception as other:  # noqa: BLE001
                 return other
         return error
 

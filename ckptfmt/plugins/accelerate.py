@@ -111,8 +111,10 @@ class CkptfmtAccelerator(Accelerator):
             )
         naming = self.project_configuration
         if run is None and naming.automatic_checkpoint_naming:
-            run = os.path.join(self.project_dir, "checkpoints")  # noqa: PTH118 - the framework's signature
-        self._run = None if run is None else os.path.expanduser(run)  # noqa: PTH111 - the framework's signature
+            # pathlib would resolve or normalise the path of the user.
+            run = os.path.join(self.project_dir, "checkpoints")  # noqa: PTH118
+        # pathlib would resolve or normalise the path of the user.
+        self._run = None if run is None else os.path.expanduser(run)  # noqa: PTH111
         self._saving = {"keep": naming.total_limit, **(saving or {})}
         self._positions: dict[int, _Position] = {}
         self._state = ckptfmt.State(config=config)
@@ -158,7 +160,7 @@ class CkptfmtAccelerator(Accelerator):
         self._fill(self._state)
         if output_dir is not None and not self.project_configuration.automatic_checkpoint_naming:
             self._saver = self._saver or ckptfmt.PathSaver(**_options_of_saver(self._saving))
-            path = os.path.expanduser(output_dir)  # noqa: PTH111 - the framework's signature
+            path = os.path.expanduser(output_dir)  # noqa: PTH111 - a path of the user, as given
             saved: Any = self._saver.save(path, self._state, step=step, replace=True, **kwargs)
         else:
             checkpointer = self.checkpointer or self._begin("fresh")
@@ -195,14 +197,17 @@ class CkptfmtAccelerator(Accelerator):
             )
         if kwargs:
             raise TypeError(f"load_state of a ckptfmt checkpoint takes no {', '.join(kwargs)}=")
-        path = None if input_dir is None else os.path.realpath(os.path.expanduser(input_dir))  # noqa: PTH111 - the framework's signature
+        # pathlib would resolve or normalise the path of the user.
+        path = None if input_dir is None else os.path.realpath(os.path.expanduser(input_dir))  # noqa: PTH111
         if path is not None and (
-            self._run is None or os.path.dirname(path) != os.path.realpath(self._run)  # noqa: PTH120 - the framework's signature
+            # pathlib would resolve or normalise the path of the user.
+            self._run is None or os.path.dirname(path) != os.path.realpath(self._run)  # noqa: PTH120
         ):
             self._close()
             report: Any = ckptfmt.load(path, self._fill(self._state), **(load_kwargs or {}))
         else:
-            report = self._begin("auto" if path is None else os.path.basename(path)).load_report  # noqa: PTH119 - the framework's signature
+            # pathlib would resolve or normalise the path of the user.
+            report = self._begin("auto" if path is None else os.path.basename(path)).load_report  # noqa: PTH119
         self._stepped = set()
         self.updates = self.updates if report is None else report.step
         return report
@@ -354,8 +359,8 @@ class _Counters:
     """The counters of an accelerator, as a part of a state."""
 
     def __init__(self, accelerator: CkptfmtAccelerator) -> None:
-        self._accelerator = accelerator  # 1: the current save counts itself
-        self._ahead = 1
+        self._accelerator = accelerator
+        self._ahead = 1  # the current save counts itself
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
@@ -476,14 +481,14 @@ def _streams() -> dict[str, Any]:
     """Return the RNG streams from which the creation of an iterator may draw."""
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - the framework's signature
+        "numpy": np.random.get_state(),  # noqa: NPY002
         "torch": torch.get_rng_state(),
     }
 
 
 def _put_streams(streams: Mapping[str, Any]) -> None:
     random.setstate(streams["python"])
-    np.random.set_state(streams["numpy"])  # noqa: NPY002 - the framework's signature
+    np.random.set_state(streams["numpy"])  # noqa: NPY002
     torch.set_rng_state(streams["torch"])
 
 

@@ -108,7 +108,8 @@ class CkptfmtWriter(_AtPath, StorageWriter):
     save_id: str = field(default="", init=False)
     _attempt: Any = field(default=None, init=False)  # set on the coordinator only
 
-    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - the framework's signature
+    # The framework's signature.
+    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
         """Check that ranks use collectives: without collectives no rank could commit.
 
         Raises: NotImplementedError without collectives.
@@ -459,15 +460,17 @@ def install(*, allow_pickle: bool = False) -> contextlib.ExitStack:
     Returns: a context that undoes the installation at its end or by its method ``close``.
     Raises: RuntimeError where ckptfmt is installed already.
     """
-    if (theirs := _storage_utils._storage_setup).__module__ == __name__:  # noqa: SLF001 - the framework's signature
+    if (theirs := _storage_utils._storage_setup).__module__ == __name__:  # noqa: SLF001
         raise RuntimeError(
             "ckptfmt is installed already: close the handle from the first install()"
         )
-    executor = _async_process_executor._ProcessBasedAsyncCheckpointExecutor  # noqa: SLF001 - the framework's signature
+    executor = _async_process_executor._ProcessBasedAsyncCheckpointExecutor  # noqa: SLF001
     execute_save = executor.execute_save
 
-    def set_up(storage: Any, checkpoint_id: _Path | None, reader: bool = False) -> Any:  # noqa: FBT001, FBT002 - the framework's signature
-        is_theirs = checkpoint_id and os.path.exists(os.path.join(checkpoint_id, ".metadata"))  # noqa: PTH110, PTH118 - the framework's signature
+    # The framework's signature.
+    def set_up(storage: Any, checkpoint_id: _Path | None, reader: bool = False) -> Any:  # noqa: FBT001, FBT002
+        # pathlib would resolve or normalise the path of the user.
+        is_theirs = checkpoint_id and os.path.exists(os.path.join(checkpoint_id, ".metadata"))  # noqa: PTH110, PTH118
         if is_theirs and not (storage or reader):
             raise FileExistsError(
                 f"{checkpoint_id} has a checkpoint of torch's: remove it, or save to another path"

@@ -107,13 +107,15 @@ class _Saves:
         """Begin a save, which replaces a checkpoint at the path. Raises: `ckptfmt.CkptError`."""
         self.check()
         self._saver = self._saver or ckptfmt.PathSaver(**self._options)
-        self._handles[os.path.abspath(path)] = self._saver.save(  # noqa: PTH100 - the framework's signature
+        # pathlib would resolve or normalise the path of the user.
+        self._handles[os.path.abspath(path)] = self._saver.save(  # noqa: PTH100
             path, state, step=step, replace=True
         )
 
     def wait(self, path: Any) -> None:
         """Wait until this process no longer writes to a path. Raises: the save's error."""
-        handle = self._handles.pop(os.path.abspath(path), None)  # noqa: PTH100 - the framework's signature
+        # pathlib would resolve or normalise the path of the user.
+        handle = self._handles.pop(os.path.abspath(path), None)  # noqa: PTH100
         if handle is not None:
             handle.wait()
             handle.wait_over()
@@ -244,7 +246,8 @@ class CkptfmtModelParallelStrategy(ModelParallelStrategy):
         """Return an empty dict: the live module is saved."""
         return {}
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002 - the framework's signature
+    # The framework's signature.
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002
         """Return an empty dict: the live optimizer is saved."""
         return {}
 
@@ -313,11 +316,13 @@ class ExactResume(Callback):
         self._began: tuple[Any, dict[str, Any]] | None = None
         self._loaded: dict[str, Any] | None = None
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - the framework's signature
+    # The framework's signature.
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Record the RNG streams from which the order of the epoch is drawn."""
         self._began = _iterator(trainer), _streams(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's signature
+    # The framework's signature.
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Raise the error of a failed save."""
         for part in (trainer.strategy, trainer.strategy.checkpoint_io):
             if isinstance(part, CkptfmtIO | CkptfmtModelParallelStrategy):
@@ -363,7 +368,8 @@ class ExactResume(Callback):
                 f"the checkpoint has random numbers of {told}; the training goes on with others"
             )
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - the framework's signature
+    # The framework's signature.
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Advance the loaders to their saved position, and restore the RNG streams.
 
         Lightning calls this method when the iterators exist, before a batch is fetched.
@@ -372,7 +378,7 @@ class ExactResume(Callback):
         self._loaded = None
         if loaded is None:
             return
-        fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001 - the framework's signature
+        fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
         goes_on = all(hasattr(loader, "state_dict") for loader in _loaders(trainer).flattened)
         began = loaded["began"] or loaded["now"]
         _put_streams(trainer, began)
@@ -389,11 +395,11 @@ class ExactResume(Callback):
 
 
 def _loaders(trainer: Trainer) -> Any:
-    return trainer.fit_loop._combined_loader  # noqa: SLF001 - the framework's signature
+    return trainer.fit_loop._combined_loader  # noqa: SLF001
 
 
 def _iterator(trainer: Trainer) -> Any:
-    return _loaders(trainer)._iterator  # noqa: SLF001 - the framework's signature
+    return _loaders(trainer)._iterator  # noqa: SLF001
 
 
 def _generators(trainer: Trainer) -> dict[str, torch.Generator]:
@@ -417,7 +423,7 @@ def _streams(trainer: Trainer) -> dict[str, Any]:
     streams: dict[str, Any] = {
         name: generator.get_state() for name, generator in _generators(trainer).items()
     }
-    streams |= {"python": random.getstate(), "numpy": np.random.get_state()}  # noqa: NPY002 - the framework's signature
+    streams |= {"python": random.getstate(), "numpy": np.random.get_state()}  # noqa: NPY002
     return streams | {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
 
 
@@ -425,7 +431,7 @@ def _put_streams(trainer: Trainer, streams: Mapping[str, Any]) -> None:
     for name, generator in _generators(trainer).items():
         generator.set_state(streams[name])
     random.setstate(streams["python"])
-    np.random.set_state(streams["numpy"])  # noqa: NPY002 - the framework's signature
+    np.random.set_state(streams["numpy"])  # noqa: NPY002
     torch.set_rng_state(streams["torch"])
     torch.cuda.set_rng_state_all(streams["cuda"][: torch.cuda.device_count()])
 

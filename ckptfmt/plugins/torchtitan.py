@@ -83,7 +83,8 @@ class CkptfmtManager(BaseCheckpointManager):
             raise ValueError(f"CkptfmtManager doesn't take {what}")
         self.save_future: Future[None] | None = None
         self._config = config
-        self._path = os.path.join(base_folder, config.folder)  # noqa: PTH118 - the framework's signature
+        # pathlib would resolve or normalise the path of the user.
+        self._path = os.path.join(base_folder, config.folder)  # noqa: PTH118
         self._handle: Any = None
         self._run: ckptfmt.Checkpointer | None = None
         #: The state under the names that TorchTitan's own manager uses.
@@ -133,7 +134,8 @@ class CkptfmtManager(BaseCheckpointManager):
         """Load the initial state of an empty run: a ckptfmt checkpoint, or TorchTitan's own."""
         is_model_only = self._config.initial_load_model_only
         excluded = self._config.exclude_from_loading
-        if not os.path.exists(os.path.join(path, ".metadata")):  # noqa: PTH110, PTH118 - the framework's signature
+        # pathlib would resolve or normalise the path of the user.
+        if not os.path.exists(os.path.join(path, ".metadata")):  # noqa: PTH110, PTH118
             if is_model_only:
                 ckptfmt.load(path, ckptfmt.State(weights=self._state.weights, rng=False))
                 return
@@ -176,7 +178,8 @@ class CkptfmtManager(BaseCheckpointManager):
                 " initial_load_model_only=False; to begin anew, give another checkpoint.folder"
             )
 
-    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - the framework's signature
+    # The framework's signature.
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002
         is_due = last_step or curr_step % self._config.interval == 0
         is_due = is_due or (curr_step == 1 and self._config.enable_first_step_checkpoint)
         if self._config.load_only or self._run is None:

@@ -354,7 +354,7 @@ class _Training(contextlib.ExitStack):
         )
         place = self.output_dir / ".exporting"
         shutil.rmtree(place, ignore_errors=True)  # perhaps left by a killed process
-        self.trainer._save(str(place / "made"), state_dict=trees["weights"])  # noqa: SLF001 - the framework's signature
+        self.trainer._save(str(place / "made"), state_dict=trees["weights"])  # noqa: SLF001
         state.save_to_json(str(place / "made" / TRAINER_STATE_NAME))
         (place / "made" / _MARK).write_text(
             json.dumps({"checkpoint": handle.path, "digest": digest})

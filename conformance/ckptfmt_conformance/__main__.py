@@ -231,7 +231,8 @@ def _run(arguments: argparse.Namespace) -> int:
             may_serve=not arguments.no_serve,
             seed=arguments.seed,
             drawn_by=drawn_by,
-            on_result=lambda result: progress[0].take(result),  # noqa: PLW0108 - the list is filled later
+            # The list is filled later.
+            on_result=lambda result: progress[0].take(result),  # noqa: PLW0108
         )
     finally:
         for line in progress:

@@ -366,7 +366,8 @@ class ServerCaller:
 
     def _start(self) -> Answer | None:
         """Start the process and wait for readiness. Return the failure; None on success."""
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - the file lives as long as the process
+        # The file lives as long as the process.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self._said_nbytes = 0
         self._rest = b""
         try:

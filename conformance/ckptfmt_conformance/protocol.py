@@ -224,7 +224,8 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"a line of its output isn't JSON: {error}: {line[:80]!r}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"a line of its output isn't one JSON object: {line[:80]!r}")  # noqa: TRY004 - the output is wrong, not a type
+        # The output is wrong, not a type.
+        raise ValueError(f"a line of its output isn't one JSON object: {line[:80]!r}")  # noqa: TRY004
     return value
 
 
@@ -263,9 +264,11 @@ def parse_description(body: Mapping[str, Any]) -> Description:
         lists[member] = tuple(values)
     for member in ("name", "version"):
         if not isinstance(body.get(member), str):
-            raise ValueError(f"{member!r} isn't a string")  # noqa: TRY004 - the answer is wrong, not a type
+            # The answer is wrong, not a type.
+            raise ValueError(f"{member!r} isn't a string")  # noqa: TRY004
     if not isinstance(body.get("serve", False), bool):
-        raise ValueError("'serve' is neither true nor false")  # noqa: TRY004 - the answer is wrong, not a type
+        # The answer is wrong, not a type.
+        raise ValueError("'serve' is neither true nor false")  # noqa: TRY004
     return Description(
         name=body["name"], version=body["version"], serve=body.get("serve", False), **lists
     )

@@ -62,7 +62,8 @@ def from_tree(tree: object) -> Any:  # noqa: PLR0911 - any value of JSON, a retu
     return _from_atom(tag, items)
 
 
-def _from_atom(tag: str, items: list[Any]) -> dict[str, Any]:  # noqa: PLR0911 - a return for each form
+# A return for each form.
+def _from_atom(tag: str, items: list[Any]) -> dict[str, Any]:  # noqa: PLR0911
     """Return the tagged JSON of a form without trees as entries."""
     match tag, items:
         case "f", [bytes(bits)]:

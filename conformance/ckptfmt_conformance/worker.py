@@ -42,7 +42,8 @@ def main(argv: list[str]) -> int:
 
 def _answer(adapter: Any, question: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
     if question["kind"] == "witness":
-        from ckptfmt_conformance.trajectories.witness import answer_witness  # noqa: PLC0415 - the module imports a framework
+        # The module imports a framework.
+        from ckptfmt_conformance.trajectories.witness import answer_witness  # noqa: PLC0415
 
         answer_witness(adapter.checkpointing(), question["request"])
         return EXIT_ACCEPTED, {}

@@ -445,8 +445,8 @@ def _iter_transfers(
     piece: tuple[TensorKey, torch.Tensor, int, int], *, sides: SideStreams, filling: Filling | None
 ) -> Iterator[_Transfer]:
     key, held, begin, end = piece
-    side = sides.of(held)  # keeps the memory after `tensor.data = ...`
-    tensor = held.detach()
+    side = sides.of(held)
+    tensor = held.detach()  # keeps the memory after `tensor.data = ...`
     for at, part in _iter_parts(tensor, begin, end):
         transfer = _Transfer(side=side, keys=[key], begin=at, end=at + part.nbytes, parts=[part])
         # Blocks start at the begin of a piece, so a piece that is sent in parts can't be compared.

@@ -155,7 +155,8 @@ class Cluster:
 
     def __enter__(self) -> Self:
         """Create the network, and start the store."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - only campaigns need torch
+        # Only campaigns need torch.
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
         with contextlib.ExitStack() as stack:
             for node in self.nodes:

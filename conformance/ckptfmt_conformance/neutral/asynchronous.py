@@ -60,7 +60,8 @@ def _mutated(peer: Peer, bench: Bench) -> Verdict:
             return Verdict(Status.UNSUPPORTED, str(error))
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 - some libraries raise a BaseException that isn't an Exception
+        # Some libraries raise a BaseException that isn't an Exception.
+        except BaseException as error:  # noqa: BLE001
             return Verdict(Status.FAIL, f"round {round_}: the save raised {one_line(error)}")
         outcome = try_load(peer, path, state, expected)
         if outcome.kind != "same":

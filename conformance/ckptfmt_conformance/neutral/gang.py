@@ -50,7 +50,9 @@ def _make(*, right: bool) -> dict[str, object]:
     """Return this process's shards, with the right content or with zeros."""
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - the same
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: PLC0415 - the same
+
+    # The same.
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: PLC0415
 
     world_size = dist.get_world_size()
     columns = 2 if world_size % 2 == 0 else 1
@@ -144,7 +146,8 @@ def _act(meeting: Path, rank: int, world_size: int, act: Callable[[], str]) -> _
         said = act()
     except Unsupported as error:
         return _Said("unsupported", str(error))
-    except BaseException as error:  # noqa: BLE001 - any exception is reported to the judging process
+    # Any exception is reported to the judging process.
+    except BaseException as error:  # noqa: BLE001
         return _Said("raised", one_line(error))
     dist.barrier()  # no process exits before all have received data
     return _Said("wrong" if said else "ok", said)

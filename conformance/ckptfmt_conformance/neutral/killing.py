@@ -118,7 +118,8 @@ class _Run:
                 self._peer.save(self.path(step), state, step)
         except Unsupported as error:
             tell(f"unsupported {error}")
-        except BaseException as error:  # noqa: BLE001 - any exception is reported to the judging process
+        # Any exception is reported to the judging process.
+        except BaseException as error:  # noqa: BLE001
             tell(f"failed {one_line(error)}")
         else:
             tell("done")

@@ -137,5 +137,6 @@ def find_peer(name: str) -> Peer:
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(f"no peer {name!r}: {error}; name it as package.module:Class") from error
     if not isinstance(made, Peer):
-        raise ValueError(f"{name!r} is no peer: it needs describe(), save() and load()")  # noqa: TRY004 - a wrong name
+        # A wrong name.
+        raise ValueError(f"{name!r} is no peer: it needs describe(), save() and load()")  # noqa: TRY004
     return made

@@ -312,7 +312,8 @@ def _stream_controls() -> dict[str, Control]:
     }
     draw: dict[str, Callable[[Any], object]] = {
         "python": lambda _: random.random(),
-        "numpy": lambda _: np.random.random(),  # noqa: NPY002 - the fault concerns the global stream
+        # The fault concerns the global stream.
+        "numpy": lambda _: np.random.random(),  # noqa: NPY002
         "torch": lambda _: torch.rand(1),
         "augment": lambda job: torch.rand(1, generator=job.augment),
     }

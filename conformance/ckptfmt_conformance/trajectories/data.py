@@ -72,7 +72,8 @@ class Cursor:
 
 
 @functools.lru_cache(maxsize=4)
-def _table(language: bool) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: FBT001 - a key of the cache
+# A key of the cache.
+def _table(language: bool) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: FBT001
     """Return inputs and targets of all samples; the same in every process."""
     draw = torch.Generator().manual_seed(2026)
     if language:

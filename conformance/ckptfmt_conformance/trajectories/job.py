@@ -262,7 +262,8 @@ def spread(model: nn.Module, recipe: Recipe) -> nn.Module:
                 model, broadcast_buffers=False, find_unused_parameters=dist.get_world_size() > 2
             )
     if recipe.layout in ("fsdp2", "tp"):
-        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import, and seldom needed
+        # Slow to import, and seldom needed.
+        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
 
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         if recipe.layout == "fsdp2":

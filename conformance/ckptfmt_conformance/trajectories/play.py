@@ -108,7 +108,8 @@ def _take_over(path: Path) -> Any:
 @contextlib.contextmanager
 def own_streams() -> Iterator[None]:
     """Compute deterministically on one thread; restore the program's streams and settings."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - restored below
+    # Restored below.
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     threads = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)

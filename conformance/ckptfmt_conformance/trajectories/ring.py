@@ -17,7 +17,8 @@ class NaiveRing:
     The sum is correct and fast, but its bits differ for each number.
     """
 
-    def __call__(self, leaf: Leaf, plan: Plan, *, like: Sums) -> Sums:  # noqa: ARG002 - part of `Reduction`'s signature
+    # Part of `Reduction`'s signature.
+    def __call__(self, leaf: Leaf, plan: Plan, *, like: Sums) -> Sums:  # noqa: ARG002
         """Return the sum of `leaf` over all logical workers, on every process."""
         rank, world_size = place()
         first, *others = plan.owned(rank, world_size)

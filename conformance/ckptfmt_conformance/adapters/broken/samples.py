@@ -169,7 +169,8 @@ def _draws_as_begun(walk: Any, begin: int, end: int) -> Iterator[Any]:
     for some in _draws(walk, begin, end):
         if some.is_padding:
             first = walk.epoch_at(begin)[1] - _kept(walk, begin)
-            whole = _walk(walk._n, seed=walk._seed, plan=walk._plan)  # noqa: SLF001 - a fault needs no interface
+            # A fault needs no interface.
+            whole = _walk(walk._n, seed=walk._seed, plan=walk._plan)  # noqa: SLF001
             at = some.epoch * walk._plan.epoch_positions(walk._n) + first  # noqa: SLF001
             some.samples[:] = [
                 one.samples[0]
@@ -276,7 +277,8 @@ class UncheckedStand(Reference):
 
 
 def _load_anywhere(loader: Any, state_dict: Mapping[str, Any]) -> None:
-    loader._worker_count = state_dict["worker_count"]  # noqa: SLF001 - any object of the implementation
+    # Any object of the implementation.
+    loader._worker_count = state_dict["worker_count"]  # noqa: SLF001
     _load(loader, state_dict)
 
 
