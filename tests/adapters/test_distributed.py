@@ -260,7 +260,7 @@ def test_factored_state_that_does_not_exist_yet_is_refused_for_shards():
     with played(0, 2):
         model, _ = make(1, (2,))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(StateError, match=r"STATE_UNSUPPORTED.*row_var.*one step"):
+        with pytest.raises(StateError, match=r"STATE_UNSUPPORTED.*row_var.*by a step"):
             restore(
                 State(weights=model, optimizer=optimizer),
                 checkpoint_of(*snapshots),
