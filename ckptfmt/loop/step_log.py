@@ -119,8 +119,7 @@ class StepLog:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        is_open = True
-        while is_open:
+        while True:
             # Under load, the records of several steps are written at once: each write may wait for
             # the interpreter's lock.
             waiting: list[StepRecord] = []
@@ -128,15 +127,18 @@ class StepLog:
             while isinstance(task, StepRecord):
                 waiting.append(task)
                 task = _nothing if self._tasks.empty() else self._tasks.get()
-            try:
-                self._write(waiting)
-                if task is None:
-                    is_open = False
-                    self._close()
-                else:
-                    task()
-            except Exception as error:  # noqa: BLE001
-                self._error = self._error or _named(error, self.path)
+            self._attempt(functools.partial(self._write, waiting))
+            if task is None:
+                self._attempt(self._close)
+                return
+            self._attempt(task)
+
+    def _attempt(self, task: Callable[[], object]) -> None:
+        """Call a function, and keep its first error for the caller of `put` and `close`."""
+        try:
+            task()
+        except Exception as error:  # noqa: BLE001 - a dead thread would let `flush` and `close` wait
+            self._error = self._error or _named(error, self.path)
 
     def _open(self, header: StepsHeader) -> None:
         _make_folder(self.path.parent)

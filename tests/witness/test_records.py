@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import struct
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptfmt.errors import StoreError
 from ckptfmt.loop.comparing import compare_steps
 from ckptfmt.loop.step_log import StepLog, Steps
 from ckptfmt.run.witness import (
@@ -100,6 +102,22 @@ def test_record_of_a_later_step_takes_the_place_of_the_oldest(tmp_path: Any) -> 
     steps = Steps.parse(log.path.read_bytes())
     assert steps is not None
     assert sorted(steps.records) == [4, STEP_COUNT + 3]
+
+
+def test_log_ends_at_once_behind_a_record_that_could_not_be_written(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error took the end of the thread, and the answer to a flush, along."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(StepLog, "_write", refuse)
+    log = StepLog(tmp_path / "witness" / "0001" / "00000.steps", HEADER)
+    assert log.flush(10)
+    with pytest.raises(StoreError, match="Input/output error"):
+        log.close(10)
+    assert not log._thread.is_alive()
 
 
 def compared(
