@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Self, SupportsFloat, Unpack
 
-from ckptfmt.adapters.load_plan import check_allow
 from ckptfmt.api import open_checkpoint
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.labels import Labels
@@ -178,7 +177,7 @@ class Checkpointer:
         self._state = state
         self._share = options.loading.share
         self._choices: dict[str, Any] = {
-            "allow": check_allow(options.loading.allow),
+            "allow": options.loading.allow,
             "strict": options.loading.strict,
             "override": options.loading.override,
         }

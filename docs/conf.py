@@ -1,7 +1,7 @@
 """The configuration of Sphinx: README, docs/, spec/ and the rest are one tree with checked links.
 
-`make docs` calls it with the checkout as the source folder and fails on the first warning. Nothing
-is fetched.
+`make docs` calls Sphinx with the checkout as the source folder, and fails on the first warning.
+Nothing is fetched.
 """
 
 import re
@@ -47,7 +47,7 @@ html_copy_source = False
 
 myst_heading_anchors = 4  # links name headings as GitHub does
 
-default_role = "literal"  # what docstrings set in single backticks is code
+default_role = "literal"  # text of docstrings in single backticks is code
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_typehints_format = "short"
@@ -56,7 +56,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Attributes", "params_style"), "Shapes", "Units", "Spec", "Source"]
 
-# Fences of the specification whose first word is no language: spec/00-overview.md, "Notation".
+# Words of fences in the specification that name no language: spec/00-overview.md, "Notation".
 _PLAIN_FENCES = ("edits", "hex", "mermaid", "rejects", "serve")
 
 
