@@ -144,7 +144,7 @@ def load(
     rename: Rename = ...,
     allow: Allow = ...,
     strict: bool = ...,
-    framework: Literal["torch", "numpy"] | None = ...,
+    framework: Literal["torch", "numpy", "jax"] | None = ...,
     writer: tuple[int, int] | None = ...,
     agree: Agree = ...,
     share: bool = ...,
@@ -164,7 +164,7 @@ def load(
     rename: Rename = ...,
     allow: Allow = ...,
     strict: bool = ...,
-    framework: Literal["torch", "numpy"] | None = ...,
+    framework: Literal["torch", "numpy", "jax"] | None = ...,
     writer: tuple[int, int] | None = ...,
     agree: Agree = ...,
     share: bool = ...,
@@ -183,7 +183,7 @@ def load(
     rename: Rename = None,
     allow: Allow = (),
     strict: bool = False,
-    framework: Literal["torch", "numpy"] | None = None,
+    framework: Literal["torch", "numpy", "jax"] | None = None,
     writer: tuple[int, int] | None = None,
     agree: Agree = None,
     share: bool = False,
@@ -214,8 +214,9 @@ def load(
             ``unexpected``, ``dtype``, ``streams``, ``loader``. With ``dtype``, tensors are
             converted to the live dtype, and optimizer state along with its parameter.
         strict: whether RNG streams of another number of processes are an error instead of a report.
-        framework: ``torch`` or ``numpy`` for the tensors of trees; None for torch if imported, else
-            numpy.
+        framework: ``torch``, ``numpy`` or ``jax`` for the tensors of trees; None for torch if
+            imported, else numpy. With ``jax``, arrays are on JAX's default device, and typed keys
+            come back as keys.
         writer, agree, deadline_s: as in `save`; an exchange by token needs a writable directory.
         share: whether a block wanted by several processes is read by a single process, and sent to
             the rest through torch.distributed. This is faster if the store is slower than the

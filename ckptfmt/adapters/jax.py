@@ -231,11 +231,65 @@ def encode(encoder: Encoder, value: jax.Array, name: str) -> object:
     inner = child_name(name, _KEY_DATA)
     data = jax.random.key_data(value)
     encoder.sources.append(source_of(data, field=encoder.field, name=inner, scope=encoder.scope))
-    return {FLATTENED: _kind_of_key(value), _KEY_DATA: TensorRef(inner, "numpy")}
+    kind = _kind_of_key(jax.random.key_impl(value))
+    return {FLATTENED: kind, _KEY_DATA: TensorRef(inner, "numpy")}
 
 
-def _kind_of_key(key: jax.Array) -> str:
-    return f"{_KEY_KIND}:{jax.random.key_impl(key)}"
+def _kind_of_key(implementation: object) -> str:
+    return f"{_KEY_KIND}:{implementation}"
+
+
+def _parts_of_key(key: Any) -> tuple[Any, Any]:
+    """Return the implementation of a typed key, and the key's numbers, or their shape and dtype.
+
+    Args:
+        key: an array of keys, or a `jax.ShapeDtypeStruct` with a key's dtype.
+    """
+    if not _is_abstract(key):
+        return jax.random.key_impl(key), jax.random.key_data(key)
+    kinds: list[Any] = []
+
+    def read(traced: jax.Array) -> jax.Array:
+        kinds.append(jax.random.key_impl(traced))
+        return jax.random.key_data(traced)
+
+    data = jax.eval_shape(read, key)
+    return kinds[0], jax.ShapeDtypeStruct(data.shape, data.dtype)
+
+
+def arrays_of(tree: Any, field: str) -> Any:
+    """Return a field's tree from `load_trees`, with JAX arrays and keys in place of numpy arrays.
+
+    The arrays are on JAX's default device. A tied tensor becomes one array.
+
+    Raises: StateError(STATE_UNSUPPORTED) for a dtype that JAX would convert.
+    """
+    made: dict[int, jax.Array] = {}
+
+    def convert(value: Any, name: str) -> Any:
+        if isinstance(value, np.ndarray):
+            if id(value) not in made:
+                made[id(value)] = _array_of(value, place_of(field, name))
+            return made[id(value)]
+        if not isinstance(value, dict | list | tuple):
+            return value
+        if isinstance(value, dict):
+            items = {key: convert(item, child_name(name, key)) for key, item in value.items()}
+            kind = value.get(FLATTENED)
+            if isinstance(kind, str) and kind.startswith(f"{_KEY_KIND}:"):
+                implementation = kind.removeprefix(f"{_KEY_KIND}:")
+                return jax.random.wrap_key_data(items[_KEY_DATA], impl=implementation)
+            return type(value)(items)
+        return type(value)(convert(item, child_name(name, i)) for i, item in enumerate(value))
+
+    return convert(tree, "")
+
+
+def _array_of(held: NDArray[Any], where: str) -> jax.Array:
+    if jax.dtypes.canonicalize_dtype(held.dtype) != held.dtype:
+        remedy = "Set jax.config.update('jax_enable_x64', True), or load with framework='numpy'."
+        raise _unsupported(f"JAX would convert {held.dtype}", where, remedy)
+    return jnp.asarray(held)
 
 
 def _box_of(index: Iterable[Any], shape: tuple[int, ...]) -> Box:
@@ -308,25 +362,25 @@ class _TreePlan:
 
     def _plan_key(self, path: tuple[object, ...], live: Any, name: str) -> Callable[[], object]:
         where = place_of(self._unit.field, name)
-        if _is_abstract(live):
-            detail = "a key's place can't be held by its shape"
-            self._plan.problem(
-                Code.STATE_UNSUPPORTED, where, f"{detail}: give a key, such as jax.random.key(0)"
-            )
-            return lambda: live
+        kind, data = _parts_of_key(live)
         at = _find_at(self._saved, path)
         found = at.get(FLATTENED) if isinstance(at, dict) else None
-        if found is not None and found != _kind_of_key(live):
+        if found is not None and found != _kind_of_key(kind):
             self._plan.problem(
-                Code.STATE_UNSUPPORTED, where, f"saved as {found}, here {_kind_of_key(live)}"
+                Code.STATE_UNSUPPORTED, where, f"saved as {found}, here {_kind_of_key(kind)}"
             )
             return lambda: live
-        data = jax.random.key_data(live)
         saved = self._find(child_name(name, _KEY_DATA), tuple(data.shape))
         if saved is None:
             return lambda: live
         make = _plan_array(self._plan, data, saved, name)
-        return lambda: jax.random.wrap_key_data(make(), impl=jax.random.key_impl(live))
+        sharding = live.sharding if _is_abstract(live) else None
+
+        def wrap() -> jax.Array:
+            key = jax.random.wrap_key_data(make(), impl=kind)
+            return key if sharding is None else jax.device_put(key, sharding)
+
+        return wrap
 
     def _plan_value(
         self, path: tuple[object, ...], live: object, name: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,11 @@ from ckptfmt.errors import Code, err
 from ckptfmt.state import place_of
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+#: The remedy for each dtype of ml_dtypes with less than a byte per element.
+_REMEDIES: Final = {
+    name: f"Save array.astype('{whole}'), and load with .astype('{name}'): no value changes."
+    for name, whole in (("int2", "int8"), ("int4", "int8"), ("uint2", "uint8"), ("uint4", "uint8"))
+}
 
 
 def dtype_name(dtype: np.dtype[Any], *, where: str) -> str:
@@ -24,9 +29,10 @@ def dtype_name(dtype: np.dtype[Any], *, where: str) -> str:
     """
     name = _find_name(dtype)
     if name is None:
-        raise err(
-            Code.STATE_UNSUPPORTED, f"the format has no dtype like numpy's {dtype}", where=where
-        )
+        detail = f"the format has no dtype like numpy's {dtype}"
+        if dtype.name in _REMEDIES:
+            raise err(Code.STATE_UNSUPPORTED, detail, where=where, remedy=_REMEDIES[dtype.name])
+        raise err(Code.STATE_UNSUPPORTED, detail, where=where)
     return name
 
 

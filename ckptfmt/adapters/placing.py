@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from ckptfmt.adapters import torch_side
+from ckptfmt.adapters import jax_side, torch_side
 from ckptfmt.adapters.live import Unit
 from ckptfmt.adapters.live_trees import (
     FLATTENED,
@@ -503,7 +503,9 @@ def take_named_leaf(plan: LoadPlan, unit: Unit) -> None:
             plan.taken_leaves.add(key)
 
 
-_FRAMEWORKS: Final = (None, "numpy", "torch")
+_FRAMEWORKS: Final = (None, "numpy", "torch", "jax")
+#: Fields whose arrays are tensors of the checkpoint.
+_FIELDS_OF_TENSORS: Final = ("weights", "optimizer", "data")
 
 #: The result of a selection that matches no part of a value.
 _NOTHING: Final = object()
@@ -521,25 +523,31 @@ def load_trees(
 
     Args:
         checkpoint: an open checkpoint.
-        framework: ``torch`` or ``numpy`` for all tensors. None for the saved framework of each
-            tensor, or numpy if the program hasn't loaded torch.
+        framework: ``torch``, ``numpy`` or ``jax`` for all tensors. None for the saved framework of
+            each tensor, or numpy if the program hasn't loaded torch.
         only: patterns of the names to load. Items of a mapping can be selected.
 
     Raises: StateError(ARGUMENT; STATE_UNSUPPORTED for a dtype that the framework lacks); and the
         errors of reading.
     """
     if framework not in _FRAMEWORKS:
-        raise err(Code.ARGUMENT, f"{framework!r} is neither 'torch' nor 'numpy'", where="framework")
-    if framework == "torch":
-        importlib.import_module("torch")
+        raise err(
+            Code.ARGUMENT, f"{framework!r} is none of 'torch', 'numpy', 'jax'", where="framework"
+        )
+    if framework in ("torch", "jax"):
+        importlib.import_module(framework)
     plan = LoadPlan(checkpoint, worker=0, worker_count=1, allow=frozenset(), only=only)
     if not plan.is_partial:
         checkpoint.open_parts(leaf.part for leaf in checkpoint.leaves.values())
-    trees = {field: _field(plan, field, framework) for field in FIELDS if field != "rng"}
+    kind = "numpy" if framework == "jax" else framework
+    trees = {field: _field(plan, field, kind) for field in FIELDS if field != "rng"}
     plan.check()
     checkpoint.plan_reading(plan.sinks).run()
     for action in plan.actions:
         action()
+    side = jax_side() if framework == "jax" else None
+    if side is not None:
+        trees.update({field: side.arrays_of(trees[field], field) for field in _FIELDS_OF_TENSORS})
     trees["rng"] = _streams(plan)
     return {field: trees[field] for field in FIELDS if trees[field] != {} or _is_there(plan, field)}
 

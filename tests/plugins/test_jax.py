@@ -291,6 +291,52 @@ def test_keys_of_another_kind_are_refused(tmp_path):
         )
 
 
+def test_keys_are_restored_by_their_shape(tmp_path):
+    saved = {
+        "one": jax.random.key(3),
+        "many": jax.random.split(jax.random.key(4), 8),
+        "rbg": jax.random.key(5, impl="rbg"),
+    }
+    ckptfmt.save(tmp_path / "c", State(extra=saved), step=1)
+    shapes = jax.eval_shape(lambda: saved)
+    sharding = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("x",)), P("x"))
+    many = jax.ShapeDtypeStruct((8,), shapes["many"].dtype, sharding=sharding)
+    state = State(extra=shapes | {"many": many})
+    load(tmp_path / "c", state)
+    for name, key in saved.items():
+        assert state.extra[name].dtype == key.dtype
+        assert bits(state.extra[name]) == bits(key)
+        assert jax.random.bits(state.extra[name].reshape(-1)[0]) == jax.random.bits(
+            key.reshape(-1)[0]
+        )
+    assert state.extra["many"].sharding.is_equivalent_to(sharding, 1)
+    other = State(extra=shapes | {"rbg": shapes["one"]})
+    assert code_of(lambda: load(tmp_path / "c", other)) == "STATE_UNSUPPORTED"
+
+
+def test_a_load_without_a_state_returns_arrays_of_jax(tmp_path):
+    weights = {"w": jnp.arange(6, dtype="bfloat16").reshape(2, 3), "b": [jnp.ones(2), 3]}
+    saved = State(
+        weights=weights,
+        optimizer=optax.adam(0.1).init(weights["b"][0]),
+        extra={"key": jax.random.key(7)},
+    )
+    ckptfmt.save(tmp_path / "c", saved, step=1)
+    trees = load(tmp_path / "c", framework="jax")
+    assert isinstance(trees["weights"]["w"], jax.Array)
+    assert trees["weights"]["w"].dtype == "bfloat16"
+    assert bits(trees["weights"]["w"]) == bits(weights["w"])
+    assert trees["weights"]["b"][1] == 3
+    assert trees["optimizer"]["extra/key"].dtype == saved.extra["key"].dtype
+    assert bits(trees["optimizer"]["extra/key"]) == bits(saved.extra["key"])
+    assert all(
+        isinstance(value, jax.Array)
+        for value in load(tmp_path / "c", only="weights:w", framework="jax")["weights"].values()
+    )
+    ckptfmt.save(tmp_path / "wide", State(weights={"w": np.ones(3)}), step=1)
+    assert code_of(lambda: load(tmp_path / "wide", framework="jax")) == "STATE_UNSUPPORTED"
+
+
 def test_what_cannot_be_saved_is_named(tmp_path):
     donated = jnp.ones(4)
     donated.delete()
