@@ -73,14 +73,18 @@ class Count:
         return -(-count * 10_000 // max(1, self.words)) / 10
 
 
-def count_files() -> dict[str, Count]:
-    """Return the counts of every source file of the three distributions, by its path."""
-    paths = [
-        path
+def list_paths() -> list[str]:
+    """Return the paths of the source files of the three distributions."""
+    return [
+        path.relative_to(ROOT).as_posix()
         for folder in ("ckptfmt", "conformance", "tools")
         for path in sorted((ROOT / folder).rglob("*.py"))
     ]
-    return {path.relative_to(ROOT).as_posix(): Count.of(path.read_text("utf-8")) for path in paths}
+
+
+def count_files() -> dict[str, Count]:
+    """Return the counts of every source file of the three distributions, by its path."""
+    return {path: Count.of((ROOT / path).read_text("utf-8")) for path in list_paths()}
 
 
 def read_list() -> dict[str, tuple[float, float, int]]:
