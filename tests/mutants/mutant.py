@@ -13,7 +13,7 @@ import sys
 import textwrap
 import tokenize
 import types
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -162,44 +162,72 @@ def _text_of(token: tokenize.TokenInfo) -> str:
 
 
 class _Broken:
-    """Puts a mutant's fault in around the body of each test, and remembers how each went."""
+    """Runs the tests of each mutant with its fault around the body of each test, and records the outcomes.
 
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant = mutant
-        self.outcomes: list[str] = []
+    Attributes:
+        outcomes: by name of the mutant, the outcomes of its tests.
+    """
+
+    def __init__(self, mutants: Mapping[str, Mutant]) -> None:
+        self._mutants = mutants
+        self._name = ""
+        self.outcomes: dict[str, list[str]] = {name: [] for name in mutants}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leave out what asks a server: a clause is as broken elsewhere."""
         items[:] = [item for item in items if kind_of(item) != "s3"]
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Run the tests of one mutant after the other; no fixture lives on from mutant to mutant."""
+        if session.testsfailed:
+            raise session.Interrupted("a test of a mutant can't be collected")
+        for name, mutant in self._mutants.items():
+            self._name = name
+            items = [item for item in session.items if _is_named(item, mutant.tests)]
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                # Where a debugger would look for it, pytest keeps the last error, and with it all
+                # that the test held.
+                for kept in ("last_exc", "last_type", "last_value", "last_traceback"):
+                    vars(sys).pop(kept, None)
+        return True
+
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_pyfunc_call(self) -> Generator[None, object, object]:
+        outcomes = self.outcomes[self._name]
         with contextlib.ExitStack() as fault:
             try:
-                fault.enter_context(self._mutant.patch())
+                fault.enter_context(self._mutants[self._name].patch())
             except Exception as error:
-                self.outcomes.append(f"stale: {error!r}")
+                outcomes.append(f"stale: {error!r}")
                 raise
             try:
                 answer = yield
             except STALE as error:
-                self.outcomes.append(f"stale: {error!r}")
+                outcomes.append(f"stale: {error!r}")
                 raise
             except (Exception, pytest.fail.Exception) as error:
-                self.outcomes.append(f"convicted: {error!r:.200}")
+                outcomes.append(f"convicted: {error!r:.200}")
                 raise
-        self.outcomes.append("passed")
+        outcomes.append("passed")
         return answer
 
 
-def convict(mutant: Mutant, tests: Sequence[str] = ()) -> list[str]:
-    """Run tests with a mutant, those that it names unless others are given.
+def _is_named(item: pytest.Item, tests: Sequence[str]) -> bool:
+    path = item.path.relative_to(TESTS).as_posix()
+    nodes = {f"{path}::{item.name}", f"{path}::{item.name.partition('[')[0]}"}
+    return not nodes.isdisjoint(tests)
+
+
+def convict(mutants: Mapping[str, Mutant]) -> dict[str, list[str]]:
+    """Run each mutant's tests with the mutant, all in one nested run of pytest.
 
     Returns:
-        How each test, with each of its parameters, went: "convicted: ...", "passed", or "stale:
-        ...".
+        By name of the mutant, the outcome of each test with each of its parameters: "convicted:
+        ...", "passed", or "stale: ...".
     """
-    broken = _Broken(mutant)
+    broken = _Broken(mutants)
     options = (
         "-q",
         "--no-header",
@@ -214,10 +242,6 @@ def convict(mutant: Mutant, tests: Sequence[str] = ()) -> list[str]:
     )
     # The second one collects the garbage of the whole process five times, at the end of each run.
     without = ("-p", "no:cacheprovider", "-p", "no:unraisableexception")
-    nodes = [str(TESTS / test) for test in tests or mutant.tests]
-    pytest.main([*options, *without, *nodes], plugins=[broken])
-    # Where a debugger would look for it, pytest keeps the last error, and with it all that the test
-    # held.
-    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
-        vars(sys).pop(name, None)
+    named = dict.fromkeys(test for mutant in mutants.values() for test in mutant.tests)
+    pytest.main([*options, *without, *(str(TESTS / test) for test in named)], plugins=[broken])
     return broken.outcomes
