@@ -93,6 +93,8 @@ TAGS: Final = 32
 MIXTURE_BLOCK: Final = 1 << 16
 #: Most samples of a source removed by skips from the order.
 SKIPPED: Final = 1 << 20
+#: Most open positions of a cursor: samples issued, but neither consumed nor discarded.
+OPEN_POSITIONS: Final = 1 << 20
 
 #: Default size of a block.
 BLOCK_NBYTES: Final = 1 << 20

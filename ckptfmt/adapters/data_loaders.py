@@ -13,6 +13,7 @@ whole run is loaded, since the count is valid on any number of workers.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Protocol
 
@@ -20,8 +21,10 @@ from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.data.cursor import Foreign, Per, dump_foreign, is_foreign, parse_foreign
 from ckptfmt.data.sampler import Sampler
+from ckptfmt.data.tickets import Share
 from ckptfmt.data.workers import distributed_worker
 from ckptfmt.errors import Code, err
+from ckptfmt.group import Group, attempt
 from ckptfmt.state import FirstWorker, PerWorker, State
 
 #: The member of topology that marks a launch which took no batch from its samplers, and the text of
@@ -41,6 +44,51 @@ def find_samplers(state: State) -> Iterator[Sampler]:
 def has_unread_samplers(state: State) -> bool:
     """Return whether steps were made without a batch from one of the state's samplers."""
     return any(sampler.is_unread for sampler in find_samplers(state))
+
+
+@contextlib.contextmanager
+def merged_shares(group: Group, state: State) -> Iterator[None]:
+    """Let samplers of several issuing workers return the cursor of all workers in the context.
+
+    Every process of the group enters the context at the same save.
+
+    Raises: LayoutError(WRITERS_DIVERGED); StateError(ARGUMENT, PEER_FAILED). Spec: REQ-PIP-003.
+    """
+    samplers = [sampler for sampler in find_samplers(state) if sampler.is_shared]
+    if not samplers or group.writer_count == 1:
+        yield
+        return
+    shares, error = attempt(lambda: [sampler.share().as_json() for sampler in samplers])
+    told = group.raise_together(error, value=shares)
+    if any(type(theirs) is not list or len(theirs) != len(samplers) for theirs in told):
+        raise err(
+            Code.WRITERS_DIVERGED,
+            "a Sampler with pipeline=True isn't in the State of each process",
+            where="State",
+            remedy="Give the sampler in every State; or issue on one process only, with"
+            " worker=(0, 1) and State(data=FirstWorker(sampler)).",
+        )
+    with contextlib.ExitStack() as stack:
+        for number, sampler in enumerate(samplers):
+            theirs = [Share.from_json(shares[number]) for shares in told]
+            stack.enter_context(sampler.merging(theirs))
+        yield
+
+
+def refuse_shares(state: State) -> None:
+    """Raise if the samples of a state were issued by several workers, which a save must merge.
+
+    Raises: StateError(ARGUMENT).
+    """
+    if any(sampler.is_shared for sampler in find_samplers(state)):
+        raise err(
+            Code.ARGUMENT,
+            "several workers issue samples of a Sampler, and a SaveAttempt has no exchange to merge"
+            " their shares",
+            where="State",
+            remedy="Save with ckptfmt.save or a Checkpointer; or issue on one process only, with"
+            " worker=(0, 1).",
+        )
 
 
 def _samplers_in(value: object) -> Iterator[Sampler]:

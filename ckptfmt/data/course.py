@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -344,6 +345,10 @@ HOLE: Final = -1
 
 #: Number of positions computed at once, to bound the memory of long ranges.
 _CHUNK: Final = 1 << 16
+#: Largest gap between positions computed in one range.
+_GAP: Final = 64
+#: Most positions of such a range.
+_RUN: Final = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,6 +375,25 @@ class Stretch:
             epochs=np.zeros(count, np.uint64),
             samples=np.zeros(count, np.int64),
             uses=np.full(count, COUNTS, np.int8),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Stretch]) -> Stretch:
+        """Return the rows of several stretches."""
+        return cls(
+            sources=np.concatenate([part.sources for part in parts]),
+            epochs=np.concatenate([part.epochs for part in parts]),
+            samples=np.concatenate([part.samples for part in parts]),
+            uses=np.concatenate([part.uses for part in parts]),
+        )
+
+    def take(self, rows: NDArray[np.int64]) -> Stretch:
+        """Return some rows."""
+        return Stretch(
+            sources=self.sources[rows],
+            epochs=self.epochs[rows],
+            samples=self.samples[rows],
+            uses=self.uses[rows],
         )
 
 
@@ -439,6 +463,21 @@ class Course:
                 if skip.policy == policy and skip.begin < end:
                     self._use(stretch, skip, begin, use)
         return stretch
+
+    def at(self, positions: Sequence[int]) -> Stretch:
+        """Return the sources, epochs, samples and uses of ascending positions."""
+        parts = [Stretch.empty(0)]
+        edges = [
+            i
+            for i, (before, after) in enumerate(itertools.pairwise(positions), 1)
+            if after - before > _GAP
+        ]
+        for first, last in itertools.pairwise([0, *edges, len(positions)]):
+            for begin in range(first, last, _RUN):
+                some = positions[begin : min(last, begin + _RUN)]
+                rows = np.array([position - some[0] for position in some], np.int64)
+                parts.append(self.stretch(some[0], some[-1] + 1).take(rows))
+        return Stretch.join(parts)
 
     def ledger(self, begin: int, end: int) -> Ledger:
         """Return the ledger of the counting samples in ``[begin, end)``. Spec: REQ-CUR-021."""
@@ -531,6 +570,7 @@ def check_order(cursor: Cursor) -> None:
     )
     _check_vector(cursor, course)
     _check_stand(cursor, course)
+    _check_open(cursor, course)
 
 
 def _check_vector(cursor: Cursor, course: Course) -> None:
@@ -545,6 +585,43 @@ def _check_vector(cursor: Cursor, course: Course) -> None:
         raise err(
             Code.CURSOR_FORM, detail, where="cursor/order/vector_check", requirement="REQ-CUR-006"
         )
+
+
+def _check_open(cursor: Cursor, course: Course) -> None:
+    """Check that each open position has a sample that counts. Spec: REQ-PIP-004."""
+    positions = [] if cursor.pipeline is None else list_positions(cursor.pipeline.open)
+    lacking = np.flatnonzero(course.at(positions).uses != COUNTS)
+    if len(lacking):
+        detail = f"position {positions[int(lacking[0])]} is open, but has no sample that counts"
+        raise err(Code.CURSOR_FORM, detail, where="cursor/pipeline/open", requirement="REQ-PIP-004")
+
+
+def list_positions(bounds: Sequence[int]) -> list[int]:
+    """Return the positions in ranges, given as begins and ends, alternately.
+
+    >>> list_positions([2, 4, 7, 8])
+    [2, 3, 7]
+    """
+    return [
+        position
+        for begin, end in zip(bounds[::2], bounds[1::2], strict=True)
+        for position in range(begin, end)
+    ]
+
+
+def list_bounds(positions: Sequence[int]) -> list[int]:
+    """Return begins and ends of the ranges of ascending positions, alternately.
+
+    >>> list_bounds([2, 3, 7])
+    [2, 4, 7, 8]
+    """
+    bounds: list[int] = []
+    for position in positions:
+        if bounds and bounds[-1] == position:
+            bounds[-1] = position + 1
+        else:
+            bounds += (position, position + 1)
+    return bounds
 
 
 def _check_stand(cursor: Cursor, course: Course) -> None:

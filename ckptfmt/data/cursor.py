@@ -38,6 +38,14 @@ In a mixture of sources, each source has its own epochs and its own position:
                  "stages": [{"from_pos": 0, "counts": {"books": 717, "code": 307}}]},
      ...}
 
+In a run that issues samples ahead and trains on the answers later, `pipeline` lists the positions
+below `global_pos` that are open, neither consumed nor discarded, as begins and ends of ranges:
+
+    {...
+     "pipeline": {"open": [76790, 76792, 76799, 76800],
+                  "discarded": {"alg": "mix64-add4-v1", "count": 3, "set_digest": "<64 hex>"}},
+     ...}
+
 The position of another library's data loader is opaque and valid for one number of workers only:
 
     {"kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0",
@@ -77,8 +85,8 @@ UINT64: Final = (1 << 64) - 1
 
 Tail: TypeAlias = Literal["carry", "drop", "pad_masked"]
 
-#: Members of version 1 that this reader doesn't know yet.
-_RESERVED: Final = ("pipeline", "foreign")
+#: The member of version 1 that this reader doesn't know yet.
+_RESERVED: Final = ("foreign",)
 _POSITION: Final = limits.DIM * (UINT64 + 1)
 _SET_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -182,6 +190,25 @@ class Ledger:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """The samples of a run that issues samples ahead and trains on the answers later.
+
+    Attributes:
+        open: the positions below `global_pos` that are neither consumed nor discarded: begins and
+            ends of ranges, alternately, ascending.
+        discarded: the samples that no step will consume.
+    """
+
+    open: tuple[int, ...]
+    discarded: Ledger
+
+    @property
+    def open_count(self) -> int:
+        """The number of open positions."""
+        return sum(self.open[1::2]) - sum(self.open[::2])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
     """A data cursor of one source, or of a mixture of sources."""
 
@@ -192,6 +219,7 @@ class Cursor:
     ledger: Ledger
     mixture: Mixture | None = None
     skips: tuple[Skip, ...] = ()
+    pipeline: Pipeline | None = None
 
 
 def dump_cursor(cursor: Cursor) -> dict[str, Any]:
@@ -199,7 +227,7 @@ def dump_cursor(cursor: Cursor) -> dict[str, Any]:
 
     Raises: CURSOR_FORM when its members contradict each other.
     Spec: REQ-CUR-001 to REQ-CUR-005, REQ-CUR-009 to REQ-CUR-011, REQ-CUR-015, REQ-CUR-017,
-        REQ-CUR-019.
+        REQ-CUR-019, REQ-PIP-001, REQ-PIP-002.
     """
     tree: dict[str, Any] = {
         "kind": KIND,
@@ -221,6 +249,11 @@ def dump_cursor(cursor: Cursor) -> dict[str, Any]:
         ]
         members = {name: getattr(cursor.mixture, name) for name in ("alg", "block", "seed")}
         tree["mixture"] = {**members, "stages": stages}
+    if cursor.pipeline is not None:
+        tree["pipeline"] = {
+            "open": list(cursor.pipeline.open),
+            "discarded": dataclasses.asdict(cursor.pipeline.discarded),
+        }
     parse_cursor(tree)
     return tree
 
@@ -242,13 +275,14 @@ def parse_cursor(tree: object, *, where: str = "cursor") -> Cursor:
 
     Raises: CURSOR_FORM, VERSION_UNSUPPORTED, FEATURE_UNSUPPORTED.
     Spec: REQ-CUR-001 to REQ-CUR-004, REQ-CUR-009 to REQ-CUR-011, REQ-CUR-015, REQ-CUR-017,
-        REQ-CUR-019.
+        REQ-CUR-019, REQ-PIP-001, REQ-PIP-002.
     """
     top = CursorMap.of(tree, where)
     _check_header(top)
     is_mixed = "mixture" in top.members
     names = ("kind", "v", "plan", "commit", "order", "sources", "skips", "ledger")
-    top.check_names(*names, *(("mixture",) if is_mixed else ()))
+    given = [name for name in ("mixture", "pipeline") if name in top.members]
+    top.check_names(*names, *given)
     sources = _parse_sources(top, is_mixed=is_mixed)
     lengths = {source.id: source.n for source in sources}
     cursor = Cursor(
@@ -259,6 +293,7 @@ def parse_cursor(tree: object, *, where: str = "cursor") -> Cursor:
         ledger=_parse_ledger(top.inner("ledger")),
         mixture=parse_mixture(top.inner("mixture"), lengths) if is_mixed else None,
         skips=parse_skips(top, lengths),
+        pipeline=_parse_pipeline(top.inner("pipeline")) if "pipeline" in given else None,
     )
     check_cursor(cursor, where)
     return cursor
@@ -393,6 +428,25 @@ def _parse_ledger(ledger: CursorMap) -> Ledger:
     return Ledger(count=ledger.integer("count", _POSITION), set_digest=set_digest)
 
 
+def _parse_pipeline(pipeline: CursorMap) -> Pipeline:
+    pipeline.check_names("open", "discarded")
+    where = f"{pipeline.where}/open"
+    bounds = pipeline.items("open")
+    if len(bounds) > 2 * limits.OPEN_POSITIONS:
+        refuse(f"more than {limits.OPEN_POSITIONS} ranges", where, "REQ-PIP-001")
+    ends = [bound for bound in bounds if type(bound) is int]
+    if len(ends) < len(bounds) or len(ends) % 2:
+        refuse("not a list of begins and ends of ranges", where, "REQ-PIP-001")
+    check_ascending(ends, where, "REQ-PIP-001")
+    if ends and ends[0] < 0:
+        refuse("a range begins before position 0", where, "REQ-PIP-001")
+    parsed = Pipeline(open=tuple(ends), discarded=_parse_ledger(pipeline.inner("discarded")))
+    if parsed.open_count > limits.OPEN_POSITIONS:
+        detail = f"more than {limits.OPEN_POSITIONS} positions are open"
+        refuse(detail, where, "REQ-PIP-001")
+    return parsed
+
+
 # --- consistency of the members -------------------------------------------------------------------
 
 
@@ -400,7 +454,8 @@ def check_cursor(cursor: Cursor, where: str = "cursor") -> None:
     """Raise if members of a cursor contradict each other. The order isn't computed for this.
 
     Raises: CURSOR_FORM.
-    Spec: REQ-CUR-004, REQ-CUR-010, REQ-CUR-015, REQ-CUR-019, REQ-CUR-021.
+    Spec: REQ-CUR-004, REQ-CUR-010, REQ-CUR-015, REQ-CUR-019, REQ-CUR-021, REQ-PIP-001,
+        REQ-PIP-002.
     """
     check_rules(cursor.plan, cursor.sources, cursor.mixture, cursor.skips, where)
     _check_sample(cursor, where)
@@ -486,9 +541,22 @@ def _check_count(cursor: Cursor, where: str) -> None:
     count = cursor.ledger.count
     position = cursor.commit.global_pos
     all_count = not cursor.skips and cursor.plan.tail != "pad_masked"
-    if count > position or (all_count and count != position):
-        detail = f"{count} samples in the ledger, {position} positions committed"
-        refuse(detail, f"{where}/ledger/count", "REQ-CUR-004" if all_count else "REQ-CUR-021")
+    pipeline = cursor.pipeline
+    if pipeline is None:
+        if count > position or (all_count and count != position):
+            detail = f"{count} samples in the ledger, {position} positions committed"
+            refuse(detail, f"{where}/ledger/count", "REQ-CUR-004" if all_count else "REQ-CUR-021")
+        return
+    if pipeline.open and pipeline.open[-1] > position:
+        detail = f"position {pipeline.open[-1] - 1} is open, and {position} positions were issued"
+        refuse(detail, f"{where}/pipeline/open", "REQ-PIP-001")
+    known = count + pipeline.discarded.count + pipeline.open_count
+    if known > position or (all_count and known != position):
+        detail = (
+            f"{count} samples were consumed, {pipeline.discarded.count} discarded, and"
+            f" {pipeline.open_count} are open, of {position} positions"
+        )
+        refuse(detail, f"{where}/pipeline", "REQ-PIP-002")
 
 
 # --- another library's position -------------------------------------------------------------------

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Final, Self
 
 from ckptfmt import limits
@@ -18,6 +18,7 @@ from ckptfmt.data.cursor import (
     Ledger,
     Mixture,
     Order,
+    Pipeline,
     Source,
     Tail,
     VectorCheck,
@@ -27,6 +28,7 @@ from ckptfmt.data.cursor import (
 )  # fmt: skip
 from ckptfmt.data.cursor_map import CursorMap, Policy, PosSkip, SampleSkip, ShardSkip, Skip
 from ckptfmt.data.shuffle import sample_indices
+from ckptfmt.data.tickets import Begin, Merged, Share, Ticket, Tickets, merge_shares
 from ckptfmt.data.workers import check_worker, count_primed, distributed_worker
 from ckptfmt.errors import CkptError, Code, err
 
@@ -133,6 +135,11 @@ class Sampler:
     consumed. After a skip, a batch may be shorter (``hole``) or have samples of weight zero
     (``mask``): see `weights` and `weight_sum`.
 
+    **Pipelines.** A loop that trains on answers out of order, such as reinforcement learning with
+    asynchronous generation, makes the sampler with ``pipeline=True``, and calls `issue`, `consume`
+    and `discard` instead of iterating. Each sample is then consumed or discarded once, in any
+    order and over any number of resumes.
+
     **Position.** A fetched batch isn't consumed yet. The cursor moves when a step is reported as
     done: by a `Checkpointer` for the samplers of its `State` (don't call `advance` then), otherwise
     by `commit` or `advance`. Iterators start at the cursor. Iterators from before a
@@ -158,6 +165,8 @@ class Sampler:
         micro_batches: number of consecutive pieces into which the iterator divides a worker's part
             of a step, for loops that accumulate gradients. A step is still counted once; `indices`
             has all samples of the step.
+        pipeline: whether samples are taken by `issue`, in any number for each step. Such a sampler
+            can't be iterated, and a load of its cursor claims at most S1.
 
     Raises: StateError(ARGUMENT).
 
@@ -189,6 +198,7 @@ class Sampler:
         mixture: Mapping[str, int] | Mapping[int, Mapping[str, int]] | None = None,
         tail: Tail = "carry",
         micro_batches: int = 1,
+        pipeline: bool = False,
     ) -> None:
         for name, number in (("global_batch", global_batch), ("micro_batches", micro_batches)):
             if not hasattr(number, "__index__") or not 1 <= number <= limits.DIM:
@@ -214,6 +224,9 @@ class Sampler:
         self.has_new_skips = False
         self._progress = _Progress()
         self._course = self._try_course(self._skips)
+        self._tickets = Tickets(Begin()) if pipeline else None
+        #: The samples of all workers, while `merging`.
+        self._merged: Merged | None = None
 
     @classmethod
     def from_state_dict(
@@ -248,6 +261,7 @@ class Sampler:
             if mixture is None
             else {stage.from_pos: stage.counts for stage in mixture.stages},
             tail=cursor.plan.tail,
+            pipeline=cursor.pipeline is not None,
         )
         sampler._mixture = mixture  # its seed may differ from the order's
         sampler.load_state_dict(state_dict)
@@ -263,9 +277,16 @@ class Sampler:
         """The number of positions consumed by the steps done, over all workers and the whole run.
 
         This is also the number of samples, except for skipped samples and samples that fill up
-        batches.
+        batches. With ``pipeline=True``, the end of the positions that this worker has issued.
         """
+        if self._tickets is not None:
+            return self._tickets.top
         return self._position_of(self.steps_done)
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether samples are taken by `issue`."""
+        return self._tickets is not None
 
     @property
     def is_unread(self) -> bool:
@@ -339,7 +360,7 @@ class Sampler:
     def can_go_back(self) -> bool:
         """Whether all live iterators have handed out exactly the batches of the steps done."""
         size = self._micro_batches
-        return all(
+        return not self.is_pipeline and all(
             one.primed == 0
             and one.threads <= {threading.get_ident()}
             and one.taken == (self.steps_done - one.first_step) * size
@@ -426,12 +447,14 @@ class Sampler:
                 Code.ARGUMENT,
                 f"{self.steps_done} steps are done; the cursor doesn't go back to {step}",
             )
+        if self._tickets is not None and step > self.steps_done:
+            self._tickets.commit()
         self._progress.told = True
         self._progress.steps_done = step
         drawn = self._progress.drawn
         for old in [number for number in drawn if number < step - 1]:
             del drawn[old]
-        if self.position - self._progress.counted_to >= _LEDGER_LAG:
+        if not self.is_pipeline and self.position - self._progress.counted_to >= _LEDGER_LAG:
             self._count()
 
     def samples_digest(self, step: int) -> int | None:
@@ -553,6 +576,13 @@ class Sampler:
         [5, 6, 0, 7]
         """
         begin = self.position if from_pos is None else from_pos
+        if self.is_shared and not self._is_untouched:
+            raise err(
+                Code.ARGUMENT,
+                "several workers have issued samples of the launch, up to different positions",
+                where="skip",
+                remedy="Skip before the first issue() after a load; or discard() the tickets.",
+            )
         if sum(what is not None for what in (samples, shard, positions)) != 1:
             raise err(Code.ARGUMENT, "give exactly one of samples=, shard= and positions=")
         name = self._sources[0].id if source is None and len(self._sources) == 1 else source
@@ -586,6 +616,9 @@ class Sampler:
         self._skips = (*self._skips, skip)
         self._loaded = None
         self.has_new_skips = True
+        if self._tickets is not None:
+            self._tickets.forget_ready()
+            return
         if begin < self._position_of(self._progress.steps_fetched):
             self._progress = dataclasses.replace(
                 self._progress, steps_fetched=self.steps_done, fetches=[], serving=None, moved=[]
@@ -594,8 +627,12 @@ class Sampler:
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor: the same tree on every worker, for any number of workers.
 
-        Raises: StateError(ARGUMENT) if hundreds of batches were fetched and no step was counted.
-        Spec: REQ-CUR-002, REQ-CUR-004, REQ-CUR-005, REQ-CUR-010, REQ-CUR-021.
+        If several workers issue samples, a save merges their shares first. Outside of a save the
+        result is then this worker's share, which `load_state_dict` refuses.
+
+        Raises: StateError(ARGUMENT) if hundreds of batches were fetched and no step was counted, or
+            hundreds of steps were counted and no ticket was consumed or discarded.
+        Spec: REQ-CUR-002, REQ-CUR-004, REQ-CUR-005, REQ-CUR-010, REQ-CUR-021, REQ-PIP-003.
         """
         ahead = self._progress.steps_fetched - self.steps_done
         if ahead > _AHEAD_MAX and not self._progress.told:
@@ -605,8 +642,11 @@ class Sampler:
                 detail,
                 remedy="Call sampler.advance() after each step, or sampler.commit(step).",
             )
-        if self._loaded is not None and self._loaded.commit.step == self.steps_done:
+        is_as_loaded = self._loaded is not None and self._loaded.commit.step == self.steps_done
+        if self._loaded is not None and is_as_loaded and self._is_untouched:
             return dump_cursor(self._loaded)
+        if self._tickets is not None:
+            return self._pipeline_tree(self._tickets)
         self._count()
         progress = self._progress
         cursor = self._cursor(
@@ -618,8 +658,153 @@ class Sampler:
         )
         return dump_cursor(cursor)
 
+    def _pipeline_tree(self, tickets: Tickets) -> dict[str, Any]:
+        """Return the cursor of a pipeline, or this worker's share of the cursor."""
+        steps = self.steps_done - self._progress.first_step
+        if steps > _AHEAD_MAX and not (self._is_untouched or tickets.is_answered):
+            raise err(
+                Code.ARGUMENT,
+                f"{steps} steps were counted, and no ticket was consumed or discarded",
+                remedy="Call sampler.consume(tickets) in the step that trains on the tickets.",
+            )
+        merged = self._merged
+        if merged is None:
+            share = self.share()
+            begin = tickets.begin
+            if share.worker_count > 1 and (steps or not share.is_untouched):
+                kind = "ckptfmt.data_cursor_share"
+                return {"kind": kind, "v": 1, "step": self.steps_done, "share": share.as_json()}
+            if share.worker_count > 1:
+                share = dataclasses.replace(
+                    share, worker=0, worker_count=1, next=begin.position, open=begin.open
+                )
+            merged = merge_shares([share], begin, self._course)
+        cursor = self._cursor(
+            self._course,
+            self._skips,
+            step=self.steps_done,
+            position=merged.position,
+            ledger=merged.ledger,
+        )
+        return dump_cursor(dataclasses.replace(cursor, pipeline=merged.pipeline))
+
+    # --- tickets ----------------------------------------------------------------------------------
+
+    def issue(self, count: int = 1) -> list[Ticket]:
+        """Return tickets for the next samples of this worker, for a pipeline.
+
+        The open positions of a loaded cursor come first: the samples that were issued, but neither
+        consumed nor discarded, before the saved step. The order has no end: a loop that stops after
+        an epoch compares `Ticket.epoch` or `Ticket.position`.
+
+        Any thread may call `issue`, `consume` and `discard`.
+
+        Raises: StateError(ARGUMENT) without ``pipeline=True``, or with more than
+            `limits.OPEN_POSITIONS` open tickets; StateError(WRITERS_UNKNOWN).
+
+        >>> sampler = Sampler(10, global_batch=4, seed=0, worker=(0, 1), pipeline=True)
+        >>> first, second, third = sampler.issue(3)
+        >>> first.position, first.sample
+        (0, 3)
+        >>> sampler.discard([third])
+        >>> sampler.consume([second])
+        >>> sampler.advance()
+        >>> resumed = Sampler(10, global_batch=4, seed=0, worker=(0, 1), pipeline=True)
+        >>> resumed.load_state_dict(sampler.state_dict())
+        >>> [ticket.position for ticket in resumed.issue(3)]
+        [0, 3, 4]
+        """
+        tickets = self._tickets_or_refuse("issue")
+        if not hasattr(count, "__index__") or count < 1:
+            raise err(Code.ARGUMENT, f"issue({count!r}) isn't a number of samples from 1 on")
+        self._progress.read = True
+        return tickets.issue(
+            count,
+            course=self._course,
+            names=[source.id for source in self._sources],
+            worker=self._worker or distributed_worker(),
+        )
+
+    def consume(self, tickets: Iterable[Ticket]) -> None:
+        """Record tickets as trained in the step that the loop is now in.
+
+        The samples are consumed once the step is counted: a save before then still has them as
+        open. Call this within the last step that trains on the samples.
+
+        Raises: StateError(ARGUMENT) for a ticket that was consumed or discarded before, or that
+            another launch issued. Then none of the tickets is recorded.
+        """
+        self._tickets_or_refuse("consume").consume(tickets)
+
+    def discard(self, tickets: Iterable[Ticket]) -> None:
+        """Record that no step will train on tickets, such as prompts with useless answers.
+
+        The cursor has the number and a digest of all discarded samples.
+
+        Raises: as `consume`.
+        """
+        self._tickets_or_refuse("discard").discard(tickets)
+
+    @property
+    def outstanding(self) -> list[Ticket]:
+        """The tickets that are neither consumed nor discarded, in the order of issue.
+
+        Raises: StateError(ARGUMENT) without ``pipeline=True``.
+        """
+        return self._tickets_or_refuse("outstanding").outstanding()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several workers issue samples, whose shares a save merges."""
+        return self.is_pipeline and (self._worker or distributed_worker())[1] > 1
+
+    @property
+    def _is_untouched(self) -> bool:
+        """Whether this worker has issued no ticket; while `merging`, whether no worker has."""
+        if self._merged is not None:
+            return self._merged.is_untouched
+        return self._tickets is None or self._tickets.is_untouched
+
+    def share(self) -> Share:
+        """Return this worker's share of the samples issued by the workers of a launch.
+
+        Raises: StateError(ARGUMENT) without ``pipeline=True``; StateError(WRITERS_UNKNOWN).
+        """
+        return self._tickets_or_refuse("share").share(self._worker or distributed_worker())
+
+    @contextlib.contextmanager
+    def merging(self, shares: Sequence[Share]) -> Iterator[None]:
+        """Let `state_dict` return the cursor of all workers within the context.
+
+        Args:
+            shares: the shares of all workers.
+
+        Raises: as `ckptfmt.data.tickets.merge_shares`.
+        """
+        tickets = self._tickets_or_refuse("merging")
+        self._merged = merge_shares(shares, tickets.begin, self._course)
+        try:
+            yield
+        finally:
+            self._merged = None
+
+    def _tickets_or_refuse(self, name: str) -> Tickets:
+        if self._tickets is None:
+            raise err(
+                Code.ARGUMENT,
+                f"{name} is called on a sampler that is read by iterating",
+                where=_STEPS,
+                remedy="Pass pipeline=True to Sampler.",
+            )
+        return self._tickets
+
+    # --- positions --------------------------------------------------------------------------------
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to the position of a cursor. Right afterwards, `state_dict` returns the same cursor.
+
+        A loop with ``pipeline=True`` stops its other threads first: tickets from before the load
+        are invalid.
 
         The number of workers may differ; with the tail ``carry``, `global_batch` may differ; and
         stages of a mixture after the cursor's position may differ. The skips are taken from the
@@ -628,7 +813,7 @@ class Sampler:
         Raises: FormatError(CURSOR_FORM), UnsupportedError; StateError(CONFIG_IDENTITY) if a data
             set's length, name or fingerprint, the seed, the tail, or the consumed part of the
             mixture differs.
-        Spec: REQ-CUR-001 to REQ-CUR-004, REQ-CUR-006, REQ-CUR-014.
+        Spec: REQ-CUR-001 to REQ-CUR-004, REQ-CUR-006, REQ-CUR-014, REQ-PIP-004.
         """
         cursor = parse_cursor(dict(state_dict))
         self._check_same(cursor)
@@ -652,6 +837,16 @@ class Sampler:
             counted=cursor.ledger,
             counted_to=position,
         )
+        if self._tickets is not None:
+            pipeline = cursor.pipeline or Pipeline(open=(), discarded=EMPTY)
+            self._tickets = Tickets(
+                Begin(
+                    position=position,
+                    open=pipeline.open,
+                    ledger=cursor.ledger,
+                    discarded=pipeline.discarded,
+                )
+            )
 
     def _position_of(self, step: int) -> int:
         return (
@@ -660,6 +855,14 @@ class Sampler:
         )
 
     def _first_position(self, step: int) -> int:
+        if self.is_pipeline:
+            raise err(
+                Code.ARGUMENT,
+                "the sampler has pipeline=True: steps have no samples of their own",
+                where=_STEPS,
+                remedy="Call issue(), consume() and discard(); or make the sampler without"
+                " pipeline=True, and iterate.",
+            )
         if step < self._progress.first_step:
             raise err(
                 Code.ARGUMENT, f"step {step} is before the first one, {self._progress.first_step}"
@@ -744,6 +947,8 @@ class Sampler:
             "tail": (cursor.plan.tail, self._plan.tail),
             "mixture": (_begun(cursor.mixture, position), _begun(self._mixture, position)),
         }
+        if cursor.pipeline is not None:
+            pairs["pipeline"] = (True, self.is_pipeline)
         if self._plan.tail != "carry":  # the ends of epochs depend on it
             pairs["global_batch"] = (cursor.plan.global_batch, self._plan.global_batch)
         for name, (theirs, ours) in pairs.items():

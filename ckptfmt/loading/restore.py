@@ -399,6 +399,11 @@ def _compare_cursors(plan: LoadPlan, saved: object, now: object, where: str) -> 
         for path, before, after in find_differences(*(cursor.get(part) for cursor in cursors)):
             plan.downgrades.append(f"{where}: {part}/{path}: saved {before!r}, here {after!r}")
             plan.reorders |= part == "mixture"
+    if any("pipeline" in cursor for cursor in cursors):
+        plan.downgrades.append(
+            f"{where}: pipeline: the samples are issued in the same order, each is consumed or"
+            " discarded once, and the steps that train on them follow the times of the answers"
+        )
 
 
 def _compare_schedules(

@@ -655,6 +655,8 @@ def _position_of(samplers: Iterable[Sampler], step: int) -> tuple[int | None, in
     position: int | None = None
     samples: int | None = None
     for sampler in samplers:
+        if sampler.is_pipeline:  # the samples of a step follow the times of the answers
+            continue
         position = (position or 0) + sampler.position
         drawn = sampler.samples_digest(step - 1)
         if drawn is not None:

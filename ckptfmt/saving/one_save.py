@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.adapters.capture import capture
+from ckptfmt.adapters.data_loaders import merged_shares
 from ckptfmt.adapters.data_position import DataPosition
 from ckptfmt.box import Box
 from ckptfmt.documents.holdings import Structure
@@ -130,7 +131,8 @@ def agree_on_save(
         snapshot = _take(state, group, ownership, step=number, unsaved=unsaved)
         return dataclasses.replace(snapshot, labels=labels)
 
-    snapshot, error = attempt(take)
+    with merged_shares(group, state):
+        snapshot, error = attempt(take)
     mine = {
         "step": 0 if snapshot is None else operator.index(proposed.step),
         "fingerprint": "" if snapshot is None else ownership.fingerprint,

@@ -14,6 +14,7 @@ from typing import Any, Final, Self, SupportsFloat
 
 from ckptfmt import limits
 from ckptfmt.adapters.capture import capture
+from ckptfmt.adapters.data_loaders import refuse_shares
 from ckptfmt.commit.lone import own_place
 from ckptfmt.commit.waiting import list_held_attempts
 from ckptfmt.digest import digest_text
@@ -219,6 +220,7 @@ class SaveAttempt:
         store = self._open(path)
         try:
             labels = Labels.of(metrics, tags) if writer == 0 else NO_LABELS
+            refuse_shares(state)
             snapshot = capture(state, worker=writer, worker_count=self.origin.writer_count)
             snapshot = dataclasses.replace(snapshot, labels=labels)
         except CkptError as error:

@@ -177,11 +177,31 @@ def answer_context(path, request):
         value = parse_tree(content, where="tree.msgpack")
         if "samples" in request:
             return answer_samples(value, request["samples"])
+        if "tickets" in request:
+            return answer_tickets(value, request["tickets"])
     return {
         "tree": tagged(
             msgpack.unpackb(dump_tree(value, where="tree.msgpack"), strict_map_key=False)
         )
     }
+
+
+def answer_tickets(cursor, asked):
+    """As one that knows its data goes on with a pipeline."""
+    found = {}
+    alone = {"worker": 0, "worker_count": 1}
+    sampler = sampler_for(cursor, alone)
+    if "issued" in asked:
+        tickets = {ticket.position: ticket for ticket in sampler.issue(asked["issued"])}
+        for step in asked["steps"]:
+            sampler.consume(map(tickets.__getitem__, step["consume"]))
+            sampler.discard(map(tickets.__getitem__, step["discard"]))
+            sampler.advance()
+        cursor = sampler.state_dict()
+        found = {"pipeline": cursor["pipeline"], "ledger": cursor["ledger"]}
+        sampler = sampler_for(cursor, alone)
+    rows = [[at.position, at.source, at.epoch, at.sample] for at in sampler.issue(asked["count"])]
+    return {"tickets": rows, **found}
 
 
 def answer_samples(cursor, asked):
@@ -227,6 +247,7 @@ def sampler_for(cursor, asked):
         source=name,
         mixture=mixture and {stage["from_pos"]: stage["counts"] for stage in mixture["stages"]},
         tail=cursor["plan"]["tail"],
+        pipeline="pipeline" in cursor,
     )
     sampler.load_state_dict(cursor)
     return sampler

@@ -120,7 +120,6 @@ def test_an_edit_is_refused_by_its_requirement_and_place(pointer, value, require
         ("skips", [{"scope": "token"}]),
         ("skips", [{"scope": "pos", "policy": "twice", "reason": "", "range": [0, 1]}]),
         ("mixture", {"alg": "block-det-v2"}),
-        ("pipeline", []),
         ("foreign", []),
     ],
 )
@@ -172,6 +171,45 @@ SKIPPING: dict[str, Any] = {**VALID, "skips": [SAMPLES, SHARD, POSITIONS]}
 def test_mixtures_and_skips_come_back_as_they_were(tree):
     assert dump_cursor(parse_cursor(tree)) == tree
     assert parse_tree(dump_tree(tree, where="data"), where="data") == tree
+
+
+PIPELINE: dict[str, Any] = {
+    **VALID,
+    "ledger": {**VALID["ledger"], "count": 760},
+    "pipeline": {
+        "open": [5, 8, 700, 701],
+        "discarded": {"alg": "mix64-add4-v1", "count": 4, "set_digest": "0f" * 32},
+    },
+}
+
+
+@pytest.mark.parametrize("tree", [PIPELINE, {**PIPELINE, "skips": [POSITIONS]}])
+def test_a_pipeline_comes_back_as_it_was(tree):
+    assert dump_cursor(parse_cursor(tree)) == tree
+    assert parse_tree(dump_tree(tree, where="data"), where="data") == tree
+
+
+@pytest.mark.parametrize(
+    ("pointer", "value", "requirement"),
+    [
+        ("pipeline", [], "REQ-CUR-002"),
+        ("pipeline/open", ..., "REQ-CUR-002"),
+        ("pipeline/open", {}, "REQ-CUR-002"),
+        ("pipeline/open", [5, 8, 700], "REQ-PIP-001"),
+        ("pipeline/open", [5, 8, 8, 9], "REQ-PIP-001"),
+        ("pipeline/open", [8, 5, 700, 701], "REQ-PIP-001"),
+        ("pipeline/open", [False, 3, 700, 701], "REQ-PIP-001"),
+        ("pipeline/open", [-1, 2, 700, 701], "REQ-PIP-001"),
+        ("pipeline/open", [5, 8, 768, 769], "REQ-PIP-001"),
+        ("pipeline/open", [0, (1 << 20) + 1], "REQ-PIP-001"),
+        ("pipeline/open", [5, 8], "REQ-PIP-002"),
+        ("pipeline/discarded/count", 5, "REQ-PIP-002"),
+        ("pipeline/discarded/set_digest", "0", "REQ-CUR-002"),
+        ("ledger/count", 768, "REQ-PIP-002"),
+    ],
+)
+def test_an_edit_of_a_pipeline_is_refused(pointer, value, requirement):
+    assert refusal(edited(pointer, value, PIPELINE)) == (Code.CURSOR_FORM, requirement)
 
 
 def refusal(tree):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.data import sampler
 from ckptfmt.data.course import Course
 from ckptfmt.data.sampler import Sampler
+from ckptfmt.data.tickets import Tickets
 from ckptfmt.loading import restore
 from tests.mutants.mutant import Mutant, replaced
 
@@ -43,6 +45,18 @@ def _without_a_word(right: Any, plan: LoadPlan, *arguments: Any, **options: Any)
 def _steps_for_positions(right: Any, self: Sampler, **skip: Any) -> None:
     with mock.patch.object(Sampler, "position", property(lambda self: self.steps_done)):
         right(self, **skip)
+
+
+def _at_once(right: Any, self: Tickets, tickets: Any) -> None:
+    right(self, tickets)
+    self.commit()
+
+
+def _without_the_late(right: Any, shares: Any, *others: Any) -> Any:
+    """Take positions that a slow worker hasn't issued for consumed ones."""
+    shares = list(shares)
+    top = max(share.top for share in shares)
+    return right([dataclasses.replace(share, next=top) for share in shares], *others)
 
 
 MUTANTS = {
@@ -94,6 +108,20 @@ MUTANTS = {
         patch=replaced(Sampler, "skip", _steps_for_positions),
         tests=(
             "data/test_sampler_orders.py::test_a_skip_that_cannot_be_is_refused_and_nothing_changes[options6]",
+        ),
+    ),
+    "positions_of_slow_workers": Mutant(
+        clauses=("REQ-PIP-003",),
+        fault="leaves out positions below the end of the issued ones that no worker has issued",
+        patch=replaced(sampler, "merge_shares", _without_the_late),
+        tests=("data/test_tickets.py::test_a_worker_that_is_slower_leaves_its_positions_open",),
+    ),
+    "consumed_before_the_step_is_done": Mutant(
+        clauses=("REQ-PIP-003",),
+        fault="drops samples of a step that isn't finished from the open ones",
+        patch=replaced(Tickets, "consume", _at_once),
+        tests=(
+            "data/test_tickets.py::test_a_ticket_is_consumed_once_its_step_is_counted_and_no_earlier",
         ),
     ),
     "stages_of_what_was_consumed": Mutant(

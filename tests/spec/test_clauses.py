@@ -274,7 +274,7 @@ def test_objects_of_a_schema_are_closed(name):
         if schema.get("type") == "object" and "properties" in schema:
             assert schema["additionalProperties"] is False
             optional = set(schema["properties"]) - set(schema["required"])
-            assert optional <= {"durability", "metrics", "suspect", "tags"}, (
+            assert optional <= {"durability", "metrics", "pipeline", "suspect", "tags"}, (
                 "nothing is optional but what stands behind a feature"
             )
 

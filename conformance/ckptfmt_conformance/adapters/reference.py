@@ -96,6 +96,7 @@ class Reference:
                     "launch",
                     "loader",
                     "samples",
+                    "tickets",
                     *(f"parse-{form}" for form in _FORMS),
                 }
             ),
@@ -160,11 +161,16 @@ class Reference:
         return {"digest": report.digest}
 
     def context(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Return a tree as tagged JSON, the next samples, or another library's loader state."""
+        """Return a tree as tagged JSON, the next samples, or another library's loader state.
+
+        The samples are those of steps, or of tickets.
+        """
         with self._broken_as_said(), _phase("open"):
             match request or {}:
                 case {"samples": asked}:
                     return self.samples((path / "tree.msgpack").read_bytes(), asked)
+                case {"tickets": asked}:
+                    return self.tickets((path / "tree.msgpack").read_bytes(), asked)
                 case {"loader": asked}:
                     with self._open(path, {}) as checkpoint:
                         return _loader(checkpoint, asked)
@@ -228,6 +234,26 @@ class Reference:
         name = sampler.state_dict()["sources"][0]["id"]
         steps = range(sampler.steps_done, sampler.steps_done + asked["steps"])
         return {"steps": [[*_rows(sampler, step, name)] for step in steps], **found}
+
+    def tickets(self, content: bytes, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Continue a pipeline from a cursor, and return the next tickets of the only worker."""
+        state = parse_tree(content, where="tree.msgpack")
+        sampler = Sampler.from_state_dict(state, worker=(0, 1))
+        found: dict[str, Any] = {}
+        if "issued" in asked:
+            tickets = {ticket.position: ticket for ticket in sampler.issue(asked["issued"])}
+            for step in asked["steps"]:
+                sampler.consume([tickets[position] for position in step["consume"]])
+                sampler.discard([tickets[position] for position in step["discard"]])
+                sampler.advance()
+            saved = sampler.state_dict()
+            found = {"pipeline": saved["pipeline"], "ledger": saved["ledger"]}
+            sampler = Sampler.from_state_dict(saved, worker=(0, 1))
+        rows = [
+            [ticket.position, ticket.source, ticket.epoch, ticket.sample]
+            for ticket in sampler.issue(asked["count"])
+        ]
+        return {"tickets": rows, **found}
 
     def launch(self, path: Path) -> dict[str, Any]:
         """Begin a launch on a copy of a run, and return the launch's resumed checkpoint."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 from conformance.generate.cases import Page
@@ -78,6 +79,31 @@ def tailed(tail: str) -> dict[str, Any]:
     tree = cursor() | {"sources": [{"id": "books", "fingerprint": None, "n": 10}]}
     tree["plan"]["tail"] = tail
     return went_on(tree, 7)
+
+
+def pipelined(
+    tree: dict[str, Any], end: int, pending: Collection[int], discarded: Collection[int]
+) -> dict[str, Any]:
+    """Return a cursor with `end` positions issued, after five steps.
+
+    Args:
+        pending: positions that are neither consumed nor discarded.
+        discarded: positions of the discarded samples.
+    """
+    tree = copy.deepcopy(tree)
+    tree["plan"] |= {"global_batch": 1}
+    tree = went_on(tree, end)
+    tree["commit"]["step"] = 5
+    tree["plan"] |= {"global_batch": 4}
+    places = list(course(tree, end))
+    left = {*pending, *discarded}
+    tree["ledger"] = ledger_of([place for at, place in enumerate(places) if at not in left])
+    bounds = [at for at in range(end + 1) if (at in pending) != (at - 1 in pending)]
+    tree["pipeline"] = {
+        "open": bounds,
+        "discarded": ledger_of([places[at] for at in discarded]),
+    }
+    return tree
 
 
 def went_on(tree: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -196,6 +222,30 @@ def _valid_orders(made: Page) -> None:
             tailed("pad_masked"),
             "CUR-015 CUR-016 CUR-021",
             "the last batch of each epoch is filled up",
+        ),
+        (
+            "pipeline",
+            pipelined(cursor(), 40, {3, 7, 8, 9, 39}, {1, 2, 30}),
+            "PIP-001 PIP-002 PIP-003",
+            "samples are issued ahead, some discarded",
+        ),
+        (
+            "pipeline-ended",
+            pipelined(cursor(), 110, (), {104}),
+            "PIP-001 PIP-002 CUR-004",
+            "each of the issued samples is consumed or discarded",
+        ),
+        (
+            "pipeline-skips",
+            pipelined(skipping(), 29, {15, 16, 28}, {19}),
+            "PIP-002 CUR-004 CUR-021",
+            "samples are issued ahead, and skips leave some out",
+        ),
+        (
+            "pipeline-mixed",
+            pipelined(mixed(), 47, {40, 41, 44}, {45}),
+            "PIP-001 PIP-002 CUR-010",
+            "two sources, whose samples are issued ahead",
         ),
     ):
         made.accept(f"cursor-{slug}", _plan(tree), clauses, says, why=why)
@@ -387,7 +437,13 @@ def _cursors(made: Page) -> None:
 
 def _cursors_of_orders(made: Page, why: str) -> None:
     """Add refused cursors of mixtures, skips and tails."""
-    bases = {"mixed": mixed(), "skips": skipping(), "drop": tailed("drop")}
+    bases = {
+        "mixed": mixed(),
+        "skips": skipping(),
+        "drop": tailed("drop"),
+        "pipeline": pipelined(cursor(), 40, {3, 7, 8, 9, 39}, {1, 2, 30}),
+        "pipeline-skips": pipelined(skipping(), 29, {15, 16, 28}, {19}),
+    }
     for slug, base, clauses, path, value in (
         ("same-name", "mixed", "CUR-009", "sources/1/id", "books"),
         ("positions", "mixed", "CUR-010", "sources/1/pos", 2),
@@ -405,6 +461,17 @@ def _cursors_of_orders(made: Page, why: str) -> None:
         ("skip-of-nothing", "skips", "CUR-017", "skips/3/range", [20, 20]),
         ("skip-of-all", "skips", "CUR-019", "skips/0/ids", list(range(30))),
         ("ledger-beyond", "skips", "CUR-021", "ledger/count", 49),
+        ("open-odd", "pipeline", "PIP-001", "pipeline/open", [3, 4, 7]),
+        ("open-unsorted", "pipeline", "PIP-001", "pipeline/open", [7, 10, 3, 4, 39, 40]),
+        ("open-touching", "pipeline", "PIP-001", "pipeline/open", [3, 4, 7, 8, 8, 10, 39, 40]),
+        ("open-negative", "pipeline", "PIP-001", "pipeline/open", [-1, 1, 7, 10]),
+        ("open-beyond", "pipeline", "PIP-001", "pipeline/open", [3, 4, 7, 10, 40, 41]),
+        ("open-as-text", "pipeline", "PIP-001", "pipeline/open", ["3", "4"]),
+        ("open-forgotten", "pipeline", "PIP-002", "pipeline/open", [7, 10, 39, 40]),
+        ("discarded-forgotten", "pipeline", "PIP-002", "pipeline/discarded/count", 2),
+        ("discarded-beyond", "pipeline-skips", "PIP-002", "pipeline/discarded/count", 27),
+        ("pipeline-counts-all", "pipeline", "PIP-002", "ledger/count", 40),
+        ("pipeline-and-more", "pipeline", "CUR-002", "pipeline/world_size", 8),
     ):
         made.reject(
             f"cursor-{slug}",

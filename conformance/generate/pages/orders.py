@@ -13,7 +13,7 @@ from conformance.generate.cases import Page
 from conformance.generate.course import Place, course, positions, worker_part
 from conformance.generate.model import build
 from conformance.generate.order import sample_at
-from conformance.generate.pages.context import cursor, tree_of, went_on
+from conformance.generate.pages.context import cursor, pipelined, tree_of, went_on
 from conformance.generate.plans import Leaf, Plan, Tensor
 from conformance.generate.tagged import tagged
 from conformance.generate.wire import msgpack
@@ -33,6 +33,7 @@ def page() -> Page:
     _mixtures(made)
     _skips(made)
     _ahead(made)
+    _pipelines(made)
     _refused(made)
     _refused_mixtures(made)
     _loaders(made)
@@ -365,6 +366,79 @@ def _ahead(made: Page) -> None:
             ahead=ahead,
             why=why,
         )
+
+
+def _pipelines(made: Page) -> None:
+    """Add runs with samples issued ahead: open samples come first."""
+    why = "who loses what was under way leaves these samples out, and nothing else shows it"
+    some = {9, 10, 15, 19}
+    holes = [skip_positions("hole", 21, 23), skip_samples("mask", [2, 11], 0)]
+    skipping = plain(skips=holes)
+    uses = [place.use for place in course(skipping, 24)]
+    for slug, tree, end, pending, discarded, then, clauses, says in (
+        ("plain", plain(), 20, some, {3, 18}, (), "PIP-004", "some samples are open"),
+        ("none-open", plain(), 20, (), {3}, (), "PIP-004", "no sample is open"),
+        ("skips", skipping, 21, {at for at in some if uses[at] == "counts"}, (), (),
+         "PIP-004 CUR-018", "the next positions have no samples"),
+        ("mixed", mixed(), 26, {20, 22, 25}, {21}, (), "PIP-004 CUR-012", "three sources"),
+        ("goes-on", plain(), 20, some, {3, 18}, (((19, 10), (21,)), ((9,), ())),
+         "PIP-003 PIP-004", "two more steps are done out of order"),
+    ):  # fmt: skip
+        base = pipelined(tree, end, pending, discarded)
+        asked: Tree = {"count": 6}
+        result: Tree = {}
+        if then:
+            asked["issued"] = 7
+            asked["steps"] = [
+                {"consume": list(consumed), "discard": list(dropped)} for consumed, dropped in then
+            ]
+            first = sorted(pending) + list(range(end, end + 7 - len(pending)))
+            done = {at for step in then for at in step[0]}
+            dropped = {at for step in then for at in step[1]}
+            after = pipelined(
+                tree, first[-1] + 1, {*first} - done - dropped, {*discarded, *dropped}
+            )
+            result = {"pipeline": after["pipeline"], "ledger": after["ledger"]}
+            due = [at for at in first if at not in done | dropped]
+            due += range(first[-1] + 1, first[-1] + 7)
+        else:
+            due = [*sorted(pending), *range(end, end + 12)]
+        places = list(course(tree, end + 30))
+        made.ask(
+            f"tickets-{slug}",
+            "",
+            "context",
+            {"tickets": asked},
+            clauses,
+            says,
+            why=why,
+            result={
+                "tickets": [
+                    [at, places[at].source, places[at].epoch, places[at].sample]
+                    for at in due
+                    if places[at].use == "counts"
+                ][:6],
+                **result,
+            },
+            files=_files(base),
+            bug="WRONG_RUN",
+            features=["tickets"],
+        )
+    made.reject(
+        "tickets-hole",
+        "context/valid/tickets-skips",
+        None,
+        "PIP-004",
+        "CURSOR_FORM",
+        "an open position has no sample",
+        why=why,
+        bug="WRONG_RUN",
+        phase="open",
+        kind="context",
+        files=_files(pipelined(skipping, 24, {9, 22}, ())),
+        request={"tickets": {"count": 2}},
+        features=["tickets"],
+    )
 
 
 # --- refusals -------------------------------------------------------------------------------------
