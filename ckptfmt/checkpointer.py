@@ -399,7 +399,7 @@ class Checkpointer:
     @step.setter
     def step(self, step: int) -> None:
         self.restore()
-        self._tell(step)
+        self._unsaved.note_counted(self._tell(step))
 
     def _tell(self, step: int) -> int:
         """Count steps, let the witness record them, and return the number of new steps.

@@ -222,6 +222,9 @@ class State:
         absent: reasons for fields left out on purpose.
         init_from: the checkpoint from which the state's run began, or None. A `Checkpointer` sets
             this attribute; saves copy it into the provenance.
+        doubts: reasons why a resume from this state can't be exact, found by a framework's plug-in.
+            A plug-in assigns the reasons before a save; process 0's are saved, and lower the claim
+            of each load.
 
     Raises: StateError(ARGUMENT).
 
@@ -240,6 +243,7 @@ class State:
     harmless: tuple[str, ...] = ()
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
     init_from: Mapping[str, object] | None = dataclasses.field(default=None, init=False)
+    doubts: tuple[str, ...] = dataclasses.field(default=(), init=False)
 
     def __post_init__(self) -> None:
         for name in ("identity", "harmless"):

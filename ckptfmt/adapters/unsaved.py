@@ -67,8 +67,9 @@ class Unheld:
             saves: whether the state is saved now. If false, pending gradients don't matter.
         """
         side: Any = torch_side()
+        doubts = [Unsaved("NOT_EXACT", text) for text in state.doubts]
         if side is None or state.rng is False:
-            return []
+            return doubts
         units = list(walk(state, worker=self._worker))
         values = [unit.value for unit in units]
         trees = [
@@ -92,7 +93,7 @@ class Unheld:
             strangers = self._watch.list_strangers(parameters)
             found += [_of_optimizer(one) for one in strangers if not is_copied(one)]
             found += [PENDING] if saves and self._watch.has_pending_gradients() else []
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys((*found, *doubts)))
 
     def close(self) -> None:
         """Stop observing optimizers."""

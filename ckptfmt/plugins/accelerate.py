@@ -26,7 +26,10 @@ Bit for bit: a resume at any step, also in the middle of an epoch, of a shuffled
 without ``use_seedable_sampler``, and of a StatefulDataLoader. accelerate alone doesn't restore the
 order of an epoch. After `skip_first_batches`, accelerate doesn't restore the random numbers either.
 The plug-in records the RNG streams at the start of an iterator, and creates the next iterator with
-the same streams. The plug-in counts the batches of a loader separately from updates: there are
+the same streams. With a StatefulDataLoader, and with persistent worker processes, an epoch
+therefore draws one random number more, or at another moment, than with accelerate alone.
+
+The plug-in counts the batches of a loader separately from updates: there are
 fewer updates than batches where gradients are accumulated or a scaler skips a step. Call the
 accelerator's method `skip_first_batches`; the plug-in doesn't see calls of accelerate's function of
 the same name.
@@ -36,11 +39,12 @@ The witness of a run compares the updates that a resume repeats: the loss of the
 learning rates and weights. Updates are recorded from the first save or load on. A run whose saves
 are given ``step=`` has no record of updates.
 
-Not bit for bit:
+Not bit for bit within an epoch; the claim of the load then names the reason:
 
-- a data set that draws random numbers, since accelerate fetches one batch ahead of the training;
+- a data set that draws random numbers, since accelerate fetches one batch ahead of the training,
+  and worker processes begin again after a resume. The first batches of each epoch are examined;
 - a loader's position with another number of processes, or where one process fetches for several
-  (``dispatch_batches``);
+  (``dispatch_batches``, the default for an iterable data set);
 - gradients that are accumulated and not applied yet, which accelerate doesn't save either.
 
 Steps of an optimizer that wasn't prepared are neither saved nor counted. DeepSpeed, Megatron-LM,
@@ -52,18 +56,37 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import DataLoaderDispatcher
 
 import ckptfmt
+from ckptfmt.plugins.epoch_streams import (
+    DrawWatch,
+    put_generators,
+    put_streams,
+    read_generators,
+    read_streams,
+)
 
+_LOG: Final = logging.getLogger("ckptfmt")
+#: The reason for a lower claim if one process fetches for several.
+_DISPATCHES: Final = (
+    "one process fetches the batches for all (dispatch_batches, or an iterable data set): the"
+    " loader has no position, and a resume within an epoch sees other samples"
+)
+#: The warning about a loop that doesn't begin where the loaded position is.
+_NOT_SKIPPED: Final = (
+    "the loaded position is batch %d of the epoch, and the loop begins at batch %d: iterate over"
+    " accelerator.skip_first_batches(loader)"
+)
+#: Stands for the end of an iterator.
+_END: Final = object()
 #: Fields of `ckptfmt.Saving` that are options of a `ckptfmt.PathSaver`, too.
 _OF_SAVER: Final = ("saver", "overlap", "slots", "when_busy", "nice")
 _Path = str | os.PathLike[str]
@@ -163,7 +186,7 @@ class CkptfmtAccelerator(Accelerator):
             path = os.path.expanduser(output_dir)  # noqa: PTH111 - a path of the user, as given
             saved: Any = self._saver.save(path, self._state, step=step, replace=True, **kwargs)
         else:
-            checkpointer = self.checkpointer or self._begin("fresh")
+            checkpointer = self.checkpointer or self._begin("fresh", step)
             self.counts_steps = counts_steps
             saved = checkpointer.save(step, **kwargs)
             if saved is None and not is_counted:
@@ -304,8 +327,13 @@ class CkptfmtAccelerator(Accelerator):
 
     # --- ckptfmt ----------------------------------------------------------------------------------
 
-    def _begin(self, resume: str) -> ckptfmt.Checkpointer:
-        """Begin a launch of the run, and load the checkpoint from which the run continues."""
+    def _begin(self, resume: str, step: int = 0) -> ckptfmt.Checkpointer:
+        """Begin a launch of the run, and load the checkpoint from which the run continues.
+
+        Args:
+            resume: see `ckptfmt.Checkpointer`.
+            step: number of steps done before a fresh start.
+        """
         if self._run is None:
             raise ValueError("no directory: pass one, or CkptfmtAccelerator(run=...)")
         self._close()
@@ -315,6 +343,8 @@ class CkptfmtAccelerator(Accelerator):
             self._run, self._state, resume=resume, **self._saving
         )
         checkpointer.restore()
+        if step:
+            checkpointer.step = step
         checkpointer.restore_rng()
         return checkpointer
 
@@ -332,11 +362,13 @@ class CkptfmtAccelerator(Accelerator):
         models = _numbered("model", self._models)
         state.weights = self._models[0] if len(self._models) == 1 else models or None
         state.optimizer = [*self._optimizers] or None
-        positions = (
+        positions = [
             self._positions[id(loader)]
             for loader in self._dataloaders
             if id(loader) in self._positions
-        )
+        ]
+        doubts = (position.find_doubt() for position in positions)
+        state.doubts = tuple(dict.fromkeys(doubt for doubt in doubts if doubt is not None))
         state.data = _numbered("dataloader", [position.scoped() for position in positions]) or None
         registered = _numbered("registered", map(_scoped, self._custom_objects))
         scaler = {} if self.scaler is None else {"scaler": self.scaler}
@@ -381,7 +413,8 @@ class _Position:
     Creating an iterator always draws a seed for worker processes. Creating an iterator also draws
     the order of the epoch, unless a sampler derives the order from a seed. The first iterator after
     a load is created with the RNG streams of the saved iterator, and draws no numbers from the
-    streams with which the training continues.
+    streams with which the training continues. Each epoch therefore begins with the draws of a
+    creation: an iterator that already exists would take its order from other numbers.
     """
 
     def __init__(self, accelerator: CkptfmtAccelerator, loader: Any) -> None:
@@ -393,6 +426,10 @@ class _Position:
         self._began: tuple[dict[str, Any], dict[str, Any]] | None = None
         #: The loaded position; None once an iterator was created.
         self.loaded: dict[str, Any] | None = None
+        if loader.use_stateful_dataloader:
+            # accelerate's prepare has created the first iterator. Its random numbers are unknown.
+            loader.base_dataloader.load_state_dict({})
+        self._watch = DrawWatch(loader)
         self.follow(loader)
 
     def follow(self, loader: Any, skipped: int = 0) -> None:
@@ -412,11 +449,17 @@ class _Position:
             self
         )
 
+    def find_doubt(self) -> str | None:
+        """Return the reason why a resume from the position can't be exact, if there is any."""
+        if isinstance(self._loader, DataLoaderDispatcher) and self._accelerator.num_processes > 1:
+            return None if self._loader.end_of_dataloader else _DISPATCHES
+        return None if self._began is None else self._watch.find_doubt()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
         if self.loaded is not None:
             return self.loaded
-        began, generators = self._began or (None, self._own_streams())
+        began, generators = self._began or (None, read_generators(self._loader))
         state = {"position": self.count(), "began": began, "generators": generators}
         return state | (
             {"loader": self._loader.state_dict()} if self._loader.use_stateful_dataloader else {}
@@ -426,14 +469,16 @@ class _Position:
         """Set the position."""
         self.loaded = state_dict
         self._loader.iteration, self._done = state_dict["position"][0], 0
-        for name, generator in self._generators().items():
-            generator.set_state(state_dict["generators"][name])
-        if "loader" in state_dict:
-            self._loader.load_state_dict(state_dict["loader"])
-            if state_dict["began"] is None:
-                # Create the exhausted iterator now: created later, the iterator would draw from the
-                # restored RNG streams.
-                self._loader.base_dataloader.state_dict()
+        base = self._loader.base_dataloader
+        if "loader" in state_dict and state_dict["began"] is not None:
+            base.load_state_dict(state_dict["loader"])
+        elif "loader" in state_dict:
+            # Between epochs, and after an evaluation that ended early, the next iterator begins an
+            # epoch. The exhausted iterator is created now: created later, it would draw from the
+            # restored RNG streams.
+            base.load_state_dict({**state_dict["loader"], "_iterator_finished": True})
+            base.state_dict()
+        put_generators(self._loader, state_dict["generators"])
 
     def _iterate(
         self, loader: Any, skipped: int, make: Callable[[], Iterator[Any]]
@@ -441,18 +486,28 @@ class _Position:
         loaded = self.loaded
         self.loaded = None
         self._done = 0
-        skipped = (
-            loaded["position"][1] if loaded and self._loader.use_stateful_dataloader else skipped
-        )
+        is_stateful = self._loader.use_stateful_dataloader
+        wanted = loaded["position"][1] if loaded else 0
+        if is_stateful:
+            skipped = wanted
+        elif loaded and skipped + loader.skip_batches != wanted:
+            _LOG.warning(_NOT_SKIPPED, wanted, skipped + loader.skip_batches)
         began = loaded["began"] if loaded else None
-        now = _streams()
-        _put_streams(began or now)
-        self._began = (began or now, self._own_streams())
+        now = read_streams()
+        put_streams(began or now)
+        self._began = (began or now, read_generators(self._loader))
         updates = self._accelerator.updates
+        base = loader.base_dataloader
+        if base.persistent_workers and base._iterator is not None:  # noqa: SLF001 - torch's loader has no public name
+            # The reuse of worker processes omits the seed that a new iterator draws.
+            torch.empty((), dtype=torch.int64).random_(generator=base.generator)
         try:
-            for number, batch in enumerate(make()):
+            batches = make()
+            if is_stateful and began is not None:
+                _count_once(batches, wanted)
+            for number, batch in enumerate(self._watched(batches)):
                 if number == loader.skip_batches and began is not None:
-                    _put_streams(now)
+                    put_streams(now)
                 self._batch = skipped + number  # accelerate fetches this batch ahead
                 yield batch
         except GeneratorExit:
@@ -464,32 +519,28 @@ class _Position:
         self._done = loader.iteration + 1
         self._loader.iteration = self._loader.iteration if loader is self._loader else self._done
 
-    def _generators(self) -> dict[str, torch.Generator]:
-        """Return the loader's own generators."""
-        base = self._loader.base_dataloader
-        found = {
-            "loader": base.generator,
-            "sampler": getattr(self._loader.get_sampler(), "generator", None),
-        }
-        return {name: generator for name, generator in found.items() if generator is not None}
-
-    def _own_streams(self) -> dict[str, Any]:
-        return {name: generator.get_state() for name, generator in self._generators().items()}
+    def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, and watch for random numbers that are drawn meanwhile."""
+        self._watch.begin_epoch()
+        while True:
+            with self._watch.fetching():
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
 
 
-def _streams() -> dict[str, Any]:
-    """Return the RNG streams from which the creation of an iterator may draw."""
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002
-        "torch": torch.get_rng_state(),
-    }
+def _count_once(iterator: Any, taken: int) -> None:
+    """Correct the count of batches in an iterator of torchdata with a loaded position.
 
-
-def _put_streams(streams: Mapping[str, Any]) -> None:
-    random.setstate(streams["python"])
-    np.random.set_state(streams["numpy"])  # noqa: NPY002
-    torch.set_rng_state(streams["torch"])
+    An iterator of an iterable data set takes `taken` batches to reach the position, and counts
+    these batches twice. A state saved later in the epoch would be too far ahead.
+    """
+    excess = iterator._num_yielded - taken  # noqa: SLF001 - torchdata has no public name
+    if excess > 0:
+        iterator._num_yielded = taken  # noqa: SLF001 - see above
+        if hasattr(iterator, "_snapshot"):
+            iterator._snapshot["_snapshot_step"] -= excess  # noqa: SLF001 - see above
 
 
 def _numbered(name: str, objects: Iterable[Any]) -> dict[str, Any]:

@@ -22,7 +22,10 @@ on the process that exports. An export that a kill prevented isn't repeated. Cal
 it returns.
 
 **Resuming.** ``resume_from_checkpoint=True`` follows the run's lineage and passes over damaged
-checkpoints. A path may be that of a checkpoint of the run, or of its ``checkpoint-N``: the run is
+checkpoints. In a run without a checkpoint the training begins, so that the same command begins and
+continues. The text "True" of a command line means the same. ``checkpoint-0`` is a small directory
+that names the run: ``get_last_checkpoint`` of transformers finds this directory, and its path means
+the same, too. A path may be that of a checkpoint of the run, or of its ``checkpoint-N``: the run is
 then rolled back to this checkpoint. Any other path is passed to transformers, so that a training
 that began with `transformers.Trainer` continues in a run. An export whose checkpoint isn't in the
 run is refused where True would select it: an export has no optimizer. Without
@@ -44,17 +47,20 @@ shows them.
 **Bit for bit** are weights, optimizer, learning rate, gradient scaler, RNG streams and the order of
 samples, in the middle of an epoch and between epochs, with gradient accumulation, on the same
 number of processes under DistributedDataParallel or FSDP2; `Trainer.train` skips the batches that
-are done. On a CPU accelerate ignores FSDP, and trains with DistributedDataParallel; the tests
-disable this rule. Not bit for bit, because of the Trainer:
+are done. The plug-in records the random numbers with which an epoch begins, so that the order is
+the same also with ``train_sampling_strategy="group_by_length"`` and ``use_seedable_sampler=False``.
+On a CPU accelerate ignores FSDP, and trains with DistributedDataParallel; the tests disable this
+rule. Not bit for bit within an epoch, and the claim of the load names the reason:
 
-- random numbers that a data collator or a dataset draws from the global streams: the Trainer
-  fetches the first batches before it restores the streams, and one batch ahead of each step;
-- random numbers in worker processes of a data loader: the workers are seeded when the epoch's
-  iterator is created;
-- ``train_sampling_strategy="group_by_length"``, whose order is drawn from torch's global stream
-  when the epoch begins: in the middle of an epoch the order differs after a resume;
-- ``ignore_data_skip=True``, which restarts the epoch, and ``use_seedable_sampler=False``;
-- the first loss that is logged after a resume: the loss averages over the steps since the resume.
+- random numbers that a data collator or a dataset draws: the Trainer fetches the first batches
+  before it restores the streams, and one batch ahead of each step, and worker processes begin
+  again after a resume. The first batches of each epoch are examined;
+- ``ignore_data_skip=True``, which restarts the epoch;
+- ``dispatch_batches`` on several processes, except for an iterable data set: accelerate skips too
+  few batches.
+
+Evaluations with ``dataloader_persistent_workers`` aren't bit for bit either. The first loss that is
+logged after a resume differs: the loss averages over the steps since the resume.
 
 On another number of processes the same state is loaded; the Trainer then distributes the samples
 differently.
@@ -84,13 +90,32 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+from accelerate.data_loader import DataLoaderDispatcher
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerState, trainer_utils
 from transformers.trainer import TRAINER_STATE_NAME, ExportableState
 
 import ckptfmt
+from ckptfmt.plugins.epoch_streams import (
+    DrawWatch,
+    dump_begin,
+    put_begin,
+    put_generators,
+    read_generators,
+)
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: The file in ``checkpoint-N`` that names the exported checkpoint.
+#: Reasons for a lower claim.
+_NO_SKIP: Final = "ignore_data_skip=True begins the epoch again: a resume sees other samples"
+_DISPATCHES: Final = (
+    "dispatch_batches: accelerate skips too few batches on several processes, and a resume within"
+    " an epoch sees other samples"
+)
+_EVALUATIONS: Final = (
+    "evaluations reuse their worker processes (dataloader_persistent_workers): the first evaluation"
+    " of a launch draws a random number that later evaluations don't draw"
+)
+#: The file in ``checkpoint-N`` that names the exported checkpoint, and in ``checkpoint-0`` the run.
 _MARK: Final = "ckptfmt.json"
 #: The value of a checkpoint that holds the text of ``trainer_state.json``.
 _TRAINER_STATE: Final = ("optimizer", "extra/trainer", "global")
@@ -139,8 +164,9 @@ class CkptfmtTrainer(Trainer):
 
         Args:
             resume_from_checkpoint: True to continue from the run's current checkpoint, by its
-                lineage; the path of a checkpoint of the run, of its export, or of the run; or a
-                checkpoint that `transformers.Trainer` saved.
+                lineage, or to begin if there is none; the path of a checkpoint of the run, of its
+                export, or of the run; or a checkpoint that `transformers.Trainer` saved. The texts
+                "True" and "False" of a command line are the values.
             trial, args, kwargs: arguments of `transformers.Trainer.train`.
 
         Raises: `ckptfmt.CkptError`.
@@ -165,7 +191,8 @@ class CkptfmtTrainer(Trainer):
         )
         # Model, optimizer, scheduler and scaler exist and are wrapped; no state of the run is
         # loaded yet.
-        self.checkpointer.restore(self._ckptfmt.state())
+        self._ckptfmt.follow(train_dataloader)
+        self.checkpointer.restore(self._ckptfmt.saved_state)
         if resume_from_checkpoint != self._ckptfmt.place:
             self.checkpointer.restore_rng()
         return prepared
@@ -173,9 +200,24 @@ class CkptfmtTrainer(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         # The iterator exists, and the completed batches are skipped.
         if checkpoint == self._ckptfmt.place:
+            self._ckptfmt.make_workers()
             self.checkpointer.restore_rng()
+            self._ckptfmt.begin_epoch(is_restored=True)
         else:
             super()._load_rng_state(checkpoint)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        self._ckptfmt.begin_epoch()
+        super()._run_epoch(*args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Fetch batches as the Trainer does, and watch for random numbers drawn meanwhile."""
+        with self._ckptfmt.watch.fetching() if self._ckptfmt else contextlib.nullcontext():
+            return super().get_batch_samples(*args, **kwargs)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self._ckptfmt.has_evaluated = True
+        return super()._evaluate(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Train a batch as the Trainer does, and record the loss and the batch for the witness."""
@@ -214,7 +256,9 @@ class CkptfmtTrainer(Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._ckptfmt.finish()
-        return super()._finalize_training(*args, **kwargs)
+        result = super()._finalize_training(*args, **kwargs)
+        self._ckptfmt.mark()  # with save_total_limit=1 the Trainer removes all but the best
+        return result
 
     def _load_best_model(self) -> None:
         self._ckptfmt.load_best() if self._ckptfmt.best else super()._load_best_model()
@@ -242,7 +286,15 @@ class _Training(contextlib.ExitStack):
         )
         self.exporter = self.enter_context(ThreadPoolExecutor(1))
         self.exported = self.exporter.submit(lambda: None)
-        self.resumed: tuple[int, dict[str, str]] = -1, {}
+        self.resumed: tuple[int, dict[str, Any]] = -1, {}
+        self.has_evaluated = False
+        #: The streams and generators with which the current epoch began.
+        self.began: dict[str, Any] | None = None
+        #: The loaded `began`, until the first epoch begins.
+        self.loaded: dict[str, Any] | None = None
+        self.loader: Any = None
+        self.watch: Any = None
+        self.saved_state: Any = None
 
     def choose(self, resume: Any) -> Any:
         """Begin a launch of the run, and return the path from which the Trainer resumes.
@@ -251,20 +303,25 @@ class _Training(contextlib.ExitStack):
 
         Raises: ValueError for an export of another run; `ckptfmt.CkptError`.
         """
+        resume = _parse_resume(resume)
         wanted = "auto" if resume is True else (resume and self._find(Path(str(resume)))) or "fresh"
+        self.mark()
         options = _with_retention(self.options, self.trainer.args)
         self.trainer.checkpointer = self.enter_context(
             ckptfmt.Checkpointer(self.run, resume=wanted, **options)
         )
         checkpoint = self.trainer.checkpointer.choose()
         if checkpoint is None:
-            last = resume is True and trainer_utils.get_last_checkpoint(
-                self.trainer.args.output_dir
-            )
+            last = wanted == "auto" and _find_last(self.trainer.args.output_dir)
             if last and Path(last, _MARK).is_file():
                 raise ValueError(
                     f"{last} is an export without optimizer, of another run: pass run="
                 )
+            if wanted == "auto" and not last:
+                _LOG.info("%s has no checkpoint yet: the training begins", self.run)
+                return None
+            if wanted == "auto":
+                return True  # the Trainer finds its own newest checkpoint
             if not resume and any(one.state == "committed" for one in ckptfmt.Run(self.run).list()):
                 _LOG.warning(
                     "%s has checkpoints: resume_from_checkpoint=True goes on from them", self.run
@@ -285,13 +342,90 @@ class _Training(contextlib.ExitStack):
         """Return a checkpointer's resume argument for a path; None for a path outside the run."""
         if self.run.resolve() in (path.resolve(), path.resolve().parent):
             return "auto" if path.resolve() == self.run.resolve() else path.name
-        return json.loads(mark.read_text())["digest"] if (mark := path / _MARK).is_file() else None
+        if not (mark := path / _MARK).is_file():
+            return None
+        told = json.loads(mark.read_text())
+        if "digest" in told:
+            return str(told["digest"])
+        if (path / told["run"]).resolve() != self.run.resolve():
+            raise ValueError(
+                f"{path} belongs to the run {told['run']}, not to {self.run}: pass run="
+            )
+        return "auto"
+
+    def mark(self) -> None:
+        """Create the directory in which `get_last_checkpoint` of transformers finds the run."""
+        place = Path(f"{self.exports}-0")
+        if not self.trainer.args.should_save or (place.exists() and not (place / _MARK).is_file()):
+            return
+        place.mkdir(parents=True, exist_ok=True)
+        run = self.run.resolve()
+        is_below = run.is_relative_to(self.output_dir.resolve())
+        told = Path("..", run.relative_to(self.output_dir.resolve())) if is_below else run
+        (place / _MARK).write_text(json.dumps({"run": str(told)}))
+
+    def follow(self, loader: Any) -> None:
+        """Watch the loader of the training, and make the state, once all objects exist."""
+        self.loader = loader
+        self.watch = DrawWatch(loader)
+        self.saved_state = self.state()
+
+    def begin_epoch(self, *, is_restored: bool = False) -> None:
+        """Record the random numbers from which an epoch takes its order, or restore saved numbers.
+
+        Args:
+            is_restored: whether the RNG streams of the checkpoint were restored just now. They are
+                the streams with which the epoch begins if no batch is skipped.
+        """
+        loaded = self.loaded
+        skips = self.is_within_epoch() and not self.trainer.args.ignore_data_skip
+        if is_restored:
+            if loaded is None or not skips:
+                self.began = dump_begin(self.loader)
+            self.loaded = None
+            return
+        self.watch.begin_epoch()
+        if loaded is not None:
+            put_begin(self.loader, loaded, is_within_epoch=skips)
+        self.began = dump_begin(self.loader)
+
+    def is_within_epoch(self) -> bool:
+        """Return whether the last step isn't the last of an epoch."""
+        return not float(self.trainer.state.epoch or 0).is_integer()
+
+    def make_workers(self) -> None:
+        """Create the worker processes that all epochs share, before the RNG streams are restored.
+
+        Their creation draws a seed, and their reuse in the next epoch draws none.
+        """
+        base = getattr(self.loader, "base_dataloader", self.loader)
+        if getattr(base, "persistent_workers", False) and base._iterator is None:  # noqa: SLF001 - torch's loader has no public name
+            generators = read_generators(self.loader)
+            iter(base)
+            put_generators(self.loader, generators)
+
+    def find_doubts(self) -> tuple[str, ...]:
+        """Return the reasons why a resume from the current step can't be exact."""
+        args = self.trainer.args
+        found = []
+        if self.has_evaluated and args.dataloader_persistent_workers:
+            found.append(_EVALUATIONS)
+        if self.is_within_epoch():
+            found += [_NO_SKIP] * args.ignore_data_skip
+            is_dispatched = isinstance(self.loader, DataLoaderDispatcher) and args.world_size > 1
+            is_iterable = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
+            if is_dispatched and not is_iterable and not self.loader.split_batches:
+                found.append(_DISPATCHES)
+            if (doubt := self.watch.find_doubt()) is not None:
+                found.append(doubt)
+        return tuple(found)
 
     def state(self) -> ckptfmt.State:
         """Return the state to save and load, once the Trainer's objects exist."""
         trainer = self.trainer
         args = self.trainer.args
-        extra: dict[str, object] = {"trainer": ckptfmt.FirstWorker(_Asked(self._dump_trainer))}
+        asked = _Asked(self._dump_trainer, self._take_trainer)
+        extra: dict[str, object] = {"trainer": ckptfmt.FirstWorker(asked)}
         config = {
             "args": _plain(args),
             "model": _plain(getattr(trainer.model, "config", None), _NOT_COMPARED),
@@ -314,7 +448,10 @@ class _Training(contextlib.ExitStack):
             )
         return state
 
-    def _dump_trainer(self) -> dict[str, str]:
+    def _take_trainer(self, state: dict[str, Any]) -> None:
+        self.loaded = state.get("began")
+
+    def _dump_trainer(self) -> dict[str, Any]:
         """Return the text of ``trainer_state.json`` as the Trainer would write it now."""
         trainer = self.trainer
         if trainer.state.global_step == self.resumed[0]:
@@ -324,13 +461,16 @@ class _Training(contextlib.ExitStack):
         trainer.state.stateful_callbacks |= TrainerState(
             stateful_callbacks=exportable
         ).stateful_callbacks
-        return {"json": json.dumps(dataclasses.asdict(trainer.state))}
+        text = json.dumps(dataclasses.asdict(trainer.state))
+        is_within_epoch = self.began is not None and self.is_within_epoch()
+        return {"json": text, "began": self.began if is_within_epoch else dump_begin(self.loader)}
 
     def save(self) -> None:
         """Begin a save. Raises: `ckptfmt.CkptError`; the error of an earlier save or export."""
         state = self.trainer.state
         self.trainer.store_flos()
         self.exported.exception()  # waits: a newer save may delete the exported checkpoint
+        self.saved_state.doubts = self.find_doubts()
         handle = self.trainer.checkpointer.save(state.global_step, metrics=_metrics_of(state))
         self.exported.result()  # raises the export's error, after the collective save
         if handle is not None and handle.state != "SKIPPED":
@@ -366,6 +506,7 @@ class _Training(contextlib.ExitStack):
         trainer_utils.rotate_checkpoints(
             str(self.output_dir), self.trainer.args.save_total_limit, state.best_model_checkpoint
         )
+        self.mark()  # the rotation counts and removes the run's mark
 
     def finish(self) -> None:
         """Wait until all saves are committed and exported. Raises: a save's or export's error."""
@@ -399,13 +540,34 @@ class _Training(contextlib.ExitStack):
 
 
 class _Asked:
-    """A value that is computed at each save. The Trainer itself restores the value."""
+    """A value that is computed at each save. The Trainer itself restores most of the value.
 
-    def __init__(self, ask: Callable[[], dict[str, Any]]) -> None:
+    Args:
+        ask: returns the value.
+        take: called with the loaded value.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[], dict[str, Any]],
+        take: Callable[[dict[str, Any]], object] = lambda _value: None,
+    ) -> None:
         self.state_dict = ask
+        self.load_state_dict = take
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: `CkptfmtTrainer.train` has passed the state to the Trainer."""
+
+def _parse_resume(resume: Any) -> Any:
+    """Return the value of ``resume_from_checkpoint``, which a command line passes as a text."""
+    texts = {"true": True, "false": None}
+    if isinstance(resume, str) and resume.lower() in texts and not Path(resume).exists():
+        return texts[resume.lower()]
+    return resume
+
+
+def _find_last(output_dir: str) -> str | None:
+    """Return the newest ``checkpoint-N``, except the mark of the run."""
+    last = trainer_utils.get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+    return None if last is None or last.endswith("-0") else str(last)
 
 
 def _with_retention(options: Mapping[str, Any], args: Any) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def evaluate(held_out, *, in_full):
 def main():
     options = parse_arguments()
     if options.forget:
-        ckptfmt.plugins.accelerate._put_streams = lambda streams: None  # noqa: ARG005 - the framework's signature
+        vars(ckptfmt.plugins.accelerate)["put_streams"] = lambda streams: None  # noqa: ARG005 - the framework's signature
     set_seed(7)
     torch.set_num_threads(1)
     accelerator = make_accelerator(options)

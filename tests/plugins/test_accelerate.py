@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("accelerate")
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -379,3 +380,69 @@ def test_only_a_prepared_loader_has_a_position(tmp_path):
     accelerator, *_ = accelerator_with(tmp_path)
     with pytest.raises(ValueError, match="that prepare returned"):
         accelerator.position(DataLoader(Rows()))
+
+
+def test_a_run_that_begins_with_a_save_claims_its_position(tmp_path, caplog):
+    """The position at the begin of the launch is that of the save, and doesn't stand still."""
+    set_seed(1)
+    accelerator, model, optimizer, loader = accelerator_with(tmp_path, config={"width": 3})
+    train(accelerator, model, optimizer, loader)
+    accelerator.save_state()
+    accelerator.end_training()
+    again, model, optimizer, loader = accelerator_with(tmp_path, config={"width": 3})
+    report = again.load_state()
+    assert (report.claim, report.lowered_by) == ("T1", ())
+    train(again, model, optimizer, again.skip_first_batches(loader), steps=1)
+    again.end_training()
+    assert "no step was counted" not in caplog.text
+
+
+def test_gradients_that_wait_for_their_update_lower_the_claim(tmp_path):
+    for is_first in (True, False):
+        accelerator, model, optimizer, loader = accelerator_with(
+            tmp_path, config={}, gradient_accumulation_steps=2
+        )
+        report = accelerator.load_state()
+        if is_first:
+            for _, inputs in zip(range(3), loader, strict=False):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(inputs).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            accelerator.save_state()
+        accelerator.end_training()
+    assert report.claim == "S0"
+    assert any("gradients that the next optimizer.step() uses" in one for one in report.lowered_by)
+
+
+def test_a_loop_that_skips_nothing_is_told_so(tmp_path, caplog):
+    for is_first in (True, False):
+        accelerator, model, optimizer, loader = accelerator_with(tmp_path)
+        accelerator.load_state()
+        train(accelerator, model, optimizer, loader, steps=2)
+        if is_first:
+            accelerator.save_state()
+            assert "skip_first_batches" not in caplog.text
+        accelerator.end_training()
+    assert (
+        "the loaded position is batch 2 of the epoch, and the loop begins at batch 0" in caplog.text
+    )
+
+
+def test_the_loaded_position_has_the_types_of_the_saved_position(tmp_path):
+    """numpy's stream is an array of numpy, and torch's a tensor."""
+    streams = []
+    for is_first in (True, False):
+        accelerator, model, optimizer, loader = accelerator_with(tmp_path)
+        accelerator.load_state()
+        if is_first:
+            train(accelerator, model, optimizer, loader, steps=2)
+        streams.append(accelerator._positions[id(loader)].state_dict()["began"])
+        if is_first:
+            accelerator.save_state()
+        accelerator.end_training()
+    saved, loaded = streams
+    assert saved["python"] == loaded["python"]
+    assert type(loaded["numpy"][1]) is np.ndarray
+    assert loaded["numpy"][1].dtype == saved["numpy"][1].dtype
+    assert torch.equal(saved["torch"], loaded["torch"])

@@ -64,7 +64,9 @@ pytestmark = [
 
 #: Processes that can be killed, and needn't import the frameworks anew.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.plugins.transformers_training"])
+FORKS.set_forkserver_preload(
+    ["tests.plugins.transformers_training", "torch._dynamo", "tests.plugins.warm"]
+)
 
 
 def train(directory, *, kill_at=None, processes=1, exitcode=0, **told):
@@ -249,7 +251,12 @@ def test_best_model_limit_and_exports(tmp_path):
     )
     # Nothing but whole directories is ever there.
     found = {path.name for path in (tmp_path / "ours/out").iterdir()}
-    assert found == {"ckptfmt", f"checkpoint-{best_step}", f"checkpoint-{LAST_STEP}"}
+    assert found == {
+        "ckptfmt",
+        "checkpoint-0",
+        f"checkpoint-{best_step}",
+        f"checkpoint-{LAST_STEP}",
+    }
     told = json.loads(
         (tmp_path / f"ours/out/checkpoint-{LAST_STEP}/trainer_state.json").read_text()
     )
@@ -292,7 +299,11 @@ def test_an_export_replaces_that_of_an_earlier_launch(tmp_path):
     (left / "model.safetensors").write_bytes(b"half")
     for _ in range(2):
         ours = train_here(tmp_path, stop_at=6, ckptfmt={"export_hf": True})
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"ckptfmt", "checkpoint-5"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "ckptfmt",
+        "checkpoint-0",
+        "checkpoint-5",
+    }
     told = json.loads((tmp_path / "out/checkpoint-5/ckptfmt.json").read_text())
     assert told["checkpoint"] == str(tmp_path / "out/ckptfmt/step-00000005-l0002")
     assert ours.state.best_model_checkpoint is None
@@ -346,9 +357,7 @@ def test_a_training_that_began_without_the_plugin_goes_on_in_a_run(tmp_path, und
     assert differences(undisturbed, tmp_path) == lines
 
 
-def test_without_anything_to_resume_from(tmp_path):
-    with pytest.raises(ValueError, match="No valid checkpoint found"):
-        train_here(tmp_path, resume=True)
+def test_a_path_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
         train_here(tmp_path, resume=str(tmp_path))
 

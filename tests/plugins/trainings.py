@@ -30,10 +30,12 @@ _SLOW = (
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch._dynamo",  # the first optimizer imports it
     "torchdata.stateful_dataloader",
     "accelerate",
     "lightning.pytorch",
     "transformers.trainer",
+    "tests.plugins.warm",
 )
 
 

@@ -2,12 +2,13 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -54,6 +55,7 @@ class Noting(TrainerCallback):
     def __init__(self, path: str | Path) -> None:
         self.journal = Journal(path)
         self.batches: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **objects: Any) -> None:
         """Note the step."""
@@ -66,9 +68,11 @@ class Noting(TrainerCallback):
             lr=repr(scheduler.get_last_lr()),
             scheduler=scheduler.state_dict(),
             samples=self.batches,
+            losses=self.losses,
             epoch=repr(state.epoch),
         )
         self.batches.clear()
+        self.losses.clear()
 
 
 class Noted(Trainer):
@@ -79,7 +83,9 @@ class Noted(Trainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Do a step."""
         self.noting.batches.append(inputs["input_ids"].clone())
-        return super().training_step(model, inputs, *args, **kwargs)
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.noting.losses.append(loss.detach())
+        return loss
 
 
 class OfTransformers(Noted):
@@ -127,6 +133,44 @@ class WithoutStreams(Watched):
         state = torch.get_rng_state()
         super()._load_rng_state(checkpoint)
         torch.set_rng_state(state)
+
+
+class SaveAt(TrainerCallback):
+    """Saves at one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_objects: Any) -> None:
+        """Ask for the save."""
+        control.should_save |= state.global_step == self.step
+
+
+class TerminateAt(TrainerCallback):
+    """Sends SIGTERM to the process at one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **_objects: Any) -> None:
+        """Send the signal."""
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Streamed(IterableDataset[dict[str, torch.Tensor]]):
+    """The same tokens one after the other."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        worker = torch.utils.data.get_worker_info()
+        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return (Tokens()[index] for index in range(first, self.count, stride))
 
 
 def make_trainer(directory: Path, *, kind: type[Trainer] = Watched, **options: Any) -> Any:
@@ -181,8 +225,8 @@ def main(directory: Path, env: dict[str, str], told: dict[str, Any]) -> None:
     trainer = make_trainer(directory, kind=kind, **told)
     trainer.die_in_save = die_in_save
     trainer.train(resume_from_checkpoint=resume)
-    if trainer.is_world_process_zero() and resume:
-        report = trainer.checkpointer.load_report
+    report = trainer.checkpointer.load_report
+    if trainer.is_world_process_zero() and report is not None:
         (directory / "claim").write_text(
             report.claim + "".join(f"\n{reason}" for reason in report.lowered_by)
         )
