@@ -221,6 +221,8 @@ class Code(StrEnum):
     TREE_REFERENCE = ("TREE_REFERENCE", FormatError, _WRITER)
     #: a data cursor isn't of the specified form
     CURSOR_FORM = ("CURSOR_FORM", FormatError, _WRITER)
+    #: a reference to a frozen base isn't of the specified form
+    FROZEN_FORM = ("FROZEN_FORM", FormatError, _WRITER)
     #: a field is neither present nor absent with a reason
     MANIFEST_FIELDS = ("MANIFEST_FIELDS", FormatError, _WRITER)
     #: the manifest's summary contradicts the index
@@ -473,6 +475,24 @@ class Code(StrEnum):
             "Give an object of the class that was saved; if its load_state_dict changes values,"
             " give"
             " its tensors instead."
+        ),
+    )
+    #: a frozen base isn't found at any of the known places
+    FROZEN_BASE_MISSING = (
+        "FROZEN_BASE_MISSING",
+        StateError,
+        (
+            "Say where the base is now: State(frozen_base=PATH), or bases=[PATH] without a State;"
+            " or load the base into the live module first."
+        ),
+    )
+    #: a frozen base has another tensor than the checkpoint refers to
+    FROZEN_BASE_CHANGED = (
+        "FROZEN_BASE_CHANGED",
+        StateError,
+        (
+            "Give the base with which the checkpoint was saved, in State(frozen_base=PATH), or in"
+            " bases=[PATH] without a State."
         ),
     )
     #: an argument is out of range

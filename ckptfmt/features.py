@@ -26,8 +26,10 @@ LABELS: Final = "labels"
 CACHES: Final = "caches"
 #: The feature of a manifest, and of a part, of a suspect checkpoint, which recorded a fault.
 SUSPECT: Final = "suspect"
+#: The feature of a manifest, and of a part, with references to tensors of a frozen base.
+FROZEN: Final = "frozen"
 #: Features of any checkpoint, also of a full checkpoint.
-OF_ANY_PROFILE: Final = frozenset({CACHES, LABELS, SUSPECT})
+OF_ANY_PROFILE: Final = frozenset({CACHES, FROZEN, LABELS, SUSPECT})
 #: All features for a reader to know.
 READER_FEATURES: Final = frozenset({*OF_ANY_PROFILE, DELTAS, *ENCODINGS, *GROUP_KINDS}) - PLAIN
 #: The writer feature of a run with deltas.

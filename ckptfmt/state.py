@@ -220,6 +220,12 @@ class State:
         harmless: keys of `config`, such as ``"out_dir"``, without influence on the training: a
             difference is reported, and lowers no claim.
         absent: reasons for fields left out on purpose.
+        frozen_base: the place of the weights that this run doesn't train, such as the base of LoRA
+            adapters: the path or URL of a checkpoint, of a directory of safetensors files as of
+            Hugging Face, or of a safetensors file. A save refers by digest to tensors of `weights`
+            that require no gradient and are bit for bit equal to a tensor of the base, instead of
+            storing them. A load reads them from the base, unless the live tensors are equal
+            already. None to store everything, and to look for a base at the recorded place.
         init_from: the checkpoint from which the state's run began, or None. A `Checkpointer` sets
             this attribute; saves copy it into the provenance.
         doubts: reasons why a resume from this state can't be exact, found by a framework's plug-in.
@@ -242,10 +248,20 @@ class State:
     identity: tuple[str, ...] = ()
     harmless: tuple[str, ...] = ()
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    frozen_base: str | os.PathLike[str] | None = None
     init_from: Mapping[str, object] | None = dataclasses.field(default=None, init=False)
     doubts: tuple[str, ...] = dataclasses.field(default=(), init=False)
+    #: The tensors that were equal to the frozen base at an earlier save, by name.
+    _frozen: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        base: object = self.frozen_base
+        if base is not None and not (isinstance(base, str | os.PathLike) and os.fspath(base)):
+            raise err(
+                Code.ARGUMENT,
+                f"frozen_base is {base!r}, not a path or URL",
+                where="State(frozen_base=...)",
+            )
         for name in ("identity", "harmless"):
             if isinstance(getattr(self, name), str):
                 raise err(
@@ -288,7 +304,11 @@ class State:
 
     def __repr__(self) -> str:
         """Return the kinds of the objects, since the representation of a model fills a page."""
-        given = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        given = [
+            (field.name, getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.repr
+        ]
         texts = [
             f"{name}={_summary(value)}" for name, value in given if value not in (None, (), {})
         ]

@@ -14,6 +14,7 @@ from ckptfmt.adapters.placing import is_named_tensors
 from ckptfmt.adapters.rng_streams import LiveRngStream, capture_streams, live_streams, unit_streams
 from ckptfmt.adapters.unsaved import UNSAVED
 from ckptfmt.adapters.visible import look_at
+from ckptfmt.documents.frozen_tensors import BASE_LEAF, dump_location
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tables import sort_rows
@@ -58,7 +59,12 @@ def capture(
     leaves: list[Leaf] = []
     side = live.sides.torch  # only torch has entries, modules and optimizers
     for field, entries in live.entries.items():
-        tensors += side.capture_entries(entries, field)
+        sources = side.capture_entries(entries, field)
+        if field == "weights" and state.frozen_base is not None:
+            split = side.split_frozen(sources, entries, state.frozen_base, state._frozen)  # noqa: SLF001
+            sources = split.stored
+            leaves += _frozen_leaves(split, worker=worker, worker_count=live.worker_count)
+        tensors += sources
     for number, unit in enumerate(live.units):
         if not unit.is_given:
             continue
@@ -100,6 +106,15 @@ def list_streams(state: State, live: Live, side: Any) -> list[LiveRngStream]:
     """
     own = [] if state.rng is False else live_streams(state.rng, live.devices, side)
     return own + unit_streams(live.units, state.rng, side)
+
+
+def _frozen_leaves(split: Any, *, worker: int, worker_count: int) -> list[Leaf]:
+    """Return the references to the frozen base. Spec: REQ-FRZ-001 to REQ-FRZ-003."""
+    rows = [(one.leaf_name, one.dump()) for one in split.frozen]
+    # Another worker may have references although worker 0 has none.
+    if worker == 0 and (rows or worker_count > 1):
+        rows.append((BASE_LEAF, dump_location(split.location)))
+    return [Leaf(field="weights", name=name, scope=GLOBAL, value=value) for name, value in rows]
 
 
 def _capture_unit(unit: Unit, live: Live, number: int) -> tuple[list[Leaf], list[TensorSource]]:

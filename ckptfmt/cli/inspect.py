@@ -253,6 +253,17 @@ class _View:
                 found.append((reference, None, str(error.code)))
         return found
 
+    def frozen_base(self) -> dict[str, Any] | None:
+        """Return the recorded location of the frozen base, and the amount taken from the base."""
+        frozen = self.checkpoint.frozen.values()
+        if not frozen:
+            return None
+        return {
+            "location": self.checkpoint.frozen_location,
+            "tensor_count": len(frozen),
+            "nbytes": sum(one.nbytes for one in frozen),
+        }
+
     def encodings(self) -> dict[str, int] | None:
         """Return the number of a delta's blocks by encoding.
 
@@ -330,6 +341,7 @@ def _members(view: _View) -> dict[str, object]:
             {**dataclasses.asdict(one), "path": path, "reason": why}
             for one, path, why in view.references()
         ],
+        "frozen_base": view.frozen_base(),
         "encodings": view.encodings(),
         "stored_nbytes": manifest.stored_nbytes,
         "nbytes": sum(nbytes for _, nbytes in files),
@@ -523,21 +535,24 @@ def _stored_text(summary: FieldSummary) -> str:
 
 
 def _print_references(view: _View, console: Console) -> None:
-    """Print the references of a delta, each with its place or an error code."""
+    """Print a delta's references, each with its place or an error code, and the frozen base."""
     references = view.references()
-    if not references:
-        return
-    console.title("reads from")
-    console.table(
+    rows = [
         [
-            [
-                (clean(reference.name), "bold"),
-                (_short_digest(reference.digest), "yellow"),
-                (clean(path), "dim") if path is not None else (reason or "", "red"),
-            ]
-            for reference, path, reason in references
+            (clean(reference.name), "bold"),
+            (_short_digest(reference.digest), "yellow"),
+            (clean(path), "dim") if path is not None else (reason or "", "red"),
         ]
-    )
+        for reference, path, reason in references
+    ]
+    frozen = view.frozen_base()
+    if frozen is not None:
+        held = count_text(frozen["tensor_count"], "tensor")
+        text = f"{held}, {bytes_text(frozen['nbytes'])}"
+        rows.append([("frozen base", "bold"), (text, "yellow"), (clean(frozen["location"]), "dim")])
+    if rows:
+        console.title("reads from")
+        console.table(rows)
 
 
 def _print_facts(view: _View, console: Console) -> None:

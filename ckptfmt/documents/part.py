@@ -15,6 +15,7 @@ from ckptfmt.documents import extents, tables
 from ckptfmt.documents.canonical import check_version, dump_document, fit_string, parse_document
 from ckptfmt.documents.durability import HOME, durability_members, parse_durability
 from ckptfmt.documents.extents import Files, PredictionGroup
+from ckptfmt.documents.frozen_tensors import has_frozen_leaves
 from ckptfmt.documents.holdings import Holdings, parse_holdings
 from ckptfmt.documents.labels import NO_LABELS, Labels, parse_labels
 from ckptfmt.documents.manifest import Origin, Reference, failure_path
@@ -28,7 +29,7 @@ from ckptfmt.documents.msgpk import (
 from ckptfmt.documents.packed import Columns, RowBudget, dump_packed, dump_strings, total_of
 from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import CkptError, Code, FormatError, err
-from ckptfmt.features import CACHES, LABELS, OF_ANY_PROFILE, SUSPECT, is_of_delta
+from ckptfmt.features import CACHES, FROZEN, LABELS, OF_ANY_PROFILE, SUSPECT, is_of_delta
 
 #: The kinds of files, each with the suffix of the names.
 FILE_KINDS: Final = {"safetensors": ".safetensors", "pack": ".pack"}
@@ -130,7 +131,11 @@ class Part:
     def features(self) -> list[str]:
         """The part's reader features."""
         needed = extents.delta_features(self.holdings.encodings(), self.groups, self.references)
-        return sorted([*needed, *self.labels.features, *[CACHES] * (self.durability != HOME)])
+        if self.durability != HOME:
+            needed = [*needed, CACHES]
+        if has_frozen_leaves(self.leaves):
+            needed = [*needed, FROZEN]
+        return sorted([*needed, *self.labels.features])
 
     def _signed(self) -> dict[str, Any]:
         held = self.holdings
@@ -299,6 +304,11 @@ def _parse_part(
     groups = _parse_groups(columns, held, len(references)) if is_delta else ()
     streams = _parse_streams(columns.columns("streams", ("name", "scope", "kind", "state")), scopes)
     leaves = _parse_leaves(columns.columns("leaves", ("field", "name", "scope", "value")), scopes)
+    if has_frozen_leaves(leaves) != (FROZEN in features):
+        detail = f"{FROZEN!r} is listed exactly if there are references to a frozen base"
+        raise err(
+            Code.DOC_SCHEMA, detail, where=columns.place("features"), requirement="REQ-FRZ-001"
+        )
     tables.check_scopes_used(columns, held.table, (*streams, *leaves))
     tree_nbytes = _tree_nbytes(streams, leaves, groups)
     if tree_nbytes > most.tree_nbytes:

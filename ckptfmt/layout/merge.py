@@ -19,6 +19,12 @@ from numpy.typing import NDArray
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
+from ckptfmt.documents.frozen_tensors import (
+    BASE_LEAF,
+    check_frozen_names,
+    is_frozen_leaf,
+    parse_frozen,
+)
 from ckptfmt.documents.holdings import Holdings
 from ckptfmt.documents.index import Index, IndexLeaf, IndexRngStream, IndexTensor, PartEntry
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Origin, Reference
@@ -66,6 +72,7 @@ def merge_parts(entries: Sequence[PartFileEntry]) -> Index:
     )
     check_index_tiling(index)
     _check_names(tensors)
+    _check_frozen(parts, tensors)
     return dataclasses.replace(index, absent=_absent_fields(parts, index))
 
 
@@ -250,6 +257,26 @@ def _check_names(tensors: Sequence[IndexTensor]) -> None:
                     where=title_of(tensor.key),
                     requirement="REQ-IDX-008",
                 )
+
+
+def _check_frozen(parts: Sequence[Part], tensors: Sequence[IndexTensor]) -> None:
+    """Raise if a tensor is stored by one writer, and taken from a frozen base by another.
+
+    Spec: REQ-FRZ-004.
+    """
+    leaves = {leaf.name: leaf for part in parts for leaf in part.leaves if is_frozen_leaf(leaf)}
+    found = [
+        parse_frozen(name, parse_tree(leaf.value, where=name), where=name)
+        for name, leaf in leaves.items()
+        if name != BASE_LEAF
+    ]
+    if found:
+        names = {
+            (tensor.field, name, tensor.scope)
+            for tensor in tensors
+            for name in (tensor.name, *tensor.aliases)
+        }
+        check_frozen_names(found, names)
 
 
 def _merge_streams(parts: Sequence[Part]) -> tuple[IndexRngStream, ...]:

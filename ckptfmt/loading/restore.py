@@ -304,7 +304,9 @@ class Restoration:
         plan = self.plan
         side = torch_side()
         borrow = None if side is None else side.plan_arrivals(plan.sinks, report=plan.notes.append)
-        return plan.checkpoint.plan_reading(plan.sinks, borrow=borrow)
+        return plan.checkpoint.plan_reading(
+            plan.sinks, borrow=borrow, frozen_base=self.state.frozen_base
+        )
 
     def apply(self, reads: ReadReport, *, streams: bool = True) -> LoadReport:
         """Fill the live objects that aren't tensors, after all reads.

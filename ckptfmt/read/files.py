@@ -21,6 +21,16 @@ from ckptfmt.commit.decision import read_register
 from ckptfmt.digest import DIGEST_NBYTES, PREFIX, digest_at, digest_bytes, iter_blocks
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.extents import Extent, PredictionGroup
+from ckptfmt.documents.frozen_tensors import (
+    BASE_LEAF,
+    FrozenTensor,
+    check_frozen_names,
+    check_frozen_scopes,
+    has_frozen_leaves,
+    is_frozen_leaf,
+    parse_frozen,
+    parse_location,
+)
 from ckptfmt.documents.index import Index, IndexLeaf, IndexRngStream, IndexTensor
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
@@ -31,9 +41,12 @@ from ckptfmt.documents.manifest import (
     part_path,
 )
 from ckptfmt.documents.part import Leaf, Part, PartFile, RngStream
+from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, UnsupportedError, err
+from ckptfmt.features import FROZEN
 from ckptfmt.layout.merge import check_index_tiling, summarise
 from ckptfmt.layout.read_plan import BlockRange
 from ckptfmt.store.protocol import FileSource, Store, call_each
@@ -169,6 +182,11 @@ class CheckpointFiles:
         self.streams: dict[tuple[str, str], IndexRngStream] = {
             (one.name, one.scope): one for one in self.index.streams
         }
+        #: The references to tensors of a frozen base. These tensors are among `tensors`, without a
+        #: stored box.
+        self.frozen: dict[TensorKey, FrozenTensor] = {}
+        #: The recorded location of the frozen base; empty without references.
+        self.frozen_location = ""
         self.title = store.name.rstrip("/").rpartition("/")[2] if title is None else title
         self.closure = closure or Closure(store, self.manifest, bases)
         self._aliases = {
@@ -180,6 +198,47 @@ class CheckpointFiles:
         self._checked: set[str] = set()
         self._part_nbytes = self._header_nbytes = 0
         self._lock = threading.RLock()
+        if FROZEN in self.manifest.features or has_frozen_leaves(self.index.leaves):
+            self._take_frozen()
+
+    def _take_frozen(self) -> None:
+        """Move the references to a frozen base from the leaves to the tensors.
+
+        Raises: FormatError(FROZEN_FORM, DOC_MISMATCH); LayoutError(TENSOR_DIVERGED); the errors of
+            `open_part`. Spec: REQ-FRZ-001 to REQ-FRZ-004.
+        """
+        entries = {key: leaf for key, leaf in self.leaves.items() if is_frozen_leaf(leaf)}
+        where = index_name(self.manifest.origin.attempt)
+        if not entries or FROZEN not in self.manifest.features:
+            detail = f"the manifest and the index disagree about the feature {FROZEN!r}"
+            raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-FRZ-001")
+        check_frozen_scopes(entries.values(), where)
+        self.open_parts(leaf.part for leaf in entries.values())
+        found = []
+        for key, leaf in entries.items():
+            del self.leaves[key]
+            place = f"{part_path(self.manifest.origin.attempt, leaf.part)}#/leaves/{leaf.name}"
+            tree = parse_tree(self.stored_leaf(leaf).value, where=place)
+            if leaf.name == BASE_LEAF:
+                self.frozen_location = parse_location(tree, where=place)
+            else:
+                found.append(parse_frozen(leaf.name, tree, where=place))
+        check_frozen_names(found, {*self.tensors, *self._aliases})
+        nowhere = Sharding.of([])
+        for one in found:
+            tensor = IndexTensor(
+                field="weights",
+                name=one.name,
+                scope="global",
+                dtype=one.dtype,
+                global_shape=one.global_shape,
+                storage="persistent",
+                aliases=one.aliases,
+                sharding=nowhere,
+            )
+            self.frozen[tensor.key] = one
+            self.tensors[tensor.key] = tensor
+            self._aliases |= {("weights", alias, "global"): tensor for alias in one.aliases}
 
     def __enter__(self) -> Self:
         return self
@@ -434,6 +493,11 @@ class Closure:
         self._bases = tuple(bases)
         self._opened: dict[Reference, CheckpointFiles] = {}
         self._lock = threading.RLock()
+
+    @property
+    def places(self) -> tuple[Store, ...]:
+        """The further places to search, also for a frozen base."""
+        return self._bases
 
     def open(self, reference: Reference) -> CheckpointFiles:
         """Return a referenced checkpoint, opened once.

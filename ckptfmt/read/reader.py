@@ -21,6 +21,7 @@ from ckptfmt.dtypes import DTYPES, numpy_dtype
 from ckptfmt.errors import Code, StateError, err
 from ckptfmt.layout.read_plan import iter_chunks
 from ckptfmt.read.files import CheckpointFiles
+from ckptfmt.read.frozen_base import FrozenBase, FrozenReading, Place
 from ckptfmt.read.reading import ArrayTarget, Reading, allocate, carrier_of, plan_reading
 from ckptfmt.read.streaming import Borrow, ReadReport
 from ckptfmt.write.snapshot import TensorSink
@@ -73,6 +74,15 @@ class Checkpoint(CheckpointFiles):
     #: The files held by savers of the run just before the run was opened. A newer checkpoint may be
     #: committed at any moment while savers hold files. Empty for a single checkpoint.
     pending: tuple[str, ...] = ()
+    #: The frozen base, after the first read of one of its tensors.
+    _frozen_base: FrozenBase | None = None
+
+    def close(self) -> None:
+        """Release the parts that were read, the bases and the frozen base."""
+        super().close()
+        if self._frozen_base is not None:
+            self._frozen_base.close()
+            self._frozen_base = None
 
     @property
     def step(self) -> int:
@@ -241,15 +251,39 @@ class Checkpoint(CheckpointFiles):
         """
         return self.plan_reading(sinks).run()
 
-    def plan_reading(self, sinks: Sequence[TensorSink], *, borrow: Borrow | None = None) -> Reading:
+    def plan_reading(
+        self,
+        sinks: Sequence[TensorSink],
+        *,
+        borrow: Borrow | None = None,
+        frozen_base: Place | None = None,
+    ) -> Reading:
         """Return a planned read that fills the sinks. Planning reads parts, but no shards.
+
+        A tensor of a frozen base is compared with its digest during planning: either the sink has
+        the content already, or the base is found and read.
 
         Args:
             borrow: called with the memory of the read buffers, for the duration of their use.
+            frozen_base: the place in which to look first for the frozen base.
 
-        Raises: StateError(TENSOR_MISSING, DTYPE_MISMATCH, SHAPE_MISMATCH); IntegrityError of parts.
+        Raises: StateError(TENSOR_MISSING, DTYPE_MISMATCH, SHAPE_MISMATCH, FROZEN_BASE_MISSING,
+            FROZEN_BASE_CHANGED); IntegrityError of parts.
         """
-        return plan_reading(self, sinks, borrow)
+        reading = plan_reading(self, sinks, borrow)
+        frozen = [
+            (self.frozen[tensor.key], sink)
+            for sink in sinks
+            if (tensor := self.find(sink.field, sink.name, sink.scope)) is not None
+            and tensor.key in self.frozen
+        ]
+        if frozen:
+            places = [*([] if frozen_base is None else [frozen_base]), *self.closure.places]
+            reading.frozen = FrozenReading(
+                frozen, places, self.frozen_location, Checkpoint, self._frozen_base
+            )
+            self._frozen_base = reading.frozen.base or self._frozen_base
+        return reading
 
     def iter_content(self, tensor: IndexTensor, wanted: Box) -> Iterator[tuple[Box, memoryview]]:
         """Yield the elements of `wanted`, chunk by chunk: C order, little-endian, verified.

@@ -28,6 +28,7 @@ from ckptfmt.layout.read_plan import (
 )
 from ckptfmt.read.decoding import BlockSpan, Decoder, Fetched, Library, iter_spans
 from ckptfmt.read.files import CheckpointFiles, StoredBox
+from ckptfmt.read.frozen_base import FrozenReading
 from ckptfmt.read.sharing import Peers, Rounds, Take, share_ranges
 from ckptfmt.read.streaming import (
     REMOTE_READER_COUNT,
@@ -269,7 +270,10 @@ class Reading:
         boxes: the boxes to read, each once.
         ranges: the raw blocks that this process reads for itself alone.
         library: the files of the blocks.
+        frozen: the read of tensors of a frozen base; None without such tensors.
     """
+
+    frozen: FrozenReading | None = None
 
     def __init__(self, files: CheckpointFiles, borrow: Borrow | None = None) -> None:
         self.boxes: list[WantedBox] = []
@@ -317,6 +321,8 @@ class Reading:
         """
         for wanted in self.boxes:
             wanted.open_sinks()
+        if self.frozen is not None:
+            self.frozen.run()
         failed: Exception | None = None
         try:
             with self.library.files.while_current():
@@ -438,10 +444,11 @@ class Reading:
 
     def _report(self) -> ReadReport:
         received_nbytes = 0 if self._rounds is None else self._rounds.received_nbytes
+        frozen_nbytes = 0 if self.frozen is None else self.frozen.read_nbytes
         return ReadReport(
-            needed_nbytes=sum(wanted.wanted_nbytes for wanted in self.boxes),
-            read_nbytes=self._read_nbytes,
-            verified_nbytes=self._verified_nbytes + received_nbytes,
+            needed_nbytes=sum(wanted.wanted_nbytes for wanted in self.boxes) + frozen_nbytes,
+            read_nbytes=self._read_nbytes + frozen_nbytes,
+            verified_nbytes=self._verified_nbytes + received_nbytes + frozen_nbytes,
             request_count=self._request_count,
             received_nbytes=received_nbytes,
             decoded_nbytes=self._decoded_nbytes,

@@ -298,6 +298,13 @@ class _Verification:
             for reference in _newest_first(checkpoint)
         ]
         self._check_contents(checkpoint, report, directory, can_decode=all(found))
+        if checkpoint.frozen:
+            nbytes = sum(one.nbytes for one in checkpoint.frozen.values())
+            report.warnings.append(
+                f"{encodable(directory or checkpoint.title)} refers to {len(checkpoint.frozen)}"
+                f" tensors of {nbytes} bytes in the frozen base"
+                f" {encodable(checkpoint.frozen_location)}, which wasn't read"
+            )
 
     def check_in_run(self, store: Store, report: Report, directory: str) -> None:
         """Check one checkpoint of a run, and the bases that aren't checkpoints of the run."""

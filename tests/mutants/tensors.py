@@ -11,14 +11,16 @@ from unittest import mock
 
 import numpy as np
 
+from ckptfmt.adapters.torch import frozen
 from ckptfmt.codecs import encodings
 from ckptfmt.delta import block_coder as coding
 from ckptfmt.delta import delta
 from ckptfmt.documents import extents, shard, tree
 from ckptfmt.features import DELTAS, ENCODINGS
 from ckptfmt.layout import merge as pieces
+from ckptfmt.read import frozen_base
 from ckptfmt.write import image
-from tests.mutants.mutant import Mutant, replaced
+from tests.mutants.mutant import Mutant, replaced, rewritten
 
 
 def _any_nan(value: float, _where: object, _depth: int) -> list[object]:
@@ -155,5 +157,37 @@ MUTANTS = {
             extents, "delta_features", lambda right, *used: sorted({DELTAS, *right(*used)})
         ),
         tests=("documents/test_deltas.py::test_a_full_part_has_nothing_of_a_delta",),
+    ),
+    "any_base_counts": Mutant(
+        clauses=("REQ-FRZ-005",),
+        fault="takes a base with the same names and shapes for the base",
+        patch=rewritten(
+            frozen_base.FrozenBase.check,
+            "self.digest(tensor.name_in_base) != tensor.digest",
+            "False",
+        ),
+        tests=(
+            "adapters/test_frozen.py::test_a_base_that_changed_is_refused_before_anything_changes[content]",
+        ),
+    ),
+    "base_lost_without_a_place": Mutant(
+        clauses=("REQ-FRZ-006",),
+        fault="doesn't say where the missing base was",
+        patch=rewritten(
+            frozen_base.find_base,
+            "raise err(Code.FROZEN_BASE_MISSING, detail,",
+            "raise err(Code.FROZEN_BASE_MISSING, 'there is no base',",
+        ),
+        tests=(
+            "adapters/test_frozen.py::test_a_base_that_moved_is_asked_for_and_found_where_the_caller_says",
+        ),
+    ),
+    "frozen_once_is_frozen_forever": Mutant(
+        clauses=("REQ-FRZ-007",),
+        fault="refers to the base without a look at the weights of this save",
+        patch=replaced(frozen, "_is_valid", lambda *_: True),
+        tests=(
+            "adapters/test_frozen.py::test_frozen_weights_that_differ_from_the_base_are_stored",
+        ),
     ),
 }

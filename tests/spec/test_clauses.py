@@ -317,6 +317,8 @@ OTHER_WORDS = {
     "ckptfmt", "data_cursor", "foreign_loader", "worker_count",
     # stems of file names
     "_buffers", "_opaque",
+    # the kind of a frozen base's location, and a member of a reference
+    "frozen_base", "name_in_base",
     # the members that cursors of later versions may have
     "pipeline", "foreign",
 }  # fmt: skip

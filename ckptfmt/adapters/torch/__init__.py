@@ -17,6 +17,7 @@ from ckptfmt.adapters.torch.fingerprints import (
     fetch,
     fetch_batch,
 )
+from ckptfmt.adapters.torch.frozen import split_frozen
 from ckptfmt.adapters.torch.guard import Guard
 from ckptfmt.adapters.torch.holders import describe, is_copied, is_scaler, is_schedule, list_unheld
 from ckptfmt.adapters.torch.modules import (

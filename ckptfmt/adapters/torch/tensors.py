@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from ckptfmt.box import Box
@@ -36,6 +37,8 @@ DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+#: Size in bytes of the pieces of a tensor that are digested at a time.
+_CHUNK_NBYTES: Final = 64 << 20
 #: The exact classes of tensors that have no content beyond their elements.
 _PLAIN_KINDS: Final[frozenset[type]] = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -336,6 +339,24 @@ class TorchSink:
             incoming.view(TORCH_DTYPES[self.dtype]).reshape(box.shape),
             by=self.arrive,
         )
+
+    def content_digest(self) -> bytes | None:
+        """Return BLAKE3-256 of the tensor's content, as a reference to a frozen base has it.
+
+        Returns: None if this process doesn't hold the whole tensor, or the tensor has another dtype
+            than the saved tensor.
+        """
+        local = self.local
+        if self.boxes != (Box.whole(self.global_shape),) or (
+            local.dtype != TORCH_DTYPES[self.dtype] or tuple(local.shape) != self.global_shape
+        ):
+            return None
+        hasher = blake3(max_threads=blake3.AUTO)
+        flat = local.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        for chunk in flat.split(max(1, _CHUNK_NBYTES // flat.element_size())) if len(flat) else ():
+            held = chunk.cpu()
+            hasher.update(_bytes_at(held.data_ptr(), held.nbytes).data)
+        return hasher.digest()
 
     def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
         """Return the bytes of the elements of `box`, writable.

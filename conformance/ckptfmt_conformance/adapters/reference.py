@@ -118,7 +118,9 @@ class Reference:
                 _check_metadata(checkpoint)
                 with _phase("read"):
                     tensors = {
-                        _key_of(key): self.digests(checkpoint, key) for key in checkpoint.tensors
+                        _key_of(key): self.digests(checkpoint, key)
+                        for key in checkpoint.tensors
+                        if key not in checkpoint.frozen
                     }
                 found = {"tensors": tensors, "step": checkpoint.step, "digest": checkpoint.digest}
             if asked.get("verify") == "all":
