@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from ckptfmt import limits
 from ckptfmt.digest import digest_bytes, digest_text
+from ckptfmt.documents.fit import Fits, compile_schema
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import READER_FEATURES
 
@@ -331,8 +332,8 @@ def schema_text(name: str) -> str:
 
 @functools.cache
 def _validator(name: str) -> Draft202012Validator:
-    # Imported here because the import takes a tenth of a second, which a program that only saves to
-    # a path needn't spend.
+    # Imported here because the import takes a tenth of a second, which only a program that meets a
+    # violation needs to spend.
     from jsonschema import Draft202012Validator  # noqa: PLC0415
     from jsonschema.validators import extend  # noqa: PLC0415
 
@@ -345,9 +346,17 @@ def _validator(name: str) -> Draft202012Validator:
         )
         return () if is_long else whole(validator, items, instance, schema)
 
-    schema = _inline(json.loads(schema_text(name)), json.loads(schema_text("defs"))["$defs"])
     with_items: type[Draft202012Validator] = extend(Draft202012Validator, {"items": check_items})  # type: ignore[no-untyped-call]
-    return with_items(schema)
+    return with_items(_schema(name))
+
+
+@functools.cache
+def _fits(name: str) -> Fits:
+    return compile_schema(_schema(name))
+
+
+def _schema(name: str) -> Any:
+    return _inline(json.loads(schema_text(name)), json.loads(schema_text("defs"))["$defs"])
 
 
 def _inline(schema: Any, definitions: dict[str, Any]) -> Any:
@@ -378,6 +387,8 @@ def check_schema(name: str, value: object, *, where: str) -> None:
 
     Raises: FormatError(DOC_SCHEMA), with the JSON pointer and the clause from the schema.
     """
+    if _fits(name)(value):
+        return
     violations = sorted(
         _validator(name).iter_errors(value), key=lambda violation: [str(p) for p in violation.path]
     )
