@@ -161,7 +161,8 @@ def run_moto(port: int) -> Iterator[Endpoint]:
         def log_request(self, *_: object) -> None:
             pass
 
-    app = _one_at_a_time(moto.DomainDispatcherApplication(moto.create_backend_app))
+    # Without moto's dispatcher, which looks for the service by listing directories at each request.
+    app = _one_at_a_time(moto.create_backend_app("s3"))
     server = make_server("127.0.0.1", port, app, threaded=True, request_handler=Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
