@@ -5,15 +5,16 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import hypothesis
 import pytest
 
+from tests import forks
 from tests.builders import slot_count
 
-# Two workers on two cores: more threads inside each only make both wait. Set before torch is first
-# imported.
+# As many workers as cores, or more: more threads inside each only make all wait. Set before torch
+# is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Who starts the tests in the background of a shell has them ignore Ctrl-C, and all that they start
@@ -36,6 +37,10 @@ hypothesis.settings.load_profile("house")
 # Everything that a test saves and leaves whole is also read by a reader that knows the
 # specification alone.
 pytest_plugins = ["tests.plugins_stranger", "tests.s3.fixtures", "tests.homes"]
+
+
+#: The configuration of the run that isn't nested in a test.
+_FROZEN_BY: list[pytest.Config] = []
 
 
 @pytest.hookimpl(trylast=True)
@@ -61,15 +66,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    """Keep what was imported and collected out of later garbage collections: some tests ask for many, full ones.
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep imported modules and collected tests out of later garbage collections.
 
-    Once in a process: the nested runs of tests/mutants collect anew, and what they leave is to be
-    found.
+    Nested runs of tests/mutants collect anew; their objects are not kept.
     """
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+    if not _FROZEN_BY:
+        _FROZEN_BY.append(session.config)
+        _freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Keep the objects that a finished file left out of later garbage collections, too.
+
+    A full collection takes a second where earlier tests left a million objects, and each test that
+    leaves a slot in a reference cycle asks for a full collection.
+    """
+    result = yield
+    if (nextitem is None or nextitem.path != item.path) and item.config in _FROZEN_BY:
+        _freeze()
+    return result
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start the server of forks with the modules for all of them, whichever test needs a fork first."""
+    if item.get_closest_marker("dist") and "torch" in sys.modules:
+        forks.start_server()
 
 
 @pytest.fixture(autouse=True)
