@@ -22,7 +22,7 @@ import ckptfmt
 from ckptfmt.commit.waiting import poll
 from ckptfmt.saving.handle import SaveHandle
 from ckptfmt.saving.peers import Replicas
-from tests.resharding.launch import settle
+from tests.forks import settle
 from tests.resharding.stage import _meet, gradient
 
 WAIT_S: Final = 120.0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+from pathlib import Path
 
 import pytest
+
+from tests.forks import run_program
 
 PROGRAM = """
 import sys, warnings
@@ -41,12 +43,8 @@ print(report.claim, *report.lowered_by)
 def test_ddp_that_rebuilds_its_buckets_is_not_the_same_run_from_three_processes_on(
     workers: int, buckets: str, claim: str
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(workers), buckets],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[0] == claim
-    assert ("DistributedDataParallel" in done.stdout) is (claim != "T1")
+    words = ["-c", PROGRAM, str(workers), buckets]
+    code, printed = run_program(words, place=Path.cwd(), variables=os.environ)
+    assert code == 0, printed
+    assert printed.split()[0] == claim
+    assert ("DistributedDataParallel" in printed) is (claim != "T1")

@@ -20,9 +20,9 @@ import pytest
 
 from ckptfmt.__main__ import main
 from tests.cli.test_rehearse import TRAIN
+from tests.forks import fork, settle
 from tests.house.sources import ROOT
 from tests.pages.test_porting import program_of
-from tests.resharding.launch import fork, settle
 
 PAGE = (ROOT / "docs" / "rehearse.md").read_text("utf-8")
 #: Rehearsals that the fast suite leaves out, since others of the same program are like them.

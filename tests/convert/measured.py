@@ -15,7 +15,7 @@ import time
 import warnings
 from pathlib import Path
 
-from tests.resharding.launch import settle
+from tests.forks import settle
 
 
 def anonymous_nbytes() -> int:

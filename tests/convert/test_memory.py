@@ -8,8 +8,8 @@ import pytest
 
 import ckptfmt
 from tests.convert import measured
+from tests.forks import fork
 from tests.part_rows import rows_of
-from tests.resharding.launch import fork
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import run_program
 from tests.house.sources import ROOT
 
 SCRIPTS = Path(__file__).parent
@@ -25,16 +24,16 @@ def programs(name, place):
 
 def run(program, **environment):
     """Run a program with all warnings as errors but DeprecationWarning; return its code, output and errors."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", "default::DeprecationWarning", program],
-        cwd=program.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+    errors = program.with_suffix(".errors")
+    errors.unlink(missing_ok=True)
+    code, printed = run_program(
+        [str(program)],
+        place=program.parent,
+        variables={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        warn=["error", "default::DeprecationWarning"],
+        errors=str(errors),
     )
-    return done.returncode, done.stdout, done.stderr
+    return code, printed, errors.read_text("utf-8")
 
 
 def trained(program, **environment):

@@ -19,6 +19,7 @@ import pytest
 import ckptfmt
 from ckptfmt.__main__ import main
 from ckptfmt.errors import Code
+from tests.forks import run_program
 from tests.house.sources import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,10 +35,15 @@ ELSEWHERE = {
     "report.md",
 }
 KINDS = {"text", "text printed", "console", "python", "python no-run"}
+#: Pages with a command that takes long, and of which tests/conformance/test_adapters.py has a sample.
+LONG = {"comparison.md"}
 #: Blocks that tests/cli/test_rehearse_page.py runs.
 REHEARSED = ("diff mends=", "text rehearsed=")
 #: Commands that aren't run: an installation, and targets that are tested by themselves.
 NOT_RUN = ("pip ", "make ")
+#: Pages whose programs run in interpreters of their own: what a reader sees first. A fork would start
+#: so early behind a kill that it says how long it waits for the killed program's saver.
+FRESH = {"README.md", "tutorial.md"}
 _RUN_OF_THE_PAGE = """
 import ckptfmt
 with ckptfmt.Checkpointer("my-run", ckptfmt.State(data={"position": 0})) as checkpointer:
@@ -67,13 +73,23 @@ def steady(text, place):
     return re.sub(r"-?0x[01]\.[0-9a-f]+p[+-][0-9]+", "FLOAT", text).strip()
 
 
-def run(argv, place, environment=None, stderr=subprocess.STDOUT):
+def run(argv, place, environment=None, *, is_strict=False, is_fork=True, hides_errors=False):
+    """Run ``python`` with some arguments; return the exit code and the output.
+
+    Programs run in forks of a process with torch imported, except those of `FRESH` pages and of
+    other forms than a script or a text.
+    """
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+    if is_fork and (argv[0] == "-c" or argv[0].endswith(".py")):
+        errors = os.devnull if hides_errors else None
+        warn = ["error"] if is_strict else []
+        return run_program(argv, place=place, variables=variables, warn=warn, errors=errors)
     done = subprocess.run(
-        argv,
+        [sys.executable, *(["-W", "error"] if is_strict else []), *argv],
         cwd=place,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+        env=variables,
         stdout=subprocess.PIPE,
-        stderr=stderr,
+        stderr=subprocess.DEVNULL if hides_errors else subprocess.STDOUT,
         text=True,
         check=False,
         timeout=300,
@@ -81,7 +97,7 @@ def run(argv, place, environment=None, stderr=subprocess.STDOUT):
     return done.returncode, done.stdout
 
 
-def run_command(command, place, capsys):
+def run_command(command, place, capsys, *, is_fork):
     """Return exit code and output of one line of a `console` fence."""
     command, _, aside = command.partition(" 2> ")
     words = shlex.split(command)
@@ -93,12 +109,7 @@ def run_command(command, place, capsys):
         captured = capsys.readouterr()
         return code, captured.out + (captured.err if code else "")
     assert words[0] == "python", command
-    return run(
-        [sys.executable, *words[1:]],
-        place,
-        environment,
-        subprocess.DEVNULL if aside else subprocess.STDOUT,
-    )
+    return run(words[1:], place, environment, is_fork=is_fork, hides_errors=bool(aside))
 
 
 def commands_of(body):
@@ -116,11 +127,11 @@ def same(printed, said, place):
     return re.fullmatch(pattern, steady(printed, place)) is not None
 
 
-def check_console(body, place, capsys):
+def check_console(body, place, capsys, *, is_fork):
     for command, said in commands_of(body):
         if command.startswith(NOT_RUN):
             continue
-        code, printed = run_command(command, place, capsys)
+        code, printed = run_command(command, place, capsys, is_fork=is_fork)
         is_killed = said.endswith("Killed\n")
         shown = said.removesuffix("Killed\n")
         assert code == (-signal.SIGKILL if is_killed else 0), f"{command}: {printed}"
@@ -131,21 +142,28 @@ def check_console(body, place, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name not in ELSEWHERE], ids=lambda page: page.name
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.exhaustive] if page.name in LONG else [])
+        for page in PAGES
+        if page.name not in ELSEWHERE
+    ],
+    ids=lambda page: page.name,
 )
 def test_examples_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if page.name in BEFORE:
-        assert run([sys.executable, "-W", "error", "-c", BEFORE[page.name]], tmp_path)[0] == 0
+        assert run(["-c", BEFORE[page.name]], tmp_path, is_strict=True)[0] == 0
+    is_fork = page.name not in FRESH
     printed, numbers = "", set()
     for kind, body in fences_of(page):
         if kind == "python":
-            code, printed = run([sys.executable, "-W", "error", "-c", body], tmp_path)
+            code, printed = run(["-c", body], tmp_path, is_strict=True, is_fork=is_fork)
             assert code == 0, f"{body}\n{printed}"
         elif kind == "text printed":
             assert same(printed, body, tmp_path), printed
         elif kind == "console":
-            for shown in check_console(body, tmp_path, capsys):
+            for shown in check_console(body, tmp_path, capsys, is_fork=is_fork):
                 numbers |= set(re.findall(r"0x[01]\.[0-9a-f]+p[+-][0-9]+", shown))
         elif kind.startswith(REHEARSED):
             pass

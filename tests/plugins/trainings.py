@@ -36,6 +36,7 @@ _SLOW = (
     "lightning.pytorch",
     "transformers.trainer",
     "tests.plugins.warm",
+    "tests.preloaded",
 )
 
 

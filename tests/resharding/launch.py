@@ -10,23 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-_FORKS = multiprocessing.get_context("forkserver")
-#: What the server of the forks imports, unless another test module has started it.
-_SLOW = (
-    "torch",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "ckptfmt.checkpointer",
-    "ckptfmt.adapters.torch",
-)
+from tests.forks import fork, settle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,31 +94,6 @@ def launch(
             answer = json.loads(line)
             said.setdefault(answer["scene"], {})[answer["rank"]] = answer
     return Launch(said, exit_codes, (here / "stderr").read_text("utf-8", "replace")[-4000:])
-
-
-def fork(target: Callable[..., None], *arguments: Any) -> Any:
-    """Start a function in a fork of a process that has imported torch; return what `multiprocessing` knows of it.
-
-    Args:
-        target: a function of a module, which begins with `settle`.
-        arguments: of it.
-    """
-    _FORKS.set_forkserver_preload(list(_SLOW))
-    process = _FORKS.Process(target=target, args=arguments)
-    process.start()
-    return process
-
-
-def settle(variables: dict[str, str], output: str) -> None:
-    """Give a fork the environment and the output that a process of its own would have been started with."""
-    with Path(output).open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.clear()
-    os.environ.update(variables)
-    import torch  # noqa: PLC0415
-
-    torch.set_num_threads(1)  # what OMP_NUM_THREADS says is read by the import
 
 
 def _play(variables: dict[str, str], errors: str, told: list[str]) -> None:

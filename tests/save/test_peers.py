@@ -32,8 +32,9 @@ from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import error_of
 from tests.explorer.telling import tell
+from tests.forks import fork
 from tests.interface.test_group import Allgather, run_writers
-from tests.resharding.launch import _meeting, fork
+from tests.resharding.launch import _meeting
 from tests.save.test_node_cache import Outage, cached, committed, died, nbytes_of, spoil, wait_for
 from tests.save.test_saves import Run, is_whole
 from tests.saver.test_saver import WAIT_S

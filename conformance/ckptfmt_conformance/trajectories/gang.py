@@ -37,6 +37,8 @@ GRACE_S: Final = 2.0
 _PRELOADED: Final = [
     "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.optim.swa_utils",
     "numpy.random",
+    # the first optimizer of a process imports this module, which takes a second
+    "torch._dynamo",
     # setting deterministic algorithms imports this module, which takes half a second
     "torch._inductor.config",
     "ckptfmt_conformance.trajectories.play",
