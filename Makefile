@@ -4,7 +4,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
 PYTHON ?= python3
-JOBS ?= 2
+# Of three processes on two cores, one may wait for a disk, a deadline or a process that it started.
+JOBS ?= 3
 # Files in the order of tests/conftest.py, slow ones first.
 DIST := --dist loadfile --no-loadscope-reorder
 # Tests start hundreds of interpreters: each would compile the package anew where Python is told to keep no byte code.

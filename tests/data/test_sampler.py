@@ -7,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfmt.data.course import add_ledgers, ledger_of_samples
@@ -42,6 +42,7 @@ def no_launcher(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
+@settings(max_examples=40)  # each on eight numbers of workers
 @given(st.integers(1, 50), st.integers(8, 24), st.integers(0, 2**64 - 1))
 def test_the_steps_are_the_same_on_any_number_of_workers(n, global_batch, seed):
     alone = global_batches(n, 5, workers=1, global_batch=global_batch, seed=seed)

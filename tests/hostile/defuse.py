@@ -1,6 +1,6 @@
 """Do with checkpoints what people do, and say what it cost: ``python -m tests.hostile.defuse < QUESTIONS``.
 
-A question is a line: names of `ACTIONS`, with commas between, a blank, and a directory.
+A question is a line: names of `ACTIONS` or ``parse``, with commas between, a blank, and a directory.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import ckptfmt
 from ckptfmt.__main__ import main as command
 from ckptfmt.box import Box
+from ckptfmt.documents.canonical import parse_document
 from ckptfmt.errors import CkptError
 
 
@@ -53,12 +54,22 @@ def _inspect(path: str) -> str:
     return f"exit {command(['inspect', path])}"
 
 
+def _parse(path: str) -> str:
+    """Parse the document in a directory; the file is named like the document's type."""
+    (file,) = pathlib.Path(path).iterdir()
+    parse_document(file.read_bytes(), where="x", types=(file.stem,))
+    return "ok"
+
+
+#: What people do with a checkpoint.
 ACTIONS: Final[dict[str, Callable[[str], str]]] = {
     "open": _open,
     "validate": _validate,
     "load": _load,
     "inspect": _inspect,
 }
+#: What a question may name.
+_KNOWN: Final[dict[str, Callable[[str], str]]] = {**ACTIONS, "parse": _parse}
 
 
 def measure(action: Callable[[], str]) -> dict[str, Any]:
@@ -111,7 +122,7 @@ def main() -> None:
     gc.freeze()  # or a collection in a child copies what it looks at
     for line in sys.stdin:
         names, _, path = line.rstrip("\n").partition(" ")
-        found = {name: measure(functools.partial(ACTIONS[name], path)) for name in names.split(",")}
+        found = {name: measure(functools.partial(_KNOWN[name], path)) for name in names.split(",")}
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
 

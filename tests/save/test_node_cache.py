@@ -585,11 +585,21 @@ def killed(*options: str, kills: int, seed: int, writers: int) -> dict[str, Any]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("writers", "every"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.exhaustive), (2, 3)]
+    ("writers", "every", "kills"),
+    [
+        (1, 1, 8),
+        (2, 3, 8),
+        *(
+            pytest.param(writers, every, 40, marks=pytest.mark.exhaustive)
+            for writers, every in ((1, 1), (2, 1), (2, 3))
+        ),
+    ],
 )
-def test_kills_at_random_moments_lose_nothing_that_was_written(writers: int, every: int) -> None:
+def test_kills_at_random_moments_lose_nothing_that_was_written(
+    writers: int, every: int, kills: int
+) -> None:
     """REQ-RUN-036: trainer, saver and uploader die at once; the processes have other numbers each time."""
-    report = killed("--every", str(every), kills=20, seed=20261123, writers=writers)
+    report = killed("--every", str(every), kills=kills, seed=20261123, writers=writers)
     assert (report["node_count"] > 0) is (every > 1)
     # Where saves are uploaded now and then, `close` brings the last one home, too, unless a kill
     # comes before it.

@@ -442,11 +442,14 @@ KILLED = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["trainer", "saver", "both"])
-def test_kills_while_it_is_replaced_leave_the_old_or_the_new_one(tmp_path: Path, who: str) -> None:
+@pytest.mark.parametrize("rounds", [2, pytest.param(12, marks=pytest.mark.exhaustive)])
+def test_kills_while_it_is_replaced_leave_the_old_or_the_new_one(
+    tmp_path: Path, who: str, rounds: int
+) -> None:
     """And what was STAGED is there in the end, if the saver lives."""
     rng, place, last = random.Random(20261123), tmp_path / "last", 0
     ckptfmt.save(place, state_of(last), step=last)
-    for _ in range(4):
+    for _ in range(rounds):
         command = [sys.executable, "-c", textwrap.dedent(KILLED), str(place), str(last + 1)]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
