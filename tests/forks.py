@@ -32,13 +32,14 @@ _PRELOADED: Final = (
     "torch.optim.swa_utils",
     "torch._dynamo",  # the first optimizer of a process imports it
     "jsonschema",
+    "ml_dtypes",
     "ckptfmt.checkpointer",
     "ckptfmt.adapters.torch",
     "ckptfmt_conformance.trajectories.play",
     "tests.preloaded",
 )
-#: The time for a program, in seconds: on a busy machine, a minute's work takes ten.
-_PROGRAM_S: Final = 900.0
+#: The greatest time for a program, in seconds: that of the longest exhaustive test.
+_PROGRAM_S: Final = 4.0 * 3600
 
 
 def start_server() -> None:
@@ -91,7 +92,7 @@ def run_program(
     warn: Sequence[str] = (),
     errors: str | None = None,
 ) -> tuple[int, str]:
-    """Run ``python SCRIPT ...`` or ``python -c TEXT`` in a fork; return the exit code and the output.
+    """Run ``python SCRIPT ...``, ``-m MODULE`` or ``-c TEXT`` in a fork; return exit code and output.
 
     Args:
         words: the words after ``python``.
@@ -107,6 +108,16 @@ def run_program(
         process.kill()
         process.join()
         return process.exitcode, output.read()
+
+
+def start_script(
+    command: Sequence[str], *, env: Mapping[str, str], stdout: Any, **_: Any
+) -> types.SimpleNamespace:
+    """Run a Python script as `subprocess.run` does, in a fork; return an object with the exit code."""
+    program = _Program(dict(env), stdout.name, None, Path.cwd(), list(command[1:]), [])
+    process = fork(_be_program, program)
+    process.join()
+    return types.SimpleNamespace(returncode=process.exitcode)
 
 
 class _Program(NamedTuple):
@@ -126,7 +137,7 @@ def _be_program(program: _Program) -> None:
     words = program.words
     multiprocessing.set_start_method("fork", force=True)  # as in a process of its own
     warnings._processoptions(program.warn)  # type: ignore[attr-defined]
-    sys.argv = ["-c", *words[2:]] if words[0] == "-c" else words
+    sys.argv = [words[0], *words[2:]] if words[0] in ("-c", "-m") else words
     code = 1
     try:
         if words[0] == "-c":
@@ -134,6 +145,9 @@ def _be_program(program: _Program) -> None:
             main = types.ModuleType("__main__")
             sys.modules["__main__"] = main
             exec(compile(words[1], "<string>", "exec"), vars(main))
+        elif words[0] == "-m":
+            sys.path.insert(0, str(program.place))
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str(Path(words[0]).resolve().parent))
             runpy.run_path(words[0], run_name="__main__")

@@ -4,6 +4,7 @@ import json
 import pathlib
 import sys
 import textwrap
+import types
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -16,6 +17,7 @@ from ckptfmt.loop.step_log import StepLog
 from ckptfmt.run.witness import StepRecord, StepsHeader, steps_path
 from ckptfmt_tools.cli.judging import judge
 from ckptfmt_tools.cli.rehearse import plan_kills
+from tests.forks import start_script
 
 #: A small nanoGPT: crops of a text by torch.randint, and learning rates set by hand. Prefetching is
 #: its common fault.
@@ -77,8 +79,10 @@ def test_training_that_goes_on_as_the_same_run(
 
 
 def test_training_that_does_not_is_told_with_the_cause(
-    script: str, capsys: Any, tmp_path: pathlib.Path
+    script: str, capsys: Any, tmp_path: pathlib.Path, monkeypatch: Any
 ) -> None:
+    module = types.SimpleNamespace(run=start_script)
+    monkeypatch.setattr("ckptfmt_tools.cli.rehearse.subprocess", module)
     assert rehearse("--junit", "out.xml", "--", sys.executable, script, "prefetch") == 1
     told = capsys.readouterr().out
     assert "NOT the same trajectory" in told

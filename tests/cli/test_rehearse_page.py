@@ -7,10 +7,8 @@ N faults mended.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
-import runpy
 import sys
 import types
 from pathlib import Path
@@ -20,7 +18,7 @@ import pytest
 
 from ckptfmt.__main__ import main
 from tests.cli.test_rehearse import TRAIN
-from tests.forks import fork, settle
+from tests.forks import start_script
 from tests.house.sources import ROOT
 from tests.pages.test_porting import program_of
 
@@ -64,21 +62,6 @@ def program_with(name: str, mended: int) -> str:
     for mend in reversed(mends[mended:]):
         program = undo(program, mend)
     return program
-
-
-def start_in_fork(command: list[str], *, env: dict[str, str], stdout: Any, **_: Any) -> Any:
-    """Run a Python script as `subprocess.run` does, in a fork of a process that has imported torch."""
-    process = fork(_be_program, env, stdout.name, str(Path.cwd()), command[1:])
-    process.join()
-    return types.SimpleNamespace(returncode=process.exitcode)
-
-
-def _be_program(variables: dict[str, str], output: str, place: str, argv: list[str]) -> None:
-    settle(variables, output)
-    multiprocessing.set_start_method("fork", force=True)  # as in a process of its own
-    os.chdir(place)
-    sys.argv = argv
-    runpy.run_path(argv[0], run_name="__main__")
 
 
 def rehearse(
@@ -125,7 +108,7 @@ def test_each_fault_is_found_and_said_as_on_the_page(
         monkeypatch.setenv("PATH", path)
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
     else:
-        module = types.SimpleNamespace(run=start_in_fork)
+        module = types.SimpleNamespace(run=start_script)
         monkeypatch.setattr("ckptfmt_tools.cli.rehearse.subprocess", module)
     code, printed = rehearse(name, mended, options, tmp_path, capsys)
     assert printed == said

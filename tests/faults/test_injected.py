@@ -1,12 +1,12 @@
 """An exception at any message, and at any line of the threads that save: every call ends, and a later save works."""
 
 import json
-import subprocess
-import sys
+import os
 
 import pytest
 
 from tests.explorer.telling import tell
+from tests.forks import run_program
 from tests.store.helpers import ROOT
 
 #: What is raised, by whose saver, and how many places of it the usual suite tries.
@@ -18,12 +18,13 @@ CASES = [
 ]
 
 
-def inject(what, saver, *options):
+def inject(place, what, saver, *options):
     """Run the injections in a process of their own, and return its report."""
-    command = [sys.executable, "-m", "tests.faults.injecting", what, "--saver", saver, *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    words = ["-m", "tests.faults.injecting", what, "--saver", saver, *options]
+    errors = place / "errors"
+    code, printed = run_program(words, place=ROOT, variables=os.environ, errors=str(errors))
+    assert code == 0, errors.read_text("utf-8")
+    report = json.loads(printed)
     tell(
         f"{what}, {saver}: {report['injections']} injections, {report['raised']} raised,"
         f" {len(report['hangs'])} hangs"
@@ -43,8 +44,10 @@ def check(report):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "saver", "sample"), CASES)
-def test_whatever_is_raised_wherever_every_call_ends_and_a_later_save_works(what, saver, sample):
-    check(inject(what, saver, "--seed", "17", "--sample", str(sample)))
+def test_whatever_is_raised_wherever_every_call_ends_and_a_later_save_works(
+    what, saver, sample, tmp_path
+):
+    check(inject(tmp_path, what, saver, "--seed", "17", "--sample", str(sample)))
 
 
 @pytest.mark.exhaustive
@@ -53,5 +56,5 @@ def test_whatever_is_raised_wherever_every_call_ends_and_a_later_save_works(what
     ("what", "saver"),
     [*[(what, saver) for what, saver, _ in CASES], ("messages", "process"), ("lines", "process")],
 )
-def test_whatever_is_raised_anywhere_every_call_ends_and_a_later_save_works(what, saver):
-    check(inject(what, saver))
+def test_whatever_is_raised_anywhere_every_call_ends_and_a_later_save_works(what, saver, tmp_path):
+    check(inject(tmp_path, what, saver))
