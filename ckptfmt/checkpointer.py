@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Self, SupportsFloat, Unpack
 
+from ckptfmt.adapters.data_loaders import find_loaders
 from ckptfmt.api import open_checkpoint
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.labels import Labels
@@ -387,6 +388,7 @@ class Checkpointer:
                 remedy=remedy,
             )
         self._state = self._count.state = state
+        self._count.follow()
 
     @property
     def step(self) -> int:
@@ -482,6 +484,117 @@ class Checkpointer:
         finally:
             self._pace.rest()
         self._pace.end()
+
+    @property
+    def epoch(self) -> int:
+        """The number of epochs done of the DataLoader in the State.
+
+        Raises: StateError(ARGUMENT) unless the State has exactly one DataLoader.
+        """
+        epoch: int = self._find_loader(None).epoch
+        return epoch
+
+    def epochs(self, total: int, *, loader: object = None) -> Iterator[int]:
+        """Yield the number of each remaining epoch, below `total`; each batch is a step.
+
+        The body loops over the DataLoader in the State. A resumed run begins with the epoch of the
+        checkpoint, where the loop gets the batches that the run hasn't trained on. The step of a
+        batch ends when the loop asks for the next batch. The step of an epoch's last batch ends
+        with the body, code after the inner loop included. At the end of a step, the checkpointer
+        counts the step and saves if a save is due. After the last epoch the run is saved.
+
+        When the training stops (`stopped`), the inner loop gets no further batch, and the current
+        epoch is the last. Don't count steps otherwise, by `training_step` or `end_step`. With
+        several batches in a step, loop over ``range(checkpointer.epoch, total)`` instead.
+
+        Args:
+            total: number of epochs, over the whole run.
+            loader: the DataLoader, if the State has several.
+
+        Raises: as `restore` and `save`; StateError(ARGUMENT) if the State hasn't the loader, or if
+            the body doesn't loop over the loader once.
+
+        >>> import torch, tempfile, ckptfmt
+        >>> loader = torch.utils.data.DataLoader(range(4), batch_size=2)
+        >>> model = torch.nn.Linear(1, 1)
+        >>> seen = []
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     state = ckptfmt.State(weights=model, data=loader, config={})
+        ...     with ckptfmt.Checkpointer(run, state) as checkpointer:
+        ...         for epoch in checkpointer.epochs(2):
+        ...             for batch in loader:
+        ...                 seen.append((epoch, checkpointer.step, batch.tolist()))
+        >>> seen
+        [(0, 0, [0, 1]), (0, 1, [2, 3]), (1, 2, [0, 1]), (1, 3, [2, 3])]
+        """
+        check_step(total, where="epochs()")
+        position = self._find_loader(loader)
+        self._begin_itself()
+        if position.epoch >= total:
+            self._talk.say("nothing is left to do: %d of %d epochs are done", position.epoch, total)
+        position.before_batch = functools.partial(self._before_batch, position)
+        position.after_batch = self._count.begin_body
+        try:
+            while position.epoch < total and not self.stopped:
+                epoch = position.epoch
+                yield epoch
+                if self._has_stopped():
+                    break
+                is_last = epoch + 1 == total
+                if self._count.is_under_way:
+                    position.leave_epoch()
+                    self._end_batch(is_last=is_last)
+                if position.epoch != epoch + 1:
+                    raise err(
+                        Code.ARGUMENT,
+                        f"the body of epoch {epoch} has looped over the State's DataLoader"
+                        f" {position.epoch - epoch} times, not once",
+                        where="epochs()",
+                        remedy="Loop over the loader of the State once in each epoch, and evaluate"
+                        " on a loader of its own.",
+                    )
+        finally:
+            position.before_batch = position.after_batch = None
+            self._count.is_under_way = False
+            self._pace.rest()
+        self._pace.end()
+
+    def _has_stopped(self) -> bool:
+        return self.stopped
+
+    def _find_loader(self, loader: object) -> Any:
+        found = find_loaders(self._count.state)
+        chosen = [one for one in found if loader is None or one.loader is loader]
+        if len(chosen) == 1:
+            return chosen[0]
+        raise err(
+            Code.ARGUMENT,
+            f"the State has {len(found)} DataLoaders of torch"
+            + (", and not this one" if loader is not None else ""),
+            where="epochs()",
+            remedy=(
+                "Name one: epochs(total, loader=train_loader)."
+                if found
+                else "Give State(data=loader), or use steps() with a ckptfmt.Sampler."
+            ),
+        )
+
+    def _before_batch(self, position: Any) -> bool:
+        """End the step of the previous batch; return whether the loop gets another batch."""
+        if self._count.is_under_way:
+            if position.is_at_end:
+                return True  # the rest of the epoch belongs to the last batch's step
+            self._end_batch(is_last=False)
+        if self.stopped:
+            return False
+        self._witness.begin_step(self.step, self._count.state)
+        return True
+
+    def _end_batch(self, *, is_last: bool) -> None:
+        self._count.end_body()
+        self._end_step(self.step + 1, self.step + 1 if is_last else None)
+        if self._short_rehearsal.is_due(self.step):
+            self._go_back()
 
     @contextlib.contextmanager
     def training_step(self) -> Iterator[int]:
@@ -789,13 +902,24 @@ class Checkpointer:
             state, checkpoint, self._group, **self._choices, streams=False, share=self._share
         )
         carry_init(checkpoint, state, self._group)
-        self._count.go_to(checkpoint.step, mark_streams(state, self._group))
+        self._go_to(checkpoint, state)
         self._is_whole = True
         self._saved_step = checkpoint.step
         _LOG.debug(
             "step %d restored from %s; random-number streams come last", self.step, checkpoint.title
         )
         self._talk.tell_changed(self._load_report)
+
+    def _go_to(self, checkpoint: Checkpoint, state: State) -> None:
+        """Set the count to a loaded checkpoint's step; its RNG streams are put back later."""
+        restore_rng = weakref.WeakMethod(self.restore_rng)
+
+        def begin_streams() -> None:
+            restore = restore_rng()
+            if restore is not None:
+                restore()
+
+        self._count.go_to(checkpoint.step, mark_streams(state, self._group), begin_streams)
 
     def _begin_from(self, init: InitFrom, state: State) -> None:
         tries = LoadTries(self._group)
@@ -808,7 +932,7 @@ class Checkpointer:
         if init.is_whole:
             self._checkpoint = checkpoint
             self._is_whole = True
-            self._count.go_to(checkpoint.step, mark_streams(state, self._group))
+            self._go_to(checkpoint, state)
         else:
             checkpoint.close()
             self._talk.tell_begun(self.launch, checkpoint.store.name, self.step, state)

@@ -31,19 +31,42 @@ from ckptfmt.state import FirstWorker, PerWorker, State
 #: the lowered claim.
 UNREAD_SAMPLERS: Final = "unread_samplers"
 UNREAD: Final = (
-    "no batch was taken of a Sampler in State, neither by iterating nor by indices():"
-    " the training didn't follow the Sampler's order"
+    "no batch was taken of a Sampler or DataLoader in State, neither by iterating nor by"
+    " indices(): the training didn't follow its order"
+)
+
+
+#: The remedy for a loader with differences from the saved loader.
+_OTHER_LOADER: Final = (
+    "Make the loader as it was; or begin its data anew: Checkpointer(...,"
+    " loading=Loading(override=['data:*']))."
 )
 
 
 def find_samplers(state: State) -> Iterator[Sampler]:
     """Yield the samplers of a state."""
-    return _samplers_in((state.data, state.extra))
+    return (value for value in _values_in((state.data, state.extra)) if isinstance(value, Sampler))
+
+
+def find_loaders(state: State) -> list[Any]:
+    """Return the positions of the DataLoaders of a state, which are followed from now on.
+
+    Raises: StateError(STATE_UNSUPPORTED, ARGUMENT) for an unsuitable loader.
+    """
+    side: Any = torch_side()
+    if side is None:
+        return []
+    values = [value for value in _values_in((state.data, state.extra)) if side.is_loader(value)]
+    return [
+        side.follow_loader(value, where="data")
+        for value in values
+        if not isinstance(value.batch_sampler, Sampler)
+    ]
 
 
 def has_unread_samplers(state: State) -> bool:
-    """Return whether steps were made without a batch from one of the state's samplers."""
-    return any(sampler.is_unread for sampler in find_samplers(state))
+    """Return whether steps were made without a batch from a sampler or loader of the state."""
+    return any(one.is_unread for one in (*find_samplers(state), *find_loaders(state)))
 
 
 @contextlib.contextmanager
@@ -91,16 +114,16 @@ def refuse_shares(state: State) -> None:
         )
 
 
-def _samplers_in(value: object) -> Iterator[Sampler]:
-    if isinstance(value, Sampler):
-        yield value
-    elif isinstance(value, PerWorker | FirstWorker):
-        yield from _samplers_in(value.value)
+def _values_in(value: object) -> Iterator[Any]:
+    if isinstance(value, PerWorker | FirstWorker):
+        yield from _values_in(value.value)
     elif isinstance(value, Mapping):
-        yield from _samplers_in(tuple(value.values()))
+        yield from _values_in(tuple(value.values()))
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _samplers_in(item)
+            yield from _values_in(item)
+    else:
+        yield value
 
 
 class _Stateful(Protocol):
@@ -111,6 +134,27 @@ class _Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Move to a position."""
+
+
+class PassiveLoader:
+    """An adapter for a loader; the loader's generators are saved as RNG streams."""
+
+    @property
+    def loader(self) -> Any:
+        """The other library's loader."""
+        raise NotImplementedError
+
+
+class EpochLoader(PassiveLoader):
+    """The position of a loader with epochs, such as torch's DataLoader."""
+
+    def compare(self, saved: Foreign) -> list[str]:
+        """Return the differences from the saved loader; any difference forbids a load."""
+        raise NotImplementedError
+
+    def find_doubts(self, saved: Foreign) -> list[str]:
+        """Return the reasons why a load of the position claims no T1."""
+        raise NotImplementedError
 
 
 class _Adapter:
@@ -139,7 +183,7 @@ class _Adapter:
         )
 
 
-class ForeignLoader(_Adapter):
+class ForeignLoader(_Adapter, PassiveLoader):
     """Another library's loader, such as torchdata's StatefulDataLoader, as a worker's field `data`.
 
     Iterate over this object, not over the loader, and save between a step and the next batch. The
@@ -338,11 +382,23 @@ def may_load(plan: LoadPlan, saved: object, live: object, where: str) -> bool:
     Spec: REQ-CUR-023.
     """
     if not is_foreign(saved):
+        if isinstance(live, EpochLoader):
+            detail = "the saved position isn't that of a DataLoader"
+            plan.problem(Code.CONFIG_IDENTITY, where, detail, remedy=_OTHER_LOADER)
+            return False
         return True
     foreign = parse_foreign(saved, where=where)
     count = live.worker_count if isinstance(live, _Adapter) else plan.worker_count
     if foreign.worker_count == count:
-        return True
+        if not isinstance(live, EpochLoader):
+            return True
+        differences = live.compare(foreign)
+        for difference in differences:
+            plan.problem(Code.CONFIG_IDENTITY, where, difference, remedy=_OTHER_LOADER)
+        doubts = [] if differences else live.find_doubts(foreign)
+        plan.downgrades += [f"{where}: {doubt}" for doubt in doubts]
+        plan.reorders |= bool(doubts)
+        return not differences
     is_allowed = plan.problem(Code.LOADER_NOT_ELASTIC, where, _detail(foreign, count))
     return is_allowed and foreign.per == "run"
 

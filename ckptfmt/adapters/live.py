@@ -258,7 +258,8 @@ class _Walker:
         elif type(value) not in self._leaves:
             value = value if side is None else side.unwrap_optimizer(value)
             if side is not None and side.is_plain_loader(value):
-                raise side.loader_error(value, where=place_of(field, join_name(path)))
+                value = side.position_of(value, where=place_of(field, join_name(path)))
+                scope = worker_scope(self._worker)
             kind = _kind_of(value, side)
         name = join_name(path) if path else ""
         yield Unit(field=field, path=path, name=name, scope=scope, kind=kind, value=value, put=put)
@@ -384,6 +385,9 @@ class Live:
         sides = find_sides()
         units = tuple(walk(state, worker=worker, sides=sides))
         side, of_jax = sides
+        for unit in units if side is not None else ():
+            if isinstance(unit.value, side.FollowedLoader):
+                unit.value.worker_count = worker_count
         trees = [unit for unit in units if unit.kind is Kind.TREE]
         jax_facts = {} if of_jax is None else of_jax.local_facts(trees)
         if side is None:

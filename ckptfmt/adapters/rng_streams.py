@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from ckptfmt.adapters import Sides, torch_side
-from ckptfmt.adapters.data_loaders import ForeignLoader
+from ckptfmt.adapters.data_loaders import PassiveLoader
 from ckptfmt.adapters.live import Kind, Unit, is_generator
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, attributes_of, plain_values, worker_scope
 from ckptfmt.adapters.load_plan import LoadPlan
@@ -171,12 +171,27 @@ def unit_streams(
     return streams
 
 
+def held_streams(holder: object, prefix: str, side: Any) -> list[LiveRngStream]:
+    """Return the generators in an object's attributes, each once, named by prefix and path.
+
+    Args:
+        holder: the object.
+        prefix: first part of the names.
+        side: the result of `torch_side`.
+    """
+    found: dict[int, LiveRngStream] = {}
+    for path, generator in _generators_in(holder, prefix, 0, side):
+        if id(generator) not in found:
+            found[id(generator)] = _user_stream(path, generator)
+    return list(found.values())
+
+
 def _held_by(unit: Unit, side: Any) -> Iterator[tuple[str, object]]:
     """Yield the path and the generator of each generator in an object's attributes."""
     if unit.kind is Kind.MODULE:
         yield from side.generators_of(unit.value)
         return
-    value = unit.value.loader if isinstance(unit.value, ForeignLoader) else unit.value
+    value = unit.value.loader if isinstance(unit.value, PassiveLoader) else unit.value
     # Classes of ckptfmt save and restore their own generators.
     if unit.kind is Kind.STATEFUL and type(value).__module__.partition(".")[0] != "ckptfmt":
         yield from _generators_in(value, "", 0, side)

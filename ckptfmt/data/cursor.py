@@ -51,7 +51,8 @@ The position of another library's data loader is opaque and valid for one number
     {"kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0",
      "per": "worker", "worker_count": 8, "state": {...}}
 
-`state` is the library's own value, and only the library can interpret it. With `per` ``worker``,
+`state` is the library's own value, and only the library can interpret it, except for torch's
+DataLoader (`ckptfmt.data.epoch_position`). With `per` ``worker``,
 each worker saves its own state under its own scope; with ``run``, all workers save the same state,
 which counts over all of them.
 
@@ -77,6 +78,8 @@ from ckptfmt.data.cursor_map import (
     refuse,
     show_value,
 )
+from ckptfmt.data.epoch_position import LIB as EPOCHS_LIB
+from ckptfmt.data.epoch_position import parse_position
 from ckptfmt.errors import Code, err
 
 KIND: Final = "ckptfmt.data_cursor"
@@ -615,8 +618,11 @@ def parse_foreign(tree: object, *, where: str = "loader") -> Foreign:
     per = top.text("per")
     if per not in ("worker", "run"):
         refuse(f"{per!r} is neither 'worker' nor 'run'", f"{where}/per", "REQ-CUR-022")
+    lib = top.text("lib")
+    if lib == EPOCHS_LIB:
+        parse_position(top.members["state"], where=f"{where}/state")
     return Foreign(
-        lib=top.text("lib"),
+        lib=lib,
         version=top.text("version"),
         per="worker" if per == "worker" else "run",
         worker_count=top.integer("worker_count", limits.WRITERS, least=1),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
-from ckptfmt.adapters.data_loaders import find_samplers
+from ckptfmt.adapters.data_loaders import find_loaders, find_samplers
 from ckptfmt.errors import Code, err
 from ckptfmt.group import Group
 from ckptfmt.saving.one_save import check_step
@@ -66,6 +66,7 @@ class StepCount:
     def __init__(self, state: State | None) -> None:
         self.state = State() if state is None else state
         check_state(self.state)
+        self.follow()
         self.step = 0
         self.is_under_way = self.is_streamless = False
         self._is_told = self._is_left = False
@@ -77,19 +78,35 @@ class StepCount:
 
         Raises: StateError(ARGUMENT) within another step.
         """
-        if self.is_under_way:
-            raise err(
-                Code.ARGUMENT,
-                "a step begins within another step",
-                where=_WHERE,
-                remedy="End the first one.",
-            )
-        self.is_under_way = self._is_left = True
+        self.begin_body()
         try:
             yield
         finally:
             self.is_under_way = False
         self._is_left = False
+
+    def begin_body(self) -> None:
+        """Begin the body of a step. Raises: StateError(ARGUMENT) within another step."""
+        if self.is_under_way:
+            raise err(
+                Code.ARGUMENT,
+                "a step begins within another step",
+                where=_WHERE,
+                remedy="End the first one. In epochs(), each batch is a step of its own.",
+            )
+        self.is_under_way = self._is_left = True
+
+    def end_body(self) -> None:
+        """End the body of a step."""
+        self.is_under_way = self._is_left = False
+
+    def follow(self) -> None:
+        """Count the batches of the state's DataLoaders from now on.
+
+        Raises: StateError(STATE_UNSUPPORTED, ARGUMENT) for a loader that can't be followed.
+        """
+        for loader in find_loaders(self.state):
+            loader.is_by_steps = True
 
     def check(self, step: int) -> None:
         """Check a number of steps done against the count so far. Raises: StateError(ARGUMENT)."""
@@ -138,19 +155,27 @@ class StepCount:
             sampler.check_fetched(step)
         for sampler in samplers:
             sampler.commit(step)
+        for loader in find_loaders(self.state) if step > self.step else ():
+            loader.note_step(step)
         more = step - self.step
         self.step = step
         self._is_told = True
         self._is_left = self._is_left and not more
         return more
 
-    def go_to(self, step: int, mark_streams: Callable[[], object]) -> None:
+    def go_to(
+        self,
+        step: int,
+        mark_streams: Callable[[], object],
+        begin_streams: Callable[[], object],
+    ) -> None:
         """Set the count to a restored checkpoint's step; the RNG streams aren't put back yet.
 
         Samplers without a loaded position begin at this step.
 
         Args:
             mark_streams: returns a value that changes with every drawn random number.
+            begin_streams: puts the RNG streams back. An epoch that begins needs them.
         """
         self.step = step
         self.is_streamless = True
@@ -158,6 +183,10 @@ class StepCount:
         for sampler in find_samplers(self.state):
             sampler.begin_at(step)
             sampler.note_fetch = mark_streams
+        for loader in find_loaders(self.state):
+            loader.is_by_steps = True
+            loader.note_fetch = mark_streams
+            loader.begin_streams = begin_streams
 
     def go_back(self, step: int) -> None:
         """Set the count to an earlier step, whose state is live again, RNG streams included."""
@@ -168,10 +197,13 @@ class StepCount:
 
         Samplers no longer watch their batches after this call.
         """
-        samplers = list(find_samplers(self.state))
+        loaders = find_loaders(self.state)
+        samplers = [*find_samplers(self.state), *loaders]
         mark = self._mark_streams()
         for sampler in samplers:
             sampler.note_fetch = None
+        for loader in loaders:
+            loader.begin_streams = None
         return (DRAWN_IN_HAND,) if any(sampler.drawn_in_hand(mark) for sampler in samplers) else ()
 
     def check_known(self) -> None:

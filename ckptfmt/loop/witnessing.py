@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
 from ckptfmt.adapters import find_sides, jax_side, torch_side
-from ckptfmt.adapters.data_loaders import find_samplers
+from ckptfmt.adapters.data_loaders import find_loaders, find_samplers
 from ckptfmt.adapters.live import Kind, iter_tensor_readers, iter_tensors, may_be_schedule, walk
 from ckptfmt.adapters.live_trees import fingerprint
 from ckptfmt.adapters.rng_streams import LiveRngStream, live_streams, make_stream_digest
-from ckptfmt.data.sampler import Sampler
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch
 from ckptfmt.errors import CkptError, Code, err
@@ -155,7 +154,7 @@ class Witness:
         self._log: StepLog | None = None
         self._fingerprint: Fingerprint | None = None
         self._optimizers: list[Any] = []
-        self._samplers: list[Sampler] = []
+        self._samplers: list[Any] = []
         self._streams: list[LiveRngStream] = []
         self._digests: list[Callable[[], int]] = []
         #: Whether the next record is the first record after a start or a save.
@@ -427,7 +426,7 @@ class Witness:
         sides = find_sides()
         units = walk(state, worker=0, sides=sides)
         self._optimizers = [unit.value for unit in units if hasattr(unit.value, "param_groups")]
-        self._samplers = list(find_samplers(state))
+        self._samplers = [*find_samplers(state), *find_loaders(state)]
         side = sides.torch
         return None if side is None else side.Fingerprint(iter_tensor_readers(state))
 
@@ -650,7 +649,7 @@ def _without_waiting(value: Any) -> Any:
     return value if type(value) is float or getattr(value, "is_cpu", True) else "tensor"
 
 
-def _position_of(samplers: Iterable[Sampler], step: int) -> tuple[int | None, int | None]:
+def _position_of(samplers: Iterable[Any], step: int) -> tuple[int | None, int | None]:
     """Return the sum of the samplers' positions after a step and a digest of its samples."""
     position: int | None = None
     samples: int | None = None

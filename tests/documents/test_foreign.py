@@ -49,3 +49,34 @@ def test_no_member_may_be_left_out(name):
     with pytest.raises(CkptError) as raised:
         parse_foreign({key: value for key, value in VALID.items() if key != name})
     assert raised.value.code is Code.CURSOR_FORM
+
+
+def test_the_position_of_torchs_loader_has_one_form():
+    """REQ-EPO-001, REQ-EPO-002."""
+    stream = {"name": "torch.cpu", "kind": "torch.mt19937", "state": b"x"}
+    current = {
+        "begin": [], "first": [stream], "redrawn": [], "ahead": None, "is_drawn": False,
+        "seed": None, "digest": None,
+    }  # fmt: skip
+    sizes = {
+        "samples": 4, "batch_size": None, "drop_last": False, "batch_count": 2, "sampler": "x.Y"
+    }  # fmt: skip
+    state = {
+        "sizes": sizes, "epoch": 0, "batches": 1, "attributes": {}, "process_count": 0,
+        "draws": False, "streams": [], "current": current, "seed": None,
+    }  # fmt: skip
+    valid = VALID | {"lib": "torch.utils.data", "state": state}
+    assert dump_foreign(parse_foreign(valid)) == valid
+    for changed in (
+        state | {"epoch": -1},
+        state | {"more": 1},
+        state | {"process_count": 1},
+        state | {"current": None},
+        state | {"current": current | {"first": None}},
+        state | {"current": current | {"redrawn": ["python"]}},
+        state | {"current": current | {"first": [stream | {"state": "x"}]}},
+        state | {"sizes": sizes | {"drop_last": 0}},
+    ):
+        with pytest.raises(CkptError) as raised:
+            parse_foreign(valid | {"state": changed})
+        assert raised.value.code == Code.CURSOR_FORM

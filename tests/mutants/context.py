@@ -12,6 +12,7 @@ from ckptfmt.adapters import live as walk
 from ckptfmt.adapters import rng_streams as streams
 from ckptfmt.adapters.live_trees import GLOBAL
 from ckptfmt.adapters.load_plan import LoadPlan
+from ckptfmt.adapters.torch import loaders
 from ckptfmt.data import sampler
 from ckptfmt.data.course import Course
 from ckptfmt.data.sampler import Sampler
@@ -101,6 +102,12 @@ MUTANTS = {
         fault="counts those samples that were fetched last",
         patch=replaced(Sampler, "_count", _count_what_was_fetched),
         tests=("data/test_sampler.py::test_the_ledger_is_that_of_the_samples_seen",),
+    ),
+    "any_order_of_an_epoch": Mutant(
+        clauses=("REQ-EPO-003",),
+        fault="goes on with the order that the samplers give now",
+        patch=replaced(loaders, "_index_bytes", lambda *_: None),
+        tests=("adapters/test_followed_loaders.py::test_an_order_of_another_epoch_is_refused",),
     ),
     "skips_of_what_was_consumed": Mutant(
         clauses=("REQ-CUR-020",),

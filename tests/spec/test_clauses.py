@@ -315,6 +315,8 @@ OTHER_WORDS = {
     "unread_samplers", "still_data", "unsaved_shuffle",
     # the kind of a cursor; that of another loader's position, and a member of it
     "ckptfmt", "data_cursor", "foreign_loader", "worker_count",
+    # members of the position of a loader that is read epoch by epoch
+    "process_count", "batch_count", "batch_size", "drop_last", "is_drawn",
     # stems of file names
     "_buffers", "_opaque",
     # the kind of a frozen base's location, and a member of a reference

@@ -20,6 +20,12 @@ from ckptfmt.adapters.torch.fingerprints import (
 from ckptfmt.adapters.torch.frozen import split_frozen
 from ckptfmt.adapters.torch.guard import Guard
 from ckptfmt.adapters.torch.holders import describe, is_copied, is_scaler, is_schedule, list_unheld
+from ckptfmt.adapters.torch.loaders import (
+    FollowedLoader,
+    find_followed,
+    follow_loader,
+    is_loader,
+)
 from ckptfmt.adapters.torch.modules import (
     capture_entries,
     capture_module,
@@ -159,17 +165,22 @@ def is_iterable_dataset(value: object) -> bool:
     return isinstance(value, torch.utils.data.IterableDataset)
 
 
+def position_of(value: Any, *, where: str) -> FollowedLoader:
+    """Return the position of a DataLoader, which is followed from now on.
+
+    Raises: StateError(STATE_UNSUPPORTED, ARGUMENT).
+    """
+    if not is_loader(value) or isinstance(value.batch_sampler, Sampler):
+        raise loader_error(value, where=where)
+    return follow_loader(value, where=where)
+
+
 def loader_error(value: Any, *, where: str) -> CkptError:
     """Return the error for a DataLoader or a part of a DataLoader, with a remedy."""
     if isinstance(getattr(value, "batch_sampler", None), Sampler):
         remedy = "Give the sampler that it was made with: State(data=loader.batch_sampler)."
     else:
-        remedy = (
-            "Make it with batch_sampler=ckptfmt.Sampler(len(dataset), global_batch=...,"
-            " seed=...), and give that"
-            " sampler: State(data=sampler). Or make a StatefulDataLoader of torchdata:"
-            " State(data=loader)."
-        )
+        remedy = "Give the DataLoader that the loop iterates over: State(data=loader)."
     return err(
         Code.STATE_UNSUPPORTED,
         f"a {type(value).__name__} doesn't say where it stands",

@@ -279,6 +279,7 @@ def _others(made: Page) -> None:
         why="it is the same on all workers, and only its order isn't",
     )
     _names_of_loaders(made, counted)
+    _epochs(made)
     for slug, error, path, value in (
         ("version-2", "VERSION_UNSUPPORTED", "v", 2),
         ("lib-none", "CURSOR_FORM", "lib", None),
@@ -296,6 +297,66 @@ def _others(made: Page) -> None:
             error,
             f"{path} is {value!r}" if len(repr(value)) < 99 else f"{path} is of {len(value)} bytes",
             why="who goes by it on another number of workers repeats samples",
+            bug="WRONG_RUN",
+            phase="validate",
+        )
+
+
+def _epochs(made: Page) -> None:
+    """Add positions of torch's loaders: two accepted positions, and several refused positions."""
+    stream = {"name": "torch.cpu", "kind": "torch.mt19937", "state": b"\xc0"}
+    epoch = {
+        "begin": [], "first": [stream], "redrawn": [], "ahead": None, "is_drawn": False,
+        "seed": 7, "digest": "0" * 64,
+    }  # fmt: skip
+    sizes = {
+        "samples": 10, "batch_size": 4, "drop_last": False, "batch_count": 3,
+        "sampler": "torch.utils.data.sampler.RandomSampler",
+    }  # fmt: skip
+    state = {
+        "sizes": sizes, "epoch": 2, "batches": 1, "attributes": {"sampler.epoch": 2},
+        "process_count": 2, "draws": True, "streams": [[stream], None], "current": epoch,
+        "seed": None,
+    }  # fmt: skip
+    loader = {
+        "kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torch.utils.data", "version": "2.13.0",
+        "per": "worker", "worker_count": 1, "state": state,
+    }  # fmt: skip
+    redrawn = state | {
+        "current": epoch | {"redrawn": ["held/sampler.rng"], "ahead": [[3, 1, 4, 1]]}
+    }
+    between = state | {"batches": 0, "current": None, "sizes": sizes | {"samples": None}}
+    for slug, tree, says in (
+        ("epochs", loader, "a position in the middle of an epoch"),
+        ("epochs-redrawn", loader | {"state": redrawn}, "batches drawn ahead of the steps"),
+        ("epochs-between", loader | {"state": between}, "a position between two epochs"),
+    ):
+        made.accept(
+            slug,
+            _plan(tree),
+            "CUR-022 EPO-001 EPO-002 EPO-003",
+            says,
+            why="a loader that is read epoch by epoch goes on in the middle of one",
+        )
+    for slug, clause, path, value in (
+        ("without-digest", "EPO-001", "state/current/digest", 7),
+        ("position", "EPO-001", "state/position", 7),
+        ("draws", "EPO-001", "state/draws", 1),
+        ("stream-text", "EPO-001", "state/current/first/0/state", "x"),
+        ("attribute", "EPO-001", "state/attributes/rng", [1]),
+        ("processes", "EPO-002", "state/process_count", 3),
+        ("no-epoch", "EPO-002", "state/current", None),
+        ("not-begun", "EPO-002", "state/current/first", None),
+        ("ahead", "EPO-002", "state/current/ahead", [[1]]),
+    ):
+        made.reject(
+            f"epochs-{slug}",
+            "epochs",
+            _put(loader, path, value),
+            clause,
+            "CURSOR_FORM",
+            f"{path} is {value!r}",
+            why="a program that goes on from it repeats samples, or skips some",
             bug="WRONG_RUN",
             phase="validate",
         )

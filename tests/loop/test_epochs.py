@@ -1,0 +1,270 @@
+"""Loops over epochs of a plain DataLoader: killed or stopped anywhere, and gone on with bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptfmt
+from ckptfmt.errors import CkptError, Code
+from ckptfmt.store.memory import MemoryStore
+from tests.house.sources import ROOT
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "kind": (
+        "shuffle",
+        "sequential",
+        "generator",
+        "distributed",
+        "weighted",
+        "own sampler",
+        "own batches",
+    ),
+    "workers": ("0", "2", "persistent"),
+    "how": ("killed", "stopped"),
+    "loop": ("epochs", "own"),
+    "processes": (1, 2),
+}
+PRODUCT = [dict(zip(AXES, one, strict=True)) for one in itertools.product(*AXES.values())]
+
+
+def pairs_of(cell: dict[str, Any]) -> set[Any]:
+    return set(itertools.combinations(cell.items(), 2))
+
+
+def pairwise() -> list[dict[str, Any]]:
+    """Return few cells that have each value of two axes together; the same ones each time."""
+    left = set().union(*map(pairs_of, PRODUCT))
+    cells = random.Random(0).sample(PRODUCT, len(PRODUCT))
+    chosen = []
+    while left:
+        best = max(cells, key=lambda cell: (len(pairs_of(cell) & left), -cell["processes"]))
+        chosen.append(best)
+        left -= pairs_of(best)
+    return chosen
+
+
+def play(folder: Path, cells: list[dict[str, Any]]) -> list[Any]:
+    """Return each cell that differs from its undisturbed training, with the differences."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.loop.epoch_loops", folder, json.dumps(cells)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (len(lines), done.returncode) == (len(cells), 0), done.stderr[-3000:]
+    return [line for line in lines if line[1]]
+
+
+@pytest.mark.slow
+def test_killed_or_stopped_trainings_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """In an epoch and at the end of one: samples, losses, weights, and no skipped sample is read."""
+    assert play(tmp_path, pairwise()) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", AXES["kind"])
+def test_all_loaders_loops_and_ends_go_on_as_if_nothing_had_been(tmp_path: Path, kind: str) -> None:
+    cells = [{**cell, "loop": loop} for cell in PRODUCT for loop in ("epochs", "own", "steps")
+             if cell["kind"] == kind and cell["loop"] == "epochs"]  # fmt: skip
+    # The steps of an epoch of this loader aren't those of the others.
+    cells = [cell for cell in cells if (kind, cell["loop"]) != ("own sampler", "steps")]
+    assert play(tmp_path, cells) == []
+
+
+def test_a_resume_that_begins_the_data_anew_is_seen() -> None:
+    """The control: without the loader's position, the samples are other ones."""
+    right = train(MemoryStore(), 20)
+    for override in (None, "data:*"):
+        store = MemoryStore()
+        ours = train(store, 7)
+        assert ours == right[:7]
+        rest = train(store, 20, override=override)
+        assert (rest == right[7:]) is (override is None)
+
+
+def loader_of(count: int = 20, **options: Any) -> Any:
+    inputs: Any = torch.arange(float(count)).reshape(-1, 1)
+    return torch.utils.data.DataLoader(inputs, **{"batch_size": 2, "shuffle": True, **options})
+
+
+def train(store: MemoryStore, end: int, *, override: str | None = None) -> list[Any]:
+    """Train two epochs of ten steps, or up to a step; return the samples and losses of each step."""
+    torch.manual_seed(1)
+    loader = loader_of()
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    state = ckptfmt.State(weights=model, optimizer=optimizer, data=loader, config={})
+    loading = ckptfmt.Loading(override=(override,) if override else ())
+    rows: list[Any] = []
+    with ckptfmt.Checkpointer(
+        store, state, every=1, loading=loading, saving=ckptfmt.Saving(saver="inline")
+    ) as checkpointer:
+        for epoch in checkpointer.epochs(2):
+            for batch in loader:
+                if rows and checkpointer.step == end:
+                    return rows
+                loss = model(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                rows.append((epoch, checkpointer.step, batch.flatten().tolist(), loss.item().hex()))
+    return rows
+
+
+class Run:
+    """A training of steps that do nothing, in a store of its own."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.counter = {"evaluated": 0}
+
+    def start(self, loader: Any, **options: Any) -> Any:
+        state = ckptfmt.State(
+            weights=torch.nn.Linear(1, 1), data=loader, config={}, extra={"counter": self.counter}
+        )
+        saving = ckptfmt.Saving(saver="inline")
+        return ckptfmt.Checkpointer(self.store, state, saving=saving, **options)
+
+
+def test_the_end_of_an_epoch_belongs_to_its_last_step() -> None:
+    """An evaluation and a scheduler's step are saved with this step, and a resume doesn't repeat them."""
+    run = Run()
+    seen = []
+    for launch in (1, 2):
+        run.counter = {"evaluated": 0}
+        loader = loader_of(6)
+        with run.start(loader, every=3) as checkpointer:
+            for epoch in checkpointer.epochs(4):
+                for _ in loader:
+                    if launch == 1 and checkpointer.step == 6:
+                        break
+                if launch == 1 and checkpointer.step == 6:
+                    break
+                run.counter["evaluated"] += 1
+                seen.append((launch, epoch, run.counter["evaluated"]))
+    assert seen == [(1, 0, 1), (1, 1, 2), (2, 2, 3), (2, 3, 4)]
+    with run.start(loader_of(6)) as checkpointer:
+        assert (checkpointer.epoch, checkpointer.step) == (4, 12)
+        assert list(checkpointer.epochs(4)) == []
+
+
+def test_an_epoch_that_is_left_early_is_over() -> None:
+    run = Run()
+    loader = loader_of()
+    with run.start(loader, every=2) as checkpointer:
+        for _ in checkpointer.epochs(2):
+            for number, _ in enumerate(loader):
+                if number == 3:
+                    break
+        assert (checkpointer.step, checkpointer.epoch) == (8, 2)
+    with run.start(loader_of()) as checkpointer:
+        assert (checkpointer.step, checkpointer.epoch) == (8, 2)
+
+
+def test_a_look_at_a_batch_before_the_loop_is_no_epoch() -> None:
+    """`next(iter(loader))` for the shape of the inputs, at each start."""
+    assert epoch_rows(looks=True) == epoch_rows()
+
+
+def epoch_rows(*, looks: bool = False) -> list[Any]:
+    run = Run()
+    rows: list[Any] = []
+    for end in (5, 13, 30):
+        torch.manual_seed(2)
+        loader = loader_of()
+        with run.start(loader, every=1) as checkpointer:
+            if looks and end > 5:
+                next(iter(loader))
+            for epoch in checkpointer.epochs(3):
+                for batch in loader:
+                    if checkpointer.step == end:
+                        break
+                    rows.append((epoch, checkpointer.step, batch.flatten().tolist()))
+                if checkpointer.step == end:
+                    break
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (lambda _: None, "looped over the State's DataLoader 0 times, not once"),
+        (lambda loader: [list(loader), list(loader)], "2 times, not once"),
+    ],
+)
+def test_an_epoch_loops_over_the_loader_once(body: Callable[[Any], object], said: str) -> None:
+    run = Run()
+    loader = loader_of()
+
+    def loop() -> None:
+        with run.start(loader) as checkpointer:
+            for _ in checkpointer.epochs(2):
+                body(loader)
+
+    with pytest.raises(CkptError, match="DataLoader") as caught:
+        loop()
+    assert caught.value.code == Code.ARGUMENT
+    assert said in str(caught.value)
+
+
+def test_epochs_need_a_loader_and_say_which() -> None:
+    for data, said in (
+        (None, "the State has 0 DataLoaders"),
+        ({"a": loader_of(), "b": loader_of()}, "epochs(total, loader=train_loader)"),
+    ):
+        checkpointer = ckptfmt.Checkpointer(
+            MemoryStore(), ckptfmt.State(weights=torch.nn.Linear(1, 1), data=data)
+        )
+        with pytest.raises(CkptError) as caught:
+            list(checkpointer.epochs(1))
+        assert said in str(caught.value)
+    two = {"a": loader_of(), "b": loader_of()}
+    run = Run()
+    with run.start(two) as checkpointer:
+        for _ in checkpointer.epochs(1, loader=two["b"]):
+            for _ in two["b"]:
+                list(two["a"])
+    assert checkpointer.step == 10
+
+
+def test_a_loader_that_no_step_reads_claims_no_t1() -> None:
+    run = Run()
+    with run.start(loader_of()) as checkpointer:
+        for _ in checkpointer.steps(2):
+            pass
+    with run.start(loader_of()) as checkpointer:
+        for _ in checkpointer.steps(3):
+            pass
+    assert checkpointer.load_report is not None
+    assert any("DataLoader in State" in one for one in checkpointer.load_report.lowered_by)
+
+
+def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    """REQ-CUR-023: and `allow` begins the data anew."""
+    attempt = ckptfmt.SaveAttempt.begin(step=1, writer_count=2)
+    states = [ckptfmt.State(data=loader_of(), rng=False) for _ in range(2)]
+    records = [
+        attempt.write_part(tmp_path / "c", state, writer=number)
+        for number, state in enumerate(states)
+    ]
+    attempt.commit(tmp_path / "c", records)
+    state = ckptfmt.State(data=loader_of(), rng=False)
+    with pytest.raises(CkptError) as caught:
+        ckptfmt.load(tmp_path / "c", state)
+    assert caught.value.code == Code.LOADER_NOT_ELASTIC
+    assert "2 workers, and 1 workers load it" in str(caught.value)
+    report = ckptfmt.load(tmp_path / "c", state, allow=("loader",))
+    assert report.claim == "S0"
