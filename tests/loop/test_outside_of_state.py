@@ -482,3 +482,15 @@ def test_what_an_optimizer_keeps_in_an_attribute_of_its_own_is_not_claimed(tmp_p
     report = ckptfmt.load(tmp_path / "c", build())
     assert report.claim != "T1"
     assert any("its attribute count" in reason for reason in report.lowered_by)
+
+
+@pytest.mark.parametrize("rng", [None, False])
+def test_doubts_of_a_framework_lower_the_claim(tmp_path: Path, rng: Any) -> None:
+    state = ckptfmt.State(weights={"w": torch.ones(2)}, data={"at": 3}, config={}, rng=rng)
+    told = "an epoch begins again"
+    state.doubts = (told,)
+    ckptfmt.save(tmp_path, state, step=3)
+    live = ckptfmt.State(weights={"w": torch.zeros(2)}, data={"at": 0}, config={}, rng=rng)
+    report = ckptfmt.load(tmp_path, live)
+    assert report.claim == "S0"
+    assert told in report.lowered_by

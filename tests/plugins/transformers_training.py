@@ -1,5 +1,6 @@
 """A training with `CkptfmtTrainer` that notes each step: for test_transformers.py, in its process or in another."""
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -217,6 +218,7 @@ def make_trainer(directory: Path, *, kind: type[Trainer] = Watched, **options: A
 def main(directory: Path, env: dict[str, str], told: dict[str, Any]) -> None:
     """Train as told, in a process of its own."""
     os.environ.update(env)
+    multiprocessing.set_start_method("fork", force=True)  # as in a process of its own
     torch.set_num_threads(1)
     kind = {kind.__name__: kind for kind in (Watched, Sharded, Curriculum, WithoutStreams)}[
         told.pop("kind", "Watched")
