@@ -789,10 +789,11 @@ class Checkpointer:
             **noticed,
         }
         told = self._group.agree(error or failure, answer)
+        # After a failure on any process, all processes may save the step again.
+        is_new = any(theirs["failed"] or not theirs["done"] for theirs in told)
         self._witness.hear(told)
         self._pace.hear(now, told)
-        # After a failure on any process, all processes may save the step again.
-        return any(theirs["failed"] or not theirs["done"] for theirs in told)
+        return is_new
 
     def _save(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -9,7 +10,7 @@ from ckptfmt.adapters import Sides, find_sides
 from ckptfmt.adapters.context import local_facts, own_config, provenance, topology
 from ckptfmt.adapters.data_loaders import UNREAD_SAMPLERS, has_unread_samplers
 from ckptfmt.adapters.live import Kind, Live, Unit, check_source, optimizer_prefix
-from ckptfmt.adapters.live_trees import GLOBAL, Encoder, check_unique
+from ckptfmt.adapters.live_trees import GLOBAL, Encoder
 from ckptfmt.adapters.placing import is_named_tensors
 from ckptfmt.adapters.rng_streams import LiveRngStream, capture_streams, live_streams, unit_streams
 from ckptfmt.adapters.unsaved import UNSAVED
@@ -17,7 +18,8 @@ from ckptfmt.adapters.visible import look_at
 from ckptfmt.documents.frozen_tensors import BASE_LEAF, dump_location
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.part import Leaf
-from ckptfmt.documents.tables import sort_rows
+from ckptfmt.documents.tables import TensorKey, key_of, sort_rows
+from ckptfmt.errors import Code, err
 from ckptfmt.state import State, place_of
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 
@@ -77,16 +79,18 @@ def capture(
     aliases = [
         (tensor.field, alias, tensor.scope) for tensor in tensors for alias in tensor.aliases
     ]
-    names = [(tensor.field, tensor.name, tensor.scope) for tensor in tensors]
-    leaf_names = [(leaf.field, leaf.name, leaf.scope) for leaf in leaves]
-    check_unique([*names, *aliases], "tensors")
-    check_unique(leaf_names, "values")
+    _check_unique([*map(key_of, tensors), *aliases], "tensors")
+    _check_unique(map(key_of, leaves), "values")
     streams = capture_streams(list_streams(state, live, sides.torch), worker=worker, sides=sides)
-    given = {field for field, _, _ in (*names, *leaf_names)} | ({"rng"} if streams else set())
-    absent = _absent(state, given)
+    given = {tensor.field for tensor in tensors} | {leaf.field for leaf in leaves}
+    if streams:
+        given.add("rng")
+    reasons = state.absent_reasons()
+    empty = [field for field in FIELDS if field not in given]
+    absent = {field: reasons.get(field, "nothing of it on this worker") for field in empty}
     return Snapshot(
         tensors=sort_rows(tensors),
-        streams=streams,
+        streams=tuple(streams),
         leaves=sort_rows(leaves),
         absent=absent,
         declared_by={} if side is None else side.declared_by(tensors),
@@ -115,6 +119,18 @@ def _frozen_leaves(split: Any, *, worker: int, worker_count: int) -> list[Leaf]:
     if worker == 0 and (rows or worker_count > 1):
         rows.append((BASE_LEAF, dump_location(split.location)))
     return [Leaf(field="weights", name=name, scope=GLOBAL, value=value) for name, value in rows]
+
+
+def _check_unique(keys: Iterable[TensorKey], what: str) -> None:
+    """Check that no key occurs twice. Raises: StateError(STATE_NAME)."""
+    twice = next((key for key, count in Counter(keys).items() if count > 1), None)
+    if twice is not None:
+        field, name, scope = twice
+        raise err(
+            Code.STATE_NAME,
+            f"two {what} of {field} are called {name!r} in scope {scope}",
+            where=place_of(field, name),
+        )
 
 
 def _capture_unit(unit: Unit, live: Live, number: int) -> tuple[list[Leaf], list[TensorSource]]:
@@ -173,9 +189,3 @@ def _context_leaves(
         Encoder(field=field, scope=GLOBAL, inline=True, sides=sides).leaf(name, value)
         for field, name, value in values
     ]
-
-
-def _absent(state: State, given: set[str]) -> dict[str, str]:
-    reasons = state.absent_reasons()
-    empty = [field for field in FIELDS if field not in given]
-    return {field: reasons.get(field, "nothing of it on this worker") for field in empty}

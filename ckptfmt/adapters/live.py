@@ -21,7 +21,7 @@ from ckptfmt.box import Box
 from ckptfmt.documents.tree import PLAIN
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
-from ckptfmt.state import FirstWorker, Parts, PerWorker, State, check_state, place_of
+from ckptfmt.state import FirstWorker, Parts, PerWorker, State, place_of
 from ckptfmt.write.snapshot import TensorSink, TensorSource
 
 
@@ -377,7 +377,6 @@ class Live:
 
         Raises: StateError(ARGUMENT, STATE_UNSUPPORTED, STATE_NAME).
         """
-        check_state(state)
         if not 0 <= worker < worker_count:
             raise err(
                 Code.ARGUMENT, f"there is no worker {worker} of {worker_count}", where="writer"

@@ -114,29 +114,6 @@ def attributes_of(value: object) -> dict[str, Any]:
     return found if type(found) is dict else {}
 
 
-def check_unique(keys: Iterable[tuple[str, str, str]], what: str) -> None:
-    """Check that no combination of field, name and scope occurs twice.
-
-    Args:
-        keys: fields, names and scopes.
-        what: a plural noun for the error message.
-
-    Raises: StateError(STATE_NAME).
-    """
-    keys = list(keys)
-    if len(set(keys)) < len(keys):
-        raise _name_error(next(key for key, count in Counter(keys).items() if count > 1), what)
-
-
-def _name_error(key: tuple[str, str, str], what: str) -> CkptError:
-    field, name, scope = key
-    return err(
-        Code.STATE_NAME,
-        f"two {what} of {field} are called {name!r} in scope {scope}",
-        where=place_of(field, name),
-    )
-
-
 #: The key that marks the tree of a composite tensor: a dict from this key to the name of the
 #: tensor's class, and from attribute names to the inner tensors. The name of the class may be a
 #: dict with the name under ``kind`` and further data that rebuild the tensor.
@@ -215,7 +192,7 @@ class Encoder:
 
     def _encode_array(self, value: Any, name: str) -> object:
         if self.inline or isinstance(value, np.generic):
-            return inline_array(value, where=place_of(self.field, name))
+            return inline_array(value, field=self.field, name=name)
         self.sources.append(ArraySource.of(value, field=self.field, name=name, scope=self.scope))
         return TensorRef(name, "numpy")
 

@@ -57,6 +57,12 @@ def saved_dtype(array: Array, *, where: str) -> str:
     return dtype_name(array.dtype, where=where)
 
 
+def _saved_name(array: Array, field: str, name: str) -> str:
+    """Return `saved_dtype` of an array, without the text of its place for a known dtype."""
+    dtype = _find_name(array.dtype) if type(array) is np.ndarray else None
+    return dtype or saved_dtype(array, where=place_of(field, name))
+
+
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ArraySource:
     """A source that reads a numpy array; see `ckptfmt.write.snapshot.MemorySource`."""
@@ -75,11 +81,10 @@ class ArraySource:
     @classmethod
     def of(cls, array: Array, *, field: str, name: str, scope: str) -> ArraySource:
         """Return the source of an array. Raises: StateError(STATE_UNSUPPORTED)."""
-        dtype = _find_name(array.dtype) if type(array) is np.ndarray else None
         return cls(
             field=field,
             name=name,
-            dtype=dtype or saved_dtype(array, where=place_of(field, name)),
+            dtype=_saved_name(array, field, name),
             global_shape=array.shape,
             scope=scope,
             array=array,
@@ -133,20 +138,25 @@ class ArraySink:
             np.copyto(_view(self.array, box), incoming, casting="unsafe")
 
 
-def inline_array(value: Array | np.generic, *, where: str) -> InlineArray:
+def inline_array(value: Array | np.generic, *, field: str, name: str) -> InlineArray:
     """Return an array or a numpy scalar as a value of a tree.
+
+    Args:
+        value: the value.
+        field, name: the value's place, for messages.
 
     Raises: StateError(STATE_UNSUPPORTED).
     """
     scalar = isinstance(value, np.generic)
     array = np.asarray(value)
-    return InlineArray(saved_dtype(array, where=where), array.shape, bytes(_content(array)), scalar)
+    dtype = _saved_name(array, field, name)
+    return InlineArray(dtype, array.shape, bytes(_content(array)), scalar)
 
 
 def array_of(value: InlineArray) -> Array | np.generic:
     """Return the array or numpy scalar that a value of a tree represents.
 
-    >>> array_of(inline_array(np.float32(2), where="x"))
+    >>> array_of(inline_array(np.float32(2), field="data", name="x"))
     np.float32(2.0)
     """
     array = np.frombuffer(value.content, dtype=numpy_dtype(value.dtype)).reshape(value.shape).copy()

@@ -20,7 +20,6 @@ from ckptfmt.adapters.live import Kind, Unit, is_generator
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, attributes_of, plain_values, worker_scope
 from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.documents.part import RngStream
-from ckptfmt.documents.tree import dump_tree
 from ckptfmt.errors import Code, err
 from ckptfmt.state import CapturedRng
 
@@ -212,7 +211,7 @@ def _generators_in(value: object, path: str, depth: int, side: Any) -> Iterator[
 
 def capture_streams(
     streams: list[LiveRngStream], *, worker: int, sides: Sides | None = None
-) -> tuple[RngStream, ...]:
+) -> list[RngStream]:
     """Return the current state of RNG streams. Each stream belongs to a single worker.
 
     Args:
@@ -222,15 +221,15 @@ def capture_streams(
     """
     scope = worker_scope(worker)
     encoder = Encoder(field="rng", scope=scope, inline=True, sides=sides)
-    return tuple(
+    return [
         RngStream(
             name=stream.name,
             scope=scope,
             kind=stream.kind,
-            state=dump_tree(encoder.encode(stream.read(), stream.name), where=f"rng:{stream.name}"),
+            state=encoder.leaf(stream.name, stream.read()).value,
         )
         for stream in streams
-    )
+    ]
 
 
 def digest_stream(stream: LiveRngStream) -> int:

@@ -31,7 +31,7 @@ from ckptfmt.delta.base import BaseContents
 from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
 from ckptfmt.documents.extents import RAW, SAME
 from ckptfmt.documents.part import Leaf
-from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.tables import TensorKey, key_of
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.features import ENCODINGS, NEEDS_BASE
@@ -252,9 +252,7 @@ class _Finder:
 
 def _values_of(leaves: Iterable[Leaf], parse: Callable[..., object]) -> dict[TensorKey, object]:
     return {
-        (leaf.field, leaf.name, leaf.scope): parse(leaf.value, where=leaf.name)
-        for leaf in leaves
-        if leaf.field in _FIELDS
+        key_of(leaf): parse(leaf.value, where=leaf.name) for leaf in leaves if leaf.field in _FIELDS
     }
 
 

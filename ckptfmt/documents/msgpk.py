@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import zlib
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgpack
@@ -19,6 +20,8 @@ from ckptfmt import limits
 from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import CkptError, Code, err
 
+#: Returns the canonical msgpack of a value whose maps, if any, are sorted.
+dump_mapless: Final[Callable[[object], bytes]] = msgpack.packb
 # The meaning of a first byte: number of value bytes that follow, number of children (-1: no
 # container), size of a length field that follows, and number of children per unit of this length
 # (0: the length counts bytes).
@@ -64,18 +67,7 @@ def dump_msgpack(value: object) -> bytes:
     >>> dump_msgpack({"b": 1, "a": [None, b"x"]}).hex()
     '82a16192c0c40178a16201'
     """
-    packed: bytes = msgpack.packb(_sort_maps(value), use_bin_type=True)
-    return packed
-
-
-def dump_mapless(value: object) -> bytes:
-    """Return the canonical msgpack of a value whose maps, if any, are sorted.
-
-    >>> dump_mapless(["d", "lr", None]).hex()
-    '93a164a26c72c0'
-    """
-    packed: bytes = msgpack.packb(value, use_bin_type=True)
-    return packed
+    return dump_mapless(_sort_maps(value))
 
 
 def _sort_maps(value: object) -> object:

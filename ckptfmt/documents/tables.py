@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from ckptfmt import limits
@@ -29,12 +29,14 @@ ORIGIN_KEYS: Final = tuple(field.name for field in dataclasses.fields(Origin))
 _REASON_LENGTH: Final = 1000
 _SCOPE: Final = re.compile(r"global|lw/(0|[1-9][0-9]{0,8})")
 
-_KEY: Final = operator.attrgetter("field", "name", "scope")
 _R = TypeVar("_R")
 _FIELD_NUMBERS: Final = {field: number for number, field in enumerate(FIELDS)}
 
 #: Field, name and scope, which identify a tensor independently of its holders.
 TensorKey = tuple[str, str, str]
+
+#: Returns the key of a tensor, leaf or description of either.
+key_of: Final[Callable[[Any], TensorKey]] = operator.attrgetter("field", "name", "scope")
 
 
 def sort_key(key: TensorKey) -> tuple[int, bytes, bytes]:
@@ -46,7 +48,7 @@ def sort_key(key: TensorKey) -> tuple[int, bytes, bytes]:
 
 def sort_rows(rows: Iterable[_R]) -> tuple[_R, ...]:
     """Return tensors or leaves in the order in which documents list them. Spec: REQ-IDX-003."""
-    return tuple(sorted(rows, key=lambda row: sort_key(_KEY(row))))
+    return tuple(sorted(rows, key=lambda row: sort_key(key_of(row))))
 
 
 def title_of(key: TensorKey) -> str:
@@ -89,7 +91,7 @@ class TensorTable:
     def of(cls, tensors: Sequence[Any]) -> TensorTable:
         """Return the table of objects with the attributes that `members` lists."""
         return cls(
-            keys=tuple((tensor.field, tensor.name, tensor.scope) for tensor in tensors),
+            keys=tuple(map(key_of, tensors)),
             dtypes=tuple(tensor.dtype for tensor in tensors),
             global_shapes=tuple(tuple(tensor.global_shape) for tensor in tensors),
             storages=tuple(tensor.storage for tensor in tensors),

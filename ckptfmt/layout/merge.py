@@ -31,7 +31,7 @@ from ckptfmt.documents.manifest import FIELDS, FieldSummary, Origin, Reference
 from ckptfmt.documents.packed import Integers, join_integers
 from ckptfmt.documents.part import Leaf, Part, RngStream
 from ckptfmt.documents.sharding import Sharding, rows_increase
-from ckptfmt.documents.tables import TensorKey, TensorTable, sort_key, title_of
+from ckptfmt.documents.tables import TensorKey, TensorTable, key_of, sort_key, title_of
 from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.tiling import check_sharding
@@ -298,7 +298,7 @@ def _merge_leaves(parts: Sequence[Part]) -> tuple[IndexLeaf, ...]:
     found: dict[TensorKey, tuple[int, Leaf]] = {}
     for part in parts:
         for leaf in part.leaves:
-            key = (leaf.field, leaf.name, leaf.scope)
+            key = key_of(leaf)
             writer, first = found.setdefault(key, (part.writer, leaf))
             if first.value != leaf.value:
                 raise leaf_diverged(key, (writer, first.value), (part.writer, leaf.value))

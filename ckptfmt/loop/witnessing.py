@@ -279,12 +279,10 @@ class Witness:
             is_single: whether one step was counted. If several steps were counted at once, the
                 observed numbers are dropped: another launch may group the steps differently.
         """
-        if self._header is not None and self._log is None:
-            self._start_log(state)
-        elif self._is_first:
-            self._look_up_tensors(state)
         if self._header is None:
             return
+        if self._is_first:
+            self._look_up_objects(state)
         position, samples = _position_of(self._samplers, step)
         is_full = self._is_full(step - 1)
         streams = self._before
@@ -386,49 +384,44 @@ class Witness:
         """Wait for all unfinished steps, and write and compare them."""
         self._flush(is_last=True)
 
-    def _start_log(self, state: State) -> None:
-        """Open the log after the first step.
+    def _look_up_objects(self, state: State) -> None:
+        """Look up the optimizers, samplers and tensors of the state in the first step after a save.
 
-        Only then have optimizers their state, and wrappers their parameters.
-        """
-        assert self._header is not None and self._store is not None  # noqa: PT018, S101
-        folder = node_folder(self._store, self._header.run_id)
-        assert folder is not None  # noqa: S101
-        self._fingerprint = self._find_tensors(state)
-        tensors = "" if self._fingerprint is None else self._fingerprint.plan
-        self._header = dataclasses.replace(self._header, tensors=tensors)
-        launch = self._header.launch
-        self._log = StepLog(folder / steps_path(launch, self._header.writer), self._header)
-        if self._group.writer == 0:
-            remove = functools.partial(
-                remove_old, self._store, self._header.run_id, launch, spared=self._spared
-            )
-            self._log.call(remove)
-
-    def _look_up_tensors(self, state: State) -> None:
-        """Look up the tensors of the state again after a save.
-
-        A launch that resumes from the save looks up the tensors at the same time. Digests aren't
+        A launch that resumes from the save looks up the objects at the same time. Digests aren't
         comparable if the tensors differ from the tensors of the first step. In this case the
-        witness takes no digests of tensors until the next save.
-        """
-        if self._header is not None and self._log is not None:
-            found = self._find_tensors(state)
-            self._fingerprint = (
-                found if found is not None and found.plan == self._header.tensors else None
-            )
-
-    def _find_tensors(self, state: State) -> Fingerprint | None:
-        """Look up the optimizers and samplers of the state; return the fingerprint of the tensors.
-
-        Without torch there is no fingerprint.
+        witness takes no digests of tensors until the next save. Without torch there are no digests.
         """
         sides = find_sides()
         units = walk(state, worker=0, sides=sides)
         self._optimizers = [unit.value for unit in units if hasattr(unit.value, "param_groups")]
         self._samplers = [*find_samplers(state), *find_loaders(state)]
         side = sides.torch
-        return None if side is None else side.Fingerprint(iter_tensor_readers(state))
+        found = None if side is None else side.Fingerprint(iter_tensor_readers(state))
+        tensors = "" if found is None else found.plan
+        if self._log is None:
+            self._start_log(tensors)
+        assert self._header is not None  # noqa: S101
+        self._fingerprint = found if tensors == self._header.tensors else None
+
+    def _start_log(self, tensors: str) -> None:
+        """Open the log after the first step.
+
+        Only then have optimizers their state, and wrappers their parameters.
+
+        Args:
+            tensors: the plan of the tensors' digests.
+        """
+        assert self._header is not None and self._store is not None  # noqa: PT018, S101
+        header = self._header
+        folder = node_folder(self._store, header.run_id)
+        assert folder is not None  # noqa: S101
+        self._header = header = dataclasses.replace(header, tensors=tensors)
+        self._log = StepLog(folder / steps_path(header.launch, header.writer), header)
+        if self._group.writer == 0:
+            remove = functools.partial(
+                remove_old, self._store, header.run_id, header.launch, spared=self._spared
+            )
+            self._log.call(remove)
 
     def _is_full(self, step: int) -> bool:
         """Return whether the record of the step after `step` done steps is full.

@@ -42,7 +42,7 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.part import Leaf, Part, PartFile, RngStream
 from ckptfmt.documents.sharding import Sharding
-from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.tables import TensorKey, key_of
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, UnsupportedError, err
@@ -176,9 +176,7 @@ class CheckpointFiles:
         self.tensors: dict[TensorKey, IndexTensor] = {
             tensor.key: tensor for tensor in self.index.tensors
         }
-        self.leaves: dict[TensorKey, IndexLeaf] = {
-            (one.field, one.name, one.scope): one for one in self.index.leaves
-        }
+        self.leaves: dict[TensorKey, IndexLeaf] = {key_of(one): one for one in self.index.leaves}
         self.streams: dict[tuple[str, str], IndexRngStream] = {
             (one.name, one.scope): one for one in self.index.streams
         }
@@ -342,7 +340,7 @@ class CheckpointFiles:
 
         Raises: FormatError(DOC_MISMATCH); the errors of `open_part`.
         """
-        leaf = self.open_part(entry.part).leaves.get((entry.field, entry.name, entry.scope))
+        leaf = self.open_part(entry.part).leaves.get(key_of(entry))
         if leaf is None:
             raise self._contradiction(entry.part, f"has no value {entry.name!r} of {entry.field}")
         return leaf
@@ -589,7 +587,7 @@ class OpenPart:
         self.files = files
         self.part = part
         self.streams = {(stream.name, stream.scope): stream for stream in part.streams}
-        self.leaves = {(leaf.field, leaf.name, leaf.scope): leaf for leaf in part.leaves}
+        self.leaves = {key_of(leaf): leaf for leaf in part.leaves}
         self._groups = {row: group for group in part.groups for row in group.boxes}
         self._boxes: dict[int, StoredBox] = {}
         self._written: dict[int, dict[Box, int]] = {}

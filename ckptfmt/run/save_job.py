@@ -116,8 +116,8 @@ class SaveState:
             record: identity and features of the run.
         """
         return cls(
-            store=run.at(checkpoint_name(step, launch.launch)),
             origin=new_origin(step=step, launch=launch),
+            store=run.at(checkpoint_name(step, launch.launch)),
             run=run,
             writer_features=record.writer_features,
             retention=retention,

@@ -348,10 +348,11 @@ class Background:
             and all(place.slot.nbytes >= image.nbytes for place in self._places)
         )
 
-    def wait_free(self, timeout_s: float) -> None:
-        """Wait until a slot is free. Raises: CommitError(SLOTS_BUSY) at the timeout."""
+    def wait_free(self, timeout_s: float) -> CkptError | None:
+        """Wait until a slot is free. Returns: the error SLOTS_BUSY at the timeout; else None."""
         if self.is_busy() and not self._wait(lambda: not self.is_busy(), timeout_s):
-            raise self._busy_error(timeout_s)
+            return self._busy_error(timeout_s)
+        return None
 
     def _busy_error(self, timeout_s: float) -> CkptError:
         with self._lock:
@@ -367,22 +368,23 @@ class Background:
         state: SaveState,
         request: dict[str, Any],
         handle: SaveHandle,
-        plan: Callable[[SaveSlot], tuple[list[Copy], list[Copy]]],
+        plan: Callable[[SaveSlot, memoryview], tuple[list[Copy], list[Copy]]],
     ) -> None:
         """Save into a free slot; the saver reads behind the copies, and finishes by itself.
 
         Args:
             state: values of the save.
             request: the request for the saver, from `dump_request`.
-            plan: called with the slot's place. Returns the copies to do before this method returns,
-                and the copies for the stager's thread.
+            plan: called with the slot's place and memory. Returns the copies to do before this
+                method returns, and the copies for the stager's thread.
 
         Raises: CommitError(SAVER_LOST, SLOTS_BUSY); errors of `plan` and of the copies. After an
             error the caller calls `abandon`.
         """
         self._check_process()
         save, place = self._begin(state, request, handle, self._ready_link())
-        now, later = plan(place)
+        view = place.slot.view
+        now, later = plan(place, view)
 
         def tell(nbytes: int, seen: Sequence[Seen]) -> None:
             rows = [[one.begin, one.digests, one.kept] for one in seen]
@@ -390,10 +392,9 @@ class Background:
                 {"type": "staged", "number": save.number, "nbytes": nbytes, "seen": rows}
             )
 
-        copies = sorted((*now, *later), key=lambda copy: copy.begin)
         assert self._image is not None  # noqa: S101
-        staging = Staging(self._image, copies, place.slot.view, tell)
-        for copy in copies:
+        staging = Staging(self._image, (*now, *later), view, tell)
+        for copy in staging.copies:
             copy.start()
         staging.run(now, threads=self._threads, thread_count=self.thread_count)
         if later:
@@ -422,11 +423,7 @@ class Background:
                 link=link,
                 thread=threading.get_ident(),
             )
-            self._saves = {
-                known.number: known for known in self._saves.values() if not known.handle.is_over
-            }
             self._saves[save.number] = save
-            handle.tell_begun(self.look)
             place.handle = handle
             place.last_save = self._count
         if self._sent_image is not self._image:
@@ -567,10 +564,12 @@ class Background:
     def look(self) -> None:
         """Find savers and copying threads that ended without a message, and fail their saves.
 
-        Waiting threads call this from time to time, so that no wait is endless.
+        Waiting threads call this from time to time, so that no wait is endless. Saves that are over
+        are forgotten.
         """
         with self._lock:
             saves = [save for save in self._saves.values() if not save.handle.is_over]
+            self._saves = {save.number: save for save in saves}
             link = self._link
             number = self._link_number
         for save in saves:

@@ -223,6 +223,9 @@ class SaveHandle:
     Attributes:
         step: number of training steps done.
         path: directory of the checkpoint.
+        state: state of the save.
+        is_copied: whether the live tensors are no longer read for the save.
+        is_failure_taken: whether `on_failed` was called, so that no later call raises the failure.
         blocked_s: time for which the save blocked the training, in seconds: in `Checkpointer.save`
             and at the guard.
         times: seconds from the call of `save` to each reached state.
@@ -238,6 +241,7 @@ class SaveHandle:
         begin_s: float,
         state: str = "STAGING",
         callbacks: Callbacks | None = None,
+        look: Callable[[], None] | None = None,
     ) -> None:
         self.step = step
         self.path = path
@@ -246,16 +250,17 @@ class SaveHandle:
         self.error: CkptError | None = None
         self.report: SaveReport | None = None
         self._begin_s = begin_s
-        self._state = state
-        self._is_copied = self._is_over = state == "SKIPPED"
-        self._look: Callable[[], None] = _nothing
+        self.state = state
+        self.is_copied = self._is_over = state == "SKIPPED"
+        self.is_failure_taken = False
+        #: Finds failures. Waiting threads call this function regularly.
+        self._look = look or _nothing
         self._callbacks = Callbacks() if callbacks is None else callbacks
         #: Functions to call at the end, each with the final state that it is for.
         self._at_end: list[tuple[str, Callable[[Any], object]]] = []
         #: Function for events, and the kinds of events that the function got.
         self._on_event: Callable[[SaveEvent], object] | None = None
         self._told_kinds: set[str] = set()
-        self._is_failure_taken = False
         # Entered directly instead of through the condition: an interrupt can't come between the
         # acquisition and the `with` block.
         self._lock = threading.RLock()
@@ -265,29 +270,14 @@ class SaveHandle:
         return f"SaveHandle(step={self.step}, state={self.state!r}, path={self.path!r})"
 
     @property
-    def state(self) -> str:
-        """The state of the save."""
-        return self._state
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether the live tensors are no longer read for the save."""
-        return self._is_copied
-
-    @property
     def is_through(self) -> bool:
         """Whether the slot is free: the save is written or failed, and no thread fills the slot."""
-        return self._is_copied and (self._state not in STATES or self._has_reached("WRITTEN"))
+        return self.is_copied and (self.state not in STATES or self._has_reached("WRITTEN"))
 
     @property
     def is_over(self) -> bool:
         """Whether all work for the save is done, clean-up included."""
-        return self._is_copied and self._is_over
-
-    @property
-    def is_failure_taken(self) -> bool:
-        """Whether `on_failed` was called, so that no later call raises the failure."""
-        return self._is_failure_taken
+        return self.is_copied and self._is_over
 
     def on_committed(self, function: Callable[[SaveReport], object]) -> Self:
         """Call a function once with the report when the save is committed, or soon afterwards.
@@ -304,7 +294,7 @@ class SaveHandle:
         In a job of several processes each process must pass a function: a failure that a process
         doesn't take is raised on all processes.
         """
-        self._is_failure_taken = True
+        self.is_failure_taken = True
         return self._call_at("FAILED", function)
 
     def on_event(self, function: Callable[[SaveEvent], object]) -> Self:
@@ -323,7 +313,7 @@ class SaveHandle:
         if self._on_event is None:
             return
         for state, kind in _KINDS.items():
-            is_reached = state in self.times or state == self._state
+            is_reached = state in self.times or state == self.state
             if is_reached and kind not in self._told_kinds:
                 self._told_kinds.add(kind)
                 report = self.report if kind == "committed" else None
@@ -347,12 +337,12 @@ class SaveHandle:
 
     def _call_back(self) -> None:
         """Hand over the functions for the reached state, if it is final. Needs the lock."""
-        argument = self.report if self._state == "COMMITTED" else self.error
-        if self._state in ("COMMITTED", "FAILED", "SKIPPED"):
+        argument = self.report if self.state == "COMMITTED" else self.error
+        if self.state in ("COMMITTED", "FAILED", "SKIPPED"):
             due = self._at_end
             self._at_end = []
             for state, function in due:
-                if state == self._state:
+                if state == self.state:
                     self._callbacks.add(function, argument)
 
     def wait(self, state: str = "COMMITTED", timeout_s: float | None = None) -> SaveReport | None:
@@ -379,7 +369,7 @@ class SaveHandle:
         Raises: the error of the save; CommitError(SAVE_PENDING) at the timeout.
         Spec: REQ-CMT-030.
         """
-        self._wait_for(lambda: self._is_copied and self._has_reached("STAGED"), "STAGED", timeout_s)
+        self._wait_for(lambda: self.is_copied and self._has_reached("STAGED"), "STAGED", timeout_s)
 
     def wait_copied(self, timeout_s: float | None = None) -> None:
         """Wait until every tensor is copied and may be changed.
@@ -388,7 +378,7 @@ class SaveHandle:
 
         Raises: the error of the save; CommitError(SAVE_PENDING) at the timeout.
         """
-        self._wait_for(lambda: self._is_copied, "STAGED", timeout_s)
+        self._wait_for(lambda: self.is_copied, "STAGED", timeout_s)
 
     def wait_over(self, timeout_s: float | None = None) -> bool:
         """Wait until all work for this save is done, clean-up included.
@@ -399,9 +389,9 @@ class SaveHandle:
 
     def _wait_for(self, is_there: Callable[[], bool], state: str, timeout_s: float | None) -> None:
         if not self._holds_in_time(
-            lambda: self._state in ("FAILED", "SKIPPED") or is_there(), timeout_s
+            lambda: self.state in ("FAILED", "SKIPPED") or is_there(), timeout_s
         ):
-            detail = f"the save is {self._state}, and not yet {state} after {timeout_s:g} s"
+            detail = f"the save is {self.state}, and not yet {state} after {timeout_s:g} s"
             raise err(Code.SAVE_PENDING, detail, where=self.path)
         if self.error is not None:
             raise self.error
@@ -414,27 +404,23 @@ class SaveHandle:
         )
 
     def _has_reached(self, state: str) -> bool:
-        return self._state in STATES and STATES.index(self._state) >= STATES.index(state)
+        return self.state in STATES and STATES.index(self.state) >= STATES.index(state)
 
     # The checkpointer and the saver call these methods from any thread. A message that comes late,
     # or after a failure, changes nothing.
 
-    def tell_begun(self, look: Callable[[], None]) -> None:
-        """Set the function that finds failures; waiting threads call the function regularly."""
-        self._look = look
-
     def tell_copied(self) -> None:
         """Record that no tensor is read any more, whether or not the snapshot is complete."""
         with self._lock:
-            self._is_copied = True
+            self.is_copied = True
             self._note_end()
             self._changed.notify_all()
 
     def tell_state(self, state: str, report: SaveReport | None = None) -> None:
         """Record a new state, with the report if the save is committed."""
         with self._lock:
-            if self._state in STATES and not self._has_reached(state):
-                self._state = state
+            if self.state in STATES and not self._has_reached(state):
+                self.state = state
                 self.times[state] = time.monotonic() - self._begin_s
                 self.report = report
                 self._call_back()
@@ -453,9 +439,9 @@ class SaveHandle:
     def tell_failed(self, error: CkptError) -> bool:
         """Record a failure; return False if the save was over or committed before."""
         with self._lock:
-            changes = self._state in STATES and self._state != "COMMITTED"
+            changes = self.state in STATES and self.state != "COMMITTED"
             if changes:
-                self._state = "FAILED"
+                self.state = "FAILED"
                 self.error = error
                 self._call_back()
                 self._hand_over_events()

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from ckptfmt.errors import printable
@@ -37,9 +37,9 @@ class Mirrors:
         reports: list to which a sentence is added for each problem.
     """
 
-    def __init__(self, home: Store, places: Iterable[Place], reports: list[str]) -> None:
+    def __init__(self, home: Store, places: Sequence[Place], reports: list[str]) -> None:
         self._home = home
-        self._places = (places,) if isinstance(places, str | os.PathLike) else tuple(places)
+        self._places = places
         self._reports = reports
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards the next four attributes
@@ -49,8 +49,7 @@ class Mirrors:
 
     def follow(self, handle: SaveHandle) -> None:
         """Start a copy of the committed checkpoints when a save is committed."""
-        if self._places:
-            handle.on_committed(lambda _: self._start())
+        handle.on_committed(lambda _: self._start())
 
     def close(self, deadline_s: float, brought_home: str | None = None) -> None:
         """Wait until the mirrors are complete; stop a running copy at the deadline.
@@ -60,8 +59,6 @@ class Mirrors:
             brought_home: name of a checkpoint, if this process uploaded files after the commit.
                 Other processes may still be uploading their files.
         """
-        if not self._places:
-            return
         end_s = time.monotonic() + deadline_s
         others_end_s = min(end_s, time.monotonic() + _OTHERS_S)
         self._join(end_s)

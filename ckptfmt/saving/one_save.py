@@ -17,7 +17,7 @@ from ckptfmt.box import Box
 from ckptfmt.documents.holdings import Structure
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import Manifest
-from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.tables import TensorKey, key_of
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import Group, attempt
 from ckptfmt.run.save_job import SaveJob, SaveState
@@ -251,11 +251,11 @@ def _look_at(snapshot: Snapshot, ownership: Ownership) -> None:
         (
             source.field, source.name, source.scope, source.dtype, source.global_shape,
             source.boxes, source.replica,
-            source.storage, source.aliases, declared.get((source.field, source.name, source.scope)),
+            source.storage, source.aliases, declared.get(key_of(source)),
         )
         for source in snapshot.tensors
     ]  # fmt: skip
-    leaves = [(leaf.field, leaf.name, leaf.scope) for leaf in snapshot.leaves]
+    leaves = list(map(key_of, snapshot.leaves))
     signature = (tensors, leaves, [(stream.name, stream.scope) for stream in snapshot.streams])
     if signature != ownership.signature:
         check_snapshot(snapshot)

@@ -31,11 +31,11 @@ def dump_request(save: SaveState, context: Context, delta: DeltaOptions) -> dict
         delta: options of deltas.
     """
     return {
+        "streams": _columns(context.streams, RngStream),
+        "leaves": _columns(context.leaves, Leaf),
         "origin": save.origin.as_dict(),
         "writer": save.writer,
         "saved_unix_s": context.saved_unix_s,
-        "streams": _columns(context.streams, RngStream),
-        "leaves": _columns(context.leaves, Leaf),
         "absent": context.absent,
         "labels": {**context.labels.members(), "suspect": context.labels.suspect},
         "deadline_s": str(save.deadline_s),

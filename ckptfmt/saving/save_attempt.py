@@ -25,7 +25,7 @@ from ckptfmt.group import DEADLINE_S, EXCHANGE
 from ckptfmt.run.save_job import SaveJob, SaveState, new_origin
 from ckptfmt.saving.handle import SaveReport
 from ckptfmt.saving.one_save import check_step
-from ckptfmt.state import State
+from ckptfmt.state import State, check_state
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.writer import as_ckpt_error, for_saving, write_part
@@ -214,6 +214,7 @@ class SaveAttempt:
             for a checkpoint.
         Spec: REQ-CMT-003, REQ-CMT-004.
         """
+        check_state(state)
         if type(writer) is not int or not 0 <= writer < self.origin.writer_count:
             detail = f"writer={writer!r} isn't a number below {self.origin.writer_count}"
             raise err(Code.ARGUMENT, detail, where="writer=")

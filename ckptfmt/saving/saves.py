@@ -164,14 +164,14 @@ class Saves:
         store: Store | None,
         group: Group,
         options: SaveOptions,
-        mirrors: Iterable[MirrorPlace] = (),
+        mirrors: Sequence[MirrorPlace] = (),
     ) -> None:
         if options.peers is not None:
             options.peers.check(group)
         self.reports: list[str] = []
-        self._mirrors = (
-            None if store is None or group.writer else Mirrors(store, mirrors, self.reports)
-        )
+        self._mirrors = None
+        if store is not None and mirrors and group.writer == 0:
+            self._mirrors = Mirrors(store, mirrors, self.reports)
         self._near_limit: set[tuple[str, str]] = set()
         self._store = store
         self._group = group
@@ -273,6 +273,8 @@ class Saves:
         for unsaved in found:
             self._report(f"{unsaved}; a resume claims no T1")
             texts.append(unsaved.text)
+        if saves and has_unread_samplers(state):
+            self._report(f"SAMPLER_UNREAD: {UNREAD}; a resume claims no T1")
         return texts
 
     def _look_for_devices(self, snapshot: Snapshot) -> None:
@@ -397,17 +399,23 @@ class Saves:
         begin_s = time.monotonic()
         if self._options.saver != "inline" and self._background is None:
             self.prepare(state)
-        # If memory is too short for slots, the save is made inline.
-        background = (
-            self._background
-            if self._background is not None and self._background.has_slots
-            else None
-        )
+        background = self._background
+        if background is not None and not background.has_slots:
+            background = None  # memory is too short for slots: the save is made inline
+        waits = must or self._options.when_busy == "wait"
+        problem = None
+        if background is not None and waits:  # all writers exchange this error
+            timeout_s = self._options.deadline_s if deadline_s is None else deadline_s
+            problem = background.wait_free(timeout_s)
         path = save.store.name
         step = save.origin.step
-        waits = must or self._options.when_busy == "wait"
-        problem = self._wait_for_slot(background, deadline_s) if waits else None
-        handle = SaveHandle(step=step, path=path, begin_s=begin_s, callbacks=self._callbacks)
+        handle = SaveHandle(
+            step=step,
+            path=path,
+            begin_s=begin_s,
+            callbacks=self._callbacks,
+            look=None if background is None else background.look,
+        )
         if on_event is not None:
             handle.on_event(on_event)
         has_committed = self._has_committed()
@@ -421,11 +429,11 @@ class Saves:
                 label=label,
                 unsaved=functools.partial(self._find_unsaved, state),
                 say={
+                    "durability": self._least_durability(to_home=must or to_home),
                     "failure": self._say_failure(),
                     "committed": has_committed,
                     "busy": problem is not None
                     or (background is not None and background.is_busy()),
-                    "durability": self._least_durability(to_home=must or to_home),
                 },
             )
         except StoreError as error:  # from writer 0's check; all processes raise it
@@ -435,8 +443,6 @@ class Saves:
             handle.tell_failed(error)
             raise
         self._raise_failure(told)
-        if has_unread_samplers(state):
-            self._report(f"SAMPLER_UNREAD: {UNREAD}; a resume claims no T1")
         for sentence in self._ownership.position.reports:
             self._report(sentence)
         self._warn_of_limits(snapshot.leaves)
@@ -503,17 +509,6 @@ class Saves:
         cache = self._options.cache
         return cache is None or self._begun_count % cache.upload_every == 0
 
-    def _wait_for_slot(
-        self, background: Background | None, deadline_s: float | None
-    ) -> CkptError | None:
-        """Return the error if no slot becomes free in time. All writers exchange these errors."""
-        if background is not None:
-            try:
-                background.wait_free(self._options.deadline_s if deadline_s is None else deadline_s)
-            except CkptError as error:
-                return error
-        return None
-
     def _save_inline(self, save: SaveState, snapshot: Snapshot, handle: SaveHandle) -> None:
         job = SaveJob(save, self._known)
         manifest = write_live(job, snapshot, self._ownership)
@@ -541,9 +536,9 @@ class Saves:
         """
         request = dump_request(save, Context.of(snapshot), self._options.delta)
         try:
-            self._look_for_devices(snapshot)
             assert self._ownership.image is not None  # noqa: S101
             if not background.fits(self._ownership.image):  # the structure may have grown
+                self._look_for_devices(snapshot)
                 self._prepare_slots()
                 if not background.has_slots:
                     return False
@@ -551,7 +546,7 @@ class Saves:
                 save,
                 request,
                 handle,
-                lambda place: self._plan_copies(snapshot, handle, state, place),
+                functools.partial(self._plan_copies, snapshot, handle, state),
             )
         except BaseException as error:
             # Interrupts included. The error is raised here; all writers can read of the failure in
@@ -562,7 +557,12 @@ class Saves:
         return True
 
     def _plan_copies(
-        self, snapshot: Snapshot, handle: SaveHandle, state: State, place: SaveSlot
+        self,
+        snapshot: Snapshot,
+        handle: SaveHandle,
+        state: State,
+        place: SaveSlot,
+        view: memoryview,
     ) -> tuple[list[Copy], list[Copy]]:
         """Return the copies into a slot: copies to do now, and copies to do during the next step.
 
@@ -583,16 +583,11 @@ class Saves:
         ):  # without deltas every block is copied, without checksums
             filling = self._fillings.begin(place.number, image, was_written=place.was_written)
         now, later = plan_copies(
-            snapshot,
-            image,
-            place.slot.view,
-            later=constant,
-            devices=self._devices,
-            filling=filling,
+            snapshot, image, view, later=constant, devices=self._devices, filling=filling
         )
         if guard is not None:
             later = guard.hold(later, sources, handle)
-            guard.begin_probation(sources, image, place.slot.view)
+            guard.begin_probation(sources, image, view)
         return now, later
 
     # --- failures, and the end --------------------------------------------------------------------

@@ -36,7 +36,7 @@ from ckptfmt.documents.packed import (
 )
 from ckptfmt.documents.part import Leaf, Part, PartFile, RngStream
 from ckptfmt.documents.shard import plan_shard
-from ckptfmt.documents.tables import TensorKey, TensorTable, parse_counter, sort_rows
+from ckptfmt.documents.tables import TensorKey, TensorTable, key_of, parse_counter, sort_rows
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 from ckptfmt.write.snapshot import Snapshot, TensorSource
@@ -387,11 +387,6 @@ def _hold(
             key=key,
         ),
     )
-
-
-def key_of(source: TensorSource) -> TensorKey:
-    """Return a tensor's key: field, name and scope."""
-    return source.field, source.name, source.scope
 
 
 def _place_shards(

@@ -40,8 +40,8 @@ from xxhash import xxh3_128_digest
 
 from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES, iter_blocks
-from ckptfmt.documents.tables import TensorKey
-from ckptfmt.write.image import Image, Piece, key_of
+from ckptfmt.documents.tables import TensorKey, key_of
+from ckptfmt.write.image import Image, Piece
 from ckptfmt.write.snapshot import MemoryOf, Snapshot, TensorSource
 
 #: Size of a block's sample in bytes: these first bytes are compared before the whole block is read.
@@ -378,11 +378,14 @@ class Staging:
 
     Args:
         image: the layout that the copies fill.
-        copies: all copies by first byte, without overlap.
+        copies: all copies, without overlap.
         view: the slot's memory; the constructor copies the headers of the shards there.
         tell: called with the length of the filled prefix in bytes as it grows, and with the
             comparison results of the pieces finished since the last call; from any thread, in
             order.
+
+    Attributes:
+        copies: all copies by first byte.
     """
 
     def __init__(
@@ -394,8 +397,9 @@ class Staging:
     ) -> None:
         for shard in image.shards:
             view[shard.begin : shard.begin + len(shard.header)] = shard.header
-        self._begins = [copy.begin for copy in copies] + [image.nbytes]
-        self._numbers = {id(copy): number for number, copy in enumerate(copies)}
+        self.copies = sorted(copies, key=lambda copy: copy.begin)
+        self._begins = [copy.begin for copy in self.copies] + [image.nbytes]
+        self._numbers = {id(copy): number for number, copy in enumerate(self.copies)}
         self._done = [False] * len(copies)
         self._front = 0
         self._told = 0

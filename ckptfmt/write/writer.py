@@ -14,7 +14,7 @@ from ckptfmt.digest import block_digests
 from ckptfmt.documents.holdings import Structure
 from ckptfmt.documents.manifest import Origin, failure_path, part_path, shard_name
 from ckptfmt.documents.part import Part, dump_failure
-from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.tables import TensorKey, key_of
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.direct import in_pages, make_memory
 from ckptfmt.store.protocol import Buffer, SizedChunks, Store, call_each
@@ -23,7 +23,6 @@ from ckptfmt.write.image import (
     Image,
     Piece,
     gather_boxes,
-    key_of,
     plan_image,
     sort_sources,
 )

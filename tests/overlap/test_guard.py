@@ -205,7 +205,7 @@ def test_step_waits_for_the_copies_and_the_handle_accounts_for_it(
         begin_s = time.monotonic()
         training.turn(number + 1)
         in_turn_s = time.monotonic() - begin_s
-        assert handle._is_copied
+        assert handle.is_copied
     assert 0 < blocked_in_save_s <= in_save_s
     assert wait_s <= handle.blocked_s - blocked_in_save_s <= in_turn_s
     assert trainer.torn() == {}

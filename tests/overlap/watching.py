@@ -87,8 +87,8 @@ class Late:
         def save_late(
             background: Background, state: Any, request: Any, handle: SaveHandle, plan: Any
         ) -> None:
-            def plan_late(lent: Any) -> Any:
-                now, later = plan(lent)
+            def plan_late(*lent: Any) -> Any:
+                now, later = plan(*lent)
                 gate = self._gates[handle] = threading.Event()
                 self._gate_of = {**self._gate_of, **{id(copy.inner): gate for copy in later}}
                 if not self._is_on:
@@ -108,10 +108,10 @@ class Late:
                 self._gates[handle].set()
             wait_copied(handle, timeout_s)
 
-        def wait_for_slot(background: Background, timeout_s: float) -> None:
+        def wait_for_slot(background: Background, timeout_s: float) -> CkptError | None:
             if background.is_busy():
                 self.release()
-            wait_free(background, timeout_s)
+            return wait_free(background, timeout_s)
 
         monkeypatch.setattr(Background, "save", save_late)
         monkeypatch.setattr(HostCopy, "finish", finish_late)

@@ -221,7 +221,7 @@ def test_callback_of_the_end_is_called_once_whenever_it_is_asked_for(end, asked)
         path=REPORT.path,
         begin_s=0.0,
         callbacks=callbacks,
-        **({"state": "SKIPPED"} if end == "SKIPPED" else {}),
+        state="SKIPPED" if end == "SKIPPED" else "STAGING",
     )
 
     def ask():

@@ -19,7 +19,7 @@ from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.commit.waiting import poll
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import dump_tree
-from ckptfmt.errors import Code
+from ckptfmt.errors import CkptError, Code
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.saving.background import Background
 from ckptfmt.saving.handle import SaveHandle
@@ -280,11 +280,11 @@ def test_all_wait_for_the_one_that_has_no_slot(
     waited = []
     wait_free = Background.wait_free
 
-    def open_gate(background: Background, timeout_s: float) -> None:
+    def open_gate(background: Background, timeout_s: float) -> CkptError | None:
         waited.append(background.is_busy())
         if background._store is gated and background.is_busy():
             gated.gate.set()
-        wait_free(background, timeout_s)
+        return wait_free(background, timeout_s)
 
     monkeypatch.setattr(Background, "wait_free", open_gate)
 
@@ -331,10 +331,10 @@ def test_last_step_of_the_loop_is_never_skipped(
     gated = GateStore(inner, step=1)
     wait_free = Background.wait_free
 
-    def open_gate(background: Background, timeout_s: float) -> None:
+    def open_gate(background: Background, timeout_s: float) -> CkptError | None:
         """Only a save that waits calls it."""
         gated.gate.set()
-        wait_free(background, timeout_s)
+        return wait_free(background, timeout_s)
 
     monkeypatch.setattr(Background, "wait_free", open_gate)
 

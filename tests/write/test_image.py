@@ -18,12 +18,13 @@ from ckptfmt.documents.manifest import shard_name
 from ckptfmt.documents.msgpk import dump_msgpack, parse_msgpack
 from ckptfmt.documents.part import Part
 from ckptfmt.documents.shard import parse_shard_header, plan_shard
+from ckptfmt.documents.tables import key_of
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, LayoutError
 from ckptfmt.layout.merge import PartFileEntry, merge_parts
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.write.image import ALIGN_NBYTES, Context, Image, key_of, most_entry_nbytes, plan_image
+from ckptfmt.write.image import ALIGN_NBYTES, Context, Image, most_entry_nbytes, plan_image
 from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import structure_of, write_part
 from tests.builders import (

@@ -32,10 +32,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ckptfmt.adapters.torch.tensors import TorchSource, _as_integers, local_of
 from ckptfmt.box import Box
-from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.tables import TensorKey, key_of
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.state import place_of
-from ckptfmt.write.image import Image, Piece, key_of
+from ckptfmt.write.image import Image, Piece
 from ckptfmt.write.snapshot import TensorSource
 from ckptfmt.write.staging import Copy, HostCopy, Seen
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ckptfmt.box import Box
 from ckptfmt.digest import digest_bytes
-from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.tables import TensorKey, key_of
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout import placements as layout
@@ -443,7 +443,7 @@ def declared_by(sources: Iterable[object]) -> dict[TensorKey, str]:
     Ranks outside of a mesh may hold a different tensor of the same name.
     """
     return {
-        (source.field, source.name, source.scope): _mesh_digest(source.tensor.device_mesh)  # type: ignore[attr-defined]
+        key_of(source): _mesh_digest(source.tensor.device_mesh)  # type: ignore[attr-defined]
         for source in sources
         if isinstance(source, TorchSource) and source.replica
     }
