@@ -7,7 +7,7 @@ import difflib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.errors import CkptError, Code, err
@@ -100,15 +100,23 @@ class Parts:
         return f"Parts([{', '.join(map(_summary, self.modules))}])"
 
 
-class _Stream(Protocol):
-    """A captured RNG stream: `read` returns the captured state, `write` sets the generator."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LiveRngStream:
+    """A generator of this process.
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def read(self) -> Callable[[], object]: ...
-    @property
-    def write(self) -> Callable[[Any], None]: ...
+    Attributes:
+        name: the logical name. Device names aren't used, since another machine may number devices
+            differently.
+        kind: the algorithm, and the library that defines the form of the state.
+        read: returns the state, as plain values and arrays; of a captured stream, the state at the
+            time of the capture.
+        write: sets a state of the same form.
+    """
+
+    name: str
+    kind: str
+    read: Callable[[], object]
+    write: Callable[[Any], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +127,7 @@ class CapturedRng:
         streams: one stream for each generator.
     """
 
-    streams: tuple[_Stream, ...]
+    streams: tuple[LiveRngStream, ...]
 
     def put_back(self) -> None:
         """Set the generators to the captured state, which undoes draws since then."""

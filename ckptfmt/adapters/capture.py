@@ -12,7 +12,7 @@ from ckptfmt.adapters.data_loaders import UNREAD_SAMPLERS, has_unread_samplers
 from ckptfmt.adapters.live import Kind, Live, Unit, check_source, optimizer_prefix
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder
 from ckptfmt.adapters.placing import is_named_tensors
-from ckptfmt.adapters.rng_streams import LiveRngStream, capture_streams, live_streams, unit_streams
+from ckptfmt.adapters.rng_streams import capture_streams, live_streams, unit_streams
 from ckptfmt.adapters.unsaved import UNSAVED
 from ckptfmt.adapters.visible import look_at
 from ckptfmt.documents.frozen_tensors import BASE_LEAF, dump_location
@@ -20,7 +20,7 @@ from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tables import TensorKey, key_of, sort_rows
 from ckptfmt.errors import Code, err
-from ckptfmt.state import State, place_of
+from ckptfmt.state import LiveRngStream, State, place_of
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 
 #: Leaf of topology from worker 0 only: facts that may differ between machines.

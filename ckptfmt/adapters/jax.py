@@ -137,7 +137,7 @@ def _plain_key(key: Any) -> object:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardSource:
-    """A source that reads a JAX array; see `ckptfmt.write.snapshot.MemorySource`.
+    """A source that reads a JAX array; see `ckptfmt.write.snapshot.MemoryOf`.
 
     Attributes:
         shards: the single-device arrays that this process writes, each with its box.

@@ -65,7 +65,7 @@ def _saved_name(array: Array, field: str, name: str) -> str:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ArraySource:
-    """A source that reads a numpy array; see `ckptfmt.write.snapshot.MemorySource`."""
+    """A source that reads a numpy array; see `ckptfmt.write.snapshot.MemoryOf`."""
 
     field: str
     name: str

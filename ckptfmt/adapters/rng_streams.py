@@ -21,7 +21,7 @@ from ckptfmt.adapters.live_trees import GLOBAL, Encoder, attributes_of, plain_va
 from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.documents.part import RngStream
 from ckptfmt.errors import Code, err
-from ckptfmt.state import CapturedRng
+from ckptfmt.state import CapturedRng, LiveRngStream
 
 _PYTHON: Final = "python.mt19937"
 _NUMPY_LEGACY: Final = "numpy.legacy"
@@ -40,24 +40,6 @@ _TORCH_HEAD_NBYTES: Final = 128
 HELD: Final = "held/"
 #: The maximum depth of the search for generators in attributes.
 _HELD_DEPTH: Final = 2
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LiveRngStream:
-    """A generator of this process.
-
-    Attributes:
-        name: the logical name. Device names aren't used, since another machine may number devices
-            differently.
-        kind: the algorithm, and the library that defines the form of the state.
-        read: returns the state, as plain values and arrays.
-        write: sets a state of the same form.
-    """
-
-    name: str
-    kind: str
-    read: Callable[[], object]
-    write: Callable[[Any], None]
 
 
 def capture_rng(
@@ -108,7 +90,7 @@ def live_streams(
         StateError(STREAM_MISSING) for a stream that wasn't captured.
     """
     if isinstance(rng, CapturedRng):
-        captured: list[Any] = list(rng.streams)
+        captured = list(rng.streams)
         missing = {stream.name for stream in live_streams(None, devices, side)} - {
             stream.name for stream in captured
         }

@@ -82,7 +82,7 @@ def pack_name(stem: str, attempt: str, writer: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """A committed checkpoint, as the base of another: directory name and manifest digest."""
+    """A committed checkpoint of a run: the directory's name, and the decisive manifest digest."""
 
     name: str
     digest: str

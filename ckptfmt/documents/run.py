@@ -83,14 +83,6 @@ class RunRecord:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeFrom:
-    """A committed checkpoint of the run: the directory's name, and the decisive manifest digest."""
-
-    name: str
-    digest: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """One start of a job on a run.
 
@@ -106,7 +98,7 @@ class Launch:
     launch: int
     nonce: str
     chosen_by: str
-    resume_from: ResumeFrom | None
+    resume_from: Reference | None
 
     def dump(self) -> bytes:
         """Return the bytes of the launch record."""
@@ -145,7 +137,7 @@ class Launch:
             launch=signed["launch"],
             nonce=signed["nonce"],
             chosen_by=signed["chosen_by"],
-            resume_from=None if resume is None else ResumeFrom(**resume),
+            resume_from=None if resume is None else Reference(**resume),
         )
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from ckptfmt.commit.waiting import describe_savers, poll, wait_for_savers
-from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord
+from ckptfmt.documents.manifest import Reference
+from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import LABELS
 from ckptfmt.group import Group
@@ -106,7 +107,7 @@ def take_launch(
         told = _run_on_first(group, lambda: _begin(reading, waited, resume, names, opened))
         finish.tidy(told["committed"])
     named = told["launch"].pop("resume_from")
-    found = None if named is None else ResumeFrom(**named)
+    found = None if named is None else Reference(**named)
     checkpoint: Checkpoint | None = None
     if found is not None:
         # Process 0 opened the checkpoint for verification. The same object is loaded, so that no

@@ -21,7 +21,7 @@ from ckptfmt.adapters import find_sides, jax_side, torch_side
 from ckptfmt.adapters.data_loaders import find_loaders, find_samplers
 from ckptfmt.adapters.live import Kind, iter_tensor_readers, iter_tensors, may_be_schedule, walk
 from ckptfmt.adapters.live_trees import fingerprint
-from ckptfmt.adapters.rng_streams import LiveRngStream, live_streams, make_stream_digest
+from ckptfmt.adapters.rng_streams import live_streams, make_stream_digest
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch
 from ckptfmt.errors import CkptError, Code, err
@@ -38,7 +38,7 @@ from ckptfmt.run.witness import (
     steps_path,
     verdict_path,
 )
-from ckptfmt.state import CapturedRng, State
+from ckptfmt.state import CapturedRng, LiveRngStream, State
 from ckptfmt.store.protocol import Store
 
 if TYPE_CHECKING:

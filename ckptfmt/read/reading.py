@@ -89,7 +89,7 @@ def allocate(tensor: IndexTensor, make: Callable[[], T]) -> T:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class ArrayTarget:
-    """An array that receives a box of a tensor without conversion; a `MemorySink`.
+    """An array that receives a box of a tensor without conversion; see `MemoryOf`.
 
     Attributes:
         array: an array with the shape of the box and the dtype from `carrier_of`.

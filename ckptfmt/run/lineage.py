@@ -31,7 +31,6 @@ from ckptfmt.documents.run import (
     RUN_NAME,
     LabelsRecord,
     Launch,
-    ResumeFrom,
     RunRecord,
     check_place,
     check_record,
@@ -428,7 +427,7 @@ def infer_launch(store: Store, run: RunRecord, number: int) -> Launch | None:
         return None
     found = list(iter_lineage([*known.values(), lost], entries))
     older = [entry for entry in found if entry.launch < number and entry.manifest is not None]
-    resume = ResumeFrom(name=older[0].name, digest=_digest_of(older[0])) if older else None
+    resume = Reference(name=older[0].name, digest=_digest_of(older[0])) if older else None
     if resume is None and any(entry.is_record for entry in found):
         # All checkpoints of older launches are retired. A tombstone has the digest of the manifest.
         first = min(
@@ -444,7 +443,7 @@ def infer_launch(store: Store, run: RunRecord, number: int) -> Launch | None:
         if not retired:
             return None
         newest = max(retired, key=lambda entry: (entry.launch, entry.step))
-        resume = ResumeFrom(name=newest.name, digest=_digest_of(newest))
+        resume = Reference(name=newest.name, digest=_digest_of(newest))
     nonce = nonces.pop() if nonces else secrets.token_hex(16)
     return Launch(
         run_id=run.run_id, launch=number, nonce=nonce, chosen_by="hand", resume_from=resume
@@ -477,7 +476,7 @@ def _find_newest(
 
 
 def _find_replacement(
-    resume: ResumeFrom, register: Manifest | Abort | Tombstone | CkptError | None
+    resume: Reference, register: Manifest | Abort | Tombstone | CkptError | None
 ) -> CkptError | None:
     """Return the error of a register unlike the checkpoint in a launch record; None if equal.
 
@@ -665,7 +664,7 @@ def find_head_entry(store: Store, *, with_labels: bool = True) -> RunEntry:
     )
 
 
-def _named_by_newest(launches: Sequence[Launch | LostLaunch]) -> ResumeFrom | None:
+def _named_by_newest(launches: Sequence[Launch | LostLaunch]) -> Reference | None:
     """Return the checkpoint that the newest launch resumed from.
 
     The result is None after a fresh start, and for a lost record.
@@ -830,11 +829,11 @@ def _open_valid(
     return next(damages, report.violations[0])
 
 
-def _name_in_run(manifest: Manifest) -> ResumeFrom:
+def _name_in_run(manifest: Manifest) -> Reference:
     """Return the reference of a launch record to a checkpoint of the run, given the manifest."""
     origin = manifest.origin
     assert origin.launch is not None  # noqa: S101
-    return ResumeFrom(name=checkpoint_name(origin.step, origin.launch), digest=manifest.digest)
+    return Reference(name=checkpoint_name(origin.step, origin.launch), digest=manifest.digest)
 
 
 def _is_committed(store: Store, name: str) -> bool:

@@ -18,6 +18,7 @@ from ckptfmt.commit.waiting import wait_for_savers
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
     Manifest,
+    Reference,
     Tombstone,
     parse_checkpoint_name,
     parse_register,
@@ -28,7 +29,6 @@ from ckptfmt.documents.run import (
     RUN_NAME,
     LabelsRecord,
     Launch,
-    ResumeFrom,
     RunRecord,
     launch_name,
     parse_labels_name,
@@ -469,7 +469,7 @@ class _Mirroring:
             self._mirror.sync(LAUNCHES)
             self._launches.append(launch.launch)
 
-    def _bring_named(self, resume: ResumeFrom) -> None:
+    def _bring_named(self, resume: Reference) -> None:
         """Copy the checkpoint or tombstone of a launch record, unless present at the mirror."""
         entry = self._entries.get(resume.name)
         if entry is None or _digest_of(entry.register) != resume.digest:

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from ckptfmt.documents.part import Leaf, RngStream
     from ckptfmt.documents.tables import TensorKey
 
+#: The optional method `memory_of` of a source or sink with elements in host memory. The method
+#: returns the memory of the elements of a box as bytes, in C order and little-endian; None for
+#: elements that aren't contiguous. The caller uses the memory only while the source or sink exists.
+#: The elements of such a source can be compared before a copy. Such a sink is filled without calls
+#: of `copy_from`.
 MemoryOf: TypeAlias = "Callable[[Box], NDArray[np.uint8] | None]"
 
 
@@ -78,17 +83,6 @@ class TensorSource(_Tensor, Protocol):
         ...
 
 
-class MemorySource(TensorSource, Protocol):
-    """A source with elements in host memory, which can be compared before a copy."""
-
-    def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
-        """Return the memory of the elements of `box`, one of `boxes`; None if not contiguous.
-
-        The bytes are in C order, little-endian. The caller reads them only while the source exists.
-        """
-        ...
-
-
 @runtime_checkable
 class TensorSink(_Tensor, Protocol):
     """A destination for pieces of a tensor. Dtype and shape must equal the stored tensor's."""
@@ -98,18 +92,6 @@ class TensorSink(_Tensor, Protocol):
 
         `content` is valid until this method returns. Several threads may call it at once, each with
         different elements.
-        """
-        ...
-
-
-class MemorySink(TensorSink, Protocol):
-    """A destination with elements in host memory, filled without calls of `copy_from`."""
-
-    def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
-        """Return the memory of the elements of `box`, in C order; None if not contiguous.
-
-        Called once before the bytes are filled; `box` lies within one of `boxes`. The bytes are
-        filled only while the sink exists.
         """
         ...
 

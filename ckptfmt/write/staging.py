@@ -281,7 +281,7 @@ class HostCopy:
     """A copy that the calling thread does.
 
     Attributes:
-        source: the tensor; a `MemorySource` can be compared before the copy.
+        source: the tensor; if it has `memory_of`, it can be compared before the copy.
         filling: the slot's known contents, for skipping unchanged blocks; None to copy everything.
             Small pieces are copied in any case.
     """

@@ -16,12 +16,13 @@ from ckptfmt.documents.manifest import (
     FieldSummary,
     Manifest,
     Origin,
+    Reference,
     Tombstone,
     checkpoint_name,
     index_name,
     parse_register,
 )
-from ckptfmt.documents.run import LabelsRecord, Launch, ResumeFrom, RunRecord, launch_name
+from ckptfmt.documents.run import LabelsRecord, Launch, RunRecord, launch_name
 from ckptfmt.documents.sharding import Sharding
 from ckptfmt.features import DELTAS, LABELS
 
@@ -105,7 +106,7 @@ class MadeUpRun:
         resume, step = None, 0
         if self._known:
             name, digest, step = self._known[-1 - (per_launch // 2 if launch % 2 else 0)]
-            resume = ResumeFrom(name=name, digest=digest)
+            resume = Reference(name=name, digest=digest)
         chosen_by = "hand" if resume and launch % 2 else "lineage"
         record = Launch(
             run_id=RUN_ID,

@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 
 from ckptfmt.documents.canonical import dump_document
-from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord, launch_name, parse_launch_name
+from ckptfmt.documents.manifest import Reference
+from ckptfmt.documents.run import Launch, RunRecord, launch_name, parse_launch_name
 from ckptfmt.errors import Code, FormatError
 from tests.builders import NONCE, RUN_ID, code_of, error_of, parse_json
 
 DIGEST = "blake3:" + "a" * 64
-RESUME = ResumeFrom(name="step-00000400-l0001", digest=DIGEST)
+RESUME = Reference(name="step-00000400-l0001", digest=DIGEST)
 LAUNCH = Launch(run_id=RUN_ID, launch=3, nonce=NONCE, chosen_by="hand", resume_from=RESUME)
 
 

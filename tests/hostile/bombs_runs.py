@@ -7,8 +7,8 @@ from typing import Final
 
 from ckptfmt.digest import digest_text
 from ckptfmt.documents.canonical import dump_document
-from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Tombstone, checkpoint_name
-from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, RunRecord, launch_name
+from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Reference, Tombstone, checkpoint_name
+from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, RunRecord, launch_name
 from tests.builders import NONCE, RUN_ID, Forgery, small_files
 
 _DIGEST: Final = digest_text(bytes(32))
@@ -32,7 +32,7 @@ def _run(launches: int, resume_from: Callable[[int], int | None]) -> dict[str, b
             launch=number,
             nonce=NONCE,
             chosen_by="lineage",
-            resume_from=None if name is None else ResumeFrom(name=name, digest=_DIGEST),
+            resume_from=None if name is None else Reference(name=name, digest=_DIGEST),
         ).dump()
     return files
 

@@ -9,7 +9,7 @@ import pytest
 
 from ckptfmt.documents.canonical import dump_canonical, dump_document
 from ckptfmt.documents.index import Index
-from ckptfmt.documents.manifest import parse_register
+from ckptfmt.documents.manifest import Reference, parse_register
 from ckptfmt.documents.msgpk import (
     dump_msgpack,
     dump_packed_document,
@@ -18,7 +18,7 @@ from ckptfmt.documents.msgpk import (
 )
 from ckptfmt.documents.packed import dump_packed
 from ckptfmt.documents.part import Part
-from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord
+from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.documents.shard import parse_shard_header
 from ckptfmt.documents.tree import dump_tree, parse_tree
 from ckptfmt.errors import CkptError
@@ -43,7 +43,7 @@ LAUNCH = Launch(
     launch=3,
     nonce=NONCE,
     chosen_by="hand",
-    resume_from=ResumeFrom(name="step-00000400-l0001", digest="blake3:" + "a" * 64),
+    resume_from=Reference(name="step-00000400-l0001", digest="blake3:" + "a" * 64),
 )
 
 ATOMS: list[Any] = [

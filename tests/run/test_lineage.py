@@ -10,8 +10,8 @@ import pytest
 from ckptfmt.commit.decision import abort, retire
 from ckptfmt.documents.canonical import dump_document
 from ckptfmt.documents.labels import NO_LABELS
-from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, checkpoint_name
-from ckptfmt.documents.run import RUN_NAME, Launch, ResumeFrom, RunRecord, launch_name
+from ckptfmt.documents.manifest import Abort, Manifest, Reference, Tombstone, checkpoint_name
+from ckptfmt.documents.run import RUN_NAME, Launch, RunRecord, launch_name
 from ckptfmt.errors import (
     Code,
     CommitError,
@@ -120,9 +120,7 @@ def test_the_digest_that_is_named_is_the_manifests(home):
     made.begin()
     made.save(5)
     manifest = manifests(made)[0]
-    assert made.begin().resume_from == ResumeFrom(
-        name="step-00000005-l0001", digest=manifest.digest
-    )
+    assert made.begin().resume_from == Reference(name="step-00000005-l0001", digest=manifest.digest)
 
 
 def test_a_rollback_stays_rolled_back(home):
@@ -432,7 +430,7 @@ def test_what_a_record_names_is_known_by_its_digest(home):
     made.begin()
     made.save(1, 2, 3)
     first, second, _ = manifests(made)
-    resume = ResumeFrom(name=checkpoint_name(2, 1), digest=first.digest)
+    resume = Reference(name=checkpoint_name(2, 1), digest=first.digest)
     record = Launch(
         run_id=made.run.run_id, launch=2, nonce=NONCE, chosen_by="hand", resume_from=resume
     )
@@ -754,7 +752,7 @@ def test_records_that_lead_in_a_circle_end(home):
     made = RunOfSteps(home.store())
     digest = "blake3:" + "0" * 64
     for number, other in ((1, 2), (2, 1)):
-        resume = ResumeFrom(name=checkpoint_name(5, other), digest=digest)
+        resume = Reference(name=checkpoint_name(5, other), digest=digest)
         record = Launch(
             run_id=made.run.run_id, launch=number, nonce=NONCE, chosen_by="hand", resume_from=resume
         )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ckptfmt.commit.decision import read_register, retire
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import Abort, Manifest, Reference, Tombstone, checkpoint_name
-from ckptfmt.documents.run import LabelsRecord, Launch, ResumeFrom, RunRecord
+from ckptfmt.documents.run import LabelsRecord, Launch, RunRecord
 from ckptfmt.errors import CkptError, Code, UnsupportedError
 from ckptfmt.features import LABELS, REFERENCED
 from ckptfmt.run.catalog import Run
@@ -115,7 +115,7 @@ class History:
         candidates = self.entries if by_hand else self.lineage[:1]
         chosen = self._draw(st.sampled_from(candidates)) if candidates else None
         resume = (
-            None if chosen is None else ResumeFrom(name=chosen.name, digest=chosen.manifest.digest)
+            None if chosen is None else Reference(name=chosen.name, digest=chosen.manifest.digest)
         )
         number, by = len(self.launches) + 1, "hand" if by_hand else "lineage"
         self.launches.append(

@@ -234,7 +234,7 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class TorchSource:
-    """A source that reads a tensor; see `ckptfmt.write.snapshot.MemorySource`.
+    """A source that reads a tensor; see `ckptfmt.write.snapshot.MemoryOf`.
 
     Attributes:
         tensor: the live tensor.
@@ -291,7 +291,7 @@ class TorchSource:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class TorchSink:
-    """A sink that fills a tensor in place; see `ckptfmt.write.snapshot.MemorySink`.
+    """A sink that fills a tensor in place; see `ckptfmt.write.snapshot.MemoryOf`.
 
     If the tensor has another dtype than the saved tensor, the elements are converted.
 
