@@ -29,7 +29,7 @@ from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.group import Group
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache
 from ckptfmt.store.direct import make_memory
-from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader, Store
+from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader, Ranges, Store
 from ckptfmt.write.writer import as_ckpt_error
 
 _LOG: Final = logging.getLogger("ckptfmt")
@@ -383,7 +383,13 @@ class _PartnersFiles:
     @contextlib.contextmanager
     def open_ranges(self, path: str) -> Iterator[RangeReader]:
         """Open a file for reads of ranges."""
-        yield _PartnersRanges(self._ask, path)
+
+        def read_into(byte_begin: int, nbytes: int, _buffer: memoryview) -> memoryview:
+            end = byte_begin + nbytes
+            asked = {"type": "range", "path": path, "begin": byte_begin, "end": end}
+            return memoryview(self._ask(asked)[1])
+
+        yield Ranges(read_into)
 
     def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], bytearray]:
         with self._lock:
@@ -392,24 +398,6 @@ class _PartnersFiles:
         if told["type"] == "problem":
             raise error_from_json(told["error"])
         return told, content
-
-
-class _PartnersRanges:
-    """A file of a partner's offered save, as a `RangeReader`."""
-
-    def __init__(
-        self, ask: Callable[[dict[str, Any]], tuple[dict[str, Any], bytearray]], path: str
-    ) -> None:
-        self._ask = ask
-        self._path = path
-
-    def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
-        """Return a range in new memory instead of `buffer`; else as `RangeReader.read_into`."""
-        del buffer
-        _, content = self._ask(
-            {"type": "range", "path": self._path, "begin": byte_begin, "end": byte_begin + nbytes}
-        )
-        return memoryview(content)
 
 
 class _Receiver:

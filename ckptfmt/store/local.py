@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import functools
 import os
 import re
 import stat
@@ -25,6 +26,7 @@ from ckptfmt.store.protocol import (
     Buffer,
     Names,
     RangeReader,
+    Ranges,
     SizedChunks,
     check_path,
     check_prefix,
@@ -243,7 +245,22 @@ class LocalStore:
         """Open a file to read ranges of it; see `Store.open_ranges`."""
         with contextlib.ExitStack() as stack:
             fd, nbytes = self._reading(path, lambda: stack.enter_context(self._opened(path)))
-            yield _Ranges(self, path, FileReader(self._calls, fd, nbytes=nbytes))
+            file = FileReader(self._calls, fd, nbytes=nbytes)
+            yield Ranges(functools.partial(self._read_open, path, file))
+
+    def _read_open(
+        self, path: str, file: FileReader, byte_begin: int, nbytes: int, buffer: memoryview
+    ) -> memoryview:
+        """Read exactly a range of an open file; see `RangeReader.read_into`."""
+        if not 0 <= byte_begin <= byte_begin + nbytes <= file.nbytes:
+            raise _too_short(path, byte_begin, nbytes, file.nbytes)
+        try:
+            found = file.read_into(byte_begin, nbytes, buffer)
+        except OSError:  # a second try opens the file anew and translates errors
+            return memoryview(self.read_range(path, byte_begin, nbytes))
+        if len(found) < nbytes:
+            raise _too_short(path, byte_begin, nbytes, byte_begin + len(found))
+        return found
 
     def waits(self, path: str) -> bool:
         """Return whether most of a file is missing from the page cache; see `Store.waits`."""
@@ -628,27 +645,6 @@ class LocalStore:
         return err(
             code, detail, where=path, requirement=_CLAUSES.get(code), remedy=remedy_of(error)
         )
-
-
-class _Ranges:
-    """An open file of a `LocalStore`; see `RangeReader`."""
-
-    def __init__(self, store: LocalStore, path: str, file: FileReader) -> None:
-        self._store = store
-        self._path = path
-        self._file = file
-
-    def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
-        """Read exactly a range; see `RangeReader.read_into`."""
-        if not 0 <= byte_begin <= byte_begin + nbytes <= self._file.nbytes:
-            raise _too_short(self._path, byte_begin, nbytes, self._file.nbytes)
-        try:
-            found = self._file.read_into(byte_begin, nbytes, buffer)
-        except OSError:  # a second try opens the file anew and translates errors
-            return memoryview(self._store.read_range(self._path, byte_begin, nbytes))
-        if len(found) < nbytes:
-            raise _too_short(self._path, byte_begin, nbytes, byte_begin + len(found))
-        return found
 
 
 def _regular_nbytes(status: os.stat_result, path: str) -> int:

@@ -16,7 +16,15 @@ from enum import Enum, auto
 
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.leases import HeldByLeases, Leases, boot_s
-from ckptfmt.store.protocol import Buffer, Names, RangeReader, check_path, check_prefix, join_path
+from ckptfmt.store.protocol import (
+    Buffer,
+    Names,
+    RangeReader,
+    Ranges,
+    check_path,
+    check_prefix,
+    join_path,
+)
 
 
 class Loss(Enum):
@@ -182,7 +190,12 @@ class MemoryStore(HeldByLeases):
     def open_ranges(self, path: str) -> Iterator[RangeReader]:
         """Open an object for range reads; see `Store.open_ranges`."""
         self._get(path)
-        yield _Ranges(self, path)
+
+        def read_into(byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
+            buffer[:nbytes] = self.read_range(path, byte_begin, nbytes)
+            return buffer[:nbytes]
+
+        yield Ranges(read_into)
 
     def waits(self, path: str) -> bool:
         """Return False: the object is in memory; see `Store.waits`."""
@@ -270,16 +283,3 @@ class _LeaseObjects:
                 for entry in self._bucket.leases.items()
                 if entry[0].startswith(f"{directory}/")
             ]
-
-
-class _Ranges:
-    """An object for range reads; see `RangeReader`."""
-
-    def __init__(self, store: MemoryStore, path: str) -> None:
-        self._store = store
-        self._path = path
-
-    def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
-        """Copy exactly the range into `buffer`; see `RangeReader.read_into`."""
-        buffer[:nbytes] = self._store.read_range(self._path, byte_begin, nbytes)
-        return buffer[:nbytes]

@@ -30,6 +30,7 @@ from ckptfmt.store.protocol import (
     Buffer,
     Names,
     RangeReader,
+    Ranges,
     SizedChunks,
     check_path,
     check_prefix,
@@ -253,7 +254,8 @@ class ObjectStore(HeldByLeases):
     def open_ranges(self, path: str) -> Iterator[RangeReader]:
         """Open an object for range reads, without a request; see `Store.open_ranges`."""
         self._key(path)
-        yield _Ranges(self, path)
+        # A range lies in the answer's own memory.
+        yield Ranges(lambda begin, nbytes, _: memoryview(self._get_range(path, begin, nbytes)))
 
     def waits(self, path: str) -> bool:
         """Return True: reads wait for a network; see `Store.waits`."""
@@ -528,19 +530,6 @@ class _LeaseObjects:
                 for page in self._client.list(directory)
                 for entry in page
             ]
-
-
-class _Ranges:
-    """An object for range reads; see `RangeReader`."""
-
-    def __init__(self, store: ObjectStore, path: str) -> None:
-        self._store = store
-        self._path = path
-
-    def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
-        """Return exactly a range, in the answer's own memory; see `RangeReader.read_into`."""
-        del buffer
-        return memoryview(self._store._get_range(self._path, byte_begin, nbytes))  # noqa: SLF001
 
 
 class _Drawn:

@@ -26,6 +26,7 @@ once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -81,7 +82,7 @@ class SizedChunks:
 class RangeReader(Protocol):
     """An open file for range reads."""
 
-    def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
+    def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview, /) -> memoryview:
         """Read exactly ``[byte_begin, byte_begin + nbytes)``, and return a view of these bytes.
 
         The view usually lies in `buffer`. The rest of `buffer` has undefined contents afterwards: a
@@ -98,6 +99,13 @@ class RangeReader(Protocol):
 
         Spec: REQ-CKP-003
         """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ranges:
+    """A `RangeReader` made of a function."""
+
+    read_into: Callable[[int, int, memoryview], memoryview]
 
 
 class FileSource(Protocol):
