@@ -27,14 +27,16 @@ if TYPE_CHECKING:
     from ckptfmt.loading.initial import InitFrom
     from ckptfmt.loading.load_report import LoadReport
     from ckptfmt.loop.triggers import Triggers
-    from ckptfmt.option_groups import Auto, Cache, Checks, Job, Loading, Mirror, Saving, Stop
+    from ckptfmt.option_groups import Auto, Checks, Job, Loading, Mirror, Stop
     from ckptfmt.read.reader import Checkpoint
     from ckptfmt.read.report import Report
     from ckptfmt.run.catalog import Run, RunCheckpoint
+    from ckptfmt.run.node_cache import Cache
     from ckptfmt.run.retention import Retention
     from ckptfmt.saving.handle import SaveEvent, SaveHandle, SaveReport
     from ckptfmt.saving.path_saver import PathSaver
     from ckptfmt.saving.save_attempt import SaveAttempt
+    from ckptfmt.saving.saves import Saving
     from ckptfmt.state import FirstWorker, Parts, PerWorker, State
     from ckptfmt.write.snapshot import TensorSink, TensorSource
 
@@ -88,7 +90,7 @@ __all__ = [
 _HOMES = {
     "Auto": "option_groups",
     "Box": "box",
-    "Cache": "option_groups",
+    "Cache": "run.node_cache",
     "Checkpoint": "read.reader",
     "Checkpointer": "checkpointer",
     "Checks": "option_groups",
@@ -111,7 +113,7 @@ _HOMES = {
     "SaveEvent": "saving.handle",
     "SaveHandle": "saving.handle",
     "SaveReport": "saving.handle",
-    "Saving": "option_groups",
+    "Saving": "saving.saves",
     "State": "state",
     "Stop": "option_groups",
     "TensorSink": "write.snapshot",

@@ -12,6 +12,7 @@ from typing import Any, Final, Self, SupportsFloat, Unpack
 
 from ckptfmt.adapters.data_loaders import find_loaders
 from ckptfmt.api import open_checkpoint
+from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.run import Launch, RunRecord
@@ -32,23 +33,23 @@ from ckptfmt.loop.uncounted import UnsavedWatch
 from ckptfmt.loop.witnessing import Witness, digest_outside_modules
 from ckptfmt.option_groups import (
     Auto,
-    Cache,
     Checks,
     Job,
     Loading,
     Mirror,
     OldKeywords,
     Options,
-    Saving,
     Stop,
 )
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.node_cache import Cache
 from ckptfmt.run.retention import Retention
 from ckptfmt.run.save_job import SaveState
 from ckptfmt.saving.background import staging_thread_count
 from ckptfmt.saving.handle import SaveEvent, SaveHandle
 from ckptfmt.saving.one_save import check_step
-from ckptfmt.saving.saves import Saves, add_report
+from ckptfmt.saving.peers import meet_peers
+from ckptfmt.saving.saves import Saves, Saving, add_report
 from ckptfmt.state import State, check_state
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
@@ -172,9 +173,8 @@ class Checkpointer:
         self._resume = resume
         self._init = InitFrom.of(init_from)
         self._retention = options.keep
-        saves = options.saving.with_groups(options.job, options.checks, options.copies.cache)
-        self._peers = saves.peers
-        self._writer_features = () if saves.delta.mode == "off" else (REFERENCED,)
+        has_deltas = DeltaOptions.of(options.saving.delta).mode != "off"
+        self._writer_features = (REFERENCED,) if has_deltas else ()
         self._state = state
         self._share = options.loading.share
         self._choices: dict[str, Any] = {
@@ -183,16 +183,16 @@ class Checkpointer:
             "override": options.loading.override,
         }
         self._store = open_store(run, writable=True)
-        self._deadline_s = saves.deadline_s
-        self._cache = saves.cache
+        self._deadline_s = options.job.deadline_s
+        self._cache = options.cache
         self._group: Group = make_group(
             options.job.writer,
             options.job.agree,
             self._store,
-            deadline_s=saves.deadline_s,
+            deadline_s=self._deadline_s,
             stop_end_s=signals.end_s,
         )
-        meters = make_meters(options.every, options.mtbf, self._group, saves.cache, ledger=ledger)
+        meters = make_meters(options.every, options.mtbf, self._group, self._cache, ledger=ledger)
         self.passed_over = []
         self._count = StepCount(state)
         self._pace = Pace(self._group, cadence, meters, signals, options.stop.triggers)
@@ -204,7 +204,15 @@ class Checkpointer:
             kept_count=rehearse,
             is_thorough=self._rehearsal is not None,
         )
-        self._saves = Saves(self._store, self._group, saves, options.copies.mirrors)
+        self._saves = Saves(
+            self._store,
+            self._group,
+            options.saving,
+            deadline_s=self._deadline_s,
+            cache=self._cache,
+            mirrors=options.mirrors,
+            check_replicas=options.checks.replicas,
+        )
         self._talk = Talk(self._group.writer)
         report = functools.partial(add_report, self._saves.reports)
         self._unsaved = UnsavedWatch(options.every, cadence, report)
@@ -879,7 +887,10 @@ class Checkpointer:
         self._witness.go_back(self.launch, first, report.claim)
 
     def _take_launch(self) -> None:
-        nodes = None if self._peers is None else self._peers.meet(self._group, self._store)
+        cache = self._cache
+        nodes = None
+        if cache is not None and cache.peers:
+            nodes = meet_peers(cache.node, self._group, self._store)
         self._talk.open()
         taken = take_launch(
             self._store,
@@ -887,7 +898,7 @@ class Checkpointer:
             resume=self._resume,
             writer_features=self._writer_features,
             deadline_s=self._deadline_s,
-            cache=self._cache,
+            cache=cache,
         )
         self.launch = taken.launch
         self._run = taken.run

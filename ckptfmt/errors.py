@@ -683,6 +683,19 @@ def err(
     )
 
 
+def check_flags(group: object, *names: str) -> None:
+    """Check that attributes of a group of options are flags. Raises: StateError(ARGUMENT)."""
+    for name in names:
+        value = getattr(group, name)
+        if type(value) is not bool:
+            raise err(
+                Code.ARGUMENT,
+                f"{name}={value!r} isn't True or False",
+                where=f"{name}=",
+                remedy="Pass True or False.",
+            )
+
+
 def error_from_json(found: Mapping[str, Any]) -> CkptError:
     """Return an error received from another process, in the form of `CkptError.as_json`.
 

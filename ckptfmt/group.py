@@ -195,6 +195,17 @@ def _peer_error(writer: int, error: dict[str, Any]) -> CkptError:
     return err(Code.PEER_FAILED, detail, where=error["where"], remedy=remedy)
 
 
+def check_deadline(deadline_s: float) -> None:
+    """Check that a deadline is a positive time. Raises: StateError(ARGUMENT)."""
+    if not deadline_s > 0:
+        raise err(
+            Code.ARGUMENT,
+            f"deadline_s={deadline_s!r} isn't a positive time",
+            where="deadline_s=",
+            remedy="Pass a time in seconds, such as deadline_s=60.",
+        )
+
+
 def find_worker(writer: tuple[int, int] | None) -> tuple[int, int]:
     """Return number and count of this worker.
 

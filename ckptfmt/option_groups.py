@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict
 
 from ckptfmt.adapters.load_plan import Allow, check_allow
-from ckptfmt.delta.policy import DeltaOptions
-from ckptfmt.errors import Code, err
-from ckptfmt.group import DEADLINE_S, Agree
+from ckptfmt.errors import Code, check_flags, err
+from ckptfmt.group import DEADLINE_S, Agree, check_deadline
 from ckptfmt.loop.loop import StopSignals, parse_mtbf
-from ckptfmt.run.node_cache import CacheOptions
+from ckptfmt.run.node_cache import Cache
 from ckptfmt.run.retention import KeepBest, Retention
-from ckptfmt.saving.peers import PeerOptions
-from ckptfmt.saving.saves import SaveOptions
+from ckptfmt.saving.saves import Saving
 from ckptfmt.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -81,138 +79,7 @@ class Loading:
         override = (self.override,) if isinstance(self.override, str) else tuple(self.override)
         object.__setattr__(self, "allow", check_allow(self.allow))
         object.__setattr__(self, "override", override)
-        _check_flags(self, "strict", "share")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """The options of the saves beside the training, for ``Checkpointer(saving=)``.
-
-    Attributes:
-        saver: the writer: "process" (the default), a separate process that outlives this process;
-            "thread", a thread of this process; "inline", the calling thread: `Checkpointer.save`
-            returns after the commit.
-        overlap: whether the parameters and their optimizer state are copied during the next
-            forward and backward pass, provided that the first save has shown no other change
-            than by the optimizer's step; by default True.
-        slots: number of snapshots for which shared memory is reserved, from 1 to 8; by default 2.
-        when_busy: behaviour of `Checkpointer.save` while each slot holds a save that isn't WRITTEN:
-            "wait" (the default) or "skip".
-        nice: increment of the niceness of the saver's process, and of the niceness of its session
-            (the scheduler's autogroup), from 0 to 19; by default 0.
-        delta: "off" (the default) to write full checkpoints; "auto" to write only the changes where
-            this is no slower than a full save; "smallest" to write the changes in the fewest bytes,
-            for remote stores. Or a mapping with ``mode``, any of the three; ``full_every``, the
-            period of full saves in saves (16), shorter where deltas don't pay; ``restore_budget``,
-            the longest restore as a factor of the time that a full checkpoint takes (1.5);
-            ``fields``, the fields in which changes are encoded; changed blocks of other fields are
-            written unencoded.
-        failed_saves: number of consecutive saves that may fail because of the storage (full,
-            unreachable, or with an I/O error) before the run ends with the error; by default 10.
-            Until then the training goes on, the log and `Checkpointer.reports` have the failures,
-            and the next due save tries again. 0 to end the run at the first failure. Any other
-            failure ends the run in any case, and so does a failure of the last save.
-
-    Raises: StateError(ARGUMENT) for an unknown word, a number outside of its range, and deltas with
-        ``saver="inline"``.
-
-    >>> Saving(slots=1, delta="auto").when_busy
-    'wait'
-    """
-
-    saver: Literal["process", "thread", "inline"] = "process"
-    overlap: bool = True
-    slots: int = 2
-    when_busy: Literal["wait", "skip"] = "wait"
-    nice: int = 0
-    delta: Literal["off", "auto", "smallest"] | Mapping[str, Any] = "off"
-    failed_saves: int = 10
-
-    def __post_init__(self) -> None:
-        _check_flags(self, "overlap")
-        self.with_groups(Job(), Checks(), None)
-
-    def with_groups(self, job: Job, checks: Checks, cache: Cache | None) -> SaveOptions:
-        """Return all options of the saves of one `Checkpointer`.
-
-        Raises: StateError(ARGUMENT) for a cache with ``saver="inline"``.
-        """
-        return SaveOptions(
-            saver=self.saver,
-            overlap=self.overlap,
-            slots=self.slots,
-            when_busy=self.when_busy,
-            nice=self.nice,
-            check_replicas=checks.replicas,
-            deadline_s=job.deadline_s,
-            delta=DeltaOptions.of(self.delta),
-            cache=None if cache is None else cache.options(),
-            peers=None if cache is None else cache.peer_options(),
-            failed_saves=self.failed_saves,
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Cache:
-    """A cache on a disk of each node, for ``Checkpointer(copies=)``: saves lie there first.
-
-    A save is WRITTEN, and its slot is free, as soon as the cache has the files. The upload to the
-    run and the commit follow in the order of the saves; they continue after a temporary outage of
-    the run's store. A start first finishes the uploads that a killed process left in the cache, and
-    reads the undamaged files from the cache. A failure after WRITTEN appears in the handle and in
-    `Checkpointer.reports`, and is raised by `Checkpointer.close`. No guarantee depends on the
-    cache: the directory may be deleted at any time.
-
-    Attributes:
-        path: directory on a disk of this node (NVMe, tmpfs); other processes and runs may share the
-            directory.
-        limit_nbytes: greatest size of the cache in bytes; by default None, to leave a tenth of the
-            file system free. To make room, the saver removes saves that the run already has, oldest
-            first, and then waits for an upload.
-        upload_every: period, in saves, of the saves whose files are all uploaded to the run; by
-            default 1. The first and the last save of a start are among them. For the other saves,
-            only the documents are committed in the run; `Checkpointer.close` uploads the files of
-            the newest save, and so does the next start.
-        peers: 1 to copy each WRITTEN save to the cache of a process on another node, through
-            torch.distributed, in parallel with the training; 0 (the default) for no copy. After the
-            loss of a node, a start finishes the replicated saves from the other caches. If the
-            partner is gone, hangs for `Job.deadline_s` or has no room, `Checkpointer.reports` has a
-            sentence about this, and each save goes to the run.
-        node: name of this node, by which `peers` distinguishes nodes; by default None, for the host
-            name.
-
-    Raises: StateError(ARGUMENT) for a URL, a number below 1, and `node` without
-        `peers`.
-
-    >>> Cache("/nvme/ckpt", upload_every=10).peers
-    0
-    """
-
-    path: str | os.PathLike[str] = dataclasses.field(kw_only=False)
-    limit_nbytes: int | None = None
-    upload_every: int = 1
-    peers: int = 0
-    node: str | None = None
-
-    def __post_init__(self) -> None:
-        given: object = self.path
-        if not isinstance(given, str | os.PathLike):
-            raise err(
-                Code.ARGUMENT,
-                f"{self.path!r} isn't a directory",
-                where="Cache(path=)",
-                remedy="Pass a directory on a disk of this node.",
-            )
-        self.options()
-        self.peer_options()
-
-    def options(self) -> CacheOptions | None:
-        """Return the cache's part of the options."""
-        return CacheOptions.of(self.path, self.limit_nbytes, self.upload_every)
-
-    def peer_options(self) -> PeerOptions | None:
-        """Return the part of the options for replicas; None for no replicas."""
-        return PeerOptions.of(self.peers, self.node, has_cache=True)
+        check_flags(self, "strict", "share")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,13 +136,7 @@ class Job:
     deadline_s: float = DEADLINE_S
 
     def __post_init__(self) -> None:
-        if not self.deadline_s > 0:
-            raise err(
-                Code.ARGUMENT,
-                f"deadline_s={self.deadline_s!r} isn't a positive time",
-                where="deadline_s=",
-                remedy="Pass a time in seconds, such as Job(deadline_s=60).",
-            )
+        check_deadline(self.deadline_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,25 +206,13 @@ class Checks:
     replicas: bool = False
 
     def __post_init__(self) -> None:
-        _check_flags(self, "witness", "replicas")
+        check_flags(self, "witness", "replicas")
         if type(self.rehearse) is not int or self.rehearse < 0:
             raise err(
                 Code.ARGUMENT,
                 f"rehearse={self.rehearse!r} isn't a number of steps",
                 where="rehearse=",
                 remedy="Pass a number of steps from 0 on, such as Checks(rehearse=3).",
-            )
-
-
-def _check_flags(group: object, *names: str) -> None:
-    for name in names:
-        value = getattr(group, name)
-        if type(value) is not bool:
-            raise err(
-                Code.ARGUMENT,
-                f"{name}={value!r} isn't True or False",
-                where=f"{name}=",
-                remedy="Pass True or False.",
             )
 
 
@@ -375,36 +224,29 @@ def _as_tuple(given: Iterable[Any], where: str, kind: str) -> tuple[Any, ...]:
         raise err(Code.ARGUMENT, f"{given!r} isn't a list", where=where, remedy=remedy) from error
 
 
-class Copies(NamedTuple):
-    """The value of ``copies=`` by kind.
+def _divide_copies(
+    given: Iterable[Cache | Mirror],
+) -> tuple[Cache | None, tuple[str | os.PathLike[str] | Store, ...]]:
+    """Return the cache of ``copies=``, if any, and the places of the mirrors.
 
-    Attributes:
-        cache: the cache; None for no cache.
-        mirrors: places of the mirrors.
+    Raises: StateError(ARGUMENT).
     """
-
-    cache: Cache | None
-    mirrors: tuple[str | os.PathLike[str] | Store, ...]
-
-    @classmethod
-    def of(cls, given: Iterable[Cache | Mirror]) -> Copies:
-        """Return a caller's copies. Raises: StateError(ARGUMENT)."""
-        copies = _as_tuple(given or (), "copies=", "Cache and Mirror objects")
-        remedy = "Pass copies=[ckptfmt.Cache(DIRECTORY), ckptfmt.Mirror(PLACE), ...]."
-        for copy in copies:
-            if not isinstance(copy, Cache | Mirror):
-                detail = f"{copy!r} is neither a Cache nor a Mirror"
-                raise err(Code.ARGUMENT, detail, where="copies=", remedy=remedy)
-        caches = [copy for copy in copies if isinstance(copy, Cache)]
-        if len(caches) > 1:
-            raise err(
-                Code.ARGUMENT,
-                f"{len(caches)} caches are given, and a process has one at most",
-                where="copies=",
-                remedy="Pass a single Cache; the number of mirrors is free.",
-            )
-        mirrors = tuple(copy.place for copy in copies if isinstance(copy, Mirror))
-        return cls(cache=caches[0] if caches else None, mirrors=mirrors)
+    copies = _as_tuple(given or (), "copies=", "Cache and Mirror objects")
+    remedy = "Pass copies=[ckptfmt.Cache(DIRECTORY), ckptfmt.Mirror(PLACE), ...]."
+    for copy in copies:
+        if not isinstance(copy, Cache | Mirror):
+            detail = f"{copy!r} is neither a Cache nor a Mirror"
+            raise err(Code.ARGUMENT, detail, where="copies=", remedy=remedy)
+    caches = [copy.absolute() for copy in copies if isinstance(copy, Cache)]
+    if len(caches) > 1:
+        raise err(
+            Code.ARGUMENT,
+            f"{len(caches)} caches are given, and a process has one at most",
+            where="copies=",
+            remedy="Pass a single Cache; the number of mirrors is free.",
+        )
+    mirrors = tuple(copy.place for copy in copies if isinstance(copy, Mirror))
+    return caches[0] if caches else None, mirrors
 
 
 # --- the keywords of version 0.9 -----------------------------------------------------------------
@@ -510,7 +352,8 @@ class Options:
         mtbf: mean time between failures for ``every="auto"``; None for the default.
         keep: rules of retention.
         loading, saving, job, stop, checks: the groups.
-        copies: the cache and the mirrors.
+        cache: the cache, with an absolute path; None for no cache.
+        mirrors: places of the mirrors.
     """
 
     every: int | str | None
@@ -518,7 +361,8 @@ class Options:
     keep: Retention
     loading: Loading
     saving: Saving
-    copies: Copies
+    cache: Cache | None
+    mirrors: tuple[str | os.PathLike[str] | Store, ...]
     job: Job
     stop: Stop
     checks: Checks
@@ -548,13 +392,19 @@ class Options:
         if isinstance(every, Auto):
             mtbf = every.mtbf
             every = "auto"
+        saving = _check_group(found["saving"], "saving", Saving)
+        cache, mirrors = _divide_copies(found["copies"])
+        if cache is not None and saving.saver == "inline":
+            remedy = "Pass saver='process' or saver='thread': the upload goes on behind the save."
+            raise err(Code.ARGUMENT, "saver='inline' has no cache", where="cache=", remedy=remedy)
         return cls(
             every=every,
             mtbf=mtbf,
             keep=Retention.of(found["keep"]),
             loading=_check_group(found["loading"], "loading", Loading),
-            saving=_check_group(found["saving"], "saving", Saving),
-            copies=Copies.of(found["copies"]),
+            saving=saving,
+            cache=cache,
+            mirrors=mirrors,
             job=_check_group(found["job"], "job", Job),
             stop=_check_group(found["stop"], "stop", Stop),
             checks=_check_group(found["checks"], "checks", Checks),
@@ -569,7 +419,8 @@ class Options:
             self,
             every=every,
             mtbf=None,
-            copies=Copies(cache=None, mirrors=()),
+            cache=None,
+            mirrors=(),
             checks=dataclasses.replace(self.checks, witness=True, rehearse=0),
         )
 
@@ -696,8 +547,18 @@ def _make_cache(values: dict[str, Any]) -> list[Cache]:
 
     Raises: StateError(ARGUMENT).
     """
-    if values.get("path") is not None:
-        return [Cache(**values)]
-    CacheOptions.of(None, values.get("limit_nbytes"), values.get("upload_every", 1))
-    PeerOptions.of(values.get("peers", 0), values.get("node"), has_cache=False)
+    path = values.pop("path", None)
+    if path is not None:
+        return [Cache(path, **values)]
+    absent = Cache(os.curdir, **values)
+    for name, detail, is_given in (
+        ("limit_nbytes", "there is no cache to limit", absent.limit_nbytes is not None),
+        ("upload_every", "without a cache all saves go home", absent.upload_every > 1),
+        ("peers", "replicas lie in caches, and there is none", absent.peers > 0),
+    ):
+        if is_given:
+            remedy = (
+                f"Pass copies=[ckptfmt.Cache(DIRECTORY, {name}=...)], with a disk of this node."
+            )
+            raise err(Code.ARGUMENT, detail, where=f"{name}=", remedy=remedy)
     return []

@@ -20,8 +20,8 @@ from ckptfmt.read.cached import CachedStore
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.run.node_cache import (
+    Cache,
     CachedPart,
-    CacheOptions,
     NodeCache,
     commit_finished,
     list_committed,
@@ -74,7 +74,7 @@ def take_launch(
     resume: str,
     writer_features: Sequence[str],
     deadline_s: float,
-    cache: CacheOptions | None,
+    cache: Cache | None,
 ) -> Taken:
     """Begin the next launch of a run; every process calls this, and process 0 decides.
 
@@ -226,7 +226,7 @@ class _Finish:
     """
 
     def __init__(
-        self, store: Store, group: Group, options: CacheOptions, run_id: str, reports: list[str]
+        self, store: Store, group: Group, options: Cache, run_id: str, reports: list[str]
     ) -> None:
         self._store = store
         self._group = group

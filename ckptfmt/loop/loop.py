@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckptfmt.loop.auto_every import AutoEvery
     from ckptfmt.loop.launching import Taken
     from ckptfmt.loop.time_keeping import TimeKeeper
-    from ckptfmt.run.node_cache import CacheOptions
+    from ckptfmt.run.node_cache import Cache
     from ckptfmt.saving.handle import SaveHandle
     from ckptfmt.store.protocol import Store
 
@@ -461,7 +461,7 @@ def make_meters(
     every: int | str | None,
     mtbf: str | None,
     group: Group,
-    cache: CacheOptions | None,
+    cache: Cache | None,
     *,
     ledger: bool,
 ) -> Meters:

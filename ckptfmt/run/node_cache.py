@@ -60,66 +60,103 @@ _FREE_SHARE: Final = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CacheOptions:
-    """The caller's options of a cache.
+class Cache:
+    """A cache on a disk of each node, for ``Checkpointer(copies=)``: saves lie there first.
+
+    A save is WRITTEN, and its slot is free, as soon as the cache has the files. The upload to the
+    run and the commit follow in the order of the saves; they continue after a temporary outage of
+    the run's store. A start first finishes the uploads that a killed process left in the cache, and
+    reads the undamaged files from the cache. A failure after WRITTEN appears in the handle and in
+    `Checkpointer.reports`, and is raised by `Checkpointer.close`. No guarantee depends on the
+    cache: the directory may be deleted at any time.
 
     Attributes:
-        path: path of the directory.
-        limit_nbytes: greatest size of the cache in bytes; None to leave a tenth of the disk free.
-        upload_every: interval of saves copied to the home with their files, in saves; 1 for every
-            save.
+        path: directory on a disk of this node (NVMe, tmpfs); other processes and runs may share the
+            directory.
+        limit_nbytes: greatest size of the cache in bytes; by default None, to leave a tenth of the
+            file system free. To make room, the saver removes saves that the run already has, oldest
+            first, and then waits for an upload.
+        upload_every: period, in saves, of the saves whose files are all uploaded to the run; by
+            default 1. The first and the last save of a start are among them. For the other saves,
+            only the documents are committed in the run; `Checkpointer.close` uploads the files of
+            the newest save, and so does the next start.
+        peers: 1 to copy each WRITTEN save to the cache of a process on another node, through
+            torch.distributed, in parallel with the training; 0 (the default) for no copy. After the
+            loss of a node, a start finishes the replicated saves from the other caches. If the
+            partner is gone, hangs for `Job.deadline_s` or has no room, `Checkpointer.reports` has a
+            sentence about this, and each save goes to the run.
+        node: name of this node, by which `peers` distinguishes nodes; by default None, for the host
+            name.
+
+    Raises: StateError(ARGUMENT) for a URL, a number below 1, and `node` without
+        `peers`.
+
+    >>> Cache("/nvme/ckpt", upload_every=10).peers
+    0
     """
 
-    path: str
+    path: str | os.PathLike[str] = dataclasses.field(kw_only=False)
     limit_nbytes: int | None = None
     upload_every: int = 1
+    peers: int = 0
+    node: str | None = None
 
-    @classmethod
-    def of(
-        cls, path: str | os.PathLike[str] | None, limit_nbytes: int | None, upload_every: int = 1
-    ) -> CacheOptions | None:
-        """Return the options of a caller; None for no cache. Raises: StateError(ARGUMENT)."""
-        if type(upload_every) is not int or upload_every < 1:
-            detail = f"upload_every={upload_every!r} isn't a positive number"
+    def __post_init__(self) -> None:
+        given: object = self.path
+        if not isinstance(given, str | os.PathLike):
+            raise err(
+                Code.ARGUMENT,
+                f"{self.path!r} isn't a directory",
+                where="Cache(path=)",
+                remedy="Pass a directory on a disk of this node.",
+            )
+        if type(self.upload_every) is not int or self.upload_every < 1:
+            detail = f"upload_every={self.upload_every!r} isn't a positive number"
             remedy = "1 brings every save home, 10 every tenth."
             raise err(Code.ARGUMENT, detail, where="upload_every=", remedy=remedy)
-        if path is None:
-            if limit_nbytes is not None:
-                raise err(
-                    Code.ARGUMENT,
-                    "there is no cache to limit",
-                    where="limit_nbytes=",
-                    remedy="Pass copies=[ckptfmt.Cache(DIRECTORY, limit_nbytes=...)].",
-                )
-            if upload_every > 1:
-                remedy = "Pass copies=[ckptfmt.Cache(DIRECTORY)], with a disk of this node."
-                raise err(
-                    Code.ARGUMENT,
-                    "without a cache all saves go home",
-                    where="upload_every=",
-                    remedy=remedy,
-                )
-            return None
+        limit_nbytes = self.limit_nbytes
         if limit_nbytes is not None and (type(limit_nbytes) is not int or limit_nbytes < 1):
             detail = f"limit_nbytes={limit_nbytes!r} isn't a number of bytes"
             remedy = "Give a positive integer, or None to leave a tenth of the disk free."
             raise err(Code.ARGUMENT, detail, where="limit_nbytes=", remedy=remedy)
-        if is_url(path):
+        if is_url(self.path):
             remedy = "Pass a directory on a disk of this node."
             raise err(
-                Code.ARGUMENT, f"{path!r} isn't a directory", where="Cache(path=)", remedy=remedy
+                Code.ARGUMENT,
+                f"{self.path!r} isn't a directory",
+                where="Cache(path=)",
+                remedy=remedy,
             )
-        path = os.path.abspath(path)  # noqa: PTH100
-        return cls(path=path, limit_nbytes=limit_nbytes, upload_every=upload_every)
+        if self.node is not None and (type(self.node) is not str or not self.node):
+            detail = f"node={self.node!r} isn't the name of a node"
+            raise err(Code.ARGUMENT, detail, where="node=")
+        if type(self.peers) is not int or self.peers not in (0, 1):
+            remedy = (
+                "Pass peers=1: replicas on more nodes would need a partner of each process"
+                " on each of these."
+            )
+            detail = f"peers={self.peers!r} isn't 0 or 1"
+            raise err(Code.ARGUMENT, detail, where="peers=", remedy=remedy)
+        if self.peers == 0 and self.node is not None:
+            raise err(
+                Code.ARGUMENT,
+                "there are no replicas to place",
+                where="node=",
+                remedy="Pass peers=1, too.",
+            )
+
+    def absolute(self) -> Cache:
+        """Return the same cache with an absolute path."""
+        return dataclasses.replace(self, path=os.path.abspath(self.path))  # noqa: PTH100
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the options as plain values."""
+        """Return path and limit as plain values."""
         return {"path": os.fsencode(self.path), "limit_nbytes": self.limit_nbytes}
 
     @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> CacheOptions:
-        """Return the options from the plain values of `as_dict`."""
-        return cls(path=os.fsdecode(value["path"]), limit_nbytes=value["limit_nbytes"])
+    def from_dict(cls, value: Mapping[str, Any]) -> Cache:
+        """Return the cache of the plain values of `as_dict`."""
+        return cls(os.fsdecode(value["path"]), limit_nbytes=value["limit_nbytes"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -169,14 +206,16 @@ class NodeCache:
     Raises: StoreError.
     """
 
-    def __init__(self, options: CacheOptions, run_id: str) -> None:
+    def __init__(self, options: Cache, run_id: str) -> None:
         try:
-            self._root = LocalStore(options.path, writable=True)
+            self._root = LocalStore(os.fspath(options.path), writable=True)
         except CkptError as error:
             if error.code != Code.UNSAFE_FILE:
                 raise
             remedy = "Pass ckptfmt.Cache a directory on a disk of this node."
-            raise err(error.code, error.detail, where=options.path, remedy=remedy) from None
+            raise err(
+                error.code, error.detail, where=os.fspath(options.path), remedy=remedy
+            ) from None
         self._limit_nbytes = options.limit_nbytes
         self._run_id = run_id
         self.store: Final[Store] = self._root.at(run_id)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ckptfmt.errors import CkptError, Code, StoreError, encodable, err, error_from_json
-from ckptfmt.run.node_cache import CacheOptions
+from ckptfmt.run.node_cache import Cache
 from ckptfmt.run.save_job import SaveState
 from ckptfmt.saving.handle import SaveHandle, SaveReport, tell_committed, wait_until
 from ckptfmt.saving.links import Link, Lost, ProcessLink, ThreadLink
@@ -133,7 +133,7 @@ class Background:
         slot_count: int,
         nice: int,
         deadline_s: float,
-        cache: CacheOptions | None = None,
+        cache: Cache | None = None,
         note: Callable[[str], None] = lambda _: None,
         on_written: Callable[[SaveState, Callable[[str], None]], None] = lambda *_: None,
     ) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.run.node_cache import CacheOptions
+from ckptfmt.run.node_cache import Cache
 from ckptfmt.saving.saver import Saver
 from ckptfmt.store import Address
 from ckptfmt.store.protocol import Store
@@ -65,7 +65,7 @@ class ProcessLink:
         self,
         address: Address | None,
         *,
-        cache: CacheOptions | None = None,
+        cache: Cache | None = None,
         nice: int,
         on_message: _OnMessage,
         on_lost: _OnLost,
@@ -242,7 +242,7 @@ class ThreadLink:
         self,
         store: Store | None,
         *,
-        cache: CacheOptions | None = None,
+        cache: Cache | None = None,
         on_message: _OnMessage,
         on_lost: _OnLost,
     ) -> None:

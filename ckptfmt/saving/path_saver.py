@@ -13,10 +13,10 @@ from typing import Literal, Self, SupportsFloat
 from ckptfmt.commit.lone import check_removable, is_run, own_place, remove_alone
 from ckptfmt.documents.labels import Labels
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.group import DEADLINE_S, Agree, Group, make_group
+from ckptfmt.group import DEADLINE_S, Agree, Group, check_deadline, make_group
 from ckptfmt.run.save_job import SaveState, new_origin
 from ckptfmt.saving.handle import SaveHandle, SaveReport
-from ckptfmt.saving.saves import SaveOptions, Saves
+from ckptfmt.saving.saves import Saves, Saving
 from ckptfmt.state import State, check_state
 from ckptfmt.store import address_of, open_store
 from ckptfmt.store.protocol import Store
@@ -76,15 +76,16 @@ class PathSaver:
                 where="agree=",
                 remedy=remedy,
             )
-        self._options = SaveOptions(
+        check_deadline(deadline_s)
+        self._saving = Saving(
             saver=saver,
-            overlap=overlap,
+            overlap=bool(overlap),
             slots=slots,
             when_busy=when_busy,
             nice=nice,
-            check_replicas=False,
-            deadline_s=deadline_s,
+            failed_saves=0,
         )
+        self._deadline_s = deadline_s
         self._writer = writer
         self._agree = agree
         #: Made by the first save, since the program may make a process group after this object.
@@ -101,7 +102,7 @@ class PathSaver:
 
     def __repr__(self) -> str:
         return (
-            f"PathSaver(saver={self._options.saver!r}, {len(self._in_hand())} saves in"
+            f"PathSaver(saver={self._saving.saver!r}, {len(self._in_hand())} saves in"
             f" hand{', closed' * self._is_closed})"
         )
 
@@ -202,7 +203,7 @@ class PathSaver:
             return
         place = open_store(path, writable=False)
         check_removable(place, is_in_run=is_run(place))
-        deadline_s = self._options.deadline_s
+        deadline_s = self._deadline_s
         for handle in self._in_hand():
             if handle.path == place.name and not handle.wait_over(deadline_s):
                 detail = (
@@ -225,22 +226,20 @@ class PathSaver:
     def _close(self, *, quietly: bool) -> None:
         self._is_closed = True
         if self._saves is not None:
-            self._saves.close(deadline_s=self._options.deadline_s, quietly=quietly)
+            self._saves.close(deadline_s=self._deadline_s, quietly=quietly)
 
     def _begin(self) -> tuple[Group, Saves]:
         if self._is_closed:
             raise err(Code.ARGUMENT, "this PathSaver is closed", remedy="Make another one.")
         if self._saves is None or self._group is None:
-            self._group = make_group(
-                self._writer, self._agree, None, deadline_s=self._options.deadline_s
-            )
-            self._saves = Saves(None, self._group, self._options)
+            self._group = make_group(self._writer, self._agree, None, deadline_s=self._deadline_s)
+            self._saves = Saves(None, self._group, self._saving, deadline_s=self._deadline_s)
         return self._group, self._saves
 
     def _open(self, path: str | os.PathLike[str] | Store, *, replace: bool) -> Store:
         """Return the store of a path, unless a save that can't be replaced is in progress."""
         store = open_store(path, writable=True)
-        if self._options.saver == "process" and address_of(store) is None:
+        if self._saving.saver == "process" and address_of(store) is None:
             remedy = "Pass saver='thread' or saver='inline'."
             detail = f"a {type(store).__qualname__} can't be handed to a saver's process"
             raise err(Code.ARGUMENT, detail, where="path=", remedy=remedy)

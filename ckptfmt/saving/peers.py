@@ -12,7 +12,6 @@ Spec: REQ-RUN-037, REQ-RUN-039, REQ-RUN-040.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ from ckptfmt.adapters import torch_side
 from ckptfmt.commit.lone import is_run
 from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.group import Group
-from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache
+from ckptfmt.run.node_cache import Cache, CachedPart, NodeCache
 from ckptfmt.store.direct import make_memory
 from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader, Ranges, Store
 from ckptfmt.write.writer import as_ckpt_error
@@ -41,88 +40,50 @@ _MESSAGE_NBYTES: Final = 1 << 16
 _WHERE: Final = "peers="
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PeerOptions:
-    """The options for replicas.
+def check_peers(group: Group) -> None:
+    """Check that torch.distributed connects a group. Raises: StateError(ARGUMENT)."""
+    side = torch_side()
+    found = None if side is None else side.find_rank()
+    if found != (group.writer, group.writer_count):
+        raise err(
+            Code.ARGUMENT,
+            "replicas go through torch.distributed, with gloo, and it isn't initialised for"
+            f" writer {group.writer}"
+            f" of {group.writer_count}",
+            where=_WHERE,
+            remedy=(
+                "Call torch.distributed.init_process_group first, and leave writer= out;"
+                " or leave peers= out."
+            ),
+        )
 
-    Attributes:
-        node: name of this process's node.
+
+def meet_peers(node: str | None, group: Group, home: Store) -> tuple[str, ...]:
+    """Return the nodes of all processes, in process order. Every process calls this.
+
+    Args:
+        node: name of this process's node; None for the host name.
+        home: store of the run. A run that already exists may continue on one node, because the
+            other nodes may have been lost.
+
+    Raises: StateError(ARGUMENT) if a run begins on one node only;
+        LayoutError(WRITERS_DIVERGED).
     """
-
-    node: str
-
-    @classmethod
-    def of(cls, peers: int, node: str | None, *, has_cache: bool) -> PeerOptions | None:
-        """Return a caller's options; None for no replicas. Raises: StateError(ARGUMENT)."""
-        if node is not None and (type(node) is not str or not node):
-            raise err(Code.ARGUMENT, f"node={node!r} isn't the name of a node", where="node=")
-        if type(peers) is not int or peers not in (0, 1):
-            remedy = (
-                "Pass peers=1: replicas on more nodes would need a partner of each process"
-                " on each of these."
-            )
-            raise err(Code.ARGUMENT, f"peers={peers!r} isn't 0 or 1", where=_WHERE, remedy=remedy)
-        if peers == 0:
-            if node is not None:
-                raise err(
-                    Code.ARGUMENT,
-                    "there are no replicas to place",
-                    where="node=",
-                    remedy="Pass peers=1, too.",
-                )
-            return None
-        if not has_cache:
-            remedy = "Pass copies=[ckptfmt.Cache(DIRECTORY, peers=1)], with a disk of this node."
-            raise err(
-                Code.ARGUMENT,
-                "replicas lie in caches, and there is none",
-                where=_WHERE,
-                remedy=remedy,
-            )
-        return cls(node=node or socket.gethostname())
-
-    def check(self, group: Group) -> None:
-        """Check that torch.distributed connects a group. Raises: StateError(ARGUMENT)."""
-        side = torch_side()
-        found = None if side is None else side.find_rank()
-        if found != (group.writer, group.writer_count):
-            raise err(
-                Code.ARGUMENT,
-                "replicas go through torch.distributed, with gloo, and it isn't initialised for"
-                f" writer {group.writer}"
-                f" of {group.writer_count}",
-                where=_WHERE,
-                remedy=(
-                    "Call torch.distributed.init_process_group first, and leave writer= out;"
-                    " or leave peers= out."
-                ),
-            )
-
-    def meet(self, group: Group, home: Store) -> tuple[str, ...]:
-        """Return the nodes of all processes, in process order. Every process calls this.
-
-        Args:
-            home: store of the run. A run that already exists may continue on one node, because the
-                other nodes may have been lost.
-
-        Raises: StateError(ARGUMENT) if a run begins on one node only;
-            LayoutError(WRITERS_DIVERGED).
-        """
-        told = group.all_gather({"node": self.node})
-        if any(type(theirs) is not dict or theirs.keys() != {"node"} for theirs in told):
-            raise err(Code.WRITERS_DIVERGED, "not every process has peers=1", where=_WHERE)
-        nodes = tuple(str(theirs["node"]) for theirs in told)
-        if len(set(nodes)) == 1 and not group.together(lambda: is_run(home)):
-            raise err(
-                Code.ARGUMENT,
-                f"peers= needs another node: all {len(nodes)} processes are on {nodes[0]!r}",
-                where=_WHERE,
-                remedy=(
-                    "Start processes on several nodes, tell the nodes apart by node=, or leave"
-                    " peers= out."
-                ),
-            )
-        return nodes
+    told = group.all_gather({"node": node or socket.gethostname()})
+    if any(type(theirs) is not dict or theirs.keys() != {"node"} for theirs in told):
+        raise err(Code.WRITERS_DIVERGED, "not every process has peers=1", where=_WHERE)
+    nodes = tuple(str(theirs["node"]) for theirs in told)
+    if len(set(nodes)) == 1 and not group.together(lambda: is_run(home)):
+        raise err(
+            Code.ARGUMENT,
+            f"peers= needs another node: all {len(nodes)} processes are on {nodes[0]!r}",
+            where=_WHERE,
+            remedy=(
+                "Start processes on several nodes, tell the nodes apart by node=, or leave"
+                " peers= out."
+            ),
+        )
+    return nodes
 
 
 def choose_partners(nodes: Sequence[str]) -> tuple[int, ...]:
@@ -240,7 +201,7 @@ class _Sender:
 
     def __init__(
         self,
-        options: CacheOptions,
+        options: Cache,
         run_id: str,
         line: _Line | None,
         *,
@@ -410,7 +371,7 @@ class _Receiver:
 
     def __init__(
         self,
-        options: CacheOptions,
+        options: Cache,
         run_id: str,
         line: _Line,
         *,
@@ -480,7 +441,7 @@ class Replicas:
 
     def __init__(
         self,
-        options: CacheOptions,
+        options: Cache,
         run_id: str,
         *,
         rank: int,

@@ -38,7 +38,7 @@ from ckptfmt.documents.manifest import Manifest
 from ckptfmt.documents.run import SAVERS
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, StoreError, encodable, err
 from ckptfmt.run.ledger_writer import end_entry
-from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
+from ckptfmt.run.node_cache import Cache, CachedPart, NodeCache, part_of
 from ckptfmt.run.save_job import SaveJob, SaveState
 from ckptfmt.saving.request import OF_MANIFEST, parse_request
 from ckptfmt.saving.uploads import Uploads, bring_home
@@ -69,7 +69,7 @@ class Saver:
         store: Store | None,
         send: Callable[[dict[str, Any]], None],
         *,
-        cache: CacheOptions | None = None,
+        cache: Cache | None = None,
         rest: Callable[[], object] = lambda: None,
     ) -> None:
         self._store = store
@@ -534,7 +534,7 @@ def main(fd: int) -> None:
         gc.disable()
         address = opening["address"]
         store = None if address is None else open_address(address, writable=True)
-        cache = None if opening["cache"] is None else CacheOptions.from_dict(opening["cache"])
+        cache = None if opening["cache"] is None else Cache.from_dict(opening["cache"])
         saver = Saver(store, send, cache=cache, rest=gc.collect)
         _serve(channel, saver, send)
     except Exception as error:  # noqa: BLE001

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
@@ -29,9 +29,9 @@ from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.run import Launch
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import is_near_limit
-from ckptfmt.errors import CkptError, Code, StoreError, err, error_from_json
+from ckptfmt.errors import CkptError, Code, StoreError, check_flags, err, error_from_json
 from ckptfmt.group import Group, attempt
-from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
+from ckptfmt.run.node_cache import Cache, CachedPart, NodeCache, part_of
 from ckptfmt.run.save_job import SaveJob, SaveState
 from ckptfmt.saving.background import Background, SaveSlot
 from ckptfmt.saving.handle import (
@@ -45,7 +45,7 @@ from ckptfmt.saving.handle import (
 from ckptfmt.saving.mirrors import Mirrors
 from ckptfmt.saving.mirrors import Place as MirrorPlace
 from ckptfmt.saving.one_save import Ownership, agree_on_save, prepare_once, write_live
-from ckptfmt.saving.peers import PeerOptions, Replicas, connect_by_torch
+from ckptfmt.saving.peers import Replicas, check_peers, connect_by_torch
 from ckptfmt.saving.request import dump_request
 from ckptfmt.state import State
 from ckptfmt.store import address_of
@@ -87,22 +87,52 @@ _PARTNERS_S: Final = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
-    """The options for saving of `Checkpointer` and `ckptfmt.Saver`, under their keywords' names."""
+class Saving:
+    """The options of the saves beside the training, for ``Checkpointer(saving=)``.
 
-    saver: str
-    overlap: bool
-    slots: int
-    when_busy: str
-    nice: int
-    check_replicas: bool
-    deadline_s: float
-    delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
-    cache: CacheOptions | None = None
-    peers: PeerOptions | None = None
-    failed_saves: int = 0
+    Attributes:
+        saver: the writer: "process" (the default), a separate process that outlives this process;
+            "thread", a thread of this process; "inline", the calling thread: `Checkpointer.save`
+            returns after the commit.
+        overlap: whether the parameters and their optimizer state are copied during the next
+            forward and backward pass, provided that the first save has shown no other change
+            than by the optimizer's step; by default True.
+        slots: number of snapshots for which shared memory is reserved, from 1 to 8; by default 2.
+        when_busy: behaviour of `Checkpointer.save` while each slot holds a save that isn't WRITTEN:
+            "wait" (the default) or "skip".
+        nice: increment of the niceness of the saver's process, and of the niceness of its session
+            (the scheduler's autogroup), from 0 to 19; by default 0.
+        delta: "off" (the default) to write full checkpoints; "auto" to write only the changes where
+            this is no slower than a full save; "smallest" to write the changes in the fewest bytes,
+            for remote stores. Or a mapping with ``mode``, any of the three; ``full_every``, the
+            period of full saves in saves (16), shorter where deltas don't pay; ``restore_budget``,
+            the longest restore as a factor of the time that a full checkpoint takes (1.5);
+            ``fields``, the fields in which changes are encoded; changed blocks of other fields are
+            written unencoded.
+        failed_saves: number of consecutive saves that may fail because of the storage (full,
+            unreachable, or with an I/O error) before the run ends with the error; by default 10.
+            Until then the training goes on, the log and `Checkpointer.reports` have the failures,
+            and the next due save tries again. 0 to end the run at the first failure. Any other
+            failure ends the run in any case, and so does a failure of the last save.
+
+    Raises: StateError(ARGUMENT) for an unknown word, a number outside of its range, and deltas with
+        ``saver="inline"``.
+
+    >>> Saving(slots=1, delta="auto").when_busy
+    'wait'
+    """
+
+    saver: Literal["process", "thread", "inline"] = "process"
+    overlap: bool = True
+    slots: int = 2
+    when_busy: Literal["wait", "skip"] = "wait"
+    nice: int = 0
+    delta: Literal["off", "auto", "smallest"] | Mapping[str, Any] = "off"
+    failed_saves: int = 10
 
     def __post_init__(self) -> None:
+        check_flags(self, "overlap")
+        has_deltas = DeltaOptions.of(self.delta).mode != "off"
         if type(self.failed_saves) is not int or self.failed_saves < 0:
             detail = f"failed_saves={self.failed_saves!r} isn't a number from 0 on"
             remedy = (
@@ -124,20 +154,11 @@ class SaveOptions:
             raise err(
                 Code.ARGUMENT, f"slots={self.slots!r} isn't a number from 1 to 8", where="slots="
             )
-        if not self.deadline_s > 0:
-            raise err(
-                Code.ARGUMENT,
-                f"deadline_s={self.deadline_s!r} isn't a positive time",
-                where="deadline_s=",
-            )
-        if self.delta.mode != "off" and self.saver == "inline":
+        if has_deltas and self.saver == "inline":
             remedy = "Pass saver='process' or saver='thread': a delta is made from a snapshot."
             raise err(
                 Code.ARGUMENT, "saver='inline' can't save deltas", where="delta=", remedy=remedy
             )
-        if self.cache is not None and self.saver == "inline":
-            remedy = "Pass saver='process' or saver='thread': the upload goes on behind the save."
-            raise err(Code.ARGUMENT, "saver='inline' has no cache", where="cache=", remedy=remedy)
         if type(self.nice) is not int or not 0 <= self.nice <= 19:
             raise err(
                 Code.ARGUMENT, f"nice={self.nice!r} isn't a number from 0 to 19", where="nice="
@@ -150,8 +171,12 @@ class Saves:
     Args:
         store: store rooted at the run; None outside of a run.
         group: group of the trainer processes.
-        options: options for saving.
+        saving: options of the saves.
+        deadline_s: longest wait for the other processes, for a free slot and for the saver, in
+            seconds.
+        cache: cache on a disk of this node; None for none.
         mirrors: places to which writer 0 copies the run.
+        check_replicas: whether the digests of replicas are compared at each save.
 
     Attributes:
         unsaved: one sentence for each part of the training that the last check found missing.
@@ -163,11 +188,15 @@ class Saves:
         self,
         store: Store | None,
         group: Group,
-        options: SaveOptions,
+        saving: Saving,
+        *,
+        deadline_s: float,
+        cache: Cache | None = None,
         mirrors: Sequence[MirrorPlace] = (),
+        check_replicas: bool = False,
     ) -> None:
-        if options.peers is not None:
-            options.peers.check(group)
+        if cache is not None and cache.peers:
+            check_peers(group)
         self.reports: list[str] = []
         self._mirrors = None
         if store is not None and mirrors and group.writer == 0:
@@ -175,10 +204,13 @@ class Saves:
         self._near_limit: set[tuple[str, str]] = set()
         self._store = store
         self._group = group
-        self._options = options
+        self._saving = saving
+        self._delta = DeltaOptions.of(saving.delta)
+        self._deadline_s = deadline_s
+        self._cache = cache
         self._known = Known()
         self._callbacks = Callbacks()
-        self._ownership = Ownership(check_replicas=options.check_replicas)
+        self._ownership = Ownership(check_replicas=check_replicas)
         # Only with torch: one ckptfmt.adapters.torch.Guard for each state, by id, and one Devices.
         self._guards: dict[int, Any] = {}
         side = torch_side()
@@ -224,17 +256,16 @@ class Saves:
             )
             add_report(self.reports, told)
             return
-        options = self._options
         number = self._group.writer
-        assert options.cache is not None  # noqa: S101
+        assert self._cache is not None  # noqa: S101
         name = f"{launch.run_id}-{launch.launch}-{launch.nonce}"
         self._replicas = Replicas(
-            options.cache,
+            self._cache,
             launch.run_id,
             rank=number,
             nodes=nodes,
-            connect=connect_by_torch(number, name=name, deadline_s=options.deadline_s),
-            deadline_s=options.deadline_s,
+            connect=connect_by_torch(number, name=name, deadline_s=self._deadline_s),
+            deadline_s=self._deadline_s,
             note=functools.partial(add_report, self.reports),
         )
         # Closed at the interpreter's exit: the threads of the replicas must end before the modules
@@ -290,7 +321,7 @@ class Saves:
         Raises: as `check`; CommitError(SAVER_LOST); StateError(SLOT_MEMORY).
         """
         self.check(state, step=step)
-        if self._options.saver != "inline":
+        if self._saving.saver != "inline":
             hosts = self._group.all_gather(socket.gethostname())
             self._trainers_here = hosts.count(hosts[self._group.writer])
             self._group.together(self._prepare_slots)
@@ -306,20 +337,20 @@ class Saves:
             self._report(problem if background.has_slots else f"{problem}; saves are made inline")
 
     def _make_background(self) -> Background:
-        options = self._options
-        in_process = options.saver == "process" and (
+        saving = self._saving
+        in_process = saving.saver == "process" and (
             self._store is None or address_of(self._store) is not None
         )
-        if options.saver == "process" and not in_process:
+        if saving.saver == "process" and not in_process:
             kind = type(self._store).__qualname__
             self._report(f"SAVER_IN_THREAD: a {kind} can't be handed to another process")
         self._background = background = Background(
             self._store,
             in_process=in_process,
-            slot_count=options.slots,
-            nice=options.nice,
-            deadline_s=options.deadline_s,
-            cache=options.cache,
+            slot_count=saving.slots,
+            nice=saving.nice,
+            deadline_s=self._deadline_s,
+            cache=self._cache,
             note=functools.partial(add_report, self.reports),  # holds the list, not this object
             **(
                 {}
@@ -336,7 +367,7 @@ class Saves:
         """Return the guard against changes of a state during copies; freed with the state."""
         side = torch_side()
         key = id(state)
-        if side is None or not self._options.overlap:
+        if side is None or not self._saving.overlap:
             return None
         if key not in self._guards:
             self._guards[key] = side.Guard(self._report)
@@ -386,7 +417,7 @@ class Saves:
             save: values of the save, as proposed by this process.
             must: whether to wait for a slot even if the policy is "skip", and to store the files at
                 home.
-            deadline_s: longest wait for a slot, in seconds; None for the deadline of the options.
+            deadline_s: longest wait for a slot, in seconds; None for `deadline_s`.
             label: returns metrics and tags; called on writer 0.
             to_home: whether the files go home regardless of the cache. Writer 0's value counts.
             on_event: function for `SaveHandle.on_event`, also for a save with an error raised here.
@@ -397,15 +428,15 @@ class Saves:
         Raises: the error of an earlier failed save, once; the error that refuses this save.
         """
         begin_s = time.monotonic()
-        if self._options.saver != "inline" and self._background is None:
+        if self._saving.saver != "inline" and self._background is None:
             self.prepare(state)
         background = self._background
         if background is not None and not background.has_slots:
             background = None  # memory is too short for slots: the save is made inline
-        waits = must or self._options.when_busy == "wait"
+        waits = must or self._saving.when_busy == "wait"
         problem = None
         if background is not None and waits:  # all writers exchange this error
-            timeout_s = self._options.deadline_s if deadline_s is None else deadline_s
+            timeout_s = self._deadline_s if deadline_s is None else deadline_s
             problem = background.wait_free(timeout_s)
         path = save.store.name
         step = save.origin.step
@@ -423,7 +454,7 @@ class Saves:
             save, snapshot, told = agree_on_save(
                 self._group,
                 state,
-                dataclasses.replace(save, deadline_s=self._options.deadline_s),
+                dataclasses.replace(save, deadline_s=self._deadline_s),
                 ownership=self._ownership,
                 checks=background is None or save.run is None,  # else the saver checks
                 label=label,
@@ -487,7 +518,7 @@ class Saves:
                 self._save_inline(save, snapshot, handle)
         except CkptError as error:
             if not (
-                self._options.failed_saves
+                self._saving.failed_saves
                 and (error.code in _FOLLOWING or _is_of_storage(error.as_json()))
             ):
                 handle.tell_failed(error)
@@ -506,7 +537,7 @@ class Saves:
 
     def _is_homes_turn(self) -> bool:
         """Return whether the files of this save go home: always, if there is no cache."""
-        cache = self._options.cache
+        cache = self._cache
         return cache is None or self._begun_count % cache.upload_every == 0
 
     def _save_inline(self, save: SaveState, snapshot: Snapshot, handle: SaveHandle) -> None:
@@ -534,7 +565,7 @@ class Saves:
 
         Returns: False if memory is too short for slots; then no save was started.
         """
-        request = dump_request(save, Context.of(snapshot), self._options.delta)
+        request = dump_request(save, Context.of(snapshot), self._delta)
         try:
             assert self._ownership.image is not None  # noqa: S101
             if not background.fits(self._ownership.image):  # the structure may have grown
@@ -578,9 +609,7 @@ class Saves:
         if guard is not None:
             constant = guard.find_constant(sources)
         filling = None
-        if (
-            self._options.delta.mode != "off"
-        ):  # without deltas every block is copied, without checksums
+        if self._delta.mode != "off":  # without deltas every block is copied, without checksums
             filling = self._fillings.begin(place.number, image, was_written=place.was_written)
         now, later = plan_copies(
             snapshot, image, view, later=constant, devices=self._devices, filling=filling
@@ -662,7 +691,7 @@ class Saves:
     def _count_failure(self, error: CkptError) -> None:
         """Report a failure of the storage. Raises: the error, after too many failures in a row."""
         self._failed_count += 1
-        most = self._options.failed_saves
+        most = self._saving.failed_saves
         if self._failed_count > most:
             raise error
         self.reports[:] = [report for report in self.reports if not report.startswith(_SAVE_FAILED)]
@@ -746,8 +775,8 @@ class Saves:
 
     def _upload_last(self, part: CachedPart, origin: Origin, end_s: float) -> bool:
         """Copy a save from the cache to home; return False for a save retired by a newer launch."""
-        assert self._store is not None and self._options.cache is not None  # noqa: PT018, S101
-        cache = NodeCache(self._options.cache, origin.run_id or "")
+        assert self._store is not None and self._cache is not None  # noqa: PT018, S101
+        cache = NodeCache(self._cache, origin.run_id or "")
         home = self._store.at(part.name)
         with cache.hold(part):
             register = read_register(home)
@@ -792,9 +821,7 @@ class Saves:
                 self._note_told(attempt)
                 is_made_up_for = self._last is not None and self._last[0].state == "COMMITTED"
                 if not (
-                    self._options.failed_saves
-                    and is_made_up_for
-                    and _is_of_storage(error.as_json())
+                    self._saving.failed_saves and is_made_up_for and _is_of_storage(error.as_json())
                 ):
                     return error
                 self._report(

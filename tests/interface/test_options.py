@@ -127,9 +127,9 @@ def test_an_old_keyword_is_the_field_of_a_group_and_warns_once(name):
         assert (found.every, found.mtbf) == ("auto", value)
         assert options_of(every=ckptfmt.Auto(mtbf=value)) == (found, [])
     elif form.group is ckptfmt.Mirror:
-        assert found.copies.mirrors == tuple(value)
+        assert found.mirrors == tuple(value)
     else:
-        group = found.copies.cache if form.group is ckptfmt.Cache else getattr(found, form.keyword)
+        group = found.cache if form.group is ckptfmt.Cache else getattr(found, form.keyword)
         kept = getattr(group, form.field)
         assert kept == (tuple(value) if name == "stop_on" else value)
     assert len(told) == 1
@@ -256,7 +256,8 @@ def test_what_a_group_cannot_mean_is_refused_with_a_remedy(wrong):
 def test_old_keywords_for_a_cache_without_a_cache_are_refused():
     for name in ("cache_nbytes", "upload_every", "peers", "node"):
         assert error_of(lambda name=name: options_of(**{name: VALUES[name]})).code == Code.ARGUMENT
-    assert options_of(cache=None, peers=0)[0].copies == (None, ())
+    found, _ = options_of(cache=None, peers=0)
+    assert (found.cache, found.mirrors) == (None, ())
 
 
 def test_saver_is_the_old_name_of_path_saver():

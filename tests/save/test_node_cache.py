@@ -26,7 +26,7 @@ from ckptfmt.errors import Code, err
 from ckptfmt.read.cached import CachedStore
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import list_checkpoints
-from ckptfmt.run.node_cache import CacheOptions, NodeCache
+from ckptfmt.run.node_cache import Cache, NodeCache
 from ckptfmt.saving.handle import SaveHandle
 from ckptfmt.store import LocalStore, open_store
 from ckptfmt.store.memory import MemoryStore
@@ -192,7 +192,7 @@ def test_a_launch_waits_for_a_saver_of_its_node_that_home_does_not_know_of(
 ) -> None:
     """REQ-RUN-036: its lease ran out while home didn't answer; when it is dead, what it had is finished."""
     home, cache = one_that_died(Outage(), tmp_path / "cache")
-    there = NodeCache(CacheOptions(path=str(cache)), next(entry.name for entry in cache.iterdir()))
+    there = NodeCache(Cache(str(cache)), next(entry.name for entry in cache.iterdir()))
     *_, last = there.list_unfinished()
     saver = contextlib.ExitStack()
 

@@ -312,7 +312,7 @@ def test_callback_that_blocks_delays_no_save_and_not_the_end(
         )
     saving.wait(WAIT_S)
     assert [number_at(tmp_path / f"{step}") for step in (1, 2, 3)] == [1, 2, 3]
-    object.__setattr__(saving._options, "deadline_s", 0.05)
+    saving._deadline_s = 0.05
     saving.close()
     assert "callbacks of saves aren't over" in caplog.text
     gate.set()

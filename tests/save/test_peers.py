@@ -24,10 +24,10 @@ from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.commit.waiting import poll
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache
+from ckptfmt.run.node_cache import Cache, CachedPart, NodeCache
 from ckptfmt.saving import peers as replication
 from ckptfmt.saving import saves
-from ckptfmt.saving.peers import PeerOptions, Replicas
+from ckptfmt.saving.peers import Replicas
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import error_of
@@ -123,7 +123,7 @@ class Couple:
                 return pair
 
             return Replicas(
-                CacheOptions(path=str(caches[rank]), **options),
+                Cache(str(caches[rank]), **options),
                 run_id,
                 rank=rank,
                 nodes=("a", "b"),
@@ -175,7 +175,7 @@ def two_written(path: pathlib.Path) -> tuple[NodeCache, list[CachedPart]]:
             run.save(step).wait("WRITTEN", timeout_s=WAIT_S)
         shutil.copytree(path.with_name("living"), path, ignore=shutil.ignore_patterns("*.held"))
         home.is_down[0] = False
-    cache = NodeCache(CacheOptions(path=str(path)), next(entry.name for entry in path.iterdir()))
+    cache = NodeCache(Cache(str(path)), next(entry.name for entry in path.iterdir()))
     return cache, cache.list_unfinished()
 
 
@@ -197,7 +197,7 @@ def test_a_replica_has_the_same_bytes_under_the_same_paths(tmp_path: pathlib.Pat
     for part in parts:
         assert files_of(there, part) == files_of(here, part)
         assert len(files_of(there, part)) >= 2
-    assert NodeCache(CacheOptions(path=str(there)), cache._run_id).list_unfinished() == parts
+    assert NodeCache(Cache(str(there)), cache._run_id).list_unfinished() == parts
     assert both.reports == [[], []]
 
 
@@ -239,7 +239,7 @@ class Watched:
 def test_the_part_of_a_replica_comes_last(tmp_path: pathlib.Path) -> None:
     """REQ-RUN-040: a process that dies half-way leaves nothing that a launch would take for a whole save."""
     cache, (part, _) = two_written(tmp_path / "a")
-    taker = NodeCache(CacheOptions(path=str(tmp_path / "b")), cache._run_id)
+    taker = NodeCache(Cache(str(tmp_path / "b")), cache._run_id)
     source = Watched(cache.at(part.name), taker, part)
     taker.take(part, source)
     assert source.early == []
@@ -259,7 +259,7 @@ def test_a_replica_counts_against_the_limit(tmp_path: pathlib.Path) -> None:
         assert "NO_SPACE" in both.replicate(parts[1])
         assert "NO_SPACE" in both.replicate(parts[1])
         assert nbytes_of(there) <= one * 3 // 2
-        NodeCache(CacheOptions(path=str(there)), cache._run_id).settle(parts[0])
+        NodeCache(Cache(str(there)), cache._run_id).settle(parts[0])
         assert both.replicate(parts[1]) == ""
     assert [len(reports) for reports in both.reports] == [1, 0]
     assert both.reports[0][0].startswith("PEER_LOST")
@@ -303,7 +303,7 @@ def test_a_replica_that_fails_asks_for_nothing_more(
     """Nor does it keep a file open, as long as somebody has the error."""
     cache, (first, _) = two_written(tmp_path / "a")
     there, open_before = (
-        NodeCache(CacheOptions(path=str(tmp_path / "b")), cache._run_id),
+        NodeCache(Cache(str(tmp_path / "b")), cache._run_id),
         open_fd_count(),
     )
 
@@ -348,7 +348,7 @@ def test_a_partner_that_never_comes_is_told_at_the_launch(tmp_path: pathlib.Path
     def connect(_sender: int, _receiver: int) -> Pair:
         raise err(Code.WRITERS_MISSING, "nobody")
 
-    options = CacheOptions(path=str(tmp_path))
+    options = Cache(str(tmp_path))
     replicas = Replicas(
         options, "0" * 32, rank=0, nodes=("a", "b"), connect=connect, deadline_s=1, note=told.append
     )
@@ -374,7 +374,7 @@ def threads_as_nodes() -> Iterator[None]:
         )
 
     with (
-        mock.patch.object(PeerOptions, "check"),
+        mock.patch.object(saves, "check_peers"),
         mock.patch.object(saves, "connect_by_torch", connect_by_store),
     ):
         yield
@@ -537,7 +537,7 @@ def test_replicas_of_what_is_home_are_settled(tmp_path: pathlib.Path) -> None:
         ) as run:
             assert run.checkpointer.launch is not None
             run_id = run.checkpointer.launch.run_id
-            cache = NodeCache(CacheOptions(path=str(caches[writer])), run_id)
+            cache = NodeCache(Cache(str(caches[writer])), run_id)
 
             def is_there(step: int) -> bool:
                 """Tell whether the partner's save is here, and nobody is at work on it any more."""

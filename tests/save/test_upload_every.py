@@ -19,7 +19,7 @@ from ckptfmt.documents.manifest import Manifest, checkpoint_name
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.run.lineage import list_checkpoints
 from ckptfmt.run.mirror import mirror_run
-from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache
+from ckptfmt.run.node_cache import Cache, CachedPart, NodeCache
 from ckptfmt.run.scrub import scrub_run
 from ckptfmt.saving import mirrors
 from ckptfmt.store import LocalStore
@@ -435,7 +435,7 @@ def test_once_a_newer_one_is_at_home_the_cache_may_let_all_older_ones_go(
 ) -> None:
     """REQ-RUN-037: of other writers, too, whom nobody is at work for; and none that is newer."""
     run_id, attempt = "a" * 32, "0" * 16
-    cache = NodeCache(CacheOptions(path=str(tmp_path)), run_id)
+    cache = NodeCache(Cache(str(tmp_path)), run_id)
     parts = {
         (step, writer): CachedPart(checkpoint_name(step, 2), attempt, writer)
         for step in (1, 2, 3)
