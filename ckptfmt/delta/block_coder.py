@@ -411,11 +411,9 @@ class BlockCoder:
             encoding, stored = self._encode(
                 number, content, dtype=dtype, base=base, among=self._among
             )
-        clock = _Clock()
         decode = functools.partial(encodings.decode, dtype=dtype, base=base)
-        if encoding == "raw" or not _decodes(encoding, stored, content, decode, clock):
-            return None
-        return _Encoded(encoding, stored, clock.seconds)
+        decode_s = _time_decoding(encoding, stored, content, decode)
+        return None if decode_s is None else _Encoded(encoding, stored, decode_s)
 
     def code_as(self, encoding: str, number: int, block: int, *, predicted: bool) -> bytes:
         """Return the bytes of a block again, in the encoding of an earlier verdict."""
@@ -465,9 +463,9 @@ class BlockCoder:
         }
         if role == "master":
             return None
-        clock = _Clock()
-        with clock:
-            given["predicted"] = prediction.predict_member(group.rule, role, **given)
+        begin_s = time.perf_counter()
+        given["predicted"] = prediction.predict_member(group.rule, role, **given)
+        predict_s = time.perf_counter() - begin_s
         # The residual of a prediction is noise or almost empty: the slow encoding `classes`
         # gains no bytes there.
         encode = functools.partial(self._encode, role, among=encodings.QUICK)
@@ -476,11 +474,11 @@ class BlockCoder:
             group.rule, role, content, dtype=dtype, encode=encode, **given
         )
         decode = functools.partial(prediction.decode_member, group.rule, role, **given)
-        if encoding == "raw" or not _decodes(encoding, stored, content, decode, clock):
+        decode_s = _time_decoding(encoding, stored, content, decode)
+        if decode_s is None:
             return None
-        return _Encoded(
-            encoding, stored, clock.seconds, predicted=group.is_predicted(role, encoding)
-        )
+        is_predicted = group.is_predicted(role, encoding)
+        return _Encoded(encoding, stored, predict_s + decode_s, predicted=is_predicted)
 
     def _bases_of(self, group: PlannedGroup, role: str, elements: range) -> dict[str, memoryview]:
         """Return the base's elements of all members from which a role is decoded."""
@@ -508,26 +506,19 @@ def encode_small(content: memoryview, *, dtype: str, base: memoryview) -> tuple[
     return encodings.choose(content, dtype=dtype, base=base, among=_FOR_SMALL)
 
 
-class _Clock:
-    """Accumulates the decoding time that a reader of this delta will spend."""
+def _time_decoding(
+    encoding: str, stored: bytes, content: memoryview, decode: Callable[..., None]
+) -> float | None:
+    """Return the time in seconds in which the stored bytes decode to the content.
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._begin_s = 0.0
-
-    def __enter__(self) -> None:
-        self._begin_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._begin_s
-
-
-def _decodes(
-    encoding: str, stored: bytes, content: memoryview, decode: Callable[..., None], clock: _Clock
-) -> bool:
-    """Return whether the stored bytes decode to the content."""
+    Returns: None for raw blocks, and if the bytes decode to something else.
+    """
+    if encoding == "raw":
+        return None
     out = memoryview(bytearray(content.nbytes))
-    with clock:
-        decode(encoding, memoryview(stored), out, where="delta")
+    begin_s = time.perf_counter()
+    decode(encoding, memoryview(stored), out, where="delta")
+    decode_s = time.perf_counter() - begin_s
     # Memoryviews compare byte by byte, twenty times as slowly as arrays.
-    return np.array_equal(np.frombuffer(out, np.uint8), np.frombuffer(content, np.uint8))
+    is_same = np.array_equal(np.frombuffer(out, np.uint8), np.frombuffer(content, np.uint8))
+    return decode_s if is_same else None

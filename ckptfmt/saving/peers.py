@@ -28,7 +28,7 @@ from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.group import Group
 from ckptfmt.run.node_cache import Cache, CachedPart, NodeCache
 from ckptfmt.store.direct import make_memory
-from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader, Ranges, Store
+from ckptfmt.store.protocol import PAGE_NBYTES, FunctionReader, RangeReader, Store
 from ckptfmt.write.writer import as_ckpt_error
 
 _LOG: Final = logging.getLogger("ckptfmt")
@@ -350,7 +350,7 @@ class _PartnersFiles:
             asked = {"type": "range", "path": path, "begin": byte_begin, "end": end}
             return memoryview(self._ask(asked)[1])
 
-        yield Ranges(read_into)
+        yield FunctionReader(read_into)
 
     def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], bytearray]:
         with self._lock:

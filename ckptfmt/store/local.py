@@ -24,9 +24,9 @@ from ckptfmt.store.posix import Hold, PosixCalls, is_held
 from ckptfmt.store.protocol import (
     TEMPORARY_PREFIX,
     Buffer,
+    FunctionReader,
     Names,
     RangeReader,
-    Ranges,
     SizedChunks,
     check_path,
     check_prefix,
@@ -246,7 +246,7 @@ class LocalStore:
         with contextlib.ExitStack() as stack:
             fd, nbytes = self._reading(path, lambda: stack.enter_context(self._opened(path)))
             file = FileReader(self._calls, fd, nbytes=nbytes)
-            yield Ranges(functools.partial(self._read_open, path, file))
+            yield FunctionReader(functools.partial(self._read_open, path, file))
 
     def _read_open(
         self, path: str, file: FileReader, byte_begin: int, nbytes: int, buffer: memoryview

@@ -18,9 +18,9 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.leases import HeldByLeases, Leases, boot_s
 from ckptfmt.store.protocol import (
     Buffer,
+    FunctionReader,
     Names,
     RangeReader,
-    Ranges,
     check_path,
     check_prefix,
     join_path,
@@ -195,7 +195,7 @@ class MemoryStore(HeldByLeases):
             buffer[:nbytes] = self.read_range(path, byte_begin, nbytes)
             return buffer[:nbytes]
 
-        yield Ranges(read_into)
+        yield FunctionReader(read_into)
 
     def waits(self, path: str) -> bool:
         """Return False: the object is in memory; see `Store.waits`."""

@@ -28,9 +28,9 @@ from ckptfmt.store.obstore_errors import code_of, is_panic, status_of, text_of, 
 from ckptfmt.store.protocol import (
     TEMPORARY_PREFIX,
     Buffer,
+    FunctionReader,
     Names,
     RangeReader,
-    Ranges,
     SizedChunks,
     check_path,
     check_prefix,
@@ -255,7 +255,9 @@ class ObjectStore(HeldByLeases):
         """Open an object for range reads, without a request; see `Store.open_ranges`."""
         self._key(path)
         # A range lies in the answer's own memory.
-        yield Ranges(lambda begin, nbytes, _: memoryview(self._get_range(path, begin, nbytes)))
+        yield FunctionReader(
+            lambda begin, nbytes, _: memoryview(self._get_range(path, begin, nbytes))
+        )
 
     def waits(self, path: str) -> bool:
         """Return True: reads wait for a network; see `Store.waits`."""

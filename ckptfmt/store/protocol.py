@@ -102,7 +102,7 @@ class RangeReader(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ranges:
+class FunctionReader:
     """A `RangeReader` made of a function."""
 
     read_into: Callable[[int, int, memoryview], memoryview]

@@ -120,7 +120,7 @@ MUTANTS = {
     "encoded_and_not_decoded": Mutant(
         clauses=("REQ-DEL-013",),
         fault="believes its encoders",
-        patch=replaced(coding, "_decodes", lambda *_: True),
+        patch=replaced(coding, "_time_decoding", lambda *_: 0.0),
         tests=(
             "delta/test_delta.py::test_what_does_not_decode_to_the_content_is_stored_raw[choose]",
             "delta/test_delta.py::test_a_member_predicted_wrongly_is_stored_otherwise",
