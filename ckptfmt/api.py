@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, SupportsFloat, overload
 
 from ckptfmt import limits
-from ckptfmt.adapters.live import list_doubts
+from ckptfmt.adapters.live import Live, list_doubts
 from ckptfmt.adapters.live_trees import find_below
 from ckptfmt.adapters.load_plan import Allow, Patterns, Rename
 from ckptfmt.adapters.numbering import nest, take_optimizers
@@ -115,8 +115,8 @@ def save(
         store = open_store(path, writable=True)  # the path may lead to another directory now
     unsaved: list[Unsaved] = []
 
-    def find_unsaved() -> list[str]:
-        unsaved.extend(Unheld(group.writer).find(state, looks_around=True))
+    def find_unsaved(live: Live) -> list[str]:
+        unsaved.extend(Unheld().find(state, live, looks_around=True))
         return [one.text for one in unsaved]
 
     save = SaveState(

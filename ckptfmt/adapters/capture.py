@@ -37,7 +37,7 @@ def capture(
     worker_count: int,
     look: Callable[[Sequence[Unit], Sequence[Leaf], Sequence[TensorSource]], Iterable[str]]
     | None = None,
-    unsaved: Sequence[str] = (),
+    unsaved: Callable[[Live], Sequence[str]] | None = None,
 ) -> Snapshot:
     """Return this worker's contribution to a save.
 
@@ -50,13 +50,14 @@ def capture(
         worker_count: number of workers.
         look: examines the objects, values and tensors, and returns the names of the `DATA_DOUBTS`
             that apply.
-        unsaved: texts about parts of the training missing from this save. The texts lower the claim
-            of a load. Worker 0's texts are saved.
+        unsaved: returns texts about parts of the training missing from this save. The texts lower
+            the claim of a load. Worker 0's texts are saved.
 
     Raises: StateError(STATE_UNSUPPORTED, STATE_NAME, PARAMETER_UNNAMED, ARGUMENT);
         FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
     """
     live = Live.of(state, worker=worker, worker_count=worker_count)
+    lacking = () if unsaved is None else unsaved(live)
     tensors: list[TensorSource] = []
     leaves: list[Leaf] = []
     side = live.sides.torch  # only torch has entries, modules and optimizers
@@ -75,7 +76,7 @@ def capture(
         tensors += sources
     doubts = () if look is None else tuple(look(live.units, leaves, tensors))
     sides = find_sides()  # the code of a value may have imported a library
-    leaves += _context_leaves(state, live, sides, unsaved, worker=worker, doubts=doubts)
+    leaves += _context_leaves(state, live, sides, lacking, worker=worker, doubts=doubts)
     aliases = [
         (tensor.field, alias, tensor.scope) for tensor in tensors for alias in tensor.aliases
     ]

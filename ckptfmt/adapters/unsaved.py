@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ckptfmt.adapters import torch_side
-from ckptfmt.adapters.live import Kind, walk
+from ckptfmt.adapters.live import Kind, Live
 from ckptfmt.state import State
 
 #: The maximum depth in a tree at which copies of an object's state are searched.
@@ -36,44 +35,44 @@ class Unheld:
     """A detector of training state outside a State: optimizers, schedulers, pending gradients.
 
     The detector observes all optimizers of the process from its construction until `close`.
-
-    Args:
-        worker: the number of this worker.
     """
 
-    def __init__(self, worker: int) -> None:
-        self._worker = worker
+    def __init__(self) -> None:
         self._watch: Any = None
         self._found: list[Unsaved] = []
 
-    def follow(self, state: State) -> None:
+    def follow(self, state: State, live: Live) -> None:
         """Start observing the steps of a state's optimizers."""
-        side: Any = torch_side()
+        side = live.sides.torch
         if side is None or state.rng is False:  # a framework decides on the saved state
             return
-        optimizers = side.list_optimizers(unit.value for unit in walk(state, worker=self._worker))
+        optimizers = side.list_optimizers(unit.value for unit in live.units)
         if self._watch is None:
             self._watch = side.StepWatch(optimizers)
         else:
             self._watch.follow(optimizers)
 
-    def find(self, state: State, *, looks_around: bool, saves: bool = True) -> list[Unsaved]:
+    def find(
+        self, state: State, live: Live, *, looks_around: bool, saves: bool = True
+    ) -> list[Unsaved]:
         """Return the training state that a save at this moment omits.
 
         Args:
             state: the state to save.
+            live: the state's structure.
             looks_around: whether to search the objects of the process, which takes some tens of
                 milliseconds. If false, the results of the previous search are returned.
             saves: whether the state is saved now. If false, pending gradients don't matter.
         """
-        side: Any = torch_side()
+        side = live.sides.torch
         doubts = [Unsaved("NOT_EXACT", text) for text in state.doubts]
         if side is None or state.rng is False:
             return doubts
-        units = list(walk(state, worker=self._worker))
-        values = [unit.value for unit in units]
+        values = [unit.value for unit in live.units]
         trees = [
-            unit.value for unit in units if unit.kind is Kind.TREE and unit.field == "optimizer"
+            unit.value
+            for unit in live.units
+            if unit.kind is Kind.TREE and unit.field == "optimizer"
         ]
 
         def is_copied(value: object) -> bool:

@@ -49,12 +49,13 @@ class UnsavedWatch:
         self._every = every
         self._cadence = cadence
         self._report = report
+        self._has_told = False
         self._begin_s = math.nan
         self._updates: dict[int, int] = {}
         self._steps = 0
         self._is_saved = False
         self.has_counted = False
-        self._unhook: Callable[[], None] = _nothing
+        self._unhook: Callable[[], None] | None = None
 
     def begin(self) -> None:
         """Start the watch. A second call has no effect."""
@@ -81,9 +82,9 @@ class UnsavedWatch:
 
     def end(self) -> None:
         """End the watch over the optimizers."""
-        unhook = self._unhook
-        self._unhook = _nothing
-        unhook()
+        if self._unhook is not None:
+            self._unhook()
+            self._unhook = None
 
     def tell_at_exit(self) -> None:
         """Report at the end of the launch if no step of the training was saved."""
@@ -121,14 +122,6 @@ class UnsavedWatch:
             self._tell(_UNCOUNTED.format(updates=count, every=self._every))
 
     def _tell(self, sentence: str) -> None:
-        report = self._report
-        self._report = _ignore
-        report(sentence)
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _ignore(_sentence: str) -> None:
-    """Ignore a sentence after the first."""
+        if not self._has_told:
+            self._has_told = True
+            self._report(sentence)

@@ -13,6 +13,7 @@ from ckptfmt import limits
 from ckptfmt.adapters.capture import capture
 from ckptfmt.adapters.data_loaders import merged_shares
 from ckptfmt.adapters.data_position import DataPosition
+from ckptfmt.adapters.live import Live
 from ckptfmt.box import Box
 from ckptfmt.documents.holdings import Structure
 from ckptfmt.documents.labels import NO_LABELS, Labels
@@ -60,14 +61,14 @@ def save_once(
     save: SaveState,
     *,
     label: Callable[[], Labels] | None = None,
-    unsaved: Callable[[], Sequence[str]] | None = None,
+    unsaved: Callable[[Live], Sequence[str]] | None = None,
 ) -> Manifest:
     """Save `state` outside of a run, in the calling thread.
 
     Args:
         save: values of the save, as proposed by this process.
         label: see `agree_on_save`.
-        unsaved: see `agree_on_save`.
+        unsaved: see `capture`.
 
     Raises: CkptError of any kind. Then no checkpoint was committed, unless the code is
         COMMIT_UNKNOWN or the store failed after the decision.
@@ -102,7 +103,7 @@ def agree_on_save(
     checks: bool,
     label: Callable[[], Labels] | None = None,
     say: object = None,
-    unsaved: Callable[[], Sequence[str]] | None = None,
+    unsaved: Callable[[Live], Sequence[str]] | None = None,
 ) -> tuple[SaveState, Snapshot, list[Any]]:
     """Capture the live state, and agree with the other writers on the attempt and the shares.
 
@@ -112,7 +113,7 @@ def agree_on_save(
         label: returns metrics and tags. Called on writer 0 only. An exception stops the save on all
             writers.
         say: JSON value to send to all writers.
-        unsaved: returns the value of `unsaved` for `capture`.
+        unsaved: see `capture`.
 
     Returns: the values of the save with the agreed origin; this writer's contribution; each
         writer's `say`, by writer number.
@@ -160,18 +161,27 @@ def agree_on_save(
 
 
 def prepare_once(
-    group: Group, state: State, ownership: Ownership, *, block_nbytes: int, step: int | None = None
+    group: Group,
+    state: State,
+    ownership: Ownership,
+    *,
+    block_nbytes: int,
+    step: int | None = None,
+    unsaved: Callable[[Live], Sequence[str]] | None = None,
 ) -> Snapshot:
     """Check a state as a save does, and assign the pieces to writers, before the first step.
 
     Args:
         step: number of training steps done; None if unknown.
+        unsaved: see `capture`.
 
     Returns: this writer's snapshot for a save now.
 
     Raises: StateError; FormatError; LayoutError.
     """
-    snapshot = group.together(lambda: _take(state, group, ownership, step=step, is_save=False))
+    snapshot = group.together(
+        lambda: _take(state, group, ownership, step=step, is_save=False, unsaved=unsaved)
+    )
     mine = {
         "fingerprint": ownership.fingerprint,
         "leaves": mark_leaves(snapshot.leaves, fields=_CONSTANT),
@@ -210,17 +220,16 @@ def _take(
     *,
     step: int | None,
     is_save: bool = True,
-    unsaved: Callable[[], Sequence[str]] | None = None,
+    unsaved: Callable[[Live], Sequence[str]] | None = None,
 ) -> Snapshot:
     look = (
         None
         if step is None
         else functools.partial(ownership.position.look, step=step, is_save=is_save)
     )
-    lacking = () if unsaved is None else unsaved()
     try:
         snapshot = capture(
-            state, worker=group.writer, worker_count=group.writer_count, look=look, unsaved=lacking
+            state, worker=group.writer, worker_count=group.writer_count, look=look, unsaved=unsaved
         )
         _look_at(snapshot, ownership)
     except CkptError as error:

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.data_loaders import UNREAD, has_unread_samplers
-from ckptfmt.adapters.live import list_doubts
+from ckptfmt.adapters.live import Live, list_doubts
 from ckptfmt.adapters.unsaved import Unheld
 from ckptfmt.commit.decision import Known, read_register
 from ckptfmt.delta.policy import DeltaOptions
@@ -217,7 +217,7 @@ class Saves:
         self._devices: Any = None if side is None else side.Devices(self._report)
         self._has_device_tensors = False
         self._fillings = Fillings()
-        self._unheld = Unheld(group.writer)
+        self._unheld = Unheld()
         self._has_looked = False
         self.unsaved: list[str] = []
         self._trainers_here = 1
@@ -280,17 +280,26 @@ class Saves:
 
         Raises: StateError; FormatError; LayoutError.
         """
+
+        def find_unsaved(live: Live) -> list[str]:
+            self._unheld.follow(state, live)
+            self.unsaved = self._find_unsaved(state, live, saves=False)
+            return self.unsaved
+
         snapshot = prepare_once(
-            self._group, state, self._ownership, block_nbytes=limits.BLOCK_NBYTES, step=step
+            self._group,
+            state,
+            self._ownership,
+            block_nbytes=limits.BLOCK_NBYTES,
+            step=step,
+            unsaved=find_unsaved,
         )
         self._look_for_devices(snapshot)
-        self._unheld.follow(state)
-        self.unsaved = self._find_unsaved(state, saves=False)
         for sentence in list_doubts(state, worker=self._group.writer):
             if not any(report.startswith(sentence.partition(":")[0]) for report in self.reports):
                 self._report(sentence)
 
-    def _find_unsaved(self, state: State, *, saves: bool = True) -> list[str]:
+    def _find_unsaved(self, state: State, live: Live, *, saves: bool = True) -> list[str]:
         """Report the parts of the training missing from a save now.
 
         Returns: the texts for the checkpoint, so that later loads can report the missing parts.
@@ -299,7 +308,7 @@ class Saves:
         # may make its schedulers as late as that.
         looks_around = not (self._begun_count if saves else self._has_looked)
         self._has_looked = True
-        found = self._unheld.find(state, looks_around=looks_around, saves=saves)
+        found = self._unheld.find(state, live, looks_around=looks_around, saves=saves)
         texts = []
         for unsaved in found:
             self._report(f"{unsaved}; a resume claims no T1")
