@@ -478,7 +478,7 @@ def _plan_array(
             dtype=saved.dtype,
             global_shape=saved.global_shape,
             boxes=tuple(arrays),
-            held={box: _sink(saved, array) for box, array in arrays.items()},
+            held={box: ArraySink.of(saved, array) for box, array in arrays.items()},
         )
     )
     if sharding is not None:
@@ -514,18 +514,6 @@ def _weaken(array: jax.Array, sharding: Any) -> jax.Array:
         return jnp.broadcast_to(_weak_zero(np.dtype(held.dtype)), held.shape).at[...].set(held)
 
     return jax.jit(write, **({} if sharding is None else {"out_shardings": sharding}))(array)
-
-
-def _sink(saved: IndexTensor, array: NDArray[Any]) -> ArraySink:
-    return ArraySink(
-        field=saved.field,
-        name=saved.name,
-        scope=saved.scope,
-        dtype=saved.dtype,
-        global_shape=array.shape,
-        array=array,
-        boxes=(Box.whole(array.shape),),
-    )
 
 
 # --- context --------------------------------------------------------------------------------------

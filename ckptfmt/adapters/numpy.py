@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from ckptfmt.box import Box
+from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.tree import InlineArray
 from ckptfmt.dtypes import DTYPES, numpy_dtype
 from ckptfmt.errors import Code, err
@@ -128,6 +129,19 @@ class ArraySink:
     scope: str
     array: Array
     boxes: tuple[Box, ...]
+
+    @classmethod
+    def of(cls, saved: IndexTensor, array: Array) -> ArraySink:
+        """Return a sink that fills an array with a saved tensor."""
+        return cls(
+            field=saved.field,
+            name=saved.name,
+            dtype=saved.dtype,
+            global_shape=array.shape,
+            scope=saved.scope,
+            array=array,
+            boxes=(Box.whole(array.shape),),
+        )
 
     def copy_from(self, box: Box, content: memoryview) -> None:
         """Copy `content` into the elements of `box`."""

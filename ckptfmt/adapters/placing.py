@@ -23,7 +23,7 @@ from ckptfmt.adapters.live_trees import (
     plain_values,
 )
 from ckptfmt.adapters.load_plan import LoadPlan, Patterns
-from ckptfmt.adapters.numpy import Array, ArraySink, array_of, dtype_name
+from ckptfmt.adapters.numpy import ArraySink, array_of, dtype_name
 from ckptfmt.box import Box
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.manifest import FIELDS
@@ -327,7 +327,14 @@ def fill(
     ):
         return
     if isinstance(live, np.ndarray):
-        plan.sinks.append(_array_sink(live, saved, where))
+        if not live.flags.writeable:
+            raise err(
+                Code.STATE_UNSUPPORTED,
+                "the live array is read-only",
+                where=where,
+                remedy="Pass a copy of it.",
+            )
+        plan.sinks.append(ArraySink.of(saved, live))
         return
     side = torch_side()
     if side is not None and side.is_meta(live):
@@ -397,25 +404,6 @@ def refuses(live: Any, saved: IndexTensor) -> bool:
     if not _is_tensor(live) or tuple(live.shape) != saved.global_shape:
         return True
     return _dtype_name(live, saved.name) != saved.dtype
-
-
-def _array_sink(live: Array, saved: IndexTensor, where: str) -> ArraySink:
-    if not live.flags.writeable:
-        raise err(
-            Code.STATE_UNSUPPORTED,
-            "the live array is read-only",
-            where=where,
-            remedy="Pass a copy of it.",
-        )
-    return ArraySink(
-        field=saved.field,
-        name=saved.name,
-        dtype=saved.dtype,
-        global_shape=saved.global_shape,
-        scope=saved.scope,
-        array=live,
-        boxes=(Box.whole(saved.global_shape),),
-    )
 
 
 def _dtype_name(live: Any, where: str) -> str:
