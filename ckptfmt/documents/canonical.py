@@ -10,6 +10,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Iterable
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -42,6 +43,17 @@ def dump_canonical(value: object) -> bytes:
     return json.dumps(
         value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False
     ).encode()
+
+
+def head_of(
+    kind: str, *, reader: Iterable[str] = (), writer: Iterable[str] = ()
+) -> dict[str, object]:
+    """Return the members that all documents have: type, version and features."""
+    return {
+        "type": kind,
+        "format_version": limits.FORMAT_VERSION,
+        "features": {"reader": list(reader), "writer": list(writer)},
+    }
 
 
 def dump_document(signed: dict[str, Any]) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ckptfmt import limits
-from ckptfmt.documents.canonical import dump_document, parse_document
+from ckptfmt.documents.canonical import dump_document, head_of, parse_document
 from ckptfmt.documents.durability import HOME, durability_members, parse_durability
 from ckptfmt.documents.labels import NO_LABELS, Labels, parse_labels
 from ckptfmt.errors import Code, err
@@ -240,9 +240,7 @@ class Manifest:
         """
         content = dump_document(
             {
-                "type": "manifest",
-                "format_version": limits.FORMAT_VERSION,
-                "features": {"reader": list(self.features), "writer": []},
+                **head_of("manifest", reader=self.features),
                 **self.origin.as_dict(),
                 "saved_unix_s": self.saved_unix_s,
                 "profile": self.profile,
@@ -354,7 +352,7 @@ class Abort:
 
     def dump(self) -> bytes:
         """Return the bytes of the register."""
-        return dump_document(_decision("abort", dataclasses.asdict(self)))
+        return dump_document({**head_of("abort"), **dataclasses.asdict(self)})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,7 +366,7 @@ class Tombstone:
 
     def dump(self) -> bytes:
         """Return the bytes of the register."""
-        return dump_document(_decision("tombstone", dataclasses.asdict(self)))
+        return dump_document({**head_of("tombstone"), **dataclasses.asdict(self)})
 
 
 def parse_register(content: bytes, *, where: str = MANIFEST_NAME) -> Manifest | Abort | Tombstone:
@@ -392,12 +390,3 @@ def parse_register(content: bytes, *, where: str = MANIFEST_NAME) -> Manifest | 
         if key not in {"type", "format_version", "features"}
     }
     return Abort(**record) if kind == "abort" else Tombstone(**record)
-
-
-def _decision(kind: str, members: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": kind,
-        "format_version": limits.FORMAT_VERSION,
-        "features": {"reader": [], "writer": []},
-        **members,
-    }

@@ -12,7 +12,13 @@ import numpy as np
 from ckptfmt import limits
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents import extents, tables
-from ckptfmt.documents.canonical import check_version, dump_document, fit_string, parse_document
+from ckptfmt.documents.canonical import (
+    check_version,
+    dump_document,
+    fit_string,
+    head_of,
+    parse_document,
+)
 from ckptfmt.documents.durability import HOME, durability_members, parse_durability
 from ckptfmt.documents.extents import Files, PredictionGroup
 from ckptfmt.documents.frozen_tensors import has_frozen_leaves
@@ -219,9 +225,7 @@ def dump_failure(origin: Origin, writer: int, error: CkptError) -> bytes:
     """
     return dump_document(
         {
-            "type": "failure",
-            "format_version": limits.FORMAT_VERSION,
-            "features": {"reader": [], "writer": []},
+            **head_of("failure"),
             "attempt": origin.attempt,
             "writer": writer,
             "code": str(error.code),

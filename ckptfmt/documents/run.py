@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Any, Final
 
 from ckptfmt import limits
-from ckptfmt.documents.canonical import dump_document, parse_document
+from ckptfmt.documents.canonical import dump_document, head_of, parse_document
 from ckptfmt.documents.labels import Labels, check_labels
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
@@ -57,6 +57,19 @@ def parse_launch_name(name: str) -> int | None:
     return number if number is not None and launch_name(number) == name else None
 
 
+def parse_of_launch(content: bytes, *, where: str, kind: str, requirement: str) -> dict[str, Any]:
+    """Return the members of a document about a launch, in a file named by the launch's number.
+
+    Raises: FormatError (RUN_MISMATCH if the number differs from the file's name), IntegrityError,
+        UnsupportedError.
+    """
+    signed, _ = parse_document(content, where=where, types=(kind,))
+    if parse_launch_name(where.rpartition("/")[2]) != signed["launch"]:
+        detail = f"the document is that of launch {signed['launch']}"
+        raise err(Code.RUN_MISMATCH, detail, where=where, requirement=requirement)
+    return signed
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """The identity of a run, and the features that clean-up and compaction must support."""
@@ -68,9 +81,7 @@ class RunRecord:
         """Return the bytes of ``run.json``."""
         return dump_document(
             {
-                "type": "run",
-                "format_version": limits.FORMAT_VERSION,
-                "features": {"reader": [], "writer": list(self.writer_features)},
+                **head_of("run", writer=self.writer_features),
                 "run_id": self.run_id,
             }
         )
@@ -105,9 +116,7 @@ class Launch:
         resume = None if self.resume_from is None else dataclasses.asdict(self.resume_from)
         return dump_document(
             {
-                "type": "launch",
-                "format_version": limits.FORMAT_VERSION,
-                "features": {"reader": [], "writer": []},
+                **head_of("launch"),
                 "run_id": self.run_id,
                 "launch": self.launch,
                 "nonce": self.nonce,
@@ -123,14 +132,7 @@ class Launch:
         Raises: FormatError (RUN_MISMATCH if the number differs from the file's name),
             IntegrityError, UnsupportedError.
         """
-        signed, _ = parse_document(content, where=where, types=("launch",))
-        if parse_launch_name(where.rpartition("/")[2]) != signed["launch"]:
-            raise err(
-                Code.RUN_MISMATCH,
-                f"the record is that of launch {signed['launch']}",
-                where=where,
-                requirement="REQ-RUN-005",
-            )
+        signed = parse_of_launch(content, where=where, kind="launch", requirement="REQ-RUN-005")
         resume = signed["resume_from"]
         return cls(
             run_id=signed["run_id"],
@@ -196,9 +198,7 @@ class LabelsRecord:
         """Return the bytes of the record."""
         return dump_document(
             {
-                "type": "labels",
-                "format_version": limits.FORMAT_VERSION,
-                "features": {"reader": [], "writer": []},
+                **head_of("labels"),
                 "run_id": self.run_id,
                 "checkpoint": self.checkpoint,
                 "number": self.number,
@@ -246,14 +246,9 @@ class Pins:
 
     def dump(self) -> bytes:
         """Return the bytes of the file."""
-        signed: dict[str, Any] = {
-            "type": "pins",
-            "format_version": limits.FORMAT_VERSION,
-            "features": {"reader": [], "writer": []},
-            **dataclasses.asdict(self),
-        }
+        references = [dataclasses.asdict(one) for one in self.references]
         return dump_document(
-            {**signed, "references": [dataclasses.asdict(one) for one in self.references]}
+            {**head_of("pins"), **dataclasses.asdict(self), "references": references}
         )
 
     @classmethod

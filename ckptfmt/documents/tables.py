@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from ckptfmt import limits
-from ckptfmt.documents.canonical import check_string
+from ckptfmt.documents.canonical import check_string, head_of
 from ckptfmt.documents.manifest import FIELDS, Origin, check_membership
 from ckptfmt.documents.packed import Columns, Integers, dump_packed, dump_strings, make_integers
 from ckptfmt.dtypes import DTYPES
@@ -138,9 +138,7 @@ def document_head(
 ) -> dict[str, object]:
     """Return the common first members of index and parts."""
     return {
-        "type": kind,
-        "format_version": limits.FORMAT_VERSION,
-        "features": {"reader": [], "writer": []},
+        **head_of(kind),
         **origin.as_dict(),
         "saved_unix_s": saved_unix_s,
         "scopes": scopes,

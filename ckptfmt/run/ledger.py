@@ -8,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-from ckptfmt import limits
-from ckptfmt.documents.canonical import dump_document, parse_document
-from ckptfmt.documents.run import launch_name, parse_launch_name
-from ckptfmt.errors import Code, err
+from ckptfmt.documents.canonical import dump_document, head_of
+from ckptfmt.documents.run import launch_name, parse_of_launch
 
 #: The directory of a run with the entries.
 LEDGER: Final = "ledger"
@@ -94,9 +92,7 @@ class LedgerEntry:
         members = dataclasses.asdict(self)
         return dump_document(
             {
-                "type": "ledger",
-                "format_version": limits.FORMAT_VERSION,
-                "features": {"reader": [], "writer": []},
+                **head_of("ledger"),
                 "times_ms": members.pop("times"),
                 **members,
             }
@@ -109,10 +105,7 @@ class LedgerEntry:
         Raises: FormatError (RUN_MISMATCH if the number differs from the file's name),
             IntegrityError, UnsupportedError.
         """
-        signed, _ = parse_document(content, where=where, types=("ledger",))
-        if parse_launch_name(where.rpartition("/")[2]) != signed["launch"]:
-            detail = f"the entry is that of launch {signed['launch']}"
-            raise err(Code.RUN_MISMATCH, detail, where=where, requirement="REQ-RUN-043")
+        signed = parse_of_launch(content, where=where, kind="ledger", requirement="REQ-RUN-043")
         members: dict[str, Any] = {
             key.name: signed[key.name] for key in dataclasses.fields(cls) if key.name != "times"
         }

@@ -12,10 +12,8 @@ import struct
 import zlib
 from typing import Any, Final, Literal, Self
 
-from ckptfmt import limits
-from ckptfmt.documents.canonical import dump_document, parse_document
-from ckptfmt.documents.run import launch_name, parse_launch_name
-from ckptfmt.errors import Code, err
+from ckptfmt.documents.canonical import dump_document, head_of
+from ckptfmt.documents.run import launch_name, parse_of_launch
 
 #: The directory of a run with step logs and verdicts.
 WITNESS: Final = "witness"
@@ -249,9 +247,7 @@ class WitnessRecord:
         members = dataclasses.asdict(self)
         return dump_document(
             {
-                "type": "witness",
-                "format_version": limits.FORMAT_VERSION,
-                "features": {"reader": [], "writer": []},
+                **head_of("witness"),
                 **members,
                 "compared": list(self.compared),
             }
@@ -264,10 +260,7 @@ class WitnessRecord:
         Raises: FormatError (RUN_MISMATCH if the number differs from the file's name),
             IntegrityError, UnsupportedError.
         """
-        signed, _ = parse_document(content, where=where, types=("witness",))
-        if parse_launch_name(where.rpartition("/")[2]) != signed["launch"]:
-            detail = f"the verdict is that on launch {signed['launch']}"
-            raise err(Code.RUN_MISMATCH, detail, where=where, requirement="REQ-RUN-060")
+        signed = parse_of_launch(content, where=where, kind="witness", requirement="REQ-RUN-060")
         members: dict[str, Any] = {
             field.name: signed[field.name] for field in dataclasses.fields(cls)
         }
