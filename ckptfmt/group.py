@@ -196,7 +196,7 @@ def _peer_error(writer: int, error: dict[str, Any]) -> CkptError:
 
 
 def check_deadline(deadline_s: float) -> None:
-    """Check that a deadline is a positive time. Raises: StateError(ARGUMENT)."""
+    """Refuse a deadline of 0 or less. Raises: StateError(ARGUMENT)."""
     if not deadline_s > 0:
         raise err(
             Code.ARGUMENT,

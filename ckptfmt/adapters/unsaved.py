@@ -76,8 +76,7 @@ class Unheld:
         ]
 
         def is_copied(value: object) -> bool:
-            # A program may keep the result of state_dict() in the State, if it renews it for each
-            # save.
+            # A program may keep the result of state_dict() in the State, renewed for each save.
             return bool(
                 side.is_copied(value, [copy for tree in trees for copy in _mappings_in(tree)])
             )

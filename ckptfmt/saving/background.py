@@ -564,8 +564,8 @@ class Background:
     def look(self) -> None:
         """Find savers and copying threads that ended without a message, and fail their saves.
 
-        Waiting threads call this from time to time, so that no wait is endless. Saves that are over
-        are forgotten.
+        Waiting threads call this from time to time, so that no wait is endless. Finished saves are
+        forgotten.
         """
         with self._lock:
             saves = [save for save in self._saves.values() if not save.handle.is_over]

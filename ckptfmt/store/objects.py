@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The kinds of store that URLs may name.
+#: The kinds of store in URLs.
 SCHEMES: Final = ("s3", "gs", "az")
 #: Size of a part of an upload, in bytes, and number of concurrent parts. Together they fill a link
 #: of 10 Gbit/s at 100 ms for each request, and take 128 MiB of memory.
@@ -409,7 +409,7 @@ class ObjectStore(HeldByLeases):
         if proven in _PROVEN:
             return
         client = make_client()
-        # An object that a kill or a lost request leaves behind expires like a lease.
+        # An object left behind by a kill or a lost request expires like a lease.
         key = free_key(self._prefix)
         begin = threading.Barrier(_PROBE_COUNT)
 
