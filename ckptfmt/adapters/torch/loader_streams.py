@@ -10,13 +10,13 @@ import torch
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, plain_values
 from ckptfmt.adapters.rng_streams import (
-    LiveRngStream,
     held_streams,
     live_streams,
     make_stream_digest,
 )
 from ckptfmt.data.epoch_position import SavedStream, Streams
 from ckptfmt.documents.tree import dump_tree, parse_tree
+from ckptfmt.state import LiveRngStream
 
 #: The states of streams, by name: kind and state.
 States = dict[str, tuple[str, Any]]
