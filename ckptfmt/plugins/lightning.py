@@ -34,11 +34,12 @@ If a resume can't be exact, `ExactResume` gives the reason as a warning and in `
 - gradients accumulated and not applied: save with ``every_n_train_steps``;
 - a callback or scheduler that monitors the mean of a metric over the training epoch;
 - validations by the clock, and a validation that a stop of the trainer has added;
+- within an epoch of several processes, a StatefulDataLoader with a sampler that Lightning has wrapped;
 - plain loaders beside loaders with a ``state_dict``; subclasses of CombinedLoader; persistent
   workers; ``reload_dataloaders_every_n_epochs`` of more than one epoch.
 
-Not noticed: loaders whose order depends on state other than RNG streams, the generators in
-attributes of loaders, samplers and data sets, and the epoch.
+Not noticed: an order of samples from state other than RNG streams, the generators in attributes of
+loaders, samplers and data sets, and the epoch.
 
 With `lightning.fabric`, pass ``Fabric(plugins=[io])`` with ``io = CkptfmtIO()``, and call
 ``io.teardown()`` at the end, which waits for the saves and raises their errors. Keys are free. The
@@ -74,6 +75,7 @@ import numpy as np
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
@@ -81,7 +83,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 import ckptfmt
 
-#: Keys of Lightning's checkpoints whose contents are a field. All other keys go to ``extra``.
+#: Keys of Lightning's checkpoints with the contents of a field. All other keys go to ``extra``.
 _WEIGHTS: Final = "state_dict"
 _OPTIMIZERS: Final = "optimizer_states"
 _EXTRA: Final = "extra/"
@@ -352,17 +354,25 @@ class _Watched(CombinedLoader):
             the first batch, and the newest restart of each shorter loader.
         fetched: number of batches taken from the iterator.
         planned: RNG streams to restore, by number of the batch before which.
+        seeds: seeds of samplers in the resumed training, by name.
+        resumed: RNG streams for the first iterator after a load, until the training starts.
     """
 
     trainer: Any = None
+    seeds: Mapping[str, Any]
+    resumed: list[Mapping[str, Any]]
     made: dict[str, Any] | None = None
     draws: dict[int, tuple[int, dict[str, Any]]]
     fetched: int = 0
     planned: dict[int, Mapping[str, Any]]
 
-    def watch(self, trainer: Trainer) -> None:
+    def watch(
+        self, trainer: Trainer, seeds: Mapping[str, Any], resumed: list[Mapping[str, Any]]
+    ) -> None:
         """Begin to record for a trainer."""
         self.trainer = trainer
+        self.seeds = seeds
+        self.resumed = resumed
         self.draws = {}
         self.planned = {}
 
@@ -371,6 +381,9 @@ class _Watched(CombinedLoader):
         # loader with worker processes, which draws the order at once.
         for loader in self.flattened:
             _set_epoch(loader, self.trainer.fit_loop.epoch_progress.current.processed)
+        _put_generators(self, self.seeds)
+        for streams in self.resumed:
+            _put_streams(self, streams)
         self.made = _streams(self)
         self.draws = {}
         self.fetched = 0
@@ -409,6 +422,8 @@ class ExactResume(Callback):
         self.differences: tuple[str, ...] = ()
         self._loaded: dict[str, Any] | None = None
         self._rest = _Rest()
+        self._seeds: dict[str, Any] = {}
+        self._began: list[Mapping[str, Any]] = []
 
     # The framework's signature.
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
@@ -416,7 +431,9 @@ class ExactResume(Callback):
         _check_strategy(trainer.strategy)
         source: Any = trainer.fit_loop._data_source  # noqa: SLF001
         if stage == "fit" and "dataloader" not in vars(source):
-            source.dataloader = partial(_watch, trainer, source.dataloader)
+            source.dataloader = partial(
+                _watch, source.dataloader, trainer, self._seeds, self._began
+            )
 
     # The framework's signature.
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -455,6 +472,9 @@ class ExactResume(Callback):
             )
             return
         self._loaded = _upgraded(saved[trainer.global_rank])
+        now = self._loaded["now"]
+        self._seeds |= {name: now[name] for name in now if name.endswith(_SEED)}
+        self._began[:] = [self._loaded["began"]] if self._loaded["began"] else []
         self._rest = _set_loops(checkpoint["loops"]["fit_loop"], self._loaded)
         self._tell(*self._loaded["differences"])
 
@@ -468,6 +488,7 @@ class ExactResume(Callback):
         """
         loaded = self._loaded
         self._loaded = None
+        self._began.clear()
         if loaded is None:
             return
         loop = trainer.fit_loop
@@ -476,7 +497,8 @@ class ExactResume(Callback):
         loop._last_train_dl_reload_epoch = loaded["reloaded"]  # noqa: SLF001
         trainer.callback_metrics.update(loaded["metrics"])
         self._rest.begin(loop)
-        if loaded["began"] is not None and self._rest.kind in (_BATCHES, _VALIDATION):
+        is_read_again = loaded["began"] is not None and loaded["fetched"] is not None
+        if is_read_again and self._rest.kind in (_BATCHES, _VALIDATION):
             _advance(loop._data_fetcher, loader, loaded)  # noqa: SLF001
         if self._rest.kind == _BATCHES and isinstance(loader, _Watched):
             # Hooks that follow may draw random numbers.
@@ -498,7 +520,7 @@ class ExactResume(Callback):
             )
 
 
-#: What is left of a step or an epoch at a save.
+#: The rest of a step or an epoch at a save.
 _BATCHES: Final = "batches"
 _VALIDATION: Final = "validation"
 _EPOCH_END: Final = "end of the epoch"
@@ -596,7 +618,7 @@ def _check_strategy(strategy: Any) -> None:
         )
 
 
-def _watch(trainer: Trainer, make: Callable[[], Any]) -> Any:
+def _watch(make: Callable[[], Any], *resumed: Any) -> Any:
     """Return the loaders of a training as a loader that records RNG streams, if possible."""
     found: Any = make()
     if not isinstance(found, CombinedLoader):
@@ -604,7 +626,7 @@ def _watch(trainer: Trainer, make: Callable[[], Any]) -> Any:
     elif type(found) is CombinedLoader:
         found.__class__ = _Watched
     if isinstance(found, _Watched):
-        found.watch(trainer)
+        found.watch(*resumed)
     return found
 
 
@@ -628,17 +650,16 @@ def _capture(trainer: Trainer, loader_states: list[Any] | None) -> dict[str, Any
     }
     if loader is None:
         return mine
-    if all(map(_is_stateful, loader.flattened)):
-        if trainer.world_size > 1:
-            mine["loaders"] = loader_states
-        return mine
-    mine["loaders"] = []  # all loaders are read again
-    if isinstance(loader, _Watched) and (is_in_step or not progress.is_last_batch):
+    is_within = is_in_step or not progress.is_last_batch
+    if isinstance(loader, _Watched) and is_within:
         mine |= {
             "began": loader.made,
             "draws": dict(sorted(loader.draws.values(), key=itemgetter(0))),
             "fetched": loader.fetched - is_in_step,
         }
+    if all(map(_is_stateful, loader.flattened)):
+        mine |= {"fetched": None, "draws": {}}
+    mine["loaders"] = loader_states if mine["fetched"] is None else []
     return mine
 
 
@@ -684,6 +705,8 @@ def _differences_at_save(trainer: Trainer, *, is_in_step: bool) -> list[str]:
         "the training step had fetched batches ahead": (
             hasattr(fetches, "iterator_wrapper") and fetches.fetched != progress.current.ready
         ),
+        "Lightning has wrapped the sampler of a loader with a state_dict, and doesn't restore the"
+        " order. Use a plain DataLoader": not progress.is_last_batch and _has_wrapped(loader),
         "some loaders have a state_dict and others don't. Use StatefulDataLoader for all": (
             any(stateful) and not all(stateful)
         ),
@@ -696,6 +719,16 @@ def _differences_at_save(trainer: Trainer, *, is_in_step: bool) -> list[str]:
         ),
     }
     return [reason for reason, applies in found.items() if applies]
+
+
+def _has_wrapped(loader: Any) -> bool:
+    """Return whether a loader with a state_dict has a sampler in Lightning's wrapper."""
+    samplers = [
+        getattr(getattr(one, "batch_sampler", None), "sampler", None)
+        for one in loader.flattened
+        if _is_stateful(one)
+    ]
+    return any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers)
 
 
 def _monitored_means(trainer: Trainer) -> list[str]:
@@ -790,6 +823,8 @@ def _advance(fetcher: Any, loader: _Watched, loaded: Mapping[str, Any]) -> None:
 
 #: Names of the streams of a process, beside those of loaders.
 _STREAMS: Final = frozenset({"python", "numpy", "torch", "cuda"})
+#: Suffix of the names of samplers' seeds.
+_SEED: Final = "/seed"
 
 
 def _generators(loader: Any) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
@@ -819,7 +854,10 @@ def _generators(loader: Any) -> dict[str, tuple[Callable[[], Any], Callable[[Any
                 continue
             seen.add(id(value))
         if isinstance(owner, DistributedSampler):
-            found[f"{name}/seed"] = partial(getattr, owner, "seed"), partial(setattr, owner, "seed")
+            found[f"{name}{_SEED}"] = (
+                partial(getattr, owner, "seed"),
+                partial(setattr, owner, "seed"),
+            )
     return found
 
 
@@ -831,10 +869,14 @@ def _streams(loader: Any) -> dict[str, Any]:
     return streams | {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
 
 
-def _put_streams(loader: Any, streams: Mapping[str, Any]) -> None:
+def _put_generators(loader: Any, streams: Mapping[str, Any]) -> None:
     for name, (_, write) in _generators(loader).items():
         if name in streams:
             write(streams[name])
+
+
+def _put_streams(loader: Any, streams: Mapping[str, Any]) -> None:
+    _put_generators(loader, streams)
     random.setstate(streams["python"])
     np.random.set_state(streams["numpy"])  # noqa: NPY002
     torch.set_rng_state(streams["torch"])
@@ -847,7 +889,7 @@ def _key_of(name: str) -> str:
 
 
 def _from_fabric(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint of Fabric, whose keys are the user's, with Lightning's keys.
+    """Return a checkpoint of Fabric, with keys of the user, with Lightning's keys.
 
     The names of a single module's weights stay as they are. The names of several modules' weights
     begin with the user's key, as in a ModuleDict. A mapping of tensors counts as a module.

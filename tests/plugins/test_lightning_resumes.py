@@ -118,7 +118,7 @@ def test_kinds_of_trainings_resume_bit_for_bit_from_every_moment(tmp_path, kind)
     assert {name: how for name, how in found.items() if how != ([], [])} == {}
 
 
-@pytest.mark.parametrize("kind", ["epoch", "stateful", "weighted", "workers"])
+@pytest.mark.parametrize("kind", ["epoch", "weighted", "workers"])
 def test_loaders_of_two_processes_resume_bit_for_bit(tmp_path, kind):
     found = resumes_of(kind, tmp_path, moments=("04-batch", "06-batch"), processes=2)
     assert found == {"reference/04-batch": ([], []), "reference/06-batch": ([], [])}
@@ -136,6 +136,13 @@ def test_loaders_of_two_processes_resume_bit_for_bit(tmp_path, kind):
 def test_a_resume_that_may_differ_tells_the_reason(tmp_path, kind, moment, reason):
     ((_, reasons),) = resumes_of(kind, tmp_path, moments=[moment]).values()
     assert [reason in told for told in reasons] == [True]
+
+
+def test_a_stateful_loader_of_two_processes_tells_the_reason_within_an_epoch(tmp_path):
+    found = resumes_of("stateful", tmp_path, moments=("04-batch", "06-batch"), processes=2)
+    assert found["reference/04-batch"] == ([], [])
+    reasons = found["reference/06-batch"][1]
+    assert ["Lightning has wrapped the sampler" in reason for reason in reasons] == [True, True]
 
 
 def test_the_comparison_notices_a_training_with_another_seed(tmp_path):
