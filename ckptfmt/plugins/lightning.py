@@ -34,7 +34,8 @@ If a resume can't be exact, `ExactResume` gives the reason as a warning and in `
 - gradients accumulated and not applied: save with ``every_n_train_steps``;
 - a callback or scheduler that monitors the mean of a metric over the training epoch;
 - validations by the clock, and a validation that a stop of the trainer has added;
-- within an epoch of several processes, a StatefulDataLoader with a sampler that Lightning has wrapped;
+- within an epoch of several processes, a StatefulDataLoader with a sampler that Lightning has
+  wrapped;
 - plain loaders beside loaders with a ``state_dict``; subclasses of CombinedLoader; persistent
   workers; ``reload_dataloaders_every_n_epochs`` of more than one epoch.
 
