@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from ckptfmt.api import open_checkpoint as open
     from ckptfmt.box import Box
     from ckptfmt.checkpointer import Checkpointer
+    from ckptfmt.data.rollouts import Rollouts
     from ckptfmt.data.sampler import Sampler
+    from ckptfmt.data.tickets import Ticket
     from ckptfmt.errors import CkptError
     from ckptfmt.loading.initial import InitFrom
     from ckptfmt.loading.load_report import LoadReport
@@ -63,6 +65,7 @@ __all__ = [
     "PerWorker",
     "Report",
     "Retention",
+    "Rollouts",
     "Run",
     "RunCheckpoint",
     "Sampler",
@@ -75,6 +78,7 @@ __all__ = [
     "Stop",
     "TensorSink",
     "TensorSource",
+    "Ticket",
     "Triggers",
     "capture_rng",
     "load",
@@ -106,6 +110,7 @@ _HOMES = {
     "PerWorker": "state",
     "Report": "read.report",
     "Retention": "run.retention",
+    "Rollouts": "data.rollouts",
     "Run": "run.catalog",
     "RunCheckpoint": "run.catalog",
     "Sampler": "data.sampler",
@@ -118,6 +123,7 @@ _HOMES = {
     "Stop": "option_groups",
     "TensorSink": "write.snapshot",
     "TensorSource": "write.snapshot",
+    "Ticket": "data.tickets",
     "Triggers": "loop.triggers",
     "capture_rng": "adapters.rng_streams",
     "sink_of": "adapters.pieces",

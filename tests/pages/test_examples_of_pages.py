@@ -33,6 +33,7 @@ ELSEWHERE = {
     "api.md",
     "places.md",
     "report.md",
+    "rl.md",
 }
 KINDS = {"text", "text printed", "console", "python", "python no-run"}
 #: Pages with a command that takes long, and of which tests/conformance/test_adapters.py has a sample.
