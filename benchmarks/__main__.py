@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.adapters import measure_adapters
 from benchmarks.delta import measure_delta
 from benchmarks.frameworks import measure_frameworks
 from benchmarks.goodput import MINUTES, measure_goodput
@@ -34,6 +35,7 @@ MEASURE = {
     "gpu_digest": measure_gpu_digest,
     "frameworks": measure_frameworks,
     "s3": measure_s3,
+    "adapters": measure_adapters,
 }
 #: The size for `frameworks`, where a single thread trains a state of this size in seconds, and for
 #: `s3`, where a server shares the processors.

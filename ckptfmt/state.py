@@ -259,7 +259,7 @@ class State:
     frozen_base: str | os.PathLike[str] | None = None
     init_from: Mapping[str, object] | None = dataclasses.field(default=None, init=False)
     doubts: tuple[str, ...] = dataclasses.field(default=(), init=False)
-    #: The tensors that were equal to the frozen base at an earlier save, by name.
+    #: The comparisons of tensors with a frozen base at earlier saves, by place and name.
     _frozen: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:

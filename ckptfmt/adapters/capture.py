@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -64,7 +65,9 @@ def capture(
     for field, entries in live.entries.items():
         sources = side.capture_entries(entries, field)
         if field == "weights" and state.frozen_base is not None:
-            split = side.split_frozen(sources, entries, state.frozen_base, state._frozen)  # noqa: SLF001
+            place = state.frozen_base
+            seen = state._frozen.setdefault(os.fspath(place), {})  # noqa: SLF001
+            split = side.split_frozen(sources, entries, place, seen)
             sources = split.stored
             leaves += _frozen_leaves(split, worker=worker, worker_count=live.worker_count)
         tensors += sources

@@ -29,8 +29,9 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import iter_chunks
-from ckptfmt.store import open_store, split_path
-from ckptfmt.store.protocol import Store
+from ckptfmt.store import LocalStore, open_store
+from ckptfmt.store.direct import make_memory
+from ckptfmt.store.protocol import PAGE_NBYTES, Store
 from ckptfmt.write.snapshot import TensorSink
 
 #: Maximum size in bytes of the chunks of a tensor of a base.
@@ -111,12 +112,15 @@ class FrozenBase:
         self._checked: set[FrozenTensor] = set()
         file = None
         if isinstance(place, str | os.PathLike) and os.fspath(place).endswith(_SUFFIX):
-            place, file = split_path(place)
+            parent, _, file = os.fspath(place).rpartition("/")
+            place = parent or ("/" if os.fspath(place).startswith("/") else ".")
         try:
             store = open_store(place, writable=False)
         except CkptError as error:
             raise _missing(str(place), error.detail) from error
         self._store = store
+        #: The store and the name of each file.
+        self._files: dict[str, tuple[Store, str]] = {}
         self.location = store.name if file is None else _join(store.name, file)
         names = set(store.list_names(""))
         if not {RUN_NAME, f"{LAUNCHES}/"}.isdisjoint(names):
@@ -181,13 +185,15 @@ class FrozenBase:
                     yield from self._checkpoint.iter_content(found, chunk)
             return
         element_nbytes = DTYPES[tensor.dtype].nbytes
-        buffer = memoryview(bytearray(min(CHUNK_NBYTES, whole.element_count * element_nbytes)))
+        most_nbytes = min(CHUNK_NBYTES, whole.element_count * element_nbytes)
+        buffer = make_memory(most_nbytes + 2 * PAGE_NBYTES)
         at = tensor.byte_begin
-        with self._store.open_ranges(tensor.path) as reader:
+        store, file = self._files[tensor.path]
+        with store.open_ranges(file) as reader:
             for chunk in iter_chunks(whole, element_nbytes, CHUNK_NBYTES):
                 nbytes = chunk.element_count * element_nbytes
                 if _meets(chunk, wanted):
-                    yield chunk, reader.read_into(at, nbytes, buffer)[:nbytes] if nbytes else buffer
+                    yield chunk, reader.read_into(at, nbytes, buffer) if nbytes else buffer[:0]
                 at += nbytes
 
     def digest(self, name: str) -> bytes:
@@ -226,6 +232,17 @@ class FrozenBase:
             requirement="REQ-FRZ-005",
         )
 
+    def _resolve(self, path: str) -> tuple[Store, str]:
+        """Return the store and the name of a file, behind symbolic links of a local directory.
+
+        The snapshots of Hugging Face's cache are directories of symbolic links. The digest decides
+        about the content, so that a link can't replace the base.
+        """
+        if self._store.is_remote or not isinstance(self._store, LocalStore):
+            return self._store, path
+        folder, name = os.path.split(os.path.realpath(_join(self._store.name, path)))
+        return LocalStore(folder, writable=False), name
+
     def _add_file(self, path: str) -> None:
         """Add the tensors of a safetensors file.
 
@@ -233,7 +250,9 @@ class FrozenBase:
         """
         where = _join(self._store.name, path)
         try:
-            self._tensors = {**_read_entries(self._store, path), **self._tensors}
+            self._files[path] = self._resolve(path)
+            found = _read_entries(*self._files[path], path)
+            self._tensors = {**found, **self._tensors}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise _missing(where, f"isn't a safetensors file: {error}") from error
         except CkptError as error:
@@ -242,17 +261,22 @@ class FrozenBase:
             raise _missing(where, "no such file") from error
 
 
-def _read_entries(store: Store, path: str) -> dict[str, BaseTensor]:
-    """Return the tensors of a file's header. Raises: ValueError, TypeError, KeyError."""
-    file_nbytes = store.nbytes(path)
-    prefix = store.read_range(path, 0, min(_PREFIX_NBYTES, file_nbytes))
+def _read_entries(store: Store, file: str, path: str) -> dict[str, BaseTensor]:
+    """Return the tensors of a file's header. Raises: ValueError, TypeError, KeyError.
+
+    Args:
+        store, file: the file to read.
+        path: the file's name in the base.
+    """
+    file_nbytes = store.nbytes(file)
+    prefix = store.read_range(file, 0, min(_PREFIX_NBYTES, file_nbytes))
     text_nbytes = int.from_bytes(prefix, "little")
     begin = _PREFIX_NBYTES + text_nbytes
     if len(prefix) < _PREFIX_NBYTES or begin > file_nbytes:
         raise ValueError("the header's length exceeds the file")
     if text_nbytes > _HEADER_NBYTES:
         raise ValueError(f"a header of {text_nbytes} bytes")
-    header = json.loads(store.read_range(path, _PREFIX_NBYTES, text_nbytes))
+    header = json.loads(store.read_range(file, _PREFIX_NBYTES, text_nbytes))
     return {
         name: _parse_entry(entry, path, begin, file_nbytes)
         for name, entry in header.items()

@@ -321,10 +321,10 @@ class Reading:
         """
         for wanted in self.boxes:
             wanted.open_sinks()
-        if self.frozen is not None:
-            self.frozen.run()
         failed: Exception | None = None
         try:
+            if self.frozen is not None:
+                self.frozen.run()
             with self.library.files.while_current():
                 self._read(self.ranges)
                 if self._bundles:

@@ -6,6 +6,7 @@ import logging
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import ckptfmt
 from ckptfmt.adapters.capture import capture
 from ckptfmt.errors import CkptError, Code, IntegrityError
+from ckptfmt.store import direct
 from tests.adapters.double import checkpoint_of, restore
 from tests.adapters.test_distributed import played
 from tests.builders import code_of, error_of
@@ -233,6 +235,46 @@ def test_the_base_may_be_a_file_or_a_checkpoint_and_the_same_content_is_the_same
         assert bytes_of(other) == bytes_of(module)
 
 
+def test_a_snapshot_in_the_cache_of_hugging_face_is_a_base(tmp_path: Path) -> None:
+    """Its files are symbolic links, which stores refuse in a checkpoint."""
+    write_base(tmp_path / "blobs")
+    (tmp_path / "blobs" / "model.safetensors").rename(tmp_path / "blobs" / "8a3f")
+    snapshot = tmp_path / "snapshots" / "rev"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to("../../blobs/8a3f")
+    for place in (snapshot, snapshot / "model.safetensors"):
+        module = adapt(make_base())
+        out = tmp_path / place.name
+        ckptfmt.save(out, ckptfmt.State(weights=module, frozen_base=place), step=1)
+        with ckptfmt.open(out) as checkpoint:
+            assert (len(checkpoint.frozen), checkpoint.frozen_location) == (4, str(place))
+        ckptfmt.load(out, ckptfmt.State(weights=zeroed(module)))
+        assert bytes_of(module) == bytes_of(adapt(make_base()))
+
+
+def test_another_base_is_looked_at_anew(saved: Any, tmp_path: Path) -> None:
+    base, _, module = saved
+    state = ckptfmt.State(weights=module, frozen_base=base)
+    ckptfmt.save(tmp_path / "first", state, step=1)
+    state.frozen_base = write_base(tmp_path / "other", seed=3)
+    ckptfmt.save(tmp_path / "second", state, step=2)
+    with ckptfmt.open(tmp_path / "second") as checkpoint:
+        assert checkpoint.frozen == {}
+        assert checkpoint.manifest.features == ()
+
+
+def test_a_base_outside_of_the_page_cache_is_read(
+    saved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Direct I/O reads whole pages, into memory at the begin of a page."""
+    base, path, module = saved
+    monkeypatch.setattr(direct, "is_cached", lambda *_: False)
+    monkeypatch.setattr(direct, "DIRECT_NBYTES", 0)
+    other = zeroed(adapt(make_base()))
+    ckptfmt.load(path, ckptfmt.State(weights=other, frozen_base=base))
+    assert bytes_of(other) == bytes_of(module)
+
+
 def test_a_run_is_no_base(tmp_path: Path) -> None:
     with ckptfmt.Checkpointer(tmp_path / "run", ckptfmt.State(weights=make_base())) as checkpointer:
         checkpointer.save(step=0)
@@ -350,6 +392,34 @@ def test_ranks_of_fsdp2_compare_their_pieces_and_any_world_size_reads(
                 expected = whole.get_parameter(name).chunk(2)[rank]
                 local = parameter.to_local().detach()  # type: ignore[attr-defined]
                 assert torch.equal(local, expected), name
+
+
+def test_two_replicas_agree_and_each_loads(tmp_path: Path) -> None:
+    """Two workers of one job with the same weights; worker 1 reads the base from a place of its own."""
+    base = write_base(tmp_path / "base")
+    own = write_base(tmp_path / "own")
+    places = (base, own)
+    modules = [adapt(make_base()) for _ in places]
+
+    def act(rank: int) -> None:
+        state = ckptfmt.State(weights=modules[rank], frozen_base=places[rank])
+        told: Any = {"writer": (rank, 2), "deadline_s": 60}
+        ckptfmt.save(tmp_path / "out", state, step=1, agree="save", **told)
+        ckptfmt.load(
+            tmp_path / "out",
+            ckptfmt.State(weights=zeroed(modules[rank]), frozen_base=places[rank]),
+            agree="load",
+            **told,
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(act, range(2)))
+    assert bytes_of(modules[0]) == bytes_of(modules[1]) == bytes_of(adapt(make_base()))
+    with ckptfmt.open(tmp_path / "out") as checkpoint:
+        assert checkpoint.manifest.origin.writer_count == 2
+        assert checkpoint.frozen_location == str(base)
+        assert len(checkpoint.frozen) == 4
+    assert stored_nbytes(tmp_path / "out") < 4 * WIDTH * 2 * 4 + 1000
 
 
 def test_a_rank_with_another_base_is_refused(tmp_path: Path) -> None:

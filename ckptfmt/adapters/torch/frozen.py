@@ -200,6 +200,7 @@ def _is_equal(
     live = source.local[index]
     live = _as_integers(live.resolve_conj().resolve_neg().contiguous())
     cut = cut_chunk(content, chunk, common, live.element_size())
+    cut = memoryview(bytearray(cut)) if cut.readonly else cut
     saved = torch.frombuffer(cut, dtype=live.dtype).view(live.shape)
     return torch.equal(live, saved.to(live.device))
 
