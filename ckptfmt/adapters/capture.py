@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ckptfmt.adapters import Sides, find_sides
 from ckptfmt.adapters.context import local_facts, own_config, provenance, topology
 from ckptfmt.adapters.data_loaders import UNREAD_SAMPLERS, has_unread_samplers
-from ckptfmt.adapters.live import Kind, Live, Unit, check_source, optimizer_prefix
+from ckptfmt.adapters.live import Kind, Live, Unit, check_source, is_piece, optimizer_prefix
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder
+from ckptfmt.adapters.numbering import list_leaves
 from ckptfmt.adapters.placing import is_named_tensors
 from ckptfmt.adapters.rng_streams import capture_streams, live_streams, unit_streams
 from ckptfmt.adapters.unsaved import UNSAVED
@@ -20,6 +22,7 @@ from ckptfmt.documents.frozen_tensors import BASE_LEAF, dump_location
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tables import TensorKey, key_of, sort_rows
+from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
 from ckptfmt.state import LiveRngStream, State, place_of
 from ckptfmt.write.snapshot import Snapshot, TensorSource
@@ -99,6 +102,41 @@ def capture(
         absent=absent,
         declared_by={} if side is None else side.declared_by(tensors),
     )
+
+
+def add_optimizers(
+    snapshot: Snapshot, optimizers: Mapping[tuple[Any, ...], Mapping[str, Any]]
+) -> Snapshot:
+    """Return a snapshot with the leaves of optimizers' state_dicts added.
+
+    Args:
+        snapshot: the snapshot of the tensors, among others.
+        optimizers: state_dicts by the path of keys of each optimizer. Sources stand for the tensors
+            of the same name.
+
+    Raises: StateError(STATE_UNSUPPORTED, STATE_NAME); FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
+    """
+    encoder = Encoder(field="optimizer", scope=GLOBAL)
+    trees = list_leaves(optimizers)
+    leaves = [
+        *snapshot.leaves,
+        *(encoder.leaf(name, _with_references(tree)) for name, tree in trees.items()),
+    ]
+    if encoder.sources:
+        detail = "a tensor instead of a ckptfmt.TensorSource"
+        raise err(Code.STATE_UNSUPPORTED, detail, where=f"optimizer:{encoder.sources[0].name}")
+    _check_unique(map(key_of, leaves), "values")
+    absent = {name: reason for name, reason in snapshot.absent.items() if name != "optimizer"}
+    return dataclasses.replace(snapshot, leaves=sort_rows(leaves), absent=absent)
+
+
+def _with_references(tree: Any) -> Any:
+    """Return a tree with a reference in the place of each source."""
+    if isinstance(tree, dict):
+        return {key: _with_references(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_with_references(value) for value in tree]
+    return TensorRef(tree.name, "torch") if is_piece(tree) else tree
 
 
 def list_streams(state: State, live: Live, side: Any) -> list[LiveRngStream]:

@@ -1,16 +1,18 @@
-"""The state_dict of a torch optimizer, rebuilt from a checkpoint by the names of parameters.
+"""State_dicts of torch optimizers as leaves of a checkpoint, and back.
 
-A state_dict numbers parameters in the order of the live groups. The leaf of a group holds the
-position of the group in its optimizer, and the order of its parameters. Spec: page 60, names in the
-reference writer.
+A checkpoint stores an optimizer by the names of parameters. The state_dict of an optimizer numbers
+parameters in the order of the live groups. The leaf of a group holds the position of the group in
+its optimizer, and the order of its parameters. Spec: page 60, names in the reference writer.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import CkptError, Code, err
 
 _GROUP: Final = re.compile(r"(?:^|(?<=/))group/")
@@ -18,6 +20,63 @@ _REMEDY: Final = (
     "Load the checkpoint into a State with the live model and optimizer, and save"
     " the optimizer.state_dict() of these."
 )
+
+
+def group_name(number: int, members: Sequence[str]) -> str:
+    """Return the name of a group's leaf, without the prefix of the optimizer.
+
+    The name depends on the group's number and its ordered parameters only. The first parameter's
+    name alone isn't unique: ranks that share some parameters and have their own experts have
+    different groups with the same first parameter.
+
+    >>> group_name(0, ["a.weight", "a.bias"]), group_name(1, [])
+    ('group/a.weight/eb76e424978e1b13', 'group/#1')
+    """
+    if not members:
+        return f"group/#{number}"
+    return (
+        f"group/{members[0]}/{digest_bytes(json.dumps([number, [*members]]).encode()).hex()[:16]}"
+    )
+
+
+def list_leaves(optimizers: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the trees of optimizers' state_dicts, by the names of their leaves.
+
+    An optimizer whose groups list parameters by name has a leaf for each group, and for each
+    parameter with state. Optimizers whose groups number the parameters are a single leaf.
+
+    Args:
+        optimizers: state_dicts by the path of keys of each optimizer in the field.
+
+    Raises: StateError(STATE_NAME) for two groups or two states with one name.
+
+    >>> leaves = list_leaves({(): {"state": {"w": {"step": 3}}, "param_groups": [{"params": []}]}})
+    >>> leaves["state/w"], leaves["group/#0"]
+    ({'step': 3}, {'params': [], 'number': 0, 'path': [], 'options': {}})
+    """
+    leaves: dict[str, Any] = {}
+    numbered: dict[tuple[Any, ...], Any] = {}
+
+    def add(name: str, tree: object) -> None:
+        if name in leaves:
+            detail = "two optimizers have a value of this name"
+            raise err(Code.STATE_NAME, detail, where=f"optimizer:{name}")
+        leaves[name] = tree
+
+    for path, state_dict in optimizers.items():
+        groups = state_dict["param_groups"]
+        if any(type(name) is int for group in groups for name in group["params"]):
+            numbered[path] = state_dict
+            continue
+        for number, group in enumerate(groups):
+            members = [*group["params"]]
+            options = {key: value for key, value in group.items() if key != "params"}
+            tree = {"params": members, "number": number, "path": [*path], "options": options}
+            add(group_name(number, members), tree)
+        for name, state in state_dict["state"].items():
+            if state:
+                add(f"state/{name}", state)
+    return leaves | ({"": nest(numbered)} if numbered else {})
 
 
 def take_optimizers(

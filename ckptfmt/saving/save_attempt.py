@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Self, SupportsFloat
 
 from ckptfmt import limits
-from ckptfmt.adapters.capture import capture
+from ckptfmt.adapters.capture import add_optimizers, capture
 from ckptfmt.adapters.data_loaders import refuse_shares
 from ckptfmt.commit.lone import own_place
 from ckptfmt.commit.waiting import list_held_attempts
@@ -193,6 +193,7 @@ class SaveAttempt:
         state: State,
         *,
         writer: int,
+        optimizers: Mapping[tuple[str | int, ...], Mapping[str, Any]] | None = None,
         metrics: Mapping[str, SupportsFloat] | None = None,
         tags: Iterable[str] = (),
         on_progress: Callable[[int], None] | None = None,
@@ -205,6 +206,12 @@ class SaveAttempt:
             path: directory of the checkpoint, made if missing; or a store rooted there.
             state: objects of this process; all of them are written.
             writer: number of this process, from 0.
+            optimizers: state_dicts of torch optimizers, by the path of keys of each optimizer in
+                ``State(optimizer=...)``: ``()`` for the only optimizer. The state_dicts have the
+                names of parameters, as `get_optimizer_state_dict` of
+                `torch.distributed.checkpoint.state_dict` returns them. A `TensorSource` in a
+                state_dict refers to the tensor of its name, whose pieces the processes give in
+                `state`. Processes that give the same optimizer give equal values.
             metrics, tags: see `ckptfmt.save`; the values of process 0 count.
             on_progress: called with the number of bytes just written.
 
@@ -224,6 +231,8 @@ class SaveAttempt:
             refuse_shares(state)
             snapshot = capture(state, worker=writer, worker_count=self.origin.writer_count)
             snapshot = dataclasses.replace(snapshot, labels=labels)
+            if optimizers:
+                snapshot = add_optimizers(snapshot, optimizers)
         except CkptError as error:
             raise for_saving(error) from error
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ import torch
 
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, find_below
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan
+from ckptfmt.adapters.numbering import group_name
 from ckptfmt.adapters.placing import Placer, fill, refuses
 from ckptfmt.adapters.torch.tensors import (
     DTYPE_NAMES,
@@ -26,7 +26,6 @@ from ckptfmt.adapters.torch.tensors import (
     is_registered,
     local_of,
 )
-from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tables import TensorKey
@@ -314,7 +313,7 @@ def capture_optimizer(
             for parameter in group["params"]
         ]
         ordered = [name for name, _ in members]
-        name = f"{prefix}group/{_group_name(index, ordered) if ordered else f'#{index}'}"
+        name = f"{prefix}{group_name(index, ordered)}"
         options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
         tree = {
             "params": ordered,
@@ -332,15 +331,6 @@ def capture_optimizer(
                     )
                 )
     return leaves
-
-
-def _group_name(number: int, members: list[str]) -> str:
-    """Return a group's name, which depends on the group's index and its ordered parameters only.
-
-    The first parameter's name alone isn't unique: ranks that share some parameters and have their
-    own experts have different groups with the same first parameter.
-    """
-    return f"{members[0]}/{digest_bytes(json.dumps([number, members]).encode()).hex()[:16]}"
 
 
 def plan_optimizer(
