@@ -465,6 +465,7 @@ class _Entries(dict[str, Any]):
         #: Other names of entries, and entries that only another form has.
         self._aliases: dict[str, str] = {}
         self._hidden: dict[str, Any] = {}
+        self._numbered = False
         self._handles = {
             (field, name): handle
             for field in _OWN
@@ -503,8 +504,20 @@ class _Entries(dict[str, Any]):
         return self._aliases.get(own, own)
 
     def __contains__(self, fqn: object) -> bool:
+        """Return whether there is such an entry.
+
+        Raises: LookupError for the name of a parameter in an optimizer without names.
+        """
         key = self.key_of(fqn) if isinstance(fqn, str) else ""
-        return dict.__contains__(self, key) or key in self._hidden
+        is_there = dict.__contains__(self, key) or key in self._hidden
+        if not is_there and self._numbered and re.match(r"optim\.state\.[^.]*[^.0-9]", key):
+            raise LookupError(
+                f"{fqn} isn't in the checkpoint, whose optimizer has positions of parameters instead"
+                " of their names, as files of torch.save and Lightning's checkpoints have."
+                " Load the checkpoint by ckptfmt.load(path, ckptfmt.State(weights=model,"
+                " optimizer=optimizer, rng=False), allow=('unexpected',)), which takes positions"
+            )
+        return is_there
 
     def __missing__(self, fqn: str) -> Any:
         key = self.key_of(fqn)
@@ -542,6 +555,7 @@ class _Entries(dict[str, Any]):
                     self._add(fqn, path, None)
         for optimizer in layout.optimizers:
             whole = _below(leaves.get(""), optimizer.path)
+            self._numbered = self._is_own and whole is not None
             mine = (
                 groups
                 if self._is_own and len(layout.optimizers) == 1
@@ -627,6 +641,8 @@ def _below(tree: Any, path: Path) -> Any:
     """Return the numbered state_dict at a path of a leaf's tree, or None if there is none."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
+    if isinstance(tree, list) and len(tree) == 1:  # Lightning's form
+        tree = tree[0]
     is_found = isinstance(tree, Mapping) and {"state", "param_groups"} <= tree.keys()
     return tree if is_found else None
 

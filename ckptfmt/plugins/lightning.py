@@ -226,12 +226,21 @@ class CkptfmtIO(CheckpointIO):
             map_location: a device.
             weights_only: ignored: no loaded value executes code.
 
-        Raises: `ckptfmt.CkptError`: every byte is verified.
+        Raises: `ckptfmt.CkptError`: every byte is verified; ValueError for a checkpoint that
+            another program saved.
         """
         self.saves.wait(path)
         # Another process may still save. Without framework=, arrays of numpy stay arrays.
         trees: Any = ckptfmt.load(path, wait_s=_WAIT_S)
-        checkpoint = {_key_of(name): value for name, value in trees["optimizer"].items()}
+        values = trees.get("optimizer", {})
+        has_names = any(name.startswith("group/") for name in values)
+        if has_names and f"{_EXTRA}pytorch-lightning_version" not in values:
+            raise ValueError(
+                f"{path} isn't a checkpoint of Lightning: leave ckpt_path out, and load weights and"
+                " optimizer in on_train_start: ckptfmt.load(path, ckptfmt.State(weights=self,"
+                " optimizer=self.trainer.optimizers[0], rng=False), allow=('unexpected',))"
+            )
+        checkpoint = {_key_of(name): value for name, value in values.items()}
         checkpoint[_WEIGHTS] = trees.get("weights", {})
         if _FABRIC in checkpoint:
             checkpoint = _to_fabric(checkpoint)

@@ -322,6 +322,13 @@ class _Training(contextlib.ExitStack):
                 return None
             if wanted == "auto":
                 return True  # the Trainer finds its own newest checkpoint
+            if isinstance(resume, str) and _is_of_another_program(resume):
+                raise ValueError(
+                    f"{resume} is a checkpoint of ckptfmt outside of the run {self.run}: leave"
+                    " resume_from_checkpoint out, and begin the run with its weights and optimizer:"
+                    f" ckptfmt={{'init_from': ckptfmt.InitFrom({resume!r}, only=['weights:*',"
+                    " 'optimizer:*'], allow=['missing', 'unexpected'])}"
+                )
             if not resume and any(one.state == "committed" for one in ckptfmt.Run(self.run).list()):
                 _LOG.warning(
                     "%s has checkpoints: resume_from_checkpoint=True goes on from them", self.run
@@ -568,6 +575,14 @@ def _find_last(output_dir: str) -> str | None:
     """Return the newest ``checkpoint-N``, except the mark of the run."""
     last = trainer_utils.get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
     return None if last is None or last.endswith("-0") else str(last)
+
+
+def _is_of_another_program(path: str) -> bool:
+    """Return whether a path has a checkpoint or run of ckptfmt, and none of transformers."""
+    is_theirs = Path(path, TRAINER_STATE_NAME).is_file()
+    return not is_theirs and any(
+        Path(path, name).is_file() for name in ("manifest.json", "run.json")
+    )
 
 
 def _with_retention(options: Mapping[str, Any], args: Any) -> dict[str, Any]:
