@@ -512,8 +512,8 @@ class _Entries(dict[str, Any]):
         is_there = dict.__contains__(self, key) or key in self._hidden
         if not is_there and self._numbered and re.match(r"optim\.state\.[^.]*[^.0-9]", key):
             raise LookupError(
-                f"{fqn} isn't in the checkpoint, whose optimizer has positions of parameters instead"
-                " of their names, as files of torch.save and Lightning's checkpoints have."
+                f"{fqn} isn't in the checkpoint, whose optimizer has positions instead of names of"
+                " parameters, as files of torch.save and Lightning's checkpoints have."
                 " Load the checkpoint by ckptfmt.load(path, ckptfmt.State(weights=model,"
                 " optimizer=optimizer, rng=False), allow=('unexpected',)), which takes positions"
             )

@@ -145,7 +145,7 @@ def load_live(path, net, optimizer, allow=("unexpected",)):
     ckptfmt.load(path, state, allow=allow)
 
 
-def load_plain(path, _folder):
+def load_plain(path: Path, _folder: Path) -> tuple[Any, Any]:
     net = Net(2)
     optimizer = net.configure_optimizers()
     train(net, optimizer, 1)
@@ -153,7 +153,7 @@ def load_plain(path, _folder):
     return net, optimizer
 
 
-def load_dcp(path, _folder):
+def load_dcp(path: Path, _folder: Path) -> tuple[Any, Any]:
     net = Net(2)
     optimizer = net.configure_optimizers()
     app = AppState(net, optimizer)
@@ -271,8 +271,7 @@ def test_lightning_to_dcp_is_refused_by_name(saved, tmp_path):
     path, expected = saved("lightning")
     with pytest.raises(CheckpointException, match=r"positions .* ckptfmt\.load\(path"):
         load_dcp(path, tmp_path)
-    _, net, optimizer = (path, *load_plain(path, tmp_path))
-    again = {"app": AppState(net, optimizer)}
+    again = {"app": AppState(*load_plain(path, tmp_path))}
     dcp_save.save(again, storage_writer=CkptfmtWriter(tmp_path / "c-3"), no_dist=True)
     assert bits(*load_dcp(tmp_path / "c-3", tmp_path)) == expected
 
@@ -296,7 +295,7 @@ def test_a_trainer_begins_a_run_from_another_program(saved, framework, tmp_path)
     net = Net(2)
     optimizer = net.configure_optimizers()
     trainer = trainer_of(tmp_path / "new", net, optimizer, 1)
-    with pytest.raises(ValueError, match="'init_from': ckptfmt.InitFrom"):
+    with pytest.raises(ValueError, match=r"'init_from': ckptfmt\.InitFrom"):
         trainer.train(resume_from_checkpoint=str(path))
     initial = ckptfmt.InitFrom(
         path, only=["weights:*", "optimizer:*"], allow=["missing", "unexpected"]
