@@ -5,8 +5,10 @@
 PYTORCH is a checkout of PyTorch's sources, best of the version that is installed; FILE is a path
 below its folder test/distributed/checkpoint, by default all those of `FILES`. Nothing of it is
 copied into this repository. Each file runs twice, in processes of its own: as it is, and with
-`FileSystemWriter`, `FileSystemReader` and the default storage bound to ckptfmt before the file's
-first line. Both times,
+ckptfmt as the storage. For a file that names no storage this is `install()` alone, as users call
+it. In a file that names `FileSystemWriter` or `FileSystemReader`, as a user would name
+`CkptfmtWriter` and `CkptfmtReader` there, the two names are bound to these before its first line.
+Other modules of torch keep their names. Both times,
 
 - tests that ask for accelerators run on the processor instead, FSDP1 too;
 - the storages of `test_checkpoint`, which raise errors and keep nothing, stand before one that
@@ -60,10 +62,13 @@ FILES = (
     "test_utils.py",
     "e2e/test_e2e_save_and_load.py",
     "e2e/test_fine_tuning.py",
+    "e2e/test_fsdp.py",
+    "e2e/test_pipeline.py",
+    "test_2d_fsdp_dt_checkpoint.py",
 )
 #: How long a file may take, in seconds.
 _TIMEOUT_S = 900
-_HEADER = "import tests.plugins.rebound as _rebound; _rebound.bind({ours})\n"
+_HEADER = "import tests.plugins.rebound as _rebound; _rebound.bind({ours}, names_storage={names})\n"
 _FOOTER = "\n_rebound.put_storage_behind(globals())\n"
 #: How a file's accelerators become the processor: patterns and what takes their place.
 _ON_PROCESSOR = (
@@ -92,8 +97,13 @@ class Reader(dcp.CkptfmtReader):
         super().__init__(path, allow_pickle=True)
 
 
-def bind(ours: bool) -> None:  # noqa: FBT001 - the framework's signature
-    """Prepare this process for a file of tests: no accelerators, and ckptfmt as the storage if asked for."""
+def bind(ours: bool, *, names_storage: bool) -> None:  # noqa: FBT001 - as in the header
+    """Prepare this process for a file of tests: no accelerators, and ckptfmt as the storage if asked for.
+
+    Args:
+        ours: whether ckptfmt is the storage.
+        names_storage: whether the file names a storage, so that the names are bound too.
+    """
 
     def run_anyway(*_needed: object, **_options: object) -> Callable[[Any], Any]:
         return lambda test: test
@@ -117,10 +127,11 @@ def bind(ours: bool) -> None:  # noqa: FBT001 - the framework's signature
     common_distributed.MultiProcessTestCase._spawn_processes = fork_ranks  # type: ignore[method-assign]
     fsdp.FullyShardedDataParallel.__init__ = on_processor  # type: ignore[method-assign]
     if ours:
+        dcp.install(allow_pickle=True)
+    if ours and names_storage:
         modules: list[Any] = [checkpoint, filesystem]
         for module in modules:
             module.FileSystemWriter, module.FileSystemReader = Writer, Reader
-        dcp.install(allow_pickle=True)
 
 
 class _Behind:
@@ -179,7 +190,9 @@ def outcomes(file: Path, *, ours: bool) -> dict[str, str]:
     """Run a file of tests and return the outcome of each test, with what it raised."""
     with tempfile.TemporaryDirectory() as folder:
         bound = Path(folder, file.name)
-        text = _HEADER.format(ours=ours) + file.read_text() + _FOOTER
+        content = file.read_text()
+        names = "FileSystemWriter" in content or "FileSystemReader" in content
+        text = _HEADER.format(ours=ours, names=names) + content + _FOOTER
         for pattern, instead in _ON_PROCESSOR:
             text = re.sub(pattern, instead, text)
         text = text.replace('"/tmp/', f'"{folder}/')
