@@ -18,6 +18,26 @@ from ckptfmt.plugins.dcp import CkptfmtReader, CkptfmtWriter
 from tests.plugins.test_dcp_optimizers import FLAT, AppState, made, optimizer_of
 
 
+def save_stages(folder: str) -> None:
+    """Save a part of a model and its optimizer on each rank, as stages of a pipeline do."""
+    model, optimizer = made(1, 3)
+    names = {name for name in model.state_dict() if (name[0] == "0") == (dist.get_rank() == 0)}
+    weights = {name: value for name, value in model.state_dict().items() if name in names}
+    flat = AppState(model, optimizer, options=FLAT).state_dict()["optim"]
+    flat = {
+        key: value
+        for key, value in flat.items()
+        if key.split(".", 1)[1].rpartition(".")[0] in names
+    }
+    nested = AppState(model, optimizer).state_dict()["optim"]
+    nested["state"] = {name: one for name, one in nested["state"].items() if name in names}
+    for group in nested["param_groups"]:
+        group["params"] = [name for name in group["params"] if name in names]
+    for name, optim in (("stages-3", flat), ("nested-stages-3", nested)):
+        writer = CkptfmtWriter(f"{folder}/{name}")
+        dcp_save.save({"app": {"model": weights, "optim": optim}}, storage_writer=writer)
+
+
 def main(folder: str) -> None:
     """Load, save, and try the reader of safetensors files."""
     dist.init_process_group("gloo")
@@ -40,6 +60,7 @@ def main(folder: str) -> None:
         dcp_load.load(model.state_dict(), storage_reader=reader_of(f"{folder}/weights-3"))
     except CheckpointException as error:
         sys.stdout.write(f"HuggingFaceStorageReader: {error.failures[dist.get_rank()][0]}\n")
+    save_stages(folder)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -291,6 +291,15 @@ def test_two_ranks_with_fsdp_take_a_plain_optimizer_and_give_it_back(tmp_path):
     ckptfmt.save(tmp_path / "own", ckptfmt.State(weights=saved[0], optimizer=saved[1]), step=3)
     told = trainings.run(WORKER, tmp_path, processes=2)
     assert told.count("HuggingFaceStorageReader: Size mismatch") == 2
+    for name in ("stages-3", "nested-stages-3"):
+        plain = made(2, 1)
+        ckptfmt.load(
+            tmp_path / name, ckptfmt.State(weights=plain[0], optimizer=plain[1], rng=False)
+        )
+        assert bits(*plain) == bits(*saved), name
+    through_dcp = made(3, 1)
+    load({"app": AppState(*through_dcp, options=FLAT)}, tmp_path / "stages-3")
+    assert bits(*through_dcp) == bits(*saved)
     for name in ("nested-3", "flat-3", "cached-3"):
         assert ckptfmt.validate(tmp_path / name).valid
         with ckptfmt.open(tmp_path / name) as checkpoint:
