@@ -42,8 +42,8 @@ def group_name(number: int, members: Sequence[str]) -> str:
 def list_leaves(optimizers: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> dict[str, Any]:
     """Return the trees of optimizers' state_dicts, by the names of their leaves.
 
-    An optimizer whose groups list parameters by name has a leaf for each group, and for each
-    parameter with state. Optimizers whose groups number the parameters are a single leaf.
+    An optimizer with the names of parameters in its groups has a leaf for each group, and for each
+    parameter with state. Optimizers with numbers of parameters in their groups are a single leaf.
 
     Args:
         optimizers: state_dicts by the path of keys of each optimizer in the field.

@@ -9,12 +9,12 @@
 The result is an ordinary checkpoint, which ``ckptfmt.load(path, State(weights=, optimizer=))``
 loads. Models and optimizers of the state_dict go to the fields weights and optimizer, under the
 names that `ckptfmt.State` gives, at any key: ``{"model": ..., "optim": ...}`` and
-``{"app": AppState(model, optimizer)}`` alike. All other entries go to ``extra``. DCP restores no
+``{"app": AppState(model, optimizer)}`` alike. Further entries go to ``extra``. DCP restores no
 random numbers; the field rng is therefore absent.
 
-`CkptfmtReader` also loads checkpoints that other programs saved: the model is found under
+`CkptfmtReader` also loads checkpoints of programs without DCP: the model is found under
 ``model``, the optimizer under ``optim`` with the names of `get_optimizer_state_dict`, or under
-other usual keys for these. torch's `HuggingFaceStorageReader` refuses the pieces of sharded tensors
+further usual keys. torch's `HuggingFaceStorageReader` refuses the pieces of sharded tensors
 ("Size mismatch"): `CkptfmtReader` loads them.
 """
 
@@ -70,17 +70,17 @@ from ckptfmt.plugins.dcp_names import (
     list_entries,
 )
 
-#: The member of a checkpoint's provenance that records models, optimizers and other entries.
+#: The member of a checkpoint's provenance with the places of models, optimizers and entries.
 _PATHS: Final = "dcp"
 #: Prefix of the names of pickled values.
 _PICKLE: Final = "pickle:"
-#: The state_dict keys of the fields of a checkpoint that DCP didn't write.
+#: The state_dict keys of the fields of a checkpoint without a record of DCP.
 _OWN: Final = {"weights": "model", "optimizer": "optim"}
-#: Other keys of these fields, with and without the key of PyTorch's tutorial.
+#: Further keys of the fields, with and without the key of PyTorch's tutorial.
 _OTHER_KEYS: Final = re.compile(
     rf"(?:app\.)?(?:({'|'.join(MODELS)})|({'|'.join(OPTIMIZERS)}))\.(.+)", re.DOTALL
 )
-#: Types of values that need no check by a pickle.
+#: Types of values without need of a check by a pickle.
 _SIMPLE: Final = (bool, int, float, str, type(None))
 _LOG: Final = logging.getLogger("ckptfmt")
 _Path: TypeAlias = str | os.PathLike[str]
@@ -319,8 +319,8 @@ class CkptfmtReader(_AtPath, StorageReader):
         allow_pickle: whether to load objects that `CkptfmtWriter` stored as pickles. Loading a
             pickle executes code in the pickle.
 
-    In a checkpoint that DCP didn't write, the weights are found under ``model.``, the optimizer
-    under ``optim.``; or under other usual keys, such as ``app.model.`` and ``optimizer.``.
+    In a checkpoint of a program without DCP, the weights are found under ``model.``, the optimizer
+    under ``optim.``; or under further usual keys, such as ``app.model.`` and ``optimizer.``.
 
     Raises: `ckptfmt.CkptError`: every byte read is verified.
     """
@@ -445,8 +445,8 @@ class _Entries(dict[str, Any]):
     """The entries of a checkpoint by DCP's names, each with its description for a planner.
 
     A planner may ask for an entry under another name, which `key_of` finds too: the flattened or
-    nested form of an optimizer's groups, and in a checkpoint that DCP didn't write other usual keys
-    of model and optimizer. Iteration yields the names as saved.
+    nested form of an optimizer's groups, and without a record of DCP further usual keys of model
+    and optimizer. Iteration yields the names as saved.
 
     Attributes:
         paths: the path of each entry.
@@ -462,7 +462,7 @@ class _Entries(dict[str, Any]):
         self.names: dict[str, str] = {}
         self.values_of_optimizer: dict[str, Any] = {}
         self.of_optimizer: set[str] = set()
-        #: Other names of entries, and entries that only another form has.
+        #: Further names of entries, and entries of another form of the state_dict.
         self._aliases: dict[str, str] = {}
         self._hidden: dict[str, Any] = {}
         self._numbered = False
@@ -528,7 +528,7 @@ class _Entries(dict[str, Any]):
     def _read(
         self, checkpoint: ckptfmt.Checkpoint, layout: Layout | None, others: Iterable[Path]
     ) -> None:
-        """Add the entries that follow from a layout, and further entries of these paths."""
+        """Add the entries of a layout, and further entries of known paths."""
         leaves = {
             name: checkpoint.leaf("optimizer", name)
             for name in sorted(self._values)
@@ -586,7 +586,7 @@ class _Entries(dict[str, Any]):
             self._add_aliases(optimizer, groups)
 
     def _add_aliases(self, optimizer: Optimizer, groups: list[Any]) -> None:
-        """Add the names that the entries of groups have in the other form of the state_dict."""
+        """Add the names of groups' entries in the second form of the state_dict."""
         is_flat = optimizer.form == "flat"
         forms = [replace(optimizer, form=form) for form in ("nested", "flat")]
         for number, group in enumerate(groups):
@@ -609,7 +609,7 @@ class _Entries(dict[str, Any]):
                 self._hidden[numbered[0]] = meta.BytesStorageMetadata()
 
     def _read_older(self, told: Mapping[str, Any]) -> None:
-        """Add the entries that ckptfmt 0.10 and older recorded."""
+        """Add the entries by a record of ckptfmt 0.10 or older."""
         paths = {fqn: tuple(path) for fqn, path in told["paths"].items()}
         fqns = {_older_place_of(path, told["alone"]): fqn for fqn, path in paths.items()}
         for place in [*self._left]:
@@ -654,7 +654,7 @@ def _pickled(value: object) -> bytes:
 
 
 def _is_simple(value: object) -> bool:
-    """Return whether a value is plain, without the pickle that decides for other types."""
+    """Return whether a value is plain by its type alone."""
     values = value if isinstance(value, list | tuple) else (value,)
     return type(value) in (list, tuple, *_SIMPLE) and all(type(one) in _SIMPLE for one in values)
 
@@ -719,7 +719,7 @@ def _check_names(paths: Mapping[str, Path], layout: Layout) -> None:
 
 
 def _older_place_of(path: Path, alone: Mapping[str, str]) -> tuple[str, str]:
-    """Return the field and name that ckptfmt 0.10 gave a tensor.
+    """Return field and name of a tensor in a checkpoint of ckptfmt 0.10.
 
     Args:
         path: the path of the tensor.
@@ -802,7 +802,7 @@ def install(*, allow_pickle: bool = False) -> contextlib.ExitStack:
         (module, "_storage_setup", set_up)
         for module in (_storage_utils, state_dict_saver, state_dict_loader)
     ]
-    # The conversions between torch.save and DCP create torch's storage by these names.
+    # The conversions between torch.save and DCP create torch's storage by names of their module.
     ours += [
         (format_utils, "FileSystemReader", reader_of),
         (format_utils, "FileSystemWriter", writer_of),

@@ -224,7 +224,7 @@ class Layout:
         }
 
     def optimizer_of(self, path: Path) -> Optimizer | None:
-        """Return the optimizer to whose state or groups an entry belongs."""
+        """Return the optimizer with an entry in its state or groups."""
         return next((one for one in self.optimizers if one.split(path) is not None), None)
 
     def place_of(self, path: Path) -> tuple[str, str]:
@@ -251,7 +251,7 @@ class Layout:
 
 
 def _find_optimizer(path: Path) -> tuple[Path, str] | None:
-    """Return head and form of the optimizer of whose groups an entry is part."""
+    """Return head and form of the optimizer, for an entry of an optimizer's groups."""
     for at, key in enumerate(path):
         if key == _GROUPS and path[at + 2 : at + 3] == ("params",) and type(path[at + 1]) is int:
             return path[:at], "nested"
@@ -326,7 +326,7 @@ def _short_keys(heads: Sequence[Path]) -> dict[Path, Path]:
 def _without_collisions(
     optimizers: Sequence[Optimizer], members: Mapping[Path, set[str]]
 ) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose parameters belong to no other, and to no value of ``extra``."""
+    """Return the optimizers without a parameter of an earlier optimizer, or of ``extra``."""
     taken: set[str] = set()
     kept = []
     for one in optimizers:
