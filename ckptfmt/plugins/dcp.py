@@ -60,9 +60,9 @@ from ckptfmt import SaveAttempt
 from ckptfmt.plugins.dcp_names import (
     MODELS,
     OPTIMIZERS,
-    Layout,
-    Optimizer,
+    OptimizerPlace,
     Path,
+    StateDictLayout,
     default_layout,
     dotted,
     is_reference,
@@ -158,7 +158,7 @@ class CkptfmtWriter(_AtPath, StorageWriter):
         """
         usable = [plan for plan in plans if plan.usable]
         paths = _paths_of(usable)
-        layout = Layout.find(paths.values())
+        layout = StateDictLayout.find(paths.values())
         _check_names(paths, layout)
         self._items = _items_of(usable) if len(usable) == len(plans) else None
         step = (
@@ -199,7 +199,7 @@ class CkptfmtWriter(_AtPath, StorageWriter):
             else SaveAttempt.find(self.path)
         )
         told["layout"] = told["layout"] if attempt.note is None else attempt.note
-        layout = Layout.parse(told["layout"])
+        layout = StateDictLayout.parse(told["layout"])
         paths = _paths_of([plan])
         _check_names(paths, layout)
         given: dict[str, Any] = {"weights": {}, "optimizer": {}, "extra": {}}
@@ -241,7 +241,7 @@ class CkptfmtWriter(_AtPath, StorageWriter):
         return collect_all([]).then(lambda _: results)
 
     def _optimizers_of(
-        self, mapping: Mapping[str, Path], planner: SavePlanner, layout: Layout
+        self, mapping: Mapping[str, Path], planner: SavePlanner, layout: StateDictLayout
     ) -> dict[Path, dict[str, Any]]:
         """Return the state_dicts of this rank's optimizers, with sources in the place of tensors.
 
@@ -481,7 +481,7 @@ class _Entries(dict[str, Any]):
         older = join(["extra", _PATHS])
         self._is_own = False
         if isinstance(told, Mapping) and "layout" in told:
-            self._read(checkpoint, Layout.parse(told["layout"]), map(tuple, told["paths"]))
+            self._read(checkpoint, StateDictLayout.parse(told["layout"]), map(tuple, told["paths"]))
         elif older in self._values:
             self._read_older(checkpoint.leaf("optimizer", older))
         else:
@@ -526,7 +526,7 @@ class _Entries(dict[str, Any]):
         return self._hidden[key] if key in self._hidden else self[key]
 
     def _read(
-        self, checkpoint: ckptfmt.Checkpoint, layout: Layout | None, others: Iterable[Path]
+        self, checkpoint: ckptfmt.Checkpoint, layout: StateDictLayout | None, others: Iterable[Path]
     ) -> None:
         """Add the entries of a layout, and further entries of known paths."""
         leaves = {
@@ -570,7 +570,7 @@ class _Entries(dict[str, Any]):
                 self._add(dotted(found), found, (tensor_field, name))
 
     def _add_optimizer(
-        self, optimizer: Optimizer, groups: list[Any], states: Mapping[str, Any], whole: Any
+        self, optimizer: OptimizerPlace, groups: list[Any], states: Mapping[str, Any], whole: Any
     ) -> None:
         for path, value in list_entries(optimizer, groups, states, whole):
             fqn = dotted(path)
@@ -585,7 +585,7 @@ class _Entries(dict[str, Any]):
         if whole is None:
             self._add_aliases(optimizer, groups)
 
-    def _add_aliases(self, optimizer: Optimizer, groups: list[Any]) -> None:
+    def _add_aliases(self, optimizer: OptimizerPlace, groups: list[Any]) -> None:
         """Add the names of groups' entries in the second form of the state_dict."""
         is_flat = optimizer.form == "flat"
         forms = [replace(optimizer, form=form) for form in ("nested", "flat")]
@@ -690,20 +690,20 @@ def _iter_paths(plan: SavePlan) -> Iterator[Path]:
     return (tuple(mapping.get(item.index.fqn, (item.index.fqn,))) for item in plan.items)
 
 
-def _is_implied(path: Path, layout: Layout, is_tensor: bool) -> bool:  # noqa: FBT001 - a fact of `path`
+def _is_implied(path: Path, layout: StateDictLayout, is_tensor: bool) -> bool:  # noqa: FBT001 - a fact of `path`
     """Return whether a reader finds an entry's path by the layout."""
     if layout.optimizer_of(path) is not None:
         return True
     return is_tensor and layout.path_of(*layout.place_of(path)) == path
 
 
-def _of_optimizers(plan: SavePlan, layout: Layout) -> set[str]:
+def _of_optimizers(plan: SavePlan, layout: StateDictLayout) -> set[str]:
     """Return the entries of optimizers in a rank's state_dict."""
     mapping = _mapping_of(plan)
     return {fqn for fqn, path in mapping.items() if layout.optimizer_of(path) is not None}
 
 
-def _check_names(paths: Mapping[str, Path], layout: Layout) -> None:
+def _check_names(paths: Mapping[str, Path], layout: StateDictLayout) -> None:
     """Check that entries of a state_dict have distinct names, and no name that this module uses.
 
     Raises: ValueError.

@@ -52,7 +52,7 @@ def is_reference(value: object) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Optimizer:
+class OptimizerPlace:
     """An optimizer in a state_dict.
 
     Attributes:
@@ -160,7 +160,7 @@ def _with_lists(tree: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
+class StateDictLayout:
     """The models and optimizers in a state_dict.
 
     Attributes:
@@ -169,7 +169,7 @@ class Layout:
     """
 
     models: Mapping[Path, str]
-    optimizers: tuple[Optimizer, ...]
+    optimizers: tuple[OptimizerPlace, ...]
 
     @classmethod
     def find(cls, paths: Iterable[Path]) -> Self:
@@ -183,7 +183,8 @@ class Layout:
         forms = dict(filter(None, map(_find_optimizer, paths)))
         others = [path for path in paths if not _is_within(path, forms)]
         members = {
-            head: _members(Optimizer(head=head, form=form), paths) for head, form in forms.items()
+            head: _members(OptimizerPlace(head=head, form=form), paths)
+            for head, form in forms.items()
         }
         models = _find_models(others)
         owners = {head: _owner_of(head, found, others, models) for head, found in members.items()}
@@ -201,14 +202,14 @@ class Layout:
             prefix = "" if owner is None else prefixes[owner]
             if owner is None and members[head] and all(one.isdecimal() for one in members[head]):
                 form = "numbered"
-            optimizers.append(Optimizer(head=head, path=keys, prefix=prefix, form=form))
+            optimizers.append(OptimizerPlace(head=head, path=keys, prefix=prefix, form=form))
         return cls(prefixes, _without_collisions(optimizers, members))
 
     @classmethod
     def parse(cls, told: Mapping[str, Any]) -> Self:
         """Return the layout from the result of `dump`."""
         optimizers = [
-            Optimizer(**{**one, "head": tuple(one["head"]), "path": tuple(one["path"])})
+            OptimizerPlace(**{**one, "head": tuple(one["head"]), "path": tuple(one["path"])})
             for one in told["optimizers"]
         ]
         return cls({tuple(head): prefix for head, prefix in told["models"]}, tuple(optimizers))
@@ -223,7 +224,7 @@ class Layout:
             ],
         }
 
-    def optimizer_of(self, path: Path) -> Optimizer | None:
+    def optimizer_of(self, path: Path) -> OptimizerPlace | None:
         """Return the optimizer with an entry in its state or groups."""
         return next((one for one in self.optimizers if one.split(path) is not None), None)
 
@@ -262,11 +263,11 @@ def _find_optimizer(path: Path) -> tuple[Path, str] | None:
 
 def _is_within(path: Path, heads: Mapping[Path, str]) -> bool:
     return any(
-        Optimizer(head=head, form=form).split(path) is not None for head, form in heads.items()
+        OptimizerPlace(head=head, form=form).split(path) is not None for head, form in heads.items()
     )
 
 
-def _members(optimizer: Optimizer, paths: Iterable[Path]) -> set[str]:
+def _members(optimizer: OptimizerPlace, paths: Iterable[Path]) -> set[str]:
     """Return the parameters of an optimizer that are told by paths."""
     found = filter(None, map(optimizer.split, paths))
     flat = optimizer.form == "flat"
@@ -324,8 +325,8 @@ def _short_keys(heads: Sequence[Path]) -> dict[Path, Path]:
 
 
 def _without_collisions(
-    optimizers: Sequence[Optimizer], members: Mapping[Path, set[str]]
-) -> tuple[Optimizer, ...]:
+    optimizers: Sequence[OptimizerPlace], members: Mapping[Path, set[str]]
+) -> tuple[OptimizerPlace, ...]:
     """Return the optimizers without a parameter of an earlier optimizer, or of ``extra``."""
     taken: set[str] = set()
     kept = []
@@ -339,7 +340,7 @@ def _without_collisions(
     return tuple(kept)
 
 
-def default_layout(groups: Sequence[Mapping[str, Any]]) -> Layout:
+def default_layout(groups: Sequence[Mapping[str, Any]]) -> StateDictLayout:
     """Return the layout under which DCP finds a checkpoint that DCP didn't write.
 
     The only model is found under "model", the optimizer under "optim". Where ``State`` has several
@@ -356,16 +357,19 @@ def default_layout(groups: Sequence[Mapping[str, Any]]) -> Layout:
         for name in group["params"]
     )
     if not have_keys:
-        return Layout({("model",): ""}, (Optimizer(head=("optim",)),))
+        return StateDictLayout({("model",): ""}, (OptimizerPlace(head=("optim",)),))
     optimizers = tuple(
-        Optimizer(head=(*path, "optim"), path=path, prefix=prefixes[path]) for path in paths
+        OptimizerPlace(head=(*path, "optim"), path=path, prefix=prefixes[path]) for path in paths
     )
     models = {(*path, "model"): prefixes[path] for path in paths}
-    return Layout({**models, ("model",): ""}, optimizers)
+    return StateDictLayout({**models, ("model",): ""}, optimizers)
 
 
 def list_entries(
-    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], states: Mapping[str, Any], whole: Any
+    optimizer: OptimizerPlace,
+    groups: Sequence[Mapping[str, Any]],
+    states: Mapping[str, Any],
+    whole: Any,
 ) -> Iterator[tuple[Path, Any]]:
     """Yield path and value of each entry of an optimizer's state_dict; tensors as references.
 

@@ -323,3 +323,56 @@ def test_an_attempt_that_failed_untold_is_given_up_by_the_next_one_of_its_proces
         failed.commit(tmp_path, [record])
     kept.close()
     assert ckptfmt.open(tmp_path).step == 3
+
+
+def moments(writer):
+    """Return a state with a half of an optimizer's tensor."""
+    half = Box((3 * writer, 0), (3, 4))
+    source = tensor("w/exp_avg", WHOLE, field="optimizer", boxes=(half,))
+    return ckptfmt.State(optimizer={"moment": source}, rng=False)
+
+
+def adam(step=3, name="w"):
+    stand_in = tensor(f"{name}/exp_avg", WHOLE, field="optimizer", boxes=())
+    return {
+        "state": {name: {"step": step, "exp_avg": stand_in}},
+        "param_groups": [{"lr": 0.5, "params": [name]}],
+    }
+
+
+def test_an_optimizer_of_several_writers_is_stored_by_names(tmp_path):
+    attempt = ckptfmt.SaveAttempt.begin(step=7, writer_count=2)
+    records = [
+        attempt.write_part(tmp_path / "c", moments(writer), writer=writer, optimizers={(): adam()})
+        for writer in range(2)
+    ]
+    attempt.commit(tmp_path / "c", records)
+
+    assert ckptfmt.validate(tmp_path / "c").valid
+    found = ckptfmt.optimizer_state_dict(tmp_path / "c")
+    assert found["param_groups"] == [{"lr": 0.5, "params": [0]}]
+    assert found["state"][0]["step"] == 3
+    assert np.asarray(found["state"][0]["exp_avg"]).tobytes() == WHOLE.tobytes()
+
+
+def test_writers_with_different_values_of_an_optimizer_are_refused(tmp_path):
+    attempt = ckptfmt.SaveAttempt.begin(step=7, writer_count=2)
+    records = [
+        attempt.write_part(
+            tmp_path / "c", moments(writer), writer=writer, optimizers={(): adam(step=writer)}
+        )
+        for writer in range(2)
+    ]
+    assert code_of(lambda: attempt.commit(tmp_path / "c", records)) == "LEAF_DIVERGED"
+
+
+def test_a_tensor_in_an_optimizers_state_dict_is_refused_by_name(tmp_path):
+    attempt = ckptfmt.SaveAttempt.begin(step=7, writer_count=1)
+    wrong = adam()
+    wrong["state"]["w"]["exp_avg"] = WHOLE
+    with pytest.raises(CkptError, match=r"state/w/exp_avg.*TensorSource"):
+        attempt.write_part(tmp_path / "c", moments(0), writer=0, optimizers={(): wrong})
+    same: dict[Any, Any] = {("a",): adam(), ("b",): adam()}
+    assert code_of(
+        lambda: attempt.write_part(tmp_path / "c", moments(0), writer=0, optimizers=same)
+    ) == "STATE_NAME"  # fmt: skip
