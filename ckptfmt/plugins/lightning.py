@@ -226,8 +226,8 @@ class CkptfmtIO(CheckpointIO):
             map_location: a device.
             weights_only: ignored: no loaded value executes code.
 
-        Raises: `ckptfmt.CkptError`: every byte is verified; ValueError for a checkpoint that
-            another program saved.
+        Raises: `ckptfmt.CkptError`: every byte is verified; ValueError for a checkpoint of
+            another program.
         """
         self.saves.wait(path)
         # Another process may still save. Without framework=, arrays of numpy stay arrays.
