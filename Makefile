@@ -127,7 +127,7 @@ $(PLUGINS)/.stamp: pyproject.toml conformance/pyproject.toml tools/pyproject.tom
 	@$(PLUGINS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-plugins.txt \
 		hatchling editables
 	@$(PLUGINS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-plugins.txt \
-		--no-build-isolation --editable . --editable ./conformance --editable ./tools --editable '.[accelerate,jax,lightning,ray,torchdata,transformers]' \
+		--no-build-isolation --editable . --editable ./conformance --editable ./tools --editable '.[accelerate,jax,lightning,ray,torch-checkpointing,torchdata,transformers]' \
 		flax optax hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
