@@ -5,14 +5,14 @@
     manager.save("checkpoints/step-1000", {"model": model.state_dict(), "step": 1000})
     manager.load("checkpoints/step-1000", into={"model": model.state_dict()})
 
-Each save is one checkpoint, committed for all ranks together, and replaces a checkpoint at the same
+Each save is a checkpoint, committed for all ranks together, and replaces a checkpoint at the same
 path. The items ``model`` and ``optimizer`` are the weights and the optimizer: `ckptfmt.load` loads
 them into live objects.
 
-An item whose `ItemSpec` has a resharder is one item of the whole job. With several ranks, any other
-item belongs to its rank, as in torch_checkpointing: each rank saves its value and loads the same
-value, on the same number of ranks. A resharder isn't called: a load into sharded tensors reads the
-ranges of each rank, from a checkpoint of any number of ranks.
+An item with a resharder in the `ItemSpec` is an item of the whole job. With several ranks, an item
+without a resharder belongs to the rank, as in torch_checkpointing: each rank saves a value and
+loads the same value, on the same number of ranks. A resharder isn't called: a load into sharded
+tensors reads the ranges of each rank, from a checkpoint of any number of ranks.
 
 An asynchronous save copies the payload before `save` returns. `lock` therefore never waits. The
 ranks plan a save together, through a process group of gloo which the manager creates.
@@ -89,20 +89,20 @@ class CkptfmtManager:
         self._is_distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank() if self._is_distributed else 0
         self._world_size = dist.get_world_size() if self._is_distributed else 1
-        #: Saves run beside the training, whose collectives must not wait for them.
+        #: The group of background saves: collectives of the training must not wait for a save.
         self._group = dist.new_group(backend="gloo") if self._is_distributed else None
         self._pending: Future[Any] | None = None
         self._is_closed = False
 
     def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> Future[Any] | None:
-        """Save a payload as one checkpoint. A later save waits for the commit of an earlier one.
+        """Save a payload as a checkpoint. A later save waits for the commit of an earlier save.
 
         The step is the number at the end of `checkpoint_id`, or the integer item ``step``.
 
         Returns: a future of the commit for asynchronous saves, else None.
         Raises: KeyError for a missing required item, and for an item without an `ItemSpec`;
             ValueError for a tensor with shards of torch_checkpointing's own protocol; TypeError for
-            a value that isn't plain; errors of the earlier save; `ckptfmt.CkptError`.
+            a value of another kind; errors of the earlier save; `ckptfmt.CkptError`.
         """
         self._check_open("save")
         self._wait()
@@ -136,10 +136,10 @@ class CkptfmtManager:
             into: the live items; tensors are filled, and plain values are replaced. None for the
                 declared items, if each is a plain value.
             map_location, metadata_format: refused.
-            strict: whether an entry of a live item that the checkpoint lacks is an error. By
+            strict: whether a live item's entry without a saved entry is an error. By
                 default such entries keep their values, and a warning names them.
 
-        Raises: KeyError for an item of which the checkpoint has nothing; RuntimeError for a missing
+        Raises: KeyError for an item without any saved entry; RuntimeError for a missing
             entry with `strict`; ValueError for a refused argument; `ckptfmt.CkptError`.
         """
         self._check_open("load")
@@ -153,7 +153,7 @@ class CkptfmtManager:
         if not into:
             raise ValueError("load needs into=, or Config.items: the items to read")
         live = self._payload(into)
-        ckptfmt.open(checkpoint_id).close()  # torch would wrap the error of a path without one
+        ckptfmt.open(checkpoint_id).close()  # torch would wrap NOT_COMMITTED
         try:
             state_dict_loader.load(
                 live,
@@ -168,7 +168,7 @@ class CkptfmtManager:
         return {key: self._taken_back(key, value) for key, value in live.items()}
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
-        """Check a payload. The first save makes the copies that this method makes elsewhere.
+        """Check a payload. The first save allocates the memory of copies.
 
         Raises: as `save`.
         """
@@ -238,7 +238,7 @@ class CkptfmtManager:
 
 
 class _Planner(DefaultLoadPlanner):
-    """A planner that names the entries which a checkpoint lacks."""
+    """A planner with a warning or an error for entries missing in the checkpoint."""
 
     def __init__(self, *, strict: bool) -> None:
         super().__init__(allow_partial_load=not strict)
