@@ -523,7 +523,7 @@ def load_trees(
             Code.ARGUMENT, f"{framework!r} is none of 'torch', 'numpy', 'jax'", where="framework"
         )
     if framework in ("torch", "jax"):
-        importlib.import_module(framework)
+        _import(framework)
     plan = LoadPlan(checkpoint, worker=0, worker_count=1, allow=frozenset(), only=only)
     if not plan.is_partial:
         checkpoint.open_parts(leaf.part for leaf in checkpoint.leaves.values())
@@ -538,6 +538,18 @@ def load_trees(
         trees.update({field: side.arrays_of(trees[field], field) for field in _FIELDS_OF_TENSORS})
     trees["rng"] = _streams(plan)
     return {field: trees[field] for field in FIELDS if trees[field] != {} or _is_there(plan, field)}
+
+
+def _import(framework: str) -> None:
+    """Import torch or jax. Raises: StateError(ARGUMENT) where the package isn't installed."""
+    try:
+        importlib.import_module(framework)
+    except ModuleNotFoundError as error:
+        if error.name != framework:
+            raise
+        detail = f"the package {framework} isn't installed"
+        remedy = f"pip install {framework}, or give framework='numpy'."
+        raise err(Code.ARGUMENT, detail, where="framework", remedy=remedy) from None
 
 
 def _is_there(plan: LoadPlan, field: str) -> bool:

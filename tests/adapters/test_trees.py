@@ -2,6 +2,7 @@
 
 import collections
 import math
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -328,7 +329,15 @@ def test_trees_come_back_without_a_state():
     assert isinstance(load_trees(checkpoint, "numpy")["weights"]["bias"], np.ndarray)
     assert isinstance(load_trees(checkpoint, "torch")["data"]["array"], torch.Tensor)
     with pytest.raises(StateError, match="ARGUMENT"):
-        load_trees(checkpoint, "jax")
+        load_trees(checkpoint, "mxnet")
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_framework_that_is_not_installed_is_named(monkeypatch, framework):
+    checkpoint = save(State(data={"n": 1}))
+    monkeypatch.setitem(sys.modules, framework, None)
+    with pytest.raises(StateError, match=f"ARGUMENT.*{framework} isn't installed.*pip install"):
+        load_trees(checkpoint, framework)
 
 
 def test_tied_weights_have_all_their_names_without_a_state():
