@@ -115,6 +115,7 @@ class FollowedLoader(EpochLoader):
     """
 
     has_new_skips = False
+    is_pipeline = False
 
     def __init__(self, loader: Any, *, where: str) -> None:
         _check(loader, where)
