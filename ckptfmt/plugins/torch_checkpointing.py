@@ -1,7 +1,8 @@
 """The interface of torch_checkpointing's CheckpointManager, for checkpoints of ckptfmt.
 
-    config = CkptfmtManager.Config(items={"model": ItemSpec(resharder=DefaultResharder())})
-    manager = CkptfmtManager(config)  # where it said CheckpointManager
+    items = {"model": ItemSpec(resharder=DefaultResharder())}
+    config = CkptfmtCheckpointManager.Config(items=items)
+    manager = CkptfmtCheckpointManager(config)  # where it said CheckpointManager
     manager.save("checkpoints/step-1000", {"model": model.state_dict(), "step": 1000})
     manager.load("checkpoints/step-1000", into={"model": model.state_dict()})
 
@@ -44,7 +45,7 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 import ckptfmt
 from ckptfmt.plugins.dcp import CkptfmtReader, CkptfmtWriter
 
-__all__ = ["CkptfmtManager"]
+__all__ = ["CkptfmtCheckpointManager"]
 
 #: Fields of `Config` without an effect here, which must have their defaults.
 _REFUSED: Final = (
@@ -56,7 +57,7 @@ _REFUSED: Final = (
 _LOG: Final = logging.getLogger("ckptfmt")
 
 
-class CkptfmtManager:
+class CkptfmtCheckpointManager:
     """A manager with the methods of torch_checkpointing's `CheckpointManager`.
 
     Every rank creates the manager, and calls its methods in the same order.
@@ -82,8 +83,8 @@ class CkptfmtManager:
             refused.append("ItemSpec(layout=)")
         if refused:
             raise ValueError(
-                f"CkptfmtManager doesn't take {', '.join(refused)}: ckptfmt has its own files, and"
-                " a save's future tells when the checkpoint is committed"
+                f"not taken: {', '.join(refused)}. ckptfmt has its own files, and a save's future"
+                " is done when the checkpoint is committed"
             )
         self._is_async = not isinstance(self._config.save, SyncCheckpointSaverConfig)
         self._is_distributed = dist.is_available() and dist.is_initialized()
@@ -190,7 +191,7 @@ class CkptfmtManager:
 
     def _check_open(self, action: str) -> None:
         if self._is_closed:
-            raise RuntimeError(f"cannot {action} with a closed CkptfmtManager")
+            raise RuntimeError(f"cannot {action} with a closed CkptfmtCheckpointManager")
 
     def _wait(self) -> None:
         pending = self._pending

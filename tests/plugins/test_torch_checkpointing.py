@@ -16,7 +16,9 @@ managers: Any = pytest.importorskip("torch_checkpointing.checkpoint_manager")
 ItemSpec: Any = pytest.importorskip("torch_checkpointing.schema").ItemSpec
 layouts: Any = pytest.importorskip("torch_checkpointing.checkpoint_layout")
 files: Any = pytest.importorskip("torch_checkpointing.storage.filesystem")
-CkptfmtManager: Any = pytest.importorskip("ckptfmt.plugins.torch_checkpointing").CkptfmtManager
+CkptfmtCheckpointManager: Any = pytest.importorskip(
+    "ckptfmt.plugins.torch_checkpointing"
+).CkptfmtCheckpointManager
 Config: Any = managers.CheckpointManager.Config
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WORKER = Path(__file__).with_name("torch_checkpointing_worker.py")
@@ -63,7 +65,7 @@ def test_a_payload_comes_back_bit_by_bit_and_loads_into_live_objects(tmp_path, k
     path = str(tmp_path / "step-10")
     payload = payload_of(*trained())
     expected = bits(payload)
-    manager = CkptfmtManager(getattr(Config, kind)())
+    manager = CkptfmtCheckpointManager(getattr(Config, kind)())
     manager.prewarm_staging(payload)
     future = manager.save(path, payload)
     assert (future is None) == (kind == "with_sync_save")
@@ -93,17 +95,17 @@ def test_a_payload_comes_back_bit_by_bit_and_loads_into_live_objects(tmp_path, k
 
 def test_a_failed_save_is_raised_by_the_next_call_and_leaves_the_older_checkpoint(tmp_path):
     path = str(tmp_path / "last")
-    manager = CkptfmtManager()
+    manager = CkptfmtCheckpointManager()
     manager.save(path, {"step": 1}).result(timeout=60)
     manager.save(path, {"step": object()})
     with pytest.raises(BaseException, match="no plain value"):
         manager.close()
-    assert CkptfmtManager().load(path, into={"step": 0})["step"] == 1
+    assert CkptfmtCheckpointManager().load(path, into={"step": 0})["step"] == 1
 
 
 def test_missing_entries(tmp_path, caplog):
     path = str(tmp_path / "c")
-    manager = CkptfmtManager(Config.with_sync_save())
+    manager = CkptfmtCheckpointManager(Config.with_sync_save())
     manager.save(path, {"model": {"a": torch.ones(2)}, "step": 3})
     into = {"model": {"a": torch.zeros(2), "b": torch.full((1,), 7.0)}}
     with caplog.at_level(logging.WARNING):
@@ -121,7 +123,7 @@ def test_missing_entries(tmp_path, caplog):
 
 def test_the_schema_decides_on_the_items(tmp_path):
     path = str(tmp_path / "c")
-    strict = CkptfmtManager(
+    strict = CkptfmtCheckpointManager(
         Config(items={"step": ItemSpec(), "note": ItemSpec(required=False)}, default=None)
     )
     with pytest.raises(KeyError, match="strict"):
@@ -130,10 +132,10 @@ def test_the_schema_decides_on_the_items(tmp_path):
         strict.save(path, {"note": "a"})
     strict.save(path, {"step": 4, "note": "a"})
     strict.close()
-    later = CkptfmtManager(Config(items={"step": ItemSpec(), "note": ItemSpec()}))
+    later = CkptfmtCheckpointManager(Config(items={"step": ItemSpec(), "note": ItemSpec()}))
     assert dict(later.load(path)) == {"step": 4, "note": "a"}
     with pytest.raises(ValueError, match="into="):
-        CkptfmtManager().load(path)
+        CkptfmtCheckpointManager().load(path)
 
 
 def test_options_of_other_files_are_refused(tmp_path):
@@ -149,10 +151,10 @@ def test_options_of_other_files_are_refused(tmp_path):
         (Config(items={"model": ItemSpec(layout=layout)}), "layout"),
     ):
         with pytest.raises(ValueError, match=word):
-            CkptfmtManager(config)
-    CkptfmtManager(Config(storage_config=files.LocalFileSystemStorageConfig()))
+            CkptfmtCheckpointManager(config)
+    CkptfmtCheckpointManager(Config(storage_config=files.LocalFileSystemStorageConfig()))
     with pytest.raises(ValueError, match="map_location"):
-        CkptfmtManager().load(tmp_path, into={"step": 0}, map_location="cpu")
+        CkptfmtCheckpointManager().load(tmp_path, into={"step": 0}, map_location="cpu")
 
     class Geometry(torch.Tensor):
         global_shape = (4,)
@@ -161,7 +163,7 @@ def test_options_of_other_files_are_refused(tmp_path):
         local_sizes = ((2,),)
 
     with pytest.raises(ValueError, match="CheckpointableTensor"):
-        CkptfmtManager().save(
+        CkptfmtCheckpointManager().save(
             str(tmp_path / "c"), {"model": {"w": torch.ones(2).as_subclass(Geometry)}}
         )
 
@@ -179,7 +181,7 @@ def test_ranks_share_sharded_items_and_keep_their_own(tmp_path):
     ]
     errors = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors
-    manager = CkptfmtManager()  # one rank reads the two shards
+    manager = CkptfmtCheckpointManager()  # one rank reads the two shards
     into = {"model": {"w": torch.zeros(7, 6)}, "loader": {"rank-1": {"position": 0}}}
     loaded = manager.load(tmp_path / "both", into=into, strict=True)
     assert loaded["model"]["w"].tolist() == torch.arange(42.0).reshape(7, 6).tolist()

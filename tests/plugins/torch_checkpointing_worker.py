@@ -15,7 +15,7 @@ from torch_checkpointing.checkpoint_manager import CheckpointManager
 from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.schema import ItemSpec
 
-from ckptfmt.plugins.torch_checkpointing import CkptfmtManager
+from ckptfmt.plugins.torch_checkpointing import CkptfmtCheckpointManager
 
 WHOLE = torch.arange(42.0).reshape(7, 6)
 
@@ -26,7 +26,7 @@ def main(directory: Path, meeting: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     items = {"model": ItemSpec(resharder=DefaultResharder())}
-    manager = CkptfmtManager(CheckpointManager.Config(items=items))
+    manager = CkptfmtCheckpointManager(CheckpointManager.Config(items=items))
     weight = distribute_tensor(WHOLE.clone(), mesh, [Shard(0)])
     payload = {"model": {"w": weight}, "loader": {"position": 10 + rank}, "step": 7}
     for number in range(2):  # the second save replaces the first
@@ -42,7 +42,7 @@ def main(directory: Path, meeting: str) -> None:
     assert loaded["loader"] == {"position": 10 + rank}
     assert loaded["step"] == 7
 
-    own = CkptfmtManager()
+    own = CkptfmtCheckpointManager()
     try:
         own.save(str(directory / "refused"), {"model": {"w": weight}})
     except ValueError as error:
