@@ -115,15 +115,22 @@ def refuse_shares(state: State) -> None:
 
 
 def _values_in(value: object) -> Iterator[Any]:
-    if isinstance(value, PerWorker | FirstWorker):
-        yield from _values_in(value.value)
-    elif isinstance(value, Mapping):
-        yield from _values_in(tuple(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _values_in(item)
-    else:
-        yield value
+    """Yield the values in nested containers, in order; each container is entered once.
+
+    The capture of a state refuses a container that contains itself.
+    """
+    entered: dict[int, object] = {}
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, PerWorker | FirstWorker):
+            waiting.append(found.value)
+        elif not isinstance(found, Mapping | list | tuple):
+            yield found
+        elif id(found) not in entered:
+            entered[id(found)] = found
+            items = found.values() if isinstance(found, Mapping) else found
+            waiting += reversed([*items])
 
 
 class _Stateful(Protocol):

@@ -161,7 +161,7 @@ def test_an_order_that_is_not_in_the_checkpoint_is_said(
     capture = Encoder.leaf_of
 
     def sort_names(encoder: Any, name: str, tree: Any) -> Any:
-        if "params" in tree:
+        if isinstance(tree, dict) and "params" in tree:
             tree = {"params": sorted(tree["params"]), "options": tree["options"]}
         return capture(encoder, name, tree)
 

@@ -171,7 +171,7 @@ def test_no_object_of_the_documents_is_open():
         if isinstance(schema, dict):
             if schema.get("type") == "object" and "properties" in schema:
                 assert schema.get("additionalProperties") is False, where
-                optional = {"durability", "metrics", "suspect", "tags"}
+                optional = {"durability", "metrics", "pipeline", "suspect", "tags"}
                 assert set(schema["properties"]) - set(schema["required"]) <= optional, where
             for key, value in schema.items():
                 check(value, f"{where}/{key}")
