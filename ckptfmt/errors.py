@@ -543,7 +543,10 @@ class Code(StrEnum):
     LOADER_NOT_ELASTIC = (
         "LOADER_NOT_ELASTIC",
         StateError,
-        "Load with as many workers as saved, or pass allow=('loader',); the claim is lowered.",
+        (
+            "Load with as many workers as saved, or pass allow=('loader',), which lowers the claim."
+            " A ckptfmt.Sampler goes on with any number of workers."
+        ),
     )
     #: an alarm sends the training back to the last good checkpoint
     ALARM = (
