@@ -53,15 +53,11 @@ def find_loaders(state: State) -> list[Any]:
 
     Raises: StateError(STATE_UNSUPPORTED, ARGUMENT) for an unsuitable loader.
     """
-    side: Any = torch_side()
+    values = [value for value in _values_in((state.data, state.extra)) if _has_batch_sampler(value)]
+    side: Any = torch_side() if values else None
     if side is None:
         return []
-    values = [value for value in _values_in((state.data, state.extra)) if side.is_loader(value)]
-    return [
-        side.follow_loader(value, where="data")
-        for value in values
-        if not isinstance(value.batch_sampler, Sampler)
-    ]
+    return [side.follow_loader(value, where="data") for value in values if side.is_loader(value)]
 
 
 def has_unread_samplers(state: State) -> bool:
@@ -69,8 +65,12 @@ def has_unread_samplers(state: State) -> bool:
     return any(one.is_unread for one in (*find_samplers(state), *find_loaders(state)))
 
 
-@contextlib.contextmanager
-def merged_shares(group: Group, state: State) -> Iterator[None]:
+def _has_batch_sampler(value: Any) -> bool:
+    """Return whether a value has a batch sampler of torch: no other value can be followed."""
+    return hasattr(value, "batch_sampler") and not isinstance(value.batch_sampler, Sampler)
+
+
+def merged_shares(group: Group, state: State) -> contextlib.AbstractContextManager[None]:
     """Let samplers of several issuing workers return the cursor of all workers in the context.
 
     Every process of the group enters the context at the same save.
@@ -79,8 +79,12 @@ def merged_shares(group: Group, state: State) -> Iterator[None]:
     """
     samplers = [sampler for sampler in find_samplers(state) if sampler.is_shared]
     if not samplers or group.writer_count == 1:
-        yield
-        return
+        return contextlib.nullcontext()
+    return _merging(group, samplers)
+
+
+@contextlib.contextmanager
+def _merging(group: Group, samplers: list[Sampler]) -> Iterator[None]:
     shares, error = attempt(lambda: [sampler.share().as_json() for sampler in samplers])
     told = group.raise_together(error, value=shares)
     if any(type(theirs) is not list or len(theirs) != len(samplers) for theirs in told):
