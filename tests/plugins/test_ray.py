@@ -10,6 +10,9 @@ import ckptfmt
 from tests.plugins import trainings
 
 ray: Any = pytest.importorskip("ray")
+pytestmark = (
+    pytest.mark.slow
+)  # minutes in few tests: begun last, the file alone would be waited for
 SCRIPT = Path(__file__).with_name("ray_training.py")
 TOTAL = 42
 ENV = {"RAY_AUTH_MODE": "disabled", "RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
