@@ -53,16 +53,32 @@ def find_loaders(state: State) -> list[Any]:
 
     Raises: StateError(STATE_UNSUPPORTED, ARGUMENT) for an unsuitable loader.
     """
-    values = [value for value in _values_in((state.data, state.extra)) if _has_batch_sampler(value)]
-    side: Any = torch_side() if values else None
+    return find_readers(state)[1]
+
+
+def find_readers(state: State) -> tuple[list[Sampler], list[Any]]:
+    """Return the results of `find_samplers` and `find_loaders`, from one walk of the state.
+
+    Raises: as `find_loaders`.
+    """
+    samplers: list[Sampler] = []
+    found: list[Any] = []
+    for value in _values_in((state.data, state.extra)):
+        if isinstance(value, Sampler):
+            samplers.append(value)
+        elif _has_batch_sampler(value):
+            found.append(value)
+    side: Any = torch_side() if found else None
     if side is None:
-        return []
-    return [side.follow_loader(value, where="data") for value in values if side.is_loader(value)]
+        return samplers, []
+    loaders = [side.follow_loader(one, where="data") for one in found if side.is_loader(one)]
+    return samplers, loaders
 
 
 def has_unread_samplers(state: State) -> bool:
     """Return whether steps were made without a batch from a sampler or loader of the state."""
-    return any(one.is_unread for one in (*find_samplers(state), *find_loaders(state)))
+    samplers, loaders = find_readers(state)
+    return any(one.is_unread for one in (*samplers, *loaders))
 
 
 def _has_batch_sampler(value: Any) -> bool:

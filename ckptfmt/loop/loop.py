@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
-from ckptfmt.adapters.data_loaders import find_loaders, find_samplers
+from ckptfmt.adapters.data_loaders import find_loaders, find_readers
 from ckptfmt.errors import Code, err
 from ckptfmt.group import Group
 from ckptfmt.saving.one_save import check_step
@@ -150,12 +150,12 @@ class StepCount:
         """
         self.check(step)
         step = operator.index(step)  # accepts NumPy's integers
-        samplers = list(find_samplers(self.state)) if step > self.step else []
+        samplers, loaders = find_readers(self.state) if step > self.step else ([], [])
         for sampler in samplers:
             sampler.check_fetched(step)
         for sampler in samplers:
             sampler.commit(step)
-        for loader in find_loaders(self.state) if step > self.step else ():
+        for loader in loaders:
             loader.note_step(step)
         more = step - self.step
         self.step = step
@@ -180,10 +180,11 @@ class StepCount:
         self.step = step
         self.is_streamless = True
         self._mark_streams = mark_streams
-        for sampler in find_samplers(self.state):
+        samplers, loaders = find_readers(self.state)
+        for sampler in samplers:
             sampler.begin_at(step)
             sampler.note_fetch = mark_streams
-        for loader in find_loaders(self.state):
+        for loader in loaders:
             loader.is_by_steps = True
             loader.note_fetch = mark_streams
             loader.begin_streams = begin_streams
@@ -197,14 +198,14 @@ class StepCount:
 
         Samplers no longer watch their batches after this call.
         """
-        loaders = find_loaders(self.state)
-        samplers = [*find_samplers(self.state), *loaders]
+        samplers, loaders = find_readers(self.state)
         mark = self._mark_streams()
-        for sampler in samplers:
-            sampler.note_fetch = None
+        readers: list[Any] = [*samplers, *loaders]
+        for reader in readers:
+            reader.note_fetch = None
         for loader in loaders:
             loader.begin_streams = None
-        return (DRAWN_IN_HAND,) if any(sampler.drawn_in_hand(mark) for sampler in samplers) else ()
+        return (DRAWN_IN_HAND,) if any(reader.drawn_in_hand(mark) for reader in readers) else ()
 
     def check_known(self) -> None:
         """Check that the live state is the end of a known step. Raises: StateError(ARGUMENT)."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
 from ckptfmt.adapters import find_sides, jax_side, torch_side
-from ckptfmt.adapters.data_loaders import find_loaders, find_samplers
+from ckptfmt.adapters.data_loaders import find_readers
 from ckptfmt.adapters.live import Kind, iter_tensor_readers, iter_tensors, may_be_schedule, walk
 from ckptfmt.adapters.live_trees import fingerprint
 from ckptfmt.adapters.rng_streams import live_streams, make_stream_digest
@@ -394,7 +394,8 @@ class Witness:
         sides = find_sides()
         units = walk(state, worker=0, sides=sides)
         self._optimizers = [unit.value for unit in units if hasattr(unit.value, "param_groups")]
-        self._samplers = [*find_samplers(state), *find_loaders(state)]
+        samplers, loaders = find_readers(state)
+        self._samplers = [*samplers, *loaders]
         side = sides.torch
         found = None if side is None else side.Fingerprint(iter_tensor_readers(state))
         tensors = "" if found is None else found.plan

@@ -1,4 +1,4 @@
-"""The random numbers from which accelerate's loaders take the order of an epoch."""
+"""The random numbers from which a framework's loaders take the order of an epoch."""
 
 from __future__ import annotations
 

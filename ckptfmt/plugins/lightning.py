@@ -83,6 +83,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 import ckptfmt
+from ckptfmt.plugins.epoch_streams import put_streams, read_streams
 
 #: Keys of Lightning's checkpoints with the contents of a field. All other keys go to ``extra``.
 _WEIGHTS: Final = "state_dict"
@@ -875,8 +876,7 @@ def _streams(loader: Any) -> dict[str, Any]:
     """Return the RNG streams of this process and of its loaders."""
     generators = {} if loader is None else _generators(loader)
     streams: dict[str, Any] = {name: read() for name, (read, _) in generators.items()}
-    streams |= {"python": random.getstate(), "numpy": np.random.get_state()}  # noqa: NPY002
-    return streams | {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+    return streams | read_streams() | {"cuda": torch.cuda.get_rng_state_all()}
 
 
 def _put_generators(loader: Any, streams: Mapping[str, Any]) -> None:
@@ -887,9 +887,7 @@ def _put_generators(loader: Any, streams: Mapping[str, Any]) -> None:
 
 def _put_streams(loader: Any, streams: Mapping[str, Any]) -> None:
     _put_generators(loader, streams)
-    random.setstate(streams["python"])
-    np.random.set_state(streams["numpy"])  # noqa: NPY002
-    torch.set_rng_state(streams["torch"])
+    put_streams(streams)
     torch.cuda.set_rng_state_all(streams["cuda"][: torch.cuda.device_count()])
 
 

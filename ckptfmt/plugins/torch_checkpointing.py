@@ -39,7 +39,6 @@ from torch.distributed.tensor import DTensor
 from torch_checkpointing.checkpoint_manager import CheckpointManager
 from torch_checkpointing.checkpointable import CheckpointableTensor
 from torch_checkpointing.config import SyncCheckpointSaverConfig
-from torch_checkpointing.schema import ItemSpec
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 import ckptfmt
@@ -211,19 +210,21 @@ class CkptfmtCheckpointManager:
         unknown = sorted(given.keys() - config.items.keys())
         if unknown and config.default is None:
             raise KeyError(f"no ItemSpec for {unknown}, and the schema is strict (default=None)")
-        return {
-            key: self._item(key, value, config.items.get(key, config.default) or ItemSpec())
-            for key, value in given.items()
-        }
+        return {key: self._item(key, value) for key, value in given.items()}
 
-    def _item(self, key: str, value: Any, spec: ItemSpec) -> Any:
+    def _is_shared(self, key: str) -> bool:
+        """Return whether an item belongs to the whole job."""
+        spec = self._config.items.get(key, self._config.default)
+        return self._world_size == 1 or (spec is not None and spec.resharder is not None)
+
+    def _item(self, key: str, value: Any) -> Any:
         tensors = [leaf for leaf in _iter_leaves(value) if isinstance(leaf, torch.Tensor)]
         if any(isinstance(tensor, CheckpointableTensor) for tensor in tensors):
             raise ValueError(
                 f"{key} has a tensor with shards of the protocol CheckpointableTensor, which"
                 " ckptfmt doesn't know: pass DTensors"
             )
-        if spec.resharder is not None or self._world_size == 1:
+        if self._is_shared(key):
             return value
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             raise ValueError(
@@ -233,9 +234,7 @@ class CkptfmtCheckpointManager:
         return {f"rank-{self._rank}": value}
 
     def _taken_back(self, key: str, value: Any) -> Any:
-        spec = self._config.items.get(key, self._config.default)
-        is_shared = self._world_size == 1 or (spec is not None and spec.resharder is not None)
-        return value if is_shared else value[f"rank-{self._rank}"]
+        return value if self._is_shared(key) else value[f"rank-{self._rank}"]
 
 
 class _Planner(DefaultLoadPlanner):
@@ -249,10 +248,8 @@ class _Planner(DefaultLoadPlanner):
         """Return the plan of this rank. Raises: KeyError; RuntimeError."""
         saved = self.metadata.state_dict_metadata.keys() if self.metadata else set()
         lacking = sorted(self.state_dict.keys() - saved)
-        items: dict[str, bool] = {}
-        for name, path in self.mappings.items():
-            items[str(path[0])] = items.get(str(path[0]), False) or name in saved
-        absent = sorted(key for key, is_there in items.items() if not is_there)
+        items = {name: str(path[0]) for name, path in self.mappings.items()}
+        absent = sorted({*items.values()} - {items[name] for name in items.keys() & saved})
         if absent:
             raise KeyError(f"the checkpoint has nothing of {absent}")
         if lacking and self._strict:
