@@ -49,6 +49,8 @@ _PACKAGE: Final = str(pathlib.Path(ckptfmt.__file__).parent)
 #: one out is no hang.
 _HANG_S: Final = 40.0
 _DEADLINE_S: Final = 15.0
+#: How many places are tried, at most, for each exception that a sample asks for.
+_TRIES_A_SAMPLE: Final = 5
 #: Where interrupts of the trainer's own thread matter: the mechanics of a save.
 _OF_TRAINER: Final = (
     "saving/background.py",
@@ -408,7 +410,7 @@ def _raise_hang(*_: object) -> None:
 
 
 def inject_all(what: str, saver: str, *, seed: int, sample: int | None, file: str = "") -> Report:
-    """Live once for each place, or for a sample of them."""
+    """Live once for each place, or until `sample` exceptions have been raised at places chosen by chance."""
     logging.disable(logging.CRITICAL)
     threading.excepthook = lambda _: None  # a thread that dies without a word is what is looked for
     signal.signal(signal.SIGALRM, _raise_hang)
@@ -430,9 +432,14 @@ def inject_all(what: str, saver: str, *, seed: int, sample: int | None, file: st
             places = [
                 place for place in _list_places(root, what, saver) if re.search(file, place.file)
             ]
+        wanted = len(places) if sample is None else sample
         if sample is not None:
-            places = random.Random(seed).sample(places, min(sample, len(places)))
+            # Threads take other ways from life to life: a place that one came to, another may miss.
+            tries = min(len(places), _TRIES_A_SAMPLE * sample)
+            places = random.Random(seed).sample(places, tries)
         for number, place in enumerate(places):
+            if report.raised == wanted:
+                break
             if not number % 100:
                 sys.stderr.write(f"{number} of {len(places)}\n")
             error: Callable[[], BaseException] = (
