@@ -128,7 +128,8 @@ $(PLUGINS)/.stamp: pyproject.toml conformance/pyproject.toml tools/pyproject.tom
 		hatchling editables
 	@$(PLUGINS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-plugins.txt \
 		--no-build-isolation --editable . --editable ./conformance --editable ./tools --editable '.[accelerate,jax,lightning,ray,torch-checkpointing,torchdata,transformers]' \
-		flax optax hypothesis pytest pytest-timeout pytest-xdist
+		flax optax hypothesis pytest pytest-timeout pytest-xdist \
+		datasets webdataset peft trl timm stable-baselines3 diffusers tensorboard mlflow-skinny wandb
 	@touch $@
 
 .PHONY: test-plugins
