@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.plugins.vision  # noqa: F401 - for the import of torchvision
 from tests.plugins.trainings import verdict
 
 

@@ -28,6 +28,7 @@ _KILL_AT = "KILL_AT_STEP"
 _FORKS = multiprocessing.get_context("forkserver")
 _SLOW = (
     "torch",
+    "tests.plugins.vision",  # before all that imports torchvision
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch._dynamo",  # the first optimizer imports it
