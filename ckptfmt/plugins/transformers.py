@@ -65,12 +65,18 @@ logged after a resume differs: the loss averages over the steps since the resume
 On another number of processes the same state is loaded; the Trainer then distributes the samples
 differently.
 
+**Adapters.** For a model with adapters of PEFT, a save holds the trained tensors, and refers by
+digest to the tensors of the base, which is the directory or the cached snapshot of the hub from
+which the model was loaded. `ckptfmt.State.frozen_base` describes what a load does if the base has
+moved or changed. If no safetensors files of the base are on this machine, all weights are saved,
+and a warning is logged.
+
 **The witness** of each launch compares the steps that a resume repeats: loss and batch of every
 call of ``training_step``, the norm of the gradients, RNG streams, learning rates and weights. The
 verdict is in the log, in ``trainer.checkpointer.load_report`` and in ``ckptfmt log``.
 
 **Refused by name**: DeepSpeed, FSDP1, FSDP on XLA, ``enable_jit_checkpoint`` (use ``stop``),
-``auto_find_batch_size``, and ``push_to_hub`` except with ``hub_strategy="end"``. Not tested: PEFT,
+``auto_find_batch_size``, and ``push_to_hub`` except with ``hub_strategy="end"``. Not tested:
 searches for hyperparameters, quantised models, devices other than the CPU.
 
 Tested with transformers 5.23.0, accelerate 1.15.0 and torch 2.13.0.
@@ -91,6 +97,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.utils import gather_object
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerState, trainer_utils
 from transformers.trainer import TRAINER_STATE_NAME, ExportableState
@@ -103,6 +110,7 @@ from ckptfmt.plugins.epoch_streams import (
     put_generators,
     read_generators,
 )
+from ckptfmt.plugins.peft_bases import find_base, has_adapters, names_of_base
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: Reasons for a lower claim.
@@ -134,7 +142,7 @@ class CkptfmtTrainer(Trainer):
 
     Args:
         ckptfmt: options of a `ckptfmt.Checkpointer`, such as ``saving``, ``copies``, ``stop``,
-            and three more:
+            and four more:
             ``run``: directory of the run; by default ``ckptfmt`` in ``args.output_dir``, or in a
                 trial's own directory.
             ``keep_best``: whether the best checkpoint by ``args.metric_for_best_model`` is kept in
@@ -142,6 +150,8 @@ class CkptfmtTrainer(Trainer):
                 ``keep`` is a `ckptfmt.Retention`.
             ``export_hf``: whether each committed checkpoint is exported to ``checkpoint-N``
                 (False).
+            ``frozen_base``: the place of the base of adapters, as in `ckptfmt.State`; False to save
+                all weights. By default the place from which a model with adapters was loaded.
         args, kwargs: arguments of `transformers.Trainer`, or of the other Trainer base class.
 
     Attributes:
@@ -279,6 +289,7 @@ class _Training(contextlib.ExitStack):
         self.exports = str(output_dir / trainer_utils.PREFIX_CHECKPOINT_DIR)
         self.run = Path(self.options.pop("run", None) or output_dir / "ckptfmt")
         self.does_export = self.options.pop("export_hf", False)
+        self.frozen_base = self.options.pop("frozen_base", None)
         self.best, self.seen, self.place = (
             "",
             -1,
@@ -375,7 +386,24 @@ class _Training(contextlib.ExitStack):
         """Watch the loader of the training, and make the state, once all objects exist."""
         self.loader = loader
         self.watch = DrawWatch(loader)
+        if self.frozen_base is None and has_adapters(self.trainer.model):
+            self.frozen_base = self.agree_on_base()
         self.saved_state = self.state()
+
+    def agree_on_base(self) -> str | None:
+        """Return the place of the base of the adapters; None if any process has no files of it."""
+        model = self.trainer.model
+        own = find_base(model)
+        found = gather_object([own])
+        if all(found):
+            return own
+        if self.trainer.is_world_process_zero():
+            _LOG.warning(
+                "the safetensors files of the base of the adapters aren't on this machine (%s):"
+                " checkpoints hold all weights; ckptfmt={'frozen_base': PATH} gives their place",
+                ", ".join(names_of_base(model)) or "a model made from a configuration",
+            )
+        return None
 
     def begin_epoch(self, *, is_restored: bool = False) -> None:
         """Record the random numbers from which an epoch takes its order, or restore saved numbers.
@@ -442,7 +470,12 @@ class _Training(contextlib.ExitStack):
             _Asked(lambda: {"epoch": trainer.state.epoch, "step": trainer.state.global_step})
         )
         state = ckptfmt.State(
-            weights=trainer.model_wrapped, data=data, extra=extra, config=config, harmless=harmless
+            weights=trainer.model_wrapped,
+            data=data,
+            extra=extra,
+            config=config,
+            harmless=harmless,
+            frozen_base=self.frozen_base or None,
         )
         if args.save_only_model:
             state.rng = False
@@ -492,8 +525,14 @@ class _Training(contextlib.ExitStack):
         """Create ``checkpoint-N`` atomically from a checkpoint once it is committed."""
         digest = handle.wait().digest
         target = Path(f"{self.exports}-{handle.step}")
+        live, names = {}, ["weights:*"]
+        with ckptfmt.open(handle.path) as checkpoint:
+            if checkpoint.frozen:  # the base isn't read: the live model has the same tensors
+                live = self.trainer.model.state_dict()
+                stored = checkpoint.tensors.keys() - checkpoint.frozen.keys()
+                names = [f"weights:{name}" for field, name, _ in stored if field == "weights"]
         trees: Any = ckptfmt.load(
-            handle.path, only=["weights:*", "optimizer:extra/trainer"], framework="torch"
+            handle.path, only=[*names, "optimizer:extra/trainer"], framework="torch"
         )
         state = TrainerState(**json.loads(trees["optimizer"]["extra/trainer"]["json"]))
         state.best_model_checkpoint = (
@@ -501,7 +540,7 @@ class _Training(contextlib.ExitStack):
         )
         place = self.output_dir / ".exporting"
         shutil.rmtree(place, ignore_errors=True)  # perhaps left by a killed process
-        self.trainer._save(str(place / "made"), state_dict=trees["weights"])  # noqa: SLF001
+        self.trainer._save(str(place / "made"), state_dict={**live, **trees["weights"]})  # noqa: SLF001
         state.save_to_json(str(place / "made" / TRAINER_STATE_NAME))
         (place / "made" / _MARK).write_text(
             json.dumps({"checkpoint": handle.path, "digest": digest})
@@ -542,7 +581,10 @@ class _Training(contextlib.ExitStack):
         # Among equal checkpoints the newest is kept.
         self.best = equal[-1] if equal and self.best not in equal else self.best
         ckptfmt.load(
-            self.run / self.best, ckptfmt.State(weights=self.trainer.model_wrapped, rng=False)
+            self.run / self.best,
+            ckptfmt.State(
+                weights=self.trainer.model_wrapped, rng=False, frozen_base=self.frozen_base or None
+            ),
         )
 
 

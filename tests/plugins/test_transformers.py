@@ -65,7 +65,12 @@ pytestmark = [
 #: Processes that can be killed, and needn't import the frameworks anew.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["tests.plugins.transformers_training", "torch._dynamo", "tests.plugins.warm"]
+    [
+        "tests.plugins.vision",
+        "tests.plugins.transformers_training",
+        "torch._dynamo",
+        "tests.plugins.warm",
+    ]
 )
 
 

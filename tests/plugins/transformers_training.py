@@ -50,6 +50,15 @@ def make_model(**changes: Any) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **changes}))
 
 
+def adapt(model: Any) -> Any:
+    """Return a model with LoRA adapters around the attention."""
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - a framework for a few tests
+
+    set_seed(12)
+    config = LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+    return get_peft_model(model, config)
+
+
 class Noting(TrainerCallback):
     """Notes what each step has left behind."""
 
@@ -181,7 +190,7 @@ def make_trainer(directory: Path, *, kind: type[Trainer] = Watched, **options: A
         directory: of this run.
         kind: of Trainer.
         options: ``args``, ``ckptfmt`` and others, as of the Trainer; ``args_type``: the class of
-            the first.
+            the first; ``base``: the directory of a model to be trained with adapters.
     """
     told = {
         "output_dir": str(directory / "out"),
@@ -200,8 +209,9 @@ def make_trainer(directory: Path, *, kind: type[Trainer] = Watched, **options: A
     }
     args = options.pop("args_type", TrainingArguments)(**{**told, **options.pop("args", {})})
     noting = Noting(directory / f"journal-{os.environ.get('RANK', '0')}")
+    base = options.pop("base", None)
     options = {
-        "model": make_model(),
+        "model": make_model() if base is None else adapt(GPT2LMHeadModel.from_pretrained(base)),
         "train_dataset": Tokens(),
         "eval_dataset": Subset(Tokens(), range(8)),
         **options,
