@@ -1,5 +1,6 @@
 """The pages of docs/: their examples are Python, their links lead somewhere, and their versions are those tested."""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -98,3 +99,53 @@ def test_the_frameworks_are_those_that_are_tested():
     }
     plugins = texts.keys() - {"__init__"} - parts
     assert {name for name in plugins if f"ckptfmt.plugins.{name}" not in page} == set()
+
+
+def tables_of(section):
+    """Yield each table of a section of a page: the lines in front of the table, and its rows."""
+    before: list[str] = []
+    rows: list[str] = []
+    for line in [*section.splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append(line)
+        else:
+            if rows:
+                yield "\n".join(before[-3:]), rows[0], rows[2:]
+                rows = []
+            before.append(line)
+
+
+def test_each_claim_about_frameworks_names_a_test():
+    """In its row, or in front of the table; or its row links to a table that does."""
+    page = (ROOT / "docs/frameworks.md").read_text("utf-8")
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", part.splitlines()[0]).lower().replace(" ", "-")
+               for part in sections if list(tables_of(part))}  # fmt: skip
+    assert len(anchors) > 10
+    for section in sections:
+        for before, _, rows in tables_of(section):
+            unheld = [
+                row
+                for row in rows
+                if not re.search(r"`test_\w+`", row)
+                and not re.search(r"`test_\w+`", before)
+                and not set(re.findall(r"\]\(#([\w-]+)\)", row)) & anchors
+            ]
+            assert unheld == []
+
+
+def test_the_tests_that_the_page_on_frameworks_names_exist():
+    page = (ROOT / "docs/frameworks.md").read_text("utf-8")
+    paths = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
+    named = 0
+    for section in re.split(r"^## ", page, flags=re.MULTILINE):
+        files = set(re.findall(r"\b(test_\w+\.py)", section))
+        assert files <= paths.keys()
+        found: set[str] = set()
+        for file in files:
+            tree = ast.parse(paths[file].read_text("utf-8"))
+            found |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        told = set(re.findall(r"`(test_\w+)`", section))
+        assert told <= found, section.splitlines()[0]
+        named += len(told)
+    assert named > 50

@@ -144,6 +144,7 @@ def test_what_is_written_is_an_ordinary_checkpoint(tmp_path):
     with ckptfmt.open(tmp_path / "step-12") as checkpoint:
         assert "0.weight/exp_avg" in checkpoint.optimizer
         assert checkpoint.manifest.fields["rng"].reason == "DCP saves no random numbers"
+        assert checkpoint.manifest.origin.run_id is None
 
 
 def test_a_checkpoint_of_a_state_is_read_by_dcp(tmp_path):

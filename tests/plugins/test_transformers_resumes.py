@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 from transformers.trainer_utils import get_last_checkpoint
 
 import ckptfmt
-from tests.plugins.test_transformers import committed_steps, train, train_here
+from tests.plugins.test_transformers import Jittered, committed_steps, train, train_here
 from tests.plugins.trainings import compare, verdict
 from tests.plugins.transformers_training import SaveAt, Streamed, TerminateAt, Tokens
 
@@ -162,29 +162,47 @@ class Noisy(Tokens):
         return {"input_ids": ids % 64, "labels": ids % 64}
 
 
-INEXACT: dict[str, dict[str, Any]] = {
-    "fetching a batch draws": {"train_dataset": Noisy()},
-    "worker processes draw": {"train_dataset": Noisy(), "args": {"dataloader_num_workers": 1}},
-    "ignore_data_skip=True begins the epoch again": {"args": {"ignore_data_skip": True}},
-    "evaluations reuse their worker processes": {
-        "args": {
-            "dataloader_num_workers": 1,
-            "dataloader_persistent_workers": True,
-            "eval_strategy": "steps",
-            "eval_steps": 4,
-        }
-    },
-}
+INEXACT: list[tuple[str, dict[str, Any]]] = [
+    ("fetching a batch draws", {"train_dataset": Noisy()}),
+    ("fetching a batch draws", {"data_collator": Jittered()}),
+    ("worker processes draw", {"train_dataset": Noisy(), "args": {"dataloader_num_workers": 1}}),
+    (
+        "worker processes draw",
+        {"data_collator": Jittered(), "args": {"dataloader_num_workers": 1}},
+    ),
+    ("ignore_data_skip=True begins the epoch again", {"args": {"ignore_data_skip": True}}),
+    (
+        "evaluations reuse their worker processes",
+        {
+            "args": {
+                "dataloader_num_workers": 1,
+                "dataloader_persistent_workers": True,
+                "eval_strategy": "steps",
+                "eval_steps": 4,
+            }
+        },
+    ),
+]
 
 
-@pytest.mark.parametrize("reason", INEXACT)
-def test_a_resume_that_cant_be_exact_says_so(tmp_path, reason, may_be_refuted):
+@pytest.mark.parametrize(("reason", "told"), INEXACT)
+def test_a_resume_that_cant_be_exact_says_so(tmp_path, reason, told, may_be_refuted):
     may_be_refuted.add(tmp_path / "out/ckptfmt")
-    told = INEXACT[reason]
     train_here(tmp_path, stop_at=6, **told)
     report = train_here(tmp_path, stop_at=7, resume=True, **told).checkpointer.load_report
     assert report.claim != "T1"
     assert any(line.startswith(reason) for line in report.lowered_by)
+
+
+def test_dispatched_batches_lower_the_claim(tmp_path, may_be_refuted):
+    """Within an epoch of two processes; process 0 fetches the batches for both."""
+    may_be_refuted.add(tmp_path / "out/ckptfmt")
+    args = {"accelerator_config": {"dispatch_batches": True}}
+    train(tmp_path, processes=2, kill_at=3, **told(2, save_at=2, **args))
+    train(tmp_path, processes=2, resume=True, **told(2, **args))
+    claim, *reasons = (tmp_path / "claim").read_text().splitlines()
+    assert claim == "S0"
+    assert any("dispatch_batches" in reason for reason in reasons)
 
 
 def test_the_comparison_sees_another_order(tmp_path, monkeypatch, may_be_refuted):
