@@ -10,9 +10,10 @@ from typing import Any, Final
 
 from ckptfmt.adapters import Sides, find_sides
 from ckptfmt.adapters.context import local_facts, own_config, provenance, topology
-from ckptfmt.adapters.data_loaders import UNREAD_SAMPLERS, has_unread_samplers
+from ckptfmt.adapters.data_loaders import has_unread_samplers
+from ckptfmt.adapters.data_position import UNREAD
 from ckptfmt.adapters.live import Kind, Live, Unit, check_source, is_piece, optimizer_prefix
-from ckptfmt.adapters.live_trees import GLOBAL, Encoder
+from ckptfmt.adapters.live_trees import GLOBAL, Encoder, plain_leaves
 from ckptfmt.adapters.numbering import list_leaves
 from ckptfmt.adapters.placing import is_named_tensors
 from ckptfmt.adapters.rng_streams import capture_streams, live_streams, unit_streams
@@ -80,7 +81,9 @@ def capture(
         found, sources = _capture_unit(unit, live, number)
         leaves += found
         tensors += sources
-    doubts = () if look is None else tuple(look(live.units, leaves, tensors))
+    doubts: tuple[str, ...] = (UNREAD,) if has_unread_samplers(state) else ()
+    if look is not None:
+        doubts += tuple(look(live.units, leaves, tensors))
     sides = find_sides()  # the code of a value may have imported a library
     leaves += _context_leaves(state, live, sides, lacking, worker=worker, doubts=doubts)
     aliases = [
@@ -100,6 +103,7 @@ def capture(
         streams=tuple(streams),
         leaves=sort_rows(leaves),
         absent=absent,
+        doubts=doubts,
         declared_by={} if side is None else side.declared_by(tensors),
     )
 
@@ -219,15 +223,10 @@ def _context_leaves(
     if worker == 0:
         facts = local_facts(live, sides.torch)
         values.append(("provenance", "", provenance(state.provenance, state.init_from)))
-        if has_unread_samplers(state):
-            facts[UNREAD_SAMPLERS] = True
         facts |= dict.fromkeys(doubts, True)
         if unsaved:
             facts[UNSAVED] = list(unsaved)
         if objects := look_at(live.units):
             values.append(("topology", SEEN_TOPOLOGY, objects))
         values.append(("topology", LOCAL_TOPOLOGY, facts))
-    return [
-        Encoder(field=field, scope=GLOBAL, inline=True, sides=sides).leaf(name, value)
-        for field, name, value in values
-    ]
+    return plain_leaves(values, sides)

@@ -27,15 +27,6 @@ from ckptfmt.errors import Code, err
 from ckptfmt.group import Group, attempt
 from ckptfmt.state import FirstWorker, PerWorker, State
 
-#: The member of topology that marks a launch which took no batch from its samplers, and the text of
-#: the lowered claim.
-UNREAD_SAMPLERS: Final = "unread_samplers"
-UNREAD: Final = (
-    "no batch was taken of a Sampler or DataLoader in State, neither by iterating nor by"
-    " indices(): the training didn't follow its order"
-)
-
-
 #: The remedy for a loader with differences from the saved loader.
 _OTHER_LOADER: Final = (
     "Make the loader as it was; or begin its data anew: Checkpointer(...,"

@@ -15,9 +15,14 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.write.snapshot import TensorSource
 
 #: Members of topology for doubts, each with the reason for a lower claim of the checkpoint.
+UNREAD: Final = "unread_samplers"
 STILL: Final = "still_data"
 SHUFFLED: Final = "unsaved_shuffle"
 DATA_DOUBTS: Final = {
+    UNREAD: (
+        "no batch was taken of a Sampler or DataLoader in State, neither by iterating nor by"
+        " indices(): the training didn't follow its order"
+    ),
     STILL: (
         "the position in the data was the same at an earlier step of the launch: it doesn't"
         " move with the training"
@@ -28,7 +33,7 @@ DATA_DOUBTS: Final = {
         " numbers (shuffle=True): a resume within an epoch sees other samples"
     ),
 }
-#: The remedy for each doubt.
+#: The remedy for positions as plain values.
 _REMEDY: Final = (
     "give an object with the position, State(data=ckptfmt.Sampler(...)) or a StatefulDataLoader, or"
     " keep the mapping in the"

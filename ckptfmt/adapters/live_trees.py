@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -124,6 +124,30 @@ def flattened_kind(tree: Mapping[Any, Any]) -> str:
     """Return the class name of a composite tensor, given its tree."""
     made = tree[FLATTENED]
     return str(made.get("kind")) if isinstance(made, dict) else str(made)
+
+
+def plain_leaves(values: Sequence[tuple[str, str, object]], sides: Sides | None) -> list[Leaf]:
+    """Return the leaves of values without tensors: arrays become parts of the leaves.
+
+    Args:
+        values: field, name and live value of each leaf of the scope ``global``.
+        sides: the modules for torch and JAX; None to look the modules up.
+
+    Raises: as `Encoder.leaf`.
+    """
+    trees = [
+        Encoder(field=field, scope=GLOBAL, inline=True, sides=sides).encode(value, name)
+        for field, name, value in values
+    ]
+    return [
+        Leaf(
+            field=field,
+            name=name,
+            scope=GLOBAL,
+            value=dump_tree(tree, where=functools.partial(place_of, field, name)),
+        )
+        for (field, name, _), tree in zip(values, trees, strict=True)
+    ]
 
 
 class Encoder:

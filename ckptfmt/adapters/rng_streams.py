@@ -17,7 +17,13 @@ import numpy as np
 from ckptfmt.adapters import Sides, torch_side
 from ckptfmt.adapters.data_loaders import PassiveLoader
 from ckptfmt.adapters.live import Kind, Unit, is_generator
-from ckptfmt.adapters.live_trees import GLOBAL, Encoder, attributes_of, plain_values, worker_scope
+from ckptfmt.adapters.live_trees import (
+    GLOBAL,
+    attributes_of,
+    plain_leaves,
+    plain_values,
+    worker_scope,
+)
 from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.documents.part import RngStream
 from ckptfmt.errors import Code, err
@@ -201,16 +207,12 @@ def capture_streams(
         worker: the number of the worker.
         sides: the modules for torch and JAX; None to look the modules up.
     """
+    positions = [("rng", stream.name, stream.read()) for stream in streams]
     scope = worker_scope(worker)
-    encoder = Encoder(field="rng", scope=scope, inline=True, sides=sides)
+    leaves = plain_leaves(positions, sides)
     return [
-        RngStream(
-            name=stream.name,
-            scope=scope,
-            kind=stream.kind,
-            state=encoder.leaf(stream.name, stream.read()).value,
-        )
-        for stream in streams
+        RngStream(name=stream.name, scope=scope, kind=stream.kind, state=leaf.value)
+        for stream, leaf in zip(streams, leaves, strict=True)
     ]
 
 

@@ -18,7 +18,6 @@ from ckptfmt.adapters.context import (
     own_config,
     topology,
 )
-from ckptfmt.adapters.data_loaders import UNREAD, UNREAD_SAMPLERS
 from ckptfmt.adapters.data_position import DATA_DOUBTS
 from ckptfmt.adapters.live import NO_SCHEDULE, Live, may_be_schedule
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder
@@ -205,9 +204,6 @@ def compare_topology(plan: LoadPlan, live: Live) -> list[str]:
     for name, now in facts.items():
         key = ("topology", name, GLOBAL)
         saved = dict(plan.checkpoint.leaf(*key)) if key in plan.checkpoint.leaves else {}
-        if saved.pop(UNREAD_SAMPLERS, False):
-            lowered.append(UNREAD)
-            plan.reorders = True
         for doubt, reason in DATA_DOUBTS.items():
             if saved.pop(doubt, False):
                 lowered.append(reason)

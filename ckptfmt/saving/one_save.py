@@ -146,6 +146,7 @@ def agree_on_save(
     }
     told = group.agree(error, mine)
     assert snapshot is not None  # noqa: S101
+    fingerprints = [theirs["fingerprint"] for theirs in told]
     check_same_leaves(group, snapshot.leaves, [theirs["leaves"] for theirs in told])
     origin = dataclasses.replace(
         proposed,
@@ -154,7 +155,6 @@ def agree_on_save(
         attempt=told[0]["attempt"],
         writer_count=group.writer_count,
     )
-    fingerprints = [theirs["fingerprint"] for theirs in told]
     _assign(group, snapshot, ownership, fingerprints, origin.block_nbytes)
     agreed = dataclasses.replace(save, origin=origin, writer=group.writer)
     return agreed, snapshot, [theirs["say"] for theirs in told]

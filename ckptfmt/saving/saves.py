@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
-from ckptfmt.adapters.data_loaders import UNREAD, has_unread_samplers
+from ckptfmt.adapters.data_position import DATA_DOUBTS, UNREAD
 from ckptfmt.adapters.live import Live, list_doubts
 from ckptfmt.adapters.unsaved import Unheld
 from ckptfmt.commit.decision import Known, read_register
@@ -313,8 +313,6 @@ class Saves:
         for unsaved in found:
             self._report(f"{unsaved}; a resume claims no T1")
             texts.append(unsaved.text)
-        if saves and has_unread_samplers(state):
-            self._report(f"SAMPLER_UNREAD: {UNREAD}; a resume claims no T1")
         return texts
 
     def _look_for_devices(self, snapshot: Snapshot) -> None:
@@ -483,6 +481,8 @@ class Saves:
             handle.tell_failed(error)
             raise
         self._raise_failure(told)
+        if UNREAD in snapshot.doubts:
+            self._report(f"SAMPLER_UNREAD: {DATA_DOUBTS[UNREAD]}; a resume claims no T1")
         for sentence in self._ownership.position.reports:
             self._report(sentence)
         self._warn_of_limits(snapshot.leaves)

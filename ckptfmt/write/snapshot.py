@@ -105,6 +105,7 @@ class Snapshot:
         streams: the writer's RNG streams.
         leaves: the writer's plain values.
         absent: fields for which the writer has no state, each with the reason.
+        doubts: names of the `DATA_DOUBTS` about the writer's position in the data.
         declared_by: for each declared replica, the declarer's name, such as a mesh. A declaration
             covers the declarer's holders only: a replica of several declarers is written once for
             each declarer, and the copies are compared.
@@ -116,5 +117,6 @@ class Snapshot:
     streams: tuple[RngStream, ...]
     leaves: tuple[Leaf, ...]
     absent: dict[str, str]
+    doubts: tuple[str, ...] = ()
     declared_by: Mapping[TensorKey, str] = dataclasses.field(default_factory=dict)
     labels: Labels = NO_LABELS
