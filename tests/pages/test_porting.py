@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ckptfmt
+from tests.forks import run_program
 from tests.house.sources import ROOT
 
 PAGE = ROOT / "docs" / "porting.md"
@@ -49,20 +48,19 @@ def start(
 ) -> tuple[int, dict[tuple[str, int], str], str]:
     """Run a program; return its exit code, the losses that it printed with all their bits, and its log."""
     options = ["--run", run] if program == "imagenet.py" else [run]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", KILLER, str(kill_at), program, *options],
-        cwd=place,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+    log = place / f"{run}-{kill_at}.log"
+    code, printed = run_program(
+        ["-c", KILLER, str(kill_at), program, *options],
+        place=place,
+        variables=os.environ,
+        warn=["error"],
+        errors=str(log),
     )
     losses = {}
-    for line in done.stdout.splitlines():
+    for line in printed.splitlines():
         kind, number, loss = line.split()
         losses[kind, int(number)] = float(loss).hex()
-    return done.returncode, losses, done.stderr
+    return code, losses, log.read_text("utf-8")
 
 
 def contents(path: Path) -> dict[str, bytes]:

@@ -15,28 +15,29 @@ pytestmark = (
 )  # minutes in few tests: begun last, the file alone would be waited for
 SCRIPT = Path(__file__).with_name("ray_training.py")
 TOTAL = 42
-ENV = {"RAY_AUTH_MODE": "disabled", "RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-def train(directory, *asked):
-    """Train under Ray, one after the other, and return what was printed.
-
-    Args:
-        directory: of their storage and journals.
-        asked: name, workers, last step, and the step behind which worker 1 kills itself, once, or
-            0.
-    """
-    told = trainings.run(SCRIPT, directory, *asked, env=ENV, timeout_s=900)
-    assert "TRAINED" in told, told[-4000:]
-    return told
+ENV = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's controller takes one report of each worker per check: 2 s for each step by default.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
+}
+#: Name, workers, last step, and the step behind which worker 1 kills itself once; 0 for none.
+TRAININGS = (
+    f"right,2,{TOTAL},0",
+    f"killed,2,{TOTAL},28",
+    "forgetful,2,30,28",
+    f"right,1,{TOTAL + 4},0",
+)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
+    """Return the directory of all trainings, which one cluster runs in order, and the output."""
     directory = tmp_path_factory.mktemp("ray")
-    return directory, train(
-        directory, f"right,2,{TOTAL},0", f"killed,2,{TOTAL},28", "forgetful,2,30,28"
-    )
+    told = trainings.run(SCRIPT, directory, *TRAININGS, env=ENV, timeout_s=900)
+    assert "TRAINED" in told, told[-4000:]
+    return directory, told
 
 
 def journal(directory, name, rank):
@@ -86,8 +87,8 @@ def test_the_comparison_sees_streams_and_samples_that_are_not_restored(trained):
 def test_the_run_goes_on_with_another_number_of_workers(trained):
     directory, _ = trained
     both = [trainings.read(journal(directory, "right", rank)) for rank in range(2)]
-    train(directory, f"right,1,{TOTAL + 4},0")
-    lines = trainings.read(journal(directory, "right", 0))
+    lines = both[0]
+    assert max(both[1]) == TOTAL
     assert [len(lines[step]) for step in range(TOTAL, TOTAL + 5)] == [1] * 5
     sampler = ckptfmt.Sampler(60, global_batch=4, seed=3, worker=(0, 1))
     for step in range(1, TOTAL + 5):
