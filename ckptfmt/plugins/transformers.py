@@ -71,6 +71,11 @@ which the model was loaded. `ckptfmt.State.frozen_base` describes what a load do
 moved or changed. If no safetensors files of the base are on this machine, all weights are saved,
 and a warning is logged.
 
+**TRL.** ``class MyTrainer(CkptfmtTrainer, GRPOTrainer)`` also saves the completions on which a
+trainer of TRL still trains, its counters and metrics, and a reference model that follows the
+policy: `ckptfmt.plugins.generations`. On another number of processes the completions are generated
+again.
+
 **The witness** of each launch compares the steps that a resume repeats: loss and batch of every
 call of ``training_step``, the norm of the gradients, RNG streams, learning rates and weights. The
 verdict is in the log, in ``trainer.checkpointer.load_report`` and in ``ckptfmt log``.
@@ -110,6 +115,7 @@ from ckptfmt.plugins.epoch_streams import (
     put_generators,
     read_generators,
 )
+from ckptfmt.plugins.generations import find_generations
 from ckptfmt.plugins.peft_bases import find_base, has_adapters, names_of_base
 
 _LOG: Final = logging.getLogger("ckptfmt")
@@ -486,6 +492,7 @@ class _Training(contextlib.ExitStack):
                 if (scaler := getattr(trainer.accelerator, "scaler", None))
                 else {}
             )
+            extra |= find_generations(trainer)
         return state
 
     def _take_trainer(self, state: dict[str, Any]) -> None:
