@@ -139,8 +139,13 @@ _HARMLESS: Final = (
     "logging_", "metric_for", "output_dir", "project", "push_to_hub", "report_to", "resume_from",
     "run_name", "save_", "skip_memory", "trackio_",
 )  # fmt: skip
-#: Entries of a model's configuration about its creation and storage, which aren't compared.
-_NOT_COMPARED: Final = ("_name_or_path", "architectures", "dtype", "transformers_version")
+#: Entries of the configuration about the creation and storage of a model, not about its training.
+_NOT_COMPARED: Final = (
+    "base_model", "generation", "model/architectures", "model/dtype", "model/transformers_version",
+)  # fmt: skip
+_NOT_COMPARED_OF_ADAPTERS: Final = (
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version",
+)  # fmt: skip
 
 
 class CkptfmtTrainer(Trainer):
@@ -467,11 +472,16 @@ class _Training(contextlib.ExitStack):
         args = self.trainer.args
         asked = _Asked(self._dump_trainer, self._take_trainer)
         extra: dict[str, object] = {"trainer": ckptfmt.FirstWorker(asked)}
-        config = {
-            "args": _plain(args),
-            "model": _plain(getattr(trainer.model, "config", None), _NOT_COMPARED),
-        }
-        harmless = tuple(f"args/{name}" for name in config["args"] if name.startswith(_HARMLESS))
+        config = {"args": _plain(args), **_describe(trainer.model)}
+        harmless = (
+            *(f"args/{name}" for name in config["args"] if name.startswith(_HARMLESS)),
+            *_NOT_COMPARED,
+            *(
+                f"peft/{name}/{member}"
+                for name in config.get("peft", ())
+                for member in _NOT_COMPARED_OF_ADAPTERS
+            ),
+        )
         data = ckptfmt.FirstWorker(
             _Asked(lambda: {"epoch": trainer.state.epoch, "step": trainer.state.global_step})
         )
@@ -676,14 +686,36 @@ def _metrics_of(state: TrainerState) -> dict[str, float]:
     }
 
 
-def _plain(value: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def _describe(model: Any) -> dict[str, Any]:
+    """Return the configurations of a model, with which `ckptfmt convert --to hf` describes it."""
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    described = _plain(getattr(whole, "config", None))
+    name = described.pop("_name_or_path", None)
+    if described:
+        described["architectures"] = [type(whole).__name__]
+    found = {"model": described}
+    if name and not Path(name).is_dir():  # a name of the hub
+        found["base_model"] = name
+    if generation := getattr(whole, "generation_config", None):
+        found["generation"] = _plain(generation)
+    if has_adapters(model):
+        # What PEFT writes for an adapter without the name of a task.
+        kind = type(whole)
+        mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+        found["peft"] = {
+            key: {**_plain(one), **({} if one.task_type else {"auto_mapping": mapping})}
+            for key, one in model.peft_config.items()
+        }
+    return found
+
+
+def _plain(value: Any) -> dict[str, Any]:
     """Return a configuration as JSON, with the type's name for values that JSON lacks."""
-    told = (
-        {name: what for name, what in value.to_dict().items() if name not in without}
-        if value
-        else {}
-    )
-    return json.loads(json.dumps(told, default=lambda other: type(other).__qualname__))
+
+    def fit(other: object) -> object:
+        return sorted(other, key=str) if isinstance(other, set) else type(other).__qualname__
+
+    return json.loads(json.dumps(value.to_dict() if value else {}, default=fit))
 
 
 def _refuse_unsupported(trainer: Any) -> None:

@@ -118,6 +118,7 @@ def test_shards_of_a_hugging_face_directory_hold_the_limit_and_are_found_by_the_
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     names = [f"model-{number:05d}-of-00004.safetensors" for number in range(1, 5)]
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
+        "README.md",
         *names,
         "model.safetensors.index.json",
     ]

@@ -212,6 +212,18 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", default="5GB", help="of each file of an hf TARGET (5GB)"
     )
+    parser.add_argument(
+        "--like",
+        metavar="DIRECTORY",
+        help="whose configuration and tokenizer files an hf TARGET gets, such as the base model's",
+    )
+    parser.add_argument(
+        "--card",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="entry of the model card of an hf TARGET, such as license=mit; may be repeated",
+    )
     add_bases(parser)
     parser.add_argument("--strict", action="store_true", help="refuse to leave anything out")
 

@@ -16,6 +16,7 @@ from ckptfmt.read.files import read_anew
 from ckptfmt_tools.convert.content import LeftOut
 from ckptfmt_tools.convert.converting import Conversion, plan_conversion
 from ckptfmt_tools.convert.hf import parse_nbytes
+from ckptfmt_tools.convert.hub import HubOptions
 
 #: The number of names shown for each reason; ``--json`` has all names.
 _SHOWN: Final = 4
@@ -48,7 +49,11 @@ def _convert(arguments: argparse.Namespace) -> Conversion:
         rules=arguments.field,
         only=arguments.only,
         step=arguments.step,
-        max_shard_nbytes=parse_nbytes(arguments.max_shard_size),
+        hub=HubOptions(
+            max_shard_nbytes=parse_nbytes(arguments.max_shard_size),
+            like=arguments.like,
+            card=tuple(arguments.card),
+        ),
     ) as conversion:
         if arguments.strict and conversion.left_out:
             raise _refusal(conversion)

@@ -23,6 +23,7 @@ from typing import Any, Final, TypeAlias
 from ckptfmt import limits
 from ckptfmt.adapters.live_trees import GLOBAL, child_name
 from ckptfmt.box import Box
+from ckptfmt.documents.manifest import Manifest
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
@@ -295,6 +296,8 @@ class Content:
         step: number of training steps done; None where the source has no such number.
         step_key: key of the step in a foreign source.
         budget: budget of tensor bytes; None where the source is a checkpoint of ckptfmt.
+        manifest: the manifest of a checkpoint of ckptfmt; None for a foreign source.
+        frozen: the tensors that a checkpoint of ckptfmt takes from a frozen base.
     """
 
     origin: str
@@ -305,6 +308,8 @@ class Content:
     step: int | None = None
     step_key: str | None = None
     budget: Budget | None = None
+    manifest: Manifest | None = None
+    frozen: frozenset[TensorKey] = frozenset()
 
     def add(self, tensor: Tensor) -> None:
         """Add a tensor.

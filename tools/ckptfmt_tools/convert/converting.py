@@ -41,13 +41,15 @@ from ckptfmt.write.image import Context, Piece, plan_image
 from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import LiveContents, check_snapshot, write_image
 from ckptfmt_tools.convert import hf, torch_sources
+from ckptfmt_tools.convert.adapter_directory import adapters_of, plan_adapters
 from ckptfmt_tools.convert.content import ANEW, COPY, Content, LeftOut, Tensor, map_tree
 from ckptfmt_tools.convert.fields import assemble, find_step, nothing_in, parse_rules, sort_fields
 from ckptfmt_tools.convert.hf import INDEX_NAME
+from ckptfmt_tools.convert.hub import HubOptions, plan_files
 from ckptfmt_tools.convert.recognition import check_format, is_safetensors, is_torch, read_head
 
-#: Size of a file of a Hugging Face directory, if the caller gives none.
-MAX_SHARD_NBYTES = 5 * 10**9
+#: Options of a Hugging Face directory, if the caller gives none.
+DEFAULTS: Final = HubOptions(max_shard_nbytes=5 * 10**9)
 
 #: The part of a checkpoint without a counterpart in foreign formats.
 _PROOF = (LeftOut("digests", "the target has none: damage to it won't be noticed"),)
@@ -120,7 +122,7 @@ def plan_conversion(
     rules: Iterable[str] = (),
     only: str | None = None,
     step: int | None = None,
-    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    hub: HubOptions = DEFAULTS,
 ) -> Iterator[Conversion]:
     """Read a source's structure and plan the target; the source stays open until the context ends.
 
@@ -133,7 +135,7 @@ def plan_conversion(
         only: the only field to convert; None for all fields.
         step: number of training steps done, which replaces the source's number; None for the
             source's number.
-        max_shard_nbytes: greatest size of a file of a Hugging Face directory.
+        hub: options of a Hugging Face directory.
 
     Raises: CkptError of any code.
     """
@@ -169,6 +171,9 @@ def plan_conversion(
         raise err(
             Code.ARGUMENT, f"a source of kind {from_kind} has its fields already", where="--field"
         )
+    if to_kind != "hf" and (hub.like is not None or hub.card):
+        detail = f"a target of kind {to_kind} has neither a model card nor a tokenizer"
+        raise err(Code.ARGUMENT, detail, where="--like" if hub.like is not None else "--card")
     if step is not None and to_kind in ("hf", "safetensors"):
         raise err(Code.ARGUMENT, f"a target of kind {to_kind} has no step", where="--step")
     if step is not None and from_kind == "ckptfmt":
@@ -184,7 +189,7 @@ def plan_conversion(
         else:
             content = _read_foreign(source, from_kind, rules, step)
             _check_refused(content, "weights" if to_kind in ("hf", "safetensors") else only)
-        plan = _PLANS[to_kind](content, only, max_shard_nbytes)
+        plan = _PLANS[to_kind](content, only, hub)
         kept = content.left_out if only is None or from_kind != "ckptfmt" else []
         if from_kind == "ckptfmt" and only is None:
             of_step = LeftOut(
@@ -289,7 +294,7 @@ def _torch_side() -> ModuleType:
         ) from None
 
 
-def _plan_native(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
+def _plan_native(content: Content, only: str | None, _hub: HubOptions) -> _Target:
     if only is not None:
         content.tensors = {key: tensor for key, tensor in content.tensors.items() if key[0] == only}
         content.leaves = {key: tree for key, tree in content.leaves.items() if key[0] == only}
@@ -304,16 +309,23 @@ def _plan_native(content: Content, only: str | None, _max_shard_nbytes: int) -> 
     return _Target(tensors=list(content.tensors.values()), left_out=[], write=write)
 
 
-def _plan_hf(content: Content, only: str | None, max_shard_nbytes: int) -> _Target:
-    layout = hf.plan_layout(content, max_shard_nbytes=max_shard_nbytes, only=only)
+def _plan_hf(content: Content, only: str | None, hub: HubOptions) -> _Target:
+    adapters = adapters_of(content)
+    others: dict[str, bytes] = {}
+    if adapters:
+        layout, others = plan_adapters(content, adapters, only)
+    else:
+        layout = hf.plan_layout(content, max_shard_nbytes=hub.max_shard_nbytes, only=only)
+    others |= plan_files(content, layout.tensors, hub, adapter=bool(adapters))
 
     def write(path: Path, on_progress: Callable[[int], None]) -> None:
-        hf.write_directory(LocalStore(path, writable=True), layout, on_progress=on_progress)
+        store = LocalStore(path, writable=True)
+        hf.write_directory(store, layout, others, on_progress=on_progress)
 
     return _Target(tensors=layout.tensors, left_out=layout.left_out, write=write)
 
 
-def _plan_safetensors(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
+def _plan_safetensors(content: Content, only: str | None, _hub: HubOptions) -> _Target:
     layout = hf.plan_layout(content, max_shard_nbytes=None, only=only)
 
     def write(path: Path, on_progress: Callable[[int], None]) -> None:
@@ -325,7 +337,7 @@ def _plan_safetensors(content: Content, only: str | None, _max_shard_nbytes: int
     return _Target(tensors=layout.tensors, left_out=layout.left_out, write=write)
 
 
-def _plan_torch(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
+def _plan_torch(content: Content, only: str | None, _hub: HubOptions) -> _Target:
     side = _torch_side()
     root, left_out = _fitting(content, only, side, numbered=True)
     tensors = list({id(tensor): tensor for tensor in side.iter_tensors(root)}.values())
@@ -336,7 +348,7 @@ def _plan_torch(content: Content, only: str | None, _max_shard_nbytes: int) -> _
     return _Target(tensors=tensors, left_out=left_out, write=write)
 
 
-def _plan_dcp(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
+def _plan_dcp(content: Content, only: str | None, _hub: HubOptions) -> _Target:
     side = _torch_side()
     root, left_out = _fitting(content, only, side, numbered=False)
     flat = side.plan_flat(root)
@@ -369,7 +381,7 @@ def _fitting(
     return root, left_out
 
 
-_PLANS: dict[str, Callable[[Content, str | None, int], _Target]] = {
+_PLANS: dict[str, Callable[[Content, str | None, HubOptions], _Target]] = {
     "ckptfmt": _plan_native,
     "torch": _plan_torch,
     "dcp": _plan_dcp,
@@ -543,7 +555,12 @@ def read_checkpoint(checkpoint: Checkpoint) -> Content:
 
     Each tensor is read and verified when the bytes are requested.
     """
-    content = Content(origin="a checkpoint of ckptfmt", step=checkpoint.step)
+    content = Content(
+        origin="a checkpoint of ckptfmt",
+        step=checkpoint.step,
+        manifest=checkpoint.manifest,
+        frozen=frozenset(checkpoint.frozen),
+    )
     for tensor in checkpoint.tensors.values():
         content.add(
             Tensor(

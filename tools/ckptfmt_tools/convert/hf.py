@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -244,6 +244,11 @@ class Layout:
     left_out: list[LeftOut]
 
     @property
+    def has_index(self) -> bool:
+        """Whether the weights are in several files of one model."""
+        return all(_SHARD_OF.fullmatch(name) for name in self.files)
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All tensors to write."""
         return [tensor for rows in self.files.values() for _, tensor in rows]
@@ -259,16 +264,10 @@ def plan_layout(content: Content, *, max_shard_nbytes: int | None, only: str | N
 
     Raises: StateError(ARGUMENT) for another field than weights, or where there are no weights.
     """
-    holds = (
-        f"a {'safetensors file' if max_shard_nbytes is None else 'Hugging Face directory'}"
-        " holds weights only"
-    )
-    if only not in (None, "weights"):
-        raise err(Code.ARGUMENT, holds, where="--only")
+    kind = "safetensors file" if max_shard_nbytes is None else "Hugging Face directory"
+    others = list_others(content, only, f"a {kind} holds weights only")
     root, left_out = assemble(content, "weights", lambda value: value, numbered=False)
-    if only is None:
-        keys = [key for key in (*content.tensors, *content.leaves) if key[0] != "weights"]
-        left_out += [LeftOut(text_of(key), holds) for key in keys]
+    left_out += others
     stored: dict[int, str] = {}
     shards: list[list[tuple[str, Tensor]]] = []
     room = 0
@@ -299,6 +298,21 @@ def plan_layout(content: Content, *, max_shard_nbytes: int | None, only: str | N
     )
 
 
+def list_others(content: Content, only: str | None, holds: str) -> list[LeftOut]:
+    """Return the tensors and values to be left out because they aren't weights.
+
+    Args:
+        only: the only field to convert; for None the others are listed.
+        holds: a sentence about the target.
+
+    Raises: StateError(ARGUMENT) for another field than weights.
+    """
+    if only not in (None, "weights"):
+        raise err(Code.ARGUMENT, holds, where="--only")
+    keys = [key for key in (*content.tensors, *content.leaves) if key[0] != "weights"]
+    return [LeftOut(text_of(key), holds) for key in keys] if only is None else []
+
+
 def _iter_named(root: dict[str, Any], left_out: list[LeftOut]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a tree of weights; below the first level, a path is the name."""
     for key, value in root.items():
@@ -327,14 +341,25 @@ def _why_not(name: str, tensor: Tensor) -> str:
     return "safetensors keeps this name for itself" if name == _METADATA else ""
 
 
-def write_directory(store: Store, layout: Layout, *, on_progress: Callable[[int], None]) -> None:
+def write_directory(
+    store: Store,
+    layout: Layout,
+    others: Mapping[str, bytes],
+    *,
+    on_progress: Callable[[int], None],
+) -> None:
     """Write the files, each created whole; the index last.
+
+    Args:
+        others: name and content of the files beside the weights.
 
     Raises: StoreError; errors of reading the source.
     """
     for name, rows in layout.files.items():
         write_file(store, name, rows, on_progress=on_progress)
-    if list(layout.files) != [WEIGHTS_NAME]:
+    for name, content in others.items():
+        store.create(name, [content])
+    if layout.has_index:
         weight_map = {key: name for name, rows in layout.files.items() for key, _ in rows}
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in layout.tensors)},
