@@ -415,7 +415,8 @@ def validate(
 
     Args:
         path: directory of a checkpoint or of a run; or a store rooted there.
-        bases: as in `load`.
+        bases: as in `load`. If any place is given, frozen bases are checked as well: there, or at
+            the recorded place.
         on_progress: called with the number of bytes just checked.
 
     Returns: a `Report`, separately for own bytes, references and their closure.

@@ -294,8 +294,8 @@ def add_bases(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help=(
-            "where else to look for what a delta reads from: a checkpoint, or a directory of"
-            " them; may be repeated"
+            "where else to look for what a delta reads from, or for a frozen base: a checkpoint,"
+            " a directory of checkpoints or of safetensors files; may be repeated"
         ),
     )
 

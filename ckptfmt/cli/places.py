@@ -128,8 +128,23 @@ def checkpoint_path(run_path: str, text: str) -> str:
 
 
 def open_bases(paths: Sequence[str]) -> list[Store]:
-    """Return the stores of `--base`: checkpoints, or runs. Raises: as `open_place`."""
-    return [open_place(path).store for path in paths]
+    """Return the stores of `--base`: checkpoints, runs, or directories of safetensors files.
+
+    Raises: as `open_place`.
+    """
+    return [_open_base(path) for path in paths]
+
+
+def _open_base(path: str) -> Store:
+    try:
+        return open_place(path).store
+    except StateError as error:
+        if error.code != Code.ARGUMENT:
+            raise
+        store = open_store(path, writable=False)
+        if not any(name.endswith(".safetensors") for name in store.list_names("")):
+            raise
+        return store
 
 
 def open_run_place(path: str) -> Place:

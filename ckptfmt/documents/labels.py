@@ -61,6 +61,13 @@ class Labels:
         """Return the value of a metric; None if the checkpoint doesn't have the metric."""
         return float(self.metrics[metric]) if metric in self.metrics else None
 
+    def tagged(self, tags: Iterable[str]) -> Labels:
+        """Return these labels with further tags.
+
+        Raises: StateError(ARGUMENT) for an exceeded limit.
+        """
+        return dataclasses.replace(self, tags=Labels.of(None, (*self.tags, *tags)).tags)
+
     def numbers(self) -> dict[str, float]:
         """Return the values of all metrics."""
         return {name: float(text) for name, text in self.metrics.items()}

@@ -54,6 +54,7 @@ from ckptfmt.read.files import (
     is_current,
     read_anew,
 )
+from ckptfmt.read.frozen_base import FrozenBase, find_base
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Bundle, Reading, WantedBox
@@ -250,6 +251,8 @@ class _Verification:
         self._bases = tuple(bases)
         self._with_bases = with_bases
         self._done: Done = {}
+        #: The frozen base of an earlier checkpoint, with the tensors that were compared.
+        self._frozen_base: FrozenBase | None = None
         self._known = set(elsewhere_than)
         self._check = check
 
@@ -298,13 +301,36 @@ class _Verification:
             for reference in _newest_first(checkpoint)
         ]
         self._check_contents(checkpoint, report, directory, can_decode=all(found))
-        if checkpoint.frozen:
+        if checkpoint.frozen and self._bases:
+            self._check_frozen(checkpoint, report, directory)
+        elif checkpoint.frozen:
             nbytes = sum(one.nbytes for one in checkpoint.frozen.values())
             report.warnings.append(
                 f"{encodable(directory or checkpoint.title)} refers to {len(checkpoint.frozen)}"
                 f" tensors of {nbytes} bytes in the frozen base"
                 f" {encodable(checkpoint.frozen_location)}, which wasn't read"
             )
+
+    def _check_frozen(self, checkpoint: Checkpoint, report: Report, directory: str) -> None:
+        """Check the tensors of a frozen base. A base is read once for all checkpoints.
+
+        Of several machines, the machine with the first slice reads the base. Spec: REQ-FRZ-005.
+        """
+        if report.share[0] > 0:
+            return
+        tensors = list(checkpoint.frozen.values())
+        try:
+            base = find_base(
+                tensors, self._bases, checkpoint.frozen_location, Checkpoint, self._frozen_base
+            )
+        except CkptError as error:
+            if error.code not in (Code.FROZEN_BASE_MISSING, Code.FROZEN_BASE_CHANGED):
+                raise
+            report.add(error.below(directory) if directory else error)
+            return
+        if base is not self._frozen_base:
+            self._frozen_base = base
+            report.count(sum(one.nbytes for one in tensors))
 
     def check_in_run(self, store: Store, report: Report, directory: str) -> None:
         """Check one checkpoint of a run, and the bases that aren't checkpoints of the run."""

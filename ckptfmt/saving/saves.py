@@ -23,7 +23,7 @@ from ckptfmt.adapters.unsaved import Unheld
 from ckptfmt.commit.decision import Known, read_register
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.durability import HOME, NODE, PEERS
-from ckptfmt.documents.labels import Labels
+from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import Manifest, Origin
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.run import Launch
@@ -114,6 +114,8 @@ class Saving:
             Until then the training goes on, the log and `Checkpointer.reports` have the failures,
             and the next due save tries again. 0 to end the run at the first failure. Any other
             failure ends the run in any case, and so does a failure of the last save.
+        tags: tags of each save, in addition to the tags that the call gives, such as the ids of the
+            run in trackers; process 0's tags are recorded.
 
     Raises: StateError(ARGUMENT) for an unknown word, a number outside of its range, and deltas with
         ``saver="inline"``.
@@ -129,9 +131,11 @@ class Saving:
     nice: int = 0
     delta: Literal["off", "auto", "smallest"] | Mapping[str, Any] = "off"
     failed_saves: int = 10
+    tags: Iterable[str] = ()
 
     def __post_init__(self) -> None:
         check_flags(self, "overlap")
+        object.__setattr__(self, "tags", Labels.of(None, self.tags).tags)
         has_deltas = DeltaOptions.of(self.delta).mode != "off"
         if type(self.failed_saves) is not int or self.failed_saves < 0:
             detail = f"failed_saves={self.failed_saves!r} isn't a number from 0 on"
@@ -464,7 +468,7 @@ class Saves:
                 dataclasses.replace(save, deadline_s=self._deadline_s),
                 ownership=self._ownership,
                 checks=background is None or save.run is None,  # else the saver checks
-                label=label,
+                label=self._tag(label),
                 unsaved=functools.partial(self._find_unsaved, state),
                 say={
                     "durability": self._least_durability(to_home=must or to_home),
@@ -645,6 +649,13 @@ class Saves:
     def _say_failure(self) -> dict[str, Any] | None:
         failure = self._next_failure()
         return None if failure is None else {"attempt": failure[0], "error": failure[1].as_json()}
+
+    def _tag(self, label: Callable[[], Labels] | None) -> Callable[[], Labels] | None:
+        """Return a function for the labels of a save, with the tags of each save."""
+        tags = self._saving.tags
+        if not tags:
+            return label
+        return lambda: (NO_LABELS if label is None else label()).tagged(tags)
 
     def _has_committed(self) -> bool:
         """Return whether a save was committed since the last exchange with the other processes."""

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckptfmt
+from ckptfmt.__main__ import main
 from ckptfmt.adapters.capture import capture
 from ckptfmt.errors import CkptError, Code, IntegrityError
 from ckptfmt.store import direct
@@ -498,3 +499,49 @@ def test_refusals_keep_their_class() -> None:
     for code in (Code.FROZEN_BASE_MISSING, Code.FROZEN_BASE_CHANGED):
         assert not issubclass(code.error, IntegrityError)
         assert issubclass(code.error, CkptError)
+
+
+@pytest.mark.parametrize("how", ["same", "moved", "changed", "missing"])
+def test_a_validation_with_a_place_checks_the_base(
+    saved: Any, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Spec: REQ-FRZ-005, REQ-FRZ-006."""
+    base, path, _ = saved
+    told = str(base)
+    if how == "moved":
+        told = str(base.rename(tmp_path / "moved"))
+    elif how == "changed":
+        write_base(base, seed=3)
+    elif how == "missing":
+        told = str(write_base(tmp_path / "other", seed=3))
+        base.rename(tmp_path / "moved")
+    found = ckptfmt.validate(path, bases=[told])
+    codes = [one.code for one in found.violations]
+    assert codes == (["FROZEN_BASE_CHANGED"] if how in ("changed", "missing") else [])
+    assert found.warnings == []
+    whole = ckptfmt.validate(path)
+    assert whole.violations == []
+    assert "wasn't read" in whole.warnings[0]
+    if how in ("same", "moved"):
+        assert found.nbytes > whole.nbytes + 2 * WIDTH * WIDTH * 4
+    assert main(["validate", str(path), "--base", told]) == bool(codes)
+    output = capsys.readouterr().out
+    assert ("FROZEN_BASE_CHANGED" in output) == bool(codes)
+
+
+def test_a_validation_of_a_run_reads_the_base_once(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    module = adapt(make_base())
+    state = ckptfmt.State(weights=module, frozen_base=base)
+    with ckptfmt.Checkpointer(tmp_path / "run", state, every=1) as checkpointer:
+        for _ in checkpointer.steps(3):
+            pass
+    with_base = ckptfmt.validate(tmp_path / "run", bases=[base])
+    assert (with_base.violations, with_base.warnings) == ([], [])
+    nbytes = with_base.nbytes - ckptfmt.validate(tmp_path / "run").nbytes
+    assert nbytes == sum(
+        value.nbytes for name, value in make_base().state_dict().items() if "lm_head" not in name
+    )
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main(["validate", str(tmp_path / "run"), "--base", str(empty)]) == 2
