@@ -67,8 +67,8 @@ differently.
 
 **Adapters.** For a model with adapters of PEFT, a save holds the trained tensors, and refers by
 digest to the tensors of the base, which is the directory or the cached snapshot of the hub from
-which the model was loaded. `ckptfmt.State.frozen_base` describes what a load does if the base has
-moved or changed. If no safetensors files of the base are on this machine, all weights are saved,
+which the model was loaded. `ckptfmt.State.frozen_base` describes loads after a move or a change of
+the base. If no safetensors files of the base are on this machine, all weights are saved,
 and a warning is logged.
 
 **TRL.** ``class MyTrainer(CkptfmtTrainer, GRPOTrainer)`` also saves the completions on which a
@@ -699,7 +699,7 @@ def _describe(model: Any) -> dict[str, Any]:
     if generation := getattr(whole, "generation_config", None):
         found["generation"] = _plain(generation)
     if has_adapters(model):
-        # What PEFT writes for an adapter without the name of a task.
+        # PEFT's entry for an adapter without the name of a task.
         kind = type(whole)
         mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
         found["peft"] = {
