@@ -17,6 +17,7 @@ from ckptfmt.adapters.live_trees import GLOBAL, Encoder, plain_leaves
 from ckptfmt.adapters.numbering import list_leaves
 from ckptfmt.adapters.placing import is_named_tensors
 from ckptfmt.adapters.rng_streams import capture_streams, live_streams, unit_streams
+from ckptfmt.adapters.streamed_data import find_losses
 from ckptfmt.adapters.unsaved import UNSAVED
 from ckptfmt.adapters.visible import look_at
 from ckptfmt.documents.frozen_tensors import BASE_LEAF, dump_location
@@ -223,7 +224,8 @@ def _context_leaves(
     if worker == 0:
         facts = local_facts(live, sides.torch)
         values.append(("provenance", "", provenance(state.provenance, state.init_from)))
-        facts |= dict.fromkeys(doubts, True)
+        positions = [unit.value for unit in live.units if unit.field == "data"]
+        facts |= dict.fromkeys((*doubts, *find_losses(positions)), True)
         if unsaved:
             facts[UNSAVED] = list(unsaved)
         if objects := look_at(live.units):

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.load_plan import LoadPlan
+from ckptfmt.adapters.streamed_data import finish_load, load_position
 from ckptfmt.data.cursor import Foreign, Per, dump_foreign, is_foreign, parse_foreign
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.data.tickets import Share
@@ -264,10 +265,11 @@ class ForeignLoader(_Adapter, PassiveLoader):
                 where="loader",
                 requirement="REQ-CUR-023",
             )
-        self._loader.load_state_dict(foreign.state)
+        load_position(self._loader, foreign.state)
         self._loaded = dict(state_dict)
         self._begun = iter(self._loader)
         settle(self._loader, foreign.state)
+        finish_load(self._loader, foreign.state)
 
 
 class ConsumedSamples(_Adapter):

@@ -9,6 +9,7 @@ from typing import Final
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.live import Kind, Unit
 from ckptfmt.adapters.live_trees import source_digest
+from ckptfmt.adapters.streamed_data import LOSSES
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.part import Leaf
 from ckptfmt.dtypes import DTYPES
@@ -32,6 +33,7 @@ DATA_DOUBTS: Final = {
         " from torch's random"
         " numbers (shuffle=True): a resume within an epoch sees other samples"
     ),
+    **LOSSES,
 }
 #: The remedy for positions as plain values.
 _REMEDY: Final = (

@@ -17,6 +17,7 @@ import numpy as np
 from ckptfmt import limits
 from ckptfmt.adapters import Sides, find_sides, torch_side
 from ckptfmt.adapters.live_trees import GLOBAL, join_name, prefix_of, too_deep, worker_scope
+from ckptfmt.adapters.streamed_data import list_losses
 from ckptfmt.box import Box
 from ckptfmt.documents.tree import PLAIN
 from ckptfmt.dtypes import DTYPES
@@ -102,7 +103,8 @@ def list_doubts(state: State, *, worker: int) -> list[str]:
     """Return a sentence for each likely mistake in a State.
 
     The first case is an optimizer with a state saved by the positions of the parameters, not by
-    their names. The second case is a learning-rate schedule without a scheduler in the State.
+    their names. The second case is a learning-rate schedule without a scheduler in the State. The
+    third case is a position in the data that the data's library can't restore.
     """
     side = torch_side()
     units = list(walk(state, worker=worker))
@@ -111,7 +113,9 @@ def list_doubts(state: State, *, worker: int) -> list[str]:
     ]
     has_schedule = any("initial_lr" in group for group in groups)
     is_unsaved = has_schedule and not any(may_be_schedule(unit.name, unit.value) for unit in units)
-    return [f"SCHEDULER_NOT_SAVED: {NO_SCHEDULE}"] * is_unsaved + [
+    found = list_losses(unit.value for unit in units if unit.field == "data")
+    found += [f"SCHEDULER_NOT_SAVED: {NO_SCHEDULE}"] * is_unsaved
+    return found + [
         f"SAVED_BY_POSITION: {unit.field}:{unit.name} is a {type(unit.value).__qualname__}, with a"
         " state_dict of numbered parameters, which loads only into the same order and layout;"
         " to save by names, give the wrapped optimizer"

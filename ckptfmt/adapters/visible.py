@@ -26,6 +26,7 @@ from ckptfmt.state import place_of
 _KNOWN: Final = (
     "torch",
     "torchdata",
+    "datasets",
     "ckptfmt",
     "numpy",
     "jax",

@@ -117,6 +117,8 @@ def test_a_loader_of_each_process_is_given_as_its_own(tmp_path):
 class Stream(torch.utils.data.IterableDataset[int]):
     """Twelve numbers, dealt out to the worker processes."""
 
+    ckptfmt_exact = True
+
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
         yield from range(worker.id if worker else 0, 12, worker.num_workers if worker else 1)

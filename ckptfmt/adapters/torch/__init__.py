@@ -165,6 +165,11 @@ def is_iterable_dataset(value: object) -> bool:
     return isinstance(value, torch.utils.data.IterableDataset)
 
 
+def is_worker_process() -> bool:
+    """Return whether this process is a worker process of a DataLoader."""
+    return torch.utils.data.get_worker_info() is not None
+
+
 def position_of(value: Any, *, where: str) -> FollowedLoader:
     """Return the position of a DataLoader, which is followed from now on.
 
@@ -177,8 +182,14 @@ def position_of(value: Any, *, where: str) -> FollowedLoader:
 
 def loader_error(value: Any, *, where: str) -> CkptError:
     """Return the error for a DataLoader or a part of a DataLoader, with a remedy."""
+    stages = getattr(value, "pipeline", None)
     if isinstance(getattr(value, "batch_sampler", None), Sampler):
         remedy = "Give the sampler that it was made with: State(data=loader.batch_sampler)."
+    elif isinstance(stages, list) and stages and is_loader(stages[0]):
+        remedy = (
+            f"Give the DataLoader in the {type(value).__name__}: State(data=loader.pipeline[0]);"
+            " shuffle and batch in the data set, not in later stages."
+        )
     else:
         remedy = "Give the DataLoader that the loop iterates over: State(data=loader)."
     return err(

@@ -27,6 +27,7 @@ import torch
 from torch.utils.data import dataloader as torch_loaders
 
 from ckptfmt.adapters.data_loaders import EpochLoader
+from ckptfmt.adapters.streamed_data import EXACT, is_repeatable
 from ckptfmt.adapters.torch.loader_streams import (
     DrawnBatch,
     LoaderStreams,
@@ -51,8 +52,6 @@ from ckptfmt.errors import CkptError, Code, err
 _WHERE: Final = "loader"
 _NO_DIGEST: Final = bytes(32)
 _SCALARS: Final = (bool, int, float, str, type(None))
-#: The attribute by which an iterable data set declares that each iteration gives the same samples.
-_EXACT: Final = "ckptfmt_exact"
 #: Numbers of batches in the first steps of a loop that takes each batch a step ahead.
 _AHEAD: Final = [2, 1, 1, 1, 1, 1]
 _SEED: Final = "_ckptfmt_seed"
@@ -252,6 +251,11 @@ class FollowedLoader(EpochLoader):
                 f"the data set draws random numbers in {position.process_count or 'no'} worker"
                 f" processes, and here are {count or 'none'}: num_workers="
             )
+        if _is_iterable(self.loader) and position.draws and position.seed is not None:
+            doubts.append(
+                "the data set draws random numbers in worker processes that live for all epochs"
+                " (persistent_workers=True), and begins the epoch again with other random numbers"
+            )
         return doubts
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -409,8 +413,11 @@ class FollowedLoader(EpochLoader):
         if is_quiet:
             given["generator"] = torch.Generator()
         if loader.num_workers:
-            states = self._workers if self._visit is None else self._visit.workers
-            workers = WorkerStreams(loader.collate_fn, loader.worker_init_fn, list(states))
+            visit = self._visit
+            states = list(self._workers if visit is None else visit.workers)
+            if visit is not None and visit.source is not None and _is_iterable(loader):
+                states = [None] * loader.num_workers  # they begin the epoch again
+            workers = WorkerStreams(loader.collate_fn, loader.worker_init_fn, states)
             given["collate_fn"] = workers.collate
             given["worker_init_fn"] = workers.begin
         own = vars(loader)  # __setattr__ of a DataLoader refuses some of the names
@@ -497,6 +504,8 @@ class FollowedLoader(EpochLoader):
             has_drawn: whether the data set has drawn random numbers in this process.
         """
         self._draws |= has_drawn
+        if visit.first is None:  # an iterable data set in worker processes, which have own streams
+            visit.first = {}
         self._thread = threading.get_ident()
         self._taken += 1
         visit.taken += 1
@@ -769,14 +778,14 @@ def _is_iterable(loader: Any) -> bool:
 def _check(loader: Any, where: str) -> None:
     """Check the options of a loader. Raises: StateError(STATE_UNSUPPORTED, ARGUMENT)."""
     refuse = functools.partial(err, Code.STATE_UNSUPPORTED, where=where)
-    if _is_iterable(loader) and getattr(loader.dataset, _EXACT, False) is not True:
+    if _is_iterable(loader) and not is_repeatable(loader.dataset):
         raise refuse(
             f"the DataLoader reads an iterable data set ({type(loader.dataset).__name__}), which"
             " has no index to go on from",
             remedy=(
                 "Use torchdata's StatefulDataLoader and a data set with a state_dict. Or, if each"
-                f" iteration gives the same samples in the same order, set {_EXACT} = True in the"
-                " class: a resume then reads the batches of the epoch again."
+                " iteration gives the same samples in the same order, set"
+                f" dataset.{EXACT} = True: a resume then reads the batches of the epoch again."
             ),
         )
     if not getattr(loader, "in_order", True):
