@@ -140,6 +140,24 @@ def test_metrics_and_tags_go_with_the_save_that_they_were_given_to(home: Home, s
     assert ckptfmt.validate(place)
 
 
+def test_tags_of_the_run_go_with_each_save(store: Any) -> None:
+    """Also with those that `steps` makes, beside tags of the save itself."""
+    saving = ckptfmt.Saving(saver="inline", tags=["wandb:1a", "b"])
+    with Checkpointer(store, Trainer().state, every=2, saving=saving) as checkpointer:
+        for step in checkpointer.steps(4):
+            if step == 3:
+                checkpointer.save(tags=["b", "c"])
+    assert labels_of(store) == {2: ({}, ("b", "wandb:1a")), 4: ({}, ("b", "c", "wandb:1a"))}
+
+
+def test_a_tag_that_no_save_could_have_is_refused_at_once() -> None:
+    refused: list[Any] = [["x" * 101], [""], [3], [f"tag {number}" for number in range(33)]]
+    for tags in refused:
+        with pytest.raises(CkptError) as caught:
+            ckptfmt.Saving(tags=tags)
+        assert (caught.value.code, caught.value.where) == ("ARGUMENT", "tags=")
+
+
 @pytest.mark.parametrize("saver", ["inline", "thread", "process"])
 def test_the_best_checkpoints_and_the_pinned_outlive_the_newest(home: Home, saver: Any) -> None:
     """REQ-CMT-040: the rule travels to whoever cleans up."""

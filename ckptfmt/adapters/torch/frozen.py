@@ -96,11 +96,11 @@ def split_frozen(
             if id(source.tensor) not in fixed or 0 in source.global_shape:
                 split.stored.append(source)
                 continue
-            mark = _mark(source)
+            mark, digest = _mark(source)
             verdict = seen.get(source.name)
             if verdict is None or not _is_valid(verdict, mark, source):
                 base = FrozenBase(place, Checkpoint) if base is None else base
-                verdict = BaseVerdict(mark, _compare(source, base), base.location)
+                verdict = BaseVerdict(mark, _compare(source, base, digest), base.location)
                 seen[source.name] = verdict
                 if verdict.found is None and fixed[id(source.tensor)]:
                     unlike.append(source)
@@ -147,34 +147,50 @@ def _is_valid(verdict: BaseVerdict, mark: bytes, source: TorchSource) -> bool:
     )
 
 
-def _mark(source: TorchSource) -> bytes:
-    """Return digests of the elements in this process."""
+def _mark(source: TorchSource) -> tuple[bytes, bytes | None]:
+    """Return digests of the elements in this process, and the digest of the content.
+
+    The digest of the content is that of a reference; None if this process has a part of the tensor,
+    or has the tensor on a GPU.
+    """
     local = source.local.resolve_conj().resolve_neg().contiguous()
     shape = repr((tuple(local.shape), local.dtype)).encode()
     if not local.numel():
-        return shape
+        return shape, None
     if local.device.type == "cuda":
         digests = block_digests(local.reshape(-1).view(torch.uint8), _BLOCK_NBYTES)
         if digests is not None:
-            return shape + digests.cpu().numpy().tobytes()
+            return shape + digests.cpu().numpy().tobytes(), None
     local = local.cpu()
     threads = blake3.AUTO if local.nbytes >= _THREADED_NBYTES else 1
     content = _bytes_at(local.data_ptr(), local.nbytes).data
-    return shape + blake3(content, max_threads=threads).digest()
+    digest = blake3(content, max_threads=threads).digest()
+    is_whole = [piece.box for piece in source.pieces] == [Box.whole(source.global_shape)]
+    is_in_order = tuple(local.shape) == source.global_shape
+    return shape + digest, digest if is_whole and is_in_order else None
 
 
-def _compare(source: TorchSource, base: FrozenBase) -> FrozenTensor | None:
-    """Return the reference to the base's tensor equal to a source; None without such a tensor."""
+def _compare(source: TorchSource, base: FrozenBase, digest: bytes | None) -> FrozenTensor | None:
+    """Return the reference to the base's tensor equal to a source; None without such a tensor.
+
+    Args:
+        source: the source, with the base's dtype and shape.
+        base: the base.
+        digest: the digest of the source's content, compared instead of the elements; None to
+            compare the elements.
+    """
     name = _find_name(source, base)
     if name is None:
         return None
     hasher = blake3(max_threads=blake3.AUTO)
     for chunk, content in base.iter_content(name):
         hasher.update(content)
-        for piece in source.pieces:
+        for piece in source.pieces if digest is None else ():
             common = chunk.intersect(piece.box)
             if common is not None and not _is_equal(source, piece, common, chunk, content):
                 return None
+    if digest not in (None, hasher.digest()):
+        return None
     return FrozenTensor(
         name=source.name,
         aliases=source.aliases,
