@@ -542,6 +542,7 @@ class Checkpointer:
             self._talk.say("nothing is left to do: %d of %d epochs are done", position.epoch, total)
         position.before_batch = functools.partial(self._before_batch, position)
         position.after_batch = self._count.begin_body
+        position.before_epoch = self._before_epoch
         try:
             while position.epoch < total and not self.stopped:
                 epoch = position.epoch
@@ -562,7 +563,7 @@ class Checkpointer:
                         " on a loader of its own.",
                     )
         finally:
-            position.before_batch = position.after_batch = None
+            position.before_batch = position.after_batch = position.before_epoch = None
             self._count.is_under_way = False
             self._pace.rest()
         self._pace.end()
@@ -597,6 +598,9 @@ class Checkpointer:
             return False
         self._witness.begin_step(self.step, self._count.state)
         return True
+
+    def _before_epoch(self) -> None:
+        self._witness.begin_epoch(self.step, self._count.state)
 
     def _end_batch(self, *, is_last: bool) -> None:
         self._count.end_body()

@@ -205,6 +205,7 @@ class StepCount:
             reader.note_fetch = None
         for loader in loaders:
             loader.begin_streams = None
+            loader.has_begun = True
         return (DRAWN_IN_HAND,) if any(reader.drawn_in_hand(mark) for reader in readers) else ()
 
     def check_known(self) -> None:

@@ -238,15 +238,25 @@ class Witness:
         # An evaluation between steps, or a step that ended with an exception, may have left values.
         self._observed = {}
         self._before = self._digest_streams() if self._is_full(step) else ()
+        self._check_unchanged(step, state)
+
+    @_harmless
+    def begin_epoch(self, step: int, state: State) -> None:
+        """Check the state for changes since the save, before the iterator of an epoch is created.
+
+        The creation of an iterator draws random numbers. A resumed run draws the same numbers,
+        because the streams are restored before.
+        """
+        if self._header is not None:
+            self._check_unchanged(step, state)
+
+    def _check_unchanged(self, step: int, state: State) -> None:
         saved = self._saved
-        self._saved = None
+        last = self._last
+        self._saved = self._last = None
         if saved is not None and saved.step == step:
-            self._compare_saved(saved, state)
-        if (
-            self._last is not None
-            and self._last.step == step
-            and self._last != self._look(step, state)
-        ):
+            self._compare_saved(saved, self._look(step, state))
+        if last is not None and last.step == step and last != self._look(step, state):
             self.changes.append(step)
 
     def observe(self, *, loss: Any, grad_norm: Any, batch: Any) -> None:
@@ -510,13 +520,13 @@ class Witness:
         except CkptError as error:
             self._report(f"WITNESS_OFF: the steps of this launch couldn't be copied home: {error}")
 
-    def _compare_saved(self, saved: _End, state: State) -> None:
+    def _compare_saved(self, saved: _End, now: _End) -> None:
         """Report changes of the state between a save and the next step.
 
         A resumed run doesn't have such changes.
         """
-        rows = zip(self._streams, saved.streams, self._before or (), strict=False)
-        for name in [stream.name for stream, then, now in rows if then != now]:
+        rows = zip(self._streams, saved.streams, now.streams, strict=False)
+        for name in [stream.name for stream, before, after in rows if before != after]:
             self._warn(
                 f"the RNG stream {name} was drawn from",
                 saved.step,
@@ -524,7 +534,7 @@ class Witness:
                 " or undo the draws by"
                 " capture_rng() and put_back()",
             )
-        for name, value in _schedules(state).items():
+        for name, value in now.schedules.items():
             if saved.schedules.get(name, value) != value:
                 self._warn(
                     f"{name} changed",

@@ -106,6 +106,8 @@ class CkptfmtAccelerator(Accelerator):
             ``total_limit`` by default.
         config: the program's configuration, as in `ckptfmt.State`. Without a configuration a load
             claims S1 at most, and the witness refutes no claim.
+        frozen_base: the place of the weights that the run doesn't train, such as the base of LoRA
+            adapters, as in `ckptfmt.State`. Saves refer to these weights instead of storing them.
 
     Attributes:
         checkpointer: the `ckptfmt.Checkpointer` of the run, None before the first save or load. The
@@ -123,6 +125,7 @@ class CkptfmtAccelerator(Accelerator):
         run: _Path | None = None,
         saving: _Options | None = None,
         config: Any = None,
+        frozen_base: _Path | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -140,7 +143,7 @@ class CkptfmtAccelerator(Accelerator):
         self._run = None if run is None else os.path.expanduser(run)  # noqa: PTH111
         self._saving = {"keep": naming.total_limit, **(saving or {})}
         self._positions: dict[int, _Position] = {}
-        self._state = ckptfmt.State(config=config)
+        self._state = ckptfmt.State(config=config, frozen_base=frozen_base)
         self._saver: ckptfmt.PathSaver | None = None
         self.checkpointer: ckptfmt.Checkpointer | None = None
         self.updates = 0

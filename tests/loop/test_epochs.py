@@ -202,6 +202,28 @@ def epoch_rows(*, looks: bool = False) -> list[Any]:
     return rows
 
 
+def test_an_iterator_that_is_left_behind_a_resume_ends_its_epoch() -> None:
+    """`zip` takes a batch of the longer loader before it finds the end of the shorter loader."""
+    assert zipped_rows(ends=[8, 16]) == zipped_rows(ends=[16])
+
+
+def zipped_rows(ends: list[int]) -> dict[int, Any]:
+    rows: dict[int, Any] = {}
+    store = MemoryStore()
+    for end in ends:
+        torch.manual_seed(2)
+        loaders = [loader_of(14), loader_of(8)]
+        state = ckptfmt.State(weights=torch.nn.Linear(1, 1), data=loaders, config={})
+        saving = ckptfmt.Saving(saver="inline")
+        with ckptfmt.Checkpointer(store, state, every=8, saving=saving) as checkpointer:
+            batches = itertools.chain.from_iterable(
+                zip(*loaders, strict=False) for _ in itertools.count()
+            )
+            for step in checkpointer.steps(end):
+                rows[step] = [batch.tolist() for batch in next(batches)]
+    return rows
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -272,3 +294,20 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     assert "2 workers, and 1 workers load it" in str(caught.value)
     report = ckptfmt.load(tmp_path / "c", state, allow=("loader",))
     assert report.claim == "S0"
+
+
+@pytest.mark.parametrize("before", [int, lambda: torch.rand(1)], ids=["nothing", "draw"])
+def test_the_numbers_of_an_iterator_are_no_change_behind_a_save(
+    before: Callable[[], object], tmp_path: Path
+) -> None:
+    """A resumed run draws the numbers again. Numbers that the program draws before are lost."""
+    loader = loader_of(6)
+    model = torch.nn.Linear(1, 1)
+    state = ckptfmt.State(weights=model, data=loader, config={})
+    with ckptfmt.Checkpointer(tmp_path / "run", state, every=3) as checkpointer:
+        for _ in checkpointer.epochs(2):
+            before()
+            for batch in loader:
+                model(batch)
+    told = "the RNG stream torch.cpu was drawn from between the save of step 3 and the next step"
+    assert [report[: len(told)] for report in checkpointer.reports] == [told] * (before is not int)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 #: At which step a script kills itself.
-_KILL_AT = "KILL_AT_STEP"
+KILL_AT = "KILL_AT_STEP"
 #: Scripts run in forks of one process that has imported what is slow to import: a test that starts
 #: six of them would wait for that six times. Ray and JAX, which start threads, aren't among these
 #: modules.
@@ -117,7 +117,7 @@ class Journal:
     @staticmethod
     def is_last(step: int) -> bool:
         """Return whether this process dies behind a step, as soon as it is noted."""
-        return os.environ.get(_KILL_AT) == str(step)
+        return os.environ.get(KILL_AT) == str(step)
 
 
 def read(path: str | Path) -> dict[int, list[dict[str, Any]]]:
@@ -193,7 +193,7 @@ def run(
     root = Path(__file__).parents[2]
     variables["PYTHONPATH"] = os.pathsep.join([str(root), variables.get("PYTHONPATH", "")])
     if kill_at is not None:
-        variables[_KILL_AT] = str(kill_at)
+        variables[KILL_AT] = str(kill_at)
     if processes > 1:
         variables |= {
             "WORLD_SIZE": str(processes),

@@ -74,7 +74,7 @@ class _Visit:
         seed: seed of the worker processes.
         workers: states of each worker process's streams after its last batch taken.
         is_over: whether the loop has come to the end.
-        is_counted: whether a step was counted since the begin.
+        is_counted: whether a step was counted since the begin of the epoch.
         restored_streams: whether the begin of this visit has put back the RNG streams.
         source: the position from which the visit began; None for a fresh epoch.
         mark: result of `note_fetch` before the last batch.
@@ -107,8 +107,11 @@ class FollowedLoader(EpochLoader):
         before_batch: called before each batch is loaded; false ends the iteration.
         begin_streams: puts the RNG streams of a checkpoint back; None once they are.
         after_batch: called after each batch is loaded.
+        before_epoch: called before the iterator of an epoch draws random numbers.
         note_fetch: called before each batch is loaded; see `drawn_in_hand`.
         is_by_steps: whether a `Checkpointer` counts the steps.
+        has_begun: whether the first step has begun. An iterator made before may be a look at the
+            data; an iterator made after belongs to the training.
 
     Raises: StateError(STATE_UNSUPPORTED) for a loader whose order can't be followed.
     """
@@ -123,8 +126,9 @@ class FollowedLoader(EpochLoader):
         self.before_batch: Callable[[], bool] | None = None
         self.begin_streams: Callable[[], object] | None = None
         self.after_batch: Callable[[], object] | None = None
+        self.before_epoch: Callable[[], object] | None = None
         self.note_fetch: Callable[[], object] | None = None
-        self.is_by_steps = False
+        self.is_by_steps = self.has_begun = False
         #: Attributes of the samplers when the loader was first seen, and names of loaded ones.
         self._attributes = _attributes(loader)
         self._loaded_names: set[str] = set()
@@ -448,6 +452,8 @@ class FollowedLoader(EpochLoader):
         restores = source is None and self.begin_streams is not None
         if restores and self.begin_streams is not None:
             self.begin_streams()
+        if self.before_epoch is not None:
+            self.before_epoch()
         loader = self.loader
         visit = _Visit(
             number=self._epoch,
@@ -459,6 +465,7 @@ class FollowedLoader(EpochLoader):
         )
         if source is not None and source.current is not None:
             visit.taken = source.batches
+            visit.is_counted = self.has_begun and source.batches > 0
             visit.attributes = dict(source.attributes)
             _set_attributes(loader, source.attributes, is_again=True)
             digest = source.current.digest
