@@ -17,6 +17,7 @@ from benchmarks.load import measure_load
 from benchmarks.plan import measure_plan
 from benchmarks.record import Outcome, build_record, default_path, dump_record, format_record
 from benchmarks.reshard import measure_reshard
+from benchmarks.rollouts import ROWS, measure_rollouts
 from benchmarks.rounds import Progress, Workplace, workplace
 from benchmarks.s3 import measure_s3
 from benchmarks.save import measure_save
@@ -46,6 +47,7 @@ DELTA = "delta"
 MANY = "tensors"
 LIVE = "goodput"
 WITNESS = "witness"
+ROLLOUTS = "rollouts"
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -54,7 +56,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks", description="Measure ckptfmt beside its peers."
     )
     parser.add_argument(
-        "command", choices=[*MEASURE, PLAN, DELTA, MANY, LIVE, WITNESS], help="what to measure"
+        "command",
+        choices=[*MEASURE, PLAN, DELTA, MANY, LIVE, WITNESS, ROLLOUTS],
+        help="what to measure",
     )
     sizes_text = f"about how large the state is ({NBYTES}; frameworks, s3 {SMALLER_NBYTES})"
     parser.add_argument("--nbytes", type=_count, help=sizes_text)
@@ -78,6 +82,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--minutes", type=_count, default=MINUTES, help="goodput: how long it runs (%(default)s)"
+    )
+    parser.add_argument(
+        "--rows", type=_count, default=ROWS, help="rollouts: how many (%(default)s)"
     )
     sizes = Sizes()
     parser.add_argument(
@@ -147,12 +154,15 @@ def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
         return measure_plan(
             options.ranks, options.tensors, rounds=rounds, place=place, progress=progress
         )
-    if options.command == LIVE:
-        return measure_goodput(options.minutes, rounds=rounds, place=place, progress=progress)
-    if options.command == MANY:
-        return measure_tensors(options.most, rounds=rounds, place=place, progress=progress)
-    if options.command == WITNESS:
-        return measure_witness(options.parameters, rounds=rounds, place=place, progress=progress)
+    sized: dict[str, tuple[Callable[..., Outcome], int]] = {
+        LIVE: (measure_goodput, options.minutes),
+        MANY: (measure_tensors, options.most),
+        WITNESS: (measure_witness, options.parameters),
+        ROLLOUTS: (measure_rollouts, options.rows),
+    }
+    if options.command in sized:
+        measure, size = sized[options.command]
+        return measure(size, rounds=rounds, place=place, progress=progress)
     if options.command == DELTA:
         sizes = Sizes(width=options.width, steps=options.steps)
         scratch = options.scratch or options.directory / "training"
@@ -160,7 +170,7 @@ def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
         return measure_delta(
             sizes, copies=copies, scratch=scratch, rounds=rounds, place=place, progress=progress
         )
-    measure: Callable[..., Outcome] = MEASURE[options.command]
+    measure = MEASURE[options.command]
     device = {"device": options.device} if options.device else {}
     return measure(options.nbytes, rounds=rounds, place=place, progress=progress, **device)
 
@@ -173,6 +183,7 @@ def _repeat(options: argparse.Namespace) -> str:
         MANY: f"--most {options.most}",
         LIVE: f"--minutes {options.minutes}",
         WITNESS: f"--parameters {options.parameters}",
+        ROLLOUTS: f"--rows {options.rows}",
         DELTA: f"--width {options.width} --steps {options.steps} --copies {options.copies}",
     }
     size = sizes.get(options.command, f"--nbytes {options.nbytes}")

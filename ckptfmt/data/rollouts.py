@@ -12,6 +12,7 @@ once all rows are removed, a new array replaces a segment seen by a save.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -37,6 +38,8 @@ class _Column:
 
     def __init__(self, name: str, dtype: np.dtype[Any], count: int, length: int) -> None:
         self.name = name
+        self.dtype = dtype
+        self.length = length
         self.segments = [np.zeros(length, dtype) for _ in range(count)]
         self.row_counts = [0] * count
         #: Segments seen by a save, which may still be reading.
@@ -47,7 +50,7 @@ class _Column:
 
     def find(self, count: int) -> int | None:
         """Return a segment with room for `count` elements."""
-        if self.filled + count <= len(self.segments[self.open]):
+        if self.filled + count <= self.length:
             return self.open
         total = len(self.segments)
         later = ((self.open + step) % total for step in range(total))
@@ -55,7 +58,7 @@ class _Column:
 
     def put(self, segment: int, values: NDArray[Any]) -> tuple[int, int, int]:
         """Append values to a segment from `find`; return the place."""
-        if segment != self.open or self.filled + len(values) > len(self.segments[segment]):
+        if segment != self.open or self.filled + len(values) > self.length:
             if self.seen[segment]:
                 self.segments[segment] = np.zeros_like(self.segments[segment])
                 self.seen[segment] = False
@@ -108,6 +111,7 @@ class Rollouts:
             raise err(Code.ARGUMENT, detail, where=_WHERE)
         self._lock = threading.Lock()
         self._evicts = evicts
+        self._names = frozenset(columns)
         self._columns = []
         for name, given in columns.items():
             dtype = np.dtype(given)
@@ -118,8 +122,9 @@ class Rollouts:
             self._columns.append(_Column(name, dtype, count, elements))
         #: The table of rows; a row of zeros is free.
         self._rows = np.zeros((capacity, _HEAD + _PLACE * len(columns)), np.int64)
-        #: Slots of the table by key, oldest first; and free slots.
-        self._slots: dict[int, int] = {}
+        #: Slots of the table by key, oldest first; and free slots. In a plain dict, the search for
+        #: the oldest key passes over the places of all removed keys.
+        self._slots: OrderedDict[int, int] = OrderedDict()
         self._free = list(range(capacity))[::-1]
         self._appended = 0
 
@@ -144,21 +149,19 @@ class Rollouts:
         Raises: StateError(ARGUMENT) for a full buffer, for values unfit for the columns, and
             for a row longer than a segment: 64 times `length` is always allowed up to 8 MiB.
         """
-        if values.keys() != {column.name for column in self._columns}:
-            names = [column.name for column in self._columns]
-            detail = f"a row has the columns {sorted(values)}, the buffer {sorted(names)}"
+        if values.keys() != self._names:
+            detail = f"a row has the columns {sorted(values)}, the buffer {sorted(self._names)}"
             raise err(Code.ARGUMENT, detail, where=_WHERE)
         if not 0 <= key < 1 << 63:
             raise err(Code.ARGUMENT, f"the key {key!r} isn't from 0 to 2^63 - 1", where=_WHERE)
         arrays = [
-            np.asarray(values[column.name]).astype(column.segments[0].dtype).reshape(-1)
+            np.asarray(values[column.name]).astype(column.dtype, copy=False).reshape(-1)
             for column in self._columns
         ]
         for column, array in zip(self._columns, arrays, strict=True):
-            if len(array) > len(column.segments[0]):
+            if len(array) > column.length:
                 detail = (
-                    f"a row has {len(array)} elements of {column.name!r}, more than"
-                    f" {len(column.segments[0])}"
+                    f"a row has {len(array)} elements of {column.name!r}, more than {column.length}"
                 )
                 remedy = "Pass a larger length= to Rollouts, or split the row."
                 raise err(Code.ARGUMENT, detail, where=_WHERE, remedy=remedy)
@@ -167,11 +170,11 @@ class Rollouts:
                 self._remove(key)
             places = self._find_room(arrays)
             slot = self._free.pop()
-            row = self._rows[slot]
             self._appended += 1
-            row[:_HEAD] = self._appended, key
-            for number, (column, array) in enumerate(zip(self._columns, arrays, strict=True)):
-                row[_HEAD + _PLACE * number :][:_PLACE] = column.put(places[number], array)
+            row = [self._appended, key]
+            for column, place, array in zip(self._columns, places, arrays, strict=True):
+                row += column.put(place, array)
+            self._rows[slot] = row
             self._slots[key] = slot
 
     def __getitem__(self, key: int) -> dict[str, NDArray[Any]]:
@@ -234,7 +237,8 @@ class Rollouts:
             self._rows = np.array(state_dict["rows"])
             live = np.flatnonzero(self._rows[:, 0])
             live = live[np.argsort(self._rows[live, 0])]
-            self._slots = dict(zip(self._rows[live, 1].tolist(), live.tolist(), strict=True))
+            keys = self._rows[live, 1].tolist()
+            self._slots = OrderedDict(zip(keys, live.tolist(), strict=True))
             self._free = np.flatnonzero(self._rows[:, 0] == 0)[::-1].tolist()
             self._appended = filled[0]
             for number, column in enumerate(self._columns):
@@ -256,7 +260,8 @@ class Rollouts:
 
     def _remove(self, key: int) -> None:
         slot = self._slots.pop(key)
-        for column, segment in zip(self._columns, self._rows[slot, _HEAD::_PLACE], strict=True):
+        segments = self._rows[slot, _HEAD::_PLACE].tolist()
+        for column, segment in zip(self._columns, segments, strict=True):
             column.row_counts[segment] -= 1
         self._rows[slot] = 0
         self._free.append(slot)
