@@ -86,6 +86,8 @@ def capture(
     if look is not None:
         doubts += tuple(look(live.units, leaves, tensors))
     sides = find_sides()  # the code of a value may have imported a library
+    if positions := [unit.value for unit in live.units if unit.field == "data"]:
+        doubts += tuple(find_losses(positions))
     leaves += _context_leaves(state, live, sides, lacking, worker=worker, doubts=doubts)
     aliases = [
         (tensor.field, alias, tensor.scope) for tensor in tensors for alias in tensor.aliases
@@ -224,8 +226,7 @@ def _context_leaves(
     if worker == 0:
         facts = local_facts(live, sides.torch)
         values.append(("provenance", "", provenance(state.provenance, state.init_from)))
-        positions = [unit.value for unit in live.units if unit.field == "data"]
-        facts |= dict.fromkeys((*doubts, *find_losses(positions)), True)
+        facts |= dict.fromkeys(doubts, True)
         if unsaved:
             facts[UNSAVED] = list(unsaved)
         if objects := look_at(live.units):
