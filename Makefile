@@ -58,6 +58,10 @@ test-fast: venv  ## the suite without what is marked slow
 test-exhaustive: venv  ## what `make test` leaves out: minutes of what other tests sample
 	@$(BIN)/python -m pytest -n $(JOBS) $(DIST) -m exhaustive
 
+.PHONY: test-plugins-exhaustive
+test-plugins-exhaustive: venv-plugins  ## what `make test-plugins` leaves out: all loaders with each end and number of processes
+	@$(PLUGINS)/bin/python -m pytest -n $(JOBS) $(DIST) -p no:cacheprovider -m exhaustive tests/plugins
+
 # The tests that need an S3 server run on moto in `make test`. Here they run on Ceph's gateway, with those that take long.
 S3_TESTS := tests/s3 tests/store tests/commit/test_commit.py tests/delta/test_delta.py tests/read/test_verify.py \
 	tests/read/test_verify_deltas.py tests/run tests/loop/test_checkpointer.py tests/loop/test_choose.py tests/save/test_deltas.py

@@ -1,5 +1,7 @@
 """The distributions of this repository, built, and environments in which they are installed without a network."""
 
+import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -49,6 +51,20 @@ def build(folder, name):
     (source,) = folder.glob(f"{stem}-[0-9]*.tar.gz")
     (wheel,) = folder.glob(f"{stem}-[0-9]*.whl")
     return source, wheel
+
+
+def build_once(tmp_path_factory, name):
+    """Build a distribution, once for all workers of a test session; return both paths."""
+    place = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = place.parent
+    folder, done = place / name, place / f"{name}.json"
+    with (place / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            folder.mkdir()
+            done.write_text(json.dumps([str(path) for path in build(folder, name)]))
+    return tuple(Path(path) for path in json.loads(done.read_text()))
 
 
 def pip(python, *arguments):

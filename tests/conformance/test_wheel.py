@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.vectors import VECTORS
-from tests.distributions import build, pip, run
+from tests.distributions import build_once, pip, run
 from tests.house.sources import ROOT
 
 pytestmark = pytest.mark.slow
@@ -29,8 +29,7 @@ HANDFUL = [
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheels")
-    return [build(folder, name)[1] for name in ("ckptfmt-conformance", "ckptfmt")]
+    return [build_once(tmp_path_factory, name)[1] for name in ("ckptfmt-conformance", "ckptfmt")]
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,8 @@ _TARGETS: Final[tuple[str, ...]] = ("", "resumed", "written", "written", "commit
 _LATER_TARGETS: Final[tuple[str, ...]] = ("", "written", "committed")
 #: How many savers are killed before their trainer is, at most, where they are processes.
 _SAVER_KILLS: Final = 4
+#: How many times as many kills there are at most, while no kill came at a moment of interest.
+_KILLS_MORE: Final = 4
 #: How long a lease counts here, in seconds: each launch waits so long for a saver that was killed.
 _TERM_S: Final = 2.0
 #: How long the creation of a file at home takes at most, in seconds: longer than in a cache.
@@ -376,7 +378,7 @@ def kill_many(
     every: int = 1,
     seconds: float = math.inf,
 ) -> Report:
-    """Kill so many trainers, and savers, of one run, then let one come to its end.
+    """Kill so many trainers, and savers, of one run, and more until `_has_shown`; then let one come to its end.
 
     Args:
         server: of the bucket in which the run is; None for a directory.
@@ -403,13 +405,33 @@ def kill_many(
             home, root, report, rng, writers=writers, saver=saver, forget=forget, every=every
         )
         end_s = time.monotonic() + seconds
-        while report.kill_count < kill_count and not report.violations and time.monotonic() < end_s:
+        while (
+            (
+                report.kill_count < kill_count
+                or (
+                    report.kill_count < _KILLS_MORE * kill_count
+                    and not _has_shown(report, saver, forget=forget)
+                )
+            )
+            and not report.violations
+            and time.monotonic() < end_s
+        ):
             run.train()
         # The last launch cleans up behind all that died; the clocks of servers tell whole seconds.
         time.sleep(_TERM_S + 2.0 if server else 0)
         run.train(save_count=2)
         run.judge_end()
     return report
+
+
+def _has_shown(report: Report, saver: str, *, forget: bool) -> bool:
+    """Return whether the kills so far came at the moments that the report is about.
+
+    On a busy machine, many trainers die before their first save is written.
+    """
+    if forget:
+        return bool(report.lost)
+    return report.written_count > 0 and (saver == "process" or report.finished_count > 0)
 
 
 def _shorten_leases(directory: pathlib.Path) -> None:

@@ -33,10 +33,10 @@ def test_kills_at_random_moments_lose_nothing(kill_count):
     tell(f"seed {SEED}: {report}")
     assert report["violations"] == []
     assert report["kill_count"] == kill_count
+    least = max(1, kill_count // 60)
     assert all(
-        report["kills_in"].get(phase, 0) >= kill_count // 60
-        for phase in ("resume", "save", "retirement")
+        report["kills_in"].get(phase, 0) >= least for phase in ("resume", "save", "retirement")
     )
-    assert report["torn_count"] >= kill_count // 60, "hardly a kill left a torn save behind"
-    assert report["acknowledged_count"] >= kill_count // 8
-    assert report["checked_count"] >= kill_count // 2
+    assert report["torn_count"] >= least, "hardly a kill left a torn save behind"
+    assert report["acknowledged_count"] >= max(1, kill_count // 8)
+    assert report["checked_count"] >= max(1, kill_count // 2)

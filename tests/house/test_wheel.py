@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from ckptfmt.cli.commands import COMMANDS, TOOLS
-from tests.distributions import Environment, build, run
+from tests.distributions import Environment, build_once, run
 from tests.house.sources import ROOT
 
 pytestmark = pytest.mark.slow
@@ -44,8 +44,7 @@ print(numpy.asarray(ckptfmt.open("first").weights["w"]).sum())
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("built")
-    return {name: build(folder, name) for name in NAMES}
+    return {name: build_once(tmp_path_factory, name) for name in NAMES}
 
 
 @pytest.fixture(scope="module")

@@ -64,8 +64,12 @@ def fences_of(page):
 
 
 def steady(text, place):
-    """The text without what differs from machine to machine."""
+    """The text without what differs from machine to machine.
+
+    The last records of a killed training's steps may be missing, as another thread writes them.
+    """
     text = text.replace(f"{place}/", "")
+    text = re.sub(r"steps? ([0-9]+)(?: to [0-9]+)? done again", r"steps from \1 done again", text)
     text = re.sub(
         r"[0-9.]+ (?:[KMG]i)?B in [0-9.]+ m?s \([0-9.]+ (?:[KMG]i)?B/s\)",
         "SIZE in TIME (RATE)",
